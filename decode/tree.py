@@ -1,0 +1,283 @@
+"""Draft trees: which tokens a drafter proposes, who hangs below whom, and what each token was drawn from.
+
+Shape letters: B rows (sequences), N nodes per row, C most children of one node, D deepest level, P proposal laws
+per row, Vd draft vocabulary. Slot 0 is the last committed token, slot i + 1 is node i.
+
+A chain is a tree of width one; the empty tree (N = 0) is autoregressive decoding.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
+
+import torch
+from torch import Tensor
+
+from conf.errors import UserError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What follows from the parents alone. Leading dimension B, or 1 where all rows share one static shape.
+
+    depth: [B, N] int64, 0 for children of the last committed token.
+    mask: [B, N + 1, N + 1] bool, slot j is slot i itself or an ancestor of it (what slot i may attend to).
+    children: [B, N + 1, C] int64 node numbers below a slot in draw order, -1 padded.
+    rank: [B, N] int64, place of a node among its siblings in draw order.
+    levels: deepest level as a count (0 for the empty tree); known on the host so that loops need no round trip.
+    """
+
+    parents: Tensor
+    depth: Tensor
+    mask: Tensor
+    children: Tensor
+    rank: Tensor
+    levels: int
+
+    @functools.cached_property
+    def postorder(self) -> Tensor:
+        """[B, N + 1] int64 slots, children before parents, siblings in draw order; slot 0 comes last.
+
+        A slot's key is its path of ranks padded with a number above every rank, so that a node sorts behind its
+        subtree; padding nodes of ragged rows stand somewhere and must be masked by their size.
+        """
+        rows, n = self.parents.shape
+        device = self.parents.device
+        batch = torch.arange(rows, device=device)
+        levels, beyond = max(self.levels, 1), n + 1
+        path = torch.full((rows, n + 1, levels), beyond, dtype=torch.int64, device=device)
+        for i in range(1, n + 1):
+            path[:, i] = path[batch, self.parents[:, i - 1] + 1]
+            path[batch, i, self.depth[:, i - 1]] = self.rank[:, i - 1]
+        order = torch.arange(n + 1, device=device).expand(rows, n + 1)
+        for level in reversed(range(levels)):  # stable sorts, least significant level first
+            order = order.gather(1, path[:, :, level].gather(1, order).argsort(dim=1, stable=True))
+        return order
+
+    @staticmethod
+    def of(parents: Tensor) -> Layout:
+        """Derive the layout of `parents` [B, N] int64 (already validated: parents[b, i] < i).
+
+        Two host round trips on an accelerator (levels, width): static trees pay them once.
+        """
+        rows, n = parents.shape
+        device = parents.device
+        slot = torch.arange(n + 1, device=device)
+        up = torch.cat([torch.full((rows, 1), -1, device=device), parents + 1], 1)  # parent slot of every slot
+        mask = torch.eye(n + 1, dtype=torch.bool, device=device).expand(rows, n + 1, n + 1).clone()
+        for i in range(1, n + 1):  # parents precede children, so one sweep closes the relation
+            mask[:, i] |= mask[torch.arange(rows, device=device), up[:, i]]
+        depth = mask.sum(-1)[:, 1:] - 2
+        levels = int(depth.max()) + 1 if n else 0
+        sibling = (parents[:, :, None] == parents[:, None, :]) & (slot[:n, None] > slot[None, :n])
+        rank = sibling.sum(-1)
+        width = int(rank.max()) + 1 if n else 0
+        children = torch.full((rows, n + 1, width), -1, dtype=torch.int64, device=device)
+        batch = torch.arange(rows, device=device)[:, None].expand(rows, n)
+        children[batch, parents + 1, rank] = slot[:n].expand(rows, n)
+        return Layout(parents, depth, mask, children, rank, levels)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The laws that sampled nodes were drawn from.
+
+    law: [B, P, Vd] float32 or float64, each row sums to one.
+    row: [B, N] int64, the law row of a node's siblings (siblings share it; unused for deterministic nodes).
+    vocab: [Vd] int64 ascending target ids of the draft vocabulary, None for the whole vocabulary.
+    replacement: False: a sibling was drawn from the law with all earlier siblings removed (deterministic ones too),
+        renormalised. True: siblings are independent draws.
+    """
+
+    law: Tensor
+    row: Tensor
+    vocab: Tensor | None = None
+    replacement: bool = False
+
+    def at(self, rows: Tensor, law_rows: Tensor, ids: Tensor | None, vocab_size: int) -> Tensor:
+        """The laws [R, Vd] of (rows, law_rows), both [R], read at target `ids` [R, S]; None: at all ids [R, V]."""
+        law = self.law[rows, law_rows]
+        if self.vocab is None:
+            return law if ids is None else law.gather(1, ids)
+        if ids is None:
+            return law.new_zeros(law.shape[0], vocab_size).index_copy_(1, self.vocab, law)
+        place = torch.searchsorted(self.vocab, ids).clamp_(max=self.vocab.numel() - 1)
+        return torch.where(self.vocab[place] == ids, law.gather(1, place), law.new_zeros(()))
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """One draft per row. Rows may differ in size: nodes at or beyond size[b] are padding and never read.
+
+    tokens: [B, N] int64. parents: [B, N] int64, parents[b, i] < i, -1 = child of the last committed token.
+    size: [B] int64. sampled: [B, N] bool, or None when every node is deterministic (its proposal is a point mass).
+    proposal: what the sampled nodes were drawn from. Siblings stand in draw order: only a wholly deterministic
+        tree may be re-ranked, since reordering sampled siblings by value biases the output (DSpark, appendix A).
+    layout: given by static shapes, derived from the parents otherwise.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    size: Tensor
+    sampled: Tensor | None = None
+    proposal: Proposal | None = None
+    static_layout: Layout | None = dataclass_field(default=None, repr=False)
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        return self.static_layout or Layout.of(self.parents)
+
+    @property
+    def width(self) -> int:
+        """N, the padded number of nodes."""
+        return self.tokens.shape[1]
+
+    def mask(self) -> Tensor:
+        """[B or 1, N + 1, N + 1] bool: slot j is slot i or an ancestor of it."""
+        return self.layout.mask
+
+    def positions(self) -> Tensor:
+        """[B or 1, N + 1] int64: distance of every slot from the last committed token."""
+        depth = self.layout.depth
+        return torch.cat([depth.new_zeros(depth.shape[0], 1), depth + 1], 1)
+
+    @staticmethod
+    def empty(rows: int, device: torch.device | str = "cpu") -> DraftTree:
+        """No draft at all for `rows` rows."""
+        none = torch.empty(rows, 0, dtype=torch.int64, device=device)
+        return DraftTree(none, none, torch.zeros(rows, dtype=torch.int64, device=device),
+                         static_layout=TreeShape.chain(0).layout(torch.device(device)))
+
+    @staticmethod
+    def chain(tokens: Tensor, size: Tensor | None = None, sampled: Tensor | None = None,
+              proposal: Proposal | None = None) -> DraftTree:
+        """A chain of `tokens` [B, N]; size [B] defaults to N."""
+        return DraftTree.static(TreeShape.chain(tokens.shape[1]), tokens, size, sampled, proposal)
+
+    @staticmethod
+    def static(shape: TreeShape, tokens: Tensor, size: Tensor | None = None, sampled: Tensor | None = None,
+               proposal: Proposal | None = None) -> DraftTree:
+        """`tokens` [B, N] hung on a shape all rows share; nodes stand level by level, so a row is cut by its size."""
+        rows, n = tokens.shape
+        if size is None:
+            size = torch.full((rows,), n, dtype=torch.int64, device=tokens.device)
+        return DraftTree(tokens, shape.parents(tokens.device).expand(rows, n), size, sampled, proposal,
+                         static_layout=shape.layout(tokens.device))
+
+    def validate(self, vocab_size: int, max_nodes: int | None = None) -> None:
+        """Raise ValueError naming row and node when the tree is malformed. Costs host round trips."""
+        if not (self.tokens.shape == self.parents.shape and self.size.shape == self.tokens.shape[:1]):
+            raise ValueError(f"draft tree: shapes differ: tokens {tuple(self.tokens.shape)}, parents "
+                             f"{tuple(self.parents.shape)}, size {tuple(self.size.shape)}")
+        for name in ("tokens", "parents", "size"):
+            if getattr(self, name).dtype != torch.int64:
+                raise ValueError(f"draft tree: {name} must be int64, not {getattr(self, name).dtype}")
+        n = self.width
+        if max_nodes is not None and n > max_nodes:
+            raise ValueError(f"draft tree: {n} nodes exceed the budget of {max_nodes}")
+        if bool(((self.size < 0) | (self.size > n)).any()):
+            raise ValueError(f"draft tree: size {self.size.tolist()} outside 0..{n}")
+        if n == 0:
+            return
+        node = torch.arange(n, device=self.tokens.device)
+        used = node < self.size[:, None]
+        self._refuse(used & ((self.tokens < 0) | (self.tokens >= vocab_size)), "token", self.tokens,
+                     f"outside the vocabulary 0..{vocab_size - 1}")
+        if self.static_layout is None:
+            self._refuse((self.parents >= node) | (self.parents < -1), "parent", self.parents,
+                         "must be -1 or an earlier node")
+        if self.sampled is not None and self.proposal is None and bool((self.sampled & used).any()):
+            raise ValueError("draft tree: sampled nodes without the proposal they were drawn from")
+        fixed = used if self.sampled is None else used & ~self.sampled
+        twin = (self.tokens[:, :, None] == self.tokens[:, None]) & (self.parents[:, :, None] == self.parents[:, None])
+        twin = twin & (node[:, None] > node) & used[:, :, None] & used[:, None]
+        if self.sampled is None or self.proposal is None or not self.proposal.replacement:
+            self._refuse(twin.any(-1), "token", self.tokens, "stands twice among its siblings")
+        else:
+            self._refuse((twin & fixed[:, :, None] & fixed[:, None]).any(-1), "token", self.tokens,
+                         "is a deterministic candidate twice among its siblings")
+        if self.sampled is not None and self.proposal is not None:
+            self._validate_proposal(used)
+
+    def _validate_proposal(self, used: Tensor) -> None:
+        assert self.proposal is not None and self.sampled is not None
+        law = self.proposal.law
+        batch = torch.arange(self.tokens.shape[0], device=law.device)[:, None].expand_as(self.tokens)
+        total = law.sum(-1)
+        bad_law = (total - 1).abs() > 1e-4
+        self._refuse(used & self.sampled & bad_law[batch, self.proposal.row], "law row", self.proposal.row,
+                     "does not sum to one")
+        ids = self.tokens.reshape(-1, 1)
+        mass = self.proposal.at(batch.reshape(-1), self.proposal.row.reshape(-1), ids, 0).reshape(self.tokens.shape)
+        self._refuse(used & self.sampled & ~(mass > 0), "token", self.tokens, "has no mass in the law it was drawn from")
+
+    def _refuse(self, bad: Tensor, what: str, values: Tensor, why: str) -> None:
+        if bool(bad.any()):
+            row, node = (int(i) for i in bad.nonzero()[0])
+            raise ValueError(f"draft tree: row {row}, node {node}: {what} {int(values[row, node])} {why}")
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """A static tree as paths of ranks: (0,) is the best child of the last token, (0, 2) the third best below it.
+
+    Nodes stand level by level, so cutting a row at depth d keeps a prefix of them.
+    """
+
+    paths: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    @functools.cache
+    def chain(n: int) -> TreeShape:
+        return TreeShape(tuple((0,) * (i + 1) for i in range(n)))
+
+    @staticmethod
+    def of(paths: Sequence[Sequence[int]]) -> TreeShape:
+        """Sort and check: every prefix present, ranks of siblings 0, 1, 2 ... Raises UserError otherwise."""
+        known = sorted({tuple(int(r) for r in p) for p in paths}, key=lambda p: (len(p), p))
+        have = set(known)
+        for path in known:
+            if not path or min(path) < 0:
+                raise UserError(f"tree: path {list(path)} is not a list of ranks >= 0; give paths such as [0] or [0, 1]")
+            if len(path) > 1 and path[:-1] not in have:
+                raise UserError(f"tree: path {list(path)} has no parent {list(path[:-1])}; add it")
+            if path[-1] > 0 and (*path[:-1], path[-1] - 1) not in have:
+                raise UserError(f"tree: path {list(path)} skips rank {path[-1] - 1} of its siblings; add it")
+        return TreeShape(tuple(known))
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    @property
+    def depth(self) -> int:
+        return max((len(p) for p in self.paths), default=0)
+
+    def level(self, d: int) -> range:
+        """Node numbers of level d (0 = children of the last committed token)."""
+        start = sum(len(p) <= d for p in self.paths)
+        return range(start, start + sum(len(p) == d + 1 for p in self.paths))
+
+    def size_at(self, budget: Tensor) -> Tensor:
+        """Number of nodes no deeper than `budget` [B] levels: [B] int64."""
+        count = torch.tensor([sum(len(p) <= d for p in self.paths) for d in range(self.depth + 1)], device=budget.device)
+        return count[budget.clamp(0, self.depth)]
+
+    def parents(self, device: torch.device) -> Tensor:
+        """[1, N] int64."""
+        return _static(self, torch.device(device))[0]
+
+    def layout(self, device: torch.device) -> Layout:
+        return _static(self, torch.device(device))[1]
+
+
+@functools.lru_cache(maxsize=256)
+def _static(shape: TreeShape, device: torch.device) -> tuple[Tensor, Layout]:
+    index = {path: i for i, path in enumerate(shape.paths)}
+    parents = torch.tensor([[index.get(p[:-1], -1) for p in shape.paths]], dtype=torch.int64).reshape(1, len(index))
+    layout = Layout.of(parents)
+    moved = Layout(*(t.to(device) for t in (parents, layout.depth, layout.mask, layout.children, layout.rank)),
+                   layout.levels)
+    return parents.to(device), moved
