@@ -1,0 +1,125 @@
+"""Who a target is: content hashes of its weights, tokenizer and chat template, so that a head, a data file or a
+report can say which model it belongs to and refuse another one. Names and paths are for people; only hashes compare."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from conf.errors import UserError
+
+HASHES = ("weights_sha256", "tokenizer_sha256", "template_sha256")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Content identity of a target; the `*_sha256` fields are 64 hex digits."""
+
+    name: str
+    path: str
+    weights_sha256: str
+    tokenizer_sha256: str
+    template_sha256: str
+
+    def differences(self, other: Identity) -> list[str]:
+        """One line for each hash in which `self` and `other` differ (name and path do not count); [] when same."""
+        lines = []
+        for key in HASHES:
+            mine, theirs = getattr(self, key), getattr(other, key)
+            if mine != theirs:
+                lines.append(f"{key} {mine[:12]} ({self.name}) is not {theirs[:12]} ({other.name})")
+        return lines
+
+    def to_json(self) -> dict[str, str]:
+        """The five fields as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Identity:
+        """The inverse of `to_json`; further keys are ignored. Raises KeyError when a field is missing."""
+        return cls(**{key: str(data[key]) for key in cls.__dataclass_fields__})
+
+
+def cache_root() -> Path:
+    """Folder for converted targets: $OUTRIDER_CACHE, else ~/.cache/outrider."""
+    return Path(os.environ.get("OUTRIDER_CACHE") or Path.home() / ".cache" / "outrider").expanduser()
+
+
+def _stat_key(path: Path) -> list[int]:
+    s = path.stat()
+    return [s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino]
+
+
+def sha256_file(path: Path) -> str:
+    """sha256 of a file's bytes, hex. Raises OSError when it cannot be read."""
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def sha256_weights(folder: Path) -> str:
+    """sha256 over the names and contents of every *.safetensors file of `folder`, in name order (the index file does
+    not count). Hashes of large files are remembered in the cache folder, keyed by size, both times and inode: a
+    changed file is hashed again. Raises UserError when the folder holds no safetensors."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"target: {folder} holds no *.safetensors weights; save the model with save_pretrained first")
+    memo_path = cache_root() / "hashes.json"
+    try:
+        memo = json.loads(memo_path.read_text())
+    except (OSError, ValueError):
+        memo = {}
+    total, changed = hashlib.sha256(), False
+    for file in files:
+        real = file.resolve()  # hub snapshots are links into a blob store
+        entry = memo.get(str(real))
+        if not (isinstance(entry, dict) and entry.get("stat") == _stat_key(real)):
+            entry = {"stat": _stat_key(real), "sha256": sha256_file(real)}
+            memo[str(real)], changed = entry, True
+        total.update(f"{entry['sha256']}  {file.name}\n".encode())
+    if changed:
+        try:  # only a speed-up: a read-only cache folder is no error
+            memo_path.parent.mkdir(parents=True, exist_ok=True)
+            stage = memo_path.with_name(f".hashes-{os.getpid()}.json")
+            stage.write_text(json.dumps(memo))
+            os.replace(stage, memo_path)
+        except OSError:
+            pass
+    return total.hexdigest()
+
+
+def sha256_state(state: dict[str, Any]) -> str:
+    """sha256 over name, dtype, shape and bytes of every tensor of a state dict, in name order. For models without
+    files (target=tiny): hash before casting, so that the run's dtype does not change the identity."""
+    import torch
+
+    total = hashlib.sha256()
+    for name in sorted(state):
+        tensor = state[name].detach().cpu().contiguous()
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        total.update(tensor.view(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+def sha256_tokenizer(tokenizer: Any) -> str:
+    """sha256 of what decides text <-> ids: the whole fast tokenizer (vocabulary, merges, splitting, added tokens), or
+    the vocabulary of a slow one, and the special ids. Padding and truncation settings do not count."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        core = json.loads(backend.to_str())
+        for key in ("version", "padding", "truncation"):
+            core.pop(key, None)
+    else:
+        core = tokenizer.get_vocab()
+    special = {name: getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk")}
+    return hashlib.sha256(json.dumps([core, special], sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+
+
+def sha256_template(tokenizer: Any) -> str:
+    """sha256 of the chat template's text (of the empty string when there is none)."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
