@@ -1,9 +1,18 @@
-"""The two exceptions every entry point turns into one line (see conf/schema.py `entry`)."""
+"""The two exceptions that an entry point turns into one line and an exit code instead of a traceback."""
+
+from __future__ import annotations
 
 
 class UserError(Exception):
-    """A mistake the user can fix: one line, "key or file:line: what is wrong; the fix". Exit code 2, no traceback."""
+    """A mistake the user can mend; exit code 2. The text is one line: "key or file:line: what; the fix"."""
 
 
 class Interrupted(Exception):
-    """A graceful stop after Ctrl-C or SIGTERM: the work done so far is saved. Exit code 130 (75 where "resume me" is meant)."""
+    """A graceful stop (Ctrl-C, SIGTERM, preemption): the work so far is saved.
+
+    code: exit code of the process, 130 after Ctrl-C, 75 where the same command should be started again.
+    """
+
+    def __init__(self, message: str = "interrupted; run the same command again to continue", code: int = 130):
+        super().__init__(message)
+        self.code = code

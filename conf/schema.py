@@ -1,0 +1,218 @@
+"""Entry points: compose conf/NAME.yaml with the command line, check it, run, and speak in one line.
+
+Used as
+
+    @entry("evaluate", EvaluateConfig)
+    def main(cfg: EvaluateConfig) -> int | None: ...
+
+    if __name__ == "__main__":
+        main()
+
+A plain command line is composed through Hydra's compose API, so that every problem (grammar, unknown key,
+missing option, wrong type, broken rule) is told in one go. Hydra's own flags (--multirun, --cfg job, --info)
+go through hydra.main; its run folders and its chdir are off either way. `--help` lists the keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import functools
+import os
+import re
+import sys
+import tempfile
+import traceback
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+
+from conf.errors import Interrupted, UserError
+from conf.typed import convert, docs, keys, knows, nearest, nested_schema, raise_all, to_typed, unknown_key
+
+__all__ = ["CONF", "compose", "entry", "to_typed"]
+
+CONF = Path(__file__).resolve().parent
+QUIET = ("hydra.run.dir=.", "hydra.sweep.subdir=.", "hydra.output_subdir=null", "hydra.job.chdir=false",
+         "hydra/job_logging=none", "hydra/hydra_logging=none")  # fmt: skip
+DISK = {
+    errno.ENOSPC: "free some space, or write elsewhere",
+    errno.EDQUOT: "free some of your quota, or write elsewhere",
+    errno.EROFS: "choose a folder that can be written",
+    errno.EACCES: "mend the permissions, or choose another folder",
+}
+T = TypeVar("T")
+
+
+def compose(config_name: str, schema: type[T], overrides: Sequence[str] = (), conf_dir: Path = CONF) -> T:
+    """The typed configuration of a command line. Raises UserError that lists every problem at once."""
+    cfg, problems = _compose(config_name, schema, overrides, conf_dir)
+    if cfg is None:
+        raise_all(problems)
+        raise AssertionError("a failed composition names its problem")
+    value, more = convert(cfg, schema)
+    raise_all(problems + more)
+    return value
+
+
+def entry(config_name: str, schema: type, conf_dir: Path = CONF) -> Callable[[Callable[[Any], Any]], Any]:
+    """Decorator: main(cfg: schema) becomes a command. Its integer result, if any, is the exit code.
+
+    UserError: one line on stderr, exit code 2. Interrupted: its line and code; Ctrl-C: 130. A full or
+    unwritable disk counts as a user's mistake. Other exceptions are bugs and keep their traceback. Ranks
+    above 0 print nothing.
+    The command takes an optional list of arguments in place of sys.argv[1:].
+    """
+
+    def decorate(main: Callable[[Any], Any]) -> Any:
+        @functools.wraps(main)
+        def command(argv: Sequence[str] | None = None) -> None:
+            args = list(sys.argv[1:] if argv is None else argv)
+            sys.exit(_guarded(functools.partial(_run, main, config_name, schema, conf_dir, args)))
+
+        command.schema = schema  # type: ignore[attr-defined]
+        command.config_name = config_name  # type: ignore[attr-defined]
+        return command
+
+    return decorate
+
+
+def _run(main: Callable[[Any], Any], name: str, schema: type, conf_dir: Path, args: list[str]) -> int:
+    if {"-h", "--help"} & set(args):
+        _say(_help(main, name, schema, conf_dir), sys.stdout)
+        return 0
+    if not any(a.startswith("-") for a in args):
+        return main(compose(name, schema, args, conf_dir)) or 0
+    codes: list[int] = []
+
+    def job(cfg: DictConfig) -> None:
+        codes.append(_guarded(lambda: main(to_typed(cfg, schema)) or 0))
+
+    first = next((i for i, a in enumerate(args) if "=" in a and not a.startswith("-")), len(args))
+    saved = sys.argv
+    with tempfile.TemporaryDirectory() as sweep:  # where Hydra drops its multirun.yaml
+        overrides = [f"hydra.sweep.dir={sweep}", *QUIET]  # must stand beside the user's own for argparse
+        sys.argv = [saved[0], *args[:first], *overrides, *args[first:]]
+        try:
+            hydra.main(version_base="1.3", config_path=str(conf_dir), config_name=name)(job)()
+        finally:
+            sys.argv = saved
+    return max(codes, default=0)
+
+
+def _guarded(action: Callable[[], int]) -> int:
+    """The exit code of an action; what the user should read goes to stderr."""
+    try:
+        return int(action())
+    except UserError as error:
+        _say(f"error: {error}")
+        return 2
+    except Interrupted as stop:
+        _say(str(stop))
+        return stop.code
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return 130
+    except BrokenPipeError:  # `| head` went away
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 141
+    except OSError as error:
+        if error.errno not in DISK:
+            traceback.print_exc()
+            return 1
+        _say(f"error: {error.filename or 'disk'}: {os.strerror(error.errno)}; {DISK[error.errno]}")
+        return 2
+
+
+def _say(text: str, stream: typing.TextIO | None = None) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(text, file=stream or sys.stderr, flush=True)
+
+
+def _compose(
+    name: str, schema: type, overrides: Sequence[str], conf_dir: Path
+) -> tuple[DictConfig | None, list[str]]:
+    """(composed config without the bad overrides, problems found so far)."""
+    problems: list[str] = []
+    good: list[str] = []
+    parser = OverridesParser.create()
+    for text in overrides:
+        try:
+            parsed = parser.parse_override(text)
+        except HydraException:
+            problems.append(f"{text}: cannot be read as KEY=VALUE; quote it: \"key='a value'\"")
+            continue
+        key = parsed.key_or_group
+        options = group_options(conf_dir, key)
+        if key.startswith("hydra") and (len(key) == 5 or key[5] in "./"):
+            good.append(text)
+        elif options and not (parsed.is_sweep_override() or isinstance(parsed.value(), dict)):
+            value = parsed.value()
+            chosen = value if isinstance(value, list) else [value]
+            missing = [str(c) for c in chosen if c is not None and str(c) not in options]
+            known = ", ".join(sorted(options))
+            problems += [f"{key}={c}: no such option; choose one of {known}" for c in missing]
+            good += [] if missing else [text]
+        elif parsed.is_sweep_override():
+            problems.append(f"{text}: several values need --multirun; quote a value that holds a comma")
+        elif not knows(schema, key):
+            problems.append(unknown_key(key, keys(schema)))
+        else:  # the schema is the authority: a key that the YAML leaves at its default may be set as well
+            good.append(text if parsed.is_delete() else "++" + text.lstrip("+"))
+    try:
+        with hydra.initialize_config_dir(str(conf_dir), version_base="1.3", job_name=name):
+            return hydra.compose(name, good), problems
+    except HydraException as error:
+        return None, [*problems, _readable(error, conf_dir)]
+
+
+def group_options(conf_dir: Path, group: str) -> set[str]:
+    """The option names of a config group: the YAML files in its folder; empty when there is no such group."""
+    if not group or "." in group or not (conf_dir / group).is_dir():
+        return set()
+    return {p.stem for p in (conf_dir / group).glob("*.yaml")}
+
+
+def _readable(error: HydraException, conf_dir: Path) -> str:
+    text = str(error)
+    no_match = re.search(r"Could not override '([^']+)'\.?\s*(?:\n|.)*No match in the defaults list", text)
+    if no_match:
+        return f"{no_match[1]}: this command has no such group; {nearest(no_match[1], _groups(conf_dir))}"
+    missing = re.search(r"(?:Could not find|Could not load|Cannot find primary config) '([^']+)'", text)
+    if missing:
+        return f"{missing[1]}: no such file under conf/; choose an option that exists"
+    required = re.search(r"You must specify '([^']+)', e\.g, ([^\n]+)", text)
+    if required:
+        return f"{required[1]}: is required; set {required[1]}=OPTION"
+    return " ".join(text.split()) + "; see --help"
+
+
+def _groups(conf_dir: Path) -> list[str]:
+    return sorted({str(p.parent.relative_to(conf_dir)) for p in conf_dir.rglob("*.yaml")} - {"."})
+
+
+def _help(main: Callable[[Any], Any], name: str, schema: type, conf_dir: Path) -> str:
+    lines = [(sys.modules[main.__module__].__doc__ or name).strip(), "", "Groups (GROUP=OPTION):"]
+    lines += [f"  {g}={'|'.join(sorted(group_options(conf_dir, g)))}" for g in _groups(conf_dir)]
+    lines += ["", "Keys (KEY=VALUE; defaults of the schema, conf/*.yaml may set others):", *_rows(schema)]
+    return "\n".join(lines)
+
+
+def _rows(schema: type, prefix: str = "") -> list[str]:
+    rows, about, hints = [], docs(schema), typing.get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        nested = nested_schema(hints[field.name])
+        if nested is not None:
+            rows += _rows(nested, f"{prefix}{field.name}.")
+            continue
+        default = "(required)" if field.default is dataclasses.MISSING else f"={field.default}"
+        if field.default_factory is not dataclasses.MISSING:
+            default = f"={field.default_factory()}"
+        rows.append(f"  {prefix}{field.name}{default}  {about.get(field.name, '')}".rstrip())
+    return rows
