@@ -1,0 +1,63 @@
+# Everything starts here: `make demo` shows the main job, `make test` checks the code. Each target makes .venv first.
+
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
+	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 \
+	&& { echo $$p; break; }; done)
+PY := .venv/bin/python
+PIP_FLAGS := --quiet --disable-pip-version-check --no-input
+OLD := .venv-old/bin/python
+OLD_TRANSFORMERS := 5.19.0
+export PYTHONWARNINGS ?= ignore::SyntaxWarning
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: demo test slow bench readme lint test-old clean help
+
+help:
+	@echo "make demo [FAST=1]  data, Medusa heads, score tables at T = 0 and T = 1, report"
+	@echo "make test | slow    lint, types, fast tests | the slow tests"
+	@echo "make bench          side-by-side speed ratios, written to docs/results"
+	@echo "make readme         the README's tables from the demo's reports"
+	@echo "make lint | test-old | clean"
+
+.venv: .venv/.installed
+
+.venv/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "error: PYTHON: no Python 3.11 or newer found; install one, or make PYTHON=/path/to/python"; exit 2; }
+	@echo "[1/2] creating .venv with $(PYTHON)"
+	@test -x $(PY) || $(PYTHON) -m venv .venv || { echo "error: .venv: could not be created; install Python's venv module"; exit 2; }
+	@echo "[2/2] installing the pinned packages (a minute or two)"
+	@$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: .venv
+	@$(PY) scripts/demo.py fast=$(if $(filter-out 0,$(FAST)),true,false)
+
+lint: .venv
+	@$(PY) -m ruff check .
+	@$(PY) -m mypy
+
+test: lint
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m "not slow"
+
+slow: .venv
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m slow
+
+bench: .venv
+	@$(PY) scripts/bench.py
+
+readme: .venv
+	@$(PY) -m scripts.lib.readme
+
+# The fast tests on the oldest line of transformers that is checked, in an environment of its own.
+.venv-old/.installed: pyproject.toml constraints.txt
+	@test -x $(OLD) || $(PYTHON) -m venv .venv-old
+	@sed 's/^transformers==.*/transformers==$(OLD_TRANSFORMERS)/; /^huggingface_hub==/d; /^tokenizers==/d' constraints.txt > .venv-old/constraints.txt
+	@$(OLD) -m pip install $(PIP_FLAGS) -c .venv-old/constraints.txt -e '.[dev]'
+	@touch $@
+
+test-old: .venv-old/.installed
+	@OMP_NUM_THREADS=1 $(OLD) -m pytest -n 2 -m "not slow"
+
+clean:
+	@rm -rf .venv .venv-old build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

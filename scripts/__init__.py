@@ -1,0 +1,1 @@
+"""Entry points that are run by name: python scripts/NAME.py KEY=VALUE."""

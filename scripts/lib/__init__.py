@@ -1,0 +1,1 @@
+"""What the scripts share and nothing below them needs."""
