@@ -97,15 +97,21 @@ class Proposal:
     vocab: Tensor | None = None
     replacement: bool = False
 
-    def at(self, rows: Tensor, law_rows: Tensor, ids: Tensor | None, vocab_size: int) -> Tensor:
-        """The laws [R, Vd] of (rows, law_rows), both [R], read at target `ids` [R, S]; None: at all ids [R, V]."""
-        law = self.law[rows, law_rows]
+    def read(self, law: Tensor, ids: Tensor | None, vocab_size: int) -> Tensor:
+        """`law` [R, Vd] read at target `ids` [R, S]; None: at all ids, [R, V]. Outside the draft vocabulary: 0."""
         if self.vocab is None:
             return law if ids is None else law.gather(1, ids)
         if ids is None:
             return law.new_zeros(law.shape[0], vocab_size).index_copy_(1, self.vocab, law)
-        place = torch.searchsorted(self.vocab, ids).clamp_(max=self.vocab.numel() - 1)
-        return torch.where(self.vocab[place] == ids, law.gather(1, place), law.new_zeros(()))
+        place, inside = self.place(ids)
+        return torch.where(inside, law.gather(1, place), law.new_zeros(()))
+
+    def place(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Where target `ids` stand in the draft vocabulary (clamped), and whether they are in it."""
+        if self.vocab is None:
+            return ids, torch.ones_like(ids, dtype=torch.bool)
+        place = torch.searchsorted(self.vocab, ids.contiguous()).clamp_(max=self.vocab.numel() - 1)
+        return place, self.vocab[place] == ids
 
 
 @dataclass(frozen=True)
@@ -211,7 +217,8 @@ class DraftTree:
         self._refuse(used & self.sampled & bad_law[batch, self.proposal.row], "law row", self.proposal.row,
                      "does not sum to one")
         ids = self.tokens.reshape(-1, 1)
-        mass = self.proposal.at(batch.reshape(-1), self.proposal.row.reshape(-1), ids, 0).reshape(self.tokens.shape)
+        mass = self.proposal.read(law[batch.reshape(-1), self.proposal.row.reshape(-1)], ids, 0)
+        mass = mass.reshape(self.tokens.shape)
         self._refuse(used & self.sampled & ~(mass > 0), "token", self.tokens, "has no mass in the law it was drawn from")
 
     def _refuse(self, bad: Tensor, what: str, values: Tensor, why: str) -> None:

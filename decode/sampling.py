@@ -1,0 +1,210 @@
+"""The sampling law: from logits to the distribution that verification must reproduce exactly.
+
+Order as in Hugging Face transformers: stateless logits processors, repetition penalty, temperature, top-k, top-p,
+min-p, softmax. T = 0 is a one-hot law. Each truncation is a threshold on the logit, ties at the threshold stay in:
+so the law does not depend on the order of equal logits (in bfloat16 they are common).
+
+Shape letters: B rows, N tree nodes, V vocabulary, R (row, slot) pairs asked for, S support size.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from conf.errors import UserError
+from decode.tree import DraftTree
+
+Processor = Callable[[Tensor, Tensor], Tensor]
+_FIRST_CANDIDATES = 256  # enough for nearly every truncated law; more are fetched where it is not
+
+
+@dataclass(frozen=True)
+class Support:
+    """A law on few tokens. ids: [R, S] int64, or None when S = V and the place is the token; probs: [R, S]."""
+
+    ids: Tensor | None
+    probs: Tensor
+
+    def of(self, tokens: Tensor) -> Tensor:
+        """Probability [R] of `tokens` [R]; 0 outside the support."""
+        if self.ids is None:
+            return self.probs.gather(1, tokens[:, None])[:, 0]
+        return torch.where(self.ids == tokens[:, None], self.probs, self.probs.new_zeros(())).sum(-1)
+
+    def token(self, index: Tensor) -> Tensor:
+        """Token ids [R] at support places `index` [R]."""
+        return index if self.ids is None else self.ids.gather(1, index[:, None])[:, 0]
+
+    def dense(self, vocab_size: int) -> Tensor:
+        """[R, V]."""
+        if self.ids is None:
+            return self.probs
+        return self.probs.new_zeros(self.probs.shape[0], vocab_size).scatter_add_(1, self.ids, self.probs)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Settings of the law. temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and repetition_penalty 1 are off.
+
+    processors: Hugging Face logits processors called as f(ids [1, T], scores [1, V]); each must be stateless.
+    Raises UserError for a value outside its range or a processor that keeps state.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    processors: tuple[Processor, ...] = ()
+
+    def __post_init__(self) -> None:
+        problems = [
+            ("temperature", self.temperature, 0 <= self.temperature < math.inf, "must be >= 0 (0 = greedy)"),
+            ("top_k", self.top_k, self.top_k >= 0 and int(self.top_k) == self.top_k, "must be an integer >= 0 (0 = off)"),
+            ("top_p", self.top_p, 0 < self.top_p <= 1, "must lie in (0, 1] (1 = off)"),
+            ("min_p", self.min_p, 0 <= self.min_p < 1, "must lie in [0, 1) (0 = off)"),
+            ("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty < math.inf, "must be > 0 (1 = off)"),
+        ]
+        wrong = [f"{key}={value}: {rule}" for key, value, good, rule in problems if not good]
+        if wrong:
+            raise UserError("; ".join(wrong))
+        for processor in self.processors:
+            _refuse_state(processor)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def uses_history(self) -> bool:
+        return self.repetition_penalty != 1 or bool(self.processors)
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Raises UserError when top_k exceeds the vocabulary."""
+        if self.top_k > vocab_size:
+            raise UserError(f"top_k={self.top_k}: above the vocabulary of {vocab_size} tokens; use top_k=0 to switch it off")
+
+    def support(self, scores: Tensor) -> Support:
+        """The law of processed `scores` [R, V]; float32, or float64 when the scores are."""
+        scores = scores if scores.dtype == torch.float64 else scores.float()
+        if self.greedy:
+            best = scores.argmax(-1, keepdim=True)  # lowest id among equals
+            return Support(best, torch.ones_like(best, dtype=scores.dtype))
+        if self.temperature != 1:
+            scores = scores / self.temperature
+        if not self.top_k and self.top_p == 1 and not self.min_p:
+            return Support(None, scores.softmax(-1))
+        return _truncate(scores, self.top_k, self.top_p, self.min_p)
+
+    def draft_law(self, logits: Tensor) -> Tensor:
+        """The same warpers applied to a drafter's `logits` [R, Vd]: a dense law [R, Vd] to draw from.
+
+        Any draft law is lossless; warping it like the target's only raises acceptance. History is not applied.
+        """
+        k = min(self.top_k, logits.shape[-1])
+        return Sampling(self.temperature, k, self.top_p, self.min_p).support(logits).dense(logits.shape[-1])
+
+
+def _truncate(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Support:
+    size = scores.shape[1]
+    want = min(size, max(_FIRST_CANDIDATES, 2 * top_k))
+    while True:
+        values, ids = scores.topk(want, dim=-1)
+        floor = values[:, top_k - 1: top_k] if top_k else torch.full_like(values[:, :1], -math.inf)
+        kept = values.masked_fill(values < floor, -math.inf)
+        if top_p < 1:
+            total = kept.logsumexp(-1, keepdim=True) if top_k else scores.logsumexp(-1, keepdim=True)
+            probs = (kept - total).exp().to(torch.float64)
+            before = probs.cumsum(-1) - probs
+            count = (before < top_p).sum(-1, keepdim=True).clamp_(min=1)
+            floor = torch.maximum(floor, values.gather(1, count - 1))
+        if min_p:
+            floor = torch.maximum(floor, values[:, :1] + math.log(min_p))
+        if want == size or bool(((values[:, -1:] < floor) | values[:, -1:].isneginf()).all()):
+            break
+        want = min(size, want * 16)  # some row's support, or a tie at its edge, may reach beyond the candidates
+    kept = values.masked_fill(values < floor, -math.inf)
+    reach = int((kept > -math.inf).sum(-1).max().clamp_(min=1))
+    return Support(ids[:, :reach], kept[:, :reach].softmax(-1))
+
+
+class Law:
+    """The target's law at every slot of a scored tree, computed only where verification asks.
+
+    logits: [B, N + 1, V]. history: [B, L] int64 committed tokens (prompt included) padded to the right, lengths [B].
+    computed: number of rows evaluated so far (what laziness saves is visible there).
+    """
+
+    def __init__(self, sampling: Sampling, logits: Tensor, tree: DraftTree, history: Tensor | None = None,
+                 lengths: Tensor | None = None) -> None:
+        if sampling.uses_history and (history is None or lengths is None):
+            raise ValueError("this law needs the history of its rows")
+        self.sampling, self.logits, self.tree, self.history, self.lengths = sampling, logits, tree, history, lengths
+        self.vocab_size = logits.shape[-1]
+        self.computed = 0
+        self._bad = torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
+
+    def at(self, rows: Tensor, slots: Tensor) -> Support:
+        """The laws [R] of (rows, slots); slot 0 follows the last committed token, slot i + 1 follows node i."""
+        self.computed += rows.numel()
+        scores = self.logits[rows, slots]
+        if self.sampling.uses_history:
+            scores = self._process(scores, rows, slots)
+        # The maximum is NaN if any logit is, +inf if one is, -inf if all are masked: one test for all three.
+        self._bad[rows] |= ~scores.amax(-1).isfinite()
+        return self.sampling.support(scores)
+
+    def check(self) -> None:
+        """Raise FloatingPointError naming the first row whose logits gave no law. Call before committing."""
+        if bool(self._bad.any()):
+            row = int(self._bad.nonzero()[0])
+            raise FloatingPointError(f"row {row}: the target's logits hold NaN or infinity, or every token is masked "
+                                     f"(maximum {float(self.logits[row].float().amax())}); nothing was committed")
+
+    def _process(self, scores: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
+        assert self.history is not None and self.lengths is not None
+        scores = scores if scores.dtype == torch.float64 else scores.float()
+        place = torch.arange(self.history.shape[1], device=rows.device)
+        old = self.history[rows]
+        first = old[:, :1]
+        old = torch.where(place < self.lengths[rows, None], old, first)  # padding repeats a token that is there anyway
+        mask = self.tree.mask()
+        on_path = mask[rows if mask.shape[0] > 1 else torch.zeros_like(rows), slots, 1:]
+        new = torch.where(on_path, self.tree.tokens[rows], first)
+        for processor in self.sampling.processors:  # foreign code knows no padding: one row at a time
+            scores = torch.cat([
+                processor(torch.cat([o[: int(n)], t[m]])[None], s[None])
+                for o, n, t, m, s in zip(old, self.lengths[rows], new, on_path, scores, strict=True)])
+        penalty = self.sampling.repetition_penalty
+        if penalty != 1:
+            ids = torch.cat([old, new], 1)
+            seen = scores.gather(1, ids)
+            scores = scores.scatter(1, ids, torch.where(seen < 0, seen * penalty, seen / penalty))
+        return scores
+
+
+def _refuse_state(processor: Processor) -> None:
+    """Call it on two histories and the first again: a processor that answers differently, or changes, keeps state."""
+    name = type(processor).__name__
+    before = _picture(processor)
+    histories: Sequence[list[int]] = ([1, 2, 3], [3, 1, 2, 0], [1, 2, 3])
+    try:
+        answers = [copy.deepcopy(processor)(torch.tensor([h]), torch.linspace(0, 1, 1024)[None]) for h in histories[:1]]
+        probe = copy.deepcopy(processor)
+        answers += [probe(torch.tensor([h]), torch.linspace(0, 1, 1024)[None]) for h in histories]
+    except (IndexError, RuntimeError, ValueError, TypeError) as error:
+        raise UserError(f"processors: {name} cannot be called on one row by itself ({error}); use a stateless one") from None
+    if _picture(probe) != before or not (torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[3])):
+        raise UserError(f"processors: {name} keeps state between calls; tree verification visits nodes in any order, "
+                        f"so only stateless processors are exact: leave it out")
+
+
+def _picture(thing: object) -> str:
+    fields = getattr(thing, "__dict__", {})
+    return repr({k: v.tolist() if isinstance(v, Tensor) else v for k, v in sorted(fields.items())})

@@ -1,0 +1,240 @@
+"""Verification: which path of the draft the target accepts, and the bonus token after it. The heart.
+
+Every rule here leaves the target's law unchanged (docs/lossless.md has the proofs in a few lines):
+
+walk        trees of deterministic candidates: draw a token from the target's law and step down if it is a child.
+            Optimal for such trees (E[accepted] = sum over nodes of the target's path probability), and what both
+            rules below reduce to there.
+rejection   top-down: siblings in draw order, accept with min(1, r(x) / q(x)), else r <- norm([r - q]+).
+            Leviathan et al. 2211.17192 on chains; recursive rejection (RSD 2402.14160, Sequoia 2402.12374) on trees.
+            Each candidate carries its own q: a point mass, or the law it was drawn from.
+traversal   leaf to root (2505.12398), generalised to a q per candidate; equals block verification (Sun et al.
+            2403.10444) on chains and accepts at least as much as rejection there.
+
+`rng` is asked for accept(p), first(p) and draw(weights) only: an enumerator in its place walks every branch.
+Nothing here knows a temperature: T = 0 is a law with one token.
+
+Shape letters: B rows, N nodes, C siblings, D levels, R rows in hand, S support size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from conf.errors import UserError
+from decode.sampling import Law, Support
+from decode.tree import DraftTree
+
+
+class Coins(Protocol):
+    """What verification asks of its random numbers (decode.rng.Rng, or an enumerator)."""
+
+    def accept(self, probability: Tensor, rows: Tensor, node: Tensor) -> Tensor: ...
+    def first(self, probability: Tensor, rows: Tensor, node: Tensor) -> Tensor: ...
+    def draw(self, weights: Tensor, rows: Tensor, node: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """path: [B, D] int64 accepted node numbers from the top, -1 padded. length: [B]. bonus: [B] token ids."""
+
+    path: Tensor
+    length: Tensor
+    bonus: Tensor
+
+
+def verify(tree: DraftTree, law: Law, rng: Coins, rule: str = "traversal") -> Verdict:
+    """Accepted path and bonus token of every row. rule: "rejection" or "traversal" (the default accepts more)."""
+    if rule not in RULES:
+        raise UserError(f"verify={rule}: unknown; use one of {', '.join(RULES)}")
+    deterministic = tree.sampled is None or tree.proposal is None
+    return walk(tree, law, rng) if deterministic else RULES[rule](tree, law, rng)
+
+
+def _start(tree: DraftTree) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rows, device = tree.tokens.shape[0], tree.tokens.device
+    path = torch.full((rows, tree.layout.levels), -1, dtype=torch.int64, device=device)
+    zero = torch.zeros(rows, dtype=torch.int64, device=device)
+    return path, zero, zero.clone(), torch.arange(rows, device=device), zero.clone()
+
+
+def _children(tree: DraftTree, rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Node numbers [R, C] below `slots` [R] (clamped to be readable) and which of them are there."""
+    table = tree.layout.children
+    kids = table[rows if table.shape[0] > 1 else torch.zeros_like(rows), slots]
+    return kids.clamp(min=0), (kids >= 0) & (kids < tree.size[rows, None])
+
+
+def walk(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
+    """For trees whose candidates are all deterministic: sample, then match."""
+    path, length, bonus, rows, slots = _start(tree)
+    for level in range(tree.layout.levels + 1):
+        support = law.at(rows, slots)
+        token = support.token(rng.draw(support.probs, rows, slots - 1))
+        bonus[rows] = token  # rows that walk on overwrite it
+        if level == tree.layout.levels:
+            break
+        kids, there = _children(tree, rows, slots)
+        match = there & (tree.tokens[rows[:, None], kids] == token[:, None])
+        hit = match.any(1)
+        node = kids.gather(1, match.to(torch.uint8).argmax(1, keepdim=True))[:, 0]
+        rows, node = rows[hit], node[hit]
+        if rows.numel() == 0:
+            break
+        path[rows, level] = node
+        length[rows] += 1
+        slots = node + 1
+    return Verdict(path, length, bonus)
+
+
+class _Siblings:
+    """The proposals q_j of the children of R slots, in draw order; earlier siblings are removed as they fail."""
+
+    def __init__(self, tree: DraftTree, rows: Tensor, kids: Tensor, vocab_size: int) -> None:
+        assert tree.proposal is not None and tree.sampled is not None
+        self.proposal, self.vocab_size = tree.proposal, vocab_size
+        self.tokens = tree.tokens[rows[:, None], kids]  # [R, C]
+        self.sampled = tree.sampled[rows[:, None], kids]  # [R, C]
+        # All sampled siblings share one law row: take it from the first of them.
+        one = kids.gather(1, self.sampled.to(torch.uint8).argmax(1, keepdim=True))[:, 0]
+        self.law = self.proposal.law[rows, self.proposal.row[rows, one]]  # [R, Vd], a copy
+        self.left = torch.ones(rows.shape[0], dtype=torch.float64, device=rows.device)
+
+    def ratio(self, support: Support, weight: Tensor, carried: Tensor, j: int) -> Tensor:
+        """carried * r(x_j) / q_j(x_j), at most 1: [R] float64. A token without proposal mass gives 0."""
+        token = self.tokens[:, j]
+        place, inside = self.proposal.place(token[:, None])
+        mass = torch.where(inside, self.law.gather(1, place), 0.0)[:, 0].to(torch.float64) / self.left
+        q = torch.where(self.sampled[:, j], mass, 1.0)
+        r = carried * Support(support.ids, weight).of(token).to(torch.float64)
+        return torch.where(q > 0, r / q, 0.0).clamp(max=1)
+
+    def residual(self, support: Support, weight: Tensor, carried: Tensor, j: int) -> tuple[Tensor, Tensor]:
+        """norm([carried * weight - q_j]+) [R, S] and the sum before normalising [R] float64.
+
+        A sum of 0 (equal laws, up to rounding) leaves nothing to normalise: the rejection that led here had
+        probability 0, and `weight` is kept, without the rejected token where something else has mass.
+        """
+        token = self.tokens[:, j]
+        scaled = weight * carried.to(weight.dtype)[:, None]
+        without = _without(weight, support.ids, token)
+        q = self.proposal.read(self.law, support.ids, self.vocab_size) / self.left.to(self.law.dtype)[:, None]
+        rest = torch.where(self.sampled[:, j, None], (scaled - q.to(weight.dtype)).clamp_(min=0),
+                           _without(scaled, support.ids, token))
+        total = rest.sum(-1, dtype=torch.float64)
+        other = without.sum(-1, dtype=torch.float64)
+        spare = torch.where((other > 0)[:, None], without, weight)
+        rest = torch.where((total > 0)[:, None], rest, spare)
+        return rest / rest.sum(-1, keepdim=True), total
+
+    def remove(self, j: int) -> None:
+        """Sibling j stands: a later draw without replacement had its token removed from the law."""
+        if self.proposal.replacement or j + 1 == self.tokens.shape[1]:
+            return
+        place, inside = self.proposal.place(self.tokens[:, j, None])
+        self.law.scatter_(1, place, torch.where(inside, 0.0, self.law.gather(1, place)))
+        self.left = self.law.sum(-1, dtype=torch.float64).clamp_(min=torch.finfo(torch.float64).tiny)
+
+
+def _without(weight: Tensor, ids: Tensor | None, token: Tensor) -> Tensor:
+    """`weight` [R, S] with the place of `token` [R] set to 0 (a copy)."""
+    if ids is None:
+        return weight.scatter(1, token[:, None], 0.0)
+    return weight.masked_fill(ids == token[:, None], 0.0)
+
+
+def _nobody(mask: Tensor) -> bool:
+    """True when no row is left, where asking is free: on an accelerator the loop runs on rather than wait."""
+    return mask.device.type == "cpu" and not bool(mask.any())
+
+
+def rejection(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
+    """Top-down recursive rejection; needs the target's law only where the walk goes."""
+    path, length, bonus, rows, slots = _start(tree)
+    for level in range(tree.layout.levels + 1):
+        support = law.at(rows, slots)
+        weight, chosen = support.probs, torch.full_like(rows, -1)
+        if level < tree.layout.levels:
+            kids, there = _children(tree, rows, slots)
+            siblings = _Siblings(tree, rows, kids, law.vocab_size)
+            whole = torch.ones(rows.shape[0], dtype=torch.float64, device=rows.device)
+            for j in range(kids.shape[1]):
+                trying = there[:, j] & (chosen < 0)
+                if _nobody(trying):
+                    break
+                chance = torch.where(trying, siblings.ratio(support, weight, whole, j), 1.0)
+                yes = rng.accept(chance, rows, kids[:, j]) & trying
+                chosen = torch.where(yes, kids[:, j], chosen)
+                failed = trying & ~yes
+                if _nobody(failed):
+                    break
+                weight = torch.where(failed[:, None], siblings.residual(support, weight, whole, j)[0], weight)
+                siblings.remove(j)
+        stay = chosen < 0
+        end = stay.nonzero()[:, 0]
+        if end.numel():
+            rest = Support(None if support.ids is None else support.ids[end], weight[end])
+            bonus[rows[end]] = rest.token(rng.draw(rest.probs, rows[end], slots[end] - 1))
+        rows, node = rows[~stay], chosen[~stay]
+        if rows.numel() == 0:
+            break
+        path[rows, level] = node
+        length[rows] += 1
+        slots = node + 1
+    return Verdict(path, length, bonus)
+
+
+def traversal(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
+    """Leaf to root. A slot is accepted with the probability w that is left to it after all its children failed.
+
+    Neither w nor the residual depends on a coin, so both are computed for every slot, one level and one sibling
+    rank at a time; the first slot in post-order whose own coin falls below its w ends the path.
+    """
+    count, n = tree.tokens.shape
+    device = tree.tokens.device
+    every = torch.arange(count, device=device)
+    slot = torch.arange(n + 1, device=device).repeat(count)
+    support = law.at(every.repeat_interleave(n + 1), slot)
+    weight = support.probs.view(count, n + 1, -1)
+    ids = None if support.ids is None else support.ids.view(count, n + 1, -1)
+    carried = torch.ones(count, n + 1, dtype=torch.float64, device=device)
+    depth = torch.cat([tree.layout.depth.new_full((tree.layout.depth.shape[0], 1), -1), tree.layout.depth], 1)
+    present = torch.arange(n + 1, device=device) <= tree.size[:, None]
+    for level in range(tree.layout.levels):
+        inner = (depth == level - 1) & (tree.layout.children[:, :, 0] >= 0) & present
+        rows, slots = inner.nonzero(as_tuple=True)
+        kids, there = _children(tree, rows, slots)
+        here = Support(None if ids is None else ids[rows, slots], weight[rows, slots])
+        own, w = here.probs, carried[rows, slots]
+        siblings = _Siblings(tree, rows, kids, law.vocab_size)
+        for j in range(kids.shape[1]):
+            old = there[:, j]
+            if _nobody(old):
+                break
+            carried[rows[old], kids[old, j] + 1] = siblings.ratio(here, own, w, j)[old]
+            rest, total = siblings.residual(here, own, w, j)
+            spent = total + 1 - w
+            left = torch.where(spent > 0, total / spent.clamp(min=torch.finfo(torch.float64).tiny), 1.0)
+            own, w = torch.where(old[:, None], rest, own), torch.where(old, left, w)
+            siblings.remove(j)
+        weight[rows, slots], carried[rows, slots] = own, w
+    carried[:, 0] = 1  # the root never rejects
+    order = tree.layout.postorder.expand(count, n + 1)
+    chance = torch.where(present, carried, 0.0).gather(1, order)
+    end = order.gather(1, rng.first(chance, every, order - 1)[:, None])[:, 0]
+    final = Support(None if ids is None else ids[every, end], weight[every, end])
+    bonus = final.token(rng.draw(final.probs, every, end - 1))
+    mask = tree.layout.mask
+    on_path = mask[every if mask.shape[0] > 1 else torch.zeros_like(every), end, 1:]
+    node = torch.arange(n, device=device).expand(count, n)
+    place = torch.where(on_path, tree.layout.depth.expand(count, n), tree.layout.levels)
+    path = torch.full((count, tree.layout.levels + 1), -1, dtype=torch.int64, device=device)
+    path.scatter_(1, place, torch.where(on_path, node, -1))
+    return Verdict(path[:, : tree.layout.levels], on_path.sum(-1), bonus)
+
+
+RULES = {"rejection": rejection, "traversal": traversal}
