@@ -159,7 +159,8 @@ def _dataclass(cfg: DictConfig, schema: Any, prefix: str, root: type, problems: 
     if len(problems) > before:
         return INVALID
     made = schema(**values)
-    problems.extend(prefix + line for line in (made.validate() if hasattr(made, "validate") else []))
+    for line in made.validate() if hasattr(made, "validate") else []:
+        problems.append(line if line.startswith(prefix) else prefix + line)
     return made
 
 
