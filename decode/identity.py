@@ -1,5 +1,6 @@
-"""Who a target is: content hashes of its weights, tokenizer and chat template, so that a head, a data file or a
-report can say which model it belongs to and refuse another one. Names and paths are for people; only hashes compare."""
+"""Who a target is: content hashes of its weights, tokenizer and chat template, so that a head, a data file or
+a report can say which model it belongs to and refuse another one. Names and paths are for people; only hashes
+compare."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class Identity:
     template_sha256: str
 
     def differences(self, other: Identity) -> list[str]:
-        """One line for each hash in which `self` and `other` differ (name and path do not count); [] when same."""
+        """One line for each hash in which `self` and `other` differ (name and path do not count); [] when
+        same."""
         lines = []
         for key in HASHES:
             mine, theirs = getattr(self, key), getattr(other, key)
@@ -61,12 +63,14 @@ def sha256_file(path: Path) -> str:
 
 
 def sha256_weights(folder: Path) -> str:
-    """sha256 over the names and contents of every *.safetensors file of `folder`, in name order (the index file does
-    not count). Hashes of large files are remembered in the cache folder, keyed by size, both times and inode: a
-    changed file is hashed again. Raises UserError when the folder holds no safetensors."""
+    """sha256 over the names and contents of every *.safetensors file of `folder`, in name order (the index
+    file does not count). Hashes of large files are remembered in the cache folder, keyed by size, both times
+    and inode: a changed file is hashed again. Raises UserError when the folder holds no safetensors."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise UserError(f"target: {folder} holds no *.safetensors weights; save the model with save_pretrained first")
+        raise UserError(
+            f"target: {folder} holds no *.safetensors weights; save the model with save_pretrained"
+        )
     memo_path = cache_root() / "hashes.json"
     try:
         memo = json.loads(memo_path.read_text())
@@ -92,8 +96,8 @@ def sha256_weights(folder: Path) -> str:
 
 
 def sha256_state(state: dict[str, Any]) -> str:
-    """sha256 over name, dtype, shape and bytes of every tensor of a state dict, in name order. For models without
-    files (target=tiny): hash before casting, so that the run's dtype does not change the identity."""
+    """sha256 over name, dtype, shape and bytes of every tensor of a state dict, in name order. For models
+    without files (target=tiny): hash before casting, so that the run's dtype does not change the identity."""
     import torch
 
     total = hashlib.sha256()
@@ -105,8 +109,9 @@ def sha256_state(state: dict[str, Any]) -> str:
 
 
 def sha256_tokenizer(tokenizer: Any) -> str:
-    """sha256 of what decides text <-> ids: the whole fast tokenizer (vocabulary, merges, splitting, added tokens), or
-    the vocabulary of a slow one, and the special ids. Padding and truncation settings do not count."""
+    """sha256 of what decides text <-> ids: the whole fast tokenizer (vocabulary, merges, splitting, added
+    tokens), or the vocabulary of a slow one, and the special ids. Padding and truncation settings do not
+    count."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         core = json.loads(backend.to_str())
@@ -115,7 +120,8 @@ def sha256_tokenizer(tokenizer: Any) -> str:
     else:
         core = tokenizer.get_vocab()
     special = {name: getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk")}
-    return hashlib.sha256(json.dumps([core, special], sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+    text = json.dumps([core, special], sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def sha256_template(tokenizer: Any) -> str:

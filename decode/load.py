@@ -1,8 +1,10 @@
-"""From a `target` config group to a frozen Target: `target=smollm2 | hub | local | tiny` (conf/target/*.yaml).
-Weights are read from safetensors alone; code from a model repository runs only with target.trust_remote_code=true."""
+"""From a `target` config group to a frozen Target: `target=smollm2 | hub | local | tiny`
+(conf/target/*.yaml). Weights are read from safetensors alone; code from a model repository runs only with
+target.trust_remote_code=true."""
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +67,7 @@ class TargetConfig:
         if self.attn not in ATTENTION:
             problems.append(f"target.attn: {self.attn!r} is none of {', '.join(ATTENTION)}")
         if self.kind == "hub" and not self.name:
-            problems.append("target.name: empty; target=hub needs a repository, such as target.name=Qwen/Qwen3-0.6B")
+            problems.append("target.name: empty; target=hub needs a repository: target.name=Qwen/Qwen3-0.6B")
         if self.kind == "local" and not self.path:
             problems.append("target.path: empty; target=local needs the folder of a saved model")
         if self.kind == "tiny":
@@ -80,23 +82,25 @@ class TargetConfig:
 def load_target(
     cfg: TargetConfig, dtype: str | torch.dtype = "float32", device: str | torch.device | None = None
 ) -> Target:
-    """The frozen target that `cfg` names, in `dtype`, on `device` (None: the GPU when there is one, else the CPU).
+    """The frozen target that `cfg` names, in `dtype`, on `device` (None: the GPU when there is one, else the
+    CPU).
 
-    Raises UserError: bad keys, missing folder, no safetensors, no network, a model without causal LM head, no memory
-    on the device."""
+    Raises UserError: bad keys, missing folder, no safetensors, no network, a model without causal LM head, no
+    memory on the device."""
     import torch
 
     from decode.target import Target
 
     _check(cfg)
     kind = torch_dtype(dtype)
-    place = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if place.type == "cuda" and not torch.cuda.is_available():
         raise UserError("device: cuda asked for, but torch sees no GPU; use device=cpu")
     tokenizer = load_tokenizer(cfg)
     if cfg.kind == "tiny":
         model = tiny_from(cfg)
-        weights, name, path = sha256_state(model.state_dict()), f"tiny-{cfg.arch}-{cfg.layers}x{cfg.hidden}", ""
+        weights = sha256_state(model.state_dict())
+        name, path = f"tiny-{cfg.arch}-{cfg.layers}x{cfg.hidden}", ""
         model = model.to(kind)
     else:
         folder = _folder(cfg)
@@ -107,7 +111,7 @@ def load_target(
     try:
         model = model.to(place)
     except torch.cuda.OutOfMemoryError as e:
-        raise UserError(f"device: {name} in {kind} does not fit into the memory of {place}; use a smaller dtype") from e
+        raise UserError(f"device: {name} in {kind} does not fit into {place}; use a smaller dtype") from e
     return Target(model, tokenizer, identity=identity)
 
 
@@ -128,8 +132,8 @@ def load_tokenizer(cfg: TargetConfig) -> Any:
 def tiny_from(cfg: TargetConfig) -> Any:
     """The random float32 model of `target=tiny`."""
     return tiny.tiny_model(
-        cfg.arch, layers=cfg.layers, hidden=cfg.hidden, heads=cfg.heads, kv_heads=cfg.kv_heads, vocab=cfg.vocab,
-        context=cfg.context, init_std=cfg.init_std, seed=cfg.seed, attn=cfg.attn,
+        cfg.arch, layers=cfg.layers, hidden=cfg.hidden, heads=cfg.heads, kv_heads=cfg.kv_heads,
+        vocab=cfg.vocab, context=cfg.context, init_std=cfg.init_std, seed=cfg.seed, attn=cfg.attn,
     )  # fmt: skip
 
 
@@ -163,7 +167,7 @@ def _folder(cfg: TargetConfig) -> Path:
         if not folder.is_dir():
             raise UserError(f"target.path: no such folder {folder}; give a folder written by save_pretrained")
         if not (folder / "config.json").is_file():
-            raise UserError(f"target.path: {folder} holds no config.json; give a folder written by save_pretrained")
+            raise UserError(f"target.path: no config.json in {folder}; give a folder of save_pretrained")
         return folder.resolve()
     from huggingface_hub import snapshot_download
 
@@ -172,15 +176,20 @@ def _folder(cfg: TargetConfig) -> Path:
     try:
         return Path(snapshot_download(cfg.name, revision=cfg.revision, allow_patterns=wanted))
     except OSError as e:
-        raise UserError(f"target.name: cannot write {cfg.name} to the hub cache ({_first_line(e)}); free space or set "
-                        "HF_HOME") if e.errno == 28 else _hub_error(cfg, e) from e  # fmt: skip
+        if e.errno == errno.ENOSPC:
+            raise UserError(
+                f"target.name: no space for {cfg.name} in the hub cache; free some or set HF_HOME"
+            ) from e
+        raise _hub_error(cfg, e) from e
     except Exception as e:  # the hub client's errors share no base class with network errors
         raise _hub_error(cfg, e) from e
 
 
 def _hub_error(cfg: TargetConfig, error: BaseException) -> UserError:
-    return UserError(f"target.name: cannot fetch {cfg.name} at revision {cfg.revision} ({_first_line(error)}); check "
-                     "name, revision and network, or use target=local target.path=FOLDER")  # fmt: skip
+    return UserError(
+        f"target.name: cannot fetch {cfg.name} at revision {cfg.revision} ({_first_line(error)}); "
+        "check name, revision and network, or use target=local target.path=FOLDER"
+    )
 
 
 def _pretrained(cfg: TargetConfig, folder: Path, kind: torch.dtype) -> Any:
@@ -195,4 +204,4 @@ def _pretrained(cfg: TargetConfig, folder: Path, kind: torch.dtype) -> Any:
             folder, dtype=kind, use_safetensors=True, trust_remote_code=cfg.trust_remote_code, **extra
         ).eval()
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as e:
-        raise UserError(f"target: cannot load a causal language model from {folder} ({_first_line(e)})") from e
+        raise UserError(f"target: no loadable causal language model in {folder} ({_first_line(e)})") from e

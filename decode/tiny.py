@@ -1,6 +1,6 @@
-"""A target from configuration alone: a small random language model of any stock architecture and a byte tokenizer.
-No files, no network. `target=tiny` and the tests use it; the law of such a model is arbitrary but fixed by the seed,
-which is all that losslessness needs."""
+"""A target from configuration alone: a small random language model of any stock architecture and a byte
+tokenizer. No files, no network. `target=tiny` and the tests use it; the law of such a model is arbitrary but
+fixed by the seed, which is all that losslessness needs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ FIRST_BYTE = 3  # ids 3..258 are the 256 bytes; further ids up to the vocabulary
 MIN_VOCAB = 260
 
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{{ message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 # The same text with the assistant's spans marked for `return_assistant_tokens_mask`.
 CHATML_WITH_SPANS = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}"
     "{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -28,15 +30,18 @@ CHATML_WITH_SPANS = (
 
 
 def byte_tokenizer(vocab: int = MIN_VOCAB, template: str = CHATML) -> Any:
-    """A real PreTrainedTokenizerFast with one token for each byte: lossless on any text, no BOS, ChatML template.
+    """A real PreTrainedTokenizerFast with one token for each byte: lossless on any text, no BOS, ChatML
+    template.
 
-    Ids: 0 end of text (and padding), 1 start of turn, 2 end of turn (EOS), 3 + b = byte b, from 259 on reserved words
-    that no text encodes to. Raises UserError when `vocab` < 260."""
+    Ids: 0 end of text (and padding), 1 start of turn, 2 end of turn (EOS), 3 + b = byte b, from 259 on
+    reserved words that no text encodes to. Raises UserError when `vocab` < 260."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     if vocab < MIN_VOCAB:
-        raise UserError(f"target.vocab: {vocab} is too small for 256 bytes and the special tokens; give {MIN_VOCAB} or more")
+        raise UserError(
+            f"target.vocab: {vocab} cannot hold 256 bytes and the special tokens; give {MIN_VOCAB}+"
+        )
     words = [END, START, STOP, *_byte_letters()]
     words += [f"<|reserved_{i}|>" for i in range(len(words), vocab)]
     core = Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[]))
@@ -44,14 +49,19 @@ def byte_tokenizer(vocab: int = MIN_VOCAB, template: str = CHATML) -> Any:
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([AddedToken(w, special=True, normalized=False) for w in (END, START, STOP)])
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token=STOP, pad_token=END, chat_template=template, clean_up_tokenization_spaces=False
+        tokenizer_object=core,
+        eos_token=STOP,
+        pad_token=END,
+        chat_template=template,
+        clean_up_tokenization_spaces=False,
     )
 
 
 def _byte_letters() -> list[str]:
-    """The printable letter that byte-level BPE writes for each byte 0..255 (GPT-2's table: printable Latin-1 bytes
-    stand for themselves, the others for the letters from U+0100 on, in order)."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    """The printable letter that byte-level BPE writes for each byte 0..255 (GPT-2's table: printable Latin-1
+    bytes stand for themselves, the others for the letters from U+0100 on, in order)."""
+    spans = [("!", "~"), ("¡", "¬"), ("®", "ÿ")]
+    printable = {byte for first, last in spans for byte in range(ord(first), ord(last) + 1)}
     letters, shifted = [], 256
     for byte in range(256):
         if byte in printable:
@@ -76,20 +86,24 @@ def tiny_model(
     attn: str = "auto",
     **overrides: Any,
 ) -> Any:
-    """A random causal LM of a stock transformers architecture, float32, eval mode, the same for the same arguments.
+    """A random causal LM of a stock transformers architecture, float32, eval mode, the same for the same
+    arguments.
 
-    `init_std` 0.2 at hidden 64 gives logits of spread about 1.6: a law with clear preferences and few near-ties,
-    where the usual 0.02 would make every token about equally likely. `overrides` go to the architecture's config
-    class. The caller's random state is untouched. Raises UserError for an unknown architecture or a bad shape."""
+    `init_std` 0.2 at hidden 64 gives logits of spread about 1.6: a law with clear preferences and few
+    near-ties, where the usual 0.02 would make every token about equally likely. `overrides` go to the
+    architecture's config class. The caller's random state is untouched. Raises UserError for an unknown
+    architecture or a bad shape."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     if arch not in CONFIG_MAPPING_NAMES:
-        raise UserError(f"target.arch: transformers knows no architecture {arch!r}; try llama, qwen2, gpt2, gemma2")
+        raise UserError(
+            f"target.arch: no architecture {arch!r} in transformers; try llama, qwen2, gpt2, gemma2"
+        )
     if hidden % heads:
         raise UserError(f"target.hidden: {hidden} is no multiple of target.heads={heads}; choose one that is")
     if heads % kv_heads:
-        raise UserError(f"target.kv_heads: {kv_heads} does not divide target.heads={heads}; choose one that does")
+        raise UserError(f"target.kv_heads: {kv_heads} does not divide target.heads={heads}; choose a divisor")
     shape: dict[str, Any] = {
         "vocab_size": vocab,
         "hidden_size": hidden,
