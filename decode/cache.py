@@ -1,0 +1,182 @@
+"""TreeCache: keys and values of many rows, a tree scored at a time, one path of it kept, the rest dropped.
+
+Row b's committed tokens fill slots 0 .. len_b - 1. The entries of a tree pass (last token + N nodes) are written at
+one common scratch offset M = max(len): a slice copy per layer, no scatter, and attention reads views. Committing moves
+the accepted path from scratch to len_b; slots len_b .. M - 1 hold garbage that the mask hides. All layers of one shape
+share one buffer, so that compaction is one gather and one scatter, not two per layer.
+
+Shape letters: R live rows, P physical rows (R, or 2 R with guidance), L slots, Hkv heads, hd head size, D path length.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from conf.errors import UserError
+
+LayerShape = tuple[int, int, int]  # Hkv, key size, value size
+
+
+class _Layer(CacheLayerMixin):
+    """What transformers asks about a layer when it builds masks of its own (prefill, chains)."""
+
+    is_sliding = False
+
+    def __init__(self, cache: TreeCache, index: int):
+        super().__init__()
+        self.cache, self.index, self.is_initialized = cache, index, True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the buffers exist before the first pass."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        return self.cache.update(key_states, value_states, self.index)
+
+    def get_seq_length(self) -> int:
+        return self.cache.offset
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.offset + int(query_length), 0
+
+    def get_max_length(self) -> int:
+        return self.cache.slots
+
+    def get_max_cache_shape(self) -> int:
+        """The name of get_max_length in older transformers."""
+        return self.cache.slots
+
+
+class TreeCache(Cache):
+    """Pre-allocated K/V [max_rows, Hkv, L, hd] per layer, L = max_len + max_nodes + 1.
+
+    rows: live rows, always a prefix. lengths: committed tokens per live row (host integers).
+    With `guidance` every live row b owns two physical rows: 2 b conditional, 2 b + 1 its unconditional companion.
+    """
+
+    def __init__(self, shapes: list[LayerShape | None], max_rows: int, max_len: int, max_nodes: int,
+                 dtype: torch.dtype, device: torch.device, guidance: float | None = None):
+        self.max_rows, self.max_len, self.max_nodes, self.guidance = max_rows, max_len, max_nodes, guidance
+        self.device = device
+        self.width = 1 if guidance is None else 2  # physical rows per live row
+        self.slots = max_len + max_nodes + 1
+        self.physical: list[int] = []  # committed tokens per physical row
+        self.offset = 0  # scratch offset of the pass under way
+        self.pending: int | None = None  # nodes of the tree that was scored last and not yet committed
+        self.in_place = False  # chain mode: row b's nodes lie at len_b already
+        # Two tensors per layer (K, V), grouped by shape into one buffer [n, max_rows * width, Hkv, L, hd] each.
+        self._place: list[tuple[tuple[int, int], tuple[int, int]] | None] = []
+        counts: dict[tuple[int, int], int] = {}
+        for shape in shapes:
+            spots = []
+            for size in shape[1:] if shape else ():
+                group = (shape[0], size)
+                spots.append((list(dict.fromkeys([*counts, group])).index(group), counts.get(group, 0)))
+                counts[group] = counts.get(group, 0) + 1
+            self._place.append((spots[0], spots[1]) if spots else None)
+        # Zeros, not empty: a hidden slot has weight 0, and 0 * NaN would still be NaN.
+        self.buffers = [torch.zeros(n, max_rows * self.width, heads, self.slots, size, dtype=dtype, device=device)
+                        for (heads, size), n in counts.items()]
+        self._read: list[tuple[Tensor, ...]] = []
+        self._write: list[tuple[Tensor, ...]] = []
+        super().__init__(layers=[_Layer(self, i) for i in range(len(shapes))])
+
+    @property
+    def rows(self) -> int:
+        return len(self.physical) // self.width
+
+    @property
+    def lengths(self) -> list[int]:
+        return self.physical[:: self.width]
+
+    def open(self, start: int, stop: int, offset: int, new: int) -> None:
+        """Point the next forward pass at physical rows start..stop-1, writing `new` tokens per row at `offset`."""
+        self.offset = offset
+        views = [b[:, start:stop, :, : offset + new] for b in self.buffers]
+        self._read = [v.unbind(0) for v in views]
+        self._write = [v[:, :, :, offset:].unbind(0) for v in views]
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any,
+               **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write one layer's new K and V [rows, Hkv, new, hd]; return views of everything up to them, no copy."""
+        place = self._place[layer_idx]
+        assert place is not None, f"layer {layer_idx} held no keys when the target was probed"
+        (g, k), (h, v) = place
+        self._write[g][k].copy_(key_states)
+        self._write[h][v].copy_(value_states)
+        return self._read[g][k], self._read[h][v]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.offset
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.offset + int(query_length), 0
+
+    def room(self, new: int) -> int:
+        """The scratch offset M of a pass with `new` entries per row. Raises UserError when they do not fit."""
+        longest = max(self.physical)
+        if longest + new > self.slots:
+            row = self.physical.index(longest) // self.width
+            raise UserError(f"cache: full: row {row} holds {longest} tokens and {new} more need {longest + new} slots of "
+                            f"{self.slots} (max_len {self.max_len} + {self.max_nodes} nodes + 1); lengths are "
+                            f"{self.lengths}; make the cache longer or stop this row")
+        return longest
+
+    def commit(self, path: Tensor, length: Tensor) -> None:
+        """Keep the last token and path[b, :length[b]] of the tree just scored; row b grows by 1 + length[b].
+
+        path: [R, D] int64 node numbers in depth order, padded with -1. length: [R] int64.
+        Raises ValueError when no tree is pending or a path leaves it; nothing is changed then.
+        """
+        if self.pending is None:
+            raise ValueError("commit: no scored tree is pending")
+        if path.dim() != 2 or path.shape[0] != self.rows or length.shape != (self.rows,):
+            raise ValueError(f"commit: path {tuple(path.shape)} and length {tuple(length.shape)} for {self.rows} rows")
+        table = torch.cat([length[:, None], path], 1).tolist()  # the one host round trip
+        moves = False
+        for row, (count, *nodes) in enumerate(table):
+            if not 0 <= count <= len(nodes) or any(not 0 <= n < self.pending for n in nodes[:count]):
+                raise ValueError(f"commit: row {row}: path {nodes} of length {count} leaves a tree of {self.pending} nodes")
+            moves = moves or nodes[:count] != list(range(count))
+        moves = not self.in_place and (moves or min(self.physical) < self.offset)
+        if moves:
+            self._compact(path, max(t[0] for t in table))
+        for i in range(len(self.physical)):
+            self.physical[i] += 1 + table[i // self.width][0]
+        self.pending = None
+
+    def _compact(self, path: Tensor, deepest: int) -> None:
+        """Move scratch slots of the path to the end of each row. Padded places move garbage beyond the new end."""
+        path = path[:, :deepest].to(self.device).clamp(min=0).repeat_interleave(self.width, 0)
+        source = torch.cat([path.new_full((path.shape[0], 1), self.offset), path + self.offset + 1], 1)
+        if len(self.physical) == 1:
+            begin = self.physical[0]
+            for buffer in self.buffers:
+                buffer[:, 0, :, begin : begin + 1 + deepest] = buffer[:, 0].index_select(2, source[0])
+            return
+        ends = torch.tensor(self.physical, device=self.device)[:, None]
+        target = ends + torch.arange(deepest + 1, device=self.device)
+        row = torch.arange(len(self.physical), device=self.device)[:, None]
+        for buffer in self.buffers:
+            buffer[:, row, :, target] = buffer[:, row, :, source]
+
+    def select(self, rows: list[int]) -> None:
+        """Keep live rows `rows` in this order, drop the others; live rows stay a prefix. A pending tree is dropped.
+
+        Raises ValueError for a row that is not live or named twice.
+        """
+        if len(set(rows)) != len(rows) or any(not 0 <= r < self.rows for r in rows):
+            raise ValueError(f"select: rows {rows} of {self.rows} live rows")
+        source = [r * self.width + w for r in rows for w in range(self.width)]
+        moved = [i for i, s in enumerate(source) if i != s]
+        if moved:
+            end = max(self.physical[source[i]] for i in moved)
+            to = torch.tensor(moved, device=self.device)
+            come = torch.tensor([source[i] for i in moved], device=self.device)
+            for buffer in self.buffers:
+                buffer[:, to, :, :end] = buffer[:, come, :, :end]
+        self.physical = [self.physical[s] for s in source]
+        self.pending = None

@@ -1,0 +1,88 @@
+"""Attention masks of a tree pass: additive, built once per pass (static trees on even rows: once ever).
+
+Shape letters: B rows (physical), n = N + 1 slots of a tree pass, M scratch offset, S = M + n slots attended, G query
+heads per K/V head.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+from torch import Tensor
+
+from decode.tree import DraftTree, Layout
+
+# A layer type's reach: ("full", 0), ("window", W): W positions including its own, ("chunk", C): positions of one chunk.
+Reach = tuple[str, int]
+FULL: Reach = ("full", 0)
+
+
+class TreeMasks:
+    """Builds what a model takes as attention_mask: None, one additive mask, or one per layer type.
+
+    reaches: layer type -> reach; more than one type gives a dictionary. tile: G where the attention function wants
+    its rows tiled, else 1. Every row sees at least itself, so no softmax runs over nothing.
+    """
+
+    def __init__(self, reaches: dict[str, Reach], tile: int, dtype: torch.dtype, device: torch.device):
+        self.reaches, self.tile, self.dtype, self.device = reaches, tile, dtype, device
+        self._strips: OrderedDict[int, tuple[Layout, Tensor]] = OrderedDict()
+
+    def __call__(self, lengths: list[int], tree: DraftTree, width: int) -> Tensor | dict[str, Tensor] | None:
+        """lengths: committed tokens per physical row; `width` physical rows per tree row. Masks [B or 1, 1, G * n, S]."""
+        longest, n = max(lengths), tree.width + 1
+        even = min(lengths) == longest
+        bound = {kind: reach for kind, reach in self.reaches.items() if reach[0] != "full" and longest + n > reach[1]}
+        if even and n == 1 and not bound:
+            return None
+        made: dict[Reach, Tensor] = {}
+        if even and len(bound) < len(self.reaches) and tree.static_layout is not None:
+            made[FULL] = self._strip(tree.static_layout, longest)
+        missing = {bound.get(kind, FULL) for kind in self.reaches} - made.keys()
+        if missing:
+            made.update(self._build(lengths, tree, width, missing))
+        masks = {kind: made[bound.get(kind, FULL)] for kind in self.reaches}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _build(self, lengths: list[int], tree: DraftTree, width: int, reaches: set[Reach]) -> dict[Reach, Tensor]:
+        longest, n, rows = max(lengths), tree.width + 1, len(lengths)
+        ends = torch.tensor(lengths, device=self.device)
+        slots = torch.arange(longest, device=self.device)
+        block = tree.mask()
+        block = block.repeat_interleave(width, 0) if block.shape[0] > 1 else block
+        seen = (slots < ends[:, None])[:, None, :].expand(rows, n, longest)
+        allowed = torch.cat([seen, block.expand(rows, n, n)], 2)
+        made = {}
+        for reach in reaches:
+            near = allowed
+            if reach[0] != "full":
+                offset = tree.positions()
+                offset = offset.repeat_interleave(width, 0) if offset.shape[0] > 1 else offset
+                query = ends[:, None] + offset  # [B, n]
+                key = torch.cat([slots.expand(rows, longest), query], 1)
+                if reach[0] == "window":
+                    near = allowed & (query[:, :, None] - key[:, None, :] < reach[1])
+                else:
+                    near = allowed & (query[:, :, None] // reach[1] == key[:, None, :] // reach[1])
+            made[reach] = self._additive(near)
+        return made
+
+    def _additive(self, allowed: Tensor) -> Tensor:
+        mask = torch.zeros(allowed.shape, dtype=self.dtype, device=self.device)
+        mask.masked_fill_(~allowed, torch.finfo(self.dtype).min)
+        return mask.repeat(1, self.tile, 1)[:, None]
+
+    def _strip(self, layout: Layout, longest: int) -> Tensor:
+        """Even rows see every committed slot: the mask is the tree's block behind zeros, a suffix of one constant."""
+        n = layout.mask.shape[1]
+        known = self._strips.pop(id(layout), None)
+        if known is None or known[1].shape[3] < longest + n:
+            block = self._additive(layout.mask.to(self.device))
+            room = max(512, 2 * longest)
+            known = (layout, torch.cat([block.new_zeros(*block.shape[:3], room), block], 3))
+        self._strips[id(layout)] = known  # the layout is kept alive, so its id stays its own
+        if len(self._strips) > 16:
+            self._strips.popitem(last=False)
+        strip = known[1]
+        return strip[..., strip.shape[3] - longest - n :]
