@@ -4,7 +4,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 \
 	&& { echo $$p; break; }; done)
 PY := .venv/bin/python
-PIP_FLAGS := --quiet --disable-pip-version-check --no-input
+PIP_FLAGS := -qq --disable-pip-version-check --no-input
 OLD := .venv-old/bin/python
 OLD_TRANSFORMERS := 5.19.0
 export PYTHONWARNINGS ?= ignore::SyntaxWarning
