@@ -242,9 +242,9 @@ def check_tokenizer(tokenizer: Any) -> list[str]:
 # Plain English with a known kind of difficulty: a sound 135M model is near perplexity 10-20 here, a model
 # with permuted heads, a wrong rope base or untied embeddings is far above 100.
 PLAIN_TEXT = (
-    "The sun rises in the east and sets in the west. During the day it warms the land and the sea, and at "
-    "night the air cools again. Farmers plan their work around the seasons: they sow in spring, tend the fields in "
-    "summer, and bring in the harvest before the first frost of winter."
+    "The sun rises in the east and sets in the west. During the day it warms the land and the sea, and "
+    "at night the air cools again. Farmers plan their work around the seasons: they sow in spring, tend "
+    "the fields in summer, and bring in the harvest before the first frost of winter."
 )
 
 
