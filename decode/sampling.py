@@ -161,11 +161,12 @@ class Law:
         return self.sampling.support(scores)
 
     def check(self) -> None:
-        """Raise FloatingPointError naming the first row whose logits gave no law. Call before committing."""
+        """Raise UserError naming the first row whose logits gave no law. Call before committing."""
         if bool(self._bad.any()):
             row = int(self._bad.nonzero()[0])
-            raise FloatingPointError(f"row {row}: the target's logits hold NaN or infinity, or every token is masked "
-                                     f"(maximum {float(self.logits[row].float().amax())}); nothing was committed")
+            worst = float(self.logits[row].float().amax())
+            raise UserError(f"row {row}: the target's logits hold NaN or infinity, or every token is masked (maximum "
+                            f"{worst}); check the weights, the dtype and the logits processors; nothing was committed")
 
     def _process(self, scores: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
         assert self.history is not None and self.lengths is not None

@@ -1,0 +1,279 @@
+"""The decode loop: prefill, propose, score, verify, commit, observe. One loop for every drafter and every batch size.
+
+Plain autoregressive decoding is the empty tree (the NoDraft drafter), so baseline and speculation share this code.
+Rows that finish leave and waiting requests take their place.
+
+Shape letters: B live rows, N tree nodes, D path length, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from conf.errors import UserError
+from decode.drafters import Drafter
+from decode.rng import Rng
+from decode.sampling import Law, Sampling
+from decode.target import Target, TreeCache
+from decode.tree import DraftTree
+from decode.verify import Verdict
+from decode.verify import verify as run_verify
+
+
+@dataclass(frozen=True)
+class Request:
+    """prompt: token ids, at least one. uncond: the unconditional prompt of guidance (default: the last prompt token).
+
+    id addresses the random numbers: the same id and seed give the same tokens in any batch.
+    """
+
+    prompt: Sequence[int]
+    max_new_tokens: int
+    uncond: Sequence[int] | None = None
+    id: int = 0
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """One verification of one row. proposed: levels drafted. accepted: draft tokens kept (the bonus token not counted).
+
+    ranks: sibling rank of each accepted candidate. cut: shortened by a stop token, or drafted short because of the
+    length limit; such cycles say nothing about the drafter. start: generated tokens before this cycle.
+    """
+
+    proposed: int
+    accepted: int
+    ranks: tuple[int, ...]
+    cut: bool
+    start: int
+
+
+@dataclass
+class Generation:
+    """token_ids: generated tokens, the stop token included. from_draft: per token, was it an accepted draft token."""
+
+    prompt_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    cycles: list[Cycle] = field(default_factory=list)
+    from_draft: list[bool] = field(default_factory=list)
+    finish: str = "length"
+
+
+@dataclass
+class Timing:
+    """Wall seconds by part. decode_s is everything after prefill; total_s includes prefill."""
+
+    prefill_s: float = 0.0
+    draft_s: float = 0.0
+    target_s: float = 0.0
+    verify_s: float = 0.0
+    commit_s: float = 0.0
+    total_s: float = 0.0
+    cycles: int = 0  # target passes after prefill
+
+    @property
+    def decode_s(self) -> float:
+        return self.total_s - self.prefill_s
+
+
+@dataclass
+class Run:
+    """generations stand in the order of the requests. law_rows: rows of V logits turned into a law."""
+
+    generations: list[Generation]
+    timing: Timing
+    law_rows: int
+
+
+OnTokens = Callable[[int, list[int], list[bool]], None]
+
+
+def generate(target: Target, drafter: Drafter, requests: Sequence[Request], sampling: Sampling, *,
+             batch_size: int = 1, seed: int = 0, verify: str = "traversal", guidance: float | None = None,
+             on_tokens: OnTokens | None = None, eos_ids: Sequence[int] | None = None) -> Run:
+    """Decode every request; `batch_size` rows run at a time.
+
+    on_tokens(request index, new token ids, from_draft) streams. eos_ids defaults to the target's.
+    Raises UserError for an empty prompt, a prompt that fills the context, or logits that give no law.
+    """
+    return _Engine(target, drafter, requests, sampling, batch_size, seed, verify, guidance, on_tokens,
+                   frozenset(target.eos_ids if eos_ids is None else eos_ids)).run()
+
+
+@dataclass
+class _Row:
+    index: int
+    request: Request
+    out: Generation
+    limit: int
+    cycle: int = 0
+    done: bool = False
+
+    @property
+    def remaining(self) -> int:
+        return self.limit - len(self.out.token_ids)
+
+
+class _Engine:
+    def __init__(self, target: Target, drafter: Drafter, requests: Sequence[Request], sampling: Sampling,
+                 batch_size: int, seed: int, rule: str, guidance: float | None, on_tokens: OnTokens | None,
+                 eos: frozenset[int]) -> None:
+        sampling.check_vocab(target.vocab_size)
+        self.target, self.drafter, self.sampling = target, drafter, sampling
+        self.batch_size, self.seed, self.rule, self.guidance = batch_size, seed, rule, guidance
+        self.on_tokens, self.eos = on_tokens, eos
+        self.timing, self.law_rows = Timing(), 0
+        self.all = [_Row(i, r, Generation(list(r.prompt)), self._limit(i, r)) for i, r in enumerate(requests)]
+        self.queue = deque(row for row in self.all if row.limit > 0)
+        self.rows: list[_Row] = []
+
+    def _limit(self, index: int, request: Request) -> int:
+        context = self.target.context_length
+        longest = max(len(request.prompt), len(request.uncond or ()))
+        if not request.prompt:
+            raise UserError(f"request {index}: the prompt is empty; give at least one token")
+        if longest >= context:
+            raise UserError(f"request {index}: the prompt has {longest} tokens and the target's context holds {context}; "
+                            f"shorten the prompt")
+        return min(request.max_new_tokens, context - longest)
+
+    @torch.inference_mode()
+    def run(self) -> Run:
+        start = time.perf_counter()
+        if self.queue:
+            longest = max(max(len(r.request.prompt), len(r.request.uncond or ())) + r.limit for r in self.queue)
+            rows = min(self.batch_size, len(self.queue))
+            cache = self.target.new_cache(rows, longest, self.drafter.max_nodes, self.guidance)
+            self.drafter.reset(rows, longest)
+            while self.queue or self.rows:
+                self._admit(cache)
+                if self.rows:
+                    self._cycle(cache)
+        self.timing.total_s = time.perf_counter() - start
+        return Run([row.out for row in self.all], self.timing, self.law_rows)
+
+    def _admit(self, cache: TreeCache) -> None:
+        """Prefill waiting requests into free rows and draw their first token, which belongs to no cycle."""
+        while self.queue and len(self.rows) < self.batch_size:
+            start = time.perf_counter()
+            count = min(len(self.queue), self.batch_size - len(self.rows))
+            new = [self.queue.popleft() for _ in range(count)]
+            prompts = [torch.tensor(row.request.prompt, device=self.target.device) for row in new]
+            uncond = None
+            if self.guidance is not None:
+                uncond = [torch.tensor(row.request.uncond or row.request.prompt[-1:], device=self.target.device)
+                          for row in new]
+            step = self.target.prefill(cache, prompts, self.drafter.taps, uncond)
+            law = self._law(step.logits, DraftTree.empty(count, self.target.device), new)
+            verdict = run_verify(law.tree, law, self._rng(new), self.rule)
+            law.check()
+            self.law_rows += law.computed
+            first = verdict.bonus.tolist()
+            old = len(self.rows)
+            self.rows += new
+            self.drafter.begin(prompts, self.sampling)
+            lengths = torch.tensor([len(p) for p in prompts], device=self.target.device)
+            tokens = torch.zeros(count, int(lengths.max()), dtype=torch.int64, device=self.target.device)
+            for b, prompt in enumerate(prompts):
+                tokens[b, : len(prompt) - 1] = prompt[1:]
+                tokens[b, len(prompt) - 1] = first[b]
+            self.drafter.observe(tokens, step.feats, lengths, slice(old, old + count))
+            for row, token in zip(new, first, strict=True):
+                self._emit(row, [token], [False])
+            self._retire(cache)
+            self.timing.prefill_s += time.perf_counter() - start
+
+    def _cycle(self, cache: TreeCache) -> None:
+        clock = [time.perf_counter()]
+        device = self.target.device
+        budget = torch.tensor([min(row.remaining - 1, self.drafter.max_depth) for row in self.rows], device=device)
+        rng = self._rng(self.rows)
+        tree = self.drafter.propose(budget, self.sampling, rng)
+        tree.validate(self.target.vocab_size, self.drafter.max_nodes)
+        clock.append(time.perf_counter())
+        last = torch.tensor([row.out.token_ids[-1] for row in self.rows], device=device)
+        step = self.target.score(cache, last, tree, self.drafter.taps)
+        clock.append(time.perf_counter())
+        law = self._law(step.logits, tree, self.rows)
+        verdict = run_verify(tree, law, rng, self.rule)
+        law.check()
+        self.law_rows += law.computed
+        clock.append(time.perf_counter())
+        cache.commit(verdict.path, verdict.length)
+        kept, slots = _kept(tree, verdict)
+        feats = step.feats
+        if feats is not None:
+            feats = feats[torch.arange(len(self.rows), device=device)[:, None], slots]
+        self.drafter.observe(kept, feats, verdict.length + 1, slice(0, len(self.rows)))
+        self._record(tree, verdict, kept, budget)
+        self._retire(cache)
+        clock.append(time.perf_counter())
+        t = self.timing
+        parts = [b - a for a, b in zip(clock, clock[1:], strict=False)]
+        t.draft_s, t.target_s, t.verify_s, t.commit_s = (
+            x + y for x, y in zip((t.draft_s, t.target_s, t.verify_s, t.commit_s), parts, strict=True))
+        t.cycles += 1
+
+    def _record(self, tree: DraftTree, verdict: Verdict, kept: Tensor, budget: Tensor) -> None:
+        layout, count = tree.layout, len(self.rows)
+        node = torch.arange(tree.width, device=kept.device)
+        depth = torch.where(node < tree.size[:, None], layout.depth + 1, 0)
+        proposed = depth.amax(1) if tree.width else torch.zeros_like(verdict.length)
+        rank = layout.rank.expand(count, tree.width).gather(1, verdict.path.clamp(min=0)) if tree.width else verdict.path
+        table = torch.cat([verdict.length[:, None], proposed[:, None], kept, rank], 1).tolist()
+        for row, most, (accepted, levels, *rest) in zip(self.rows, budget.tolist(), table, strict=True):
+            tokens, ranks = rest[: accepted + 1], rest[kept.shape[1]: kept.shape[1] + accepted]
+            before = len(row.out.token_ids)
+            row.cycle += 1
+            emitted = self._emit(row, tokens, [True] * accepted + [False])
+            cut = emitted <= accepted or most < self.drafter.max_depth
+            row.out.cycles.append(Cycle(levels, min(accepted, emitted), tuple(ranks[:emitted]), cut, before))
+
+    def _emit(self, row: _Row, tokens: list[int], drafted: list[bool]) -> int:
+        """Append up to the stop token or the limit; returns how many tokens went out."""
+        stop = next((i + 1 for i, t in enumerate(tokens) if t in self.eos), len(tokens))
+        count = min(stop, row.remaining)
+        tokens, drafted = tokens[:count], drafted[:count]
+        row.out.token_ids += tokens
+        row.out.from_draft += drafted
+        if tokens[-1] in self.eos:
+            row.done, row.out.finish = True, "eos"
+        elif row.remaining == 0:
+            row.done = True
+        if self.on_tokens:
+            self.on_tokens(row.index, tokens, drafted)
+        return count
+
+    def _retire(self, cache: TreeCache) -> None:
+        keep = [b for b, row in enumerate(self.rows) if not row.done]
+        if len(keep) < len(self.rows):
+            cache.select(keep)
+            self.drafter.select(keep)
+            self.rows = [self.rows[b] for b in keep]
+
+    def _rng(self, rows: list[_Row]) -> Rng:
+        ids = torch.tensor([[row.request.id for row in rows], [row.cycle for row in rows]], device=self.target.device)
+        return Rng(self.seed, ids[0], ids[1])
+
+    def _law(self, logits: Tensor, tree: DraftTree, rows: list[_Row]) -> Law:
+        if not self.sampling.uses_history:
+            return Law(self.sampling, logits, tree)
+        ids = [[*row.request.prompt, *row.out.token_ids] for row in rows]
+        longest = max(map(len, ids))
+        history = torch.tensor([i + [0] * (longest - len(i)) for i in ids], device=logits.device)
+        return Law(self.sampling, logits, tree, history, torch.tensor([len(i) for i in ids], device=logits.device))
+
+
+def _kept(tree: DraftTree, verdict: Verdict) -> tuple[Tensor, Tensor]:
+    """Committed tokens [B, D + 1] (path, then bonus, then padding) and the slot that predicted each of them."""
+    rows, levels = verdict.path.shape
+    slots = torch.cat([verdict.path.new_zeros(rows, 1), verdict.path.clamp(min=-1) + 1], 1)
+    tokens = tree.tokens.gather(1, verdict.path.clamp(min=0)) if levels else verdict.path
+    tokens = torch.cat([tokens, verdict.bonus[:, None]], 1)
+    return tokens.scatter(1, verdict.length[:, None], verdict.bonus[:, None]), slots
