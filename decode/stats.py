@@ -1,0 +1,163 @@
+"""One definition of every figure: accepted length, acceptance by position, intervals, loops.
+
+accepted length (tau)   tokens a cycle commits, the bonus token counted: accepted draft tokens + 1. The token drawn at
+                        prefill is in no cycle.
+unconditional at d      cycles that accepted d levels or more / all cycles.
+conditional at d        cycles that accepted d levels or more / cycles that proposed level d and accepted d - 1.
+cut cycles              shortened by a stop token or the length limit: counted apart, they say nothing of the drafter.
+loop cycles             begin where the last 8 generated tokens have been generated three times: counted apart, since a
+                        small model that repeats itself flatters every drafter.
+intervals               95 % percentile bootstrap over prompts (cycles of one prompt are not independent), fixed seed.
+
+Sources: accepted length as in EAGLE and Spec-Bench ("mean accepted tokens"); docs map it to the other conventions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from decode.engine import Cycle, Generation
+
+LOOP_GRAM, LOOP_TIMES = 8, 3
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean with its 95 % interval; low = high = None where fewer than two prompts allow none."""
+
+    mean: float
+    low: float | None
+    high: float | None
+
+    def json(self) -> dict:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Position:
+    """Acceptance at draft level `position` (1 = first draft token); trials = cycles that could have accepted it."""
+
+    position: int
+    conditional: float
+    unconditional: float
+    trials: int
+
+    def json(self) -> dict:
+        return asdict(self)
+
+
+def loop_starts(tokens: Sequence[int], gram: int = LOOP_GRAM, times: int = LOOP_TIMES) -> list[bool]:
+    """[n + 1] bool: have the `gram` tokens before place i been seen `times` times by then (this one included)?"""
+    seen: dict[tuple[int, ...], int] = {}
+    out = [False] * (len(tokens) + 1)
+    for end in range(gram, len(tokens) + 1):
+        key = tuple(tokens[end - gram: end])
+        seen[key] = seen.get(key, 0) + 1
+        out[end] = seen[key] >= times
+    return out
+
+
+@dataclass(frozen=True)
+class Split:
+    """The cycles of one generation: those that count, and those reported apart."""
+
+    clean: list[Cycle]
+    cut: list[Cycle]
+    loop: list[Cycle]
+
+
+def split(generation: Generation) -> Split:
+    """Sort the cycles of a generation into clean, cut and loop (a cut cycle inside a loop counts as cut)."""
+    looping = loop_starts(generation.token_ids)
+    out = Split([], [], [])
+    for cycle in generation.cycles:
+        (out.cut if cycle.cut else out.loop if looping[cycle.start] else out.clean).append(cycle)
+    return out
+
+
+def ratio_interval(numerators: Sequence[float], denominators: Sequence[float], seed: int = 0) -> Interval:
+    """sum(numerators) / sum(denominators) over prompts, resampled by prompt. NaN mean when nothing was measured."""
+    top, bottom = np.asarray(numerators, float), np.asarray(denominators, float)
+    used = bottom > 0
+    top, bottom = top[used], bottom[used]
+    if len(top) == 0:
+        return Interval(float("nan"), None, None)
+    mean = float(top.sum() / bottom.sum())
+    if len(top) < 2:
+        return Interval(mean, None, None)
+    pick = np.random.default_rng(seed).integers(0, len(top), (RESAMPLES, len(top)))
+    low, high = np.percentile(top[pick].sum(1) / bottom[pick].sum(1), [2.5, 97.5])
+    return Interval(mean, float(low), float(high))
+
+
+def accepted_length(per_prompt: Iterable[Sequence[Cycle]], seed: int = 0) -> Interval:
+    """Mean accepted length over the given cycles, grouped by prompt for the interval."""
+    groups = [list(cycles) for cycles in per_prompt]
+    return ratio_interval([sum(c.accepted + 1 for c in g) for g in groups], [len(g) for g in groups], seed)
+
+
+def paired_difference(a: Sequence[Sequence[Cycle]], b: Sequence[Sequence[Cycle]], seed: int = 0) -> Interval:
+    """Accepted length of `a` minus that of `b`, both [prompt][cycle] over the same prompts, resampled together.
+
+    Raises ValueError when the two do not cover the same number of prompts.
+    """
+    if len(a) != len(b):
+        raise ValueError(f"paired difference: {len(a)} prompts against {len(b)}")
+    sums = np.array([[sum(c.accepted + 1 for c in g) for g in side] for side in (a, b)], float)
+    counts = np.array([[len(g) for g in side] for side in (a, b)], float)
+
+    def difference(pick: np.ndarray) -> np.ndarray:
+        # A resample without a single cycle on one side says nothing; it is left out below as NaN.
+        with np.errstate(invalid="ignore", divide="ignore"):
+            means = sums[:, pick].sum(-1) / counts[:, pick].sum(-1)
+        return means[0] - means[1]
+
+    return _resampled(difference, len(a), seed)
+
+
+def ratio_of_rates(work: Sequence[float], seconds: Sequence[float], base_work: Sequence[float],
+                   base_seconds: Sequence[float], seed: int = 0) -> Interval:
+    """Speedup: (work / seconds) / (base work / base seconds) over paired prompts (tokens and wall seconds each)."""
+    w, s, bw, bs = (np.asarray(x, float) for x in (work, seconds, base_work, base_seconds))
+    return _resampled(lambda p: (w[p].sum(-1) / s[p].sum(-1)) / (bw[p].sum(-1) / bs[p].sum(-1)), len(w), seed)
+
+
+def _resampled(statistic: Callable[[np.ndarray], np.ndarray], count: int, seed: int) -> Interval:
+    if count == 0:
+        return Interval(float("nan"), None, None)
+    mean = float(statistic(np.arange(count)[None])[0])
+    if count < 2:
+        return Interval(mean, None, None)
+    values = statistic(np.random.default_rng(seed).integers(0, count, (RESAMPLES, count)))
+    values = values[np.isfinite(values)]
+    if not len(values):
+        return Interval(mean, None, None)
+    low, high = np.percentile(values, [2.5, 97.5])
+    return Interval(mean, float(low), float(high))
+
+
+def acceptance_by_position(cycles: Iterable[Cycle]) -> list[Position]:
+    """Acceptance at every level that some cycle proposed."""
+    known = list(cycles)
+    out = []
+    for d in range(1, max((c.proposed for c in known), default=0) + 1):
+        hits = sum(c.accepted >= d for c in known)
+        trials = sum(c.proposed >= d and c.accepted >= d - 1 for c in known)
+        out.append(Position(d, hits / trials if trials else float("nan"), hits / len(known), trials))
+    return out
+
+
+def acceptance_by_rank(cycles: Iterable[Cycle], levels: int | None = None) -> list[list[int]]:
+    """[level][rank] counts of accepted candidates by their place among their siblings."""
+    counts: list[list[int]] = []
+    for cycle in cycles:
+        for level, rank in enumerate(cycle.ranks[:levels]):
+            while len(counts) <= level:
+                counts.append([])
+            counts[level] += [0] * (rank + 1 - len(counts[level]))
+            counts[level][rank] += 1
+    return counts
