@@ -1,0 +1,133 @@
+"""Prompt files, read and checked: MT-Bench / Spec-Bench form {"question_id", "category", "turns": [...]},
+chat rows {"messages": [...]} and plain rows {"prompt": "..."}, one JSON object a line, also mixed. And how
+turns become ids."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conf.errors import UserError
+
+DEMO = Path(__file__).resolve().parents[1] / "prompts" / "demo.jsonl"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One conversation to hold: the user's turns in order (at least one, none empty). id is unique in its
+    file."""
+
+    id: str
+    category: str
+    turns: list[str]
+
+
+def load_prompts(path: str | Path) -> list[Prompt]:
+    """Every prompt of a JSONL file, in order. Assistant and system messages of chat rows are left out: the
+    history is always the target's own. Blank lines are skipped; rows without an id take their line number.
+
+    Raises UserError with file:line: no such file, malformed JSON, no turns, no user turn, an id twice, empty
+    file."""
+    path = Path(path).expanduser()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except IsADirectoryError as e:
+        raise UserError(f"prompts: {path} is a folder; give a JSONL file") from e
+    except UnicodeDecodeError as e:
+        raise UserError(f"prompts: {path} is no UTF-8 text (byte {e.start}); give a JSONL file") from e
+    except OSError as e:
+        raise UserError(
+            f"prompts: cannot read {path} ({e.strerror}); give a JSONL file, such as {DEMO}"
+        ) from e
+    prompts: list[Prompt] = []
+    seen: dict[str, int] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        prompt = _prompt(line, f"{path}:{number}", number)
+        if prompt.id in seen:
+            raise UserError(
+                f"{path}:{number}: id {prompt.id!r} stands on line {seen[prompt.id]} already; make ids unique"
+            )
+        seen[prompt.id] = number
+        prompts.append(prompt)
+    if not prompts:
+        raise UserError(f'{path}: the file holds no prompt; give a line such as {{"prompt": "Hello"}}')
+    return prompts
+
+
+def _prompt(line: str, where: str, number: int) -> Prompt:
+    try:
+        row = json.loads(line)
+    except ValueError as e:
+        raise UserError(f"{where}: malformed JSON ({e}); every line must be one JSON object") from e
+    if not isinstance(row, dict):
+        raise UserError(f'{where}: a {type(row).__name__}, not a JSON object; write {{"prompt": "..."}}')
+    if "turns" in row:
+        key, turns = "turns", row["turns"]
+    elif "messages" in row:
+        key, turns = "messages", _user_turns(row["messages"], where)
+    elif "prompt" in row:
+        key, turns = "prompt", [row["prompt"]]
+    else:
+        known = ", ".join(map(str, list(row)[:6])) or "nothing"
+        raise UserError(
+            f"{where}: neither turns, messages nor prompt among its keys ({known}); add one of them"
+        )
+    if not isinstance(turns, list) or not all(isinstance(t, str) for t in turns):
+        raise UserError(f"{where}: {key} must be text (a list of strings for turns)")
+    if not turns:
+        raise UserError(f"{where}: {key} holds no user turn; every prompt needs at least one")
+    if any(not t.strip() for t in turns):
+        raise UserError(f"{where}: {key} holds an empty turn; fill or remove it")
+    name = next((row[k] for k in ("question_id", "id") if row.get(k) not in (None, "")), number)
+    return Prompt(str(name), str(row.get("category") or "all"), list(turns))
+
+
+def _user_turns(messages: Any, where: str) -> list[Any]:
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        raise UserError(f'{where}: messages must be a list of {{"role", "content"}} objects')
+    return [m.get("content") for m in messages if m.get("role") == "user"]
+
+
+def chat_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+    """Token ids of a conversation up to and including the header of the assistant's turn, by the chat
+    template.
+
+    Raises UserError when the tokenizer has no chat template or the template refuses the messages."""
+    from jinja2 import TemplateError
+
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError(
+            "target: its tokenizer has no chat template; take the instruction-tuned version of the model"
+        )
+    try:
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    except TemplateError as e:
+        raise UserError(
+            f"target: its chat template refuses the messages ({e}); change the order of roles"
+        ) from e
+    return list(ids)
+
+
+def user_header(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """(ids before the first user turn's text, ids right after it): what the Magpie idea prompts with, and
+    where an invented question ends. Read off a rendered marker, so it holds for any template that shows the
+    text verbatim.
+
+    Raises UserError when the template has none of it."""
+    mark = "\u241fquestion\u241f"
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError(
+            "target: its tokenizer has no chat template; take the instruction-tuned version of the model"
+        )
+    text = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
+    before, found, after = text.partition(mark)
+    if not found or not before:
+        raise UserError(
+            "target: its chat template shows no header before a user's text; synthesis cannot start from it"
+        )
+    ids = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after)]
+    return ids[0], ids[1]
