@@ -1,10 +1,12 @@
 """Attention for a few tree nodes against a long cache, without copying K/V for grouped queries.
 
-Registered with transformers under `NAME`; `Target` switches a model to it and the probe checks it against the model's
-own attention. With a mask, transformers repeats K and V once per query head of a group; here the G query heads that
-share a K/V head are folded into the query length instead: [B, Hkv * G, T, hd] is read as [B, Hkv, G * T, hd].
+Registered with transformers under `NAME`; `Target` switches a model to it and the probe checks it against the
+model's own attention. With a mask, transformers repeats K and V once per query head of a group; here the G
+query heads that share a K/V head are folded into the query length instead: [B, Hkv * G, T, hd] is read as [B,
+Hkv, G * T, hd].
 
-Shape letters: B rows, H query heads, Hkv key/value heads, G = H / Hkv, T new tokens, S slots of the cache, hd head size.
+Shape letters: B rows, H query heads, Hkv key/value heads, G = H / Hkv, T new tokens, S slots of the cache, hd
+head size.
 """
 
 from __future__ import annotations
@@ -19,18 +21,29 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 NAME = "outrider_tree"
 
 
-def tree_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-                   dropout: float = 0.0, scaling: float | None = None, softcap: float | None = None,
-                   **kwargs) -> tuple[Tensor, None]:
-    """query [B, H, T, hd], key/value [B, Hkv, S, hd], mask bool or additive [B or 1, 1, T or G * T, S] -> [B, T, H, hd].
+def tree_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """query [B, H, T, hd], key/value [B, Hkv, S, hd] -> [B, T, H, hd].
 
+    attention_mask: bool or additive [B or 1, 1, T or G * T, S], None for causal (T = 1: everything).
     A mask already tiled to G * T rows is used as it is: `Target` tiles it once per pass, not once per layer.
     Raises ValueError for biases it does not know (sinks, position biases): the probe then falls back.
     """
     if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
         raise ValueError("attention sinks and position biases are not supported")
     if softcap is None and attention_mask is None:
-        return sdpa_attention_forward(module, query, key, value, None, dropout=dropout, scaling=scaling, **kwargs)
+        return sdpa_attention_forward(
+            module, query, key, value, None, dropout=dropout, scaling=scaling, **kwargs
+        )
     rows, heads, new, size = query.shape
     groups = heads // key.shape[1]
     if groups > 1:
@@ -38,15 +51,25 @@ def tree_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
         if attention_mask is not None and new > 1 and attention_mask.shape[2] == new:
             attention_mask = attention_mask.repeat(1, 1, groups, 1)
     if softcap is None:
-        out = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling)
+        out = scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
+        )
     else:
         out = _capped(query, key, value, attention_mask, new, dropout, scaling, softcap)
     return out.reshape(rows, heads, new, value.shape[-1]).transpose(1, 2).contiguous(), None
 
 
-def _capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, new: int, dropout: float,
-            scaling: float | None, softcap: float) -> Tensor:
-    """Scores squashed to softcap * tanh(score / softcap) before the mask (Gemma 2); folded shapes as above."""
+def _capped(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    new: int,
+    dropout: float,
+    scaling: float | None,
+    softcap: float,
+) -> Tensor:
+    """Scores squashed to softcap * tanh(score / softcap) before the mask (Gemma 2); folded shapes."""
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = torch.tanh(scores / softcap) * softcap
     if mask is None and new > 1:  # transformers leaves out the mask of a pass that is causal from slot 0

@@ -1,7 +1,7 @@
 """Attention masks of a tree pass: additive, built once per pass (static trees on even rows: once ever).
 
-Shape letters: B rows (physical), n = N + 1 slots of a tree pass, M scratch offset, S = M + n slots attended, G query
-heads per K/V head.
+Shape letters: B rows (physical), n = N + 1 slots of a tree pass, M scratch offset, S = M + n slots attended,
+G query heads per K/V head.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from decode.tree import DraftTree, Layout
 
-# A layer type's reach: ("full", 0), ("window", W): W positions including its own, ("chunk", C): positions of one chunk.
+# A layer type's reach: ("full", 0), ("window", W): W positions including its own, ("chunk", C): positions of
+# one chunk.
 Reach = tuple[str, int]
 FULL: Reach = ("full", 0)
 
@@ -21,8 +22,8 @@ FULL: Reach = ("full", 0)
 class TreeMasks:
     """Builds what a model takes as attention_mask: None, one additive mask, or one per layer type.
 
-    reaches: layer type -> reach; more than one type gives a dictionary. tile: G where the attention function wants
-    its rows tiled, else 1. Every row sees at least itself, so no softmax runs over nothing.
+    reaches: layer type -> reach; more than one type gives a dictionary. tile: G where the attention function
+    wants its rows tiled, else 1. Every row sees at least itself, so no softmax runs over nothing.
     """
 
     def __init__(self, reaches: dict[str, Reach], tile: int, dtype: torch.dtype, device: torch.device):
@@ -30,10 +31,17 @@ class TreeMasks:
         self._strips: OrderedDict[int, tuple[Layout, Tensor]] = OrderedDict()
 
     def __call__(self, lengths: list[int], tree: DraftTree, width: int) -> Tensor | dict[str, Tensor] | None:
-        """lengths: committed tokens per physical row; `width` physical rows per tree row. Masks [B or 1, 1, G * n, S]."""
+        """lengths: committed tokens per physical row, `width` of which share a tree row.
+
+        Masks are [B or 1, 1, G * n, S].
+        """
         longest, n = max(lengths), tree.width + 1
         even = min(lengths) == longest
-        bound = {kind: reach for kind, reach in self.reaches.items() if reach[0] != "full" and longest + n > reach[1]}
+        bound = {
+            kind: reach
+            for kind, reach in self.reaches.items()
+            if reach[0] != "full" and longest + n > reach[1]
+        }
         if even and n == 1 and not bound:
             return None
         made: dict[Reach, Tensor] = {}
@@ -45,7 +53,9 @@ class TreeMasks:
         masks = {kind: made[bound.get(kind, FULL)] for kind in self.reaches}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def _build(self, lengths: list[int], tree: DraftTree, width: int, reaches: set[Reach]) -> dict[Reach, Tensor]:
+    def _build(
+        self, lengths: list[int], tree: DraftTree, width: int, reaches: set[Reach]
+    ) -> dict[Reach, Tensor]:
         longest, n, rows = max(lengths), tree.width + 1, len(lengths)
         ends = torch.tensor(lengths, device=self.device)
         slots = torch.arange(longest, device=self.device)
@@ -74,7 +84,7 @@ class TreeMasks:
         return mask.repeat(1, self.tile, 1)[:, None]
 
     def _strip(self, layout: Layout, longest: int) -> Tensor:
-        """Even rows see every committed slot: the mask is the tree's block behind zeros, a suffix of one constant."""
+        """Even rows see all committed slots: the tree's block behind zeros, a suffix of one constant."""
         n = layout.mask.shape[1]
         known = self._strips.pop(id(layout), None)
         if known is None or known[1].shape[3] < longest + n:
@@ -85,4 +95,5 @@ class TreeMasks:
         if len(self._strips) > 16:
             self._strips.popitem(last=False)
         strip = known[1]
-        return strip[..., strip.shape[3] - longest - n :]
+        view = strip[..., strip.shape[3] - longest - n :]
+        return view if view.device.type == "cpu" else view.contiguous()  # GPU kernels want aligned strides

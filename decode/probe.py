@@ -1,11 +1,11 @@
-"""What can this target do? Asked of the model itself with a few tiny passes, not of a table of architecture names.
+"""What can this target do? Asked of the model itself with a few tiny passes, not of a table of names.
 
-1. Which layers keep keys and values, and of what shape? State that cannot be cut back (recurrent, linear attention)
-   means refusal.
+1. Which layers keep keys and values, and of what shape? State that cannot be cut back (recurrent, linear
+   attention) means refusal.
 2. Do logits follow from the last hidden state through the LM head, a scale and a softcap?
-3. Does scoring a tree through `TreeCache` give each path the logits of a plain pass over that path, over ragged,
-   appended, committed and selected rows? If not, do chains? Sliding windows are made four tokens wide meanwhile, so
-   that a short probe reaches beyond them.
+3. Does scoring a tree through `TreeCache` give each path the logits of a plain pass over that path, over
+   ragged, appended, committed and selected rows? If not, do chains? Sliding windows are made four tokens wide
+   meanwhile, so that a short probe reaches beyond them.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from decode.tree import DraftTree
 if TYPE_CHECKING:
     from decode.target import Target
 
-# Largest accepted difference of one token's logits, relative to their spread (root mean squares). A mask that lets one
-# wrong token in costs tens of percent in a trained model; half precision costs a few.
+# Largest accepted difference of one token's logits, relative to their spread (root mean squares). A mask that
+# lets one wrong token in costs tens of percent in a trained model; half precision costs a few.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.15}
 WINDOW = 4  # tokens, while probing
 
 
 @dataclass(frozen=True)
 class Head:
-    """logits = cap * tanh(scale * lm_head(h) / cap), cap None: no cap. exact: the model's own logits agree."""
+    """logits = cap * tanh(scale * lm_head(h) / cap), cap None: no cap. exact: the model's logits agree."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -50,7 +50,7 @@ class Head:
 
 @dataclass
 class Probe:
-    """support "tree" or "chain" (with the reason), K/V shapes per layer, reach per layer type, mask rows per node."""
+    """support "tree" or "chain" (and why), K/V shapes per layer, reach per layer type, mask rows per node."""
 
     support: str
     shapes: list[LayerShape | None]
@@ -60,7 +60,7 @@ class Probe:
 
 
 def difference(found: Tensor, wanted: Tensor) -> float:
-    """Largest over tokens of rms(found - wanted) / rms(wanted - mean), both [..., V]. NaN counts as infinite."""
+    """Largest over tokens of rms(found - wanted) / rms(wanted - mean), both [..., V]. NaN is infinite."""
     wanted, found = wanted.double(), found.double()
     spread = (wanted - wanted.mean(-1, keepdim=True)).square().mean(-1).sqrt()
     error = (found - wanted).square().mean(-1).sqrt() / spread.clamp(min=1e-30)
@@ -84,16 +84,23 @@ def probe_head(target: Target) -> Head:
         raw = target.lm_head(hidden)
     except RuntimeError as error:
         return Head(reason=str(error))
-    numbers = {k: float(v) for k, v in vars(target.config).items()
-               if isinstance(v, (int, float)) and not isinstance(v, bool) and v}
+    numbers = {
+        k: float(v)
+        for k, v in vars(target.config).items()
+        if isinstance(v, (int, float)) and not isinstance(v, bool) and v
+    }
     scales = [1.0] + [s for k, v in numbers.items() if "scal" in k or "mult" in k for s in (v, 1 / v)]
     caps = [None] + [v for k, v in numbers.items() if "softcap" in k and v > 0]
     found = [Head(s, c) for s in scales for c in caps]
     errors = [difference(h.finish(raw), wanted) for h in found]
     best = min(range(len(found)), key=errors.__getitem__)
     limit = TOLERANCE[target.dtype] / 10
-    return Head(found[best].scale, found[best].cap, errors[best] <= limit,
-                "" if errors[best] <= limit else f"relative error {errors[best]:.2g}")
+    return Head(
+        found[best].scale,
+        found[best].cap,
+        errors[best] <= limit,
+        "" if errors[best] <= limit else f"relative error {errors[best]:.2g}",
+    )
 
 
 def probe_target(target: Target) -> Probe:
@@ -110,9 +117,9 @@ def probe_target(target: Target) -> Probe:
             tile = max(1, heads // kv_heads) if name == attention.NAME else 1
             try:
                 wanted = wanted if wanted is not None else _Expected(target)
+                if name != own and not _switchable(target.model):
+                    raise ValueError("the model's attention cannot be exchanged")
                 target.model.set_attn_implementation(name)
-                if target.model.config._attn_implementation != name:
-                    raise ValueError(f"attention cannot be switched to {name}")
                 error = wanted.error(Probe("tree", shapes, reaches, tile), chain=False)
             except (ValueError, TypeError, RuntimeError, AttributeError, KeyError, IndexError) as failure:
                 reasons.append(f"{name}: {_line(failure)}")
@@ -134,8 +141,15 @@ def _chain_or_refuse(target: Target, shapes: list[LayerShape | None], reason: st
         error, failure = float("inf"), _line(caught)
     if error <= TOLERANCE[target.dtype]:
         return Probe("chain", shapes, reason=f"no trees: {reason}")
-    raise UserError(f"target: {type(target.model).__name__} can score neither trees nor chains from a cache "
-                    f"({reason}; {failure}); choose a target with attention over a K/V cache")
+    raise UserError(
+        f"target: {type(target.model).__name__} can score neither trees nor chains from a cache "
+        f"({reason}; {failure}); choose a target with attention over a K/V cache"
+    )
+
+
+def _switchable(model: Any) -> bool:
+    """Does the model look its attention function up by name? (Asking beforehand avoids a warning.)"""
+    return getattr(model, "_can_set_attn_implementation", lambda: True)()
 
 
 def _line(error: Exception) -> str:
@@ -144,22 +158,28 @@ def _line(error: Exception) -> str:
 
 @torch.no_grad()
 def _layer_shapes(target: Target) -> list[LayerShape | None]:
-    """[Hkv, key size, value size] per layer, None for layers without keys of their own. Refuses recurrent state."""
+    """(Hkv, key size, value size) per layer, None for layers without own keys. Refuses recurrent state."""
     name = type(target.model).__name__
     out = target.model(input_ids=_ids(target, 1, 2), use_cache=True, return_dict=True)
     cache = getattr(out, "past_key_values", None)
     layers = getattr(cache, "layers", None)
     if layers is None:
-        raise UserError(f"target: {name} keeps no K/V cache (recurrent state cannot be cut back to an accepted path); "
-                        "choose an attention model")
+        raise UserError(
+            f"target: {name} keeps no K/V cache (recurrent state cannot be cut back to an accepted path); "
+            "choose an attention model"
+        )
     shapes: list[LayerShape | None] = []
     for index, layer in enumerate(layers):
         if hasattr(layer, "recurrent_states") or hasattr(layer, "conv_states"):
-            raise UserError(f"target: {name}: layer {index} is recurrent or linear attention, whose state cannot be cut "
-                            "back to an accepted path; choose a model with full or sliding-window attention")
+            raise UserError(
+                f"target: {name}: layer {index} is recurrent or linear attention, whose state cannot be cut "
+                "back to an accepted path; choose a model with full or sliding-window attention"
+            )
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        held = keys is not None and values is not None and keys.dim() == 4
-        shapes.append((keys.shape[1], keys.shape[3], values.shape[3]) if held else None)
+        if keys is None or values is None or keys.dim() != 4:
+            shapes.append(None)
+        else:
+            shapes.append((keys.shape[1], keys.shape[3], values.shape[3]))
     return shapes
 
 
@@ -167,8 +187,12 @@ def _reaches(config: Any) -> dict[str, Reach]:
     """Layer types and how far back they see, from `layer_types` or, for uniform models, `sliding_window`."""
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
-    known = {"sliding_attention": ("window", window), "chunked_attention": ("chunk", chunk)}
-    return {kind: known[kind] if kind in known and known[kind][1] else FULL for kind in dict.fromkeys(kinds)}
+    known: dict[str, Reach] = {}
+    if window:
+        known["sliding_attention"] = ("window", window)
+    if chunk:
+        known["chunked_attention"] = ("chunk", chunk)
+    return {kind: known.get(kind, FULL) for kind in dict.fromkeys(kinds)}
 
 
 @contextlib.contextmanager
@@ -191,8 +215,8 @@ def _short_windows(target: Target) -> Iterator[None]:
 class _Expected:
     """The probe's script and what plain passes over each path say, computed with the model's own attention.
 
-    Row 0: 5 prompt tokens, then a branching tree of 5 nodes, of which [1, 4] is kept; row 1 joins later with 3 tokens
-    and a chain of 2 nodes, of which [0] is kept. Then row 1 alone scores the empty tree.
+    Row 0: 5 prompt tokens, then a branching tree of 5 nodes, of which [1, 4] is kept; row 1 joins later with
+    3 tokens and a chain of 2 nodes, of which [0] is kept. Then row 1 alone scores the empty tree.
     """
 
     def __init__(self, target: Target):
@@ -200,7 +224,11 @@ class _Expected:
         self.own = target.model.config._attn_implementation
         self.prompts = list(_ids(target, 8).split([5, 3]))
         # chosen once for trees and chains; the tokens of row 1's padding nodes are never read
-        self.last, self.tokens, self.then = _ids(target, 2), _ids(target, 2, 5).flip(1), _ids(target, 1).flip(0)
+        self.last, self.tokens, self.then = (
+            _ids(target, 2),
+            _ids(target, 2, 5).flip(1),
+            _ids(target, 1).flip(0),
+        )
         self._plain: dict[tuple[int, ...], Tensor] = {}
 
     def plain(self, ids: Tensor) -> Tensor:
@@ -214,9 +242,15 @@ class _Expected:
     @torch.no_grad()
     def error(self, probe: Probe, chain: bool) -> float:
         target, device = self.target, self.target.device
-        parents = torch.tensor([[-1, 0, 1, 2, 3] if chain else [-1, -1, 0, 0, 1], [-1, 0, -1, -1, -1]], device=device)
-        paths = [[[], [0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4]] if chain else
-                 [[], [0], [1], [0, 2], [0, 3], [1, 4]], [[], [0], [0, 1]]]
+        parents = torch.tensor(
+            [[-1, 0, 1, 2, 3] if chain else [-1, -1, 0, 0, 1], [-1, 0, -1, -1, -1]], device=device
+        )
+        paths = [
+            [[], [0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
+            if chain
+            else [[], [0], [1], [0, 2], [0, 3], [1, 4]],
+            [[], [0], [0, 1]],
+        ]
         kept = [[0, 1] if chain else [1, 4], [0, -1]]
         tree = DraftTree(self.tokens, parents, torch.tensor([5, 2], device=device))
         text = [torch.cat([p, self.last[b : b + 1]]) for b, p in enumerate(self.prompts)]

@@ -1,9 +1,10 @@
-"""Target: any Hugging Face causal language model, frozen, behind a few methods. It holds no cache and asks for no name:
-`decode/probe.py` finds out what the model can do when the first cache is made.
+"""Target: any Hugging Face causal language model, frozen, behind a few methods. It holds no cache and asks
+for no name: `decode/probe.py` finds out what the model can do when the first cache is made.
 
 Shape letters: B live rows, T tokens, N tree nodes, V vocabulary, D hidden size.
-Tap k is `hidden_states[k]` of transformers: 0 = embeddings, k = input of layer k, num_layers = output after the final
-norm. Taps are always read by number from the full list: selecting them in the call means another layer in 5.19 than in
+Tap k is `hidden_states[k]` of transformers: 0 = embeddings, k = input of layer k, num_layers = output after
+the final norm. Taps are always read by number from the full list: selecting them in the call means another
+layer in 5.19 than in
 5.23.
 """
 
@@ -15,13 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from conf.errors import UserError
 from decode.cache import TreeCache
 from decode.masks import TreeMasks
-from decode.probe import Probe, probe_head, probe_target
 from decode.probe import Head as HeadProbe
+from decode.probe import Probe, probe_head, probe_target
 from decode.tree import DraftTree
 
 UNBOUNDED = 2**31 - 1
@@ -31,10 +32,11 @@ UNBOUNDED = 2**31 - 1
 class Step:
     """One pass of the target.
 
-    logits: score: [B, N + 1, V], row 0 follows the last committed token, row i + 1 follows node i; rows of padding
-        nodes are meaningless. prefill: [B, 1, V] at each row's last prompt token. Model dtype; float32 under guidance.
-    feats: score: [B, N + 1, taps, D], prefill: [B, T, taps, D] right-padded; None without taps. With guidance those
-        of the conditional rows.
+    logits: score: [B, N + 1, V], row 0 follows the last committed token, row i + 1 follows node i; rows of
+        padding nodes are meaningless. prefill: [B, 1, V] at each row's last prompt token. Model dtype;
+        float32 under guidance.
+    feats: score: [B, N + 1, taps, D], prefill: [B, T, taps, D] right-padded; None without taps. With guidance
+        those of the conditional rows.
     """
 
     logits: Tensor
@@ -45,8 +47,8 @@ class Target:
     """A frozen causal language model (eval mode, no gradients to its weights).
 
     vocab_size, hidden_size, num_layers, context_length (tokens; 2**31 - 1 where the model has no limit),
-    eos_ids (ascending), dtype, device. support: "tree" or "chain"; the first use probes the model, and a model that
-    can do neither (recurrent state, no K/V cache) raises UserError with the reason.
+    eos_ids (ascending), dtype, device. support: "tree" or "chain"; the first use probes the model, and a
+    model that can do neither (recurrent state, no K/V cache) raises UserError with the reason.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, identity: Any = None, source: Any = None):
@@ -76,40 +78,55 @@ class Target:
         return self.probe().support
 
     def probe(self) -> Probe:
-        """What the model can do; runs a few tiny passes the first time. Raises UserError for an unusable model."""
+        """What the model can do; runs a few tiny passes the first time. Raises UserError for an unusable
+        model.
+        """
         if self._probe is None:
             self._probe = probe_target(self)
         return self._probe
 
-    # -- decoding ------------------------------------------------------------------------------------------------
+    # -- decoding
 
-    def new_cache(self, max_rows: int, max_len: int, max_nodes: int, guidance: float | None = None) -> TreeCache:
-        """A cache for `max_rows` requests of at most `max_len` committed tokens, trees of at most `max_nodes` nodes.
+    def new_cache(
+        self, max_rows: int, max_len: int, max_nodes: int, guidance: float | None = None
+    ) -> TreeCache:
+        """A cache for `max_rows` requests of at most `max_len` committed tokens, trees of at most `max_nodes`
+        nodes.
 
         Raises UserError when max_len exceeds the context by more than a tree, or a count is not positive.
         """
         if max_rows < 1 or max_len < 1 or max_nodes < 0:
-            raise UserError(f"cache: {max_rows} rows of {max_len} tokens and {max_nodes} nodes; give at least 1, 1 and 0")
+            raise UserError(
+                f"cache: {max_rows} rows of {max_len} tokens and {max_nodes} nodes; give at least 1, 1 and 0"
+            )
         if max_len > self.context_length + max_nodes:
-            raise UserError(f"cache: {max_len} tokens per row exceed the target's context of {self.context_length}; "
-                            "ask for fewer new tokens or shorten the prompt")
+            raise UserError(
+                f"cache: {max_len} tokens per row exceed the target's context of {self.context_length}; "
+                "ask for fewer new tokens or shorten the prompt"
+            )
         return TreeCache(self.probe().shapes, max_rows, max_len, max_nodes, self.dtype, self.device, guidance)
 
     @torch.no_grad()
-    def prefill(self, cache: TreeCache, prompts: Sequence[Tensor], taps: Sequence[int] = (),
-                uncond: Sequence[Tensor | None] | None = None) -> Step:
+    def prefill(
+        self,
+        cache: TreeCache,
+        prompts: Sequence[Tensor],
+        taps: Sequence[int] = (),
+        uncond: Sequence[Tensor | None] | None = None,
+    ) -> Step:
         """Append one live row per prompt (1-D int64, ragged) and run them in one batch.
 
         uncond: the companion prompts under guidance; None (as in transformers): the prompt's last token.
-        Raises UserError, before anything is written, for an empty prompt, one that is too long, or too many rows.
+        Raises UserError, before anything is written, for an empty prompt, one that is too long, or too many
+        rows.
         """
         rows = list(prompts)
-        self._check_prompts(cache, rows, 0)
+        cache.check_prompts(rows, self.context_length)
         if cache.guidance is not None:
             given = list(uncond) if uncond is not None else [None] * len(rows)
-            pairs = [(p, p[-1:] if u is None else u) for p, u in zip(rows, given, strict=True)]
-            rows = [p for pair in pairs for p in pair]
-            self._check_prompts(cache, rows, 0)
+            others = [p[-1:] if u is None else u for p, u in zip(rows, given, strict=True)]
+            cache.check_prompts(others, self.context_length)
+            rows = [p for pair in zip(rows, others, strict=True) for p in pair]
         lengths = [len(p) for p in rows]
         width, start = max(lengths), len(cache.physical)
         ids = torch.zeros(len(rows), width, dtype=torch.int64)
@@ -117,29 +134,35 @@ class Target:
             ids[i, : lengths[i]] = prompt
         ids = ids.to(self.device)
         cache.open(start, start + len(rows), 0, width)
-        # Right padding needs no mask: a causal pass never looks right, and later passes hide or overwrite these slots.
+        # Right padding needs no mask: a causal pass never looks right, and later passes hide or overwrite
+        # these slots.
         positions = torch.arange(width, device=self.device).expand(len(rows), width)
         last = torch.tensor(lengths, device=self.device) - 1
         out, logits = self._forward(ids, positions, None, cache, taps, last)
         cache.physical += lengths
         cache.pending = None
-        return self._step(cache, logits, self._taps(out, taps))
+        return self._step(cache, logits, self._taps(out, taps) if taps else None)
 
     @torch.no_grad()
     def score(self, cache: TreeCache, last: Tensor, tree: DraftTree, taps: Sequence[int] = ()) -> Step:
         """One pass over the last committed token [B] (not yet in the cache) and the tree's nodes.
 
-        Nothing counts as committed until `cache.commit`. Learned positions end at the context: the engine caps depth.
-        Raises UserError when the cache is full, the context would be exceeded, or the model takes chains only.
+        Nothing counts as committed until `cache.commit`. Learned positions end at the context: the engine
+        caps depth. Raises UserError when the cache is full, the context would be exceeded, or the model takes
+        chains only.
         """
         n = tree.width + 1
         if not (len(last) == tree.tokens.shape[0] == cache.rows > 0):
-            raise ValueError(f"score: {len(last)} last tokens, {tree.tokens.shape[0]} trees, {cache.rows} live rows")
+            raise ValueError(
+                f"score: {len(last)} last tokens, {tree.tokens.shape[0]} trees, {cache.rows} live rows"
+            )
         offset = cache.room(n)
-        ids = torch.cat([last[:, None], tree.tokens.clamp(0, self.vocab_size - 1)], 1)  # padding may hold anything
+        ids = torch.cat(
+            [last[:, None], tree.tokens.clamp(0, self.vocab_size - 1)], 1
+        )  # padding may hold anything
         places = tree.positions()
         if offset + n > self.context_length:
-            self._check_context(cache, tree)
+            _check_context(cache, tree, self.context_length)
         if cache.width > 1:
             ids = ids.repeat_interleave(cache.width, 0)
             places = places.repeat_interleave(cache.width, 0) if places.shape[0] > 1 else places
@@ -157,32 +180,50 @@ class Target:
         cache.open(0, len(cache.physical), offset, n)
         out, logits = self._forward(ids, positions, mask, cache, taps, None)
         cache.pending, cache.in_place = tree.width, False
-        return self._step(cache, logits, self._taps(out, taps))
+        return self._step(cache, logits, self._taps(out, taps) if taps else None)
 
     def _score_chain(self, cache: TreeCache, ids: Tensor, tree: DraftTree, taps: Sequence[int]) -> Step:
-        """Row by row, each at its own end and without a mask: right for models whose positions come from the slots."""
+        """Row by row, each at its own end and without a mask: right for models whose positions come from the
+        slots.
+        """
         node = torch.arange(tree.width, device=tree.parents.device)
         used = node < tree.size[:, None]
         wrong = ((tree.parents != node - 1) & used).any(1)
         if bool(wrong.any()):
-            raise UserError(f"tree: row {int(wrong.nonzero()[0])} is no chain, and this target takes chains only "
-                            f"({self.probe().reason}); use a chain drafter")
-        logits, feats = [], []
+            raise UserError(
+                f"tree: row {int(wrong.nonzero()[0])} is no chain, and this target takes chains only "
+                f"({self.probe().reason}); use a chain drafter"
+            )
+        logits: list[Tensor] = []
+        feats: list[Tensor] = []
         for row, end in enumerate(cache.physical):
             cache.open(row, row + 1, end, ids.shape[1])
             positions = torch.arange(end, end + ids.shape[1], device=self.device)[None]
             positions = positions.clamp(max=self.context_length - 1)
             out, one = self._forward(ids[row : row + 1], positions, None, cache, taps, None)
             logits.append(one)
-            feats.append(self._taps(out, taps))
+            feats += [self._taps(out, taps)] if taps else []
         cache.pending, cache.in_place = tree.width, True
-        return self._step(cache, torch.cat(logits), torch.cat(feats) if taps else None)  # type: ignore[arg-type]
+        return self._step(cache, torch.cat(logits), torch.cat(feats) if taps else None)
 
-    def _forward(self, ids: Tensor, positions: Tensor, mask: Any, cache: TreeCache, taps: Sequence[int],
-                 last: Tensor | None) -> tuple[Any, Tensor]:
+    def _forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        mask: Any,
+        cache: TreeCache,
+        taps: Sequence[int],
+        last: Tensor | None,
+    ) -> tuple[Any, Tensor]:
         """Output of the model and logits: of every token, or only at `last` [B] when given ([B, 1, V])."""
-        kwargs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "past_key_values": cache, "use_cache": True,
-                                  "output_hidden_states": self._wants_all(taps), "return_dict": True}
+        kwargs: dict[str, Any] = {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "past_key_values": cache,
+            "use_cache": True,
+            "output_hidden_states": self._wants_all(taps),
+            "return_dict": True,
+        }
         if self.takes_positions:
             kwargs["position_ids"] = positions
         picked = torch.arange(ids.shape[0], device=self.device)
@@ -207,32 +248,7 @@ class Target:
         found = self.probe()
         return TreeMasks(found.reaches, found.tile if tiled else 1, self.dtype, self.device)
 
-    def _check_prompts(self, cache: TreeCache, rows: list[Tensor], _: int) -> None:
-        if not rows:
-            raise UserError("prefill: no prompt; give at least one")
-        if len(cache.physical) + len(rows) > cache.max_rows * cache.width:
-            raise UserError(f"cache: {cache.rows} live rows and {len(rows)} new ones exceed its {cache.max_rows} rows; "
-                            "make it larger or wait until rows leave")
-        for row, prompt in enumerate(rows):
-            if prompt.dim() != 1 or len(prompt) == 0:
-                raise UserError(f"prompt {row}: shape {tuple(prompt.shape)}; give at least one token, as a 1-D tensor")
-            if len(prompt) > self.context_length:
-                raise UserError(f"prompt {row}: {len(prompt)} tokens exceed the target's context of "
-                                f"{self.context_length}; shorten it")
-            if len(prompt) > cache.max_len:
-                raise UserError(f"prompt {row}: {len(prompt)} tokens exceed the cache's {cache.max_len} per row; "
-                                "make the cache longer or shorten the prompt")
-
-    def _check_context(self, cache: TreeCache, tree: DraftTree) -> None:
-        node = torch.arange(tree.width + 1, device=tree.tokens.device)
-        reach = torch.where(node <= tree.size[:, None], tree.positions(), 0).amax(1).tolist()
-        for row, depth in enumerate(reach):
-            end = max(cache.physical[row * cache.width : (row + 1) * cache.width])
-            if end + depth >= self.context_length:
-                raise UserError(f"context: row {row} holds {end} tokens, and a draft of depth {depth} behind the last one "
-                                f"exceeds the target's {self.context_length} positions; cap depth or stop this row")
-
-    # -- training ------------------------------------------------------------------------------------------------
+    # -- training
 
     def features(self, ids: Tensor, mask: Tensor, taps: Sequence[int], grad: bool = False) -> Tensor:
         """Hidden states [B, T, taps, D] of right-padded `ids` [B, T]; `mask` [B, T] bool marks real tokens.
@@ -242,14 +258,16 @@ class Target:
         """
         if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
             raise ValueError("features: a real token follows padding; pad on the right")
-        kwargs: dict[str, Any] = {"input_ids": ids, "use_cache": False, "output_hidden_states": self._wants_all(taps),
-                                  "return_dict": True}
+        kwargs: dict[str, Any] = {
+            "input_ids": ids,
+            "use_cache": False,
+            "output_hidden_states": self._wants_all(taps),
+            "return_dict": True,
+        }
         with torch.set_grad_enabled(grad):
             if self.takes_positions:
                 kwargs["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-            feats = self._taps(self.model.base_model(**kwargs), taps)
-        assert feats is not None, "features without taps"
-        return feats
+            return self._taps(self.model.base_model(**kwargs), taps)
 
     def _wants_all(self, taps: Sequence[int]) -> bool:
         for tap in taps:
@@ -257,9 +275,7 @@ class Target:
                 raise UserError(f"taps: {tap} is not among the target's 0..{self.num_layers} hidden states")
         return any(tap != self.num_layers for tap in taps)
 
-    def _taps(self, out: Any, taps: Sequence[int]) -> Tensor | None:
-        if not taps:
-            return None
+    def _taps(self, out: Any, taps: Sequence[int]) -> Tensor:
         if out.hidden_states is None:
             return torch.stack([out.last_hidden_state] * len(taps), 2)
         return torch.stack([out.hidden_states[tap] for tap in taps], 2)
@@ -282,12 +298,14 @@ class Target:
         """
         head = self.head
         if not head.exact:
-            raise UserError(f"target: its logits do not follow from the last hidden state ({head.reason}); "
-                            "heads that reuse the LM head cannot work on it")
+            raise UserError(
+                f"target: its logits do not follow from the last hidden state ({head.reason}); "
+                "heads that reuse the LM head cannot work on it"
+            )
         return head.finish(self.lm_head(hidden))
 
     @property
-    def lm_head(self) -> nn.Module:
+    def lm_head(self) -> Any:
         """The module that maps hidden states to unscaled logits."""
         return self.model.get_output_embeddings()
 
@@ -295,6 +313,18 @@ class Target:
     def lm_head_weight(self) -> Tensor:
         """[V, D]."""
         return self.lm_head.weight
+
+
+def _check_context(cache: TreeCache, tree: DraftTree, context: int) -> None:
+    node = torch.arange(tree.width + 1, device=tree.tokens.device)
+    reach = torch.where(node <= tree.size[:, None], tree.positions(), 0).amax(1).tolist()
+    for row, depth in enumerate(reach):
+        end = max(cache.physical[row * cache.width : (row + 1) * cache.width])
+        if end + depth >= context:
+            raise UserError(
+                f"context: row {row} holds {end} tokens, and a draft of depth {depth} behind the last one "
+                f"exceeds the target's {context} positions; cap depth or stop this row"
+            )
 
 
 def _context_length(config: Any) -> int:
@@ -306,7 +336,9 @@ def _context_length(config: Any) -> int:
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The end-of-turn ids generation stops at: the generation config's, else the config's, else the tokenizer's."""
+    """The end-of-turn ids generation stops at: the generation config's, else the config's, else the
+    tokenizer's.
+    """
     for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
         value = getattr(holder, "eos_token_id", None)
         if value is not None:

@@ -1,10 +1,11 @@
-"""Tiny random models of many architectures, seconds to build, no network. Import `build` and `ARCHS` in tests.
+"""Tiny random models of many architectures, seconds to build, no network. Import `build` and `ARCHS` in
+tests.
 
     model = build("llama")                 # LlamaForCausalLM, 2 layers, hidden 32, vocabulary 61
     model = build("gemma3_text", dtype=torch.float64, vocab_size=97)
 
-Weights are larger than the usual initialisation, so that attention matters to the logits: with the stock 0.02 a wrong
-mask would hide in the rounding.
+Weights are larger than the usual initialisation, so that attention matters to the logits: with the stock 0.02
+a wrong mask would hide in the rounding.
 """
 
 from __future__ import annotations
@@ -17,14 +18,31 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 VOCAB = 61
 WINDOW = 6
 
-_BASE: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-                         "num_attention_heads": 4, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2,
-                         "pad_token_id": 0, "attention_dropout": 0.0}
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "attention_dropout": 0.0,
+}
 _GQA = {**_BASE, "num_key_value_heads": 2}
-_GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "bos_token_id": 1,
-         "eos_token_id": 2}
+_GPT2 = {
+    "vocab_size": VOCAB,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
-# Full attention, sliding windows, learned positions, scaled and capped logits, mixtures of experts: all take trees.
+# Full attention, sliding windows, learned positions, scaled and capped logits, mixtures of experts: all take
+# trees.
 TREE: dict[str, dict[str, Any]] = {
     "llama": _GQA,
     "qwen2": _GQA,
@@ -37,39 +55,89 @@ TREE: dict[str, dict[str, Any]] = {
     "granite": {**_GQA, "logits_scaling": 4.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5},
     "olmo2": _GQA,
     "stablelm": _GQA,
-    "opt": {"vocab_size": VOCAB, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-            "max_position_embeddings": 128, "word_embed_proj_dim": 32, "bos_token_id": 1, "eos_token_id": 2,
-            "pad_token_id": 0},
+    "opt": {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "ffn_dim": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 128,
+        "word_embed_proj_dim": 32,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    },
     "mistral": {**_GQA, "sliding_window": WINDOW, "head_dim": 8},
     "gemma2": {**_GQA, "sliding_window": WINDOW, "head_dim": 8, "query_pre_attn_scalar": 8},
-    "gemma3_text": {**_GQA, "sliding_window": WINDOW, "head_dim": 8, "query_pre_attn_scalar": 8, "num_hidden_layers": 3,
-                    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "gemma3_text": {
+        **_GQA,
+        "sliding_window": WINDOW,
+        "head_dim": 8,
+        "query_pre_attn_scalar": 8,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
 }
 # Positions follow from the cache's slots (ALiBi): chains only.
 CHAIN: dict[str, dict[str, Any]] = {
-    "bloom": {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2},
-    "falcon": {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True,
-               "new_decoder_architecture": False, "bos_token_id": 1, "eos_token_id": 2},
+    "bloom": {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "falcon": {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "alibi": True,
+        "new_decoder_architecture": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
 }
 # State that cannot be cut back to an accepted path: refused.
 REFUSED: dict[str, dict[str, Any]] = {
-    "mamba": {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "bos_token_id": 1,
-              "eos_token_id": 2},
-    "qwen3_next": {**_GQA, "head_dim": 8, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
-                   "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-                   "shared_expert_intermediate_size": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
-                   "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "mamba": {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "state_size": 4,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "qwen3_next": {
+        **_GQA,
+        "head_dim": 8,
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
 }
 ARCHS = {**TREE, **CHAIN, **REFUSED}
 
 
 def build(arch: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A tiny random causal language model of architecture `arch` (a key of ARCHS); `changes` override its config."""
+    """A tiny random causal language model of architecture `arch` (a key of ARCHS); `changes` override its
+    config.
+    """
     config = AutoConfig.for_model(arch, **{**ARCHS[arch], **changes})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() >= 2 and "conv" not in name:
-                weight.normal_(0, 0.25 if "embed" in name or "wte" in name else 1.2 * weight.shape[-1] ** -0.5)
+                weight.normal_(
+                    0, 0.25 if "embed" in name or "wte" in name else 1.2 * weight.shape[-1] ** -0.5
+                )
     return model.eval()
