@@ -135,9 +135,7 @@ def _say(text: str, stream: typing.TextIO | None = None) -> None:
         print(text, file=stream or sys.stderr, flush=True)
 
 
-def _compose(
-    name: str, schema: type, overrides: Sequence[str], conf_dir: Path
-) -> tuple[DictConfig | None, list[str]]:
+def _compose(name: str, schema: type, overrides: Sequence[str], conf_dir: Path) -> tuple[DictConfig | None, list[str]]:
     """(composed config without the bad overrides, problems found so far)."""
     problems: list[str] = []
     good: list[str] = []

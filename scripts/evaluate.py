@@ -1,0 +1,168 @@
+"""Score drafters side by side on prompts: one table, one report.
+
+    python scripts/evaluate.py target=smollm2 'drafters=[none,ngram,runs/medusa@chain,runs/medusa@tree]' \\
+        prompts=FILE temperature=0 max_new_tokens=128 dtype=bfloat16 batch_size=1 seed=0 out=reports/medusa
+
+Writes OUT/report.json, OUT/report.html (one file with its plots), OUT/outputs.jsonl and OUT/figures/*.png, and prints
+the table. `hf_generate` may stand among the drafters: Hugging Face's own loop as an outside reference. A drafter that
+cannot be loaded is named and left out; the others are scored and the exit code is 3.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # else scripts/ comes first and shadows libraries
+
+from conf.errors import UserError
+from conf.schema import entry
+from decode.load import TargetConfig, load_target
+from decode.sampling import Sampling
+from scripts.lib import contest, files, table
+from scripts.lib.lossless import lossless
+from scripts.lib.prompts import load_prompts
+from scripts.lib.score import Scores, output_lines
+
+SKIPPED = 3
+
+
+@dataclass
+class EvaluateConfig:
+    """Keys of scripts/evaluate.py."""
+
+    # folder for report.json, report.html, outputs.jsonl and figures/
+    out: str
+    # the frozen model that all drafters draft for
+    target: TargetConfig = field(default_factory=TargetConfig)
+    # none, ngram, hf_generate, run folders or head folders; FOLDER@chain and FOLDER@tree choose the shape
+    drafters: list[str] = field(default_factory=lambda: ["none", "ngram"])
+    # JSONL of {question_id, category, turns: [...]}, as MT-Bench and Spec-Bench write it
+    prompts: str = "scripts/prompts/demo.jsonl"
+    # how many prompts, spread evenly over the categories; null = all
+    num_prompts: int | None = None
+    # only these categories; [] = all
+    categories: list[str] = field(default_factory=list)
+    # 0 = greedy
+    temperature: float = 0.0
+    # sample among the k best tokens; 0 = off
+    top_k: int = 0
+    # sample among the fewest tokens that hold this much probability; 1 = off
+    top_p: float = 1.0
+    # drop tokens below this share of the best token's probability; 0 = off
+    min_p: float = 0.0
+    # Hugging Face's repetition penalty; 1 = off
+    repetition_penalty: float = 1.0
+    # most tokens per answer
+    max_new_tokens: int = 128
+    # float32, bfloat16 or float16
+    dtype: str = "bfloat16"
+    # cpu, cuda, cuda:1; null = the GPU when there is one
+    device: str | None = None
+    # prompts that are decoded together
+    batch_size: int = 1
+    # addresses all random numbers: same seed, same answers
+    seed: int = 0
+    # how drafts are verified
+    verify: str = "traversal"
+    # no progress bar
+    quiet: bool = False
+
+    def validate(self) -> list[str]:
+        found = []
+        if self.temperature < 0:
+            found.append(f"temperature: {self.temperature} is below 0; set 0 for greedy or more to sample")
+        if self.top_k < 0:
+            found.append(f"top_k: {self.top_k} is below 0; set 0 to switch it off")
+        if not 0 < self.top_p <= 1:
+            found.append(f"top_p: {self.top_p} is outside (0, 1]; set 1 to switch it off")
+        if not 0 <= self.min_p < 1:
+            found.append(f"min_p: {self.min_p} is outside [0, 1); set 0 to switch it off")
+        if self.repetition_penalty <= 0:
+            found.append(f"repetition_penalty: {self.repetition_penalty} is not above 0; set 1 to switch it off")
+        if self.dtype not in ("float32", "bfloat16", "float16", "float64"):
+            found.append(f"dtype: {self.dtype} is no floating-point type; set float32, bfloat16 or float16")
+        for key in ("max_new_tokens", "batch_size"):
+            if getattr(self, key) < 1:
+                found.append(f"{key}: {getattr(self, key)} is below 1; set 1 or more")
+        if self.num_prompts is not None and self.num_prompts < 1:
+            found.append(f"num_prompts: {self.num_prompts} is below 1; set 1 or more, or null for all")
+        if not self.drafters:
+            found.append("drafters: the list is empty; set drafters=[none,ngram]")
+        return found
+
+
+@entry("evaluate", EvaluateConfig)
+def main(cfg: EvaluateConfig) -> int:
+    """Load, measure, score, write. Exit code 3 when a drafter was skipped."""
+    path = Path(cfg.prompts)
+    prompts = chosen(load_prompts(path), cfg)
+    out = Path(cfg.out)
+    if out.exists() and not out.is_dir():
+        raise UserError(f"out: {out} is a file; give a folder")
+    out.mkdir(parents=True, exist_ok=True)
+    target = load_target(cfg.target, cfg.dtype, cfg.device)
+    lanes, skipped = contest.lanes_of(cfg.drafters, target)
+    sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, cfg.repetition_penalty)
+    settings = contest.Settings(sampling, cfg.max_new_tokens, cfg.batch_size, cfg.seed, cfg.verify)
+    measured = contest.run_contest(target, target.tokenizer, prompts, lanes, settings, cfg.quiet)
+    scores = Scores(measured, lanes)
+    same = lossless(measured, lanes, target) if cfg.temperature == 0 else {}
+    identity = target.identity
+    report: dict[str, Any] = {
+        "format": 1,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": files.command(),
+        "target": asdict(identity) if identity else {"name": "unknown"},
+        "settings": {
+            **{k: v for k, v in asdict(cfg).items() if k not in ("target", "prompts", "quiet", "out")},
+            "target": asdict(cfg.target),
+            "prompts": {"path": cfg.prompts, "sha256": files.sha256(path)},
+            "num_prompts": len(prompts),
+        },
+        "environment": files.environment(str(target.device)),
+        "drafters": [{**scores.row(lane), "lossless": same.get(lane.name)} for lane in lanes],
+        "pairs": scores.pairs(),
+        "skipped": skipped,
+        "skipped_turns": measured.skipped_turns,
+    }
+    write(report, output_lines(measured), out)
+    table.show(report)
+    print(f"report: {out / 'report.html'}")
+    return SKIPPED if skipped else 0
+
+
+def chosen(prompts: list[Any], cfg: EvaluateConfig) -> list[Any]:
+    """The prompts of the wanted categories, thinned to num_prompts by taking turns among the categories."""
+    known = sorted({p.category for p in prompts})
+    unknown = [c for c in cfg.categories if c not in known]
+    if unknown:
+        raise UserError(f"categories: {cfg.prompts} has no {', '.join(unknown)}; choose among {', '.join(known)}")
+    wanted = [p for p in prompts if not cfg.categories or p.category in cfg.categories]
+    if cfg.num_prompts is None or cfg.num_prompts >= len(wanted):
+        return wanted
+    place: dict[str, int] = {}
+    ranked = []
+    for i, p in enumerate(wanted):
+        place[p.category] = place.get(p.category, -1) + 1
+        ranked.append((place[p.category], i))
+    return [wanted[i] for i in sorted(i for _, i in sorted(ranked)[: cfg.num_prompts])]
+
+
+def write(report: dict[str, Any], lines: list[dict[str, Any]], out: Path) -> None:
+    """All files of a report; report.json comes last, so that its presence means that the others are there."""
+    from scripts.lib import page, plots  # matplotlib is slow to import and a bad command line should fail fast
+
+    files.write_jsonl(out / "outputs.jsonl", lines)
+    for name in plots.PANELS:
+        files.write_bytes(out / "figures" / f"{name}.png", plots.png(plots.panel(name, report)))
+    files.write_bytes(out / "figure.png", plots.overview(report, table.title(report)))
+    files.write_text(out / "report.html", page.page(report))
+    files.write_json(out / "report.json", report)
+
+
+if __name__ == "__main__":
+    main()

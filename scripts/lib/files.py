@@ -1,0 +1,104 @@
+"""Whole files or none: staged, synced, renamed. And what a figure needs to be believed: versions, machine, command."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "transformers", "accelerate", "numpy")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replace `path` with `data`: a reader sees the old file or the new one, also after a power cut."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    stage = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(stage, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(stage, path)
+    finally:
+        stage.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    write_bytes(path, text.encode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def environment(device: str = "cpu") -> dict[str, Any]:
+    """Versions, processor or GPU, threads, commit: what a measured figure depends on."""
+    import torch
+
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "absent"
+    gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else None
+    return {
+        "versions": versions,
+        "processor": _processor(),
+        "gpu": gpu,
+        "threads": torch.get_num_threads(),
+        "cpus": os.cpu_count(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "commit": commit(),
+    }
+
+
+def command() -> str:
+    """The command line of this process as one would type it, relative to the repository."""
+    import shlex
+
+    script = Path(sys.argv[0])
+    name = script.resolve().relative_to(ROOT) if script.resolve().is_relative_to(ROOT) else script.name
+    return shlex.join(["python", str(name), *sys.argv[1:]])
+
+
+def commit() -> str:
+    """The commit of the working tree, "+" appended when tracked files were changed; "unknown" without git."""
+    try:
+        head = _git("rev-parse", "--short=12", "HEAD")
+        return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def _git(*args: str) -> str:
+    return subprocess.run(
+        ["git", *args], cwd=ROOT, capture_output=True, text=True, check=True, timeout=20
+    ).stdout.strip()
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,158 @@
+"""report.html: one file without network that one can open, mail, or hang on a wall. Drawn from report.json alone."""
+
+from __future__ import annotations
+
+import html
+import json
+from typing import Any
+
+from scripts.lib import plots, table
+
+CSS = """
+:root { --ink:#1d2433; --muted:#667085; --line:#e6e8ee; --paper:#fff; --wash:#f6f7fa; --accent:#3767d6; }
+* { box-sizing:border-box } html { -webkit-text-size-adjust:100% }
+body { margin:0; background:var(--wash); color:var(--ink); line-height:1.5;
+  font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif }
+main { max-width:1120px; margin:0 auto; padding:40px 24px 64px }
+header .kicker { color:var(--accent); font-weight:650; letter-spacing:.04em; margin:0 0 6px }
+h1 { font-size:34px; line-height:1.15; margin:0 0 10px; letter-spacing:-.02em; text-wrap:balance }
+header p.sub { color:var(--muted); margin:0; font-size:16px } h2 { font-size:19px; margin:40px 0 12px }
+.cards { display:grid; grid-template-columns:repeat(auto-fit,minmax(190px,1fr)); gap:14px; margin:28px 0 8px }
+.card,.panel { background:var(--paper); border:1px solid var(--line); border-radius:12px }
+.card { padding:16px 18px } .card b { display:block; font-size:29px; letter-spacing:-.02em; line-height:1.2 }
+.card span { color:var(--muted); font-size:13.5px }
+.panel { padding:18px 20px; overflow-x:auto } .grid { display:grid; gap:16px; grid-template-columns:1fr 1fr }
+@media (max-width:860px) { .grid { grid-template-columns:1fr } h1 { font-size:27px } }
+.grid svg { width:100%; height:auto; display:block } table { border-collapse:collapse; width:100% }
+th { font-size:12.5px; color:var(--muted); font-weight:600; text-align:right; padding:6px 10px; white-space:nowrap }
+td { text-align:right; padding:9px 10px; border-top:1px solid var(--line); font-variant-numeric:tabular-nums;
+  white-space:nowrap }
+th:first-child,td:first-child { text-align:left } td small { color:var(--muted) } tr.best td { background:#f1f5ff }
+.dot { display:inline-block; width:10px; height:10px; border-radius:3px; margin-right:9px }
+.note { color:var(--muted); font-size:13.5px; margin:12px 2px 0 } .warn { color:#b42318; font-weight:600 }
+.facts { display:grid; gap:16px; grid-template-columns:repeat(auto-fit,minmax(300px,1fr)) }
+.facts table td { text-align:left; white-space:normal; overflow-wrap:anywhere; vertical-align:top; font-size:13.5px }
+.facts td:first-child { color:var(--muted); white-space:nowrap; width:1% }
+code { font:12.5px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace; overflow-wrap:anywhere }
+dl { display:grid; grid-template-columns:max-content 1fr; gap:6px 18px; margin:0; font-size:14px }
+dt { font-weight:600 } dd { margin:0; color:#414a5c }
+@media (max-width:600px) { dl { grid-template-columns:1fr } dd { margin-bottom:8px } }
+@media print { body { background:#fff } main { max-width:none; padding:0 } .panel,.card { break-inside:avoid } }
+"""
+
+DEFINITIONS = [
+    ("accepted length", "tokens that one target pass commits: accepted draft tokens and the bonus token. Mean over all "
+     "cycles that neither a stop token or the limit cut nor lie inside a loop. The token drawn at prefill is in none."),
+    ("accepted at d", "of the cycles that proposed depth d and accepted d − 1, the share that accepted d."),
+    ("speedup", "tokens per second over those of plain decoding (none) in the same run, prompts interleaved, "
+     "decoding alone; end to end includes the prefill."),
+    ("draft ms, verify ms", "per cycle: time to propose; time to score the draft in the target, verify and commit it."),
+    ("loop", "an 8-gram seen three times in an answer. A small model that repeats itself flatters every drafter, so "
+     "cycles inside loops are counted apart."),
+    ("brackets", "95 % bootstrap intervals over prompts."),
+]  # fmt: skip
+
+
+def page(report: dict[str, Any]) -> str:
+    """The whole page as text."""
+    head, sub = headline(report)
+    drawn = {name: plots.svg(plots.panel(name, report), name) for name in plots.PANELS}
+    figures = "".join(f'<div class="panel">{svg}</div>' for svg in drawn.values())
+    lines = [(n, n.startswith("NOT")) for n in table.notes(report)]
+    lines += [(f"skipped {s['name']}: {s['reason']}", True) for s in report["skipped"]]
+    notes = "".join(f'<p class="note{" warn" if bad else ""}">{esc(n)}</p>' for n, bad in lines)
+    terms = "".join(f"<dt>{esc(k)}</dt><dd>{esc(v)}</dd>" for k, v in DEFINITIONS)
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{esc(head)} · Outrider</title><style>{CSS}</style></head><body><main>
+<header><p class="kicker">Outrider score report</p><h1>{esc(head)}</h1><p class="sub">{esc(sub)}</p></header>
+<div class="cards">{cards(report)}</div>
+<h2>Scores</h2><div class="panel">{scores(report)}</div>{notes}
+<h2>Figures</h2><div class="grid">{figures}</div>
+{pairs(report)}
+<h2>What the words mean</h2><div class="panel"><dl>{terms}</dl></div>
+<h2>Settings and environment</h2><div class="facts">{facts(report)}</div>
+<p class="note">Made {esc(report["created"])} by <code>{esc(report["command"])}</code></p>
+</main></body></html>
+"""
+
+
+def best_of(report: dict[str, Any]) -> dict[str, Any] | None:
+    """The fastest row that drafts."""
+    rows = [r for r in report["drafters"] if r["shape"] != "none" and r["speedup"]["mean"] is not None]
+    return max(rows, key=lambda r: r["speedup"]["mean"], default=None)
+
+
+def headline(report: dict[str, Any]) -> tuple[str, str]:
+    """(title, line below): only what was measured."""
+    best, sub = best_of(report), table.title(report)
+    if best is None:
+        return "Plain decoding, measured", sub
+    speed, low = best["speedup"]["mean"], best["speedup"]["low"]
+    if low is not None and low > 1:
+        return f"{best['name']} makes {report['target']['name']} {speed:.2f}× as fast", sub
+    return f"{best['name']}: {speed:.2f}× plain decoding, not clearly faster on this machine", sub
+
+
+def cards(report: dict[str, Any]) -> str:
+    rows = report["drafters"]
+    best = best_of(report)
+    facts = []
+    if best:
+        facts.append((table.number(best["speedup"]["mean"]) + "×", f"decoding speed, {best['name']}"))
+        longest = max((r for r in rows if r["shape"] != "none" and r["accepted_length"]["mean"]),
+                      key=lambda r: r["accepted_length"]["mean"], default=best)  # fmt: skip
+        facts.append((table.number(longest["accepted_length"]["mean"]), f"tokens per target pass, {longest['name']}"))
+        facts.append((table.number(best["tokens_per_second"], 1), f"tokens/s, {best['name']}"))
+    checked = [r["lossless"] for r in rows if r.get("lossless") and r["name"] != "none"]
+    if checked:
+        same, total = sum(c["equal"] for c in checked), sum(c["checked"] for c in checked)
+        facts.append((f"{same}/{total}", "answers equal plain decoding, token by token"))
+    facts.append((f"{sum(r['tokens'] for r in rows):,}", "tokens measured"))
+    return "".join(f'<div class="card"><b>{esc(a)}</b><span>{esc(b)}</span></div>' for a, b in facts)
+
+
+def scores(report: dict[str, Any]) -> str:
+    columns, colors, best = table.columns_of(report), plots.color_of(report), best_of(report)
+    lines = ["<table><thead><tr>", *(f"<th>{esc(name)}</th>" for name, _ in columns), "</tr></thead><tbody>"]
+    for row in report["drafters"]:
+        lines.append('<tr class="best">' if row is best else "<tr>")
+        for i, (_, cell) in enumerate(columns):
+            value, bracket, rest = cell(row).partition(" [")
+            text = esc(value) + (f" <small>[{esc(rest)}</small>" if bracket else "")
+            dot = f'<span class="dot" style="background:{colors[row["name"]]}"></span>'
+            lines.append(f"<td>{dot if i == 0 else ''}{text}</td>")
+        lines.append("</tr>")
+    return "".join([*lines, "</tbody></table>"])
+
+
+def pairs(report: dict[str, Any]) -> str:
+    """Paired differences between the drafters that draft; nothing when there are fewer than two."""
+    found = [p for p in report["pairs"] if p.get("accepted_length_difference")]
+    if not found:
+        return ""
+    head = "<tr><th>pair</th><th>accepted length, difference</th><th>speed, ratio</th></tr>"
+    body = "".join(
+        f"<tr><td>{esc(p['a'])} against {esc(p['b'])}</td>"
+        f"<td>{esc(table.interval(p['accepted_length_difference']))}</td>"
+        f"<td>{esc(table.interval(p['speed_ratio'], 2, '×'))}</td></tr>" for p in found)  # fmt: skip
+    return f'<h2>Paired comparisons</h2><div class="panel"><table>{head}{body}</table></div>'
+
+
+def facts(report: dict[str, Any]) -> str:
+    settings = {k: v for k, v in report["settings"].items() if k not in ("target", "drafters", "device")}
+    settings["prompts"] = f"{settings['prompts']['path']} (sha256 {settings['prompts']['sha256'][:12]})"
+    target = {k: (v[:16] if k.endswith("sha256") else v) for k, v in report["target"].items() if k != "path"}
+    env = {**report["environment"], **report["environment"]["versions"]}
+    env.pop("versions")
+    return "".join(f'<div class="panel"><table>{_rows(part)}</table></div>' for part in (target, settings, env))
+
+
+def _rows(values: dict[str, Any]) -> str:
+    shown = {k: v for k, v in values.items() if v not in (None, [], "")}
+    cell = lambda v: v if isinstance(v, str) else json.dumps(v)
+    return "".join(f"<tr><td>{esc(k)}</td><td>{esc(cell(v))}</td></tr>" for k, v in shown.items())
+
+
+def esc(text: Any) -> str:
+    return html.escape(str(text))

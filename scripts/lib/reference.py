@@ -1,0 +1,93 @@
+"""Outside reference: Hugging Face `generate` on the same loaded weights, behind the same call as our engine.
+
+It is a row of the table like any other (drafter name `hf_generate`), so "no slower than generate" is measured in
+the same interleaved run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+from decode.engine import Cycle, Generation, Request, Run, Timing
+from decode.sampling import Sampling
+from decode.target import Target
+
+
+class _FirstToken(StoppingCriteria):
+    """Never stops; notes when the first token was there, which ends the prefill."""
+
+    def __init__(self) -> None:
+        self.at: float | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        if self.at is None:
+            self.at = time.perf_counter()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def hf_generate(
+    target: Target, requests: Sequence[Request], sampling: Sampling, *, batch_size: int = 1, seed: int = 0
+) -> Run:
+    """Decode `requests` with target.model.generate under the same settings, left-padded in batches.
+
+    A token drawn after the first is a cycle of length one, as for `none`. Random numbers come from torch's global
+    generator, seeded per batch and restored afterwards: samples differ from our engine's, their law does not.
+    """
+    timing, generations = Timing(), []
+    for start in range(0, len(requests), batch_size):
+        generations += _batch(target, requests[start : start + batch_size], sampling, seed, timing)
+    return Run(generations, timing, law_rows=0)
+
+
+def _batch(
+    target: Target, batch: Sequence[Request], sampling: Sampling, seed: int, timing: Timing
+) -> list[Generation]:
+    begin = time.perf_counter()
+    longest, limit = max(len(r.prompt) for r in batch), max(r.max_new_tokens for r in batch)
+    pad = target.eos_ids[0] if target.eos_ids else 0
+    ids = torch.tensor([[pad] * (longest - len(r.prompt)) + list(r.prompt) for r in batch], device=target.device)
+    mask = torch.tensor([[0] * (longest - len(r.prompt)) + [1] * len(r.prompt) for r in batch], device=target.device)
+    config = GenerationConfig(
+        max_new_tokens=limit,
+        do_sample=sampling.temperature > 0,
+        repetition_penalty=sampling.repetition_penalty,
+        eos_token_id=list(target.eos_ids) or None,
+        pad_token_id=pad,
+        use_cache=True,
+    )
+    if sampling.temperature > 0:
+        config.temperature, config.top_k = sampling.temperature, sampling.top_k
+        config.top_p, config.min_p = sampling.top_p, sampling.min_p or None
+    first = _FirstToken()
+    devices = [target.device] if target.device.type == "cuda" else []
+    with torch.inference_mode(), torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed * 1_000_003 + batch[0].id)
+        out = target.model.generate(
+            ids, attention_mask=mask, generation_config=config, stopping_criteria=StoppingCriteriaList([first])
+        )
+    rows = out[:, longest:].tolist()
+    end = time.perf_counter()
+    timing.total_s += end - begin
+    timing.prefill_s += (first.at or end) - begin
+    timing.target_s += end - (first.at or end)
+    timing.cycles += max(len(rows[0]) - 1, 0)
+    return [_trim(r, tokens, target.eos_ids) for r, tokens in zip(batch, rows, strict=True)]
+
+
+def _trim(request: Request, tokens: list[int], eos: tuple[int, ...]) -> Generation:
+    tokens = tokens[: request.max_new_tokens]
+    stop = next((i + 1 for i, t in enumerate(tokens) if t in eos), None)
+    tokens = tokens[:stop]
+    return Generation(
+        list(request.prompt),
+        tokens,
+        [Cycle(proposed=0, accepted=0, ranks=(), cut=False, start=i) for i in range(1, len(tokens))],
+        [False] * len(tokens),
+        "eos" if stop else "length",
+    )

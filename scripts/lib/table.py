@@ -1,0 +1,114 @@
+"""The score table: for the terminal (rich), for Markdown, for the page. One list of columns serves all three."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+Row = dict[str, Any]
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def interval(cell: dict[str, Any] | None, digits: int = 2, unit: str = "") -> str:
+    """1.83 [1.71, 1.95], without brackets where there is no interval."""
+    if not cell or cell["mean"] is None:
+        return "–"
+    text = f"{cell['mean']:.{digits}f}{unit}"
+    if cell["low"] is None or cell["low"] == cell["high"]:
+        return text
+    return f"{text} [{cell['low']:.{digits}f}, {cell['high']:.{digits}f}]"
+
+
+def positions(row: Row, most: int = 4) -> str:
+    """Conditional acceptance at the first depths, as percentages."""
+    cells = [f"{p['conditional']:.0%}" for p in row["acceptance_by_position"][:most] if p["conditional"] is not None]
+    return " ".join(cells) or "–"
+
+
+def equality(row: Row) -> str:
+    """How many answers equal those of `none` token by token; "+n" more differ only within rounding."""
+    found = row.get("lossless")
+    if not found:
+        return "–"
+    text = f"{found['equal']}/{found['checked']}"
+    text += f" +{found['within_rounding']}≈" if found["within_rounding"] else ""
+    return text + (f" !{found['beyond_rounding']}" if found["beyond_rounding"] else "")
+
+
+COLUMNS: list[tuple[str, Callable[[Row], str]]] = [
+    ("drafter", lambda r: r["name"]),
+    ("accepted length", lambda r: interval(r["accepted_length"])),
+    ("accepted at 1, 2, 3, 4", positions),
+    ("tokens/s", lambda r: number(r["tokens_per_second"], 1)),
+    ("speedup", lambda r: interval(r["speedup"], 2, "×")),
+    ("end to end", lambda r: interval(r["end_to_end"]["speedup"], 2, "×")),
+    ("draft ms", lambda r: number(r["draft_ms"], 1)),
+    ("verify ms", lambda r: number(r["verify_ms"], 1)),
+    ("same tokens", equality),
+]
+
+
+WIDE_ONLY = ("end to end", "draft ms", "verify ms")
+
+
+def columns_of(report: dict[str, Any]) -> list[tuple[str, Callable[[Row], str]]]:
+    """The columns that say something about this report (token equality only at T = 0)."""
+    return [c for c in COLUMNS if c[0] != "same tokens" or report["settings"]["temperature"] == 0]
+
+
+def title(report: dict[str, Any]) -> str:
+    s = report["settings"]
+    law = "greedy (T = 0)" if s["temperature"] == 0 else f"T = {s['temperature']:g}"
+    law += f", top-k {s['top_k']}" if s["top_k"] else ""
+    law += f", top-p {s['top_p']:g}" if s["top_p"] < 1 else ""
+    return f"{report['target']['name']} · {law} · {s['dtype']} · batch {s['batch_size']} · {s['num_prompts']} prompts"
+
+
+def show(report: dict[str, Any], console: Console | None = None) -> None:
+    """Print the table, and what it leaves out; a narrow terminal gets fewer columns and no brackets."""
+    console = console or Console()
+    if not console.is_terminal:  # a log file has no width
+        console = Console(width=140)
+    table = Table(title=title(report), title_justify="left", title_style="bold", header_style="bold")
+    columns = columns_of(report)
+    if console.width < 120:
+        columns = [(n, lambda r, cell=cell: cell(r).partition(" [")[0]) for n, cell in columns if n not in WIDE_ONLY]
+    for i, (name, _) in enumerate(columns):
+        table.add_column(name, justify="left" if i == 0 else "right", overflow="fold")
+    for row in report["drafters"]:
+        table.add_row(*(cell(row) for _, cell in columns))
+    console.print(table)
+    for line in notes(report):
+        console.print(line, style="dim", highlight=False)
+    for skipped in report["skipped"]:
+        console.print(f"skipped {skipped['name']}: {skipped['reason']}", style="yellow", highlight=False)
+
+
+def notes(report: dict[str, Any]) -> list[str]:
+    """What a reader of the table must know."""
+    resampled = "prompts" if report["settings"]["batch_size"] == 1 else "prompts (times: chunks of prompts)"
+    lines = [
+        "accepted length counts the bonus token, over cycles that no stop token or limit cut and that lie in no loop; "
+        f"brackets: 95 % bootstrap over {resampled}; speedup: against none in the same interleaved run, decoding alone."
+    ]
+    wrong = [r["name"] for r in report["drafters"] if (r.get("lossless") or {}).get("beyond_rounding")]
+    if wrong:
+        lines.append(f"NOT LOSSLESS beyond rounding: {', '.join(wrong)}; see `lossless` in report.json.")
+    if report["skipped_turns"]:
+        lines.append(f"{len(report['skipped_turns'])} later turns outgrew the context and were left out for all.")
+    return lines
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The same table in Markdown."""
+    columns = columns_of(report)
+    lines = ["| " + " | ".join(name for name, _ in columns) + " |", "|---|" + "---:|" * (len(columns) - 1)]
+    for row in report["drafters"]:
+        lines.append("| " + " | ".join(cell(row) for _, cell in columns) + " |")
+    return "\n".join(lines)
