@@ -1,0 +1,55 @@
+"""Draft heads: HEADS is the only place where their names meet their classes; resolve_drafter reads a drafter's name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from conf.errors import UserError
+from decode.drafters import Drafter, NGram, NoDraft
+from decode.target import Target
+from heads.base import Batch, Head, HeadConfig, LossOut
+from heads.checkpoint import CARD, load_head, save_head
+from heads.medusa import MedusaHead
+
+__all__ = ["HEADS", "Batch", "Head", "HeadConfig", "LossOut", "find_head", "load_head", "resolve_drafter", "save_head"]
+
+HEADS: dict[str, type[Head]] = {"medusa": MedusaHead}
+SHAPES = ("chain", "tree")
+
+
+def resolve_drafter(spec: str, target: Target) -> Drafter:
+    """A drafter by name: "none", "ngram", a run folder or a head folder, the last two with "@chain" or "@tree".
+
+    The drafter's name is `spec`. Raises UserError for anything else, for a tree on a target that takes chains only, and
+    for a head of another target.
+    """
+    path, _, shape = spec.partition("@")
+    if path in ("none", "ngram"):
+        if shape:
+            raise UserError(f"drafters: {spec}: {path} has no shape to choose; write {path}")
+        drafter: Drafter = NoDraft() if path == "none" else NGram()
+    else:
+        if shape not in ("", *SHAPES):
+            raise UserError(f"drafters: {spec}: unknown shape {shape!r}; write {path}@chain or {path}@tree")
+        head = load_head(find_head(path), target)
+        if shape == "tree" and target.support != "tree":
+            raise UserError(f"drafters: {spec}: this target takes chains only; write {path}@chain")
+        drafter = head.drafter(target, shape or None)
+    drafter.name = spec
+    return drafter
+
+
+def find_head(path: str) -> Path:
+    """The head folder that `path` means: itself, or of a run folder head/ (final), else best/, else the newest
+    checkpoint. Raises UserError when there is none."""
+    folder = Path(path).expanduser()
+    steps = [p for p in folder.glob("checkpoints/step-*") if re.fullmatch(r"step-\d+", p.name)]
+    newest = sorted(steps, key=lambda p: int(p.name[5:]), reverse=True)
+    for place in (folder, folder / "head", folder / "best", *newest):
+        if (place / CARD).is_file():
+            return place
+    if folder.is_dir():
+        raise UserError(f"drafters: {path}: the folder holds no head (no {CARD}, head/, best/ or checkpoints/); "
+                        "finish the training run, or give another folder")
+    raise UserError(f"drafters: {path}: neither none, ngram nor an existing folder; give a run folder or a head folder")

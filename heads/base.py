@@ -1,0 +1,109 @@
+"""What every draft head is: a module that hangs on a frozen target, whose forward *is* its training loss.
+
+A new head is one file with a subclass of Head, one line in heads.HEADS and one YAML under conf/head.
+
+Shape letters: B rows, T positions, D width of the target's features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from decode.drafters import Drafter
+from decode.target import Target
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Training rows, right-padded.
+
+    ids: [B, T] int64 tokens, 0 in the padding. mask: [B, T] bool, real tokens.
+    loss_mask: [B, T] bool, token t is supervised (assistant text): what counts is the mask of the *predicted* token.
+    sample_ids: [B] int64, number of the row in the data set; names rows in errors and keys feature noise.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    loss_mask: Tensor
+    sample_ids: Tensor
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on `device`."""
+        return Batch(*(t.to(device, non_blocking=True) for t in
+                       (self.ids, self.mask, self.loss_mask, self.sample_ids)))
+
+
+@dataclass(frozen=True)
+class LossOut:
+    """What a head's forward returns. The loop divides once, by the global count.
+
+    sum: scalar with gradient, summed over the supervised tokens. count: scalar, the supervised tokens, a number that
+    depends on the data alone. stats: name -> [2] (sum, count), added up over ranks and micro-batches, then divided.
+    """
+
+    sum: Tensor
+    count: Tensor
+    stats: dict[str, Tensor]
+
+
+@dataclass
+class HeadConfig:
+    """The keys every head has; `head=` YAMLs choose the rest."""
+
+    # which head: a key of heads.HEADS
+    kind: str = ""
+
+
+class Head(nn.Module):
+    """A draft head. Subclasses set `kind` and `Config`, and define for_target, forward and drafter.
+
+    taps: which target features it reads; tap k means hidden_states[k] of transformers: 0 = embeddings,
+        num_layers = output after the final norm.
+    trains_target: whether the target's own weights move with the head.
+    """
+
+    kind: ClassVar[str] = ""
+    Config: ClassVar[type[HeadConfig]] = HeadConfig
+    trains_target: ClassVar[bool] = False
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__()
+        self.cfg = cfg
+
+    @classmethod
+    def for_target(cls, target: Target, cfg: Any, counts: Tensor | None = None) -> Self:
+        """A fresh head in float32 on the target's device.
+
+        counts: [V] int64, how often each token is supervised in the training data; None when there is no data (then
+        no draft vocabulary can be chosen). Raises UserError for a configuration the target or the data cannot carry.
+        """
+        raise TypeError(f"{cls.__name__} must define for_target")
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any], target: Target) -> Self:
+        """An empty head of the saved shape, ready for load_state_dict; `saved` is what config_json wrote."""
+        raise TypeError(f"{cls.__name__} must define from_json")
+
+    def config_json(self) -> dict[str, Any]:
+        """All that from_json needs to rebuild the module, without the weights."""
+        return {"config": asdict(self.cfg)}
+
+    def forward(self, batch: Batch, target: Target) -> LossOut:
+        """The training loss of one micro-batch."""
+        raise TypeError(f"{type(self).__name__} must define forward")
+
+    def drafter(self, target: Target, shape: str | None = None) -> Drafter:
+        """A drafter over a copy of these weights in the target's dtype. shape: "chain", "tree" or None (its own)."""
+        raise TypeError(f"{type(self).__name__} must define drafter")
+
+    def calibrate(self, batches: Iterable[Batch], target: Target) -> None:
+        """Measure on held-out rows what decoding wants to know (such as rank-wise acceptance). Default: nothing."""
+
+    def restore_json(self, saved: dict[str, Any]) -> None:
+        """Take over from config_json what is measured rather than configured, on resume. Default: nothing."""

@@ -1,0 +1,163 @@
+"""Vocabulary losses in chunks of tokens: [B, T, K, V] never exists, and the gradient is made where the logits are.
+
+The kernel walks over chunks of supervised tokens; in a chunk it computes the logits of every head, their softmax, the
+loss, and at once the gradients with respect to hidden states and weights. What it keeps is [K, n, D] and [K, Vd, D].
+Matmuls run in the dtype of the hidden states (bfloat16 with float32 accumulation); the softmax runs in float32 inside
+its kernel and is stored in that dtype; all sums are float32 or better.
+
+Terms (weights in the config, any mix): `hard` cross-entropy with the data's token; `soft` cross-entropy with the
+target's law p, whose gradient is that of the forward KL; `tv` total variation 1 - sum min(p, q), the rejection rate
+itself (Leviathan et al. 2023); `lk` its logarithm, -log sum min(p, q) (LK losses, arXiv 2602.23881).
+
+Shape letters: n supervised tokens, K heads, D width, Vd draft vocabulary, m tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LawFn = Callable[[slice], tuple[Tensor, Tensor]]  # tokens of a chunk -> (p [m, Vd], usable [m] bool)
+
+
+@dataclass
+class LossWeights:
+    """Weights of the loss terms; at least one above 0."""
+
+    # cross-entropy with the token of the data
+    hard: float = 1.0
+    # cross-entropy with the target's own law (the forward KL up to a constant)
+    soft: float = 0.0
+    # total variation between the target's law and the head's
+    tv: float = 0.0
+    # minus the logarithm of the acceptance rate
+    lk: float = 0.0
+
+    @property
+    def needs_law(self) -> bool:
+        """Whether the target's law must be computed."""
+        return bool(self.soft or self.tv or self.lk)
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        values = {"hard": self.hard, "soft": self.soft, "tv": self.tv, "lk": self.lk}
+        found = [f"{k}: {v} is below 0; give a weight >= 0" for k, v in values.items() if not v >= 0]
+        return found or ([] if any(values.values()) else ["hard: all loss weights are 0; set one above 0"])
+
+
+def chunked_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    place: Tensor,
+    valid: Tensor,
+    law: LawFn | None,
+    terms: LossWeights,
+    head_weights: Tensor,
+    chunk: int = 1024,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss of K parallel heads over one draft vocabulary.
+
+    hidden: [K, n, D], head k's hidden state for predicted token j. weight: [K, Vd, D], or [Vd, D] shared by all heads;
+    cast to hidden's dtype once. place: [n] int64, the predicted token's place in the draft vocabulary, -1 outside.
+    valid: [K, n] bool, head k has a feature for token j. law: gives the target's law over the draft vocabulary,
+    renormalised, and which tokens have a usable one; None when `terms` does not need it.
+    head_weights: [K] float32.
+
+    Returns (scalar loss summed over tokens and heads, with gradient to hidden and weight;
+    [K, 2] float64 loss and its number of tokens per head; [K, 2] float64 hits of the argmax and tries).
+    A valid token outside the draft vocabulary gives no loss but counts as a miss.
+    """
+    return _ChunkedLoss.apply(hidden, weight, place, valid, law, terms, head_weights, chunk)  # type: ignore[no-any-return]
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, place: Tensor, valid: Tensor, law: LawFn | None,
+                terms: LossWeights, head_weights: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+        heads, n, _ = hidden.shape
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        shared = weight.dim() == 2
+        train_hidden, train_weight = ctx.needs_input_grad[:2]
+        cast = weight.detach().to(hidden.dtype)
+        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        losses = torch.zeros(heads, 2, dtype=torch.float64, device=hidden.device)
+        hits = torch.zeros(heads, 2, dtype=torch.float64, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden) if train_hidden else None
+        grad_weight = torch.zeros_like(weight) if train_weight else None
+        for start in range(0, n, chunk):
+            part = slice(start, min(start + chunk, n))
+            inside = place[part] >= 0
+            spot = place[part].clamp(min=0)[:, None]
+            p, usable = law(part) if law is not None else (None, inside)
+            for k in range(heads):
+                x, w = hidden[k, part], cast if shared else cast[k]
+                tried = valid[k, part]
+                loss, grad, hit = _kernel(x @ w.T, p, spot, inside, usable, terms)
+                loss, grad_scale = loss * tried, (tried * head_weights[k]).to(wide)
+                summed = loss.sum(dtype=torch.float64)
+                total += summed * head_weights[k]
+                counted = tried & ((inside & bool(terms.hard)) | (usable & terms.needs_law))
+                losses[k] += torch.stack([summed, counted.sum()])
+                hits[k] += torch.stack([(hit & inside & tried).sum(), tried.sum()])
+                if grad_hidden is not None:
+                    grad_hidden[k, part] = (grad @ w) * grad_scale[:, None].to(hidden.dtype)
+                if grad_weight is not None:
+                    into = grad_weight if shared else grad_weight[k]
+                    into += grad.T @ (x * grad_scale[:, None].to(hidden.dtype))
+        ctx.save_for_backward(*(g for g in (grad_hidden, grad_weight) if g is not None))
+        ctx.has = (train_hidden, train_weight)
+        ctx.mark_non_differentiable(losses, hits)
+        return total.to(wide), losses, hits
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """The stored gradients times the incoming one. They are scaled in place: one backward per forward."""
+        scale, saved = grads[0], list(ctx.saved_tensors)
+        hidden = saved.pop(0).mul_(scale) if ctx.has[0] else None
+        weight = saved.pop(0).mul_(scale) if ctx.has[1] else None
+        return hidden, weight, None, None, None, None, None, None
+
+
+def _kernel(z: Tensor, p: Tensor | None, spot: Tensor, inside: Tensor, usable: Tensor,
+            terms: LossWeights) -> tuple[Tensor, Tensor, Tensor]:
+    """One head, one chunk. z: [m, Vd] logits. Returns (loss [m] wide, d loss / d z [m, Vd] in z's dtype, hit [m])."""
+    wide = torch.float64 if z.dtype == torch.float64 else torch.float32
+    q = torch.softmax(z, -1)
+    top, best = q.max(-1, keepdim=True)
+    hit = (best == spot)[:, 0]
+    # From the largest probability, not from the target's: its rounding is relative, so lse is good to 2^-9 at worst.
+    lse = z.gather(1, best)[:, 0].to(wide) - top[:, 0].to(wide).log()
+    loss = torch.zeros_like(lse)
+    grad: Tensor | None = None
+    if p is not None:
+        on = usable.to(wide)
+        if terms.soft:
+            loss += terms.soft * on * (lse - (p * z).sum(-1, dtype=wide))
+            grad = q - p
+            if terms.soft != 1:
+                grad *= terms.soft
+        if terms.tv or terms.lk:
+            rate = torch.minimum(p, q).sum(-1, dtype=wide)
+            safe = rate.clamp(min=1e-6)
+            loss += on * (terms.tv * (1 - rate) - terms.lk * safe.log())
+            gain = q * (q < p)  # d rate / d z = q (1[q < p] - sum q 1[q < p])
+            gain -= q * gain.sum(-1, keepdim=True, dtype=wide).to(q.dtype)
+            gain *= -(terms.tv + terms.lk / safe).to(q.dtype)[:, None]
+            grad = gain if grad is None else grad.add_(gain)
+        if grad is not None and not bool(usable.all()):
+            grad *= usable[:, None]
+    if terms.hard:
+        on = inside.to(wide)
+        loss += terms.hard * on * (lse - z.gather(1, spot)[:, 0].to(wide))
+        scale = (terms.hard * on).to(q.dtype)[:, None]
+        if grad is None:
+            grad = q if terms.hard == 1 and bool(inside.all()) else q.mul_(scale)
+        else:
+            grad += q * scale
+        grad.scatter_add_(1, spot, -scale)
+    assert grad is not None, "LossWeights.validate lets no empty mix through"
+    return loss, grad, hit

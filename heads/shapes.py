@@ -1,0 +1,91 @@
+"""Static draft trees from measured acceptance: which ranks of which head deserve a node.
+
+The value of a node is the chance that its whole path is right; the expected accepted length of a tree is one plus the
+sum of its values, so growing best-first by value is optimal for every number of nodes (OPT-Tree; Medusa's search does
+it with a product over heads). Values come from whole-path hits, smoothed by the product where hits are few.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from decode.tree import TreeShape
+
+RANKS = 10  # ranks 0..9 are candidates; RANKS itself marks a miss
+NODES = 64  # nodes of the stored tree; smaller trees are its first nodes
+SMOOTHING = 20.0  # how many measured positions the independence estimate is worth
+# Acceptance of Vicuna-7B's heads as published (Cai et al. 2024): top-1 and top-5; what an uncalibrated head assumes.
+PUBLISHED = ((0.560, 0.780), (0.316, 0.562), (0.201, 0.417), (0.147, 0.340), (0.118, 0.300))
+
+Path = tuple[int, ...]
+
+
+def grow(value: Callable[[Path], float], nodes: int, depth: int, ranks: int = RANKS) -> list[tuple[Path, float]]:
+    """Best-first growth: up to `nodes` paths with their values; any prefix of the list is itself a whole tree.
+
+    A path enters the frontier after its parent and its elder sibling.
+    """
+    frontier: list[tuple[float, Path]] = [(-value((0,)), (0,))] if depth else []
+    grown: list[tuple[Path, float]] = []
+    while frontier and len(grown) < nodes:
+        negative, path = heapq.heappop(frontier)
+        grown.append((path, -negative))
+        sibling, child = (*path[:-1], path[-1] + 1), (*path, 0)
+        if sibling[-1] < ranks:
+            heapq.heappush(frontier, (-value(sibling), sibling))
+        if len(child) <= depth:
+            heapq.heappush(frontier, (-value(child), child))
+    return grown
+
+
+def measure(ranks: Tensor) -> dict[str, Any]:
+    """Calibration of a head. ranks: [A, K] int64, rank of the right token at A positions, RANKS for a miss.
+
+    Returns JSON: positions, acceptance a[k][rank], and paths with values in best-first order.
+    """
+    total, heads = ranks.shape
+    acceptance = [[float((ranks[:, k] == r).sum()) / total for r in range(RANKS)] for k in range(heads)]
+    hits: Counter[Path] = Counter()
+    for row, count in zip(*(t.tolist() for t in ranks.unique(dim=0, return_counts=True)), strict=True):
+        for depth in range(heads):
+            if row[depth] == RANKS:
+                break
+            hits[tuple(row[: depth + 1])] += count
+
+    def value(path: Path) -> float:
+        independent = 1.0
+        for k, rank in enumerate(path):
+            independent *= acceptance[k][rank]
+        return (hits[path] + SMOOTHING * independent) / (total + SMOOTHING)
+
+    grown = grow(value, NODES, heads)
+    return {"positions": total, "acceptance": acceptance, "paths": [list(p) for p, _ in grown],
+            "values": [v for _, v in grown]}
+
+
+def generic(heads: int) -> list[tuple[Path, float]]:
+    """The tree for a head that was never calibrated: published acceptance, falling off geometrically over ranks."""
+    table = []
+    for k in range(heads):
+        top1, top5 = PUBLISHED[min(k, len(PUBLISHED) - 1)]
+        tail = (top5 - top1) / 4
+        table.append([top1, *(2 * tail * 0.5**r for r in range(RANKS - 1))])
+
+    def value(path: Path) -> float:
+        product = 1.0
+        for k, rank in enumerate(path):
+            product *= table[k][rank]
+        return product
+
+    return grow(value, NODES, heads)
+
+
+def tree(calibration: dict[str, Any], nodes: int, heads: int) -> TreeShape:
+    """The tree of at most `nodes` nodes for a calibration (an empty one: the generic tree)."""
+    paths = [tuple(p) for p in calibration.get("paths", ())] or [p for p, _ in generic(heads)]
+    return TreeShape.of(paths[:nodes])

@@ -1,0 +1,1 @@
+"""Training of draft heads: entry points, the one loop, data, state on disk."""

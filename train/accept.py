@@ -1,0 +1,44 @@
+"""Decoded acceptance while training: the drafter that the current weights make, on held-out prompts, through the same
+engine that serves. Loss and accuracy are teacher-forced; this is the figure that ranks checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from decode.engine import Generation, Request, generate
+from decode.sampling import Sampling
+from decode.stats import acceptance_by_position, accepted_length, split
+from decode.target import Target
+from heads.base import Head
+from train.config import EvalConfig
+from train.data import Rows, held_out_batches
+
+
+def decoded_acceptance(head: Head, target: Target, rows: Rows, cfg: EvalConfig, seed: int,
+                       accelerator: Accelerator) -> dict[str, Any]:
+    """Accepted length (bonus token counted) and acceptance by position on held-out prompts; {} without any.
+
+    Prompts are shared out among the ranks; each rank gets the whole result. Cut and loop cycles are left out of the
+    figures and counted. Also calibrates the head on held-out rows, which shapes its tree.
+    """
+    chosen = rows.held.nonzero()[: cfg.prompts, 0].tolist()
+    if not chosen:
+        return {}
+    head.calibrate((b.to(target.device) for b in held_out_batches(rows, cfg.calibration_rows)), target)
+    requests = [Request(rows.prompt(row), cfg.max_new_tokens, id=row) for row in chosen]
+    mine = requests[accelerator.process_index :: accelerator.num_processes]
+    drafter = head.drafter(target, cfg.shape or None)
+    run = generate(target, drafter, mine, Sampling(temperature=cfg.temperature), batch_size=cfg.batch_size, seed=seed)
+    every: list[Generation] = gather_object(run.generations) if accelerator.num_processes > 1 else run.generations
+    parts = [split(g) for g in every]
+    clean = [p.clean for p in parts]
+    length = accepted_length(clean)
+    if not any(clean):
+        return {}
+    return {"shape": drafter.shape, "accepted_length": length.mean, "low": length.low, "high": length.high,
+            "cycles": sum(map(len, clean)), "cut": sum(len(p.cut) for p in parts),
+            "loop": sum(len(p.loop) for p in parts), "tokens": sum(len(g.token_ids) for g in every),
+            "unconditional": [p.unconditional for p in acceptance_by_position(c for g in clean for c in g)]}

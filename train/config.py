@@ -1,0 +1,229 @@
+"""The typed configuration of a training run. conf/*.yaml fills it; a doc line stands above every key.
+
+Keys are either *meaning* (what is learned: a resumed run refuses to change them) or *logistics* (LOGISTICS below).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from decode.load import DTYPES, TargetConfig
+from heads.base import HeadConfig
+from heads.medusa import MedusaConfig
+
+WANDB = ("off", "online", "offline")
+
+# Keys that may differ when a run is resumed: they change where, when and how fast, not what is learned. Data are
+# compared by the hash of their tokens, targets by their identity, so their names and folders are logistics too.
+LOGISTICS = (
+    "out_dir", "save_every", "keep", "log_every", "micro_batch", "wandb", "wandb_project", "eval", "device",
+    "target.path", "target.name", "target.revision", "target.kind", "target.attn",
+    "data.path", "data.name", "data.split", "data.revision", "data.kind", "data.max_bad_fraction", "data.cache",
+    "head.chunk", "head.shape", "head.nodes",
+)
+
+
+@dataclass
+class DataConfig:
+    """Where the training text comes from."""
+
+    # jsonl (a file of chats or texts), hub (a `datasets` name or local folder), text (a plain text file)
+    kind: str = "jsonl"
+    # jsonl, text: the file; hub: a local folder in place of a name
+    path: str = ""
+    # hub: repository of a data set
+    name: str = ""
+    # hub: split
+    split: str = "train"
+    # hub: branch, tag or commit
+    revision: str = "main"
+    # longer rows are cut here, tokens
+    max_length: int = 1024
+    # share of rows kept out of training for decoded acceptance, chosen by a hash of their prompt
+    held_out: float = 0.03
+    # stop when a larger share of the rows is malformed
+    max_bad_fraction: float = 0.001
+    # rows are sorted by length inside windows of this many batches; 1 = no sorting across batches
+    window: int = 16
+    # keep the tokens in the cache folder for the next run
+    cache: bool = True
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        found = []
+        if self.kind not in ("jsonl", "hub", "text"):
+            found.append(f"kind: {self.kind!r}; choose jsonl, hub or text")
+        if self.kind in ("jsonl", "text") and not self.path:
+            found.append("path: is empty; set data.path=FILE")
+        if self.kind == "hub" and not (self.name or self.path):
+            found.append("name: is empty; set data.name=REPOSITORY or data.path=FOLDER")
+        if self.max_length < 8:
+            found.append(f"max_length: {self.max_length} is below 8; give 8 or more tokens")
+        if not 0 <= self.held_out < 1:
+            found.append(f"held_out: {self.held_out} is outside [0, 1); 0.03 is usual")
+        if not 0 <= self.max_bad_fraction <= 1:
+            found.append(f"max_bad_fraction: {self.max_bad_fraction} is outside [0, 1]; 0.001 is usual")
+        if self.window < 1:
+            found.append(f"window: {self.window} is below 1; give 1 or more batches")
+        return found
+
+
+@dataclass
+class OptimConfig:
+    """AdamW and its schedule."""
+
+    # peak learning rate
+    lr: float = 1e-3
+    # decay of the first moment
+    beta1: float = 0.9
+    # decay of the second moment
+    beta2: float = 0.95
+    # added to the root of the second moment
+    eps: float = 1e-8
+    # decoupled weight decay
+    weight_decay: float = 0.0
+    # share of the steps in which the rate rises from 0
+    warmup: float = 0.05
+    # cosine, linear or constant, after the warm-up
+    schedule: str = "cosine"
+    # the schedule ends at this share of the peak
+    final: float = 0.05
+    # gradients are scaled down to this norm; 0 = never
+    clip: float = 1.0
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        rules = {
+            "lr": (0 < self.lr < math.inf, "must be above 0", "1e-3 is usual"),
+            "beta1": (0 <= self.beta1 < 1, "is outside [0, 1)", "0.9 is usual"),
+            "beta2": (0 <= self.beta2 < 1, "is outside [0, 1)", "0.95 is usual"),
+            "eps": (0 < self.eps < 1, "is outside (0, 1)", "1e-8 is usual"),
+            "weight_decay": (0 <= self.weight_decay < 1, "is outside [0, 1)", "0 is usual"),
+            "warmup": (0 <= self.warmup < 1, "is outside [0, 1)", "it is a share of the steps; 0.05 is usual"),
+            "schedule": (self.schedule in ("cosine", "linear", "constant"), "is unknown",
+                         "choose cosine, linear or constant"),
+            "final": (0 <= self.final <= 1, "is outside [0, 1]", "0.05 is usual"),
+            "clip": (0 <= self.clip < math.inf, "is below 0", "1.0 is usual, 0 switches it off"),
+        }
+        return [f"{k}: {getattr(self, k)} {why}; {fix}" for k, (good, why, fix) in rules.items() if not good]
+
+
+@dataclass
+class EvalConfig:
+    """Decoded acceptance on held-out prompts while training."""
+
+    # evaluate every so many steps, and at the end; 0 = never
+    every: int = 200
+    # number of held-out prompts
+    prompts: int = 16
+    # longest answer, tokens
+    max_new_tokens: int = 64
+    # sampling temperature; 0 = greedy
+    temperature: float = 0.0
+    # shape of the draft that ranks checkpoints: chain or tree; empty = the head's own
+    shape: str = ""
+    # prompts decoded at the same time
+    batch_size: int = 1
+    # held-out rows on which acceptance by rank is measured (it shapes the tree)
+    calibration_rows: int = 64
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        lows = (("every", 0), ("prompts", 0), ("max_new_tokens", 1), ("batch_size", 1), ("calibration_rows", 0))
+        found = [f"{k}: {getattr(self, k)} is below {low}; give {low} or more" for k, low in lows
+                 if getattr(self, k) < low]
+        if self.temperature < 0:
+            found.append(f"temperature: {self.temperature} is below 0; 0 is greedy")
+        if self.shape not in ("", "chain", "tree"):
+            found.append(f"shape: {self.shape!r}; choose chain, tree or nothing")
+        return found
+
+
+@dataclass
+class TrainConfig:
+    """A training run."""
+
+    # the frozen target
+    target: TargetConfig
+    # training text
+    data: DataConfig
+    # the run folder: head/, best/, checkpoints/step-N/, metrics.jsonl
+    out_dir: str
+    # optimizer steps of the whole run; the schedule ends there
+    steps: int
+    # the draft head
+    head: HeadConfig
+    # optimizer and schedule
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    # decoded acceptance while training
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    # order of the rows, and every random number of the run
+    seed: int = 0
+    # rows of an optimizer step, over all ranks
+    batch_size: int = 32
+    # rows of one forward pass of a rank; 0 = all of its rows
+    micro_batch: int = 0
+    # dtype of the target and of the matmuls; master weights are float32: float32, bfloat16, float16
+    dtype: str = "bfloat16"
+    # cpu, cuda, or empty for what is there
+    device: str = ""
+    # save a checkpoint every so many steps, and at the end; 0 = only at the end
+    save_every: int = 500
+    # checkpoints to keep, at least 2
+    keep: int = 2
+    # write a line of metrics every so many steps
+    log_every: int = 10
+    # off, online or offline; metrics.jsonl is written in any case
+    wandb: str = "off"
+    # Weights & Biases project
+    wandb_project: str = "outrider"
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        lows = (("steps", 1), ("batch_size", 1), ("micro_batch", 0), ("save_every", 0), ("keep", 2), ("log_every", 1))
+        found = [f"{k}: {getattr(self, k)} is below {low}; give {low} or more" for k, low in lows
+                 if getattr(self, k) < low]
+        if not self.out_dir:
+            found.append("out_dir: is empty; set out_dir=runs/NAME")
+        if self.dtype not in DTYPES:
+            found.append(f"dtype: {self.dtype!r}; choose {', '.join(DTYPES)}")
+        if self.device.split(":")[0] not in ("", "cpu", "cuda"):
+            found.append(f"device: {self.device!r}; choose cpu, cuda or nothing")
+        if self.wandb not in WANDB:
+            found.append(f"wandb: {self.wandb!r}; choose {', '.join(WANDB)}")
+        return found
+
+
+@dataclass
+class MedusaRun(TrainConfig):
+    """A Medusa run: conf/medusa.yaml."""
+
+    head: MedusaConfig = field(default_factory=MedusaConfig)
+
+
+def flat(cfg: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value of a config dataclass."""
+    found: dict[str, Any] = {}
+    for item in dataclasses.fields(cfg):
+        value = getattr(cfg, item.name)
+        if dataclasses.is_dataclass(value):
+            found |= flat(value, f"{prefix}{item.name}.")
+        else:
+            found[prefix + item.name] = value
+    return found
+
+
+def is_logistics(key: str) -> bool:
+    """Whether a dotted key may change between a run and its resumption."""
+    return any(key == known or key.startswith(known + ".") for known in LOGISTICS)
+
+
+def meaning_hash(cfg: Any) -> str:
+    """sha256 over the keys that decide what is learned."""
+    kept = {k: v for k, v in flat(cfg).items() if not is_logistics(k)}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()

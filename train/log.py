@@ -1,0 +1,141 @@
+"""What a run says: a header, a live line, metrics.jsonl always, Weights & Biases when asked. Rank 0 alone speaks."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from torch import nn
+
+from train.config import TrainConfig, flat, meaning_hash
+
+PACKAGES = ("torch", "transformers", "accelerate", "datasets", "safetensors")
+
+
+class Log:
+    """The record of a run. `main`: whether this process speaks; the others get silent methods."""
+
+    def __init__(self, cfg: TrainConfig, main: bool, step: int) -> None:
+        self.cfg, self.main = cfg, main
+        self.console = Console(stderr=True, quiet=not main)
+        self.path = Path(cfg.out_dir) / "metrics.jsonl"
+        self.progress: Progress | None = None
+        self.run: Any = None
+        if main:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _forget_after(self.path, step)
+            self.run = self._wandb(step)
+
+    def _wandb(self, step: int) -> Any:
+        """A wandb run, or None: not asked for, not installed, or not able to start. Training does not depend on it."""
+        if self.cfg.wandb == "off":
+            return None
+        try:
+            import wandb
+
+            return wandb.init(project=self.cfg.wandb_project, dir=self.cfg.out_dir, mode=self.cfg.wandb,  # type: ignore[arg-type]
+                              name=Path(self.cfg.out_dir).name, config=flat(self.cfg), resume="allow",
+                              id=meaning_hash(self.cfg)[:16])
+        except Exception as error:  # network, account, folder: none of them may stop a run
+            self.say(f"wandb: not used ({str(error).splitlines()[0] if str(error) else type(error).__name__}); "
+                     "metrics.jsonl has everything")
+            return None
+
+    def say(self, text: str) -> None:
+        """A line for people."""
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def metrics(self, step: int, values: dict[str, Any]) -> None:
+        """Append a line to metrics.jsonl."""
+        if not self.main:
+            return
+        line = {"step": step, "time": round(time.time(), 3), **values}
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        if self.run is not None:
+            self.run.log(values, step=step)
+
+    def header(self, head: nn.Module, facts: dict[str, Any]) -> None:
+        """Versions, config hash, commit, facts of the run, and every trainable parameter."""
+        if not self.main:
+            return
+        about = {"config": meaning_hash(self.cfg)[:12], "commit": git_commit() or "none",
+                 "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {_accelerator()}",
+                 **{p: version(p) for p in PACKAGES}}
+        self.say("  ".join(f"{k} {v}" for k, v in about.items()))
+        for key, value in facts.items():
+            self.say(f"{key}: {value}")
+        table = Table("trainable", "shape", "parameters", "dtype", box=None, pad_edge=False)
+        for name, parameter in head.named_parameters():
+            if parameter.requires_grad:
+                shape, dtype = "x".join(map(str, parameter.shape)), str(parameter.dtype).removeprefix("torch.")
+                table.add_row(name, shape, f"{parameter.numel():,}", dtype)
+        table.add_row("all", "", f"{sum(p.numel() for p in head.parameters() if p.requires_grad):,}", "")
+        self.console.print(table)
+        self.metrics(0, {"event": "start", **about, **{k: str(v) for k, v in facts.items()}})
+
+    def live(self, step: int, text: str, seconds_left: float) -> None:
+        """The progress line: a live one on a terminal, a plain line otherwise."""
+        if not self.main:
+            return
+        left = f"{int(seconds_left) // 60}:{int(seconds_left) % 60:02d} left"
+        if not sys.stderr.isatty():
+            if step % self.cfg.log_every == 0 or step == self.cfg.steps:
+                self.say(f"step {step}/{self.cfg.steps}  {text}  {left}")
+            return
+        if self.progress is None:
+            self.progress = Progress(TextColumn("step {task.completed}/{task.total}"), BarColumn(20),
+                                     TextColumn("{task.fields[text]}"), console=self.console)
+            self.progress.start()
+            self.progress.add_task("", total=self.cfg.steps, text="")
+        self.progress.update(self.progress.task_ids[0], completed=step, text=f"{text}  {left}")
+
+    def close(self) -> None:
+        """Leave the terminal tidy."""
+        if self.progress is not None:
+            self.progress.stop()
+        if self.run is not None:
+            self.run.finish()
+
+
+def _forget_after(path: Path, step: int) -> None:
+    """Drop the metrics of steps that the resumed run will do again, and a line that a kill cut short."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue
+    stage = path.with_name(".tmp-metrics.jsonl")
+    stage.write_text("".join(line + "\n" for line in kept))
+    os.replace(stage, path)
+
+
+def git_commit() -> str | None:
+    """Commit of the repository this code lies in, with + for uncommitted changes; None outside git."""
+    root = Path(__file__).resolve().parents[1]
+    questions = (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "-uno"])
+    try:
+        commit, dirty = (subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, timeout=10)
+                         for args in questions)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return commit.stdout.strip() + ("+" if dirty.stdout.strip() else "") if commit.returncode == 0 else None
+
+
+def _accelerator() -> str:
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"

@@ -1,0 +1,298 @@
+"""The one training loop. It knows no head by name: whatever subclasses heads.base.Head can be trained.
+
+    accelerate launch train/medusa.py target=smollm2 data=jsonl data.path=FILE out_dir=runs/medusa steps=N
+
+The target is frozen: it is neither in the optimizer nor wrapped for gradient exchange. The head's forward is its loss
+and returns (sum, count); sums are divided once, by the count over all micro-batches and ranks. Batch k, the learning
+rate and every random number of step k are functions of (seed, k), so that a resumed run is the same run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, broadcast_object_list, gather_object
+from safetensors import SafetensorError
+
+from conf.errors import UserError
+from decode.load import load_target
+from heads.base import Head
+from heads.checkpoint import save_head
+from train import state as disk
+from train.accept import decoded_acceptance
+from train.config import TrainConfig, flat
+from train.data import Plan, Rows, hash_u63, load_rows
+from train.log import Log
+from train.schedule import learning_rate
+from train.signals import Stop, interruption
+from train.state import State
+
+RETRIES = 3  # saves that may fail in a row before the run gives up
+
+
+def fit(cfg: TrainConfig, kind: type[Head]) -> None:
+    """Train a head of class `kind` as `cfg` says, resuming what lies in cfg.out_dir.
+
+    Raises UserError for what the user can mend (also a non-finite loss, a full disk, too little memory) and
+    Interrupted after a signal, when everything is saved.
+    """
+    accelerator = Accelerator(cpu=cfg.device == "cpu", kwargs_handlers=[
+        InitProcessGroupKwargs(timeout=timedelta(minutes=10)), DistributedDataParallelKwargs(broadcast_buffers=False)])
+    _check_ranks(cfg, accelerator.num_processes)
+    hold = disk.locked(Path(cfg.out_dir)) if accelerator.is_main_process else contextlib.nullcontext()
+    try:
+        with hold, Stop() as stop:
+            _fit(cfg, kind, accelerator, stop)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise UserError(_no_memory(cfg)) from error
+    except RuntimeError as error:
+        if "not enough memory" in str(error) or "can't allocate memory" in str(error):
+            raise UserError(_no_memory(cfg)) from error
+        raise
+    finally:
+        accelerator.end_training()
+
+
+def _fit(cfg: TrainConfig, kind: type[Head], accelerator: Accelerator, stop: Stop) -> None:
+    out, main, world = Path(cfg.out_dir), accelerator.is_main_process, accelerator.num_processes
+    target = load_target(cfg.target, cfg.dtype, accelerator.device)
+    with accelerator.main_process_first():  # the others find the tokens in the cache
+        rows = load_rows(cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length)
+    plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed)
+    torch.manual_seed(hash_u63(cfg.seed, "head"))
+    head = kind.for_target(target, cfg.head, rows.counts(target.vocab_size))
+    trainable = [p for p in head.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=cfg.optim.lr, betas=(cfg.optim.beta1, cfg.optim.beta2),
+                                  eps=cfg.optim.eps, weight_decay=cfg.optim.weight_decay, fused=True)
+
+    state, notes = _resume(cfg, out, head, optimizer, _meaning(cfg, target, rows), accelerator)
+    log = Log(cfg, main, state.step)
+    for note in notes:
+        log.say(note)
+    log.header(head, _facts(cfg, target, rows, plan, head, world))
+    log.say(_self_check(rows, plan, target.tokenizer))
+    model = accelerator.prepare(head) if world > 1 else head
+    head.train()
+    failures, asked, saved_at = 0, 0, state.step if notes or state.step else -1
+    try:
+        while True:
+            last = state.step == cfg.steps
+            wanted = cfg.eval.every and (last or state.step % cfg.eval.every == 0)
+            if wanted and state.step and not asked and state.evaluated < state.step:
+                _evaluate(cfg, out, state, head, target, rows, accelerator, log)
+            due = last or asked or (cfg.save_every and state.step % cfg.save_every == 0)
+            if due and state.step and saved_at != state.step:
+                problem = _save(cfg, out, state, head, optimizer, target, accelerator)
+                failures, saved_at = (failures + 1, saved_at) if problem else (0, state.step)
+                if problem:
+                    log.say(f"step {state.step}: checkpoint not written ({problem}); older ones are untouched")
+                if problem and (last or asked or failures == RETRIES):
+                    raise UserError(f"out_dir: cannot save to {out} ({problem}); free space or mend permissions, then "
+                                    "start the same command again")
+            if asked:
+                raise interruption(stop.asked or asked, state.step, saved_at == state.step)
+            if last:
+                break
+            asked = _step(cfg, state, plan, rows, model, head, target, optimizer, trainable, accelerator, stop, log)
+        if main and not disk.is_final(out / "head", cfg.steps):
+            save_head(head, out / "head", target.identity, {"step": state.step, "best": state.best})
+            if not (out / "best").exists():
+                save_head(head, out / "best", target.identity, {"step": state.step})
+        log.say(f"done: {out / 'head'}" + (f"; best accepted length {state.best['accepted_length']:.3f} at step "
+                                           f"{int(state.best['step'])}" if state.best else ""))
+    finally:
+        log.close()
+
+
+def _step(cfg: TrainConfig, state: State, plan: Plan, rows: Rows, model: Any, head: Head, target: Any,
+          optimizer: torch.optim.Optimizer, trainable: list[Any], accelerator: Accelerator, stop: Stop,
+          log: Log) -> int:
+    """One update. Returns the signal that some rank was asked to stop by, 0 if none."""
+    start, rank, world = time.perf_counter(), accelerator.process_index, accelerator.num_processes
+    torch.manual_seed(hash_u63(cfg.seed, state.step, rank))
+    micro = plan.micro_batches(state.step, rank, world, cfg.micro_batch)
+    totals: dict[str, torch.Tensor] = {}
+    poisoned: list[int] = []
+    for i, chosen in enumerate(micro):
+        batch = rows.batch(chosen).to(accelerator.device)
+        with contextlib.nullcontext() if i + 1 == len(micro) else accelerator.no_sync(model):
+            out = model(batch, target)
+            accelerator.backward(out.sum)
+        if not bool(out.sum.isfinite()):
+            poisoned += chosen
+        tokens = batch.mask.sum().to(torch.float64)
+        for name, value in {"loss": torch.stack([out.sum.detach().double(), out.count.double()]),
+                            "tokens": torch.stack([tokens, torch.ones_like(tokens)]), **out.stats}.items():
+            totals[name] = totals[name] + value if name in totals else value
+    # DDP has averaged the gradients over the ranks; what is wanted is their sum over the global count.
+    raw_norm = torch.nn.utils.get_total_norm([p.grad for p in trainable if p.grad is not None])
+    bad = torch.tensor([float(bool(poisoned) or not bool(raw_norm.isfinite())), float(stop.asked)], dtype=torch.float64)
+    names = sorted(totals)
+    packed = torch.cat([bad.to(accelerator.device), *(totals[n] for n in names)])
+    sums = (accelerator.reduce(packed, "sum") if world > 1 else packed).tolist()  # type: ignore[union-attr]
+    if sums[0]:
+        _stop_poisoned(cfg, state.step, rows, poisoned, [r for part in micro for r in part], head, accelerator)
+    found = {n: sums[2 + 2 * i : 4 + 2 * i] for i, n in enumerate(names)}
+    scale = world / max(found["loss"][1], 1.0)
+    norm = float(raw_norm) * scale
+    clip = min(1.0, cfg.optim.clip / (norm + 1e-6)) if cfg.optim.clip else 1.0
+    torch._foreach_mul_([p.grad for p in trainable if p.grad is not None], scale * clip)
+    rate = learning_rate(state.step, cfg.steps, cfg.optim)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    state.step += 1
+    found["seconds"] = [time.perf_counter() - start, 1.0]
+    for name, (total, count) in found.items():
+        old = state.window.get(name, [0.0, 0.0])
+        state.window[name] = [old[0] + total, old[1] + count]
+    _report(cfg, state, norm, rate, log)
+    return int(sums[1]) and (stop.asked or 15)
+
+
+def _report(cfg: TrainConfig, state: State, norm: float, rate: float, log: Log) -> None:
+    """The live line at every step, a line of metrics at every log_every-th."""
+    sums = state.window
+    mean = {k: (total / count if count else 0.0) for k, (total, count) in sums.items()}
+    speed = sums["tokens"][0] / sums["seconds"][0]
+    steps = sums["seconds"][1]
+    accuracy = " ".join(f"{mean[k]:.2f}" for k in sorted(mean) if k.startswith("top1_"))
+    left = (cfg.steps - state.step) * sums["seconds"][0] / steps
+    log.live(state.step, f"loss {mean['loss']:.3f}  top-1 {accuracy or '-'}  {speed:,.0f} tokens/s", left)
+    if state.step % cfg.log_every == 0 or state.step == cfg.steps:
+        plain = {k: round(v, 6) for k, v in mean.items() if k not in ("tokens", "seconds")}
+        log.metrics(state.step, {**plain, "lr": rate, "grad_norm": round(norm, 6), "tokens_per_second": round(speed, 1),
+                                 "supervised_per_second": round(sums["loss"][1] / sums["seconds"][0], 1)})
+        state.window = {}
+
+
+def _evaluate(cfg: TrainConfig, out: Path, state: State, head: Head, target: Any, rows: Rows, accelerator: Accelerator,
+              log: Log) -> None:
+    start = time.perf_counter()
+    head.eval()
+    found = decoded_acceptance(head, target, rows, cfg.eval, cfg.seed, accelerator)
+    head.train()
+    state.evaluated = state.step
+    if not found:
+        log.say("no held-out prompts: accepted length is not measured (see data.held_out, eval.prompts)")
+        return
+    seconds = time.perf_counter() - start
+    log.metrics(state.step, {"event": "eval", "seconds": round(seconds, 2), **found})
+    spread = f" ({found['low']:.2f} to {found['high']:.2f})" if found["low"] is not None else ""
+    log.say(f"step {state.step}: accepted length {found['accepted_length']:.3f}{spread}, {found['shape']}, "
+            f"{found['cycles']} cycles, {seconds:.1f} s")
+    if found["accepted_length"] > state.best.get("accepted_length", -math.inf):
+        state.best = {"step": state.step, "accepted_length": found["accepted_length"]}
+        if accelerator.is_main_process:
+            try:
+                save_head(head, out / "best", target.identity, {"step": state.step, **found})
+            except (OSError, RuntimeError, SafetensorError) as error:
+                log.say(f"step {state.step}: best/ not written ({error})")
+
+
+def _save(cfg: TrainConfig, out: Path, state: State, head: Head, optimizer: torch.optim.Optimizer, target: Any,
+          accelerator: Accelerator) -> str:
+    """Write a checkpoint and retire old ones; what went wrong, the same on every rank, or an empty string."""
+    problem = ""
+    if accelerator.is_main_process:
+        try:
+            disk.save(out, state, head, optimizer, target.identity)
+            disk.retire(out, cfg.keep)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            problem = str(error).splitlines()[0] or type(error).__name__
+    return str(_agreed(problem, accelerator))
+
+
+def _resume(cfg: TrainConfig, out: Path, head: Head, optimizer: torch.optim.Optimizer, meaning: dict[str, Any],
+            accelerator: Accelerator) -> tuple[State, list[str]]:
+    """The state to start from, restored into head and optimizer, and what to tell the user."""
+    found: tuple[str | None, list[str]] = (None, [])
+    if accelerator.is_main_process:
+        disk.tidy(out)
+        checkpoint, problems = disk.newest(out)
+        found = (str(checkpoint) if checkpoint else None, [f"passed over: {p}" for p in problems])
+    path, notes = _agreed(found, accelerator)
+    if path is None:
+        return State(meaning=meaning), notes
+    state = disk.read(Path(path))
+    changes = disk.check_meaning(state.meaning, meaning, out)
+    disk.restore(Path(path), head, optimizer)
+    state.meaning = meaning
+    notes = [*notes, f"resuming {out} at step {state.step} of {cfg.steps}"]
+    return state, notes + [f"changed, which is allowed: {line}" for line in changes]
+
+
+def _agreed(value: Any, accelerator: Accelerator) -> Any:
+    """Rank 0's value on every rank."""
+    return broadcast_object_list([value])[0] if accelerator.num_processes > 1 else value
+
+
+def _meaning(cfg: TrainConfig, target: Any, rows: Rows) -> dict[str, Any]:
+    """What the run learns, from what, and its logistics, flat; disk.check_meaning knows which is which."""
+    identity = target.identity.to_json() if target.identity else {}
+    hashes = {f"target.{k}": v for k, v in identity.items() if k.endswith("sha256")}
+    return json.loads(json.dumps({**flat(cfg), **hashes, "data.sha256": rows.sha256()}))
+
+
+def _stop_poisoned(cfg: TrainConfig, step: int, rows: Rows, poisoned: list[int], used: list[int], head: Head,
+                   accelerator: Accelerator) -> None:
+    """No rank updates: write what is known and raise on all of them."""
+    mine = [rows.where(r) for r in (poisoned or used)]
+    every = [(bool(poisoned), mine)]
+    if accelerator.num_processes > 1:
+        every = gather_object(every)
+    blamed = [w for sure, part in every if sure for w in part] or [w for _, part in every for w in part]
+    if accelerator.is_main_process:
+        norms = {n: str(float(p.grad.norm())) for n, p in head.named_parameters() if p.grad is not None}
+        folder = Path(cfg.out_dir) / f"bad_step-{step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        report = {"step": step, "rows": blamed, "gradient_norms": norms}
+        (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    shown = ", ".join(blamed[:4]) + (f" and {len(blamed) - 4} more" if len(blamed) > 4 else "")
+    raise UserError(f"{shown}: loss or gradient is not finite at step {step}, no weight was changed; look at these rows "
+                    f"or lower optim.lr (all rows are in {cfg.out_dir}/bad_step-{step}/report.json)")
+
+
+def _facts(cfg: TrainConfig, target: Any, rows: Rows, plan: Plan, head: Head, world: int) -> dict[str, Any]:
+    held = int(rows.held.sum())
+    supervised = int(rows.loss.sum())
+    facts = {
+        "target": f"{target.identity.name if target.identity else 'unnamed'}, {cfg.dtype}, frozen",
+        "data": f"{plan.train.numel():,} rows to train on, {held:,} held out, {rows.ids.numel():,} tokens, "
+                f"{supervised:,} supervised ({supervised / rows.ids.numel():.0%}), {len(rows.bad)} rows left out",
+        "batches": f"{cfg.batch_size} rows over {world} rank(s), {plan.per_epoch:,} per epoch, {cfg.steps} steps, "
+                   f"{plan.waste(cfg.micro_batch, world):.1%} padding",
+    }
+    if getattr(head, "coverage", 1.0) < 1:
+        facts["draft vocabulary"] = f"covers {head.coverage:.2%} of the supervised tokens"
+    for problem in rows.bad[:5]:
+        facts[f"left out {len(facts)}"] = problem
+    return facts
+
+
+def _self_check(rows: Rows, plan: Plan, tokenizer: Any) -> str:
+    """The supervised text of one row, decoded: what the run will learn, for a human eye."""
+    row = int(plan.train[0])
+    part = slice(int(rows.offsets[row]), int(rows.offsets[row + 1]))
+    text = tokenizer.decode(rows.ids[part][rows.loss[part]].tolist())
+    shown = text if len(text) <= 200 else f"{text[:120]} ... {text[-70:]}"
+    return f"supervised text of {rows.where(row)}: {shown!r}"
+
+
+def _check_ranks(cfg: TrainConfig, world: int) -> None:
+    if cfg.batch_size % world:
+        raise UserError(f"batch_size: {cfg.batch_size} is no multiple of the {world} ranks; give one that is")
+
+
+def _no_memory(cfg: TrainConfig) -> str:
+    rows = cfg.micro_batch or cfg.batch_size
+    return f"micro_batch: {rows} rows do not fit into memory; set micro_batch={max(1, rows // 2)}"

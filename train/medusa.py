@@ -1,0 +1,29 @@
+"""Train Medusa heads on a frozen target.
+
+    accelerate launch train/medusa.py target=smollm2 data=jsonl data.path=FILE out_dir=runs/medusa steps=N
+
+The same command again resumes. Data: chats in JSONL, a `datasets` data set (data=hub), or plain text (data=text).
+Exit codes: 0 done, 2 a mistake to mend, 130 stopped by Ctrl-C and 75 by SIGTERM (both saved: start it again).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # train/ stands first and would shadow libraries
+
+from conf.schema import entry
+from heads import HEADS
+from train.config import MedusaRun
+from train.loop import fit
+
+
+@entry("medusa", MedusaRun)
+def main(cfg: MedusaRun) -> None:
+    """Run one training job."""
+    fit(cfg, HEADS[cfg.head.kind])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Ctrl-C, SIGTERM and SIGUSR1 ask a run to stop after the step it is in; a second one stops it at once."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from types import FrameType
+from typing import Any
+
+from conf.errors import Interrupted
+
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGUSR1: 75}  # 75: start the same command again
+
+
+class Stop:
+    """Context that turns signals into a flag. `asked`: the signal number, 0 while none came."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Stop:
+        for number in CODES:
+            self._before[number] = signal.signal(number, self._hear)
+        _follow_launcher()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            os._exit(CODES[signal.Signals(number)])
+        self.asked = number
+        if os.environ.get("RANK", "0") == "0":
+            print("stopping after this step; once more to stop at once", file=sys.stderr, flush=True)
+
+
+def interruption(number: int, step: int, saved: bool) -> Interrupted:
+    """The exception that ends a run stopped by signal `number` after `step`."""
+    code = CODES.get(signal.Signals(number), 75) if number else 75
+    text = f"stopped at step {step}" + (", saved" if saved else ", nothing to save yet")
+    return Interrupted(f"{text}; the same command continues", code)
+
+
+def _follow_launcher() -> None:
+    """`accelerate launch` with one process dies of a SIGTERM without passing it on: ask the kernel to do so. Under any
+    other parent (a shell, torchrun, which does pass it on) nothing is changed."""
+    if sys.platform != "linux":
+        return
+    try:
+        with open(f"/proc/{os.getppid()}/cmdline", "rb") as file:
+            words = file.read().split(b"\0")
+    except OSError:
+        return
+    if any(os.path.basename(w) in (b"accelerate", b"accelerate-launch") for w in words[:3]):
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
