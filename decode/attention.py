@@ -41,9 +41,7 @@ def tree_attention(
     if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
         raise ValueError("attention sinks and position biases are not supported")
     if softcap is None and attention_mask is None:
-        return sdpa_attention_forward(
-            module, query, key, value, None, dropout=dropout, scaling=scaling, **kwargs
-        )
+        return sdpa_attention_forward(module, query, key, value, None, dropout=dropout, scaling=scaling, **kwargs)
     rows, heads, new, size = query.shape
     groups = heads // key.shape[1]
     if groups > 1:

@@ -144,9 +144,7 @@ class TreeCache(Cache):
             )
         for row, prompt in enumerate(rows):
             if prompt.dim() != 1 or len(prompt) == 0:
-                raise UserError(
-                    f"prompt {row}: shape {tuple(prompt.shape)}; give at least one token, as a 1-D tensor"
-                )
+                raise UserError(f"prompt {row}: shape {tuple(prompt.shape)}; give at least one token, as a 1-D tensor")
             if len(prompt) > context:
                 raise UserError(
                     f"prompt {row}: {len(prompt)} tokens exceed the target's context of {context}; shorten it"
@@ -178,9 +176,7 @@ class TreeCache(Cache):
         if self.pending is None:
             raise ValueError("commit: no scored tree is pending")
         if path.dim() != 2 or path.shape[0] != self.rows or length.shape != (self.rows,):
-            raise ValueError(
-                f"commit: path {tuple(path.shape)} and length {tuple(length.shape)} for {self.rows} rows"
-            )
+            raise ValueError(f"commit: path {tuple(path.shape)} and length {tuple(length.shape)} for {self.rows} rows")
         table = torch.cat([length[:, None], path], 1).tolist()  # the one host round trip
         moves = False
         for row, (count, *nodes) in enumerate(table):
@@ -216,9 +212,7 @@ class TreeCache(Cache):
 
         Raises ValueError for a length that is negative or beyond what is committed; nothing is changed then.
         """
-        if len(lengths) != self.rows or any(
-            not 0 <= n <= have for n, have in zip(lengths, self.lengths, strict=False)
-        ):
+        if len(lengths) != self.rows or any(not 0 <= n <= have for n, have in zip(lengths, self.lengths, strict=False)):
             raise ValueError(f"truncate: lengths {lengths} of rows that hold {self.lengths}")
         behind = [n - have for n, have in zip(lengths, self.lengths, strict=True)]
         kept = [have + behind[i // self.width] for i, have in enumerate(self.physical)]

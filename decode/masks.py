@@ -37,11 +37,7 @@ class TreeMasks:
         """
         longest, n = max(lengths), tree.width + 1
         even = min(lengths) == longest
-        bound = {
-            kind: reach
-            for kind, reach in self.reaches.items()
-            if reach[0] != "full" and longest + n > reach[1]
-        }
+        bound = {kind: reach for kind, reach in self.reaches.items() if reach[0] != "full" and longest + n > reach[1]}
         if even and n == 1 and not bound:
             return None
         made: dict[Reach, Tensor] = {}
@@ -53,9 +49,7 @@ class TreeMasks:
         masks = {kind: made[bound.get(kind, FULL)] for kind in self.reaches}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def _build(
-        self, lengths: list[int], tree: DraftTree, width: int, reaches: set[Reach]
-    ) -> dict[Reach, Tensor]:
+    def _build(self, lengths: list[int], tree: DraftTree, width: int, reaches: set[Reach]) -> dict[Reach, Tensor]:
         longest, n, rows = max(lengths), tree.width + 1, len(lengths)
         ends = torch.tensor(lengths, device=self.device)
         slots = torch.arange(longest, device=self.device)

@@ -78,7 +78,7 @@ def probe_head(target: Target) -> Head:
     ids = _ids(target, 1, 8)
     if target.model.get_output_embeddings() is None:
         return Head(reason="it has no output embeddings")
-    hidden = target.model.base_model(input_ids=ids, use_cache=False, return_dict=True).last_hidden_state
+    hidden = target.body(input_ids=ids, use_cache=False, return_dict=True).last_hidden_state
     wanted = target.model(input_ids=ids, use_cache=False, return_dict=True).logits
     try:
         raw = target.lm_head(hidden)
@@ -160,7 +160,10 @@ def _line(error: Exception) -> str:
 def _layer_shapes(target: Target) -> list[LayerShape | None]:
     """(Hkv, key size, value size) per layer, None for layers without own keys. Refuses recurrent state."""
     name = type(target.model).__name__
-    out = target.model(input_ids=_ids(target, 1, 2), use_cache=True, return_dict=True)
+    try:
+        out = target.model(input_ids=_ids(target, 1, 2), use_cache=True, return_dict=True)
+    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+        raise UserError(f"target: {name} cannot run with a cache ({_line(error)}); choose another model") from error
     cache = getattr(out, "past_key_values", None)
     layers = getattr(cache, "layers", None)
     if layers is None:
@@ -242,9 +245,7 @@ class _Expected:
     @torch.no_grad()
     def error(self, probe: Probe, chain: bool) -> float:
         target, device = self.target, self.target.device
-        parents = torch.tensor(
-            [[-1, 0, 1, 2, 3] if chain else [-1, -1, 0, 0, 1], [-1, 0, -1, -1, -1]], device=device
-        )
+        parents = torch.tensor([[-1, 0, 1, 2, 3] if chain else [-1, -1, 0, 0, 1], [-1, 0, -1, -1, -1]], device=device)
         paths = [
             [[], [0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
             if chain

@@ -61,6 +61,7 @@ class Target:
         self.context_length: int = _context_length(self.config)
         self.eos_ids: tuple[int, ...] = _eos_ids(model, tokenizer)
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self.body = _body(model)
         self._probe: Probe | None = None
         self._head: HeadProbe | None = None
         self._masks: TreeMasks | None = None
@@ -87,9 +88,7 @@ class Target:
 
     # -- decoding
 
-    def new_cache(
-        self, max_rows: int, max_len: int, max_nodes: int, guidance: float | None = None
-    ) -> TreeCache:
+    def new_cache(self, max_rows: int, max_len: int, max_nodes: int, guidance: float | None = None) -> TreeCache:
         """A cache for `max_rows` requests of at most `max_len` committed tokens, trees of at most `max_nodes`
         nodes.
 
@@ -153,13 +152,9 @@ class Target:
         """
         n = tree.width + 1
         if not (len(last) == tree.tokens.shape[0] == cache.rows > 0):
-            raise ValueError(
-                f"score: {len(last)} last tokens, {tree.tokens.shape[0]} trees, {cache.rows} live rows"
-            )
+            raise ValueError(f"score: {len(last)} last tokens, {tree.tokens.shape[0]} trees, {cache.rows} live rows")
         offset = cache.room(n)
-        ids = torch.cat(
-            [last[:, None], tree.tokens.clamp(0, self.vocab_size - 1)], 1
-        )  # padding may hold anything
+        ids = torch.cat([last[:, None], tree.tokens.clamp(0, self.vocab_size - 1)], 1)  # padding may hold anything
         places = tree.positions()
         if offset + n > self.context_length:
             _check_context(cache, tree, self.context_length)
@@ -228,7 +223,7 @@ class Target:
             kwargs["position_ids"] = positions
         picked = torch.arange(ids.shape[0], device=self.device)
         if self.head.exact and (last is not None or (taps and not kwargs["output_hidden_states"])):
-            out = self.model.base_model(**kwargs)
+            out = self.body(**kwargs)
             hidden = out.last_hidden_state
             return out, self.unembed(hidden if last is None else hidden[picked, last][:, None])
         if taps:
@@ -267,7 +262,7 @@ class Target:
         with torch.set_grad_enabled(grad):
             if self.takes_positions:
                 kwargs["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-            return self._taps(self.model.base_model(**kwargs), taps)
+            return self._taps(self.body(**kwargs), taps)
 
     def _wants_all(self, taps: Sequence[int]) -> bool:
         for tap in taps:
@@ -325,6 +320,17 @@ def _check_context(cache: TreeCache, tree: DraftTree, context: int) -> None:
                 f"context: row {row} holds {end} tokens, and a draft of depth {depth} behind the last one "
                 f"exceeds the target's {context} positions; cap depth or stop this row"
             )
+
+
+def _body(model: Any) -> Any:
+    """The model without its LM head: what its prefix names, else the child that holds the embeddings."""
+    if model.base_model is not model:
+        return model.base_model
+    embedding = model.get_input_embeddings()
+    for child in model.children():
+        if child is not embedding and any(part is embedding for part in child.modules()):
+            return child
+    raise UserError(f"target: {type(model).__name__} has no body apart from its LM head; choose another model")
 
 
 def _context_length(config: Any) -> int:

@@ -133,11 +133,11 @@ def build(arch: str, dtype: torch.dtype = torch.float32, seed: int = 0, **change
     """
     config = AutoConfig.for_model(arch, **{**ARCHS[arch], **changes})
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    # Some versions let sdpa drop the softcap on scores silently.
+    how = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, **how)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() >= 2 and "conv" not in name:
-                weight.normal_(
-                    0, 0.25 if "embed" in name or "wte" in name else 1.2 * weight.shape[-1] ** -0.5
-                )
+                weight.normal_(0, 0.25 if "embed" in name or "wte" in name else 1.2 * weight.shape[-1] ** -0.5)
     return model.eval()

@@ -118,13 +118,9 @@ def test_a_full_cache_names_row_and_lengths_and_changes_nothing() -> None:
     tree, _ = m.score([[-1, -1], [-1, 0]])
     m.commit(tree, [1, 1])
     buffers = [b.clone() for b in m.cache.buffers]
-    with pytest.raises(
-        UserError, match=r"full: row 1 holds 9 tokens and 1 more need 10 slots of 9.*\[5, 9\]"
-    ):
+    with pytest.raises(UserError, match=r"full: row 1 holds 9 tokens and 1 more need 10 slots of 9.*\[5, 9\]"):
         target.score(m.cache, torch.tensor([4, 5]), DraftTree.empty(2))
-    assert m.cache.lengths == [5, 9] and all(
-        torch.equal(a, b) for a, b in zip(buffers, m.cache.buffers, strict=True)
-    )
+    assert m.cache.lengths == [5, 9] and all(torch.equal(a, b) for a, b in zip(buffers, m.cache.buffers, strict=True))
     m.select([0])  # the long row leaves: the other goes on
     m.check(DraftTree.empty(1))
 

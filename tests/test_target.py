@@ -105,9 +105,7 @@ def test_probe_falls_back_when_the_folded_attention_is_wrong(monkeypatch: pytest
     fold = attention.tree_attention
 
     def blind(module, query, key, value, attention_mask, **kwargs):
-        return fold(
-            module, query, key, value, None if attention_mask is None else attention_mask * 0, **kwargs
-        )
+        return fold(module, query, key, value, None if attention_mask is None else attention_mask * 0, **kwargs)
 
     monkeypatch.setitem(attention.ALL_ATTENTION_FUNCTIONS._global_mapping, attention.NAME, blind)
     target = Target(build("llama"))
