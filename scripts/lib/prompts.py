@@ -38,9 +38,7 @@ def load_prompts(path: str | Path) -> list[Prompt]:
     except UnicodeDecodeError as e:
         raise UserError(f"prompts: {path} is no UTF-8 text (byte {e.start}); give a JSONL file") from e
     except OSError as e:
-        raise UserError(
-            f"prompts: cannot read {path} ({e.strerror}); give a JSONL file, such as {DEMO}"
-        ) from e
+        raise UserError(f"prompts: cannot read {path} ({e.strerror}); give a JSONL file, such as {DEMO}") from e
     prompts: list[Prompt] = []
     seen: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
@@ -73,9 +71,7 @@ def _prompt(line: str, where: str, number: int) -> Prompt:
         key, turns = "prompt", [row["prompt"]]
     else:
         known = ", ".join(map(str, list(row)[:6])) or "nothing"
-        raise UserError(
-            f"{where}: neither turns, messages nor prompt among its keys ({known}); add one of them"
-        )
+        raise UserError(f"{where}: neither turns, messages nor prompt among its keys ({known}); add one of them")
     if not isinstance(turns, list) or not all(isinstance(t, str) for t in turns):
         raise UserError(f"{where}: {key} must be text (a list of strings for turns)")
     if not turns:
@@ -100,15 +96,11 @@ def chat_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
     from jinja2 import TemplateError
 
     if not getattr(tokenizer, "chat_template", None):
-        raise UserError(
-            "target: its tokenizer has no chat template; take the instruction-tuned version of the model"
-        )
+        raise UserError("target: its tokenizer has no chat template; take the instruction-tuned version of the model")
     try:
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     except TemplateError as e:
-        raise UserError(
-            f"target: its chat template refuses the messages ({e}); change the order of roles"
-        ) from e
+        raise UserError(f"target: its chat template refuses the messages ({e}); change the order of roles") from e
     return list(ids)
 
 
@@ -120,9 +112,7 @@ def user_header(tokenizer: Any) -> tuple[list[int], list[int]]:
     Raises UserError when the template has none of it."""
     mark = "\u241fquestion\u241f"
     if not getattr(tokenizer, "chat_template", None):
-        raise UserError(
-            "target: its tokenizer has no chat template; take the instruction-tuned version of the model"
-        )
+        raise UserError("target: its tokenizer has no chat template; take the instruction-tuned version of the model")
     text = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
     before, found, after = text.partition(mark)
     if not found or not before:

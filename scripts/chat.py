@@ -1,0 +1,171 @@
+"""Talk to the target. Tokens from accepted drafts are coloured; a footer gives accepted length and tokens/s.
+
+    python scripts/chat.py target=smollm2 drafter=runs/demo/medusa@tree
+    echo "What is the capital of France?" | python scripts/chat.py target=smollm2 drafter=ngram temperature=0
+
+Ctrl-C stops an answer, Ctrl-D or /exit leaves, /reset forgets the conversation. With piped input every line is a turn.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from conf.errors import UserError
+from conf.schema import entry
+from decode.engine import Request, Run, generate
+from decode.load import DTYPES, TargetConfig, load_target
+from decode.sampling import Sampling
+from heads import resolve_drafter
+from scripts.lib.prompts import chat_ids
+from scripts.lib.talk import Stream, Tally
+
+DRAFTED = "bright_green"
+
+
+@dataclass
+class ChatConfig:
+    """Keys of scripts/chat.py."""
+
+    # the model to talk to
+    target: TargetConfig = field(default_factory=TargetConfig)
+    # none, ngram, or a run folder or head folder, with @chain or @tree
+    drafter: str = "none"
+    # 0 = greedy
+    temperature: float = 0.7
+    # keep the k likeliest tokens (0 = off)
+    top_k: int = 0
+    # nucleus (1 = off)
+    top_p: float = 1.0
+    # drop tokens below this share of the likeliest one (0 = off)
+    min_p: float = 0.0
+    # longest answer, tokens
+    max_new_tokens: int = 256
+    # number format of the target: bfloat16, float32 or float16
+    dtype: str = "bfloat16"
+    # seed of all draws
+    seed: int = 0
+    # system message; empty: the chat template's own
+    system: str = ""
+
+    def validate(self) -> list[str]:
+        """Problems with the values, one line each."""
+        problems = self.target.validate()
+        if self.max_new_tokens < 1:
+            problems.append(f"max_new_tokens: {self.max_new_tokens} must be at least 1")
+        if self.dtype not in DTYPES:
+            problems.append(f"dtype: {self.dtype!r} is none of {', '.join(DTYPES)}")
+        return problems
+
+
+class Chat:
+    """One conversation: its messages, the models, and the console it is printed on."""
+
+    def __init__(self, cfg: ChatConfig):
+        from rich.console import Console
+
+        self.cfg = cfg
+        self.sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)
+        self.target = load_target(cfg.target, cfg.dtype)
+        self.drafter = resolve_drafter(cfg.drafter, self.target)
+        self.console = Console(highlight=False, soft_wrap=True)
+        self.number = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the conversation, but for the system message."""
+        self.messages = [{"role": "system", "content": self.cfg.system}] if self.cfg.system else []
+
+    def _prompt(self) -> list[int]:
+        """Ids of the conversation; the oldest turns leave when the context would be exceeded."""
+        tokenizer, room = self.target.tokenizer, self.target.context_length - self.cfg.max_new_tokens
+        fixed = 1 if self.cfg.system else 0
+        ids = chat_ids(tokenizer, self.messages)
+        while len(ids) > room and len(self.messages) > fixed + 1:
+            del self.messages[fixed : fixed + 2]
+            ids = chat_ids(tokenizer, self.messages)
+        if len(ids) >= self.target.context_length:
+            raise UserError(f"message: {len(ids)} tokens, the target's context holds {self.target.context_length}; "
+                            "write a shorter one")  # fmt: skip
+        return ids
+
+    def answer(self, text: str) -> None:
+        """Print the answer to one user turn and its footer. Ctrl-C keeps what has been said so far.
+
+        Raises UserError for a message that does not fit; the conversation is then as before it."""
+        self.messages.append({"role": "user", "content": text})
+        try:
+            prompt = self._prompt()
+        except UserError:
+            self.messages.pop()
+            raise
+        self.number += 1
+        stream, tally = Stream(self.target.tokenizer), Tally(prompt)
+        said: list[str] = []
+
+        def show(_: int, tokens: list[int], drafted: list[bool]) -> None:
+            tally.add(tokens, drafted)
+            for token, was_draft in zip(tokens, drafted, strict=True):
+                piece = stream.push(token)
+                said.append(piece)
+                self.console.print(piece, style=DRAFTED if was_draft else None, end="", markup=False, emoji=False)
+
+        run: Run | None = None
+        note = ""
+        try:
+            request = Request(prompt, self.cfg.max_new_tokens, id=self.number)
+            run = generate(self.target, self.drafter, [request], self.sampling, seed=self.cfg.seed, on_tokens=show)
+        except KeyboardInterrupt:
+            if not self.console.is_terminal:
+                raise
+            note = "stopped"
+        self.messages.append({"role": "assistant", "content": "".join(said).strip()})
+        self.console.print()
+        self.console.print(tally.footer(run.generations[0] if run else None, note), style="dim")
+
+
+def _turns(chat: Chat) -> Iterator[str]:
+    """User turns: from the terminal with a prompt, or line by line from a pipe; ends at end of input or /exit."""
+    interactive = sys.stdin.isatty()
+    if interactive:
+        chat.console.print(f"{chat.target.identity.name} with {chat.cfg.drafter}: "
+                           "Ctrl-C stops an answer, Ctrl-D or /exit leaves, /reset forgets", style="dim")  # fmt: skip
+    while True:
+        try:
+            line = chat.console.input("[bold]> [/bold]") if interactive else input()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            if not interactive:
+                raise
+            chat.console.print("\nCtrl-D or /exit leaves", style="dim")
+            continue
+        line = line.strip()
+        if line == "/exit":
+            return
+        if line == "/reset":
+            chat.reset()
+        elif line:
+            yield line
+
+
+@entry("chat", ChatConfig)
+def main(cfg: ChatConfig) -> Any:
+    """Command-line entry."""
+    chat = Chat(cfg)
+    for line in _turns(chat):
+        try:
+            chat.answer(line)
+        except UserError as e:
+            if not sys.stdin.isatty():
+                raise
+            chat.console.print(f"error: {e}", style="red", markup=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""What `scripts/chat.py` shows: text that grows token by token, drafted tokens apart, and the footer's figures."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+from decode.engine import Cycle, Generation
+from decode.stats import accepted_length, split
+
+
+class Stream:
+    """Token ids to text as they come. Some characters take several tokens: they appear with their last one."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self.ids: list[int] = []
+        self.context = 0  # decoding starts here: some tokenizers need the token before to place a space
+        self.shown = 0  # ids whose text has been returned
+
+    def push(self, token: int) -> str:
+        """The text that `token` adds; "" while a character is incomplete."""
+        self.ids.append(token)
+        before = self._text(self.ids[self.context : self.shown])
+        after = self._text(self.ids[self.context :])
+        if after.endswith("\ufffd") and len(self.ids) - self.shown < 8:
+            return ""
+        self.context, self.shown = self.shown, len(self.ids)
+        return after[len(before) :]
+
+    def _text(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+class Tally:
+    """Counts one answer while it streams, so that a stopped answer has a footer too."""
+
+    def __init__(self, prompt: list[int]):
+        self.generation = Generation(list(prompt))
+        self.began = time.perf_counter()
+        self.first = 0.0  # seconds until the first token
+        self.last = 0.0
+
+    def add(self, tokens: list[int], drafted: list[bool]) -> None:
+        """One call of the engine's `on_tokens`: the first is the prefill's token, each later one a cycle."""
+        out = self.generation
+        self.last = time.perf_counter() - self.began
+        if not out.token_ids:
+            self.first = self.last
+        else:
+            accepted = sum(drafted)
+            out.cycles.append(Cycle(accepted, accepted, (), False, len(out.token_ids)))
+        out.token_ids += tokens
+        out.from_draft += drafted
+
+    def footer(self, finished: Generation | None = None, note: str = "") -> str:
+        """Accepted length (over complete cycles, bonus token counted), decoding speed, tokens from drafts."""
+        out = finished or self.generation
+        cycles = split(out)
+        mean = accepted_length([cycles.clean + cycles.loop]).mean
+        seconds = self.last - self.first
+        speed = f"{(len(out.token_ids) - 1) / seconds:.1f}" if seconds > 0 else "-"
+        length = "-" if math.isnan(mean) else f"{mean:.2f}"
+        parts = [f"accepted length {length}", f"{speed} tokens/s", f"{len(out.token_ids)} tokens",
+                 f"{sum(out.from_draft)} from accepted drafts"]  # fmt: skip
+        return " · ".join([*parts, note] if note else parts)
