@@ -122,7 +122,7 @@ class NGram:
             hits = np.flatnonzero((windows == ids[-n:]).all(1))
             if len(hits):
                 start = hits[-1] + n
-                return ids[start: start + self.max_depth]
+                return ids[start : start + self.max_depth]
         return ids[:0]
 
 
@@ -171,7 +171,7 @@ class DraftModel:
         self.drafted: list[list[int]] = [[] for _ in range(rows)]
         if levels == 0:
             return DraftTree.empty(rows, budget.device)
-        fresh = self.ids[self._cache.rows:]
+        fresh = self.ids[self._cache.rows :]
         if fresh:
             self.draft.prefill(self._cache, [torch.tensor(ids[:-1], device=device) for ids in fresh])
         every = torch.arange(rows, device=device)
@@ -195,7 +195,9 @@ class DraftModel:
         if sampling.greedy:
             return DraftTree.chain(chain, size)
         row = torch.arange(levels, device=device).expand(rows, levels)
-        return DraftTree.chain(chain, size, torch.ones_like(chain, dtype=torch.bool), Proposal(torch.stack(laws, 1), row))
+        return DraftTree.chain(
+            chain, size, torch.ones_like(chain, dtype=torch.bool), Proposal(torch.stack(laws, 1), row)
+        )
 
     def _catch_up(self) -> Tensor:
         """Read the committed tokens that are not cached (one or two per row): next-token logits [B, V]."""

@@ -8,6 +8,7 @@ Shape letters: B live rows, N tree nodes, D path length, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from decode.rng import Rng
 from decode.sampling import Law, Sampling
 from decode.target import Target, TreeCache
 from decode.tree import DraftTree
-from decode.verify import Verdict
+from decode.verify import Coins, Verdict
 from decode.verify import verify as run_verify
 
 
@@ -92,18 +93,44 @@ class Run:
 
 
 OnTokens = Callable[[int, list[int], list[bool]], None]
+Rule = Callable[[DraftTree, Law, Coins], Verdict]
+CoinSource = Callable[[int, Tensor, Tensor], Rng]
 
 
-def generate(target: Target, drafter: Drafter, requests: Sequence[Request], sampling: Sampling, *,
-             batch_size: int = 1, seed: int = 0, verify: str = "traversal", guidance: float | None = None,
-             on_tokens: OnTokens | None = None, eos_ids: Sequence[int] | None = None) -> Run:
+def generate(
+    target: Target,
+    drafter: Drafter,
+    requests: Sequence[Request],
+    sampling: Sampling,
+    *,
+    batch_size: int = 1,
+    seed: int = 0,
+    verify: str | Rule = "traversal",
+    guidance: float | None = None,
+    on_tokens: OnTokens | None = None,
+    eos_ids: Sequence[int] | None = None,
+    coins: CoinSource = Rng,
+) -> Run:
     """Decode every request; `batch_size` rows run at a time.
 
     on_tokens(request index, new token ids, from_draft) streams. eos_ids defaults to the target's.
+    verify: the name of a rule, or the rule itself (how scripts/certify.py runs known wrong ones). coins(seed, request
+    ids [B], cycles [B]) makes the random numbers of one cycle; an enumerator in its place walks every branch.
     Raises UserError for an empty prompt, a prompt that fills the context, or logits that give no law.
     """
-    return _Engine(target, drafter, requests, sampling, batch_size, seed, verify, guidance, on_tokens,
-                   frozenset(target.eos_ids if eos_ids is None else eos_ids)).run()
+    return _Engine(
+        target,
+        drafter,
+        requests,
+        sampling,
+        batch_size,
+        seed,
+        verify,
+        guidance,
+        on_tokens,
+        frozenset(target.eos_ids if eos_ids is None else eos_ids),
+        coins,
+    ).run()
 
 
 @dataclass
@@ -121,12 +148,24 @@ class _Row:
 
 
 class _Engine:
-    def __init__(self, target: Target, drafter: Drafter, requests: Sequence[Request], sampling: Sampling,
-                 batch_size: int, seed: int, rule: str, guidance: float | None, on_tokens: OnTokens | None,
-                 eos: frozenset[int]) -> None:
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        batch_size: int,
+        seed: int,
+        rule: str | Rule,
+        guidance: float | None,
+        on_tokens: OnTokens | None,
+        eos: frozenset[int],
+        coins: CoinSource,
+    ) -> None:
         sampling.check_vocab(target.vocab_size)
         self.target, self.drafter, self.sampling = target, drafter, sampling
-        self.batch_size, self.seed, self.rule, self.guidance = batch_size, seed, rule, guidance
+        self.batch_size, self.seed, self.guidance, self.coins = batch_size, seed, guidance, coins
+        self.verify: Rule = rule if callable(rule) else functools.partial(run_verify, rule=rule)
         self.on_tokens, self.eos = on_tokens, eos
         self.timing, self.law_rows = Timing(), 0
         self.all = [_Row(i, r, Generation(list(r.prompt)), self._limit(i, r)) for i, r in enumerate(requests)]
@@ -139,8 +178,10 @@ class _Engine:
         if not request.prompt:
             raise UserError(f"request {index}: the prompt is empty; give at least one token")
         if longest >= context:
-            raise UserError(f"request {index}: the prompt has {longest} tokens and the target's context holds {context}; "
-                            f"shorten the prompt")
+            raise UserError(
+                f"request {index}: the prompt has {longest} tokens and the target's context holds {context}; "
+                f"shorten the prompt"
+            )
         return min(request.max_new_tokens, context - longest)
 
     @torch.inference_mode()
@@ -167,11 +208,13 @@ class _Engine:
             prompts = [torch.tensor(row.request.prompt, device=self.target.device) for row in new]
             uncond = None
             if self.guidance is not None:
-                uncond = [torch.tensor(row.request.uncond or row.request.prompt[-1:], device=self.target.device)
-                          for row in new]
+                uncond = [
+                    torch.tensor(row.request.uncond or row.request.prompt[-1:], device=self.target.device)
+                    for row in new
+                ]
             step = self.target.prefill(cache, prompts, self.drafter.taps, uncond)
             law = self._law(step.logits, DraftTree.empty(count, self.target.device), new)
-            verdict = run_verify(law.tree, law, self._rng(new), self.rule)
+            verdict = self.verify(law.tree, law, self._rng(new))
             law.check()
             self.law_rows += law.computed
             first = verdict.bonus.tolist()
@@ -201,7 +244,7 @@ class _Engine:
         step = self.target.score(cache, last, tree, self.drafter.taps)
         clock.append(time.perf_counter())
         law = self._law(step.logits, tree, self.rows)
-        verdict = run_verify(tree, law, rng, self.rule)
+        verdict = self.verify(tree, law, rng)
         law.check()
         self.law_rows += law.computed
         clock.append(time.perf_counter())
@@ -217,7 +260,8 @@ class _Engine:
         t = self.timing
         parts = [b - a for a, b in zip(clock, clock[1:], strict=False)]
         t.draft_s, t.target_s, t.verify_s, t.commit_s = (
-            x + y for x, y in zip((t.draft_s, t.target_s, t.verify_s, t.commit_s), parts, strict=True))
+            x + y for x, y in zip((t.draft_s, t.target_s, t.verify_s, t.commit_s), parts, strict=True)
+        )
         t.cycles += 1
 
     def _record(self, tree: DraftTree, verdict: Verdict, kept: Tensor, budget: Tensor) -> None:
@@ -225,10 +269,12 @@ class _Engine:
         node = torch.arange(tree.width, device=kept.device)
         depth = torch.where(node < tree.size[:, None], layout.depth + 1, 0)
         proposed = depth.amax(1) if tree.width else torch.zeros_like(verdict.length)
-        rank = layout.rank.expand(count, tree.width).gather(1, verdict.path.clamp(min=0)) if tree.width else verdict.path
+        rank = (
+            layout.rank.expand(count, tree.width).gather(1, verdict.path.clamp(min=0)) if tree.width else verdict.path
+        )
         table = torch.cat([verdict.length[:, None], proposed[:, None], kept, rank], 1).tolist()
         for row, most, (accepted, levels, *rest) in zip(self.rows, budget.tolist(), table, strict=True):
-            tokens, ranks = rest[: accepted + 1], rest[kept.shape[1]: kept.shape[1] + accepted]
+            tokens, ranks = rest[: accepted + 1], rest[kept.shape[1] : kept.shape[1] + accepted]
             before = len(row.out.token_ids)
             row.cycle += 1
             emitted = self._emit(row, tokens, [True] * accepted + [False])
@@ -259,7 +305,7 @@ class _Engine:
 
     def _rng(self, rows: list[_Row]) -> Rng:
         ids = torch.tensor([[row.request.id for row in rows], [row.cycle for row in rows]], device=self.target.device)
-        return Rng(self.seed, ids[0], ids[1])
+        return self.coins(self.seed, ids[0], ids[1])
 
     def _law(self, logits: Tensor, tree: DraftTree, rows: list[_Row]) -> Law:
         if not self.sampling.uses_history:

@@ -66,10 +66,20 @@ class Sampling:
     def __post_init__(self) -> None:
         problems = [
             ("temperature", self.temperature, 0 <= self.temperature < math.inf, "must be >= 0 (0 = greedy)"),
-            ("top_k", self.top_k, self.top_k >= 0 and int(self.top_k) == self.top_k, "must be an integer >= 0 (0 = off)"),
+            (
+                "top_k",
+                self.top_k,
+                self.top_k >= 0 and int(self.top_k) == self.top_k,
+                "must be an integer >= 0 (0 = off)",
+            ),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "must lie in (0, 1] (1 = off)"),
             ("min_p", self.min_p, 0 <= self.min_p < 1, "must lie in [0, 1) (0 = off)"),
-            ("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty < math.inf, "must be > 0 (1 = off)"),
+            (
+                "repetition_penalty",
+                self.repetition_penalty,
+                0 < self.repetition_penalty < math.inf,
+                "must be > 0 (1 = off)",
+            ),
         ]
         wrong = [f"{key}={value}: {rule}" for key, value, good, rule in problems if not good]
         if wrong:
@@ -88,7 +98,9 @@ class Sampling:
     def check_vocab(self, vocab_size: int) -> None:
         """Raises UserError when top_k exceeds the vocabulary."""
         if self.top_k > vocab_size:
-            raise UserError(f"top_k={self.top_k}: above the vocabulary of {vocab_size} tokens; use top_k=0 to switch it off")
+            raise UserError(
+                f"top_k={self.top_k}: above the vocabulary of {vocab_size} tokens; use top_k=0 to switch it off"
+            )
 
     def support(self, scores: Tensor) -> Support:
         """The law of processed `scores` [R, V]; float32, or float64 when the scores are."""
@@ -116,7 +128,7 @@ def _truncate(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Support
     want = min(size, max(_FIRST_CANDIDATES, 2 * top_k))
     while True:
         values, ids = scores.topk(want, dim=-1)
-        floor = values[:, top_k - 1: top_k] if top_k else torch.full_like(values[:, :1], -math.inf)
+        floor = values[:, top_k - 1 : top_k] if top_k else torch.full_like(values[:, :1], -math.inf)
         kept = values.masked_fill(values < floor, -math.inf)
         if top_p < 1:
             total = kept.logsumexp(-1, keepdim=True) if top_k else scores.logsumexp(-1, keepdim=True)
@@ -141,8 +153,14 @@ class Law:
     computed: number of rows evaluated so far (what laziness saves is visible there).
     """
 
-    def __init__(self, sampling: Sampling, logits: Tensor, tree: DraftTree, history: Tensor | None = None,
-                 lengths: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        sampling: Sampling,
+        logits: Tensor,
+        tree: DraftTree,
+        history: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> None:
         if sampling.uses_history and (history is None or lengths is None):
             raise ValueError("this law needs the history of its rows")
         self.sampling, self.logits, self.tree, self.history, self.lengths = sampling, logits, tree, history, lengths
@@ -165,8 +183,10 @@ class Law:
         if bool(self._bad.any()):
             row = int(self._bad.nonzero()[0])
             worst = float(self.logits[row].float().amax())
-            raise UserError(f"row {row}: the target's logits hold NaN or infinity, or every token is masked (maximum "
-                            f"{worst}); check the weights, the dtype and the logits processors; nothing was committed")
+            raise UserError(
+                f"row {row}: the target's logits hold NaN or infinity, or every token is masked (maximum "
+                f"{worst}); check the weights, the dtype and the logits processors; nothing was committed"
+            )
 
     def _process(self, scores: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
         assert self.history is not None and self.lengths is not None
@@ -179,9 +199,12 @@ class Law:
         on_path = mask[rows if mask.shape[0] > 1 else torch.zeros_like(rows), slots, 1:]
         new = torch.where(on_path, self.tree.tokens[rows], first)
         for processor in self.sampling.processors:  # foreign code knows no padding: one row at a time
-            scores = torch.cat([
-                processor(torch.cat([o[: int(n)], t[m]])[None], s[None])
-                for o, n, t, m, s in zip(old, self.lengths[rows], new, on_path, scores, strict=True)])
+            scores = torch.cat(
+                [
+                    processor(torch.cat([o[: int(n)], t[m]])[None], s[None])
+                    for o, n, t, m, s in zip(old, self.lengths[rows], new, on_path, scores, strict=True)
+                ]
+            )
         penalty = self.sampling.repetition_penalty
         if penalty != 1:
             ids = torch.cat([old, new], 1)
@@ -200,10 +223,14 @@ def _refuse_state(processor: Processor) -> None:
         probe = copy.deepcopy(processor)
         answers += [probe(torch.tensor([h]), torch.linspace(0, 1, 1024)[None]) for h in histories]
     except (IndexError, RuntimeError, ValueError, TypeError) as error:
-        raise UserError(f"processors: {name} cannot be called on one row by itself ({error}); use a stateless one") from None
+        raise UserError(
+            f"processors: {name} cannot be called on one row by itself ({error}); use a stateless one"
+        ) from None
     if _picture(probe) != before or not (torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[3])):
-        raise UserError(f"processors: {name} keeps state between calls; tree verification visits nodes in any order, "
-                        f"so only stateless processors are exact: leave it out")
+        raise UserError(
+            f"processors: {name} keeps state between calls; tree verification visits nodes in any order, "
+            f"so only stateless processors are exact: leave it out"
+        )
 
 
 def _picture(thing: object) -> str:

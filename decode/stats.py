@@ -55,7 +55,7 @@ def loop_starts(tokens: Sequence[int], gram: int = LOOP_GRAM, times: int = LOOP_
     seen: dict[tuple[int, ...], int] = {}
     out = [False] * (len(tokens) + 1)
     for end in range(gram, len(tokens) + 1):
-        key = tuple(tokens[end - gram: end])
+        key = tuple(tokens[end - gram : end])
         seen[key] = seen.get(key, 0) + 1
         out[end] = seen[key] >= times
     return out
@@ -119,8 +119,13 @@ def paired_difference(a: Sequence[Sequence[Cycle]], b: Sequence[Sequence[Cycle]]
     return _resampled(difference, len(a), seed)
 
 
-def ratio_of_rates(work: Sequence[float], seconds: Sequence[float], base_work: Sequence[float],
-                   base_seconds: Sequence[float], seed: int = 0) -> Interval:
+def ratio_of_rates(
+    work: Sequence[float],
+    seconds: Sequence[float],
+    base_work: Sequence[float],
+    base_seconds: Sequence[float],
+    seed: int = 0,
+) -> Interval:
     """Speedup: (work / seconds) / (base work / base seconds) over paired prompts (tokens and wall seconds each)."""
     w, s, bw, bs = (np.asarray(x, float) for x in (work, seconds, base_work, base_seconds))
     return _resampled(lambda p: (w[p].sum(-1) / s[p].sum(-1)) / (bw[p].sum(-1) / bs[p].sum(-1)), len(w), seed)

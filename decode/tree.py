@@ -154,30 +154,48 @@ class DraftTree:
     def empty(rows: int, device: torch.device | str = "cpu") -> DraftTree:
         """No draft at all for `rows` rows."""
         none = torch.empty(rows, 0, dtype=torch.int64, device=device)
-        return DraftTree(none, none, torch.zeros(rows, dtype=torch.int64, device=device),
-                         static_layout=TreeShape.chain(0).layout(torch.device(device)))
+        return DraftTree(
+            none,
+            none,
+            torch.zeros(rows, dtype=torch.int64, device=device),
+            static_layout=TreeShape.chain(0).layout(torch.device(device)),
+        )
 
     @staticmethod
-    def chain(tokens: Tensor, size: Tensor | None = None, sampled: Tensor | None = None,
-              proposal: Proposal | None = None) -> DraftTree:
+    def chain(
+        tokens: Tensor, size: Tensor | None = None, sampled: Tensor | None = None, proposal: Proposal | None = None
+    ) -> DraftTree:
         """A chain of `tokens` [B, N]; size [B] defaults to N."""
         return DraftTree.static(TreeShape.chain(tokens.shape[1]), tokens, size, sampled, proposal)
 
     @staticmethod
-    def static(shape: TreeShape, tokens: Tensor, size: Tensor | None = None, sampled: Tensor | None = None,
-               proposal: Proposal | None = None) -> DraftTree:
+    def static(
+        shape: TreeShape,
+        tokens: Tensor,
+        size: Tensor | None = None,
+        sampled: Tensor | None = None,
+        proposal: Proposal | None = None,
+    ) -> DraftTree:
         """`tokens` [B, N] hung on a shape all rows share; nodes stand level by level, so a row is cut by its size."""
         rows, n = tokens.shape
         if size is None:
             size = torch.full((rows,), n, dtype=torch.int64, device=tokens.device)
-        return DraftTree(tokens, shape.parents(tokens.device).expand(rows, n), size, sampled, proposal,
-                         static_layout=shape.layout(tokens.device))
+        return DraftTree(
+            tokens,
+            shape.parents(tokens.device).expand(rows, n),
+            size,
+            sampled,
+            proposal,
+            static_layout=shape.layout(tokens.device),
+        )
 
     def validate(self, vocab_size: int, max_nodes: int | None = None) -> None:
         """Raise ValueError naming row and node when the tree is malformed. Costs host round trips."""
         if not (self.tokens.shape == self.parents.shape and self.size.shape == self.tokens.shape[:1]):
-            raise ValueError(f"draft tree: shapes differ: tokens {tuple(self.tokens.shape)}, parents "
-                             f"{tuple(self.parents.shape)}, size {tuple(self.size.shape)}")
+            raise ValueError(
+                f"draft tree: shapes differ: tokens {tuple(self.tokens.shape)}, parents "
+                f"{tuple(self.parents.shape)}, size {tuple(self.size.shape)}"
+            )
         for name in ("tokens", "parents", "size"):
             if getattr(self, name).dtype != torch.int64:
                 raise ValueError(f"draft tree: {name} must be int64, not {getattr(self, name).dtype}")
@@ -190,11 +208,16 @@ class DraftTree:
             return
         node = torch.arange(n, device=self.tokens.device)
         used = node < self.size[:, None]
-        self._refuse(used & ((self.tokens < 0) | (self.tokens >= vocab_size)), "token", self.tokens,
-                     f"outside the vocabulary 0..{vocab_size - 1}")
+        self._refuse(
+            used & ((self.tokens < 0) | (self.tokens >= vocab_size)),
+            "token",
+            self.tokens,
+            f"outside the vocabulary 0..{vocab_size - 1}",
+        )
         if self.static_layout is None:
-            self._refuse((self.parents >= node) | (self.parents < -1), "parent", self.parents,
-                         "must be -1 or an earlier node")
+            self._refuse(
+                (self.parents >= node) | (self.parents < -1), "parent", self.parents, "must be -1 or an earlier node"
+            )
         if self.sampled is not None and self.proposal is None and bool((self.sampled & used).any()):
             raise ValueError("draft tree: sampled nodes without the proposal they were drawn from")
         fixed = used if self.sampled is None else used & ~self.sampled
@@ -203,8 +226,12 @@ class DraftTree:
         if self.sampled is None or self.proposal is None or not self.proposal.replacement:
             self._refuse(twin.any(-1), "token", self.tokens, "stands twice among its siblings")
         else:
-            self._refuse((twin & fixed[:, :, None] & fixed[:, None]).any(-1), "token", self.tokens,
-                         "is a deterministic candidate twice among its siblings")
+            self._refuse(
+                (twin & fixed[:, :, None] & fixed[:, None]).any(-1),
+                "token",
+                self.tokens,
+                "is a deterministic candidate twice among its siblings",
+            )
         if self.sampled is not None and self.proposal is not None:
             self._validate_proposal(used)
 
@@ -214,12 +241,15 @@ class DraftTree:
         batch = torch.arange(self.tokens.shape[0], device=law.device)[:, None].expand_as(self.tokens)
         total = law.sum(-1)
         bad_law = (total - 1).abs() > 1e-4
-        self._refuse(used & self.sampled & bad_law[batch, self.proposal.row], "law row", self.proposal.row,
-                     "does not sum to one")
+        self._refuse(
+            used & self.sampled & bad_law[batch, self.proposal.row], "law row", self.proposal.row, "does not sum to one"
+        )
         ids = self.tokens.reshape(-1, 1)
         mass = self.proposal.read(law[batch.reshape(-1), self.proposal.row.reshape(-1)], ids, 0)
         mass = mass.reshape(self.tokens.shape)
-        self._refuse(used & self.sampled & ~(mass > 0), "token", self.tokens, "has no mass in the law it was drawn from")
+        self._refuse(
+            used & self.sampled & ~(mass > 0), "token", self.tokens, "has no mass in the law it was drawn from"
+        )
 
     def _refuse(self, bad: Tensor, what: str, values: Tensor, why: str) -> None:
         if bool(bad.any()):
@@ -248,7 +278,9 @@ class TreeShape:
         have = set(known)
         for path in known:
             if not path or min(path) < 0:
-                raise UserError(f"tree: path {list(path)} is not a list of ranks >= 0; give paths such as [0] or [0, 1]")
+                raise UserError(
+                    f"tree: path {list(path)} is not a list of ranks >= 0; give paths such as [0] or [0, 1]"
+                )
             if len(path) > 1 and path[:-1] not in have:
                 raise UserError(f"tree: path {list(path)} has no parent {list(path[:-1])}; add it")
             if path[-1] > 0 and (*path[:-1], path[-1] - 1) not in have:
@@ -269,7 +301,9 @@ class TreeShape:
 
     def size_at(self, budget: Tensor) -> Tensor:
         """Number of nodes no deeper than `budget` [B] levels: [B] int64."""
-        count = torch.tensor([sum(len(p) <= d for p in self.paths) for d in range(self.depth + 1)], device=budget.device)
+        count = torch.tensor(
+            [sum(len(p) <= d for p in self.paths) for d in range(self.depth + 1)], device=budget.device
+        )
         return count[budget.clamp(0, self.depth)]
 
     def parents(self, device: torch.device) -> Tensor:
@@ -285,6 +319,5 @@ def _static(shape: TreeShape, device: torch.device) -> tuple[Tensor, Layout]:
     index = {path: i for i, path in enumerate(shape.paths)}
     parents = torch.tensor([[index.get(p[:-1], -1) for p in shape.paths]], dtype=torch.int64).reshape(1, len(index))
     layout = Layout.of(parents)
-    moved = Layout(*(t.to(device) for t in (parents, layout.depth, layout.mask, layout.children, layout.rank)),
-                   layout.levels)
-    return parents.to(device), moved
+    fields = {name: getattr(layout, name).to(device) for name in ("parents", "depth", "mask", "children", "rank")}
+    return fields["parents"], Layout(**fields, levels=layout.levels)

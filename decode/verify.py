@@ -123,8 +123,9 @@ class _Siblings:
         scaled = weight * carried.to(weight.dtype)[:, None]
         without = _without(weight, support.ids, token)
         q = self.proposal.read(self.law, support.ids, self.vocab_size) / self.left.to(self.law.dtype)[:, None]
-        rest = torch.where(self.sampled[:, j, None], (scaled - q.to(weight.dtype)).clamp_(min=0),
-                           _without(scaled, support.ids, token))
+        rest = torch.where(
+            self.sampled[:, j, None], (scaled - q.to(weight.dtype)).clamp_(min=0), _without(scaled, support.ids, token)
+        )
         total = rest.sum(-1, dtype=torch.float64)
         other = without.sum(-1, dtype=torch.float64)
         spare = torch.where((other > 0)[:, None], without, weight)

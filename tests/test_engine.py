@@ -1,0 +1,183 @@
+"""The decode loop on tiny targets: equal to plain decoding and to transformers, in any batch, to the last token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from conf.errors import UserError
+from decode.drafters import Drafter, DraftModel, NGram, NoDraft
+from decode.engine import Request, generate
+from decode.load import TargetConfig, load_target
+from decode.rng import Rng
+from decode.sampling import Sampling
+from decode.target import Target
+from decode.tree import DraftTree, TreeShape
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return load_target(TargetConfig(kind="tiny"), torch.float64)
+
+
+@pytest.fixture(scope="module")
+def other() -> Target:
+    return load_target(TargetConfig(kind="tiny", layers=1, seed=5), torch.float64)
+
+
+class Tree(NoDraft):
+    """A static tree of tokens that depend on the row's length alone, the true ones smuggled in at times."""
+
+    name, shape = "tree", "tree"
+    paths = TreeShape.of([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
+    max_nodes, max_depth = 7, 3
+
+    def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
+        tokens = torch.arange(7).expand(self.rows, 7) * 3 + 5
+        return DraftTree.static(self.paths, tokens, self.paths.size_at(budget))
+
+
+PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [10, 11], [3] * 20, [50], list(range(40, 90)), [7, 8] * 6]
+
+
+def requests(count: int = 6, tokens: int = 24) -> list[Request]:
+    return [Request(p, tokens, id=i) for i, p in enumerate(PROMPTS[:count])]
+
+
+def drafters(target: Target, other: Target) -> list[Drafter]:
+    return [NGram(), DraftModel(target, 4), DraftModel(other, 3), Tree()]
+
+
+def tokens(target: Target, drafter: Drafter, sampling: Sampling, **more: object) -> list[list[int]]:
+    return [g.token_ids for g in generate(target, drafter, requests(), sampling, **more).generations]  # type: ignore[arg-type]
+
+
+def test_greedy_equals_transformers(target: Target, other: Target) -> None:
+    for drafter in [NoDraft(), *drafters(target, other)]:
+        for prompt, got in zip(PROMPTS, tokens(target, drafter, Sampling(), batch_size=4), strict=True):
+            want = target.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, pad_token_id=0)
+            assert got == want[0, len(prompt) :].tolist(), drafter.name
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(1.0), Sampling(0.8, top_k=20, top_p=0.9), Sampling(1.0, repetition_penalty=1.3)]
+)
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+def test_tokens_do_not_depend_on_batch_size_or_position(
+    target: Target, other: Target, sampling: Sampling, rule: str
+) -> None:
+    for drafter in [NoDraft(), *drafters(target, other)]:
+        alone = tokens(target, drafter, sampling, batch_size=1, seed=3, verify=rule)
+        assert alone == tokens(target, drafter, sampling, batch_size=4, seed=3, verify=rule), drafter.name
+        back = generate(target, drafter, requests()[::-1], sampling, batch_size=3, seed=3, verify=rule).generations
+        assert alone == [g.token_ids for g in back[::-1]], drafter.name
+    if not sampling.greedy:
+        assert alone != tokens(target, drafter, sampling, seed=4, verify=rule)
+
+
+def test_perfect_drafter_accepts_everything(target: Target) -> None:
+    """A lossless engine with a broken drafter state fails here: the target as its own draft."""
+    for sampling in (Sampling(), Sampling(1.0), Sampling(0.7, top_p=0.8)):
+        for batch in (1, 3):
+            run = generate(target, DraftModel(target, 4), requests(tokens=31), sampling, batch_size=batch, seed=1)
+            clean = [c for g in run.generations for c in g.cycles if not c.cut]
+            assert clean and all(c.accepted == c.proposed == 4 for c in clean)
+
+
+def test_limits_are_exact(target: Target, other: Target) -> None:
+    for drafter in [NoDraft(), *drafters(target, other)]:
+        for limit in (0, 1, 2, 7):
+            run = generate(target, drafter, requests(tokens=limit), Sampling(), batch_size=3)
+            assert all(len(g.token_ids) == limit == len(g.from_draft) for g in run.generations)
+
+
+def test_stop_token_inside_an_accepted_block(target: Target) -> None:
+    free = tokens(target, NoDraft(), Sampling())
+    for place in (0, 1, 3, 4, 5):
+        stop = free[0][place]
+        if stop in free[0][:place]:
+            continue
+        run = generate(target, DraftModel(target, 4), requests(1), Sampling(), eos_ids=[stop])
+        got = run.generations[0]
+        assert got.token_ids == free[0][: place + 1] and got.finish == "eos"
+        assert sum(c.accepted for c in got.cycles) == sum(got.from_draft)
+
+
+def test_context_end_trims_the_tree(target: Target) -> None:
+    small = load_target(TargetConfig(kind="tiny", context=32), torch.float64)
+    prompt = list(range(20, 49))  # 29 of 32 positions
+    for drafter in (NoDraft(), NGram(), DraftModel(small, 4), Tree()):
+        got = generate(small, drafter, [Request(prompt, 50)], Sampling(), eos_ids=[]).generations[0].token_ids
+        assert len(got) == 3
+    with pytest.raises(UserError, match="context holds 32"):
+        generate(small, NoDraft(), [Request(list(range(40, 72)), 5)], Sampling())
+
+
+def test_cycles_add_up(target: Target, other: Target) -> None:
+    for drafter in drafters(target, other):
+        for g in generate(target, drafter, requests(), Sampling(1.0), batch_size=2, eos_ids=[]).generations:
+            assert 1 + sum(c.accepted + 1 for c in g.cycles) == len(g.token_ids)
+            assert sum(g.from_draft) == sum(c.accepted for c in g.cycles)
+            assert [c.start for c in g.cycles] == [
+                1 + sum(c.accepted + 1 for c in g.cycles[:i]) for i in range(len(g.cycles))
+            ]
+            assert all(len(c.ranks) == c.accepted <= c.proposed <= drafter.max_depth for c in g.cycles)
+
+
+def test_guidance_is_exact_for_the_guided_target(target: Target, other: Target) -> None:
+    """Speculation under guidance gives transformers' guided tokens; companions follow rows through the queue."""
+    asked = [Request(p, 16, uncond=[9, 9, 4] if i % 2 else None, id=i) for i, p in enumerate(PROMPTS)]
+    for drafter in [NoDraft(), *drafters(target, other)]:
+        for batch in (1, 4):
+            run = generate(target, drafter, asked, Sampling(), batch_size=batch, guidance=1.7, eos_ids=[])
+            for request, got in zip(asked, run.generations, strict=True):
+                negative = torch.tensor([request.uncond or request.prompt[-1:]])
+                want = target.model.generate(
+                    torch.tensor([request.prompt]),
+                    do_sample=False,
+                    max_new_tokens=16,
+                    pad_token_id=0,
+                    guidance_scale=1.7,
+                    negative_prompt_ids=negative,
+                    eos_token_id=None,
+                )
+                assert got.token_ids == want[0, len(request.prompt) :].tolist(), drafter.name
+
+
+def test_streaming_reports_every_token_once(target: Target) -> None:
+    seen: dict[int, list[int]] = {}
+    run = generate(
+        target,
+        NGram(),
+        requests(),
+        Sampling(),
+        batch_size=2,
+        on_tokens=lambda i, new, drafted: seen.setdefault(i, []).extend(new),
+    )
+    assert [seen[i] for i in range(6)] == [g.token_ids for g in run.generations]
+
+
+def test_nothing_reads_global_random_state(target: Target) -> None:
+    torch.manual_seed(1)
+    first = tokens(target, DraftModel(target, 3), Sampling(1.0))
+    torch.manual_seed(2)
+    assert first == tokens(target, DraftModel(target, 3), Sampling(1.0))
+
+
+def test_empty_prompt(target: Target) -> None:
+    with pytest.raises(UserError, match="request 1: the prompt is empty"):
+        generate(target, NoDraft(), [Request([1], 2), Request([], 2)], Sampling())
+
+
+def test_ngram_takes_the_longest_and_latest_match() -> None:
+    drafter = NGram(depth=3)
+    drafter.reset(1, 64)
+    ids = torch.tensor([1, 2, 3, 9, 2, 3, 8, 7, 1, 2, 3])
+    drafter.begin([ids], Sampling())
+    drafter.observe(ids[None, 1:], None, torch.tensor([10]), slice(0, 1))
+    rng = Rng(0, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    assert drafter.propose(torch.tensor([3]), Sampling(), rng).tokens.tolist() == [[9, 2, 3]]  # after 1 2 3, not 2 3
+    assert drafter.propose(torch.tensor([1]), Sampling(), rng).tokens.tolist() == [[9]]
+    drafter.observe(torch.tensor([[55]]), None, torch.tensor([1]), slice(0, 1))
+    assert drafter.propose(torch.tensor([3]), Sampling(), rng).width == 0

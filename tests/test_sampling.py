@@ -1,0 +1,189 @@
+"""The sampling law against transformers' own warpers, a naive reading, and addressed random numbers."""
+
+from __future__ import annotations
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from conf.errors import UserError
+from decode.rng import ACCEPT, DRAFT, RESIDUAL, Rng, inverse_cdf
+from decode.sampling import Law, Sampling
+from decode.tree import DraftTree
+from scripts.lib.enumerator import naive_law
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    st.integers(0, 9999),
+    st.sampled_from([0.3, 1.0, 2.0]),
+    st.sampled_from([0, 1, 5, 300]),
+    st.sampled_from([1.0, 0.95, 0.5, 0.01]),
+    st.sampled_from([0.0, 0.05, 0.5]),
+)
+def test_law_equals_transformers(seed: int, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    if top_k:
+        warpers.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        warpers.append(TopPLogitsWarper(top_p))
+    if min_p:
+        warpers.append(MinPLogitsWarper(min_p))
+    theirs = warpers(torch.zeros(3, 1, dtype=torch.int64), logits.clone()).softmax(-1)
+    ours = Sampling(temperature, top_k, top_p, min_p).support(logits).dense(1000)
+    assert torch.allclose(ours, theirs, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "s",
+    [Sampling(1.0, top_p=0.9), Sampling(1.0, top_k=7), Sampling(1.0, min_p=0.01), Sampling(0.8, top_k=600, top_p=0.99)],
+)
+def test_wide_supports_and_ties_fall_back_to_all_candidates(s: Sampling) -> None:
+    """Flat laws (support in the thousands) and bfloat16 logits (ties at the edge) give the documented law."""
+    g = torch.Generator().manual_seed(1)
+    for logits in (
+        torch.randn(2, 6000, generator=g) * 0.1,
+        (torch.randn(2, 6000, generator=g) * 4).bfloat16().float(),
+        torch.zeros(2, 6000),
+    ):
+        ours = s.support(logits.double()).dense(6000)
+        theirs = torch.stack([naive_law(row.double(), s) for row in logits])
+        assert torch.allclose(ours, theirs, atol=1e-10, rtol=0)
+
+
+def test_greedy_is_the_lowest_id_among_equals() -> None:
+    logits = torch.zeros(1, 9)
+    logits[0, [3, 6]] = 1.0
+    support = Sampling(0.0).support(logits)
+    assert support.ids is not None and support.ids.tolist() == [[3]] and support.probs.tolist() == [[1.0]]
+
+
+def test_history_follows_the_path_of_each_node() -> None:
+    """Repetition penalty and a foreign processor see prompt, committed tokens and the node's own ancestors."""
+    g = torch.Generator().manual_seed(0)
+    tree = DraftTree(
+        torch.tensor([[4, 5, 6], [7, 8, 9]]), torch.tensor([[-1, -1, 0], [-1, 0, 1]]), torch.tensor([3, 3])
+    )
+    logits = torch.randn(2, 4, 12, generator=g, dtype=torch.float64)
+    history, lengths = torch.tensor([[1, 2, 3], [2, 10, 0]]), torch.tensor([3, 2])
+    penalty = RepetitionPenaltyLogitsProcessor(1.7)
+    law = Law(
+        Sampling(1.0, repetition_penalty=1.7, processors=(NoRepeatNGramLogitsProcessor(2),)),
+        logits,
+        tree,
+        history,
+        lengths,
+    )
+    for b, paths in enumerate([[[], [4], [5], [4, 6]], [[], [7], [7, 8], [7, 8, 9]]]):
+        for slot, path in enumerate(paths):
+            ids = torch.tensor([history[b, : lengths[b]].tolist() + path])
+            scores = NoRepeatNGramLogitsProcessor(2)(ids, logits[b : b + 1, slot].clone())
+            want = penalty(ids, scores).softmax(-1)
+            got = law.at(torch.tensor([b]), torch.tensor([slot])).dense(12)
+            assert torch.allclose(got, want, atol=1e-12)
+
+
+class Counter:
+    """A processor that answers differently every time."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return scores + self.calls
+
+
+def test_stateful_processors_are_refused_by_name() -> None:
+    with pytest.raises(UserError, match="Counter keeps state"):
+        Sampling(processors=(Counter(),))
+    Sampling(processors=(RepetitionPenaltyLogitsProcessor(1.1),))
+
+
+@pytest.mark.parametrize(
+    ("settings_", "word"),
+    [
+        ({"temperature": -0.1}, "temperature=-0.1"),
+        ({"temperature": math.nan}, "temperature"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -1}, "top_k=-1"),
+        ({"min_p": 1.0}, "min_p"),
+        ({"repetition_penalty": 0}, "repetition"),
+    ],
+)
+def test_settings_out_of_range(settings_: dict, word: str) -> None:
+    with pytest.raises(UserError, match=word):
+        Sampling(**settings_)
+
+
+def test_top_k_above_the_vocabulary() -> None:
+    with pytest.raises(UserError, match="top_k=11"):
+        Sampling(top_k=11).check_vocab(10)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.integers(0, 999), st.sampled_from([1, 2, 300, 2048, 4096]))
+def test_inverse_cdf_is_the_definition(seed: int, size: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    weights = torch.rand(16, size, generator=g) * (torch.rand(16, size, generator=g) < 0.3)
+    weights[:, seed % size] = 0.5
+    u = torch.rand(16, generator=g, dtype=torch.float64)
+    u[0], u[1] = 0.0, 1 - 2.0**-53
+    got = inverse_cdf(weights, u)
+    assert (weights.gather(1, got[:, None]) > 0).all(), "a token of weight 0 was drawn"
+    total = weights.double().cumsum(1)
+    goal = u * total[:, -1]
+    above = total.gather(1, got[:, None])[:, 0]
+    assert (above >= goal - 1e-9).all() and (
+        above - weights.double().gather(1, got[:, None])[:, 0] <= goal + 1e-9
+    ).all()
+
+
+def test_addressed_numbers() -> None:
+    """Uniform, and different for every part of the address; the same wherever the row stands."""
+    requests, cycles = torch.arange(200), torch.zeros(200, dtype=torch.int64)
+    rows, node = torch.arange(200), torch.arange(50).expand(200, 50)
+    u = Rng(7, requests, cycles).uniform(rows, node, ACCEPT)
+    others = [
+        Rng(8, requests, cycles).uniform(rows, node, ACCEPT),
+        Rng(7, requests, cycles + 1).uniform(rows, node, ACCEPT),
+        Rng(7, requests, cycles).uniform(rows, node, DRAFT),
+        Rng(7, requests, cycles).uniform(rows, node, RESIDUAL),
+        Rng(7, requests + 1000, cycles).uniform(rows, node, ACCEPT),
+        Rng(7, requests, cycles).uniform(rows, node + 50, ACCEPT),
+    ]
+    for other in others:
+        assert not (u == other).any()
+        assert abs(float(torch.corrcoef(torch.stack([u.flatten(), other.flatten()]))[0, 1])) < 0.05
+    assert u.dtype == torch.float64 and bool(((u >= 0) & (u < 1)).all())
+    counts = torch.histc(u.flatten(), 20, 0, 1)
+    assert float(((counts - 500) ** 2 / 500).sum()) < 45  # chi-square, 19 degrees of freedom, p about 1e-3
+    moved = Rng(7, requests.flip(0), cycles).uniform(rows, node, ACCEPT)
+    assert torch.equal(moved.flip(0), u)
+    assert not torch.equal(Rng(-1, requests, cycles).uniform(rows, node, DRAFT), u)  # any int is a seed
+
+
+def test_probability_zero_is_never_accepted_and_one_always() -> None:
+    class Zero(Rng):
+        def uniform(self, rows: torch.Tensor, node: torch.Tensor, purpose: int) -> torch.Tensor:
+            return torch.zeros(node.shape, dtype=torch.float64)
+
+    rng = Zero(0, torch.arange(3), torch.arange(3))
+    assert rng.accept(
+        torch.tensor([0.0, 1.0, 1e-300], dtype=torch.float64), torch.arange(3), torch.arange(3)
+    ).tolist() == [False, True, True]
+    assert rng.draw(torch.tensor([[0.0, 0.0, 0.3, 0.7]]), torch.arange(1), torch.arange(1)).tolist() == [2]

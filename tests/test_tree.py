@@ -1,0 +1,124 @@
+"""Draft trees: masks, children, order, static shapes, and what is refused."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from conf.errors import UserError
+from decode.tree import DraftTree, Layout, Proposal, TreeShape
+
+
+@st.composite
+def parent_lists(draw: st.DrawFn) -> list[int]:
+    return [draw(st.integers(-1, i - 1)) for i in range(draw(st.integers(0, 24)))]
+
+
+def ancestors(parents: list[int], i: int) -> list[int]:
+    out = [i]
+    while parents[out[-1]] != -1:
+        out.append(parents[out[-1]])
+    return out
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(parent_lists())
+def test_layout_against_plain_python(parents: list[int]) -> None:
+    n = len(parents)
+    layout = Layout.of(torch.tensor([parents], dtype=torch.int64).reshape(1, n))
+    for i in range(n):
+        path = ancestors(parents, i)
+        assert int(layout.depth[0, i]) == len(path) - 1
+        assert layout.mask[0, i + 1].nonzero()[:, 0].tolist() == sorted([0, *(p + 1 for p in path)])
+        siblings = [j for j in range(n) if parents[j] == parents[i]]
+        assert int(layout.rank[0, i]) == siblings.index(i)
+    for slot in range(n + 1):
+        kids = [k for k in layout.children[0, slot].tolist() if k >= 0]
+        assert kids == [j for j in range(n) if parents[j] == slot - 1]
+
+    def postorder(slot: int) -> list[int]:
+        return [x for j in range(n) if parents[j] == slot - 1 for x in postorder(j + 1)] + [slot]
+
+    assert layout.postorder[0].tolist() == postorder(0)
+    assert layout.levels == max((len(ancestors(parents, i)) for i in range(n)), default=0)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(parent_lists().filter(lambda p: len(p) >= 6), min_size=2, max_size=4))
+def test_rows_do_not_see_each_other(rows: list[list[int]]) -> None:
+    n = min(map(len, rows))
+    together = Layout.of(torch.tensor([r[:n] for r in rows]))
+    for b, row in enumerate(rows):
+        alone = Layout.of(torch.tensor([row[:n]]))
+        assert torch.equal(together.mask[b], alone.mask[0])
+        assert torch.equal(together.postorder[b], alone.postorder[0])
+        width = alone.children.shape[-1]
+        assert torch.equal(together.children[b, :, :width], alone.children[0])
+
+
+def test_static_shape_is_level_by_level_and_cut_by_budget() -> None:
+    shape = TreeShape.of([[1], [0, 0], [0], [0, 1], [1, 0], [0, 0, 0]])
+    assert shape.paths == ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
+    assert shape.size_at(torch.tensor([-1, 0, 1, 2, 3, 9])).tolist() == [0, 0, 2, 5, 6, 6]
+    assert [list(shape.level(d)) for d in range(3)] == [[0, 1], [2, 3, 4], [5]]
+    tree = DraftTree.static(shape, torch.arange(12).reshape(2, 6))
+    assert tree.positions().tolist() == [[0, 1, 1, 2, 2, 2, 3]]
+    assert TreeShape.chain(3).paths == ((0,), (0, 0), (0, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("paths", "word"), [([[0, 0]], "no parent"), ([[1]], "skips rank"), ([[]], "not a list"), ([[-1]], "not a list")]
+)
+def test_bad_shapes(paths: list[list[int]], word: str) -> None:
+    with pytest.raises(UserError, match=word):
+        TreeShape.of(paths)
+
+
+def tree(tokens: list[int], parents: list[int], **more: object) -> DraftTree:
+    n = len(tokens)
+    return DraftTree(torch.tensor([tokens]), torch.tensor([parents]), torch.tensor([more.pop("size", n)]), **more)
+
+
+SURE = Proposal(torch.tensor([[[0.5, 0.5, 0.0, 0.0]]]), torch.zeros(1, 2, dtype=torch.int64))
+BOTH = torch.ones(1, 2, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("bad", "word"),
+    [
+        (tree([1, 2], [-1, 1]), "node 1: parent 1"),  # its own parent
+        (tree([1, 2], [1, -1]), "node 0: parent 1"),  # parent after child
+        (tree([1, 2], [-1, -2]), "parent -2"),
+        (tree([1, 9], [-1, 0]), "node 1: token 9 outside the vocabulary"),
+        (tree([-1, 1], [-1, 0]), "token -1"),
+        (tree([1, 1], [-1, -1]), "stands twice"),
+        (tree([1, 2], [-1, 0], size=3), "size"),
+        (tree([0, 1], [-1, 0], sampled=BOTH), "without the proposal"),
+        (tree([0, 2], [-1, 0], sampled=BOTH, proposal=SURE), "no mass"),
+        (tree([0, 0], [-1, -1], sampled=BOTH, proposal=SURE), "stands twice"),
+        (tree([0, 1], [-1, 0], sampled=BOTH, proposal=Proposal(SURE.law * 0.5, SURE.row)), "sum to one"),
+        (DraftTree(torch.tensor([[1.0]]), torch.tensor([[-1]]), torch.tensor([1])), "int64"),
+        (DraftTree(torch.tensor([[1]]), torch.tensor([[-1, 0]]), torch.tensor([1])), "shapes differ"),
+    ],
+)
+def test_malformed_trees_name_row_and_value(bad: DraftTree, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        bad.validate(4)
+
+
+def test_well_formed_trees_pass() -> None:
+    tree([1, 2, 1], [-1, -1, 0]).validate(4)
+    tree([1, 99], [-1, 0], size=1).validate(4)  # padding is never read
+    tree([0, 0], [-1, -1], sampled=BOTH, proposal=Proposal(SURE.law, SURE.row, None, True)).validate(4)
+    DraftTree.empty(3).validate(4)
+    with pytest.raises(ValueError, match="budget of 2"):
+        tree([1, 2, 1], [-1, -1, 0]).validate(4, 2)
+
+
+def test_proposal_outside_the_draft_vocabulary_is_zero() -> None:
+    law = torch.tensor([[0.25, 0.75]])
+    proposal = Proposal(law[None], torch.zeros(1, 1, dtype=torch.int64), torch.tensor([2, 5]))
+    assert proposal.read(law, torch.tensor([[0, 2, 5, 7]]), 8).tolist() == [[0, 0.25, 0.75, 0]]
+    assert proposal.read(law, None, 8).tolist() == [[0, 0, 0.25, 0, 0, 0.75, 0, 0]]
