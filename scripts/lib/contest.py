@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -37,10 +38,10 @@ class Settings:
 
 @dataclass
 class Lane:
-    """A row of the table. run(requests, settings) -> Run. spec: as the user wrote it; name: unique, for people."""
+    """A row of the table. run(requests, settings) -> Run. name: as the user wrote it, made unique; label: short."""
 
     name: str
-    spec: str
+    label: str
     kind: str
     shape: str
     depth: int
@@ -91,8 +92,11 @@ def lanes_of(specs: Sequence[str], target: Target) -> tuple[list[Lane], list[dic
             continue
         taken = {other.name for other in lanes}
         if lane.name in taken:
-            lane.name = next(n for i in range(2, len(specs) + 3) if (n := f"{lane.name} #{i}") not in taken)
+            lane.name = lane.label = next(n for i in range(2, 99) if (n := f"{lane.name} #{i}") not in taken)
         lanes.append(lane)
+    short = [Path(lane.name).name for lane in lanes]
+    for lane, label in zip(lanes, short, strict=True):
+        lane.label = label if short.count(label) == 1 else lane.name
     return lanes, skipped
 
 

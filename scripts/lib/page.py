@@ -24,8 +24,8 @@ header p.sub { color:var(--muted); margin:0; font-size:16px } h2 { font-size:19p
 .panel { padding:18px 20px; overflow-x:auto } .grid { display:grid; gap:16px; grid-template-columns:1fr 1fr }
 @media (max-width:860px) { .grid { grid-template-columns:1fr } h1 { font-size:27px } }
 .grid svg { width:100%; height:auto; display:block } table { border-collapse:collapse; width:100% }
-th { font-size:12.5px; color:var(--muted); font-weight:600; text-align:right; padding:6px 10px; white-space:nowrap }
-td { text-align:right; padding:9px 10px; border-top:1px solid var(--line); font-variant-numeric:tabular-nums;
+th { font-size:12.5px; color:var(--muted); font-weight:600; text-align:right; padding:6px 8px }
+td { text-align:right; padding:9px 8px; border-top:1px solid var(--line); font-variant-numeric:tabular-nums;
   white-space:nowrap }
 th:first-child,td:first-child { text-align:left } td small { color:var(--muted) } tr.best td { background:#f1f5ff }
 .dot { display:inline-block; width:10px; height:10px; border-radius:3px; margin-right:9px }
@@ -90,8 +90,8 @@ def headline(report: dict[str, Any]) -> tuple[str, str]:
         return "Plain decoding, measured", sub
     speed, low = best["speedup"]["mean"], best["speedup"]["low"]
     if low is not None and low > 1:
-        return f"{best['name']} makes {report['target']['name']} {speed:.2f}× as fast", sub
-    return f"{best['name']}: {speed:.2f}× plain decoding, not clearly faster on this machine", sub
+        return f"{best['label']} makes {report['target']['name']} {speed:.2f}× as fast", sub
+    return f"{best['label']}: {speed:.2f}× plain decoding, not clearly faster on this machine", sub
 
 
 def cards(report: dict[str, Any]) -> str:
@@ -99,11 +99,11 @@ def cards(report: dict[str, Any]) -> str:
     best = best_of(report)
     facts = []
     if best:
-        facts.append((table.number(best["speedup"]["mean"]) + "×", f"decoding speed, {best['name']}"))
+        facts.append((table.number(best["speedup"]["mean"]) + "×", f"decoding speed, {best['label']}"))
         longest = max((r for r in rows if r["shape"] != "none" and r["accepted_length"]["mean"]),
                       key=lambda r: r["accepted_length"]["mean"], default=best)  # fmt: skip
-        facts.append((table.number(longest["accepted_length"]["mean"]), f"tokens per target pass, {longest['name']}"))
-        facts.append((table.number(best["tokens_per_second"], 1), f"tokens/s, {best['name']}"))
+        facts.append((table.number(longest["accepted_length"]["mean"]), f"tokens per target pass, {longest['label']}"))
+        facts.append((table.number(best["tokens_per_second"], 1), f"tokens/s, {best['label']}"))
     checked = [r["lossless"] for r in rows if r.get("lossless") and r["name"] != "none"]
     if checked:
         same, total = sum(c["equal"] for c in checked), sum(c["checked"] for c in checked)
@@ -132,8 +132,9 @@ def pairs(report: dict[str, Any]) -> str:
     if not found:
         return ""
     head = "<tr><th>pair</th><th>accepted length, difference</th><th>speed, ratio</th></tr>"
+    label = {r["name"]: r["label"] for r in report["drafters"]}
     body = "".join(
-        f"<tr><td>{esc(p['a'])} against {esc(p['b'])}</td>"
+        f"<tr><td>{esc(label[p['a']])} against {esc(label[p['b']])}</td>"
         f"<td>{esc(table.interval(p['accepted_length_difference']))}</td>"
         f"<td>{esc(table.interval(p['speed_ratio'], 2, '×'))}</td></tr>" for p in found)  # fmt: skip
     return f'<h2>Paired comparisons</h2><div class="panel"><table>{head}{body}</table></div>'

@@ -68,7 +68,7 @@ def _bars(ax: Axes, report: dict[str, Any], key: str, title: str, unit: str, lab
             ax.plot([low, high], [y, y], color=INK, linewidth=1.6, solid_capstyle="butt")
         ax.text(far * 1.03, y, f"{value:.2f}{unit}", va="center", color=INK, fontweight="bold")
     ax.axvline(1.0, color=MUTED, linewidth=1, linestyle=(0, (3, 3)))
-    ax.set_yticks(range(len(rows)), [d["name"] for d in rows])
+    ax.set_yticks(range(len(rows)), [d["label"] for d in rows])
     ax.set_xlim(0, far * 1.2)
     ax.grid(axis="y", visible=False)
     ax.set_title(title)
@@ -91,7 +91,7 @@ def by_position(ax: Axes, report: dict[str, Any]) -> None:
             continue
         x = [p["position"] for p in points]
         deepest = max(deepest, *x)
-        ax.plot(x, [p["conditional"] for p in points], "o-", color=colors[d["name"]], label=d["name"], ms=5)
+        ax.plot(x, [p["conditional"] for p in points], "o-", color=colors[d["name"]], label=d["label"], ms=5)
         ax.plot(x, [p["unconditional"] for p in points], "--", color=colors[d["name"]], alpha=0.55)
     ax.set_ylim(0, 1.02)
     ax.set_xticks(range(1, deepest + 1))
@@ -114,7 +114,7 @@ def by_category(ax: Axes, report: dict[str, Any]) -> None:
             at = y + 0.35 - step * (i + 0.5)
             if cell["low"] is not None:
                 ax.plot([cell["low"], cell["high"]], [at, at], color=colors[d["name"]], alpha=0.45, lw=3)
-            ax.plot(cell["mean"], at, "o", color=colors[d["name"]], ms=6, label=None if y else d["name"])
+            ax.plot(cell["mean"], at, "o", color=colors[d["name"]], ms=6, label=None if y else d["label"])
     ax.axvline(1.0, color=MUTED, linewidth=1, linestyle=(0, (3, 3)))
     ax.set_yticks(range(len(names)), names)
     ax.set_title("Accepted length by category")
@@ -126,14 +126,14 @@ def by_prompt(ax: Axes, report: dict[str, Any]) -> None:
     import numpy as np
 
     colors = color_of(report)
-    drawn = {d["name"]: [p["accepted_length"] for p in d["per_prompt"] if p["accepted_length"]]
+    drawn = {(d["name"], d["label"]): [p["accepted_length"] for p in d["per_prompt"] if p["accepted_length"]]
              for d in report["drafters"] if d["shape"] != "none"}  # fmt: skip
     values = [v for vs in drawn.values() for v in vs]
     if values:
         edges = np.linspace(1.0, max(values) + 1e-9, 19).tolist()
-        for name, vs in drawn.items():
+        for (name, label), vs in drawn.items():
             ax.hist(vs, bins=edges, histtype="stepfilled", color=colors[name], alpha=0.22)
-            ax.hist(vs, bins=edges, histtype="step", color=colors[name], linewidth=1.6, label=name)
+            ax.hist(vs, bins=edges, histtype="step", color=colors[name], linewidth=1.6, label=label)
     ax.set_title("Accepted length per prompt")
     ax.set_xlabel("tokens per target pass")
     ax.set_ylabel("prompts")
@@ -151,17 +151,17 @@ def time_per_token(ax: Axes, report: dict[str, Any]) -> None:
             seen.add(label)
             left += width
         ax.text(left * 1.01, y, f" {left:.1f}", va="center", color=INK)
-    ax.set_yticks(range(len(rows)), [d["name"] for d in rows])
+    ax.set_yticks(range(len(rows)), [d["label"] for d in rows])
     ax.grid(axis="y", visible=False)
     ax.set_title("Where the time goes")
     ax.set_xlabel("milliseconds per token while decoding")
     ax.margins(x=0.12)
-    _legend(ax, len(PHASES))
+    _legend(ax)
 
 
 def _legend(ax: Axes, columns: int = 3) -> None:
     if ax.get_legend_handles_labels()[0]:
-        ax.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.16), ncols=columns, handlelength=1.4,
+        ax.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.2), ncols=columns, handlelength=1.4,
                   columnspacing=1.2, borderaxespad=0)  # fmt: skip
 
 

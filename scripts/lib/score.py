@@ -85,7 +85,7 @@ class Scores:
             "name": name,
             "kind": lane.kind,
             "shape": lane.shape,
-            "spec": lane.spec,
+            "label": lane.label,
             "max_depth": lane.depth,
             "max_nodes": lane.nodes,
             "tokens": sum(len(a.generation.token_ids) for a in answers),

@@ -42,9 +42,9 @@ def equality(row: Row) -> str:
 
 
 COLUMNS: list[tuple[str, Callable[[Row], str]]] = [
-    ("drafter", lambda r: r["name"]),
+    ("drafter", lambda r: r["label"]),
     ("accepted length", lambda r: interval(r["accepted_length"])),
-    ("accepted at 1, 2, 3, 4", positions),
+    ("accepted at 1…4", positions),
     ("tokens/s", lambda r: number(r["tokens_per_second"], 1)),
     ("speedup", lambda r: interval(r["speedup"], 2, "×")),
     ("end to end", lambda r: interval(r["end_to_end"]["speedup"], 2, "×")),
@@ -74,11 +74,11 @@ def show(report: dict[str, Any], console: Console | None = None) -> None:
     """Print the table, and what it leaves out; a narrow terminal gets fewer columns and no brackets."""
     console = console or Console()
     if not console.is_terminal:  # a log file has no width
-        console = Console(width=140)
+        console = Console(width=150)
     table = Table(title=title(report), title_justify="left", title_style="bold", header_style="bold")
     columns = columns_of(report)
     if console.width < 120:
-        columns = [(n, lambda r, cell=cell: cell(r).partition(" [")[0]) for n, cell in columns if n not in WIDE_ONLY]
+        columns = [(n, _bare(cell)) for n, cell in columns if n not in WIDE_ONLY]
     for i, (name, _) in enumerate(columns):
         table.add_column(name, justify="left" if i == 0 else "right", overflow="fold")
     for row in report["drafters"]:
@@ -88,6 +88,10 @@ def show(report: dict[str, Any], console: Console | None = None) -> None:
         console.print(line, style="dim", highlight=False)
     for skipped in report["skipped"]:
         console.print(f"skipped {skipped['name']}: {skipped['reason']}", style="yellow", highlight=False)
+
+
+def _bare(cell: Callable[[Row], str]) -> Callable[[Row], str]:
+    return lambda row: cell(row).partition(" [")[0]
 
 
 def notes(report: dict[str, Any]) -> list[str]:

@@ -1,0 +1,163 @@
+"""The main job, start to end: the target writes its own data, Medusa heads learn from it, everything is scored.
+
+    make demo            # about a quarter of an hour on two CPU cores
+    make demo FAST=1     # the same steps with tiny budgets, a few minutes; the figures mean little
+
+Each step prints its command. Stop it at any time: the same command goes on where it stopped, and a finished step is
+not done again. Leaves runs/demo/data.jsonl, runs/demo/medusa, reports/demo/t0 and reports/demo/t1. The work of the
+other budget is kept aside in runs/demo-full or runs/demo-fast and comes back with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # else scripts/ comes first and shadows libraries
+
+from rich.console import Console
+
+from conf.errors import Interrupted, UserError
+from conf.schema import entry
+from scripts.lib import files, table
+
+RUNS, REPORTS = Path("runs/demo"), Path("reports/demo")
+DRAFTERS = ["none", "ngram", f"{RUNS}/medusa@chain", f"{RUNS}/medusa@tree"]
+
+
+@dataclass
+class DemoConfig:
+    """Keys of scripts/demo.py."""
+
+    # tiny budgets: a check that all parts work together
+    fast: bool = False
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the demo may spend."""
+
+    conversations: int
+    answer_tokens: int
+    steps: int
+    batch: int
+    prompts: int
+    tokens: int
+
+
+FULL = Budget(conversations=288, answer_tokens=200, steps=300, batch=16, prompts=24, tokens=64)
+FAST = Budget(conversations=32, answer_tokens=64, steps=20, batch=8, prompts=8, tokens=24)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command, the files it reads and the file that it leaves when it is done."""
+
+    title: str
+    args: list[str]
+    reads: list[Path]
+    leaves: Path
+
+
+def steps(budget: Budget, fast: bool) -> list[Step]:
+    """The main job as commands."""
+    data, head = RUNS / "data.jsonl", RUNS / "medusa" / "head"
+    batch = min(budget.conversations, 96)
+    synthesize = ["scripts/synthesize.py", "target=smollm2", f"out={data}", "seed=0", f"batch={batch}",
+                  f"num_conversations={budget.conversations}", f"max_new_tokens={budget.answer_tokens}"]  # fmt: skip
+    train = ["train/medusa.py", "target=smollm2", "data=jsonl", f"data.path={data}", f"out_dir={RUNS}/medusa", "seed=0",
+             f"steps={budget.steps}", f"batch_size={budget.batch}", "data.max_length=320",
+             f"save_every={max(budget.steps // 3, 10)}", f"eval.every={max(budget.steps // 2, 10)}",
+             f"eval.prompts={2 if fast else 6}", f"eval.max_new_tokens={16 if fast else 48}"]  # fmt: skip
+    found = [
+        Step("the target writes conversations", synthesize, [], data),
+        Step("Medusa heads learn from them", train, [data], head / "head.json"),
+    ]
+    for name, temperature in (("t0", 0), ("t1", 1)):
+        out = REPORTS / name
+        score = ["scripts/evaluate.py", "target=smollm2", f"drafters=[{','.join(DRAFTERS)}]", f"out={out}",
+                 f"temperature={temperature}", f"num_prompts={budget.prompts}", f"max_new_tokens={budget.tokens}"]
+        found.append(Step(f"scores at T = {temperature}", score, [head / "head.json"], out / "report.json"))
+    return found
+
+
+@entry("demo", DemoConfig)
+def main(cfg: DemoConfig) -> int:
+    """Run the steps that are not done yet."""
+    os.chdir(files.ROOT)
+    console = Console()
+    started = time.perf_counter()
+    swap("fast" if cfg.fast else "full")
+    todo = steps(FAST if cfg.fast else FULL, cfg.fast)
+    for number, step in enumerate(todo, 1):
+        head = f"[bold][{number}/{len(todo)}][/bold] {step.title}"
+        if done(step):
+            console.print(f"{head}: done already ({step.leaves})")
+            continue
+        console.print(f"{head}\n      [dim]python {shlex.join(step.args)}[/dim]", highlight=False, soft_wrap=True)
+        began = time.perf_counter()
+        run(step)
+        remember(step)
+        console.print(f"      {time.perf_counter() - began:.0f} s", highlight=False)
+    console.rule("[bold]what came out")
+    for name in ("t0", "t1"):
+        table.show(json.loads((REPORTS / name / "report.json").read_text()), console)
+        console.print()
+    spent = time.perf_counter() - started
+    console.print(f"open {REPORTS}/t0/report.html and {REPORTS}/t1/report.html   ({spent:.0f} s)", highlight=False)
+    return 0
+
+
+def swap(budget: str) -> None:
+    """Make runs/demo and reports/demo those of `budget`; the other budget's are set aside."""
+    mark = RUNS / "budget"
+    old = mark.read_text().strip() if mark.exists() else budget
+    if old != budget:
+        for folder in (RUNS, REPORTS):
+            if folder.exists():
+                folder.rename(f"{folder}-{old}")
+            if (aside := Path(f"{folder}-{budget}")).exists():
+                aside.rename(folder)
+    files.write_text(mark, budget + "\n")
+
+
+def fingerprint(step: Step) -> str:
+    """Changes with the command and with what it reads."""
+    stats = [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for p in step.reads if p.exists()]
+    return hashlib.sha256(json.dumps([step.args, stats]).encode()).hexdigest()
+
+
+def done(step: Step) -> bool:
+    try:
+        marks = json.loads((RUNS / "done.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return step.leaves.exists() and marks.get(str(step.leaves)) == fingerprint(step)
+
+
+def remember(step: Step) -> None:
+    path = RUNS / "done.json"
+    marks = json.loads(path.read_text()) if path.exists() else {}
+    files.write_json(path, {**marks, str(step.leaves): fingerprint(step)})
+
+
+def run(step: Step) -> None:
+    """Run a step as the user would. Its own messages have said why it failed."""
+    code = subprocess.call([sys.executable, *step.args])
+    if code in (130, 75, -2, -15):
+        raise Interrupted("demo: stopped; the same command goes on from here")
+    if code:
+        raise UserError(f"demo: `python {shlex.join(step.args)}` ended with exit code {code}; see its message above")
+    if not step.leaves.exists():
+        raise UserError(f"demo: {step.leaves} is missing after its step; remove {RUNS} and start again")
+
+
+if __name__ == "__main__":
+    main()
