@@ -228,6 +228,7 @@ class _Engine:
                 tokens[b, len(prompt) - 1] = first[b]
             self.drafter.observe(tokens, step.feats, lengths, slice(old, old + count))
             for row, token in zip(new, first, strict=True):
+                row.cycle = 1  # number 0 was this draw's: no random number serves twice
                 self._emit(row, [token], [False])
             self._retire(cache)
             self.timing.prefill_s += time.perf_counter() - start
