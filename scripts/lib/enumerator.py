@@ -2,6 +2,9 @@
 
 `Branches` stands in for decode.rng.Rng. A row replays a script of outcomes; where the script ends it takes the first
 possible outcome and notes the alternatives, which become rows of the next round. The code under test runs unchanged.
+The tests and scripts/certify.py use it; engine_law.py does the same for the whole decode loop.
+
+Shape letters: B rows (branches), N nodes, V vocabulary, Vd draft vocabulary.
 """
 
 from __future__ import annotations
@@ -149,9 +152,14 @@ class Case:
         size = None if self.size is None else torch.full((rows,), self.size)
         return DraftTree.static(self.shape, tokens, size, sampled, proposal), context
 
-    def target_law(self, contexts: Tensor) -> Tensor:
-        """An independent reading of the sampling settings, token by token: [R, V] float64."""
-        return torch.stack([naive_law(self.target[c], self.sampling) for c in contexts.tolist()])
+    def contexts(self, tree: DraftTree) -> Tensor:
+        """The context [B, N + 1] of every slot of `tree`, read from its tokens and parents."""
+        rows, n = tree.tokens.shape
+        context = torch.zeros(rows, n + 1, dtype=torch.int64)
+        for i in range(n):
+            above = context.gather(1, tree.parents[:, i, None] + 1)[:, 0]
+            context[:, i + 1] = self.child(above, tree.tokens[:, i])
+        return context
 
 
 def naive_law(logits: Tensor, s: Sampling) -> Tensor:
@@ -179,6 +187,7 @@ def naive_law(logits: Tensor, s: Sampling) -> Tensor:
 
 
 Verifier = Callable[[DraftTree, Law, Branches], Verdict]
+Mangle = Callable[[DraftTree], DraftTree]
 
 
 @dataclass
@@ -190,8 +199,11 @@ class Outcome:
     leaves: int
 
 
-def enumerate_case(case: Case, verifier: Verifier) -> Outcome:
-    """Exact law of the emitted tokens, continued by the target to full length, against the target's own law."""
+def enumerate_case(case: Case, verifier: Verifier, mangle: Mangle | None = None) -> Outcome:
+    """Exact law of the emitted tokens, continued by the target to full length, against the target's own law.
+
+    mangle: what a wrong drafter does to its tree after drawing it (scripts/lib/controls.py).
+    """
     length = case.shape.depth + 1
     law: dict[tuple[int, ...], float] = {}
     accepted, leaves = 0.0, 0
@@ -201,6 +213,9 @@ def enumerate_case(case: Case, verifier: Verifier) -> Outcome:
         rows = len(scripts)
         tree, context = case.propose(rng, rows)
         tree.validate(case.vocab)
+        if mangle is not None:
+            tree = mangle(tree)
+            context = case.contexts(tree)
         verdict = verifier(tree, Law(case.sampling, case.target[context], tree), rng)
         scripts = rng.new
         leaves += rows
