@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])
+if __name__ == "__main__":  # run as a file: scripts/ comes first on the path and would shadow libraries
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from conf.errors import UserError
 from conf.schema import entry
