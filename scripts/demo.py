@@ -20,7 +20,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # else scripts/ comes first and shadows libraries
+if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from rich.console import Console
 

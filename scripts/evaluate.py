@@ -16,7 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # else scripts/ comes first and shadows libraries
+if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from conf.errors import UserError
 from conf.schema import entry

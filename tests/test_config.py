@@ -1,0 +1,214 @@
+"""Configuration: every YAML composes, every key is documented, and every mistake is named at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from conf.errors import Interrupted, UserError
+from conf.schema import CONF, _compose, compose, entry, group_options
+from conf.typed import convert, docs, keys, knows, nested_schema
+
+ROOT = CONF.parent
+
+
+def entries() -> dict[str, type]:
+    """Root file name -> schema, from the @entry lines of the entry scripts."""
+    found = {}
+    for path in [*ROOT.glob("scripts/*.py"), *ROOT.glob("train/*.py")]:
+        for name, schema in re.findall(r'^@entry\("(\w+)", (\w+)', path.read_text(), re.M):
+            module = importlib.import_module(f"{path.parent.name}.{path.stem}")
+            found[name] = getattr(module, schema)
+    return found
+
+
+ENTRIES = entries()
+
+
+def problems_of(name: str, overrides: list[str]) -> list[str]:
+    """Everything wrong with a command line except that required values are missing."""
+    cfg, problems = _compose(name, ENTRIES[name], overrides, CONF)
+    if cfg is not None:
+        problems = problems + convert(cfg, ENTRIES[name])[1]
+    return [p for p in problems if "is required" not in p and "empty" not in p]
+
+
+def test_every_yaml_composes_and_validates() -> None:
+    roots = {p.stem for p in CONF.glob("*.yaml")}
+    assert roots == set(ENTRIES), "a root file without an entry script, or the reverse"
+    checked = 0
+    for name in roots:
+        assert problems_of(name, []) == []
+        checked += 1
+    for path in sorted(p for p in CONF.rglob("*.yaml") if p.parent != CONF):
+        group = str(path.parent.relative_to(CONF))
+        answers = {name: problems_of(name, [f"{group}={path.stem}"]) for name in roots}
+        users = {n: p for n, p in answers.items() if not any("no such group" in line for line in p)}
+        assert users, f"{path}: no command uses this group"
+        good = [n for n, p in users.items() if p == []]
+        assert good, f"{path}: {users}"
+        checked += 1
+    assert checked == len(list(CONF.rglob("*.yaml"))) >= 10
+
+
+def leaves(schema: type, prefix: str = "") -> list[tuple[str, Any]]:
+    found = []
+    for name, hint in typing.get_type_hints(schema).items():
+        nested = nested_schema(hint)
+        found += leaves(nested, f"{prefix}{name}.") if nested else [(prefix + name, hint)]
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(ENTRIES))
+def test_every_key_has_a_doc_line(name: str) -> None:
+    def undocumented(schema: type, prefix: str = "") -> list[str]:
+        known, hints = docs(schema), typing.get_type_hints(schema)
+        missing = [prefix + f.name for f in dataclasses.fields(schema) if not known.get(f.name)]
+        for f in dataclasses.fields(schema):
+            nested = nested_schema(hints[f.name])
+            missing += undocumented(nested, f"{prefix}{f.name}.") if nested else []
+        return missing
+
+    assert undocumented(ENTRIES[name]) == []
+
+
+@pytest.mark.parametrize("name", sorted(ENTRIES))
+def test_a_wrong_type_is_refused_for_every_key(name: str) -> None:
+    count = 0
+    for key, hint in leaves(ENTRIES[name]):
+        if hint is Any or typing.get_origin(hint) is dict or key.endswith(".kind") and "." not in key:
+            continue
+        lines = problems_of(name, [f"++{key}={{wrong: 1}}"])
+        assert any(key in line for line in lines), (key, lines)
+        count += 1
+    assert count >= 1
+
+
+@dataclass
+class Part:
+    """A group."""
+
+    kind: Literal["a", "b"] = "a"  # which
+    size: int = 2  # how large
+
+
+@dataclass
+class Toy:
+    """A command."""
+
+    # how many
+    steps: int
+    # how fast
+    rate: float = 1.0
+    # what for
+    names: list[str] = field(default_factory=list)
+    # may be absent
+    limit: int | None = None
+    # the group
+    part: Part = field(default_factory=Part)
+
+    def validate(self) -> list[str]:
+        return [f"rate: {self.rate} is above 2; set less"] if self.rate > 2 else []
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Path:
+    (tmp_path / "part").mkdir()
+    (tmp_path / "toy.yaml").write_text("defaults: [part: small, _self_]\nsteps: ???\nrate: 0.5\n")
+    (tmp_path / "part" / "small.yaml").write_text("kind: a\n")
+    return tmp_path
+
+
+def said(conf: Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        compose("toy", Toy, overrides, conf)
+    return str(caught.value)
+
+
+def test_values_are_converted(toy: Path) -> None:
+    cfg = compose("toy", Toy, ["steps=1e3", "rate=2", "names=[none,runs/m@tree,7]", "part.size=3", "limit=4"], toy)
+    assert cfg == Toy(1000, 2.0, ["none", "runs/m@tree", "7"], 4, Part("a", 3))
+    assert type(cfg.steps) is int and type(cfg.rate) is float
+
+
+def test_all_mistakes_are_told_at_once(toy: Path) -> None:
+    text = said(toy, "stepz=3", "+typo=1", "part=large", "m?k=5", "names=4", "part.sise=1", "limit=x")
+    for piece in ("8 problems", "stepz: no such key; did you mean steps?", "typo: no such key", "part=large",
+                  "choose one of small", "m?k=5", "names: 4", "did you mean part.size?", "limit: 'x'"):  # fmt: skip
+        assert piece in text, (piece, text)
+    assert "steps: is required; set steps=VALUE" in text
+
+
+@pytest.mark.parametrize("override", ["steps=true", "steps=1.5", "steps=null", "rate=fast", "names={a: 1}", "part.kind=c"])
+def test_a_wrong_value_names_its_key(toy: Path, override: str) -> None:
+    assert override.partition("=")[0] + ":" in said(toy, "steps=1", override)
+
+
+def test_rules_of_the_schema_are_applied(toy: Path) -> None:
+    assert said(toy, "steps=1", "rate=3") == "rate: 3.0 is above 2; set less"
+
+
+def test_a_plus_does_not_smuggle_a_key_in(toy: Path) -> None:
+    assert "extra: no such key" in said(toy, "steps=1", "+extra=1")
+    assert "part.extra: no such key" in said(toy, "steps=1", "++part.extra=1")
+
+
+def test_a_list_sweep_needs_multirun(toy: Path) -> None:
+    assert "--multirun" in said(toy, "steps=1,2")
+
+
+def test_known_keys_and_groups(toy: Path) -> None:
+    assert list(keys(Toy)) == ["steps", "rate", "names", "limit", "part", "part.kind", "part.size"]
+    assert knows(Toy, "part.size") and not knows(Toy, "part.sizes") and not knows(Toy, "steps.more")
+    assert group_options(toy, "part") == {"small"} and group_options(toy, "steps") == set()
+
+
+@pytest.mark.parametrize(
+    "raised, code, words",
+    [(UserError("x: bad; mend"), 2, "error: x: bad; mend\n"), (Interrupted("saved", 75), 75, "saved\n"),
+     (KeyboardInterrupt(), 130, "interrupted\n"), (OSError(28, "No space", "f"), 2, "error: f: No space left on device"),
+     (None, 0, "")],  # fmt: skip
+)
+def test_what_the_user_sees(toy: Path, capsys: Any, raised: BaseException | None, code: int, words: str) -> None:
+    @entry("toy", Toy, toy)
+    def main(cfg: Toy) -> None:
+        if raised:
+            raise raised
+
+    with pytest.raises(SystemExit) as stop:
+        main(["steps=1"])
+    shown = capsys.readouterr().err
+    assert stop.value.code == code and shown.startswith(words) and "Traceback" not in shown
+
+
+def test_other_ranks_are_silent(toy: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit):
+        entry("toy", Toy, toy)(lambda cfg: None)(["steps=x"])
+    assert capsys.readouterr().err == ""
+
+
+def test_help_lists_keys_with_their_docs(toy: Path, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as stop:
+        entry("toy", Toy, toy)(lambda cfg: None)(["--help"])
+    shown = capsys.readouterr().out
+    assert stop.value.code == 0 and "part.size=2  how large" in shown and "part=small" in shown
+
+
+def test_hydra_flags_still_work_and_leave_nothing_behind(
+    toy: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[int] = []
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    with pytest.raises(SystemExit) as stop:
+        entry("toy", Toy, toy)(lambda cfg: seen.append(cfg.steps))(["-m", "steps=1,2"])
+    assert seen == [1, 2] and stop.value.code == 0 and list(work.iterdir()) == []
