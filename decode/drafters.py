@@ -156,7 +156,7 @@ class DraftModel:
             # Of its own proposals the draft keeps those that were accepted; fresh rows are not in its cache yet.
             if b < self._cache.rows:
                 read = self._cache.lengths
-                agree = _common(self.drafted[b], new[:count])
+                agree = _common(self.drafted[b], new[: count - 1])  # the bonus token is always read again
                 read[b] = min(read[b], len(self.ids[b]) + agree)
                 self._cache.truncate(read)
             self.ids[b] += new[:count]
