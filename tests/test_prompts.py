@@ -16,14 +16,14 @@ def test_three_forms(tmp_path) -> None:
         {"question_id": 81, "category": "writing", "turns": ["One", "Two"], "reference": ["x"]},
         {"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "A"},
                       {"role": "assistant", "content": "B"}, {"role": "user", "content": "C"}]},
-        {"prompt": "P", "id": "mine", "category": "chat"},
+        {"prompt": "P\u2028Q", "id": "mine", "category": "chat"},
     ]  # fmt: skip
     path = tmp_path / "p.jsonl"
-    path.write_text("\n\n".join(json.dumps(r) for r in rows))
+    path.write_text("\n\n".join(json.dumps(r, ensure_ascii=False) for r in rows))
     assert load_prompts(path) == [
         Prompt("81", "writing", ["One", "Two"]),
         Prompt("3", "all", ["A", "C"]),
-        Prompt("mine", "chat", ["P"]),
+        Prompt("mine", "chat", ["P\u2028Q"]),
     ]
 
 
@@ -54,7 +54,8 @@ def test_unreadable_files(tmp_path) -> None:
     empty, binary = tmp_path / "empty", tmp_path / "binary"
     empty.write_text("\n")
     binary.write_bytes(b"\xff\xfe\x00")
-    for path, message in ((empty, "no prompt"), (binary, "UTF-8"), (tmp_path, "folder"), (tmp_path / "no", "cannot read")):
+    cases = ((empty, "no prompt"), (binary, "UTF-8"), (tmp_path, "folder"), (tmp_path / "no", "cannot read"))
+    for path, message in cases:
         with pytest.raises(UserError, match=message):
             load_prompts(path)
 

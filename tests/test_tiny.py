@@ -32,11 +32,12 @@ def test_every_id_decodes_and_specials_stand_alone() -> None:
 
 
 def test_template_with_spans_renders_the_same_text_and_marks_the_answer() -> None:
-    chat = [{"role": "user", "content": "hey"}, {"role": "assistant", "content": "yo"}, {"role": "user", "content": "?"}]
+    turns = [("user", "hey"), ("assistant", "yo"), ("user", "?")]
+    chat = [{"role": role, "content": content} for role, content in turns]
     spans = byte_tokenizer(300, CHATML_WITH_SPANS)
     for generation in (False, True):
-        texts = [t.apply_chat_template(chat, tokenize=False, add_generation_prompt=generation) for t in (TOKENIZER, spans)]
-        assert texts[0] == texts[1]
+        keys = {"tokenize": False, "add_generation_prompt": generation}
+        assert TOKENIZER.apply_chat_template(chat, **keys) == spans.apply_chat_template(chat, **keys)
     out = spans.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
     marked = [i for i, m in zip(out["input_ids"], out["assistant_masks"], strict=True) if m]
     assert spans.decode(marked) == "yo<|im_end|>"

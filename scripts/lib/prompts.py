@@ -32,7 +32,7 @@ def load_prompts(path: str | Path) -> list[Prompt]:
     file."""
     path = Path(path).expanduser()
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: text may hold U+2028
     except IsADirectoryError as e:
         raise UserError(f"prompts: {path} is a folder; give a JSONL file") from e
     except UnicodeDecodeError as e:

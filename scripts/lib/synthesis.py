@@ -188,7 +188,8 @@ class Store:
             blocks.pop()  # the short last block of a smaller run: a larger run has a full one there
         self.blocks = blocks
         try:
-            lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+            lines = self.path.read_bytes().decode(errors="replace").split("\n")  # not splitlines: text may hold U+2028
+            lines = [line + "\n" for line in lines[:-1]]
         except FileNotFoundError:
             lines = []
         keep = sum(got for _, got in blocks)
@@ -208,14 +209,18 @@ class Store:
 
     def append(self, rows: list[dict[str, Any]], asked: int) -> None:
         """Add one block. Raises OSError (disk full, no permission); the old file then stays as it was."""
-        self.lines += [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+        if not self.meta.exists():  # first, so that no kill leaves a file without a record
+            write_json(self.meta, {"settings": self.settings, "blocks": []})
+        self.lines += [_line(row) for row in rows]
         self.blocks.append([asked, len(rows)])
-        self.save()
-
-    def save(self) -> None:
-        """Write file and record as they stand."""
         write_bytes(self.path, "".join(self.lines).encode())
         write_json(self.meta, {"settings": self.settings, "blocks": self.blocks})
+
+
+def _line(row: dict[str, Any]) -> str:
+    """One JSON line; letters stay readable, what some readers take for a line end does not."""
+    text = json.dumps(row, ensure_ascii=False)
+    return re.sub("[\x85\u2028\u2029]", lambda m: f"\\u{ord(m[0]):04x}", text) + "\n"
 
 
 def differences(old: Any, new: Any, key: str = "") -> list[str]:
