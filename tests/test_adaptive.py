@@ -1,0 +1,67 @@
+"""Adaptive draft length: follows acceptance, stays exact, and treats every row by itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from decode.adaptive import Adaptive
+from decode.drafters import DraftModel, NGram, NoDraft
+from decode.engine import Request, generate
+from decode.load import TargetConfig, load_target
+from decode.sampling import Sampling
+from decode.target import Target
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return load_target(TargetConfig(kind="tiny"), torch.float64)
+
+
+@pytest.fixture(scope="module")
+def other() -> Target:
+    return load_target(TargetConfig(kind="tiny", layers=1, seed=5), torch.float64)
+
+
+ASKED = [Request([5 + i, 6, 7, 5 + i, 6], 48, id=i) for i in range(5)]
+
+
+def test_depth_rises_with_acceptance_and_falls_without(target: Target, other: Target) -> None:
+    def mean_depth(draft: Target) -> float:
+        run = generate(target, Adaptive(DraftModel(draft, 8)), ASKED, Sampling(), eos_ids=[])
+        late = [c.proposed for g in run.generations for c in g.cycles[5:] if not c.cut]
+        return sum(late) / max(len(late), 1) if late else 8.0
+
+    good = [
+        c
+        for g in generate(target, Adaptive(DraftModel(target, 8)), ASKED, Sampling(), eos_ids=[]).generations
+        for c in g.cycles
+        if not c.cut
+    ]
+    assert not good or max(c.proposed for c in good) > 4
+    assert mean_depth(other) < 2  # an unrelated model is hardly ever right
+
+
+def test_rows_adapt_alone_and_tokens_stay_exact(target: Target, other: Target) -> None:
+    plain = [g.token_ids for g in generate(target, NoDraft(), ASKED, Sampling(), eos_ids=[]).generations]
+    for inner in (NGram(), DraftModel(target, 6), DraftModel(other, 6)):
+        for batch in (1, 3, 5):
+            run = generate(target, Adaptive(inner), ASKED, Sampling(), batch_size=batch, eos_ids=[])
+            assert [g.token_ids for g in run.generations] == plain
+            depths = [[c.proposed for c in g.cycles] for g in run.generations]
+            if batch == 1:
+                alone = depths
+            assert depths == alone
+
+
+def test_learned_rates(target: Target) -> None:
+    drafter = Adaptive(NGram(depth=4), cost=0.05)
+    drafter.reset(1, 64)
+    drafter.begin([torch.tensor([1, 2])], Sampling())
+    start = int(drafter.depths()[0])
+    for accepted, wanted in ((4, 4), (0, 1)):
+        for _ in range(60):
+            drafter.proposed[:] = 4
+            drafter.observe(torch.zeros(1, 5, dtype=torch.int64), None, torch.tensor([accepted + 1]), slice(0, 1))
+        assert int(drafter.depths()[0]) == wanted
+    assert 1 <= start <= 4
