@@ -13,7 +13,8 @@ import pytest
 
 from conf.errors import Interrupted, UserError
 from conf.schema import compose
-from decode.load import TargetConfig
+from decode.load import TargetConfig, load_target
+from decode.sampling import Sampling
 from scripts.lib import synthesis
 from scripts.lib.synthesis import Store, Writer, clean_question, differences, fingerprint, junk
 from scripts.synthesize import SynthesizeConfig, synthesize
@@ -218,9 +219,6 @@ def test_cut_questions_lose_their_unfinished_sentence() -> None:
 
 
 def test_duplicates_are_dropped_across_and_inside_blocks(monkeypatch) -> None:
-    from decode.load import load_target
-    from decode.sampling import Sampling
-
     target = load_target(TargetConfig(kind="tiny", vocab=260))
     writer = Writer(target, Sampling(1.0), Sampling(0.7), 24, 6, 4, 0)
     drawn = ["One apple!", "one  apple?", "Two pears", "old question", "Three figs", "x", "Four nuts"]
@@ -236,6 +234,13 @@ def test_duplicates_are_dropped_across_and_inside_blocks(monkeypatch) -> None:
     assert kept == ["One apple!", "Two pears", "Three figs"]
     assert writer.dropped["duplicate"] == 2
     assert writer.seen >= {"one apple", "old question"}
+
+
+def test_blocks_draw_questions_of_their_own() -> None:
+    target = load_target(TargetConfig(kind="tiny", vocab=260))
+    writer = Writer(target, Sampling(1.0), Sampling(0.7), 40, 6, 4, 0)
+    first, second = writer.block(0, 4), writer.block(1, 4)
+    assert writer.dropped["duplicate"] == 0 and not [row for row in first if row in second]
 
 
 def test_unusual_line_ends_inside_a_text_do_not_split_its_line(tmp_path) -> None:
