@@ -146,7 +146,9 @@ def test_all_mistakes_are_told_at_once(toy: Path) -> None:
     assert "steps: is required; set steps=VALUE" in text
 
 
-@pytest.mark.parametrize("override", ["steps=true", "steps=1.5", "steps=null", "rate=fast", "names={a: 1}", "part.kind=c"])
+@pytest.mark.parametrize(
+    "override", ["steps=true", "steps=1.5", "steps=null", "rate=fast", "names={a: 1}", "part.kind=c"]
+)
 def test_a_wrong_value_names_its_key(toy: Path, override: str) -> None:
     assert override.partition("=")[0] + ":" in said(toy, "steps=1", override)
 
@@ -173,7 +175,7 @@ def test_known_keys_and_groups(toy: Path) -> None:
 @pytest.mark.parametrize(
     "raised, code, words",
     [(UserError("x: bad; mend"), 2, "error: x: bad; mend\n"), (Interrupted("saved", 75), 75, "saved\n"),
-     (KeyboardInterrupt(), 130, "interrupted\n"), (OSError(28, "No space", "f"), 2, "error: f: No space left on device"),
+     (KeyboardInterrupt(), 130, "interrupted\n"), (OSError(28, "", "f"), 2, "error: f: No space left on device"),
      (None, 0, "")],  # fmt: skip
 )
 def test_what_the_user_sees(toy: Path, capsys: Any, raised: BaseException | None, code: int, words: str) -> None:

@@ -85,7 +85,8 @@ def test_cut_and_loop_cycles_are_reported_apart() -> None:
     c = Contest()
     tokens = [1, 2, 3, 4, 5, 6, 7, 8] * 4  # the 8-gram is seen for the third time at token 24
     found = [Cycle(2, 1, (0,), i == 15, 2 * i) for i in range(16)]
-    c.answers = [Answer(n, "a", 0, "chat", Generation([1], tokens, found, [False] * 32, "length")) for n in ("none", "x")]
+    generation = Generation([1], tokens, found, [False] * 32, "length")
+    c.answers = [Answer(n, "a", 0, "chat", generation) for n in ("none", "x")]
     c.laps = [Lap(n, ("a",), 0, timing(1.0), 32) for n in ("none", "x")]
     row = Scores(c, [lane("none", 0), lane("x", 2)]).row(lane("x", 2))
     assert row["cut_cycles"] == {"cycles": 1, "draft_tokens_accepted": 1}
@@ -122,8 +123,8 @@ def report(contest: Contest) -> dict[str, Any]:
         "created": "2026-01-01T00:00:00+00:00",
         "command": "python scripts/evaluate.py <out>",
         "target": {"name": "toy", "path": "/p", "weights_sha256": "0" * 64},
-        "settings": {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "dtype": "float32", "batch_size": 1, "num_prompts": 2,
-                     "prompts": {"path": "p.jsonl", "sha256": "1" * 64}},
+        "settings": {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "dtype": "float32", "batch_size": 1,
+                     "num_prompts": 2, "prompts": {"path": "p.jsonl", "sha256": "1" * 64}},
         "environment": {"versions": {"python": "3"}, "threads": 1},
         "drafters": [{**scores.row(x), "lossless": same} for x in lanes],
         "pairs": scores.pairs(),

@@ -1,0 +1,67 @@
+"""The README's tables, written from the demo's reports: `make readme`, that is `python -m scripts.lib.readme`.
+
+Copies what the table needs from reports/demo/t0 and t1 to docs/results/demo-t0.json and demo-t1.json, and puts the
+tables between the markers of README.md. Without reports it renders the committed JSON again.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from scripts.lib import files, table
+
+README, RESULTS = files.ROOT / "README.md", files.ROOT / "docs" / "results"
+BEGIN, END = "<!-- results: written by `make readme` -->", "<!-- end of results -->"
+DROPPED = ("per_prompt", "acceptance_by_rank")
+
+
+def slim(report: dict[str, Any]) -> dict[str, Any]:
+    """A report without folders of this machine and without per-prompt detail."""
+    kept = {k: v for k, v in report.items() if k != "skipped_turns"}
+    kept["target"] = {k: v for k, v in report["target"].items() if k != "path"}
+    kept["settings"] = {k: v for k, v in report["settings"].items() if k != "target"}
+    kept["drafters"] = [{k: v for k, v in row.items() if k not in DROPPED} for row in report["drafters"]]
+    for row in kept["drafters"]:
+        if row["lossless"]:
+            row["lossless"] = {k: v for k, v in row["lossless"].items() if k != "differences"}
+    return {**kept, "skipped_turns": []}
+
+
+def results() -> str:
+    """The block between the markers, from the JSON under docs/results."""
+    blocks = []
+    for name in ("demo-t0", "demo-t1"):
+        report = json.loads((RESULTS / f"{name}.json").read_text())
+        env = report["environment"]
+        where = f"{env['gpu'] or env['processor']}, {env['threads']} threads, commit `{env['commit']}`"
+        blocks += [f"**{table.title(report)}** ({where})", "", table.markdown(report), ""]
+    return "\n".join([BEGIN, "", *blocks, END])
+
+
+def render(text: str) -> str:
+    """README text with a fresh block of results. Raises ValueError when the markers are missing."""
+    head, begin, rest = text.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"README.md: needs the lines {BEGIN} and {END}")
+    return head + results() + tail
+
+
+def main() -> int:
+    """Refresh docs/results from the demo's reports, where there are any, then README.md."""
+    for name in ("t0", "t1"):
+        source = files.ROOT / "reports" / "demo" / name / "report.json"
+        if source.exists():
+            files.write_json(RESULTS / f"demo-{name}.json", slim(json.loads(source.read_text())))
+    if not all((RESULTS / f"demo-{name}.json").exists() for name in ("t0", "t1")):
+        print("error: docs/results: no results of the demo; run make demo first", file=sys.stderr)
+        return 2
+    files.write_text(README, render(README.read_text()))
+    print(f"written: {README.name}, {RESULTS.relative_to(files.ROOT)}/demo-t0.json, demo-t1.json")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""The rules that hold the house together: imports point one way, no pickle, no network at import, one licence."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+
+import pytest
+
+from scripts.lib.files import ROOT
+
+MAY_IMPORT = {
+    "conf": {"conf"},
+    "decode": {"conf", "decode"},
+    "heads": {"conf", "decode", "heads"},
+    "train": {"conf", "decode", "heads", "train"},
+    "scripts": {"conf", "decode", "heads", "scripts"},
+}
+SOURCES = [p for package in MAY_IMPORT for p in sorted((ROOT / package).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_source_file(path) -> None:  # type: ignore[no-untyped-def]
+    package = path.relative_to(ROOT).parts[0]
+    text = path.read_text()
+    tree = ast.parse(text)
+    assert ast.get_docstring(tree) or not tree.body, "a file says what it is for"
+    named = {n.name for node in ast.walk(tree) if isinstance(node, ast.Import) for n in node.names}
+    named |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    ours = {name.partition(".")[0] for name in named} & set(MAY_IMPORT)
+    assert ours <= MAY_IMPORT[package], f"{path} imports {ours - MAY_IMPORT[package]}"
+    assert "pickle" not in named and not (package == "conf" and "torch" in named)
+    for word in ("weights_only=False", "TODO", "FIXME", "NotImplementedError"):
+        assert word not in text, f"{path}: {word}"
+
+
+def code_of(path: str) -> str:
+    """A file in lower case without its docstrings and comments."""
+    tree = ast.parse((ROOT / path).read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value.value = ""
+    return ast.unparse(tree).lower()
+
+
+def test_the_loop_knows_no_head_and_the_engine_no_drafter() -> None:
+    loop, engine = code_of("train/loop.py"), code_of("decode/engine.py")
+    assert not [w for w in ("medusa", "eagle", "hydra") if w in loop]
+    assert not [w for w in ("medusa", "eagle", "ngram") if w in engine]
+
+
+def test_importing_opens_no_connection() -> None:
+    code = (
+        "import socket\n"
+        "def refuse(*a): raise OSError('network at import')\n"
+        "socket.socket.connect = refuse\n"
+        "import conf.schema, decode.load, decode.engine, heads, train.config, scripts.evaluate, scripts.bench\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_pins_meet_the_ranges() -> None:
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
+    assert pins["torch"] == "2.13.0" and all("+" not in v for v in pins.values())
+    for name in ("transformers", "accelerate", "datasets", "hydra-core", "safetensors", "gguf", "ruff", "mypy"):
+        assert name in pins

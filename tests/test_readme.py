@@ -1,0 +1,82 @@
+"""The README cannot rot: its commands compose, its paths exist, its tables are those of the committed JSON."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from conf.schema import compose
+from scripts import demo
+from scripts.lib import files, readme
+
+TEXT = readme.README.read_text()
+BLOCKS = re.findall(r"```\n(.*?)```", TEXT, re.S)
+LINES = [line.partition("  #")[0].strip() for block in BLOCKS for line in block.splitlines() if line.strip()]
+
+
+def check(words: list[str]) -> None:
+    """A command line of ours parses, and its keys compose under the schema of its script."""
+    while words and words[0] in ("python", "accelerate", "launch"):
+        words = words[1:]
+    script, *overrides = words
+    assert (files.ROOT / script).is_file(), script
+    module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+    compose(module.main.config_name, module.main.schema, overrides)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_every_command_is_real(line: str) -> None:
+    words = shlex.split(line)
+    if words[0] == "make":
+        done = subprocess.run(["make", "-n", *words[1:]], cwd=files.ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    else:
+        check(words)
+
+
+def test_there_are_commands() -> None:
+    assert len(LINES) >= 6
+
+
+def test_paths_exist() -> None:
+    linked = re.findall(r"\]\(([^)#]+)\)", TEXT)
+    named = re.findall(r"^\| `(\w+/)`", TEXT, re.M)
+    assert linked and len(named) == 6
+    for path in [*linked, *named]:
+        assert (files.ROOT / path).exists(), path
+
+
+def test_the_tables_are_those_of_the_committed_results() -> None:
+    assert readme.render(TEXT) == TEXT, "run make readme"
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_the_demo_calls_real_commands(fast: bool) -> None:
+    steps = demo.steps(demo.FAST if fast else demo.FULL, fast)
+    assert [s.leaves.parts[0] for s in steps] == ["runs", "runs", "reports", "reports"]
+    for step in steps:
+        check(step.args)
+
+
+def test_the_demo_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    data, head = tmp_path / "data", demo.RUNS / "head"
+    step = demo.Step("x", ["a"], [data], head)
+    demo.swap("full")
+    data.write_text("1")
+    head.write_text("h")
+    assert not demo.done(step)
+    demo.remember(step)
+    assert demo.done(step)
+    demo.swap("fast")  # the other budget starts afresh, and the first one comes back
+    assert not demo.done(step) and not head.exists()
+    demo.swap("full")
+    assert demo.done(step) and head.read_text() == "h"
+    data.write_text("22")
+    assert not demo.done(step), "what it reads has changed"
+    assert not demo.done(demo.Step("x", ["b"], [data], head)), "its command has changed"
