@@ -57,7 +57,7 @@ def chunked_loss(
     law: LawFn | None,
     terms: LossWeights,
     head_weights: Tensor,
-    chunk: int = 1024,
+    chunk: int = 512,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss of K parallel heads over one draft vocabulary.
 
@@ -96,18 +96,18 @@ class _ChunkedLoss(torch.autograd.Function):
             for k in range(heads):
                 x, w = hidden[k, part], cast if shared else cast[k]
                 tried = valid[k, part]
-                loss, grad, hit = _kernel(x @ w.T, p, spot, inside, usable, terms)
-                loss, grad_scale = loss * tried, (tried * head_weights[k]).to(wide)
+                loss, grad, row, hit = _kernel(x @ w.T, p, spot, inside, usable, terms)
+                loss, row = loss * tried, (row * tried * head_weights[k]).to(hidden.dtype)[:, None]
                 summed = loss.sum(dtype=torch.float64)
                 total += summed * head_weights[k]
                 counted = tried & ((inside & bool(terms.hard)) | (usable & terms.needs_law))
                 losses[k] += torch.stack([summed, counted.sum()])
                 hits[k] += torch.stack([(hit & inside & tried).sum(), tried.sum()])
                 if grad_hidden is not None:
-                    grad_hidden[k, part] = (grad @ w) * grad_scale[:, None].to(hidden.dtype)
+                    torch.mul(grad @ w, row, out=grad_hidden[k, part])
                 if grad_weight is not None:
                     into = grad_weight if shared else grad_weight[k]
-                    into += grad.T @ (x * grad_scale[:, None].to(hidden.dtype))
+                    into += grad.T @ (x * row)
         ctx.save_for_backward(*(g for g in (grad_hidden, grad_weight) if g is not None))
         ctx.has = (train_hidden, train_weight)
         ctx.mark_non_differentiable(losses, hits)
@@ -123,41 +123,40 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _kernel(z: Tensor, p: Tensor | None, spot: Tensor, inside: Tensor, usable: Tensor,
-            terms: LossWeights) -> tuple[Tensor, Tensor, Tensor]:
-    """One head, one chunk. z: [m, Vd] logits. Returns (loss [m] wide, d loss / d z [m, Vd] in z's dtype, hit [m])."""
+            terms: LossWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One head, one chunk. z: [m, Vd] logits. Returns loss [m] wide, gradient [m, Vd] in z's dtype that is still to be
+    multiplied by the row factors [m], and hit [m]. Every pass over [m, Vd] costs as much as a third of a matmul."""
     wide = torch.float64 if z.dtype == torch.float64 else torch.float32
     q = torch.softmax(z, -1)
     top, best = q.max(-1, keepdim=True)
     hit = (best == spot)[:, 0]
     # From the largest probability, not from the target's: its rounding is relative, so lse is good to 2^-9 at worst.
     lse = z.gather(1, best)[:, 0].to(wide) - top[:, 0].to(wide).log()
-    loss = torch.zeros_like(lse)
-    grad: Tensor | None = None
-    if p is not None:
-        on = usable.to(wide)
-        if terms.soft:
-            loss += terms.soft * on * (lse - (p * z).sum(-1, dtype=wide))
-            grad = q - p
-            if terms.soft != 1:
-                grad *= terms.soft
-        if terms.tv or terms.lk:
-            rate = torch.minimum(p, q).sum(-1, dtype=wide)
-            safe = rate.clamp(min=1e-6)
-            loss += on * (terms.tv * (1 - rate) - terms.lk * safe.log())
-            gain = q * (q < p)  # d rate / d z = q (1[q < p] - sum q 1[q < p])
-            gain -= q * gain.sum(-1, keepdim=True, dtype=wide).to(q.dtype)
-            gain *= -(terms.tv + terms.lk / safe).to(q.dtype)[:, None]
-            grad = gain if grad is None else grad.add_(gain)
-        if grad is not None and not bool(usable.all()):
-            grad *= usable[:, None]
+    loss, in_vocab, has_law = torch.zeros_like(lse), inside.to(wide), usable.to(wide)
     if terms.hard:
-        on = inside.to(wide)
-        loss += terms.hard * on * (lse - z.gather(1, spot)[:, 0].to(wide))
-        scale = (terms.hard * on).to(q.dtype)[:, None]
-        if grad is None:
-            grad = q if terms.hard == 1 and bool(inside.all()) else q.mul_(scale)
-        else:
-            grad += q * scale
-        grad.scatter_add_(1, spot, -scale)
-    assert grad is not None, "LossWeights.validate lets no empty mix through"
-    return loss, grad, hit
+        loss += terms.hard * in_vocab * (lse - z.gather(1, spot)[:, 0].to(wide))
+    if p is None:
+        return loss, _less(q, spot, torch.ones_like(q[:, :1])), terms.hard * in_vocab, hit
+    parts: list[tuple[Tensor, Tensor]] = []  # (gradient, its row factors)
+    if terms.tv or terms.lk:
+        rate = torch.minimum(p, q).sum(-1, dtype=wide)
+        safe = rate.clamp(min=1e-6)
+        loss += has_law * (terms.tv * (1 - rate) - terms.lk * safe.log())
+        gain = q * (q < p)  # d rate / d z = q (1[q < p] - sum q 1[q < p])
+        gain.addcmul_(q, gain.sum(-1, keepdim=True, dtype=wide).to(q.dtype), value=-1)
+        parts.append((gain, -has_law * (terms.tv + terms.lk / safe)))
+    if terms.soft:
+        loss += terms.soft * has_law * (lse - (p * z).sum(-1, dtype=wide))
+        parts.append((q - p, terms.soft * has_law))
+    if terms.hard:
+        parts.append((_less(q, spot, torch.ones_like(q[:, :1])), terms.hard * in_vocab))
+    if len(parts) == 1:
+        return loss, *parts[0], hit
+    grad = sum(part.mul_(row.to(q.dtype)[:, None]) for part, row in parts)
+    assert isinstance(grad, Tensor)
+    return loss, grad, torch.ones_like(loss), hit
+
+
+def _less(q: Tensor, spot: Tensor, amount: Tensor) -> Tensor:
+    """q with `amount` [m, 1] taken off at `spot` [m, 1], in place (scatter_add_ is several times slower on a CPU)."""
+    return q.scatter_(1, spot, q.gather(1, spot) - amount)

@@ -46,7 +46,7 @@ class MedusaConfig(HeadConfig):
     # what the heads learn from
     loss: LossWeights = field(default_factory=LossWeights)
     # supervised tokens whose logits exist at the same time
-    chunk: int = 1024
+    chunk: int = 512
     # shape of the draft when the drafter is named without @chain or @tree
     shape: str = "tree"
     # nodes of the draft tree

@@ -258,7 +258,7 @@ def _stop_poisoned(cfg: TrainConfig, step: int, rows: Rows, poisoned: list[int],
         report = {"step": step, "rows": blamed, "gradient_norms": norms}
         (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     shown = ", ".join(blamed[:4]) + (f" and {len(blamed) - 4} more" if len(blamed) > 4 else "")
-    raise UserError(f"{shown}: loss or gradient is not finite at step {step}, no weight was changed; look at these rows "
+    raise UserError(f"{shown}: loss or gradient is not finite at step {step}, no weight was changed; look at them "
                     f"or lower optim.lr (all rows are in {cfg.out_dir}/bad_step-{step}/report.json)")
 
 

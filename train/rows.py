@@ -116,7 +116,8 @@ def interpret(record: Any, where: str) -> Row:
             raise ValueError("text is empty")
         return Row(where, None, _clean(record["text"], "text"))
     if turns is None:
-        raise ValueError(f"has none of messages, conversations, text; its keys: {', '.join(sorted(map(str, record)))[:80]}")
+        keys = ", ".join(sorted(map(str, record)))[:80]
+        raise ValueError(f"has none of messages, conversations, text; its keys: {keys or 'none'}")
     if not isinstance(turns, list | tuple) or not turns:
         raise ValueError("its turns are not a list with something in it")
     chat = [_message(turn, i) for i, turn in enumerate(turns)]

@@ -1,0 +1,302 @@
+"""EAGLE-1, EAGLE-3 and HASS heads: one decoder layer that predicts the target's features or tokens step by step.
+
+Row t reads (f_t, e_{t+1}) and predicts x_{t+2} (heads/eagle_net.py). With `steps` > 1 the training-time test of EAGLE-3
+(for EAGLE-1: the harmonised context of HASS) runs the drafter on its own outputs: at step s row t reads its previous
+output and e_{t+1+s}, attends to the rows up to t of step 0 and to its own later keys, and predicts x_{t+2+s}; the loss
+of step s counts step_decay ** s. A token is supervised by its own loss mask (the predicted token's, at t + 2 + s).
+Trained by train/eagle.py; conf/head/eagle1.yaml and eagle3.yaml hold the keys.
+
+Shape letters: B rows, T positions, D width, S steps, Vd draft vocabulary, F taps, n supervised tokens, R packed rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from conf.errors import UserError
+from decode.drafters import Drafter
+from decode.target import Target
+from heads import shapes, vocab
+from heads.base import Batch, Head, LossOut
+from heads.eagle_attention import Memory
+from heads.eagle_config import EagleConfig
+from heads.eagle_drafter import EagleDrafter
+from heads.eagle_layer import layer_config, rope_table, take
+from heads.eagle_net import Eagle1Net, Eagle3Net, EagleNet, copy_layer, norm_weight, reset_weights
+from heads.losses import LossWeights, chunked_loss
+
+
+class EagleHead(Head):
+    """What EAGLE-1 and EAGLE-3 share. net: the network. d2t: [Vd] int64 offsets (None: the whole vocabulary)."""
+
+    Config = EagleConfig
+    net: EagleNet
+
+    def __init__(self, cfg: EagleConfig, net: EagleNet, taps: tuple[int, ...], vocab_size: int, final: int) -> None:
+        super().__init__(cfg)
+        self.cfg: EagleConfig = cfg
+        self.net, self.taps, self.vocab_size, self.final = net, taps, vocab_size, final
+        offsets = torch.zeros(cfg.draft_vocab, dtype=torch.int64) if cfg.draft_vocab else None
+        self.register_buffer("d2t", offsets)
+        self.coverage = 1.0
+        self.calibration: dict[str, Any] = {}
+        self._rows: tuple[Tensor, Tensor | None] | None = None
+
+    @classmethod
+    def build(cls, cfg: EagleConfig, shape: dict[str, Any], taps: tuple[int, ...], vocab_size: int, final: int) -> Self:
+        """The module with weights that mean nothing yet."""
+        raise TypeError("a subclass defines it")
+
+    @classmethod
+    def for_target(cls, target: Target, cfg: EagleConfig, counts: Tensor | None = None) -> Self:
+        """See Head. Raises UserError for taps outside the target, a draft vocabulary larger than the tokens seen, or a
+        layer that cannot be copied."""
+        taps = cls.choose_taps(target, cfg)
+        for tap in taps:
+            if not 0 <= tap <= target.num_layers:
+                raise UserError(f"head.taps: {tap} is not among the target's hidden states 0..{target.num_layers}; "
+                                "0 = embeddings, the last = output after the final norm")  # fmt: skip
+        head = cls.build(cfg, layer_config(target, cfg.layers), taps, target.vocab_size, target.num_layers)
+        reset_weights(head.net, float(getattr(target.config, "initializer_range", 0.02) or 0.02))
+        if cfg.draft_vocab:
+            if counts is None:
+                raise UserError("head.draft_vocab: no token counts to choose from; set head.draft_vocab=0")
+            chosen = vocab.choose(counts, cfg.draft_vocab).cpu()
+            head.coverage = vocab.coverage(counts, chosen)
+            head.d2t = vocab.to_d2t(chosen)
+        head.to(target.device)
+        if cfg.init == "layer":
+            source = cfg.init_layer if cfg.init_layer >= 0 else target.num_layers + cfg.init_layer
+            if not 0 <= source < target.num_layers:
+                raise UserError(f"head.init_layer: {cfg.init_layer} is not among the target's {target.num_layers} layers")
+            copy_layer(head.net, target, source)
+        head.init_head(target)
+        return head
+
+    @classmethod
+    def choose_taps(cls, target: Target, cfg: EagleConfig) -> tuple[int, ...]:
+        """The taps of a fresh head."""
+        raise TypeError("a subclass defines it")
+
+    def init_head(self, target: Target) -> None:
+        """Give the output side of a fresh head the target's weights. Default: nothing."""
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any], target: Target) -> Self:
+        """See Head. Raises KeyError or TypeError for a file this class did not write."""
+        keys = dict(saved["config"])
+        cfg = EagleConfig(**{**keys, "loss": LossWeights(**keys["loss"])})
+        head = cls.build(cfg, saved["layer"], tuple(saved["taps"]), saved["vocab_size"], saved["final"])
+        head.coverage, head.calibration = saved["coverage"], saved["calibration"]
+        return head.to(target.device)
+
+    def config_json(self) -> dict[str, Any]:
+        """See Head; also the draft layer's shape, the taps with their convention, coverage, measured acceptance."""
+        return {**super().config_json(), "layer": self._shape, "vocab_size": self.vocab_size, "taps": list(self.taps),
+                "tap_convention": "hidden_states[k] of transformers; num_layers = output after the final norm",
+                "final": self.final, "coverage": self.coverage, "calibration": self.calibration}  # fmt: skip
+
+    @property
+    def _shape(self) -> dict[str, Any]:
+        config = self.net.config
+        keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+                "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings")  # fmt: skip
+        return {**{k: getattr(config, k) for k in keys}, "rope_parameters": dict(config.rope_parameters)}
+
+    def ids(self) -> Tensor | None:
+        """[Vd] int64 ascending target ids of the draft vocabulary, None for the whole one."""
+        return None if self.d2t is None else vocab.from_d2t(self.d2t)
+
+    def target_rows(self, target: Target) -> tuple[Tensor, Tensor | None]:
+        """The target's LM head over the draft vocabulary: weight [Vd, D] and bias [Vd] or None; gathered once."""
+        if self._rows is None or self._rows[0].device != target.device or self._rows[0].dtype != target.dtype:
+            ids, bias = self.ids(), getattr(target.lm_head, "bias", None)
+            weight = target.lm_head_weight.detach()
+            self._rows = (weight if ids is None else weight[ids], bias if ids is None or bias is None else bias[ids])
+        return self._rows
+
+    def projection(self, target: Target) -> Tensor:
+        """[Vd, D] the weight that turns net.read(h) into draft logits."""
+        raise TypeError("a subclass defines it")
+
+    # -- training
+
+    def forward(self, batch: Batch, target: Target) -> LossOut:
+        """The loss summed over supervised tokens and steps. The vocabulary is met only where a token is supervised,
+        and the target's law there is computed once for all steps."""
+        flat, depth = self._supervised(batch)
+        feats, hidden, valid = self._unroll(batch, target, flat, depth)
+        tokens, ids = batch.ids.reshape(-1)[flat], self.ids()
+        place = tokens if ids is None else vocab.places(ids, tokens)
+        weights = torch.tensor([self.cfg.step_decay**s for s in range(self.cfg.steps)], device=flat.device)
+        law = self._law(target, feats, flat, place) if self.cfg.loss.needs_law else None
+        read = self.net.read(torch.stack(hidden))
+        total, losses, hits = chunked_loss(read, self.projection(target), place, valid, law, self.cfg.loss, weights,
+                                           self.cfg.chunk)  # fmt: skip
+        stats = {f"loss_{s}": losses[s] for s in range(self.cfg.steps)}
+        stats |= {f"top1_{s}": hits[s] for s in range(self.cfg.steps)}
+        if self.cfg.feature_loss:
+            wanted = feats[flat - 1].to(total.dtype)  # row t of step s guesses f_{t+1+s}, one before its token
+            for s, h in enumerate(hidden):
+                error = F.smooth_l1_loss(h.to(total.dtype), wanted, reduction="none").mean(-1) * valid[s]
+                total = total + self.cfg.feature_loss * weights[s] * error.sum()
+                stats[f"feature_{s}"] = torch.stack([error.detach().sum().double(), valid[s].sum().double()])
+        return LossOut(total, torch.tensor(float(flat.numel()), dtype=torch.float64, device=flat.device), stats)
+
+    def _supervised(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Flat position and position in the row, [n] each, of the supervised tokens that some row can predict."""
+        rows, at = (batch.loss_mask & batch.mask).nonzero(as_tuple=True)
+        ahead = at > 1
+        return (rows * batch.ids.shape[1] + at)[ahead], at[ahead]
+
+    def _unroll(self, batch: Batch, target: Target, flat: Tensor, depth: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Features of the last tap [B * T, D]; per step h [n, D] of the row that predicts each supervised token; and
+        which of these rows exist, [S, n]."""
+        (count, length), cfg = batch.ids.shape, self.cfg
+        reads = self.taps if self.final in self.taps else (*self.taps, self.final)
+        feats = target.features(batch.ids, batch.mask, reads).detach()
+        back = torch.arange(2, 2 + cfg.steps, device=flat.device)[:, None]
+        valid, source = depth >= back, (flat - back).clamp(min=0)  # [S, n]
+        needed = torch.zeros(count * length, dtype=torch.bool, device=flat.device)
+        needed[source[valid]] = True
+        keep = needed.nonzero()[:, 0]
+        packed = torch.zeros(count * length, dtype=torch.int64, device=flat.device)
+        packed[keep] = torch.arange(keep.numel(), device=flat.device)
+        whole = bool(valid.all())
+
+        e = target.embed(batch.ids).detach()
+        cos, sin = rope_table(self.net.config, length + cfg.steps, e.dtype, e.device)
+        memory = Memory((count, length), keep)
+        g = self.net.start(feats[:, :, : len(self.taps)])
+        if cfg.noise and self.training:
+            g = g + self._noise(batch, g)
+        h = self.net.advance(torch.cat([e[:, 1:], e[:, -1:]], 1), g, (cos[None, :length], sin[None, :length]), keep,
+                             memory=memory)  # fmt: skip
+        hidden, e, at = [], e.flatten(0, 1), keep % length
+        for step in range(cfg.steps):
+            if step:
+                memory.step = step
+                e_next = e[(keep + 1 + step).clamp(max=e.shape[0] - 1)]
+                rope = (cos[at + step][None], sin[at + step][None])
+                h = self.net.advance(e_next[None], self.net.feed(h)[None], rope, memory=memory)[0]
+            spot = packed[source[step]]
+            hidden.append(take(h, spot) if whole else h[spot])  # without a row some spots coincide
+        return feats[:, :, reads.index(self.final)].flatten(0, 1), hidden, valid
+
+    def _law(self, target: Target, last: Tensor, flat: Tensor, place: Tensor) -> Any:
+        """The target's law p(x_s | x_<s) from f_{s-1}, over the draft vocabulary alone and renormalised (V_d rows of
+        the LM head, never V). It is used where the data's token lies inside: on text the target wrote itself this is
+        where its choice lies inside (EAGLE-3 masks the others by the argmax)."""
+        weight, bias = self.target_rows(target)
+
+        def law(part: slice) -> tuple[Tensor, Tensor]:
+            with torch.no_grad():
+                logits = target.head.finish(F.linear(last[flat[part] - 1], weight, bias))
+                if self.cfg.top_k:
+                    floor = logits.topk(min(self.cfg.top_k, logits.shape[-1]), -1).values[:, -1:]
+                    logits = logits.masked_fill(logits < floor, -torch.inf)
+                return torch.softmax(logits, -1), place[part] >= 0
+
+        return law
+
+    def _noise(self, batch: Batch, g: Tensor) -> Tensor:
+        """Uniform noise (u - 1/2) * noise * 512 / T per sample (EAGLE-1). Drawn from the sample's number and the bits of
+        one weight: new at every update, the same on any number of ranks and after a resume."""
+        first = next(self.net.parameters()).detach().flatten()[:2].cpu().numpy().tobytes()
+        out = torch.zeros(g.shape, dtype=torch.float32)
+        for b, (sample, size) in enumerate(zip(batch.sample_ids.tolist(), batch.mask.sum(1).tolist(), strict=True)):
+            seed = hashlib.sha256(repr((sample, first)).encode()).digest()[:8]
+            generator = torch.Generator().manual_seed(int.from_bytes(seed) >> 1)
+            out[b, :size] = (torch.rand(size, g.shape[-1], generator=generator) - 0.5) * (self.cfg.noise * 512 / size)
+        return out.to(g)
+
+    @torch.no_grad()
+    def calibrate(self, batches: Iterable[Batch], target: Target) -> None:
+        """Teacher-forced ranks on held-out rows: acceptance by step and rank, the static tree that sampled drafts use,
+        and the teacher-forced accepted length of a chain (bonus token counted), the parity gate's first figure."""
+        found = [self.ranks(batch, target) for batch in batches]
+        if found and sum(f.shape[0] for f in found):
+            ranks = torch.cat(found)
+            chain = (ranks == 0).cumprod(1).sum(1).double().mean()
+            self.calibration = {**shapes.measure(ranks), "teacher_forced": 1 + float(chain)}
+
+    @torch.no_grad()
+    def ranks(self, batch: Batch, target: Target) -> Tensor:
+        """[A, S] int64: rank of the right token at every step, shapes.RANKS for a miss, for each row t whose x_{t+2} is
+        supervised; steps beyond the answer count as misses."""
+        flat, depth = self._supervised(batch)
+        _, hidden, valid = self._unroll(batch, target, flat, depth)
+        tokens, ids = batch.ids.reshape(-1)[flat], self.ids()
+        place = tokens if ids is None else vocab.places(ids, tokens)
+        proj = self.projection(target).to(target.dtype)
+        table = torch.full((batch.ids.numel(), self.cfg.steps), shapes.RANKS, dtype=torch.int64, device=flat.device)
+        for step, h in enumerate(hidden):
+            for start in range(0, flat.numel(), self.cfg.chunk):
+                part = slice(start, start + self.cfg.chunk)
+                z = self.net.read(h[part]) @ proj.T
+                rank = (z > z.gather(1, place[part].clamp(min=0)[:, None])).sum(1).clamp_(max=shapes.RANKS)
+                ok = valid[step, part] & (place[part] >= 0)
+                table[flat[part][ok] - 2 - step, step] = rank[ok]
+        return table[flat - 2]
+
+    def drafter(self, target: Target, shape: str | None = None) -> Drafter:
+        """See Head."""
+        return EagleDrafter(self, target, shape or (self.cfg.shape if target.support == "tree" else "chain"))
+
+
+class Eagle1Head(EagleHead):
+    """EAGLE-1: embedding and LM head are the target's and frozen; learns features and tokens."""
+
+    kind = "eagle1"
+
+    @classmethod
+    def build(cls, cfg: EagleConfig, shape: dict[str, Any], taps: tuple[int, ...], vocab_size: int, final: int) -> Self:
+        """See EagleHead."""
+        return cls(cfg, Eagle1Net(shape), taps, vocab_size, final)
+
+    @classmethod
+    def choose_taps(cls, target: Target, cfg: EagleConfig) -> tuple[int, ...]:
+        """The output after the final norm, which the LM head reads."""
+        return (target.num_layers,)
+
+    def projection(self, target: Target) -> Tensor:
+        """See EagleHead; frozen."""
+        return self.target_rows(target)[0] * target.head.scale
+
+
+class Eagle3Head(EagleHead):
+    """EAGLE-3: fused features of three layers, an LM head of its own over the draft vocabulary, tokens alone."""
+
+    kind = "eagle3"
+    net: Eagle3Net
+
+    @classmethod
+    def build(cls, cfg: EagleConfig, shape: dict[str, Any], taps: tuple[int, ...], vocab_size: int, final: int) -> Self:
+        """See EagleHead."""
+        net = Eagle3Net(shape, len(taps), cfg.draft_vocab or vocab_size, cfg.norm_before_fc, cfg.norm_output)
+        return cls(cfg, net, taps, vocab_size, final)
+
+    @classmethod
+    def choose_taps(cls, target: Target, cfg: EagleConfig) -> tuple[int, ...]:
+        """The configured ones, else hidden states 2, L // 2 and L - 3, as serving engines assume."""
+        deep = target.num_layers
+        return tuple(cfg.taps) or tuple(min(max(1, tap), max(1, deep - 1)) for tap in (2, deep // 2, deep - 3))
+
+    def init_head(self, target: Target) -> None:
+        """The LM head starts as the target's rows, the final norm as the target's."""
+        with torch.no_grad():
+            self.net.lm_head.weight.copy_(self.target_rows(target)[0] * target.head.scale)
+            names = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
+            norm = next((n for name in names if (n := getattr(target.model.base_model, name, None)) is not None), None)
+            if isinstance(norm, nn.Module):
+                self.net.norm.weight.copy_(norm_weight(norm, target))
+
+    def projection(self, target: Target) -> Tensor:
+        """See EagleHead; trained."""
+        return self.net.lm_head.weight

@@ -1,0 +1,129 @@
+"""Attention of training-time test (EAGLE-3, Li et al. 2025; HASS, Zhang et al. 2024), exact and without big masks.
+
+At step s a row attends to the step-0 keys up to itself and to *its own* keys of steps 1..s: what a drafter has in its
+cache after s drafted tokens. The first part is plain causal attention; the second is one number per row and step. Both
+softmaxes are merged by their log-sum-exp, and the flash kernel's backward pass is given the merged output and
+log-sum-exp, which makes its gradient that of the merged softmax.
+
+Shape letters: B rows, T positions, n packed rows, H query heads, Hkv key heads, hd head size, S later steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+NAME = "outrider_ttt"
+HIDDEN = 1e4  # log-sum-exp of a position without a query: its probabilities vanish and nothing overflows
+
+
+class Memory:
+    """Keys and values of one training pass. shape: (B, T) of step 0. rows: [n] flat positions that later steps go on
+    with. `step` is set by the caller."""
+
+    def __init__(self, shape: tuple[int, int], rows: Tensor) -> None:
+        self.shape, self.rows, self.step = shape, rows, 0
+        self.first: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> [B, H, T, hd] each, groups expanded
+        self.later: dict[int, list[Tensor]] = {}  # layer -> [n, H, hd] keys and values in turns
+
+
+def ttt_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+                  scaling: float | None = None, memory: Memory | None = None, **kwargs: Any) -> tuple[Tensor, None]:  # fmt: skip
+    """transformers' attention interface. Step 0: query [B, H, T, hd] -> [B, T, H, hd]; later: [1, H, n, hd] ->
+    [1, n, H, hd]. Rows are right-padded, so step 0 is causal without a mask."""
+    assert memory is not None, "ttt_attention needs the memory of its training pass"
+    layer, groups = int(module.layer_idx), query.shape[1] // key.shape[1]  # type: ignore[call-overload]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if groups > 1:
+        key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
+    if memory.step == 0:
+        memory.first[layer] = (key, value)
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+        return out.transpose(1, 2), None
+    own = memory.later.setdefault(layer, [])
+    own += [key[0].transpose(0, 1), value[0].transpose(0, 1)]
+    apply = _merged if query.device.type == "cpu" else dense
+    return apply(query[0].transpose(0, 1), memory, scale, memory.first[layer], own)[None], None
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, ttt_attention)
+
+
+def dense(query: Tensor, memory: Memory, scale: float, first: tuple[Tensor, Tensor], own: list[Tensor]) -> Tensor:
+    """The same by plain operations; the reference, and the path of devices without the CPU's flash kernel.
+
+    query, own: [n, H, hd]; first: [B, H, T, hd] each -> [n, H, hd].
+    """
+    (rows_b, length), (key, value) = memory.shape, first
+    padded = query.new_zeros(rows_b * length, *query.shape[1:]).index_copy(0, memory.rows, query)
+    padded = padded.view(rows_b, length, *query.shape[1:]).transpose(1, 2)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = (padded @ key.transpose(-1, -2)).to(wide) * scale
+    future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+    scores = scores.masked_fill(future, -torch.inf).transpose(1, 2).flatten(0, 1)[memory.rows]  # [n, H, T]
+    diagonal = torch.stack([(query * k).sum(-1, dtype=wide) for k in own[0::2]], -1) * scale
+    law = torch.cat([scores, diagonal], -1).softmax(-1).to(value.dtype)
+    context = law.new_zeros(rows_b * length, *law.shape[1:-1], length).index_copy(0, memory.rows, law[..., :length])
+    context = context.view(rows_b, length, -1, length).transpose(1, 2) @ value
+    out = context.transpose(1, 2).flatten(0, 1)[memory.rows]
+    for i, v in enumerate(own[1::2]):
+        out = out + law[..., length + i, None] * v
+    return out
+
+
+def _merged(query: Tensor, memory: Memory, scale: float, first: tuple[Tensor, Tensor], own: list[Tensor]) -> Tensor:
+    return _Merged.apply(query, memory, scale, *first, *own)  # type: ignore[no-any-return]
+
+
+class _Merged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, memory: Memory, scale: float, key: Tensor, value: Tensor,
+                *own: Tensor) -> Tensor:  # fmt: skip
+        wide = torch.promote_types(query.dtype, torch.float32)
+        padded = _unpack(query, memory)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(padded, key, value, 0.0, True, scale=scale)
+        parts = [_pack(lse[..., None], memory)[..., 0]]
+        parts += [(query * k).sum(-1, dtype=wide).mul_(scale) for k in own[0::2]]
+        total = torch.logsumexp(torch.stack(parts), 0)  # [n, H]
+        merged = _pack(out, memory) * (parts[0] - total).exp()[..., None].to(query.dtype)
+        laws = [(p - total).exp_().to(query.dtype) for p in parts[1:]]
+        for law, v in zip(laws, own[1::2], strict=True):
+            merged.addcmul_(law[..., None], v)
+        ctx.memory, ctx.scale = memory, scale
+        ctx.save_for_backward(query, key, value, merged, total, *laws, *own)
+        return merged
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        memory, scale = ctx.memory, ctx.scale
+        query, key, value, merged, total, *rest = ctx.saved_tensors
+        laws, own = rest[: len(rest) // 3], rest[len(rest) // 3 :]
+        grad = grads[0].contiguous()
+        lse = _unpack(total[..., None], memory, HIDDEN)[..., 0]
+        into = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            _unpack(grad, memory), _unpack(query, memory), key, value, _unpack(merged, memory), lse.contiguous(), 0.0,
+            True, scale=scale)  # fmt: skip
+        into_query = _pack(into[0], memory)
+        delta = (grad * merged).sum(-1, dtype=total.dtype)
+        found: list[Tensor] = []
+        for law, k, v in zip(laws, own[0::2], own[1::2], strict=True):
+            score = law * ((grad * v).sum(-1, dtype=total.dtype) - delta).mul_(scale).to(law.dtype)
+            into_query = into_query.addcmul(score[..., None], k)
+            found += [score[..., None] * query, law[..., None] * grad]
+        return (into_query, None, None, into[1], into[2], *found)
+
+
+def _unpack(x: Tensor, memory: Memory, fill: float = 0.0) -> Tensor:
+    """[n, H, c] -> [B, H, T, c]."""
+    (rows, length), (_, heads, size) = memory.shape, x.shape
+    flat = x.new_full((rows * length, heads, size), fill).index_copy_(0, memory.rows, x)
+    return flat.view(rows, length, heads, size).transpose(1, 2)
+
+
+def _pack(x: Tensor, memory: Memory) -> Tensor:
+    """[B, H, T, c] -> [n, H, c]."""
+    return x.transpose(1, 2).flatten(0, 1).index_select(0, memory.rows)

@@ -1,0 +1,74 @@
+"""The keys of EAGLE heads; conf/head/eagle1.yaml and conf/head/eagle3.yaml choose them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from heads.base import HeadConfig
+from heads.losses import LossWeights
+
+
+@dataclass
+class EagleConfig(HeadConfig):
+    """Keys of EAGLE-1, EAGLE-3 and HASS (EAGLE-1 with steps above 1)."""
+
+    kind: str = "eagle3"
+    # decoder layers of the drafter
+    layers: int = 1
+    # eagle3: target features to fuse, hidden_states[k] of transformers; empty = 2, L // 2, L - 3
+    taps: list[int] = field(default_factory=list)
+    # number of frequent tokens the head predicts; 0 = the whole vocabulary
+    draft_vocab: int = 8192
+    # steps the drafter goes on its own outputs in training: 1 = none, 3 is usual
+    steps: int = 3
+    # the loss of step s counts step_decay ** s
+    step_decay: float = 0.8
+    # what the head learns from
+    loss: LossWeights = field(default_factory=lambda: LossWeights(hard=0.0, soft=1.0))
+    # weight of the smooth L1 distance to the target's feature (EAGLE-1: 1.0 beside soft 0.1)
+    feature_loss: float = 0.0
+    # distil only the target's so many most probable tokens (HASS: 10); 0 = all
+    top_k: int = 0
+    # spread of uniform noise on the input features, scaled by 512 / tokens of the row; 0 = none, EAGLE-1: 0.2
+    noise: float = 0.0
+    # weights at the start: random, or layer = copied from a layer of the target
+    init: str = "random"
+    # init=layer: which layer, counted from 0; negative counts from the end
+    init_layer: int = -3
+    # eagle3: norm every tapped feature before fusing them (EAGLE-3.1)
+    norm_before_fc: bool = False
+    # eagle3: hand the normed output on to the next step (EAGLE-3.1)
+    norm_output: bool = False
+    # supervised tokens whose logits exist at the same time
+    chunk: int = 1024
+    # shape of the draft when the drafter is named without @chain or @tree
+    shape: str = "chain"
+    # levels of the draft
+    depth: int = 5
+    # nodes of the draft tree
+    nodes: int = 24
+    # tree: nodes expanded per level, and children looked at of each
+    width: int = 6
+    # tree at temperature > 0: fixed = the most probable tokens, sampled = drawn without replacement on a static tree
+    tree_draw: str = "fixed"
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        lows = (("layers", 1), ("draft_vocab", 0), ("steps", 1), ("feature_loss", 0), ("top_k", 0), ("noise", 0),
+                ("chunk", 1), ("depth", 1), ("nodes", 1), ("width", 1))  # fmt: skip
+        found = [f"{key}: {getattr(self, key)} is below {low}; give {low} or more" for key, low in lows
+                 if getattr(self, key) < low]  # fmt: skip
+        choices = {"kind": ("eagle1", "eagle3"), "init": ("random", "layer"), "shape": ("chain", "tree"),
+                   "tree_draw": ("fixed", "sampled")}  # fmt: skip
+        found += [f"{key}: {getattr(self, key)!r}; choose {' or '.join(good)}" for key, good in choices.items()
+                  if getattr(self, key) not in good]  # fmt: skip
+        if not 0 < self.step_decay <= 1:
+            found.append(f"step_decay: {self.step_decay} is outside (0, 1]; 0.8 is usual")
+        only3 = [k for k in ("taps", "norm_before_fc", "norm_output") if getattr(self, k)]
+        if self.kind == "eagle1" and only3:
+            found += [f"{key}: belongs to eagle3; leave it out, or use head=eagle3" for key in only3]
+        if self.kind == "eagle3" and self.feature_loss:
+            found.append("feature_loss: EAGLE-3 has no feature of the target to match; use 0, or head=eagle1")
+        if self.kind == "eagle1" and self.init == "layer":
+            found.append("init: a layer of the target can start eagle3 only; use head.init=random")
+        return found

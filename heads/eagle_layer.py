@@ -1,0 +1,157 @@
+"""The decoder layer of EAGLE drafters: transformers' own Llama classes, shaped after the target, with wide projections.
+
+Serving engines run a Llama-style layer whatever the target is, so that is what is trained: head count, head size,
+grouping, rotary base and scaling, MLP width, activation and norm epsilon are the target's; there is no bias. Weights
+are float32; every module computes in the dtype of its input.
+
+Shape letters: B rows, T positions, n rows of a packed pass, D width, H query heads, hd head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+
+from conf.errors import UserError
+from decode.target import Target
+
+Rope = tuple[Tensor, Tensor]  # cos, sin, each [.., hd]
+
+
+def layer_config(target: Target, layers: int) -> dict[str, Any]:
+    """Keys of a LlamaConfig that describe a draft layer for `target`; plain JSON.
+
+    Raises UserError when the target's embeddings and hidden states differ in width.
+    """
+    config, width = target.config, target.hidden_size
+
+    def get(*names: str, default: Any) -> Any:
+        return next((v for n in names if (v := getattr(config, n, None)) is not None), default)
+
+    if target.model.get_input_embeddings().weight.shape[1] != width:
+        raise UserError(f"head: the target's embeddings are {target.model.get_input_embeddings().weight.shape[1]} wide and "
+                        f"its hidden states {width}: EAGLE puts them side by side; use head=medusa")  # fmt: skip
+    heads = get("num_attention_heads", default=1)
+    rope = dict(get("rope_parameters", default={}))
+    rope = dict(rope.get("full_attention") or rope)  # families with a sliding window keep one set per layer type
+    rope.pop("partial_rotary_factor", None)  # a Llama layer rotates whole heads
+    return {
+        "hidden_size": width,
+        "intermediate_size": get("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=4 * width),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": get("num_key_value_heads", default=heads),
+        "head_dim": get("head_dim", default=width // heads),
+        "hidden_act": get("hidden_act", "hidden_activation", "activation_function", default="silu"),
+        "rms_norm_eps": get("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", default=1e-6),
+        "max_position_embeddings": min(target.context_length, 1 << 20),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **rope},
+    }  # fmt: skip
+
+
+class Linear(nn.Linear):
+    """A linear layer with float32 master weights that computes in its input's dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., in] -> [.., out], in x's dtype."""
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+class RMSNorm(LlamaRMSNorm):
+    """LlamaRMSNorm with a backward pass that re-uses the output; statistics in float32 or better."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[.., D] -> [.., D], in the input's dtype."""
+        return _Norm.apply(hidden_states, self.weight, self.variance_epsilon)  # type: ignore[no-any-return]
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).square_()
+        scale = square.div_(x.shape[-1]).add_(eps).rsqrt_().to(x.dtype)
+        unit = x * scale
+        ctx.save_for_backward(unit, scale, weight)
+        return unit * weight.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad, (unit, scale, weight) = grads[0], ctx.saved_tensors
+        wide = torch.promote_types(unit.dtype, torch.float32)
+        into_weight = into_x = None
+        if ctx.needs_input_grad[1]:
+            into_weight = (grad * unit).flatten(0, -2).sum(0, dtype=wide).to(weight.dtype)
+        if ctx.needs_input_grad[0]:
+            inner = grad * weight.to(grad.dtype)
+            mean = (inner * unit).sum(-1, keepdim=True, dtype=wide).div_(unit.shape[-1]).to(unit.dtype)
+            into_x = torch.addcmul(inner, unit, mean, value=-1).mul_(scale)
+        return into_x, into_weight, None
+
+
+def owned(module: nn.Module) -> nn.Module:
+    """Replace the plain linear layers and norms of a transformers module by the classes above, in place."""
+    for name, child in list(module.named_children()):
+        if type(child) is nn.Linear:
+            setattr(module, name, Linear(child.in_features, child.out_features, child.bias is not None))
+        else:
+            owned(child)
+    return module
+
+
+class DraftLayer(nn.Module):
+    """One layer. wide: the attention reads 2 D (normed embedding beside normed feature: EAGLE-3's first layer).
+
+    norm: the input norm of an ordinary layer; absent in EAGLE-1's first layer, and a wide layer is given its input.
+    """
+
+    def __init__(self, config: LlamaConfig, index: int, wide: bool, norm: bool) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = LlamaAttention(config, index)
+        if wide:
+            for name in ("q_proj", "k_proj", "v_proj"):
+                setattr(self.self_attn, name, nn.Linear(2 * width, getattr(self.self_attn, name).out_features, bias=False))
+        owned(self.self_attn)
+        self.mlp = owned(LlamaMLP(config))
+        self.input_layernorm = RMSNorm(width, eps) if norm else None
+        self.post_attention_layernorm = RMSNorm(width, eps)
+
+    def forward(self, residual: Tensor, x: Tensor, rope: Rope, keep: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """residual [.., D], x [.., D or 2 D]; keep: flat row numbers [n] that go on after the attention: [n, D]."""
+        attended = self.self_attn(hidden_states=x, position_embeddings=rope, **kwargs)[0]
+        if keep is not None:
+            residual, attended = (take(t.reshape(-1, t.shape[-1]), keep) for t in (residual, attended))
+        residual = residual + attended
+        return residual + self.mlp(self.post_attention_layernorm(residual))
+
+
+def rope_table(config: LlamaConfig, length: int, dtype: torch.dtype, device: torch.device) -> Rope:
+    """cos and sin [length, hd] of positions 0 .. length - 1."""
+    rotary = LlamaRotaryEmbedding(config).to(device)
+    positions = torch.arange(length, device=device)[None]
+    cos, sin = rotary(torch.empty(0, dtype=dtype, device=device), positions)
+    return cos[0], sin[0]
+
+
+def take(x: Tensor, rows: Tensor) -> Tensor:
+    """x[rows] for distinct `rows` [n] of x [N, ..]: the backward pass copies where index_select would add row by row."""
+    return _Take.apply(x, rows)  # type: ignore[no-any-return]
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.size = x.shape
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (rows,) = ctx.saved_tensors
+        return grads[0].new_zeros(ctx.size).index_copy_(0, rows, grads[0]), None

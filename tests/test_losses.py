@@ -1,0 +1,104 @@
+"""The chunked vocabulary loss against the formula written out, in float64, values and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from heads.losses import LossWeights, chunked_loss
+
+K, N, D, V = 3, 23, 5, 11
+
+
+def naive(hidden, weight, place, valid, law, terms, head_weights):
+    total = hidden.new_zeros(())
+    p, usable = law(slice(0, N)) if law else (None, None)
+    for k in range(K):
+        z = hidden[k] @ (weight if weight.dim() == 2 else weight[k]).T
+        logq = z.log_softmax(-1)
+        loss = z.new_zeros(N)
+        if terms.hard:
+            loss = loss - terms.hard * (place >= 0).double() * logq.gather(1, place.clamp(min=0)[:, None])[:, 0]
+        if terms.soft:
+            loss = loss - terms.soft * usable.double() * (p * logq).sum(-1)
+        rate = torch.minimum(p, logq.exp()).sum(-1) if p is not None else None
+        if terms.tv:
+            loss = loss + terms.tv * usable.double() * (1 - rate)
+        if terms.lk:
+            loss = loss - terms.lk * usable.double() * rate.log()
+        total = total + head_weights[k] * (loss * valid[k]).sum()
+    return total
+
+
+MIXES = [LossWeights(1), LossWeights(0, 1), LossWeights(0, 0, 1), LossWeights(0, 0, 0, 1), LossWeights(0.3, 0.7),
+         LossWeights(0.5, 2.0, 0.25, 0.125), LossWeights(2.0)]  # fmt: skip
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("terms", MIXES, ids=str)
+def test_chunked_equals_naive(terms: LossWeights, shared: bool) -> None:
+    g = torch.Generator().manual_seed(1)
+    hidden = torch.randn(K, N, D, generator=g, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(*(() if shared else (K,)), V, D, generator=g, dtype=torch.float64).requires_grad_()
+    place = torch.randint(-1, V, (N,), generator=g)
+    valid = torch.rand(K, N, generator=g) > 0.2
+    laws = torch.randn(N, V, generator=g, dtype=torch.float64).softmax(-1)
+    usable = torch.rand(N, generator=g) > 0.2
+    law = (lambda part: (laws[part], usable[part])) if terms.needs_law else None
+    scale = torch.tensor([1.0, 0.8, 0.64], dtype=torch.float64)
+    want = naive(hidden, weight, place, valid, law, terms, scale)
+    grads = torch.autograd.grad(3 * want, (hidden, weight))
+    got, losses, hits = chunked_loss(hidden, weight, place, valid, law, terms, scale, chunk=7)
+    mine = torch.autograd.grad(3 * got, (hidden, weight))
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+    for a, b in zip(mine, grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+    assert torch.allclose((losses[:, 0] * scale).sum(), got)
+    best = torch.stack([(hidden[k] @ (weight if shared else weight[k]).T).argmax(-1) for k in range(K)])
+    assert hits[:, 0].tolist() == ((best == place) & valid).sum(1).tolist()
+    assert hits[:, 1].tolist() == valid.sum(1).tolist()
+
+
+def test_no_supervised_token_gives_zero_gradients() -> None:
+    """A rank may have a micro-batch without any: its gradients must exist for the exchange."""
+    hidden = torch.randn(K, 0, D).requires_grad_()
+    weight = torch.randn(K, V, D).requires_grad_()
+    none = torch.zeros(0, dtype=torch.int64)
+    loss, _, _ = chunked_loss(hidden, weight, none, torch.ones(K, 0, dtype=torch.bool), None, LossWeights(), torch.ones(K))
+    loss.backward()
+    assert loss.item() == 0 and weight.grad is not None and not weight.grad.any()
+
+
+def test_bfloat16_is_close_to_float32() -> None:
+    g = torch.Generator().manual_seed(2)
+    hidden, weight = torch.randn(1, 200, 16, generator=g), torch.randn(1, 64, 16, generator=g)
+    place, valid = torch.randint(0, 64, (200,), generator=g), torch.ones(1, 200, dtype=torch.bool)
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        w = weight.clone().requires_grad_()
+        loss, _, _ = chunked_loss(hidden.to(dtype), w, place, valid, None, LossWeights(), torch.ones(1))
+        loss.backward()
+        found.append((loss.item() / 200, w.grad))
+    assert abs(found[0][0] - found[1][0]) < 0.02
+    assert torch.nn.functional.cosine_similarity(found[0][1].flatten(), found[1][1].flatten(), dim=0) > 0.999
+    assert found[1][1].dtype == torch.float32  # master weights get float32 gradients
+
+
+def test_peak_block_is_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor with a vocabulary axis is larger than chunk x Vd."""
+    largest = 0
+
+    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for t in out if isinstance(out, tuple | list) else (out,):
+                if isinstance(t, torch.Tensor) and t.dim() and t.shape[-1] == 97:
+                    largest = max(largest, t.numel())
+            return out
+
+    hidden, weight = torch.randn(2, 64, 4).requires_grad_(), torch.randn(2, 97, 4).requires_grad_()
+    with Spy():
+        chunked_loss(hidden, weight, torch.zeros(64, dtype=torch.int64), torch.ones(2, 64, dtype=torch.bool), None,
+                     LossWeights(), torch.ones(2), chunk=16)[0].backward()  # fmt: skip
+    assert 0 < largest <= 16 * 97
