@@ -35,6 +35,7 @@ def test_tree_equals_plain_passes(arch: str, dtype: torch.dtype) -> None:
         pytest.skip("no double-precision reference")
     m = mirror(arch, dtype, 3)
     assert m.target.support == "tree"
+    assert m.target.model.config._attn_implementation == attention.NAME, m.target.probe().reason
     m.prefill([9, 4])
     tree, _ = m.score([BUSHY, [-1, 0]])
     m.commit(tree, [5, 0])
@@ -61,6 +62,8 @@ def test_guidance_mixes_both_rows(arch: str) -> None:
     m.prefill([4])  # the default companion: the prompt's last token
     tree, step = m.score([BUSHY, [-1, 0]], taps=(1,))
     assert step.feats is not None and step.feats.shape[:2] == (2, 8)
+    states = m.oracle(torch.tensor([m.texts[0]]), output_hidden_states=True).hidden_states[1]
+    torch.testing.assert_close(step.feats[0, 0, 0], states[0, -1], atol=1e-4, rtol=1e-4)  # of the conditional row
     m.commit(tree, [6, 0])
     m.select([1, 0])
     tree, _ = m.score([[-1, 0, 1], BUSHY])
