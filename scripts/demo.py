@@ -47,14 +47,15 @@ class Budget:
 
     conversations: int
     answer_tokens: int
+    draft_vocab: int
     steps: int
     batch: int
     prompts: int
     tokens: int
 
 
-FULL = Budget(conversations=288, answer_tokens=200, steps=300, batch=16, prompts=24, tokens=64)
-FAST = Budget(conversations=32, answer_tokens=64, steps=20, batch=8, prompts=8, tokens=24)
+FULL = Budget(conversations=288, answer_tokens=200, draft_vocab=3072, steps=300, batch=16, prompts=24, tokens=64)
+FAST = Budget(conversations=32, answer_tokens=64, draft_vocab=384, steps=20, batch=8, prompts=8, tokens=24)
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ def steps(budget: Budget, fast: bool) -> list[Step]:
                   f"num_conversations={budget.conversations}", f"max_new_tokens={budget.answer_tokens}"]  # fmt: skip
     train = ["train/medusa.py", "target=smollm2", "data=jsonl", f"data.path={data}", f"out_dir={RUNS}/medusa", "seed=0",
              f"steps={budget.steps}", f"batch_size={budget.batch}", "data.max_length=320",
+             f"head.draft_vocab={budget.draft_vocab}",
              f"save_every={max(budget.steps // 3, 10)}", f"eval.every={max(budget.steps // 2, 10)}",
              f"eval.prompts={2 if fast else 6}", f"eval.max_new_tokens={16 if fast else 48}"]  # fmt: skip
     found = [
