@@ -241,7 +241,7 @@ class EagleDrafter:
         width, nodes = self.width, min(self.max_nodes, total)
         level = torch.tensor([0] * width + [d for d in range(1, levels) for _ in range(width**2)], device=self.device)
         score = score.masked_fill(level >= budget[:, None], -torch.inf)
-        best = score.sort(1, descending=True, stable=True)
+        best = score.sort(dim=1, descending=True, stable=True)
         size = (best.values[:, :nodes] > -torch.inf).sum(1)
         node = torch.arange(nodes, device=self.device)
         chosen = torch.where(node < size[:, None], best.indices[:, :nodes], total + node).sort(1).values
