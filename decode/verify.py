@@ -38,6 +38,9 @@ class Coins(Protocol):
     def draw(self, weights: Tensor, rows: Tensor, node: Tensor) -> Tensor: ...
 
 
+_TINY = torch.finfo(torch.float64).tiny
+
+
 @dataclass(frozen=True)
 class Verdict:
     """path: [B, D] int64 accepted node numbers from the top, -1 padded. length: [B]. bonus: [B] token ids."""
@@ -116,21 +119,22 @@ class _Siblings:
     def residual(self, support: Support, weight: Tensor, carried: Tensor, j: int) -> tuple[Tensor, Tensor]:
         """norm([carried * weight - q_j]+) [R, S] and the sum before normalising [R] float64.
 
-        A sum of 0 (equal laws, up to rounding) leaves nothing to normalise: the rejection that led here had
-        probability 0, and `weight` is kept, without the rejected token where something else has mass.
+        A candidate that can fail has carried * weight(x_j) < q_j(x_j), so its own place is 0 whatever q_j is, a law
+        or a point mass. A sum of 0 (equal laws, up to rounding) leaves nothing to normalise: the rejection that led
+        here had probability 0 and `weight` is kept.
         """
-        token = self.tokens[:, j]
-        scaled = weight * carried.to(weight.dtype)[:, None]
-        without = _without(weight, support.ids, token)
-        q = self.proposal.read(self.law, support.ids, self.vocab_size) / self.left.to(self.law.dtype)[:, None]
-        rest = torch.where(
-            self.sampled[:, j, None], (scaled - q.to(weight.dtype)).clamp_(min=0), _without(scaled, support.ids, token)
-        )
+        q = self.proposal.read(self.law, support.ids, self.vocab_size)
+        scale = torch.where(self.sampled[:, j], 1 / self.left, 0.0)[:, None]
+        rest = weight * carried.to(weight.dtype)[:, None]
+        rest.sub_((q * scale.to(q.dtype)).to(weight.dtype)).clamp_(min=0)
+        token = self.tokens[:, j, None]
+        if support.ids is None:
+            rest.scatter_(1, token, 0.0)
+        else:
+            rest.masked_fill_(support.ids == token, 0.0)
         total = rest.sum(-1, dtype=torch.float64)
-        other = without.sum(-1, dtype=torch.float64)
-        spare = torch.where((other > 0)[:, None], without, weight)
-        rest = torch.where((total > 0)[:, None], rest, spare)
-        return rest / rest.sum(-1, keepdim=True), total
+        some = (total > 0)[:, None]
+        return torch.where(some, rest / total.clamp(min=_TINY).to(rest.dtype)[:, None], weight), total
 
     def remove(self, j: int) -> None:
         """Sibling j stands: a later draw without replacement had its token removed from the law."""
@@ -138,14 +142,7 @@ class _Siblings:
             return
         place, inside = self.proposal.place(self.tokens[:, j, None])
         self.law.scatter_(1, place, torch.where(inside, 0.0, self.law.gather(1, place)))
-        self.left = self.law.sum(-1, dtype=torch.float64).clamp_(min=torch.finfo(torch.float64).tiny)
-
-
-def _without(weight: Tensor, ids: Tensor | None, token: Tensor) -> Tensor:
-    """`weight` [R, S] with the place of `token` [R] set to 0 (a copy)."""
-    if ids is None:
-        return weight.scatter(1, token[:, None], 0.0)
-    return weight.masked_fill(ids == token[:, None], 0.0)
+        self.left = self.law.sum(-1, dtype=torch.float64).clamp_(min=_TINY)
 
 
 def _nobody(mask: Tensor) -> bool:
@@ -192,50 +189,68 @@ def rejection(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
 def traversal(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
     """Leaf to root. A slot is accepted with the probability w that is left to it after all its children failed.
 
-    Neither w nor the residual depends on a coin, so both are computed for every slot, one level and one sibling
-    rank at a time; the first slot in post-order whose own coin falls below its w ends the path.
+    Neither w nor the residual depends on a coin, so both are computed for every slot, one level and one sibling rank
+    at a time; then the first slot in post-order whose own coin falls below its w ends the path. Laws are needed where
+    children hang (a leaf's only if it ends the path) and only below slots that can be reached at all (w > 0).
     """
     count, n = tree.tokens.shape
     device = tree.tokens.device
     every = torch.arange(count, device=device)
-    slot = torch.arange(n + 1, device=device).repeat(count)
-    support = law.at(every.repeat_interleave(n + 1), slot)
-    weight = support.probs.view(count, n + 1, -1)
-    ids = None if support.ids is None else support.ids.view(count, n + 1, -1)
-    carried = torch.ones(count, n + 1, dtype=torch.float64, device=device)
+    carried = torch.zeros(count, n + 1, dtype=torch.float64, device=device)
+    carried[:, 0] = 1
     depth = torch.cat([tree.layout.depth.new_full((tree.layout.depth.shape[0], 1), -1), tree.layout.depth], 1)
     present = torch.arange(n + 1, device=device) <= tree.size[:, None]
+    ends = []  # per level: which slots were opened, and the residual law of each
     for level in range(tree.layout.levels):
-        inner = (depth == level - 1) & (tree.layout.children[:, :, 0] >= 0) & present
-        rows, slots = inner.nonzero(as_tuple=True)
+        rows, slots = ((depth == level - 1) & present & (carried > 0)).nonzero(as_tuple=True)
         kids, there = _children(tree, rows, slots)
-        here = Support(None if ids is None else ids[rows, slots], weight[rows, slots])
-        own, w = here.probs, carried[rows, slots]
+        inner = there[:, 0].nonzero()[:, 0]
+        rows, slots, kids, there = rows[inner], slots[inner], kids[inner], there[inner]
+        if rows.numel() == 0:
+            break
+        support = law.at(rows, slots)
+        weight, w = support.probs, carried[rows, slots]
         siblings = _Siblings(tree, rows, kids, law.vocab_size)
         for j in range(kids.shape[1]):
             old = there[:, j]
             if _nobody(old):
                 break
-            carried[rows[old], kids[old, j] + 1] = siblings.ratio(here, own, w, j)[old]
-            rest, total = siblings.residual(here, own, w, j)
+            carried[rows[old], kids[old, j] + 1] = siblings.ratio(support, weight, w, j)[old]
+            rest, total = siblings.residual(support, weight, w, j)
             spent = total + 1 - w
-            left = torch.where(spent > 0, total / spent.clamp(min=torch.finfo(torch.float64).tiny), 1.0)
-            own, w = torch.where(old[:, None], rest, own), torch.where(old, left, w)
+            left = torch.where(spent > 0, total / spent.clamp(min=_TINY), 1.0)
+            weight, w = torch.where(old[:, None], rest, weight), torch.where(old, left, w)
             siblings.remove(j)
-        weight[rows, slots], carried[rows, slots] = own, w
-    carried[:, 0] = 1  # the root never rejects
+        carried[rows, slots] = w
+        ends.append((rows, slots, Support(support.ids, weight)))
+    carried[:, 0] = 1  # the root never rejects; rounding must not either
     order = tree.layout.postorder.expand(count, n + 1)
     chance = torch.where(present, carried, 0.0).gather(1, order)
     end = order.gather(1, rng.first(chance, every, order - 1)[:, None])[:, 0]
-    final = Support(None if ids is None else ids[every, end], weight[every, end])
-    bonus = final.token(rng.draw(final.probs, every, end - 1))
     mask = tree.layout.mask
     on_path = mask[every if mask.shape[0] > 1 else torch.zeros_like(every), end, 1:]
     node = torch.arange(n, device=device).expand(count, n)
     place = torch.where(on_path, tree.layout.depth.expand(count, n), tree.layout.levels)
     path = torch.full((count, tree.layout.levels + 1), -1, dtype=torch.int64, device=device)
     path.scatter_(1, place, torch.where(on_path, node, -1))
-    return Verdict(path[:, : tree.layout.levels], on_path.sum(-1), bonus)
+    return Verdict(path[:, : tree.layout.levels], on_path.sum(-1), _bonus(law, rng, end, ends))
+
+
+def _bonus(law: Law, rng: Coins, end: Tensor, ends: list[tuple[Tensor, Tensor, Support]]) -> Tensor:
+    """The token after slot `end` [B]: from the residual where its children failed, from the law at a leaf."""
+    bonus = torch.zeros_like(end)
+    leaf = torch.ones_like(end, dtype=torch.bool)
+    for rows, slots, rest in ends:
+        hit = (end[rows] == slots).nonzero()[:, 0]
+        if hit.numel():
+            chosen = Support(None if rest.ids is None else rest.ids[hit], rest.probs[hit])
+            bonus[rows[hit]] = chosen.token(rng.draw(chosen.probs, rows[hit], slots[hit] - 1))
+            leaf[rows[hit]] = False
+    rows = leaf.nonzero()[:, 0]
+    if rows.numel():
+        support = law.at(rows, end[rows])
+        bonus[rows] = support.token(rng.draw(support.probs, rows, end[rows] - 1))
+    return bonus
 
 
 RULES = {"rejection": rejection, "traversal": traversal}

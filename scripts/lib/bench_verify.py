@@ -1,0 +1,92 @@
+"""What verification costs beside the target's pass: both rules, with and without top-p, timed by turns.
+
+Shape letters: B rows, N nodes per tree, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from decode.rng import Rng
+from decode.sampling import Law, Sampling
+from decode.target import Target
+from decode.tree import DraftTree, Proposal, TreeShape
+from decode.verify import RULES
+
+# A sampled tree of 64 nodes, eight chains of eight: every level and every sibling costs a residual.
+EIGHT_BY_EIGHT = [(r, *(0,) * d) for r in range(8) for d in range(8)]
+
+
+def sampled_tree(logits: torch.Tensor, shape: TreeShape, seed: int) -> DraftTree:
+    """Children drawn without replacement from a softened copy of the target's own law, so that walks go deep.
+
+    logits: [B, V] one row of target logits per request, reused at every node.
+    """
+    rows, n = logits.shape[0], len(shape)
+    generator = torch.Generator(device=logits.device).manual_seed(seed)
+    law = (logits.float() / 1.5).softmax(-1)
+    siblings = max(p[-1] for p in shape.paths) + 1
+    ranks = torch.tensor([p[-1] for p in shape.paths], device=logits.device)
+    drawn = torch.multinomial(law, n, replacement=True, generator=generator)
+    first = torch.multinomial(law, siblings, generator=generator)  # distinct, as draws without replacement are
+    tops = torch.tensor([len(p) == 1 for p in shape.paths], device=logits.device)
+    tokens = torch.where(tops, first[:, ranks], drawn)
+    proposal = Proposal(law[:, None], torch.zeros(rows, n, dtype=torch.int64, device=logits.device))
+    return DraftTree.static(shape, tokens, None, torch.ones(rows, n, dtype=torch.bool, device=logits.device), proposal)
+
+
+def verify_cost(target: Target, rows: int = 8, rounds: int = 12, context: int = 128, seed: int = 0) -> dict[str, Any]:
+    """Milliseconds of a tree pass (B rows, 64 nodes) and, as a share of it, of verifying its logits.
+
+    Returns medians over `rounds`, paired within a round, with the lowest and highest share seen.
+    """
+    device = target.device
+    shape = TreeShape.of(EIGHT_BY_EIGHT)
+    cache = target.new_cache(rows, context + 2, len(shape))
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [torch.randint(5, target.vocab_size, (context,), generator=generator) for _ in range(rows)]
+    start_logits = target.prefill(cache, prompts).logits[:, 0]
+    tree = sampled_tree(start_logits, shape, seed)
+    last = torch.full((rows,), 7, dtype=torch.int64, device=device)
+    laws = {"T=1": Sampling(1.0), "T=1, top-p 0.9": Sampling(1.0, top_p=0.9)}
+    passes: list[float] = []
+    spent: dict[str, list[float]] = {f"{rule}, {name}": [] for rule in RULES for name in laws}
+    computed: dict[str, int] = {}
+    requests = torch.arange(rows, device=device)
+    for number in range(rounds + 2):
+        began = _clock(device)
+        logits = target.score(cache, last, tree).logits
+        if number >= 2:  # the first passes warm caches and allocators
+            passes.append(_clock(device) - began)
+        for rule, run in RULES.items():
+            for name, sampling in laws.items():
+                law = Law(sampling, logits, tree)
+                rng = Rng(seed, requests, torch.full_like(requests, number))
+                began = _clock(device)
+                run(tree, law, rng)
+                law.check()
+                if number >= 2:
+                    spent[f"{rule}, {name}"].append(_clock(device) - began)
+                computed[f"{rule}, {name}"] = law.computed
+    shares = {name: np.array(s) / np.array(passes) for name, s in spent.items()}
+    return {
+        "rows": [
+            {"case": name, "share": float(np.median(s)), "lowest": float(s.min()), "highest": float(s.max()),
+             "ms": 1000 * float(np.median(spent[name])), "law_rows": computed[name]}
+            for name, s in shares.items()
+        ],
+        "tree_pass_ms": 1000 * float(np.median(passes)),
+        "batch_size": rows,
+        "nodes": len(shape),
+        "vocab": target.vocab_size,
+    }  # fmt: skip
+
+
+def _clock(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
