@@ -173,7 +173,8 @@ def naive_law(logits: Tensor, s: Sampling) -> Tensor:
     if s.top_k:
         edge = sorted(values, reverse=True)[s.top_k - 1]
         keep = [k and v >= edge for k, v in zip(keep, values, strict=True)]
-    law = torch.tensor([v if k else -float("inf") for k, v in zip(keep, values, strict=True)], dtype=torch.float64).softmax(0)
+    kept = [v if k else -float("inf") for k, v in zip(keep, values, strict=True)]
+    law = torch.tensor(kept, dtype=torch.float64).softmax(0)
     if s.top_p < 1:
         total, edge = 0.0, 0.0
         for p in sorted(law.tolist(), reverse=True):

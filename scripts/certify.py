@@ -1,0 +1,172 @@
+"""Certify that decoding with a drafter leaves the target's law unchanged: this target, drafter, shape and settings.
+
+    python scripts/certify.py target=smollm2 drafter=runs/medusa@tree temperature=1 out=certificates/medusa
+    python scripts/certify.py target=tiny drafter=ngram temperature=1 tokens=50000 out=certificates/tiny
+
+Writes OUT/certificate.json and OUT/certificate.html (one file with its plots). Exit code 0: lossless. 1: not lossless.
+3: undecided (too few tokens, or a negative control got through). docs/lossless.md says how to read it.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from conf.errors import UserError
+from conf.schema import entry
+from decode.load import TargetConfig, load_target
+from decode.sampling import Sampling
+from decode.target import Target
+from decode.verify import RULES
+from heads import find_head, resolve_drafter
+from scripts.lib import certificate, certificate_page, files
+from scripts.lib.prompts import chat_ids, load_prompts
+
+CODES = {"lossless": 0, "not lossless": 1, "undecided": 3}
+
+
+@dataclass
+class CertifyConfig:
+    """Keys of scripts/certify.py."""
+
+    # folder for certificate.json and certificate.html
+    out: str
+    # none, ngram, a run folder or a head folder; FOLDER@chain and FOLDER@tree choose the shape
+    drafter: str
+    # the frozen model whose law is at stake
+    target: TargetConfig = field(default_factory=TargetConfig)
+    # 0 = greedy: then the greedy layer decides alone
+    temperature: float = 1.0
+    # sample among the k best tokens; 0 = off
+    top_k: int = 0
+    # sample among the fewest tokens that hold this much probability; 1 = off
+    top_p: float = 1.0
+    # drop tokens below this share of the best token's probability; 0 = off
+    min_p: float = 0.0
+    # Hugging Face's repetition penalty; 1 = off
+    repetition_penalty: float = 1.0
+    # the rule under test: traversal or rejection
+    verify: str = "traversal"
+    # emitted tokens of the sampling layer; more find smaller biases
+    tokens: int = 5000
+    # most tokens per answer in the sampling layer
+    max_new_tokens: int = 64
+    # prompts that are decoded together
+    batch_size: int = 16
+    # JSONL of prompts; their first turns are used
+    prompts: str = "scripts/prompts/demo.jsonl"
+    # toy worlds of the exact layer
+    cases: int = 300
+    # prompts of the greedy layer
+    greedy_prompts: int = 16
+    # tokens per prompt in the greedy layer
+    greedy_tokens: int = 64
+    # false-alarm rate of the sampling layer, all its tests together
+    alpha: float = 1e-4
+    # largest bias (total variation) that "lossless" may leave unseen
+    detect: float = 0.1
+    # float32, bfloat16 or float16; rounding is smallest in float32
+    dtype: str = "float32"
+    # cpu, cuda, cuda:1; null = the GPU when there is one
+    device: str | None = None
+    # addresses all random numbers
+    seed: int = 0
+    # no progress bar
+    quiet: bool = False
+
+    def validate(self) -> list[str]:
+        found = []
+        for key in ("tokens", "max_new_tokens", "batch_size", "cases", "greedy_prompts", "greedy_tokens"):
+            if getattr(self, key) < 1:
+                found.append(f"{key}: {getattr(self, key)} is below 1; set 1 or more")
+        for key in ("alpha", "detect"):
+            if not 0 < getattr(self, key) < 1:
+                found.append(f"{key}: {getattr(self, key)} is outside (0, 1); set alpha=1e-4 detect=0.1")
+        if self.verify not in RULES:
+            found.append(f"verify: {self.verify!r} is unknown; set one of {', '.join(RULES)}")
+        if self.dtype not in ("float32", "bfloat16", "float16"):
+            found.append(f"dtype: {self.dtype!r} is unknown; set float32, bfloat16 or float16")
+        try:
+            self.sampling()
+        except UserError as error:
+            found.append(str(error))
+        return found
+
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
+
+
+@entry("certify", CertifyConfig)
+def main(cfg: CertifyConfig) -> int:
+    """Load, run every layer, write, say the verdict. Exit codes: see the file's first lines."""
+    out = Path(cfg.out)
+    if out.exists() and not out.is_dir():
+        raise UserError(f"out: {out} is a file; give a folder")
+    known = load_prompts(Path(cfg.prompts))
+    target = load_target(cfg.target, cfg.dtype, cfg.device)
+    attention = target.model.config._attn_implementation  # before the probe may exchange it
+    cfg.sampling().check_vocab(target.vocab_size)
+    drafter = resolve_drafter(cfg.drafter, target)
+    prompts = [chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in known]
+    prompts = [p for p in prompts if len(p) < target.context_length]
+    if not prompts:
+        raise UserError(f"prompts: none of {cfg.prompts} fits the target's context of {target.context_length} tokens")
+    plan = certificate.Plan(
+        cfg.sampling(), cfg.verify, cfg.tokens, cfg.max_new_tokens, cfg.batch_size, cfg.cases, cfg.greedy_prompts,
+        cfg.greedy_tokens, cfg.alpha, cfg.detect, cfg.seed,
+    )  # fmt: skip
+    start = datetime.now(UTC)
+    columns = (TextColumn("[bold]{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, disable=cfg.quiet) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def watch(name: str, done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = bar.add_task(name, total=total)
+            bar.update(tasks[name], completed=done, total=total)
+
+        found = certificate.run(target, drafter, prompts, plan, attention, watch)
+    paper = {
+        "format": 1,
+        "verdict": found.verdict,
+        "reasons": found.reasons,
+        "created": start.isoformat(timespec="seconds"),
+        "seconds": round((datetime.now(UTC) - start).total_seconds(), 1),
+        "command": files.command(),
+        "layers": found.layers,
+        "negative_controls": found.controls,
+        "power": found.power,
+        "identities": {"target": _target(target), "drafter": _drafter(cfg.drafter)},
+        "shape": {"kind": drafter.shape, "depth": drafter.max_depth, "nodes": drafter.max_nodes},
+        "settings": {k: v for k, v in asdict(cfg).items() if k != "target"},
+        "versions": files.environment(str(target.device)),
+    }
+    files.write_text(out / "certificate.html", certificate_page.page(paper))
+    files.write_json(out / "certificate.json", paper)
+    print(certificate_page.summary(paper, out))
+    return CODES[found.verdict]
+
+
+def _target(target: Target) -> dict[str, Any]:
+    return {**(asdict(target.identity) if target.identity else {}), "dtype": str(target.dtype).removeprefix("torch.")}
+
+
+def _drafter(spec: str) -> dict[str, Any]:
+    """The name as given and, for a trained head, the hash of every file it was loaded from."""
+    path = spec.partition("@")[0]
+    if path in ("none", "ngram"):
+        return {"name": spec}
+    folder = find_head(path)
+    return {"name": spec, "files": {p.name: files.sha256(p) for p in sorted(folder.iterdir()) if p.is_file()}}
+
+
+if __name__ == "__main__":
+    main()
