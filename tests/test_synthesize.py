@@ -147,6 +147,8 @@ def test_foreign_damaged_and_held_files(tmp_path) -> None:
     assert path.read_text() == "mine\n"
     with pytest.raises(UserError, match="is a folder"):
         synthesize(config(tmp_path))
+    with pytest.raises(UserError, match="out: cannot write to"):
+        synthesize(config(path / "below" / "a.jsonl"))
     path.unlink()
     synthesize(config(path, num_conversations=2, batch=2))
     lines = path.read_text().splitlines(keepends=True)

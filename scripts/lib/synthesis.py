@@ -239,12 +239,14 @@ def sole_writer(path: Path) -> Iterator[None]:
     """Hold `path` against a second process of this command. Raises UserError when another one holds it."""
     from filelock import FileLock, Timeout
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path.with_name(f".{path.name}.lock"))
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout as e:
         raise UserError(f"out: another process is writing {path}; wait for it or give another name") from e
+    except OSError as e:
+        raise UserError(f"out: cannot write to {path.parent} ({e.strerror or e}); choose another folder") from e
     try:
         yield
     finally:
