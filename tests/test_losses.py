@@ -31,7 +31,7 @@ def naive(hidden, weight, place, valid, law, terms, head_weights):
 
 
 MIXES = [LossWeights(1), LossWeights(0, 1), LossWeights(0, 0, 1), LossWeights(0, 0, 0, 1), LossWeights(0.3, 0.7),
-         LossWeights(0.5, 2.0, 0.25, 0.125), LossWeights(2.0)]  # fmt: skip
+         LossWeights(0.5, 2.0, 0.25, 0.125), LossWeights(2.0)]
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -64,7 +64,8 @@ def test_no_supervised_token_gives_zero_gradients() -> None:
     hidden = torch.randn(K, 0, D).requires_grad_()
     weight = torch.randn(K, V, D).requires_grad_()
     none = torch.zeros(0, dtype=torch.int64)
-    loss, _, _ = chunked_loss(hidden, weight, none, torch.ones(K, 0, dtype=torch.bool), None, LossWeights(), torch.ones(K))
+    valid = torch.ones(K, 0, dtype=torch.bool)
+    loss, _, _ = chunked_loss(hidden, weight, none, valid, None, LossWeights(), torch.ones(K))
     loss.backward()
     assert loss.item() == 0 and weight.grad is not None and not weight.grad.any()
 
@@ -100,5 +101,5 @@ def test_peak_block_is_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight = torch.randn(2, 64, 4).requires_grad_(), torch.randn(2, 97, 4).requires_grad_()
     with Spy():
         chunked_loss(hidden, weight, torch.zeros(64, dtype=torch.int64), torch.ones(2, 64, dtype=torch.bool), None,
-                     LossWeights(), torch.ones(2), chunk=16)[0].backward()  # fmt: skip
+                     LossWeights(), torch.ones(2), chunk=16)[0].backward()
     assert 0 < largest <= 16 * 97

@@ -14,7 +14,7 @@ from heads.base import Batch
 from train.config import MedusaRun
 
 TINY = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "vocab": 260}
-WORDS = "the rider goes ahead of the slow horse and looks back along the road before night falls".split()
+WORDS = ["the", "rider", "goes", "ahead", "of", "a", "slow", "horse", "and", "looks", "back", "along", "the", "road"]
 
 
 def tiny_target(dtype: str = "float32", **shape: Any):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import signal
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -156,7 +157,9 @@ def _step(cfg: TrainConfig, state: State, plan: Plan, rows: Rows, model: Any, he
         old = state.window.get(name, [0.0, 0.0])
         state.window[name] = [old[0] + total, old[1] + count]
     _report(cfg, state, norm, rate, log)
-    return int(sums[1]) and (stop.asked or 15)
+    if world == 1:
+        return stop.asked
+    return int(sums[1]) and (stop.asked or signal.SIGTERM)  # a signal after the exchange is heard one step later
 
 
 def _report(cfg: TrainConfig, state: State, norm: float, rate: float, log: Log) -> None:

@@ -3,7 +3,8 @@
     accelerate launch train/medusa.py target=smollm2 data=jsonl data.path=FILE out_dir=runs/medusa steps=N
 
 The same command again resumes. Data: chats in JSONL, a `datasets` data set (data=hub), or plain text (data=text).
-Exit codes: 0 done, 2 a mistake to mend, 130 stopped by Ctrl-C and 75 by SIGTERM (both saved: start it again).
+Exit codes: 0 done, 2 a mistake to mend, 130 stopped by Ctrl-C and 75 by SIGTERM or SIGUSR1 (saved: start it again);
+`accelerate launch` does not pass them on.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # train/ stands first an
 
 from conf.schema import entry
 from heads import HEADS
+from train import launcher
 from train.config import MedusaRun
 from train.loop import fit
 
@@ -26,4 +28,4 @@ def main(cfg: MedusaRun) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    launcher.run(main)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -10,6 +9,7 @@ from types import FrameType
 from typing import Any
 
 from conf.errors import Interrupted
+from train.launcher import follow
 
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGUSR1: 75}  # 75: start the same command again
 
@@ -19,12 +19,13 @@ class Stop:
 
     def __init__(self) -> None:
         self.asked = 0
+        self._parent = os.getppid()
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Stop:
         for number in CODES:
             self._before[number] = signal.signal(number, self._hear)
-        _follow_launcher()
+        follow()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -32,6 +33,8 @@ class Stop:
             signal.signal(number, handler)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self.asked and os.getppid() != self._parent:
+            return  # Ctrl-C reached the launcher too, and the news of its death is no second wish
         if self.asked:
             os._exit(CODES[signal.Signals(number)])
         self.asked = number
@@ -44,17 +47,3 @@ def interruption(number: int, step: int, saved: bool) -> Interrupted:
     code = CODES.get(signal.Signals(number), 75) if number else 75
     text = f"stopped at step {step}" + (", saved" if saved else ", nothing to save yet")
     return Interrupted(f"{text}; the same command continues", code)
-
-
-def _follow_launcher() -> None:
-    """`accelerate launch` with one process dies of a SIGTERM without passing it on: ask the kernel to do so. Under any
-    other parent (a shell, torchrun, which does pass it on) nothing is changed."""
-    if sys.platform != "linux":
-        return
-    try:
-        with open(f"/proc/{os.getppid()}/cmdline", "rb") as file:
-            words = file.read().split(b"\0")
-    except OSError:
-        return
-    if any(os.path.basename(w) in (b"accelerate", b"accelerate-launch") for w in words[:3]):
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

@@ -1,0 +1,216 @@
+"""Rows, masks and the order of batches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conf.errors import UserError
+from decode.tiny import CHATML, CHATML_WITH_SPANS, byte_tokenizer
+from tests.training import chats
+from train.config import DataConfig
+from train.data import Plan, Rows, load_rows
+from train.rows import BadRow, Row, encode, interpret, parse_line, read_jsonl
+
+EOS = (2,)
+# Drops the reasoning of earlier turns, as Qwen3's does: an earlier answer is not a prefix of the whole.
+FORGETFUL = CHATML.replace(
+    "message['content']", "(message['content'] if loop.last else message['content'].split('</think>')[-1])")
+TURNS = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi <|im_start|>assistant"},
+         {"role": "assistant", "content": "hé, 12!"}, {"role": "user", "content": "more"},
+         {"role": "assistant", "content": "no\nmore"}]
+
+
+def supervised(tokenizer, turns, **row) -> str:
+    (ids, mask), *rest = encode(Row("f:1", turns, **row), tokenizer, EOS, 4096)
+    assert not rest and len(ids) == len(mask)
+    return tokenizer.decode([t for t, on in zip(ids, mask, strict=True) if on])
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_WITH_SPANS], ids=["prefix", "tags"])
+def test_mask_is_the_assistants_text_and_its_end_of_turn(template: str) -> None:
+    tokenizer = byte_tokenizer(template=template)
+    assert supervised(tokenizer, TURNS) == "hé, 12!<|im_end|>no\nmore<|im_end|>"
+    assert supervised(tokenizer, TURNS, complete=False) == "hé, 12!<|im_end|>no\nmore"
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=20)
+                .filter(str.strip), min_size=1, max_size=4))
+@settings(max_examples=60, deadline=None)
+def test_mask_property_on_any_text(answers: list[str]) -> None:
+    """Decoding what is supervised gives the answers, whatever they hold, special tokens' names included."""
+    turns = [t for a in answers for t in ({"role": "user", "content": "q"}, {"role": "assistant", "content": a})]
+    for template in (CHATML, CHATML_WITH_SPANS):
+        got = supervised(byte_tokenizer(template=template), turns)
+        assert got == "".join(a + "<|im_end|>" for a in answers)
+
+
+def test_turns_that_the_template_rewrites_are_not_supervised() -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>x</think>b"},
+             {"role": "user", "content": "c"}, {"role": "assistant", "content": "<think>y</think>d"}]
+    assert supervised(byte_tokenizer(template=FORGETFUL), turns) == "<think>y</think>d<|im_end|>"
+
+
+def test_all_zero_and_all_one_masks_are_refused() -> None:
+    everything = "{% generation %}{% for m in messages %}{{ m['content'] }}{% endfor %}{% endgeneration %}"
+    with pytest.raises(BadRow, match="every token is supervised"):
+        encode(Row("f:7", TURNS), byte_tokenizer(template=everything), (), 4096)
+    with pytest.raises(BadRow, match="f:7: no supervised token within data.max_length=9"):
+        encode(Row("f:7", TURNS), byte_tokenizer(), EOS, 9)
+    blind = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}?{% endif %}"
+    with pytest.raises(BadRow, match="as prompt plus answer"):
+        encode(Row("f:7", TURNS), byte_tokenizer(template=blind), EOS, 4096)
+
+
+GOOD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+USER, ANSWER = GOOD["messages"]
+BAD = {
+    b"{": "is not JSON", b"[]": "is not an object", b"\xff\xfe": "is not UTF-8", b'{"a": "\0"}': "NUL",
+    b'{"text": "x", "text": "y"}': "a key twice", b'{"prompt": "x"}': "none of messages, conversations, text",
+    b'{"text": "  "}': "text is empty", b'{"text": "\\ud800"}': "surrogate", b'{"messages": []}': "none of messages",
+    b'{"messages": "x"}': "not a list", b'{"messages": [3]}': "turn 0 is not an object", b"3": "is not an object",
+    b'{"messages": {"a": 1}}': "not a list", b"nul": "is not JSON", b"[" * 100000: "is n",
+    json.dumps({"messages": [USER]}).encode(): "no assistant turn",
+    json.dumps({"messages": [ANSWER, USER]}).encode(): "turn 0: role 'assistant' where 'user' is due",
+    json.dumps({"messages": [USER, USER, ANSWER]}).encode(): "turn 1: role 'user'",
+    json.dumps({"messages": [USER, ANSWER, {"role": "system", "content": "s"}]}).encode(): "system turn may only",
+    json.dumps({"messages": [USER, {"role": "robot", "content": "a"}]}).encode(): "unknown role 'robot'",
+    json.dumps({"messages": [USER, {"role": "assistant", "content": None}]}).encode(): "content is NoneType",
+    json.dumps({"messages": [USER, {"role": "assistant", "content": [1]}]}).encode(): "content is list",
+    json.dumps({"messages": [USER, {"role": "assistant", "content": " "}]}).encode(): "content is empty",
+    json.dumps({"messages": [USER, {"content": "a"}]}).encode(): "unknown role None",
+    json.dumps({"messages": [USER, {"role": "assistant", "content": "\ud800"}]}).encode(): "surrogate",
+    json.dumps({"messages": [USER, {"role": "assistant", "content": "\0"}]}).encode(): "NUL",
+    json.dumps({"conversations": [{"from": "gpt", "value": "a"}]}).encode(): "turn 0: role 'assistant'",
+    json.dumps({"conversations": [{"from": "human", "value": 3}]}).encode(): "content is int",
+}
+
+
+def test_every_kind_of_bad_line_is_named_and_the_good_ones_stay(tmp_path: Path) -> None:
+    good = json.dumps(GOOD).encode()
+    clean, mixed = tmp_path / "clean.jsonl", tmp_path / "mixed.jsonl"
+    clean.write_bytes(b"".join(good + b"\n" for _ in BAD))
+    mixed.write_bytes(b"\xef\xbb\xbf" + b"".join(good + b"\r\n\n" + bad + b"\n" for bad in BAD))
+    found = list(read_jsonl(mixed))
+    rows, bad = [r for r in found if isinstance(r, Row)], [r for r in found if isinstance(r, BadRow)]
+    assert [(r.chat, r.complete) for r in rows] == [(r.chat, r.complete) for r in read_jsonl(clean)]
+    assert [b.where for b in bad] == [f"{mixed}:{3 * i + 3}" for i in range(len(BAD))]
+    for row, reason in zip(bad, BAD.values(), strict=True):
+        assert reason in row.reason, (row, reason)
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=300, deadline=None)
+def test_no_bytes_crash_the_reader(line: bytes) -> None:
+    try:
+        interpret(parse_line(line), "f:1")
+    except ValueError as error:
+        assert str(error)
+
+
+def load(path: Path, **keys) -> Rows:
+    cfg = DataConfig(path=str(path), **{"held_out": 0.2, "cache": False, **keys})
+    return load_rows(cfg, byte_tokenizer(), EOS, 260, 1024)
+
+
+def test_too_many_bad_rows_stop_and_name_the_first(tmp_path: Path) -> None:
+    path = chats(tmp_path / "d.jsonl", 8)
+    lines = path.read_text().splitlines()
+    lines[3] = "{broken"
+    path.write_text("\n".join(lines))
+    with pytest.raises(UserError, match=r"d.jsonl:4: is not JSON.*1 of 8 rows.*data.max_bad_fraction=0.1"):
+        load(path, max_bad_fraction=0.1)
+    assert load(path, max_bad_fraction=0.2).lines.tolist() == [1, 2, 3, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("content, problem", [("", "holds no rows"), ("\n\n", "holds no rows")])
+def test_empty_file(tmp_path: Path, content: str, problem: str) -> None:
+    (tmp_path / "d.jsonl").write_text(content)
+    with pytest.raises(UserError, match=problem):
+        load(tmp_path / "d.jsonl")
+    with pytest.raises(UserError, match="no such file"):
+        load(tmp_path / "none.jsonl")
+
+
+def test_token_cache_gives_the_same_rows_and_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    path = chats(tmp_path / "d.jsonl")
+    first = load(path, cache=True)
+    (saved,) = (tmp_path / "cache" / "tokens").iterdir()
+    moved = path.rename(tmp_path / "e.jsonl")
+    again = load(moved, cache=True)
+    assert again.sha256() == first.sha256() and again.where(0) == f"{moved}:1"
+    damaged = bytearray(saved.read_bytes())
+    damaged[-5] ^= 1
+    saved.write_bytes(bytes(damaged))
+    assert load(moved, cache=True).sha256() == first.sha256()
+    load(moved, cache=True, max_length=300)
+    assert len(list((tmp_path / "cache" / "tokens").iterdir())) == 2
+
+
+def test_datasets_folder_and_text_file(tmp_path: Path) -> None:
+    import datasets
+
+    path = chats(tmp_path / "d.jsonl", 10)
+    want = load(path)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    datasets.Dataset.from_list(records).save_to_disk(str(tmp_path / "disk"))
+    got = load(tmp_path / "disk", kind="hub")
+    assert got.ids.equal(want.ids) and got.loss.equal(want.loss) and got.where(3) == f"{tmp_path / 'disk'}[train]:3"
+    (tmp_path / "t.txt").write_text("one two\nthree\n\n\nfour five six\n")
+    text = load(tmp_path / "t.txt", kind="text", held_out=0.0)
+    assert text.lines.tolist() == [1, 5] and text.loss.sum() == text.ids.numel() - 2
+    with pytest.raises(UserError, match="cannot load"):
+        load(tmp_path / "no folder", kind="hub")
+
+
+def test_held_out_rows_follow_the_prompt_and_are_never_trained_on(tmp_path: Path) -> None:
+    rows = load(chats(tmp_path / "d.jsonl", 60))
+    assert 0 < rows.held.sum() < 30
+    twice = tmp_path / "twice.jsonl"
+    twice.write_text((tmp_path / "d.jsonl").read_text() * 2)
+    assert load(twice).held.tolist() == rows.held.tolist() * 2
+    plan = Plan(rows, 4, 2, 0)
+    used = {r for k in range(3 * plan.per_epoch) for r in plan.batch(k)}
+    assert not used & set(rows.held.nonzero()[:, 0].tolist())
+    prompt = byte_tokenizer().decode(rows.prompt(5))
+    assert prompt == "<|im_start|>user\nquestion 5<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_batch_k_is_a_function_of_seed_epoch_and_k(tmp_path: Path) -> None:
+    rows = load(chats(tmp_path / "d.jsonl", 60))
+    plan = Plan(rows, 4, 3, 7)
+    steps = list(range(3 * plan.per_epoch))
+    want = [plan.batch(k) for k in steps]
+    fresh = Plan(rows, 4, 3, 7)
+    assert [fresh.batch(k) for k in reversed(steps)] == want[::-1]
+    assert [Plan(rows, 4, 3, 8).batch(k) for k in steps] != want
+    for e in range(3):
+        epoch = sum(want[e * plan.per_epoch : (e + 1) * plan.per_epoch], [])
+        assert len(set(epoch)) == len(epoch) == plan.per_epoch * 4
+    assert want[: plan.per_epoch] != want[plan.per_epoch : 2 * plan.per_epoch]
+    for world in (1, 2, 4):  # the ranks share out the same global batch, in as many micro-batches each
+        parts = [plan.micro_batches(5, rank, world, 1) for rank in range(world)]
+        assert sorted(r for p in parts for m in p for r in m) == sorted(want[5])
+        assert len({len(p) for p in parts}) == 1
+
+
+def test_rows_sorted_in_windows_waste_little(tmp_path: Path) -> None:
+    rows = load(chats(tmp_path / "d.jsonl", 400), held_out=0.0)
+    assert Plan(rows, 8, 16, 0).waste(0) < 0.05 < Plan(rows, 8, 1, 0).waste(0)
+    batch = rows.batch([0, 5])
+    assert batch.mask.sum(1).tolist() == rows.lengths[[0, 5]].tolist()
+    assert not batch.ids[~batch.mask].any() and not batch.loss_mask[~batch.mask].any()
+    start = int(rows.offsets[5])
+    assert batch.ids[1, : int(rows.lengths[5])].equal(rows.ids[start : start + int(rows.lengths[5])].long())
+    assert batch.ids.dtype == torch.int64
+
+
+def test_batch_larger_than_the_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="batch_size: 99 rows"):
+        Plan(load(chats(tmp_path / "d.jsonl", 10)), 99, 1, 0)

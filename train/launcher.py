@@ -1,0 +1,45 @@
+"""Good manners under `accelerate launch`: one line for a user's mistake, not one line and the launcher's traceback.
+
+With one process, accelerate starts the script as a child, dies of a SIGTERM without passing it on, and answers any exit
+code but 0 with a traceback of its own. Under any other parent (a shell, torchrun) nothing here does anything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+
+def run(command: Callable[[], None]) -> None:
+    """Run an entry point; after a mistake or a stop that was explained in one line, the launcher says nothing more."""
+    try:
+        command()
+    except SystemExit as end:
+        if end.code in (2, 75, 130) and (parent := waiting_launcher()):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.kill(parent, signal.SIGTERM)  # it only waits for this process, and has nothing to add
+        raise
+
+
+def follow() -> None:
+    """Get a SIGTERM when the launcher dies of one."""
+    if waiting_launcher():
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def waiting_launcher() -> int:
+    """Process id of an `accelerate launch` that started this process and no other; 0 if there is none."""
+    if sys.platform != "linux" or "RANK" in os.environ:
+        return 0
+    parent = os.getppid()
+    try:
+        with open(f"/proc/{parent}/cmdline", "rb") as file:
+            words = file.read().split(b"\0")
+    except OSError:
+        return 0
+    named = any(os.path.basename(word) in (b"accelerate", b"accelerate-launch") for word in words[:3])
+    return parent if named else 0
