@@ -23,6 +23,7 @@ from conf.errors import UserError
 from conf.schema import entry
 from decode.load import TargetConfig, load_target
 from decode.sampling import Sampling
+from decode.verify import RULES
 from scripts.lib import contest, files, table
 from scripts.lib.lossless import lossless
 from scripts.lib.prompts import load_prompts
@@ -67,7 +68,7 @@ class EvaluateConfig:
     batch_size: int = 1
     # addresses all random numbers: same seed, same answers
     seed: int = 0
-    # how drafts are verified
+    # rule of verification: traversal accepts more, rejection is the classic; both are lossless
     verify: str = "traversal"
     # no progress bar
     quiet: bool = False
@@ -86,6 +87,8 @@ class EvaluateConfig:
             found.append(f"repetition_penalty: {self.repetition_penalty} is not above 0; set 1 to switch it off")
         if self.dtype not in ("float32", "bfloat16", "float16", "float64"):
             found.append(f"dtype: {self.dtype} is no floating-point type; set float32, bfloat16 or float16")
+        if self.verify not in RULES:
+            found.append(f"verify: {self.verify} is no rule; choose among {', '.join(RULES)}")
         for key in ("max_new_tokens", "batch_size"):
             if getattr(self, key) < 1:
                 found.append(f"{key}: {getattr(self, key)} is below 1; set 1 or more")
