@@ -10,8 +10,9 @@ layer in 5.19 than in
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,9 +63,25 @@ class Target:
         self.eos_ids: tuple[int, ...] = _eos_ids(model, tokenizer)
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.body = _body(model)
+        self._loaded_attention = model.config._attn_implementation
         self._probe: Probe | None = None
         self._head: HeadProbe | None = None
         self._masks: TreeMasks | None = None
+
+    @contextlib.contextmanager
+    def as_loaded(self) -> Iterator[Any]:
+        """The model with the attention it was loaded with, for references that must not share our code: the probe
+        exchanges it for one that does not copy K/V for trees.
+        """
+        used = self.model.config._attn_implementation
+        if used == self._loaded_attention:
+            yield self.model
+            return
+        self.model.set_attn_implementation(self._loaded_attention)
+        try:
+            yield self.model
+        finally:
+            self.model.set_attn_implementation(used)
 
     @property
     def dtype(self) -> torch.dtype:

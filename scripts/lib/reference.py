@@ -66,9 +66,9 @@ def _batch(
         config.top_p, config.min_p = sampling.top_p, sampling.min_p or None
     first = _FirstToken()
     devices = [target.device] if target.device.type == "cuda" else []
-    with torch.inference_mode(), torch.random.fork_rng(devices=devices):
+    with target.as_loaded() as model, torch.inference_mode(), torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed * 1_000_003 + batch[0].id)
-        out = target.model.generate(
+        out = model.generate(
             ids, attention_mask=mask, generation_config=config, stopping_criteria=StoppingCriteriaList([first])
         )
     rows = out[:, longest:].tolist()
