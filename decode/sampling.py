@@ -123,27 +123,41 @@ class Sampling:
         return Sampling(self.temperature, k, self.top_p, self.min_p).support(logits).dense(logits.shape[-1])
 
 
-def _truncate(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Support:
+def _truncate(scores: Tensor, top_k: int, top_p: float, min_p: float, candidates: int = _FIRST_CANDIDATES) -> Support:
+    """Softmax over the logits at or above the highest of the three thresholds, found among the best `candidates`.
+
+    Rows whose support, or a tie at its edge, may reach beyond the candidates are done again with more of them.
+    """
     size = scores.shape[1]
-    want = min(size, max(_FIRST_CANDIDATES, 2 * top_k))
-    while True:
-        values, ids = scores.topk(want, dim=-1)
-        floor = values[:, top_k - 1 : top_k] if top_k else torch.full_like(values[:, :1], -math.inf)
+    want = min(size, max(candidates, 2 * top_k))
+    values, ids = scores.topk(want, dim=-1)
+    floor = values[:, top_k - 1 : top_k] if top_k else torch.full_like(values[:, :1], -math.inf)
+    if top_p < 1:
         kept = values.masked_fill(values < floor, -math.inf)
-        if top_p < 1:
-            total = kept.logsumexp(-1, keepdim=True) if top_k else scores.logsumexp(-1, keepdim=True)
-            probs = (kept - total).exp().to(torch.float64)
-            before = probs.cumsum(-1) - probs
-            count = (before < top_p).sum(-1, keepdim=True).clamp_(min=1)
-            floor = torch.maximum(floor, values.gather(1, count - 1))
-        if min_p:
-            floor = torch.maximum(floor, values[:, :1] + math.log(min_p))
-        if want == size or bool(((values[:, -1:] < floor) | values[:, -1:].isneginf()).all()):
-            break
-        want = min(size, want * 16)  # some row's support, or a tie at its edge, may reach beyond the candidates
+        total = kept.logsumexp(-1, keepdim=True) if top_k else scores.logsumexp(-1, keepdim=True)
+        probs = (kept - total).exp().to(torch.float64)
+        before = probs.cumsum(-1) - probs
+        count = (before < top_p).sum(-1, keepdim=True).clamp_(min=1)
+        floor = torch.maximum(floor, values.gather(1, count - 1))
+    if min_p:
+        floor = torch.maximum(floor, values[:, :1] + math.log(min_p))
+    wide = torch.zeros_like(floor[:, 0], dtype=torch.bool)
+    if want < size:
+        wide = ((values[:, -1:] >= floor) & ~values[:, -1:].isneginf())[:, 0]
     kept = values.masked_fill(values < floor, -math.inf)
-    reach = int((kept > -math.inf).sum(-1).max().clamp_(min=1))
-    return Support(ids[:, :reach], kept[:, :reach].softmax(-1))
+    count = (kept > -math.inf).sum(-1).masked_fill_(wide, 1)
+    reach = int(count.max().clamp_(min=1)) if count.numel() else 1
+    narrow = Support(ids[:, :reach], kept[:, :reach].softmax(-1))
+    rows = wide.nonzero()[:, 0]
+    if not rows.numel():
+        return narrow
+    again = _truncate(scores[rows], top_k, top_p, min_p, want * 16)
+    assert again.ids is not None and narrow.ids is not None
+    more = max(again.probs.shape[1] - reach, 0)
+    all_ids, probs = (torch.nn.functional.pad(t, (0, more)) for t in (narrow.ids, narrow.probs))
+    all_ids[rows], probs[rows] = 0, 0.0
+    all_ids[rows, : again.probs.shape[1]], probs[rows, : again.probs.shape[1]] = again.ids, again.probs
+    return Support(all_ids, probs)
 
 
 class Law:
