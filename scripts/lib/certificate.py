@@ -7,7 +7,7 @@ sampling    every emitted token placed in the law of an independent plain pass (
 controls    known wrong code through the same layers: each must fail
 
 "not lossless" when a layer fails; "undecided" when none does but a control got through, or the sample could have missed
-a bias above `detect`; "lossless" otherwise.
+a bias above `detect`, or hardly met a draft; "lossless" otherwise.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from scripts.lib.enumerator import Case, enumerate_case
 from scripts.lib.live import Greedy, Plain, Sample, greedy_layer, reference_tokens, sampling_layer
 
 CASE_LIMIT, LOOP_LIMIT = 1e-12, 1e-9
+FEWEST_DRAFTS = 100  # cycles with a draft below which a sample says little about a drafter
 CONTROL_P = 1e-6  # a control is stopped early once its p falls below
 ENOUGH_DRAFTED = 0.1  # share of drafted tokens from which on the user's drafter serves the sampling controls
 Watch = Callable[[str, int, int], None]  # what is running, done, total
@@ -109,6 +110,10 @@ def verdict(layers: Sequence[dict[str, Any]], negative: Sequence[dict[str, Any]]
             f"{power['tokens']} tokens could miss {words} (total variation), more than detect={detect}; "
             "set tokens higher"
         )
+    drafts = power.get("cycles_with_a_draft")
+    if drafts is not None and drafts < FEWEST_DRAFTS:
+        open_points.append(f"the drafter proposed something in {drafts} cycles only, fewer than {FEWEST_DRAFTS}; "
+                           "set tokens higher, or take prompts that it has something to say about")  # fmt: skip
     return ("undecided", open_points) if open_points else ("lossless", [])
 
 
@@ -202,6 +207,7 @@ def _sampling(found: Findings, plain: Plain, target: Target, drafter: Drafter, p
     least = max(biases.values())
     found.power = {
         "tokens": len(own.u), "alpha": plan.alpha, "power": 0.99,
+        "cycles_with_a_draft": own.proposals if drafter.max_depth else None,
         "min_detectable": least if math.isfinite(least) else None,
         "measure": "mean total variation between the emitted and the target's law",
         "by_bias": {k: v if math.isfinite(v) else None for k, v in biases.items()},
@@ -253,6 +259,7 @@ def sampling_json(sample: Sample, alpha: float) -> dict[str, Any]:
     return {
         "name": "sampling", "passed": not why, "why": why, "tokens": len(sample.u), "alpha": alpha, "p": p,
         "tests": [dataclasses.asdict(t) for t in tests], "drafted_share": sample.drafted,
+        "cycles_with_a_draft": sample.proposals,
         "outside_the_law": sample.outside, "of_these_at_the_edge_within_rounding": sample.edge,
         "histograms": {k: np.histogram(v, pit.CELLS, (0, 1))[0].tolist() for k, v in sample.strata().items()},
         "distribution": [round(float((sample.u <= x).mean()), 6) for x in np.linspace(0, 1, 101)],

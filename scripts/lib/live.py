@@ -168,7 +168,8 @@ def _classify(plain: Plain, prompt: int, out: Generation, wanted: list[int], tol
 class Sample:
     """n emitted tokens in the order of their requests. u: transforms; top: largest mass of each law; depth: place in
     its cycle (0 = first token of a cycle, or the prefill's); sequence: which request; outside: tokens without mass,
-    edge: those of them at the truncation's edge within rounding; drafted: share that were accepted draft tokens.
+    edge: those of them at the truncation's edge within rounding; drafted: share that were accepted draft tokens;
+    proposals: cycles that had a draft to verify.
     """
 
     u: np.ndarray
@@ -178,6 +179,7 @@ class Sample:
     outside: int
     edge: int
     drafted: float
+    proposals: int
 
     def strata(self) -> dict[str, np.ndarray]:
         """The transforms of all tokens and, where both are large enough, of first and later tokens of a cycle.
@@ -206,8 +208,8 @@ def sampling_layer(plain: Plain, target: Target, drafter: Drafter, prompts: Sequ
     """
     coin = np.random.default_rng([seed, 20240601])  # the V of the transforms: independent of every number decoded with
     parts: list[list[np.ndarray]] = []
-    count, number, outside, edge, drafted = 0, 0, 0, 0, 0
-    sample = _gather(parts, 0, 0, 0)
+    count, number, outside, edge, drafted, proposals = 0, 0, 0, 0, 0, 0
+    sample = _gather(parts, 0, 0, 0, 0)
     while count < tokens:
         chunk = [Request(list(prompts[(number + i) % len(prompts)]), max_new_tokens, id=number + i)
                  for i in range(2 * batch_size)]  # fmt: skip
@@ -223,9 +225,10 @@ def sampling_layer(plain: Plain, target: Target, drafter: Drafter, prompts: Sequ
             parts.append([u, p.top[:take], _depths(generation)[:take], np.full(take, number + i)])
             count, outside, edge = count + take, outside + int(lost.sum()), edge + int(near.sum())
             drafted += sum(generation.from_draft[:take])
+            proposals += sum(c.proposed > 0 and c.start < take for c in generation.cycles)
         number += len(chunk)
         advance(min(count, tokens))
-        sample = _gather(parts, outside, edge, drafted)
+        sample = _gather(parts, outside, edge, drafted, proposals)
         if stop is not None and stop(sample):
             break
     return sample
@@ -248,6 +251,6 @@ def _depths(generation: Generation) -> np.ndarray:
     return place - starts[np.searchsorted(starts, place, side="right") - 1]
 
 
-def _gather(parts: list[list[np.ndarray]], outside: int, edge: int, drafted: int) -> Sample:
+def _gather(parts: list[list[np.ndarray]], outside: int, edge: int, drafted: int, proposals: int) -> Sample:
     u, top, depth, sequence = (np.concatenate([p[k] for p in parts]) if parts else np.zeros(0) for k in range(4))
-    return Sample(u, top, depth, sequence, outside, edge, drafted / max(len(u), 1))
+    return Sample(u, top, depth, sequence, outside, edge, drafted / max(len(u), 1), proposals)
