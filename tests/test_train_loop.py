@@ -111,7 +111,8 @@ def test_changed_meaning_is_refused_and_changed_logistics_are_named(data: Path, 
     run(moved, out, "steps=2", "log_every=1", "micro_batch=2")
     said = capsys.readouterr().err
     assert "log_every: 2 -> 1" in said and "micro_batch: 0 -> 2" in said
-    for change, named in (("steps=4", "steps: 2 in the checkpoint, 4 now"), ("seed=1", "seed: 0"), ("optim.lr=0.1", "optim.lr"),
+    for change, named in (("steps=4", "steps: 2 in the checkpoint, 4 now"), ("seed=1", "seed: 0"),
+                          ("optim.lr=0.1", "optim.lr"),
                           ("head.heads=3", "head.heads"), ("target.seed=5", "target.weights_sha256"),
                           ("data.max_length=40", "data.sha256"), ("batch_size=8", "batch_size: 4"),
                           ("dtype=bfloat16", "dtype: float32")):
@@ -185,7 +186,7 @@ def test_kill_during_a_save_loses_at_most_that_save(data: Path, tmp_path: Path, 
     assert found is not None and int(found.name[5:]) >= 2
     run(data, out, "steps=40", "save_every=7")
     assert weights(out / "head") == weights(whole / "head")
-    assert not [p for p in out.rglob(".tmp-*")]
+    assert not list(out.rglob(".tmp-*"))
 
 
 @pytest.mark.parametrize("where", ["weight", "feature"])
@@ -232,7 +233,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(data, tmp_path, monkeypa
     out = run(data, tmp_path / "run")
     assert "step 2: checkpoint not written" in capsys.readouterr().err
     assert weights(out / "head") == weights(whole / "head")
-    monkeypatch.setattr(disk, "save_file", lambda *a, **k: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(disk, "save_file", lambda *a, **k: (_ for _ in ()).throw(OSError(28, "No space left")))
     with pytest.raises(UserError, match="out_dir: cannot save .*No space left"):
         run(data, tmp_path / "never")
     assert not list((tmp_path / "never/checkpoints").iterdir())
@@ -256,7 +257,8 @@ def command(capsys, *args: str) -> tuple[int, str]:
 @pytest.mark.parametrize("change, said", [
     ("+typo=1", "typo"), ("optim.lrr=1", "optim.lr"), ("optim.lr=abc", "optim.lr"), ("optim.lr=-1", "optim.lr: -1"),
     ("steps=0", "steps: 0"), ("steps=1.5", "steps"), ("head=meduza", "head=meduza"), ("head.heads=0", "head.heads"),
-    ("head.loss.hard=0", "head.loss.hard"), ("head.draft_vocab=259", "head.draft_vocab: 259"), ("batch_size=999", "batch_size"),
+    ("head.loss.hard=0", "head.loss.hard"), ("head.draft_vocab=259", "head.draft_vocab: 259"),
+    ("batch_size=999", "batch_size: 999"),
     ("data.path=nowhere.jsonl", "data.path: no such file"), ("data.held_out=2", "data.held_out"), ("keep=1", "keep: 1"),
     ("dtype=int8", "dtype"), ("wandb=maybe", "wandb"), ("eval.shape=ring", "eval.shape"), ("device=tpu", "device"),
     ("optim.schedule=step", "optim.schedule"), ("target.arch=nothing", "target.arch"),
@@ -328,7 +330,9 @@ from pathlib import Path
 import accelerate
 from tests.test_train_loop import run
 seen = []
-torch.optim.AdamW.step = lambda self, closure=None: seen.extend(p.grad.clone() for g in self.param_groups for p in g["params"])
+def spy(self, closure=None):
+    seen.extend(p.grad.clone() for group in self.param_groups for p in group["params"])
+torch.optim.AdamW.step = spy
 data, out, micro = sys.argv[1:]
 run(Path(data), Path(out), "steps=1", "save_every=0", "optim.clip=0", "batch_size=8", f"micro_batch={micro}")
 state = accelerate.PartialState()
@@ -360,6 +364,6 @@ def test_launcher_adds_no_traceback(tmp_path: Path) -> None:
     """The contract's own command line, with a mistake in it."""
     accelerate = Path(sys.executable).with_name("accelerate")
     done = subprocess.run([str(accelerate), "launch", "--cpu", "train/medusa.py", "target=tiny", "data.path=none.jsonl",
-                           f"out_dir={tmp_path / 'run'}", "steps=1", "+typo=1"], cwd=ROOT, capture_output=True, text=True,
-                          timeout=120)
+                           f"out_dir={tmp_path / 'run'}", "steps=1", "+typo=1"],
+                          cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode != 0 and "typo" in done.stderr and "Traceback" not in done.stderr

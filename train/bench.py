@@ -1,0 +1,164 @@
+"""How close training comes to what the arithmetic allows, measured in one run and written as JSON.
+
+    python train/bench.py target=smollm2 data.path=FILE out_dir=runs/bench steps=8
+
+Takes the keys of train/medusa.py. Round by round, on the same batches: (a) whole training steps; (b) the target's
+forward alone; (c) the heads' matrix products alone, forward and backward, in chunks of the same size. The bound is
+(b) + (c); the ratio is bound / (a). Parts are interleaved so that a drifting machine hurts them alike, and the median
+over the rounds counts.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+from torch import Tensor
+
+from conf.schema import entry
+from decode.load import load_target
+from decode.target import Target
+from heads.base import Batch
+from heads.medusa import MedusaHead
+from train.config import MedusaRun
+from train.data import Plan, load_rows
+from train.log import git_commit
+
+
+def matrix_products(head: MedusaHead, target: Target, tokens: int) -> Callable[[], None]:
+    """The products that the heads cannot do without for `tokens` supervised tokens: blocks, logits and both gradients
+    of each, and with a soft loss the target's logits."""
+    cfg, dtype, width = head.cfg, target.dtype, head.width
+    size = cfg.draft_vocab or head.vocab_size
+    x = torch.randn(tokens, width, device=target.device, dtype=dtype)
+    block = torch.randn(width, width, device=target.device, dtype=dtype)
+    proj = torch.randn(size, width, device=target.device, dtype=dtype)
+
+    def one(weight: Tensor, part: Tensor, gradient: bool = True) -> None:
+        z = part @ weight.T
+        if gradient:
+            _ = (z @ weight, z.T @ part)
+
+    def work() -> None:
+        for part in x.split(cfg.chunk):
+            if cfg.loss.needs_law:
+                one(target.lm_head_weight, part, False)
+            for _ in range(cfg.heads):
+                for _ in range(cfg.blocks):
+                    one(block, part)
+                one(proj, part)
+
+    return work
+
+
+def measure(cfg: MedusaRun) -> dict[str, Any]:
+    """Seconds per round of every part, medians and ratio."""
+    target = load_target(cfg.target, cfg.dtype, cfg.device or None)
+    rows = load_rows(cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length)
+    plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed)
+    head = MedusaHead.for_target(target, cfg.head, rows.counts(target.vocab_size))
+    optimizer = torch.optim.AdamW(head.parameters(), lr=cfg.optim.lr, fused=True)
+    names = ("target", "products", "head_loss", "backward", "optimizer", "step")
+    seconds: dict[str, list[float]] = {k: [] for k in names}
+    tokens = supervised = padded = 0
+    for k in range(cfg.steps + 1):
+        batches = [rows.batch(part).to(target.device) for part in plan.micro_batches(k, 0, 1, cfg.micro_batch)]
+        found = _round(head, target, optimizer, batches)
+        if k == 0:
+            continue  # the first round warms up
+        for name, value in found.items():
+            seconds[name].append(value)
+        tokens += sum(int(b.mask.sum()) for b in batches)
+        padded += sum(b.mask.numel() for b in batches)
+        supervised += sum(int(b.loss_mask.sum()) for b in batches)
+    middle = {k: statistics.median(v) for k, v in seconds.items()}
+    ratios = [(t + p) / s for t, p, s in zip(seconds["target"], seconds["products"], seconds["step"], strict=True)]
+    parts = {k: middle[k] / middle["step"] for k in ("target", "head_loss", "backward", "optimizer")}
+    return {
+        "ratio": statistics.median(ratios), "ratio_low": min(ratios), "ratio_high": max(ratios),
+        "share_of_step": parts, "bottleneck": max(parts, key=lambda k: parts[k]), "seconds": middle,
+        "tokens_per_second": tokens / sum(seconds["step"]), "supervised_per_second": supervised / sum(seconds["step"]),
+        "padding": 1 - tokens / padded, "rounds": cfg.steps, "batch_size": cfg.batch_size, "dtype": cfg.dtype,
+        "draft_vocab": cfg.head.draft_vocab, "heads": cfg.head.heads, "loss": vars(cfg.head.loss),
+        "target": target.identity.to_json() if target.identity else None,
+        "environment": {"torch": torch.__version__, "threads": torch.get_num_threads(), "commit": git_commit()},
+    }
+
+
+def _round(
+    head: MedusaHead, target: Target, optimizer: torch.optim.Optimizer, batches: list[Batch]
+) -> dict[str, float]:
+    """Times of one optimizer step and of its parts; the products are timed right after it."""
+    found = dict.fromkeys(("target", "head_loss", "backward", "optimizer", "products"), 0.0)
+
+    def clocked(name: str, action: Callable[[], Any]) -> Any:
+        _wait(target)
+        start = time.perf_counter()
+        result = action()
+        _wait(target)
+        found[name] += time.perf_counter() - start
+        return result
+
+    features = target.features
+    inside: list[float] = []
+
+    def timed(*args: Any, **kwargs: Any) -> Tensor:
+        _wait(target)
+        start = time.perf_counter()
+        result = features(*args, **kwargs)
+        _wait(target)
+        inside.append(time.perf_counter() - start)
+        return result
+
+    target.features = timed  # type: ignore[method-assign]
+    try:
+        start = time.perf_counter()
+        for batch in batches:
+            out = clocked("head_loss", functools.partial(head, batch, target))
+            clocked("backward", out.sum.backward)
+
+        def update() -> None:
+            torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        clocked("optimizer", update)
+        found["step"] = time.perf_counter() - start
+    finally:
+        target.features = features  # type: ignore[method-assign]
+    found["target"] = sum(inside)
+    found["head_loss"] -= found["target"]
+    for batch in batches:
+        clocked("products", matrix_products(head, target, int(batch.loss_mask.sum())))
+    return found
+
+
+def _wait(target: Target) -> None:
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)
+
+
+@entry("medusa", MedusaRun)
+def main(cfg: MedusaRun) -> None:
+    """Measure and write OUT_DIR/bench.json."""
+    report = measure(cfg)
+    path = Path(cfg.out_dir) / "bench.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    shares = ", ".join(f"{k} {v:.0%}" for k, v in report["share_of_step"].items())
+    print(f"{report['ratio']:.0%} of the rate that target and products allow ({report['ratio_low']:.0%} to "
+          f"{report['ratio_high']:.0%}); {report['tokens_per_second']:,.0f} tokens/s, "
+          f"{report['supervised_per_second']:,.0f} supervised/s; step: {shares}; {path}")
+
+
+if __name__ == "__main__":
+    main()
