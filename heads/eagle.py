@@ -37,6 +37,7 @@ class EagleHead(Head):
 
     Config = EagleConfig
     net: EagleNet
+    d2t: Tensor | None
 
     def __init__(self, cfg: EagleConfig, net: EagleNet, taps: tuple[int, ...], vocab_size: int, final: int) -> None:
         super().__init__(cfg)
@@ -74,7 +75,9 @@ class EagleHead(Head):
         if cfg.init == "layer":
             source = cfg.init_layer if cfg.init_layer >= 0 else target.num_layers + cfg.init_layer
             if not 0 <= source < target.num_layers:
-                raise UserError(f"head.init_layer: {cfg.init_layer} is not among the target's {target.num_layers} layers")
+                raise UserError(
+                    f"head.init_layer: {cfg.init_layer} is not among the target's {target.num_layers} layers"
+                )
             copy_layer(head.net, target, source)
         head.init_head(target)
         return head
@@ -107,7 +110,7 @@ class EagleHead(Head):
         config = self.net.config
         keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
                 "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings")  # fmt: skip
-        return {**{k: getattr(config, k) for k in keys}, "rope_parameters": dict(config.rope_parameters)}
+        return {**{k: getattr(config, k) for k in keys}, "rope_parameters": dict(config.rope_parameters or {})}
 
     def ids(self) -> Tensor | None:
         """[Vd] int64 ascending target ids of the draft vocabulary, None for the whole one."""
@@ -165,6 +168,7 @@ class EagleHead(Head):
         valid, source = depth >= back, (flat - back).clamp(min=0)  # [S, n]
         needed = torch.zeros(count * length, dtype=torch.bool, device=flat.device)
         needed[source[valid]] = True
+        needed[0] |= not flat.numel()  # an empty pass would have no shape
         keep = needed.nonzero()[:, 0]
         packed = torch.zeros(count * length, dtype=torch.int64, device=flat.device)
         packed[keep] = torch.arange(keep.numel(), device=flat.device)

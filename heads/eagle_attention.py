@@ -10,7 +10,7 @@ Shape letters: B rows, T positions, n packed rows, H query heads, Hkv key heads,
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,7 @@ def ttt_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, 
     """transformers' attention interface. Step 0: query [B, H, T, hd] -> [B, T, H, hd]; later: [1, H, n, hd] ->
     [1, n, H, hd]. Rows are right-padded, so step 0 is causal without a mask."""
     assert memory is not None, "ttt_attention needs the memory of its training pass"
-    layer, groups = int(module.layer_idx), query.shape[1] // key.shape[1]  # type: ignore[call-overload]
+    layer, groups = cast(int, module.layer_idx), query.shape[1] // key.shape[1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if groups > 1:
         key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
@@ -85,7 +85,9 @@ class _Merged(torch.autograd.Function):
                 *own: Tensor) -> Tensor:  # fmt: skip
         wide = torch.promote_types(query.dtype, torch.float32)
         padded = _unpack(query, memory)
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(padded, key, value, 0.0, True, scale=scale)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            padded, key, value, 0.0, True, scale=scale
+        )
         parts = [_pack(lse[..., None], memory)[..., 0]]
         parts += [(query * k).sum(-1, dtype=wide).mul_(scale) for k in own[0::2]]
         total = torch.logsumexp(torch.stack(parts), 0)  # [n, H]

@@ -34,7 +34,7 @@ class DraftCache:
 
     def __init__(self, net: EagleNet, rows: int, slots: int, dtype: torch.dtype, device: torch.device) -> None:
         c = net.config
-        shape = (c.num_hidden_layers, rows, c.num_key_value_heads, slots, c.head_dim)
+        shape = [c.num_hidden_layers, rows, int(c.num_key_value_heads or 0), slots, int(c.head_dim or 0)]
         # Zeros: a hidden slot has weight 0, and 0 * NaN would still be NaN.
         self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         self.rows, self.reach, self.start = slice(0, 0), 0, 0
@@ -114,9 +114,7 @@ class EagleDrafter:
         new = max(counts)
         places = self.cache.aim(rows, lengths, 0, new)
         mask = None
-        if new > 1 and max(lengths):
-            mask = (torch.arange(self.cache.reach, device=self.device) <= places[..., None])[:, None]
-        elif new == 1 and places.shape[0] > 1:
+        if new > 1 and max(lengths) or new == 1 and places.shape[0] > 1:
             mask = (torch.arange(self.cache.reach, device=self.device) <= places[..., None])[:, None]
         g = self.net.start(feats[:, :new].to(self.proj.dtype))
         last = torch.tensor([i * new + max(c, 1) - 1 for i, c in enumerate(counts)], device=self.device)
@@ -251,8 +249,12 @@ class EagleDrafter:
         where.scatter_(1, torch.where(used, chosen, total), node.expand(count, nodes))
         above = origin.gather(1, chosen)
         parents = torch.where(used & (above >= 0), where.gather(1, above.clamp(min=0)), -1)
-        return DraftTree(token.gather(1, chosen), parents, size,
-                         static_layout=tree_layout(parents, torch.where(used, level[chosen], 0), levels))
+        return DraftTree(
+            token.gather(1, chosen),
+            parents,
+            size,
+            static_layout=tree_layout(parents, torch.where(used, level[chosen], 0), levels),
+        )
 
     # -- sampled tree
 

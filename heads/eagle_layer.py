@@ -67,6 +67,8 @@ class RMSNorm(LlamaRMSNorm):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[.., D] -> [.., D], in the input's dtype."""
+        if not torch.is_grad_enabled():  # decoding: one call instead of a graph node
+            return F.rms_norm(hidden_states, self.weight.shape, self.weight.to(hidden_states.dtype), self.variance_epsilon)
         return _Norm.apply(hidden_states, self.weight, self.variance_epsilon)  # type: ignore[no-any-return]
 
 
@@ -116,7 +118,9 @@ class DraftLayer(nn.Module):
         self.self_attn = LlamaAttention(config, index)
         if wide:
             for name in ("q_proj", "k_proj", "v_proj"):
-                setattr(self.self_attn, name, nn.Linear(2 * width, getattr(self.self_attn, name).out_features, bias=False))
+                setattr(
+                    self.self_attn, name, nn.Linear(2 * width, getattr(self.self_attn, name).out_features, bias=False)
+                )
         owned(self.self_attn)
         self.mlp = owned(LlamaMLP(config))
         self.input_layernorm = RMSNorm(width, eps) if norm else None

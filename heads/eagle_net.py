@@ -14,7 +14,7 @@ Shape letters: D width, Vd draft vocabulary, F tapped features.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ class EagleNet(nn.Module):
         super().__init__()
         self.config = LlamaConfig(**shape)
         self.config._attn_implementation = NAME
+        self.width = int(shape["hidden_size"])
 
     def start(self, feats: Tensor) -> Tensor:
         """Target features [.., F, D] -> the first feature g [.., D]."""
@@ -55,9 +56,9 @@ class EagleNet(nn.Module):
 
     def _rest(self, h: Tensor, rope: Rope, keep: Tensor | None, **kwargs: Any) -> Tensor:
         last = len(self.layers) - 1
-        for i, layer in enumerate(self.layers):
-            if i:
-                h = layer(h, layer.input_layernorm(h), rope, keep if i == last else None, **kwargs)
+        for i, layer in enumerate(list(self.layers)[1:], 1):
+            before: Any = layer.input_layernorm
+            h = layer(h, before(h), rope, keep if i == last else None, **kwargs)
         return h
 
 
@@ -68,7 +69,9 @@ class Eagle1Net(EagleNet):
         super().__init__(shape)
         width = self.config.hidden_size
         self.fc = Linear(2 * width, width, bias=False)
-        self.layers = nn.ModuleList(DraftLayer(self.config, i, False, i > 0) for i in range(self.config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            DraftLayer(self.config, i, False, i > 0) for i in range(self.config.num_hidden_layers)
+        )
 
     def start(self, feats: Tensor) -> Tensor:
         """The target's output feature itself."""
@@ -84,13 +87,17 @@ class Eagle1Net(EagleNet):
 class Eagle3Net(EagleNet):
     """fc [D, F D] without bias, layers of which the first is wide, final norm, lm_head [Vd, D]."""
 
-    def __init__(self, shape: dict[str, Any], features: int, vocab: int, norm_before_fc: bool, norm_output: bool) -> None:
+    def __init__(
+        self, shape: dict[str, Any], features: int, vocab: int, norm_before_fc: bool, norm_output: bool
+    ) -> None:
         super().__init__(shape)
         width, eps = self.config.hidden_size, self.config.rms_norm_eps
         self.fc = Linear(features * width, width, bias=False)
         self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in range(features)) if norm_before_fc else None
         self.embed_norm, self.hidden_norm = RMSNorm(width, eps), RMSNorm(width, eps)
-        self.layers = nn.ModuleList(DraftLayer(self.config, i, i == 0, i > 0) for i in range(self.config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            DraftLayer(self.config, i, i == 0, i > 0) for i in range(self.config.num_hidden_layers)
+        )
         self.norm = RMSNorm(width, eps)
         self.lm_head = Linear(width, vocab, bias=False)
         self.norm_output = norm_output
@@ -119,8 +126,10 @@ class Eagle3Net(EagleNet):
 def reset_weights(net: EagleNet, std: float) -> None:
     """Normal weights of spread `std`, norms at one, in place."""
     for name, weight in net.named_parameters():
-        nn.init.ones_(weight) if weight.dim() == 1 else nn.init.normal_(weight, 0.0, std)
-        del name
+        if name.endswith("norm.weight") or weight.dim() == 1:
+            nn.init.ones_(weight)
+        else:
+            nn.init.normal_(weight, 0.0, std)
 
 
 @torch.no_grad()
@@ -130,13 +139,14 @@ def copy_layer(net: EagleNet, target: Target, source: int, key: str = "head.init
     A wide projection gets the target's weights on the feature half and zeros on the embedding half. EAGLE-3's fc starts
     as the identity on the highest feature. Raises UserError when the target's layers are not built like a Llama's.
     """
-    stack = getattr(target.model.base_model, "layers", None)
-    for i, layer in enumerate(net.layers):
+    stack: Any = getattr(target.model.base_model, "layers", None)
+    for i in range(len(net.layers)):
+        layer: Any = net.layers[i]
         number = min(source + i, target.num_layers - 1)
+        given: Any = stack[number] if stack is not None else None
         try:
-            given = stack[number] if stack is not None else None
             names = [n for n, _ in layer.named_modules() if n.endswith("_proj")]
-            found = {n: given.get_submodule(n).weight for n in names}  # type: ignore[union-attr]
+            found = {n: given.get_submodule(n).weight for n in names}
         except AttributeError:
             raise UserError(f"{key}: the target's layers ({type(given).__name__}) have no separate q, k, v, o and gate, up, "
                             "down projections to copy; use head.init=random") from None  # fmt: skip
@@ -147,13 +157,13 @@ def copy_layer(net: EagleNet, target: Target, source: int, key: str = "head.init
                                 "use head.init=random")  # fmt: skip
             mine.zero_()
             mine[:, -weight.shape[1] :] = weight.float()
-        layer.post_attention_layernorm.weight.copy_(norm_weight(given.post_attention_layernorm, target))  # type: ignore
+        layer.post_attention_layernorm.weight.copy_(norm_weight(given.post_attention_layernorm, target))
         before = layer.input_layernorm if layer.input_layernorm is not None else getattr(net, "hidden_norm", None)
         if before is not None:
-            before.weight.copy_(norm_weight(given.input_layernorm, target))  # type: ignore[union-attr]
-    width = net.config.hidden_size
-    net.fc.weight.zero_()  # type: ignore[union-attr,operator]
-    net.fc.weight[:, -width:] = torch.eye(width)  # type: ignore[index]
+            before.weight.copy_(norm_weight(given.input_layernorm, target))
+    width, fc = net.width, cast(Linear, net.fc)
+    fc.weight.zero_()
+    fc.weight[:, -width:] = torch.eye(width, device=fc.weight.device)
 
 
 @torch.no_grad()

@@ -1,23 +1,20 @@
 """EAGLE heads: what training computes is what decoding computes, and nothing but the drafter learns.
 
-    pytest tests/test_eagle.py
+pytest tests/test_eagle.py
 """
 
 from __future__ import annotations
-
-import dataclasses
 
 import pytest
 import torch
 from torch import Tensor
 
-from conf.errors import UserError
 from decode.drafters import NoDraft
 from decode.engine import Request, generate
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
-from heads import HEADS, load_head, save_head, vocab
+from heads import HEADS, vocab
 from heads.base import Batch
 from heads.eagle import EagleHead
 from heads.eagle_attention import Memory, _merged, dense
@@ -69,7 +66,11 @@ def drafter_state(head: EagleHead, target: Target, ids: Tensor, cut: list[int], 
     return drafter
 
 
-KINDS = [{"kind": "eagle3"}, {"kind": "eagle3", "layers": 2, "norm_before_fc": True, "norm_output": True}, {"kind": "eagle1"}]
+KINDS = [
+    {"kind": "eagle3"},
+    {"kind": "eagle3", "layers": 2, "norm_before_fc": True, "norm_output": True},
+    {"kind": "eagle1"},
+]
 
 
 @pytest.mark.parametrize("changes", KINDS, ids=["eagle3", "eagle3.1-two-layers", "eagle1"])
@@ -122,7 +123,9 @@ def test_loss_gradient_is_that_of_a_plain_formula(kind: str) -> None:
     """Packed rows, shared target law, chunks: the loss and its gradient equal a direct per-token computation."""
     target = target_of(dtype=torch.float64)
     loss = LossWeights(hard=0.3, soft=0.7, lk=0.2)
-    head = head_of(target, kind=kind, steps=3, loss=loss, chunk=5, feature_loss=0.5 if kind == "eagle1" else 0.0).double()
+    head = head_of(
+        target, kind=kind, steps=3, loss=loss, chunk=5, feature_loss=0.5 if kind == "eagle1" else 0.0
+    ).double()
     batch = batch_of([12, 8])
     out = head(batch, target)
     out.sum.backward()
@@ -228,8 +231,9 @@ def test_rows_do_not_see_each_other() -> None:
                 assert torch.equal(tree.tokens[row, :size], one.tokens[0, :size])
                 assert torch.equal(tree.parents[row, :size], one.parents[0, :size])
                 assert int(tree.layout.depth.expand_as(tree.tokens)[row, :size].max()) < int(budget[b])
-            order = [2, 0]
-            many.select(order)
+            if len(order) == 3:
+                order = [2, 0]
+                many.select(order)
 
 
 def test_dynamic_tree_is_the_best_one() -> None:
