@@ -210,8 +210,8 @@ class EagleHead(Head):
         return law
 
     def _noise(self, batch: Batch, g: Tensor) -> Tensor:
-        """Uniform noise (u - 1/2) * noise * 512 / T per sample (EAGLE-1). Drawn from the sample's number and the bits of
-        one weight: new at every update, the same on any number of ranks and after a resume."""
+        """Uniform noise (u - 1/2) * noise * 512 / T per sample (EAGLE-1). Drawn from the sample's number and the bits
+        of one weight: new at every update, the same on any number of ranks and after a resume."""
         first = next(self.net.parameters()).detach().flatten()[:2].cpu().numpy().tobytes()
         out = torch.zeros(g.shape, dtype=torch.float32)
         for b, (sample, size) in enumerate(zip(batch.sample_ids.tolist(), batch.mask.sum(1).tolist(), strict=True)):

@@ -31,8 +31,16 @@ class Memory:
         self.later: dict[int, list[Tensor]] = {}  # layer -> [n, H, hd] keys and values in turns
 
 
-def ttt_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-                  scaling: float | None = None, memory: Memory | None = None, **kwargs: Any) -> tuple[Tensor, None]:  # fmt: skip
+def ttt_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    memory: Memory | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """transformers' attention interface. Step 0: query [B, H, T, hd] -> [B, T, H, hd]; later: [1, H, n, hd] ->
     [1, n, H, hd]. Rows are right-padded, so step 0 is causal without a mask."""
     assert memory is not None, "ttt_attention needs the memory of its training pass"

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class DraftCache:
-    """Keys and values [layers, rows, Hkv, slots, hd] of the draft layers; slot = position, each row at its own length."""
+    """Keys and values [layers, rows, Hkv, slots, hd] of the draft layers; slot = position, rows end where they end."""
 
     def __init__(self, net: EagleNet, rows: int, slots: int, dtype: torch.dtype, device: torch.device) -> None:
         c = net.config
@@ -41,7 +41,7 @@ class DraftCache:
         self.slots: tuple[Tensor, Tensor] | None = None
 
     def aim(self, rows: slice, lengths: list[int], ahead: int, new: int) -> Tensor:
-        """The next pass writes `new` entries per row of `rows` from slot length + ahead on: their slots [b or 1, new]."""
+        """The next pass writes `new` entries per row of `rows` from slot length + ahead on: returns [b or 1, new]."""
         device = self.keys.device
         self.rows, self.reach, self.start = rows, max(lengths) + ahead + new, lengths[0] + ahead
         even = len(lengths) == 1 or min(lengths) == max(lengths)
@@ -293,7 +293,7 @@ class EagleDrafter:
 
     def _expand(self, shape: TreeShape, level: int, parents: list[int], tokens: Tensor,
                 states: dict[int, Tensor]) -> dict[int, Tensor]:  # fmt: skip
-        """States h of the slots `parents`, nodes of one level; all nodes of the level run, so that slots are numbers."""
+        """States h of the slots `parents`, nodes of one level; the whole level runs, so that slots are numbers."""
         count, nodes = tokens.shape[0], list(shape.level(level - 1))
         layout = shape.layout(self.device)
         above = [int(layout.parents[0, i]) + 1 for i in nodes]
@@ -307,8 +307,8 @@ class EagleDrafter:
 
 
 def tree_layout(parents: Tensor, depth: Tensor, levels: int) -> Layout:
-    """Layout of a dynamic tree whose depths [B, N] are known: a few operations per level, where Layout.of takes some per
-    node."""
+    """Layout of a dynamic tree whose depths [B, N] are known: a few operations per level, where Layout.of takes some
+    per node."""
     count, n = parents.shape
     slot = torch.arange(n + 1, device=parents.device)
     up = torch.cat([parents.new_zeros(count, 1), parents + 1], 1)

@@ -33,9 +33,10 @@ def layer_config(target: Target, layers: int) -> dict[str, Any]:
     def get(*names: str, default: Any) -> Any:
         return next((v for n in names if (v := getattr(config, n, None)) is not None), default)
 
-    if target.model.get_input_embeddings().weight.shape[1] != width:
-        raise UserError(f"head: the target's embeddings are {target.model.get_input_embeddings().weight.shape[1]} wide and "
-                        f"its hidden states {width}: EAGLE puts them side by side; use head=medusa")  # fmt: skip
+    wide = target.model.get_input_embeddings().weight.shape[1]
+    if wide != width:
+        raise UserError(f"head: the target's embeddings are {wide} wide and its hidden states {width}: EAGLE puts them side "
+                        "by side; use head=medusa")  # fmt: skip
     heads = get("num_attention_heads", default=1)
     rope = dict(get("rope_parameters", default={}))
     rope = dict(rope.get("full_attention") or rope)  # families with a sliding window keep one set per layer type
@@ -68,7 +69,9 @@ class RMSNorm(LlamaRMSNorm):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[.., D] -> [.., D], in the input's dtype."""
         if not torch.is_grad_enabled():  # decoding: one call instead of a graph node
-            return F.rms_norm(hidden_states, self.weight.shape, self.weight.to(hidden_states.dtype), self.variance_epsilon)
+            return F.rms_norm(
+                hidden_states, self.weight.shape, self.weight.to(hidden_states.dtype), self.variance_epsilon
+            )
         return _Norm.apply(hidden_states, self.weight, self.variance_epsilon)  # type: ignore[no-any-return]
 
 
@@ -144,7 +147,7 @@ def rope_table(config: LlamaConfig, length: int, dtype: torch.dtype, device: tor
 
 
 def take(x: Tensor, rows: Tensor) -> Tensor:
-    """x[rows] for distinct `rows` [n] of x [N, ..]: the backward pass copies where index_select would add row by row."""
+    """x[rows] for distinct `rows` [n] of x [N, ..]: its backward copies where index_select would add row by row."""
     return _Take.apply(x, rows)  # type: ignore[no-any-return]
 
 

@@ -6,7 +6,8 @@ is t. Its output `h` is the next row's feature when the drafter goes on by itsel
 EAGLE-1 (Li et al. 2401.15077): x = fc(e, f); layers without an input norm at the first; h is the guess at f_{t+1}, read
 by the target's own frozen LM head.
 EAGLE-3 (Li et al. 2503.01840): g = fc(low, middle, high) for rows of the target only; the first layer's attention reads
-(norm(e), norm(g)) and adds to g itself; h is the next g; a final norm and an LM head of its own over a draft vocabulary.
+(norm(e), norm(g)) and adds to g itself; h is the next g; a final norm and an LM head of its own over a draft
+vocabulary.
 EAGLE-3.1: norm_before_fc norms each feature before fc; norm_output hands on the normed h.
 
 Shape letters: D width, Vd draft vocabulary, F tapped features.
@@ -148,13 +149,13 @@ def copy_layer(net: EagleNet, target: Target, source: int, key: str = "head.init
             names = [n for n, _ in layer.named_modules() if n.endswith("_proj")]
             found = {n: given.get_submodule(n).weight for n in names}
         except AttributeError:
-            raise UserError(f"{key}: the target's layers ({type(given).__name__}) have no separate q, k, v, o and gate, up, "
-                            "down projections to copy; use head.init=random") from None  # fmt: skip
+            raise UserError(f"{key}: the target's layers ({type(given).__name__}) have no separate q, k, v, o and gate, "
+                            "up, down projections to copy; use head.init=random") from None  # fmt: skip
         for name, weight in found.items():
             mine = layer.get_submodule(name).weight
             if weight.shape[0] != mine.shape[0] or mine.shape[1] not in (weight.shape[1], 2 * weight.shape[1]):
-                raise UserError(f"{key}: the target's {name} is {tuple(weight.shape)}, the draft's {tuple(mine.shape)}; "
-                                "use head.init=random")  # fmt: skip
+                raise UserError(f"{key}: the target's {name} is {tuple(weight.shape)}, the draft's {tuple(mine.shape)}"
+                                "; use head.init=random")  # fmt: skip
             mine.zero_()
             mine[:, -weight.shape[1] :] = weight.float()
         layer.post_attention_layernorm.weight.copy_(norm_weight(given.post_attention_layernorm, target))

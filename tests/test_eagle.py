@@ -75,8 +75,8 @@ KINDS = [
 
 @pytest.mark.parametrize("changes", KINDS, ids=["eagle3", "eagle3.1-two-layers", "eagle1"])
 def test_training_steps_equal_incremental_decoding(changes: dict) -> None:
-    """FIELD 2.5 and 2.1: h of training step s at row t == h after the drafter has seen x_0..x_{t+1} and drafted the next
-    s tokens of the data. Pins alignment, masks, rotary offsets, the cache."""
+    """FIELD 2.5 and 2.1: h of training step s at row t == h after the drafter has seen x_0..x_{t+1} and drafted the
+    next s tokens of the data. Pins alignment, masks, rotary offsets, the cache."""
     target = target_of(dtype=torch.float64)
     head = head_of(target, steps=4, **changes).double()
     batch = batch_of([13, 9])
@@ -153,8 +153,8 @@ def test_loss_gradient_is_that_of_a_plain_formula(kind: str) -> None:
         torch.testing.assert_close(grad, dict(head.named_parameters())[name].grad, msg=name)
 
 
-ARCHITECTURES = ["llama", "gemma2", "gemma3_text", "qwen3", "gpt2", "mistral", "phi3", "mixtral", "cohere", "granite", "olmo2",
-                 "stablelm", "gpt_neox", "opt", "qwen2"]  # fmt: skip
+ARCHITECTURES = ["llama", "gemma2", "gemma3_text", "qwen3", "gpt2", "mistral", "phi3", "mixtral", "cohere", "granite",
+                 "olmo2", "stablelm", "gpt_neox", "opt", "qwen2"]  # fmt: skip
 PROMPTS = [[5, 6, 7, 8, 9, 3], [11, 12], [30, 31, 32, 33]]
 
 

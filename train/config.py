@@ -14,6 +14,7 @@ from typing import Any
 
 from decode.load import DTYPES, TargetConfig
 from heads.base import HeadConfig
+from heads.eagle_config import EagleConfig
 from heads.medusa import MedusaConfig
 
 WANDB = ("off", "online", "offline")
@@ -24,7 +25,7 @@ LOGISTICS = (
     "out_dir", "save_every", "keep", "log_every", "micro_batch", "wandb", "wandb_project", "eval", "device",
     "target.path", "target.name", "target.revision", "target.kind", "target.attn",
     "data.path", "data.name", "data.split", "data.revision", "data.kind", "data.max_bad_fraction", "data.cache",
-    "head.chunk", "head.shape", "head.nodes",
+    "head.chunk", "head.shape", "head.nodes", "head.depth", "head.width", "head.tree_draw",
 )
 
 
@@ -204,6 +205,13 @@ class MedusaRun(TrainConfig):
     """A Medusa run: conf/medusa.yaml."""
 
     head: MedusaConfig = field(default_factory=MedusaConfig)
+
+
+@dataclass
+class EagleRun(TrainConfig):
+    """An EAGLE run: conf/eagle.yaml."""
+
+    head: EagleConfig = field(default_factory=EagleConfig)
 
 
 def flat(cfg: Any, prefix: str = "") -> dict[str, Any]:

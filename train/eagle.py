@@ -9,23 +9,14 @@ Exit codes: 0 done, 2 a mistake to mend, 130 stopped by Ctrl-C and 75 by SIGTERM
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # train/ stands first and would shadow libraries
 
 from conf.schema import entry
 from heads import HEADS
-from heads.eagle_config import EagleConfig
-from train.config import TrainConfig
+from train.config import EagleRun
 from train.loop import fit
-
-
-@dataclass
-class EagleRun(TrainConfig):
-    """An EAGLE run: conf/eagle.yaml."""
-
-    head: EagleConfig = field(default_factory=EagleConfig)
 
 
 @entry("eagle", EagleRun)
