@@ -137,7 +137,8 @@ def exact_layer(plan: Plan, watch: Watch) -> dict[str, Any]:
     toys += [(TableDrafter(tree, scheme, 8), tree) for scheme in ("top", "iid", "without", "hybrid")]
     for toy, shape in toys:
         target = toy_model()
-        settings = dataclasses.replace(_toy_settings(plan.sampling, 8), repetition_penalty=1.0)
+        settings = _toy_settings(plan.sampling, 8)
+        settings = dataclasses.replace(settings, repetition_penalty=plan.sampling.repetition_penalty)
         loop = max(loop, engine_law(target, toy, [3, 1, 4], 3, settings, plan.verify, shape).error)
     passed = worst <= CASE_LIMIT and loop <= LOOP_LIMIT
     return {
@@ -148,7 +149,7 @@ def exact_layer(plan: Plan, watch: Watch) -> dict[str, Any]:
 
 
 def _toy_settings(s: Sampling, vocab: int) -> Sampling:
-    """The user's settings where a toy vocabulary can have them; history is left out."""
+    """The user's settings where a toy vocabulary can have them, without history."""
     return Sampling(s.temperature, min(s.top_k, vocab), s.top_p, s.min_p)
 
 

@@ -218,5 +218,8 @@ def plain_law(target: Target, prompt: list[int], length: int, sampling: Sampling
             done[prefix] = mass
             continue
         logits = target.model(torch.tensor([[*prompt, *prefix]]), use_cache=False).logits[0, -1]
+        for token in {*prompt, *prefix} if sampling.repetition_penalty != 1 else ():
+            penalty = sampling.repetition_penalty
+            logits[token] = logits[token] * penalty if logits[token] < 0 else logits[token] / penalty
         todo += [((*prefix, x), mass * p) for x, p in enumerate(naive_law(logits, sampling).tolist()) if p]
     return done

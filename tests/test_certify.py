@@ -1,0 +1,307 @@
+"""scripts/certify.py: the exact laws, the transforms and their tests, the layers on a tiny target, the verdict."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decode.drafters import Drafter, DraftModel, NoDraft
+from decode.engine import Generation, Request, generate
+from decode.rng import Rng
+from decode.sampling import Sampling
+from decode.target import Target
+from decode.tiny import tiny_model
+from decode.tree import TreeShape
+from decode.verify import RULES
+from scripts import certify
+from scripts.lib import certificate, pit, wrong_drafters, wrong_rules
+from scripts.lib.controls import Mangled, commits_wrong_rows
+from scripts.lib.engine_law import TableDrafter, engine_law, toy_model
+from scripts.lib.enumerator import naive_law
+from scripts.lib.live import Plain, _classify, _depths, greedy_layer, sampling_layer
+
+TREE = TreeShape.of([(0,), (1,), (0, 0)])
+
+
+def drafters(vocab: int) -> list[tuple[Any, TreeShape | None]]:
+    tables = [(TableDrafter(TREE, scheme, vocab), TREE) for scheme in ("top", "iid", "without", "hybrid")]
+    return [(NoDraft(), None), (DraftModel(toy_model(vocab, seed=5, layers=1), 2), None), *tables]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("which", range(6))
+def test_law_of_the_whole_loop_is_exact(which: int, rule: str) -> None:
+    drafter, shape = drafters(8)[which]
+    for sampling in (Sampling(1.0), Sampling(0.8, top_p=0.9), Sampling(1.0, repetition_penalty=1.3)):
+        found = engine_law(toy_model(), drafter, [3, 1, 4], 3, sampling, rule, shape)
+        assert found.error <= 1e-9 and found.outputs > 10
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_law_of_the_whole_loop_is_exact_where_drafts_are_two_deep(rule: str) -> None:
+    for drafter, shape in drafters(3)[1:]:
+        assert engine_law(toy_model(vocab=3), drafter, [1, 2], 4, Sampling(1.0), rule, shape).error <= 1e-9
+
+
+def test_numbers_of_the_prefill_and_the_first_cycle_differ() -> None:
+    heard: list[float] = []
+
+    class Recorder(Rng):
+        def uniform(self, rows: torch.Tensor, node: torch.Tensor, purpose: int) -> torch.Tensor:
+            u = super().uniform(rows, node, purpose)
+            heard.extend(u.flatten().tolist())
+            return u
+
+    generate(toy_model(), NoDraft(), [Request([1, 2], 2)], Sampling(1.0), eos_ids=(), coins=Recorder)
+    assert len(heard) == len(set(heard)) == 2
+
+
+# --- transforms
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([(1.0, 0, 1.0, 0.0), (0.6, 3, 1.0, 0.0), (1.3, 0, 0.7, 0.0),
+                                               (1.0, 0, 1.0, 0.3), (0.8, 4, 0.8, 0.1)]))  # fmt: skip
+def test_places_agree_with_the_law_written_with_sums(seed: int, s: tuple[float, int, float, float]) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(6, generator=generator, dtype=torch.float64) * 2).round(decimals=1)  # ties occur
+    sampling = Sampling(*s)
+    law = naive_law(logits, sampling)
+    found = pit.places(logits.expand(6, 6), torch.arange(6), sampling)
+    order = sorted(range(6), key=lambda i: (-law[i], -logits[i], i))
+    for rank, token in enumerate(order):
+        assert found.mass[token] == pytest.approx(float(law[token]), abs=1e-12)
+        if law[token] > 0:
+            assert found.below[token] == pytest.approx(sum(float(law[t]) for t in order[:rank]), abs=1e-12)
+    assert (found.outside == (law.numpy() == 0)).all()
+
+
+def test_places_apply_the_repetition_penalty_to_the_history() -> None:
+    logits = torch.tensor([[2.0, -1.0, 0.5]])
+    found = pit.places(logits, torch.tensor([0]), Sampling(1.0, repetition_penalty=2.0), [[0, 1, 1]])
+    law = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64).softmax(-1)
+    assert found.mass[0] == pytest.approx(float(law[0]))
+
+
+def test_a_token_at_the_edge_is_told_from_an_impossible_one() -> None:
+    logits = torch.tensor([[0.0, -1.0, -1.00001, -5.0]])
+    for token, edge in ((1, False), (2, True), (3, False)):
+        found = pit.places(logits, torch.tensor([token]), Sampling(1.0, top_k=2), slack=1e-4)
+        assert bool(found.outside[0]) == (token > 1) and bool(found.edge[0]) == edge
+
+
+def test_p_values_are_those_of_scipy() -> None:
+    from scipy import stats
+
+    for power in (1.0, 1.05, 1.2):
+        u = np.random.default_rng(1).random(4000) ** power
+        assert pit.kolmogorov(u)[1] == pytest.approx(stats.kstest(u, "uniform").pvalue, rel=0.05)
+        counts = np.histogram(u, 20, (0, 1))[0]
+        assert pit.chi_square(counts)[1] == pytest.approx(stats.chisquare(counts).pvalue, rel=1e-9)
+
+
+def test_uniform_numbers_raise_false_alarms_at_the_stated_rate() -> None:
+    rng, sequence = np.random.default_rng(2), np.repeat(np.arange(20), 40)
+    p = np.array([[t.p for t in (*pit.uniformity(u, "all"), *pit.independence(u, sequence))]
+                  for u in rng.random((1000, 800))])  # fmt: skip
+    assert ((p < 0.05).mean(0) < 0.075).all() and ((p < 0.05).mean(0) > 0.025).all()
+
+
+def test_dependent_neighbours_are_found_where_the_marginal_is_uniform() -> None:
+    rng = np.random.default_rng(3)
+    base = rng.random(3000)
+    u = np.where(rng.random(3000) < 0.2, np.roll(base, 1), base)
+    tests = {t.name: t.p for t in (*pit.uniformity(u, "all"), *pit.independence(u, np.zeros(3000)))}
+    assert tests["Kolmogorov-Smirnov"] > 1e-3 and tests["lag-1 correlation"] < 1e-9
+
+
+def test_the_stated_bias_is_detected_and_a_fifth_of_it_is_not() -> None:
+    rng, n = np.random.default_rng(4), 8000
+    top = rng.beta(2, 2, n)
+    for name, distance in pit.detectable(top, n, 1e-4, 6).items():
+        toward = name.startswith("towards")
+        for scale, wanted in ((1.0, True), (0.2, False)):
+            share = scale * distance / float((1 - top if toward else top).mean())
+            hits = 0
+            for _ in range(40):
+                v = rng.random(n)
+                biased = v * top if toward else top + v * (1 - top)
+                hits += pit.kolmogorov(np.where(rng.random(n) < share, biased, rng.random(n)))[1] < 1e-4 / 6
+            assert (hits >= 39) if wanted else (hits <= 2)
+
+
+# --- layers on a small target of the user's kind
+
+
+@pytest.fixture(scope="module")
+def world() -> tuple[Plain, Drafter, list[list[int]]]:
+    target = Target(tiny_model(vocab=40, hidden=32, init_std=0.3))
+    attention = target.model.config._attn_implementation
+    draft = Target(tiny_model(vocab=40, hidden=32, init_std=0.3, layers=1))
+    draft.model.load_state_dict(target.model.state_dict(), strict=False)  # the first layer alone: a fair draft
+    prompts = [[3 + i, 5, 7 + 2 * i, 9] for i in range(6)]
+    return Plain(target, attention), DraftModel(draft, 3), prompts
+
+
+def sample(world: Any, sampling: Sampling, drafter: Any = None, verify: Any = "traversal", tokens: int = 3000) -> Any:
+    plain, own, prompts = world
+    return sampling_layer(plain, plain.target, drafter or own, prompts, sampling, tokens, 40, 16, 0, verify, 1e-4)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.8, top_p=0.9), Sampling(1.0, repetition_penalty=1.2)])
+def test_emitted_tokens_are_uniform_under_the_law_of_plain_passes(world: Any, sampling: Sampling, rule: str) -> None:
+    found = sample(world, sampling, verify=rule)
+    assert len(found.u) == 3000 and found.outside == found.edge
+    assert found.drafted > 0.1 and "later in a cycle" in found.strata()
+    assert pit.overall(found.tests()) > 1e-4
+
+
+def test_wrong_rules_and_wrong_laws_are_rejected(world: Any) -> None:
+    _, own, _ = world
+    assert pit.overall(sample(world, Sampling(1.0), verify=wrong_rules.typical_acceptance).tests()) < 1e-6
+    mislaid = Mangled(own, wrong_drafters.scored_unwarped)
+    assert pit.overall(sample(world, Sampling(1.0), mislaid).tests()) < 1e-6
+    impossible = sample(world, Sampling(0.8, top_k=3), verify=wrong_rules.bonus_unwarped, tokens=600)
+    assert impossible.outside > impossible.edge
+    assert "probability 0" in certificate.sampling_json(impossible, 1e-4)["why"]
+
+
+def test_place_in_the_cycle_counts_from_its_first_token() -> None:
+    target = toy_model()
+    run = generate(target, TableDrafter(TREE, "without", 8), [Request([1, 2], 20)], Sampling(1.0), eos_ids=())
+    generation: Generation = run.generations[0]
+    wanted = [0]
+    for cycle in generation.cycles:
+        wanted += range(cycle.accepted + 1)
+    assert _depths(generation).tolist() == wanted[: len(generation.token_ids)]
+
+
+def test_greedy_layer_passes_sound_code_and_names_defects(world: Any) -> None:
+    plain, own, prompts = world
+
+    def run(target: Target, verify: Any) -> Any:
+        return greedy_layer(plain, target, own, prompts, 24, 4, verify, 1e-4)
+
+    good = run(plain.target, "traversal")
+    assert good.divergences == [] and good.accepted > 0 and good.tokens > 6
+    assert run(plain.target, wrong_rules.softmax_acceptance).defects > 0
+    assert run(commits_wrong_rows(plain.target), "traversal").defects > 0
+
+
+def test_a_tie_within_rounding_is_no_defect() -> None:
+    target = Target(tiny_model(vocab=40, hidden=32))
+    plain = Plain(target, target.model.config._attn_implementation)
+    best, second = plain.logits([([3, 4, 5, 0], 3)])[0][0].topk(2).indices.tolist()
+    out, short = Generation([3, 4, 5], [second, 9]), Generation([3, 4, 5], [best])
+    found = _classify(plain, 0, out, [best, 9], 1e-4, Sampling(0.0))
+    assert found["kind"] == "defect" and found["margin"] > 1e-4 and found["position"] == 0
+    assert _classify(plain, 0, short, [best, 9], 1e-4, Sampling(0.0))["kind"] == "defect"  # stopped too early
+    with torch.no_grad():
+        target.model.lm_head.weight[second] = target.model.lm_head.weight[best]  # now the two tie
+    assert _classify(plain, 0, out, [best, 9], 1e-4, Sampling(0.0))["kind"] == "rounding tie"
+
+
+def test_plain_logits_do_not_depend_on_padding(world: Any) -> None:
+    plain, _, _ = world
+    texts = [([3, 4, 5, 6, 7, 8, 9], 4), ([9, 8, 7], 1), ([5] * 12, 11)]
+    together = plain.logits(texts)
+    for text, logits in zip(texts, together, strict=True):
+        alone = plain.target.model(torch.tensor([text[0][:-1]])).logits[0, text[1] - 1 :]
+        assert logits.shape == alone.shape and torch.allclose(logits, alone, atol=1e-4)
+
+
+# --- verdict and command
+
+GOOD = {"name": "sampling", "passed": True, "why": ""}
+CAUGHT = {"name": "x", "layer": "greedy", "rejected": True}
+POWER = {"tokens": 5000, "min_detectable": 0.05, "cycles_with_a_draft": 500}
+
+
+def test_verdict_has_three_values() -> None:
+    bad = {**GOOD, "passed": False, "why": "law off"}
+    missed = {**CAUGHT, "rejected": False}
+    assert certificate.verdict([GOOD], [CAUGHT], POWER, 0.1) == ("lossless", [])
+    assert certificate.verdict([GOOD, bad], [missed], POWER, 0.1)[0] == "not lossless"
+    assert certificate.verdict([GOOD], [CAUGHT, missed], POWER, 0.1)[0] == "undecided"
+    assert certificate.verdict([GOOD], [], POWER, 0.1)[0] == "undecided"
+    assert certificate.verdict([GOOD], [CAUGHT], POWER, 0.01)[0] == "undecided"
+    assert certificate.verdict([GOOD], [CAUGHT], {**POWER, "min_detectable": None}, 0.1)[0] == "undecided"
+    assert certificate.verdict([GOOD], [CAUGHT], {**POWER, "cycles_with_a_draft": 3}, 0.1)[0] == "undecided"
+    assert certificate.verdict([GOOD], [CAUGHT], {"tokens": 0, "min_detectable": None}, 0.1)[0] == "lossless"
+    assert not math.isnan(POWER["min_detectable"])
+
+
+def command(out: Path, *more: str) -> tuple[int, dict[str, Any]]:
+    keys = ["target=tiny", "target.hidden=32", "cases=10", "greedy_prompts=2", "greedy_tokens=8", "tokens=400",
+            "max_new_tokens=32", "detect=0.9", "target.init_std=0.3", "quiet=true", f"out={out}", *more]  # fmt: skip
+    with pytest.raises(SystemExit) as stop:
+        certify.main(keys)
+    path = out / "certificate.json"
+    return int(stop.value.code or 0), json.loads(path.read_text()) if path.exists() else {}
+
+
+@pytest.fixture
+def two_controls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The static controls have a test of their own."""
+    from scripts.lib.controls import controls
+
+    monkeypatch.setattr(certificate, "controls", lambda: [controls()[0]])
+
+
+def test_command_writes_a_certificate(tmp_path: Path, two_controls: None, capsys: pytest.CaptureFixture) -> None:
+    code, paper = command(tmp_path / "c", "drafter=none", "temperature=1", "tokens=2500")
+    assert (code, paper["verdict"]) == (0, "lossless"), paper["reasons"]
+    assert capsys.readouterr().out.startswith("LOSSLESS: none on tiny-llama")
+    assert {layer["name"] for layer in paper["layers"]} == {"exact", "greedy", "sampling"}
+    assert all({"name", "layer", "rejected", "p"} <= set(c) for c in paper["negative_controls"])
+    assert {c["layer"] for c in paper["negative_controls"]} == {"enumeration", "sampling", "greedy"}
+    assert {"tokens", "alpha", "min_detectable"} <= set(paper["power"])
+    assert len(paper["identities"]["target"]["weights_sha256"]) == 64 and paper["versions"]["versions"]["torch"]
+    page = (tmp_path / "c" / "certificate.html").read_text()
+    assert page.count("<svg") == 2 and not any(word in page for word in ('src="', 'href="http', "<script", "@import"))
+    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["certificate.html", "certificate.json"]
+
+
+def test_command_at_temperature_zero_and_an_undecided_one(tmp_path: Path, two_controls: None) -> None:
+    code, paper = command(tmp_path / "a", "drafter=ngram", "temperature=0")
+    assert (code, paper["verdict"]) == (0, "lossless") and paper["power"]["tokens"] == 0
+    code, paper = command(tmp_path / "b", "drafter=none", "temperature=1", "detect=0.01")
+    assert (code, paper["verdict"]) == (3, "undecided") and "set tokens higher" in paper["reasons"][-1]
+
+
+def test_command_finds_a_broken_verifier(
+    tmp_path: Path, two_controls: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(RULES, "rejection", wrong_rules.residual_stale)
+    code, paper = command(tmp_path / "c", "drafter=none", "temperature=0", "verify=rejection", "cases=40")
+    assert (code, paper["verdict"]) == (1, "not lossless")
+    assert paper["reasons"][0].startswith("layer exact: output law off by")
+
+
+def test_mistakes_are_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    for more, words in (
+        (["drafter=none", "verify=magic"], "verify: 'magic' is unknown"),
+        (["drafter=none", "top_p=0"], "top_p=0"),
+        (["drafter=nowhere"], "nowhere"),
+        (["drafter=none", "alpha=2"], "alpha"),
+        ([], "drafter"),
+    ):
+        code, _ = command(tmp_path / "x", *more)
+        assert code == 2 and words in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+def test_settings_survive_in_the_plan() -> None:
+    cfg = certify.CertifyConfig(out="x", drafter="none", temperature=0.6, top_p=0.9)
+    assert cfg.sampling() == Sampling(0.6, top_p=0.9) and cfg.validate() == []
+    assert dataclasses.replace(cfg, tokens=0).validate()[0].startswith("tokens: 0")
