@@ -11,11 +11,17 @@ from decode.target import Target
 from heads.base import Batch, Head, HeadConfig, LossOut
 from heads.checkpoint import CARD, load_head, save_head
 from heads.eagle import Eagle1Head, Eagle3Head
+from heads.hydra_heads import HydraHeads
 from heads.medusa import MedusaHead
 
 __all__ = ["HEADS", "Batch", "Head", "HeadConfig", "LossOut", "find_head", "load_head", "resolve_drafter", "save_head"]
 
-HEADS: dict[str, type[Head]] = {"medusa": MedusaHead, "eagle1": Eagle1Head, "eagle3": Eagle3Head}
+HEADS: dict[str, type[Head]] = {
+    "medusa": MedusaHead,
+    "hydra_heads": HydraHeads,
+    "eagle1": Eagle1Head,
+    "eagle3": Eagle3Head,
+}
 SHAPES = ("chain", "tree")
 
 

@@ -9,7 +9,7 @@ Terms (weights in the config, any mix): `hard` cross-entropy with the data's tok
 target's law p, whose gradient is that of the forward KL; `tv` total variation 1 - sum min(p, q), the rejection rate
 itself (Leviathan et al. 2023); `lk` its logarithm, -log sum min(p, q) (LK losses, arXiv 2602.23881).
 
-Shape letters: n supervised tokens, K heads, D width, Vd draft vocabulary, m tokens of a chunk.
+Shape letters: n supervised tokens, K heads, D width, Vd draft vocabulary, m tokens of a chunk, r low rank.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ def chunked_loss(
     terms: LossWeights,
     head_weights: Tensor,
     chunk: int = 512,
+    low_rank: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss of K parallel heads over one draft vocabulary.
 
@@ -65,38 +66,47 @@ def chunked_loss(
     cast to hidden's dtype once. place: [n] int64, the predicted token's place in the draft vocabulary, -1 outside.
     valid: [K, n] bool, head k has a feature for token j. law: gives the target's law over the draft vocabulary,
     renormalised, and which tokens have a usable one; None when `terms` does not need it.
-    head_weights: [K] float32.
+    head_weights: [K] float32. low_rank: m [n, r] and W [Vd, r] of a term m W^T added to the logits of all heads;
+    both are cast to hidden's dtype.
 
-    Returns (scalar loss summed over tokens and heads, with gradient to hidden and weight;
+    Returns (scalar loss summed over tokens and heads, with gradient to hidden, weight and the low-rank pair;
     [K, 2] float64 loss and its number of tokens per head; [K, 2] float64 hits of the argmax and tries).
     A valid token outside the draft vocabulary gives no loss but counts as a miss.
     """
-    return _ChunkedLoss.apply(hidden, weight, place, valid, law, terms, head_weights, chunk)  # type: ignore[no-any-return]
+    near, far = (None, None) if low_rank is None else (low_rank[0].to(hidden.dtype), low_rank[1])
+    return _ChunkedLoss.apply(hidden, weight, near, far, place, valid, law, terms, head_weights, chunk)  # type: ignore[no-any-return]
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, place: Tensor, valid: Tensor, law: LawFn | None,
-                terms: LossWeights, head_weights: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, near: Tensor | None, far: Tensor | None, place: Tensor,
+                valid: Tensor, law: LawFn | None, terms: LossWeights, head_weights: Tensor,
+                chunk: int) -> tuple[Tensor, Tensor, Tensor]:
         heads, n, _ = hidden.shape
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         shared = weight.dim() == 2
-        train_hidden, train_weight = ctx.needs_input_grad[:2]
         cast = weight.detach().to(hidden.dtype)
+        cast_far = None if far is None else far.detach().to(hidden.dtype)
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         losses = torch.zeros(heads, 2, dtype=torch.float64, device=hidden.device)
         hits = torch.zeros(heads, 2, dtype=torch.float64, device=hidden.device)
-        grad_hidden = torch.empty_like(hidden) if train_hidden else None
-        grad_weight = torch.zeros_like(weight) if train_weight else None
+        needs = ctx.needs_input_grad
+        grad_hidden = torch.empty_like(hidden) if needs[0] else None
+        grad_weight = torch.zeros_like(weight) if needs[1] else None
+        grad_near = torch.zeros_like(near) if near is not None and needs[2] else None
+        grad_far = torch.zeros_like(far) if far is not None and needs[3] else None
         for start in range(0, n, chunk):
             part = slice(start, min(start + chunk, n))
             inside = place[part] >= 0
             spot = place[part].clamp(min=0)[:, None]
             p, usable = law(part) if law is not None else (None, inside)
+            common = None if near is None or cast_far is None else near[part] @ cast_far.T
+            near_sum = torch.zeros(1, dtype=wide, device=hidden.device)
             for k in range(heads):
                 x, w = hidden[k, part], cast if shared else cast[k]
                 tried = valid[k, part]
-                loss, grad, row, hit = _kernel(x @ w.T, p, spot, inside, usable, terms)
+                z = x @ w.T if common is None else torch.addmm(common, x, w.T)
+                loss, grad, row, hit = _kernel(z, p, spot, inside, usable, terms)
                 loss, row = loss * tried, (row * tried * head_weights[k]).to(hidden.dtype)[:, None]
                 summed = loss.sum(dtype=torch.float64)
                 total += summed * head_weights[k]
@@ -108,8 +118,15 @@ class _ChunkedLoss(torch.autograd.Function):
                 if grad_weight is not None:
                     into = grad_weight if shared else grad_weight[k]
                     into += grad.T @ (x * row)
-        ctx.save_for_backward(*(g for g in (grad_hidden, grad_weight) if g is not None))
-        ctx.has = (train_hidden, train_weight)
+                if grad_near is not None and cast_far is not None:
+                    near_sum = near_sum + (grad @ cast_far) * row
+                if grad_far is not None and near is not None:
+                    grad_far += grad.T @ (near[part] * row)
+            if grad_near is not None:
+                grad_near[part] = near_sum.to(grad_near.dtype)
+        grads = (grad_hidden, grad_weight, grad_near, grad_far)
+        ctx.save_for_backward(*(g for g in grads if g is not None))
+        ctx.has = [g is not None for g in grads]
         ctx.mark_non_differentiable(losses, hits)
         return total.to(wide), losses, hits
 
@@ -117,9 +134,8 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """The stored gradients times the incoming one. They are scaled in place: one backward per forward."""
         scale, saved = grads[0], list(ctx.saved_tensors)
-        hidden = saved.pop(0).mul_(scale) if ctx.has[0] else None
-        weight = saved.pop(0).mul_(scale) if ctx.has[1] else None
-        return hidden, weight, None, None, None, None, None, None
+        found = [saved.pop(0).mul_(scale) if has else None for has in ctx.has]
+        return *found, None, None, None, None, None, None
 
 
 def _kernel(z: Tensor, p: Tensor | None, spot: Tensor, inside: Tensor, usable: Tensor,

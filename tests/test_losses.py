@@ -59,6 +59,29 @@ def test_chunked_equals_naive(terms: LossWeights, shared: bool) -> None:
     assert hits[:, 1].tolist() == valid.sum(1).tolist()
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("terms", [MIXES[0], MIXES[5]], ids=str)
+def test_low_rank_term_equals_naive(terms: LossWeights, shared: bool) -> None:
+    """The term of the token before: values and all four gradients are those of logits h W^T + m U^T."""
+    g = torch.Generator().manual_seed(4)
+    made = [torch.randn(*size, generator=g, dtype=torch.float64).requires_grad_()
+            for size in ((K, N, D), (V, D) if shared else (K, V, D), (N, 2), (V, 2))]
+    hidden, weight, near, far = made
+    place, valid = torch.randint(-1, V, (N,), generator=g), torch.rand(K, N, generator=g) > 0.2
+    laws, usable = torch.randn(N, V, generator=g, dtype=torch.float64).softmax(-1), torch.rand(N, generator=g) > 0.2
+    law = (lambda part: (laws[part], usable[part])) if terms.needs_law else None
+    scale = torch.tensor([1.0, 0.8, 0.64], dtype=torch.float64)
+    wide = torch.cat([hidden, near.expand(K, N, 2)], -1)
+    both = torch.cat([weight, far if shared else far.expand(K, V, 2)], -1)
+    want = naive(wide, both, place, valid, law, terms, scale)
+    got, _, hits = chunked_loss(hidden, weight, place, valid, law, terms, scale, 7, (near, far))
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+    for a, b in zip(torch.autograd.grad(2 * got, made), torch.autograd.grad(2 * want, made), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+    best = torch.stack([(wide[k] @ (both if shared else both[k]).T).argmax(-1) for k in range(K)])
+    assert hits[:, 0].tolist() == ((best == place) & valid).sum(1).tolist()
+
+
 def test_no_supervised_token_gives_zero_gradients() -> None:
     """A rank may have a micro-batch without any: its gradients must exist for the exchange."""
     hidden = torch.randn(K, 0, D).requires_grad_()

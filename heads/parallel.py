@@ -1,0 +1,249 @@
+"""What Medusa and Hydra heads share: K heads on the target's last feature, one draft vocabulary, one loss, one tree.
+
+Head i (0-based) at position t predicts x_{t+i+2}; the target's own LM head predicts x_{t+1} from the same feature f_t,
+taken after its final norm. A subclass says how head i comes from f_t to its hidden state (`states`); from there on all
+is the same: a vocabulary projection that starts as the LM head's rows, the chunked loss, calibration on held-out rows.
+
+Shape letters: B rows, T positions, D width, K heads, Vd draft vocabulary, n supervised tokens, r low rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from conf.errors import UserError
+from decode.target import Target
+from decode.tree import TreeShape
+from heads import shapes, vocab
+from heads.base import Batch, Head, HeadConfig, LossOut
+from heads.losses import LossWeights, chunked_loss
+
+
+@dataclass
+class ParallelConfig(HeadConfig):
+    """Keys that Medusa and Hydra heads share."""
+
+    # K: how many tokens ahead of the LM head to guess
+    heads: int = 4
+    # L: residual blocks of each head
+    blocks: int = 1
+    # number of frequent tokens the heads predict; 0 = the whole vocabulary
+    draft_vocab: int = 8192
+    # use the target's frozen LM head in place of a projection of each head's own
+    share_lm_head: bool = False
+    # head i's loss counts decay ** i
+    decay: float = 0.8
+    # what the heads learn from
+    loss: LossWeights = field(default_factory=LossWeights)
+    # supervised tokens whose logits exist at the same time
+    chunk: int = 512
+    # shape of the draft when the drafter is named without @chain or @tree
+    shape: str = "tree"
+    # nodes of the draft tree
+    nodes: int = 16
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        found = [f"{key}: {getattr(self, key)} is below {low}; give {low} or more"
+                 for key, low in (("heads", 1), ("blocks", 1), ("draft_vocab", 0), ("chunk", 1), ("nodes", 1))
+                 if getattr(self, key) < low]
+        own = type(self)().kind
+        if self.kind != own:
+            found.append(f"kind: {self.kind!r} is not {own}; use head={own}")
+        if not 0 < self.decay <= 1:
+            found.append(f"decay: {self.decay} is outside (0, 1]; 0.8 is usual")
+        if self.shape not in ("chain", "tree"):
+            found.append(f"shape: {self.shape!r}; choose chain or tree")
+        return found
+
+
+class ParallelHead(Head):
+    """Base of K heads. proj: [K, Vd, D] (absent with share_lm_head). d2t: [Vd] int64 offsets of the draft vocabulary
+    (the identity map is not stored)."""
+
+    Config: ClassVar[type[HeadConfig]] = ParallelConfig
+    proj: nn.Parameter | None
+    d2t: Tensor | None
+
+    def __init__(self, cfg: Any, width: int, vocab_size: int, tap: int, device: torch.device | str = "cpu"):
+        super().__init__(cfg)
+        self.taps = (tap,)
+        self.width, self.vocab_size = width, vocab_size
+        size = cfg.draft_vocab or vocab_size
+        own = None if cfg.share_lm_head else nn.Parameter(torch.zeros(cfg.heads, size, width, device=device))
+        self.register_parameter("proj", own)
+        offsets = torch.zeros(size, dtype=torch.int64, device=device) if cfg.draft_vocab else None
+        self.register_buffer("d2t", offsets)
+        self.coverage = 1.0
+        self.calibration: dict[str, Any] = {}
+        self._shared: Tensor | None = None
+
+    @classmethod
+    def build(cls, target: Target, cfg: Any) -> Self:
+        """The module for a target with every block at its start, the projection still empty."""
+        return cls(cfg, target.hidden_size, target.vocab_size, target.num_layers, target.device)
+
+    @classmethod
+    def for_target(cls, target: Target, cfg: Any, counts: Tensor | None = None) -> Self:
+        """Fresh heads, equal to the target's LM head. Raises UserError when the draft vocabulary is too large."""
+        head = cls.build(target, cfg)
+        if cfg.draft_vocab:
+            if counts is None:
+                raise UserError("head.draft_vocab: no token counts to choose from; set head.draft_vocab=0")
+            chosen = vocab.choose(counts, cfg.draft_vocab).to(target.device)
+            head.coverage = vocab.coverage(counts, chosen)
+            head.d2t = vocab.to_d2t(chosen)
+        if head.proj is not None:
+            head.proj.data.copy_(head._lm_rows(target).float())
+        return head
+
+    @classmethod
+    def read_config(cls, saved: dict[str, Any]) -> Any:
+        """The configuration in what config_json wrote. Raises KeyError or TypeError for another file."""
+        keys = dict(saved["config"])
+        return cls.Config(**{**keys, "loss": LossWeights(**keys["loss"])})
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any], target: Target) -> Self:
+        """See Head. Raises KeyError or TypeError for a file this class did not write."""
+        head = cls(cls.read_config(saved), saved["width"], saved["vocab_size"], saved["taps"][0], target.device)
+        head.coverage, head.calibration = saved["coverage"], saved["calibration"]
+        return head
+
+    def config_json(self) -> dict[str, Any]:
+        """See Head; also the tap with its convention, the vocabulary's coverage and the measured acceptance."""
+        return {**super().config_json(), "width": self.width, "vocab_size": self.vocab_size, "taps": list(self.taps),
+                "tap_convention": "hidden_states[k] of transformers; num_layers = output after the final norm",
+                "coverage": self.coverage, "calibration": self.calibration}
+
+    def restore_json(self, saved: dict[str, Any]) -> None:
+        """See Head: the measured acceptance."""
+        self.calibration = saved["calibration"]
+
+    def ids(self) -> Tensor | None:
+        """[Vd] int64 ascending target ids of the draft vocabulary, None for the whole one."""
+        return None if self.d2t is None else vocab.from_d2t(self.d2t)
+
+    def _lm_rows(self, target: Target) -> Tensor:
+        """The LM head's rows of the draft vocabulary with the final scale inside; a softcap or a bias is left out (a
+        softcap keeps the order of tokens, which is what a draft needs)."""
+        ids = self.ids()
+        rows = target.lm_head_weight if ids is None else target.lm_head_weight[ids]
+        return rows.detach() if target.head.scale == 1 else rows.detach() * target.head.scale
+
+    def _projection(self, target: Target) -> Tensor:
+        """[K, Vd, D], or the shared frozen [Vd, D] (gathered once)."""
+        if self.proj is not None:
+            return self.proj
+        if self._shared is None:
+            self._shared = self._lm_rows(target)
+        return self._shared
+
+    def states(self, batch: Batch, target: Target, feats: Tensor, reads: Tensor) -> Tensor:
+        """Hidden state [K, n, D] of head k for supervised token j, read at flat position reads[k, j].
+
+        feats: [B * T, D] features; a position of `reads` [K, n] that does not exist is clamped to a real one.
+        """
+        raise TypeError(f"{type(self).__name__} must define states")
+
+    def low_rank(self, batch: Batch, flat: Tensor) -> tuple[Tensor, Tensor] | None:
+        """A term m W^T that all heads add to their logits at the supervised tokens `flat` [n]: m [n, r] and W [Vd, r].
+        Default: none."""
+        return None
+
+    def forward(self, batch: Batch, target: Target) -> LossOut:
+        """Loss over the supervised tokens alone: they are gathered before the first matmul.
+
+        The count is the number of supervised tokens, so the loss is the sum over heads of decay^i times their mean.
+        """
+        feats, rows, steps = self._features(batch, target)
+        place, valid, reads = self._reads(batch, rows, steps)
+        x = self.states(batch, target, feats, reads)
+        flat = rows * batch.ids.shape[1] + steps
+        law = self._law(target, feats, flat) if self.cfg.loss.needs_law else None
+        weights = torch.tensor([self.cfg.decay**i for i in range(self.cfg.heads)], device=x.device)
+        total, losses, hits = chunked_loss(x, self._projection(target), place, valid, law, self.cfg.loss, weights,
+                                           self.cfg.chunk, self.low_rank(batch, flat))
+        stats = {f"loss_{i}": losses[i] for i in range(self.cfg.heads)}
+        stats |= {f"top1_{i}": hits[i] for i in range(self.cfg.heads)}
+        return LossOut(total, torch.tensor(float(rows.numel()), dtype=torch.float64, device=x.device), stats)
+
+    def _features(self, batch: Batch, target: Target) -> tuple[Tensor, Tensor, Tensor]:
+        """Flat features [B * T, D] and (row [n], position [n]) of the supervised tokens; position 0 has no past."""
+        feats = target.features(batch.ids, batch.mask, self.taps)[:, :, 0]
+        rows, steps = (batch.loss_mask & batch.mask).nonzero(as_tuple=True)
+        later = steps > 0
+        return feats.reshape(-1, feats.shape[-1]), rows[later], steps[later]
+
+    def _reads(self, batch: Batch, rows: Tensor, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """For each supervised token: its place in the draft vocabulary [n], which heads can see it [K, n], and the
+        flat position that head i reads, i + 2 before the token: [K, n]."""
+        flat = rows * batch.ids.shape[1] + steps
+        tokens = batch.ids.reshape(-1)[flat]
+        ids = self.ids()
+        place = tokens if ids is None else vocab.places(ids, tokens)
+        back = torch.arange(2, self.cfg.heads + 2, device=flat.device)[:, None]
+        return place, steps >= back, (flat - back).clamp(min=0)
+
+    def _law(self, target: Target, feats: Tensor, flat: Tensor) -> Any:
+        """The target's law at the predicted token, p(x_s | x_<s) = softmax(unembed(f_{s-1})), restricted to the draft
+        vocabulary and renormalised. Where its argmax lies outside there is none (EAGLE-3, Li et al. 2025)."""
+        ids = self.ids()
+        inside = None if ids is None else vocab.to_t2d(ids, self.vocab_size)
+
+        def law(part: slice) -> tuple[Tensor, Tensor]:
+            with torch.no_grad():
+                logits = target.unembed(feats[flat[part] - 1])
+                if ids is None or inside is None:
+                    return torch.softmax(logits, -1), torch.ones_like(flat[part], dtype=torch.bool)
+                return torch.softmax(logits.index_select(-1, ids), -1), inside[logits.max(-1).indices]
+
+        return law
+
+    @torch.no_grad()
+    def calibrate(self, batches: Iterable[Batch], target: Target) -> None:
+        """Teacher-forced rank of every head's right token on held-out rows; keeps rank-wise acceptance a[k][rank] and
+        the best tree of up to 64 nodes, grown from whole-path hits (heads are not independent)."""
+        found = []
+        proj = self._projection(target)
+        for batch in batches:
+            feats, rows, steps = self._features(batch, target)
+            place, valid, reads = self._reads(batch, rows, steps)
+            ranks = torch.full(place.shape, shapes.RANKS, dtype=torch.int64, device=place.device)[None]
+            ranks = ranks.repeat(self.cfg.heads, 1)
+            hidden = self.states(batch, target, feats, reads)
+            extra = self.low_rank(batch, rows * batch.ids.shape[1] + steps)
+            for start in range(0, place.numel(), self.cfg.chunk):
+                part = slice(start, start + self.cfg.chunk)
+                spot = place[part].clamp(min=0)[:, None]
+                ok = place[part] >= 0
+                for k in range(self.cfg.heads):
+                    w = (proj if proj.dim() == 2 else proj[k]).to(hidden.dtype)
+                    z = hidden[k, part] @ w.T
+                    if extra is not None:
+                        z = z + extra[0][part].to(z.dtype) @ extra[1].to(z.dtype).T
+                    rank = (z > z.gather(1, spot)).sum(1).clamp_(max=shapes.RANKS)
+                    ranks[k, part] = torch.where(ok & valid[k, part], rank, shapes.RANKS)
+            found.append(_by_anchor(ranks, reads, valid, feats.shape[0]))
+        if found and sum(f.shape[0] for f in found):
+            self.calibration = shapes.measure(torch.cat(found))
+
+    def tree(self, nodes: int | None = None) -> TreeShape:
+        """The static tree of `nodes` nodes (default: the config's): measured if calibrated, else a generic one."""
+        return shapes.tree(self.calibration, nodes or self.cfg.nodes, self.cfg.heads)
+
+
+def _by_anchor(ranks: Tensor, reads: Tensor, valid: Tensor, size: int) -> Tensor:
+    """Ranks [K, n] by predicted token -> [A, K] by the position t they are read from; heads whose token is not
+    supervised (the end of the answer) count as misses. Anchors without a supervised first token are left out."""
+    table = torch.full((size, ranks.shape[0]), shapes.RANKS, dtype=torch.int64, device=ranks.device)
+    first = torch.zeros(size, dtype=torch.bool, device=ranks.device)
+    for k in range(ranks.shape[0]):
+        table[reads[k][valid[k]], k] = ranks[k][valid[k]]
+    first[reads[0][valid[0]]] = True
+    return table[first]

@@ -1,0 +1,40 @@
+"""Train Hydra heads (sequentially dependent Medusa heads, Ankner et al. 2024) on a frozen target.
+
+    accelerate launch train/hydra_heads.py target=smollm2 data=jsonl data.path=FILE out_dir=runs/hydra_heads steps=N
+
+The same command again resumes. Data: chats in JSONL, a `datasets` data set (data=hub), or plain text (data=text).
+Exit codes: 0 done, 2 a mistake to mend, 130 stopped by Ctrl-C and 75 by SIGTERM or SIGUSR1 (saved: start it again);
+`accelerate launch` does not pass them on.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # train/ stands first and would shadow libraries
+
+from conf.schema import entry
+from heads import HEADS
+from heads.hydra_heads import HydraHeadsConfig
+from train import launcher
+from train.config import TrainConfig
+from train.loop import fit
+
+
+@dataclass
+class HydraHeadsRun(TrainConfig):
+    """A run of Hydra heads: conf/hydra_heads.yaml."""
+
+    head: HydraHeadsConfig = field(default_factory=HydraHeadsConfig)
+
+
+@entry("hydra_heads", HydraHeadsRun)
+def main(cfg: HydraHeadsRun) -> None:
+    """Run one training job."""
+    fit(cfg, HEADS[cfg.head.kind])
+
+
+if __name__ == "__main__":
+    launcher.run(main)
