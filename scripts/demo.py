@@ -24,6 +24,7 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from rich.console import Console
+from rich.markup import escape
 
 from conf.errors import Interrupted, UserError
 from conf.schema import entry
@@ -103,16 +104,15 @@ def main(cfg: DemoConfig) -> int:
         head = f"[bold][{number}/{len(todo)}][/bold] {step.title}"
         if done(step):
             console.print(f"{head}: done already ({step.leaves})")
+            if step.leaves.name == "report.json":  # a step that runs prints its own table
+                table.show(json.loads(step.leaves.read_text()), console)
             continue
-        console.print(f"{head}\n      [dim]python {shlex.join(step.args)}[/dim]", highlight=False, soft_wrap=True)
+        line = escape(shlex.join(step.args))
+        console.print(f"{head}\n      [dim]python {line}[/dim]", highlight=False, soft_wrap=True)
         began = time.perf_counter()
         run(step)
         remember(step)
         console.print(f"      {time.perf_counter() - began:.0f} s", highlight=False)
-    console.rule("[bold]what came out")
-    for name in ("t0", "t1"):
-        table.show(json.loads((REPORTS / name / "report.json").read_text()), console)
-        console.print()
     spent = time.perf_counter() - started
     console.print(f"open {REPORTS}/t0/report.html and {REPORTS}/t1/report.html   ({spent:.0f} s)", highlight=False)
     return 0

@@ -130,6 +130,7 @@ def main(cfg: EvaluateConfig) -> int:
         "environment": files.environment(str(target.device)),
         "drafters": [{**scores.row(lane), "lossless": same.get(lane.name)} for lane in lanes],
         "pairs": scores.pairs(),
+        "plain_pass_ms": scores.steadiness(),
         "skipped": skipped,
         "skipped_turns": measured.skipped_turns,
     }

@@ -128,6 +128,7 @@ def report(contest: Contest) -> dict[str, Any]:
         "environment": {"versions": {"python": "3"}, "threads": 1},
         "drafters": [{**scores.row(x), "lossless": same} for x in lanes],
         "pairs": scores.pairs(),
+        "plain_pass_ms": scores.steadiness(),
         "skipped": [{"name": "<runs/x>", "reason": "gone"}],
         "skipped_turns": [],
     }  # fmt: skip
@@ -147,6 +148,14 @@ def test_the_page_stands_alone(report: dict[str, Any]) -> None:
 def test_the_headline_claims_only_what_was_measured(report: dict[str, Any]) -> None:
     report["drafters"][1]["speedup"] = {"mean": 1.1, "low": 0.9, "high": 1.3}
     assert "not clearly faster" in page.headline(report)[0]
+
+
+def test_a_busy_machine_is_not_believed(report: dict[str, Any], contest: Contest) -> None:
+    assert report["plain_pass_ms"] == {"low": 1000.0, "median": 1000.0, "high": 1000.0, "steady": True}
+    contest.laps[0].timing.total_s += 30.0
+    report["plain_pass_ms"] = Scores(contest, [lane("none", 0), lane("fast", 2)]).steadiness()
+    assert not report["plain_pass_ms"]["steady"] and "too busy" in page.headline(report)[0]
+    assert any(line.startswith("UNSTEADY") for line in table.notes(report))
 
 
 def test_the_table_in_markdown(report: dict[str, Any]) -> None:

@@ -58,7 +58,7 @@ def page(report: dict[str, Any]) -> str:
     head, sub = headline(report)
     drawn = {name: plots.svg(plots.panel(name, report), name) for name in plots.PANELS}
     figures = "".join(f'<div class="panel">{svg}</div>' for svg in drawn.values())
-    lines = [(n, n.startswith("NOT")) for n in table.notes(report)]
+    lines = [(n, n.startswith(("NOT", "UNSTEADY"))) for n in table.notes(report)]
     lines += [(f"skipped {s['name']}: {s['reason']}", True) for s in report["skipped"]]
     notes = "".join(f'<p class="note{" warn" if bad else ""}">{esc(n)}</p>' for n, bad in lines)
     terms = "".join(f"<dt>{esc(k)}</dt><dd>{esc(v)}</dd>" for k, v in DEFINITIONS)
@@ -88,6 +88,9 @@ def headline(report: dict[str, Any]) -> tuple[str, str]:
     best, sub = best_of(report), table.title(report)
     if best is None:
         return "Plain decoding, measured", sub
+    if not report["plain_pass_ms"]["steady"]:
+        tau = table.number(best["accepted_length"]["mean"])
+        return f"{best['label']}: {tau} tokens per target pass, on a machine too busy to time", sub
     speed, low = best["speedup"]["mean"], best["speedup"]["low"]
     if low is not None and low > 1:
         return f"{best['label']} makes {report['target']['name']} {speed:.2f}× as fast", sub
@@ -99,7 +102,8 @@ def cards(report: dict[str, Any]) -> str:
     best = best_of(report)
     facts = []
     if best:
-        facts.append((table.number(best["speedup"]["mean"]) + "×", f"decoding speed, {best['label']}"))
+        if report["plain_pass_ms"]["steady"]:
+            facts.append((table.number(best["speedup"]["mean"]) + "×", f"decoding speed, {best['label']}"))
         longest = max((r for r in rows if r["shape"] != "none" and r["accepted_length"]["mean"]),
                       key=lambda r: r["accepted_length"]["mean"], default=best)  # fmt: skip
         facts.append((table.number(longest["accepted_length"]["mean"]), f"tokens per target pass, {longest['label']}"))
@@ -107,7 +111,9 @@ def cards(report: dict[str, Any]) -> str:
     checked = [r["lossless"] for r in rows if r.get("lossless") and r["name"] != "none"]
     if checked:
         same, total = sum(c["equal"] for c in checked), sum(c["checked"] for c in checked)
-        facts.append((f"{same}/{total}", "answers equal plain decoding, token by token"))
+        near = sum(c["within_rounding"] for c in checked)
+        words = "answers equal plain decoding, token by token"
+        facts.append((f"{same}/{total}", words + (f"; {near} more up to rounding" if near else "")))
     facts.append((f"{sum(r['tokens'] for r in rows):,}", "tokens measured"))
     return "".join(f'<div class="card"><b>{esc(a)}</b><span>{esc(b)}</span></div>' for a, b in facts)
 

@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+FEW = 5  # a share of fewer trials is not drawn
 INK, MUTED, GRID = "#1d2433", "#667085", "#e6e8ee"
 COLORS = ("#3767d6", "#e2762b", "#1f9d73", "#8b56c9", "#d43f5e", "#0f93a8", "#a8832a", "#c45aa5")
 PHASES = {
@@ -86,7 +87,7 @@ def accepted_length(ax: Axes, report: dict[str, Any]) -> None:
 def by_position(ax: Axes, report: dict[str, Any]) -> None:
     colors, deepest = color_of(report), 1
     for d in report["drafters"]:
-        points = [p for p in d["acceptance_by_position"] if p["trials"]]
+        points = [p for p in d["acceptance_by_position"] if p["trials"] >= FEW]
         if not points:
             continue
         x = [p["position"] for p in points]

@@ -1,7 +1,8 @@
 """The README's tables, written from the demo's reports: `make readme`, that is `python -m scripts.lib.readme`.
 
 Copies what the table needs from reports/demo/t0 and t1 to docs/results/demo-t0.json and demo-t1.json, and puts the
-tables between the markers of README.md. Without reports it renders the committed JSON again.
+tables between the markers of README.md. Without reports it renders the committed JSON again. Only a full demo
+may stand in the README: the figures of FAST=1 mean little.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def slim(report: dict[str, Any]) -> dict[str, Any]:
 def results() -> str:
     """The block between the markers, from the JSON under docs/results."""
     blocks = []
-    for name in ("demo-t0", "demo-t1"):
-        report = json.loads((RESULTS / f"{name}.json").read_text())
+    for path in sorted(RESULTS.glob("demo-t*.json")):
+        report = json.loads(path.read_text())
         env = report["environment"]
         where = f"{env['gpu'] or env['processor']}, {env['threads']} threads, commit `{env['commit']}`"
         blocks += [f"**{table.title(report)}** ({where})", "", table.markdown(report), ""]
@@ -51,9 +52,11 @@ def render(text: str) -> str:
 
 def main() -> int:
     """Refresh docs/results from the demo's reports, where there are any, then README.md."""
+    budget = files.ROOT / "runs" / "demo" / "budget"
+    full = budget.exists() and budget.read_text().strip() == "full"
     for name in ("t0", "t1"):
         source = files.ROOT / "reports" / "demo" / name / "report.json"
-        if source.exists():
+        if full and source.exists():
             files.write_json(RESULTS / f"demo-{name}.json", slim(json.loads(source.read_text())))
     if not all((RESULTS / f"demo-{name}.json").exists() for name in ("t0", "t1")):
         print("error: docs/results: no results of the demo; run make demo first", file=sys.stderr)

@@ -18,6 +18,7 @@ from decode import stats
 from decode.engine import Cycle
 from scripts.lib.contest import Answer, Contest, Lane, Lap
 
+UNSTEADY = 1.5  # 90th over 10th percentile of the time of a plain pass; a quiet machine stays below 1.2
 PHASES = ("draft", "target", "verify", "commit")
 
 
@@ -132,6 +133,18 @@ class Scores:
             "tokens": sum(len(a.generation.token_ids) for a in answers),
             "finish": [a.generation.finish for a in answers],
         }
+
+    def steadiness(self) -> dict[str, Any]:
+        """Milliseconds per target pass of `none` by timed unit. Unsteady: something else was using the machine, and
+        speeds mean little however they are interleaved."""
+        spent = []
+        for laps in self.laps["none"].values():
+            passes = sum(lap.timing.cycles for lap in laps)
+            spent += [1000 * sum(lap.timing.decode_s for lap in laps) / passes] if passes else []
+        if not spent:
+            return {"low": None, "median": None, "high": None, "steady": True}
+        low, median, high = np.percentile(spent, [10, 50, 90]).tolist()
+        return {"low": low, "median": median, "high": high, "steady": high <= UNSTEADY * low}
 
     def pairs(self) -> list[dict[str, Any]]:
         """Paired differences of accepted length between drafters that draft, and speed ratios between all."""

@@ -101,6 +101,10 @@ def notes(report: dict[str, Any]) -> list[str]:
         "accepted length counts the bonus token, over cycles that no stop token or limit cut and that lie in no loop; "
         f"brackets: 95 % bootstrap over {resampled}; speedup: against none in the same interleaved run, decoding alone."
     ]
+    pace = report["plain_pass_ms"]
+    if not pace["steady"]:
+        lines.append(f"UNSTEADY: a plain pass took {pace['low']:.0f} to {pace['high']:.0f} ms in this run; the machine "
+                     "was busy with other work, so take no speed from it.")  # fmt: skip
     wrong = [r["name"] for r in report["drafters"] if (r.get("lossless") or {}).get("beyond_rounding")]
     if wrong:
         lines.append(f"NOT LOSSLESS beyond rounding: {', '.join(wrong)}; see `lossless` in report.json.")
