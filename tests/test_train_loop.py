@@ -367,3 +367,64 @@ def test_launcher_adds_no_traceback(tmp_path: Path) -> None:
                            f"out_dir={tmp_path / 'run'}", "steps=1", "+typo=1"],
                           cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode != 0 and "typo" in done.stderr and "Traceback" not in done.stderr
+
+
+STOP = """
+import os, signal, sys, json, torch
+from pathlib import Path
+import accelerate
+from conf.errors import Interrupted
+from tests.test_train_loop import run
+step, calls = torch.optim.AdamW.step, 0
+def spy(self, closure=None):
+    global calls
+    calls += 1
+    if calls == 3 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
+    return step(self, closure)
+torch.optim.AdamW.step = spy
+try:
+    run(Path(sys.argv[1]), Path(sys.argv[2]), "steps=8", "save_every=0", "micro_batch=1")
+except Interrupted as stop:
+    Path(sys.argv[2], "rank" + os.environ["RANK"]).write_text(f"{stop.code} {stop}")
+"""
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_one_process_can_go_on(data: Path, tmp_path: Path) -> None:
+    whole = run(data, tmp_path / "whole", "steps=8", "save_every=0")
+    done = two_processes(tmp_path, STOP, str(data), str(tmp_path / "two"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = [(tmp_path / f"two/rank{r}").read_text() for r in range(2)]
+    assert said[0] == said[1] == "75 stopped at step 4, saved; the same command continues"
+    run(data, tmp_path / "two", "steps=8", "save_every=0")
+    target = tiny_target()
+    heads = [load_head(folder / "head", target).parameters() for folder in (tmp_path / "two", whole)]
+    for a, b in zip(*heads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_sigterm_to_the_launcher_reaches_the_run(data: Path, tmp_path: Path) -> None:
+    accelerate, out = Path(sys.executable).with_name("accelerate"), tmp_path / "run"
+    args = overrides(data, out, "steps=1000000", "save_every=0")
+    parent = subprocess.Popen([str(accelerate), "launch", "--cpu", "train/medusa.py", *args], cwd=ROOT,
+                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 100
+    while "loss" not in ((out / "metrics.jsonl").read_text() if (out / "metrics.jsonl").exists() else ""):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    parent.terminate()
+    said = parent.communicate(timeout=60)[1]  # the pipe closes when the run itself has ended
+    assert "stopped at step" in said and "Traceback" not in said
+    with disk.locked(out):
+        found, problems = disk.newest(out)
+    assert found is not None and not problems
+
+
+def test_too_little_memory_names_the_key(data: Path, tmp_path: Path, monkeypatch) -> None:
+    def full(self, batch, target):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(HEADS["medusa"], "forward", full)
+    with pytest.raises(UserError, match="micro_batch: 4 rows do not fit into memory; set micro_batch=2"):
+        run(data, tmp_path / "run")

@@ -14,13 +14,14 @@ import json
 import math
 import signal
 import time
+import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, broadcast_object_list, gather_object
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object
 from safetensors import SafetensorError
 
 from conf.errors import UserError
@@ -45,17 +46,20 @@ def fit(cfg: TrainConfig, kind: type[Head]) -> None:
     Raises UserError for what the user can mend (also a non-finite loss, a full disk, too little memory) and
     Interrupted after a signal, when everything is saved.
     """
-    accelerator = Accelerator(cpu=cfg.device == "cpu", kwargs_handlers=[
-        InitProcessGroupKwargs(timeout=timedelta(minutes=10)), DistributedDataParallelKwargs(broadcast_buffers=False)])
+    patience = InitProcessGroupKwargs(timeout=timedelta(minutes=10))
+    accelerator = Accelerator(cpu=cfg.device == "cpu", kwargs_handlers=[patience])
     _check_ranks(cfg, accelerator.num_processes)
     hold = disk.locked(Path(cfg.out_dir)) if accelerator.is_main_process else contextlib.nullcontext()
     try:
         with hold, Stop() as stop:
             _fit(cfg, kind, accelerator, stop)
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise UserError(_no_memory(cfg)) from error
-    except RuntimeError as error:
-        if "not enough memory" in str(error) or "can't allocate memory" in str(error):
+    except BaseException as error:
+        if accelerator.num_processes > 1:  # the exception keeps the wrapped model alive, which hangs when it outlives
+            traceback.clear_frames(error.__traceback__)  # its process group
+        text = str(error)
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+            isinstance(error, RuntimeError) and ("not enough memory" in text or "can't allocate memory" in text)
+        ):
             raise UserError(_no_memory(cfg)) from error
         raise
     finally:
