@@ -9,6 +9,8 @@ OLD := .venv-old/bin/python
 OLD_TRANSFORMERS := 5.19.0
 export PYTHONWARNINGS ?= ignore::SyntaxWarning
 export TOKENIZERS_PARALLELISM ?= false
+# OpenMP threads that wait by spinning cost a factor of ten and more where other work shares the cores.
+export GOMP_SPINCOUNT ?= 1000
 
 .PHONY: demo test slow bench readme lint test-old clean help
 

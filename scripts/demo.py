@@ -153,7 +153,8 @@ def remember(step: Step) -> None:
 
 def run(step: Step) -> None:
     """Run a step as the user would. Its own messages have said why it failed."""
-    code = subprocess.call([sys.executable, *step.args])
+    env = {"GOMP_SPINCOUNT": "1000", **os.environ}  # waiting threads that spin starve each other on shared cores
+    code = subprocess.call([sys.executable, *step.args], env=env)
     if code in (130, 75, -2, -15):
         raise Interrupted("demo: stopped; the same command goes on from here")
     if code:

@@ -65,6 +65,7 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "gpu": gpu,
         "threads": torch.get_num_threads(),
         "cpus": os.cpu_count(),
+        "openmp": {k: os.environ[k] for k in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT") if k in os.environ},
         "system": f"{platform.system()} {platform.machine()}",
         "commit": commit(),
     }
