@@ -6,9 +6,9 @@ one and those of the node's own path. A head is a first block R c + SiLU(W c + b
 then a vocabulary projection. R starts as the identity on the feature, all W and b at 0 and the projection as the LM
 head's rows, so a fresh head equals the LM head. Embeddings are brought to unit mean square, the size of features.
 
-Hydra++: `prefix` puts one Llama-style decoder layer over the target's features in front of all heads; it sees the whole
-past, and starts as the identity. Trained by train/hydra_heads.py; conf/head/hydra_heads.yaml holds the keys. (The name
-Hydra alone always means the configuration library.)
+Hydra++: prefix_layers = 1 puts a Llama-style decoder layer over the target's features in front of all heads
+(heads/hydra_prefix.py); it sees the whole past, and starts as the identity.
+Trained by train/hydra_heads.py; conf/head/hydra_heads.yaml holds the keys. (Hydra alone means the config library.)
 
 Shape letters: B rows, T positions, D width, E width of an embedding, K heads, L blocks, n supervised tokens, P parents.
 """
@@ -23,9 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from decode.drafters import Drafter
+from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import TreeShape
 from heads.base import Batch
+from heads.eagle_layer import layer_config
+from heads.hydra_prefix import Prefix, PrefixState
 from heads.losses import LossWeights
 from heads.parallel import ParallelConfig, ParallelHead
 from heads.parallel_drafter import LevelDrafter
@@ -38,8 +41,16 @@ class HydraHeadsConfig(ParallelConfig):
     kind: str = "hydra_heads"
     # L: blocks of each head, the first of which reads the tokens (the paper: 4)
     blocks: int = 2
+    # decoder layers over the target's features in front of all heads; 0 = none, 1 = Hydra++
+    prefix_layers: int = 0
     # what the heads learn from
     loss: LossWeights = field(default_factory=lambda: LossWeights(hard=0.0, soft=1.0))
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        wrong = self.prefix_layers < 0
+        more = [f"prefix_layers: {self.prefix_layers} is below 0; 0 is off, 1 is usual"] if wrong else []
+        return super().validate() + more
 
 
 class HydraHeads(ParallelHead):
@@ -52,7 +63,7 @@ class HydraHeads(ParallelHead):
     block_bias: nn.Parameter | None
 
     def __init__(self, cfg: Any, width: int, vocab_size: int, tap: int, device: torch.device | str = "cpu",
-                 embed_width: int = 0) -> None:
+                 embed_width: int = 0, prefix: dict[str, Any] | None = None) -> None:
         super().__init__(cfg, width, vocab_size, tap, device)
         self.cfg: HydraHeadsConfig = cfg
         self.embed_width, self.embed_scale = embed_width or width, 1.0
@@ -65,12 +76,14 @@ class HydraHeads(ParallelHead):
         more = cfg.blocks - 1
         for name, size in (("block_weight", (cfg.heads, more, width, width)), ("block_bias", (cfg.heads, more, width))):
             self.register_parameter(name, nn.Parameter(torch.zeros(size, device=device)) if more else None)
+        self.prefix = Prefix(prefix).to(device) if prefix else None
 
     @classmethod
     def build(cls, target: Target, cfg: Any) -> Self:
         """See ParallelHead."""
         some = target.embed(torch.arange(min(target.vocab_size, 4096), device=target.device)).detach().float()
-        head = cls(cfg, target.hidden_size, target.vocab_size, target.num_layers, target.device, some.shape[-1])
+        head = cls(cfg, target.hidden_size, target.vocab_size, target.num_layers, target.device, some.shape[-1],
+                   layer_config(target, cfg.prefix_layers) if cfg.prefix_layers else None)
         head.embed_scale = float(some.square().mean().clamp(min=1e-12).rsqrt())
         return head
 
@@ -78,23 +91,25 @@ class HydraHeads(ParallelHead):
     def from_json(cls, saved: dict[str, Any], target: Target) -> Self:
         """See Head."""
         head = cls(cls.read_config(saved), saved["width"], saved["vocab_size"], saved["taps"][0], target.device,
-                   saved["embed_width"])
+                   saved["embed_width"], saved["prefix"])
         head.coverage, head.calibration = saved["coverage"], saved["calibration"]
         head.embed_scale = saved["embed_scale"]
         return head
 
     def config_json(self) -> dict[str, Any]:
-        """See ParallelHead; also the width of embeddings and what they are multiplied by."""
-        return {**super().config_json(), "embed_width": self.embed_width, "embed_scale": self.embed_scale}
+        """See ParallelHead; also the width of embeddings, what they are multiplied by, and the prefix layers' shape."""
+        return {**super().config_json(), "embed_width": self.embed_width, "embed_scale": self.embed_scale,
+                "prefix": self.prefix.shape if self.prefix else None}
 
     def states(self, batch: Batch, target: Target, feats: Tensor, reads: Tensor) -> Tensor:
         """See ParallelHead: head i reads the feature at t = reads[i] and the true tokens t + 1 .. t + i + 1."""
         ids = batch.ids.reshape(-1)
         entered = []
+        x = feats[reads] if self.prefix is None else self.prefix.at(feats.view(*batch.ids.shape, -1), reads)
         for i, at in enumerate(reads):
             ahead = at[:, None] + torch.arange(1, i + 2, device=at.device)  # beyond the end only where t does not exist
             e = target.embed(ids[ahead.clamp(max=ids.numel() - 1)]).detach().to(feats.dtype) * self.embed_scale
-            entered.append(first_block(feats[at], e.flatten(1), self.enter[i], self.enter_bias[i]))
+            entered.append(first_block(x[i], e.flatten(1), self.enter[i], self.enter_bias[i]))
         return self.hidden(torch.stack(entered))
 
     def hidden(self, x: Tensor) -> Tensor:
@@ -129,6 +144,33 @@ class HydraDrafter(LevelDrafter):
         self.enter_bias = head.enter_bias.detach().to(dtype, copy=True)
         self.weight = None if head.block_weight is None else head.block_weight.detach().to(dtype, copy=True)
         self.bias = None if head.block_bias is None else head.block_bias.detach().to(dtype, copy=True)
+        self.prefix = None if head.prefix is None else PrefixState(head.prefix, target, shape.depth)
+
+    def reset(self, rows: int, max_len: int) -> None:
+        """Forget every row; the prefix layers make room for `rows` rows of `max_len` tokens."""
+        super().reset(rows, max_len)
+        if self.prefix is not None:
+            self.prefix.reset(rows, max_len)
+
+    def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
+        """See LastFeature."""
+        super().begin(prompts, sampling)
+        if self.prefix is not None:
+            self.prefix.begin(len(prompts))
+
+    @torch.inference_mode()
+    def observe(self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice = slice(None)) -> None:
+        """See LastFeature; with prefix layers the kept feature is their output."""
+        if self.prefix is None or feats is None:
+            return super().observe(tokens, feats, n, rows)
+        last = self.prefix.observe(feats[:, :, 0], n, rows)
+        super().observe(tokens, last[:, None, None].expand(-1, tokens.shape[1], -1, -1), n, rows)
+
+    def select(self, rows: list[int]) -> None:
+        """Keep these rows in this order."""
+        super().select(rows)
+        if self.prefix is not None:
+            self.prefix.select(rows)
 
     def level(self, d: int, path: Tensor, common: Any) -> Tensor:
         """See LevelDrafter."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from conf.errors import UserError
 from conf.schema import compose
@@ -30,6 +32,7 @@ from train.medusa import MedusaRun
 CASES = {
     "one-block": HydraHeadsConfig(heads=3, blocks=1, draft_vocab=0),
     "three-blocks": HydraHeadsConfig(heads=3, blocks=3, draft_vocab=0, share_lm_head=True),
+    "prefix": HydraHeadsConfig(heads=3, blocks=2, prefix_layers=2, draft_vocab=0),
     "markov": MedusaConfig(heads=3, draft_vocab=0, markov_rank=8),
 }
 each = pytest.mark.parametrize("cfg", CASES.values(), ids=CASES.keys())
@@ -55,6 +58,24 @@ def trained_like(target, cfg, seed=0):
     return head
 
 
+def by_prefix(head, feats: torch.Tensor) -> torch.Tensor:
+    """What the heads read of one row's features [T, D]: with prefix layers, transformers' own layers on top."""
+    if getattr(head, "prefix", None) is None:
+        return feats
+    config = copy.deepcopy(head.prefix.config)
+    config._attn_implementation = "eager"
+    size = len(feats)
+    rope = LlamaRotaryEmbedding(config)(feats, torch.arange(size)[None])
+    future = torch.full((size, size), -torch.inf).triu(1)[None, None]
+    x = feats[None]
+    for i, mine in enumerate(head.prefix.layers):
+        layer = LlamaDecoderLayer(config, i)
+        layer.load_state_dict(mine.state_dict())
+        out = layer(x, attention_mask=future, position_embeddings=rope)
+        x = (out[0] if isinstance(out, tuple) else out).view_as(x)
+    return x[0].detach()
+
+
 def logits_by_hand(head, target, i: int, f: torch.Tensor, tokens: list[int]) -> torch.Tensor:
     """Head i's logits from the feature f = f_t and tokens t + 1 .. t + i + 1, by the definition."""
     assert len(tokens) == i + 1
@@ -75,6 +96,7 @@ def test_fresh_heads_equal_the_lm_head(target, cfg) -> None:
     head, batch = fresh(target, cfg), random_batch()
     want = target.model(batch.ids).logits
     feats = target.features(batch.ids, batch.mask, head.taps)[:, :, 0]
+    feats = torch.stack([by_prefix(head, f) for f in feats])
     for i in range(3):
         got = logits_by_hand(head, target, i, feats[0, 4], batch.ids[0, 5 : 6 + i].tolist())
         torch.testing.assert_close(got, want[0, 4], rtol=1e-4, atol=1e-4)
@@ -86,6 +108,7 @@ def test_loss_follows_the_definition(target, cfg, terms) -> None:
     """Head i reads f_t and e_{t+1} .. e_{t+i+1} and predicts x_{t+i+2}, supervised by that token's own mask."""
     head, batch = trained_like(target, dataclasses.replace(cfg, loss=terms, decay=0.5, chunk=4)), random_batch()
     feats = target.features(batch.ids, batch.mask, head.taps)[:, :, 0]
+    feats = torch.stack([by_prefix(head, f) for f in feats])
     laws = target.model(batch.ids).logits.log_softmax(-1)
     want, supervised = 0.0, batch.loss_mask.nonzero().tolist()
     for b, s in supervised:
@@ -150,13 +173,14 @@ def test_draft_is_the_definition_and_does_not_depend_on_the_pieces(target, cfg, 
     assert all(d.tokens.equal(drafts[0].tokens) for d in drafts)
     tree = drafts[0]
     tree.validate(target.vocab_size, 12)
+    read = by_prefix(head, feats[:9, 0])[8]
     got, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
     assert tree.layout.levels == 3 and (shape == "chain" or len(got) == 12)
     for i, token in enumerate(got):
         path, at = [], parents[i]
         while at >= 0:
             path, at = [got[at], *path], parents[at]
-        z = logits_by_hand(head, target, len(path), feats[8, 0], [int(tokens[9]), *path])
+        z = logits_by_hand(head, target, len(path), read, [int(tokens[9]), *path])
         assert token == int(z.argsort(descending=True)[int(tree.layout.rank[0, i])])
 
 
@@ -170,12 +194,12 @@ def test_chain_at_temperature_is_drawn_from_the_law_it_states(target, cfg) -> No
     drafter.observe(torch.full((rows, 1), 7), feats, torch.ones(rows).long(), slice(0, rows))
     tree = drafter.propose(torch.full((rows,), 3), warp, Rng(3, torch.arange(rows), torch.zeros(rows).long()))
     tree.validate(target.vocab_size, 3)
-    assert bool(tree.sampled.all()) and len(tree.tokens.unique(dim=0)) > 20
-    ids = head.ids()
+    assert bool(tree.sampled.all()) and len(tree.tokens.unique(dim=0)) > 10
+    ids, read = head.ids(), by_prefix(head, feats[0, 0])[0]
     for b in range(0, rows, 100):
         path = [7, *tree.tokens[b].tolist()]
         for d in range(3):
-            z = logits_by_hand_over(head, target, d, feats[0, 0, 0], path[: d + 1], ids)
+            z = logits_by_hand_over(head, target, d, read, path[: d + 1], ids)
             torch.testing.assert_close(tree.proposal.law[b, d], warp.draft_law(z[None])[0], rtol=1e-3, atol=1e-4)
     share = torch.bincount(tree.tokens[:, 0], minlength=260)[ids] / rows
     assert (share - tree.proposal.law[0, 0]).abs().max() < 4 * (0.25 / rows) ** 0.5
@@ -202,6 +226,33 @@ def test_budget_cuts_rows_and_select_keeps_their_order(target, cfg) -> None:
     drafter.select([2, 0])
     again = drafter.propose(torch.tensor([3, 3]), Sampling(), rng)
     assert again.tokens[1].equal(tree.tokens[0])
+
+
+@each
+def test_rows_of_a_batch_draft_as_they_would_alone(target, cfg) -> None:
+    """Rows of different lengths, observed in ragged pieces; one leaves in between."""
+    head, batch = trained_like(target, cfg), random_batch(3, 14)
+    feats = target.features(batch.ids, batch.mask, head.taps)
+    every = head.drafter(target, "tree")
+    every.reset(3, 64)
+    every.begin([row[:1] for row in batch.ids], Sampling())
+    rows, at = [0, 1, 2], [0, 0, 0]
+    for step, counts in enumerate(([5, 3, 4], [2, 0, 3], [1, 2], [3, 1])):
+        if step == 2:
+            every.select([2, 0])
+            rows = [2, 0]
+        n = torch.tensor(counts)
+        pick = torch.stack([at[r] + torch.arange(int(n.max())) for r in rows])
+        mine = torch.tensor(rows)[:, None]
+        every.observe(batch.ids[mine, pick + 1], feats[mine, pick], n, slice(0, len(rows)))
+        for r, c in zip(rows, counts, strict=True):
+            at[r] += c
+    rng = Rng(0, torch.arange(2), torch.zeros(2).long())
+    got = every.propose(torch.full((2,), 3), Sampling(), rng)
+    for b, r in enumerate(rows):
+        alone = drive(head.drafter(target, "tree"), batch.ids[r, : at[r] + 1], feats[r], [])
+        want = alone.propose(torch.tensor([3]), Sampling(), Rng(0, torch.zeros(1).long(), torch.zeros(1).long()))
+        assert got.tokens[b].equal(want.tokens[0])
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -272,7 +323,7 @@ def test_saved_and_loaded_head_drafts_the_same(target, cfg, tmp_path: Path) -> N
     assert runs[0].cycles == runs[1].cycles
 
 
-RUNS = {"hydra_heads": (HydraHeadsRun, "hydra_heads", []), "markov": (MedusaRun, "medusa", ["head.markov_rank=4"])}
+RUNS = {"hydra_heads": (HydraHeadsRun, "hydra_heads", ["head.prefix_layers=1"]), "markov": (MedusaRun, "medusa", ["head.markov_rank=4"])}
 
 
 @pytest.mark.parametrize("name", RUNS)
