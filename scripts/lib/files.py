@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("torch", "transformers", "accelerate", "numpy")
+OPENMP = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -65,7 +66,7 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "gpu": gpu,
         "threads": torch.get_num_threads(),
         "cpus": os.cpu_count(),
-        "openmp": {k: os.environ[k] for k in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT") if k in os.environ},
+        "openmp": {k: os.environ[k] for k in OPENMP if k in os.environ},
         "system": f"{platform.system()} {platform.machine()}",
         "commit": commit(),
     }
