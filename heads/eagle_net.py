@@ -149,8 +149,8 @@ def copy_layer(net: EagleNet, target: Target, source: int, key: str = "head.init
             names = [n for n, _ in layer.named_modules() if n.endswith("_proj")]
             found = {n: given.get_submodule(n).weight for n in names}
         except AttributeError:
-            raise UserError(f"{key}: the target's layers ({type(given).__name__}) have no separate q, k, v, o and gate, "
-                            "up, down projections to copy; use head.init=random") from None  # fmt: skip
+            raise UserError(f"{key}: the target's layers ({type(given).__name__}) have no separate q, k, v, o and "
+                            "gate, up, down projections to copy; use head.init=random") from None  # fmt: skip
         for name, weight in found.items():
             mine = layer.get_submodule(name).weight
             if weight.shape[0] != mine.shape[0] or mine.shape[1] not in (weight.shape[1], 2 * weight.shape[1]):
