@@ -55,6 +55,8 @@ class Target:
     def __init__(self, model: Any, tokenizer: Any = None, identity: Any = None, source: Any = None):
         self.model = model.eval().requires_grad_(False)
         self.tokenizer, self.identity, self.source = tokenizer, identity, source
+        self.tuning = ""  # what has changed the weights since loading; the identity then says so too
+        self.borrowed = False  # a head that was trained for just these weights has been loaded
         self.config = model.config.get_text_config(decoder=True)
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
         self.hidden_size: int = self.config.hidden_size

@@ -13,11 +13,13 @@ from heads.checkpoint import CARD, load_head, save_head
 from heads.eagle import Eagle1Head, Eagle3Head
 from heads.hydra_heads import HydraHeads
 from heads.medusa import MedusaHead
+from heads.medusa2 import Medusa2Head
 
 __all__ = ["HEADS", "Batch", "Head", "HeadConfig", "LossOut", "find_head", "load_head", "resolve_drafter", "save_head"]
 
 HEADS: dict[str, type[Head]] = {
     "medusa": MedusaHead,
+    "medusa2": Medusa2Head,
     "hydra_heads": HydraHeads,
     "eagle1": Eagle1Head,
     "eagle3": Eagle3Head,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from decode.drafters import Drafter
+from decode.identity import Identity
 from decode.target import Target
 
 
@@ -104,6 +105,22 @@ class Head(nn.Module):
 
     def calibrate(self, batches: Iterable[Batch], target: Target) -> None:
         """Measure on held-out rows what decoding wants to know (such as rank-wise acceptance). Default: nothing."""
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """What the optimizer updates: groups of "params" with an "lr_scale" that multiplies the run's learning rate."""
+        return [{"params": [p for p in self.parameters() if p.requires_grad], "lr_scale": 1.0}]
+
+    def begin_step(self, step: int, steps: int) -> None:
+        """Told before every update (0-based) of a run of `steps`: for weights on a schedule. Default: nothing."""
+
+    @classmethod
+    def differences(cls, card: dict[str, Any], identity: Identity) -> list[str]:
+        """Why the head described by a card (heads/checkpoint.py) does not belong to a target; [] when it does."""
+        return Identity.from_json(card["target"]).differences(identity)
+
+    def attach(self, target: Target) -> None:
+        """Called once the weights are loaded from a folder: a head with trains_target tunes `target` as it was trained
+        to and gives it an identity of its own. Default: nothing."""
 
     def restore_json(self, saved: dict[str, Any]) -> None:
         """Take over from config_json what is measured rather than configured, on resume. Default: nothing."""

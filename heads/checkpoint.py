@@ -79,10 +79,14 @@ def load_head(folder: Path | str, target: Target) -> Head:
     if card["kind"] not in HEADS:
         raise UserError(f"{folder / CARD}: unknown kind of head {card['kind']!r}; known: {', '.join(sorted(HEADS))}")
     if card["target"] and target.identity is not None:
-        differences = Identity.from_json(card["target"]).differences(target.identity)
+        differences = HEADS[card["kind"]].differences(card, target.identity)
         if differences:
             raise UserError(f"{folder}: the head was trained for another target ({'; '.join(differences)}); "
                             "use the target it names or train a head for this one")
+    kind = HEADS[card["kind"]]
+    if kind.trains_target and target.borrowed and not target.tuning:
+        raise UserError(f"{folder}: loading it tunes the target, and a head of the original target is in use already; "
+                        "score the two in separate runs")
     path = folder / WEIGHTS
     wanted = card["weights"]
     try:
@@ -95,11 +99,13 @@ def load_head(folder: Path | str, target: Target) -> Head:
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: cannot be read ({error}); restore it or train the head again") from None
     try:
-        head = HEADS[card["kind"]].from_json(card["head"], target)
+        head = kind.from_json(card["head"], target)
         head.load_state_dict(state)
     except (KeyError, TypeError, RuntimeError) as error:
         line = str(error).splitlines()[0]
         raise UserError(f"{folder}: does not fit this version's {card['kind']} head ({line}); train it again") from None
+    head.attach(target)
+    target.borrowed |= not kind.trains_target
     return head.eval()
 
 

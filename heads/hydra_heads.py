@@ -16,7 +16,7 @@ Shape letters: B rows, T positions, D width, E width of an embedding, K heads, L
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,7 @@ from heads.parallel_drafter import LevelDrafter
 class HydraHeadsConfig(ParallelConfig):
     """Keys of Hydra heads."""
 
+    KINDS: ClassVar[tuple[str, ...]] = ("hydra_heads",)
     kind: str = "hydra_heads"
     # L: blocks of each head, the first of which reads the tokens (the paper: 4)
     blocks: int = 2

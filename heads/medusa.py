@@ -14,8 +14,8 @@ Shape letters: B rows, T positions, D width, K heads, L blocks, Vd draft vocabul
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -28,20 +28,58 @@ from heads.base import Batch
 from heads.parallel import ParallelConfig, ParallelHead
 from heads.parallel_drafter import MarkovDrafter, MedusaDrafter
 
-__all__ = ["MedusaConfig", "MedusaDrafter", "MedusaHead"]
+__all__ = ["MedusaConfig", "MedusaDrafter", "MedusaHead", "TuneConfig"]
+
+
+@dataclass
+class TuneConfig:
+    """Medusa-2: a LoRA on the target, trained with the heads (heads/medusa2.py)."""
+
+    # rank of the LoRA; 0 = no Medusa-2 (the paper: 32)
+    rank: int = 0
+    # its output counts alpha / rank
+    alpha: int = 16
+    # dropout in front of it
+    dropout: float = 0.05
+    # names of the layers that get one; empty = every linear layer but the LM head
+    targets: list[str] = field(default_factory=list)
+    # learning rate of the heads, in times of the run's (which is the adapter's)
+    head_lr: float = 4.0
+    # weight of the heads' loss beside the self-distillation
+    head_weight: float = 0.2
+    # share of the steps in which this weight rises from 0
+    ramp: float = 0.1
+    # weight of the self-distillation, KL to the target without adapter
+    distil: float = 1.0
+    # run folder of Medusa heads to start from (stage 1); empty = fresh heads
+    start: str = ""
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        rules = {"rank": (self.rank >= 0, "32 is usual"), "alpha": (self.alpha > 0, "16 is usual"),
+                 "dropout": (0 <= self.dropout < 1, "0.05 is usual"), "head_lr": (self.head_lr > 0, "4 is usual"),
+                 "head_weight": (self.head_weight >= 0, "0.2 is usual"), "ramp": (0 <= self.ramp <= 1, "0.1 is usual"),
+                 "distil": (self.distil >= 0, "1 is usual")}
+        return [f"{k}: {getattr(self, k)} is out of range; {fix}" for k, (good, fix) in rules.items() if not good]
 
 
 @dataclass
 class MedusaConfig(ParallelConfig):
     """Medusa's keys."""
 
+    KINDS: ClassVar[tuple[str, ...]] = ("medusa", "medusa2")
     kind: str = "medusa"
     # rank of a term of the token before the guessed one, added to all heads' logits; 0 = none
     markov_rank: int = 0
+    # Medusa-2 alone
+    tune: TuneConfig = field(default_factory=TuneConfig)
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
         wrong = [f"markov_rank: {self.markov_rank} is below 0; 0 is off, 64 is usual"] if self.markov_rank < 0 else []
+        if (self.kind == "medusa2") != bool(self.tune.rank):
+            rank = self.tune.rank
+            wrong.append(f"tune.rank: {rank} with kind {self.kind}; head=medusa2 needs 1 or more, head=medusa 0")
         return super().validate() + wrong
 
 
@@ -64,6 +102,14 @@ class MedusaHead(ParallelHead):
         given = F.normalize(torch.randn(vocab_size, rank, device=device), dim=-1) if rank else None
         self.register_parameter("markov_in", None if given is None else nn.Parameter(given))
         self.register_parameter("markov_out", nn.Parameter(torch.zeros(size, rank, device=device)) if rank else None)
+
+    @classmethod
+    def read_config(cls, saved: dict[str, Any]) -> Any:
+        """See ParallelHead."""
+        cfg = super().read_config(saved)
+        if isinstance(cfg.tune, dict):
+            cfg.tune = TuneConfig(**cfg.tune)
+        return cfg
 
     def hidden(self, x: Tensor) -> Tensor:
         """The residual blocks. x: [K, n, D] in any float dtype -> the same shape and dtype."""

@@ -28,6 +28,7 @@ from heads.losses import LossWeights, chunked_loss
 class ParallelConfig(HeadConfig):
     """Keys that Medusa and Hydra heads share."""
 
+    KINDS: ClassVar[tuple[str, ...]] = ()
     # K: how many tokens ahead of the LM head to guess
     heads: int = 4
     # L: residual blocks of each head
@@ -52,9 +53,8 @@ class ParallelConfig(HeadConfig):
         found = [f"{key}: {getattr(self, key)} is below {low}; give {low} or more"
                  for key, low in (("heads", 1), ("blocks", 1), ("draft_vocab", 0), ("chunk", 1), ("nodes", 1))
                  if getattr(self, key) < low]
-        own = type(self)().kind
-        if self.kind != own:
-            found.append(f"kind: {self.kind!r} is not {own}; use head={own}")
+        if self.kind not in self.KINDS:
+            found.append(f"kind: {self.kind!r} is not {' or '.join(self.KINDS)}; use head={self.KINDS[0]}")
         if not 0 < self.decay <= 1:
             found.append(f"decay: {self.decay} is outside (0, 1]; 0.8 is usual")
         if self.shape not in ("chain", "tree"):
@@ -161,7 +161,10 @@ class ParallelHead(Head):
 
         The count is the number of supervised tokens, so the loss is the sum over heads of decay^i times their mean.
         """
-        feats, rows, steps = self._features(batch, target)
+        return self.loss(batch, target, *self._features(batch, target))
+
+    def loss(self, batch: Batch, target: Target, feats: Tensor, rows: Tensor, steps: Tensor) -> LossOut:
+        """forward, given what _features found."""
         place, valid, reads = self._reads(batch, rows, steps)
         x = self.states(batch, target, feats, reads)
         flat = rows * batch.ids.shape[1] + steps

@@ -120,7 +120,7 @@ def main(cfg: EvaluateConfig) -> int:
         "format": 1,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": files.command(),
-        "target": asdict(identity) if identity else {"name": "unknown"},
+        "target": (asdict(identity) if identity else {"name": "unknown"}) | {"tuning": target.tuning},
         "settings": {
             **{k: v for k, v in asdict(cfg).items() if k not in ("target", "prompts", "quiet", "out")},
             "target": asdict(cfg.target),

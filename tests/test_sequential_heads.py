@@ -323,7 +323,8 @@ def test_saved_and_loaded_head_drafts_the_same(target, cfg, tmp_path: Path) -> N
     assert runs[0].cycles == runs[1].cycles
 
 
-RUNS = {"hydra_heads": (HydraHeadsRun, "hydra_heads", ["head.prefix_layers=1"]), "markov": (MedusaRun, "medusa", ["head.markov_rank=4"])}
+RUNS = {"hydra_heads": (HydraHeadsRun, "hydra_heads", ["head.prefix_layers=1"]),
+        "markov": (MedusaRun, "medusa", ["head.markov_rank=4"])}
 
 
 @pytest.mark.parametrize("name", RUNS)

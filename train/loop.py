@@ -75,7 +75,7 @@ def _fit(cfg: TrainConfig, kind: type[Head], accelerator: Accelerator, stop: Sto
     torch.manual_seed(hash_u63(cfg.seed, "head"))
     head = kind.for_target(target, cfg.head, rows.counts(target.vocab_size))
     trainable = [p for p in head.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=cfg.optim.lr, betas=(cfg.optim.beta1, cfg.optim.beta2),
+    optimizer = torch.optim.AdamW(head.parameter_groups(), lr=cfg.optim.lr, betas=(cfg.optim.beta1, cfg.optim.beta2),
                                   eps=cfg.optim.eps, weight_decay=cfg.optim.weight_decay, fused=True)
 
     state, notes = _resume(cfg, out, head, optimizer, _meaning(cfg, target, rows), accelerator)
@@ -123,6 +123,7 @@ def _step(cfg: TrainConfig, state: State, plan: Plan, rows: Rows, model: Any, he
     """One update. Returns the signal that some rank was asked to stop by, 0 if none."""
     start, rank, world = time.perf_counter(), accelerator.process_index, accelerator.num_processes
     torch.manual_seed(hash_u63(cfg.seed, state.step, rank))
+    head.begin_step(state.step, cfg.steps)
     micro = plan.micro_batches(state.step, rank, world, cfg.micro_batch)
     totals: dict[str, torch.Tensor] = {}
     poisoned: list[int] = []
@@ -152,7 +153,7 @@ def _step(cfg: TrainConfig, state: State, plan: Plan, rows: Rows, model: Any, he
     torch._foreach_mul_([p.grad for p in trainable if p.grad is not None], scale * clip)
     rate = learning_rate(state.step, cfg.steps, cfg.optim)
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group["lr_scale"]
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     state.step += 1
@@ -273,7 +274,8 @@ def _facts(cfg: TrainConfig, target: Any, rows: Rows, plan: Plan, head: Head, wo
     held = int(rows.held.sum())
     supervised = int(rows.loss.sum())
     facts = {
-        "target": f"{target.identity.name if target.identity else 'unnamed'}, {cfg.dtype}, frozen",
+        "target": f"{target.identity.name if target.identity else 'unnamed'}, {cfg.dtype}, "
+                  + ("trained with the head" if head.trains_target else "frozen"),
         "data": f"{plan.train.numel():,} rows to train on, {held:,} held out, {rows.ids.numel():,} tokens, "
                 f"{supervised:,} supervised ({supervised / rows.ids.numel():.0%}), {len(rows.bad)} rows left out",
         "batches": f"{cfg.batch_size} rows over {world} rank(s), {plan.per_epoch:,} per epoch, {cfg.steps} steps, "
