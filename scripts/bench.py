@@ -28,13 +28,14 @@ from rich.console import Console
 
 from conf.errors import UserError
 from conf.schema import entry
-from decode.drafters import NoDraft
 from decode.engine import Request, generate
 from decode.load import TargetConfig, load_target
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import DraftTree, TreeShape
+from heads import resolve_drafter
 from scripts.lib import contest, files
+from scripts.lib.bench_verify import verify_cost
 from scripts.lib.prompts import Prompt, chat_ids, load_prompts
 from scripts.lib.score import Scores
 
@@ -59,6 +60,8 @@ class BenchConfig:
     rounds: int = 60
     # committed tokens when single passes are timed
     context: int = 128
+    # drafters of the throughput bench, beside plain decoding: "ngram", "runs/medusa@tree", ...
+    drafters: list[str] = field(default_factory=list)
     # batch sizes of the throughput bench
     batch_sizes: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16])
     # cpu, cuda; null = the GPU when there is one
@@ -126,26 +129,44 @@ def tree_score(cfg: BenchConfig) -> dict[str, Any]:
 
 
 def batch_throughput(cfg: BenchConfig) -> dict[str, Any]:
-    """Tokens per second of plain decoding in batches against batch 1, bf16, sizes taking turns over three rounds."""
+    """Greedy tokens per second against batch size, plain and with each of `drafters`, bf16, all taking turns over
+    three rounds; stops_paying is the first batch size at which a drafter is no faster than plain decoding.
+    """
     target = load_target(cfg.target, "bfloat16", cfg.device)
     ids = [chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in some(cfg)]
-    rates: dict[int, list[float]] = {size: [] for size in cfg.batch_sizes}
+    drafters = {name: resolve_drafter(name, target) for name in ["none", *cfg.drafters]}
+    cases = [(size, name) for size in cfg.batch_sizes for name in drafters]
+    rates: dict[tuple[int, str], list[float]] = {case: [] for case in cases}
     for turn in range(3):
-        for size in cfg.batch_sizes[:: -1 if turn % 2 else 1]:
-            requests = [Request(ids[i % len(ids)], cfg.max_new_tokens, id=i) for i in range(max(size, 2))]
-            run = generate(target, NoDraft(), requests, Sampling(), batch_size=size, eos_ids=())
-            decoded = sum(len(g.token_ids) - 1 for g in run.generations)
-            rates[size].append(decoded / run.timing.decode_s)
-    first = np.array(rates[cfg.batch_sizes[0]])
-    rows = [{"batch_size": size, "tokens_per_second": float(np.median(r)), "lowest": min(r), "highest": max(r),
-             "ratio": float(np.median(np.array(r) / first))} for size, r in rates.items()]  # fmt: skip
-    return {"rows": rows, "dtype": "bfloat16"}
+        for size, name in cases[:: -1 if turn % 2 else 1]:
+            requests = [Request(ids[i % len(ids)], cfg.max_new_tokens, id=i) for i in range(max(size, 4))]
+            run = generate(target, drafters[name], requests, Sampling(), batch_size=size, eos_ids=())
+            rates[size, name].append(sum(len(g.token_ids) - 1 for g in run.generations) / run.timing.decode_s)
+    rows = []
+    for (size, name), found in rates.items():
+        plain, alone = np.array(rates[size, "none"]), np.array(rates[cfg.batch_sizes[0], name])
+        over = np.array(found) / plain
+        rows.append({"batch_size": size, "drafter": name, "tokens_per_second": float(np.median(found)),
+                     "lowest": min(found), "highest": max(found), "over_batch_1": float(np.median(found / alone)),
+                     "speedup": {"mean": float(np.median(over)), "low": float(over.min()), "high": float(over.max())}})
+    stops = {name: next((r["batch_size"] for r in rows if r["drafter"] == name and r["speedup"]["mean"] <= 1), None)
+             for name in cfg.drafters}  # fmt: skip
+    return {"rows": rows, "stops_paying": stops, "dtype": "bfloat16"}
+
+
+def verification(cfg: BenchConfig) -> dict[str, Any]:
+    """Time to verify 8 sampled trees of 64 nodes as a share of the target's pass over them, bf16, both rules."""
+    target = load_target(cfg.target, "bfloat16", cfg.device)
+    with torch.inference_mode():
+        found = verify_cost(target, rounds=max(cfg.rounds // 5, 2), context=cfg.context, seed=cfg.seed)
+    return {**found, "dtype": "bfloat16"}
 
 
 BENCHES: dict[str, Callable[[BenchConfig], dict[str, Any]]] = {
     "none_vs_hf_bf16": none_vs_hf("bfloat16"),
     "none_vs_hf_fp32": none_vs_hf("float32"),
     "tree_score": tree_score,
+    "verify_cost": verification,
     "batch_throughput": batch_throughput,
 }
 # Widths 4, 5, 4, 3: wide near the root, as trees fitted to Medusa heads are.
@@ -195,7 +216,11 @@ def main(cfg: BenchConfig) -> None:
             r = result["ratio"]
             console.print(f"  ratio {r['mean']:.3f} [{r['low']:.3f}, {r['high']:.3f}]", highlight=False)
         for row in result.get("rows", []):
-            console.print(f"  batch {row['batch_size']}: {row['tokens_per_second']:.1f} tokens/s", highlight=False)
+            if "case" in row:
+                console.print(f"  {row['case']}: {row['share']:.1%} of the pass", highlight=False)
+            else:
+                speed = f"{row['tokens_per_second']:.1f} tokens/s, x{row['speedup']['mean']:.2f}"
+                console.print(f"  batch {row['batch_size']}, {row['drafter']}: {speed}", highlight=False)
     console.print(f"written: {out}", highlight=False)
 
 
