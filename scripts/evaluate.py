@@ -120,7 +120,10 @@ def main(cfg: EvaluateConfig) -> int:
         "format": 1,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": files.command(),
-        "target": (asdict(identity) if identity else {"name": "unknown"}) | {"tuning": target.tuning},
+        "target": {
+            **(asdict(identity) if identity else {"name": "unknown"}),
+            **({"tuning": target.tuning} if target.tuning else {}),
+        },
         "settings": {
             **{k: v for k, v in asdict(cfg).items() if k not in ("target", "prompts", "quiet", "out")},
             "target": asdict(cfg.target),

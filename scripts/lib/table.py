@@ -102,8 +102,8 @@ def notes(report: dict[str, Any]) -> list[str]:
         f"brackets: 95 % bootstrap over {resampled}; speedup: against none in the same interleaved run, decoding alone."
     ]
     if report["target"].get("tuning"):
-        lines.append(f"The target is not the original: a head has tuned it ({report['target']['tuning']}). All rows, and "
-                     "the word lossless, refer to the tuned target.")  # fmt: skip
+        lines.append(f"The target is not the original: a head has tuned it ({report['target']['tuning']}). All rows, "
+                     "and the word lossless, refer to the tuned target.")  # fmt: skip
     pace = report["plain_pass_ms"]
     if not pace["steady"]:
         lines.append(f"UNSTEADY: a plain pass took {pace['low']:.0f} to {pace['high']:.0f} ms in this run; the machine "
