@@ -1,9 +1,10 @@
 """Attention of training-time test (EAGLE-3, Li et al. 2025; HASS, Zhang et al. 2024), exact and without big masks.
 
 At step s a row attends to the step-0 keys up to itself and to *its own* keys of steps 1..s: what a drafter has in its
-cache after s drafted tokens. The first part is plain causal attention; the second is one number per row and step. Both
-softmaxes are merged by their log-sum-exp, and the flash kernel's backward pass is given the merged output and
-log-sum-exp, which makes its gradient that of the merged softmax.
+cache after s drafted tokens. The first part is plain causal attention by the flash kernel; the second is one number per
+row and step; both softmaxes are merged by their log-sum-exp. The backward pass of the first part then needs only the
+merged output and log-sum-exp; it runs sample by sample on dense blocks, which the CPU's matrix unit likes several times
+better than the flash kernel's own.
 
 Shape letters: B rows, T positions, n packed rows, H query heads, Hkv key heads, hd head size, S later steps.
 """
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 NAME = "outrider_ttt"
-HIDDEN = 1e4  # log-sum-exp of a position without a query: its probabilities vanish and nothing overflows
+BLOCK = 1 << 24  # scores that the backward pass holds at the same time
 
 
 class Memory:
@@ -50,12 +51,16 @@ def ttt_attention(
         key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
     if memory.step == 0:
         memory.first[layer] = (key, value)
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
-        return out.transpose(1, 2), None
+        if query.device.type == "cpu":
+            out = _merged(query.transpose(1, 2).flatten(0, 1), memory, None, scale, (key, value), [])
+            return out.view(*memory.shape, *out.shape[1:]), None
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale).transpose(1, 2), None
     own = memory.later.setdefault(layer, [])
     own += [key[0].transpose(0, 1), value[0].transpose(0, 1)]
-    apply = _merged if query.device.type == "cpu" else dense
-    return apply(query[0].transpose(0, 1), memory, scale, memory.first[layer], own)[None], None
+    packed = query[0].transpose(0, 1)
+    if query.device.type == "cpu":
+        return _merged(packed, memory, memory.rows, scale, memory.first[layer], own)[None], None
+    return dense(packed, memory, scale, memory.first[layer], own)[None], None
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, ttt_attention)
@@ -83,57 +88,90 @@ def dense(query: Tensor, memory: Memory, scale: float, first: tuple[Tensor, Tens
     return out
 
 
-def _merged(query: Tensor, memory: Memory, scale: float, first: tuple[Tensor, Tensor], own: list[Tensor]) -> Tensor:
-    return _Merged.apply(query, memory, scale, *first, *own)  # type: ignore[no-any-return]
+def _merged(
+    query: Tensor, memory: Memory, rows: Tensor | None, scale: float, first: tuple[Tensor, Tensor], own: list[Tensor]
+) -> Tensor:
+    """As `dense`; rows [n] of `query`, None: all B * T of them."""
+    return _Merged.apply(query, memory, rows, scale, *first, *own)  # type: ignore[no-any-return]
 
 
 class _Merged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, memory: Memory, scale: float, key: Tensor, value: Tensor,
+    def forward(ctx: Any, query: Tensor, memory: Memory, rows: Tensor | None, scale: float, key: Tensor, value: Tensor,
                 *own: Tensor) -> Tensor:  # fmt: skip
         wide = torch.promote_types(query.dtype, torch.float32)
-        padded = _unpack(query, memory)
+        padded = _unpack(query, memory.shape, rows)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             padded, key, value, 0.0, True, scale=scale
         )
-        parts = [_pack(lse[..., None], memory)[..., 0]]
-        parts += [(query * k).sum(-1, dtype=wide).mul_(scale) for k in own[0::2]]
-        total = torch.logsumexp(torch.stack(parts), 0)  # [n, H]
-        merged = _pack(out, memory) * (parts[0] - total).exp()[..., None].to(query.dtype)
-        laws = [(p - total).exp_().to(query.dtype) for p in parts[1:]]
-        for law, v in zip(laws, own[1::2], strict=True):
-            merged.addcmul_(law[..., None], v)
-        ctx.memory, ctx.scale = memory, scale
+        merged, total, laws = _pack(out, rows), _pack(lse[..., None], rows)[..., 0], []
+        if own:
+            parts = [total, *((query * k).sum(-1, dtype=wide).mul_(scale) for k in own[0::2])]
+            total = torch.logsumexp(torch.stack(parts), 0)  # [n, H]
+            merged = merged * (parts[0] - total).exp()[..., None].to(query.dtype)
+            laws = [(p - total).exp_().to(query.dtype) for p in parts[1:]]
+            for law, v in zip(laws, own[1::2], strict=True):
+                merged.addcmul_(law[..., None], v)
+        ctx.shape, ctx.rows, ctx.scale = memory.shape, rows, scale
         ctx.save_for_backward(query, key, value, merged, total, *laws, *own)
         return merged
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        memory, scale = ctx.memory, ctx.scale
         query, key, value, merged, total, *rest = ctx.saved_tensors
         laws, own = rest[: len(rest) // 3], rest[len(rest) // 3 :]
         grad = grads[0].contiguous()
-        lse = _unpack(total[..., None], memory, HIDDEN)[..., 0]
-        into = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            _unpack(grad, memory), _unpack(query, memory), key, value, _unpack(merged, memory), lse.contiguous(), 0.0,
-            True, scale=scale)  # fmt: skip
-        into_query = _pack(into[0], memory)
         delta = (grad * merged).sum(-1, dtype=total.dtype)
+        into_query, into_key, into_value = _causal_gradients(
+            query, key, value, grad, total, delta, ctx.shape, ctx.rows, ctx.scale
+        )
         found: list[Tensor] = []
         for law, k, v in zip(laws, own[0::2], own[1::2], strict=True):
-            score = law * ((grad * v).sum(-1, dtype=total.dtype) - delta).mul_(scale).to(law.dtype)
-            into_query = into_query.addcmul(score[..., None], k)
+            score = law * ((grad * v).sum(-1, dtype=total.dtype) - delta).mul_(ctx.scale).to(law.dtype)
+            into_query.addcmul_(score[..., None], k)
             found += [score[..., None] * query, law[..., None] * grad]
-        return (into_query, None, None, into[1], into[2], *found)
+        return (into_query, None, None, None, into_key, into_value, *found)
 
 
-def _unpack(x: Tensor, memory: Memory, fill: float = 0.0) -> Tensor:
-    """[n, H, c] -> [B, H, T, c]."""
-    (rows, length), (_, heads, size) = memory.shape, x.shape
-    flat = x.new_full((rows * length, heads, size), fill).index_copy_(0, memory.rows, x)
-    return flat.view(rows, length, heads, size).transpose(1, 2)
+def _causal_gradients(
+    query: Tensor, key: Tensor, value: Tensor, grad: Tensor, lse: Tensor, delta: Tensor, shape: tuple[int, int],
+    rows: Tensor | None, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of the causal part: dS = P (dO V' - delta), P = exp(S - lse) with the *merged* lse [n, H] and delta."""
+    count, length = shape
+    into_query, into_key, into_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    ends = torch.arange(1, count + 1) * length
+    bounds = ends.tolist() if rows is None else torch.searchsorted(rows, ends).tolist()
+    slots, start = torch.arange(length), 0
+    for b, stop in enumerate(bounds):
+        if stop == start:
+            continue
+        at = slots if rows is None else rows[start:stop] - b * length
+        reach = int(at[-1]) + 1
+        future = slots[:reach] > at[:, None]
+        heads = max(1, BLOCK // (len(at) * reach))
+        for h in range(0, query.shape[1], heads):
+            part = slice(h, h + heads)
+            q, g = (query[start:stop, part] * scale).transpose(0, 1), grad[start:stop, part].transpose(0, 1)
+            k, v = key[b, part, :reach], value[b, part, :reach]
+            law = torch.sub(torch.bmm(q, k.mT), lse[start:stop, part].T[..., None]).exp_()
+            law = law.masked_fill_(future, 0.0).to(q.dtype)
+            into_value[b, part, :reach] = torch.bmm(law.mT, g)
+            score = torch.bmm(g, v.mT).sub_(delta[start:stop, part].T[..., None]).mul_(law)
+            into_query[start:stop, part] = torch.bmm(score, k).mul_(scale).transpose(0, 1)
+            into_key[b, part, :reach] = torch.bmm(score.mT, q)
+        start = stop
+    return into_query, into_key, into_value
 
 
-def _pack(x: Tensor, memory: Memory) -> Tensor:
+def _unpack(x: Tensor, shape: tuple[int, int], rows: Tensor | None) -> Tensor:
+    """[n, H, c] -> [B, H, T, c], zeros where no row is."""
+    if rows is not None:
+        x = x.new_zeros(shape[0] * shape[1], *x.shape[1:]).index_copy_(0, rows, x)
+    return x.view(*shape, *x.shape[1:]).transpose(1, 2)
+
+
+def _pack(x: Tensor, rows: Tensor | None) -> Tensor:
     """[B, H, T, c] -> [n, H, c]."""
-    return x.transpose(1, 2).flatten(0, 1).index_select(0, memory.rows)
+    x = x.transpose(1, 2).flatten(0, 1)
+    return x if rows is None else x.index_select(0, rows)

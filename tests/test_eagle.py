@@ -139,7 +139,7 @@ def test_merged_attention_equals_dense() -> None:
     query = torch.randn(n, 4, 8, requires_grad=True)
     first = tuple(torch.randn(3, 4, 11, 8, requires_grad=True) for _ in range(2))
     own = [torch.randn(n, 4, 8, requires_grad=True) for _ in range(6)]
-    outs = [f(query, memory, 0.35, first, own) for f in (_merged, dense)]  # type: ignore[arg-type]
+    outs = [_merged(query, memory, rows, 0.35, first, own), dense(query, memory, 0.35, first, own)]  # type: ignore[arg-type]
     torch.testing.assert_close(*outs)
     weight = torch.randn_like(outs[0])
     grads = [torch.autograd.grad((o * weight).sum(), [query, *first, *own]) for o in outs]
