@@ -40,7 +40,7 @@ class EagleConfig(HeadConfig):
     # eagle3: hand the normed output on to the next step (EAGLE-3.1)
     norm_output: bool = False
     # supervised tokens whose logits exist at the same time
-    chunk: int = 1024
+    chunk: int = 512
     # shape of the draft when the drafter is named without @chain or @tree
     shape: str = "chain"
     # levels of the draft
