@@ -234,6 +234,7 @@ def _divergence(feats: Tensor, base: Tensor, flat: Tensor, target: Target, chunk
         kl = (old.exp() * (old - new)).sum()
         value = value + kl.detach()
         if leaf.requires_grad:
-            (slope,) = torch.autograd.grad(kl, leaf)
-            total = total + (feats[part] * slope).sum(dtype=torch.float32)
+            kl.backward()  # reaches the leaf alone: everything behind it is frozen
+            assert leaf.grad is not None
+            total = total + (feats[part] * leaf.grad).sum(dtype=torch.float32)
     return total - total.detach() + value

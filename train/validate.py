@@ -1,0 +1,91 @@
+"""Check a training run before spending on it: scripts/validate.py is the command, this is the work.
+
+    python scripts/validate.py experiment=NAME data.path=FILE
+
+Takes the keys of the training scripts, for every kind of head. Exit code 0: all checks passed; 1: one failed, and says
+why; 2: a mistake to mend in the configuration or the data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # train/ stands first and would shadow libraries
+
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from conf.errors import UserError
+from conf.schema import entry
+from conf.typed import convert, raise_all
+from decode.load import load_target
+from decode.target import Target
+from heads import HEADS
+from heads.base import Head
+from train import checks
+from train.config import TrainConfig
+from train.data import Plan, hash_u63, load_rows
+
+
+@dataclass
+class ValidateConfig(TrainConfig):
+    """A run of any kind of head: conf/validate.yaml."""
+
+    # the keys of conf/head/KIND.yaml
+    head: dict[str, Any]  # type: ignore[assignment]
+
+
+def head_config(given: dict[str, Any]) -> Any:
+    """The typed head keys. Raises UserError with every problem."""
+    kind = given.get("kind")
+    if kind not in HEADS:
+        raise UserError(f"head.kind: {kind!r} is no head; choose {', '.join(HEADS)}")
+    value, problems = convert(OmegaConf.create(given), HEADS[kind].Config)
+    raise_all([f"head.{line}" for line in problems])
+    return value
+
+
+@entry("validate", ValidateConfig)
+def main(cfg: ValidateConfig) -> int:
+    """Run every check; a failed one does not stop the others."""
+    typed = head_config(cfg.head)
+    kind = HEADS[typed.kind]
+    print(f"[ok] configuration: {typed.kind}, every key known and in range", flush=True)
+    target = load_target(cfg.target, cfg.dtype, cfg.device or None)
+    rows = load_rows(cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length)
+    plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed)
+
+    def fresh(counts: Tensor | None = None, **changes: Any) -> tuple[Target, Head]:
+        """A target and a fresh head; a head that tunes its target gets a target of its own."""
+        torch.manual_seed(hash_u63(cfg.seed, "head"))
+        mine = load_target(cfg.target, cfg.dtype, cfg.device or None) if kind.trains_target else target
+        known = {f.name for f in dataclasses.fields(typed)}
+        wanted = dataclasses.replace(typed, **{k: v for k, v in changes.items() if k in known})
+        return mine, kind.for_target(mine, wanted, rows.counts(target.vocab_size) if counts is None else counts)
+
+    failed = []
+
+    def tell(check: checks.Check) -> None:
+        print(f"[{'ok' if check.passed else 'FAILED'}] {check.name}", flush=True)
+        for line in check.lines:
+            print(f"     {line}", flush=True)
+        failed.extend([] if check.passed else [check.name])
+
+    tell(checks.mask(rows, plan, target.tokenizer))
+    mine, head = fresh()
+    batch = rows.batch(plan.batch(0)[:4]).to(target.device)
+    tell(checks.gradients(mine, head, batch))
+    tell(checks.cost(cfg, mine, head, rows, plan))
+    tell(checks.alignment(fresh, checks.levels_of(mine, head, batch)))
+    tell(checks.overfit(fresh, rows.prompt(int(plan.train[0]))))
+    print(f"{len(failed)} of 6 checks failed: {', '.join(failed)}" if failed else "all 6 checks passed", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    main()
