@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 
 from decode import attention
 from decode.target import Target
-from heads.eagle_drafter import DraftCache
+from heads.eagle_cache import DraftCache
 from heads.eagle_layer import DraftLayer, Rope, rope_table
 
 

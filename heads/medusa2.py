@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from conf.errors import UserError
 from decode.identity import Identity, sha256_state
@@ -99,9 +100,10 @@ class Medusa2Head(MedusaHead):
         if dtype not in TRAINABLE:
             name = str(dtype).removeprefix("torch.")
             raise UserError(f"dtype: a LoRA cannot be trained on a target loaded as {name}; use bfloat16 or float32")
-        tune = self.cfg.tune
+        tune, found = self.cfg.tune, _linear_layers(target)
         config = LoraConfig(r=tune.rank, lora_alpha=tune.alpha, lora_dropout=tune.dropout,
-                            target_modules=list(tune.targets) or "all-linear")
+                            target_modules=list(tune.targets) or list(found),
+                            fan_in_fan_out=not any(isinstance(part, nn.Linear) for part in found.values()))
         try:
             inject_adapter_in_model(config, target.model, ADAPTER)
         except ValueError as error:
@@ -207,6 +209,12 @@ def tuned_identity(base: Identity, adapter_sha256: str) -> Identity:
     """Who the target is once the adapter is merged into it."""
     weights = hashlib.sha256(f"{base.weights_sha256} + lora {adapter_sha256}".encode()).hexdigest()
     return replace(base, name=f"{base.name} tuned by Medusa-2 {adapter_sha256[:8]}", weights_sha256=weights)
+
+
+def _linear_layers(target: Target) -> dict[str, nn.Module]:
+    """Every linear layer of the target but the LM head, by name; experts kept as one stacked weight are left alone."""
+    return {name: part for name, part in target.model.named_modules()
+            if isinstance(part, nn.Linear | Conv1D) and part is not target.lm_head}
 
 
 def _lora_layers(target: Target) -> list[tuple[str, Any]]:
