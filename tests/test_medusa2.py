@@ -195,6 +195,18 @@ def test_training_tunes_and_resumes_bitwise(tmp_path: Path, dtype: str) -> None:
     assert any(v.any() for k, v in head.adapter.items() if k.endswith("lora_B")) and head.calibration["positions"] > 0
 
 
+def test_the_loop_multiplies_the_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, told = [], []
+    original = Medusa2Head.begin_step
+    monkeypatch.setattr(Medusa2Head, "begin_step", lambda self, *a: (told.append(a), original(self, *a))[1])
+    monkeypatch.setattr(torch.optim.AdamW, "step",
+                        lambda self, c=None: seen.append([g["lr"] for g in self.param_groups]))
+    data = chats(tmp_path / "data.jsonl")
+    more = ["steps=2", "optim.lr=0.01", "optim.warmup=0", "optim.schedule=constant", "head.tune.head_lr=3"]
+    fit(compose("medusa", MedusaRun, [*overrides(data, tmp_path / "run"), *TUNE, *more]), Medusa2Head)
+    assert seen == [[pytest.approx(0.03), 0.01]] * 2 and told == [(0, 2), (1, 2)]
+
+
 def test_starts_from_heads_of_stage_one(tmp_path: Path) -> None:
     target = tiny_target()
     first = MedusaHead.for_target(target, MedusaConfig(heads=2, draft_vocab=0))
