@@ -142,7 +142,7 @@ def batch_throughput(cfg: BenchConfig) -> dict[str, Any]:
             requests = [Request(ids[i % len(ids)], cfg.max_new_tokens, id=i) for i in range(max(size, 4))]
             run = generate(target, drafters[name], requests, Sampling(), batch_size=size, eos_ids=())
             rates[size, name].append(sum(len(g.token_ids) - 1 for g in run.generations) / run.timing.decode_s)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for (size, name), found in rates.items():
         plain, alone = np.array(rates[size, "none"]), np.array(rates[cfg.batch_sizes[0], name])
         over = np.array(found) / plain
