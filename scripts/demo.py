@@ -55,7 +55,7 @@ class Budget:
     tokens: int
 
 
-FULL = Budget(conversations=288, answer_tokens=200, draft_vocab=3072, steps=300, batch=16, prompts=24, tokens=64)
+FULL = Budget(conversations=288, answer_tokens=200, draft_vocab=3072, steps=240, batch=16, prompts=24, tokens=64)
 FAST = Budget(conversations=32, answer_tokens=64, draft_vocab=384, steps=20, batch=8, prompts=8, tokens=24)
 
 
