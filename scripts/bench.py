@@ -158,7 +158,8 @@ def verification(cfg: BenchConfig) -> dict[str, Any]:
     """Time to verify 8 sampled trees of 64 nodes as a share of the target's pass over them, bf16, both rules."""
     target = load_target(cfg.target, "bfloat16", cfg.device)
     with torch.inference_mode():
-        found = verify_cost(target, rounds=max(cfg.rounds // 5, 2), context=cfg.context, seed=cfg.seed)
+        ids = [chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in some(cfg)]
+        found = verify_cost(target, [ids[i % len(ids)] for i in range(8)], max(cfg.rounds // 5, 2), cfg.seed)
     return {**found, "dtype": "bfloat16"}
 
 

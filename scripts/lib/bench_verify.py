@@ -22,13 +22,12 @@ EIGHT_BY_EIGHT = [(r, *(0,) * d) for r in range(8) for d in range(8)]
 
 
 def sampled_tree(logits: torch.Tensor, shape: TreeShape, seed: int) -> DraftTree:
-    """Children drawn without replacement from a softened copy of the target's own law, so that walks go deep.
-
-    logits: [B, V] one row of target logits per request, reused at every node.
+    """The children of the root drawn without replacement from the target's own law; below them draws from the same
+    law, which is a plausible but poor draft there. logits: [B, V] target logits after the last committed token.
     """
     rows, n = logits.shape[0], len(shape)
     generator = torch.Generator(device=logits.device).manual_seed(seed)
-    law = (logits.float() / 1.5).softmax(-1)
+    law = logits.float().softmax(-1)
     siblings = max(p[-1] for p in shape.paths) + 1
     ranks = torch.tensor([p[-1] for p in shape.paths], device=logits.device)
     drawn = torch.multinomial(law, n, replacement=True, generator=generator)
@@ -39,19 +38,21 @@ def sampled_tree(logits: torch.Tensor, shape: TreeShape, seed: int) -> DraftTree
     return DraftTree.static(shape, tokens, None, torch.ones(rows, n, dtype=torch.bool, device=logits.device), proposal)
 
 
-def verify_cost(target: Target, rows: int = 8, rounds: int = 12, context: int = 128, seed: int = 0) -> dict[str, Any]:
+def verify_cost(target: Target, prompts: list[list[int]], rounds: int = 12, seed: int = 0) -> dict[str, Any]:
     """Milliseconds of a tree pass (B rows, 64 nodes) and, as a share of it, of verifying its logits.
 
+    prompts: one real prompt per row: random tokens would give flat laws that no text has.
     Returns medians over `rounds`, paired within a round, with the lowest and highest share seen.
     """
     device = target.device
     shape = TreeShape.of(EIGHT_BY_EIGHT)
-    cache = target.new_cache(rows, context + 2, len(shape))
-    generator = torch.Generator().manual_seed(seed)
-    prompts = [torch.randint(5, target.vocab_size, (context,), generator=generator) for _ in range(rows)]
-    start_logits = target.prefill(cache, prompts).logits[:, 0]
-    tree = sampled_tree(start_logits, shape, seed)
-    last = torch.full((rows,), 7, dtype=torch.int64, device=device)
+    rows = len(prompts)
+    cache = target.new_cache(rows, max(map(len, prompts)) + 1, len(shape))
+    start = target.prefill(cache, [torch.tensor(ids, device=device) for ids in prompts]).logits[:, 0]
+    last = start.argmax(-1)
+    # The tree is drawn from the law after that first token, so that walks go as deep as a good draft's.
+    after = target.score(cache, last, DraftTree.empty(rows, device)).logits[:, 0]
+    tree = sampled_tree(after, shape, seed)
     laws = {"T=1": Sampling(1.0), "T=1, top-p 0.9": Sampling(1.0, top_p=0.9)}
     passes: list[float] = []
     spent: dict[str, list[float]] = {f"{rule}, {name}": [] for rule in RULES for name in laws}
