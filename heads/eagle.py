@@ -31,6 +31,8 @@ from heads.eagle_layer import layer_config, rope_table, take
 from heads.eagle_net import Eagle1Net, Eagle3Net, EagleNet, copy_layer, norm_weight, reset_weights
 from heads.losses import LossWeights, chunked_loss
 
+SPREAD = 1.5  # of a fresh EAGLE-3 head's logits
+
 
 class EagleHead(Head):
     """What EAGLE-1 and EAGLE-3 share. net: the network. d2t: [Vd] int64 offsets (None: the whole vocabulary)."""
@@ -293,13 +295,17 @@ class Eagle3Head(EagleHead):
         return tuple(cfg.taps) or tuple(min(max(1, tap), max(1, deep - 1)) for tap in (2, deep // 2, deep - 3))
 
     def init_head(self, target: Target) -> None:
-        """The LM head starts as the target's rows, the final norm as the target's."""
+        """The LM head starts as the target's rows, the final norm as the target's, shrunk until random outputs give
+        logits of spread SPREAD: at full size a fresh head is sure of random tokens (SmolLM2: a cross-entropy of 17
+        where guessing gives 9) and unlearns that first."""
         with torch.no_grad():
             self.net.lm_head.weight.copy_(self.target_rows(target)[0] * target.head.scale)
             names = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
             norm = next((n for name in names if (n := getattr(target.model.base_model, name, None)) is not None), None)
             if isinstance(norm, nn.Module):
                 self.net.norm.weight.copy_(norm_weight(norm, target))
+            spread = (self.net.lm_head.weight * self.net.norm.weight).square().sum(1).mean().sqrt()
+            self.net.norm.weight.mul_((SPREAD / spread).clamp(max=1.0))
 
     def projection(self, target: Target) -> Tensor:
         """See EagleHead; trained."""
