@@ -89,7 +89,8 @@ def measure(cfg: MedusaRun) -> dict[str, Any]:
         "tokens_per_second": tokens / sum(seconds["step"]), "supervised_per_second": supervised / sum(seconds["step"]),
         "padding": 1 - tokens / padded, "rounds": cfg.steps, "batch_size": cfg.batch_size, "dtype": cfg.dtype,
         "draft_vocab": cfg.head.draft_vocab, "heads": cfg.head.heads, "loss": vars(cfg.head.loss),
-        "target": target.identity.to_json() if target.identity else None,
+        "target": {k: v for k, v in target.identity.to_json().items() if k != "path"} if target.identity else None,
+        "command": "python train/bench.py " + " ".join(a for a in sys.argv[1:] if not a.startswith("data.path")),
         "environment": {"torch": torch.__version__, "threads": torch.get_num_threads(), "commit": git_commit()},
     }
 
