@@ -10,6 +10,8 @@ Shape letters: R rows in hand, S support size, M tests in a row.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -71,8 +73,13 @@ class Rng:
     """
 
     def __init__(self, seed: int, requests: Tensor, cycles: Tensor) -> None:
-        start = torch.full_like(requests, _signed(seed))
-        self._base = _mix(_mix(_mix(start) ^ requests) ^ cycles)
+        self._address = seed, requests, cycles
+
+    @functools.cached_property
+    def _base(self) -> Tensor:
+        """[B] hash of (seed, request, cycle), on first use: greedy decoding draws nothing and pays nothing."""
+        seed, requests, cycles = self._address
+        return _mix(_mix(_mix(torch.full_like(requests, _signed(seed))) ^ requests) ^ cycles)
 
     def uniform(self, rows: Tensor, node: Tensor, purpose: int) -> Tensor:
         """float64 in [0, 1) with 53 random bits, the shape of `node` (first dimension [R], like `rows`)."""
