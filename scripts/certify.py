@@ -112,7 +112,6 @@ def main(cfg: CertifyConfig) -> int:
         raise UserError(f"out: {out} is a file; give a folder")
     known = load_prompts(Path(cfg.prompts))
     target = load_target(cfg.target, cfg.dtype, cfg.device)
-    attention = target.model.config._attn_implementation  # before the probe may exchange it
     cfg.sampling().check_vocab(target.vocab_size)
     drafter = resolve_drafter(cfg.drafter, target)
     prompts = [chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in known]
@@ -133,7 +132,7 @@ def main(cfg: CertifyConfig) -> int:
                 tasks[name] = bar.add_task(name, total=total)
             bar.update(tasks[name], completed=done, total=total)
 
-        found = certificate.run(target, drafter, prompts, plan, attention, watch)
+        found = certificate.run(target, drafter, prompts, plan, watch)
     paper = {
         "format": 1,
         "verdict": found.verdict,

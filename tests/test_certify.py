@@ -145,11 +145,10 @@ def test_the_stated_bias_is_detected_and_a_fifth_of_it_is_not() -> None:
 @pytest.fixture(scope="module")
 def world() -> tuple[Plain, Drafter, list[list[int]]]:
     target = Target(tiny_model(vocab=40, hidden=32, init_std=0.3))
-    attention = target.model.config._attn_implementation
     draft = Target(tiny_model(vocab=40, hidden=32, init_std=0.3, layers=1))
     draft.model.load_state_dict(target.model.state_dict(), strict=False)  # the first layer alone: a fair draft
     prompts = [[3 + i, 5, 7 + 2 * i, 9] for i in range(6)]
-    return Plain(target, attention), DraftModel(draft, 3), prompts
+    return Plain(target), DraftModel(draft, 3), prompts
 
 
 def sample(world: Any, sampling: Sampling, drafter: Any = None, verify: Any = "traversal", tokens: int = 3000) -> Any:
@@ -200,7 +199,7 @@ def test_greedy_layer_passes_sound_code_and_names_defects(world: Any) -> None:
 
 def test_a_tie_within_rounding_is_no_defect() -> None:
     target = Target(tiny_model(vocab=40, hidden=32))
-    plain = Plain(target, target.model.config._attn_implementation)
+    plain = Plain(target)
     best, second = plain.logits([([3, 4, 5, 0], 3)])[0][0].topk(2).indices.tolist()
     out, short = Generation([3, 4, 5], [second, 9]), Generation([3, 4, 5], [best])
     found = _classify(plain, 0, out, [best, 9], 1e-4, Sampling(0.0))

@@ -68,13 +68,13 @@ class Findings:
     reasons: list[str] = field(default_factory=list)
 
 
-def run(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], plan: Plan, attention: str,
+def run(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], plan: Plan,
         watch: Watch) -> Findings:  # fmt: skip
-    """Every layer and control. attention: the implementation the target was loaded with."""
+    """Every layer and control."""
     found = Findings()
     found.layers.append(exact_layer(plan, watch))
     target.probe()
-    plain = Plain(target, attention)
+    plain = Plain(target)
     few = list(prompts[: min(4, len(prompts))])
     noise = plain.rounding(few)
     slack = 4 * noise

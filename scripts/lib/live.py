@@ -8,7 +8,6 @@ Shape letters: R tokens, T sequence length, V vocabulary, n sample size.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,21 +31,9 @@ Advance = Callable[[int], None]
 
 @dataclass
 class Plain:
-    """The target as Hugging Face runs it. attention: the implementation that the model was loaded with."""
+    """The target as Hugging Face runs it, with the attention it was loaded with."""
 
     target: Target
-    attention: str
-
-    @contextlib.contextmanager
-    def own_attention(self) -> Iterator[Any]:
-        """The model with its own attention, whatever the tree engine switched it to."""
-        model = self.target.model
-        used = model.config._attn_implementation
-        model.set_attn_implementation(self.attention)
-        try:
-            yield model
-        finally:
-            model.set_attn_implementation(used)
 
     @torch.no_grad()
     def logits(self, sequences: Sequence[tuple[list[int], int]]) -> list[Tensor]:
@@ -57,7 +44,7 @@ class Plain:
         for b, (ids, _) in enumerate(sequences):
             batch[b, : len(ids) - 1] = torch.tensor(ids[:-1])
             mask[b, : len(ids) - 1] = 1
-        with self.own_attention() as model:
+        with self.target.as_loaded() as model:
             keep = {}
             if "logits_to_keep" in inspect.signature(model.forward).parameters:
                 keep["logits_to_keep"] = longest - first
@@ -87,7 +74,7 @@ class Plain:
         for prompt in prompts:
             ids = list(prompt)
             stepped: list[Tensor] = []
-            with self.own_attention() as model:
+            with self.target.as_loaded() as model:
                 out = model(torch.tensor([ids], device=self.target.device), use_cache=True)
                 for _ in range(steps):
                     stepped.append(out.logits[0, -1])
@@ -142,7 +129,7 @@ def greedy_layer(plain: Plain, target: Target, drafter: Drafter, prompts: Sequen
 
 def reference_tokens(plain: Plain, requests: Sequence[Request], sampling: Sampling) -> list[list[int]]:
     """What Hugging Face `generate` writes, one row at a time."""
-    with plain.own_attention():
+    with plain.target.as_loaded():
         return [g.token_ids for g in hf_generate(plain.target, requests, sampling).generations]
 
 
