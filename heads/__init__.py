@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from conf.errors import UserError
+from decode.adaptive import Adaptive
 from decode.drafters import Drafter, NGram, NoDraft
 from decode.target import Target
 from heads.base import Batch, Head, HeadConfig, LossOut
@@ -14,6 +15,7 @@ from heads.eagle import Eagle1Head, Eagle3Head
 from heads.hydra_heads import HydraHeads
 from heads.medusa import MedusaHead
 from heads.medusa2 import Medusa2Head
+from heads.small_lm import SmallLM
 
 __all__ = ["HEADS", "Batch", "Head", "HeadConfig", "LossOut", "find_head", "load_head", "resolve_drafter", "save_head"]
 
@@ -23,16 +25,26 @@ HEADS: dict[str, type[Head]] = {
     "hydra_heads": HydraHeads,
     "eagle1": Eagle1Head,
     "eagle3": Eagle3Head,
+    "small_lm": SmallLM,
 }
 SHAPES = ("chain", "tree")
+ADAPTIVE = "@adaptive"
 
 
 def resolve_drafter(spec: str, target: Target) -> Drafter:
     """A drafter by name: "none", "ngram", a run folder or a head folder, the last two with "@chain" or "@tree".
 
-    The drafter's name is `spec`. Raises UserError for anything else, for a tree on a target that takes chains only, and
-    for a head of another target.
+    "@adaptive" behind any of them but "none" lets every row draft as deep as its own acceptance so far pays for
+    (decode.adaptive). The drafter's name is `spec`. Raises UserError for anything else, for a tree on a target that
+    takes chains only, and for a head of another target.
     """
+    if spec.endswith(ADAPTIVE):
+        plain = spec.removesuffix(ADAPTIVE)
+        if plain == "none" or plain.endswith(ADAPTIVE):
+            raise UserError(f"drafters: {spec}: there is no draft length to adapt; write {plain}")
+        adaptive = Adaptive(resolve_drafter(plain, target))
+        adaptive.name = spec
+        return adaptive
     path, _, shape = spec.partition("@")
     if path in ("none", "ngram"):
         if shape:
@@ -40,7 +52,8 @@ def resolve_drafter(spec: str, target: Target) -> Drafter:
         drafter: Drafter = NoDraft() if path == "none" else NGram()
     else:
         if shape not in ("", *SHAPES):
-            raise UserError(f"drafters: {spec}: unknown shape {shape!r}; write {path}@chain or {path}@tree")
+            raise UserError(f"drafters: {spec}: unknown shape {shape!r}; write {path}@chain or {path}@tree, "
+                            "each with @adaptive behind it for an adaptive draft length")  # fmt: skip
         head = load_head(find_head(path), target)
         if shape == "tree" and target.support != "tree":
             raise UserError(f"drafters: {spec}: this target takes chains only; write {path}@chain")

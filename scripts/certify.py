@@ -39,7 +39,8 @@ class CertifyConfig:
 
     # folder for certificate.json and certificate.html
     out: str
-    # none, ngram, a run folder or a head folder; FOLDER@chain and FOLDER@tree choose the shape
+    # none, ngram, a run folder or a head folder; FOLDER@chain and FOLDER@tree choose the shape, @adaptive behind it
+    # (ngram@adaptive, FOLDER@tree@adaptive) an adaptive draft length
     drafter: str
     # the frozen model whose law is at stake
     target: TargetConfig = field(default_factory=TargetConfig)
@@ -160,7 +161,7 @@ def _target(target: Target) -> dict[str, Any]:
 
 def _drafter(spec: str) -> dict[str, Any]:
     """The name as given and, for a trained head, the hash of every file it was loaded from."""
-    path = spec.partition("@")[0]
+    path = spec.partition("@")[0]  # the head; what follows is how it drafts
     if path in ("none", "ngram"):
         return {"name": spec}
     folder = find_head(path)

@@ -35,7 +35,7 @@ class ChatConfig:
 
     # the model to talk to
     target: TargetConfig = field(default_factory=TargetConfig)
-    # none, ngram, or a run folder or head folder, with @chain or @tree
+    # none, ngram, or a run folder or head folder, with @chain or @tree; @adaptive behind them adapts the draft length
     drafter: str = "none"
     # 0 = greedy
     temperature: float = 0.7

@@ -40,7 +40,8 @@ class EvaluateConfig:
     out: str
     # the frozen model that all drafters draft for
     target: TargetConfig = field(default_factory=TargetConfig)
-    # none, ngram, hf_generate, run folders or head folders; FOLDER@chain and FOLDER@tree choose the shape
+    # none, ngram, hf_generate, run folders or head folders; FOLDER@chain and FOLDER@tree choose the shape,
+    # @adaptive behind any of them an adaptive draft length
     drafters: list[str] = field(default_factory=lambda: ["none", "ngram"])
     # JSONL of {question_id, category, turns: [...]}, as MT-Bench and Spec-Bench write it
     prompts: str = "scripts/prompts/demo.jsonl"

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from conf.errors import UserError
 from decode.adaptive import Adaptive
 from decode.drafters import DraftModel, NGram, NoDraft
 from decode.engine import Request, generate
 from decode.load import TargetConfig, load_target
 from decode.sampling import Sampling
 from decode.target import Target
+from decode.tree import DraftTree, TreeShape
+from heads import resolve_drafter
+from scripts.lib import wrong_drafters
+from scripts.lib.engine_law import Counted, TableDrafter, engine_law, toy_model
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +72,40 @@ def test_learned_rates(target: Target) -> None:
             drafter.observe(torch.zeros(1, 5, dtype=torch.int64), None, torch.tensor([accepted + 1]), slice(0, 1))
         assert int(drafter.depths()[0]) == wanted
     assert 1 <= start <= 4
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+def test_the_law_is_exact_and_an_anticipating_rule_is_caught(rule: str) -> None:
+    """Long enough for the depth to fall after a rejection in the first cycle."""
+    chain = TreeShape.chain(2)
+    depths: set[int] = set()
+
+    class Watched(Adaptive):
+        def propose(self, *args: Any) -> DraftTree:
+            tree = super().propose(*args)
+            depths.update(self.depths().tolist())
+            return tree
+
+    def error(wrap: Any) -> float:
+        drafter = wrap(Counted(TableDrafter(chain, "iid", 3), chain))
+        return engine_law(toy_model(vocab=3), drafter, [1, 2], 5, Sampling(1.0), rule, chain).error
+
+    assert error(lambda d: Watched(d, cost=0.27)) <= 1e-9
+    assert depths == {1, 2}, "the depth never moved: the test saw a constant rule"
+    assert error(wrong_drafters.Anticipating) > 1e-3
+
+
+def test_names(target: Target) -> None:
+    drafter = resolve_drafter("ngram@adaptive", target)
+    assert (drafter.name, drafter.shape, drafter.max_depth) == ("ngram@adaptive", "chain", NGram().max_depth)
+    run = generate(target, drafter, ASKED, Sampling(), eos_ids=[])
+    plain = generate(target, NoDraft(), ASKED, Sampling(), eos_ids=[])
+    assert [g.token_ids for g in run.generations] == [g.token_ids for g in plain.generations]
+    for spec, words in (
+        ("none@adaptive", "no draft length"),
+        ("ngram@adaptive@adaptive", "write ngram@adaptive"),
+        ("ngram@tree", "no shape"),
+        ("nowhere@wide", "@adaptive behind it"),
+    ):
+        with pytest.raises(UserError, match=words):
+            resolve_drafter(spec, target)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decode.adaptive import Adaptive
 from decode.drafters import Drafter, DraftModel, NoDraft
 from decode.engine import Request, generate
 from decode.rng import ACCEPT, Rng, inverse_cdf
@@ -27,7 +28,7 @@ from decode.target import Target
 from decode.tree import DraftTree, Proposal, TreeShape
 from decode.verify import RULES
 from scripts.lib import wrong_drafters, wrong_rules
-from scripts.lib.engine_law import TableDrafter, engine_law, toy_model
+from scripts.lib.engine_law import Counted, TableDrafter, engine_law, toy_model
 from scripts.lib.enumerator import Case, Mangle, Verifier, enumerate_case
 
 Rule = wrong_rules.Rule
@@ -171,12 +172,18 @@ def _loop() -> list[Control]:
     def same(target: Target) -> Target:
         return target
 
+    def adaptive(wrap: Callable[[Drafter], Any]) -> float:
+        drafter = wrap(Counted(TableDrafter(CHAIN, "iid", 3), CHAIN))  # below the rule: it sees the depth of each row
+        return engine_law(toy_model(vocab=3), drafter, [1, 2], 5, ONE, shape=CHAIN).error
+
     right = lambda: measure(same, None)
     return [
         Control("cache keeps the wrong rows", "engine enumeration", "mutation",
                 lambda: measure(commits_wrong_rows, None), right, LOOP),
         Control("mask lets siblings see each other", "engine enumeration", "mutation",
                 lambda: measure(same, wrong_drafters.leaks_siblings), right, LOOP),
+        Control("draft length adapted to the tokens just drafted", "engine enumeration", "DSpark, appendix A",
+                lambda: adaptive(wrong_drafters.Anticipating), lambda: adaptive(lambda d: Adaptive(d, cost=0.27)), LOOP),
     ]  # fmt: skip
 
 

@@ -91,8 +91,9 @@ class _Walk:
         return pick
 
 
-class _Counted:
-    """A drafter that tells the coins which of its draws are padding (levels beyond a row's budget)."""
+class Counted:
+    """A drafter that tells the coins which of its draws are padding (levels beyond a row's budget). A drafter that lowers
+    budgets goes around it."""
 
     def __init__(self, drafter: Drafter, nodes_at: TreeShape | None) -> None:
         self.inner, self.nodes_at = drafter, nodes_at
@@ -196,7 +197,7 @@ def engine_law(
         scripts, todo = todo[:CHUNK], todo[CHUNK:]
         walk = _Walk(scripts)
         requests = [Request(prompt, length, id=i) for i in range(len(scripts))]
-        run = generate(target, _Counted(drafter, shape), requests, sampling, batch_size=len(scripts), verify=verify,
+        run = generate(target, Counted(drafter, shape), requests, sampling, batch_size=len(scripts), verify=verify,
                        coins=walk.coins)  # fmt: skip
         for out, weight in zip(run.generations, walk.weight, strict=True):
             law[tuple(out.token_ids)] = law.get(tuple(out.token_ids), 0.0) + weight

@@ -14,7 +14,24 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from decode.adaptive import Adaptive
+from decode.rng import Rng
+from decode.sampling import Sampling
 from decode.tree import DraftTree
+
+
+class Anticipating(Adaptive):
+    """Adapts the draft length to the draft itself: a token less likely than the row's acceptance so far is dropped, and
+    all behind it."""
+
+    def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
+        tree = self.inner.propose(budget, sampling, rng)
+        if tree.width:
+            rate = torch.from_numpy((self.hits / self.trials)[:, : tree.width])
+            keep = (_own_q(tree) >= rate).long().cumprod(1).sum(1)
+            tree = dataclasses.replace(tree, size=torch.minimum(tree.size, keep))
+        self.proposed = tree.size.numpy()
+        return tree
 
 
 def _claimed(tree: DraftTree, law: Callable[[Tensor], Tensor]) -> DraftTree:
