@@ -264,7 +264,7 @@ class Eagle1Head(EagleHead):
     @classmethod
     def build(cls, cfg: EagleConfig, shape: dict[str, Any], taps: tuple[int, ...], vocab_size: int, final: int) -> Self:
         """See EagleHead."""
-        return cls(cfg, Eagle1Net(shape), taps, vocab_size, final)
+        return cls(cfg, Eagle1Net(shape, cfg.fc_bias), taps, vocab_size, final)
 
     @classmethod
     def choose_taps(cls, target: Target, cfg: EagleConfig) -> tuple[int, ...]:
@@ -285,7 +285,8 @@ class Eagle3Head(EagleHead):
     @classmethod
     def build(cls, cfg: EagleConfig, shape: dict[str, Any], taps: tuple[int, ...], vocab_size: int, final: int) -> Self:
         """See EagleHead."""
-        net = Eagle3Net(shape, len(taps), cfg.draft_vocab or vocab_size, cfg.norm_before_fc, cfg.norm_output)
+        net = Eagle3Net(shape, len(taps), cfg.draft_vocab or vocab_size, cfg.norm_before_fc, cfg.norm_output,
+                        cfg.norm_joined, cfg.norm_before_residual)  # fmt: skip
         return cls(cfg, net, taps, vocab_size, final)
 
     @classmethod

@@ -39,6 +39,12 @@ class EagleConfig(HeadConfig):
     norm_before_fc: bool = False
     # eagle3: hand the normed output on to the next step (EAGLE-3.1)
     norm_output: bool = False
+    # eagle3: one norm over the tapped features side by side; for imported heads
+    norm_joined: bool = False
+    # eagle3: the first layer adds to the normed feature instead of the feature; for imported heads
+    norm_before_residual: bool = False
+    # eagle1: fc has a bias; for imported heads, and serving engines drop it
+    fc_bias: bool = False
     # supervised tokens whose logits exist at the same time
     chunk: int = 512
     # shape of the draft when the drafter is named without @chain or @tree
@@ -64,9 +70,14 @@ class EagleConfig(HeadConfig):
                   if getattr(self, key) not in good]  # fmt: skip
         if not 0 < self.step_decay <= 1:
             found.append(f"step_decay: {self.step_decay} is outside (0, 1]; 0.8 is usual")
-        only3 = [k for k in ("taps", "norm_before_fc", "norm_output") if getattr(self, k)]
+        only3 = [k for k in ("taps", "norm_before_fc", "norm_output", "norm_joined", "norm_before_residual")
+                 if getattr(self, k)]  # fmt: skip
         if self.kind == "eagle1" and only3:
             found += [f"{key}: belongs to eagle3; leave it out, or use head=eagle3" for key in only3]
+        if self.kind == "eagle3" and self.fc_bias:
+            found.append("fc_bias: belongs to eagle1; leave it out, or use head=eagle1")
+        if self.norm_joined and self.norm_before_fc:
+            found.append("norm_joined: norm_before_fc norms the features already; use one of the two")
         if self.kind == "eagle3" and self.feature_loss:
             found.append("feature_loss: EAGLE-3 has no feature of the target to match; use 0, or head=eagle1")
         if self.kind == "eagle1" and self.init == "layer":

@@ -64,12 +64,12 @@ class EagleNet(nn.Module):
 
 
 class Eagle1Net(EagleNet):
-    """fc [D, 2 D] over (embedding, feature), layers; the LM head is the target's."""
+    """fc [D, 2 D] over (embedding, feature), layers; the LM head is the target's. fc_bias: with a bias in fc."""
 
-    def __init__(self, shape: dict[str, Any]) -> None:
+    def __init__(self, shape: dict[str, Any], fc_bias: bool = False) -> None:
         super().__init__(shape)
         width = self.config.hidden_size
-        self.fc = Linear(2 * width, width, bias=False)
+        self.fc = Linear(2 * width, width, bias=fc_bias)
         self.layers = nn.ModuleList(
             DraftLayer(self.config, i, False, i > 0) for i in range(self.config.num_hidden_layers)
         )
@@ -86,33 +86,43 @@ class Eagle1Net(EagleNet):
 
 
 class Eagle3Net(EagleNet):
-    """fc [D, F D] without bias, layers of which the first is wide, final norm, lm_head [Vd, D]."""
+    """fc [D, F D] without bias, layers of which the first is wide, final norm, lm_head [Vd, D].
+
+    norm_joined: one norm over the features side by side before fc. norm_before_residual: the first layer adds to
+    norm(g), not to g. Neither is trained here; both occur in published heads.
+    """
 
     def __init__(
-        self, shape: dict[str, Any], features: int, vocab: int, norm_before_fc: bool, norm_output: bool
-    ) -> None:
+        self, shape: dict[str, Any], features: int, vocab: int, norm_before_fc: bool, norm_output: bool,
+        norm_joined: bool = False, norm_before_residual: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(shape)
         width, eps = self.config.hidden_size, self.config.rms_norm_eps
         self.fc = Linear(features * width, width, bias=False)
         self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in range(features)) if norm_before_fc else None
+        self.input_norm = RMSNorm(features * width, eps) if norm_joined else None
         self.embed_norm, self.hidden_norm = RMSNorm(width, eps), RMSNorm(width, eps)
         self.layers = nn.ModuleList(
             DraftLayer(self.config, i, i == 0, i > 0) for i in range(self.config.num_hidden_layers)
         )
         self.norm = RMSNorm(width, eps)
         self.lm_head = Linear(width, vocab, bias=False)
-        self.norm_output = norm_output
+        self.norm_output, self.norm_before_residual = norm_output, norm_before_residual
 
     def start(self, feats: Tensor) -> Tensor:
         """The fused features."""
+        if self.input_norm is not None:
+            feats = self.input_norm(feats.flatten(-2)).unflatten(-1, feats.shape[-2:])
         if self.fc_norm is not None:
             return self.fc(torch.cat([norm(feats[..., i, :]) for i, norm in enumerate(self.fc_norm)], -1))
         return self.fc(feats.flatten(-2))
 
     def advance(self, e: Tensor, g: Tensor, rope: Rope, keep: Tensor | None = None, **kwargs: Any) -> Tensor:
         """See EagleNet."""
-        x = torch.cat([self.embed_norm(e), self.hidden_norm(g)], -1)
-        h = self.layers[0](g, x, rope, keep if len(self.layers) == 1 else None, **kwargs)
+        normed = self.hidden_norm(g)
+        x = torch.cat([self.embed_norm(e), normed], -1)
+        base = normed if self.norm_before_residual else g
+        h = self.layers[0](base, x, rope, keep if len(self.layers) == 1 else None, **kwargs)
         return self._rest(h, rope, keep, **kwargs)
 
     def feed(self, h: Tensor) -> Tensor:
@@ -127,7 +137,9 @@ class Eagle3Net(EagleNet):
 def reset_weights(net: EagleNet, std: float) -> None:
     """Normal weights of spread `std`, norms at one, in place."""
     for name, weight in net.named_parameters():
-        if name.endswith("norm.weight") or weight.dim() == 1:
+        if name.endswith("bias"):
+            nn.init.zeros_(weight)
+        elif name.endswith("norm.weight") or weight.dim() == 1:
             nn.init.ones_(weight)
         else:
             nn.init.normal_(weight, 0.0, std)
