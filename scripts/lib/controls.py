@@ -183,7 +183,8 @@ def _loop() -> list[Control]:
         Control("mask lets siblings see each other", "engine enumeration", "mutation",
                 lambda: measure(same, wrong_drafters.leaks_siblings), right, LOOP),
         Control("draft length adapted to the tokens just drafted", "engine enumeration", "DSpark, appendix A",
-                lambda: adaptive(wrong_drafters.Anticipating), lambda: adaptive(lambda d: Adaptive(d, cost=0.27)), LOOP),
+                lambda: adaptive(wrong_drafters.Anticipating), lambda: adaptive(lambda d: Adaptive(d, cost=0.27)),
+                LOOP),
     ]  # fmt: skip
 
 

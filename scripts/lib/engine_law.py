@@ -92,7 +92,7 @@ class _Walk:
 
 
 class Counted:
-    """A drafter that tells the coins which of its draws are padding (levels beyond a row's budget). A drafter that lowers
+    """A drafter that tells the coins which of its draws are padding (levels beyond a row's budget). What lowers
     budgets goes around it."""
 
     def __init__(self, drafter: Drafter, nodes_at: TreeShape | None) -> None:
