@@ -123,6 +123,7 @@ class DraftTree:
     proposal: what the sampled nodes were drawn from. Siblings stand in draw order: only a wholly deterministic
         tree may be re-ranked, since reordering sampled siblings by value biases the output (DSpark, appendix A).
     layout: given by static shapes, derived from the parents otherwise.
+    score: [B, N] float, the drafter's own order of a dynamic tree's nodes (cumulative log-probability): for tuning.
     """
 
     tokens: Tensor
@@ -131,6 +132,7 @@ class DraftTree:
     sampled: Tensor | None = None
     proposal: Proposal | None = None
     static_layout: Layout | None = dataclass_field(default=None, repr=False)
+    score: Tensor | None = dataclass_field(default=None, repr=False)
 
     @functools.cached_property
     def layout(self) -> Layout:

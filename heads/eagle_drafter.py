@@ -214,6 +214,7 @@ class EagleDrafter:
             parents,
             size,
             static_layout=tree_layout(parents, torch.where(used, level[chosen], 0), levels),
+            score=score.gather(1, chosen),
         )
 
     # -- sampled tree
