@@ -7,12 +7,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError
 
+_MEMO = threading.Lock()
 HASHES = ("weights_sha256", "tokenizer_sha256", "template_sha256")
 
 
@@ -62,6 +65,40 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
+def sha256_remembered(files: Sequence[Path]) -> list[str]:
+    """sha256 of each file, remembered in the cache folder, keyed by size, both times and inode: a changed file is
+    hashed again. Raises OSError when one cannot be read."""
+    memo_path = cache_root() / "hashes.json"
+    found, new = [], {}
+    with _MEMO:
+        memo = _memo(memo_path)
+    for file in files:
+        real = file.resolve()  # hub snapshots are links into a blob store
+        entry = memo.get(str(real))
+        if not (isinstance(entry, dict) and entry.get("stat") == _stat_key(real)):
+            entry = {"stat": _stat_key(real), "sha256": sha256_file(real)}
+            new[str(real)] = entry
+        found.append(str(entry["sha256"]))
+    if new:
+        with _MEMO:
+            try:  # only a speed-up: a read-only cache folder is no error
+                memo_path.parent.mkdir(parents=True, exist_ok=True)
+                stage = memo_path.with_name(f".hashes-{os.getpid()}.json")
+                stage.write_text(json.dumps({**_memo(memo_path), **new}))
+                os.replace(stage, memo_path)
+            except OSError:
+                pass
+    return found
+
+
+def _memo(path: Path) -> dict[str, Any]:
+    try:
+        memo = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return memo if isinstance(memo, dict) else {}
+
+
 def sha256_weights(folder: Path) -> str:
     """sha256 over the names and contents of every *.safetensors file of `folder`, in name order (the index
     file does not count). Hashes of large files are remembered in the cache folder, keyed by size, both times
@@ -71,27 +108,9 @@ def sha256_weights(folder: Path) -> str:
         raise UserError(
             f"target: {folder} holds no *.safetensors weights; save the model with save_pretrained"
         )
-    memo_path = cache_root() / "hashes.json"
-    try:
-        memo = json.loads(memo_path.read_text())
-    except (OSError, ValueError):
-        memo = {}
-    total, changed = hashlib.sha256(), False
-    for file in files:
-        real = file.resolve()  # hub snapshots are links into a blob store
-        entry = memo.get(str(real))
-        if not (isinstance(entry, dict) and entry.get("stat") == _stat_key(real)):
-            entry = {"stat": _stat_key(real), "sha256": sha256_file(real)}
-            memo[str(real)], changed = entry, True
-        total.update(f"{entry['sha256']}  {file.name}\n".encode())
-    if changed:
-        try:  # only a speed-up: a read-only cache folder is no error
-            memo_path.parent.mkdir(parents=True, exist_ok=True)
-            stage = memo_path.with_name(f".hashes-{os.getpid()}.json")
-            stage.write_text(json.dumps(memo))
-            os.replace(stage, memo_path)
-        except OSError:
-            pass
+    total = hashlib.sha256()
+    for file, digest in zip(files, sha256_remembered(files), strict=True):
+        total.update(f"{digest}  {file.name}\n".encode())
     return total.hexdigest()
 
 

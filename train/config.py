@@ -26,6 +26,7 @@ LOGISTICS = (
     "target.path", "target.name", "target.revision", "target.kind", "target.attn",
     "data.path", "data.name", "data.split", "data.revision", "data.kind", "data.max_bad_fraction", "data.cache",
     "head.chunk", "head.shape", "head.nodes", "head.depth", "head.width", "head.tree_draw",
+    "data.features",
 )
 
 
@@ -54,6 +55,8 @@ class DataConfig:
     # keep the tokens in the cache folder for the next run
     cache: bool = True
 
+    # folder of scripts/cache_features.py: read the target's features there; empty = run the target
+    features: str = ""
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
         found = []

@@ -32,6 +32,7 @@ from train import state as disk
 from train.accept import decoded_acceptance
 from train.config import TrainConfig, flat
 from train.data import Plan, Rows, hash_u63, load_rows
+from train.features import Source
 from train.log import Log
 from train.schedule import learning_rate
 from train.signals import Stop, interruption
@@ -78,12 +79,17 @@ def _fit(cfg: TrainConfig, kind: type[Head], accelerator: Accelerator, stop: Sto
     optimizer = torch.optim.AdamW(head.parameter_groups(), lr=cfg.optim.lr, betas=(cfg.optim.beta1, cfg.optim.beta2),
                                   eps=cfg.optim.eps, weight_decay=cfg.optim.weight_decay, fused=True)
 
-    state, notes = _resume(cfg, out, head, optimizer, _meaning(cfg, target, rows), accelerator)
+    with accelerator.main_process_first():  # the others find the hashes of feature files in the cache
+        source = Source(cfg, head, target, rows)
+    meaning = {**_meaning(cfg, target, rows), **source.meaning}
+    state, notes = _resume(cfg, out, head, optimizer, meaning, accelerator)
     log = Log(cfg, main, state.step)
     for note in notes:
         log.say(note)
     log.header(head, _facts(cfg, target, rows, plan, head, world))
     log.say(_self_check(rows, plan, target.tokenizer))
+    if source.note:
+        log.say(source.note)
     model = accelerator.prepare(head) if world > 1 else head
     head.train()
     failures, asked, saved_at = 0, 0, state.step if notes or state.step else -1
@@ -106,7 +112,7 @@ def _fit(cfg: TrainConfig, kind: type[Head], accelerator: Accelerator, stop: Sto
                 raise interruption(stop.asked or asked, state.step, saved_at == state.step)
             if last:
                 break
-            asked = _step(cfg, state, plan, rows, model, head, target, optimizer, trainable, accelerator, stop, log)
+            asked = _step(cfg, state, plan, rows, model, head, source, optimizer, trainable, accelerator, stop, log)
         if main and not disk.is_final(out / "head", cfg.steps):
             save_head(head, out / "head", target.identity, {"step": state.step, "best": state.best})
             if not (out / "best").exists():
@@ -117,7 +123,7 @@ def _fit(cfg: TrainConfig, kind: type[Head], accelerator: Accelerator, stop: Sto
         log.close()
 
 
-def _step(cfg: TrainConfig, state: State, plan: Plan, rows: Rows, model: Any, head: Head, target: Any,
+def _step(cfg: TrainConfig, state: State, plan: Plan, rows: Rows, model: Any, head: Head, source: Source,
           optimizer: torch.optim.Optimizer, trainable: list[Any], accelerator: Accelerator, stop: Stop,
           log: Log) -> int:
     """One update. Returns the signal that some rank was asked to stop by, 0 if none."""
@@ -128,7 +134,9 @@ def _step(cfg: TrainConfig, state: State, plan: Plan, rows: Rows, model: Any, he
     totals: dict[str, torch.Tensor] = {}
     poisoned: list[int] = []
     for i, chosen in enumerate(micro):
-        batch = rows.batch(chosen).to(accelerator.device)
+        batch = rows.batch(chosen)
+        target = source(batch)
+        batch = batch.to(accelerator.device)
         with contextlib.nullcontext() if i + 1 == len(micro) else accelerator.no_sync(model):
             out = model(batch, target)
             accelerator.backward(out.sum)

@@ -1,0 +1,318 @@
+"""Write the target's features of a data set once, so that training reads them instead of running the target.
+
+    accelerate launch scripts/cache_features.py target=smollm2 data.path=FILE out=runs/features heads=[eagle3]
+    accelerate launch train/eagle.py target=smollm2 data.path=FILE data.features=runs/features out_dir=runs/eagle3 ...
+
+Prints the bytes and checks the free space before it writes anything. Any number of processes may write one folder, with
+or without a launcher, also on several machines that share it; each takes shards that nobody has taken. Stopped, killed
+or damaged: the same command continues, and writes again only what is missing or differs from its sha256. Target, data,
+dtype and taps must then be the same. manifest.json is written last and makes the folder readable (train/features.py).
+Exit codes: 0 done, 2 a mistake to mend, 130 and 75 stopped by Ctrl-C or a signal (start it again).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # train/ stands first and would shadow libraries
+
+import torch
+from accelerate import PartialState
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from conf.errors import Interrupted, UserError
+from conf.schema import entry
+from decode.identity import sha256_remembered
+from decode.load import DTYPES, TargetConfig, load_target, torch_dtype
+from decode.target import Target
+from heads import HEADS
+from heads.checkpoint import sync
+from train import features, launcher
+from train.config import DataConfig
+from train.data import Rows, load_rows
+from train.features import MANIFEST, PLAN, Shard, card_sha256, identity_of
+from train.signals import CODES, Stop
+
+
+@dataclass
+class CacheConfig:
+    """Keys of scripts/cache_features.py."""
+
+    # the frozen target
+    target: TargetConfig
+    # training text, as the training run will name it
+    data: DataConfig
+    # folder to write or to continue
+    out: str
+    # kinds of head that will read the features; their default taps are stored
+    heads: list[str] = field(default_factory=lambda: ["medusa", "eagle3"])
+    # further taps, hidden_states[k] of transformers
+    taps: list[int] = field(default_factory=list)
+    # dtype of the target, which must be that of the training run
+    dtype: str = "bfloat16"
+    # dtype on disk; empty = that of the target
+    store: str = ""
+    # tokens of one forward pass, padding included
+    batch_tokens: int = 4096
+    # megabytes of one file
+    shard_mb: int = 256
+    # cpu, cuda, or empty for what is there
+    device: str = ""
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        found = [f"{k}: {getattr(self, k)} is below 1; give 1 or more" for k in ("batch_tokens", "shard_mb")
+                 if getattr(self, k) < 1]
+        found += [f"heads: {kind!r} is no head; choose among {', '.join(HEADS)}" for kind in self.heads
+                  if kind not in HEADS]
+        found += [f"{k}: {v!r}; choose {', '.join(DTYPES)}" for k, v in (("dtype", self.dtype), ("store", self.store))
+                  if v and v not in DTYPES]
+        if not self.out:
+            found.append("out: is empty; set out=runs/features")
+        return found
+
+
+def taps_of(cfg: CacheConfig, target: Target) -> tuple[int, ...]:
+    """Every tap that the heads of `cfg` read, and the output of the final norm, from which all logits follow."""
+    wanted = {target.num_layers, *cfg.taps}
+    for name in cfg.heads:
+        kind: Any = HEADS[name]
+        features.refuse(kind)
+        if hasattr(kind, "choose_taps"):
+            wanted |= set(kind.choose_taps(target, kind.Config(kind=name)))
+    for tap in wanted:
+        if not 0 <= tap <= target.num_layers:
+            raise UserError(f"taps: {tap} is not among the target's hidden states 0..{target.num_layers}")
+    return tuple(sorted(wanted))
+
+
+def bounds_of(rows: Rows, per_token: int, shard_bytes: int) -> list[int]:
+    """First row of every shard, and the number of rows: whole rows, as many as fit, at least one."""
+    bounds, start = [0], 0
+    for row in range(rows.lines.numel()):
+        if row > bounds[-1] and (int(rows.offsets[row + 1]) - start) * per_token > shard_bytes:
+            bounds.append(row)
+            start = int(rows.offsets[row])
+    return [*bounds, rows.lines.numel()]
+
+
+class Writer:
+    """Writes one folder. All that decides its bytes stands in plan.json before the first shard does."""
+
+    def __init__(self, cfg: CacheConfig, target: Target, rows: Rows) -> None:
+        self.cfg, self.target, self.rows, self.folder = cfg, target, rows, Path(cfg.out).expanduser()
+        self.taps, self.store = taps_of(cfg, target), cfg.store or cfg.dtype
+        self.per_token = len(self.taps) * target.hidden_size * torch_dtype(self.store).itemsize
+        self.bounds = bounds_of(rows, self.per_token, cfg.shard_mb << 20)
+        self.plan = {"identity": identity_of(target, rows, cfg.dtype), "taps": list(self.taps), "stored": self.store,
+                     "width": target.hidden_size, "rows": rows.lines.numel(), "tokens": rows.ids.numel(),
+                     "bounds": self.bounds, "batch_tokens": cfg.batch_tokens}
+        self.count = len(self.bounds) - 1
+
+    def tokens(self, number: int) -> int:
+        """Tokens of a shard."""
+        return int(self.rows.offsets[self.bounds[number + 1]] - self.rows.offsets[self.bounds[number]])
+
+    def path(self, number: int) -> Path:
+        return self.folder / f"shard-{number:05d}.safetensors"
+
+    def entry(self, number: int) -> Shard | None:
+        """What was written about a shard when it was complete."""
+        try:
+            card = json.loads(self.path(number).with_suffix(".json").read_text())
+            return Shard(self.path(number), (card["rows"][0], card["rows"][1]), card["bytes"], card["sha256"])
+        except (OSError, ValueError, KeyError, TypeError, IndexError):
+            return None
+
+    def done(self, number: int) -> bool:
+        """Whether a shard is there, whole and unchanged."""
+        shard = self.entry(number)
+        good = shard is not None and shard.rows == (self.bounds[number], self.bounds[number + 1])
+        return bool(good and shard and not features.damage([shard]))
+
+    def prepare(self) -> str:
+        """Compare with what lies in the folder, check the free space; what will be written, in words. Writes nothing.
+
+        Raises UserError for a folder with other features, or too little space.
+        """
+        whole = self.rows.ids.numel() * self.per_token
+        text = (f"features: {self.rows.ids.numel():,} tokens x {len(self.taps)} hidden states {list(self.taps)} x "
+                f"{self.target.hidden_size} x {self.store} = {whole:,} bytes in {self.count} files")
+        path = self.folder / PLAN
+        if path.is_file():
+            try:
+                old = json.loads(path.read_text())
+            except (OSError, ValueError):
+                raise UserError(f"{path}: unreadable; remove the folder or choose another out") from None
+            mine, theirs = _flat(self.plan), _flat(old)
+            differ = [f"{k} {str(theirs.get(k))[:24]} there, {str(mine.get(k))[:24]} asked for"
+                      for k in sorted({*mine, *theirs}) if mine.get(k) != theirs.get(k)]
+            if differ:
+                raise UserError(f"out: {self.folder} holds other features ({'; '.join(differ)}); choose another "
+                                "folder, or remove this one")
+        elif self.folder.is_dir() and any(self.folder.iterdir()):
+            raise UserError(f"out: {self.folder} holds other files; choose an empty or a new folder")
+        there = sum(self.path(i).stat().st_size for i in range(self.count) if self.entry(i) and self.path(i).is_file())
+        near = self.folder.absolute()
+        while not near.exists():
+            near = near.parent
+        free, need = shutil.disk_usage(near).free, whole - there + (1 << 20)
+        if free < need:
+            raise UserError(f"out: {near} has {free:,} bytes free, {need:,} are needed; free space, store fewer taps, "
+                            "or give another folder")
+        return f"{text}, {there:,} there already, {free:,} free on {near}"
+
+    def begin(self) -> None:
+        """Write the plan."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not (self.folder / PLAN).is_file():
+            _write(self.folder / PLAN, json.dumps(self.plan, indent=1) + "\n")
+
+    @contextlib.contextmanager
+    def claim(self, number: int) -> Iterator[bool]:
+        """Hold a shard; False when another process has it. A dead process holds nothing."""
+        path = self.folder / f".claim-{number:05d}"
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(handle)
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            os.close(handle)
+
+    def shard(self, number: int) -> Iterator[int]:
+        """Compute and write a shard; yields tokens as they are done. Raises UserError for features that are not finite,
+        naming the row, and OSError when the disk refuses; then nothing of it remains."""
+        first, last = self.bounds[number], self.bounds[number + 1]
+        kind, offsets = torch_dtype(self.store), self.rows.offsets
+        out = {t: torch.empty(self.tokens(number), self.target.hidden_size, dtype=kind) for t in self.taps}
+        order = first + self.rows.lengths[first:last].argsort(stable=True)
+        for part in self._batches(order):
+            batch = self.rows.batch(part).to(self.target.device)
+            found = self.target.features(batch.ids, batch.mask, self.taps).to(device="cpu", dtype=kind)
+            for b, row in enumerate(part):
+                start, size = int(offsets[row] - offsets[first]), int(self.rows.lengths[row])
+                if not bool(found[b, :size].isfinite().all()):
+                    raise UserError(f"{self.rows.where(row)}: features are not finite in {self.cfg.dtype}, stored in "
+                                    f"{self.store}; look at the row, or set dtype or store to a wider type")
+                for i, tap in enumerate(self.taps):
+                    out[tap][start : start + size] = found[b, :size, i]
+            yield int(self.rows.lengths[part].sum())
+        path = self.path(number)
+        path.with_suffix(".json").unlink(missing_ok=True)
+        stage = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+        try:
+            save_file({f"tap.{t}": x for t, x in out.items()}, stage)
+            sync(stage)
+            os.replace(stage, path)
+        except SafetensorError as error:  # how the library reports a disk that refuses
+            raise UserError(f"{path}: cannot be written ({error}); free space, then start the same command") from None
+        finally:
+            stage.unlink(missing_ok=True)
+        card = {"rows": [first, last], "bytes": path.stat().st_size, "sha256": sha256_remembered([path])[0]}
+        _write(path.with_suffix(".json"), json.dumps(card) + "\n")
+
+    def _batches(self, order: Tensor) -> Iterator[list[int]]:
+        """Rows sorted by length, as many as batch_tokens hold with their padding."""
+        part: list[int] = []
+        for row in order.tolist():
+            if part and int(self.rows.lengths[row]) * (len(part) + 1) > self.cfg.batch_tokens:
+                yield part
+                part = []
+            part.append(row)
+        if part:
+            yield part
+
+    def finish(self) -> bool:
+        """Write the manifest once every shard is sound; False while one is missing."""
+        if not all(self.done(i) for i in range(self.count)):
+            return False
+        found = [self.entry(i) for i in range(self.count)]
+        card = {k: v for k, v in self.plan.items() if k not in ("bounds", "batch_tokens")}
+        card["shards"] = {s.path.name: {"rows": list(s.rows), "bytes": s.bytes, "sha256": s.sha256} for s in found if s}
+        card["sha256"] = card_sha256(card)
+        _write(self.folder / MANIFEST, json.dumps(card, indent=1) + "\n")
+        for claim in self.folder.glob(".claim-*"):
+            claim.unlink(missing_ok=True)
+        return True
+
+
+def _flat(plan: dict[str, Any]) -> dict[str, Any]:
+    """The plan with its identity beside the other keys."""
+    return {**{k: v for k, v in plan.items() if k != "identity"}, **plan.get("identity", {})}
+
+
+def _write(path: Path, text: str) -> None:
+    stage = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    stage.write_text(text)
+    sync(stage)
+    os.replace(stage, path)
+
+
+def write(writer: Writer, rank: int, world: int, console: Console) -> bool:
+    """Write all shards that nobody else writes. Returns whether the cache is complete. Raises Interrupted on a signal
+    after the shards written so far are safe."""
+    bar = Progress(TextColumn("features"), BarColumn(), TextColumn("{task.completed:,} of {task.total:,} tokens"),
+                   TimeRemainingColumn(), console=console, disable=rank > 0 or not console.is_terminal)
+    with Stop() as stop, bar:
+        task = bar.add_task("", total=writer.rows.ids.numel())
+        for turn in range(writer.count):
+            number = (turn + rank * writer.count // world) % writer.count
+            with writer.claim(number) as mine:
+                if mine and not writer.done(number):
+                    for tokens in writer.shard(number):
+                        bar.advance(task, tokens)
+                        if stop.asked:
+                            raise Interrupted(f"stopped; {writer.folder} keeps the files that are complete, the same "
+                                              "command continues", CODES[signal.Signals(stop.asked)])
+                    console.print(f"features: {writer.path(number).name} written", highlight=False)
+                elif mine:
+                    bar.advance(task, writer.tokens(number))
+    return writer.finish() if world == 1 else False
+
+
+@entry("cache_features", CacheConfig)
+def main(cfg: CacheConfig) -> None:
+    """Write or continue a cache."""
+    state = PartialState(cpu=cfg.device == "cpu")
+    rank, world, main_rank = state.process_index, state.num_processes, state.is_main_process
+    console = Console(stderr=True, quiet=not main_rank, soft_wrap=True)
+    target = load_target(cfg.target, cfg.dtype, cfg.device or (state.device if world > 1 else None))
+    with state.main_process_first():
+        rows = load_rows(cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length)
+    writer = Writer(cfg, target, rows)
+    console.print(writer.prepare(), highlight=False)
+    state.wait_for_everyone()
+    if main_rank:
+        writer.begin()
+    state.wait_for_everyone()
+    complete = write(writer, rank, world, console)
+    state.wait_for_everyone()
+    if main_rank:
+        complete = complete or writer.finish()
+        console.print(f"features: {writer.folder / MANIFEST}" if complete else "features: another process is still "
+                      f"writing to {writer.folder}; the one that ends last completes it", highlight=False)
+    if world > 1:
+        state.destroy_process_group()
+
+
+if __name__ == "__main__":
+    launcher.run(main)
