@@ -4,11 +4,16 @@
     python scripts/certify.py target=tiny drafter=ngram temperature=1 tokens=50000 out=certificates/tiny
 
 Writes OUT/certificate.json and OUT/certificate.html (one file with its plots). Exit code 0: lossless. 1: not lossless.
-3: undecided (too few tokens, or a negative control got through). docs/lossless.md says how to read it.
+3: undecided (too few tokens, or a negative control got through or was not run). docs/lossless.md says how to read it.
+
+Finished parts wait in OUT/unfinished until the certificate is written: the same command again goes on. The negative
+controls do not depend on the drafter: run them once (controls=run) and name that certificate for the next drafter of
+the same target and settings (controls=FOLDER).
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -18,16 +23,27 @@ from typing import Any
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from conf.errors import UserError
 from conf.schema import entry
 from decode.load import TargetConfig, load_target
+from decode.processors import named_processors
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.verify import RULES
 from heads import find_head, resolve_drafter
 from scripts.lib import certificate, certificate_page, files
+from scripts.lib import certificate_controls as controls
+from scripts.lib.parts import Parts
 from scripts.lib.prompts import chat_ids, load_prompts
 
 CODES = {"lossless": 0, "not lossless": 1, "undecided": 3}
@@ -54,6 +70,10 @@ class CertifyConfig:
     min_p: float = 0.0
     # Hugging Face's repetition penalty; 1 = off
     repetition_penalty: float = 1.0
+    # classifier-free guidance, with the prompt's last token as unconditional prompt; 1 = off
+    guidance_scale: float = 1.0
+    # stateless logits processors of transformers with their arguments: {NoRepeatNGramLogitsProcessor: {ngram_size: 3}}
+    processors: dict[str, Any] = field(default_factory=dict)
     # the rule under test: traversal or rejection
     verify: str = "traversal"
     # emitted tokens of the sampling layer; more find smaller biases
@@ -70,6 +90,9 @@ class CertifyConfig:
     greedy_prompts: int = 16
     # tokens per prompt in the greedy layer
     greedy_tokens: int = 64
+    # negative controls: run, none (the verdict is then undecided at best), or the folder of a certificate of this
+    # target and these settings that ran them
+    controls: str = "run"
     # false-alarm rate of the sampling layer, all its tests together
     alpha: float = 1e-4
     # largest bias (total variation) that "lossless" may leave unseen
@@ -95,6 +118,10 @@ class CertifyConfig:
             found.append(f"verify: {self.verify!r} is unknown; set one of {', '.join(RULES)}")
         if self.dtype not in ("float32", "bfloat16", "float16"):
             found.append(f"dtype: {self.dtype!r} is unknown; set float32, bfloat16 or float16")
+        if not 0 < self.guidance_scale < math.inf:
+            found.append(f"guidance_scale: {self.guidance_scale} is not above 0; set 1 to switch it off")
+        if not self.controls:
+            found.append("controls: is empty; set run, none or the folder of a certificate")
         try:
             self.sampling()
         except UserError as error:
@@ -102,7 +129,8 @@ class CertifyConfig:
         return found
 
     def sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty,
+                        named_processors(self.processors))  # fmt: skip
 
 
 @entry("certify", CertifyConfig)
@@ -121,11 +149,22 @@ def main(cfg: CertifyConfig) -> int:
         raise UserError(f"prompts: none of {cfg.prompts} fits the target's context of {target.context_length} tokens")
     plan = certificate.Plan(
         cfg.sampling(), cfg.verify, cfg.tokens, cfg.max_new_tokens, cfg.batch_size, cfg.cases, cfg.greedy_prompts,
-        cfg.greedy_tokens, cfg.alpha, cfg.detect, cfg.seed,
+        cfg.greedy_tokens, cfg.alpha, cfg.detect, cfg.seed, None if cfg.guidance_scale == 1 else cfg.guidance_scale,
     )  # fmt: skip
+    about = controls.identity(target, plan, cfg.processors)
+    origin: dict[str, Any] = {"from": "this run", "identity": about} if cfg.controls == "run" else {"from": "none"}
+    negative: list[dict[str, Any]] = []
+    if cfg.controls not in ("run", "none"):
+        negative, origin = controls.borrow(cfg.controls, about, plan)
+    head = _drafter(cfg.drafter)
+    settings = {k: v for k, v in asdict(cfg).items() if k not in ("target", "out", "quiet", "detect", "controls")}
+    parts = Parts(out / "unfinished", [settings, about, head, files.sha256(Path(cfg.prompts))])
     start = datetime.now(UTC)
-    columns = (TextColumn("[bold]{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("[bold]{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+               TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=False))  # fmt: skip
     with Progress(*columns, disable=cfg.quiet) as bar:
+        if parts.resumed:
+            bar.console.print(f"going on with {out / 'unfinished'}", highlight=False)
         tasks: dict[str, TaskID] = {}
 
         def watch(name: str, done: int, total: int) -> None:
@@ -133,26 +172,33 @@ def main(cfg: CertifyConfig) -> int:
                 tasks[name] = bar.add_task(name, total=total)
             bar.update(tasks[name], completed=done, total=total)
 
-        found = certificate.run(target, drafter, prompts, plan, watch)
+        world = certificate.open_world(target, prompts, plan, watch, parts)
+        found = certificate.layers(world, drafter, plan, watch, parts)
+        if cfg.controls == "run":
+            negative = controls.run(world, plan, watch, parts)
+    verdict, reasons = certificate.verdict(found.layers, negative, found.power, cfg.detect)
     paper = {
-        "format": 1,
-        "verdict": found.verdict,
-        "reasons": found.reasons,
+        "format": 2,
+        "verdict": verdict,
+        "reasons": reasons,
         "created": start.isoformat(timespec="seconds"),
         "seconds": round((datetime.now(UTC) - start).total_seconds(), 1),
+        "resumed": parts.resumed,
         "command": files.command(),
         "layers": found.layers,
-        "negative_controls": found.controls,
+        "negative_controls": negative,
+        "controls": origin,
         "power": found.power,
-        "identities": {"target": _target(target), "drafter": _drafter(cfg.drafter)},
+        "identities": {"target": _target(target), "drafter": head},
         "shape": {"kind": drafter.shape, "depth": drafter.max_depth, "nodes": drafter.max_nodes},
         "settings": {k: v for k, v in asdict(cfg).items() if k != "target"},
         "versions": files.environment(str(target.device)),
     }
     files.write_text(out / "certificate.html", certificate_page.page(paper))
     files.write_json(out / "certificate.json", paper)
+    parts.clear()
     print(certificate_page.summary(paper, out))
-    return CODES[found.verdict]
+    return CODES[verdict]
 
 
 def _target(target: Target) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from decode.drafters import Drafter, DraftModel, NoDraft
 from decode.engine import Generation, Request, generate
+from decode.processors import named_processors
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
@@ -23,11 +24,13 @@ from decode.tiny import tiny_model
 from decode.tree import TreeShape
 from decode.verify import RULES
 from scripts import certify
-from scripts.lib import certificate, pit, wrong_drafters, wrong_rules
+from scripts.lib import certificate, certificate_controls, pit, wrong_drafters, wrong_rules
 from scripts.lib.controls import Mangled, commits_wrong_rows
 from scripts.lib.engine_law import TableDrafter, engine_law, toy_model
 from scripts.lib.enumerator import naive_law
-from scripts.lib.live import Plain, _classify, _depths, greedy_layer, sampling_layer
+from scripts.lib.live import Plain, _classify, greedy_layer
+from scripts.lib.parts import Parts
+from scripts.lib.sampled import Setting, _depths, sampling_layer
 
 TREE = TreeShape.of([(0,), (1,), (0, 0)])
 
@@ -151,9 +154,11 @@ def world() -> tuple[Plain, Drafter, list[list[int]]]:
     return Plain(target), DraftModel(draft, 3), prompts
 
 
-def sample(world: Any, sampling: Sampling, drafter: Any = None, verify: Any = "traversal", tokens: int = 3000) -> Any:
+def sample(world: Any, sampling: Sampling, drafter: Any = None, verify: Any = "traversal", tokens: int = 3000,
+           guidance: float | None = None) -> Any:  # fmt: skip
     plain, own, prompts = world
-    return sampling_layer(plain, plain.target, drafter or own, prompts, sampling, tokens, 40, 16, 0, verify, 1e-4)
+    how = Setting(sampling, tokens, 40, 16, 0, verify, 1e-4, guidance)
+    return sampling_layer(plain, plain.target, drafter or own, prompts, how)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -163,6 +168,55 @@ def test_emitted_tokens_are_uniform_under_the_law_of_plain_passes(world: Any, sa
     assert len(found.u) == 3000 and found.outside == found.edge
     assert found.drafted > 0.1 and "later in a cycle" in found.strata()
     assert pit.overall(found.tests()) > 1e-4
+
+
+def test_processors_and_guidance_belong_to_the_law(world: Any) -> None:
+    """The oracle applies them by itself: what was emitted is uniform under it, and not under the law without them."""
+    bans = Sampling(1.0, processors=named_processors({"NoRepeatNGramLogitsProcessor": {"ngram_size": 2}}))
+    for sampling, guidance in ((bans, None), (Sampling(1.0), 1.5)):
+        found = sample(world, sampling, guidance=guidance, tokens=1500)
+        assert found.outside == found.edge and pit.overall(found.tests()) > 1e-4
+    plain, own, prompts = world
+    how = Setting(Sampling(1.0), 1500, 40, 16, slack=1e-4)
+
+    class Unguided(Plain):
+        def in_batches(self, sequences: Any, guidance: float | None = None) -> Any:
+            return super().in_batches(sequences)
+
+    wrong = sampling_layer(
+        Unguided(plain.target), plain.target, own, prompts, dataclasses.replace(how, guidance=2.0)
+    )  # fmt: skip
+    assert pit.overall(wrong.tests()) < 1e-6
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_law_of_the_guided_loop_is_exact(rule: str) -> None:
+    tables = [(TableDrafter(TREE, "without", 4), TREE), (DraftModel(toy_model(4, seed=5, layers=1), 2), None)]
+    for drafter, shape in tables:
+        target = toy_model(vocab=4)
+        found = engine_law(target, drafter, [3, 1, 2], 3, Sampling(1.0), rule, shape, 1.5)
+        assert found.error <= 1e-9
+        assert engine_law(target, drafter, [3, 1, 2], 3, Sampling(1.0), rule, shape).outputs == found.outputs
+
+
+def test_a_sample_goes_on_where_it_stopped(world: Any, tmp_path: Path) -> None:
+    plain, own, prompts = world
+    how = Setting(Sampling(1.0), 1500, 12, 16, slack=1e-4)
+    whole = sampling_layer(plain, plain.target, own, prompts, how)
+
+    def stop(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sampling_layer(plain, plain.target, own, prompts, how, stop, parts=Parts(tmp_path / "p", "k"))
+    again = Parts(tmp_path / "p", "k")
+    assert again.resumed and len(again.lines("sampling")) == 1
+    (tmp_path / "p" / "sampling.jsonl").open("a").write('{"requests": 32, "u": [0.1')  # a crash in mid-line
+    resumed = sampling_layer(plain, plain.target, own, prompts, how, parts=again)
+    for name in ("u", "top", "depth", "sequence"):
+        assert (getattr(resumed, name) == getattr(whole, name)).all(), name
+    assert (resumed.drafted, resumed.proposals) == (whole.drafted, whole.proposals)
+    assert Parts(tmp_path / "p", "another key").lines("sampling") == []
 
 
 def test_wrong_rules_and_wrong_laws_are_rejected(world: Any) -> None:
@@ -254,7 +308,8 @@ def two_controls(monkeypatch: pytest.MonkeyPatch) -> None:
     """The static controls have a test of their own."""
     from scripts.lib.controls import controls
 
-    monkeypatch.setattr(certificate, "controls", lambda: [controls()[0]])
+    monkeypatch.setattr(certificate_controls, "controls", lambda: [controls()[0]])
+    monkeypatch.setattr(certificate_controls, "code_sha256", lambda: "the code is edited while tests run")
 
 
 def test_command_writes_a_certificate(tmp_path: Path, two_controls: None, capsys: pytest.CaptureFixture) -> None:
@@ -269,6 +324,31 @@ def test_command_writes_a_certificate(tmp_path: Path, two_controls: None, capsys
     page = (tmp_path / "c" / "certificate.html").read_text()
     assert page.count("<svg") == 2 and not any(word in page for word in ('src="', 'href="http', "<script", "@import"))
     assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["certificate.html", "certificate.json"]
+
+
+def test_controls_run_once_serve_other_drafters(tmp_path: Path, two_controls: None, capsys: Any) -> None:
+    settings = ("temperature=1", "tokens=1500")
+    code, paper = command(tmp_path / "none", "drafter=none", "controls=none", *settings)
+    assert (code, paper["verdict"]) == (3, "undecided") and "no negative control was run" in paper["reasons"][0]
+    assert paper["negative_controls"] == [] and "not run" in (tmp_path / "none" / "certificate.html").read_text()
+    assert command(tmp_path / "first", "drafter=none", *settings)[0] == 0
+    first = f"controls={tmp_path / 'first'}"
+    code, paper = command(tmp_path / "second", "drafter=ngram", first, *settings)
+    assert (code, paper["verdict"]) == (0, "lossless"), paper["reasons"]
+    assert paper["controls"]["from"] == str(tmp_path / "first") and len(paper["negative_controls"]) == 5
+    few = command(tmp_path / "few", "drafter=none", first, "temperature=1", "tokens=300")
+    assert few[0] == 3 and any("not rejected by layer sampling" in reason for reason in few[1]["reasons"])
+    capsys.readouterr()
+    for more, words in (
+        (["drafter=none", first, "temperature=0.5"], "differs in temperature;"),
+        (["drafter=none", first, "temperature=1", "verify=rejection"], "differs in verify;"),
+        (["drafter=none", first, "temperature=1", "target.seed=9"], "differs in weights_sha256;"),
+        (["drafter=none", f"controls={tmp_path / 'second'}", *settings], "ran no controls of its own"),
+        (["drafter=none", f"controls={tmp_path / 'none'}", *settings], "ran no controls of its own"),
+        (["drafter=none", f"controls={tmp_path / 'nowhere'}", *settings], "No such file"),
+    ):
+        assert command(tmp_path / "x", *more)[0] == 2
+        assert words in capsys.readouterr().err
 
 
 def test_command_at_temperature_zero_and_an_undecided_one(tmp_path: Path, two_controls: None) -> None:
@@ -293,6 +373,10 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFix
         (["drafter=none", "top_p=0"], "top_p=0"),
         (["drafter=nowhere"], "nowhere"),
         (["drafter=none", "alpha=2"], "alpha"),
+        (["drafter=none", "guidance_scale=0"], "guidance_scale: 0.0 is not above 0"),
+        (["drafter=none", "processors={Magic:{}}"], "processors: Magic is no logits processor"),
+        (["drafter=none", "processors={NoRepeatNGramLogitsProcessor:{n:3}}"], "it takes ngram_size"),
+        (["drafter=none", "processors={MinPLogitsWarper:3}"], "processors.MinPLogitsWarper: 3 is not a mapping"),
         ([], "drafter"),
     ):
         code, _ = command(tmp_path / "x", *more)

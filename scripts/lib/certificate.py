@@ -4,10 +4,10 @@ exact       every branch of the verification rule on random toy worlds, half of 
             settings, and of the whole decode loop on a toy model
 greedy      token equality with Hugging Face `generate` at T = 0 on the user's target and drafter
 sampling    every emitted token placed in the law of an independent plain pass (T > 0)
-controls    known wrong code through the same layers: each must fail
+controls    known wrong code through the same layers: each must fail (certificate_controls.py)
 
-"not lossless" when a layer fails; "undecided" when none does but a control got through, or the sample could have missed
-a bias above `detect`, or hardly met a draft; "lossless" otherwise.
+"not lossless" when a layer fails; "undecided" when none does but a control got through or none was run, or the sample
+could have missed a bias above `detect`, or hardly met a draft; "lossless" otherwise.
 """
 
 from __future__ import annotations
@@ -20,29 +20,28 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from decode.drafters import Drafter, DraftModel
-from decode.rng import Rng
+from decode.engine import Request
 from decode.sampling import Sampling
 from decode.target import Target
-from decode.tree import DraftTree, TreeShape
-from scripts.lib import pit, wrong_drafters, wrong_rules
-from scripts.lib.controls import Mangled, commits_wrong_rows, controls, rule_named
+from decode.tree import TreeShape
+from scripts.lib import pit
+from scripts.lib.controls import rule_named
 from scripts.lib.engine_law import TableDrafter, engine_law, toy_model
 from scripts.lib.enumerator import Case, enumerate_case
-from scripts.lib.live import Greedy, Plain, Sample, greedy_layer, reference_tokens, sampling_layer
+from scripts.lib.live import Greedy, Plain, greedy_layer, greedy_of, reference_tokens
+from scripts.lib.parts import Parts
+from scripts.lib.sampled import Sample, Setting, sampling_layer
 
 CASE_LIMIT, LOOP_LIMIT = 1e-12, 1e-9
 FEWEST_DRAFTS = 100  # cycles with a draft below which a sample says little about a drafter
-CONTROL_P = 1e-6  # a control is stopped early once its p falls below
-ENOUGH_DRAFTED = 0.1  # share of drafted tokens from which on the user's drafter serves the sampling controls
 Watch = Callable[[str, int, int], None]  # what is running, done, total
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much to run; the keys of scripts/certify.py say what each means."""
+    """How much to run; the keys of scripts/certify.py say what each means. guidance: None when off."""
 
     sampling: Sampling
     verify: str
@@ -55,6 +54,26 @@ class Plan:
     alpha: float
     detect: float
     seed: int
+    guidance: float | None = None
+
+    def setting(self, slack: float) -> Setting:
+        """What the sampling layer and its controls share."""
+        return Setting(self.sampling, self.tokens, self.max_new_tokens, self.batch_size, self.seed, self.verify, slack,
+                       self.guidance)  # fmt: skip
+
+
+@dataclass
+class World:
+    """What every layer on the user's own target works with. slack: largest difference of a logit that counts as
+    rounding; theirs: the reference's greedy tokens for the prompts `chosen`."""
+
+    target: Target
+    plain: Plain
+    prompts: Sequence[Sequence[int]]
+    chosen: list[Sequence[int]]
+    noise: float
+    slack: float
+    theirs: list[list[int]]
 
 
 @dataclass
@@ -62,35 +81,46 @@ class Findings:
     """What was found, as certificate.json holds it."""
 
     layers: list[dict[str, Any]] = field(default_factory=list)
-    controls: list[dict[str, Any]] = field(default_factory=list)
     power: dict[str, Any] = field(default_factory=dict)
-    verdict: str = "undecided"
-    reasons: list[str] = field(default_factory=list)
 
 
-def run(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], plan: Plan,
-        watch: Watch) -> Findings:  # fmt: skip
-    """Every layer and control."""
-    found = Findings()
-    found.layers.append(exact_layer(plan, watch))
+def open_world(target: Target, prompts: Sequence[Sequence[int]], plan: Plan, watch: Watch, parts: Parts) -> World:
+    """Measure rounding and let the reference write its greedy answers."""
     target.probe()
     plain = Plain(target)
-    few = list(prompts[: min(4, len(prompts))])
-    noise = plain.rounding(few)
-    slack = 4 * noise
-    chosen = [prompts[i % len(prompts)] for i in range(min(plan.greedy_prompts, len(prompts)))]
-    theirs = _reference(plain, chosen, plan, watch)
-    tick = _ticker(watch, "greedy", len(chosen))
-    greedy = greedy_layer(plain, target, drafter, chosen, plan.greedy_tokens, plan.batch_size, plan.verify, slack,
-                          plan.sampling.repetition_penalty, theirs, tick)  # fmt: skip
-    found.layers.append(_greedy_json(greedy, noise, slack))
+    noise = parts.once("rounding", lambda: plain.rounding(list(prompts[:4])))
+    spread = 1.0 if plan.guidance is None else abs(plan.guidance) + abs(1 - plan.guidance)
+    chosen = [prompts[i % len(prompts)] for i in range(plan.greedy_prompts)]
+    asked = [Request(list(p), plan.greedy_tokens, id=i) for i, p in enumerate(chosen)]
+    theirs = reference_tokens(plain, asked, greedy_of(plan.sampling), plan.batch_size, plan.guidance,
+                              ticker(watch, "reference", len(chosen)), parts)  # fmt: skip
+    return World(target, plain, prompts, chosen, noise, 4 * noise * spread, theirs)
+
+
+def layers(world: World, drafter: Drafter, plan: Plan, watch: Watch, parts: Parts) -> Findings:
+    """The layers of this drafter and these settings."""
+    found = Findings([parts.once("exact", lambda: exact_layer(plan, watch))])
+    greedy = greedy_layer(world.plain, world.target, drafter, world.chosen, plan.greedy_tokens, plan.batch_size,
+                          plan.verify, world.slack, plan.sampling, plan.guidance, world.theirs,
+                          ticker(watch, "greedy", len(world.chosen)), parts)  # fmt: skip
+    found.layers.append(_greedy_json(greedy, world.noise, world.slack))
     if plan.sampling.greedy:
         found.power = {"tokens": 0, "alpha": plan.alpha, "min_detectable": None, "reason": "T = 0 has no law to sample"}
-    else:
-        _sampling(found, plain, target, drafter, prompts, plan, slack, watch)
-    _static_controls(found, watch)
-    _greedy_controls(found, plain, target, chosen, plan, slack, theirs, watch)
-    found.verdict, found.reasons = verdict(found.layers, found.controls, found.power, plan.detect)
+        return found
+    watch("sampling", 0, plan.tokens)
+    own = sampling_layer(world.plain, world.target, drafter, world.prompts, plan.setting(world.slack), None,
+                         lambda done: watch("sampling", done, plan.tokens), parts)  # fmt: skip
+    layer = sampling_json(own, plan.alpha)
+    found.layers.append(layer)
+    biases = pit.detectable(own.top, len(own.u), plan.alpha, max(len(layer["tests"]), 1))
+    least = max(biases.values())
+    found.power = {
+        "tokens": len(own.u), "alpha": plan.alpha, "power": 0.99,
+        "cycles_with_a_draft": own.proposals if drafter.max_depth else None,
+        "min_detectable": least if math.isfinite(least) else None,
+        "measure": "mean total variation between the emitted and the target's law",
+        "by_bias": {k: v if math.isfinite(v) else None for k, v in biases.items()},
+    }  # fmt: skip
     return found
 
 
@@ -102,7 +132,8 @@ def verdict(layers: Sequence[dict[str, Any]], negative: Sequence[dict[str, Any]]
         return "not lossless", failed
     open_points = [f"control not rejected by layer {c['layer']}: {c['name']}" for c in negative if not c["rejected"]]
     if not negative:
-        open_points.append("no negative control was run")
+        open_points.append("no negative control was run, so nothing shows that the layers see anything; set "
+                           "controls=run, or controls=FOLDER of a certificate that ran them")  # fmt: skip
     least = power.get("min_detectable")
     if power.get("tokens") and (least is None or not least <= detect):
         words = "any bias" if least is None else f"a bias of {least:.3f}"
@@ -115,6 +146,18 @@ def verdict(layers: Sequence[dict[str, Any]], negative: Sequence[dict[str, Any]]
         open_points.append(f"the drafter proposed something in {drafts} cycles only, fewer than {FEWEST_DRAFTS}; "
                            "set tokens higher, or take prompts that it has something to say about")  # fmt: skip
     return ("undecided", open_points) if open_points else ("lossless", [])
+
+
+def ticker(watch: Watch, name: str, total: int) -> Callable[[int], None]:
+    """advance(n): n more are done."""
+    done = 0
+
+    def tick(n: int) -> None:
+        nonlocal done
+        done = min(done + n, total)
+        watch(name, done, total)
+
+    return tick
 
 
 # --- exact
@@ -139,7 +182,7 @@ def exact_layer(plan: Plan, watch: Watch) -> dict[str, Any]:
         target = toy_model()
         settings = _toy_settings(plan.sampling, 8)
         settings = dataclasses.replace(settings, repetition_penalty=plan.sampling.repetition_penalty)
-        loop = max(loop, engine_law(target, toy, [3, 1, 4], 3, settings, plan.verify, shape).error)
+        loop = max(loop, engine_law(target, toy, [3, 1, 4], 3, settings, plan.verify, shape, plan.guidance).error)
     passed = worst <= CASE_LIMIT and loop <= LOOP_LIMIT
     return {
         "name": "exact", "passed": passed, "cases": plan.cases, "branches": leaves, "max_error": worst,
@@ -149,23 +192,11 @@ def exact_layer(plan: Plan, watch: Watch) -> dict[str, Any]:
 
 
 def _toy_settings(s: Sampling, vocab: int) -> Sampling:
-    """The user's settings where a toy vocabulary can have them, without history."""
+    """The user's settings where a toy vocabulary can have them: foreign processors name tokens it lacks."""
     return Sampling(s.temperature, min(s.top_k, vocab), s.top_p, s.min_p)
 
 
-# --- greedy
-
-
-def _reference(plain: Plain, prompts: Sequence[Sequence[int]], plan: Plan, watch: Watch) -> list[list[int]]:
-    from decode.engine import Request
-
-    sampling = Sampling(0.0, repetition_penalty=plan.sampling.repetition_penalty)
-    out = []
-    for i, prompt in enumerate(prompts):
-        watch("reference", i, len(prompts))
-        out += reference_tokens(plain, [Request(list(prompt), plan.greedy_tokens, id=i)], sampling)
-    watch("reference", len(prompts), len(prompts))
-    return out
+# --- as certificate.json holds them
 
 
 def _greedy_json(greedy: Greedy, noise: float, tolerance: float) -> dict[str, Any]:
@@ -176,75 +207,6 @@ def _greedy_json(greedy: Greedy, noise: float, tolerance: float) -> dict[str, An
         "drafted_tokens": greedy.accepted, "rounding_ties": ties, "defects": greedy.defects, "rounding": noise,
         "tie_margin": tolerance, "divergences": greedy.divergences[:50],
     }  # fmt: skip
-
-
-def _ticker(watch: Watch, name: str, total: int) -> Callable[[int], None]:
-    done = 0
-
-    def tick(n: int) -> None:
-        nonlocal done
-        done = min(done + n, total)
-        watch(name, done, total)
-
-    return tick
-
-
-# --- sampling
-
-
-def _sampling(found: Findings, plain: Plain, target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]],
-              plan: Plan, slack: float, watch: Watch) -> None:  # fmt: skip
-    def sample(name: str, who: Any, verify: Any, stop: Any = None) -> Sample:
-        watch(name, 0, plan.tokens)
-        return sampling_layer(plain, target, who, prompts, plan.sampling, plan.tokens, plan.max_new_tokens,
-                              plan.batch_size, plan.seed, verify, slack, stop,
-                              lambda done: watch(name, done, plan.tokens))  # fmt: skip
-
-    recorder = Recorder(drafter)
-    own = sample("sampling", recorder, plan.verify)
-    layer = sampling_json(own, plan.alpha)
-    found.layers.append(layer)
-    biases = pit.detectable(own.top, len(own.u), plan.alpha, max(len(layer["tests"]), 1))
-    least = max(biases.values())
-    found.power = {
-        "tokens": len(own.u), "alpha": plan.alpha, "power": 0.99,
-        "cycles_with_a_draft": own.proposals if drafter.max_depth else None,
-        "min_detectable": least if math.isfinite(least) else None,
-        "measure": "mean total variation between the emitted and the target's law",
-        "by_bias": {k: v if math.isfinite(v) else None for k, v in biases.items()},
-    }  # fmt: skip
-    helper = DraftModel(target, 3, "the target itself")
-    much = own.drafted >= ENOUGH_DRAFTED
-    typical: Any = drafter if much else helper
-    mislaid: Any = drafter if much and recorder.sampled else helper
-    for name, who, verify in (
-        ("typical acceptance", typical, wrong_rules.typical_acceptance),
-        ("draft scored with the wrong law", Mangled(mislaid, wrong_drafters.scored_unwarped), plan.verify),
-    ):
-        bad = sample(f"control: {name}", who, verify, lambda s: _p(s) < CONTROL_P)
-        found.controls.append(
-            {"name": name, "layer": "sampling", "rejected": _p(bad) < plan.alpha or bad.outside > bad.edge,
-             "p": _p(bad), "tokens": len(bad.u), "drafter": who.name}
-        )  # fmt: skip
-
-
-class Recorder:
-    """Notes whether a drafter's trees hold sampled nodes."""
-
-    def __init__(self, drafter: Drafter) -> None:
-        self.inner, self.sampled = drafter, False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
-        tree = self.inner.propose(budget, sampling, rng)
-        self.sampled = self.sampled or (tree.sampled is not None and bool(tree.sampled.any()))
-        return tree
-
-
-def _p(sample: Sample) -> float:
-    return pit.overall(sample.tests())
 
 
 def sampling_json(sample: Sample, alpha: float) -> dict[str, Any]:
@@ -265,36 +227,3 @@ def sampling_json(sample: Sample, alpha: float) -> dict[str, Any]:
         "histograms": {k: np.histogram(v, pit.CELLS, (0, 1))[0].tolist() for k, v in sample.strata().items()},
         "distribution": [round(float((sample.u <= x).mean()), 6) for x in np.linspace(0, 1, 101)],
     }  # fmt: skip
-
-
-# --- controls
-
-
-def _static_controls(found: Findings, watch: Watch) -> None:
-    known = controls()
-    for i, control in enumerate(known):
-        watch("controls", i, len(known))
-        wrong, right = control.wrong(), control.right()
-        found.controls.append(
-            {"name": control.name, "layer": control.layer, "rejected": wrong > control.limit >= right, "p": None,
-             "measured": wrong, "correct_code": right, "limit": control.limit, "seen": control.seen}
-        )  # fmt: skip
-    watch("controls", len(known), len(known))
-
-
-def _greedy_controls(found: Findings, plain: Plain, target: Target, prompts: Sequence[Sequence[int]], plan: Plan,
-                     slack: float, theirs: list[list[int]], watch: Watch) -> None:  # fmt: skip
-    few = prompts[:4]
-    for name, who, verify in (
-        ("softmax acceptance at T = 0", target, wrong_rules.softmax_acceptance),
-        ("cache keeps the wrong rows", commits_wrong_rows(target), plan.verify),
-    ):
-        watch(f"control: {name}", 0, 1)
-        helper = DraftModel(target, 3, "the target itself")
-        bad = greedy_layer(plain, who, helper, few, plan.greedy_tokens, plan.batch_size, verify, slack,
-                           plan.sampling.repetition_penalty, theirs[: len(few)])  # fmt: skip
-        found.controls.append(
-            {"name": name, "layer": "greedy", "rejected": bad.defects > 0, "p": None, "defects": bad.defects,
-             "prompts": bad.prompts, "drafter": helper.name}
-        )  # fmt: skip
-        watch(f"control: {name}", 1, 1)

@@ -24,17 +24,25 @@ def summary(paper: dict[str, Any], out: Path) -> str:
     lines += [f"  {layer['name']:<9} {'passed' if layer['passed'] else 'FAILED'}  {_evidence(layer)}"
               for layer in paper["layers"]]  # fmt: skip
     caught = sum(c["rejected"] for c in paper["negative_controls"])
-    lines.append(f"  controls  {caught} of {len(paper['negative_controls'])} rejected")
+    lines.append(f"  controls  {caught} of {len(paper['negative_controls'])} rejected{_origin(paper)}"
+                 if paper["negative_controls"] else "  controls  not run")  # fmt: skip
     lines += [f"  - {reason}" for reason in paper["reasons"]]
     lines.append(f"  {out / 'certificate.html'}  ({paper['seconds']:.0f} s)")
     return "\n".join(lines)
 
 
+def _origin(paper: dict[str, Any]) -> str:
+    """Where the controls come from, when not from this run."""
+    origin = paper["controls"]
+    return f", in the certificate {origin['from']} of {origin['created']}" if "created" in origin else ""
+
+
 def _settings(paper: dict[str, Any]) -> str:
     s = paper["settings"]
     words = [f"T = {s['temperature']:g}"]
-    words += [f"{k} = {s[k]:g}" for k, off in (("top_k", 0), ("top_p", 1), ("min_p", 0), ("repetition_penalty", 1))
-              if s[k] != off]  # fmt: skip
+    words += [f"{k} = {s[k]:g}" for k, off in (("top_k", 0), ("top_p", 1), ("min_p", 0), ("repetition_penalty", 1),
+                                                        ("guidance_scale", 1)) if s[k] != off]  # fmt: skip
+    words += list(s["processors"])
     return ", ".join([*words, f"verify = {s['verify']}", paper["identities"]["target"]["dtype"]])
 
 
@@ -70,7 +78,8 @@ def page(paper: dict[str, Any]) -> str:
 {reasons}<div class="cards">{_cards(paper)}</div>
 <h2>Layers</h2><div class="panel">{_layers(paper)}</div>
 {figures}
-<h2>Negative controls: known wrong code through the same layers</h2><div class="panel">{_controls(paper)}</div>
+<h2>Negative controls: known wrong code through the same layers{esc(_origin(paper))}</h2>
+<div class="panel">{_controls(paper)}</div>
 <h2>What it is about</h2><div class="facts">{_facts(paper)}</div>
 <p class="note">Made {esc(paper["created"])} by <code>{esc(paper["command"])}</code></p>
 </main></body></html>
@@ -80,7 +89,8 @@ def page(paper: dict[str, Any]) -> str:
 def _cards(paper: dict[str, Any]) -> str:
     power, controls = paper["power"], paper["negative_controls"]
     least = power.get("min_detectable")
-    cards = [(f"{sum(c['rejected'] for c in controls)} / {len(controls)}", "negative controls rejected")]
+    caught = f"{sum(c['rejected'] for c in controls)} / {len(controls)}"
+    cards = [(caught, "negative controls rejected") if controls else ("not run", "negative controls")]
     if power["tokens"]:
         cards += [(f"{power['tokens']:,}", "emitted tokens tested"),
                   ("none" if least is None else f"{least:.1%}", "smallest total variation found with power 0.99"),
@@ -106,6 +116,9 @@ def _tests(layer: dict[str, Any]) -> str:
 
 
 def _controls(paper: dict[str, Any]) -> str:
+    if not paper["negative_controls"]:
+        return "<p>None was run, so nothing here shows that the layers see anything.</p>"
+
     def evidence(c: dict[str, Any]) -> str:
         if c["p"] is not None:
             return f"p = {c['p']:.2g} after {c['tokens']:,} tokens, drafter {c['drafter']}"

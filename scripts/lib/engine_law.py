@@ -187,7 +187,7 @@ class EngineLaw:
 
 def engine_law(
     target: Target, drafter: Drafter, prompt: list[int], length: int, sampling: Sampling,
-    verify: str | Rule = "traversal", shape: TreeShape | None = None,
+    verify: str | Rule = "traversal", shape: TreeShape | None = None, guidance: float | None = None,
 ) -> EngineLaw:  # fmt: skip
     """Exact law of `length` tokens after `prompt`, against plain passes. shape: the static tree when not a chain."""
     law: dict[tuple[int, ...], float] = {}
@@ -198,19 +198,21 @@ def engine_law(
         walk = _Walk(scripts)
         requests = [Request(prompt, length, id=i) for i in range(len(scripts))]
         run = generate(target, Counted(drafter, shape), requests, sampling, batch_size=len(scripts), verify=verify,
-                       coins=walk.coins)  # fmt: skip
+                       guidance=guidance, coins=walk.coins)  # fmt: skip
         for out, weight in zip(run.generations, walk.weight, strict=True):
             law[tuple(out.token_ids)] = law.get(tuple(out.token_ids), 0.0) + weight
         todo += walk.new
         branches += len(scripts)
-    truth = plain_law(target, prompt, length, sampling)
+    truth = plain_law(target, prompt, length, sampling, guidance)
     error = max(abs(law.get(k, 0.0) - truth.get(k, 0.0)) for k in law.keys() | truth.keys())
     return EngineLaw(error, len(law), branches)
 
 
 @torch.no_grad()
-def plain_law(target: Target, prompt: list[int], length: int, sampling: Sampling) -> dict[tuple[int, ...], float]:
-    """The target's own law of up to `length` tokens (a stop token ends them), by one plain pass per prefix."""
+def plain_law(target: Target, prompt: list[int], length: int, sampling: Sampling,
+              guidance: float | None = None) -> dict[tuple[int, ...], float]:  # fmt: skip
+    """The target's own law of up to `length` tokens (a stop token ends them), by one plain pass per prefix, two with
+    guidance: the second one sees the prompt's last token and what follows it."""
     done: dict[tuple[int, ...], float] = {}
     todo: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
     while todo:
@@ -219,6 +221,9 @@ def plain_law(target: Target, prompt: list[int], length: int, sampling: Sampling
             done[prefix] = mass
             continue
         logits = target.model(torch.tensor([[*prompt, *prefix]]), use_cache=False).logits[0, -1]
+        if guidance is not None:
+            free = target.model(torch.tensor([[prompt[-1], *prefix]]), use_cache=False).logits[0, -1].log_softmax(-1)
+            logits = free + guidance * (logits.log_softmax(-1) - free)
         for token in {*prompt, *prefix} if sampling.repetition_penalty != 1 else ():
             penalty = sampling.repetition_penalty
             logits[token] = logits[token] * penalty if logits[token] < 0 else logits[token] / penalty

@@ -12,7 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from decode.engine import Cycle, Generation, Request, Run, Timing
 from decode.sampling import Sampling
@@ -32,22 +38,27 @@ class _FirstToken(StoppingCriteria):
 
 
 def hf_generate(
-    target: Target, requests: Sequence[Request], sampling: Sampling, *, batch_size: int = 1, seed: int = 0
-) -> Run:
+    target: Target, requests: Sequence[Request], sampling: Sampling, *, batch_size: int = 1, seed: int = 0,
+    guidance: float | None = None,
+) -> Run:  # fmt: skip
     """Decode `requests` with target.model.generate under the same settings, left-padded in batches.
+
+    guidance: classifier-free guidance from the prompt's last token; it wants batch_size 1.
 
     A token drawn after the first is a cycle of length one, as for `none`. Random numbers come from torch's global
     generator, seeded per batch and restored afterwards: samples differ from our engine's, their law does not.
     """
     timing, generations = Timing(), []
     for start in range(0, len(requests), batch_size):
-        generations += _batch(target, requests[start : start + batch_size], sampling, seed, timing)
+        generations += _batch(target, requests[start : start + batch_size], sampling, seed, timing,
+                              guidance)  # fmt: skip
     return Run(generations, timing, law_rows=0)
 
 
 def _batch(
-    target: Target, batch: Sequence[Request], sampling: Sampling, seed: int, timing: Timing
-) -> list[Generation]:
+    target: Target, batch: Sequence[Request], sampling: Sampling, seed: int, timing: Timing,
+    guidance: float | None = None,
+) -> list[Generation]:  # fmt: skip
     begin = time.perf_counter()
     longest, limit = max(len(r.prompt) for r in batch), max(r.max_new_tokens for r in batch)
     pad = target.eos_ids[0] if target.eos_ids else 0
@@ -56,7 +67,6 @@ def _batch(
     config = GenerationConfig(
         max_new_tokens=limit,
         do_sample=sampling.temperature > 0,
-        repetition_penalty=sampling.repetition_penalty,
         eos_token_id=list(target.eos_ids) or None,
         pad_token_id=pad,
         use_cache=True,
@@ -64,12 +74,19 @@ def _batch(
     if sampling.temperature > 0:
         config.temperature, config.top_k = sampling.temperature, sampling.top_k
         config.top_p, config.min_p = sampling.top_p, sampling.min_p or None
+    if guidance is not None:
+        config.guidance_scale = guidance
+    # In our order: generate() itself would put the penalty in front of foreign processors.
+    processors = LogitsProcessorList(sampling.processors)
+    if sampling.repetition_penalty != 1:
+        processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
     first = _FirstToken()
     devices = [target.device] if target.device.type == "cuda" else []
     with target.as_loaded() as model, torch.inference_mode(), torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed * 1_000_003 + batch[0].id)
         out = model.generate(
-            ids, attention_mask=mask, generation_config=config, stopping_criteria=StoppingCriteriaList([first])
+            ids, attention_mask=mask, generation_config=config, logits_processor=processors,
+            stopping_criteria=StoppingCriteriaList([first]),
         )
     rows = out[:, longest:].tolist()
     end = time.perf_counter()

@@ -1,0 +1,145 @@
+"""The negative controls of a certificate: known wrong code through the same layers. Each must fail there.
+
+They depend on the target, the settings, the rule and the code, not on the drafter: the ones that need a draft take the
+target itself as its own draft model. So one certificate may run them and others, of other drafters, name it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from conf.errors import UserError
+from decode.drafters import DraftModel
+from decode.target import Target
+from scripts.lib import pit, wrong_drafters, wrong_rules
+from scripts.lib.certificate import Plan, Watch, World
+from scripts.lib.controls import Mangled, commits_wrong_rows, controls
+from scripts.lib.files import ROOT
+from scripts.lib.live import greedy_layer
+from scripts.lib.parts import Parts
+from scripts.lib.sampled import Sample, sampling_layer
+
+CONTROL_P = 1e-6  # a control is stopped early once its p falls below
+GREEDY_PROMPTS = 4  # wrong code differs at once
+TESTED = ("decode", "scripts/lib/live.py", "scripts/lib/sampled.py", "scripts/lib/pit.py", "scripts/lib/certificate.py",
+          "scripts/lib/certificate_controls.py", "scripts/lib/controls.py", "scripts/lib/wrong_rules.py",
+          "scripts/lib/wrong_drafters.py", "scripts/lib/enumerator.py", "scripts/lib/engine_law.py")  # fmt: skip
+
+
+def run(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict[str, Any]]:
+    """Every control, in the words of certificate.json."""
+    found = _sampling(world, plan, watch, parts)
+    return [*found, *_static(watch, parts), *_greedy(world, plan, watch, parts)]
+
+
+def identity(target: Target, plan: Plan, processors: Any) -> dict[str, Any]:
+    """What the outcome of the controls depends on. code: hash of all source files under test and of the layers."""
+    s, known = plan.sampling, target.identity
+    return {
+        "weights_sha256": known.weights_sha256 if known else None,
+        "tokenizer_sha256": known.tokenizer_sha256 if known else None,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p, "min_p": s.min_p,
+        "repetition_penalty": s.repetition_penalty, "processors": processors, "guidance_scale": plan.guidance,
+        "verify": plan.verify, "code": code_sha256(),
+    }  # fmt: skip
+
+
+def code_sha256() -> str:
+    """Hash of the verifier and of the layers that judge it."""
+    digest = hashlib.sha256()
+    for name in TESTED:
+        path = ROOT / name
+        for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
+            digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def borrow(path: str, wanted: dict[str, Any], plan: Plan) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The controls of another certificate (its folder or file), and where they come from.
+
+    A control counts as rejected here only if it was rejected on no more tokens than this run's, at this run's alpha.
+    Raises UserError when there is no such certificate, it ran no controls, or they are of something else.
+    """
+    place = Path(path).expanduser()
+    place = place / "certificate.json" if place.is_dir() else place
+    try:
+        raw = place.read_bytes()
+        paper = json.loads(raw)
+        listed, origin = list(paper["negative_controls"]), dict(paper["controls"])
+        rejected = [c["rejected"] and (c["p"] is None or (c["p"] < plan.alpha and c["tokens"] <= plan.tokens))
+                    for c in listed]  # fmt: skip
+    except OSError as error:
+        raise UserError(f"controls: {place}: {error.strerror}; set run, none or a certificate's folder") from None
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"controls: {place} is no certificate of this version; set controls=run") from None
+    if origin.get("from") != "this run" or not listed:
+        raise UserError(f"controls: {place} ran no controls of its own; name the certificate that did, or controls=run")
+    if different := [k for k, v in wanted.items() if origin.get("identity", {}).get(k) != v]:
+        raise UserError(f"controls: {place} differs in {', '.join(different)}; set controls=run")
+    taken = [{**c, "rejected": bool(r)} for c, r in zip(listed, rejected, strict=True)]
+    return taken, {"from": str(path), "sha256": hashlib.sha256(raw).hexdigest(), "created": paper.get("created")}
+
+
+def _sampling(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict[str, Any]]:
+    if plan.sampling.greedy:
+        return []
+    helper = DraftModel(world.target, 3, name="the target itself")
+    how = dataclasses.replace(plan.setting(world.slack), chunk=1)
+
+    def run(name: str, who: Any, verify: Any) -> dict[str, Any]:
+        title = f"control: {name}"
+        watch(title, 0, plan.tokens)
+        bad = sampling_layer(world.plain, world.target, who, world.prompts, dataclasses.replace(how, verify=verify),
+                             lambda s: _p(s) < min(CONTROL_P, plan.alpha), lambda done: watch(title, done, plan.tokens),
+                             Parts(None))  # fmt: skip
+        watch(title, plan.tokens, plan.tokens)  # it may stop early
+        return {"name": name, "layer": "sampling", "rejected": _p(bad) < plan.alpha or bad.outside > bad.edge,
+                "p": _p(bad), "tokens": len(bad.u), "drafter": helper.name}  # fmt: skip
+
+    return [
+        parts.once("typical", lambda: run("typical acceptance", helper, wrong_rules.typical_acceptance)),
+        parts.once("mislaid", lambda: run("draft scored with the wrong law",
+                                          Mangled(helper, wrong_drafters.scored_unwarped), plan.verify)),
+    ]  # fmt: skip
+
+
+def _p(sample: Sample) -> float:
+    return pit.overall(sample.tests())
+
+
+def _static(watch: Watch, parts: Parts) -> list[dict[str, Any]]:
+    known, found = controls(), parts.lines("static")
+    for i, control in enumerate(known[len(found) :], len(found)):
+        watch("controls", i, len(known))
+        wrong, right = control.wrong(), control.right()
+        found.append(
+            {"name": control.name, "layer": control.layer, "rejected": wrong > control.limit >= right, "p": None,
+             "measured": wrong, "correct_code": right, "limit": control.limit, "seen": control.seen}
+        )  # fmt: skip
+        parts.add("static", found[-1])
+    watch("controls", len(known), len(known))
+    return found
+
+
+def _greedy(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict[str, Any]]:
+    few: Sequence[Sequence[int]] = world.chosen[:GREEDY_PROMPTS]
+
+    def run(name: str, who: Target, verify: Any) -> dict[str, Any]:
+        watch(f"control: {name}", 0, 1)
+        helper = DraftModel(world.target, 3, name="the target itself")
+        bad = greedy_layer(world.plain, who, helper, few, plan.greedy_tokens, plan.batch_size, verify, world.slack,
+                           plan.sampling, plan.guidance, world.theirs[: len(few)])  # fmt: skip
+        watch(f"control: {name}", 1, 1)
+        return {"name": name, "layer": "greedy", "rejected": bad.defects > 0, "p": None, "defects": bad.defects,
+                "prompts": bad.prompts, "drafter": helper.name}  # fmt: skip
+
+    return [
+        parts.once("softmax", lambda: run("softmax acceptance at T = 0", world.target, wrong_rules.softmax_acceptance)),
+        parts.once("rows", lambda: run("cache keeps the wrong rows", commits_wrong_rows(world.target), plan.verify)),
+    ]
