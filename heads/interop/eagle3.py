@@ -1,0 +1,197 @@
+"""EAGLE-3 heads for vLLM and SGLang (one file serves both) and in the layout of the original repository.
+
+Names that differ in meaning: what this repository calls norm_before_fc (a norm for each tapped feature, EAGLE-3.1) is
+`fc_norm` there; their `norm_before_fc` is one norm over the features side by side (head.norm_joined here).
+
+Inner layers: our tap k is hidden_states[k], the input of layer k. vLLM reads the top-level list as k and sorts it;
+SGLang
+reads the nested list and adds one. Heads with the default taps name no layers at all, others both lists: k and k - 1.
+
+Shape letters: as in eagle1.py, and F tapped features, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from decode.target import Target
+from heads import vocab
+from heads.base import Head
+from heads.eagle import Eagle3Head
+from heads.eagle_config import EagleConfig
+from heads.interop import engines, llama
+from heads.interop.eagle1 import body, check_layer, layer_refusals, layer_sizes
+from heads.interop.layout import Facts, Layout, check_draft_map, check_same, refuse
+from heads.interop.reading import Foreign
+from heads.interop.table import Row, Sizes
+
+NORMS = {"norm_before_fc": "fc_norm", "norm_joined": "norm_before_fc", "norm_output": "norm_output",
+         "norm_before_residual": "norm_before_residual"}  # fmt: skip  # ours -> theirs
+
+
+class Eagle3Vllm(Layout):
+    """vLLM: a LlamaConfig whose architectures say LlamaForCausalLMEagle3, method "eagle3"."""
+
+    format, kind, engine, serves = "vllm", "eagle3", engines.VLLM, engines.VLLM_EAGLE3
+    prefix: ClassVar[str] = "midlayer."
+    norms: ClassVar[tuple[str, ...]] = tuple(NORMS)
+    embeds: ClassVar[bool] = False
+
+    def refusals(self, head: Any, facts: Facts) -> list[str]:
+        """See Layout."""
+        found = super().refusals(head, facts) + layer_refusals(head)
+        unknown = [key for key in NORMS if getattr(head.cfg, key) and key not in self.norms]
+        if unknown:
+            found.append(f"head.{unknown[0]}: {self.engine} has no such norm; the nearest that is served: "
+                         "format=vllm, or "
+                         f"train with head.{unknown[0]}=false")
+        taps = head.taps
+        if list(taps) != sorted(set(taps)):
+            found.append(f"head.taps: {list(taps)} do not ascend, and engines sort them; the nearest that is served: "
+                         "train "
+                         "with ascending taps")
+        if facts.layers in taps:
+            found.append(f"head.taps: {facts.layers} is the output after the final norm here, and before it in "
+                         "engines; the "
+                         f"nearest that is served: train with taps below {facts.layers}")
+        return found
+
+    def rows(self, sizes: Sizes) -> list[Row]:
+        """See Layout."""
+        return [
+            Row("fc.weight", "net.fc.weight", "D F*D"),
+            Row("fc_norm.{f}.weight", "net.fc_norm.{f}.weight", "D", when="fc_norm"),
+            Row("input_norm.weight", "net.input_norm.weight", "F*D", when="input_norm"),
+            Row(f"{self.prefix}input_layernorm.weight", "net.embed_norm.weight", "D"),
+            Row(f"{self.prefix}hidden_norm.weight", "net.hidden_norm.weight", "D"),
+            *body(self.prefix, "2*D"),
+            Row("norm.weight", "net.norm.weight", "D"),
+            Row("lm_head.weight", "net.lm_head.weight", "Vd D"),
+            Row("d2t", "d2t", "Vd", when="map", dtype="int64"),
+            Row("t2d", "", "V", when="map", dtype="bool", optional=True),
+            Row("embed_tokens.weight", "", "V D", when="embed", optional=True),
+        ]
+
+    def sizes(self, head: Any, facts: Facts) -> dict[str, int]:
+        """See Layout."""
+        return {**layer_sizes(head.config_json()["layer"], facts.vocab), "F": len(head.taps),
+                "Vd": head.cfg.draft_vocab or facts.vocab, "map": int(head.cfg.draft_vocab > 0),
+                "fc_norm": int(head.cfg.norm_before_fc), "input_norm": int(head.cfg.norm_joined),
+                "embed": int(self.embeds)}
+
+    def extras(self, head: Any, target: Target) -> dict[str, Tensor]:
+        """See Layout."""
+        ids = head.ids()
+        return {} if ids is None else {"t2d": vocab.to_t2d(ids, head.vocab_size)}
+
+    def config(self, head: Any, facts: Facts, dtype: str) -> dict[str, Any]:
+        """See Layout."""
+        taps = list(head.taps)
+        ids: dict[str, Any] = {}
+        if tuple(taps) != facts.default_taps:
+            ids = {"eagle_aux_hidden_state_layer_ids": taps,
+                   "eagle_config": {"eagle_aux_hidden_state_layer_ids": [k - 1 for k in taps]}}
+        return {"architectures": ["LlamaForCausalLMEagle3"],
+                **llama.fields(head.config_json()["layer"], facts, dtype),
+                "draft_vocab_size": head.cfg.draft_vocab or facts.vocab, "target_hidden_size": facts.hidden,
+                "num_aux_hidden_states": len(taps), **{t: getattr(head.cfg, o) for o, t in NORMS.items()}, **ids}
+
+    def taps(self, foreign: Foreign, target: Target) -> tuple[int, ...]:
+        """The taps that a config means: vLLM's list, else the nested one as vLLM reads it, else the default."""
+        config = foreign.config
+        nested = config.get("eagle_config")
+        given = config.get("eagle_aux_hidden_state_layer_ids")
+        if not given and isinstance(nested, dict):
+            given = nested.get("eagle_aux_hidden_state_layer_ids")
+        deep = target.num_layers
+        if not given:
+            return (2, deep // 2, deep - 3)
+        if not isinstance(given, list) or not all(isinstance(k, int) for k in given):
+            refuse(foreign, [f"eagle_aux_hidden_state_layer_ids: {given!r}; expected a list of whole numbers"])
+        wrong = [k for k in given if not 0 <= k < deep]
+        if wrong or given != sorted(set(given)):
+            refuse(foreign, [f"eagle_aux_hidden_state_layer_ids: {given}; expected ascending numbers among the "
+                             "target's "
+                             f"layers 0..{deep - 1}"])
+        return tuple(given)
+
+    def described(self, foreign: Foreign) -> dict[str, Any]:
+        """The LlamaConfig's keys."""
+        return foreign.config
+
+    def read(self, foreign: Foreign, target: Target) -> Head:
+        """See Layout. An LM head that the file lacks is the target's own."""
+        config = foreign.config
+        layer = llama.layer(foreign, self.described(foreign))
+        check_layer(foreign, layer, target)
+        tensors = {}
+        for name, tensor in foreign.tensors.items():
+            name = name.removeprefix("model.")
+            for old in ("midlayer.", "layers.0."):
+                name = self.prefix + name[len(old) :] if name.startswith(old) else name
+            if not name.endswith("rotary_emb.inv_freq"):
+                tensors[name] = tensor
+        there = "d2t" in tensors
+        if "lm_head.weight" not in tensors and not there:
+            tensors["lm_head.weight"] = (target.lm_head_weight.detach() * target.head.scale).float().cpu()
+        taps = self.taps(foreign, target)
+        size = tensors["d2t"].numel() if there else target.vocab_size
+        said = config.get("draft_vocab_size")
+        if said not in (None, size):
+            refuse(foreign, [f"draft_vocab_size: {said} in config.json, the weights hold {size}"])
+        flags: dict[str, Any] = {ours: bool(config.get(theirs)) for ours, theirs in NORMS.items()}
+        nested = config.get("eagle_config")
+        if isinstance(nested, dict) and "norm_before_fc" in nested:
+            flags["norm_joined"] = bool(nested["norm_before_fc"])
+        sizes = {**layer_sizes(layer, target.vocab_size), "F": len(taps), "Vd": size, "map": int(there),
+                 "fc_norm": int(flags["norm_before_fc"]), "input_norm": int(flags["norm_joined"]), "embed": 1}
+        state = self.checked(foreign, sizes, tensors)
+        if there:
+            check_draft_map(foreign, tensors, target.vocab_size)
+        if "embed_tokens.weight" in tensors:
+            check_same(foreign, "embed_tokens.weight", tensors["embed_tokens.weight"],
+                       target.model.get_input_embeddings().weight)
+        cfg = EagleConfig(kind="eagle3", taps=list(taps), draft_vocab=size if there else 0, **flags)
+        head = Eagle3Head.build(cfg, layer, taps, target.vocab_size, target.num_layers)
+        head.load_state_dict(state)
+        return head.to(target.device)
+
+
+class Eagle3Sglang(Eagle3Vllm):
+    """SGLang: the same file; the norms of EAGLE-3.1 since 0.5.23."""
+
+    format, engine, serves = "sglang", engines.SGLANG, engines.SGLANG_EAGLE3
+    norms: ClassVar[tuple[str, ...]] = ("norm_before_fc", "norm_joined", "norm_output")
+
+    def refusals(self, head: Any, facts: Facts) -> list[str]:
+        """See Layout."""
+        found = super().refusals(head, facts)
+        if 0 in head.taps:
+            found.append("head.taps: SGLang cannot name the embeddings (its number would be -1); the nearest that is "
+                         "served: "
+                         "format=vllm, or train with taps from 1 on")
+        return found
+
+
+class Eagle3Original(Eagle3Vllm):
+    """The original repository: three fixed layers, none of the further norms."""
+
+    format, engine, serves = "eagle", "the original EAGLE code", engines.EAGLE_CODE
+    norms: ClassVar[tuple[str, ...]] = ()
+
+    def refusals(self, head: Any, facts: Facts) -> list[str]:
+        """See Layout."""
+        found = super().refusals(head, facts)
+        if tuple(head.taps) != facts.default_taps:
+            found.append(f"head.taps: {list(head.taps)}; the original code reads {list(facts.default_taps)} always; "
+                         "the "
+                         "nearest that is served: format=vllm")
+        return found
+
+    def config(self, head: Any, facts: Facts, dtype: str) -> dict[str, Any]:
+        """See Layout."""
+        keys = ("target_hidden_size", "num_aux_hidden_states", *NORMS.values())
+        config = super().config(head, facts, dtype)
+        return {**{k: v for k, v in config.items() if k not in keys}, "architectures": ["LlamaForCausalLM"]}

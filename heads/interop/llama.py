@@ -1,0 +1,56 @@
+"""The config.json of a Llama layer, as the EAGLE layouts share it: from a head's draft layer, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conf.errors import UserError
+from heads.interop.layout import Facts, number
+from heads.interop.reading import Foreign
+
+
+def fields(layer: dict[str, Any], facts: Facts, dtype: str) -> dict[str, Any]:
+    """Keys of a LlamaConfig. The rotary base stands there twice: old engines read rope_theta and rope_scaling."""
+    rope = dict(layer["rope_parameters"])
+    scaled = {k: v for k, v in rope.items() if k != "rope_theta"}
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+            "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings")  # fmt: skip
+    return {"model_type": "llama", **{k: layer[k] for k in keys}, "vocab_size": facts.vocab,
+            "rope_theta": rope.get("rope_theta", 10000.0), "rope_parameters": rope,
+            "rope_scaling": None if rope.get("rope_type") in (None, "default") else scaled,
+            "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "bos_token_id": facts.bos,
+            "eos_token_id": facts.eos[0] if len(facts.eos) == 1 else facts.eos, "torch_dtype": dtype}
+
+
+def layer(foreign: Foreign, config: dict[str, Any]) -> dict[str, Any]:
+    """The draft layer (heads.eagle_layer.layer_config) that a LlamaConfig describes.
+
+    Raises UserError for a key that is missing or absurd, and for layers that this repository cannot run.
+    """
+    where = foreign.folder / "config.json"
+    width = number(foreign, config, "hidden_size")
+    heads = number(foreign, config, "num_attention_heads")
+    act = config.get("hidden_act", "silu")
+    if not isinstance(act, str):
+        raise UserError(f"{where}: hidden_act is {act!r}; expected a name such as silu")
+    for key in ("attention_bias", "mlp_bias", "qkv_bias"):
+        if config.get(key):
+            raise UserError(f"{where}: {key} is true; draft layers with biases are not read")
+    eps = config.get("rms_norm_eps", 1e-6)
+    if not isinstance(eps, float | int) or not 0 <= eps < 1:
+        raise UserError(f"{where}: rms_norm_eps is {eps!r}; expected a small number")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise UserError(f"{where}: rope_parameters is {rope!r}; expected a mapping")
+    rope = {"rope_type": "default", "rope_theta": config.get("rope_theta", 10000.0), **rope}
+    if not isinstance(rope["rope_theta"], float | int) or not rope["rope_theta"] > 0:
+        raise UserError(f"{where}: rope_theta is {rope['rope_theta']!r}; expected a number above 0")
+    if "type" in rope:  # the key's older name
+        rope["rope_type"] = rope.pop("type")
+    return {"hidden_size": width, "intermediate_size": number(foreign, config, "intermediate_size"),
+            "num_hidden_layers": number(foreign, config, "num_hidden_layers", 1), "num_attention_heads": heads,
+            "num_key_value_heads": number(foreign, config, "num_key_value_heads", heads),
+            "head_dim": number(foreign, config | {"head_dim": config.get("head_dim") or width // heads}, "head_dim"),
+            "hidden_act": act, "rms_norm_eps": float(eps),
+            "max_position_embeddings": number(foreign, config, "max_position_embeddings", 2048),
+            "rope_parameters": rope}  # fmt: skip

@@ -1,0 +1,146 @@
+"""A folder that somebody else wrote, read with care: JSON, safetensors, and pickles through
+torch.load(weights_only=True).
+
+Nothing in the folder is trusted: sizes come from the tensors, names stay inside the folder, and what is missing, cut
+off
+or damaged is named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from conf.errors import UserError
+
+MANIFEST = "outrider.json"
+SAFE = ("model.safetensors", "medusa_lm_head.safetensors")
+INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt", "model.bin")
+
+
+@dataclass
+class Foreign:
+    """config: its config.json ({} without one). files: the weight files read. manifest: ours, when we exported it."""
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    files: list[str] = field(default_factory=list)
+    manifest: dict[str, Any] | None = None
+
+    @property
+    def dtype(self) -> str:
+        """The floating-point type of the weights by name; float32 when they are mixed."""
+        kinds = {str(t.dtype).removeprefix("torch.") for t in self.tensors.values() if t.is_floating_point()}
+        return kinds.pop() if len(kinds) == 1 else "float32"
+
+
+def read_folder(folder: Path) -> Foreign:
+    """Read config and weights. Raises UserError that names the missing, cut-off or damaged file."""
+    if not folder.is_dir():
+        raise UserError(f"from: {folder} is no folder; give the folder of a head (config.json and its weights)")
+    config = _json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    manifest = _json(folder / MANIFEST) if (folder / MANIFEST).is_file() else None
+    if manifest is not None:
+        _check_manifest(folder, manifest)
+    names = _weight_files(folder)
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        more = _read(folder / name)
+        twice = sorted(set(more) & set(tensors))
+        if twice:
+            raise UserError(f"{folder / name}: holds {twice[0]} a second time; the shards are of different heads")
+        tensors |= more
+    if not tensors:
+        raise UserError(f"{folder}: its weights hold no tensor; fetch the head again")
+    return Foreign(folder, config, tensors, names, manifest)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: no readable JSON ({error}); fetch or export the head again") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: a {type(value).__name__}, not a JSON object; fetch or export the head again")
+    return value
+
+
+def _weight_files(folder: Path) -> list[str]:
+    for name in SAFE:
+        if (folder / name).is_file():
+            return [name]
+    for name in INDEX:
+        if (folder / name).is_file():
+            return _shards(folder, name)
+    for name in PICKLES:
+        if (folder / name).is_file():
+            return [name]
+    parts = (".safetensors", ".bin", ".pt", ".incomplete", ".tmp")
+    partial = sorted(p.name for p in folder.iterdir() if p.suffix in parts)
+    there = f"; it has {', '.join(partial[:3])}" if partial else ""
+    raise UserError(f"{folder}: holds no weights ({', '.join((*SAFE, *PICKLES))}){there}: half-written, or not a head; "
+                    "fetch or export it again")
+
+
+def _shards(folder: Path, index: str) -> list[str]:
+    where = _json(folder / index).get("weight_map")
+    if not isinstance(where, dict) or not where:
+        raise UserError(f"{folder / index}: has no weight_map; fetch the head again")
+    names = sorted({str(v) for v in where.values()})
+    for name in names:
+        if Path(name).name != name or name.startswith("."):
+            raise UserError(f"{folder / index}: names {name!r}, a file outside the folder; do not trust this head")
+        if not (folder / name).is_file():
+            raise UserError(f"{folder}: {name} is missing, which {index} names: half-written; fetch the head again")
+    return names
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    if path.suffix == ".safetensors":
+        try:
+            return load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: cannot be read ({error}); cut off or damaged: fetch the head again") from None
+    try:
+        value = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds here, all of them about this file
+        code = re.search(r"GLOBAL (\S+)", str(error))
+        if code:
+            raise UserError(f"{path}: refused: unpickling it would call {code[1]}; ask for a safetensors "
+                            "file") from None
+        raise UserError(f"{path}: cannot be read ({str(error).splitlines()[0][:120]}); cut off or damaged: fetch the "
+                        "head again, as safetensors where there is one") from None
+    if isinstance(value, dict) and isinstance(value.get("state_dict"), dict):
+        value = value["state_dict"]
+    if not isinstance(value, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in value.items()):
+        raise UserError(f"{path}: holds no plain mapping of names to tensors; ask for a safetensors file")
+    return {k: v.contiguous() for k, v in value.items()}
+
+
+def _check_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """The hashes of our own exports."""
+    files = manifest.get("files")
+    if not isinstance(files, dict):
+        raise UserError(f"{folder / MANIFEST}: lists no files; export the head again")
+    for name, wanted in files.items():
+        path = folder / name
+        if Path(name).name != name:
+            raise UserError(f"{folder / MANIFEST}: names {name!r}, a file outside the folder; do not trust this head")
+        if not path.is_file():
+            raise UserError(f"{folder}: {name} is missing, which {MANIFEST} names: half-written; export the head again")
+        with open(path, "rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if not isinstance(wanted, dict) or found != wanted.get("sha256"):
+            raise UserError(f"{path}: damaged (sha256 differs from {MANIFEST}); export the head again, or remove "
+                            f"{MANIFEST} if the change was meant")

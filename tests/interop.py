@@ -1,0 +1,77 @@
+"""What the tests of export and import share: a tiny target deep enough for three inner layers, heads with random weights,
+and folders in every format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from decode.load import TargetConfig, load_target
+from heads import HEADS
+from heads.eagle_config import EagleConfig
+from heads.hydra_heads import HydraHeadsConfig
+from heads.interop import LAYOUTS, Facts, read_folder
+from heads.medusa import MedusaConfig
+
+DEEP = {"layers": 8, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab": 260}
+PAIRS = sorted(LAYOUTS)
+
+
+def deep_target(**shape: Any):
+    """A tiny Llama of 8 layers: the default taps are 2, 4 and 5."""
+    return load_target(TargetConfig(kind="tiny", **{**DEEP, **shape}), "float32", "cpu")
+
+
+def config(kind: str, **keys: Any) -> Any:
+    """The configuration of a head that all formats of its kind can carry."""
+    if kind == "medusa":
+        return MedusaConfig(**{"heads": 3, "draft_vocab": 0, **keys})
+    if kind == "hydra_heads":
+        return HydraHeadsConfig(**{"heads": 2, "draft_vocab": 0, **keys})
+    start = {"steps": 1, "feature_loss": 1.0} if kind == "eagle1" else {}
+    return EagleConfig(**{"kind": kind, "draft_vocab": 0 if kind == "eagle1" else 64, "depth": 3, **start, **keys})
+
+
+def random_head(target: Any, kind: str, seed: int = 0, **keys: Any) -> Any:
+    """A head whose every weight matters: random, norms around one, a draft vocabulary with gaps."""
+    counts = torch.randint(1, 99, (target.vocab_size,), generator=torch.Generator().manual_seed(seed))
+    head = HEADS[kind].for_target(target, config(kind, **keys), counts)
+    generator = torch.Generator().manual_seed(seed + 1)
+    for name, weight in head.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        spread = 0.3 if weight.dim() == 1 else weight.shape[-1] ** -0.5
+        weight.data = ("norm" in name) + spread * noise
+    return head.eval()
+
+
+def folder(path: Path, target: Any, head: Any, format: str, name: str = "/a/target") -> Path:
+    """The head in a format, without the script around it."""
+    path.mkdir(parents=True)
+    layout = LAYOUTS[format, head.kind]
+    settings, tensors = layout.write(head, target, Facts.of(target, name), torch.float32)
+    (path / "config.json").write_text(json.dumps(settings))
+    save_file(tensors, path / layout.file)
+    return path
+
+
+def change(path: Path, edit: Any = None, settings: Any = None) -> Path:
+    """Edit the tensors and the config.json of a folder: both get the mapping and change it in place."""
+    file = next(path.glob("*.safetensors"))
+    tensors = load_file(file)
+    if edit:
+        edit(tensors)
+    save_file({k: v.contiguous() for k, v in tensors.items()}, file)
+    value = json.loads((path / "config.json").read_text())
+    if settings:
+        settings(value)
+    (path / "config.json").write_text(json.dumps(value))
+    return path
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder."""
+    return read_folder(path).tensors

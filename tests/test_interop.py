@@ -1,0 +1,75 @@
+"""Heads in other programs' formats: round trips, the independent reader, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from conf.errors import UserError
+from heads.interop import LAYOUTS, Facts, detect, find_layout, read_folder
+from scripts.lib.export_check import check_export
+from tests.interop import PAIRS, change, deep_target, folder, random_head, tensors_of
+
+
+@pytest.fixture(scope="module")
+def target():
+    return deep_target()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 259, (n,), generator=generator) for n in (4, 9)]
+
+
+def keys(format: str, kind: str) -> dict:
+    """Variants that the format can carry, so that their flags are exercised too."""
+    if kind == "eagle3" and format in ("vllm", "sglang", "speculators"):
+        return {"norm_before_fc": True, "norm_output": True, "taps": [1, 3, 6]}
+    return {"draft_vocab": 64} if kind == "medusa" else {}
+
+
+@pytest.mark.parametrize("format, kind", PAIRS)
+def test_export_import_export_gives_the_same_bytes(target, tmp_path: Path, format: str, kind: str) -> None:
+    head = random_head(target, kind, **keys(format, kind))
+    first = folder(tmp_path / "a", target, head, format)
+    foreign = read_folder(first)
+    again = detect(foreign, format).read(foreign, target)
+    second = folder(tmp_path / "b", target, again, format)
+    file = LAYOUTS[format, kind].file
+    assert (first / file).read_bytes() == (second / file).read_bytes()
+    assert json.loads((first / "config.json").read_text()) == json.loads((second / "config.json").read_text())
+    for name, tensor in again.state_dict().items():
+        assert tensor.equal(head.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("format, kind", PAIRS)
+def test_the_independent_reader_drafts_what_the_head_drafts(target, prompts, tmp_path: Path, format: str,
+                                                            kind: str) -> None:
+    head = random_head(target, kind, **keys(format, kind))
+    path = folder(tmp_path / "a", target, head, format)
+    found = check_export(path, format, head, target, prompts, torch.float32)
+    assert found.tokens == 3 * len(prompts) and found.error < 1e-4 * found.largest
+
+
+@pytest.mark.parametrize("extra", [{"norm_joined": True}, {"norm_before_residual": True}, {"norm_output": True}, {}])
+def test_every_norm_of_published_heads_reads_the_same(target, prompts, tmp_path: Path, extra: dict) -> None:
+    for format in ("vllm", "speculators"):
+        head = random_head(target, "eagle3", **extra)
+        path = folder(tmp_path / format, target, head, format)
+        assert check_export(path, format, head, target, prompts, torch.float32).tokens == 6
+
+
+def test_half_precision_is_compared_with_the_rounded_head(target, prompts, tmp_path: Path) -> None:
+    head = random_head(target, "eagle3")
+    layout = find_layout("vllm", head)
+    settings, tensors = layout.write(head, target, Facts.of(target, ""), torch.bfloat16)
+    assert settings["torch_dtype"] == "bfloat16" and tensors["fc.weight"].dtype == torch.bfloat16
+    path = folder(tmp_path / "a", target, head, "vllm")
+    change(path, lambda t: t.update(tensors))
+    assert check_export(path, "vllm", head, target, prompts, torch.bfloat16).error < 1e-3
+    with pytest.raises(UserError, match="logits differ"):
+        check_export(path, "vllm", head, target, prompts, torch.float32)
