@@ -49,6 +49,37 @@ class TreeMasks:
         masks = {kind: made[bound.get(kind, FULL)] for kind in self.reaches}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
+    def scratch(self, lengths: list[int], seen: Tensor | None, levels: list[int],
+                new: int) -> Tensor | dict[str, Tensor] | None:  # fmt: skip
+        """Masks of a pass over `new` drafted tokens that stand, behind those drafted before them, in slots from the
+        longest row's end on.
+
+        seen: [B or 1, new, R] bool, which of all R drafted tokens each may look at; None: all of them, `new` is 1.
+        levels: the level of each of the R tokens, 1 = directly behind the last committed one. Masks are
+        [B, 1, G * new, longest + R].
+        """
+        longest, rows, total = max(lengths), len(lengths), len(levels)
+        reach = longest + max(levels)
+        bound = {kind: r for kind, r in self.reaches.items() if r[0] != "full" and reach > r[1]}
+        if min(lengths) == longest and seen is None and not bound:
+            return None
+        ends = torch.tensor(lengths, device=self.device)[:, None]
+        slots = torch.arange(longest, device=self.device)
+        block = torch.ones(1, new, total, dtype=torch.bool, device=self.device) if seen is None else seen
+        allowed = torch.cat([(slots < ends)[:, None].expand(rows, new, longest), block.expand(rows, new, total)], 2)
+        place = ends + torch.tensor(levels, device=self.device) - 1  # [B, R]
+        key, query = torch.cat([slots.expand(rows, longest), place], 1)[:, None], place[:, total - new :, None]
+        made: dict[Reach, Tensor] = {}
+        for kind in dict.fromkeys(bound.get(kind, FULL) for kind in self.reaches):
+            near = allowed
+            if kind[0] == "window":
+                near = allowed & (query - key < kind[1])
+            elif kind[0] == "chunk":
+                near = allowed & (query // kind[1] == key // kind[1])
+            made[kind] = self._additive(near)
+        masks = {kind: made[bound.get(kind, FULL)] for kind in self.reaches}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
     def _build(self, lengths: list[int], tree: DraftTree, width: int, reaches: set[Reach]) -> dict[Reach, Tensor]:
         longest, n, rows = max(lengths), tree.width + 1, len(lengths)
         ends = torch.tensor(lengths, device=self.device)

@@ -7,11 +7,13 @@ Shape letters: B rows, T positions, D width of the target's features.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from decode.drafters import Drafter
@@ -66,11 +68,13 @@ class Head(nn.Module):
     taps: which target features it reads; tap k means hidden_states[k] of transformers: 0 = embeddings,
         num_layers = output after the final norm.
     trains_target: whether the target's own weights move with the head.
+    reads_features: whether it drafts from the target's features (a separate model reads tokens alone).
     """
 
     kind: ClassVar[str] = ""
     Config: ClassVar[type[HeadConfig]] = HeadConfig
     trains_target: ClassVar[bool] = False
+    reads_features: ClassVar[bool] = True
     taps: tuple[int, ...] = ()
 
     def __init__(self, cfg: Any) -> None:
@@ -103,6 +107,16 @@ class Head(nn.Module):
         """A drafter over a copy of these weights in the target's dtype. shape: "chain", "tree" or None (its own)."""
         raise TypeError(f"{type(self).__name__} must define drafter")
 
+    def forced(self, batch: Batch, target: Target, levels: int) -> Iterator[tuple[Tensor, int, Tensor]]:
+        """What a draft of `levels` would be if every token before were the text's: (flat [m], level, logits [m, Vd]),
+        the head's logits for the supervised tokens at batch.ids.reshape(-1)[flat] as the level-th (0-based) of a draft.
+        Together all levels of all supervised tokens that the head can see; in any order. Default: nothing is known."""
+        return iter(())
+
+    def ids(self) -> Tensor | None:
+        """[Vd] int64 ascending target ids of the draft vocabulary, None for the whole one (the default)."""
+        return None
+
     def calibrate(self, batches: Iterable[Batch], target: Target) -> None:
         """Measure on held-out rows what decoding wants to know (such as rank-wise acceptance). Default: nothing."""
 
@@ -112,6 +126,15 @@ class Head(nn.Module):
 
     def begin_step(self, step: int, steps: int) -> None:
         """Told before every update (0-based) of a run of `steps`: for weights on a schedule. Default: nothing."""
+
+    def write(self, folder: Path, finished: bool) -> tuple[str, dict[str, Any]]:
+        """Write the weights into an existing folder: (name of the file, what from_json needs to read it again).
+
+        finished: the head as it is used, not a checkpoint to resume from. Raises OSError or SafetensorError.
+        """
+        state = {k: v.detach().to("cpu").contiguous() for k, v in self.state_dict().items()}
+        save_file(state, folder / "head.safetensors")
+        return "head.safetensors", self.config_json()
 
     @classmethod
     def differences(cls, card: dict[str, Any], identity: Identity) -> list[str]:

@@ -1,4 +1,4 @@
-"""A head on disk: head.safetensors and head.json, with the identity of the target it was trained for.
+"""A head on disk: its weights and head.json, with the identity of the target it was trained for.
 
 Written to a staging folder, synced, then renamed: a reader sees a whole head or none. Every file is checked against
 its sha256 on load. No pickle.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from conf.errors import UserError
 from decode.identity import Identity, sha256_file
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from heads.base import Head
 
 FORMAT = 1
-WEIGHTS, CARD = "head.safetensors", "head.json"
+CARD = "head.json"
+WEIGHTS = ("head.safetensors", "model.safetensors")  # the second: an ordinary transformers folder
 
 
 def save_head(head: Head, folder: Path | str, identity: Identity | None, extra: dict[str, Any] | None = None) -> None:
@@ -35,16 +36,17 @@ def save_head(head: Head, folder: Path | str, identity: Identity | None, extra: 
     Raises OSError or SafetensorError when the disk refuses; then nothing has changed.
     """
     with staged(Path(folder)) as stage:
-        write_head(head, stage, identity, extra)
+        write_head(head, stage, identity, extra, finished=True)
 
 
-def write_head(head: Head, folder: Path, identity: Identity | None, extra: dict[str, Any] | None = None) -> None:
-    """Write the two files of a head into an existing folder, without staging."""
-    path = folder / WEIGHTS
-    save_file({k: v.detach().to("cpu").contiguous() for k, v in head.state_dict().items()}, path)
-    card = {"format": FORMAT, "kind": head.kind, "head": head.config_json(),
+def write_head(head: Head, folder: Path, identity: Identity | None, extra: dict[str, Any] | None = None,
+               finished: bool = False) -> None:
+    """Write the files of a head into an existing folder, without staging. finished: not a checkpoint (Head.write)."""
+    name, saved = head.write(folder, finished)
+    path = folder / name
+    card = {"format": FORMAT, "kind": head.kind, "head": saved,
             "target": identity.to_json() if identity else None, "extra": extra or {},
-            "weights": {"file": WEIGHTS, "bytes": path.stat().st_size, "sha256": sha256_file(path)}}
+            "weights": {"file": name, "bytes": path.stat().st_size, "sha256": sha256_file(path)}}
     card["sha256"] = _card_sha256(card)
     (folder / CARD).write_text(json.dumps(card, indent=1) + "\n")
 
@@ -87,8 +89,10 @@ def load_head(folder: Path | str, target: Target) -> Head:
     if kind.trains_target and target.borrowed and not target.tuning:
         raise UserError(f"{folder}: loading it tunes the target, and a head of the original target is in use already; "
                         "score the two in separate runs")
-    path = folder / WEIGHTS
     wanted = card["weights"]
+    if wanted["file"] not in WEIGHTS:
+        raise UserError(f"{folder / CARD}: names {wanted['file']!r} as its weights; known: {', '.join(WEIGHTS)}")
+    path = folder / wanted["file"]
     try:
         size = path.stat().st_size
         if size != wanted["bytes"] or sha256_file(path) != wanted["sha256"]:

@@ -16,6 +16,7 @@ from decode.load import DTYPES, TargetConfig
 from heads.base import HeadConfig
 from heads.eagle_config import EagleConfig
 from heads.medusa import MedusaConfig
+from heads.small_lm import SmallLMConfig
 
 WANDB = ("off", "online", "offline")
 
@@ -215,6 +216,13 @@ class EagleRun(TrainConfig):
     """An EAGLE run: conf/eagle.yaml."""
 
     head: EagleConfig = field(default_factory=EagleConfig)
+
+
+@dataclass
+class DraftRun(TrainConfig):
+    """A run of a separate small draft model: conf/draft.yaml."""
+
+    head: SmallLMConfig = field(default_factory=SmallLMConfig)
 
 
 def flat(cfg: Any, prefix: str = "") -> dict[str, Any]:

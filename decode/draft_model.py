@@ -1,0 +1,208 @@
+"""A separate small causal LM as the drafter, one of its own passes per level (Leviathan et al. 2022; Chen et al. 2023).
+
+`observe` reads the newly committed tokens in one pass and keeps the state that predicts the next one; `propose` goes
+on from there in slots behind the committed ones, which the next `observe` overwrites. Accepted tokens are so read
+twice, which costs next to nothing: the pass that reads the bonus token must run anyway. Nothing is rolled back, and the
+state after k observes is that of one observe of all.
+
+Shape letters: B live rows, D width, V the target's vocabulary, Vd draft vocabulary, W tokens of a pass, S slots.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from conf.errors import UserError
+from decode import grow
+from decode.rng import Rng
+from decode.sampling import Sampling
+from decode.target import Target, TreeCache
+from decode.tree import DraftTree, TreeShape
+
+
+class DraftModel:
+    """Chain or tree over `draft`, which must share the target's tokenizer (decode.tokenizers).
+
+    T = 0: its most probable tokens. T > 0: a chain or a static tree sampled from its own law under the target's
+    settings, so that a step of a chain is accepted with probability 1 - TV; the dynamic tree's candidates are
+    deterministic. A row that has outgrown the draft's context is decoded plainly.
+    """
+
+    taps: tuple[int, ...] = ()
+    kind = "small_lm"
+
+    def __init__(
+        self,
+        draft: Target,
+        depth: int = 5,
+        name: str = "draft",
+        *,
+        shape: str = "chain",
+        nodes: int = 24,
+        width: int = 4,
+        ids: Tensor | None = None,
+        static: TreeShape | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        """nodes, width: of a tree. ids: [Vd] ascending tokens it may propose, None for all. static: the shape of a tree
+        sampled at T > 0, None: the dynamic tree there too. vocab_size: the target's, None: the draft's own.
+
+        Raises UserError for a tree with a draft that takes chains only, or whose LM head cannot be read apart."""
+        if shape == "tree" and draft.support != "tree":
+            raise UserError(f"drafters: {name}: the draft takes chains only ({draft.probe().reason}); use its chain")
+        if not draft.head.exact:
+            raise UserError(f"drafters: {name}: the draft's logits do not follow from its last hidden state")
+        self.draft, self.name, self.shape = draft, name, shape
+        self.max_depth = depth
+        self.width, self.static = width, static if shape == "tree" else None
+        self.max_nodes = depth if shape == "chain" else max(nodes, len(static or ()))
+        self.nodes = nodes
+        self.device, self.masks = draft.device, draft.new_masks()
+        rows, bias = draft.lm_head_weight, getattr(draft.lm_head, "bias", None)
+        common = min(draft.vocab_size, vocab_size or draft.vocab_size)
+        if ids is None and common < (vocab_size or 0):
+            ids = torch.arange(common, device=self.device)
+        keep: Any = slice(0, common) if ids is None else ids
+        self.proj, self.bias = rows[keep].detach(), None if bias is None else bias[keep].detach()
+        self._ids = ids
+        self.cache: TreeCache | None = None
+        self.reset(1, 1)
+
+    # -- the protocol
+
+    def reset(self, rows: int, max_len: int) -> None:
+        """See decode.drafters.Drafter."""
+        self.limit = min(max_len, self.draft.context_length)
+        scratch = self.max_depth
+        if self.shape == "tree":
+            scratch = max(self.max_depth * self.width, len(self.static or ()))
+        self.cache = self.draft.new_cache(rows, self.limit, scratch + self.max_depth)
+        self.first: list[Tensor] = []  # prompts' first tokens, of rows that have observed nothing yet
+        self.blind: list[bool] = []  # rows that have outgrown the draft's context
+        self.state = self.proj.new_zeros(0, self.proj.shape[1])
+
+    def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
+        """See decode.drafters.Drafter."""
+        self.first += [p[:1] for p in prompts]  # the rest of the prompt arrives by observe
+
+    @torch.inference_mode()
+    def observe(self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice) -> None:
+        """See decode.drafters.Drafter: `rows` are all rows that were there before, or all that have just begun."""
+        counts = n.tolist()
+        tokens = tokens.clamp(max=self.draft.vocab_size - 1)  # a target's padded vocabulary may be longer
+        live = self._cache.rows
+        if rows.start >= live:
+            whole = [torch.cat([f.to(tokens), t[:c]]) for f, t, c in zip(self.first, tokens, counts, strict=True)]
+            self.first = []
+            self.blind += [len(ids) > self.limit for ids in whole]
+            cut = [ids[: self.limit] for ids in whole]
+            step = self.draft.prefill(self._cache, cut, (self.draft.num_layers,))
+            assert step.feats is not None
+            last = torch.tensor([len(ids) - 1 for ids in cut], device=self.device)
+            self.state = torch.cat([self.state, step.feats[torch.arange(len(cut), device=self.device), last, 0]])
+            return
+        if (rows.start, rows.stop) != (0, live):
+            raise ValueError(f"observe: rows {rows.start} to {rows.stop} of {live}; give all of them")
+        self.blind = [b or have + c > self.limit for b, have, c in zip(self.blind, self._cache.lengths, counts,
+                                                                        strict=True)]  # fmt: skip
+        counts = [0 if blind else c for blind, c in zip(self.blind, counts, strict=True)]
+        if not max(counts):
+            return
+        fresh = tokens[:, : max(counts)]
+        size = torch.tensor([max(c - 1, 0) for c in counts], device=self.device)
+        hidden = self._read(fresh, size)
+        state = hidden[torch.arange(live, device=self.device), size]
+        if min(counts) == 0:  # a row without news keeps its state
+            state = torch.where(torch.tensor(counts, device=self.device)[:, None] > 0, state, self.state)
+        self.state = state
+        self._cache.commit(torch.arange(fresh.shape[1] - 1, device=self.device).expand(live, -1), size)
+        if min(counts) == 0:
+            self._cache.truncate([have - (c == 0) for have, c in zip(self._cache.lengths, counts, strict=True)])
+
+    @torch.inference_mode()
+    def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
+        """See decode.drafters.Drafter."""
+        rows, context = self.state.shape[0], self.draft.context_length
+        if any(self.blind) or max(self._cache.lengths, default=0) + self.max_depth > context:
+            lengths = zip(self.blind, self._cache.lengths, strict=True)
+            room = [0 if blind else context + 1 - have for blind, have in lengths]
+            budget = torch.minimum(budget, torch.tensor(room, device=budget.device)).clamp(min=0)
+        levels = min(self.max_depth, int(budget.max())) if rows else 0
+        if levels <= 0:
+            return DraftTree.empty(rows, budget.device)
+        self.levels_read: list[int] = []  # the level of every token read in this cycle
+        if self.shape == "chain":
+            return grow.chain(self, levels, budget, sampling, rng)
+        if self.static is not None and not sampling.greedy:
+            return grow.sampled(self, self.static, levels, budget, sampling, rng)
+        return grow.dynamic(self, levels, budget, min(self.width, self.proj.shape[0]), self.nodes)
+
+    def select(self, rows: list[int]) -> None:
+        """See decode.drafters.Drafter."""
+        self._cache.select(rows)
+        self.state = self.state[rows]
+        self.blind = [self.blind[r] for r in rows]
+
+    # -- growing (decode.grow.Steps)
+
+    def draft_ids(self) -> Tensor | None:
+        """See decode.grow.Steps."""
+        return self._ids
+
+    def logits(self, state: Tensor) -> Tensor:
+        """See decode.grow.Steps."""
+        return self.draft.head.finish(F.linear(state, self.proj, self.bias))
+
+    def extend(self, tokens: Tensor, above: Tensor, seen: Tensor | None, level: int) -> Tensor:
+        """See decode.grow.Steps; the token's own pass sees what is above it."""
+        start, new = len(self.levels_read), tokens.shape[1]
+        self.levels_read += [level] * new
+        lengths, cache = self._cache.physical, self._cache
+        if self.draft.support == "chain":
+            return self._alone(tokens, [length + start for length in lengths], [1] * len(lengths))
+        offset = max(lengths) + start
+        even = min(lengths) == max(lengths)
+        places = torch.tensor([lengths[0]] if even else lengths, device=self.device)[:, None] + (level - 1)
+        positions = places.expand(len(lengths), new).clamp(max=self.draft.context_length - 1)
+        mask = self.masks.scratch(lengths, seen, self.levels_read, new)
+        cache.open(0, len(lengths), offset, new)
+        return self._pass(tokens, positions, mask)
+
+    def _read(self, tokens: Tensor, size: Tensor) -> Tensor:
+        """States [B, W, D] of committed tokens [B, W]; row b has size[b] + 1 of them. cache.commit keeps them."""
+        lengths, cache, new = self._cache.physical, self._cache, tokens.shape[1]
+        if self.draft.support == "chain":
+            cache.pending, cache.in_place = new - 1, True
+            return self._alone(tokens, lengths, (size + 1).tolist())
+        tree = DraftTree.chain(tokens[:, 1:], size)
+        mask = self.masks(lengths, tree, 1)
+        positions = tree.positions() + torch.tensor(lengths, device=self.device)[:, None]
+        cache.open(0, len(lengths), max(lengths), new)
+        cache.pending, cache.in_place = new - 1, False
+        return self._pass(tokens, positions.clamp(max=self.draft.context_length - 1), mask)
+
+    def _alone(self, tokens: Tensor, ends: list[int], counts: list[int]) -> Tensor:
+        """Row by row, without a mask and each at its own end: for drafts whose positions come from the slots."""
+        states = []
+        for row, (end, count) in enumerate(zip(ends, counts, strict=True)):
+            self._cache.open(row, row + 1, end, count)
+            positions = torch.arange(end, end + count, device=self.device)[None]
+            states.append(F.pad(self._pass(tokens[row : row + 1, :count], positions, None),
+                                (0, 0, 0, tokens.shape[1] - count)))  # fmt: skip
+        return torch.cat(states)
+
+    def _pass(self, tokens: Tensor, positions: Tensor, mask: Any) -> Tensor:
+        kwargs: dict[str, Any] = {"input_ids": tokens, "attention_mask": mask, "past_key_values": self._cache,
+                                  "use_cache": True, "return_dict": True}  # fmt: skip
+        if self.draft.takes_positions:
+            kwargs["position_ids"] = positions
+        return self.draft.body(**kwargs).last_hidden_state  # type: ignore[no-any-return]
+
+    @property
+    def _cache(self) -> TreeCache:
+        assert self.cache is not None, "reset() comes first"
+        return self.cache

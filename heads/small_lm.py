@@ -1,0 +1,420 @@
+"""A separate small language model as a drafter, distilled from the target (Leviathan et al. 2022; DistillSpec 2023).
+
+It is cut from the target (its first layers, or evenly spaced ones, under the target's own embedding and LM head) or
+starts from any smaller causal language model with the same tokenizer. Unlike the other heads it reads no features: it
+is a whole language model, so the finished head is an ordinary transformers folder that works as `assistant_model=`
+elsewhere. With `lora.rank` only a LoRA learns, which is merged when the head is saved.
+Trained by train/draft.py; conf/head/small_lm.yaml holds the keys.
+
+Shape letters: B rows, T positions, D width, n supervised tokens, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from conf.errors import UserError
+from decode.drafters import Drafter, DraftModel
+from decode.load import TargetConfig, load_target
+from decode.target import Target
+from decode.tokenizers import compare
+from heads import shapes, vocab
+from heads.base import Batch, Head, HeadConfig, LossOut
+from heads.cut import aliases, chosen_layers, cut, empty
+from heads.losses import LossWeights, chunked_loss
+
+ADAPTER = "draft"  # peft's name of the LoRA
+MODEL = "model.safetensors"
+
+
+@dataclass
+class LoraKeys:
+    """A LoRA on the draft's linear layers; the rest of the draft stays as it is."""
+
+    # rank of the update; 0 = no LoRA, all weights learn
+    rank: int = 0
+    # the update counts alpha / rank
+    alpha: int = 16
+    # dropout before it
+    dropout: float = 0.0
+    # names of the layers it is put on, such as q_proj; empty = all linear layers but the LM head
+    targets: list[str] = field(default_factory=list)
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        found = [f"{k}: {getattr(self, k)} is below 0; give 0 or more" for k in ("rank", "alpha")
+                 if getattr(self, k) < 0]
+        return found + ([] if 0 <= self.dropout < 1 else [f"dropout: {self.dropout} is outside [0, 1); 0 is usual"])
+
+
+@dataclass
+class SmallLMConfig(HeadConfig):
+    """Keys of a separate small draft model."""
+
+    kind: str = "small_lm"
+    # cut the draft from the target: its so many layers; 0 = start from another model (head.path or head.name)
+    from_target_layers: int = 0
+    # which layers of the target: first, or even = evenly spaced, the first and the last among them
+    spacing: str = "even"
+    # start from this folder of a smaller causal language model with the target's tokenizer
+    path: str = ""
+    # start from this Hugging Face repository
+    name: str = ""
+    # branch, tag or commit of head.name
+    revision: str = "main"
+    # embedding and LM head: shared = frozen, tied = trained as one matrix, own = trained as the model has them
+    embedding: str = "shared"
+    # number of frequent tokens the drafter proposes (the LM head's other rows are not computed); 0 = all
+    draft_vocab: int = 0
+    # adapters in place of full weights
+    lora: LoraKeys = field(default_factory=LoraKeys)
+    # what the draft learns from, over its whole vocabulary
+    loss: LossWeights = field(default_factory=lambda: LossWeights(hard=0.0, soft=1.0))
+    # supervised tokens whose logits exist at the same time
+    chunk: int = 256
+    # shape of the draft when the drafter is named without @chain or @tree
+    shape: str = "chain"
+    # levels of the draft
+    depth: int = 5
+    # nodes of the draft tree
+    nodes: int = 24
+    # tree: nodes expanded per level, and children looked at of each
+    width: int = 4
+    # tree at temperature > 0: fixed = the most probable tokens, sampled = drawn without replacement on a static tree
+    tree_draw: str = "sampled"
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        lows = (("from_target_layers", 0), ("draft_vocab", 0), ("chunk", 1), ("depth", 1), ("nodes", 1), ("width", 1))
+        found = [f"{key}: {getattr(self, key)} is below {low}; give {low} or more" for key, low in lows
+                 if getattr(self, key) < low]
+        choices = {"kind": ("small_lm",), "spacing": ("first", "even"), "embedding": ("shared", "tied", "own"),
+                   "shape": ("chain", "tree"), "tree_draw": ("fixed", "sampled")}
+        found += [f"{key}: {getattr(self, key)!r}; choose {' or '.join(good)}" for key, good in choices.items()
+                  if getattr(self, key) not in good]
+        sources = [bool(self.from_target_layers), bool(self.path), bool(self.name)]
+        if sum(sources) != 1:
+            how = "more than one source" if any(sources) else "no source"
+            found.append(f"from_target_layers: {how} of the draft is set; give one of head.from_target_layers=N, "
+                         "head.path=FOLDER, head.name=REPOSITORY")
+        if self.lora.rank and self.embedding != "shared":
+            found.append(f"embedding: {self.embedding} would train it beside a LoRA; use shared, or lora.rank=0")
+        return found
+
+
+class SmallLM(Head):
+    """net: the causal language model, trained weights in float32, frozen ones in the target's dtype.
+
+    Frozen weights of a draft cut from the target are the target's own tensors and not stored in checkpoints.
+    chosen: [Vd] int64 ascending tokens that the drafter proposes, None for all.
+    """
+
+    kind = "small_lm"
+    Config = SmallLMConfig
+    reads_features: ClassVar[bool] = False
+
+    def __init__(self, cfg: SmallLMConfig, net: Any, target: Target, given: dict[str, Tensor] | None) -> None:
+        """given: the target's tensors by net's names, when it was cut from it."""
+        super().__init__(cfg)
+        self.cfg: SmallLMConfig = cfg
+        self.finish = Target(net).head  # freezes everything for a moment
+        if not self.finish.exact:
+            raise UserError("head: the draft's logits do not follow from its last hidden state "
+                            f"({self.finish.reason}); choose another model")
+        self.net = net
+        self.dtype, self.tokenizer = target.dtype, target.tokenizer
+        self.layers: list[int] = []
+        self.chosen: Tensor | None = None
+        self.coverage = 1.0
+        self.calibration: dict[str, Any] = {}
+        self.vocab = min(net.get_input_embeddings().weight.shape[0], target.vocab_size)
+        self.outside = self._freeze(given or {})
+        if cfg.lora.rank:
+            self._inject()
+        self.to(target.device)
+        self.train(self.training)
+
+    # -- making one
+
+    @classmethod
+    def for_target(cls, target: Target, cfg: SmallLMConfig, counts: Tensor | None = None) -> Self:
+        """See Head. Raises UserError for a count of layers outside the target's, a source that cannot be loaded, or
+        one with another tokenizer (the first difference is named)."""
+        if cfg.from_target_layers:
+            layers = chosen_layers(target.num_layers, cfg.from_target_layers, cfg.spacing)
+            net, given = cut(target, layers)
+            head = cls(cfg, net, target, given)
+            head.layers = layers
+        else:
+            head = cls(cfg, load_base(cfg, target), target, None)
+        if cfg.draft_vocab:
+            if counts is None:
+                raise UserError("head.draft_vocab: no token counts to choose from; set head.draft_vocab=0")
+            counts = counts[: head.vocab]
+            head.chosen = vocab.choose(counts, cfg.draft_vocab).to(target.device)
+            head.coverage = vocab.coverage(counts, head.chosen)
+        size, whole = parameters(net := head.net), parameters(target.model)
+        if size >= whole:
+            print(f"warning: the draft ({type(net).__name__}, {size:,} parameters) is no smaller than its target "
+                  f"({whole:,}): drafting K tokens then costs K target passes and can never pay", file=sys.stderr)
+        return head
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any], target: Target) -> Self:
+        """See Head. Raises KeyError or TypeError for a file this class did not write."""
+        from transformers import AutoConfig
+
+        keys = dict(saved["config"])
+        lora = LoraKeys(**({**keys["lora"], "rank": 0} if saved["merged"] else keys["lora"]))
+        cfg = SmallLMConfig(**{**keys, "loss": LossWeights(**keys["loss"]), "lora": lora})
+        if saved["layers"]:
+            net, given = cut(target, [int(i) for i in saved["layers"]])
+        else:
+            model = dict(saved["model"])
+            net, given = empty(AutoConfig.for_model(str(model.pop("model_type")), **model)), None
+        head = cls(cfg, net, target, given)
+        head.layers = list(saved["layers"])
+        ids = saved["draft_ids"]
+        head.chosen = torch.tensor(ids, dtype=torch.int64, device=target.device) if ids else None
+        head.coverage, head.calibration = saved["coverage"], saved["calibration"]
+        return head
+
+    def _freeze(self, given: dict[str, Tensor]) -> set[str]:
+        """Decide what learns; frozen weights become the target's own tensors where they come from it. Returns the
+        names (in state_dict's terms) that are not this head's to store."""
+        cfg, net = self.cfg, self.net
+        into, out = net.get_input_embeddings(), net.get_output_embeddings()
+        if cfg.embedding == "tied" and out.weight is not into.weight:
+            if out.weight.shape != into.weight.shape:
+                raise UserError("head.embedding: the draft's embedding and LM head differ in shape; use own or shared")
+            into.weight = out.weight
+            net.config.tie_word_embeddings = True
+        words = {id(into.weight), id(out.weight)}
+        outside = {f"net.{name}" for name in aliases(net)}
+        groups: dict[int, list[str]] = {}
+        for name, weight in net.named_parameters(remove_duplicate=False):
+            groups.setdefault(id(weight), []).append(name)
+        for key, names in groups.items():
+            weight = net.get_parameter(names[0])
+            if not (cfg.lora.rank or (cfg.embedding == "shared" and key in words)):
+                weight.requires_grad_(True)
+                continue
+            mine = given.get(names[0])
+            if mine is not None:
+                outside |= {f"net.{name}" for name in names}
+            fresh = nn.Parameter((weight.to(self.dtype) if mine is None else mine).detach(), requires_grad=False)
+            for name in names:
+                holder, _, last = name.rpartition(".")
+                setattr(net.get_submodule(holder), last, fresh)
+        return outside
+
+    def _inject(self) -> None:
+        from peft import LoraConfig, inject_adapter_in_model
+
+        keys, out = self.cfg.lora, self.net.get_output_embeddings()
+        names = [n for n, m in self.net.named_modules() if isinstance(m, nn.Linear) and m is not out]
+        config = LoraConfig(r=keys.rank, lora_alpha=keys.alpha, lora_dropout=keys.dropout,
+                            target_modules=list(keys.targets) or names)  # fmt: skip
+        before = {id(p): name for name, p in self.net.named_parameters(remove_duplicate=False)}
+        try:
+            inject_adapter_in_model(config, self.net, ADAPTER)
+        except ValueError as error:
+            raise UserError(f"head.lora.targets: {str(error).splitlines()[0][:200]}") from None
+        for name, weight in self.net.named_parameters(remove_duplicate=False):
+            if id(weight) not in before:
+                weight.data = weight.data.float()
+            elif f"net.{before[id(weight)]}" in self.outside:  # wrapped layers have moved
+                self.outside.add(f"net.{name}")
+
+    def ids(self) -> Tensor | None:
+        """See Head."""
+        return self.chosen
+
+    def train(self, mode: bool = True) -> Self:
+        """The draft has no dropout of its own while it learns; a LoRA's follows the mode."""
+        super().train(mode)
+        if hasattr(self, "net"):
+            self.net.train(False)
+            for name, part in self.net.named_modules():
+                if "lora_dropout" in name:
+                    part.train(mode)
+        return self
+
+    # -- training
+
+    def forward(self, batch: Batch, target: Target) -> LossOut:
+        """Loss over the supervised tokens, each predicted from all tokens before it. No rollout: a draft step sees
+        committed tokens and its own guesses, which are the target's wherever they are kept."""
+        rows, at = (batch.loss_mask & batch.mask).nonzero(as_tuple=True)
+        flat = (rows * batch.ids.shape[1] + at)[at > 0]
+        place = batch.ids.reshape(-1)[flat]
+        law = self._law(batch, target, flat) if self.cfg.loss.needs_law else None
+        x = self.hidden(batch.ids).flatten(0, 1)[flat - 1]
+        x = x * self.finish.scale if self.finish.scale != 1 else x  # a softcap keeps the order and is left out
+        out = self.net.get_output_embeddings()
+        bias = getattr(out, "bias", None)
+        extra = None if bias is None else (x.new_ones(flat.numel(), 1), bias[: self.vocab, None])
+        inside = torch.where(place < self.vocab, place, -1)
+        total, losses, hits = chunked_loss(
+            x[None], out.weight[: self.vocab], inside, torch.ones_like(flat, dtype=torch.bool)[None], law,
+            self.cfg.loss, torch.ones(1, device=x.device), self.cfg.chunk, extra)  # fmt: skip
+        count = torch.tensor(float(flat.numel()), dtype=torch.float64, device=x.device)
+        return LossOut(total, count, {"loss_0": losses[0], "top1_0": hits[0]})
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """[B, T, D] the draft's last hidden states, after its final norm, computed in the target's dtype: the master
+        weights are cast for the pass, so that training and drafting do the same arithmetic."""
+        body = self.net.base_model
+        cast = {n: p if p.dtype == self.dtype else p.to(self.dtype) for n, p in body.named_parameters()}
+        kwargs = {"input_ids": ids.clamp(max=self.vocab - 1), "use_cache": False, "return_dict": True}
+        return torch.func.functional_call(body, cast, kwargs=kwargs).last_hidden_state  # type: ignore[no-any-return]
+
+    def _law(self, batch: Batch, target: Target, flat: Tensor) -> Any:
+        """The target's law at the predicted tokens, over the vocabulary that both models have rows for."""
+        feats = target.features(batch.ids, batch.mask, (target.num_layers,))[:, :, 0].flatten(0, 1)
+
+        def law(part: slice) -> tuple[Tensor, Tensor]:
+            with torch.no_grad():
+                logits = target.unembed(feats[flat[part] - 1])[:, : self.vocab]
+                return torch.softmax(logits, -1), torch.ones_like(flat[part], dtype=torch.bool)
+
+        return law
+
+    @torch.no_grad()
+    def forced(self, batch: Batch, target: Target, levels: int) -> Iterator[tuple[Tensor, int, Tensor]]:
+        """See Head. A separate model's law does not depend on the level: the same logits serve all."""
+        out = self.net.get_output_embeddings()
+        keep: Any = slice(0, self.vocab) if self.chosen is None else self.chosen
+        weight, bias = out.weight[keep].to(self.dtype), getattr(out, "bias", None)
+        bias = None if bias is None else bias[keep].to(self.dtype)
+        x = self.hidden(batch.ids).flatten(0, 1)
+        rows, at = (batch.loss_mask & batch.mask).nonzero(as_tuple=True)
+        flat = rows * batch.ids.shape[1] + at
+        for part in flat[at > 0].split(self.cfg.chunk):
+            z = self.finish.finish(nn.functional.linear(x[part - 1], weight, bias))
+            for level in range(levels):
+                deep = part % batch.ids.shape[1] >= 2 + level  # the anchor, two before the first level, must exist
+                yield part[deep], level, z[deep]
+
+    @torch.no_grad()
+    def calibrate(self, batches: Iterable[Batch], target: Target) -> None:
+        """Teacher-forced ranks of runs of right tokens on held-out rows: a draft is right to a depth when the ranks of
+        so many tokens in a row are those of its path. Keeps acceptance by level and rank, the best static tree, and
+        the teacher-forced accepted length of a chain (bonus token counted)."""
+        from heads.forced import ranks
+
+        found = [ranks(self, batch, target, self.cfg.depth) for batch in batches]
+        if found and sum(f.shape[0] for f in found):
+            table = torch.cat(found)
+            chain = (table == 0).cumprod(1).sum(1).double().mean()
+            self.calibration = {**shapes.measure(table), "teacher_forced": 1 + float(chain)}
+
+    # -- drafting
+
+    def plain(self) -> Any:
+        """A copy of the model in the target's dtype with its LoRA merged: what drafts, and what is saved. Weights that
+        are the target's own are not copied."""
+        own = {id(p): p for n, p in self.net.named_parameters(remove_duplicate=False) if f"net.{n}" in self.outside
+               and not p.requires_grad}  # fmt: skip
+        net = copy.deepcopy(self.net, memo=own if not self.cfg.lora.rank else {})  # type: ignore[arg-type]
+        if self.cfg.lora.rank:
+            from peft.tuners.lora import LoraLayer
+
+            for name, part in [(n, m) for n, m in net.named_modules() if isinstance(m, LoraLayer)]:
+                base = part.get_base_layer()
+                base.weight.data = base.weight.data.float()
+                part.merge()
+                parent, _, last = name.rpartition(".")
+                setattr(net.get_submodule(parent), last, base)
+        for weight in net.parameters():  # not net.to(): rotary frequencies stay in float32
+            weight.data = weight.data.to(self.dtype)
+        return net.requires_grad_(False).eval()
+
+    def drafter(self, target: Target, shape: str | None = None) -> Drafter:
+        """See Head."""
+        cfg, draft = self.cfg, Target(self.plain(), self.tokenizer)
+        shape = shape or (cfg.shape if target.support == "tree" else "chain")
+        static = shapes.tree(self.calibration, cfg.nodes, cfg.depth) if cfg.tree_draw == "sampled" else None
+        return DraftModel(draft, cfg.depth, f"{self.kind}@{shape}", shape=shape, nodes=cfg.nodes, width=cfg.width,
+                          ids=self.chosen, static=static, vocab_size=target.vocab_size)  # fmt: skip
+
+    # -- on disk
+
+    def config_json(self) -> dict[str, Any]:
+        """See Head; also the model's own config, the layers it was cut from, the draft vocabulary, measured ranks."""
+        return {**super().config_json(), "model": self.net.config.to_diff_dict(), "layers": self.layers,
+                "merged": False, "draft_ids": [] if self.chosen is None else self.chosen.tolist(),
+                "coverage": self.coverage, "calibration": self.calibration,
+                "parameters": parameters(self.net)}  # fmt: skip
+
+    def restore_json(self, saved: dict[str, Any]) -> None:
+        """See Head: the measured ranks."""
+        self.calibration = saved["calibration"]
+
+    def write(self, folder: Path, finished: bool) -> tuple[str, dict[str, Any]]:
+        """See Head. A finished draft is an ordinary transformers folder: config, generation config, tokenizer, weights
+        in the target's dtype with any LoRA merged."""
+        if not finished:
+            return super().write(folder, finished)
+        net = self.plain()
+        net.config.dtype = self.dtype
+        shown = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()
+        try:
+            net.save_pretrained(folder, max_shard_size="1000GB")
+        finally:
+            if shown:
+                logging.enable_progress_bar()
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
+        return MODEL, {**self.config_json(), "merged": True}
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """What is this head's own: no weight of the target, no tied weight twice."""
+        whole = super().state_dict(*args, **kwargs)
+        for name in [k for k in whole if k in self.outside]:
+            del whole[name]
+        return whole
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Also from the names of a finished folder. Raises RuntimeError when names or shapes do not fit."""
+        bare = not any(name.startswith("net.") for name in state_dict)
+        state = {f"net.{k}" if bare else k: v for k, v in state_dict.items()}
+        if bare:
+            state = {k: v for k, v in state.items() if k not in self.outside}  # the target's own: they are there
+        found = super().load_state_dict(state, strict=False, assign=assign)
+        missing = [k for k in found.missing_keys if k not in self.outside]
+        if strict and (missing or found.unexpected_keys):
+            raise RuntimeError(f"weights {', '.join([*missing, *found.unexpected_keys][:3])} are missing or unknown")
+        return found
+
+
+def load_base(cfg: SmallLMConfig, target: Target) -> Any:
+    """The float32 model that head.path or head.name means. Raises UserError when it cannot be loaded or its tokenizer
+    is another one."""
+    kind = "local" if cfg.path else "hub"
+    try:
+        source = TargetConfig(kind=kind, path=cfg.path, name=cfg.name, revision=cfg.revision)
+        base = load_target(source, "float32", "cpu")
+    except UserError as error:
+        raise UserError(str(error).replace("target.", "head.").replace("target:", "head:")) from None
+    if target.tokenizer is not None:
+        verdict = compare(target.tokenizer, base.tokenizer, target.vocab_size, base.vocab_size)
+        if not verdict.compatible:
+            raise UserError(f"head.{'path' if cfg.path else 'name'}: {cfg.path or cfg.name}: another tokenizer than "
+                            f"the target's: {verdict.reason}; choose a draft of the same family")
+    return base.model
+
+
+def parameters(model: nn.Module) -> int:
+    """Number of parameters, tied ones once."""
+    return sum(p.numel() for p in model.parameters())

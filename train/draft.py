@@ -1,0 +1,33 @@
+"""Train a separate small draft model for a frozen target, cut from it or started from a smaller relative.
+
+    accelerate launch train/draft.py target=smollm2 head=small_lm head.from_target_layers=6 data=jsonl data.path=FILE \\
+        out_dir=runs/draft steps=N
+
+OUT/head is an ordinary transformers folder: `AutoModelForCausalLM.from_pretrained` and `assistant_model=` take it. The
+same command again resumes. Data: chats in JSONL, a `datasets` data set (data=hub), or plain text (data=text).
+Exit codes: 0 done, 2 a mistake to mend, 130 stopped by Ctrl-C and 75 by SIGTERM or SIGUSR1 (saved: start it again);
+`accelerate launch` does not pass them on.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # train/ stands first and would shadow libraries
+
+from conf.schema import entry
+from heads import HEADS
+from train import launcher
+from train.config import DraftRun
+from train.loop import fit
+
+
+@entry("draft", DraftRun)
+def main(cfg: DraftRun) -> None:
+    """Run one training job."""
+    fit(cfg, HEADS[cfg.head.kind])
+
+
+if __name__ == "__main__":
+    launcher.run(main)
