@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from decode.target import Target
 
 KINDS = ("smollm2", "hub", "local", "tiny")
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 ATTENTION = ("auto", "sdpa", "eager")
 
 

@@ -57,6 +57,7 @@ class Target:
         self.tokenizer, self.identity, self.source = tokenizer, identity, source
         self.tuning = ""  # what has changed the weights since loading; the identity then says so too
         self.borrowed = False  # a head that was trained for just these weights has been loaded
+        self.sharded = False  # its layers are spread over processes, which must all run it at the same time
         self.config = model.config.get_text_config(decoder=True)
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
         self.hidden_size: int = self.config.hidden_size
@@ -291,6 +292,9 @@ class Target:
 
     def _taps(self, out: Any, taps: Sequence[int]) -> Tensor:
         if out.hidden_states is None:
+            if self._wants_all(taps):
+                raise UserError(f"target: {type(self.body).__name__} does not hand out its hidden states {list(taps)}; "
+                                "use a head that reads the last one alone, such as head=medusa")  # fmt: skip
             return torch.stack([out.last_hidden_state] * len(taps), 2)
         return torch.stack([out.hidden_states[tap] for tap in taps], 2)
 

@@ -21,18 +21,19 @@ def decoded_acceptance(head: Head, target: Target, rows: Rows, cfg: EvalConfig, 
                        accelerator: Accelerator) -> dict[str, Any]:
     """Accepted length (bonus token counted) and acceptance by position on held-out prompts; {} without any.
 
-    Prompts are shared out among the ranks; each rank gets the whole result. Cut and loop cycles are left out of the
-    figures and counted. Also calibrates the head on held-out rows, which shapes its tree.
+    Prompts are shared out among the ranks (not with a sharded target); each rank gets the whole result. Cut and loop
+    cycles are left out of the figures and counted. Also calibrates the head on held-out rows, which shapes its tree.
     """
     chosen = rows.held.nonzero()[: cfg.prompts, 0].tolist()
     if not chosen:
         return {}
     head.calibrate((b.to(target.device) for b in held_out_batches(rows, cfg.calibration_rows)), target)
     requests = [Request(rows.prompt(row), cfg.max_new_tokens, id=row) for row in chosen]
-    mine = requests[accelerator.process_index :: accelerator.num_processes]
+    alone = accelerator.num_processes == 1 or target.sharded  # the ranks of a sharded target only run it together
+    mine = requests if alone else requests[accelerator.process_index :: accelerator.num_processes]
     drafter = head.drafter(target, cfg.shape or None)
     run = generate(target, drafter, mine, Sampling(temperature=cfg.temperature), batch_size=cfg.batch_size, seed=seed)
-    every: list[Generation] = gather_object(run.generations) if accelerator.num_processes > 1 else run.generations
+    every: list[Generation] = run.generations if alone else gather_object(run.generations)
     parts = [split(g) for g in every]
     clean = [p.clean for p in parts]
     length = accepted_length(clean)

@@ -24,7 +24,7 @@ WANDB = ("off", "online", "offline")
 # compared by the hash of their tokens, targets by their identity, so their names and folders are logistics too.
 LOGISTICS = (
     "out_dir", "save_every", "keep", "log_every", "micro_batch", "wandb", "wandb_project", "eval", "device",
-    "target.path", "target.name", "target.revision", "target.kind", "target.attn",
+    "shard_target", "target.path", "target.name", "target.revision", "target.kind", "target.attn",
     "data.path", "data.name", "data.split", "data.revision", "data.kind", "data.max_bad_fraction", "data.cache",
     "head.chunk", "head.shape", "head.nodes", "head.depth", "head.width", "head.tree_draw",
     "data.features",
@@ -180,6 +180,8 @@ class TrainConfig:
     # save a checkpoint every so many steps, and at the end; 0 = only at the end
     save_every: int = 500
     # checkpoints to keep, at least 2
+    # spread the target's layers over the ranks (FSDP2), for targets that do not fit on one device
+    shard_target: bool = False
     keep: int = 2
     # write a line of metrics every so many steps
     log_every: int = 10

@@ -27,6 +27,7 @@ from decode.identity import sha256_remembered
 from decode.target import Target
 from heads.base import Batch, Head
 from train.data import Rows
+from train.sharding import layer_stacks
 
 FORMAT = 1
 PLAN, MANIFEST = "plan.json", "manifest.json"
@@ -199,13 +200,9 @@ class Freed(nn.Module):
 
 def free_layers(target: Target) -> int:
     """Drop the stacked layers of a target's body, keep embedding, norms and LM head. Returns the bytes let go."""
-    kept = {id(p) for part in (target.model.get_input_embeddings(), target.lm_head) for p in part.parameters()}
     freed = 0
-    for name, part in list(target.body.named_modules()):
-        mine = list(part.parameters()) if isinstance(part, nn.ModuleList) else []
-        if not mine or any(id(p) in kept for p in mine):
-            continue
-        freed += sum(p.numel() * p.element_size() for p in mine)
+    for name, stack in layer_stacks(target):
+        freed += sum(p.numel() * p.element_size() for p in stack.parameters())
         parent, _, last = name.rpartition(".")
         setattr(target.body.get_submodule(parent), last, nn.ModuleList([Freed()]))
     return freed
@@ -229,7 +226,7 @@ class Source:
         taps = head.taps if final in head.taps else (*head.taps, final)
         _ = target.head  # asks the layers how logits follow; later they may be gone
         self.store = FeatureStore.open(folder, identity_of(target, rows, cfg.dtype), taps, rows)
-        freed = 0 if cfg.eval.every else free_layers(target)
+        freed = 0 if cfg.eval.every or getattr(cfg.eval, "parity", 0) else free_layers(target)
         self.note = f"features: {folder}, {len(self.store.shards)} files in {self.store.stored}"
         self.note += f"; the target's layers are freed ({freed / 2**20:,.0f} MiB)" if freed else ""
         if self.store.stored != cfg.dtype:

@@ -37,6 +37,7 @@ from train.log import Log
 from train.schedule import learning_rate
 from train.signals import Stop, interruption
 from train.state import State
+from train.sharding import shard_target
 
 RETRIES = 3  # saves that may fail in a row before the run gives up
 
@@ -69,7 +70,7 @@ def fit(cfg: TrainConfig, kind: type[Head]) -> None:
 
 def _fit(cfg: TrainConfig, kind: type[Head], accelerator: Accelerator, stop: Stop) -> None:
     out, main, world = Path(cfg.out_dir), accelerator.is_main_process, accelerator.num_processes
-    target = load_target(cfg.target, cfg.dtype, accelerator.device)
+    target = load_target(cfg.target, cfg.dtype, "cpu" if cfg.shard_target else accelerator.device)
     with accelerator.main_process_first():  # the others find the tokens in the cache
         rows = load_rows(cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length)
     plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed)
@@ -77,6 +78,9 @@ def _fit(cfg: TrainConfig, kind: type[Head], accelerator: Accelerator, stop: Sto
     head = kind.for_target(target, cfg.head, rows.counts(target.vocab_size))
     trainable = [p for p in head.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(head.parameter_groups(), lr=cfg.optim.lr, betas=(cfg.optim.beta1, cfg.optim.beta2),
+    if cfg.dtype == "float64":
+        head.double()
+    sharding = shard_target(target, head, accelerator.device) if cfg.shard_target else ""
                                   eps=cfg.optim.eps, weight_decay=cfg.optim.weight_decay, fused=True)
 
     with accelerator.main_process_first():  # the others find the hashes of feature files in the cache
@@ -88,8 +92,8 @@ def _fit(cfg: TrainConfig, kind: type[Head], accelerator: Accelerator, stop: Sto
         log.say(note)
     log.header(head, _facts(cfg, target, rows, plan, head, world))
     log.say(_self_check(rows, plan, target.tokenizer))
-    if source.note:
-        log.say(source.note)
+    for note in filter(None, (sharding, source.note)):
+        log.say(note)
     model = accelerator.prepare(head) if world > 1 else head
     head.train()
     failures, asked, saved_at = 0, 0, state.step if notes or state.step else -1

@@ -1,0 +1,63 @@
+"""A target that no single device can hold, spread over the ranks: FSDP2's fully_shard on each of its layers.
+
+Only the stacked layers are sharded. Embedding, final norm and LM head stay whole on every rank, because a head's loss
+calls them outside the target's own forward. Nothing of the target is trained, so the forward gathers one layer at a
+time and nothing is ever reduced; the head is replicated, and its gradient is exchanged as always.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from conf.errors import UserError
+from decode.target import Target
+from heads.base import Head
+
+
+def layer_stacks(target: Target) -> list[tuple[str, nn.ModuleList]]:
+    """The stacked layers of a target's body by name: outermost module lists that hold neither embedding nor LM head."""
+    whole = (target.model.get_input_embeddings(), target.model.get_output_embeddings())
+    kept = {id(p) for part in whole if part is not None for p in part.parameters()}
+    found: list[tuple[str, nn.ModuleList]] = []
+    for name, part in target.body.named_modules():
+        inside = any(name.startswith(outer + ".") for outer, _ in found)
+        if isinstance(part, nn.ModuleList) and not inside:
+            mine = list(part.parameters())
+            if mine and not any(id(p) in kept for p in mine):
+                found.append((name, part))
+    return found
+
+
+def shard_target(target: Target, head: Head, device: torch.device) -> str:
+    """Shard the layers of a loaded target over all ranks, in place, and move its head; returns a line about it.
+
+    The weights may still lie on the CPU: layer by layer they move to `device` as shards. Raises UserError for one
+    process, a target without stacked layers, or a head that changes its target.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        raise UserError("shard_target: needs several processes; start it with torchrun or accelerate launch, or leave "
+                        "it out")
+    if head.trains_target:
+        raise UserError(f"shard_target: {type(head).kind} changes the target while it learns, and sharded weights are "
+                        "frozen; leave it out")
+    stacks = layer_stacks(target)
+    if not stacks:
+        raise UserError(f"shard_target: {type(target.body).__name__} has no stacked layers; leave it out")
+    _ = target.head  # asked of the whole model
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    spread = sum(p.numel() * p.element_size() for _, stack in stacks for p in stack.parameters())
+    for _, stack in stacks:
+        for layer in stack:
+            # The body itself is not wrapped: transformers finds what hidden states it may hand out by its class name.
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    target.model.to(device)
+    head.to(device)
+    target.sharded = True
+    held = sum(p.numel() * p.element_size() for p in target.model.parameters()) - spread
+    return (f"target: {spread / 2**20:,.0f} MiB of layers over {mesh.size()} ranks, {held / 2**20:,.0f} MiB on every "
+            "one")
