@@ -15,6 +15,7 @@ from heads.eagle import Eagle1Head, Eagle3Head
 from heads.hydra_heads import HydraHeads
 from heads.medusa import MedusaHead
 from heads.medusa2 import Medusa2Head
+from heads.plain import is_plain, plain_drafter
 from heads.small_lm import SmallLM
 
 __all__ = ["HEADS", "Batch", "Head", "HeadConfig", "LossOut", "find_head", "load_head", "resolve_drafter", "save_head"]
@@ -32,11 +33,12 @@ ADAPTIVE = "@adaptive"
 
 
 def resolve_drafter(spec: str, target: Target) -> Drafter:
-    """A drafter by name: "none", "ngram", a run folder or a head folder, the last two with "@chain" or "@tree".
+    """A drafter by name: "none", "ngram", a run folder, a head folder, or any smaller model with the target's tokenizer
+    (a transformers folder or a Hugging Face repository); all but the first two with "@chain" or "@tree".
 
     "@adaptive" behind any of them but "none" lets every row draft as deep as its own acceptance so far pays for
     (decode.adaptive). The drafter's name is `spec`. Raises UserError for anything else, for a tree on a target that
-    takes chains only, and for a head of another target.
+    takes chains only, for a head of another target, and for a model with another tokenizer.
     """
     if spec.endswith(ADAPTIVE):
         plain = spec.removesuffix(ADAPTIVE)
@@ -54,10 +56,11 @@ def resolve_drafter(spec: str, target: Target) -> Drafter:
         if shape not in ("", *SHAPES):
             raise UserError(f"drafters: {spec}: unknown shape {shape!r}; write {path}@chain or {path}@tree, "
                             "each with @adaptive behind it for an adaptive draft length")  # fmt: skip
-        head = load_head(find_head(path), target)
+        model = is_plain(path) and not (Path(path).expanduser() / CARD).is_file()
+        head = None if model else load_head(find_head(path), target)
         if shape == "tree" and target.support != "tree":
             raise UserError(f"drafters: {spec}: this target takes chains only; write {path}@chain")
-        drafter = head.drafter(target, shape or None)
+        drafter = head.drafter(target, shape or None) if head else plain_drafter(path, target, shape or None)
     drafter.name = spec
     return drafter
 
@@ -74,4 +77,5 @@ def find_head(path: str) -> Path:
     if folder.is_dir():
         raise UserError(f"drafters: {path}: the folder holds no head (no {CARD}, head/, best/ or checkpoints/); "
                         "finish the training run, or give another folder")
-    raise UserError(f"drafters: {path}: neither none, ngram nor an existing folder; give a run folder or a head folder")
+    raise UserError(f"drafters: {path}: neither none, ngram nor an existing folder; give a run folder, a head folder or "
+                    "a model with the target's tokenizer")  # fmt: skip
