@@ -77,5 +77,5 @@ def find_head(path: str) -> Path:
     if folder.is_dir():
         raise UserError(f"drafters: {path}: the folder holds no head (no {CARD}, head/, best/ or checkpoints/); "
                         "finish the training run, or give another folder")
-    raise UserError(f"drafters: {path}: neither none, ngram nor an existing folder; give a run folder, a head folder or "
-                    "a model with the target's tokenizer")  # fmt: skip
+    raise UserError(f"drafters: {path}: neither none, ngram nor an existing folder; give a run folder, a head folder, "
+                    "or a model with the target's tokenizer")  # fmt: skip
