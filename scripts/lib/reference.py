@@ -25,8 +25,8 @@ from decode.sampling import Sampling
 from decode.target import Target
 
 
-class _FirstToken(StoppingCriteria):
-    """Never stops; notes when the first token was there, which ends the prefill."""
+class FirstToken(StoppingCriteria):
+    """Never stops; `at` is when the first token was there, which ends the prefill."""
 
     def __init__(self) -> None:
         self.at: float | None = None
@@ -55,6 +55,25 @@ def hf_generate(
     return Run(generations, timing, law_rows=0)
 
 
+def settings(target: Target, sampling: Sampling, max_new_tokens: int) -> tuple[GenerationConfig, LogitsProcessorList]:
+    """Our settings in transformers' words."""
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=sampling.temperature > 0,
+        eos_token_id=list(target.eos_ids) or None,
+        pad_token_id=target.eos_ids[0] if target.eos_ids else 0,
+        use_cache=True,
+    )
+    if sampling.temperature > 0:
+        config.temperature, config.top_k = sampling.temperature, sampling.top_k
+        config.top_p, config.min_p = sampling.top_p, sampling.min_p or None
+    # In our order: generate() itself would put the penalty in front of foreign processors.
+    processors = LogitsProcessorList(sampling.processors)
+    if sampling.repetition_penalty != 1:
+        processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    return config, processors
+
+
 def _batch(
     target: Target, batch: Sequence[Request], sampling: Sampling, seed: int, timing: Timing,
     guidance: float | None = None,
@@ -64,23 +83,10 @@ def _batch(
     pad = target.eos_ids[0] if target.eos_ids else 0
     ids = torch.tensor([[pad] * (longest - len(r.prompt)) + list(r.prompt) for r in batch], device=target.device)
     mask = torch.tensor([[0] * (longest - len(r.prompt)) + [1] * len(r.prompt) for r in batch], device=target.device)
-    config = GenerationConfig(
-        max_new_tokens=limit,
-        do_sample=sampling.temperature > 0,
-        eos_token_id=list(target.eos_ids) or None,
-        pad_token_id=pad,
-        use_cache=True,
-    )
-    if sampling.temperature > 0:
-        config.temperature, config.top_k = sampling.temperature, sampling.top_k
-        config.top_p, config.min_p = sampling.top_p, sampling.min_p or None
+    config, processors = settings(target, sampling, limit)
     if guidance is not None:
         config.guidance_scale = guidance
-    # In our order: generate() itself would put the penalty in front of foreign processors.
-    processors = LogitsProcessorList(sampling.processors)
-    if sampling.repetition_penalty != 1:
-        processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-    first = _FirstToken()
+    first = FirstToken()
     devices = [target.device] if target.device.type == "cuda" else []
     with target.as_loaded() as model, torch.inference_mode(), torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed * 1_000_003 + batch[0].id)
