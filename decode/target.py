@@ -22,8 +22,8 @@ from torch import Tensor
 from conf.errors import UserError
 from decode.cache import TreeCache
 from decode.masks import TreeMasks
+from decode.probe import TOLERANCE, Probe, difference, probe_head, probe_target
 from decode.probe import Head as HeadProbe
-from decode.probe import Probe, probe_head, probe_target
 from decode.tree import DraftTree
 
 UNBOUNDED = 2**31 - 1
@@ -68,6 +68,7 @@ class Target:
         self.body = _body(model)
         self._loaded_attention = model.config._attn_implementation
         self._probe: Probe | None = None
+        self._packs: str | None = None
         self._head: HeadProbe | None = None
         self._masks: TreeMasks | None = None
 
@@ -265,8 +266,10 @@ class Target:
 
     # -- training
 
-    def features(self, ids: Tensor, mask: Tensor, taps: Sequence[int], grad: bool = False) -> Tensor:
-        """Hidden states [B, T, taps, D] of right-padded `ids` [B, T]; `mask` [B, T] bool marks real tokens.
+    def features(self, ids: Tensor, mask: Tensor, taps: Sequence[int], grad: bool = False,
+                 position: Tensor | None = None) -> Tensor:  # fmt: skip
+        """Hidden states [B, T, taps, D] of right-padded `ids` [B, T]; `mask` [B, T] bool marks real tokens. position:
+        [B, T] int64 where several documents stand in a row, each counted from 0: none sees another (see packs).
 
         No cache and no [B, T, V]. With `grad` the graph through the target is kept (for adapters inside it).
         Raises ValueError for padding on the left: only right padding is invisible to a causal pass.
@@ -281,8 +284,26 @@ class Target:
         }
         with torch.set_grad_enabled(grad):
             if self.takes_positions:
-                kwargs["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+                count = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+                kwargs["position_ids"] = count if position is None else position
             return self._taps(self.body(**kwargs), taps)
+
+    def packs(self) -> str:
+        """Why this target cannot take packed documents; empty when it can. Asked of the model itself: without a cache
+        transformers keeps documents apart by their positions, where the architecture supports it."""
+        if self._packs is None:
+            ids = torch.arange(3, 3 + 26, device=self.device).remainder(self.vocab_size).view(2, 13)
+            at = torch.tensor([[*range(5), *range(8)], [*range(9), *range(4)]], device=self.device)
+            real, taps = torch.ones_like(ids, dtype=torch.bool), (self.num_layers,)
+            packed = self.features(ids, real, taps, position=at)
+            worst = 0.0
+            for b, cut in ((0, 5), (1, 9)):
+                for part in (slice(0, cut), slice(cut, 13)):
+                    alone = self.features(ids[b : b + 1, part], real[b : b + 1, part], taps)
+                    worst = max(worst, difference(packed[b : b + 1, part, 0], alone[:, :, 0]))
+            limit = TOLERANCE[self.dtype]
+            self._packs = "" if worst <= limit else f"packed documents see each other (relative error {worst:.2g})"
+        return self._packs
 
     def _wants_all(self, taps: Sequence[int]) -> bool:
         for tap in taps:

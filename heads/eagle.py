@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,7 @@ class EagleHead(Head):
     """What EAGLE-1 and EAGLE-3 share. net: the network. d2t: [Vd] int64 offsets (None: the whole vocabulary)."""
 
     Config = EagleConfig
+    packs: ClassVar[bool] = True
     net: EagleNet
     d2t: Tensor | None
 
@@ -155,17 +156,17 @@ class EagleHead(Head):
         return LossOut(total, torch.tensor(float(flat.numel()), dtype=torch.float64, device=flat.device), stats)
 
     def _supervised(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Flat position and position in the row, [n] each, of the supervised tokens that some row can predict."""
-        rows, at = (batch.loss_mask & batch.mask).nonzero(as_tuple=True)
-        ahead = at > 1
-        return (rows * batch.ids.shape[1] + at)[ahead], at[ahead]
+        """Flat position and position in the document, [n] each, of the supervised tokens that some row can predict."""
+        flat = (batch.loss_mask & batch.mask).reshape(-1).nonzero()[:, 0]
+        at = batch.depth()[flat]
+        return flat[at > 1], at[at > 1]
 
     def _unroll(self, batch: Batch, target: Target, flat: Tensor, depth: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
         """Features of the last tap [B * T, D]; per step h [n, D] of the row that predicts each supervised token; and
         which of these rows exist, [S, n]."""
         (count, length), cfg = batch.ids.shape, self.cfg
         reads = self.taps if self.final in self.taps else (*self.taps, self.final)
-        feats = target.features(batch.ids, batch.mask, reads).detach()
+        feats = target.features(batch.ids, batch.mask, reads, position=batch.position).detach()
         back = torch.arange(2, 2 + cfg.steps, device=flat.device)[:, None]
         valid, source = depth >= back, (flat - back).clamp(min=0)  # [S, n]
         needed = torch.zeros(count * length, dtype=torch.bool, device=flat.device)
@@ -178,13 +179,15 @@ class EagleHead(Head):
 
         e = target.embed(batch.ids).detach()
         cos, sin = rope_table(self.net.config, length + cfg.steps, e.dtype, e.device)
-        memory = Memory((count, length), keep)
+        place = batch.depth()
+        first = (cos[None, :length], sin[None, :length]) if batch.position is None else (cos[batch.position],
+                                                                                         sin[batch.position])
+        memory = Memory((count, length), keep, batch.position)
         g = self.net.start(feats[:, :, : len(self.taps)])
         if cfg.noise and self.training:
             g = g + self._noise(batch, g)
-        h = self.net.advance(torch.cat([e[:, 1:], e[:, -1:]], 1), g, (cos[None, :length], sin[None, :length]), keep,
-                             memory=memory)  # fmt: skip
-        hidden, e, at = [], e.flatten(0, 1), keep % length
+        h = self.net.advance(torch.cat([e[:, 1:], e[:, -1:]], 1), g, first, keep, memory=memory)
+        hidden, e, at = [], e.flatten(0, 1), place[keep]
         for step in range(cfg.steps):
             if step:
                 memory.step = step
@@ -216,10 +219,11 @@ class EagleHead(Head):
         of one weight: new at every update, the same on any number of ranks and after a resume."""
         first = next(self.net.parameters()).detach().flatten()[:2].cpu().numpy().tobytes()
         out = torch.zeros(g.shape, dtype=torch.float32)
-        for b, (sample, size) in enumerate(zip(batch.sample_ids.tolist(), batch.mask.sum(1).tolist(), strict=True)):
+        for sample, (b, start, size) in zip(batch.sample_ids.tolist(), batch.spans(), strict=True):
             seed = hashlib.sha256(repr((sample, first)).encode()).digest()[:8]
             generator = torch.Generator().manual_seed(int.from_bytes(seed) >> 1)
-            out[b, :size] = (torch.rand(size, g.shape[-1], generator=generator) - 0.5) * (self.cfg.noise * 512 / size)
+            drawn = torch.rand(size, g.shape[-1], generator=generator) - 0.5
+            out[b, start : start + size] = drawn * (self.cfg.noise * 512 / size)
         return out.to(g)
 
     @torch.no_grad()

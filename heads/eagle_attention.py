@@ -24,10 +24,18 @@ BLOCK = 1 << 24  # scores that the backward pass holds at the same time
 
 class Memory:
     """Keys and values of one training pass. shape: (B, T) of step 0. rows: [n] flat positions that later steps go on
-    with. `step` is set by the caller."""
+    with. position: [B, T] places of packed tokens in their documents, None: rows are documents. `step` is set by the
+    caller. starts: flat positions where documents begin, ascending; the padding may be one more."""
 
-    def __init__(self, shape: tuple[int, int], rows: Tensor) -> None:
+    def __init__(self, shape: tuple[int, int], rows: Tensor, position: Tensor | None = None) -> None:
         self.shape, self.rows, self.step = shape, rows, 0
+        self.hidden: Tensor | None = None  # [B, T, T] bool, packed: slots that a row must not see
+        self.starts = list(range(0, shape[0] * shape[1], shape[1]))
+        if position is not None:
+            number = (position == 0).cumsum(1)
+            future = torch.ones(shape[1], shape[1], dtype=torch.bool, device=position.device).triu(1)
+            self.hidden = (number[:, :, None] != number[:, None, :]) | future
+            self.starts = (position.reshape(-1) == 0).nonzero()[:, 0].tolist()
         self.first: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> [B, H, T, hd] each, groups expanded
         self.later: dict[int, list[Tensor]] = {}  # layer -> [n, H, hd] keys and values in turns
 
@@ -54,7 +62,9 @@ def ttt_attention(
         if query.device.type == "cpu":
             out = _merged(query.transpose(1, 2).flatten(0, 1), memory, None, scale, (key, value), [])
             return out.view(*memory.shape, *out.shape[1:]), None
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale).transpose(1, 2), None
+        seen = None if memory.hidden is None else ~memory.hidden[:, None]
+        out = F.scaled_dot_product_attention(query, key, value, seen, is_causal=seen is None, scale=scale)
+        return out.transpose(1, 2), None
     own = memory.later.setdefault(layer, [])
     own += [key[0].transpose(0, 1), value[0].transpose(0, 1)]
     packed = query[0].transpose(0, 1)
@@ -76,7 +86,8 @@ def dense(query: Tensor, memory: Memory, scale: float, first: tuple[Tensor, Tens
     padded = padded.view(rows_b, length, *query.shape[1:]).transpose(1, 2)
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = (padded @ key.transpose(-1, -2)).to(wide) * scale
-    future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+    future: Tensor = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+    future = future if memory.hidden is None else memory.hidden[:, None]
     scores = scores.masked_fill(future, -torch.inf).transpose(1, 2).flatten(0, 1)[memory.rows]  # [n, H, T]
     diagonal = torch.stack([(query * k).sum(-1, dtype=wide) for k in own[0::2]], -1) * scale
     law = torch.cat([scores, diagonal], -1).softmax(-1).to(value.dtype)
@@ -101,8 +112,11 @@ class _Merged(torch.autograd.Function):
                 *own: Tensor) -> Tensor:  # fmt: skip
         wide = torch.promote_types(query.dtype, torch.float32)
         padded = _unpack(query, memory.shape, rows)
+        mask = None
+        if memory.hidden is not None:
+            mask = torch.zeros(memory.hidden.shape, dtype=query.dtype).masked_fill_(memory.hidden, -torch.inf)[:, None]
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            padded, key, value, 0.0, True, scale=scale
+            padded, key, value, 0.0, mask is None, attn_mask=mask, scale=scale
         )
         merged, total, laws = _pack(out, rows), _pack(lse[..., None], rows)[..., 0], []
         if own:
@@ -112,7 +126,7 @@ class _Merged(torch.autograd.Function):
             laws = [(p - total).exp_().to(query.dtype) for p in parts[1:]]
             for law, v in zip(laws, own[1::2], strict=True):
                 merged.addcmul_(law[..., None], v)
-        ctx.shape, ctx.rows, ctx.scale = memory.shape, rows, scale
+        ctx.shape, ctx.rows, ctx.scale, ctx.starts = memory.shape, rows, scale, memory.starts
         ctx.save_for_backward(query, key, value, merged, total, *laws, *own)
         return merged
 
@@ -123,7 +137,7 @@ class _Merged(torch.autograd.Function):
         grad = grads[0].contiguous()
         delta = (grad * merged).sum(-1, dtype=total.dtype)
         into_query, into_key, into_value = _causal_gradients(
-            query, key, value, grad, total, delta, ctx.shape, ctx.rows, ctx.scale
+            query, key, value, grad, total, delta, ctx.shape, ctx.rows, ctx.scale, ctx.starts
         )
         found: list[Tensor] = []
         for law, k, v in zip(laws, own[0::2], own[1::2], strict=True):
@@ -135,31 +149,34 @@ class _Merged(torch.autograd.Function):
 
 def _causal_gradients(
     query: Tensor, key: Tensor, value: Tensor, grad: Tensor, lse: Tensor, delta: Tensor, shape: tuple[int, int],
-    rows: Tensor | None, scale: float,
+    rows: Tensor | None, scale: float, starts: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of the causal part: dS = P (dO V' - delta), P = exp(S - lse) with the *merged* lse [n, H] and delta."""
+    """Gradients of the causal part: dS = P (dO V' - delta), P = exp(S - lse) with the *merged* lse [n, H] and delta.
+    starts: where documents begin, which do not see each other."""
     count, length = shape
     into_query, into_key, into_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    ends = torch.arange(1, count + 1) * length
+    ends = torch.tensor([*starts[1:], count * length])
     bounds = ends.tolist() if rows is None else torch.searchsorted(rows, ends).tolist()
     slots, start = torch.arange(length), 0
-    for b, stop in enumerate(bounds):
+    for first, end, stop in zip(starts, ends.tolist(), bounds, strict=True):
         if stop == start:
             continue
-        at = slots if rows is None else rows[start:stop] - b * length
+        b, low = divmod(first, length)
+        at = slots[: end - first] if rows is None else rows[start:stop] - first
         reach = int(at[-1]) + 1
+        seen = slice(low, low + reach)
         future = slots[:reach] > at[:, None]
         heads = max(1, BLOCK // (len(at) * reach))
         for h in range(0, query.shape[1], heads):
             part = slice(h, h + heads)
             q, g = (query[start:stop, part] * scale).transpose(0, 1), grad[start:stop, part].transpose(0, 1)
-            k, v = key[b, part, :reach], value[b, part, :reach]
+            k, v = key[b, part, seen], value[b, part, seen]
             law = torch.sub(torch.bmm(q, k.mT), lse[start:stop, part].T[..., None]).exp_()
             law = law.masked_fill_(future, 0.0).to(q.dtype)
-            into_value[b, part, :reach] = torch.bmm(law.mT, g)
+            into_value[b, part, seen] = torch.bmm(law.mT, g)
             score = torch.bmm(g, v.mT).sub_(delta[start:stop, part].T[..., None]).mul_(law)
             into_query[start:stop, part] = torch.bmm(score, k).mul_(scale).transpose(0, 1)
-            into_key[b, part, :reach] = torch.bmm(score.mT, q)
+            into_key[b, part, seen] = torch.bmm(score.mT, q)
         start = stop
     return into_query, into_key, into_value
 

@@ -106,7 +106,7 @@ class HydraHeads(ParallelHead):
         """See ParallelHead: head i reads the feature at t = reads[i] and the true tokens t + 1 .. t + i + 1."""
         ids = batch.ids.reshape(-1)
         entered = []
-        x = feats[reads] if self.prefix is None else self.prefix.at(feats.view(*batch.ids.shape, -1), reads)
+        x = feats[reads] if self.prefix is None else self.prefix.at(feats.view(*batch.ids.shape, -1), reads, batch)
         for i, at in enumerate(reads):
             ahead = at[:, None] + torch.arange(1, i + 2, device=at.device)  # beyond the end only where t does not exist
             e = target.embed(ids[ahead.clamp(max=ids.numel() - 1)]).detach().to(feats.dtype) * self.embed_scale

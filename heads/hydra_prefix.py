@@ -17,6 +17,7 @@ from transformers import LlamaConfig
 
 from decode import attention
 from decode.target import Target
+from heads.base import Batch
 from heads.eagle_cache import DraftCache
 from heads.eagle_layer import DraftLayer, Rope, rope_table
 
@@ -44,8 +45,8 @@ class Prefix(nn.Module):
             x = layer(x, normed, rope, keep if i == last else None, attention_mask=mask, past_key_values=cache)
         return x
 
-    def at(self, feats: Tensor, reads: Tensor) -> Tensor:
-        """feats [B, T, D]; flat rows `reads` [K, n], in any order and number -> [K, n, D]."""
+    def at(self, feats: Tensor, reads: Tensor, batch: Batch) -> Tensor:
+        """feats [B, T, D] of `batch`; flat rows `reads` [K, n], in any order and number -> [K, n, D]."""
         rows, length, _ = feats.shape
         needed = torch.zeros(rows * length, dtype=torch.bool, device=feats.device)
         needed[reads.reshape(-1)] = True
@@ -53,7 +54,11 @@ class Prefix(nn.Module):
         packed = torch.zeros(rows * length, dtype=torch.int64, device=feats.device)
         packed[keep] = torch.arange(keep.numel(), device=feats.device)
         cos, sin = rope_table(self.config, length, feats.dtype, feats.device)
-        out = self(feats, (cos[None], sin[None]), keep)
+        rope, mask, apart = (cos[None], sin[None]), None, batch.apart()
+        if apart is not None:  # packed documents: each at its own positions, and no document sees another
+            rope = (cos[batch.position], sin[batch.position])
+            mask = (~apart).tril()[:, None]
+        out = self(feats, rope, keep, mask)
         return out.index_select(0, packed[reads.reshape(-1)]).view(*reads.shape, -1)
 
 

@@ -31,6 +31,7 @@ from decode.identity import Identity, sha256_state
 from decode.target import Target
 from heads.base import Batch, LossOut
 from heads.medusa import MedusaHead
+from heads.parallel import supervised
 
 ADAPTER = "medusa2"  # peft's name of it
 TRAINABLE = (torch.float32, torch.bfloat16, torch.float64)
@@ -199,10 +200,8 @@ class Medusa2Head(MedusaHead):
         return LossOut(total, out.count, {**out.stats, "kl": torch.stack([divergence.detach().double(), out.count])})
 
     def _features(self, batch: Batch, target: Target) -> tuple[Tensor, Tensor, Tensor]:
-        feats = target.features(batch.ids, batch.mask, self.taps, grad=torch.is_grad_enabled())[:, :, 0]
-        rows, steps = (batch.loss_mask & batch.mask).nonzero(as_tuple=True)
-        later = steps > 0
-        return feats.reshape(-1, feats.shape[-1]), rows[later], steps[later]
+        feats = target.features(batch.ids, batch.mask, self.taps, torch.is_grad_enabled(), batch.position)[:, :, 0]
+        return feats.reshape(-1, feats.shape[-1]), *supervised(batch)
 
 
 def tuned_identity(base: Identity, adapter_sha256: str) -> Identity:

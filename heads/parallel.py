@@ -67,6 +67,7 @@ class ParallelHead(Head):
     (the identity map is not stored)."""
 
     Config: ClassVar[type[HeadConfig]] = ParallelConfig
+    packs: ClassVar[bool] = True
     proj: nn.Parameter | None
     d2t: Tensor | None
 
@@ -177,11 +178,10 @@ class ParallelHead(Head):
         return LossOut(total, torch.tensor(float(rows.numel()), dtype=torch.float64, device=x.device), stats)
 
     def _features(self, batch: Batch, target: Target) -> tuple[Tensor, Tensor, Tensor]:
-        """Flat features [B * T, D] and (row [n], position [n]) of the supervised tokens; position 0 has no past."""
-        feats = target.features(batch.ids, batch.mask, self.taps)[:, :, 0]
-        rows, steps = (batch.loss_mask & batch.mask).nonzero(as_tuple=True)
-        later = steps > 0
-        return feats.reshape(-1, feats.shape[-1]), rows[later], steps[later]
+        """Flat features [B * T, D] and (row [n], place [n]) of the supervised tokens; the first of a document has no
+        past."""
+        feats = target.features(batch.ids, batch.mask, self.taps, position=batch.position)[:, :, 0]
+        return feats.reshape(-1, feats.shape[-1]), *supervised(batch)
 
     def _reads(self, batch: Batch, rows: Tensor, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """For each supervised token: its place in the draft vocabulary [n], which heads can see it [K, n], and the
@@ -191,7 +191,7 @@ class ParallelHead(Head):
         ids = self.ids()
         place = tokens if ids is None else vocab.places(ids, tokens)
         back = torch.arange(2, self.cfg.heads + 2, device=flat.device)[:, None]
-        return place, steps >= back, (flat - back).clamp(min=0)
+        return place, batch.depth()[flat] >= back, (flat - back).clamp(min=0)
 
     def _law(self, target: Target, feats: Tensor, flat: Tensor) -> Any:
         """The target's law at the predicted token, p(x_s | x_<s) = softmax(unembed(f_{s-1})), restricted to the draft
@@ -250,3 +250,10 @@ def _by_anchor(ranks: Tensor, reads: Tensor, valid: Tensor, size: int) -> Tensor
         table[reads[k][valid[k]], k] = ranks[k][valid[k]]
     first[reads[0][valid[0]]] = True
     return table[first]
+
+
+def supervised(batch: Batch) -> tuple[Tensor, Tensor]:
+    """(row [n], place [n]) of the supervised tokens that have a past."""
+    rows, steps = (batch.loss_mask & batch.mask).nonzero(as_tuple=True)
+    later = batch.depth()[rows * batch.ids.shape[1] + steps] > 0
+    return rows[later], steps[later]

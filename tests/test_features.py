@@ -96,7 +96,7 @@ def test_cached_loss_and_gradient_equal_online(name: str, data: Path, tmp_path: 
     head = head_for(name, target, rows.counts(target.vocab_size)).train()
     batch = rows.batch([3, 11, 30, 47])
     found = []
-    for source in (target, features.CachedTarget(target, store, batch.sample_ids.tolist())):
+    for source in (target, features.CachedTarget(target, store, batch)):
         out = head(batch, source)
         out.sum.backward()
         found.append((out.sum.detach(), [p.grad.clone() for p in head.parameters()]))
@@ -115,7 +115,7 @@ def test_what_is_stored_is_what_the_target_gave_bit_for_bit(data: Path, tmp_path
         for part in writer._batches(order[rows.lengths[order].argsort(stable=True)]):
             batch = rows.batch(part)
             found = writer.target.features(batch.ids, batch.mask, writer.taps)
-            read = features.CachedTarget(writer.target, store, part).features(batch.ids, batch.mask, writer.taps)
+            read = features.CachedTarget(writer.target, store, batch).features(batch.ids, batch.mask, writer.taps)
             assert torch.equal(found * batch.mask[:, :, None, None], read)
     assert torch.equal(store.row(5, (4,))[:, 0], store.row(5, (1, 4))[:, 1])
 

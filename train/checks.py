@@ -69,7 +69,7 @@ class Oracle:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
 
-    def features(self, ids: Tensor, mask: Tensor, taps: Any, grad: bool = False) -> Tensor:
+    def features(self, ids: Tensor, mask: Tensor, taps: Any, grad: bool = False, position: Any = None) -> Tensor:
         """[B, T, F, D]."""
         told = torch.cat([ids[:, self._ahead :], ids[:, : self._ahead]], 1)
         code = self._table[told].to(self._target.dtype)

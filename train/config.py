@@ -26,6 +26,7 @@ LOGISTICS = (
     "out_dir", "save_every", "keep", "log_every", "micro_batch", "wandb", "wandb_project", "eval", "device",
     "shard_target", "target.path", "target.name", "target.revision", "target.kind", "target.attn",
     "data.path", "data.name", "data.split", "data.revision", "data.kind", "data.max_bad_fraction", "data.cache",
+    "data.features", "data.packing",
     "head.chunk", "head.shape", "head.nodes", "head.depth", "head.width", "head.tree_draw",
     "data.features",
 )
@@ -55,7 +56,8 @@ class DataConfig:
     window: int = 16
     # keep the tokens in the cache folder for the next run
     cache: bool = True
-
+    # put rows end to end into sequences of up to max_length tokens; none sees another, and the batches stay the same
+    packing: bool = False
     # folder of scripts/cache_features.py: read the target's features there; empty = run the target
     features: str = ""
     def validate(self) -> list[str]:

@@ -51,14 +51,43 @@ class Rows:
         """file:line of a row."""
         return f"{self.name}:{int(self.lines[row])}"
 
-    def batch(self, rows: Sequence[int]) -> Batch:
-        """Those rows, right-padded to the longest."""
+    def batch(self, rows: Sequence[int], pack: int = 0) -> Batch:
+        """Those rows, right-padded to the longest; pack: or packed end to end into sequences of so many tokens (or of
+        the longest row, if that is more)."""
         lengths = self.lengths[list(rows)]
+        if pack:
+            return self._packed(list(rows), max(pack, int(lengths.max())))
         width = int(lengths.max())
         place = torch.arange(width)
         mask = place < lengths[:, None]
         flat = (self.offsets[list(rows)][:, None] + place).clamp(max=self.ids.numel() - 1)
         return Batch(self.ids[flat].long() * mask, mask, self.loss[flat] & mask, torch.tensor(list(rows)))
+
+    def _packed(self, rows: list[int], width: int) -> Batch:
+        """First fit decreasing: every row goes into the first sequence that has room for it."""
+        sizes = self.lengths[rows].tolist()
+        bins: list[list[int]] = []
+        room: list[int] = []
+        for i in sorted(range(len(rows)), key=lambda i: -sizes[i]):
+            spot = next((b for b, free in enumerate(room) if free >= sizes[i]), len(bins))
+            if spot == len(bins):
+                bins.append([])
+                room.append(width)
+            bins[spot].append(i)
+            room[spot] -= sizes[i]
+        longest = width - min(room)
+        ids = torch.zeros(len(bins), longest, dtype=torch.int64)
+        mask, loss = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
+        position = torch.zeros_like(ids)
+        for b, chosen in enumerate(bins):
+            start = 0
+            for i in chosen:
+                part = slice(start, start := start + sizes[i])
+                flat = slice(int(self.offsets[rows[i]]), int(self.offsets[rows[i] + 1]))
+                ids[b, part], mask[b, part], loss[b, part] = self.ids[flat].long(), True, self.loss[flat]
+                position[b, part] = torch.arange(sizes[i])
+            position[b, start:] = torch.arange(longest - start)
+        return Batch(ids, mask, loss, torch.tensor([rows[i] for chosen in bins for i in chosen]), position)
 
     def prompt(self, row: int) -> list[int]:
         """The tokens before the first supervised one; of a plain text at least MIN_TEXT_PROMPT."""
@@ -120,14 +149,15 @@ class Plan:
         size = micro or len(mine)
         return [mine[i : i + size] for i in range(0, len(mine), size)]
 
-    def waste(self, micro: int, world: int = 1, steps: int = 64) -> float:
+    def waste(self, micro: int, world: int = 1, steps: int = 64, pack: int = 0) -> float:
         """Share of computed positions that are padding, over the first steps."""
         real = padded = 0
         for step in range(min(steps, self.per_epoch)):
             for rank in range(world):
                 for rows in self.micro_batches(step, rank, world, micro):
                     lengths = self.rows.lengths[rows]
-                    real, padded = real + int(lengths.sum()), padded + int(lengths.max()) * len(rows)
+                    size = self.rows.batch(rows, pack).ids.numel() if pack else int(lengths.max()) * len(rows)
+                    real, padded = real + int(lengths.sum()), padded + size
         return 1 - real / padded
 
 

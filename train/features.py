@@ -171,22 +171,24 @@ def damage(shards: Sequence[Shard]) -> list[str]:
 class CachedTarget:
     """A target whose features come from a store: for one batch, all that a head's forward asks of a target."""
 
-    def __init__(self, target: Target, store: FeatureStore, rows: Sequence[int]) -> None:
-        self._target, self._store, self._rows = target, store, rows
+    def __init__(self, target: Target, store: FeatureStore, batch: Batch) -> None:
+        """batch: on the CPU."""
+        self._target, self._store = target, store
+        self._places = list(zip(batch.sample_ids.tolist(), batch.spans(), strict=True))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
 
-    def features(self, ids: Tensor, mask: Tensor, taps: Sequence[int], grad: bool = False) -> Tensor:
+    def features(self, ids: Tensor, mask: Tensor, taps: Sequence[int], grad: bool = False,
+                 position: Tensor | None = None) -> Tensor:  # fmt: skip
         """As Target.features: [B, T, F, D], zeros in the padding."""
         if grad:
             raise ValueError("features: stored ones carry no gradient")
         target = self._target
         out = torch.zeros(*ids.shape, len(taps), self._store.width, dtype=target.dtype,
                           pin_memory=target.device.type == "cuda")
-        for b, row in enumerate(self._rows):
-            found = self._store.row(row, taps)
-            out[b, : found.shape[0]] = found
+        for row, (b, start, size) in self._places:
+            out[b, start : start + size] = self._store.row(row, taps)
         return out.to(target.device, non_blocking=True)
 
 
@@ -210,13 +212,19 @@ def free_layers(target: Target) -> int:
 
 class Source:
     """What a head's forward gets as its target, by batch: the target itself, or with data.features one that reads the
-    store. note: a line about it. meaning: what of it changes what is learned (see train.state.check_meaning)."""
+    store. note: a line about it. pack: tokens of a packed sequence, 0 = not packed. meaning: what of it changes what is
+    learned (see train.state.check_meaning)."""
 
     def __init__(self, cfg: Any, head: Head, target: Target, rows: Rows) -> None:
         """Opens the store, and frees the target's layers where no evaluation needs them. Raises UserError for a store
         that does not fit, or a head that changes its target."""
         self.target, self.note = target, ""
         self.store: FeatureStore | None = None
+        self.pack = cfg.data.max_length if cfg.data.packing else 0
+        if self.pack:
+            reason = f"{type(head).kind} heads do not keep packed documents apart" if not head.packs else target.packs()
+            if reason:
+                raise UserError(f"data.packing: {reason}; leave it out")
         self.meaning: dict[str, Any] = {}
         if not cfg.data.features:
             return
@@ -234,7 +242,7 @@ class Source:
 
     def __call__(self, batch: Batch) -> Any:
         """The target for one batch."""
-        return self.target if self.store is None else CachedTarget(self.target, self.store, batch.sample_ids.tolist())
+        return self.target if self.store is None else CachedTarget(self.target, self.store, batch)
 
 
 def refuse(kind: type[Head]) -> None:

@@ -138,7 +138,7 @@ def _step(cfg: TrainConfig, state: State, plan: Plan, rows: Rows, model: Any, he
     totals: dict[str, torch.Tensor] = {}
     poisoned: list[int] = []
     for i, chosen in enumerate(micro):
-        batch = rows.batch(chosen)
+        batch = rows.batch(chosen, source.pack)
         target = source(batch)
         batch = batch.to(accelerator.device)
         with contextlib.nullcontext() if i + 1 == len(micro) else accelerator.no_sync(model):
@@ -283,7 +283,7 @@ def _stop_poisoned(cfg: TrainConfig, step: int, rows: Rows, poisoned: list[int],
 
 
 def _facts(cfg: TrainConfig, target: Any, rows: Rows, plan: Plan, head: Head, world: int) -> dict[str, Any]:
-    held = int(rows.held.sum())
+    held, pack = int(rows.held.sum()), cfg.data.max_length if cfg.data.packing else 0
     supervised = int(rows.loss.sum())
     facts = {
         "target": f"{target.identity.name if target.identity else 'unnamed'}, {cfg.dtype}, "
@@ -291,7 +291,7 @@ def _facts(cfg: TrainConfig, target: Any, rows: Rows, plan: Plan, head: Head, wo
         "data": f"{plan.train.numel():,} rows to train on, {held:,} held out, {rows.ids.numel():,} tokens, "
                 f"{supervised:,} supervised ({supervised / rows.ids.numel():.0%}), {len(rows.bad)} rows left out",
         "batches": f"{cfg.batch_size} rows over {world} rank(s), {plan.per_epoch:,} per epoch, {cfg.steps} steps, "
-                   f"{plan.waste(cfg.micro_batch, world):.1%} padding",
+                   f"{plan.waste(cfg.micro_batch, world, pack=pack):.1%} padding",
     }
     if getattr(head, "coverage", 1.0) < 1:
         facts["draft vocabulary"] = f"covers {head.coverage:.2%} of the supervised tokens"
