@@ -28,7 +28,6 @@ LOGISTICS = (
     "data.path", "data.name", "data.split", "data.revision", "data.kind", "data.max_bad_fraction", "data.cache",
     "data.features", "data.packing",
     "head.chunk", "head.shape", "head.nodes", "head.depth", "head.width", "head.tree_draw",
-    "data.features",
 )
 
 
@@ -60,6 +59,7 @@ class DataConfig:
     packing: bool = False
     # folder of scripts/cache_features.py: read the target's features there; empty = run the target
     features: str = ""
+
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
         found = []
@@ -179,11 +179,11 @@ class TrainConfig:
     dtype: str = "bfloat16"
     # cpu, cuda, or empty for what is there
     device: str = ""
+    # spread the target's layers over the ranks (FSDP2), for targets that do not fit on one device
+    shard_target: bool = False
     # save a checkpoint every so many steps, and at the end; 0 = only at the end
     save_every: int = 500
     # checkpoints to keep, at least 2
-    # spread the target's layers over the ranks (FSDP2), for targets that do not fit on one device
-    shard_target: bool = False
     keep: int = 2
     # write a line of metrics every so many steps
     log_every: int = 10

@@ -35,9 +35,9 @@ from train.data import Plan, Rows, hash_u63, load_rows
 from train.features import Source
 from train.log import Log
 from train.schedule import learning_rate
+from train.sharding import shard_target
 from train.signals import Stop, interruption
 from train.state import State
-from train.sharding import shard_target
 
 RETRIES = 3  # saves that may fail in a row before the run gives up
 
@@ -76,11 +76,11 @@ def _fit(cfg: TrainConfig, kind: type[Head], accelerator: Accelerator, stop: Sto
     plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed)
     torch.manual_seed(hash_u63(cfg.seed, "head"))
     head = kind.for_target(target, cfg.head, rows.counts(target.vocab_size))
-    trainable = [p for p in head.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(head.parameter_groups(), lr=cfg.optim.lr, betas=(cfg.optim.beta1, cfg.optim.beta2),
     if cfg.dtype == "float64":
         head.double()
     sharding = shard_target(target, head, accelerator.device) if cfg.shard_target else ""
+    trainable = [p for p in head.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(head.parameter_groups(), lr=cfg.optim.lr, betas=(cfg.optim.beta1, cfg.optim.beta2),
                                   eps=cfg.optim.eps, weight_decay=cfg.optim.weight_decay, fused=True)
 
     with accelerator.main_process_first():  # the others find the hashes of feature files in the cache
