@@ -156,7 +156,7 @@ def main(cfg: CertifyConfig) -> int:
     negative: list[dict[str, Any]] = []
     if cfg.controls not in ("run", "none"):
         negative, origin = controls.borrow(cfg.controls, about, plan)
-    head = _drafter(cfg.drafter)
+    head = about_drafter(cfg.drafter)
     settings = {k: v for k, v in asdict(cfg).items() if k not in ("target", "out", "quiet", "detect", "controls")}
     parts = Parts(out / "unfinished", [settings, about, head, files.sha256(Path(cfg.prompts))])
     start = datetime.now(UTC)
@@ -205,7 +205,7 @@ def _target(target: Target) -> dict[str, Any]:
     return {**(asdict(target.identity) if target.identity else {}), "dtype": str(target.dtype).removeprefix("torch.")}
 
 
-def _drafter(spec: str) -> dict[str, Any]:
+def about_drafter(spec: str) -> dict[str, Any]:
     """The name as given and, for a trained head, the hash of every file it was loaded from."""
     path = spec.partition("@")[0]  # the head; what follows is how it drafts
     if path in ("none", "ngram"):

@@ -1,0 +1,250 @@
+"""The figures behind docs/lossless.md, every one by this command.
+
+    python scripts/prove.py                        # all that needs no trained head; merges into docs/results
+    python scripts/prove.py 'only=[greedy]' 'drafters=[ngram,runs/medusa@chain,runs/medusa@tree]'
+    python scripts/prove.py 'only=[gains]' 'heads=[runs/medusa]'
+    python scripts/prove.py 'only=[certificates]' 'certificates=[certificates/medusa]'
+
+enumeration    exact law of one verification on random worlds       engine   exact law of the whole loop
+controls       known wrong code and the layer that catches it       scalar   batched rules against the scalar reference
+greedy_tiny    a thousand prompts on six small architectures        greedy   the target against Hugging Face generate
+gains          accepted lengths at T = 1, paired by prompt          certificates   what certify.py found
+
+Every section goes on where it was stopped (parts wait in STATE). Entries keep command, commit and machine.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from conf.errors import UserError
+from conf.schema import entry
+from decode.engine import Request
+from decode.load import TargetConfig, load_target
+from decode.sampling import Sampling
+from decode.target import Target
+from heads import resolve_drafter
+from scripts.certify import about_drafter
+from scripts.lib import files, gains, lossless_page, proofs
+from scripts.lib.certificate import ticker
+from scripts.lib.live import Plain, greedy_layer, reference_tokens
+from scripts.lib.parts import Parts
+from scripts.lib.prompts import chat_ids, load_prompts
+
+GREEDY = Sampling(0.0)
+
+
+@dataclass
+class ProveConfig:
+    """Keys of scripts/prove.py."""
+
+    # the model of the sections greedy and gains
+    target: TargetConfig = field(default_factory=TargetConfig)
+    # names of sections to run; [] = all that have what they need
+    only: list[str] = field(default_factory=list)
+    # JSON file; entries of sections that do not run now are kept
+    out: str = "docs/results/lossless.json"
+    # folder for the parts of unfinished sections
+    state: str = "runs/prove"
+    # random worlds of the section enumeration
+    cases: int = 2000
+    # prompt files of the sections greedy and gains, one after the other; first turns are used
+    prompts: list[str] = field(default_factory=lambda: ["scripts/prompts/demo.jsonl"])
+    # prompts of the section greedy
+    num_prompts: int = 300
+    # tokens per answer in the sections greedy and gains
+    max_new_tokens: int = 64
+    # drafters of the section greedy
+    drafters: list[str] = field(default_factory=lambda: ["ngram"])
+    # prompts that are decoded together in the sections greedy and gains
+    batch_size: int = 8
+    # so many of the prompts of the section greedy are decoded one by one as well
+    alone: int = 30
+    # run folders or head folders of the section gains
+    heads: list[str] = field(default_factory=list)
+    # prompts of the section gains
+    gain_prompts: int = 48
+    # folders of the section certificates
+    certificates: list[str] = field(default_factory=list)
+    # cpu, cuda; null = the GPU when there is one
+    device: str | None = None
+    # seed of random worlds, draws and intervals
+    seed: int = 0
+    # no progress bar
+    quiet: bool = False
+
+    def validate(self) -> list[str]:
+        found = [f"only: no section {name}; known: {', '.join(SECTIONS)}" for name in self.only if name not in SECTIONS]
+        for key in ("cases", "num_prompts", "max_new_tokens", "batch_size", "gain_prompts"):
+            if getattr(self, key) < 1:
+                found.append(f"{key}: {getattr(self, key)} is below 1; set 1 or more")
+        if not self.prompts:
+            found.append("prompts: the list is empty; give at least one file")
+        return found
+
+
+Tick = Callable[[str, int, int], None]
+
+
+def _prompts(cfg: ProveConfig, target: Target, count: int) -> list[list[int]]:
+    texts = [p.turns[0] for path in cfg.prompts for p in load_prompts(path)]
+    texts = list(dict.fromkeys(texts))
+    ids = [chat_ids(target.tokenizer, [{"role": "user", "content": t}]) for t in texts]
+    ids = [i for i in ids if len(i) + cfg.max_new_tokens <= target.context_length]
+    if len(ids) < count:
+        raise UserError(f"prompts: {len(ids)} different ones, {count} are wanted; add a file or set num_prompts lower")
+    return ids[:count]
+
+
+def greedy(cfg: ProveConfig, tick: Tick) -> dict[str, Any]:
+    """Token equality with Hugging Face generate at T = 0 in float32, every first difference classified."""
+    target = load_target(cfg.target, "float32", cfg.device)
+    prompts = _prompts(cfg, target, cfg.num_prompts)
+    target.probe()
+    plain, about = Plain(target), [files.sha256(Path(p)) for p in cfg.prompts]
+    key = [about, cfg.num_prompts, cfg.max_new_tokens, cfg.batch_size, _about(target)]
+    shared = Parts(Path(cfg.state) / "greedy", key)
+    noise = shared.once("rounding", lambda: plain.rounding(prompts[:4]))
+    asked = [Request(p, cfg.max_new_tokens, id=i) for i, p in enumerate(prompts)]
+    theirs = reference_tokens(plain, asked, GREEDY, cfg.batch_size, None, ticker(tick, "generate", len(asked)), shared)
+    rows = []
+    for spec in ["none", *cfg.drafters]:
+        drafter = resolve_drafter(spec, target)
+        for size, some in ((cfg.batch_size, prompts), (1, prompts[: cfg.alone])):
+            if not some:
+                continue
+            name = f"{spec}, batch {size}"
+            folder = "greedy-" + name.replace("/", "-").replace(", batch ", "-")
+            parts = Parts(Path(cfg.state) / folder, [key, about_drafter(spec), size, len(some)])
+            found = greedy_layer(plain, target, drafter, some, cfg.max_new_tokens, size, "traversal", 4 * noise, None,
+                                 None, theirs[: len(some)], ticker(tick, name, len(some)), parts)  # fmt: skip
+            rows.append({"drafter": spec, "batch_size": size, "prompts": found.prompts, "tokens": found.tokens,
+                         "drafted_tokens": found.accepted, "equal": found.prompts - len(found.divergences),
+                         "rounding_ties": len(found.divergences) - found.defects, "defects": found.defects,
+                         "divergences": found.divergences})  # fmt: skip
+    return {"target": _about(target), "dtype": "float32", "max_new_tokens": cfg.max_new_tokens, "rounding": noise,
+            "tie_margin": 4 * noise, "prompts_sha256": about, "rows": rows}  # fmt: skip
+
+
+def gain(cfg: ProveConfig, tick: Tick) -> dict[str, Any]:
+    """Accepted lengths at T = 1 in float32: traversal and rejection, sampled and most probable drafts."""
+    target = load_target(cfg.target, "float32", cfg.device)
+    prompts = _prompts(cfg, target, cfg.gain_prompts)
+    known = {}
+    for path in cfg.heads:
+        key = [cfg.gain_prompts, cfg.max_new_tokens, cfg.batch_size, cfg.seed, about_drafter(path), _about(target)]
+        parts = Parts(Path(cfg.state) / f"gains-{Path(path).name}", key)
+        drafters, found = gains.lanes(path, target), {}
+        for name, drafter in drafters.items():
+            count = ticker(tick, f"{path}: {name}", len(prompts))
+            found[name] = gains.measure(target, drafter, prompts, Sampling(1.0), cfg.max_new_tokens, cfg.batch_size,
+                                        cfg.seed, parts, name.replace(" ", "-"), count)  # fmt: skip
+        nodes = {name: drafter.max_nodes for name, drafter in drafters.items()}
+        known[path] = {**gains.compare(found, cfg.seed), "nodes": nodes}
+    return {"target": _about(target), "dtype": "float32", "temperature": 1.0, "prompts": len(prompts),
+            "max_new_tokens": cfg.max_new_tokens, "heads": known}  # fmt: skip
+
+
+def certificates(cfg: ProveConfig, tick: Tick) -> dict[str, Any]:
+    """Certificates of scripts/certify.py, without folders of this machine and without the plots' data."""
+    rows = []
+    for folder in cfg.certificates:
+        path = Path(folder) / "certificate.json"
+        try:
+            paper = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(f"certificates: {path}: {error}; give a folder that certify.py wrote") from None
+        rows.append(lossless_page.slim(paper))
+    return {"rows": rows}
+
+
+def _about(target: Target) -> dict[str, str]:
+    known = target.identity.to_json() if target.identity else {}
+    return {k: v for k, v in known.items() if k != "path"}
+
+
+def _toy(run: Callable[..., dict[str, Any]]) -> Callable[[ProveConfig, Tick], dict[str, Any]]:
+    def section(cfg: ProveConfig, tick: Tick) -> dict[str, Any]:
+        return run(Parts(Path(cfg.state) / run.__name__, [cfg.seed]), tick)
+
+    section.__doc__ = run.__doc__
+    return section
+
+
+def enumeration(cfg: ProveConfig, tick: Tick) -> dict[str, Any]:
+    """Exact law of one verification on random worlds, every branch walked, both rules."""
+    return proofs.enumeration(cfg.cases, cfg.seed, Parts(Path(cfg.state) / "enumeration", [cfg.seed]), tick)
+
+
+def scalar(cfg: ProveConfig, tick: Tick) -> dict[str, Any]:
+    """Path and bonus of the batched rules against a scalar reference on the same random numbers (hypothesis)."""
+    select = "tests/test_verify.py::test_batched_equals_scalar_often"
+    return proofs.tests("scalar", select, Parts(Path(cfg.state) / "scalar", []), tick)
+
+
+def greedy_tiny(cfg: ProveConfig, tick: Tick) -> dict[str, Any]:
+    """Greedy tokens against generate in float32 on small random models, every drafter, alone and in eights."""
+    return proofs.tests("greedy_tiny", "tests/test_greedy_many.py", Parts(Path(cfg.state) / "greedy_tiny", []), tick)
+
+
+SECTIONS: dict[str, Callable[[ProveConfig, Tick], dict[str, Any]]] = {
+    "enumeration": enumeration,
+    "engine": _toy(proofs.engine),
+    "controls": _toy(proofs.negative_controls),
+    "scalar": scalar,
+    "greedy_tiny": greedy_tiny,
+    "greedy": greedy,
+    "gains": gain,
+    "certificates": certificates,
+}
+
+
+def wanted(cfg: ProveConfig) -> Sequence[str]:
+    """The sections to run: those named, else all but the ones that lack their input."""
+    lacking = {name for name, given in (("gains", cfg.heads), ("certificates", cfg.certificates)) if not given}
+    if cfg.only and lacking & set(cfg.only):
+        raise UserError(f"only: {', '.join(sorted(lacking & set(cfg.only)))} needs input; set heads=[..] or "
+                        "certificates=[..]")  # fmt: skip
+    return cfg.only or [name for name in SECTIONS if name not in lacking]
+
+
+@entry("prove", ProveConfig)
+def main(cfg: ProveConfig) -> None:
+    """Run the sections one by one; each is written as soon as it is there."""
+    out = Path(cfg.out)
+    for name in wanted(cfg):
+        columns = (TextColumn("[bold]{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, disable=cfg.quiet) as bar:
+            tasks: dict[str, TaskID] = {}
+
+            def tick(label: str, done: int, total: int, bar: Progress = bar, tasks: dict = tasks) -> None:
+                if label not in tasks:
+                    tasks[label] = bar.add_task(label, total=total)
+                bar.update(tasks[label], completed=done, total=total)
+
+            found = SECTIONS[name](cfg, tick)
+        known = json.loads(out.read_text()) if out.exists() else {}
+        known[name] = {
+            "about": " ".join((SECTIONS[name].__doc__ or "").split()), **found,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"), "command": files.command(),
+            "environment": files.environment(cfg.device or "cpu"),
+        }  # fmt: skip
+        files.write_json(out, known)
+        print(f"{name}: written to {out}")
+    if out.resolve() == (files.ROOT / "docs" / "results" / "lossless.json").resolve():
+        lossless_page.refresh()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""scripts/prove.py: sections merge into one JSON, go on where they stopped, and the page shows what the JSON holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decode.rng import Rng
+from decode.sampling import Sampling
+from decode.target import Target
+from decode.tiny import tiny_model
+from heads.medusa import MedusaConfig, MedusaHead
+from scripts import prove
+from scripts.lib import gains, lossless_page, proofs
+from scripts.lib.parts import Parts
+
+
+def run(*words: str) -> int:
+    with pytest.raises(SystemExit) as stop:
+        prove.main(["quiet=true", *words])
+    return int(stop.value.code or 0)
+
+
+@pytest.mark.skipif(not lossless_page.RESULTS.exists(), reason="no figures yet")
+def test_the_page_shows_the_committed_figures() -> None:
+    text = lossless_page.PAGE.read_text()
+    block = text[text.index(lossless_page.BEGIN) : text.index(lossless_page.END) + len(lossless_page.END)]
+    assert block == lossless_page.render(json.loads(lossless_page.RESULTS.read_text()))
+
+
+@pytest.mark.skipif(not lossless_page.RESULTS.exists(), reason="no figures yet")
+def test_the_committed_figures_meet_the_bar() -> None:
+    known = json.loads(lossless_page.RESULTS.read_text())
+    assert known["enumeration"]["cases"] >= 2000 and known["enumeration"]["max_error"] <= 1e-12
+    assert known["enumeration"]["traversal_accepts_less"]["chains"] == 0
+    assert known["engine"]["max_error"] <= 1e-9
+    assert known["controls"]["rejected"] == known["controls"]["controls"] >= 12
+    text = json.dumps(known)
+    assert "/tmp" not in text and "/home" not in text and "/root" not in text
+
+
+def test_sections_merge_and_go_on(tmp_path: Path, capsys: Any) -> None:
+    out, state = tmp_path / "l.json", tmp_path / "s"
+    words = (f"out={out}", f"state={state}", "only=[enumeration]")
+    assert run(*words, "cases=7") == 0
+    assert run(*words, "cases=9") == 0  # the first block served both
+    found = json.loads(out.read_text())["enumeration"]
+    assert found["cases"] == 9 and found["max_error"] <= 1e-12 and found["command"].startswith("python")
+    assert len(Parts(state / "enumeration", [0]).lines("enumeration")) == 1
+    capsys.readouterr()
+    assert run(*words[:2], "only=[gains]") == 2 and "needs input" in capsys.readouterr().err
+    assert run(*words[:2], "only=[magic]") == 2 and "no section magic" in capsys.readouterr().err
+
+
+def test_a_failing_test_is_told(tmp_path: Path) -> None:
+    (tmp_path / "test_x.py").write_text(
+        "import pytest\n@pytest.mark.slow\ndef test_a(record_property):\n    record_property('n', '3')\n"
+        "@pytest.mark.slow\ndef test_b():\n    assert False\n"
+    )
+    found = proofs.tests("x", str(tmp_path / "test_x.py"), Parts(None), lambda *a: None)
+    assert not found["passed"] and [r["passed"] for r in found["rows"]] == [True, False]
+    assert found["rows"][0]["n"] == 3
+
+
+def test_gains_on_a_small_target(tmp_path: Path) -> None:
+    target = Target(tiny_model(vocab=40, hidden=32, init_std=0.3))
+    head = MedusaHead.for_target(target, MedusaConfig(heads=3, draft_vocab=0, nodes=6))
+    tree = head.drafter(target, "tree")
+    sampled = gains.SampledMedusa(head, target, tree.cuts[tree.max_depth], "tree")
+    drafters = {"sampled tree": sampled, "tree": gains.MostProbable(tree)}
+    prompts = [[3, 4, 5], [6, 7], [8, 9, 10, 11]]
+    found = {}
+    for name, d in drafters.items():
+        parts = Parts(tmp_path / name, 1)
+        found[name] = gains.measure(target, d, prompts, Sampling(1.0), 24, 2, 0, parts, name, lambda n: None)
+    result = gains.compare(found)
+    assert set(result["differences"]) == {
+        "traversal over rejection, sampled tree",
+        "sampled over most probable tree, traversal",
+        "sampled over most probable tree, rejection",
+    }
+    assert result["differences"]["traversal over rejection, sampled tree"]["mean"] > -1e-9
+    assert min(result["cycles"].values()) > 10
+    for name, values in found.items():  # the expected length is that of the realised one
+        down, up, real = torch.tensor([row for rows in values.values() for row in rows]).mean(0).tolist()
+        assert abs((up if name == "sampled tree" else down) - real) < 0.35
+
+
+def test_sampled_siblings_differ_and_carry_their_law() -> None:
+    target = Target(tiny_model(vocab=40, hidden=32, init_std=0.3))
+    head = MedusaHead.for_target(target, MedusaConfig(heads=3, draft_vocab=0, nodes=6))
+    tree = head.drafter(target, "tree")
+    drafter = gains.SampledMedusa(head, target, tree.cuts[tree.max_depth], "tree")
+    drafter.begin([torch.tensor([1, 2])] * 2, Sampling(1.0))
+    drafter.feats.normal_()
+    for sampling in (Sampling(1.0), Sampling(1.0, top_k=2)):
+        drawn = drafter.propose(torch.tensor([3, 2]), sampling, Rng(0, torch.arange(2), torch.arange(2)))
+        drawn.validate(40, drafter.max_nodes)
+        assert drawn.sampled is not None and bool(drawn.sampled.any())
