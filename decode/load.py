@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import UserError
-from decode import smollm2, tiny
+from decode import memory, quantize, smollm2, tiny
 from decode.identity import Identity, sha256_state, sha256_template, sha256_tokenizer, sha256_weights
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ class TargetConfig:
     trust_remote_code: bool = False
     # attention implementation: auto (transformers' choice), sdpa or eager
     attn: str = "auto"
+    # none, bnb-int8, bnb-nf4 (bitsandbytes), torchao-int8, torchao-int4: weights of the linear layers in fewer bits
+    quantize: str = "none"
     # tiny: stock transformers architecture, such as llama, qwen2, gpt2, gemma2
     arch: str = "llama"
     # tiny: number of layers
@@ -70,6 +72,10 @@ class TargetConfig:
             problems.append("target.name: empty; target=hub needs a repository: target.name=Qwen/Qwen3-0.6B")
         if self.kind == "local" and not self.path:
             problems.append("target.path: empty; target=local needs the folder of a saved model")
+        if found := quantize.problem(self.quantize):
+            problems.append(found)
+        elif self.kind == "tiny" and self.quantize != quantize.NONE:
+            problems.append(f"target.quantize: {self.quantize} needs a real model; set target.quantize=none")
         if self.kind == "tiny":
             for key in ("layers", "hidden", "heads", "kv_heads", "context"):
                 if getattr(self, key) < 1:
@@ -80,13 +86,16 @@ class TargetConfig:
 
 
 def load_target(
-    cfg: TargetConfig, dtype: str | torch.dtype = "float32", device: str | torch.device | None = None
+    cfg: TargetConfig,
+    dtype: str | torch.dtype = "float32",
+    device: str | torch.device | None = None,
+    plan: memory.Plan | None = None,
 ) -> Target:
     """The frozen target that `cfg` names, in `dtype`, on `device` (None: the GPU when there is one, else the
-    CPU).
+    CPU). plan: what will be decoded; weights, cache and tree must fit before anything is loaded.
 
     Raises UserError: bad keys, missing folder, no safetensors, no network, a model without causal LM head, no
-    memory on the device."""
+    memory on the device, a library of target.quantize that is not there."""
     import torch
 
     from decode.target import Target
@@ -104,12 +113,15 @@ def load_target(
         model = model.to(kind)
     else:
         folder = _folder(cfg)
-        model = _pretrained(cfg, folder, kind)
+        _fits(cfg, folder, kind, place, plan or memory.Plan())
+        model = _pretrained(cfg, folder, kind, place)
         weights, path = sha256_weights(folder), str(folder)
         name = {"smollm2": smollm2.NAME, "hub": cfg.name, "local": folder.name}[cfg.kind]
+    if cfg.quantize != quantize.NONE:
+        name = f"{name} ({cfg.quantize})"
     identity = Identity(name, path, weights, sha256_tokenizer(tokenizer), sha256_template(tokenizer))
     try:
-        model = model.to(place)
+        model = model.to(place) if cfg.quantize == quantize.NONE else model
     except torch.cuda.OutOfMemoryError as e:
         raise UserError(f"device: {name} in {kind} does not fit into {place}; use a smaller dtype") from e
     return Target(model, tokenizer, identity=identity)
@@ -192,13 +204,28 @@ def _hub_error(cfg: TargetConfig, error: BaseException) -> UserError:
     )
 
 
-def _pretrained(cfg: TargetConfig, folder: Path, kind: torch.dtype) -> Any:
+def _fits(cfg: TargetConfig, folder: Path, kind: torch.dtype, place: torch.device, plan: memory.Plan) -> None:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
+        config = config.get_text_config(decoder=True)
+        need = memory.estimate(config, memory.parameters(folder), str(kind).removeprefix("torch."), plan,
+                               quantize.bits(cfg.quantize))  # fmt: skip
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return  # loading itself will say what is wrong
+    memory.check(need, str(place), cfg.name or folder.name, plan)
+
+
+def _pretrained(cfg: TargetConfig, folder: Path, kind: torch.dtype, place: torch.device) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as hf_logging
 
     if os.environ.get("RANK", "0") != "0" or cfg.kind == "smollm2":
         hf_logging.disable_progress_bar()
-    extra = {} if cfg.attn == "auto" else {"attn_implementation": cfg.attn}
+    extra: dict[str, Any] = {} if cfg.attn == "auto" else {"attn_implementation": cfg.attn}
+    if cfg.quantize != quantize.NONE:
+        extra |= {"quantization_config": quantize.config(cfg.quantize, kind), "device_map": {"": str(place)}}
     try:
         return AutoModelForCausalLM.from_pretrained(
             folder, dtype=kind, use_safetensors=True, trust_remote_code=cfg.trust_remote_code, **extra

@@ -1,0 +1,59 @@
+"""Quantised targets through the libraries that machines have: bitsandbytes or torchao, by transformers' own loaders.
+
+A quantised model is another law than the one in full precision: "lossless" then means with respect to the quantised
+one. Heads trained on the original weights fit it (the weights' hash is that of the files) and accept a little less.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+from conf.errors import UserError
+
+# name -> (library, bits per weight with scales)
+KINDS: dict[str, tuple[str, float]] = {
+    "bnb-int8": ("bitsandbytes", 8.1),
+    "bnb-nf4": ("bitsandbytes", 4.5),
+    "torchao-int8": ("torchao", 8.3),
+    "torchao-int4": ("torchao", 4.5),
+}
+NONE = "none"
+
+
+def problem(kind: str) -> str | None:
+    """What is wrong with `target.quantize`, as "key: what; fix"; None when it is sound."""
+    if kind == NONE or kind in KINDS:
+        return None
+    return f"target.quantize: {kind!r} is none of {', '.join([NONE, *KINDS])}"
+
+
+def bits(kind: str) -> float | None:
+    """Bits per weight of the matrices, None without quantisation."""
+    return None if kind == NONE else KINDS[kind][1]
+
+
+def config(kind: str, dtype: Any) -> Any:
+    """transformers' quantisation config for `kind`.
+
+    Raises UserError where the library is not installed or too old.
+    """
+    library = KINDS[kind][0]
+    if importlib.util.find_spec(library) is None:
+        raise UserError(f"target.quantize: {kind} needs the library {library}, which is not installed; "
+                        f"pip install {library}, or set target.quantize=none")  # fmt: skip
+    try:
+        if library == "bitsandbytes":
+            from transformers import BitsAndBytesConfig
+
+            if kind == "bnb-int8":
+                return BitsAndBytesConfig(load_in_8bit=True)
+            return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+        from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
+        from transformers import TorchAoConfig
+
+        return TorchAoConfig(Int8WeightOnlyConfig() if kind == "torchao-int8" else Int4WeightOnlyConfig())
+    except (ImportError, AttributeError, RuntimeError, ValueError) as error:
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"target.quantize: {kind} does not work with this version of {library} ({line}); update it, "
+                        "or set target.quantize=none") from error  # fmt: skip
