@@ -156,6 +156,16 @@ def acceptance_by_position(cycles: Iterable[Cycle]) -> list[Position]:
     return out
 
 
+def position_intervals(per_prompt: Sequence[Sequence[Cycle]], seed: int = 0) -> list[tuple[Interval, Interval]]:
+    """(conditional, unconditional) acceptance of every level that some cycle proposed, resampled by prompt."""
+    out = []
+    for d in range(1, max((c.proposed for g in per_prompt for c in g), default=0) + 1):
+        hits = [sum(c.accepted >= d for c in g) for g in per_prompt]
+        trials = [sum(c.proposed >= d and c.accepted >= d - 1 for c in g) for g in per_prompt]
+        out.append((ratio_interval(hits, trials, seed), ratio_interval(hits, [len(g) for g in per_prompt], seed)))
+    return out
+
+
 def acceptance_by_rank(cycles: Iterable[Cycle], levels: int | None = None) -> list[list[int]]:
     """[level][rank] counts of accepted candidates by their place among their siblings."""
     counts: list[list[int]] = []

@@ -4,14 +4,20 @@
         prompts=FILE temperature=0 max_new_tokens=128 dtype=bfloat16 batch_size=1 seed=0 out=reports/medusa
 
 Writes OUT/report.json, OUT/report.html (one file with its plots), OUT/outputs.jsonl and OUT/figures/*.png, and prints
-the table. `hf_generate` may stand among the drafters: Hugging Face's own loop as an outside reference. A drafter that
-cannot be loaded is named and left out; the others are scored and the exit code is 3.
+the table and the ranking. Among the drafters may stand outside references, which take turns with ours: hf_generate,
+hf_assisted@DIR (`assistant_model=` with the same draft and K, and a second row with transformers' defaults) and
+hf_prompt_lookup (two rows alike). `candidates=[...]` takes folders, folders of folders, repositories and families, and
+tries each as chain and tree. `temperatures=[0,1]` and `batch_sizes=[1,4]` measure several settings at once.
+
+Exit codes: 0; 3 when a drafter could not be loaded or a prompt could not be asked: it is named and left out, the others
+are scored; 2 a mistake to mend.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,8 +29,11 @@ from conf.errors import UserError
 from conf.schema import entry
 from decode.load import TargetConfig, load_target
 from decode.sampling import Sampling
+from decode.target import Target
 from decode.verify import RULES
-from scripts.lib import contest, files, table
+from heads.small_lm import parameters
+from scripts.lib import candidates, contest, files, table
+from scripts.lib.lanes import lanes_of
 from scripts.lib.lossless import lossless
 from scripts.lib.prompts import load_prompts
 from scripts.lib.score import Scores, output_lines
@@ -43,6 +52,10 @@ class EvaluateConfig:
     # none, ngram, hf_generate, run folders or head folders; FOLDER@chain and FOLDER@tree choose the shape,
     # @adaptive behind any of them an adaptive draft length
     drafters: list[str] = field(default_factory=lambda: ["none", "ngram"])
+    # further drafters to choose among: folders, folders of runs, repositories, families (a kind of head)
+    candidates: list[str] = field(default_factory=list)
+    # where runs of a family are looked for
+    runs: str = "runs"
     # JSONL of {question_id, category, turns: [...]}, as MT-Bench and Spec-Bench write it
     prompts: str = "scripts/prompts/demo.jsonl"
     # how many prompts, spread evenly over the categories; null = all
@@ -51,6 +64,8 @@ class EvaluateConfig:
     categories: list[str] = field(default_factory=list)
     # 0 = greedy
     temperature: float = 0.0
+    # several temperatures in one report; [] = temperature alone
+    temperatures: list[float] = field(default_factory=list)
     # sample among the k best tokens; 0 = off
     top_k: int = 0
     # sample among the fewest tokens that hold this much probability; 1 = off
@@ -67,6 +82,8 @@ class EvaluateConfig:
     device: str | None = None
     # prompts that are decoded together
     batch_size: int = 1
+    # several batch sizes in one report; [] = batch_size alone
+    batch_sizes: list[int] = field(default_factory=list)
     # addresses all random numbers: same seed, same answers
     seed: int = 0
     # rule of verification: traversal accepts more, rejection is the classic; both are lossless
@@ -76,8 +93,9 @@ class EvaluateConfig:
 
     def validate(self) -> list[str]:
         found = []
-        if self.temperature < 0:
-            found.append(f"temperature: {self.temperature} is below 0; set 0 for greedy or more to sample")
+        for key, values in (("temperature", [self.temperature]), ("temperatures", self.temperatures)):
+            found += [f"{key}: {t} is below 0; set 0 for greedy or more to sample" for t in values if t < 0]
+        found += [f"batch_sizes: {b} is below 1; set 1 or more" for b in self.batch_sizes if b < 1]
         if self.top_k < 0:
             found.append(f"top_k: {self.top_k} is below 0; set 0 to switch it off")
         if not 0 < self.top_p <= 1:
@@ -102,15 +120,41 @@ class EvaluateConfig:
 
 @entry("evaluate", EvaluateConfig)
 def main(cfg: EvaluateConfig) -> int:
-    """Load, measure, score, write. Exit code 3 when a drafter was skipped."""
-    path = Path(cfg.prompts)
-    prompts = chosen(load_prompts(path), cfg)
+    """Load, measure, score, write. Exit code 3 when something was skipped."""
+    bad: list[dict[str, str]] = []
+    prompts = chosen(load_prompts(Path(cfg.prompts), bad), cfg)
     out = Path(cfg.out)
     if out.exists() and not out.is_dir():
         raise UserError(f"out: {out} is a file; give a folder")
     out.mkdir(parents=True, exist_ok=True)
     target = load_target(cfg.target, cfg.dtype, cfg.device)
-    lanes, skipped = contest.lanes_of(cfg.drafters, target)
+    more, unknown = candidates.expand(cfg.candidates, cfg.runs, target.support == "tree")
+    names = list(dict.fromkeys([*cfg.drafters, *more]))
+    lanes, skipped = lanes_of(names, target, lambda: load_target(cfg.target, cfg.dtype, cfg.device))
+    skipped = list({s["reason"]: s for s in [*bad, *skipped[::-1], *unknown]}.values())[::-1]  # one line per reason
+    points = list(itertools.product(cfg.temperatures or [cfg.temperature], cfg.batch_sizes or [cfg.batch_size]))
+    reports: list[dict[str, Any]] = []
+    for number, (temperature, batch_size) in enumerate(points):
+        at = replace(cfg, temperature=temperature, batch_size=batch_size)
+        report, lines = measure(at, target, prompts, lanes, skipped)
+        reports.append(report)
+        if number:
+            write(report, lines, out / folder(temperature, batch_size))
+            table.show(report)
+        else:
+            first = lines
+    reports[0]["others"] = [other(r) for r in reports[1:]]
+    write(reports[0], first, out)
+    table.show(reports[0])
+    for report in reports:
+        print("\n".join(["", f"ranking, {table.title(report)}", *candidates.lines(report["ranking"])]))
+    print(f"report: {out / 'report.html'}")
+    return SKIPPED if skipped else 0
+
+
+def measure(cfg: EvaluateConfig, target: Target, prompts: list[Any], lanes: list[contest.Lane],
+            skipped: list[dict[str, str]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:  # fmt: skip
+    """(report, lines of outputs.jsonl) at the temperature and batch size of `cfg`."""
     sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, cfg.repetition_penalty)
     settings = contest.Settings(sampling, cfg.max_new_tokens, cfg.batch_size, cfg.seed, cfg.verify)
     measured = contest.run_contest(target, target.tokenizer, prompts, lanes, settings, cfg.quiet)
@@ -123,12 +167,13 @@ def main(cfg: EvaluateConfig) -> int:
         "command": files.command(),
         "target": {
             **(asdict(identity) if identity else {"name": "unknown"}),
+            "parameters": parameters(target.model),
             **({"tuning": target.tuning} if target.tuning else {}),
         },
         "settings": {
             **{k: v for k, v in asdict(cfg).items() if k not in ("target", "prompts", "quiet", "out")},
             "target": asdict(cfg.target),
-            "prompts": {"path": cfg.prompts, "sha256": files.sha256(path)},
+            "prompts": {"path": cfg.prompts, "sha256": files.sha256(Path(cfg.prompts))},
             "num_prompts": len(prompts),
         },
         "environment": files.environment(str(target.device)),
@@ -138,10 +183,23 @@ def main(cfg: EvaluateConfig) -> int:
         "skipped": skipped,
         "skipped_turns": measured.skipped_turns,
     }
-    write(report, output_lines(measured), out)
-    table.show(report)
-    print(f"report: {out / 'report.html'}")
-    return SKIPPED if skipped else 0
+    report["ranking"] = candidates.ranking(report)
+    return report, output_lines(measured)
+
+
+def folder(temperature: float, batch_size: int) -> str:
+    """Where the report of another setting stands below OUT."""
+    return f"t{temperature:g}-b{batch_size}"
+
+
+def other(report: dict[str, Any]) -> dict[str, Any]:
+    """What the first report keeps of another setting."""
+    settings = report["settings"]
+    keys = ("name", "label", "kind", "shape", "group", "accepted_length", "acceptance_by_position", "tokens_per_second",
+            "speedup", "end_to_end", "draft_ms", "verify_ms", "break_even", "lossless")  # fmt: skip
+    return {"folder": folder(settings["temperature"], settings["batch_size"]), "settings": settings,
+            "target": report["target"], "plain_pass_ms": report["plain_pass_ms"], "ranking": report["ranking"],
+            "drafters": [{k: row[k] for k in keys} for row in report["drafters"]]}  # fmt: skip
 
 
 def chosen(prompts: list[Any], cfg: EvaluateConfig) -> list[Any]:

@@ -1,28 +1,27 @@
 """The measured run: every drafter on every prompt, taking turns so that drift of the machine hits all alike.
 
 For each chunk of prompts the drafters run one after another, and the one that begins moves on with every chunk.
-Answers of `none` become the history of later turns, so that all drafters see the same prompts.
+Drafters are grouped by the target they draft for (a head that was trained with its target brings another one); every
+group has a `none` of its own, whose answers become the history of later turns of that group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from conf.errors import UserError
-from decode.engine import Generation, Request, Run, Timing, generate
+from decode.engine import Generation, Request, Run, Timing
 from decode.sampling import Sampling
 from decode.target import Target
-from heads import resolve_drafter
+from scripts.lib.memory import peak, start_peak
 from scripts.lib.prompts import Prompt, chat_ids
-from scripts.lib.reference import hf_generate
 
-REFERENCES = {"hf_generate": hf_generate}
 WARM_UP_TOKENS = 8
+History = dict[str, list[dict[str, str]]]  # prompt id -> messages
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,11 @@ class Settings:
 
 @dataclass
 class Lane:
-    """A row of the table. run(requests, settings) -> Run. name: as the user wrote it, made unique; label: short."""
+    """A row of the table. run(requests, settings) -> Run. name: as the user wrote it, made unique; label: short.
+
+    target: whom it drafts for, None: the report's target. group: name of that target, "" for the report's. base: the
+    row of its group's plain decoding. facts: parameters, bytes, training cost, where known.
+    """
 
     name: str
     label: str
@@ -47,6 +50,10 @@ class Lane:
     depth: int
     nodes: int
     run: Callable[[Sequence[Request], Settings], Run]
+    target: Target | None = None
+    group: str = ""
+    base: str = "none"
+    facts: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -62,13 +69,16 @@ class Answer:
 
 @dataclass
 class Lap:
-    """One timed call: a chunk of prompts at the same turn, run by one drafter. tokens: all, prefill's included."""
+    """One timed call: a chunk of prompts at the same turn, run by one drafter. tokens: all, prefill's included; first:
+    those of the prefill (None: one for each prompt). peak: bytes of memory at most."""
 
     drafter: str
     prompts: tuple[str, ...]
     turn: int
     timing: Timing
     tokens: int
+    first: int | None = None
+    peak: int | None = None
 
 
 @dataclass
@@ -81,36 +91,10 @@ class Contest:
 
 
 def lanes_of(specs: Sequence[str], target: Target) -> tuple[list[Lane], list[dict[str, str]]]:
-    """(drafters that load, [{name, reason}] of those that do not). `none` is put in front when it is not listed."""
-    lanes: list[Lane] = []
-    skipped: list[dict[str, str]] = []
-    for spec in [*([] if "none" in specs else ["none"]), *specs]:
-        try:
-            lane = _lane(spec, target)
-        except UserError as error:
-            skipped.append({"name": spec, "reason": str(error)})
-            continue
-        taken = {other.name for other in lanes}
-        if lane.name in taken:
-            lane.name = lane.label = next(n for i in range(2, 99) if (n := f"{lane.name} #{i}") not in taken)
-        lanes.append(lane)
-    short = [Path(lane.name).name for lane in lanes]
-    for lane, label in zip(lanes, short, strict=True):
-        lane.label = label if short.count(label) == 1 else lane.name
-    return lanes, skipped
+    """scripts.lib.lanes.lanes_of without further targets."""
+    from scripts.lib import lanes
 
-
-def _lane(spec: str, target: Target) -> Lane:
-    if spec in REFERENCES:
-        reference = REFERENCES[spec]
-        return Lane(spec, spec, "reference", "none", 0, 0, lambda requests, s: reference(
-            target, requests, s.sampling, batch_size=s.batch_size, seed=s.seed))  # fmt: skip
-    drafter = resolve_drafter(spec, target)
-    shape = "none" if not drafter.max_nodes else "chain" if drafter.max_nodes == drafter.max_depth else "tree"
-    kind = getattr(drafter, "kind", spec)
-    return Lane(spec, spec, kind, shape, drafter.max_depth, drafter.max_nodes,
-                lambda requests, s: generate(target, drafter, requests, s.sampling, batch_size=s.batch_size,
-                                             seed=s.seed, verify=s.verify))  # fmt: skip
+    return lanes.lanes_of(specs, target)
 
 
 def run_contest(target: Target, tokenizer: Any, prompts: Sequence[Prompt], lanes: Sequence[Lane], settings: Settings,
@@ -121,7 +105,8 @@ def run_contest(target: Target, tokenizer: Any, prompts: Sequence[Prompt], lanes
     because the history grew, is skipped for all drafters and noted.
     """
     contest = Contest()
-    history: dict[str, list[dict[str, str]]] = {p.id: [] for p in prompts}
+    groups = list(dict.fromkeys(lane.group for lane in lanes))
+    history: dict[str, History] = {g: {p.id: [] for p in prompts} for g in groups}
     numbers = {p.id: i for i, p in enumerate(prompts)}
     first = [chat_ids(tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in prompts]
     for prompt, ids in zip(prompts, first, strict=True):
@@ -138,37 +123,44 @@ def run_contest(target: Target, tokenizer: Any, prompts: Sequence[Prompt], lanes
         task = progress.add_task("scoring", total=total)
         for number, chunk in enumerate(chunks):
             for turn in range(max(len(p.turns) for p in chunk)):
-                live, requests = [], []
+                live: list[Prompt] = []
+                requests: dict[str, list[Request]] = {g: [] for g in groups}
                 for p in chunk:
-                    if turn >= len(p.turns) or len(history[p.id]) < 2 * turn:
+                    if turn >= len(p.turns) or any(len(history[g][p.id]) < 2 * turn for g in groups):
                         continue
-                    history[p.id].append({"role": "user", "content": p.turns[turn]})
-                    ids = chat_ids(tokenizer, history[p.id])
-                    if len(ids) >= target.context_length:
-                        contest.skipped_turns.append({"prompt_id": p.id, "turn": turn, "tokens": len(ids)})
+                    ids_of = {}
+                    for g in groups:
+                        history[g][p.id].append({"role": "user", "content": p.turns[turn]})
+                        ids_of[g] = chat_ids(tokenizer, history[g][p.id])
+                    longest = max(map(len, ids_of.values()))
+                    if longest >= target.context_length:
+                        contest.skipped_turns.append({"prompt_id": p.id, "turn": turn, "tokens": longest})
                         continue
                     live.append(p)
-                    requests.append(Request(ids, settings.max_new_tokens, id=numbers[p.id] * 64 + turn))
+                    for g in groups:
+                        requests[g].append(Request(ids_of[g], settings.max_new_tokens, id=numbers[p.id] * 64 + turn))
                 for k in range(len(lanes)):
                     lane = lanes[(k + number) % len(lanes)]
                     progress.update(task, description=lane.name[:28])
-                    if requests:
-                        run = lane.run(requests, settings)
-                        _note(contest, lane, live, turn, run)
-                        if lane.name == "none":
-                            _remember(tokenizer, history, live, run)
+                    if live:
+                        start_peak(target.device)
+                        run = lane.run(requests[lane.group], settings)
+                        _note(contest, lane, live, turn, run, peak(target.device))
+                        if lane.name == lane.base:
+                            _remember(tokenizer, history[lane.group], live, run)
                     progress.advance(task)
     return contest
 
 
-def _note(contest: Contest, lane: Lane, live: Sequence[Prompt], turn: int, run: Run) -> None:
+def _note(contest: Contest, lane: Lane, live: Sequence[Prompt], turn: int, run: Run, most: int | None) -> None:
     tokens = sum(len(g.token_ids) for g in run.generations)
-    contest.laps.append(Lap(lane.name, tuple(p.id for p in live), turn, run.timing, tokens))
+    first = sum(g.cycles[0].start if g.cycles else len(g.token_ids) for g in run.generations)
+    contest.laps.append(Lap(lane.name, tuple(p.id for p in live), turn, run.timing, tokens, first, most))
     for p, generation in zip(live, run.generations, strict=True):
         contest.answers.append(Answer(lane.name, p.id, turn, p.category, generation))
 
 
-def _remember(tokenizer: Any, history: dict[str, list[dict[str, str]]], live: Sequence[Prompt], run: Run) -> None:
+def _remember(tokenizer: Any, history: History, live: Sequence[Prompt], run: Run) -> None:
     for p, generation in zip(live, run.generations, strict=True):
         text = tokenizer.decode(generation.token_ids, skip_special_tokens=True)
         history[p.id].append({"role": "assistant", "content": text})

@@ -21,13 +21,13 @@ LOOKED_UP = 100
 
 
 def lossless(contest: Contest, lanes: list[Lane], target: Target) -> dict[str, dict[str, Any]]:
-    """Per drafter: {checked, equal, within_rounding, beyond_rounding, differences: [...]} against `none`."""
-    baseline = {(a.prompt_id, a.turn): a for a in contest.answers if a.drafter == "none"}
+    """Per drafter: {checked, equal, within_rounding, beyond_rounding, differences: [...]} against its own `none`."""
     found: dict[str, dict[str, Any]] = {}
     for lane in lanes:
+        baseline = {(a.prompt_id, a.turn): a for a in contest.answers if a.drafter == lane.base}
         pairs = [(baseline[a.prompt_id, a.turn], a) for a in contest.answers if a.drafter == lane.name]
         unequal = [(n, a) for n, a in pairs if n.generation.token_ids != a.generation.token_ids]
-        differences = [_difference(n, a, target) for n, a in unequal[:LOOKED_UP]]
+        differences = [_difference(n, a, lane.target or target) for n, a in unequal[:LOOKED_UP]]
         beyond = [d for d in differences if not d["within_rounding"]]
         found[lane.name] = {
             "checked": len(pairs),

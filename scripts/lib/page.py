@@ -49,6 +49,8 @@ DEFINITIONS = [
     ("draft ms, verify ms", "per cycle: time to propose; time to score the draft in the target, verify and commit it."),
     ("loop", "an 8-gram seen three times in an answer. A small model that repeats itself flatters every drafter, so "
      "cycles inside loops are counted apart."),
+    ("breaks even at", "the accepted length at which cycles as long as this drafter's are as fast as plain decoding."),
+    ("peak memory", "while the row ran, of the whole process with all rows' weights (on a GPU: allocated there)."),
     ("brackets", "95 % bootstrap intervals over prompts."),
 ]  # fmt: skip
 
@@ -68,7 +70,11 @@ def page(report: dict[str, Any]) -> str:
 <header><p class="kicker">Outrider score report</p><h1>{esc(head)}</h1><p class="sub">{esc(sub)}</p></header>
 <div class="cards">{cards(report)}</div>
 <h2>Scores</h2><div class="panel">{scores(report)}</div>{notes}
+{ranking(report)}
 <h2>Figures</h2><div class="grid">{figures}</div>
+{others(report)}
+{depths(report)}
+<h2>What a drafter costs</h2><div class="panel">{plain_table(table.COSTS, report["drafters"])}</div>
 {pairs(report)}
 <h2>What the words mean</h2><div class="panel"><dl>{terms}</dl></div>
 <h2>Settings and environment</h2><div class="facts">{facts(report)}</div>
@@ -130,6 +136,60 @@ def scores(report: dict[str, Any]) -> str:
             lines.append(f"<td>{dot if i == 0 else ''}{text}</td>")
         lines.append("</tr>")
     return "".join([*lines, "</tbody></table>"])
+
+
+def plain_table(columns: list[tuple[str, Any]], rows: list[dict[str, Any]]) -> str:
+    """A table of cells; what stands in brackets is set small."""
+    head = "".join(f"<th>{esc(name)}</th>" for name, _ in columns)
+    body = []
+    for row in rows:
+        cells = [cell(row).partition(" [") for _, cell in columns]
+        body.append("<tr>" + "".join(f"<td>{esc(v)}{f' <small>[{esc(rest)}</small>' if b else ''}</td>"
+                                     for v, b, rest in cells) + "</tr>")  # fmt: skip
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+
+
+def ranking(report: dict[str, Any]) -> str:
+    """The order of the rows that draft, ranks shared where the intervals cannot part them."""
+    found = report.get("ranking") or []
+    if len(found) < 2:
+        return ""
+    label = {r["name"]: r["label"] for r in report["drafters"]}
+    columns = [("drafter", lambda r: f"{r['rank']}. {r['label']}"),
+               ("speedup", lambda r: table.interval(r["speedup"], 2, "×")),
+               ("not to be told from", lambda r: ", ".join(label[n] for n in r["tied_with"]) or "–")]  # fmt: skip
+    why = "A rank is claimed only where the 95 % interval of the paired speed ratio lies on one side of 1."
+    return f'<h2>Ranking</h2><div class="panel">{plain_table(columns, found)}</div><p class="note">{why}</p>'
+
+
+def depths(report: dict[str, Any]) -> str:
+    """Acceptance at every depth, conditional and unconditional, and which of the siblings was accepted in trees."""
+    rows = [r for r in report["drafters"] if r["acceptance_by_position"]]
+    if not rows:
+        return ""
+    most = range(1, 1 + min(table.DEPTHS, max(len(r["acceptance_by_position"]) for r in rows)))
+    parts = []
+    for title, cell in (
+        ("Accepted at d, given that d − 1 was, %", lambda r, d: table.by_depth(r, "conditional", d)),
+        ("Accepted up to d, of all cycles, %", lambda r, d: table.by_depth(r, "unconditional", d)),
+        ("Place of the accepted candidate among its siblings, trees: 1st 2nd 3rd 4th, %", table.ranks),
+    ):
+        shown = [r for r in rows if any(cell(r, d) != "–" for d in most)]
+        if shown:
+            columns = [("drafter", lambda r: r["label"])]
+            columns += [(f"d = {d}", lambda r, d=d, cell=cell: cell(r, d)) for d in most]
+            parts.append(f'<p class="note">{esc(title)}</p>{plain_table(columns, shown)}')
+    return f'<h2>Acceptance by position</h2><div class="panel">{"".join(parts)}</div>'
+
+
+def others(report: dict[str, Any]) -> str:
+    """The tables of the other settings of the same run."""
+    parts = []
+    for one in report.get("others") or []:
+        wide = table.columns_of(one)
+        parts.append(f'<p class="note">{esc(table.title(one))} · <a href="{esc(one["folder"])}/report.html">report</a>'
+                     f"</p>{plain_table(wide, one['drafters'])}")  # fmt: skip
+    return f'<h2>Other settings</h2><div class="panel">{"".join(parts)}</div>' if parts else ""
 
 
 def pairs(report: dict[str, Any]) -> str:

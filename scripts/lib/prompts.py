@@ -24,10 +24,11 @@ class Prompt:
     turns: list[str]
 
 
-def load_prompts(path: str | Path) -> list[Prompt]:
+def load_prompts(path: str | Path, bad: list[dict[str, str]] | None = None) -> list[Prompt]:
     """Every prompt of a JSONL file, in order. Assistant and system messages of chat rows are left out: the
     history is always the target's own. Blank lines are skipped; rows without an id take their line number.
 
+    bad: takes {name, reason} of rows that cannot be asked (no user turn, malformed), which are then left out.
     Raises UserError with file:line: no such file, malformed JSON, no turns, no user turn, an id twice, empty
     file."""
     path = Path(path).expanduser()
@@ -44,13 +45,21 @@ def load_prompts(path: str | Path) -> list[Prompt]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        prompt = _prompt(line, f"{path}:{number}", number)
-        if prompt.id in seen:
-            raise UserError(
-                f"{path}:{number}: id {prompt.id!r} stands on line {seen[prompt.id]} already; make ids unique"
-            )
+        try:
+            prompt = _prompt(line, f"{path}:{number}", number)
+            if prompt.id in seen:
+                raise UserError(
+                    f"{path}:{number}: id {prompt.id!r} stands on line {seen[prompt.id]} already; make ids unique"
+                )
+        except UserError as error:
+            if bad is None:
+                raise
+            bad.append({"name": f"{path.name}:{number}", "reason": str(error)})
+            continue
         seen[prompt.id] = number
         prompts.append(prompt)
+    if not prompts and bad:
+        raise UserError(f"{bad[0]['reason']} (and no other line of {path} holds a prompt)")
     if not prompts:
         raise UserError(f'{path}: the file holds no prompt; give a line such as {{"prompt": "Hello"}}')
     return prompts

@@ -53,7 +53,7 @@ class Scores:
         tokens, seconds = [], []
         for unit in units:
             laps = self.laps[name][unit]
-            tokens.append(float(sum(lap.tokens - (0 if whole else len(lap.prompts)) for lap in laps)))
+            tokens.append(float(sum(lap.tokens - (0 if whole else _first(lap)) for lap in laps)))
             seconds.append(sum(lap.timing.total_s if whole else lap.timing.decode_s for lap in laps))
         return tokens, seconds
 
@@ -62,6 +62,28 @@ class Scores:
         with np.errstate(invalid="ignore", divide="ignore"):
             ratio = stats.ratio_of_rates(*self.work(a, units, whole), *self.work(b, units, whole), self.seed)
         return plain(ratio.json())
+
+    def cycle_ms(self, name: str, phases: Sequence[str], units: Sequence[tuple[str, ...]]) -> dict[str, Any]:
+        """Milliseconds per cycle spent in `phases`, resampled by unit."""
+        laps = [self.laps[name][unit] for unit in units]
+        spent = [1000 * sum(getattr(lap.timing, f"{p}_s") for lap in one for p in phases) for one in laps]
+        passes = [float(sum(lap.timing.cycles for lap in one)) for one in laps]
+        return plain(stats.ratio_interval(spent, passes, self.seed).json())  # type: ignore[no-any-return]
+
+    def break_even(self, lane: Lane, units: Sequence[tuple[str, ...]]) -> float | None:
+        """Accepted length at which the drafter's cycles, as long as they were, would be as fast as plain decoding."""
+        spent = [sum(lap.timing.decode_s for u in units for lap in self.laps[n][u]) for n in (lane.name, lane.base)]
+        passes = [sum(lap.timing.cycles for u in units for lap in self.laps[n][u]) for n in (lane.name, lane.base)]
+        tokens = sum(self.work(lane.base, units, False)[0])
+        if not lane.nodes or not all(passes) or not tokens or not spent[1]:
+            return None
+        return (spent[0] / passes[0]) / (spent[1] / tokens) / self._rows(lane, units)
+
+    def _rows(self, lane: Lane, units: Sequence[tuple[str, ...]]) -> float:
+        """Rows that a target pass of this drafter serves on average."""
+        cycles = sum(len(a.generation.cycles) for u in units for p in u for a in self.answers[lane.name][p])
+        passes = sum(lap.timing.cycles for u in units for lap in self.laps[lane.name][u])
+        return cycles / passes if passes and cycles else 1.0
 
     def rate(self, name: str, units: Sequence[tuple[str, ...]], whole: bool) -> float | None:
         tokens, seconds = self.work(name, units, whole)
@@ -92,16 +114,26 @@ class Scores:
             "tokens": sum(len(a.generation.token_ids) for a in answers),
             "cycles": len(flat),
             "accepted_length": stats.accepted_length(clean, self.seed).json(),
-            "acceptance_by_position": [p.json() for p in stats.acceptance_by_position(flat)] if flat else [],
+            "acceptance_by_position": self._positions(flat, clean),
             "acceptance_by_rank": stats.acceptance_by_rank(flat),
             "cut_cycles": {"cycles": len(cut), "draft_tokens_accepted": sum(c.accepted for c in cut)},
             "loop_cycles": {"cycles": len(loop), "accepted_length": _mean([c.accepted + 1 for c in loop])},
             "accepted_length_all_cycles": stats.accepted_length(everything, self.seed).json(),
-            "by_category": {c: self._category(name, c) for c in sorted(set(self.category.values()))},
+            "by_category": {c: self._category(lane, c) for c in sorted(set(self.category.values()))},
             "tokens_per_second": self.rate(name, units, False),
-            "speedup": self.speedup(name, "none", units),
+            "tokens_per_second_interval": stats.ratio_interval(*self.work(name, units, False), self.seed).json(),
+            "speedup": self.speedup(name, lane.base, units),
             "end_to_end": {"tokens_per_second": self.rate(name, units, True),
-                           "speedup": self.speedup(name, "none", units, whole=True)},
+                           "speedup": self.speedup(name, lane.base, units, whole=True)},
+            "group": lane.group,
+            "base": lane.base,
+            "break_even": self.break_even(lane, units),
+            "parameters": lane.facts.get("parameters"),
+            "bytes": lane.facts.get("bytes"),
+            "training": lane.facts.get("training"),
+            "peak_bytes": max((lap.peak or 0 for laps in self.laps[name].values() for lap in laps), default=0) or None,
+            "draft_ms_interval": self.cycle_ms(name, ("draft",), units),
+            "verify_ms_interval": self.cycle_ms(name, ("target", "verify", "commit"), units),
             "draft_ms": _per(seconds["draft"], passes),
             "verify_ms": _per(seconds["target"] + seconds["verify"] + seconds["commit"], passes),
             "target_ms": _per(seconds["target"], passes),
@@ -111,7 +143,15 @@ class Scores:
             "per_prompt": [self._prompt(name, p, cycles) for p, cycles in zip(self.prompts, clean, strict=True)],
         })  # fmt: skip
 
-    def _category(self, name: str, category: str) -> dict[str, Any]:
+    def _positions(self, flat: list[Cycle], clean: list[list[Cycle]]) -> list[dict[str, Any]]:
+        if not flat:
+            return []
+        found, spread = stats.acceptance_by_position(flat), stats.position_intervals(clean, self.seed)
+        return [{**p.json(), "conditional_interval": c.json(), "unconditional_interval": u.json()}
+                for p, (c, u) in zip(found, spread, strict=True)]  # fmt: skip
+
+    def _category(self, lane: Lane, category: str) -> dict[str, Any]:
+        name = lane.name
         prompts = [p for p in self.prompts if self.category[p] == category]
         units = self.units(category)
         clean = self.clean(name, prompts)
@@ -120,7 +160,7 @@ class Scores:
             "cycles": sum(map(len, clean)),
             "accepted_length": stats.accepted_length(clean, self.seed).json(),
             "tokens_per_second": self.rate(name, units, False),
-            "speedup": self.speedup(name, "none", units) if units else None,
+            "speedup": self.speedup(name, lane.base, units) if units else None,
         }
 
     def _prompt(self, name: str, prompt: str, cycles: list[Cycle]) -> dict[str, Any]:
@@ -186,6 +226,11 @@ def _length(cycle: Cycle, index: int, cycles: list[Cycle], total: int) -> int:
     """Tokens that the cycle committed; fewer than accepted + 1 where a stop token or the limit cut it."""
     end = cycles[index + 1].start if index + 1 < len(cycles) else total
     return end - cycle.start
+
+
+def _first(lap: Lap) -> int:
+    """Tokens of the prefill, which are no work of decoding."""
+    return len(lap.prompts) if lap.first is None else lap.first
 
 
 def plain(value: Any) -> Any:

@@ -41,6 +41,11 @@ def equality(row: Row) -> str:
     return text + (f" !{found['beyond_rounding']}" if found["beyond_rounding"] else "")
 
 
+def unseen(row: Row) -> bool:
+    """Whether a reference drafts where we cannot time it."""
+    return row["kind"] == "reference" and not row["draft_ms"]
+
+
 COLUMNS: list[tuple[str, Callable[[Row], str]]] = [
     ("drafter", lambda r: r["label"]),
     ("accepted length", lambda r: interval(r["accepted_length"])),
@@ -48,10 +53,58 @@ COLUMNS: list[tuple[str, Callable[[Row], str]]] = [
     ("tokens/s", lambda r: number(r["tokens_per_second"], 1)),
     ("speedup", lambda r: interval(r["speedup"], 2, "×")),
     ("end to end", lambda r: interval(r["end_to_end"]["speedup"], 2, "×")),
-    ("draft ms", lambda r: number(r["draft_ms"], 1)),
+    ("draft ms", lambda r: number(None if unseen(r) else r["draft_ms"], 1)),
     ("verify ms", lambda r: number(r["verify_ms"], 1)),
     ("same tokens", equality),
 ]
+
+
+def millions(value: float | None) -> str:
+    """12.3M; a dash for nothing."""
+    return "–" if not value else f"{value / 1e6:.3g}M" if value < 1e9 else f"{value / 1e9:.3g}B"
+
+
+def trained(row: Row, key: str) -> float | None:
+    return (row.get("training") or {}).get(key)
+
+
+def minutes(row: Row) -> str:
+    seconds = trained(row, "train_seconds")
+    return "–" if seconds is None else f"{seconds / 60:.0f}"
+
+
+# What a drafter costs: a table of its own.
+COSTS: list[tuple[str, Callable[[Row], str]]] = [
+    ("drafter", lambda r: r["label"]),
+    ("parameters", lambda r: millions(r.get("parameters"))),
+    ("trained on, tokens", lambda r: millions(trained(r, "tokens_seen"))),
+    ("minutes", minutes),
+    ("peak memory, GiB", lambda r: number(r["peak_bytes"] / 2**30 if r.get("peak_bytes") else None, 2)),
+    ("draft ms", lambda r: "–" if unseen(r) else interval(r.get("draft_ms_interval"), 1)),
+    ("verify ms", lambda r: interval(r.get("verify_ms_interval"), 1)),
+    ("breaks even at", lambda r: number(r.get("break_even"))),
+    ("accepted length", lambda r: interval(r["accepted_length"])),
+]
+# Acceptance by position and by rank.
+DEPTHS = 6
+
+
+def by_depth(row: Row, key: str, depth: int) -> str:
+    found = next((p for p in row["acceptance_by_position"] if p["position"] == depth), None)
+    cell = found and found.get(f"{key}_interval")
+    if not found or not cell or cell["mean"] is None:
+        return "–"
+    text = f"{100 * cell['mean']:.0f}"
+    return text if cell["low"] is None else f"{text} [{100 * cell['low']:.0f}, {100 * cell['high']:.0f}]"
+
+
+def ranks(row: Row, depth: int, most: int = 4) -> str:
+    """Shares of the accepted candidates at a depth by their place among their siblings."""
+    counts = row.get("acceptance_by_rank") or []
+    if row["shape"] != "tree" or len(counts) < depth or not sum(counts[depth - 1]):
+        return "–"
+    total = sum(counts[depth - 1])
+    return " ".join(f"{100 * c / total:.0f}" for c in counts[depth - 1][:most])
 
 
 WIDE_ONLY = ("end to end", "draft ms", "verify ms")
@@ -111,6 +164,25 @@ def notes(report: dict[str, Any]) -> list[str]:
     wrong = [r["name"] for r in report["drafters"] if (r.get("lossless") or {}).get("beyond_rounding")]
     if wrong:
         lines.append(f"NOT LOSSLESS beyond rounding: {', '.join(wrong)}; see `lossless` in report.json.")
+    plain = {r["name"]: r for r in report["drafters"]}
+    for row in report["drafters"]:
+        limit, length = row.get("break_even"), row["accepted_length"]["mean"]
+        if limit is not None and length is not None and length < limit:
+            lines.append(f"{row['label']} does not pay here: its cycles take {limit:.2f} plain tokens' time and give "
+                         f"{length:.2f} tokens.")  # fmt: skip
+        if (row.get("parameters") or 0) >= (report["target"].get("parameters") or float("inf")):
+            lines.append(f"{row['label']} is no smaller than its target ({millions(row['parameters'])} parameters); it "
+                         f"would have to reach an accepted length of {number(limit)}.")  # fmt: skip
+    groups = [g for g in dict.fromkeys(r.get("group", "") for r in report["drafters"]) if g]
+    if groups:
+        lines.append(f"Another target: {', '.join(groups)}. For its rows speedup and lossless refer to its own plain "
+                     "decoding.")  # fmt: skip
+    once = [c for c, cell in next(iter(plain.values()))["by_category"].items() if cell["prompts"] == 1]
+    if once:
+        lines.append(f"Seen once, so without an interval: {', '.join(once)}.")
+    if any(r["kind"] == "reference" and r["max_depth"] for r in report["drafters"]):
+        lines.append("hf_ rows are transformers' own loops: their cycles are read off the target's passes, verify ms "
+                     "is the pass alone, and a dash stands where nothing can be seen from outside.")  # fmt: skip
     if report["skipped_turns"]:
         lines.append(f"{len(report['skipped_turns'])} later turns outgrew the context and were left out for all.")
     return lines

@@ -1,0 +1,131 @@
+"""From names to rows of the table: drafters, references, and the targets that heads bring with them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from conf.errors import UserError
+from decode.drafters import Drafter
+from decode.engine import Request, Run, generate
+from decode.target import Target
+from heads import HEADS, find_head, resolve_drafter
+from heads.checkpoint import read_card
+from scripts.lib.assisted import Assisted, assistants
+from scripts.lib.contest import Lane, Settings
+from scripts.lib.memory import own_elements
+from scripts.lib.reference import hf_generate
+
+GENERATE, ASSISTED, LOOKUP = "hf_generate", "hf_assisted", "hf_prompt_lookup"
+Skipped = dict[str, str]
+
+
+def lanes_of(specs: Sequence[str], target: Target, fresh: Callable[[], Target] | None = None
+             ) -> tuple[list[Lane], list[Skipped]]:  # fmt: skip
+    """(rows that load, [{name, reason}] of those that do not). `none` is put in front when it is not listed.
+
+    fresh: loads the target once more, for heads that were trained with it (Medusa-2): each of those gets a target and a
+    `none` of its own. Without it they tune `target` itself.
+    """
+    lanes: list[Lane] = []
+    skipped: list[Skipped] = []
+    tuned: dict[str, tuple[str, Target]] = {}
+    for spec in [*([] if "none" in specs else ["none"]), *specs]:
+        try:
+            found = _lanes(spec, target, fresh, tuned)
+        except UserError as error:
+            skipped.append({"name": spec, "reason": str(error)})
+            continue
+        for lane in found:
+            taken = {other.name for other in lanes}
+            if lane.name in taken:
+                if lane.name == lane.base:
+                    continue  # the group's plain decoding is there
+                lane.name = next(n for i in range(2, 99) if (n := f"{lane.name} #{i}") not in taken)
+            lanes.append(lane)
+    short = [_short(lane.name) for lane in lanes]
+    for lane, label in zip(lanes, short, strict=True):
+        lane.label = label if short.count(label) == 1 else lane.name
+    return lanes, skipped
+
+
+def _short(name: str) -> str:
+    """runs/medusa@tree -> medusa@tree; hf_assisted@runs/draft -> hf_assisted@draft."""
+    return "@".join(Path(part).name for part in name.split("@"))
+
+
+def _lanes(spec: str, target: Target, fresh: Callable[[], Target] | None,
+           tuned: dict[str, tuple[str, Target]]) -> list[Lane]:  # fmt: skip
+    name, _, folder = spec.partition("@")
+    if name == GENERATE and not folder:
+        return [Lane(spec, spec, "reference", "none", 0, 0, lambda requests, s: hf_generate(
+            target, requests, s.sampling, batch_size=s.batch_size, seed=s.seed))]  # fmt: skip
+    if name == LOOKUP and not folder:
+        return [_assisted(*row) for row in assistants(spec, target, None)]
+    if name == ASSISTED:
+        if not folder:
+            raise UserError(f"drafters: {spec}: transformers needs an assistant; write {ASSISTED}@DIR")
+        folder = re.sub(r"@(chain|tree)$", "", folder)
+        card = _card(folder)
+        if card is not None and card["kind"] != "small_lm":
+            raise UserError(f"drafters: {spec}: {folder} is no language model of its own, which transformers needs as "
+                            "an assistant; give a separate draft model")  # fmt: skip
+        draft = resolve_drafter(f"{folder}@chain", target)
+        return [_assisted(*row) for row in assistants(spec, target, draft)]
+    group, mine = "", target
+    sha = _tuned_by(spec) if fresh is not None else ""
+    if sha and fresh is not None:
+        if sha not in tuned:
+            copy = fresh()
+            resolve_drafter(spec, copy)  # merges its adapter; raises before the group exists
+            tuned[sha] = (copy.identity.name if copy.identity else copy.tuning, copy)
+        group, mine = tuned[sha]
+    lane = _drafting(spec, resolve_drafter(spec, mine), mine)
+    lane.facts |= training(spec)
+    if not group:
+        return [lane]
+    base = f"none ({_short(spec.partition('@')[0])})"
+    plain = _drafting("none", resolve_drafter("none", mine), mine)
+    plain.name = plain.label = base
+    for one in (plain, lane):
+        one.group, one.base = group, base
+    return [plain, lane]
+
+
+def _drafting(spec: str, drafter: Drafter, target: Target) -> Lane:
+    shape = "none" if not drafter.max_nodes else "chain" if drafter.max_nodes == drafter.max_depth else "tree"
+    elements, size = own_elements(drafter, target)
+
+    def run(requests: Sequence[Request], s: Settings) -> Run:
+        return generate(target, drafter, requests, s.sampling, batch_size=s.batch_size, seed=s.seed, verify=s.verify)
+
+    return Lane(spec, spec, getattr(drafter, "kind", spec), shape, drafter.max_depth, drafter.max_nodes, run, target,
+                facts={"parameters": elements, "bytes": size})  # fmt: skip
+
+
+def _assisted(name: str, reference: Assisted, k: int) -> Lane:
+    # nodes 0: its cycles are read off from outside, so it stands in no comparison of drafters
+    return Lane(name, name, "reference", "none", k, 0, lambda requests, s: reference(requests, s.sampling, s.seed))
+
+
+def _card(spec: str) -> dict[str, Any] | None:
+    try:
+        return read_card(find_head(spec.partition("@")[0]))
+    except UserError:
+        return None
+
+
+def _tuned_by(spec: str) -> str:
+    """Which training of its target a head belongs to; "" for heads of a frozen one and for all that are no heads."""
+    card = _card(spec)
+    kind = HEADS.get(card["kind"]) if card else None
+    return str(card["sha256"]) if card and kind is not None and kind.trains_target else ""
+
+
+def training(spec: str) -> dict[str, Any]:
+    """What the training of a head took, as its card says it; {} where nobody wrote it down."""
+    card = _card(spec)
+    found = card["extra"].get("training") if card else None
+    return {"training": found} if isinstance(found, dict) else {}

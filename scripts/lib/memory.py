@@ -1,0 +1,64 @@
+"""How much memory a row of the table takes: what its drafter holds beside the target, and the peak while it ran."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def own_elements(drafter: Any, target: Any) -> tuple[int, int]:
+    """(elements, bytes) of the floating-point weights that a drafter keeps and its target does not. K/V caches and
+    whatever else is made for a run do not count: ask before the first one."""
+    theirs = {p.untyped_storage().data_ptr() for p in [*target.model.parameters(), *target.model.buffers()]}
+    found: dict[int, Tensor] = {}
+    _walk(drafter, found, set(), 4)
+    mine = [t for pointer, t in found.items() if pointer not in theirs]
+    return sum(t.numel() for t in mine), sum(t.numel() * t.element_size() for t in mine)
+
+
+def _walk(value: Any, found: dict[int, Tensor], seen: set[int], depth: int) -> None:
+    if id(value) in seen or depth < 0:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        if value.is_floating_point() and value.numel():
+            found.setdefault(value.untyped_storage().data_ptr(), value)
+    elif isinstance(value, nn.Module):
+        for weight in value.parameters():
+            _walk(weight, found, seen, depth)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _walk(item, found, seen, depth - 1)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _walk(item, found, seen, depth - 1)
+    elif type(value).__module__.partition(".")[0] in ("decode", "heads") and hasattr(value, "__dict__"):
+        for name, item in vars(value).items():
+            if name not in ("cache", "masks", "target", "embed", "rope", "h", "state"):
+                _walk(item, found, seen, depth - 1)
+
+
+def start_peak(device: torch.device) -> None:
+    """Forget the peak so far."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError):
+        CLEAR.write_text("5")  # Linux: resets the peak of resident memory
+
+
+def peak(device: torch.device) -> int | None:
+    """Bytes at the peak since start_peak: allocated on the GPU, or resident of the whole process. None: unknown."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    try:
+        line = next(x for x in STATUS.read_text().splitlines() if x.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    except (OSError, StopIteration, ValueError, IndexError):
+        return None
