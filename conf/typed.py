@@ -11,6 +11,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import keyword
 import textwrap
 import types
 import typing
@@ -49,11 +50,16 @@ def convert(cfg: DictConfig, schema: type[T]) -> tuple[T, list[str]]:
     return value, problems
 
 
+def key_of(name: str) -> str:
+    """The key of a field: its name, without the underscore behind a word that Python keeps for itself (`from_`)."""
+    return name[:-1] if keyword.iskeyword(name[:-1]) and name.endswith("_") else name
+
+
 def keys(schema: type, prefix: str = "") -> Iterator[str]:
     """All dotted keys of a schema, groups included (`optim`, `optim.lr`)."""
     hints = typing.get_type_hints(schema)
     for field in dataclasses.fields(schema):
-        yield prefix + field.name
+        yield prefix + key_of(field.name)
         nested = nested_schema(hints[field.name])
         if nested is not None:
             yield from keys(nested, f"{prefix}{field.name}.")
@@ -74,7 +80,7 @@ def knows(schema: type, key: str) -> bool:
         nested = nested_schema(hint)
         if nested is None:
             return any(o is Any or typing.get_origin(o) is dict or o is dict for o in _options(hint))
-        hints = typing.get_type_hints(nested)
+        hints = {key_of(name): h for name, h in typing.get_type_hints(nested).items()}
         if part not in hints:
             return False
         hint = hints[part]
@@ -133,7 +139,7 @@ def _options(hint: Any) -> tuple[Any, ...]:
 
 def _dataclass(cfg: DictConfig, schema: Any, prefix: str, root: type, problems: list[str]) -> Any:
     hints = typing.get_type_hints(schema)
-    fields = {f.name: f for f in dataclasses.fields(schema) if f.init}
+    fields = {key_of(f.name): f for f in dataclasses.fields(schema) if f.init}
     known = list(keys(root))
     for key in cfg:
         if str(key) not in fields:
@@ -153,9 +159,9 @@ def _dataclass(cfg: DictConfig, schema: Any, prefix: str, root: type, problems: 
         except OmegaConfBaseException as error:
             problems.append(f"{key}: {str(error).splitlines()[0]}; mend the interpolation")
             continue
-        value = _value(raw, hints[name], key, root, problems)
+        value = _value(raw, hints[field.name], key, root, problems)
         if value is not INVALID:
-            values[name] = value
+            values[field.name] = value
     if len(problems) > before:
         return INVALID
     made = schema(**values)

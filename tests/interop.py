@@ -1,5 +1,6 @@
-"""What the tests of export and import share: a tiny target deep enough for three inner layers, heads with random weights,
-and folders in every format."""
+"""What the tests of export and import share: a tiny target deep enough for three inner layers, heads with random
+weights,
+folders in every format."""
 
 from __future__ import annotations
 

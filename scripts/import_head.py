@@ -1,0 +1,167 @@
+"""Bring a published head into this repository's format, so that evaluate, tune, certify and chat run on it.
+
+    python scripts/import_head.py target=smollm2 from=FOLDER out=runs/imported
+
+Reads Medusa (vLLM's names and the original ones), EAGLE-1, EAGLE-3 and speculators folders; format=auto looks which.
+Pickles
+are opened with torch.load(weights_only=True) alone. Missing, unknown and ill-shaped tensors are named, all of them.
+
+What files cannot show (layer numbers off by one, fc in another order, a square matrix transposed) shows in behaviour:
+on a
+few prompts the head drafts as written and under every other known convention. Where another one fits, nothing is
+written and
+its name is told: import again with convention=NAME.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from conf.errors import UserError
+from conf.schema import entry
+from decode.identity import Identity
+from decode.load import DTYPES, TargetConfig, load_target
+from heads import save_head
+from heads.checkpoint import CARD, recover
+from heads.interop import FORMATS, Foreign, detect, read_folder
+from scripts.lib import acceptance_probe, files
+from scripts.lib.acceptance_probe import AS_WRITTEN, Reading
+from scripts.lib.prompts import chat_ids, load_prompts
+
+READABLE = ("auto", *(f for f in FORMATS if f != "transformers"))
+LOW = 0.05  # accepted draft tokens of two, below which the head hardly drafts for this target
+
+
+@dataclass
+class ImportConfig:
+    """Keys of scripts/import_head.py."""
+
+    # folder of the published head: config.json and its weights
+    from_: str
+    # head folder to write
+    out: str
+    # the target that the head was trained for
+    target: TargetConfig = field(default_factory=TargetConfig)
+    # auto, vllm, speculators, sglang, medusa or eagle
+    format: str = "auto"
+    # how to read what files cannot show; the probe names the one that fits
+    convention: str = AS_WRITTEN
+    # try the known conventions on a few prompts
+    probe: bool = True
+    # prompts of the probe, JSONL as scripts/evaluate.py reads it
+    prompts: str = "scripts/prompts/demo.jsonl"
+    # how many of them
+    num_prompts: int = 12
+    # tokens of each answer
+    max_new_tokens: int = 32
+    # dtype that the target runs in: float32, bfloat16 or float16
+    dtype: str = "float32"
+    # cpu, cuda, cuda:1; null = the GPU when there is one
+    device: str | None = None
+    # replace a head in `out`, as a whole
+    overwrite: bool = False
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        found = []
+        if self.format not in READABLE:
+            found.append(f"format: {self.format} is not read; choose among {', '.join(READABLE)}")
+        if self.dtype not in DTYPES:
+            found.append(f"dtype: {self.dtype} is none of {', '.join(DTYPES)}")
+        for key in ("num_prompts", "max_new_tokens"):
+            if getattr(self, key) < 1:
+                found.append(f"{key}: {getattr(self, key)} is below 1; give 1 or more")
+        return found
+
+
+@entry("import_head", ImportConfig)
+def main(cfg: ImportConfig) -> int:
+    """Read, check, probe, write."""
+    source, out = Path(cfg.from_).expanduser(), Path(cfg.out).expanduser()
+    recover(out)
+    if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
+        if not cfg.overwrite:
+            raise UserError(f"out: {out} exists; set overwrite=true to replace the head in it, or give another folder")
+        if not (out / CARD).is_file():
+            raise UserError(f"out: {out} holds no head (no {CARD}); overwrite=true would delete what is there: give "
+                            "another folder")
+    if out.resolve() in (source.resolve(), *source.resolve().parents):
+        raise UserError(f"out: {out} holds the head that is read; give another folder")
+    foreign = read_folder(source)
+    target = load_target(cfg.target, cfg.dtype, cfg.device)
+    same_target(foreign, target)
+    layout = detect(foreign, cfg.format)
+    head: Any = layout.read(foreign, target).eval()
+    found: list[Reading] = []
+    if cfg.convention != AS_WRITTEN:
+        head = chosen(head, cfg.convention)
+    if cfg.probe:
+        known = load_prompts(cfg.prompts)
+        some = known[:: max(1, len(known) // cfg.num_prompts)][: cfg.num_prompts]
+        ids = [chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in some]
+        batch = acceptance_probe.answers(target, ids, cfg.max_new_tokens)
+        found = acceptance_probe.probe(head, batch, target)
+        show(found, cfg.convention)
+        best = acceptance_probe.fitting(found)
+        if best.name != found[0].name:
+            raise UserError(f"from: {source}: {best.about} fits, not what the files say: {best.accepted:.2f} accepted "
+                            "of "
+                            f"two draft tokens against {found[0].accepted:.2f}; nothing was written: set "
+                            f"convention={best.name}, or probe=false to take the files at their word")
+        head.calibrate([batch], target)
+    record = {"format": layout.format, "dtype": foreign.dtype, "convention": cfg.convention,
+              "files": {name: files.sha256(source / name) for name in foreign.files},
+              "probe": [asdict(r) for r in found]}  # fmt: skip
+    save_head(head, out, target.identity, {"imported": record})
+    print(f"{out}: {head.kind} head from {source} ({layout.format} format, {foreign.dtype})")
+    return 0
+
+
+def same_target(foreign: Foreign, target: Any) -> None:
+    """An export of ours names its target by hash. Raises UserError when it is another one."""
+    said = (foreign.manifest or {}).get("target")
+    if not isinstance(said, dict) or target.identity is None:
+        return
+    try:
+        differences = Identity.from_json(said).differences(target.identity)
+    except KeyError:
+        return
+    if differences:
+        raise UserError(f"from: {foreign.folder}: was exported for another target ({'; '.join(differences)}); give "
+                        "that one")
+
+
+def chosen(head: Any, convention: str) -> Any:
+    """The head read under a named convention. Raises UserError for a name that this kind of head does not know."""
+    known = {name: twin for name, _, twin in acceptance_probe.conventions(head)}
+    if convention not in known:
+        raise UserError(f"convention: {convention} is none of {', '.join([AS_WRITTEN, *known])} ({head.kind} head)")
+    return known[convention]
+
+
+def show(found: list[Reading], convention: str) -> None:
+    """The probe's table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="accepted of two draft tokens, teacher-forced on the target's own "
+                        "answers", title_justify="left")
+    for name, side in (("convention", "left"), ("accepted", "right"), ("", "left")):
+        table.add_column(name, justify=side)  # type: ignore[arg-type]
+    for i, reading in enumerate(found[:6]):
+        name = convention if i == 0 else reading.name
+        table.add_row(name, f"{reading.accepted:.3f}", reading.about)
+    Console(width=110).print(table)
+    if max(r.accepted for r in found) < LOW:
+        print("warning: under no convention does this head draft for this target; was it trained for "
+              "it?", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
