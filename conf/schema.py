@@ -34,7 +34,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from conf.errors import Interrupted, UserError
-from conf.typed import convert, docs, keys, knows, nearest, nested_schema, raise_all, to_typed, unknown_key
+from conf.typed import convert, docs, key_of, keys, knows, nearest, nested_schema, raise_all, to_typed, unknown_key
 
 __all__ = ["CONF", "compose", "entry", "to_typed"]
 
@@ -212,5 +212,5 @@ def _rows(schema: type, prefix: str = "") -> list[str]:
         default = "(required)" if field.default is dataclasses.MISSING else f"={field.default}"
         if field.default_factory is not dataclasses.MISSING:
             default = f"={field.default_factory()}"
-        rows.append(f"  {prefix}{field.name}{default}  {about.get(field.name, '')}".rstrip())
+        rows.append(f"  {prefix}{key_of(field.name)}{default}  {about.get(field.name, '')}".rstrip())
     return rows
