@@ -6,9 +6,9 @@
 Writes OUT/certificate.json and OUT/certificate.html (one file with its plots). Exit code 0: lossless. 1: not lossless.
 3: undecided (too few tokens, or a negative control got through or was not run). docs/lossless.md says how to read it.
 
-Finished parts wait in OUT/unfinished until the certificate is written: the same command again goes on. The negative
-controls do not depend on the drafter: run them once (controls=run) and name that certificate for the next drafter of
-the same target and settings (controls=FOLDER).
+Finished parts wait in OUT/unfinished: the same command again goes on, and an undecided one with more tokens takes what
+it has. The negative controls do not depend on the drafter: run them once (controls=run) and name that certificate for
+the next drafter of the same target and settings (controls=FOLDER).
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from scripts.lib.parts import Parts
 from scripts.lib.prompts import chat_ids, load_prompts
 
 CODES = {"lossless": 0, "not lossless": 1, "undecided": 3}
+LATER = ("target", "out", "quiet", "tokens", "alpha", "detect", "controls")  # a run goes on under other values of these
 
 
 @dataclass
@@ -157,7 +158,7 @@ def main(cfg: CertifyConfig) -> int:
     if cfg.controls not in ("run", "none"):
         negative, origin = controls.borrow(cfg.controls, about, plan)
     head = about_drafter(cfg.drafter)
-    settings = {k: v for k, v in asdict(cfg).items() if k not in ("target", "out", "quiet", "detect", "controls")}
+    settings = {k: v for k, v in asdict(cfg).items() if k not in LATER}
     parts = Parts(out / "unfinished", [settings, about, head, files.sha256(Path(cfg.prompts))])
     start = datetime.now(UTC)
     columns = (TextColumn("[bold]{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
@@ -196,7 +197,8 @@ def main(cfg: CertifyConfig) -> int:
     }
     files.write_text(out / "certificate.html", certificate_page.page(paper))
     files.write_json(out / "certificate.json", paper)
-    parts.clear()
+    if verdict != "undecided":
+        parts.clear()
     print(certificate_page.summary(paper, out))
     return CODES[verdict]
 

@@ -356,6 +356,9 @@ def test_command_at_temperature_zero_and_an_undecided_one(tmp_path: Path, two_co
     assert (code, paper["verdict"]) == (0, "lossless") and paper["power"]["tokens"] == 0
     code, paper = command(tmp_path / "b", "drafter=none", "temperature=1", "detect=0.01")
     assert (code, paper["verdict"]) == (3, "undecided") and "set tokens higher" in paper["reasons"][-1]
+    assert not paper["resumed"] and (tmp_path / "b" / "unfinished").is_dir()  # more tokens build on these
+    code, paper = command(tmp_path / "b", "drafter=none", "temperature=1", "detect=0.9", "tokens=1500")
+    assert (code, paper["resumed"]) == (0, True) and not (tmp_path / "b" / "unfinished").exists()
 
 
 def test_command_finds_a_broken_verifier(

@@ -92,21 +92,26 @@ def _sampling(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict
     helper = DraftModel(world.target, 3, name="the target itself")
     how = dataclasses.replace(plan.setting(world.slack), chunk=1)
 
-    def run(name: str, who: Any, verify: Any) -> dict[str, Any]:
+    def run(key: str, name: str, who: Any, verify: Any) -> dict[str, Any]:
+        known = [row for row in parts.lines(key) if row["p"] < min(CONTROL_P, plan.alpha)]
+        if known:  # one that got through is tried again, maybe with more tokens
+            return known[0]
         title = f"control: {name}"
         watch(title, 0, plan.tokens)
         bad = sampling_layer(world.plain, world.target, who, world.prompts, dataclasses.replace(how, verify=verify),
                              lambda s: _p(s) < min(CONTROL_P, plan.alpha), lambda done: watch(title, done, plan.tokens),
                              Parts(None))  # fmt: skip
         watch(title, plan.tokens, plan.tokens)  # it may stop early
-        return {"name": name, "layer": "sampling", "rejected": _p(bad) < plan.alpha or bad.outside > bad.edge,
-                "p": _p(bad), "tokens": len(bad.u), "drafter": helper.name}  # fmt: skip
+        row = {"name": name, "layer": "sampling", "rejected": _p(bad) < plan.alpha or bad.outside > bad.edge,
+               "p": _p(bad), "tokens": len(bad.u), "drafter": helper.name}  # fmt: skip
+        parts.add(key, row)
+        return row
 
+    mangled = Mangled(helper, wrong_drafters.scored_unwarped)
     return [
-        parts.once("typical", lambda: run("typical acceptance", helper, wrong_rules.typical_acceptance)),
-        parts.once("mislaid", lambda: run("draft scored with the wrong law",
-                                          Mangled(helper, wrong_drafters.scored_unwarped), plan.verify)),
-    ]  # fmt: skip
+        run("typical", "typical acceptance", helper, wrong_rules.typical_acceptance),
+        run("mislaid", "draft scored with the wrong law", mangled, plan.verify),
+    ]
 
 
 def _p(sample: Sample) -> float:
