@@ -183,6 +183,7 @@ def manifest(about: About, stage: Path, command: str, environment: dict[str, Any
         "target": about.card.get("target"),
         "vocabulary_map": {"tokens": 0 if ids is None else int(ids.numel()), "sha256": vocabulary},
         "dtype": about.dtype,
+        "draft_tokens": about.depth,
         "serve": [{"engine": engine, "command": line} for engine, line in serve(about)],
         "training": {k: v for k, v in about.run.items() if k in ("data", "batches", "commit", "draft vocabulary")},
         "check": about.check,

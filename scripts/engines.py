@@ -1,0 +1,171 @@
+"""Serve exported heads with a real engine and compare: `make engines` builds the environments and runs this.
+
+    python scripts/engines.py drafters=[runs/medusa,runs/eagle1,runs/eagle3,runs/draft]
+
+Every drafter is exported (scripts/export.py) and served by vLLM on the CPU at T = 0 in float32. Its answers are
+compared with
+plain decoding of this repository token by token, its own acceptance counters with ours under the same K, cycle for
+cycle. The
+speculators package loads what was exported, and must give the same draft logits and the same tensors back. Writes OUT
+(JSON),
+prints the table. Finished parts lie in WORK and are not done again; a drafter that is not there is named, exit code 3.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from conf.errors import UserError
+from conf.schema import entry
+from decode.load import TargetConfig, load_target
+from heads import find_head, load_head
+from heads.checkpoint import read_card
+from heads.interop import MANIFEST
+from scripts.lib import engine_case, files
+from scripts.lib.prompts import chat_ids, load_prompts
+
+FORMATS = {"medusa": ("vllm", "medusa"), "eagle1": ("vllm",), "eagle3": ("vllm", "speculators"),
+           "small_lm": ("transformers",)}  # fmt: skip
+METHODS = {"medusa": "medusa", "eagle1": "eagle", "eagle3": "eagle3", "small_lm": "draft_model"}
+SKIPPED = 3
+
+
+@dataclass
+class EnginesConfig:
+    """Keys of scripts/engines.py."""
+
+    # run folders or head folders to export and serve
+    drafters: list[str]
+    # JSON to write
+    out: str = "docs/results/engines.json"
+    # folder for exports and for the parts that are finished
+    work: str = "runs/engines"
+    # the target of all of them
+    target: TargetConfig = field(default_factory=TargetConfig)
+    # JSONL of prompts
+    prompts: str = "scripts/prompts/demo.jsonl"
+    # how many of them
+    num_prompts: int = 50
+    # most tokens per answer
+    max_new_tokens: int = 64
+    # prompts that are decoded together, on both sides
+    batch_size: int = 8
+    # prompts that the engine answers alone, for its speed
+    timed: int = 6
+    # the engine's max_model_len
+    context: int = 1024
+    # Python of the environment with vLLM
+    engine: str = ".venv-engines/bin/python"
+    # Python of the environment with the speculators package
+    speculators: str = ".venv-speculators/bin/python"
+    # only these cases, such as eagle3-vllm; [] = all
+    only: list[str] = field(default_factory=list)
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        return [f"{key}: {getattr(self, key)} is below 1; give 1 or more"
+                for key in ("num_prompts", "max_new_tokens", "batch_size", "context") if getattr(self, key) < 1]
+
+
+@entry("engines", EnginesConfig)
+def main(cfg: EnginesConfig) -> int:
+    """Export, serve, compare, write."""
+    for python in (cfg.engine, cfg.speculators):
+        if not (files.ROOT / python).exists():
+            raise UserError(f"engine: {python} is not there; `make engines` builds it")
+    work = Path(cfg.work)
+    work.mkdir(parents=True, exist_ok=True)
+    target = load_target(cfg.target, "float32", "cpu")
+    known = load_prompts(cfg.prompts)
+    count = min(cfg.num_prompts, len(known))
+    some = [known[i * len(known) // count] for i in range(count)]
+    ids = [chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in some]
+    runs = engine_case.Runs(target, ids, cfg.max_new_tokens, cfg.batch_size, work)
+    job = {"model": target.identity.path, "speculative": None, "prompts": ids, "max_tokens": cfg.max_new_tokens,
+           "stop": list(target.eos_ids), "batch": cfg.batch_size, "timed": cfg.timed, "context": cfg.context}  # fmt: skip
+    print("plain decoding: ours, then the engine's", flush=True)
+    plain = engine(cfg, work, "plain", job)
+    cases, missing = [{"case": "plain", **runs.plain_case(plain)}], []
+    for spec in cfg.drafters:
+        try:
+            source = find_head(spec)
+            kind = read_card(source)["kind"]
+        except UserError as error:
+            missing.append({"drafter": spec, "reason": str(error)})
+            continue
+        for format in FORMATS.get(kind, ()):
+            name = f"{kind.replace('small_lm', 'draft')}-{format}"
+            if cfg.only and name not in cfg.only:
+                continue
+            print(f"{name}: {spec}", flush=True)
+            folder = export(cfg, work / name, source, format)
+            depth = json.loads((folder / MANIFEST).read_text())["draft_tokens"]
+            head = load_head(source, target)
+            settings = {"model": str(folder), "method": METHODS[kind], "num_speculative_tokens": depth}
+            asked = {**job, "model": str(folder)} if format == "speculators" else {**job, "speculative": settings}
+            answer = engine(cfg, work, name, asked)
+            case = runs.case(head, depth, answer, plain)
+            if format == "speculators":
+                case["package"] = engine_case.package(files.ROOT / cfg.speculators, folder, head, target, ids[0], work)
+            cases.append({"case": name, "drafter": spec, "kind": kind, "format": format, "draft_tokens": depth, **case})
+    report = {"format": 1, "created": datetime.now(UTC).isoformat(timespec="seconds"), "command": files.command(),
+              "environment": files.environment(), "engine": plain["versions"],
+              "settings": {"prompts": cfg.prompts, "num_prompts": len(ids), "max_new_tokens": cfg.max_new_tokens,
+                           "dtype": "float32", "temperature": 0, "batch_size": cfg.batch_size, "timed": cfg.timed},
+              "target": target.identity.to_json() | {"path": ""}, "cases": cases, "missing": missing}  # fmt: skip
+    files.write_json(Path(cfg.out), report)
+    engine_case.show(report)
+    for row in missing:
+        print(f"not there: {row['drafter']} ({row['reason']})", file=sys.stderr)
+    return SKIPPED if missing else 0
+
+
+def export(cfg: EnginesConfig, folder: Path, source: Path, format: str) -> Path:
+    """The export of a head; made again when the head has changed."""
+    said = folder / MANIFEST
+    card = read_card(source)
+    if said.is_file() and json.loads(said.read_text())["source"]["card_sha256"] == card["sha256"]:
+        return folder.resolve()
+    target = [f"target={cfg.target.kind}"] + ([f"target.path={cfg.target.path}"] if cfg.target.path else [])
+    command = [sys.executable, str(files.ROOT / "scripts/export.py"), *target, f"drafter={source}", f"format={format}",
+               f"out={folder.resolve()}", "overwrite=true", "device=cpu"]  # fmt: skip
+    call(command, folder.parent / f"{folder.name}.export.log")
+    return folder.resolve()
+
+
+def engine(cfg: EnginesConfig, work: Path, name: str, job: dict[str, Any]) -> dict[str, Any]:
+    """The engine's answer to a job, from WORK when the same job was answered before."""
+    weights = job["speculative"]["model"] if job["speculative"] else job["model"]
+    manifest = Path(weights) / MANIFEST
+    stamp = json.loads(manifest.read_text())["files"] if manifest.is_file() else ""
+    key = hashlib.sha256(json.dumps([job, stamp], sort_keys=True).encode()).hexdigest()[:16]
+    answer = work / f"{name}.{key}.json"
+    if not answer.is_file():
+        files.write_json(work / f"{name}.job.json", job)
+        command = [str(files.ROOT / cfg.engine), str(files.ROOT / "scripts/lib/engine_vllm.py"),
+                   str(work / f"{name}.job.json"), str(answer)]  # fmt: skip
+        call(command, work / f"{name}.engine.log")
+    return json.loads(answer.read_text())
+
+
+def call(command: list[str], log: Path) -> None:
+    """Run a process; its output goes to `log`. Raises UserError with the last line when it fails."""
+    with open(log, "w") as file:
+        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+    if code:
+        lines = [line for line in log.read_text().splitlines() if line.strip()] or ["no output"]
+        raise UserError(f"{Path(command[1]).name}: failed with code {code} ({lines[-1][:200]}); all of it: {log}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""One engine case: our answers and cycles beside the engine's, counted the same way.
+
+How the counts meet: an engine takes a whole draft in every step and counts all that it accepts, also behind a stop
+token or
+the length limit, and then stops. So our run goes on behind both, and the cycles that begin before the stop are counted.
+"""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from conf.errors import UserError
+from decode import stats
+from decode.drafters import NoDraft
+from decode.engine import Cycle, Generation, Request, generate
+from decode.sampling import Sampling
+from decode.target import Target
+from heads.base import Batch
+from heads.interop import detect, read_folder
+from scripts.lib.export_check import comparable
+
+TIE = 1e-3  # logits that lie this near may change places with the order of sums
+
+
+class Runs:
+    """Our side. Plain answers are made once; a head's chain once per head."""
+
+    def __init__(self, target: Target, prompts: Sequence[Sequence[int]], limit: int, batch: int, work: Path) -> None:
+        self.target, self.prompts, self.limit, self.batch, self.work = target, prompts, limit, batch, work
+        self.plain = [g.token_ids for g in self._run(NoDraft(), limit, None)]
+        self.chains: dict[tuple[str, int], list[Generation]] = {}
+
+    def _run(self, drafter: Any, limit: int, eos: Sequence[int] | None) -> list[Generation]:
+        requests = [Request(list(p), limit, id=i) for i, p in enumerate(self.prompts)]
+        return generate(self.target, drafter, requests, Sampling(), batch_size=self.batch, eos_ids=eos).generations
+
+    def same(self, theirs: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """The engine's answers against plain decoding: equal ones, those that part at a tie, and the others."""
+        out: dict[str, Any] = {"answers": len(self.plain), "equal": 0, "ties": 0, "different": []}
+        for i, (mine, other) in enumerate(zip(self.plain, theirs, strict=True)):
+            if mine == list(other):
+                out["equal"] += 1
+                continue
+            at = next((k for k, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b), None)
+            gap = None if at is None else self._gap([*self.prompts[i], *mine[:at]], mine[at], other[at])
+            if gap is not None and gap < TIE:
+                out["ties"] += 1
+            else:
+                out["different"].append({"prompt": i, "token": at, "gap": gap})
+        return out
+
+    @torch.inference_mode()
+    def _gap(self, ids: list[int], a: int, b: int) -> float:
+        row = self.target.model(torch.tensor([ids])).logits[0, -1].float()
+        return abs(float(row[a] - row[b]))
+
+    def plain_case(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """The engine without a drafter."""
+        return {"same_tokens": self.same(answer["tokens"]), "tokens_per_second": rate(answer["laps"])}
+
+    def case(self, head: Any, depth: int, answer: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
+        """The engine with a drafter against our chain of the same depth."""
+        key = (head.kind, depth)
+        if key not in self.chains:
+            drafter = comparable(head, torch.float32) if head.kind != "small_lm" else head
+            drafter = drafter.drafter(self.target, "chain")
+            drafter.max_depth = drafter.max_nodes = depth
+            self.chains[key] = self._run(drafter, self.limit + depth + 1, ())
+        counted = [self.counted(g) for g in self.chains[key]]
+        mine = stats.accepted_length(counted)
+        cycles = [c for row in counted for c in row]
+        counters = {name.split(":")[-1]: value for name, value in answer["counters"].items()}
+        drafts = counters["spec_decode_num_drafts"]
+        hits = counters["spec_decode_num_accepted_tokens_per_pos"]
+        theirs = 1 + counters["spec_decode_num_accepted_tokens"] / drafts
+        positions = [sum(c.accepted > d for c in cycles) for d in range(depth)]
+        laps, base = answer["laps"], plain["laps"]
+        (work, spent), (plain_work, plain_spent) = ([[lap[i] for lap in rows] for i in (0, 1)] for rows in (laps, base))
+        ratio = stats.ratio_of_rates(work, spent, plain_work, plain_spent).json() if laps else None
+        return {
+            "same_tokens": self.same(answer["tokens"]),
+            "accepted_length": {"ours": mine.json(), "engine": theirs,
+                                "within": mine.low is not None and mine.low <= theirs <= (mine.high or 0)},
+            "cycles": {"ours": len(cycles), "engine": int(drafts)},
+            "accepted_by_position": {"ours": positions, "engine": [int(h) for h in hits]},
+            "tokens_per_second": rate(laps),
+            "speed_against_plain": ratio,
+        }  # fmt: skip
+
+    def counted(self, generation: Generation) -> list[Cycle]:
+        """The cycles that an engine would have run: those that begin before the stop."""
+        stop = next((i + 1 for i, t in enumerate(generation.token_ids) if t in self.target.eos_ids), self.limit)
+        return [c for c in generation.cycles if c.start < min(stop, self.limit)]
+
+
+def rate(laps: Sequence[Sequence[float]]) -> float | None:
+    """Tokens per second over timed answers [tokens, seconds]."""
+    return sum(n for n, _ in laps) / sum(s for _, s in laps) if laps else None
+
+
+@torch.no_grad()
+def package(python: Path, folder: Path, head: Any, target: Target, prompt: Sequence[int], work: Path) -> dict[str, Any]:
+    """The speculators package on an exported folder: its draft logits against ours (three steps, teacher-forced), and
+    what it saves against what we wrote, tensor by tensor. Raises UserError when it cannot load the folder."""
+    ids = torch.tensor([list(prompt)[:96]])
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    feats = target.features(ids, mask, head.taps)
+    given, out, saved = work / "package.in.safetensors", work / "package.out.safetensors", work / "package.saved"
+    save_file({"features": feats[:, :-1].flatten(2).contiguous(), "ids": ids[:, 1:].contiguous()}, given)
+    log = work / "package.log"
+    with open(log, "w") as file:
+        worker = Path(__file__).with_name("engine_speculators.py")
+        command = [str(part) for part in (python, worker, folder, given, out, saved)]
+        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+    if code:
+        lines = [line for line in log.read_text().splitlines() if line.strip()] or ["no output"]
+        raise UserError(f"speculators: cannot load {folder} ({lines[-1][:200]}); all of it: {log}")
+    theirs = load_file(out)
+    twin = copy.deepcopy(head).float().eval()
+    batch = Batch(ids, mask, mask, torch.zeros(1, dtype=torch.int64))
+    error, largest, rows = 0.0, 0.0, 0
+    for flat, level, logits in twin.forced(batch, target, 3):
+        if level < 3:
+            wanted = theirs[f"logits.{level}"][flat - 2 - level]
+            error = max(error, float((logits - wanted).abs().max()))
+            largest, rows = max(largest, float(logits.abs().max())), rows + len(flat)
+    before, after = load_file(folder / "model.safetensors"), load_file(saved / "model.safetensors")
+    same = before.keys() == after.keys() and all(torch.equal(t, after[k]) for k, t in before.items())
+    foreign = read_folder(saved)
+    again = detect(foreign, "auto").read(foreign, target).state_dict()
+    return {"rows": rows, "largest_logit_difference": error, "largest_logit": largest, "relative": error / largest,
+            "saved_tensors_bitwise_equal": same,
+            "imported_tensors_bitwise_equal": all(torch.equal(v, again[k]) for k, v in head.state_dict().items())}
+
+
+def show(report: dict[str, Any]) -> None:
+    """The table for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"vLLM {report['engine']['vllm']} on the CPU, float32, T = 0", title_justify="left")
+    for name in ("case", "K", "same tokens", "accepted length: ours", "engine", "by position: ours", "engine",
+                 "tokens/s", "against plain"):
+        table.add_column(name, justify="left" if name == "case" else "right")
+    for row in report["cases"]:
+        same = row["same_tokens"]
+        tie = f" +{same['ties']}≈" if same["ties"] else ""
+        cells = [row["case"], str(row.get("draft_tokens", "")), f"{same['equal']}/{same['answers']}{tie}"]
+        if "accepted_length" in row:
+            mine, counts = row["accepted_length"]["ours"], row["accepted_by_position"]
+            cells += [f"{mine['mean']:.3f} [{mine['low']:.3f}, {mine['high']:.3f}]",
+                      f"{row['accepted_length']['engine']:.3f}", " ".join(map(str, counts["ours"])),
+                      " ".join(map(str, counts["engine"]))]
+        else:
+            cells += [""] * 4
+        speed, ratio = row["tokens_per_second"], row.get("speed_against_plain")
+        cells += ["" if speed is None else f"{speed:.1f}", "" if not ratio else f"{ratio['mean']:.2f}x"]
+        table.add_row(*cells)
+    Console(width=150).print(table)
+
