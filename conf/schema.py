@@ -192,7 +192,8 @@ def _readable(error: HydraException, conf_dir: Path) -> str:
 
 
 def _groups(conf_dir: Path) -> list[str]:
-    return sorted({str(p.parent.relative_to(conf_dir)) for p in conf_dir.rglob("*.yaml")} - {"."})
+    found = {str(p.parent.relative_to(conf_dir)) for p in conf_dir.rglob("*.yaml")}
+    return sorted(found - {".", "launch"})  # launch holds the launcher's files, not ours
 
 
 def _help(main: Callable[[Any], Any], name: str, schema: type, conf_dir: Path) -> str:

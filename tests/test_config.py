@@ -47,7 +47,8 @@ def test_every_yaml_composes_and_validates() -> None:
     for name in roots:
         assert problems_of(name, []) == []
         checked += 1
-    for path in sorted(p for p in CONF.rglob("*.yaml") if p.parent != CONF):
+    groups = [p for p in sorted(CONF.rglob("*.yaml")) if p.parent.name != "launch"]  # Accelerate reads those
+    for path in (p for p in groups if p.parent != CONF):
         group = str(path.parent.relative_to(CONF))
         answers = {name: problems_of(name, [f"{group}={path.stem}"]) for name in roots}
         users = {n: p for n, p in answers.items() if not any("no such group" in line for line in p)}
@@ -55,7 +56,7 @@ def test_every_yaml_composes_and_validates() -> None:
         good = [n for n, p in users.items() if p == []]
         assert good, f"{path}: {users}"
         checked += 1
-    assert checked == len(list(CONF.rglob("*.yaml"))) >= 10
+    assert checked == len(groups) >= 10
 
 
 def leaves(schema: type, prefix: str = "") -> list[tuple[str, Any]]:
