@@ -116,7 +116,7 @@ def generate(
     on_tokens(request index, new token ids, from_draft) streams. eos_ids defaults to the target's.
     verify: the name of a rule, or the rule itself (how scripts/certify.py runs known wrong ones). coins(seed, request
     ids [B], cycles [B]) makes the random numbers of one cycle; an enumerator in its place walks every branch.
-    Raises UserError for an empty prompt, a prompt that fills the context, or logits that give no law.
+    Raises UserError for a prompt that is empty, fills the context or leaves the vocabulary, or logits without a law.
     """
     return _Engine(
         target,
@@ -181,6 +181,13 @@ class _Engine:
             raise UserError(
                 f"request {index}: the prompt has {longest} tokens and the target's context holds {context}; "
                 f"shorten the prompt"
+            )
+        vocab = self.target.vocab_size
+        wrong = next((t for t in (*request.prompt, *(request.uncond or ())) if not 0 <= t < vocab), None)
+        if wrong is not None:
+            raise UserError(
+                f"request {index}: token {wrong} lies outside the target's vocabulary 0..{vocab - 1}; "
+                "tokenize the prompt with the target's own tokenizer"
             )
         return min(request.max_new_tokens, context - longest)
 

@@ -204,8 +204,10 @@ class DraftTree:
         n = self.width
         if max_nodes is not None and n > max_nodes:
             raise ValueError(f"draft tree: {n} nodes exceed the budget of {max_nodes}")
-        if bool(((self.size < 0) | (self.size > n)).any()):
-            raise ValueError(f"draft tree: size {self.size.tolist()} outside 0..{n}")
+        wrong = (self.size < 0) | (self.size > n)
+        if bool(wrong.any()):
+            row = int(wrong.nonzero()[0])
+            raise ValueError(f"draft tree: row {row}: size {int(self.size[row])} outside 0..{n}")
         if n == 0:
             return
         node = torch.arange(n, device=self.tokens.device)
@@ -241,17 +243,16 @@ class DraftTree:
         assert self.proposal is not None and self.sampled is not None
         law = self.proposal.law
         batch = torch.arange(self.tokens.shape[0], device=law.device)[:, None].expand_as(self.tokens)
-        total = law.sum(-1)
-        bad_law = (total - 1).abs() > 1e-4
-        self._refuse(
-            used & self.sampled & bad_law[batch, self.proposal.row], "law row", self.proposal.row, "does not sum to one"
-        )
+        drawn = used & self.sampled
+        outside = drawn & ((self.proposal.row < 0) | (self.proposal.row >= law.shape[1]))
+        self._refuse(outside, "law row", self.proposal.row, f"lies outside 0..{law.shape[1] - 1}")
+        row = self.proposal.row.clamp(0, law.shape[1] - 1)  # a deterministic node's may be anything
+        bad_law = ~((law.sum(-1) - 1).abs() <= 1e-4)  # NaN is bad as well
+        self._refuse(drawn & bad_law[batch, row], "law row", self.proposal.row, "does not sum to one")
         ids = self.tokens.reshape(-1, 1)
-        mass = self.proposal.read(law[batch.reshape(-1), self.proposal.row.reshape(-1)], ids, 0)
+        mass = self.proposal.read(law[batch.reshape(-1), row.reshape(-1)], ids, 0)
         mass = mass.reshape(self.tokens.shape)
-        self._refuse(
-            used & self.sampled & ~(mass > 0), "token", self.tokens, "has no mass in the law it was drawn from"
-        )
+        self._refuse(drawn & ~(mass > 0), "token", self.tokens, "has no mass in the law it was drawn from")
 
     def _refuse(self, bad: Tensor, what: str, values: Tensor, why: str) -> None:
         if bool(bad.any()):
