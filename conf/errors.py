@@ -1,10 +1,14 @@
-"""The two exceptions that an entry point turns into one line and an exit code instead of a traceback."""
+"""The exceptions that an entry point turns into one line and an exit code instead of a traceback."""
 
 from __future__ import annotations
 
 
 class UserError(Exception):
     """A mistake the user can mend; exit code 2. The text is one line: "key or file:line: what; the fix"."""
+
+
+class CheckFailed(Exception):
+    """A check found what it looks for; exit code 1. The text says what disagrees, and where to look."""
 
 
 class Interrupted(Exception):

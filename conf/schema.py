@@ -33,7 +33,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
-from conf.errors import Interrupted, UserError
+from conf.errors import CheckFailed, Interrupted, UserError
 from conf.typed import convert, docs, key_of, keys, knows, nearest, nested_schema, raise_all, to_typed, unknown_key
 
 __all__ = ["CONF", "compose", "entry", "to_typed"]
@@ -113,6 +113,9 @@ def _guarded(action: Callable[[], int]) -> int:
     except UserError as error:
         _say(f"error: {error}")
         return 2
+    except CheckFailed as failure:
+        _say(f"failed: {failure}")
+        return 1
     except Interrupted as stop:
         _say(str(stop))
         return stop.code

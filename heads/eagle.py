@@ -12,7 +12,7 @@ Shape letters: B rows, T positions, D width, S steps, Vd draft vocabulary, F tap
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, Self
 
 import torch
@@ -29,6 +29,7 @@ from heads.eagle_config import EagleConfig
 from heads.eagle_drafter import EagleDrafter
 from heads.eagle_layer import layer_config, rope_table, take
 from heads.eagle_net import Eagle1Net, Eagle3Net, EagleNet, copy_layer, norm_weight, reset_weights
+from heads.forced import ranks
 from heads.losses import LossWeights, chunked_loss
 
 SPREAD = 1.5  # of a fresh EAGLE-3 head's logits
@@ -161,13 +162,14 @@ class EagleHead(Head):
         at = batch.depth()[flat]
         return flat[at > 1], at[at > 1]
 
-    def _unroll(self, batch: Batch, target: Target, flat: Tensor, depth: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
+    def _unroll(self, batch: Batch, target: Target, flat: Tensor, depth: Tensor,
+                levels: int = 0) -> tuple[Tensor, list[Tensor], Tensor]:  # fmt: skip
         """Features of the last tap [B * T, D]; per step h [n, D] of the row that predicts each supervised token; and
-        which of these rows exist, [S, n]."""
-        (count, length), cfg = batch.ids.shape, self.cfg
+        which of these rows exist, [S, n]. S: `levels`, or as many steps as training has."""
+        (count, length), cfg, steps = batch.ids.shape, self.cfg, levels or self.cfg.steps
         reads = self.taps if self.final in self.taps else (*self.taps, self.final)
         feats = target.features(batch.ids, batch.mask, reads, position=batch.position).detach()
-        back = torch.arange(2, 2 + cfg.steps, device=flat.device)[:, None]
+        back = torch.arange(2, 2 + steps, device=flat.device)[:, None]
         valid, source = depth >= back, (flat - back).clamp(min=0)  # [S, n]
         needed = torch.zeros(count * length, dtype=torch.bool, device=flat.device)
         needed[source[valid]] = True
@@ -178,7 +180,7 @@ class EagleHead(Head):
         whole = bool(valid.all())
 
         e = target.embed(batch.ids).detach()
-        cos, sin = rope_table(self.net.config, length + cfg.steps, e.dtype, e.device)
+        cos, sin = rope_table(self.net.config, length + steps, e.dtype, e.device)
         place = batch.depth()
         first = (cos[None, :length], sin[None, :length]) if batch.position is None else (cos[batch.position],
                                                                                          sin[batch.position])
@@ -188,7 +190,7 @@ class EagleHead(Head):
             g = g + self._noise(batch, g)
         h = self.net.advance(torch.cat([e[:, 1:], e[:, -1:]], 1), g, first, keep, memory=memory)
         hidden, e, at = [], e.flatten(0, 1), place[keep]
-        for step in range(cfg.steps):
+        for step in range(steps):
             if step:
                 memory.step = step
                 e_next = e[(keep + 1 + step).clamp(max=e.shape[0] - 1)]
@@ -228,32 +230,23 @@ class EagleHead(Head):
 
     @torch.no_grad()
     def calibrate(self, batches: Iterable[Batch], target: Target) -> None:
-        """Teacher-forced ranks on held-out rows: acceptance by step and rank, the static tree that sampled drafts use,
-        and the teacher-forced accepted length of a chain (bonus token counted), the parity gate's first figure."""
-        found = [self.ranks(batch, target) for batch in batches]
+        """Teacher-forced ranks on held-out rows: acceptance by step and rank, and the static tree that sampled drafts
+        use."""
+        found = [ranks(self, batch, target, self.cfg.steps) for batch in batches]
         if found and sum(f.shape[0] for f in found):
-            ranks = torch.cat(found)
-            chain = (ranks == 0).cumprod(1).sum(1).double().mean()
-            self.calibration = {**shapes.measure(ranks), "teacher_forced": 1 + float(chain)}
+            self.calibration = shapes.measure(torch.cat(found))
 
     @torch.no_grad()
-    def ranks(self, batch: Batch, target: Target) -> Tensor:
-        """[A, S] int64: rank of the right token at every step, shapes.RANKS for a miss, for each row t whose x_{t+2} is
-        supervised; steps beyond the answer count as misses."""
+    def forced(self, batch: Batch, target: Target, levels: int) -> Iterator[tuple[Tensor, int, Tensor]]:
+        """See Head; also for more levels than training has steps."""
         flat, depth = self._supervised(batch)
-        _, hidden, valid = self._unroll(batch, target, flat, depth)
-        tokens, ids = batch.ids.reshape(-1)[flat], self.ids()
-        place = tokens if ids is None else vocab.places(ids, tokens)
+        _, hidden, valid = self._unroll(batch, target, flat, depth, levels)
         proj = self.projection(target).to(target.dtype)
-        table = torch.full((batch.ids.numel(), self.cfg.steps), shapes.RANKS, dtype=torch.int64, device=flat.device)
         for step, h in enumerate(hidden):
             for start in range(0, flat.numel(), self.cfg.chunk):
                 part = slice(start, start + self.cfg.chunk)
-                z = self.net.read(h[part]) @ proj.T
-                rank = (z > z.gather(1, place[part].clamp(min=0)[:, None])).sum(1).clamp_(max=shapes.RANKS)
-                ok = valid[step, part] & (place[part] >= 0)
-                table[flat[part][ok] - 2 - step, step] = rank[ok]
-        return table[flat - 2]
+                ok = valid[step, part]
+                yield flat[part][ok], step, self.net.read(h[part][ok]) @ proj.T
 
     def drafter(self, target: Target, shape: str | None = None) -> Drafter:
         """See Head."""

@@ -9,7 +9,7 @@ Shape letters: B rows, T positions, D width, K heads, Vd draft vocabulary, n sup
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -21,6 +21,7 @@ from decode.target import Target
 from decode.tree import TreeShape
 from heads import shapes, vocab
 from heads.base import Batch, Head, HeadConfig, LossOut
+from heads.forced import ranks
 from heads.losses import LossWeights, chunked_loss
 
 
@@ -209,47 +210,33 @@ class ParallelHead(Head):
         return law
 
     @torch.no_grad()
+    def forced(self, batch: Batch, target: Target, levels: int) -> Iterator[tuple[Tensor, int, Tensor]]:
+        """See Head; at most as many levels as there are heads."""
+        feats, rows, steps = self._features(batch, target)
+        _, valid, reads = self._reads(batch, rows, steps)
+        flat = rows * batch.ids.shape[1] + steps
+        hidden, extra = self.states(batch, target, feats, reads), self.low_rank(batch, flat)
+        proj = self._projection(target)
+        for k in range(min(levels, self.cfg.heads)):
+            w = (proj if proj.dim() == 2 else proj[k]).to(hidden.dtype)
+            for start in range(0, flat.numel(), self.cfg.chunk):
+                part = slice(start, start + self.cfg.chunk)
+                ok = valid[k, part]
+                z = hidden[k, part][ok] @ w.T
+                if extra is not None:
+                    z = z + extra[0][part][ok].to(z.dtype) @ extra[1].to(z.dtype).T
+                yield flat[part][ok], k, z
+
     def calibrate(self, batches: Iterable[Batch], target: Target) -> None:
         """Teacher-forced rank of every head's right token on held-out rows; keeps rank-wise acceptance a[k][rank] and
         the best tree of up to 64 nodes, grown from whole-path hits (heads are not independent)."""
-        found = []
-        proj = self._projection(target)
-        for batch in batches:
-            feats, rows, steps = self._features(batch, target)
-            place, valid, reads = self._reads(batch, rows, steps)
-            ranks = torch.full(place.shape, shapes.RANKS, dtype=torch.int64, device=place.device)[None]
-            ranks = ranks.repeat(self.cfg.heads, 1)
-            hidden = self.states(batch, target, feats, reads)
-            extra = self.low_rank(batch, rows * batch.ids.shape[1] + steps)
-            for start in range(0, place.numel(), self.cfg.chunk):
-                part = slice(start, start + self.cfg.chunk)
-                spot = place[part].clamp(min=0)[:, None]
-                ok = place[part] >= 0
-                for k in range(self.cfg.heads):
-                    w = (proj if proj.dim() == 2 else proj[k]).to(hidden.dtype)
-                    z = hidden[k, part] @ w.T
-                    if extra is not None:
-                        z = z + extra[0][part].to(z.dtype) @ extra[1].to(z.dtype).T
-                    rank = (z > z.gather(1, spot)).sum(1).clamp_(max=shapes.RANKS)
-                    ranks[k, part] = torch.where(ok & valid[k, part], rank, shapes.RANKS)
-            found.append(_by_anchor(ranks, reads, valid, feats.shape[0]))
+        found = [ranks(self, batch, target, self.cfg.heads) for batch in batches]
         if found and sum(f.shape[0] for f in found):
             self.calibration = shapes.measure(torch.cat(found))
 
     def tree(self, nodes: int | None = None) -> TreeShape:
         """The static tree of `nodes` nodes (default: the config's): measured if calibrated, else a generic one."""
         return shapes.tree(self.calibration, nodes or self.cfg.nodes, self.cfg.heads)
-
-
-def _by_anchor(ranks: Tensor, reads: Tensor, valid: Tensor, size: int) -> Tensor:
-    """Ranks [K, n] by predicted token -> [A, K] by the position t they are read from; heads whose token is not
-    supervised (the end of the answer) count as misses. Anchors without a supervised first token are left out."""
-    table = torch.full((size, ranks.shape[0]), shapes.RANKS, dtype=torch.int64, device=ranks.device)
-    first = torch.zeros(size, dtype=torch.bool, device=ranks.device)
-    for k in range(ranks.shape[0]):
-        table[reads[k][valid[k]], k] = ranks[k][valid[k]]
-    first[reads[0][valid[0]]] = True
-    return table[first]
 
 
 def supervised(batch: Batch) -> tuple[Tensor, Tensor]:

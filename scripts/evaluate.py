@@ -10,7 +10,8 @@ hf_prompt_lookup (two rows alike). `candidates=[...]` takes folders, folders of 
 tries each as chain and tree. `temperatures=[0,1]` and `batch_sizes=[1,4]` measure several settings at once.
 
 Exit codes: 0; 3 when a drafter could not be loaded or a prompt could not be asked: it is named and left out, the others
-are scored; 2 a mistake to mend.
+are scored; 1 when a trained head failed the parity gate (decoding against the training pass, and after save and
+reload); 2 a mistake to mend.
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ from decode.target import Target
 from decode.verify import RULES
 from heads.small_lm import parameters
 from scripts.lib import candidates, contest, files, table
+from scripts.lib.gates import gates
 from scripts.lib.lanes import lanes_of
 from scripts.lib.lossless import lossless
 from scripts.lib.prompts import load_prompts
 from scripts.lib.score import Scores, output_lines
 
-SKIPPED = 3
+SKIPPED, DISAGREES = 3, 1
+GATE_TOKENS = 64
 
 
 @dataclass
@@ -88,6 +91,8 @@ class EvaluateConfig:
     seed: int = 0
     # rule of verification: traversal accepts more, rejection is the classic; both are lossless
     verify: str = "traversal"
+    # prompts of the parity gate: a chain at T = 0 against the training pass and a reloaded head; 0 = no gate
+    parity: int = 6
     # no progress bar
     quiet: bool = False
 
@@ -108,6 +113,8 @@ class EvaluateConfig:
             found.append(f"dtype: {self.dtype} is no floating-point type; set float32, bfloat16 or float16")
         if self.verify not in RULES:
             found.append(f"verify: {self.verify} is no rule; choose among {', '.join(RULES)}")
+        if self.parity < 0:
+            found.append(f"parity: {self.parity} is below 0; set 0 for no gate")
         for key in ("max_new_tokens", "batch_size"):
             if getattr(self, key) < 1:
                 found.append(f"{key}: {getattr(self, key)} is below 1; set 1 or more")
@@ -120,7 +127,7 @@ class EvaluateConfig:
 
 @entry("evaluate", EvaluateConfig)
 def main(cfg: EvaluateConfig) -> int:
-    """Load, measure, score, write. Exit code 3 when something was skipped."""
+    """Load, measure, score, write. Exit code 3 when something was skipped, 1 when a head failed the parity gate."""
     bad: list[dict[str, str]] = []
     prompts = chosen(load_prompts(Path(cfg.prompts), bad), cfg)
     out = Path(cfg.out)
@@ -132,11 +139,13 @@ def main(cfg: EvaluateConfig) -> int:
     names = list(dict.fromkeys([*cfg.drafters, *more]))
     lanes, skipped = lanes_of(names, target, lambda: load_target(cfg.target, cfg.dtype, cfg.device))
     skipped = list({s["reason"]: s for s in [*bad, *skipped[::-1], *unknown]}.values())[::-1]  # one line per reason
+    parity = gates(names, target, prompts, cfg.parity, min(cfg.max_new_tokens, GATE_TOKENS))
     points = list(itertools.product(cfg.temperatures or [cfg.temperature], cfg.batch_sizes or [cfg.batch_size]))
     reports: list[dict[str, Any]] = []
     for number, (temperature, batch_size) in enumerate(points):
         at = replace(cfg, temperature=temperature, batch_size=batch_size)
         report, lines = measure(at, target, prompts, lanes, skipped)
+        report["parity"] = {name: found.json() for name, found in parity.items()}
         reports.append(report)
         if number:
             write(report, lines, out / folder(temperature, batch_size))
@@ -148,8 +157,11 @@ def main(cfg: EvaluateConfig) -> int:
     table.show(reports[0])
     for report in reports:
         print("\n".join(["", f"ranking, {table.title(report)}", *candidates.lines(report["ranking"])]))
+    for name, found in parity.items():
+        print("\n".join([f"{name}: {found.lines()[0]}", *found.lines()[1:]]))
     print(f"report: {out / 'report.html'}")
-    return SKIPPED if skipped else 0
+    failed = [name for name, found in parity.items() if not found.passed]
+    return DISAGREES if failed else SKIPPED if skipped else 0
 
 
 def measure(cfg: EvaluateConfig, target: Target, prompts: list[Any], lanes: list[contest.Lane],

@@ -62,7 +62,7 @@ def test_overfitting_one_sample_shows_in_decoding(kind: str, shape: str) -> None
     found = accepted_length([[c for c in run.generations[0].cycles if not c.cut]])
     assert found.mean > 4.5, (found.mean, {k: (v[0] / v[1]).item() for k, v in out.stats.items()})
     head.calibrate([batch], target)
-    assert head.calibration["teacher_forced"] > 4.4  # a chain of 4 and the bonus token; the last rows end early
+    assert min(a[0] for a in head.calibration["acceptance"]) > 0.85  # the last rows end early
 
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])

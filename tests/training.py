@@ -35,7 +35,7 @@ def overrides(data: Path, out: Path, *more: str) -> list[str]:
     """Command line of a small run."""
     return ["target=tiny", *(f"target.{k}={v}" for k, v in TINY.items()), f"data.path={data}", f"out_dir={out}",
             "data.held_out=0.1", "data.cache=false", "steps=6", "batch_size=4", "dtype=float32", "device=cpu",
-            "head.heads=2", "head.draft_vocab=0", "eval.every=0", "save_every=2", "log_every=2", *more]
+            "head.heads=2", "head.draft_vocab=0", "eval.every=0", "eval.parity=0", "save_every=2", "log_every=2", *more]
 
 
 def run_config(data: Path, out: Path, *more: str) -> MedusaRun:

@@ -138,10 +138,13 @@ class EvalConfig:
     batch_size: int = 1
     # held-out rows on which acceptance by rank is measured (it shapes the tree)
     calibration_rows: int = 64
+    # prompts of the parity gate at the end of the run: training, decoding and the saved head must agree; 0 = no gate
+    parity: int = 8
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        lows = (("every", 0), ("prompts", 0), ("max_new_tokens", 1), ("batch_size", 1), ("calibration_rows", 0))
+        lows = (("every", 0), ("prompts", 0), ("max_new_tokens", 1), ("batch_size", 1), ("calibration_rows", 0),
+                ("parity", 0))
         found = [f"{k}: {getattr(self, k)} is below {low}; give {low} or more" for k, low in lows
                  if getattr(self, k) < low]
         if self.temperature < 0:

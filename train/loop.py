@@ -28,11 +28,13 @@ from conf.errors import UserError
 from decode.load import load_target
 from heads.base import Head
 from heads.checkpoint import save_head
+from train import curve
 from train import state as disk
 from train.accept import decoded_acceptance
 from train.config import TrainConfig, flat
 from train.data import Plan, Rows, hash_u63, load_rows
 from train.features import Source
+from train.gate import gate
 from train.log import Log
 from train.schedule import learning_rate
 from train.sharding import shard_target
@@ -118,11 +120,13 @@ def _fit(cfg: TrainConfig, kind: type[Head], accelerator: Accelerator, stop: Sto
                 break
             asked = _step(cfg, state, plan, rows, model, head, source, optimizer, trainable, accelerator, stop, log)
         if main and not disk.is_final(out / "head", cfg.steps):
-            save_head(head, out / "head", target.identity, {"step": state.step, "best": state.best})
+            save_head(head, out / "head", target.identity, {"step": state.step, "best": state.best,
+                                                            "training": _seen(state)})
             if not (out / "best").exists():
-                save_head(head, out / "best", target.identity, {"step": state.step})
+                save_head(head, out / "best", target.identity, {"step": state.step, "training": _seen(state)})
         log.say(f"done: {out / 'head'}" + (f"; best accepted length {state.best['accepted_length']:.3f} at step "
                                            f"{int(state.best['step'])}" if state.best else ""))
+        gate(cfg, out, head, target, rows, accelerator, log, cfg.steps)
     finally:
         log.close()
 
@@ -131,7 +135,8 @@ def _step(cfg: TrainConfig, state: State, plan: Plan, rows: Rows, model: Any, he
           optimizer: torch.optim.Optimizer, trainable: list[Any], accelerator: Accelerator, stop: Stop,
           log: Log) -> int:
     """One update. Returns the signal that some rank was asked to stop by, 0 if none."""
-    start, rank, world = time.perf_counter(), accelerator.process_index, accelerator.num_processes
+    start, cpu = time.perf_counter(), time.process_time()
+    rank, world = accelerator.process_index, accelerator.num_processes
     torch.manual_seed(hash_u63(cfg.seed, state.step, rank))
     head.begin_step(state.step, cfg.steps)
     micro = plan.micro_batches(state.step, rank, world, cfg.micro_batch)
@@ -170,6 +175,8 @@ def _step(cfg: TrainConfig, state: State, plan: Plan, rows: Rows, model: Any, he
     optimizer.zero_grad(set_to_none=True)
     state.step += 1
     found["seconds"] = [time.perf_counter() - start, 1.0]
+    state.add(tokens_seen=found["tokens"][0], supervised_seen=found["loss"][1], train_seconds=found["seconds"][0],
+              cpu_seconds=time.process_time() - cpu)
     for name, (total, count) in found.items():
         old = state.window.get(name, [0.0, 0.0])
         state.window[name] = [old[0] + total, old[1] + count]
@@ -191,8 +198,14 @@ def _report(cfg: TrainConfig, state: State, norm: float, rate: float, log: Log) 
     if state.step % cfg.log_every == 0 or state.step == cfg.steps:
         plain = {k: round(v, 6) for k, v in mean.items() if k not in ("tokens", "seconds")}
         log.metrics(state.step, {**plain, "lr": rate, "grad_norm": round(norm, 6), "tokens_per_second": round(speed, 1),
-                                 "supervised_per_second": round(sums["loss"][1] / sums["seconds"][0], 1)})
+                                 "supervised_per_second": round(sums["loss"][1] / sums["seconds"][0], 1),
+                                 **_seen(state)})
         state.window = {}
+
+
+def _seen(state: State) -> dict[str, float]:
+    """What the run took so far, for a line of metrics."""
+    return {name: round(amount, 2) for name, amount in state.seen.items()}
 
 
 def _evaluate(cfg: TrainConfig, out: Path, state: State, head: Head, target: Any, rows: Rows, accelerator: Accelerator,
@@ -206,17 +219,20 @@ def _evaluate(cfg: TrainConfig, out: Path, state: State, head: Head, target: Any
         log.say("no held-out prompts: accepted length is not measured (see data.held_out, eval.prompts)")
         return
     seconds = time.perf_counter() - start
-    log.metrics(state.step, {"event": "eval", "seconds": round(seconds, 2), **found})
+    log.metrics(state.step, {"event": "eval", "seconds": round(seconds, 2), **found, **_seen(state)})
     spread = f" ({found['low']:.2f} to {found['high']:.2f})" if found["low"] is not None else ""
     log.say(f"step {state.step}: accepted length {found['accepted_length']:.3f}{spread}, {found['shape']}, "
             f"{found['cycles']} cycles, {seconds:.1f} s")
+    curve.draw(out, accelerator.is_main_process)
     if found["accepted_length"] > state.best.get("accepted_length", -math.inf):
-        state.best = {"step": state.step, "accepted_length": found["accepted_length"]}
+        better = {"step": state.step, "accepted_length": found["accepted_length"]}
         if accelerator.is_main_process:
             try:
-                save_head(head, out / "best", target.identity, {"step": state.step, **found})
+                save_head(head, out / "best", target.identity, {"step": state.step, **found, "training": _seen(state)})
             except (OSError, RuntimeError, SafetensorError) as error:
                 log.say(f"step {state.step}: best/ not written ({error})")
+                better = state.best  # what best/ still holds
+        state.best = better
 
 
 def _save(cfg: TrainConfig, out: Path, state: State, head: Head, optimizer: torch.optim.Optimizer, target: Any,

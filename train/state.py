@@ -35,7 +35,8 @@ OPTIMIZER, STATE, MANIFEST = "optimizer.safetensors", "state.json", "manifest.js
 class State:
     """Where a run stands. step: updates done. evaluated: step of the last evaluation. best: {step, accepted_length}.
 
-    window: sums since the last line of metrics. meaning: what the run learns, see `meaning`.
+    window: sums since the last line of metrics. meaning: what the run learns, see `meaning`. seen: what the updates so
+    far took, tokens and supervised tokens of all ranks, wall seconds and CPU seconds of rank 0 without evaluations.
     """
 
     step: int = 0
@@ -43,6 +44,12 @@ class State:
     best: dict[str, float] = field(default_factory=dict)
     window: dict[str, list[float]] = field(default_factory=dict)
     meaning: dict[str, Any] = field(default_factory=dict)
+    seen: dict[str, float] = field(default_factory=dict)
+
+    def add(self, **amounts: float) -> None:
+        """Count what an update took."""
+        for name, amount in amounts.items():
+            self.seen[name] = self.seen.get(name, 0.0) + amount
 
 
 def save(folder: Path, state: State, head: Head, optimizer: torch.optim.Optimizer, identity: Identity | None) -> Path:
@@ -50,7 +57,7 @@ def save(folder: Path, state: State, head: Head, optimizer: torch.optim.Optimize
     older checkpoints are untouched then."""
     final = folder / "checkpoints" / f"step-{state.step}"
     with staged(final) as stage:
-        write_head(head, stage, identity, {"step": state.step, "best": state.best})
+        write_head(head, stage, identity, {"step": state.step, "best": state.best, "training": state.seen})
         moments = {f"{i}.{k}": v.detach().cpu().contiguous() for i, entry in optimizer.state_dict()["state"].items()
                    for k, v in entry.items()}
         save_file(moments, stage / OPTIMIZER)
