@@ -28,7 +28,7 @@ from heads.eagle_attention import Memory
 from heads.eagle_config import EagleConfig
 from heads.eagle_drafter import EagleDrafter
 from heads.eagle_layer import layer_config, rope_table, take
-from heads.eagle_net import Eagle1Net, Eagle3Net, EagleNet, copy_layer, norm_weight, reset_weights
+from heads.eagle_net import Eagle1Net, Eagle3Net, EagleNet, backbone, copy_layer, norm_weight, reset_weights
 from heads.forced import ranks
 from heads.losses import LossWeights, chunked_loss
 
@@ -299,7 +299,7 @@ class Eagle3Head(EagleHead):
         with torch.no_grad():
             self.net.lm_head.weight.copy_(self.target_rows(target)[0] * target.head.scale)
             names = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
-            norm = next((n for name in names if (n := getattr(target.model.base_model, name, None)) is not None), None)
+            norm = next((n for name in names if (n := getattr(backbone(target), name, None)) is not None), None)
             if isinstance(norm, nn.Module):
                 self.net.norm.weight.copy_(norm_weight(norm, target))
             spread = (self.net.lm_head.weight * self.net.norm.weight).square().sum(1).mean().sqrt()

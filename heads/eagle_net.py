@@ -145,6 +145,12 @@ def reset_weights(net: EagleNet, std: float) -> None:
             nn.init.normal_(weight, 0.0, std)
 
 
+def backbone(target: Target) -> Any:
+    """The target's stack of layers with its final norm; of a model that also sees, the language part."""
+    body = target.model.base_model
+    return getattr(body, "language_model", body)
+
+
 @torch.no_grad()
 def copy_layer(net: EagleNet, target: Target, source: int, key: str = "head.init_layer") -> None:
     """Start the first draft layer as layer `source` of the target (and further layers as those after it).
@@ -152,7 +158,7 @@ def copy_layer(net: EagleNet, target: Target, source: int, key: str = "head.init
     A wide projection gets the target's weights on the feature half and zeros on the embedding half. EAGLE-3's fc starts
     as the identity on the highest feature. Raises UserError when the target's layers are not built like a Llama's.
     """
-    stack: Any = getattr(target.model.base_model, "layers", None)
+    stack: Any = getattr(backbone(target), "layers", None)
     for i in range(len(net.layers)):
         layer: Any = net.layers[i]
         number = min(source + i, target.num_layers - 1)

@@ -331,18 +331,6 @@ def test_config_problems_are_listed() -> None:
     assert EagleConfig().validate() == []
 
 
-@pytest.mark.parametrize("name", ["smollm2_eagle3_smoke", "smollm2_eagle3_20min", "smollm2_eagle3_2h"])
-def test_recipes_compose(name: str) -> None:
-    """Every recipe is a valid configuration of train/eagle.py, and its head fits a tiny target of that architecture."""
-    cfg = compose("eagle", EagleRun, [f"experiment={name}", "data.path=x", "out_dir=y"])
-    assert cfg.head.kind == "eagle3" and cfg.target.kind == "smollm2"
-    cfg.head.draft_vocab = 0
-    target = target_of("llama", num_hidden_layers=6)
-    head = Eagle3Head.for_target(target, cfg.head)
-    assert head.taps == (2, 3, 3)
-    assert bool(head(batch_of([12]), target).sum.isfinite())
-
-
 @pytest.mark.parametrize("head", ["eagle1", "eagle3"])
 def test_a_whole_run_saves_a_head_that_decodes(head: str, tmp_path: Path) -> None:
     """train/eagle.py's loop on a tiny target: two steps, evaluation, and the saved head drafts through the engine."""
