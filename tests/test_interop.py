@@ -11,7 +11,8 @@ import torch
 from conf.errors import UserError
 from heads.interop import LAYOUTS, Facts, detect, find_layout, read_folder
 from scripts.lib.export_check import check_export
-from tests.interop import PAIRS, change, deep_target, folder, random_head, tensors_of
+from tests.engine_schemas import SCHEMAS, violations
+from tests.interop import PAIRS, change, deep_target, folder, random_head
 
 
 @pytest.fixture(scope="module")
@@ -73,3 +74,41 @@ def test_half_precision_is_compared_with_the_rounded_head(target, prompts, tmp_p
     assert check_export(path, "vllm", head, target, prompts, torch.bfloat16).error < 1e-3
     with pytest.raises(UserError, match="logits differ"):
         check_export(path, "vllm", head, target, prompts, torch.float32)
+
+
+SIZES = {"D": 32, "V": 260, "A": 32, "G": 16, "I": 64, "F": 3, "N": 64}
+
+
+@pytest.mark.parametrize("schema, format, kind, extra", [
+    ("sglang eagle1", "sglang", "eagle1", {}), ("sglang eagle3", "sglang", "eagle3", {"norm_before_fc": True}),
+    ("sglang eagle3", "sglang", "eagle3", {"norm_joined": True}), ("tensorrt eagle3", "eagle", "eagle3", {}),
+    ("tensorrt medusa", "medusa", "medusa", {"draft_vocab": 64}),
+])
+def test_exports_meet_the_schemas_of_engines_that_do_not_run_here(target, tmp_path: Path, schema: str, format: str,
+                                                                  kind: str, extra: dict) -> None:
+    path = folder(tmp_path / "a", target, random_head(target, kind, **extra), format)
+    config, tensors = json.loads((path / "config.json").read_text()), read_folder(path).tensors
+    assert violations(SCHEMAS[schema], config, tensors, SIZES, heads=3) == []
+    name = next(n for n in tensors if n.endswith("weight") and "fc_norm" not in n and "input_norm" not in n)
+    rest = {n: t for n, t in tensors.items() if n != name}
+    assert violations(SCHEMAS[schema], config, rest, SIZES, heads=3) == [f"{name} is missing"]
+    assert violations(SCHEMAS[schema], config, {**rest, name: tensors[name][1:]}, SIZES, heads=3) != []
+
+
+def test_custom_layers_are_written_for_both_engines(target, tmp_path: Path) -> None:
+    """vLLM reads the list on top as hidden_states[k]; SGLang reads the nested one and adds 1."""
+    path = folder(tmp_path / "a", target, random_head(target, "eagle3", taps=[1, 3, 6]), "vllm")
+    config = json.loads((path / "config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 6]
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 5]
+    plain = folder(tmp_path / "b", target, random_head(target, "eagle3"), "vllm")
+    assert "layer_ids" not in (plain / "config.json").read_text()
+
+
+def test_the_widened_vocabulary_never_changes_the_best_token(target, tmp_path: Path) -> None:
+    head = random_head(target, "medusa", draft_vocab=64)
+    path = folder(tmp_path / "a", target, head, "vllm")
+    x = torch.randn(200, 32)
+    for k in range(3):
+        wide = x @ read_folder(path).tensors[f"lm_heads.{k}.weight"].T
+        assert wide.argmax(-1).equal(head.ids()[(x @ head.proj[k].T).argmax(-1)])
