@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from conf.errors import UserError
+from decode.tree import DraftTree
 
 LayerShape = tuple[int, int, int]  # Hkv, key size, value size
 
@@ -153,6 +154,18 @@ class TreeCache(Cache):
                 raise UserError(
                     f"prompt {row}: {len(prompt)} tokens exceed the cache's {self.max_len} per row; "
                     "make the cache longer or shorten the prompt"
+                )
+
+    def check_depth(self, tree: DraftTree, context: int) -> None:
+        """Raise UserError when the draft of a live row would reach beyond the target's `context` positions."""
+        node = torch.arange(tree.width + 1, device=tree.tokens.device)
+        reach = torch.where(node <= tree.size[:, None], tree.positions(), 0).amax(1).tolist()
+        for row, depth in enumerate(reach):
+            end = max(self.physical[row * self.width : (row + 1) * self.width])
+            if end + depth >= context:
+                raise UserError(
+                    f"context: row {row} holds {end} tokens, and a draft of depth {depth} behind the last one "
+                    f"exceeds the target's {context} positions; cap depth or stop this row"
                 )
 
     def room(self, new: int) -> int:

@@ -12,13 +12,14 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from conf.errors import UserError
 from decode.drafters import Drafter
+from decode.records import Cycle, Generation, Request, Run, Timing
 from decode.rng import Rng
 from decode.sampling import Law, Sampling
 from decode.target import Target, TreeCache
@@ -26,70 +27,7 @@ from decode.tree import DraftTree
 from decode.verify import Coins, Verdict
 from decode.verify import verify as run_verify
 
-
-@dataclass(frozen=True)
-class Request:
-    """prompt: token ids, at least one. uncond: the unconditional prompt of guidance (default: the last prompt token).
-
-    id addresses the random numbers: the same id and seed give the same tokens in any batch.
-    """
-
-    prompt: Sequence[int]
-    max_new_tokens: int
-    uncond: Sequence[int] | None = None
-    id: int = 0
-
-
-@dataclass(frozen=True)
-class Cycle:
-    """One verification of one row. proposed: levels drafted. accepted: draft tokens kept (the bonus token not counted).
-
-    ranks: sibling rank of each accepted candidate. cut: shortened by a stop token, or drafted short because of the
-    length limit; such cycles say nothing about the drafter. start: generated tokens before this cycle.
-    """
-
-    proposed: int
-    accepted: int
-    ranks: tuple[int, ...]
-    cut: bool
-    start: int
-
-
-@dataclass
-class Generation:
-    """token_ids: generated tokens, the stop token included. from_draft: per token, was it an accepted draft token."""
-
-    prompt_ids: list[int]
-    token_ids: list[int] = field(default_factory=list)
-    cycles: list[Cycle] = field(default_factory=list)
-    from_draft: list[bool] = field(default_factory=list)
-    finish: str = "length"
-
-
-@dataclass
-class Timing:
-    """Wall seconds by part. decode_s is everything after prefill; total_s includes prefill."""
-
-    prefill_s: float = 0.0
-    draft_s: float = 0.0
-    target_s: float = 0.0
-    verify_s: float = 0.0
-    commit_s: float = 0.0
-    total_s: float = 0.0
-    cycles: int = 0  # target passes after prefill
-
-    @property
-    def decode_s(self) -> float:
-        return self.total_s - self.prefill_s
-
-
-@dataclass
-class Run:
-    """generations stand in the order of the requests. law_rows: rows of V logits turned into a law."""
-
-    generations: list[Generation]
-    timing: Timing
-    law_rows: int
+__all__ = ["CoinSource", "Cycle", "Generation", "OnTokens", "Request", "Rule", "Run", "Timing", "generate"]
 
 
 OnTokens = Callable[[int, list[int], list[bool]], None]

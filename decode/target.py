@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
+from decode import facts
 from decode.cache import TreeCache
 from decode.masks import TreeMasks
 from decode.probe import TOLERANCE, Probe, difference, probe_head, probe_target
 from decode.probe import Head as HeadProbe
 from decode.tree import DraftTree
-
-UNBOUNDED = 2**31 - 1
 
 
 @dataclass
@@ -62,10 +61,10 @@ class Target:
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = self.config.num_hidden_layers
-        self.context_length: int = _context_length(self.config)
-        self.eos_ids: tuple[int, ...] = _eos_ids(model, tokenizer)
+        self.context_length: int = facts.context_length(self.config)
+        self.eos_ids: tuple[int, ...] = facts.eos_ids(model, tokenizer)
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-        self.body = _body(model)
+        self.body = facts.body(model)
         self._loaded_attention = model.config._attn_implementation
         self._probe: Probe | None = None
         self._packs: str | None = None
@@ -178,7 +177,7 @@ class Target:
         ids = torch.cat([last[:, None], tree.tokens.clamp(0, self.vocab_size - 1)], 1)  # padding may hold anything
         places = tree.positions()
         if offset + n > self.context_length:
-            _check_context(cache, tree, self.context_length)
+            cache.check_depth(tree, self.context_length)
         if cache.width > 1:
             ids = ids.repeat_interleave(cache.width, 0)
             places = places.repeat_interleave(cache.width, 0) if places.shape[0] > 1 else places
@@ -352,45 +351,3 @@ class Target:
     def lm_head_weight(self) -> Tensor:
         """[V, D]."""
         return self.lm_head.weight
-
-
-def _check_context(cache: TreeCache, tree: DraftTree, context: int) -> None:
-    node = torch.arange(tree.width + 1, device=tree.tokens.device)
-    reach = torch.where(node <= tree.size[:, None], tree.positions(), 0).amax(1).tolist()
-    for row, depth in enumerate(reach):
-        end = max(cache.physical[row * cache.width : (row + 1) * cache.width])
-        if end + depth >= context:
-            raise UserError(
-                f"context: row {row} holds {end} tokens, and a draft of depth {depth} behind the last one "
-                f"exceeds the target's {context} positions; cap depth or stop this row"
-            )
-
-
-def _body(model: Any) -> Any:
-    """The model without its LM head: what its prefix names, else the child that holds the embeddings."""
-    if model.base_model is not model:
-        return model.base_model
-    embedding = model.get_input_embeddings()
-    for child in model.children():
-        if child is not embedding and any(part is embedding for part in child.modules()):
-            return child
-    raise UserError(f"target: {type(model).__name__} has no body apart from its LM head; choose another model")
-
-
-def _context_length(config: Any) -> int:
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return UNBOUNDED
-
-
-def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The end-of-turn ids generation stops at: the generation config's, else the config's, else the
-    tokenizer's.
-    """
-    for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
-        value = getattr(holder, "eos_token_id", None)
-        if value is not None:
-            return tuple(sorted(set(value if isinstance(value, (list, tuple)) else [value])))
-    return ()

@@ -9,113 +9,12 @@ Shape letters: B rows, N nodes, V vocabulary, Vd draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
 from torch import Tensor
 
-from decode.sampling import Law, Sampling
-from decode.tree import DraftTree
-from decode.verify import Coins, Verdict
+from decode.sampling import Sampling
+from scripts.lib.row_rules import Path, Row, Rule, by_row, descend, norm
 
-Rule = Callable[[DraftTree, Law, Coins], Verdict]
-Path = tuple[list[int], int]  # accepted nodes, bonus token
-
-
-class Row:
-    """One row of a tree with the laws and coins it needs. Slot 0 follows the last committed token."""
-
-    def __init__(self, tree: DraftTree, law: Law, rng: Coins, row: int) -> None:
-        self.law, self.rng, self.size = law, rng, int(tree.size[row])
-        self.tokens: list[int] = tree.tokens[row].tolist()
-        self.parents: list[int] = tree.parents[row].tolist()
-        self.tree, self.row = tree, row
-        self.index = torch.tensor([row])
-
-    def kids(self, slot: int) -> list[int]:
-        return [i for i in range(self.size) if self.parents[i] == slot - 1]
-
-    def p(self, slot: int) -> Tensor:
-        """The target's law [V] float64 at a slot."""
-        support = self.law.at(self.index, torch.tensor([slot]))
-        return support.dense(self.law.vocab_size)[0].to(torch.float64)
-
-    def raw(self, slot: int) -> Tensor:
-        """softmax of the logits before any temperature or truncation, [V] float64."""
-        return self.law.logits[self.row, slot].to(torch.float64).softmax(-1)
-
-    def sampled(self, node: int) -> bool:
-        return self.tree.sampled is not None and bool(self.tree.sampled[self.row, node])
-
-    def q(self, node: int, before: list[int]) -> Tensor:
-        """The law [V] that `node` was drawn from, its earlier siblings `before` removed where that is the scheme."""
-        if not self.sampled(node):
-            return torch.nn.functional.one_hot(torch.tensor(self.tokens[node]), self.law.vocab_size).double()
-        proposal = self.tree.proposal
-        assert proposal is not None
-        q = proposal.law[self.row, proposal.row[self.row, node]].to(torch.float64)[None]
-        q = proposal.read(q, None, self.law.vocab_size)[0].clone()
-        if not proposal.replacement:
-            q[[self.tokens[i] for i in before]] = 0
-        return q / q.sum()
-
-    def accept(self, probability: float | Tensor, node: int) -> bool:
-        p = torch.as_tensor(probability, dtype=torch.float64).reshape(1).clamp(0, 1)
-        return bool(self.rng.accept(p, self.index, torch.tensor([node])))
-
-    def draw(self, weights: Tensor, slot: int) -> int:
-        return int(self.rng.draw(weights[None], self.index, torch.tensor([slot - 1])))
-
-
-def by_row(rule: Callable[[Row], Path]) -> Rule:
-    """A rule for one row becomes a rule for a tree."""
-
-    def verify(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
-        rows, levels = tree.tokens.shape[0], tree.layout.levels
-        path = torch.full((rows, levels), -1, dtype=torch.int64)
-        length, bonus = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
-        for b in range(rows):
-            nodes, token = rule(Row(tree, law, rng, b))
-            path[b, : len(nodes)] = torch.tensor(nodes, dtype=torch.int64)
-            length[b], bonus[b] = len(nodes), token
-        return Verdict(path, length, bonus)
-
-    verify.__name__ = rule.__name__
-    return verify
-
-
-def _norm(weights: Tensor) -> Tensor:
-    total = weights.sum()
-    return weights / total if total > 0 else weights
-
-
-def _descend(
-    row: Row,
-    p: Callable[[Row, int], Tensor] = Row.p,
-    update: Callable[[Tensor, Tensor, Row], Tensor] = lambda r, q, row: _norm((r - q).clamp(min=0)),
-    final: Callable[[Row, int, Tensor, bool], Tensor] = lambda row, slot, r, rejected: r,
-    q_of: Callable[[Row, int, list[int]], Tensor] = Row.q,
-    end: Callable[[Row, Tensor, int], int] = Row.draw,  # type: ignore[assignment]
-) -> Path:
-    """Correct top-down rejection with places where one thing can be done wrongly."""
-    slot = 0
-    nodes: list[int] = []
-    while True:
-        r, hit = p(row, slot), -1
-        before: list[int] = []
-        for node in row.kids(slot):
-            x, q = row.tokens[node], q_of(row, node, before)
-            if row.accept(float(r[x] / q[x]) if q[x] > 0 else 0.0, node):
-                hit = node
-                break
-            r, before = update(r, q, row), [*before, node]
-        if hit < 0:
-            weights = final(row, slot, r, bool(before))
-            if not weights.sum() > 0:
-                weights = p(row, slot)
-            return nodes, end(row, weights, slot)
-        nodes.append(hit)
-        slot = hit + 1
+__all__ = ["Rule", "by_row"]
 
 
 @by_row
@@ -139,7 +38,7 @@ def typical_acceptance(row: Row) -> Path:
 @by_row
 def argmax_bonus(row: Row) -> Path:
     """Medusa's fast mode: the token that roots the next draft is the argmax, also at T > 0."""
-    return _descend(row, end=lambda r, weights, slot: int(weights.argmax()))
+    return descend(row, end=lambda r, weights, slot: int(weights.argmax()))
 
 
 @by_row
@@ -187,29 +86,29 @@ def best_of_chains(row: Row) -> Path:
 @by_row
 def residual_unnormalised(row: Row) -> Path:
     """After a rejected sibling the residual is used as it is, not divided by its sum."""
-    return _descend(row, update=lambda r, q, _: (r - q).clamp(min=0))
+    return descend(row, update=lambda r, q, _: (r - q).clamp(min=0))
 
 
 @by_row
 def residual_stale(row: Row) -> Path:
     """Every sibling is tested against the whole law; only the last draw uses a residual."""
-    return _descend(
+    return descend(
         row,
         update=lambda r, q, _: r,
-        final=lambda row, slot, r, rejected: _norm((r - row.q(row.kids(slot)[0], [])).clamp(min=0)) if rejected else r,
+        final=lambda row, slot, r, rejected: norm((r - row.q(row.kids(slot)[0], [])).clamp(min=0)) if rejected else r,
     )
 
 
 @by_row
 def rejected_token_stays(row: Row) -> Path:
     """The token after a rejection is drawn from the whole law, the rejected token included."""
-    return _descend(row, update=lambda r, q, _: r)
+    return descend(row, update=lambda r, q, _: r)
 
 
 @by_row
 def bonus_unwarped(row: Row) -> Path:
     """The bonus token of a wholly accepted draft comes from the law before temperature and truncation."""
-    return _descend(row, final=lambda row, slot, r, rejected: r if rejected or not slot else row.raw(slot))
+    return descend(row, final=lambda row, slot, r, rejected: r if rejected or not slot else row.raw(slot))
 
 
 @by_row
@@ -221,7 +120,7 @@ def top_p_twice(row: Row) -> Path:
             return r
         return Sampling(1.0, top_p=min(row.law.sampling.top_p, 0.8)).support(r.log()[None]).dense(len(r))[0]
 
-    return _descend(row, final=cut)
+    return descend(row, final=cut)
 
 
 @by_row
@@ -229,9 +128,9 @@ def temperature_twice(row: Row) -> Path:
     """The temperature is applied to logits that already had it."""
 
     def again(row: Row, slot: int) -> Tensor:
-        return _norm(row.p(slot) ** (1 / max(row.law.sampling.temperature, 1e-6)))
+        return norm(row.p(slot) ** (1 / max(row.law.sampling.temperature, 1e-6)))
 
-    return _descend(row, p=again)
+    return descend(row, p=again)
 
 
 @by_row
@@ -260,13 +159,13 @@ def bonus_from_wrong_node(row: Row) -> Path:
     def parent(row: Row, slot: int, r: Tensor, rejected: bool) -> Tensor:
         return r if slot == 0 else row.p(row.parents[slot - 1] + 1)
 
-    return _descend(row, final=parent)
+    return descend(row, final=parent)
 
 
 @by_row
 def law_of_the_child(row: Row) -> Path:
     """A candidate is tested against the law after itself instead of the law it competes in."""
-    return _descend(row, p=lambda row, slot: row.p(min(slot + 1, row.size)))
+    return descend(row, p=lambda row, slot: row.p(min(slot + 1, row.size)))
 
 
 @by_row

@@ -1,0 +1,115 @@
+"""What the wrong rules are written with: one row of a tree at a time, and correct top-down rejection with places where
+one thing can be done wrongly.
+
+Shape letters: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from decode.sampling import Law
+from decode.tree import DraftTree
+from decode.verify import Coins, Verdict
+
+Rule = Callable[[DraftTree, Law, Coins], Verdict]
+Path = tuple[list[int], int]  # accepted nodes, bonus token
+
+
+class Row:
+    """One row of a tree with the laws and coins it needs. Slot 0 follows the last committed token."""
+
+    def __init__(self, tree: DraftTree, law: Law, rng: Coins, row: int) -> None:
+        self.law, self.rng, self.size = law, rng, int(tree.size[row])
+        self.tokens: list[int] = tree.tokens[row].tolist()
+        self.parents: list[int] = tree.parents[row].tolist()
+        self.tree, self.row = tree, row
+        self.index = torch.tensor([row])
+
+    def kids(self, slot: int) -> list[int]:
+        return [i for i in range(self.size) if self.parents[i] == slot - 1]
+
+    def p(self, slot: int) -> Tensor:
+        """The target's law [V] float64 at a slot."""
+        support = self.law.at(self.index, torch.tensor([slot]))
+        return support.dense(self.law.vocab_size)[0].to(torch.float64)
+
+    def raw(self, slot: int) -> Tensor:
+        """softmax of the logits before any temperature or truncation, [V] float64."""
+        return self.law.logits[self.row, slot].to(torch.float64).softmax(-1)
+
+    def sampled(self, node: int) -> bool:
+        return self.tree.sampled is not None and bool(self.tree.sampled[self.row, node])
+
+    def q(self, node: int, before: list[int]) -> Tensor:
+        """The law [V] that `node` was drawn from, its earlier siblings `before` removed where that is the scheme."""
+        if not self.sampled(node):
+            return torch.nn.functional.one_hot(torch.tensor(self.tokens[node]), self.law.vocab_size).double()
+        proposal = self.tree.proposal
+        assert proposal is not None
+        q = proposal.law[self.row, proposal.row[self.row, node]].to(torch.float64)[None]
+        q = proposal.read(q, None, self.law.vocab_size)[0].clone()
+        if not proposal.replacement:
+            q[[self.tokens[i] for i in before]] = 0
+        return q / q.sum()
+
+    def accept(self, probability: float | Tensor, node: int) -> bool:
+        p = torch.as_tensor(probability, dtype=torch.float64).reshape(1).clamp(0, 1)
+        return bool(self.rng.accept(p, self.index, torch.tensor([node])))
+
+    def draw(self, weights: Tensor, slot: int) -> int:
+        return int(self.rng.draw(weights[None], self.index, torch.tensor([slot - 1])))
+
+
+def by_row(rule: Callable[[Row], Path]) -> Rule:
+    """A rule for one row becomes a rule for a tree."""
+
+    def verify(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
+        rows, levels = tree.tokens.shape[0], tree.layout.levels
+        path = torch.full((rows, levels), -1, dtype=torch.int64)
+        length, bonus = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
+        for b in range(rows):
+            nodes, token = rule(Row(tree, law, rng, b))
+            path[b, : len(nodes)] = torch.tensor(nodes, dtype=torch.int64)
+            length[b], bonus[b] = len(nodes), token
+        return Verdict(path, length, bonus)
+
+    verify.__name__ = rule.__name__
+    return verify
+
+
+def norm(weights: Tensor) -> Tensor:
+    total = weights.sum()
+    return weights / total if total > 0 else weights
+
+
+def descend(
+    row: Row,
+    p: Callable[[Row, int], Tensor] = Row.p,
+    update: Callable[[Tensor, Tensor, Row], Tensor] = lambda r, q, row: norm((r - q).clamp(min=0)),
+    final: Callable[[Row, int, Tensor, bool], Tensor] = lambda row, slot, r, rejected: r,
+    q_of: Callable[[Row, int, list[int]], Tensor] = Row.q,
+    end: Callable[[Row, Tensor, int], int] = Row.draw,  # type: ignore[assignment]
+) -> Path:
+    """Correct top-down rejection with places where one thing can be done wrongly."""
+    slot = 0
+    nodes: list[int] = []
+    while True:
+        r, hit = p(row, slot), -1
+        before: list[int] = []
+        for node in row.kids(slot):
+            x, q = row.tokens[node], q_of(row, node, before)
+            if row.accept(float(r[x] / q[x]) if q[x] > 0 else 0.0, node):
+                hit = node
+                break
+            r, before = update(r, q, row), [*before, node]
+        if hit < 0:
+            weights = final(row, slot, r, bool(before))
+            if not weights.sum() > 0:
+                weights = p(row, slot)
+            return nodes, end(row, weights, slot)
+        nodes.append(hit)
+        slot = hit + 1
