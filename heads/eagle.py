@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from conf.errors import UserError
 from decode.drafters import Drafter
@@ -27,12 +27,11 @@ from heads.base import Batch, Head, LossOut
 from heads.eagle_attention import Memory
 from heads.eagle_config import EagleConfig
 from heads.eagle_drafter import EagleDrafter
+from heads.eagle_init import copy_layer, reset_weights, start_output
 from heads.eagle_layer import layer_config, rope_table, take
-from heads.eagle_net import Eagle1Net, Eagle3Net, EagleNet, backbone, copy_layer, norm_weight, reset_weights
+from heads.eagle_net import Eagle1Net, Eagle3Net, EagleNet
 from heads.forced import ranks
 from heads.losses import LossWeights, chunked_loss
-
-SPREAD = 1.5  # of a fresh EAGLE-3 head's logits
 
 
 class EagleHead(Head):
@@ -293,17 +292,8 @@ class Eagle3Head(EagleHead):
         return tuple(cfg.taps) or tuple(min(max(1, tap), max(1, deep - 1)) for tap in (2, deep // 2, deep - 3))
 
     def init_head(self, target: Target) -> None:
-        """The LM head starts as the target's rows, the final norm as the target's, shrunk until random outputs give
-        logits of spread SPREAD: at full size a fresh head is sure of random tokens (SmolLM2: a cross-entropy of 17
-        where guessing gives 9) and unlearns that first."""
-        with torch.no_grad():
-            self.net.lm_head.weight.copy_(self.target_rows(target)[0] * target.head.scale)
-            names = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
-            norm = next((n for name in names if (n := getattr(backbone(target), name, None)) is not None), None)
-            if isinstance(norm, nn.Module):
-                self.net.norm.weight.copy_(norm_weight(norm, target))
-            spread = (self.net.lm_head.weight * self.net.norm.weight).square().sum(1).mean().sqrt()
-            self.net.norm.weight.mul_((SPREAD / spread).clamp(max=1.0))
+        """See start_output."""
+        start_output(self.net, self.target_rows(target)[0] * target.head.scale, target)
 
     def projection(self, target: Target) -> Tensor:
         """See EagleHead; trained."""

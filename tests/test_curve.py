@@ -61,7 +61,7 @@ def test_best_is_kept_over_a_resume_and_follows_decoding(tmp_path: Path, monkeyp
 
     data, told = chats(tmp_path / "d.jsonl"), iter([1.5, 1.2, 1.1])
     wanted = {"shape": "chain", "low": None, "high": None, "cycles": 3}
-    monkeypatch.setattr("train.loop.decoded_acceptance", lambda *a: {**wanted, "accepted_length": next(told)})
+    monkeypatch.setattr("train.evaluation.decoded_acceptance", lambda *a: {**wanted, "accepted_length": next(told)})
     out, small = tmp_path / "run", ("eval.every=2", "save_every=2")
     original, calls = torch.optim.AdamW.step, 0
 

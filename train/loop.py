@@ -10,8 +10,6 @@ rate and every random number of step k are functions of (seed, k), so that a res
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import signal
 import time
 import traceback
@@ -21,21 +19,22 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
 from safetensors import SafetensorError
 
 from conf.errors import UserError
 from decode.load import load_target
 from heads.base import Head
 from heads.checkpoint import save_head
-from train import curve
 from train import state as disk
-from train.accept import decoded_acceptance
-from train.config import TrainConfig, flat
+from train.config import TrainConfig
 from train.data import Plan, Rows, hash_u63, load_rows
+from train.evaluation import evaluate, seen
+from train.facts import check_ranks, facts_of, meaning_of, no_memory, self_check
 from train.features import Source
 from train.gate import gate
 from train.log import Log
+from train.poison import stop_poisoned
 from train.schedule import learning_rate
 from train.sharding import shard_target
 from train.signals import Stop, interruption
@@ -52,7 +51,7 @@ def fit(cfg: TrainConfig, kind: type[Head]) -> None:
     """
     patience = InitProcessGroupKwargs(timeout=timedelta(minutes=10))
     accelerator = Accelerator(cpu=cfg.device == "cpu", kwargs_handlers=[patience])
-    _check_ranks(cfg, accelerator.num_processes)
+    check_ranks(cfg, accelerator.num_processes)
     hold = disk.locked(Path(cfg.out_dir)) if accelerator.is_main_process else contextlib.nullcontext()
     try:
         with hold, Stop() as stop:
@@ -64,7 +63,7 @@ def fit(cfg: TrainConfig, kind: type[Head]) -> None:
         if isinstance(error, torch.OutOfMemoryError | MemoryError) or (
             isinstance(error, RuntimeError) and ("not enough memory" in text or "can't allocate memory" in text)
         ):
-            raise UserError(_no_memory(cfg)) from error
+            raise UserError(no_memory(cfg)) from error
         raise
     finally:
         accelerator.end_training()
@@ -87,13 +86,13 @@ def _fit(cfg: TrainConfig, kind: type[Head], accelerator: Accelerator, stop: Sto
 
     with accelerator.main_process_first():  # the others find the hashes of feature files in the cache
         source = Source(cfg, head, target, rows)
-    meaning = {**_meaning(cfg, target, rows), **source.meaning}
+    meaning = {**meaning_of(cfg, target, rows), **source.meaning}
     state, notes = _resume(cfg, out, head, optimizer, meaning, accelerator)
     log = Log(cfg, main, state.step)
     for note in notes:
         log.say(note)
-    log.header(head, _facts(cfg, target, rows, plan, head, world))
-    log.say(_self_check(rows, plan, target.tokenizer))
+    log.header(head, facts_of(cfg, target, rows, plan, head, world))
+    log.say(self_check(rows, plan, target.tokenizer))
     for note in filter(None, (sharding, source.note)):
         log.say(note)
     model = accelerator.prepare(head) if world > 1 else head
@@ -104,7 +103,7 @@ def _fit(cfg: TrainConfig, kind: type[Head], accelerator: Accelerator, stop: Sto
             last = state.step == cfg.steps
             wanted = cfg.eval.every and (last or state.step % cfg.eval.every == 0)
             if wanted and state.step and not asked and state.evaluated < state.step:
-                _evaluate(cfg, out, state, head, target, rows, accelerator, log)
+                evaluate(cfg, out, state, head, target, rows, accelerator, log)
             due = last or asked or (cfg.save_every and state.step % cfg.save_every == 0)
             if due and state.step and saved_at != state.step:
                 problem = _save(cfg, out, state, head, optimizer, target, accelerator)
@@ -121,9 +120,9 @@ def _fit(cfg: TrainConfig, kind: type[Head], accelerator: Accelerator, stop: Sto
             asked = _step(cfg, state, plan, rows, model, head, source, optimizer, trainable, accelerator, stop, log)
         if main and not disk.is_final(out / "head", cfg.steps):
             save_head(head, out / "head", target.identity, {"step": state.step, "best": state.best,
-                                                            "training": _seen(state)})
+                                                            "training": seen(state)})
             if not (out / "best").exists():
-                save_head(head, out / "best", target.identity, {"step": state.step, "training": _seen(state)})
+                save_head(head, out / "best", target.identity, {"step": state.step, "training": seen(state)})
         log.say(f"done: {out / 'head'}" + (f"; best accepted length {state.best['accepted_length']:.3f} at step "
                                            f"{int(state.best['step'])}" if state.best else ""))
         gate(cfg, out, head, target, rows, accelerator, log, cfg.steps)
@@ -162,7 +161,7 @@ def _step(cfg: TrainConfig, state: State, plan: Plan, rows: Rows, model: Any, he
     packed = torch.cat([bad.to(accelerator.device), *(totals[n] for n in names)])
     sums = (accelerator.reduce(packed, "sum") if world > 1 else packed).tolist()  # type: ignore[union-attr]
     if sums[0]:
-        _stop_poisoned(cfg, state.step, rows, poisoned, [r for part in micro for r in part], head, accelerator)
+        stop_poisoned(cfg, state.step, rows, poisoned, [r for part in micro for r in part], head, accelerator)
     found = {n: sums[2 + 2 * i : 4 + 2 * i] for i, n in enumerate(names)}
     scale = world / max(found["loss"][1], 1.0)
     norm = float(raw_norm) * scale
@@ -199,40 +198,8 @@ def _report(cfg: TrainConfig, state: State, norm: float, rate: float, log: Log) 
         plain = {k: round(v, 6) for k, v in mean.items() if k not in ("tokens", "seconds")}
         log.metrics(state.step, {**plain, "lr": rate, "grad_norm": round(norm, 6), "tokens_per_second": round(speed, 1),
                                  "supervised_per_second": round(sums["loss"][1] / sums["seconds"][0], 1),
-                                 **_seen(state)})
+                                 **seen(state)})
         state.window = {}
-
-
-def _seen(state: State) -> dict[str, float]:
-    """What the run took so far, for a line of metrics."""
-    return {name: round(amount, 2) for name, amount in state.seen.items()}
-
-
-def _evaluate(cfg: TrainConfig, out: Path, state: State, head: Head, target: Any, rows: Rows, accelerator: Accelerator,
-              log: Log) -> None:
-    start = time.perf_counter()
-    head.eval()
-    found = decoded_acceptance(head, target, rows, cfg.eval, cfg.seed, accelerator)
-    head.train()
-    state.evaluated = state.step
-    if not found:
-        log.say("no held-out prompts: accepted length is not measured (see data.held_out, eval.prompts)")
-        return
-    seconds = time.perf_counter() - start
-    log.metrics(state.step, {"event": "eval", "seconds": round(seconds, 2), **found, **_seen(state)})
-    spread = f" ({found['low']:.2f} to {found['high']:.2f})" if found["low"] is not None else ""
-    log.say(f"step {state.step}: accepted length {found['accepted_length']:.3f}{spread}, {found['shape']}, "
-            f"{found['cycles']} cycles, {seconds:.1f} s")
-    curve.draw(out, accelerator.is_main_process)
-    if found["accepted_length"] > state.best.get("accepted_length", -math.inf):
-        better = {"step": state.step, "accepted_length": found["accepted_length"]}
-        if accelerator.is_main_process:
-            try:
-                save_head(head, out / "best", target.identity, {"step": state.step, **found, "training": _seen(state)})
-            except (OSError, RuntimeError, SafetensorError) as error:
-                log.say(f"step {state.step}: best/ not written ({error})")
-                better = state.best  # what best/ still holds
-        state.best = better
 
 
 def _save(cfg: TrainConfig, out: Path, state: State, head: Head, optimizer: torch.optim.Optimizer, target: Any,
@@ -270,66 +237,3 @@ def _resume(cfg: TrainConfig, out: Path, head: Head, optimizer: torch.optim.Opti
 def _agreed(value: Any, accelerator: Accelerator) -> Any:
     """Rank 0's value on every rank."""
     return broadcast_object_list([value])[0] if accelerator.num_processes > 1 else value
-
-
-def _meaning(cfg: TrainConfig, target: Any, rows: Rows) -> dict[str, Any]:
-    """What the run learns, from what, and its logistics, flat; disk.check_meaning knows which is which."""
-    identity = target.identity.to_json() if target.identity else {}
-    hashes = {f"target.{k}": v for k, v in identity.items() if k.endswith("sha256")}
-    return json.loads(json.dumps({**flat(cfg), **hashes, "data.sha256": rows.sha256()}))
-
-
-def _stop_poisoned(cfg: TrainConfig, step: int, rows: Rows, poisoned: list[int], used: list[int], head: Head,
-                   accelerator: Accelerator) -> None:
-    """No rank updates: write what is known and raise on all of them."""
-    mine = [rows.where(r) for r in (poisoned or used)]
-    every = [(bool(poisoned), mine)]
-    if accelerator.num_processes > 1:
-        every = gather_object(every)
-    blamed = [w for sure, part in every if sure for w in part] or [w for _, part in every for w in part]
-    if accelerator.is_main_process:
-        norms = {n: str(float(p.grad.norm())) for n, p in head.named_parameters() if p.grad is not None}
-        folder = Path(cfg.out_dir) / f"bad_step-{step}"
-        folder.mkdir(parents=True, exist_ok=True)
-        report = {"step": step, "rows": blamed, "gradient_norms": norms}
-        (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    shown = ", ".join(blamed[:4]) + (f" and {len(blamed) - 4} more" if len(blamed) > 4 else "")
-    raise UserError(f"{shown}: loss or gradient is not finite at step {step}, no weight was changed; look at them "
-                    f"or lower optim.lr (all rows are in {cfg.out_dir}/bad_step-{step}/report.json)")
-
-
-def _facts(cfg: TrainConfig, target: Any, rows: Rows, plan: Plan, head: Head, world: int) -> dict[str, Any]:
-    held, pack = int(rows.held.sum()), cfg.data.max_length if cfg.data.packing else 0
-    supervised = int(rows.loss.sum())
-    facts = {
-        "target": f"{target.identity.name if target.identity else 'unnamed'}, {cfg.dtype}, "
-                  + ("trained with the head" if head.trains_target else "frozen"),
-        "data": f"{plan.train.numel():,} rows to train on, {held:,} held out, {rows.ids.numel():,} tokens, "
-                f"{supervised:,} supervised ({supervised / rows.ids.numel():.0%}), {len(rows.bad)} rows left out",
-        "batches": f"{cfg.batch_size} rows over {world} rank(s), {plan.per_epoch:,} per epoch, {cfg.steps} steps, "
-                   f"{plan.waste(cfg.micro_batch, world, pack=pack):.1%} padding",
-    }
-    if getattr(head, "coverage", 1.0) < 1:
-        facts["draft vocabulary"] = f"covers {head.coverage:.2%} of the supervised tokens"
-    for problem in rows.bad[:5]:
-        facts[f"left out {len(facts)}"] = problem
-    return facts
-
-
-def _self_check(rows: Rows, plan: Plan, tokenizer: Any) -> str:
-    """The supervised text of one row, decoded: what the run will learn, for a human eye."""
-    row = int(plan.train[0])
-    part = slice(int(rows.offsets[row]), int(rows.offsets[row + 1]))
-    text = tokenizer.decode(rows.ids[part][rows.loss[part]].tolist())
-    shown = text if len(text) <= 200 else f"{text[:120]} ... {text[-70:]}"
-    return f"supervised text of {rows.where(row)}: {shown!r}"
-
-
-def _check_ranks(cfg: TrainConfig, world: int) -> None:
-    if cfg.batch_size % world:
-        raise UserError(f"batch_size: {cfg.batch_size} is no multiple of the {world} ranks; give one that is")
-
-
-def _no_memory(cfg: TrainConfig) -> str:
-    rows = cfg.micro_batch or cfg.batch_size
-    return f"micro_batch: {rows} rows do not fit into memory; set micro_batch={max(1, rows // 2)}"

@@ -1,0 +1,58 @@
+"""What a run says of itself before it starts: what it learns, from what, how much; and the mistakes of its size."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from conf.errors import UserError
+from heads.base import Head
+from train.config import TrainConfig, flat
+from train.data import Plan, Rows
+
+
+def meaning_of(cfg: TrainConfig, target: Any, rows: Rows) -> dict[str, Any]:
+    """What the run learns, from what, and its logistics, flat; disk.check_meaning knows which is which."""
+    identity = target.identity.to_json() if target.identity else {}
+    hashes = {f"target.{k}": v for k, v in identity.items() if k.endswith("sha256")}
+    return json.loads(json.dumps({**flat(cfg), **hashes, "data.sha256": rows.sha256()}))
+
+
+def facts_of(cfg: TrainConfig, target: Any, rows: Rows, plan: Plan, head: Head, world: int) -> dict[str, Any]:
+    """Lines of the header: name -> text."""
+    held, pack = int(rows.held.sum()), cfg.data.max_length if cfg.data.packing else 0
+    supervised = int(rows.loss.sum())
+    facts = {
+        "target": f"{target.identity.name if target.identity else 'unnamed'}, {cfg.dtype}, "
+                  + ("trained with the head" if head.trains_target else "frozen"),
+        "data": f"{plan.train.numel():,} rows to train on, {held:,} held out, {rows.ids.numel():,} tokens, "
+                f"{supervised:,} supervised ({supervised / rows.ids.numel():.0%}), {len(rows.bad)} rows left out",
+        "batches": f"{cfg.batch_size} rows over {world} rank(s), {plan.per_epoch:,} per epoch, {cfg.steps} steps, "
+                   f"{plan.waste(cfg.micro_batch, world, pack=pack):.1%} padding",
+    }
+    if getattr(head, "coverage", 1.0) < 1:
+        facts["draft vocabulary"] = f"covers {head.coverage:.2%} of the supervised tokens"
+    for problem in rows.bad[:5]:
+        facts[f"left out {len(facts)}"] = problem
+    return facts
+
+
+def self_check(rows: Rows, plan: Plan, tokenizer: Any) -> str:
+    """The supervised text of one row, decoded: what the run will learn, for a human eye."""
+    row = int(plan.train[0])
+    part = slice(int(rows.offsets[row]), int(rows.offsets[row + 1]))
+    text = tokenizer.decode(rows.ids[part][rows.loss[part]].tolist())
+    shown = text if len(text) <= 200 else f"{text[:120]} ... {text[-70:]}"
+    return f"supervised text of {rows.where(row)}: {shown!r}"
+
+
+def check_ranks(cfg: TrainConfig, world: int) -> None:
+    """Raises UserError when the ranks cannot share a batch evenly."""
+    if cfg.batch_size % world:
+        raise UserError(f"batch_size: {cfg.batch_size} is no multiple of the {world} ranks; give one that is")
+
+
+def no_memory(cfg: TrainConfig) -> str:
+    """What to do when a pass does not fit."""
+    rows = cfg.micro_batch or cfg.batch_size
+    return f"micro_batch: {rows} rows do not fit into memory; set micro_batch={max(1, rows // 2)}"
