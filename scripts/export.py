@@ -149,8 +149,7 @@ def free_place(out: Path, overwrite: bool) -> Path:
         raise UserError(f"out: {out} exists; set overwrite=true to replace it as a whole, or give another folder")
     if not (out / MANIFEST).is_file():
         raise UserError(f"out: {out} holds files that are no export (no {MANIFEST}); overwrite=true would delete them "
-                        "all: "
-                        "give another folder")
+                        "all: give another folder")
     return out
 
 

@@ -111,8 +111,7 @@ def main(cfg: ImportConfig) -> int:
         best = acceptance_probe.fitting(found)
         if best.name != found[0].name:
             raise UserError(f"from: {source}: {best.about} fits, not what the files say: {best.accepted:.2f} accepted "
-                            "of "
-                            f"two draft tokens against {found[0].accepted:.2f}; nothing was written: set "
+                            f"of two draft tokens against {found[0].accepted:.2f}; nothing was written: set "
                             f"convention={best.name}, or probe=false to take the files at their word")
         head.calibrate([batch], target)
     record = {"format": layout.format, "dtype": foreign.dtype, "convention": cfg.convention,

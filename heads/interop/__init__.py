@@ -27,11 +27,9 @@ LAYOUTS: dict[tuple[str, str], Layout] = {
 FORMATS = ("vllm", "speculators", "sglang", "medusa", "eagle", "transformers")
 UNSERVED = {
     "hydra_heads": "no engine serves Hydra heads (each reads the tokens drafted before it); the nearest that is "
-                   "served: "
-                   "head=medusa (format=vllm or medusa), or head=eagle3",
+                   "served: head=medusa (format=vllm or medusa), or head=eagle3",
     "medusa2": "its heads belong to the target as they tuned it, and an engine would run the untuned one; the nearest "
-               "that "
-               "is served: the Medusa heads of its first stage (head=medusa, format=vllm)",
+               "that is served: the Medusa heads of its first stage (head=medusa, format=vllm)",
     "small_lm": "a separate draft is an ordinary model: export it with format=transformers, which vLLM and SGLang "
                 "serve",
 }
@@ -59,8 +57,7 @@ def detect(foreign: Foreign, format: str) -> Layout:
     if (chosen, kind) not in LAYOUTS:
         works = [f for f, k in LAYOUTS if k == kind]
         raise UserError(f"format={format}: {foreign.folder} holds a {kind} head, and {format} has no layout for it; "
-                        "use "
-                        f"format={' or '.join(works)}, or auto")
+                        f"use format={' or '.join(works)}, or auto")
     if format != "auto" and format != natural and "speculators" in (format, natural):
         raise UserError(f"format={format}: {foreign.folder} is in the format {natural}; use format={natural}, or auto")
     if kind == "medusa" and chosen != natural and format != "auto":
@@ -86,9 +83,8 @@ def _kind(foreign: Foreign) -> tuple[str, str]:
             return "eagle3", "eagle" if arch == "LlamaForCausalLM" else _ours(foreign, "vllm")
         return "eagle1", "sglang" if arch == "LlamaForCausalLMEagle" else _ours(foreign, "eagle")
     if any(n.endswith(("embed_tokens.weight", "wte.weight")) for n in names) and "model_type" in config:
-        raise UserError(f"{foreign.folder}: a whole language model, not a head; it needs no import: name the folder "
-                        "as a "
-                        "drafter")
+        raise UserError(f"{foreign.folder}: a whole language model, not a head; it needs no import: name the folder as "
+                        "a drafter")
     shown = ", ".join(sorted(names)[:4])
     raise UserError(f"{foreign.folder}: no known head ({shown}, ..); Medusa, EAGLE-1, EAGLE-3 and speculators are read")
 

@@ -44,18 +44,15 @@ class Eagle3Vllm(Layout):
         found = super().refusals(head, facts) + layer_refusals(head)
         unknown = [key for key in NORMS if getattr(head.cfg, key) and key not in self.norms]
         if unknown:
-            found.append(f"head.{unknown[0]}: {self.engine} has no such norm; the nearest that is served: "
-                         "format=vllm, or "
-                         f"train with head.{unknown[0]}=false")
+            found.append(f"head.{unknown[0]}: {self.engine} has no such norm; the nearest that is served: format=vllm, "
+                         f"or train with head.{unknown[0]}=false")
         taps = head.taps
         if list(taps) != sorted(set(taps)):
             found.append(f"head.taps: {list(taps)} do not ascend, and engines sort them; the nearest that is served: "
-                         "train "
-                         "with ascending taps")
+                         "train with ascending taps")
         if facts.layers in taps:
             found.append(f"head.taps: {facts.layers} is the output after the final norm here, and before it in "
-                         "engines; the "
-                         f"nearest that is served: train with taps below {facts.layers}")
+                         f"engines; the nearest that is served: train with taps below {facts.layers}")
         return found
 
     def rows(self, sizes: Sizes) -> list[Row]:
@@ -113,8 +110,7 @@ class Eagle3Vllm(Layout):
         wrong = [k for k in given if not 0 <= k < deep]
         if wrong or given != sorted(set(given)):
             refuse(foreign, [f"eagle_aux_hidden_state_layer_ids: {given}; expected ascending numbers among the "
-                             "target's "
-                             f"layers 0..{deep - 1}"])
+                             f"target's layers 0..{deep - 1}"])
         return tuple(given)
 
     def described(self, foreign: Foreign) -> dict[str, Any]:
@@ -170,8 +166,7 @@ class Eagle3Sglang(Eagle3Vllm):
         found = super().refusals(head, facts)
         if 0 in head.taps:
             found.append("head.taps: SGLang cannot name the embeddings (its number would be -1); the nearest that is "
-                         "served: "
-                         "format=vllm, or train with taps from 1 on")
+                         "served: format=vllm, or train with taps from 1 on")
         return found
 
 
@@ -186,8 +181,7 @@ class Eagle3Original(Eagle3Vllm):
         found = super().refusals(head, facts)
         if tuple(head.taps) != facts.default_taps:
             found.append(f"head.taps: {list(head.taps)}; the original code reads {list(facts.default_taps)} always; "
-                         "the "
-                         "nearest that is served: format=vllm")
+                         "the nearest that is served: format=vllm")
         return found
 
     def config(self, head: Any, facts: Facts, dtype: str) -> dict[str, Any]:

@@ -61,9 +61,8 @@ class Layout:
         found = []
         if self.serves is not None and facts.architecture not in self.serves:
             near = ", ".join(sorted(n for n in self.serves if n.startswith(("Llama", "Qwen", "Mistral", "Gemma")))[:6])
-            found.append(f"target: {self.engine} serves no {self.kind} head on {facts.architecture}; it does on "
-                         f"{near} and "
-                         "others: choose another format, or decode with this repository's own engine")
+            found.append(f"target: {self.engine} serves no {self.kind} head on {facts.architecture}; it does on {near} "
+                         "and others: choose another format, or decode with this repository's own engine")
         return found
 
     def needs(self, head: Any) -> list[str]:
@@ -86,8 +85,8 @@ class Layout:
         """config.json."""
         raise TypeError("a subclass defines it")
 
-    def state(self, head: Any, target: Target) -> Mapping[str, Tensor]:
-        """Our tensors as the table names them."""
+    def state(self, head: Any, target: Target, dtype: torch.dtype) -> Mapping[str, Tensor]:
+        """Our tensors as the table names them; `dtype` is what they will be written in."""
         return head.state_dict()
 
     def write(self, head: Any, target: Target, facts: Facts, dtype: torch.dtype) -> tuple[dict, dict[str, Tensor]]:
@@ -96,7 +95,7 @@ class Layout:
         if refused:
             raise UserError(f"format={self.format}: " + "; ".join(refused))
         sizes = self.sizes(head, facts)
-        tensors = to_theirs(self.rows(sizes), sizes, self.state(head, target)) | self.extras(head, target)
+        tensors = to_theirs(self.rows(sizes), sizes, self.state(head, target, dtype)) | self.extras(head, target)
         out = {k: v.detach().to("cpu", dtype if v.is_floating_point() else v.dtype).clone().contiguous()
                for k, v in tensors.items()}
         wrong = problems(self.rows(sizes), sizes, out)
@@ -164,5 +163,4 @@ def check_same(foreign: Foreign, name: str, theirs: Tensor, ours: Tensor) -> Non
     error = (theirs.float() - ours.float()).norm() / ours.float().norm().clamp(min=1e-9)
     if not float(error) < 0.01:
         refuse(foreign, [f"{name}: differs from the target's own (relative error {float(error):.3g}); this repository "
-                         "drafts "
-                         "with the target's: give the target that the head was trained for"])
+                         "drafts with the target's: give the target that the head was trained for"])

@@ -60,10 +60,10 @@ class MedusaVllm(Layout):
         return {"K": head.cfg.heads, "L": head.cfg.blocks, "D": facts.hidden, "V": facts.vocab, "bias": 1,
                 "map": int(head.cfg.draft_vocab > 0), "Vd": head.cfg.draft_vocab}
 
-    def state(self, head: Any, target: Target) -> Mapping[str, Tensor]:
+    def state(self, head: Any, target: Target, dtype: torch.dtype) -> Mapping[str, Tensor]:
         """See Layout."""
         state = dict(head.state_dict())
-        proj = head._projection(target).detach()
+        proj = head._projection(target).detach().to(dtype).float()
         ids = head.ids()
         if proj.dim() == 2:
             proj = proj.expand(head.cfg.heads, *proj.shape)
@@ -98,15 +98,13 @@ class MedusaVllm(Layout):
         tensors, heads, blocks = self.counted(foreign)
         for what, found, said in zip(("heads", "layers"), (heads, blocks), self.asked(foreign), strict=True):
             if isinstance(said, int) and said > found:
-                refuse(foreign, [f"config.json asks for {said} {what}, the weights hold {found}: half-written, or of "
-                                 "another "
-                                 "head"])
+                refuse(foreign, [f"config.json asks for {said} {what}, the weights hold {found}: half-written, or the "
+                                 "config of another head"])
         bias = int(any(name.endswith("bias") for name in tensors))
         if self.format == "vllm" and bias and not foreign.config.get("medusa_fc_bias"):
             names = [n for n in tensors if n.endswith("bias")]
             refuse(foreign, [f"{names[0]}: a bias where none is expected: medusa_fc_bias in config.json is not true, "
-                             "and vLLM "
-                             "then drops biases without a word; set it if they were trained"])
+                             "and vLLM then drops biases without a word; set it if they were trained"])
         ids = tensors.get("token_map")
         sizes = {"K": heads, "L": blocks, "D": target.hidden_size, "V": target.vocab_size, "bias": bias,
                  "map": int(ids is not None), "Vd": 0 if ids is None else ids.numel()}

@@ -38,8 +38,7 @@ class Speculators(Eagle3Vllm):
         found = super().refusals(head, facts)
         if not facts.name:
             found.append("verifier: the folder must name its target, and this one has no files; the nearest that "
-                         "works: "
-                         "verifier=FOLDER_OR_REPOSITORY, or format=vllm")
+                         "works: verifier=FOLDER_OR_REPOSITORY, or format=vllm")
         return found
 
     def extras(self, head: Any, target: Target) -> dict[str, Tensor]:
@@ -69,8 +68,7 @@ class Speculators(Eagle3Vllm):
                             "again")
         if inner.get("model_type", "llama") != "llama":
             raise UserError(f"{foreign.folder / 'config.json'}: its layer is a {inner['model_type']} layer; Llama "
-                            "layers are "
-                            "read")
+                            "layers are read")
         return inner
 
     def read(self, foreign: Foreign, target: Target) -> Head:

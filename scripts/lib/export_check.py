@@ -122,7 +122,6 @@ def compare(where: str, tokens: Tensor, rows: Tensor, ids: Tensor | None, theirs
             best = rows[depth].topk(2).values
             if float(best[0] - best[1]) > 2 * room:
                 raise UserError(f"export: {where}, draft token {depth + 1}: the export drafts {int(theirs[depth])}, "
-                                "the "
-                                f"head {int(tokens[depth])}; nothing was written")
+                                f"the head {int(tokens[depth])}; nothing was written")
             return  # a tie within rounding: what follows stands behind different tokens
         out.tokens += 1
