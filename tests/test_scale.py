@@ -10,18 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from conf.errors import UserError
 from conf.schema import compose
 from heads import HEADS
 from tests.training import TINY, chats
-from train import loop
+from train import cache_features, loop
 from train.config import EagleRun, EvalConfig, MedusaRun
 from train.loop import fit
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE = {**TINY, "layers": 4}
-STEPS, MANY = 6, 100
+STEPS, MANY = 4, 100
 QUIET = ["eval.parity=0"] if hasattr(EvalConfig(), "parity") else []
 
 
@@ -35,40 +36,53 @@ def configured(data: Path, out: Path, *more: str) -> Any:
     return compose("eagle" if eagle else "medusa", EagleRun if eagle else MedusaRun, args)
 
 
-def losses(data: Path, out: Path, *more: str) -> dict[int, float]:
-    """Losses of a run by step, unrounded."""
+def watched(data: Path, out: Path, *more: str) -> tuple[dict[int, float], list[torch.Tensor]]:
+    """Losses of a run by step, unrounded, and the gradients that its first update sees."""
     cfg, found, original = configured(data, out, *more), {}, loop._report
+    grads: list[torch.Tensor] = []
+    step = torch.optim.AdamW.step
 
     def report(cfg, state, *rest):
         found[state.step] = state.window["loss"][0] / state.window["loss"][1]
         original(cfg, state, *rest)
 
-    loop._report = report
+    def first(self, closure=None):
+        if not grads:
+            grads.extend(p.grad.clone() for group in self.param_groups for p in group["params"])
+        return step(self, closure)
+
+    loop._report, torch.optim.AdamW.step = report, first
     try:
         fit(cfg, HEADS[cfg.head.kind])
     finally:
-        loop._report = original
-    return found
+        loop._report, torch.optim.AdamW.step = original, step
+    return found, grads
+
+
+def losses(data: Path, out: Path, *more: str) -> dict[int, float]:
+    """Losses of a run by step, unrounded."""
+    return watched(data, out, *more)[0]
 
 
 MANY_RUNS = """
-import json, os, sys
+import json, os, sys, torch
 from pathlib import Path
 from accelerate import Accelerator, PartialState
-from tests.test_scale import losses
+from tests.test_scale import watched
 data, out, runs = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
-found = {}
+found, rank = {}, os.environ["RANK"]
 Accelerator.end_training = lambda self: None  # the process group serves all runs
 for name, more in runs.items():
-    found[name] = losses(data, out / name, *more)
+    found[name], grads = watched(data, out / name, *more)
     assert PartialState().num_processes == 2
-(out / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
+    torch.save(grads, out / f"{name}-{rank}.pt")
+(out / f"rank{rank}.json").write_text(json.dumps(found))
 PartialState().destroy_process_group()
 """
 
 
-def in_two_processes(data: Path, out: Path, runs: dict[str, list[str]]) -> dict[str, dict[int, float]]:
-    """Losses of every run by two real processes over gloo; both ranks must tell the same."""
+def in_two_processes(data: Path, out: Path, runs: dict[str, list[str]]) -> dict[str, Any]:
+    """What `watched` finds in every run by two real processes over gloo; both ranks must tell the same."""
     out.mkdir(parents=True, exist_ok=True)
     script = out / "runs.py"
     script.write_text(MANY_RUNS)
@@ -80,14 +94,18 @@ def in_two_processes(data: Path, out: Path, runs: dict[str, list[str]]) -> dict[
     assert done.returncode == 0, done.stderr[-3000:]
     one, two = (json.loads((out / f"rank{r}.json").read_text()) for r in range(2))
     assert one == two
-    return {name: {int(k): v for k, v in found.items()} for name, found in one.items()}
+    grads = {name: [torch.load(out / f"{name}-{r}.pt", weights_only=True) for r in range(2)] for name in runs}
+    assert all(torch.equal(a, b) for pair in grads.values() for a, b in zip(*pair, strict=True))
+    return {name: ({int(k): v for k, v in found.items()}, grads[name][0]) for name, found in one.items()}
 
 
-def assert_same(one: dict[int, float], other: dict[int, float], name: str = "", within: float = 1e-9) -> None:
-    assert list(one) == list(other)
-    worst = max(abs(one[k] - other[k]) for k in one)
-    assert worst <= within, f"{name}losses differ by {worst:.3g}"
-    print(f"{name}losses differ by {worst:.3g}")
+def assert_same(one: Any, other: Any, name: str, losses: float = 1e-9, gradients: float = 1e-9) -> None:
+    """Losses of all steps within an absolute, gradients of the first within a relative bound."""
+    assert list(one[0]) == list(other[0])
+    apart = max(abs(one[0][k] - other[0][k]) for k in one[0])
+    tilt = max(float((a - b).norm() / a.norm().clamp(min=1e-12)) for a, b in zip(one[1], other[1], strict=True))
+    print(f"{name}: losses differ by {apart:.2g}, first gradients by {tilt:.2g}")
+    assert apart <= losses and tilt <= gradients, f"{name}: losses differ by {apart:.3g}, gradients by {tilt:.3g}"
 
 
 @pytest.fixture
@@ -95,26 +113,48 @@ def data(tmp_path: Path) -> Path:
     return chats(tmp_path / "data.jsonl")
 
 
-def layouts(data: Path, out: Path, steps: int) -> None:
+def layouts(data: Path, out: Path, steps: int, dtype: str, bounds: tuple[float, float]) -> None:
     """Every layout of one EAGLE-3 run against the plain one."""
-    head = ["head=eagle3", "head.steps=2", f"steps={steps}"]
-    plain = losses(data, out / "plain", *head)
-    assert plain[steps] < plain[1]
-    assert_same(plain, losses(data, out / "one-by-one", *head, "micro_batch=1"))
-    runs = {"ddp": [*head, "micro_batch=2"], "sharded": [*head, "shard_target=true"],
-            "both": [*head, "shard_target=true", "micro_batch=1", "eval.every=3", "eval.prompts=2",
-                     "eval.max_new_tokens=4"]}
-    for name, found in in_two_processes(data, out / "two", runs).items():
-        assert_same(plain, found, f"{name}: ")
+    head = ["head=eagle3", "head.steps=2", f"steps={steps}", f"dtype={dtype}"]
+    features = stored(data, out / "features", f"dtype={dtype}")
+    plain = watched(data, out / "plain", *head)
+    if steps > 1:
+        assert plain[0][steps] < plain[0][1]
+    here = {"one by one": ["micro_batch=1"], "packed": ["data.packing=true"], "packed in parts": [
+        "data.packing=true", "micro_batch=3"], "cached": [f"data.features={features}"], "cached and packed": [
+        f"data.features={features}", "data.packing=true"]}
+    for name, more in here.items():
+        assert_same(plain, watched(data, out / name, *head, *more), name, *bounds)
+    there = {"two ranks": ["micro_batch=2"], "sharded target": ["shard_target=true"],
+             "sharded and packed": ["shard_target=true", "data.packing=true", "micro_batch=3", "eval.every=3",
+                                 "eval.prompts=2", "eval.max_new_tokens=4"]}
+    two = in_two_processes(data, out / "two", {name: [*head, *more] for name, more in there.items()})
+    for name, found in two.items():
+        assert_same(plain, found, name, *bounds)
+
+
+def stored(data: Path, out: Path, *more: str) -> Path:
+    """The features of a run of `configured`, on disk."""
+    args = ["target=tiny", *(f"target.{k}={v}" for k, v in SHAPE.items()), f"data.path={data}", f"out={out}",
+            "data.held_out=0.1", "data.cache=false", "device=cpu", "heads=[eagle3]", *more]
+    with pytest.raises(SystemExit) as caught:
+        cache_features.main(args)
+    assert not caught.value.code
+    return out
 
 
 def test_layouts_give_the_same_losses(data: Path, tmp_path: Path) -> None:
-    layouts(data, tmp_path, STEPS)
+    layouts(data, tmp_path, STEPS, "float64", (1e-9, 1e-9))
 
 
 @pytest.mark.slow
 def test_layouts_give_the_same_losses_over_many_steps(data: Path, tmp_path: Path) -> None:
-    layouts(data, tmp_path, MANY)
+    layouts(data, tmp_path, MANY, "float64", (1e-9, 1e-9))
+
+
+@pytest.mark.slow
+def test_layouts_give_the_same_first_gradient_in_single_precision(data: Path, tmp_path: Path) -> None:
+    layouts(data, tmp_path, 1, "float32", (1e-3, 1e-5))
 
 
 def test_one_process_cannot_shard(data: Path, tmp_path: Path) -> None:

@@ -116,6 +116,10 @@ class FeatureStore:
             self._open[number] = file
         return self._open[number]
 
+    def bytes_per_token(self, taps: Sequence[int]) -> int:
+        """Bytes that a head with these taps reads for a token."""
+        return len({*taps, max(self.taps)}) * self.width * getattr(torch, self.stored).itemsize
+
     def row(self, row: int, taps: Sequence[int]) -> Tensor:
         """[T, F, D] in the stored dtype."""
         number = int(torch.searchsorted(self._starts, row, right=True)) - 1
