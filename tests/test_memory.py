@@ -1,58 +1,93 @@
-"""Memory of a training step: at most one [chunk, V] block in float32, and validate's prediction of the peak."""
+"""Memory told before loading, and the targets that need another library."""
 
 from __future__ import annotations
 
-import weakref
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from safetensors.torch import save_file
 
-from heads import HEADS
-from heads.losses import LossWeights
-from tests.training import random_batch, tiny_target
+from conf.errors import UserError
+from decode import load, memory, quantize
+from decode.load import TargetConfig, load_target
+from decode.memory import Need, Plan
+from decode.tiny import tiny_model
 
-CHUNK, VOCAB = 64, 1000
-
-
-class Blocks(TorchDispatchMode):
-    """Counts storages of at least `size` elements of a dtype that are alive at the same time."""
-
-    def __init__(self, size: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.size, self.dtype = size, dtype
-        self.alive: dict[int, Any] = {}
-        self.most, self.largest, self.by = 0, 0, ""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            if isinstance(t, torch.Tensor) and t.dtype == self.dtype and t.numel() >= self.size:
-                storage = t.untyped_storage()
-                key = storage._cdata
-                if key not in self.alive:
-                    self.alive[key] = weakref.finalize(storage, self.alive.pop, key, None)
-                if len(self.alive) > self.most:
-                    self.most, self.by = len(self.alive), str(func)
-                self.largest = max(self.largest, t.numel())
-        return out
+CONFIG = SimpleNamespace(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=64,
+                         head_dim=None, vocab_size=100)  # fmt: skip
 
 
-@pytest.mark.parametrize("loss", [{"soft": 1.0}, {"hard": 1.0}, {"lk": 1.0}, {"soft": 0.5, "tv": 0.5, "hard": 0.1}])
-def test_eagle3_holds_at_most_one_vocabulary_block_in_float32(loss: dict[str, float]) -> None:
-    target = tiny_target("bfloat16", layers=4, vocab=VOCAB)
-    kind: Any = HEADS["eagle3"]
-    cfg = kind.Config(kind="eagle3", draft_vocab=0, chunk=CHUNK, loss=LossWeights(**{"hard": 0.0, **loss}))
-    head = kind.for_target(target, cfg)
-    batch = random_batch(rows=8, width=80, vocab=VOCAB)
-    supervised = int(batch.loss_mask.sum())
-    block = CHUNK * VOCAB  # larger than any weight here, and than [B, T, D]
-    assert block > max(p.numel() for p in head.parameters()) and supervised > 3 * CHUNK
-    with Blocks(block, torch.float32) as seen:
-        head(batch, target).sum.backward()
-    assert seen.most <= 1 and seen.largest <= block, (seen.most, seen.by, seen.largest)
-    with Blocks(block, torch.bfloat16) as narrow:
-        head(batch, target).sum.backward()
-    assert narrow.most >= 2 and narrow.largest == block  # logits, softmax, law, gradient: the count does see them
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_file({"embed.weight": torch.zeros(100, 64), "layer.weight": torch.zeros(64, 64), "norm": torch.zeros(64)},
+              tmp_path / "model.safetensors")  # fmt: skip
+    return tmp_path
+
+
+def test_parameters_come_from_the_headers(folder: Path) -> None:
+    assert memory.parameters(folder) == (6400 + 4096 + 64, 4096)
+    (folder / "bad.safetensors").write_bytes(b"\xff" * 64)
+    assert memory.parameters(folder) == (0, 0), "loading will say what is wrong"
+
+
+def test_the_sum_by_hand(folder: Path) -> None:
+    plan = Plan(rows=3, tokens=50, nodes=9, drafters=1000)
+    need = memory.estimate(CONFIG, memory.parameters(folder), "bfloat16", plan)
+    assert need.weights == 2 * 10560 and need.drafters == 1000
+    assert need.cache == 2 * 2 * 3 * (50 + 9 + 1) * 2 * 16 * 2  # K and V, layers, rows, slots, K/V heads, head, bytes
+    assert need.tree == 3 * 10 * 100 * (2 + 8)
+    assert need.total >= need.weights + need.cache + need.tree + need.drafters
+    small = memory.estimate(CONFIG, memory.parameters(folder), "bfloat16", plan, quantize.bits("bnb-nf4"))
+    assert small.weights == (6464 * 16 + 4096 * 4.5) // 8
+    assert memory.estimate(CONFIG, (0, 0), "float32", Plan()) == Need(0, 0, 0)
+
+
+def test_the_cache_is_as_large_as_told() -> None:
+    from decode.target import Target
+
+    target = Target(tiny_model("llama", vocab=320))
+    plan = Plan(rows=2, tokens=40, nodes=7)
+    cache = target.new_cache(2, 40, 7)
+    need = memory.estimate(target.config, (0, 0), "float32", plan)
+    assert need.cache == sum(b.numel() * b.element_size() for b in cache.buffers)
+
+
+def test_what_does_not_fit_is_told_with_the_fix(monkeypatch: Any) -> None:
+    monkeypatch.setattr(memory, "available", lambda device: 10 << 30)
+    memory.check(Need(5 << 30, 1 << 30, 0), "cpu", "m", Plan(rows=4))
+    with pytest.raises(UserError, match=r"m needs .*weights 11.0 GiB.* cpu has 10.0 GiB free; take a smaller dtype"):
+        memory.check(Need(11 << 30, 0, 0), "cpu", "m", Plan())
+    with pytest.raises(UserError, match="fewer than 64 rows"):
+        memory.check(Need(1 << 30, 20 << 30, 0), "cpu", "m", Plan(rows=64))
+    monkeypatch.setattr(memory, "available", lambda device: None)
+    memory.check(Need(1 << 50, 0, 0), "cpu", "m", Plan())
+
+
+def test_loading_checks_first(tmp_path: Path, monkeypatch: Any) -> None:
+    tiny_model("llama", vocab=320).save_pretrained(tmp_path)
+    monkeypatch.setattr(memory, "available", lambda device: 1 << 20)
+    monkeypatch.setattr(load, "load_tokenizer", lambda cfg: None)
+    monkeypatch.setattr(load, "_pretrained", lambda *a: pytest.fail("loaded before it was checked"))
+    with pytest.raises(UserError, match="memory: .* needs"):
+        load_target(TargetConfig(kind="local", path=str(tmp_path)), "float32", "cpu", Plan(64, 4096, 64))
+
+
+def test_this_machine_has_memory() -> None:
+    free = memory.available("cpu")
+    assert free is None or free > 1 << 20
+
+
+def test_a_missing_library_is_one_line(monkeypatch: Any) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for kind, library in (("bnb-nf4", "bitsandbytes"), ("torchao-int8", "torchao")):
+        with pytest.raises(UserError, match=f"needs the library {library}, which is not installed"):
+            quantize.config(kind, torch.bfloat16)
+
+
+def test_keys_are_checked() -> None:
+    assert TargetConfig(quantize="torchao-int8").validate() == []
+    assert "'int3' is none of none, bnb-int8" in TargetConfig(quantize="int3").validate()[0]
+    assert "needs a real model" in TargetConfig(kind="tiny", quantize="bnb-nf4").validate()[0]
