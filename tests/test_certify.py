@@ -28,7 +28,7 @@ from scripts.lib import certificate, certificate_controls, pit, wrong_drafters, 
 from scripts.lib.controls import Mangled, commits_wrong_rows
 from scripts.lib.engine_law import TableDrafter, engine_law, toy_model
 from scripts.lib.enumerator import naive_law
-from scripts.lib.live import Plain, _classify, greedy_layer
+from scripts.lib.live import Plain, _classify, greedy_layer, greedy_of, reference_tokens
 from scripts.lib.parts import Parts
 from scripts.lib.sampled import Setting, _depths, sampling_layer
 
@@ -249,6 +249,30 @@ def test_greedy_layer_passes_sound_code_and_names_defects(world: Any) -> None:
     assert good.divergences == [] and good.accepted > 0 and good.tokens > 6
     assert run(plain.target, wrong_rules.softmax_acceptance).defects > 0
     assert run(commits_wrong_rows(plain.target), "traversal").defects > 0
+
+
+def test_greedy_layer_knows_processors_penalty_and_guidance(world: Any) -> None:
+    plain, own, prompts = world
+    bans = named_processors({"NoRepeatNGramLogitsProcessor": {"ngram_size": 2}})
+    settings = [(Sampling(1.0, repetition_penalty=1.3, processors=bans), None), (Sampling(1.0), 1.7)]
+    for sampling, guidance in settings:
+        def run(target: Target, how: Sampling, scale: float | None, theirs: Any = None) -> Any:
+            return greedy_layer(plain, target, own, prompts, 16, 4, "traversal", 1e-4, how, scale, theirs)
+
+        assert run(plain.target, sampling, guidance).divergences == []
+        asked = [Request(p, 16, id=i) for i, p in enumerate(prompts)]
+        plainly = reference_tokens(plain, asked, Sampling(0.0), 4)
+        assert plainly != reference_tokens(plain, asked, greedy_of(sampling), 4, guidance), "the settings do nothing"
+
+
+def test_left_padding_of_the_reference_is_told_from_a_defect(world: Any) -> None:
+    """An answer that differs from a batched reference is compared with the reference alone before it is judged."""
+    plain, own, prompts = world
+    asked = [Request(p, 12, id=i) for i, p in enumerate(prompts)]
+    theirs = reference_tokens(plain, asked, Sampling(0.0), 4)
+    theirs[2] = [t + 1 for t in theirs[2]]  # as if padding had moved it
+    found = greedy_layer(plain, plain.target, own, prompts, 12, 4, "traversal", 1e-4, theirs=theirs)
+    assert found.divergences == []
 
 
 def test_a_tie_within_rounding_is_no_defect() -> None:

@@ -88,16 +88,22 @@ def _edge(scores: Tensor, sampling: Sampling, slack: float) -> Tensor:
         edge = torch.maximum(edge, ordered[:, sampling.top_k - 1 : sampling.top_k])
     if sampling.top_p < 1:
         total = scores.masked_fill(scores < edge, -torch.inf).logsumexp(-1, keepdim=True)
-        law = (ordered.masked_fill(ordered < edge, -torch.inf) - total).exp()
-        upto = sampling.top_p + 2 * slack
-        if bool((law.sum(-1) < upto).any()):  # more tokens than were ordered
-            ordered = scores.sort(-1, descending=True).values
-            law = (ordered.masked_fill(ordered < edge, -torch.inf) - total).exp()
-        count = (law.cumsum(-1) - law < upto).sum(-1, keepdim=True).clamp(min=1)
-        edge = torch.maximum(edge, ordered.gather(1, count - 1))
+        nucleus, held = _nucleus(ordered, edge, total, sampling.top_p + 2 * slack)
+        wide = (held < sampling.top_p + 2 * slack).nonzero()[:, 0]  # more tokens than were ordered
+        if wide.numel():
+            every = scores[wide].sort(-1, descending=True).values
+            nucleus[wide] = _nucleus(every, edge[wide], total[wide], sampling.top_p + 2 * slack)[0]
+        edge = torch.maximum(edge, nucleus)
     if sampling.min_p:
         edge = torch.maximum(edge, ordered[:, :1] + math.log(sampling.min_p) - slack)
     return edge
+
+
+def _nucleus(ordered: Tensor, edge: Tensor, total: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """The lowest score [R, 1] of the fewest tokens that hold `share`, and the mass [R] of all that were ordered."""
+    law = (ordered.masked_fill(ordered < edge, -torch.inf) - total).exp()
+    count = (law.cumsum(-1) - law < share).sum(-1, keepdim=True).clamp(min=1)
+    return ordered.gather(1, count - 1), law.sum(-1)
 
 
 @dataclass(frozen=True)
