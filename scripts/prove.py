@@ -138,12 +138,12 @@ def greedy(cfg: ProveConfig, tick: Tick) -> dict[str, Any]:
 
 
 def gain(cfg: ProveConfig, tick: Tick) -> dict[str, Any]:
-    """Accepted lengths at T = 1 in float32: traversal and rejection, sampled and most probable drafts."""
-    target = load_target(cfg.target, "float32", cfg.device)
+    """Accepted lengths at T = 1 in bfloat16: traversal and rejection, sampled and most probable drafts."""
+    target = load_target(cfg.target, "bfloat16", cfg.device)
     prompts = _prompts(cfg, target, cfg.gain_prompts)
     known = {}
     for path in cfg.heads:
-        key = [cfg.gain_prompts, cfg.max_new_tokens, cfg.batch_size, cfg.seed, about_drafter(path), _about(target)]
+        key = ["bfloat16", cfg.gain_prompts, cfg.max_new_tokens, cfg.batch_size, cfg.seed, about_drafter(path), _about(target)]
         parts = Parts(Path(cfg.state) / f"gains-{Path(path).name}", key)
         drafters, found = gains.lanes(path, target), {}
         for name, drafter in drafters.items():
@@ -152,7 +152,7 @@ def gain(cfg: ProveConfig, tick: Tick) -> dict[str, Any]:
                                         cfg.seed, parts, name.replace(" ", "-"), count)  # fmt: skip
         nodes = {name: drafter.max_nodes for name, drafter in drafters.items()}
         known[path] = {**gains.compare(found, cfg.seed), "nodes": nodes}
-    return {"target": _about(target), "dtype": "float32", "temperature": 1.0, "prompts": len(prompts),
+    return {"target": _about(target), "dtype": "bfloat16", "temperature": 1.0, "prompts": len(prompts),
             "max_new_tokens": cfg.max_new_tokens, "heads": known}  # fmt: skip
 
 
