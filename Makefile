@@ -17,7 +17,7 @@ export GOMP_SPINCOUNT ?= 1000
 .PHONY: demo test slow bench readme lint test-old engines clean help
 
 help:
-	@echo "make demo [FAST=1]  data, Medusa heads, score tables at T = 0 and T = 1, report"
+	@echo "make demo [FAST=1]  data, Medusa and EAGLE-3 heads, score tables at T = 0 and T = 1, report"
 	@echo "make test | slow    lint, types, fast tests | the slow tests"
 	@echo "make bench          side-by-side speed ratios, written to docs/results"
 	@echo "make readme         the README's tables from the demo's reports"

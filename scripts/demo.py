@@ -1,11 +1,12 @@
-"""The main job, start to end: the target writes its own data, Medusa heads learn from it, everything is scored.
+"""The main job, start to end: the target writes its own data, Medusa heads and an EAGLE-3 head learn from it, all are
+scored.
 
-    make demo            # about a quarter of an hour on two CPU cores
+    make demo            # within 25 minutes on two CPU cores
     make demo FAST=1     # the same steps with tiny budgets, a few minutes; the figures mean little
 
 Each step prints its command. Stop it at any time: the same command goes on where it stopped, and a finished step is
-not done again. Leaves runs/demo/data.jsonl, runs/demo/medusa, reports/demo/t0 and reports/demo/t1. The work of the
-other budget is kept aside in runs/demo-full or runs/demo-fast and comes back with it.
+not done again. Leaves data.jsonl, medusa and eagle3 in runs/demo, and reports/demo/t0 and reports/demo/t1. The work of
+the other budget is kept aside in runs/demo-full or runs/demo-fast and comes back with it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from conf.schema import entry
 from scripts.lib import files, table
 
 RUNS, REPORTS = Path("runs/demo"), Path("reports/demo")
-DRAFTERS = ["none", "ngram", f"{RUNS}/medusa@chain", f"{RUNS}/medusa@tree"]
+DRAFTERS = ["none", "ngram", f"{RUNS}/medusa@chain", f"{RUNS}/medusa@tree", f"{RUNS}/eagle3@chain",
+            f"{RUNS}/eagle3@tree"]  # fmt: skip
 
 
 @dataclass
@@ -50,13 +52,16 @@ class Budget:
     answer_tokens: int
     draft_vocab: int
     steps: int
+    eagle_steps: int
     batch: int
     prompts: int
     tokens: int
 
 
-FULL = Budget(conversations=288, answer_tokens=200, draft_vocab=3072, steps=240, batch=16, prompts=24, tokens=64)
-FAST = Budget(conversations=32, answer_tokens=64, draft_vocab=384, steps=20, batch=8, prompts=8, tokens=24)
+FULL = Budget(conversations=288, answer_tokens=200, draft_vocab=3072, steps=240, eagle_steps=170, batch=16, prompts=24,
+              tokens=64)  # fmt: skip
+FAST = Budget(conversations=32, answer_tokens=64, draft_vocab=384, steps=20, eagle_steps=10, batch=8, prompts=8,
+              tokens=24)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -71,24 +76,33 @@ class Step:
 
 def steps(budget: Budget, fast: bool) -> list[Step]:
     """The main job as commands."""
-    data, head = RUNS / "data.jsonl", RUNS / "medusa" / "head"
+    data = RUNS / "data.jsonl"
     batch = min(budget.conversations, 96)
     synthesize = ["scripts/synthesize.py", "target=smollm2", f"out={data}", "seed=0", f"batch={batch}",
                   f"num_conversations={budget.conversations}", f"max_new_tokens={budget.answer_tokens}"]  # fmt: skip
-    train = ["train/medusa.py", "target=smollm2", "data=jsonl", f"data.path={data}", f"out_dir={RUNS}/medusa", "seed=0",
-             f"steps={budget.steps}", f"batch_size={budget.batch}", "data.max_length=320",
-             f"head.draft_vocab={budget.draft_vocab}",
-             f"save_every={max(budget.steps // 3, 10)}", f"eval.every={max(budget.steps // 2, 10)}",
-             f"eval.prompts={2 if fast else 6}", f"eval.max_new_tokens={16 if fast else 48}"]  # fmt: skip
+
+    def train(name: str, script: str, updates: int, *more: str) -> list[str]:
+        return [script, "target=smollm2", "data=jsonl", f"data.path={data}", f"out_dir={RUNS}/{name}", "seed=0",
+                f"steps={updates}", f"batch_size={budget.batch}", "data.max_length=320",
+                f"head.draft_vocab={budget.draft_vocab}", *more, f"save_every={max(updates // 3, 10)}",
+                f"eval.every={max(updates // 2, 5)}", f"eval.prompts={2 if fast else 6}",
+                f"eval.max_new_tokens={16 if fast else 48}", f"eval.parity={2 if fast else 4}"]  # fmt: skip
+
+    eagle = train("eagle3", "train/eagle.py", budget.eagle_steps, "head=eagle3", "head.norm_before_fc=true",
+                  "head.norm_output=true")  # fmt: skip
+    heads = [RUNS / name / "head" / "head.json" for name in ("medusa", "eagle3")]
     found = [
         Step("the target writes conversations", synthesize, [], data),
-        Step("Medusa heads learn from them", train, [data], head / "head.json"),
+        Step("Medusa heads learn from them", train("medusa", "train/medusa.py", budget.steps), [data], heads[0]),
+        Step("an EAGLE-3 head learns from them", eagle, [data], heads[1]),
     ]
     for name, temperature in (("t0", 0), ("t1", 1)):
         out = REPORTS / name
-        score = ["scripts/evaluate.py", "target=smollm2", f"drafters=[{','.join(DRAFTERS)}]", f"out={out}",
-                 f"temperature={temperature}", f"num_prompts={budget.prompts}", f"max_new_tokens={budget.tokens}"]
-        found.append(Step(f"scores at T = {temperature}", score, [head / "head.json"], out / "report.json"))
+        drafters = [d for d in DRAFTERS if temperature == 0 or d != f"{RUNS}/eagle3@chain"]
+        score = ["scripts/evaluate.py", "target=smollm2", f"drafters=[{','.join(drafters)}]", f"out={out}",
+                 f"temperature={temperature}", f"num_prompts={budget.prompts}", f"max_new_tokens={budget.tokens}",
+                 f"parity={0 if temperature else 2 if fast else 4}"]  # fmt: skip
+        found.append(Step(f"scores at T = {temperature}", score, heads, out / "report.json"))
     return found
 
 

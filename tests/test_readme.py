@@ -59,7 +59,7 @@ def test_the_tables_are_those_of_the_committed_results() -> None:
 @pytest.mark.parametrize("fast", [True, False])
 def test_the_demo_calls_real_commands(fast: bool) -> None:
     steps = demo.steps(demo.FAST if fast else demo.FULL, fast)
-    assert [s.leaves.parts[0] for s in steps] == ["runs", "runs", "reports", "reports"]
+    assert [s.leaves.parts[0] for s in steps] == ["runs", "runs", "runs", "reports", "reports"]
     for step in steps:
         check(step.args)
 

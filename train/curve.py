@@ -55,6 +55,8 @@ def _png(known: list[dict[str, Any]]) -> bytes:
         if all(p["low"] is not None and p["high"] is not None for p in known):
             ax.fill_between(x, [p["low"] for p in known], [p["high"] for p in known], alpha=0.2, linewidth=0)
         ax.plot(x, length, marker="o", markersize=3)
+        ax.set_xlim(0, 1.05 * max(x) or 1)
+        ax.locator_params(axis="x", nbins=6)
         ax.set_xlabel(label)
         ax.grid(alpha=0.3)
     axes[0].set_ylabel(f"accepted length, {known[-1]['shape']}")
