@@ -3,7 +3,8 @@
     accelerate launch train/eagle.py target=smollm2 head=eagle3 data=jsonl data.path=FILE out_dir=runs/eagle3 steps=N
 
 The same command again resumes. Data: chats in JSONL, a `datasets` data set (data=hub), or plain text (data=text).
-Exit codes: 0 done, 2 a mistake to mend, 130 stopped by Ctrl-C and 75 by SIGTERM (both saved: start it again).
+Exit codes: 0 done, 1 training and decoding disagree (parity gate), 2 a mistake to mend, 130 stopped by Ctrl-C and 75 by
+SIGTERM or SIGUSR1 (saved: start it again); `accelerate launch` does not pass them on (train/launcher.py), `python` does.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # train/ stands first an
 
 from conf.schema import entry
 from heads import HEADS
+from train import launcher
 from train.config import EagleRun
 from train.loop import fit
 
@@ -26,4 +28,4 @@ def main(cfg: EagleRun) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    launcher.run(main)

@@ -3,8 +3,8 @@
     accelerate launch train/hydra_heads.py target=smollm2 data=jsonl data.path=FILE out_dir=runs/hydra_heads steps=N
 
 The same command again resumes. Data: chats in JSONL, a `datasets` data set (data=hub), or plain text (data=text).
-Exit codes: 0 done, 2 a mistake to mend, 130 stopped by Ctrl-C and 75 by SIGTERM or SIGUSR1 (saved: start it again);
-`accelerate launch` does not pass them on.
+Exit codes: 0 done, 1 training and decoding disagree (parity gate), 2 a mistake to mend, 130 stopped by Ctrl-C and 75 by
+SIGTERM or SIGUSR1 (saved: start it again); `accelerate launch` does not pass them on (train/launcher.py), `python` does.
 """
 
 from __future__ import annotations

@@ -2,6 +2,10 @@
 
 With one process, accelerate starts the script as a child, dies of a SIGTERM without passing it on, and answers any exit
 code but 0 with a traceback of its own. Under any other parent (a shell, torchrun) nothing here does anything.
+
+Our exit code cannot be handed on that way: the launcher knows 0, or its traceback and 1, and a child can end its parent
+by a signal alone. So a shell sees 143 from a launcher of one process, and 1 from one of several (torchrun's). One
+process needs no launcher: `python train/medusa.py ...` is the same run and ends with the code itself.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ def run(command: Callable[[], None]) -> None:
     try:
         command()
     except SystemExit as end:
-        if end.code in (2, 75, 130) and (parent := waiting_launcher()):
+        if end.code in (1, 2, 75, 130) and (parent := waiting_launcher()):
             sys.stdout.flush()
             sys.stderr.flush()
             os.kill(parent, signal.SIGTERM)  # it only waits for this process, and has nothing to add
