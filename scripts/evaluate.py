@@ -34,11 +34,13 @@ from decode.target import Target
 from decode.verify import RULES
 from heads.small_lm import parameters
 from scripts.lib import candidates, contest, files, table
+from scripts.lib.extras import batches, extras
 from scripts.lib.gates import gates
 from scripts.lib.lanes import lanes_of
 from scripts.lib.lossless import lossless
 from scripts.lib.prompts import load_prompts
 from scripts.lib.score import Scores, output_lines
+from scripts.lib.wandb_log import to_wandb
 
 SKIPPED, DISAGREES = 3, 1
 GATE_TOKENS = 64
@@ -93,6 +95,8 @@ class EvaluateConfig:
     verify: str = "traversal"
     # prompts of the parity gate: a chain at T = 0 against the training pass and a reloaded head; 0 = no gate
     parity: int = 6
+    # log table and figures to Weights & Biases
+    wandb: bool = False
     # no progress bar
     quiet: bool = False
 
@@ -153,6 +157,7 @@ def main(cfg: EvaluateConfig) -> int:
         else:
             first = lines
     reports[0]["others"] = [other(r) for r in reports[1:]]
+    reports[0]["batches"] = batches(reports)
     write(reports[0], first, out)
     table.show(reports[0])
     for report in reports:
@@ -160,6 +165,8 @@ def main(cfg: EvaluateConfig) -> int:
     for name, found in parity.items():
         print("\n".join([f"{name}: {found.lines()[0]}", *found.lines()[1:]]))
     print(f"report: {out / 'report.html'}")
+    if cfg.wandb:
+        to_wandb(reports[0], out, "evaluate")
     failed = [name for name, found in parity.items() if not found.passed]
     return DISAGREES if failed else SKIPPED if skipped else 0
 
@@ -196,6 +203,7 @@ def measure(cfg: EvaluateConfig, target: Target, prompts: list[Any], lanes: list
         "skipped_turns": measured.skipped_turns,
     }
     report["ranking"] = candidates.ranking(report)
+    report |= extras(report["drafters"])
     return report, output_lines(measured)
 
 
@@ -233,11 +241,13 @@ def chosen(prompts: list[Any], cfg: EvaluateConfig) -> list[Any]:
 
 def write(report: dict[str, Any], lines: list[dict[str, Any]], out: Path) -> None:
     """All files of a report; report.json comes last, so that its presence means that the others are there."""
-    from scripts.lib import page, plots  # matplotlib is slow to import and a bad command line should fail fast
+    from scripts.lib import more_plots, page, plots  # slow to import, and a bad command line should fail fast
 
     files.write_jsonl(out / "outputs.jsonl", lines)
     for name in plots.PANELS:
         files.write_bytes(out / "figures" / f"{name}.png", plots.png(plots.panel(name, report)))
+    for name, (draw, _) in more_plots.present(more_plots.EVALUATE, report).items():
+        files.write_bytes(out / "figures" / f"{name}.png", plots.png(plots.figure(draw, report)))
     files.write_bytes(out / "figure.png", plots.overview(report, table.title(report)))
     files.write_text(out / "report.html", page.page(report))
     files.write_json(out / "report.json", report)

@@ -49,7 +49,8 @@ def test_report_and_outputs(tmp_path: Path, capsys: Any) -> None:
     path, out = prompts_file(tmp_path), tmp_path / "out"
     assert run(f"prompts={path}", f"out={out}", "drafters=[ngram,hf_generate]", "temperature=0") == 0
     report = json.loads((out / "report.json").read_text())
-    assert set(report["target"]) == {"name", "path", "weights_sha256", "tokenizer_sha256", "template_sha256"}
+    identity = {"name", "path", "weights_sha256", "tokenizer_sha256", "template_sha256"}
+    assert set(report["target"]) == {*identity, "parameters"}
     for key in ("temperature", "top_k", "top_p", "max_new_tokens", "dtype", "batch_size", "prompts", "seed"):
         assert key in report["settings"]
     assert len(report["settings"]["prompts"]["sha256"]) == 64
@@ -72,7 +73,7 @@ def test_report_and_outputs(tmp_path: Path, capsys: Any) -> None:
     assert second["none"] == second["ngram"] == second["hf_generate"], "history comes from none"
     assert (out / "report.html").read_text().startswith("<!doctype html>")
     assert (out / "figure.png").stat().st_size > 10_000
-    assert len(list((out / "figures").glob("*.png"))) == 6 and "ngram" in capsys.readouterr().out
+    assert len(list((out / "figures").glob("*.png"))) == 7 and "ngram" in capsys.readouterr().out
     assert not list(out.rglob("*.tmp"))
 
 

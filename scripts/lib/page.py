@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import json
 from typing import Any
 
-from scripts.lib import plots, table
+from scripts.lib import more_plots, plots, table
 
 CSS = """
-:root { --ink:#1d2433; --muted:#667085; --line:#e6e8ee; --paper:#fff; --wash:#f6f7fa; --accent:#3767d6; }
+:root { --ink:#1d2433; --muted:#667085; --line:#e6e8ee; --paper:#fff; --wash:#f6f7fa; --accent:#3767d6;
+  --faint:#b9bfcc; --soft:#414a5c; --best:#f1f5ff; --bad:#b42318; color-scheme:light dark }
+@media (prefers-color-scheme:dark) { :root { --ink:#e8eaf0; --muted:#98a2b6; --line:#2b3140; --paper:#171b24;
+  --wash:#0f1218; --accent:#7da2ff; --faint:#5b6478; --soft:#c3c9d6; --best:#1c2536; --bad:#ff8a7a } }
 * { box-sizing:border-box } html { -webkit-text-size-adjust:100% }
 body { margin:0; background:var(--wash); color:var(--ink); line-height:1.5;
   font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif }
@@ -23,20 +27,23 @@ header p.sub { color:var(--muted); margin:0; font-size:16px } h2 { font-size:19p
 .card span { color:var(--muted); font-size:13.5px }
 .panel { padding:18px 20px; overflow-x:auto } .grid { display:grid; gap:16px; grid-template-columns:1fr 1fr }
 @media (max-width:860px) { .grid { grid-template-columns:1fr } h1 { font-size:27px } }
+figure { margin:0 } a { color:var(--accent) }
 .grid svg { width:100%; height:auto; display:block } table { border-collapse:collapse; width:100% }
 th { font-size:12.5px; color:var(--muted); font-weight:600; text-align:right; padding:6px 8px }
 td { text-align:right; padding:9px 8px; border-top:1px solid var(--line); font-variant-numeric:tabular-nums;
   white-space:nowrap }
-th:first-child,td:first-child { text-align:left } td small { color:var(--muted) } tr.best td { background:#f1f5ff }
+th:first-child,td:first-child { text-align:left } td small { color:var(--muted) } tr.best td { background:var(--best) }
 .dot { display:inline-block; width:10px; height:10px; border-radius:3px; margin-right:9px }
-.note { color:var(--muted); font-size:13.5px; margin:12px 2px 0 } .warn { color:#b42318; font-weight:600 }
+.note { color:var(--muted); font-size:13.5px; margin:12px 2px 0 } .warn { color:var(--bad); font-weight:600 }
 .facts { display:grid; gap:16px; grid-template-columns:repeat(auto-fit,minmax(300px,1fr)) }
 .facts table td { text-align:left; white-space:normal; overflow-wrap:anywhere; vertical-align:top; font-size:13.5px }
 .facts td:first-child { color:var(--muted); white-space:nowrap; width:1% }
 code { font:12.5px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace; overflow-wrap:anywhere }
 dl { display:grid; grid-template-columns:max-content 1fr; gap:6px 18px; margin:0; font-size:14px }
-dt { font-weight:600 } dd { margin:0; color:#414a5c }
+dt { font-weight:600 } dd { margin:0; color:var(--soft) }
 @media (max-width:600px) { dl { grid-template-columns:1fr } dd { margin-bottom:8px } }
+@media (max-width:600px) { main { padding:24px 14px 40px } .panel { padding:14px } h1 { font-size:24px }
+  .cards { grid-template-columns:1fr 1fr; gap:10px } .card { padding:12px 14px } .card b { font-size:23px } }
 @media print { body { background:#fff } main { max-width:none; padding:0 } .panel,.card { break-inside:avoid } }
 """
 
@@ -58,29 +65,55 @@ DEFINITIONS = [
 def page(report: dict[str, Any]) -> str:
     """The whole page as text."""
     head, sub = headline(report)
-    drawn = {name: plots.svg(plots.panel(name, report), name) for name in plots.PANELS}
-    figures = "".join(f'<div class="panel">{svg}</div>' for svg in drawn.values())
+    drawn = {name: (plots.svg(plots.panel(name, report), name), described(name, report)) for name in plots.PANELS}
+    for name, (draw, words) in more_plots.present(more_plots.EVALUATE, report).items():
+        drawn[name] = (plots.svg(plots.figure(draw, report), name), words)
     lines = [(n, n.startswith(("NOT", "UNSTEADY"))) for n in table.notes(report)]
     lines += [(f"skipped {s['name']}: {s['reason']}", True) for s in report["skipped"]]
     notes = "".join(f'<p class="note{" warn" if bad else ""}">{esc(n)}</p>' for n, bad in lines)
     terms = "".join(f"<dt>{esc(k)}</dt><dd>{esc(v)}</dd>" for k, v in DEFINITIONS)
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{esc(head)} · Outrider</title><style>{CSS}</style></head><body><main>
-<header><p class="kicker">Outrider score report</p><h1>{esc(head)}</h1><p class="sub">{esc(sub)}</p></header>
-<div class="cards">{cards(report)}</div>
+    return shell(head, "Outrider score report", sub, f"""<div class="cards">{cards(report)}</div>
 <h2>Scores</h2><div class="panel">{scores(report)}</div>{notes}
 {ranking(report)}
-<h2>Figures</h2><div class="grid">{figures}</div>
+<h2>Figures</h2><div class="grid">{figures(drawn)}</div>
 {others(report)}
 {depths(report)}
 <h2>What a drafter costs</h2><div class="panel">{plain_table(table.COSTS, report["drafters"])}</div>
 {pairs(report)}
 <h2>What the words mean</h2><div class="panel"><dl>{terms}</dl></div>
 <h2>Settings and environment</h2><div class="facts">{facts(report)}</div>
-<p class="note">Made {esc(report["created"])} by <code>{esc(report["command"])}</code></p>
+<p class="note">Made {esc(report["created"])} by <code>{esc(report["command"])}</code></p>""")
+
+
+def shell(head: str, kicker: str, sub: str, body: str) -> str:
+    """A whole page around `body`."""
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{esc(head)} · Outrider</title><style>{CSS}</style></head><body><main>
+<header><p class="kicker">{esc(kicker)}</p><h1>{esc(head)}</h1><p class="sub">{esc(sub)}</p></header>
+{body}
 </main></body></html>
 """
+
+
+def figures(drawn: dict[str, tuple[str, str]]) -> str:
+    """Panels of inline SVG; what each one shows stands as its text alternative."""
+    return "".join(f'<figure class="panel" role="img" aria-label="{esc(words)}">{svg}</figure>'
+                   for svg, words in drawn.values())  # fmt: skip
+
+
+def described(name: str, report: dict[str, Any]) -> str:
+    """A figure in words, with the numbers that it shows."""
+    rows = report["drafters"]
+    if name in ("speedup", "accepted_length"):
+        told = [f"{r['label']} {table.interval(r[name], 2, '×' if name == 'speedup' else '')}" for r in rows
+                if r.get(name) and r[name]["mean"] is not None]
+        return ("Speed against plain decoding: " if name == "speedup" else "Tokens per target pass: ") + "; ".join(told)
+    words = {"acceptance_by_position": "Acceptance by depth in the draft, a line per drafter.",
+             "accepted_length_by_category": "Accepted length by category with intervals, a dot per drafter.",
+             "accepted_length_per_prompt": "Histogram of the accepted length of every prompt, per drafter.",
+             "time_per_token": "Milliseconds per token by part: drafter, target, law and verification, cache, Python."}
+    return words.get(name, name.replace("_", " "))
 
 
 def best_of(report: dict[str, Any]) -> dict[str, Any] | None:
@@ -176,10 +209,14 @@ def depths(report: dict[str, Any]) -> str:
     ):
         shown = [r for r in rows if any(cell(r, d) != "–" for d in most)]
         if shown:
-            columns = [("drafter", lambda r: r["label"])]
-            columns += [(f"d = {d}", lambda r, d=d, cell=cell: cell(r, d)) for d in most]
+            columns: list[tuple[str, Any]] = [("drafter", lambda r: r["label"])]
+            columns += [(f"d = {d}", functools.partial(_flipped, cell, d)) for d in most]
             parts.append(f'<p class="note">{esc(title)}</p>{plain_table(columns, shown)}')
     return f'<h2>Acceptance by position</h2><div class="panel">{"".join(parts)}</div>'
+
+
+def _flipped(cell: Any, d: int, row: dict[str, Any]) -> str:
+    return str(cell(row, d))
 
 
 def others(report: dict[str, Any]) -> str:

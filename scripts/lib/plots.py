@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+THEMED = {"#1d2433": "ink", "#667085": "muted", "#e6e8ee": "line", "#98a1b3": "faint", "#b9bfcc": "faint"}
 FEW = 5  # a share of fewer trials is not drawn
 INK, MUTED, GRID = "#1d2433", "#667085", "#e6e8ee"
 COLORS = ("#3767d6", "#e2762b", "#1f9d73", "#8b56c9", "#d43f5e", "#0f93a8", "#a8832a", "#c45aa5")
@@ -28,6 +29,7 @@ PHASES = {
 STYLE: Any = {
     "font.family": "sans-serif",
     "font.size": 10,
+    "text.color": INK,
     "axes.edgecolor": GRID,
     "axes.labelcolor": MUTED,
     "axes.titlecolor": INK,
@@ -185,6 +187,14 @@ def panel(name: str, report: dict[str, Any]) -> Figure:
         return figure
 
 
+def figure(draw: Callable[[Axes, dict[str, Any]], None], report: dict[str, Any], tall: float = 3.6) -> Figure:
+    """Any drawing as a figure of its own."""
+    with matplotlib.rc_context(STYLE):
+        made = Figure(figsize=(6.6, tall), layout="constrained")
+        draw(made.subplots(), report)
+        return made
+
+
 def overview(report: dict[str, Any], title: str) -> bytes:
     """All panels on one sheet, as PNG."""
     with matplotlib.rc_context(STYLE):
@@ -209,6 +219,8 @@ def svg(figure: Figure, salt: str) -> str:
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": salt}):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
     text = buffer.getvalue()
-    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)
     text = re.sub(r'\b(id="|url\(#|href="#)', rf"\g<1>{salt}-", text)
+    for color, name in THEMED.items():  # the page's own colours, so that figures follow a dark theme
+        text = text.replace(color, f"var(--{name})")
     return re.sub(r' (?:width|height)="[^"]*pt"', "", text, count=2)  # the page sets the width

@@ -1,0 +1,178 @@
+"""How a head drafts best on some machine: decode.json beside the head, written by scripts/tune.py.
+
+It changes only the shape of the draft, never a weight, so the head's own hashes stay valid; it names the card it was
+measured for, and a head that was replaced since is not decoded with old settings. The file is foreign until `read` has
+checked every field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from conf.errors import UserError
+from decode.drafters import Drafter
+from decode.target import Target
+from decode.tree import TreeShape
+from heads.base import Head
+from heads.checkpoint import CARD
+
+DECODE = "decode.json"
+FORMAT = 1
+MOST_NODES, MOST_DEPTH, MOST_WIDTH = 1024, 64, 256
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The shape of a draft. shape: "chain" or "tree". depth: levels (a chain's K). nodes: of a tree. width: nodes that
+    a dynamic tree expands per level. paths: ranks of a static tree's nodes. None: as the head itself has it.
+    """
+
+    shape: str
+    depth: int | None = None
+    nodes: int | None = None
+    width: int | None = None
+    paths: tuple[tuple[int, ...], ...] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields that say something."""
+        return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Settings:
+        """The inverse, everything checked. Raises ValueError that names the field."""
+        if not isinstance(data, dict) or data.get("shape") not in ("chain", "tree"):
+            raise ValueError("shape must be chain or tree")
+        for key, most in (("depth", MOST_DEPTH), ("nodes", MOST_NODES), ("width", MOST_WIDTH)):
+            value = data.get(key)
+            if value is not None and (type(value) is not int or not 1 <= value <= most):
+                raise ValueError(f"{key} must be a whole number from 1 to {most}")
+        paths = data.get("paths")
+        if paths is not None:
+            ok = isinstance(paths, list) and 0 < len(paths) <= MOST_NODES
+            ok = ok and all(isinstance(p, list) and len(p) <= MOST_DEPTH for p in paths)
+            if not ok or any(type(r) is not int or not 0 <= r < MOST_WIDTH for p in paths for r in p):
+                raise ValueError("paths must be lists of ranks")
+            try:
+                paths = TreeShape.of(paths).paths
+            except UserError as error:
+                raise ValueError(str(error)) from None
+        return cls(data["shape"], data.get("depth"), data.get("nodes"), data.get("width"), paths)
+
+    def __str__(self) -> str:
+        if self.shape == "chain":
+            return f"chain K={self.depth}" if self.depth else "chain"
+        parts = [f"{self.nodes} nodes" if self.nodes else "", f"depth {self.depth}" if self.depth else "",
+                 f"width {self.width}" if self.width else ""]  # fmt: skip
+        return " ".join(["tree", ", ".join(p for p in parts if p)]).strip()
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What tuning chose for one head. best: the faster of the two shapes. break_even: accepted length (tokens per
+    cycle) below which drafting with `best` is slower than plain decoding. pays: whether it was faster when measured.
+    evidence: where and how it was measured, for people.
+    """
+
+    card_sha256: str
+    best: Settings
+    chain: Settings | None = None
+    tree: Settings | None = None
+    break_even: float | None = None
+    pays: bool = True
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """What stands in decode.json."""
+        shapes = {k: getattr(self, k).to_json() for k in ("best", "chain", "tree") if getattr(self, k)}
+        return {"format": FORMAT, "card_sha256": self.card_sha256, **shapes, "break_even": self.break_even,
+                "pays": self.pays, "evidence": self.evidence}  # fmt: skip
+
+    def choose(self, shape: str) -> Settings | None:
+        """The settings of a shape ("" = the best one), None where none was tuned."""
+        return self.best if not shape else {"chain": self.chain, "tree": self.tree}[shape]
+
+
+def card_sha256(folder: Path) -> str:
+    """What tells one head in `folder` from another: the hash that its card states. "" for folders without a card."""
+    try:
+        return str(json.loads((folder / CARD).read_text())["sha256"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def read(folder: Path) -> Tuned | None:
+    """decode.json of a head folder, checked; None when there is none.
+
+    Raises UserError naming the file when it is damaged, of another format, or tuned for another head.
+    """
+    path = folder / DECODE
+    fix = "run scripts/tune.py again, or delete the file to use the head's own settings"
+    try:
+        data = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read ({type(error).__name__}); {fix}") from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise UserError(f"{path}: not in format {FORMAT}; {fix}")
+    if data.get("card_sha256") != card_sha256(folder):
+        raise UserError(f"{path}: was tuned for another head than the one in this folder; {fix}")
+    limit, evidence = data.get("break_even"), data.get("evidence", {})
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not 1 <= limit < 1e6):
+        raise UserError(f"{path}: break_even must be a number from 1 on; {fix}")
+    try:
+        shapes = {k: Settings.from_json(data[k]) if k == "best" or data.get(k) is not None else None
+                  for k in ("best", "chain", "tree")}  # fmt: skip
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{path}: {error}; {fix}") from None
+    for name in ("chain", "tree"):
+        found = shapes[name]
+        if found is not None and found.shape != name:
+            raise UserError(f"{path}: {name} holds settings of a {found.shape}; {fix}")
+    return Tuned(str(data["card_sha256"]), shapes["best"], shapes["chain"], shapes["tree"],  # type: ignore[arg-type]
+                 limit, data.get("pays") is not False, evidence if isinstance(evidence, dict) else {})  # fmt: skip
+
+
+def asked(shape: str) -> Settings | None:
+    """Settings written behind a drafter's name: "chain:4" (levels) or "tree:16" (nodes); None for anything else."""
+    found = re.fullmatch(r"(chain|tree):([1-9]\d{0,2})", shape)
+    if not found:
+        return None
+    return Settings("chain", depth=int(found[2])) if found[1] == "chain" else Settings("tree", nodes=int(found[2]))
+
+
+def drafter(head: Head, target: Target, settings: Settings) -> Drafter:
+    """A drafter of `head` with these settings in place of its own. The head itself is left as it was.
+
+    Raises UserError for settings that this kind of head cannot follow.
+    """
+    cfg, measured = head.cfg, getattr(head, "calibration", None)
+    own = {f.name for f in dataclasses.fields(cfg)}
+    wanted = {k: v for k, v in settings.to_json().items() if k in ("depth", "nodes", "width") and k in own}
+    longest = max((len(p) for p in settings.paths), default=0) if settings.paths else settings.depth or 0
+    heads = getattr(cfg, "heads", None)
+    if heads is not None and longest > heads:
+        raise UserError(f"decode settings: {longest} levels, but the head guesses {heads}; give {heads} or fewer")
+    try:
+        head.cfg = dataclasses.replace(cfg, **wanted)
+        if settings.paths is not None and measured is not None:
+            head.calibration = {**measured, "paths": [list(p) for p in settings.paths]}  # type: ignore[assignment]
+            if "nodes" in own:
+                head.cfg = dataclasses.replace(head.cfg, nodes=len(settings.paths))
+        made = head.drafter(target, settings.shape)
+    finally:
+        head.cfg = cfg
+        if measured is not None:
+            head.calibration = measured
+    return shortened(made, settings.depth) if settings.shape == "chain" and settings.depth else made
+
+
+def shortened(drafter: Drafter, depth: int) -> Drafter:
+    """A chain drafter that proposes `depth` tokens. A separate model goes as deep as one likes; K heads do not."""
+    drafter.max_depth = drafter.max_nodes = depth
+    return drafter

@@ -1,0 +1,69 @@
+"""What stands beside a drafter on disk and belongs into a report: what tuning measured, how the head learned."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from conf.errors import UserError
+from heads import find_head, tuned
+
+
+def extras(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """{"tuning": label -> curves, rows, latency; "learning": label -> evaluations by step} of the report's drafters, by
+    their names; a drafter without a folder, a tuning or a log is left out. Never raises for what lies there."""
+    tuning: dict[str, Any] = {}
+    learning: dict[str, Any] = {}
+    for row in rows:
+        path = row["name"].partition("@")[0]
+        if row["shape"] == "none" or not Path(path).expanduser().is_dir():
+            continue
+        try:
+            folder = find_head(path)
+            found = tuned.read(folder)
+        except UserError:
+            continue
+        label = Path(path).name
+        if found and {"curves", "latency"} <= set(found.evidence):
+            tuning.setdefault(label, {k: v for k, v in found.evidence.items() if k in ("curves", "latency", "rows")})
+        points = evaluations(folder)
+        if len(points) > 1:
+            learning.setdefault(label, points)
+    return {"tuning": tuning, "learning": learning}
+
+
+def evaluations(folder: Path) -> list[dict[str, Any]]:
+    """Decoded accepted length by step, from metrics.jsonl of the run that a head folder belongs to; the last of each
+    step. [] without a log."""
+    for place in (folder, folder.parent, folder.parent.parent):
+        log = place / "metrics.jsonl"
+        if log.is_file():
+            break
+    else:
+        return []
+    found: dict[int, dict[str, Any]] = {}
+    try:
+        for line in log.read_text().splitlines():
+            entry = json.loads(line)
+            if entry.get("event") == "eval" and isinstance(entry.get("accepted_length"), int | float):
+                found[int(entry["step"])] = {k: entry.get(k) for k in ("step", "accepted_length", "low", "high")}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass  # a log that is being written may end in half a line
+    return [found[step] for step in sorted(found)]
+
+
+def batches(reports: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Measured speedup by batch size of every drafter, at the temperature of the first report; {} for a single size."""
+    known = list(reports)
+    same = [r for r in known if r["settings"]["temperature"] == known[0]["settings"]["temperature"]]
+    if len(same) < 2:
+        return {}
+    out: dict[str, list[dict[str, Any]]] = {}
+    for report in same:
+        for row in report["drafters"]:
+            if row["shape"] != "none" and row["speedup"]["mean"] is not None:
+                point = {"batch_size": report["settings"]["batch_size"], "speedup": row["speedup"]["mean"]}
+                out.setdefault(row["label"], []).append(point)
+    return out

@@ -1,0 +1,181 @@
+"""The cost model's fits and formulas, and the replay: what it says is accepted is what the engine then accepts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from decode.drafters import DraftModel, NGram
+from decode.engine import Request, generate
+from decode.load import TargetConfig, load_target
+from decode.sampling import Sampling
+from decode.target import Target
+from heads import HEADS, shapes, tuned
+from heads.medusa import MedusaConfig
+from heads.tuned import Settings
+from scripts.lib import cost, replay, search
+from scripts.lib.cost import CostModel, Curve, Linear, Shape
+from scripts.lib.replay import Shadow, Step, Text
+
+# -- formulas and fits
+
+
+def test_closed_formulas_by_hand() -> None:
+    assert cost.expected_tokens(0.5, 2) == pytest.approx(1 + 0.5 + 0.25)
+    assert cost.expected_tokens(1.0, 3) == 4 and cost.expected_tokens(0.0, 3) == 1
+    assert cost.closed_speedup(0.5, 2, 0.1) == pytest.approx(1.75 / 1.2)
+    assert cost.best_k(0.0, 0.1) == 0 and cost.best_k(0.9, 0.0, most=9) == 9
+    best = cost.best_k(0.8, 0.1)
+    assert all(cost.closed_speedup(0.8, best, 0.1) >= cost.closed_speedup(0.8, k, 0.1) for k in range(20))
+    a = cost.acceptance_needed(2.0, 3)
+    assert a is not None and cost.expected_tokens(a, 3) == pytest.approx(2.0)
+    assert cost.acceptance_needed(4.1, 3) is None and cost.acceptance_needed(1.0, 3) == 0.0
+
+
+def test_independence_matches_the_general_sum() -> None:
+    a = 0.6
+    assert cost.length_of_chain([a, a**2, a**3], 3) == pytest.approx(cost.expected_tokens(a, 3))
+    table = [[0.5, 0.2], [0.4]]
+    assert cost.length_of_tree(table, [(0,), (1,), (0, 0), (1, 0), (0, 1)]) == pytest.approx(1 + 0.5 + 0.2 + 0.2 + 0.08)
+
+
+def test_a_curve_is_monotone_and_goes_on() -> None:
+    curve = Curve.fit([(1, 0, 10.0), (1, 0, 11.0), (1, 4, 9.0), (1, 8, 20.0), (2, 0, 20.0), (2, 8, 40.0)])
+    assert [ms for _, ms in curve.knots[1]] == sorted(ms for _, ms in curve.knots[1])
+    assert curve(1, 6) == pytest.approx((curve(1, 4) + curve(1, 8)) / 2)
+    assert curve(1, 10) > curve(1, 8) and curve(2, 4) == pytest.approx(30)
+    assert curve(3, 8) == pytest.approx(60), "batch sizes beyond the last go on with the last slope"
+    assert curve.line(2) == pytest.approx((20.0, 2.5))
+    with pytest.raises(ValueError):
+        Curve.fit([])
+
+
+def test_isotonic_keeps_order_and_mean() -> None:
+    values = [3.0, 1.0, 2.0, 5.0, 4.0]
+    found = cost.isotonic(values, [1] * 5)
+    assert found == pytest.approx([2.0, 2.0, 2.0, 4.5, 4.5])
+
+
+def test_linear_finds_the_parts_and_none_below_zero() -> None:
+    spread = ((1, 4, 4), (2, 8, 4), (4, 16, 4), (4, 16, 8), (8, 64, 8), (8, 8, 2))
+    rows = [Shape(d, n, w).features() for d, n, w in spread]
+    truth = {"one": 2.0, "passes": 3.0, "expanded": 0.25, "nodes": 0.01}
+    fit = Linear.fit(rows, [sum(truth[k] * v for k, v in r.items()) for r in rows], cost.PROPOSE)
+    assert fit.to_json() == pytest.approx(truth, abs=1e-3)
+    falling = Linear.fit([{"one": 1.0, "tokens": t} for t in (1.0, 2.0, 3.0)], [3.0, 2.0, 1.0], cost.OBSERVE)
+    assert min(falling.weights) >= 0
+    assert np.all(cost.nonnegative(np.array([[0.0], [0.0]]), np.ones(2)) == 0)
+
+
+def flat(ms: float, per_node: float = 0.0) -> Curve:
+    return Curve({1: [(0.0, ms), (10.0, ms + 10 * per_node)], 4: [(0.0, 2 * ms), (10.0, 2 * ms + 10 * per_node)]})
+
+
+MODEL = CostModel(flat(10, 0.5), flat(1), flat(0.5), flat(0.5), {"chain": {1: Linear(cost.PROPOSE, (1, 2, 0, 0))}},
+                  {"chain": {1: Linear(cost.OBSERVE, (0.5, 0.0))}}, {"chain": 0.25})  # fmt: skip
+
+
+def test_a_cycle_is_the_sum_of_its_parts() -> None:
+    price = MODEL.cycle(1, Shape(3, 3), "chain", 2.0)
+    assert price.target == pytest.approx(11.5) and price.drafter == pytest.approx(1 + 2 * 2 + 0.5)
+    assert price.verify == pytest.approx(1 + 3 * 0.25) and price.ms == pytest.approx(11.5 + 5.5 + 1.75 + 0.5 + 0.5)
+    found = MODEL.predict(1, Shape(3, 3), "chain", 2.0)
+    assert found["tokens_per_second"] == pytest.approx(2000 / price.ms)
+    assert found["speedup"] == pytest.approx(2 * 12 / price.ms) and found["break_even"] == pytest.approx(price.ms / 12)
+    even = MODEL.predict(1, Shape(3, 3), "chain", found["break_even"])
+    assert even["speedup"] == pytest.approx(1.0)
+
+
+def test_replayed_cycles_are_priced_one_by_one() -> None:
+    cycles = [[Step(1, 3, 1, 2, True), Step(3, 0, 0, 1, True)]]
+    found = search.evaluate(MODEL, 1, Shape(3, 3), "chain", cycles)
+    drafted, empty = MODEL.cycle(1, Shape(3, 3), "chain", 1.5), MODEL.cycle(1, Shape(0, 0), "chain", 1.5)
+    assert found["tokens_per_second"] == pytest.approx(3000 / (drafted.ms + empty.ms))
+    assert found["speedup"] == pytest.approx(36 / (drafted.ms + empty.ms))
+
+
+def test_rows_of_a_batch_run_side_by_side() -> None:
+    one = [Step(1, 3, 1, 2, True)] * 4
+    assert search._passes([one, one[:2], one[:1]], 2) == [(3, 2), (3, 2), (3, 2), (3, 1)]
+    assert search._passes([one], 1) == [(3, 1)] * 4
+
+
+# -- replay against the engine
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return load_target(TargetConfig(kind="tiny", layers=1, hidden=32, heads=2, kv_heads=1, vocab=260), torch.float64)
+
+
+ASKED = [Request([5 + i, 6, 7, 5 + i, 6], 24, id=i) for i in range(2)]
+
+
+def texts_of(target: Target, drafter: object) -> list[Text]:
+    shadow = Shadow({"it": drafter})  # type: ignore[dict-item]
+    run = generate(target, shadow, ASKED, Sampling(), batch_size=2, eos_ids=())
+    return [Text(g.token_ids, 24, shadow.drafts["it"][i]) for i, g in enumerate(run.generations)]
+
+
+def engine(target: Target, drafter: object) -> list[list[tuple[int, bool]]]:
+    run = generate(target, drafter, ASKED, Sampling(), eos_ids=())  # type: ignore[arg-type]
+    return [[(c.accepted, not c.cut) for c in g.cycles] for g in run.generations]
+
+
+def replayed(texts: list[Text], kept: list, depth: int) -> list[list[tuple[int, bool]]]:
+    return [[(s.accepted, s.clean) for s in replay.walk(t, k, depth)] for t, k in zip(texts, kept, strict=True)]
+
+
+def test_chains_and_ngrams_replay_exactly(target: Target) -> None:
+    for make in (lambda k: NGram(depth=k), lambda k: DraftModel(target, k)):
+        texts = texts_of(target, make(6))
+        for k in (1, 3, 6):
+            assert replayed(texts, replay.chain_of(texts, k), k) == engine(target, make(k))
+
+
+def test_dynamic_trees_replay_exactly_for_fewer_nodes_and_levels(target: Target) -> None:
+    other = load_target(TargetConfig(kind="tiny", layers=1, hidden=32, heads=2, kv_heads=1, vocab=260, init_std=0.25),
+                        torch.float64)  # fmt: skip
+    make = lambda depth, nodes: DraftModel(other, depth, shape="tree", nodes=nodes, width=4)
+    texts = texts_of(target, make(4, 40))
+    beams = replay.Beams(texts)
+    accepted = set()
+    for depth, nodes in ((4, 40), (4, 12), (2, 12), (3, 6), (1, 4)):
+        wanted = engine(target, make(depth, nodes))
+        assert replayed(texts, beams.of(depth, nodes, 4), depth) == wanted
+        accepted |= {a for row in wanted for a, _ in row}
+    assert len(accepted) > 1, "nothing was ever accepted: the test compares zeros"
+
+
+def test_static_trees_replay_exactly(target: Target) -> None:
+    torch.manual_seed(1)
+    head = HEADS["medusa"].for_target(target, MedusaConfig(heads=3, draft_vocab=0))
+    make = lambda tree: tuned.drafter(head, target, Settings("tree", paths=tuple(tree)))
+    big = [p for p, _ in shapes.generic(3)]
+    texts = texts_of(target, make(big))
+    found = replay.paths(texts)
+    for nodes in (3, 10, 30):
+        tree = big[:nodes]
+        depth = max(map(len, tree))
+        assert replayed(texts, replay.static_of(found, tree), depth) == engine(target, make(tree))
+
+
+def test_the_best_tree_for_recorded_hits() -> None:
+    found = [{t: (0, 1) if t % 2 else (2,) for t in range(1, 2001)}]
+    value = search.value_of(found, {}, 2)
+    best = [p for p, _ in shapes.grow(value, 5, 2)]
+    assert {(0,), (0, 1)} <= set(best), "half of all positions continue so"
+    assert value((0, 1)) == pytest.approx(0.5, abs=0.03) and value((0, 1)) <= value((0,))
+
+
+def test_the_few_are_different() -> None:
+    def made(kind: str, depth: int, nodes: int, speed: float) -> search.Candidate:
+        settings = Settings(kind, depth=depth, nodes=nodes)
+        return search.Candidate(settings, kind, Shape(depth, nodes), {"tokens_per_second": speed})
+
+    found = [made("tree", 3, n, 50 - abs(n - 12)) for n in range(4, 33)]
+    found += [made("chain", k, k, 20 + k) for k in range(1, 5)]
+    few = search.best_few(found, 4)
+    assert few[0].shape.nodes == 12 and len(few) == 4 and {c.kind for c in few} == {"tree", "chain"}
+    assert all(search._differs(a, b) for i, a in enumerate(few) for b in few[:i])
