@@ -10,7 +10,8 @@ controls       known wrong code and the layer that catches it       scalar   bat
 greedy_tiny    a thousand prompts on six small architectures        greedy   the target against Hugging Face generate
 gains          accepted lengths at T = 1, paired by prompt          certificates   what certify.py found
 
-Every section goes on where it was stopped (parts wait in STATE). Entries keep command, commit and machine.
+Every section goes on where it was stopped: parts wait in STATE, for as long as the code under test stays the same.
+Entries keep command, commit and machine.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from heads import resolve_drafter
 from scripts.certify import about_drafter
 from scripts.lib import files, gains, lossless_page, proofs
 from scripts.lib.certificate import ticker
+from scripts.lib.certificate_controls import code_sha256
 from scripts.lib.live import Plain, greedy_layer, reference_tokens
 from scripts.lib.parts import Parts
 from scripts.lib.prompts import chat_ids, load_prompts
@@ -113,7 +115,7 @@ def greedy(cfg: ProveConfig, tick: Tick) -> dict[str, Any]:
     prompts = _prompts(cfg, target, cfg.num_prompts)
     target.probe()
     plain, about = Plain(target), [files.sha256(Path(p)) for p in cfg.prompts]
-    key = [about, cfg.num_prompts, cfg.max_new_tokens, cfg.batch_size, _about(target)]
+    key = [code_sha256(), about, cfg.num_prompts, cfg.max_new_tokens, cfg.batch_size, _about(target)]
     shared = Parts(Path(cfg.state) / "greedy", key)
     noise = shared.once("rounding", lambda: plain.rounding(prompts[:4]))
     asked = [Request(p, cfg.max_new_tokens, id=i) for i, p in enumerate(prompts)]
@@ -143,7 +145,8 @@ def gain(cfg: ProveConfig, tick: Tick) -> dict[str, Any]:
     prompts = _prompts(cfg, target, cfg.gain_prompts)
     known = {}
     for path in cfg.heads:
-        key = ["bfloat16", cfg.gain_prompts, cfg.max_new_tokens, cfg.batch_size, cfg.seed, about_drafter(path), _about(target)]
+        key = [code_sha256(), about_drafter(path), _about(target), "bfloat16", cfg.gain_prompts, cfg.max_new_tokens,
+               cfg.batch_size, cfg.seed]  # fmt: skip
         parts = Parts(Path(cfg.state) / f"gains-{Path(path).name}", key)
         drafters, found = gains.lanes(path, target), {}
         for name, drafter in drafters.items():
@@ -176,7 +179,7 @@ def _about(target: Target) -> dict[str, str]:
 
 def _toy(run: Callable[..., dict[str, Any]]) -> Callable[[ProveConfig, Tick], dict[str, Any]]:
     def section(cfg: ProveConfig, tick: Tick) -> dict[str, Any]:
-        return run(Parts(Path(cfg.state) / run.__name__, [cfg.seed]), tick)
+        return run(Parts(Path(cfg.state) / run.__name__, [code_sha256()]), tick)
 
     section.__doc__ = run.__doc__
     return section
@@ -184,18 +187,20 @@ def _toy(run: Callable[..., dict[str, Any]]) -> Callable[[ProveConfig, Tick], di
 
 def enumeration(cfg: ProveConfig, tick: Tick) -> dict[str, Any]:
     """Exact law of one verification on random worlds, every branch walked, both rules."""
-    return proofs.enumeration(cfg.cases, cfg.seed, Parts(Path(cfg.state) / "enumeration", [cfg.seed]), tick)
+    parts = Parts(Path(cfg.state) / "enumeration", [code_sha256(), cfg.seed])
+    return proofs.enumeration(cfg.cases, cfg.seed, parts, tick)
 
 
 def scalar(cfg: ProveConfig, tick: Tick) -> dict[str, Any]:
     """Path and bonus of the batched rules against a scalar reference on the same random numbers (hypothesis)."""
     select = "tests/test_verify.py::test_batched_equals_scalar_often"
-    return proofs.tests("scalar", select, Parts(Path(cfg.state) / "scalar", []), tick)
+    return proofs.tests("scalar", select, Parts(Path(cfg.state) / "scalar", [code_sha256()]), tick)
 
 
 def greedy_tiny(cfg: ProveConfig, tick: Tick) -> dict[str, Any]:
     """Greedy tokens against generate in float32 on small random models, every drafter, alone and in eights."""
-    return proofs.tests("greedy_tiny", "tests/test_greedy_many.py", Parts(Path(cfg.state) / "greedy_tiny", []), tick)
+    parts = Parts(Path(cfg.state) / "greedy_tiny", [code_sha256()])
+    return proofs.tests("greedy_tiny", "tests/test_greedy_many.py", parts, tick)
 
 
 SECTIONS: dict[str, Callable[[ProveConfig, Tick], dict[str, Any]]] = {
