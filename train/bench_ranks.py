@@ -1,0 +1,152 @@
+"""How much two processes lose to one another: their tokens/s against two independent runs side by side.
+
+    OMP_NUM_THREADS=1 python train/bench_ranks.py target=smollm2 head=medusa data.path=FILE steps=16 batch_size=8 \\
+        rounds=3 out_dir=runs/ranks
+
+Takes the keys of scripts/validate.py. Each round runs (a) two independent training runs of one process at the same time
+and (b) one run of two processes, in turns; batch_size rows per process in both. Steps after the first half count. Also
+timed: an all-reduce of the head's gradient. Writes OUT_DIR/ranks.json, which train/simulate.py reads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+
+from conf.errors import UserError
+from conf.schema import entry
+from train.log import git_commit
+from train.validate import ValidateConfig, head_config
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = {"medusa": "medusa", "hydra_heads": "hydra_heads", "eagle1": "eagle", "eagle3": "eagle"}
+EXCHANGE = """
+import json, sys, time, torch, torch.distributed as dist
+cuda = torch.cuda.is_available() and sys.argv[2] != "cpu"
+dist.init_process_group("nccl" if cuda else "gloo")
+device = f"cuda:{dist.get_rank()}" if cuda else "cpu"
+x, seconds = torch.ones(int(sys.argv[1]), device=device), []
+for _ in range(8):
+    dist.barrier()
+    start = time.perf_counter()
+    dist.all_reduce(x)
+    if cuda:
+        torch.cuda.synchronize()
+    seconds.append(time.perf_counter() - start)
+if dist.get_rank() == 0:
+    print(json.dumps(sorted(seconds)[3]))
+dist.destroy_process_group()
+"""
+
+
+@dataclass
+class RanksConfig(ValidateConfig):
+    """Keys of train/bench_ranks.py: those of a run, and"""
+
+    # how often both ways take their turn
+    rounds: int = 3
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        found = [f"rounds: {self.rounds} is below 1; 3 is usual"] if self.rounds < 1 else []
+        return found + super().validate()
+
+
+def torchrun(*args: str) -> list[str]:
+    """Command line of two processes on this machine."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *args]
+
+
+def start(command: list[str], cfg: RanksConfig) -> subprocess.Popen[str]:
+    """A child with one thread for each of its processes."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **({"ACCELERATE_USE_CPU": "true"} if cfg.device == "cpu" else {})}
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(child: subprocess.Popen[str]) -> str:
+    """Its stdout. Raises UserError with its last words when it failed."""
+    out, err = child.communicate()
+    if child.returncode:
+        raise UserError(f"a run of the measurement failed: {' '.join(err.strip().splitlines()[-1:])}")
+    return out
+
+
+def rate(out: Path) -> tuple[float, float]:
+    """(tokens/s, seconds per step) of the second half of a run."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "tokens_per_second" in line]
+    seconds = (steps[-1]["time"] - steps[-2]["time"]) / (steps[-1]["step"] - steps[-2]["step"])
+    return float(steps[-1]["tokens_per_second"]), seconds
+
+
+def measure(cfg: RanksConfig, given: list[str]) -> dict[str, Any]:
+    """Rates of all rounds, their ratio, and the time of one gradient exchange."""
+    kind = head_config(cfg.head).kind
+    if kind not in SCRIPTS:
+        raise UserError(f"head.kind: {kind} has no bench of its own; choose {', '.join(SCRIPTS)}")
+    own = ("rounds=", "out_dir=", "batch_size=", "steps=", "log_every=", "save_every=", "eval.")
+    kept = [a for a in given if not a.startswith(own)]
+    half = max(1, cfg.steps // 2)
+    quiet = [f"steps={2 * half}", f"log_every={half}", "save_every=0", "eval.every=0", "eval.parity=0"]
+    script = str(ROOT / "train" / f"{SCRIPTS[kind]}.py")
+    alone: list[float] = []
+    together: list[float] = []
+    steps: dict[str, list[float]] = {"alone": [], "together": []}
+    gradient = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for k in range(cfg.rounds):
+            outs = [Path(folder) / f"{k}-{i}" for i in range(3)]
+            pair = [start([sys.executable, script, *kept, *quiet, f"batch_size={cfg.batch_size}",
+                           f"seed={cfg.seed + i}", f"out_dir={outs[i]}"], cfg) for i in range(2)]
+            for child in pair:
+                finish(child)
+            both = [*kept, *quiet, f"batch_size={2 * cfg.batch_size}", f"out_dir={outs[2]}"]
+            finish(start(torchrun(script, *both), cfg))
+            found = [rate(out) for out in outs]
+            alone.append(found[0][0] + found[1][0])
+            together.append(found[2][0])
+            steps["alone"] += [found[0][1], found[1][1]]
+            steps["together"].append(found[2][1])
+            gradient = (outs[0] / "head" / "head.safetensors").stat().st_size
+            print(f"round {k + 1}: two runs {alone[-1]:,.0f}, two processes {together[-1]:,.0f} tokens/s, "
+                  f"{together[-1] / alone[-1]:.3f}", file=sys.stderr, flush=True)
+        file = Path(folder) / "exchange.py"
+        file.write_text(EXCHANGE)
+        exchange = float(json.loads(finish(start(torchrun(str(file), str(gradient // 4), cfg.device or "cpu"), cfg))))
+    ratios = [b / a for a, b in zip(alone, together, strict=True)]
+    return {
+        "ratio": statistics.median(ratios), "ratio_low": min(ratios), "ratio_high": max(ratios),
+        "two_runs_tokens_per_second": alone, "two_processes_tokens_per_second": together,
+        "step_seconds": {k: statistics.median(v) for k, v in steps.items()},
+        "gradient_bytes": gradient, "all_reduce_seconds": exchange, "head": kind, "rows_per_process": cfg.batch_size,
+        "rounds": cfg.rounds, "dtype": cfg.dtype, "steps": 2 * half,
+        "command": "python train/bench_ranks.py " + " ".join(a for a in given if not a.startswith("data.")),
+        "environment": {"torch": torch.__version__, "cpus": os.cpu_count(), "commit": git_commit()},
+    }
+
+
+@entry("bench_ranks", RanksConfig)
+def main(cfg: RanksConfig) -> None:
+    """Measure and write OUT_DIR/ranks.json."""
+    report = measure(cfg, sys.argv[1:])
+    path = Path(cfg.out_dir) / "ranks.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"two processes reach {report['ratio']:.3f} ({report['ratio_low']:.3f} to {report['ratio_high']:.3f}) of two "
+          f"independent runs; exchange of {report['gradient_bytes']:,} bytes: {report['all_reduce_seconds']:.3f} s; "
+          f"{path}")
+
+
+if __name__ == "__main__":
+    main()
