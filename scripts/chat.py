@@ -21,6 +21,7 @@ from conf.errors import UserError
 from conf.schema import entry
 from decode.engine import Request, Run, generate
 from decode.load import DTYPES, TargetConfig, load_target
+from decode.monitor import Monitor
 from decode.sampling import Sampling
 from heads import resolve_drafter
 from scripts.lib.prompts import chat_ids
@@ -37,6 +38,8 @@ class ChatConfig:
     target: TargetConfig = field(default_factory=TargetConfig)
     # none, ngram, or a run folder or head folder, with @chain or @tree; @adaptive behind them adapts the draft length
     drafter: str = "none"
+    # a tuned drafter below its break-even (scripts/tune.py): off, warn in the footer, or fallback to plain decoding
+    monitor: str = "warn"
     # 0 = greedy
     temperature: float = 0.7
     # keep the k likeliest tokens (0 = off)
@@ -59,6 +62,8 @@ class ChatConfig:
         problems = self.target.validate()
         if self.max_new_tokens < 1:
             problems.append(f"max_new_tokens: {self.max_new_tokens} must be at least 1")
+        if self.monitor not in ("off", "warn", "fallback"):
+            problems.append(f"monitor: {self.monitor!r} is none of off, warn, fallback")
         if self.dtype not in DTYPES:
             problems.append(f"dtype: {self.dtype!r} is none of {', '.join(DTYPES)}")
         return problems
@@ -74,6 +79,9 @@ class Chat:
         self.sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)
         self.target = load_target(cfg.target, cfg.dtype)
         self.drafter = resolve_drafter(cfg.drafter, self.target)
+        limit = getattr(self.drafter, "break_even", None)
+        if limit and cfg.monitor != "off" and not isinstance(self.drafter, Monitor):
+            self.drafter = Monitor(self.drafter, limit, fallback=cfg.monitor == "fallback")
         self.console = Console(highlight=False, soft_wrap=True)
         self.number = 0
         self.reset()
@@ -125,6 +133,8 @@ class Chat:
             if not self.console.is_terminal:
                 raise
             note = "stopped"
+        if isinstance(self.drafter, Monitor) and self.drafter.alerts:
+            note = " · ".join([*([note] if note else []), f"below break-even ({self.drafter.break_even:.2f})"])
         self.messages.append({"role": "assistant", "content": "".join(said).strip()})
         self.console.print()
         self.console.print(tally.footer(run.generations[0] if run else None, note), style="dim")

@@ -7,7 +7,8 @@
 Measures the latency curves inside the decode loop, drafts once along the target's plain answers, searches every setting
 by replay, confirms the best few by interleaved measurement, and writes the winner into the head's folder (decode.json),
 where evaluate, chat and export read it. OUT gets tune.json, tune.html and figures/*.png. With grid=true the choice is
-checked against a grid of settings that are all measured. `formula` prints the closed formulas of the literature.
+checked against a grid of settings that are all measured; results=FILE collects the verdicts of several runs. `formula`
+prints the closed formulas of the literature.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ class TuneConfig:
     grid: bool = False
     # settings of each shape in that grid
     grid_size: int = 8
+    # JSON file that collects what runs came to, an entry per drafter; "" = none
+    results: str = ""
     # write the choice into the head's folder
     write: bool = True
     # log figures and table to Weights & Biases
@@ -130,6 +133,9 @@ def main(cfg: TuneConfig) -> None:
     elif cfg.write:
         name = f"ngram@{report['chosen']['settings']['depth']}"
         console.print(f"an n-gram has no folder to write to; ask for it as {name}", highlight=False)
+    if cfg.results:
+        tune_run.collect(report, Path(cfg.results))
+        console.print(f"written: {cfg.results}", highlight=False)
     if cfg.wandb:
         to_wandb(report, out, "tune")
     console.print(f"report: {out / 'tune.html'}", highlight=False)

@@ -54,6 +54,28 @@ def test_tally_of_a_stopped_answer_agrees_with_the_engine() -> None:
             assert mean > 1.0
 
 
+def test_a_tuned_drafter_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tuned(spec: str, target: object) -> NGram:
+        drafter = NGram()
+        drafter.break_even = 9.0  # type: ignore[attr-defined]
+        return drafter
+
+    monkeypatch.setattr(chat, "resolve_drafter", tuned)
+    shown = {}
+    for mode in ("off", "warn", "fallback"):
+        target = TargetConfig(kind="tiny", context=512)
+        keys = {"drafter": "x", "temperature": 0.0, "max_new_tokens": 32, "dtype": "float32", "monitor": mode}
+        talk = chat.Chat(chat.ChatConfig(target=target, **keys))
+        if mode != "off":
+            talk.drafter.patience = 2
+        talk.console.file = io.StringIO()
+        talk.answer("ab ab ab ab")
+        shown[mode] = talk.console.file.getvalue()
+    assert "below break-even (9.00)" in shown["warn"] and "below break-even" in shown["fallback"]
+    assert "below break-even" not in shown["off"]
+    assert "monitor: 'no' is none of" in chat.ChatConfig(monitor="no").validate()[0]
+
+
 def test_footer_of_an_answer_without_cycles() -> None:
     tally = Tally([3])
     tally.add([5], [False])

@@ -43,7 +43,7 @@ def run(*overrides: str) -> int:
 def test_the_choice_is_written_and_obeyed(tmp_path: Path, head: Path, target: Target, capsys: Any) -> None:
     before = {p.name: p.read_bytes() for p in head.iterdir()}
     out = tmp_path / "out"
-    assert run(f"drafter={head}", f"out={out}", "grid=true", "grid_size=2") == 0
+    assert run(f"drafter={head}", f"out={out}", "grid=true", "grid_size=2", f"results={tmp_path}/r.json") == 0
     report = json.loads((out / "tune.json").read_text())
     for key in ("target", "settings", "environment", "latency", "acceptance", "rows", "chosen", "curves", "grid"):
         assert report[key], key
@@ -56,6 +56,8 @@ def test_the_choice_is_written_and_obeyed(tmp_path: Path, head: Path, target: Ta
     grid = report["grid"]
     assert grid["settings"] == len(names) and 0 < grid["chosen_over_best"]["mean"] <= 1 + 1e-9
     assert {"error_all", "error_proposed", "within_5_percent", "within_10_percent"} <= set(grid)
+    (entry,) = json.loads((tmp_path / "r.json").read_text()).values()
+    assert entry["grid"] == grid and len(entry["rows"]) == len(names) and entry["environment"]["commit"]
     left = json.loads((head / DECODE).read_text())
     assert left["best"] == report["chosen"]["settings"] and left["break_even"] >= 1
     drafter = resolve_drafter(str(head), target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -285,3 +286,24 @@ def tuned_from(report: dict[str, Any], folder: Path) -> Tuned:
     }  # fmt: skip
     return Tuned(card_sha256(folder), Settings.from_json(_json(chosen["settings"])), get("chain"), get("tree"),
                  chosen["break_even"], chosen["pays"], evidence)  # fmt: skip
+
+
+def collect(report: dict[str, Any], path: Path) -> None:
+    """Merge the figures of a run into a JSON file, an entry per drafter and setting. Raises UserError for a file that
+    holds something else."""
+    s = report["settings"]
+    name = f"{report['drafter']}, T={s['temperature']:g}, batch {s['batch_size']}"
+    try:
+        known = json.loads(path.read_text()) if path.exists() else {}
+        known[name] = {
+            **{k: report[k] for k in ("kind", "created", "command", "environment", "chosen", "searched", "pace",
+                                      "plain_pass_ms", "breakdown")},
+            **({"grid": report["grid"]} if "grid" in report else {}),
+            "rows": [{"name": r["name"], "proposed": r["proposed"], "predicted": r["predicted_at_pace"],
+                      "predicted_raw": r["predicted"]["tokens_per_second"], "error": r["error"],
+                      "measured": r["measured"]["tokens_per_second"], "speedup": r["measured"]["speedup"]}
+                     for r in report["rows"]],
+        }  # fmt: skip
+    except (ValueError, TypeError):
+        raise UserError(f"results: {path} holds something else than results; give another file") from None
+    files.write_json(path, known)
