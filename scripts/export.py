@@ -26,7 +26,7 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 from conf.errors import UserError
 from conf.schema import entry
 from decode.load import DTYPES, TargetConfig, load_target, torch_dtype
-from heads import find_head, load_head
+from heads import find_head, load_head, tuned
 from heads.checkpoint import read_card, recover, staged
 from heads.interop import FORMATS, LAYOUTS, MANIFEST, Facts, find_layout
 from scripts.lib import export_card, export_draft, files
@@ -87,7 +87,7 @@ def main(cfg: ExportConfig) -> int:
     card = read_card(source)
     target = target_of(cfg, card)
     head: Any = load_head(source, target)
-    settings = tuned_settings(source)
+    settings = tuned.read(source)
     dtype = torch_dtype(cfg.dtype or card["extra"].get("imported", {}).get("dtype", "float32"))
     facts = Facts.of(target, cfg.verifier or (cfg.target.name if cfg.target.kind == "hub" else name_of(target)))
     if head.kind == "small_lm" and cfg.format == "transformers":
@@ -119,15 +119,6 @@ def target_of(cfg: ExportConfig, card: dict[str, Any]) -> Any:
         needs = layout.needs(holder)
         writes = f"writes its {', '.join(needs)}; " if needs else "writes none of its tensors, but "
         raise UserError(f"{error}. The export {writes}the self-check needs the whole target") from None
-
-
-def tuned_settings(source: Path) -> Any:
-    """What scripts/tune.py left beside the head; None without it."""
-    try:
-        from heads import tuned
-    except ImportError:
-        return None
-    return tuned.read(source)
 
 
 def name_of(target: Any) -> str:

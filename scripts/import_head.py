@@ -57,9 +57,9 @@ class ImportConfig:
     # prompts of the probe, JSONL as scripts/evaluate.py reads it
     prompts: str = "scripts/prompts/demo.jsonl"
     # how many of them
-    num_prompts: int = 12
+    num_prompts: int = 16
     # tokens of each answer
-    max_new_tokens: int = 32
+    max_new_tokens: int = 48
     # dtype that the target runs in: float32, bfloat16 or float16
     dtype: str = "float32"
     # cpu, cuda, cuda:1; null = the GPU when there is one
@@ -155,7 +155,7 @@ def show(found: list[Reading], convention: str) -> None:
         table.add_column(name, justify=side)  # type: ignore[arg-type]
     for i, reading in enumerate(found[:6]):
         name = convention if i == 0 else reading.name
-        table.add_row(name, f"{reading.accepted:.3f}", reading.about)
+        table.add_row(name, f"{reading.accepted:.3f}", f"{reading.logp:.3f}", reading.about)
     Console(width=110).print(table)
     if max(r.accepted for r in found) < LOW:
         print("warning: under no convention does this head draft for this target; was it trained for "

@@ -259,14 +259,14 @@ def test_conventions_that_only_behaviour_shows_are_named(target) -> None:
     batch = acceptance_probe.answers(target, prompts, 8)
     for kind in ("eagle1", "eagle3", "medusa"):
         head = random_head(target, kind)
-        base = acceptance_probe.accepted(head, batch, target)
+        base = acceptance_probe.accepted(head, batch, target)[1]
         names = []
         for name, _, twin in acceptance_probe.conventions(head):
             names.append(name)
             back = {n: t for n, _, t in acceptance_probe.conventions(twin)}
             undo = {"taps_plus_1": "taps_minus_1", "taps_minus_1": "taps_plus_1", "fc_120": "fc_201",
                     "fc_201": "fc_120"}.get(name, name)  # fmt: skip
-            assert acceptance_probe.accepted(back[undo], batch, target).equal(base), name
+            assert acceptance_probe.accepted(back[undo], batch, target)[1].equal(base), name
         wanted = {"eagle1": {"fc_halves", "transpose_o_proj"}, "medusa": {"transpose_blocks"},
                   "eagle3": {"taps_plus_1", "taps_minus_1", "fc_210", "transpose_o_proj", "attention_halves"}}
         assert wanted[kind] <= set(names)
@@ -275,10 +275,10 @@ def test_conventions_that_only_behaviour_shows_are_named(target) -> None:
 def test_the_probe_takes_another_convention_only_when_it_is_clearly_better() -> None:
     from scripts.lib.acceptance_probe import Reading, fitting
 
-    written = Reading("as_written", "", 0.40)
-    assert fitting([written, Reading("a", "", 0.43, 2.0), Reading("b", "", 0.41, 9.0)]) is written
-    clear = Reading("c", "", 0.60, 8.0)
-    assert fitting([written, Reading("a", "", 0.50, 5.0), clear]) is clear
+    written = Reading("as_written", "", 0.40, -9.0)
+    assert fitting([written, Reading("a", "", 0.43, -8.9, 2.0), Reading("b", "", 0.39, -8.0, 9.0)]) is written
+    clear = Reading("c", "", 0.60, -7.0, 8.0)
+    assert fitting([written, Reading("a", "", 0.50, -8.0, 5.0), clear]) is clear
 
 
 def test_a_saved_import_exports_again(target, tmp_path: Path) -> None:

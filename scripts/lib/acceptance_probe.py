@@ -8,6 +8,7 @@ positions by four standard errors.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from collections.abc import Iterator, Sequence
@@ -21,19 +22,22 @@ from decode.drafters import NoDraft
 from decode.engine import Request, generate
 from decode.sampling import Sampling
 from decode.target import Target
+from heads import vocab
 from heads.base import Batch
 
-SURE, LEAST = 4.0, 0.02  # standard errors, and accepted tokens, by which a convention must be better
+SURE = 4.0  # standard errors by which a convention must be better
 AS_WRITTEN = "as_written"
 
 
 @dataclass
 class Reading:
-    """One convention. accepted: mean draft tokens accepted of the first two. better: by how many standard errors."""
+    """One convention. accepted: mean draft tokens accepted of the first two. logp: mean log-probability of the target's
+    tokens. better: by how many standard errors that is above the head as written."""
 
     name: str
     about: str
     accepted: float
+    logp: float
     better: float = 0.0
 
 
@@ -102,39 +106,65 @@ def answers(target: Target, prompts: Sequence[Sequence[int]], tokens: int) -> Ba
     return Batch(ids, mask, loss, torch.arange(len(rows))).to(target.device)
 
 
+@contextlib.contextmanager
+def remembered(target: Target, batch: Batch) -> Iterator[None]:
+    """Features of this batch from one pass over all layers, however many conventions ask for them."""
+    every = target.features(batch.ids, batch.mask, range(target.num_layers + 1))
+    plain = target.features
+
+    def features(ids: Tensor, mask: Tensor, taps: Sequence[int], *more: Any, **kwargs: Any) -> Tensor:
+        if ids is not batch.ids:
+            return plain(ids, mask, taps, *more, **kwargs)
+        return torch.stack([every[:, :, tap] for tap in taps], 2)
+
+    target.features = features  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        del target.features  # type: ignore[method-assign]
+
+
 @torch.inference_mode()
-def accepted(head: Any, batch: Batch, target: Target) -> Tensor:
-    """[n] float: how many of its first two draft tokens (one, for a single Medusa head) are accepted at every
-    supervised
-    token that a draft can begin with."""
+def accepted(head: Any, batch: Batch, target: Target) -> tuple[Tensor, Tensor]:
+    """Two [n] tensors: how many of its first two draft tokens are accepted at every supervised token that a draft can
+    begin
+    with; and the log-probability of that token and of the next one, added up (0 outside the draft vocabulary)."""
     tokens, ids = batch.ids.reshape(-1), head.ids()
+    place = tokens if ids is None else vocab.places(ids, tokens)
     hit = torch.zeros(2, tokens.numel() + 1, dtype=torch.bool, device=tokens.device)
+    logp = torch.zeros(2, tokens.numel() + 1, dtype=torch.float64, device=tokens.device)
     first = torch.zeros(tokens.numel(), dtype=torch.bool, device=tokens.device)
     for flat, level, logits in head.forced(batch, target, 2):
-        if level < 2:
-            place = logits.argmax(-1)
-            hit[level, flat] = (place if ids is None else ids[place]) == tokens[flat]
-            if level == 0:
-                first[flat] = True
+        if level > 1:
+            continue
+        spot = place[flat]
+        hit[level, flat] = logits.argmax(-1) == spot
+        law = torch.log_softmax(logits.double(), -1).gather(1, spot.clamp(min=0)[:, None])[:, 0]
+        logp[level, flat] = torch.where(spot >= 0, law, 0.0)
+        if level == 0:
+            first[flat] = True
     chain = hit[0, :-1].double() + (hit[0, :-1] & hit[1, 1:]).double()
-    return chain[first]
+    return chain[first], (logp[0, :-1] + logp[1, 1:])[first]
 
 
 def probe(head: Any, batch: Batch, target: Target) -> list[Reading]:
     """As written first, then every other convention, best first."""
-    base = accepted(head, batch, target)
-    out = [Reading(AS_WRITTEN, "as the files say", float(base.mean()))]
-    others = []
-    for name, about, twin in conventions(head):
-        twin._rows = None
-        gain = accepted(twin, batch, target) - base
-        error = float(gain.std()) / max(len(gain), 1) ** 0.5
-        others.append(Reading(name, about, float(base.mean() + gain.mean()), float(gain.mean()) / max(error, 1e-9)))
-    return out + sorted(others, key=lambda r: -r.accepted)
+    with remembered(target, batch):
+        base, law = accepted(head, batch, target)
+        others = []
+        for name, about, twin in conventions(head):
+            twin._rows = None
+            mine, other = accepted(twin, batch, target)
+            gain = other - law
+            error = float(gain.std()) / max(len(gain), 1) ** 0.5
+            better = float(gain.mean()) / max(error, 1e-9)
+            others.append(Reading(name, about, float(mine.mean()), float(other.mean()), better))
+    written = Reading(AS_WRITTEN, "as the files say", float(base.mean()), float(law.mean()))
+    return [written, *sorted(others, key=lambda r: -r.logp)]
 
 
 def fitting(readings: Sequence[Reading]) -> Reading:
     """The convention that fits: the one as written, unless another is clearly better."""
     written = readings[0]
-    better = [r for r in readings[1:] if r.better > SURE and r.accepted - written.accepted > LEAST]
-    return max(better, key=lambda r: r.accepted, default=written)
+    better = [r for r in readings[1:] if r.better > SURE and r.accepted >= written.accepted]
+    return max(better, key=lambda r: r.logp, default=written)
