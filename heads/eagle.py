@@ -28,8 +28,9 @@ from heads.eagle_attention import Memory
 from heads.eagle_config import EagleConfig
 from heads.eagle_drafter import EagleDrafter
 from heads.eagle_init import copy_layer, reset_weights, start_output
-from heads.eagle_layer import layer_config, rope_table, take
-from heads.eagle_net import Eagle1Net, Eagle3Net, EagleNet
+from heads.eagle_layer import layer_config, take
+from heads.eagle_net import Eagle1Net, Eagle3Net, EagleNet, try_own
+from heads.eagle_own import Own, own
 from heads.forced import ranks
 from heads.losses import LossWeights, chunked_loss
 
@@ -53,7 +54,8 @@ class EagleHead(Head):
         self._rows: tuple[Tensor, Tensor | None] | None = None
 
     @classmethod
-    def build(cls, cfg: EagleConfig, shape: dict[str, Any], taps: tuple[int, ...], vocab_size: int, final: int) -> Self:
+    def build(cls, cfg: EagleConfig, shape: dict[str, Any], taps: tuple[int, ...], vocab_size: int, final: int,
+              own: Own | None = None) -> Self:  # fmt: skip
         """The module with weights that mean nothing yet."""
         raise TypeError("a subclass defines it")
 
@@ -66,8 +68,11 @@ class EagleHead(Head):
             if not 0 <= tap <= target.num_layers:
                 raise UserError(f"head.taps: {tap} is not among the target's hidden states 0..{target.num_layers}; "
                                 "0 = embeddings, the last = output after the final norm")  # fmt: skip
-        head = cls.build(cfg, layer_config(target, cfg.layers), taps, target.vocab_size, target.num_layers)
+        spec = own(target, cfg.layers) if cfg.layer == "target" else None
+        head = cls.build(cfg, layer_config(target, cfg.layers), taps, target.vocab_size, target.num_layers, spec)
         reset_weights(head.net, float(getattr(target.config, "initializer_range", 0.02) or 0.02))
+        if spec is not None:
+            try_own(head.net)
         if cfg.draft_vocab:
             if counts is None:
                 raise UserError("head.draft_vocab: no token counts to choose from; set head.draft_vocab=0")
@@ -98,7 +103,8 @@ class EagleHead(Head):
         """See Head. Raises KeyError or TypeError for a file this class did not write."""
         keys = dict(saved["config"])
         cfg = EagleConfig(**{**keys, "loss": LossWeights(**keys["loss"])})
-        head = cls.build(cfg, saved["layer"], tuple(saved["taps"]), saved["vocab_size"], saved["final"])
+        spec = own(target, cfg.layers) if cfg.layer == "target" else None
+        head = cls.build(cfg, saved["layer"], tuple(saved["taps"]), saved["vocab_size"], saved["final"], spec)
         head.coverage, head.calibration = saved["coverage"], saved["calibration"]
         return head.to(target.device)
 
@@ -179,7 +185,7 @@ class EagleHead(Head):
         whole = bool(valid.all())
 
         e = target.embed(batch.ids).detach()
-        cos, sin = rope_table(self.net.config, length + steps, e.dtype, e.device)
+        cos, sin = self.net.rope(length + steps, e.dtype, e.device)
         place = batch.depth()
         first = (cos[None, :length], sin[None, :length]) if batch.position is None else (cos[batch.position],
                                                                                          sin[batch.position])
@@ -258,9 +264,10 @@ class Eagle1Head(EagleHead):
     kind = "eagle1"
 
     @classmethod
-    def build(cls, cfg: EagleConfig, shape: dict[str, Any], taps: tuple[int, ...], vocab_size: int, final: int) -> Self:
+    def build(cls, cfg: EagleConfig, shape: dict[str, Any], taps: tuple[int, ...], vocab_size: int, final: int,
+              own: Own | None = None) -> Self:  # fmt: skip
         """See EagleHead."""
-        return cls(cfg, Eagle1Net(shape, cfg.fc_bias), taps, vocab_size, final)
+        return cls(cfg, Eagle1Net(shape, cfg.fc_bias, own), taps, vocab_size, final)
 
     @classmethod
     def choose_taps(cls, target: Target, cfg: EagleConfig) -> tuple[int, ...]:
@@ -279,10 +286,11 @@ class Eagle3Head(EagleHead):
     net: Eagle3Net
 
     @classmethod
-    def build(cls, cfg: EagleConfig, shape: dict[str, Any], taps: tuple[int, ...], vocab_size: int, final: int) -> Self:
+    def build(cls, cfg: EagleConfig, shape: dict[str, Any], taps: tuple[int, ...], vocab_size: int, final: int,
+              own: Own | None = None) -> Self:  # fmt: skip
         """See EagleHead."""
         net = Eagle3Net(shape, len(taps), cfg.draft_vocab or vocab_size, cfg.norm_before_fc, cfg.norm_output,
-                        cfg.norm_joined, cfg.norm_before_residual)  # fmt: skip
+                        cfg.norm_joined, cfg.norm_before_residual, own)  # fmt: skip
         return cls(cfg, net, taps, vocab_size, final)
 
     @classmethod

@@ -15,6 +15,8 @@ class EagleConfig(HeadConfig):
     kind: str = "eagle3"
     # decoder layers of the drafter
     layers: int = 1
+    # class of these layers: llama (what serving engines run) or target (the target's own; not exported)
+    layer: str = "llama"
     # eagle3: target features to fuse, hidden_states[k] of transformers; empty = 2, L // 2, L - 3
     taps: list[int] = field(default_factory=list)
     # number of frequent tokens the head predicts; 0 = the whole vocabulary
@@ -64,7 +66,8 @@ class EagleConfig(HeadConfig):
                 ("chunk", 1), ("depth", 1), ("nodes", 1), ("width", 1))  # fmt: skip
         found = [f"{key}: {getattr(self, key)} is below {low}; give {low} or more" for key, low in lows
                  if getattr(self, key) < low]  # fmt: skip
-        choices = {"kind": ("eagle1", "eagle3"), "init": ("random", "layer"), "shape": ("chain", "tree"),
+        choices = {"kind": ("eagle1", "eagle3"), "layer": ("llama", "target"), "init": ("random", "layer"),
+                   "shape": ("chain", "tree"),
                    "tree_draw": ("fixed", "sampled")}  # fmt: skip
         found += [f"{key}: {getattr(self, key)!r}; choose {' or '.join(good)}" for key, good in choices.items()
                   if getattr(self, key) not in good]  # fmt: skip

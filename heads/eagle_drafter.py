@@ -23,7 +23,6 @@ from decode.target import Target
 from decode.tree import DraftTree, Proposal, TreeShape
 from heads import shapes
 from heads.eagle_cache import DraftCache, tree_layout
-from heads.eagle_layer import rope_table
 
 if TYPE_CHECKING:
     from heads.eagle import EagleHead
@@ -42,7 +41,7 @@ class EagleDrafter:
             levels = min(cfg.depth, cfg.steps) if head.calibration else cfg.depth
             self.static = shapes.tree(head.calibration, cfg.nodes, levels)
         self.net = copy.deepcopy(head.net).to(device=target.device, dtype=dtype).eval().requires_grad_(False)
-        self.net.config._attn_implementation = attention.NAME
+        self.net.attend(attention.NAME)
         self.proj = head.projection(target).detach().to(dtype)
         self.ids, self.embed, self.device = head.ids(), target.embed, target.device
         self.lengths: list[int] = []
@@ -53,7 +52,7 @@ class EagleDrafter:
         scratch = self.max_depth if self.shape == "chain" else max(self.max_nodes, self.max_depth * self.width)
         slots = max_len + scratch + self.max_depth + 2
         self.cache = DraftCache(self.net, rows, slots, self.proj.dtype, self.device)
-        self.rope = rope_table(self.net.config, slots, self.proj.dtype, self.device)
+        self.rope = self.net.rope(slots, self.proj.dtype, self.device)
         self.h = torch.zeros(rows, self.proj.shape[1], dtype=self.proj.dtype, device=self.device)
         self.lengths = []
 

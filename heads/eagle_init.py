@@ -14,25 +14,23 @@ from conf.errors import UserError
 from decode.target import Target
 from heads.eagle_layer import Linear
 from heads.eagle_net import Eagle3Net, EagleNet
+from heads.eagle_own import OwnLayer, backbone
 
 SPREAD = 1.5  # of a fresh EAGLE-3 head's logits
 
 
 def reset_weights(net: EagleNet, std: float) -> None:
-    """Normal weights of spread `std`, norms at one, in place."""
+    """Normal weights of spread `std`, norms at one, in place; norms and biases of the target's own layers stay as their
+    class makes them."""
     for name, weight in net.named_parameters():
+        if net.own is not None and name.startswith("layers.") and weight.dim() == 1:
+            continue
         if name.endswith("bias"):
             nn.init.zeros_(weight)
         elif name.endswith("norm.weight") or weight.dim() == 1:
             nn.init.ones_(weight)
         else:
             nn.init.normal_(weight, 0.0, std)
-
-
-def backbone(target: Target) -> Any:
-    """The target's stack of layers with its final norm; of a model that also sees, the language part."""
-    body = target.model.base_model
-    return getattr(body, "language_model", body)
 
 
 @torch.no_grad()
@@ -47,6 +45,12 @@ def copy_layer(net: EagleNet, target: Target, source: int, key: str = "head.init
         layer: Any = net.layers[i]
         number = min(source + i, target.num_layers - 1)
         given: Any = stack[number] if stack is not None else None
+        before = layer.input_layernorm if layer.input_layernorm is not None else getattr(net, "hidden_norm", None)
+        if isinstance(layer, OwnLayer):
+            layer.copy_from(given)
+            if layer.input_layernorm is None and before is not None:
+                before.weight.copy_(norm_weight(given.input_layernorm, target))
+            continue
         try:
             names = [n for n, _ in layer.named_modules() if n.endswith("_proj")]
             found = {n: given.get_submodule(n).weight for n in names}
@@ -61,7 +65,6 @@ def copy_layer(net: EagleNet, target: Target, source: int, key: str = "head.init
             mine.zero_()
             mine[:, -weight.shape[1] :] = weight.float()
         layer.post_attention_layernorm.weight.copy_(norm_weight(given.post_attention_layernorm, target))
-        before = layer.input_layernorm if layer.input_layernorm is not None else getattr(net, "hidden_norm", None)
         if before is not None:
             before.weight.copy_(norm_weight(given.input_layernorm, target))
     width, fc = net.width, cast(Linear, net.fc)

@@ -15,14 +15,17 @@ Shape letters: D width, Vd draft vocabulary, F tapped features.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from heads.eagle_attention import NAME
-from heads.eagle_layer import DraftLayer, Linear, RMSNorm, Rope
+from conf.errors import UserError
+from decode import attention
+from heads.eagle_attention import NAME, Memory
+from heads.eagle_layer import DraftLayer, Linear, RMSNorm, Rope, rope_table
+from heads.eagle_own import FIX, KEY, CountingCache, Own, OwnLayer
 
 
 class EagleNet(nn.Module):
@@ -31,11 +34,30 @@ class EagleNet(nn.Module):
     config: LlamaConfig
     layers: nn.ModuleList
 
-    def __init__(self, shape: dict[str, Any]) -> None:
+    def __init__(self, shape: dict[str, Any], own: Own | None = None) -> None:
+        """own: the target's own layers in place of Llama-style ones."""
         super().__init__()
-        self.config = LlamaConfig(**shape)
-        self.config._attn_implementation = NAME
+        self.config, self.own = LlamaConfig(**shape), own
         self.width = int(shape["hidden_size"])
+        self.attend(NAME)
+
+    def attend(self, name: str) -> None:
+        """Choose the attention by its name in transformers' registry."""
+        for config in (self.config, self.own.config if self.own else None):
+            if config is not None:
+                config._attn_implementation = name
+
+    def rope(self, length: int, dtype: torch.dtype, device: torch.device) -> Rope:
+        """cos and sin [length, rotated width] of positions 0 .. length - 1."""
+        return self.own.rope(length, dtype, device) if self.own else rope_table(self.config, length, dtype, device)
+
+    def stack(self, wide: bool, norm: bool) -> nn.ModuleList:
+        """The layers; wide, norm: of the first one, see DraftLayer."""
+        count = self.config.num_hidden_layers
+        kinds = [(i, wide and i == 0, norm or i > 0) for i in range(count)]
+        if self.own is not None:
+            return nn.ModuleList(OwnLayer(self.own, *kind) for kind in kinds)
+        return nn.ModuleList(DraftLayer(self.config, *kind) for kind in kinds)
 
     def start(self, feats: Tensor) -> Tensor:
         """Target features [.., F, D] -> the first feature g [.., D]."""
@@ -64,13 +86,11 @@ class EagleNet(nn.Module):
 class Eagle1Net(EagleNet):
     """fc [D, 2 D] over (embedding, feature), layers; the LM head is the target's. fc_bias: with a bias in fc."""
 
-    def __init__(self, shape: dict[str, Any], fc_bias: bool = False) -> None:
-        super().__init__(shape)
+    def __init__(self, shape: dict[str, Any], fc_bias: bool = False, own: Own | None = None) -> None:
+        super().__init__(shape, own)
         width = self.config.hidden_size
         self.fc = Linear(2 * width, width, bias=fc_bias)
-        self.layers = nn.ModuleList(
-            DraftLayer(self.config, i, False, i > 0) for i in range(self.config.num_hidden_layers)
-        )
+        self.layers = self.stack(False, False)
 
     def start(self, feats: Tensor) -> Tensor:
         """The target's output feature itself."""
@@ -92,17 +112,15 @@ class Eagle3Net(EagleNet):
 
     def __init__(
         self, shape: dict[str, Any], features: int, vocab: int, norm_before_fc: bool, norm_output: bool,
-        norm_joined: bool = False, norm_before_residual: bool = False,
+        norm_joined: bool = False, norm_before_residual: bool = False, own: Own | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(shape)
+        super().__init__(shape, own)
         width, eps = self.config.hidden_size, self.config.rms_norm_eps
         self.fc = Linear(features * width, width, bias=False)
         self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in range(features)) if norm_before_fc else None
         self.input_norm = RMSNorm(features * width, eps) if norm_joined else None
         self.embed_norm, self.hidden_norm = RMSNorm(width, eps), RMSNorm(width, eps)
-        self.layers = nn.ModuleList(
-            DraftLayer(self.config, i, i == 0, i > 0) for i in range(self.config.num_hidden_layers)
-        )
+        self.layers = self.stack(True, False)
         self.norm = RMSNorm(width, eps)
         self.lm_head = Linear(width, vocab, bias=False)
         self.norm_output, self.norm_before_residual = norm_output, norm_before_residual
@@ -130,3 +148,27 @@ class Eagle3Net(EagleNet):
     def read(self, h: Tensor) -> Tensor:
         """The normed h."""
         return self.norm(h)
+
+
+@torch.no_grad()
+def try_own(net: EagleNet) -> None:
+    """Run both kinds of training pass and a decoding pass over a few random rows. Raises UserError when the target's
+    layer class does not take them."""
+    memory, generator = Memory((1, 3), torch.arange(3)), torch.Generator().manual_seed(0)
+    e, g = torch.randn(2, 1, 3, net.width, generator=generator)
+    cos, sin = net.rope(4, e.dtype, e.device)
+    name = type(cast(Any, net.layers[0]).inner).__name__
+    try:
+        for step in range(2):
+            memory.step = step
+            rope = (cos[None, step : step + 3], sin[None, step : step + 3])
+            h = net.advance(e, g, rope, torch.arange(3) if step == 0 else None, memory=memory).reshape(1, 3, -1)
+        net.attend(attention.NAME)
+        net.advance(e, g, (cos[None, :3], sin[None, :3]), past_key_values=(cache := CountingCache()))
+        net.attend(NAME)
+    except Exception as error:  # classes of other people, see OwnLayer
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{KEY}; {name} does not take the inputs of a drafter ({line}); {FIX}") from None
+    used = len(memory.first) == len(memory.later) == cache.written == len(net.layers)
+    if not (used and bool(h.isfinite().all())):
+        raise UserError(f"{KEY}; {name} does not use the attention or the cache that it is told to; {FIX}")
