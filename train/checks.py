@@ -5,7 +5,6 @@ Shape letters: B rows, T positions, F taps, D width, V vocabulary.
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from decode.sampling import Sampling
 from decode.target import Target
 from heads.base import Batch, Head
 from heads.losses import LossWeights
+from train import memory
 from train.data import Plan, Rows
 
 Fresh = Callable[..., tuple[Target, Head]]  # (counts [V], **changed head keys) -> a target and a fresh head on it
@@ -203,10 +203,11 @@ def levels_of(target: Target, head: Head, batch: Batch) -> int:
 def cost(cfg: Any, target: Target, head: Head, rows: Rows, plan: Plan) -> Check:
     """Memory, time, bytes and FLOPs of the run, from one measured micro-batch of at most four rows."""
     check = Check("cost of the run")
+    head.train()
+    peak = memory.predict(cfg, target, head, rows, plan)
     chosen = plan.batch(0)[:: max(1, cfg.batch_size // 4)][:4]
     batch = rows.batch(chosen).to(target.device)
     per_step = float(rows.lengths[plan.train].double().mean()) * cfg.batch_size
-    head.train()
     with FlopCounterMode(display=False) as counter:
         head(batch, target).sum.backward()
     flops, seconds = counter.get_total_flops(), float("inf")
@@ -221,13 +222,11 @@ def cost(cfg: Any, target: Target, head: Head, rows: Rows, plan: Plan) -> Check:
     tokens = int(batch.mask.sum())
     n = sum(p.numel() for p in head.parameters() if p.requires_grad)
     held = sum(p.numel() * p.element_size() for p in target.model.parameters())
-    if target.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated()
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     step = seconds * per_step / tokens
     check.say(f"memory: {n:,} trainable parameters, {_si(16 * n, 'B', 1024)} with gradients and moments in float32; "
-              f"target {_si(held, 'B', 1024)}; peak of this process {_si(peak, 'B', 1024)} with {len(chosen)} rows")
+              f"target {_si(held, 'B', 1024)}; peak of one process about {_si(peak.bytes, 'B', 1024)} with its widest "
+              f"pass, {peak.rows} rows of {peak.width} tokens (held {_si(peak.held + peak.moments, 'B', 1024)}, pass "
+              f"{_si(peak.step, 'B', 1024)}), evaluation not counted")
     check.say(f"time: {tokens / seconds:,.0f} tokens/s with {len(chosen)} rows at a time, {step:.2g} s per step of "
               f"{cfg.batch_size} rows in one process, {step * cfg.steps / 60:.3g} minutes for {cfg.steps:,} steps, not "
               "counting optimizer and evaluation")

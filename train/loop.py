@@ -34,6 +34,7 @@ from train.facts import check_ranks, facts_of, meaning_of, no_memory, self_check
 from train.features import Source
 from train.gate import gate
 from train.log import Log
+from train.memory import peak_bytes
 from train.poison import stop_poisoned
 from train.schedule import learning_rate
 from train.sharding import shard_target
@@ -125,6 +126,7 @@ def _fit(cfg: TrainConfig, kind: type[Head], accelerator: Accelerator, stop: Sto
                 save_head(head, out / "best", target.identity, {"step": state.step, "training": seen(state)})
         log.say(f"done: {out / 'head'}" + (f"; best accepted length {state.best['accepted_length']:.3f} at step "
                                            f"{int(state.best['step'])}" if state.best else ""))
+        log.metrics(state.step, {"event": "end", "peak_memory_bytes": peak_bytes(accelerator.device)})
         gate(cfg, out, head, target, rows, accelerator, log, cfg.steps)
     finally:
         log.close()
