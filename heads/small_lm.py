@@ -101,11 +101,11 @@ class SmallLMConfig(HeadConfig):
                    "shape": ("chain", "tree"), "tree_draw": ("fixed", "sampled")}
         found += [f"{key}: {getattr(self, key)!r}; choose {' or '.join(good)}" for key, good in choices.items()
                   if getattr(self, key) not in good]
-        sources = [bool(self.from_target_layers), bool(self.path), bool(self.name)]
-        if sum(sources) != 1:
-            how = "more than one source" if any(sources) else "no source"
-            found.append(f"from_target_layers: {how} of the draft is set; give one of head.from_target_layers=N, "
-                         "head.path=FOLDER, head.name=REPOSITORY")
+        sources = sum(map(bool, (self.from_target_layers, self.path, self.name)))
+        if sources != 1:
+            how = "is set beside another source" if sources else "is 0, head.path and head.name are empty"
+            found.append(f"from_target_layers: {how}; give the draft one source: head.from_target_layers=N, "
+                         "head.path=FOLDER or head.name=REPOSITORY")
         if self.lora.rank and self.embedding != "shared":
             found.append(f"embedding: {self.embedding} would train it beside a LoRA; use shared, or lora.rank=0")
         return found

@@ -36,6 +36,7 @@ from decode.tree import DraftTree, TreeShape
 from heads import resolve_drafter
 from scripts.lib import contest, files
 from scripts.lib.bench_verify import verify_cost
+from scripts.lib.lanes import lanes_of
 from scripts.lib.prompts import Prompt, chat_ids, load_prompts
 from scripts.lib.score import Scores
 
@@ -62,6 +63,8 @@ class BenchConfig:
     context: int = 128
     # drafters of the throughput bench, beside plain decoding: "ngram", "runs/medusa@tree", ...
     drafters: list[str] = field(default_factory=list)
+    # separate draft model of the assisted benches: a run of train/draft.py or a model folder
+    draft: str = "runs/draft"
     # batch sizes of the throughput bench
     batch_sizes: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16])
     # cpu, cuda; null = the GPU when there is one
@@ -79,12 +82,15 @@ class BenchConfig:
         return found
 
 
+SKIPPED = 3
+
+
 def none_vs_hf(dtype: str) -> Callable[[BenchConfig], dict[str, Any]]:
     """Tokens per second of NoDraft through our engine over Hugging Face generate's, greedy, batch 1, interleaved."""
 
     def bench(cfg: BenchConfig) -> dict[str, Any]:
         target = load_target(cfg.target, dtype, cfg.device)
-        lanes, _ = contest.lanes_of(["none", "hf_generate"], target)
+        lanes, _ = lanes_of(["none", "hf_generate"], target)
         settings = contest.Settings(Sampling(), cfg.max_new_tokens, 1, cfg.seed, "traversal")
         measured = contest.run_contest(target, target.tokenizer, some(cfg), lanes, settings)
         scores = Scores(measured, lanes, cfg.seed)
@@ -97,6 +103,40 @@ def none_vs_hf(dtype: str) -> Callable[[BenchConfig], dict[str, Any]]:
             "dtype": dtype,
         }
 
+    return bench
+
+
+def against_assisted(temperature: float) -> Callable[[BenchConfig], dict[str, Any]]:
+    """Tokens per second of our speculative decoding over Hugging Face's assisted generation with the same separate
+    draft and K (constant schedule, no confidence threshold), bf16, batch 1, interleaved.
+    """
+
+    def bench(cfg: BenchConfig) -> dict[str, Any]:
+        target = load_target(cfg.target, "bfloat16", cfg.device)
+        ours, theirs = f"{cfg.draft}@chain", f"hf_assisted@{cfg.draft}"
+        lanes, skipped = lanes_of(["none", ours, theirs, "hf_generate"], target)
+        if skipped:
+            raise UserError(f"draft: {skipped[0]['reason']}")
+        settings = contest.Settings(Sampling(temperature), cfg.max_new_tokens, 1, cfg.seed, "traversal")
+        measured = contest.run_contest(target, target.tokenizer, some(cfg), lanes, settings)
+        scores = Scores(measured, lanes, cfg.seed)
+        units, found = scores.units(), [scores.row(lane) for lane in lanes]
+        return {
+            "ratio": scores.speedup(ours, theirs, units),
+            "ratio_end_to_end": scores.speedup(ours, theirs, units, whole=True),
+            "over_generate": {row["name"]: scores.speedup(row["name"], "hf_generate", units) for row in found},
+            "tokens_per_second": {row["name"]: row["tokens_per_second"] for row in found},
+            "accepted_length": {row["name"]: row["accepted_length"] for row in found},
+            "draft_ms": {row["name"]: row["draft_ms"] for row in found},
+            "verify_ms": {row["name"]: row["verify_ms"] for row in found},
+            "steady": scores.steadiness(),
+            "k": lanes[1].depth,
+            "temperature": temperature,
+            "prompts": len(units),
+            "dtype": "bfloat16",
+        }
+
+    bench.__doc__ = against_assisted.__doc__
     return bench
 
 
@@ -166,6 +206,8 @@ def verification(cfg: BenchConfig) -> dict[str, Any]:
 BENCHES: dict[str, Callable[[BenchConfig], dict[str, Any]]] = {
     "none_vs_hf_bf16": none_vs_hf("bfloat16"),
     "none_vs_hf_fp32": none_vs_hf("float32"),
+    "draft_vs_hf_assisted_t0": against_assisted(0.0),
+    "draft_vs_hf_assisted_t1": against_assisted(1.0),
     "tree_score": tree_score,
     "verify_cost": verification,
     "batch_throughput": batch_throughput,
@@ -198,12 +240,19 @@ def clock(target: Target) -> float:
 
 
 @entry("bench", BenchConfig)
-def main(cfg: BenchConfig) -> None:
-    """Run the benches one by one; each result is written as soon as it is there."""
-    console, out = Console(), Path(cfg.out)
+def main(cfg: BenchConfig) -> int:
+    """Run the benches one by one; each result is written as soon as it is there. Exit code 3 when one was skipped."""
+    console, out, code = Console(), Path(cfg.out), 0
     for name in cfg.only or BENCHES:
         console.print(f"[bold]{name}[/bold]", highlight=False)
-        result = BENCHES[name](cfg)
+        try:
+            result = BENCHES[name](cfg)
+        except UserError as error:
+            if cfg.only:
+                raise
+            console.print(f"  skipped: {error}", style="yellow", highlight=False)
+            code = SKIPPED
+            continue
         known = json.loads(out.read_text()) if out.exists() else {}
         known[name] = {
             "about": " ".join((none_vs_hf if name.startswith("none") else BENCHES[name]).__doc__.split()),  # type: ignore[union-attr]
@@ -223,6 +272,7 @@ def main(cfg: BenchConfig) -> None:
                 speed = f"{row['tokens_per_second']:.1f} tokens/s, x{row['speedup']['mean']:.2f}"
                 console.print(f"  batch {row['batch_size']}, {row['drafter']}: {speed}", highlight=False)
     console.print(f"written: {out}", highlight=False)
+    return code
 
 
 if __name__ == "__main__":

@@ -8,6 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from decode.load import TargetConfig, load_target
+from heads import save_head
+from heads.small_lm import SmallLM, SmallLMConfig
 from scripts import bench
 
 
@@ -20,8 +23,12 @@ def run(out: Path, *overrides: str) -> int:
 
 def test_every_bench_runs_and_entries_merge(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
+    target = load_target(TargetConfig(kind="tiny"), "bfloat16", "cpu")
+    head = SmallLM.for_target(target, SmallLMConfig(from_target_layers=1, depth=2))
+    save_head(head, tmp_path / "draft/head", target.identity)
     for name in bench.BENCHES:
-        assert run(out, f"only=[{name}]") == 0
+        long = ["max_new_tokens=10"] if "assisted" in name else []  # transformers drafts in its prefill already
+        assert run(out, f"only=[{name}]", f"draft={tmp_path}/draft", *long) == 0
     found = json.loads(out.read_text())
     assert list(found) == list(bench.BENCHES)
     for entry in found.values():
@@ -29,6 +36,14 @@ def test_every_bench_runs_and_entries_merge(tmp_path: Path) -> None:
         assert entry["environment"]["commit"] and entry["environment"]["threads"]
         assert "rows" in entry or 0 < entry["ratio"]["low"] <= entry["ratio"]["mean"] <= entry["ratio"]["high"]
     assert [r["batch_size"] for r in found["batch_throughput"]["rows"]] == [1, 2]
+
+
+def test_a_bench_without_its_draft_is_skipped_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    kept = {k: v for k, v in bench.BENCHES.items() if k in ("draft_vs_hf_assisted_t0", "tree_score")}
+    monkeypatch.setattr(bench, "BENCHES", kept)
+    assert run(tmp_path / "b.json", f"draft={tmp_path}/none") == bench.SKIPPED
+    assert "skipped: draft:" in capsys.readouterr().out and list(json.loads((tmp_path / "b.json").read_text()))
 
 
 def test_an_unknown_bench_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

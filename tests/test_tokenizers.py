@@ -1,0 +1,89 @@
+"""Two tokenizers are the same, or the first difference is named."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from decode.tiny import byte_tokenizer
+from decode.tokenizers import HARD, compare
+
+
+def changed(edit: Callable[[dict[str, Any]], None], **special: str) -> Any:
+    """A byte tokenizer whose JSON was edited."""
+    core = json.loads(byte_tokenizer(300).backend_tokenizer.to_str())
+    edit(core)
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(core)),
+                                   **{"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", **special})  # fmt: skip
+
+
+def swap(core: dict[str, Any]) -> None:
+    vocab = core["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+
+
+def merge(core: dict[str, Any]) -> None:
+    core["model"]["merges"] = [["e", "l"]]
+    core["model"]["vocab"]["el"] = core["model"]["vocab"].pop("<|reserved_299|>")
+
+
+def plain_start(core: dict[str, Any]) -> None:
+    core["added_tokens"] = [t for t in core["added_tokens"] if t["content"] != "<|im_start|>"]
+
+
+def test_the_same_and_the_padded_are_compatible() -> None:
+    a = byte_tokenizer(300)
+    assert compare(a, byte_tokenizer(300)).compatible
+    padded = compare(a, byte_tokenizer(320), 300, 384)
+    assert padded.compatible and any("placeholder" in n for n in padded.notes)
+    assert any("384 (draft)" in n for n in padded.notes)
+    assert compare(byte_tokenizer(320), a, 320, 300).compatible, "in either direction"
+
+
+@pytest.mark.parametrize(
+    "edit, words",
+    [
+        (swap, "token 'a' has id"),
+        (merge, "id 299 is .* in the target and .el. in the draft"),
+        (lambda c: c.update(normalizer={"type": "NFKC"}), "unicode|normalisation"),
+        (lambda c: c.update(normalizer={"type": "Lowercase"}), "plain text: 'Hello world'"),
+        (lambda c: c.update(normalizer={"type": "Strip", "strip_left": True, "strip_right": True}), "run of spaces"),
+        (lambda c: c["pre_tokenizer"].update(add_prefix_space=True), "plain text"),
+        (lambda c: c.update(decoder={"type": "Fuse"}), "is decoded as"),
+        (plain_start, "special token"),
+    ],
+)
+def test_the_first_difference_is_named(edit: Any, words: str) -> None:
+    verdict = compare(byte_tokenizer(300), changed(edit))
+    assert not verdict.compatible and re.search(words, verdict.reason), verdict.reason
+
+
+def test_another_end_of_turn_is_no_difference() -> None:
+    verdict = compare(byte_tokenizer(300), changed(lambda c: None, eos_token="<|endoftext|>"))
+    assert verdict.compatible and any(n.startswith("eos token is 2 (target) and 0 (draft)") for n in verdict.notes)
+
+
+def test_a_new_real_token_and_missing_rows_are_differences() -> None:
+    more = byte_tokenizer(300)
+    more.add_special_tokens({"additional_special_tokens": [AddedToken("<tool>", special=True)]})
+    assert "'<tool>' (id 300) is known to the draft only" in compare(byte_tokenizer(300), more).reason
+    short = compare(byte_tokenizer(300), byte_tokenizer(300), 300, 200)
+    assert "200 embeddings for tokens up to id 258" in short.reason
+
+
+def test_hard_texts_cover_what_is_promised() -> None:
+    assert {"the empty text", "a run of spaces", "unicode", "emoji", "right-to-left text", "control characters",
+            "normalisation"} <= set(HARD)  # fmt: skip
+    tokenizer = byte_tokenizer(300)
+    core = tokenizer.backend_tokenizer
+    for texts in HARD.values():
+        for text in texts:
+            assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    core.normalizer, core.pre_tokenizer = normalizers.NFC(), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    assert "normalisation" in compare(byte_tokenizer(300), tokenizer).reason
