@@ -182,6 +182,10 @@ def test_stale_caches_are_refused_by_name(data: Path, tmp_path: Path) -> None:
     identity = features.identity_of(writer.target, writer.rows, "bfloat16")
     with pytest.raises(UserError, match="dtype float32 is not bfloat16 of this run"):
         FeatureStore.open(writer.folder, identity, (4,), writer.rows)
+    writer.cfg.target.quantize = "bnb-nf4"
+    identity = features.identity_of(writer.target, writer.rows, features.computed_in(writer.cfg))
+    with pytest.raises(UserError, match="dtype float32 is not float32, bnb-nf4 of this run"):
+        FeatureStore.open(writer.folder, identity, (4,), writer.rows)
     other = load_rows(replace(writer.cfg.data, held_out=0.3), writer.target.tokenizer, writer.target.eos_ids, 260, 1024)
     assert opened(writer, rows=other)  # which rows are held out does not change their features
     with pytest.raises(UserError, match=f"data.features: {tmp_path / 'none'} has no manifest.json"):

@@ -43,8 +43,14 @@ def tokens_sha256(rows: Rows) -> str:
     return total.hexdigest()
 
 
+def computed_in(cfg: Any) -> str:
+    """How the target of a run computes: its dtype, and the quantisation of its weights."""
+    kind = cfg.target.quantize
+    return str(cfg.dtype) if kind == "none" else f"{cfg.dtype}, {kind}"
+
+
 def identity_of(target: Target, rows: Rows, dtype: str) -> dict[str, Any]:
-    """What features must have in common with the run that reads them. dtype: that the target computes in."""
+    """What features must have in common with the run that reads them. dtype: see computed_in."""
     hashes = target.identity.to_json() if target.identity else {}
     found = {f"target.{k}": v for k, v in hashes.items() if k.endswith("sha256")}
     return {"format": FORMAT, **found, "data.tokens_sha256": tokens_sha256(rows), "dtype": dtype}
@@ -85,7 +91,7 @@ class FeatureStore:
         card, shards = read_manifest(folder)
         path = folder / MANIFEST
         theirs = card["identity"]
-        wrong = [f"{k} {str(theirs.get(k))[:12]} is not {str(identity.get(k))[:12]} of this run" for k in KEYS
+        wrong = [f"{k} {str(theirs.get(k))[:12]} is not {str(identity.get(k))[:24]} of this run" for k in KEYS
                  if theirs.get(k) != identity.get(k)]
         if wrong:
             raise UserError(f"{path}: holds features of something else ({'; '.join(wrong)}); {AGAIN}")
@@ -237,8 +243,8 @@ class Source:
         final = target.num_layers
         taps = head.taps if final in head.taps else (*head.taps, final)
         _ = target.head  # asks the layers how logits follow; later they may be gone
-        self.store = FeatureStore.open(folder, identity_of(target, rows, cfg.dtype), taps, rows)
-        freed = 0 if cfg.eval.every or getattr(cfg.eval, "parity", 0) else free_layers(target)
+        self.store = FeatureStore.open(folder, identity_of(target, rows, computed_in(cfg)), taps, rows)
+        freed = 0 if cfg.eval.every or cfg.eval.parity else free_layers(target)
         self.note = f"features: {folder}, {len(self.store.shards)} files in {self.store.stored}"
         self.note += f"; the target's layers are freed ({freed / 2**20:,.0f} MiB)" if freed else ""
         if self.store.stored != cfg.dtype:
