@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -11,12 +13,15 @@ from decode.engine import Request, generate
 from decode.load import TargetConfig, load_target
 from decode.sampling import Sampling
 from decode.target import Target
-from heads import HEADS, shapes, tuned
+from heads import HEADS, save_head, shapes, tuned
+from heads.eagle_config import EagleConfig
 from heads.medusa import MedusaConfig
+from heads.small_lm import SmallLMConfig
 from heads.tuned import Settings
 from scripts.lib import cost, replay, search
 from scripts.lib.cost import CostModel, Curve, Linear, Shape
 from scripts.lib.replay import Shadow, Step, Text
+from scripts.lib.tuning import Bounds, Family
 
 # -- formulas and fits
 
@@ -179,3 +184,38 @@ def test_the_few_are_different() -> None:
     few = search.best_few(found, 4)
     assert few[0].shape.nodes == 12 and len(few) == 4 and {c.kind for c in few} == {"tree", "chain"}
     assert all(search._differs(a, b) for i, a in enumerate(few) for b in few[:i])
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "small_lm"])
+def test_drafters_that_read_their_own_tokens_are_searched(kind: str, tmp_path: Path) -> None:
+    """Probes, recording and search of a dynamic tree, and that each proposed setting makes a drafter of its size."""
+    shape = {"layers": 2, "hidden": 32, "heads": 2, "kv_heads": 1, "vocab": 260}
+    target = load_target(TargetConfig(kind="tiny", **shape), torch.float64)
+    keys = {"draft_vocab": 0, "depth": 3, "nodes": 6, "width": 3}
+    cfg = EagleConfig(kind=kind, **keys) if kind == "eagle3" else SmallLMConfig(from_target_layers=1, **keys)
+    torch.manual_seed(0)
+    save_head(HEADS[kind].for_target(target, cfg), tmp_path / "head", target.identity)
+    family = Family.of(str(tmp_path / "head"), target, Sampling(), Bounds(depth=3, nodes=8, width=3))
+    assert {p.kind for p in family.probes()} == {"chain", "tree"} and str(family.default()) != ""
+    texts = family.record([[5, 6, 7], [8, 9, 5, 6]], 8, 0, lambda: None)
+    assert set(texts) == {"chain", "tree"} and all(len(t) == 2 for t in texts.values())
+    linear = {1: Linear(cost.PROPOSE, (1, 1, 0.1, 0))}
+    reads = {1: Linear(cost.OBSERVE, (0.5, 0.1))}
+    model = CostModel(flat(10, 0.5), flat(1), flat(0.5), flat(0.5), {"chain": linear, "tree": linear},
+                      {"chain": reads, "tree": reads})  # fmt: skip
+    found = family.candidates(model, 1, texts)
+    assert {c.kind for c in found} == {"chain", "tree"} and len(found) > 10
+    for one in search.best_few(found, 3):
+        made = family.drafter(one.settings)
+        assert made.max_depth == one.shape.depth and made.max_nodes == one.shape.nodes
+        wanted = [[s.accepted for s in replay.walk(t, k, one.shape.depth)] for t, k in zip(
+            texts[one.kind], _kept(texts, one), strict=True)]  # fmt: skip
+        asked = [Request(p, 8, id=i * 64) for i, p in enumerate(([5, 6, 7], [8, 9, 5, 6]))]
+        run = generate(target, made, asked, Sampling())
+        assert [[c.accepted for c in g.cycles] for g in run.generations] == wanted
+
+
+def _kept(texts: dict[str, list[Text]], one: search.Candidate) -> list:
+    if one.kind == "chain":
+        return replay.chain_of(texts["chain"], one.shape.depth)
+    return replay.Beams(texts["tree"]).of(one.shape.depth, one.shape.nodes, one.shape.width)
