@@ -124,6 +124,16 @@ def test_changed_meaning_is_refused_and_changed_logistics_are_named(data: Path, 
         run(moved, out, "steps=2")
 
 
+def test_a_key_that_came_later_may_stand_at_its_default(tmp_path: Path) -> None:
+    saved, default = {"seed": 0, "gone": 1}, {"seed": 0, "new": False}
+    assert disk.check_meaning({"seed": 0}, {"seed": 0, "new": False}, tmp_path, default) == []
+    for now in ({"seed": 0, "new": True}, {"seed": 0, "features": "stored"}):
+        with pytest.raises(UserError, match="None in the checkpoint"):
+            disk.check_meaning({"seed": 0}, now, tmp_path, default)
+    with pytest.raises(UserError, match="gone: 1 in the checkpoint, None now"):
+        disk.check_meaning(saved, {"seed": 0}, tmp_path, default)
+
+
 def test_accumulation_and_micro_batches_do_not_change_the_gradient(data, tmp_path, monkeypatch) -> None:
     one = gradients(data, tmp_path / "a", monkeypatch, "batch_size=8")
     for micro in (1, 3, 4):

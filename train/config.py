@@ -244,6 +244,20 @@ def flat(cfg: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def defaults(cfg: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> default of every key of a config dataclass that has one."""
+    found: dict[str, Any] = {}
+    for item in dataclasses.fields(cfg):
+        value = getattr(cfg, item.name)
+        if dataclasses.is_dataclass(value):
+            found |= defaults(value, f"{prefix}{item.name}.")
+        elif item.default is not dataclasses.MISSING:
+            found[prefix + item.name] = item.default
+        elif item.default_factory is not dataclasses.MISSING:
+            found[prefix + item.name] = item.default_factory()
+    return found
+
+
 def is_logistics(key: str) -> bool:
     """Whether a dotted key may change between a run and its resumption."""
     return any(key == known or key.startswith(known + ".") for known in LOGISTICS)

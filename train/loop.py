@@ -27,7 +27,7 @@ from decode.load import load_target
 from heads.base import Head
 from heads.checkpoint import save_head
 from train import state as disk
-from train.config import TrainConfig
+from train.config import TrainConfig, defaults
 from train.data import Plan, Rows, hash_u63, load_rows
 from train.evaluation import evaluate, seen
 from train.facts import check_ranks, facts_of, meaning_of, no_memory, self_check
@@ -229,7 +229,7 @@ def _resume(cfg: TrainConfig, out: Path, head: Head, optimizer: torch.optim.Opti
     if path is None:
         return State(meaning=meaning), notes
     state = disk.read(Path(path))
-    changes = disk.check_meaning(state.meaning, meaning, out)
+    changes = disk.check_meaning(state.meaning, meaning, out, defaults(cfg))
     disk.restore(Path(path), head, optimizer)
     state.meaning = meaning
     notes = [*notes, f"resuming {out} at step {state.step} of {cfg.steps}"]

@@ -140,9 +140,13 @@ def restore(checkpoint: Path, head: Head, optimizer: torch.optim.Optimizer) -> N
         raise UserError(f"{checkpoint}: does not fit this run ({line}); choose another out_dir") from None
 
 
-def check_meaning(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> list[str]:
-    """Lines about the logistics that changed. Raises UserError naming every key whose change alters what is learned."""
-    changed = [k for k in {**saved, **now} if saved.get(k) != now.get(k)]
+def check_meaning(saved: dict[str, Any], now: dict[str, Any], folder: Path, default: dict[str, Any]) -> list[str]:
+    """Lines about the logistics that changed. Raises UserError naming every key whose change alters what is learned.
+
+    A key that the checkpoint does not know came with a later version: at its default it changes nothing.
+    """
+    new = {k for k in now if k not in saved and k in default and now[k] == default[k]}
+    changed = [k for k in {**saved, **now} if saved.get(k) != now.get(k) and k not in new]
     refused = [f"{k}: {_show(saved.get(k))} in the checkpoint, {_show(now.get(k))} now"
                for k in changed if not is_logistics(k)]
     if refused:
