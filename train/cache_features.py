@@ -119,8 +119,8 @@ class Writer:
         self.per_token = len(self.taps) * target.hidden_size * torch_dtype(self.store).itemsize
         self.bounds = bounds_of(rows, self.per_token, cfg.shard_mb << 20)
         self.plan = {"identity": identity_of(target, rows, features.computed_in(cfg)), "taps": list(self.taps),
-                     "stored": self.store, "width": target.hidden_size, "rows": rows.lines.numel(), "tokens": rows.ids.numel(),
-                     "bounds": self.bounds, "batch_tokens": cfg.batch_tokens}
+                     "stored": self.store, "width": target.hidden_size, "rows": rows.lines.numel(),
+                     "tokens": rows.ids.numel(), "bounds": self.bounds, "batch_tokens": cfg.batch_tokens}
         self.count = len(self.bounds) - 1
 
     def tokens(self, number: int) -> int:
