@@ -303,3 +303,25 @@ def test_dynamic_tree_is_the_best_one() -> None:
 
     assert {path_of(i) for i in range(200)} == best
     assert sum(len(path) == 3 for path in best) > 50
+
+
+def test_eagle1_reads_normed_features_and_eagle3_raw_ones() -> None:
+    """FIELD 2.3: the last of transformers' hidden states is behind the final norm, all others are the plain stream."""
+    target = target_of("llama", num_hidden_layers=4)
+    with torch.no_grad():
+        target.model.base_model.norm.weight.uniform_(0.5, 1.5)  # type: ignore[union-attr, operator]
+    seen: list[Tensor] = []
+    for layer in target.model.base_model.layers:  # type: ignore[union-attr]
+        layer.register_forward_pre_hook(  # type: ignore[union-attr, operator]
+            lambda _, a, k: seen.append(a[0] if a else k["hidden_states"]), with_kwargs=True
+        )
+    batch = batch_of([9])
+    for kind in ("eagle1", "eagle3"):
+        head = HEADS[kind].for_target(target, EagleConfig(kind=kind, draft_vocab=0))
+        assert head.taps == ((4,) if kind == "eagle1" else (2, 2, 1))
+        seen.clear()
+        feats = target.features(batch.ids, batch.mask, head.taps)
+        if kind == "eagle1":
+            torch.testing.assert_close(target.unembed(feats[:, :, 0]), target.model(batch.ids).logits)
+        else:
+            torch.testing.assert_close(feats, torch.stack([seen[2], seen[2], seen[1]], 2))

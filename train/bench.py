@@ -1,10 +1,11 @@
 """How close training comes to what the arithmetic allows, measured in one run and written as JSON.
 
-    python train/bench.py target=smollm2 data.path=FILE out_dir=runs/bench steps=8
+    python train/bench.py target=smollm2 head=eagle3 data.path=FILE out_dir=runs/bench steps=8
 
-Takes the keys of train/medusa.py. Round by round, on the same batches: (a) whole training steps; (b) the target's
-forward alone; (c) the heads' matrix products alone, forward and backward, in chunks of the same size. The bound is
-(b) + (c); the ratio is bound / (a). Parts are interleaved so that a drifting machine hurts them alike, and the median
+Takes the keys of scripts/validate.py, for Medusa and EAGLE heads. Round by round, on the same batches: (a) whole
+training steps; (b) the target's forward alone; (c) the head's matrix products alone (train/products.py), forward and
+backward, in chunks of the same size and in the run's dtype. The bound is (b) + (c); the ratio is bound / (a): a step
+takes 1 / ratio times what it must. Parts are interleaved so that a drifting machine hurts them alike, and the median
 over the rounds counts.
 """
 
@@ -16,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,49 +29,26 @@ from torch import Tensor
 from conf.schema import entry
 from decode.load import load_target
 from decode.target import Target
-from heads.base import Batch
-from heads.medusa import MedusaHead
-from train.config import MedusaRun
+from heads import HEADS
+from heads.base import Batch, Head
+from train.config import TrainConfig
 from train.data import Plan, load_rows
 from train.log import git_commit
+from train.products import products
+from train.validate import ValidateConfig, head_config
 
 
-def matrix_products(head: MedusaHead, target: Target, tokens: int) -> Callable[[], None]:
-    """The products that the heads cannot do without for `tokens` supervised tokens: blocks, logits and both gradients
-    of each, and with a soft loss the target's logits."""
-    cfg, dtype, width = head.cfg, target.dtype, head.width
-    size = cfg.draft_vocab or head.vocab_size
-    x = torch.randn(tokens, width, device=target.device, dtype=dtype)
-    block = torch.randn(width, width, device=target.device, dtype=dtype)
-    proj = torch.randn(size, width, device=target.device, dtype=dtype)
-
-    def one(weight: Tensor, part: Tensor, gradient: bool = True) -> None:
-        z = part @ weight.T
-        if gradient:
-            _ = (z @ weight, z.T @ part)
-
-    def work() -> None:
-        for part in x.split(cfg.chunk):
-            if cfg.loss.needs_law:
-                one(target.lm_head_weight, part, False)
-            for _ in range(cfg.heads):
-                for _ in range(cfg.blocks):
-                    one(block, part)
-                one(proj, part)
-
-    return work
-
-
-def measure(cfg: MedusaRun) -> dict[str, Any]:
-    """Seconds per round of every part, medians and ratio."""
+def measure(cfg: TrainConfig) -> dict[str, Any]:
+    """Seconds per round of every part, medians and ratio. Raises UserError for a head that has no list of products."""
     target = load_target(cfg.target, cfg.dtype, cfg.device or None)
     rows = load_rows(cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length)
     plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed)
-    head = MedusaHead.for_target(target, cfg.head, rows.counts(target.vocab_size))
+    known: Any = cfg.head
+    head = HEADS[known.kind].for_target(target, known, rows.counts(target.vocab_size))
     optimizer = torch.optim.AdamW(head.parameters(), lr=cfg.optim.lr, fused=True)
     names = ("target", "products", "head_loss", "backward", "optimizer", "step")
     seconds: dict[str, list[float]] = {k: [] for k in names}
-    tokens = supervised = padded = 0
+    tokens = supervised = padded = flops = 0
     for k in range(cfg.steps + 1):
         batches = [rows.batch(part).to(target.device) for part in plan.micro_batches(k, 0, 1, cfg.micro_batch)]
         found = _round(head, target, optimizer, batches)
@@ -77,6 +56,7 @@ def measure(cfg: MedusaRun) -> dict[str, Any]:
             continue  # the first round warms up
         for name, value in found.items():
             seconds[name].append(value)
+        flops += sum(products(head, target, b)[1] for b in batches)
         tokens += sum(int(b.mask.sum()) for b in batches)
         padded += sum(b.mask.numel() for b in batches)
         supervised += sum(int(b.loss_mask.sum()) for b in batches)
@@ -88,15 +68,17 @@ def measure(cfg: MedusaRun) -> dict[str, Any]:
         "share_of_step": parts, "bottleneck": max(parts, key=lambda k: parts[k]), "seconds": middle,
         "tokens_per_second": tokens / sum(seconds["step"]), "supervised_per_second": supervised / sum(seconds["step"]),
         "padding": 1 - tokens / padded, "rounds": cfg.steps, "batch_size": cfg.batch_size, "dtype": cfg.dtype,
-        "draft_vocab": cfg.head.draft_vocab, "heads": cfg.head.heads, "loss": vars(cfg.head.loss),
+        "head": {k: v for k, v in asdict(known).items() if not isinstance(v, dict)}, "loss": vars(known.loss),
+        "products_flops_per_second": flops / sum(seconds["products"]),
         "target": {k: v for k, v in target.identity.to_json().items() if k != "path"} if target.identity else None,
-        "command": "python train/bench.py " + " ".join(a for a in sys.argv[1:] if not a.startswith("data.path")),
+        "command": "python train/bench.py " + " ".join(
+            a for a in sys.argv[1:] if not a.startswith(("data.path", "out_dir"))),
         "environment": {"torch": torch.__version__, "threads": torch.get_num_threads(), "commit": git_commit()},
     }
 
 
 def _round(
-    head: MedusaHead, target: Target, optimizer: torch.optim.Optimizer, batches: list[Batch]
+    head: Head, target: Target, optimizer: torch.optim.Optimizer, batches: list[Batch]
 ) -> dict[str, float]:
     """Times of one optimizer step and of its parts; the products are timed right after it."""
     found = dict.fromkeys(("target", "head_loss", "backward", "optimizer", "products"), 0.0)
@@ -139,7 +121,7 @@ def _round(
     found["target"] = sum(inside)
     found["head_loss"] -= found["target"]
     for batch in batches:
-        clocked("products", matrix_products(head, target, int(batch.loss_mask.sum())))
+        clocked("products", products(head, target, batch)[0])
     return found
 
 
@@ -148,9 +130,10 @@ def _wait(target: Target) -> None:
         torch.cuda.synchronize(target.device)
 
 
-@entry("medusa", MedusaRun)
-def main(cfg: MedusaRun) -> None:
+@entry("validate", ValidateConfig)
+def main(cfg: ValidateConfig) -> None:
     """Measure and write OUT_DIR/bench.json."""
+    cfg.head = head_config(cfg.head)
     report = measure(cfg)
     path = Path(cfg.out_dir) / "bench.json"
     path.parent.mkdir(parents=True, exist_ok=True)
