@@ -32,7 +32,7 @@ HEADS: dict[str, type[Head]] = {
     "small_lm": SmallLM,
 }
 SHAPES = ("chain", "tree")
-ADAPTIVE = "@adaptive"
+ADAPTIVE, SAMPLED = "@adaptive", "@sampled"
 WATCHED = {"@monitor": False, "@fallback": True}
 
 
@@ -43,6 +43,7 @@ def resolve_drafter(spec: str, target: Target) -> Drafter:
     Where scripts/tune.py has left its choice in the head's folder, that is how the head drafts; "@chain:4" or
     "@tree:16" (levels, nodes; "ngram@4" too) ask for something else. "@monitor" behind a tuned drafter warns when a
     request stays below break-even, "@fallback" decodes it plainly then (decode.monitor).
+    "@sampled" behind a head, or its tree, draws the tree's candidates without replacement where T > 0.
     "@adaptive" behind any of them but "none" lets every row draft as deep as its own acceptance so far pays for
     (decode.adaptive). The drafter's name is `spec`. Raises UserError for anything else, for a tree on a target that
     takes chains only, for a head of another target, and for a model with another tokenizer.
@@ -57,8 +58,11 @@ def resolve_drafter(spec: str, target: Target) -> Drafter:
         adaptive = Adaptive(resolve_drafter(plain, target))
         adaptive.name = spec
         return adaptive
-    path, _, shape = spec.partition("@")
+    path, _, shape = spec.removesuffix(SAMPLED).partition("@")
+    drawn = spec.endswith(SAMPLED)
     if path in ("none", "ngram"):
+        if drawn:
+            raise UserError(f"drafters: {spec}: {path} has no tree to draw; write {path}")
         drafter: Drafter = NoDraft() if path == "none" else NGram()
         if path == "ngram" and re.fullmatch(r"[1-9]\d?", shape):
             drafter = NGram(depth=int(shape))
@@ -74,6 +78,13 @@ def resolve_drafter(spec: str, target: Target) -> Drafter:
         head = None if model else load_head(find_head(path), target)
         if shape == "tree" and target.support != "tree":
             raise UserError(f"drafters: {spec}: this target takes chains only; write {path}@chain")
+        if drawn:
+            if shape == "chain":
+                raise UserError(f"drafters: {spec}: a chain is drawn where T > 0 anyway; write {path}@chain")
+            if head is None:
+                raise UserError(f"drafters: {spec}: @sampled is for trained heads; leave it out")
+            head.sample_trees()
+            shape = shape or "tree"
         left = tuned.read(find_head(path)) if head else None
         settings = asked or (left.choose(shape) if left else None)
         if head:

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from conf.errors import UserError
 from decode.drafters import Drafter
 from decode.identity import Identity
 from decode.target import Target
@@ -95,6 +96,7 @@ class Head(nn.Module):
     trains_target: whether the target's own weights move with the head.
     reads_features: whether it drafts from the target's features (a separate model reads tokens alone).
     packs: whether its loss keeps packed documents apart.
+    takes_stored_law: whether it can learn from the k most probable tokens in place of the target's last feature.
     """
 
     kind: ClassVar[str] = ""
@@ -102,6 +104,7 @@ class Head(nn.Module):
     trains_target: ClassVar[bool] = False
     reads_features: ClassVar[bool] = True
     packs: ClassVar[bool] = False
+    takes_stored_law: ClassVar[bool] = False
     taps: tuple[int, ...] = ()
 
     def __init__(self, cfg: Any) -> None:
@@ -133,6 +136,13 @@ class Head(nn.Module):
     def drafter(self, target: Target, shape: str | None = None) -> Drafter:
         """A drafter over a copy of these weights in the target's dtype. shape: "chain", "tree" or None (its own)."""
         raise TypeError(f"{type(self).__name__} must define drafter")
+
+    def sample_trees(self) -> None:
+        """From now on the tree drafters of this head draw siblings without replacement where T > 0, instead of taking
+        the most probable ones. Raises UserError when the head has no such trees."""
+        if not hasattr(self.cfg, "tree_draw"):
+            raise UserError(f"drafters: {self.kind}: its trees hold the most probable tokens; leave @sampled out")
+        self.cfg.tree_draw = "sampled"
 
     def forced(self, batch: Batch, target: Target, levels: int) -> Iterator[tuple[Tensor, int, Tensor]]:
         """What a draft of `levels` would be if every token before were the text's: (flat [m], level, logits [m, Vd]),

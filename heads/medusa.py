@@ -88,6 +88,7 @@ class MedusaHead(ParallelHead):
     markov_out [Vd, r] (None without a Markov term); the rest as in ParallelHead."""
 
     kind = "medusa"
+    sampled_trees = False
     Config = MedusaConfig
     markov_in: nn.Parameter | None
     markov_out: nn.Parameter | None
@@ -132,4 +133,12 @@ class MedusaHead(ParallelHead):
         """See Head."""
         kind = shape or (self.cfg.shape if target.support == "tree" else "chain")
         form = TreeShape.chain(self.cfg.heads) if kind == "chain" else self.tree()
-        return (MedusaDrafter if self.markov_in is None else MarkovDrafter)(self, target, form, kind)
+        if self.markov_in is not None:
+            return MarkovDrafter(self, target, form, kind)
+        return MedusaDrafter(self, target, form, kind, self.sampled_trees)
+
+    def sample_trees(self) -> None:
+        """See Head."""
+        if self.markov_in is not None:
+            super().sample_trees()
+        self.sampled_trees = True

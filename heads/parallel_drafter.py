@@ -1,8 +1,9 @@
-"""Drafters of parallel heads: a chain (sampled at T > 0) or a static tree of top ranks, in one shot or level by level.
+"""Drafters of parallel heads: a chain (sampled at T > 0) or a static tree, in one shot or level by level.
 
 In one shot, when no head looks at drafted tokens (Medusa): all levels at once. Level by level, when head d reads the
 tokens of a node's own path (Hydra heads, Medusa's Markov term): the children of a node come from its own logits.
-Candidates of a tree are deterministic at any temperature, so each is verified as a point mass.
+Candidates of a tree are the top ranks at any temperature, so each is verified as a point mass; Medusa's may be drawn at
+T > 0 instead, siblings without replacement.
 
 Shape letters: B live rows, D width, K heads, L blocks, Vd draft vocabulary, N tree nodes, P parents of one level.
 """
@@ -69,9 +70,9 @@ class LastFeature:
 class MedusaDrafter(LastFeature):
     """All levels at once: the heads read the last feature alone."""
 
-    def __init__(self, head: MedusaHead, target: Target, shape: TreeShape, kind: str) -> None:
+    def __init__(self, head: MedusaHead, target: Target, shape: TreeShape, kind: str, drawn: bool = False) -> None:
         super().__init__(head, target, shape, kind)
-        depth = shape.depth
+        depth, self.drawn = shape.depth, drawn  # drawn: a tree's siblings are sampled where T > 0
         self.weight = head.block_weight.detach()[:depth].to(target.dtype, copy=True).transpose(2, 3)
         self.bias = head.block_bias.detach()[:depth, :, None].to(target.dtype, copy=True)
         rank = [[p[-1] for p in shape.paths], [len(p) - 1 for p in shape.paths]]
@@ -94,6 +95,8 @@ class MedusaDrafter(LastFeature):
             return DraftTree.empty(rows, device)
         shape = self.cuts[depth]
         logits = self.logits(depth)
+        if self.drawn and self.shape == "tree" and not sampling.greedy:
+            return self._sampled_tree(logits, shape, shape.size_at(budget), sampling, rng)
         if self.shape == "chain" and not sampling.greedy:
             return self._sampled(logits, shape.size_at(budget), sampling, rng)
         top = logits.argmax(-1, keepdim=True) if self.width == 1 else logits.topk(self.width, -1).indices
@@ -109,6 +112,29 @@ class MedusaDrafter(LastFeature):
         tokens = self.tokens(drawn)
         proposal = Proposal(law.view(rows, depth, width), node.expand(rows, depth), self.vocab)
         return DraftTree.chain(tokens, size, torch.ones_like(tokens, dtype=torch.bool), proposal)
+
+
+    def _sampled_tree(self, logits: Tensor, shape: TreeShape, size: Tensor, sampling: Sampling,
+                      rng: Rng) -> DraftTree:  # fmt: skip
+        """Siblings drawn one after the other from their level's law, without replacement: which nodes exist does not
+        depend on what was drawn. Where a truncated law has run out of tokens, the next best one stands in as a
+        deterministic candidate."""
+        rows, device = logits.shape[1], logits.device
+        every = torch.arange(rows, device=device)
+        laws = [sampling.draft_law(level) for level in logits]
+        left: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # by parent: what its law and its logits still hold
+        tokens = torch.zeros(rows, len(shape), dtype=torch.int64, device=device)
+        drawn = torch.ones(rows, len(shape), dtype=torch.bool, device=device)
+        for i, path in enumerate(shape.paths):
+            at = len(path) - 1
+            law, spare = left.setdefault(path[:-1], (laws[at].clone(), logits[at].float().clone()))
+            empty = law.sum(-1) <= 0
+            place = torch.where(empty, spare.argmax(-1), rng.draft(law, every, torch.full_like(every, i)))
+            law.scatter_(1, place[:, None], 0.0)
+            spare.scatter_(1, place[:, None], -torch.inf)
+            tokens[:, i], drawn[:, i] = self.tokens(place), ~empty
+        level = self.level[: len(shape)].expand(rows, -1)
+        return DraftTree.static(shape, tokens, size, drawn, Proposal(torch.stack(laws, 1), level, self.vocab))
 
 
 class LevelDrafter(LastFeature):

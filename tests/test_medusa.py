@@ -192,6 +192,54 @@ def test_chain_is_sampled_from_the_warped_law_at_temperature(target) -> None:
         assert (share - law[d]).abs().max() < 4 * (0.25 / rows) ** 0.5
 
 
+def test_siblings_of_a_sampled_tree_are_drawn_without_replacement(target) -> None:
+    """First siblings follow their level's law, second ones that law without the first; T = 0 takes the top ranks."""
+    head = trained_like(target, MedusaConfig(heads=2, draft_vocab=12, nodes=6))
+    fixed = head.drafter(target, "tree")
+    head.sample_trees()
+    drafter = head.drafter(target, "tree")
+    rows = 6000
+    for one in (fixed, drafter):
+        one.reset(rows, 8)
+        one.begin([torch.tensor([5])] * rows, Sampling())
+    feats = torch.randn(1, 1, 1, head.width, generator=torch.Generator().manual_seed(0)).expand(rows, 1, 1, -1)
+    for one in (fixed, drafter):
+        one.observe(torch.zeros(rows, 1).long(), feats, torch.ones(rows).long(), slice(0, rows))
+    rng = Rng(3, torch.arange(rows), torch.zeros(rows).long())
+    depth = torch.full((rows,), 2)
+    assert drafter.propose(depth, Sampling(), rng).tokens.equal(fixed.propose(depth, Sampling(), rng).tokens)
+    warp = Sampling(temperature=1.3)
+    tree = drafter.propose(depth, warp, rng)
+    tree.validate(target.vocab_size, drafter.max_nodes)
+    assert bool(tree.sampled.all()) and tree.proposal.replacement is False
+    paths, ids, law = head.tree().paths, head.ids(), warp.draft_law(drafter.logits(2)[:, 0])[0]
+    first, second = (tree.tokens[:, paths.index((rank,))] for rank in (0, 1))
+    share = torch.bincount(first, minlength=260)[ids] / rows
+    assert (share - law).abs().max() < 4 * (0.25 / rows) ** 0.5
+    wanted = sum(law[k] * law.index_fill(0, torch.tensor([k]), 0.0) / (1 - law[k]) for k in range(len(law)))
+    share = torch.bincount(second, minlength=260)[ids] / rows
+    assert (share - wanted).abs().max() < 4 * (0.25 / rows) ** 0.5
+    cut = drafter.propose(depth, Sampling(1.0, top_k=1), rng)  # the law runs out: point masses stand in
+    cut.validate(target.vocab_size, drafter.max_nodes)
+    assert bool(cut.sampled[:, paths.index((0,))].all()) and not bool(cut.sampled[:, paths.index((1,))].any())
+
+
+def test_sampled_trees_by_name(target, tmp_path) -> None:
+    from heads import resolve_drafter, save_head
+
+    save_head(trained_like(target), tmp_path / "m", target.identity)
+    drafter = resolve_drafter(f"{tmp_path}/m@tree@sampled", target)
+    assert (drafter.name, drafter.shape, drafter.drawn) == (f"{tmp_path}/m@tree@sampled", "tree", True)
+    assert resolve_drafter(f"{tmp_path}/m@sampled@adaptive", target).inner.drawn
+    assert not resolve_drafter(f"{tmp_path}/m@tree", target).drawn
+    for spec, words in (("m@chain@sampled", "drawn where T > 0 anyway"), ("ngram@sampled", "no tree to draw")):
+        with pytest.raises(UserError, match=words):
+            resolve_drafter(spec if spec.startswith("ngram") else f"{tmp_path}/{spec}", target)
+    markov = trained_like(target, MedusaConfig(draft_vocab=12, markov_rank=4))
+    with pytest.raises(UserError, match="leave @sampled out"):
+        markov.sample_trees()
+
+
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_engine_is_lossless_with_it_in_greedy_and_runs_at_temperature(target, shape, temperature) -> None:

@@ -4,29 +4,27 @@ Three questions, each a pair of drafters or rules with as many nodes on both sid
 rule         traversal against rejection on the same sampled drafts (expected, coins averaged out)
 chain        a sampled chain against the most probable one
 tree         siblings drawn without replacement against the most probable ones
-
-Shape letters: B rows, N nodes, Vd draft vocabulary.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from conf.errors import UserError
 from decode import stats
 from decode.drafters import Drafter
 from decode.engine import Cycle, Request, generate
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
-from decode.tree import DraftTree, Proposal, TreeShape
+from decode.tree import DraftTree
 from decode.verify import verify
 from heads import find_head, load_head
-from heads.parallel_drafter import MedusaDrafter
 from scripts.lib.expected import Watched
 from scripts.lib.live import Advance
 from scripts.lib.parts import Parts
@@ -47,42 +45,13 @@ class MostProbable:
         return self.inner.propose(budget, Sampling(0.0), rng)
 
 
-class SampledMedusa(MedusaDrafter):
-    """Medusa's static tree with siblings drawn one after the other, without replacement, from their level's law."""
-
-    def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
-        depth = min(self.max_depth, int(budget.max())) if len(self.feats) else 0
-        if depth <= 0 or sampling.greedy:
-            return super().propose(budget, sampling, rng)
-        shape, logits = self.cuts[depth], self.logits(depth)
-        rows, every = len(self.feats), torch.arange(len(self.feats))
-        laws = [sampling.draft_law(level) for level in logits]
-        left: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
-        tokens = torch.zeros(rows, len(shape), dtype=torch.int64)
-        drawn = torch.ones(rows, len(shape), dtype=torch.bool)
-        for i, path in enumerate(shape.paths):
-            at = len(path) - 1
-            law, spare = left.setdefault(path[:-1], (laws[at].clone(), logits[at].float().clone()))
-            empty = law.sum(-1) <= 0  # a truncated law ran out: the next best token stands in as a point mass
-            place = torch.where(empty, spare.argmax(-1), rng.draft(law, every, torch.full_like(every, i)))
-            law.scatter_(1, place[:, None], 0.0)
-            spare.scatter_(1, place[:, None], -torch.inf)
-            tokens[:, i], drawn[:, i] = self.tokens(place), ~empty
-        level = torch.tensor([len(p) - 1 for p in shape.paths]).expand(rows, -1)
-        return DraftTree.static(shape, tokens, shape.size_at(budget), drawn,
-                                Proposal(torch.stack(laws, 1), level, self.vocab))  # fmt: skip
-
-
 def lanes(path: str, target: Target) -> dict[str, Drafter]:
     """The drafters to compare for the head folder `path`: sampled and most probable chain, and so for trees."""
     head = load_head(find_head(path), target)
     chain, tree = head.drafter(target, "chain"), head.drafter(target, "tree")
     found: dict[str, Any] = {"sampled chain": chain, "chain": MostProbable(chain), "tree": MostProbable(tree)}
-    if isinstance(tree, MedusaDrafter):
-        shape: TreeShape = tree.cuts[tree.max_depth]
-        found["sampled tree"] = SampledMedusa(head, target, shape, "tree")  # type: ignore[arg-type]
-    elif hasattr(head.cfg, "tree_draw"):
-        head.cfg.tree_draw = "sampled"
+    with contextlib.suppress(UserError):  # not every head can draw its tree
+        head.sample_trees()
         found["sampled tree"] = head.drafter(target, "tree")
     return found
 
