@@ -29,6 +29,7 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 from conf.errors import UserError
 from conf.schema import entry
 from decode.load import TargetConfig, load_target
+from decode.memory import Plan
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.verify import RULES
@@ -44,6 +45,7 @@ from scripts.lib.wandb_log import to_wandb
 
 SKIPPED, DISAGREES = 3, 1
 GATE_TOKENS = 64
+PLANNED_NODES = 64  # of a draft tree, when memory is estimated
 
 
 @dataclass
@@ -138,7 +140,10 @@ def main(cfg: EvaluateConfig) -> int:
     if out.exists() and not out.is_dir():
         raise UserError(f"out: {out} is a file; give a folder")
     out.mkdir(parents=True, exist_ok=True)
-    target = load_target(cfg.target, cfg.dtype, cfg.device)
+    # A token is two letters or more; later turns hold the earlier ones and their answers.
+    longest = max(sum(len(t) // 2 + cfg.max_new_tokens for t in p.turns) for p in prompts)
+    plan = Plan(max(cfg.batch_sizes or [cfg.batch_size]), longest, PLANNED_NODES)
+    target = load_target(cfg.target, cfg.dtype, cfg.device, plan)
     more, unknown = candidates.expand(cfg.candidates, cfg.runs, target.support == "tree")
     names = list(dict.fromkeys([*cfg.drafters, *more]))
     lanes, skipped = lanes_of(names, target, lambda: load_target(cfg.target, cfg.dtype, cfg.device))
