@@ -30,6 +30,7 @@ from decode.tokenizers import compare
 from heads import shapes, vocab
 from heads.base import Batch, Head, HeadConfig, LossOut
 from heads.cut import aliases, chosen_layers, cut, empty
+from heads.forced import ranks
 from heads.losses import LossWeights, chunked_loss
 
 ADAPTER = "draft"  # peft's name of the LoRA
@@ -310,8 +311,6 @@ class SmallLM(Head):
         """Teacher-forced ranks of runs of right tokens on held-out rows: a draft is right to a depth when the ranks of
         so many tokens in a row are those of its path. Keeps acceptance by level and rank, the best static tree, and
         the teacher-forced accepted length of a chain (bonus token counted)."""
-        from heads.forced import ranks
-
         found = [ranks(self, batch, target, self.cfg.depth) for batch in batches]
         if found and sum(f.shape[0] for f in found):
             table = torch.cat(found)

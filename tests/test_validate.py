@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SMALL = [*(f"target.{k}={v}" for k, v in TINY.items()), "data.held_out=0.1", "data.cache=false", "batch_size=4",
          "dtype=float32", "device=cpu", "head.draft_vocab=0"]
 KINDS = {"medusa": ["head.heads=2", "head.markov_rank=4"], "medusa2": ["head.heads=2", "head.tune.rank=4"],
-         "hydra_heads": ["head.heads=2"], "eagle1": [], "eagle3": ["head.steps=2"]}
+         "hydra_heads": ["head.heads=2"], "eagle1": [], "eagle3": ["head.steps=2"],
+         "small_lm": ["head.from_target_layers=1", "target.layers=2"]}
 MEDUSA = MedusaConfig(heads=2, draft_vocab=0)
 
 
@@ -55,7 +56,8 @@ def test_sound_heads_pass_every_check(tmp_path: Path, capsys, kind: str) -> None
     code, out, _ = command(capsys, data, f"head={kind}", *KINDS[kind])
     assert code == 0 and "all 6 checks passed" in out, out
     assert "[[the rider goes<|im_end|>]]" in out  # what is supervised, for a human eye
-    assert "told x[t+2]" in out and "FLOP per token" in out and "frozen" in out and "cycles of the engine" in out
+    assert "told x[t+2]" in out or "x[t-1] changed" in out
+    assert "FLOP per token" in out and "frozen" in out and "cycles of the engine" in out
 
 
 @pytest.mark.parametrize("change, said", [

@@ -89,6 +89,29 @@ def alignment(fresh: Fresh, levels: int, updates: int = 300) -> Check:
     return check
 
 
+def leak(target: Target, head: Head, batch: Batch) -> Check:
+    """For a head that reads tokens alone, and so cannot be told the answer by a feature: the logits for a token must
+    not depend on that token or on any behind it, and must depend on the one before it."""
+    check = Check("shift alignment")
+    width, place = batch.ids.shape[1], batch.ids.shape[1] // 2
+    on = torch.zeros_like(batch.mask)
+    on[:, place] = True
+
+    def logits(changed: slice) -> Tensor:
+        ids = batch.ids.clone()
+        ids[:, changed] = (ids[:, changed] + 1) % target.vocab_size
+        found = head.forced(Batch(ids, torch.ones_like(on), on, batch.sample_ids), target, 1)
+        return torch.cat([z for _, _, z in found])
+
+    plain = logits(slice(0, 0))
+    ahead, before = (float((logits(part) - plain).abs().max()) for part in
+                     (slice(place, width), slice(place - 1, place)))  # fmt: skip
+    scale = float(plain.abs().max())
+    check.say(f"x[t] and all behind it changed: logits for x[t] move by {ahead / scale:.2g} of their size", ahead == 0)
+    check.say(f"x[t-1] changed: they move by {before / scale:.2g}", before > 1e-3 * scale)
+    return check
+
+
 def _told(fresh: Fresh, level: int, ahead: int, updates: int) -> tuple[float, int]:
     """(share of right guesses of head `level` on a new text, updates used) under an oracle of x[t + ahead]."""
     generator = torch.Generator().manual_seed(level)

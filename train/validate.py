@@ -81,7 +81,10 @@ def main(cfg: ValidateConfig) -> int:
     batch = rows.batch(plan.batch(0)[:4]).to(target.device)
     tell(checks.gradients(mine, head, batch))
     tell(checks.cost(cfg, mine, head, rows, plan))
-    tell(checks.alignment(fresh, checks.levels_of(mine, head, batch)))
+    if kind.reads_features:
+        tell(checks.alignment(fresh, checks.levels_of(mine, head, batch)))
+    else:
+        tell(checks.leak(mine, head, batch))
     tell(checks.overfit(fresh, rows.prompt(int(plan.train[0]))))
     print(f"{len(failed)} of 6 checks failed: {', '.join(failed)}" if failed else "all 6 checks passed", flush=True)
     return 1 if failed else 0
