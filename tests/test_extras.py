@@ -1,0 +1,66 @@
+"""What a report takes from a drafter's folder, the figures drawn of it, and the numbers sent to wandb."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from scripts.lib import extras, more_plots, page, plots
+from scripts.lib.wandb_log import flat
+
+
+def test_learning_curves_come_from_the_run(tmp_path: Path) -> None:
+    (tmp_path / "head").mkdir()
+    assert extras.evaluations(tmp_path / "head") == []
+    lines = [{"step": 0, "event": "start"}, {"step": 10, "loss": 2.0},
+             {"step": 20, "event": "eval", "accepted_length": 1.2, "low": 1.1, "high": 1.3},
+             {"step": 20, "event": "eval", "accepted_length": 1.4, "low": 1.3, "high": 1.5},
+             {"step": 40, "event": "eval", "accepted_length": 1.6}]  # fmt: skip
+    text = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 60, "ev'
+    (tmp_path / "metrics.jsonl").write_text(text)
+    found = extras.evaluations(tmp_path / "head")
+    assert [(p["step"], p["accepted_length"]) for p in found] == [(20, 1.4), (40, 1.6)], "last of a step, no half line"
+
+
+def test_nothing_beside_a_drafter_is_no_error(tmp_path: Path) -> None:
+    rows = [{"name": n, "shape": s} for n, s in (("none", "none"), ("ngram", "chain"), (str(tmp_path), "tree"))]
+    assert extras.extras(rows) == {"tuning": {}, "learning": {}}
+
+
+def report(batch: int, speed: float, temperature: float = 0.0) -> dict[str, Any]:
+    prompts = [{"category": c, "accepted_length": tau} for c, tau in (("x", 1.5), ("y", 2.0))]
+    row = {"name": "a@tree", "label": "a@tree", "shape": "tree", "speedup": {"mean": speed}, "per_prompt": prompts}
+    none = {"name": "none", "label": "none", "shape": "none", "speedup": {"mean": 1.0}, "per_prompt": []}
+    return {"settings": {"batch_size": batch, "temperature": temperature}, "drafters": [none, row]}
+
+
+def test_speed_by_batch_size_is_of_one_temperature() -> None:
+    assert extras.batches([report(1, 1.4)]) == {}
+    found = extras.batches([report(1, 1.4), report(4, 0.9), report(1, 1.2, 1.0)])
+    assert found == {"a@tree": [{"batch_size": 1, "speedup": 1.4}, {"batch_size": 4, "speedup": 0.9}]}
+
+
+def test_only_panels_with_something_to_show_are_drawn() -> None:
+    one = report(1, 1.4)
+    assert set(more_plots.present(more_plots.EVALUATE, one)) == {"prompts_by_category"}
+    point = {"speedup": 1.2, "accepted_length": 1.5, "break_even": 1.2}
+    curves = {"chain": [{"depth": 1, **point}, {"depth": 2, **point}], "tree": [{"nodes": 4, **point}],
+              "batch": [{"batch_size": 1, "speedup": 1.2}]}  # fmt: skip
+    row = {"kind": "chain", "settings": {"shape": "chain", "depth": 2}, "predicted_at_pace": 20.0,
+           "measured": {"tokens_per_second": 21.0, "speedup": {"mean": 1.1, "low": 1.0, "high": 1.2}}}  # fmt: skip
+    latency = {"target": {"1": [[0, 35.0], [4, 37.0]]}}
+    learned = [{"step": s, "accepted_length": 1.0 + s / 100, "low": 1.0, "high": 2.0} for s in (10, 20)]
+    one |= {"tuning": {"a": {"curves": curves, "latency": latency, "rows": [row]}}, "learning": {"a": learned},
+            "batches": {"a@tree": [{"batch_size": 1, "speedup": 1.3}]}}  # fmt: skip
+    panels = more_plots.present(more_plots.EVALUATE, one)
+    assert set(panels) == set(more_plots.EVALUATE)
+    drawn = {name: (plots.svg(plots.figure(draw, one), name), words) for name, (draw, words) in panels.items()}
+    html = page.figures(drawn)
+    assert html.count("<svg") == html.count('role="img"') == len(panels)
+    assert "var(--ink)" in html and "#1d2433" not in html, "figures follow the page's theme"
+    assert "<metadata" not in html and all(words for _, words in drawn.values())
+
+
+def test_numbers_for_wandb_have_dotted_names() -> None:
+    assert flat({"a": 1, "b": {"c": 2.5, "d": None, "e": True}, "f": "x"}) == {"a": 1.0, "b.c": 2.5}
