@@ -40,6 +40,7 @@ class EagleHead(Head):
 
     Config = EagleConfig
     packs: ClassVar[bool] = True
+    takes_stored_law: ClassVar[bool] = True
     net: EagleNet
     d2t: Tensor | None
 
@@ -147,7 +148,11 @@ class EagleHead(Head):
         tokens, ids = batch.ids.reshape(-1)[flat], self.ids()
         place = tokens if ids is None else vocab.places(ids, tokens)
         weights = torch.tensor([self.cfg.step_decay**s for s in range(self.cfg.steps)], device=flat.device)
-        law = self._law(target, feats, flat, place) if self.cfg.loss.needs_law else None
+        law, stored = None, getattr(target, "stored_law", None)
+        if self.cfg.loss.needs_law and stored:
+            law = stored_law(stored(), ids, self.vocab_size, flat, place)
+        elif self.cfg.loss.needs_law:
+            law = self._law(target, feats, flat, place)
         read = self.net.read(torch.stack(hidden))
         total, losses, hits = chunked_loss(read, self.projection(target), place, valid, law, self.cfg.loss, weights,
                                            self.cfg.chunk)  # fmt: skip
@@ -306,3 +311,20 @@ class Eagle3Head(EagleHead):
     def projection(self, target: Target) -> Tensor:
         """See EagleHead; trained."""
         return self.net.lm_head.weight
+
+
+def stored_law(stored: tuple[Tensor, Tensor], ids: Tensor | None, size: int, flat: Tensor, place: Tensor) -> Any:
+    """As EagleHead._law from the target's k most probable tokens: ids and probabilities [B * T, k], restricted to the
+    draft vocabulary `ids` (None: all `size` tokens) and renormalised; none where no such token lies inside."""
+    tokens, probabilities = stored
+
+    def law(part: slice) -> tuple[Tensor, Tensor]:
+        at = flat[part] - 1
+        spot = tokens[at] if ids is None else vocab.places(ids, tokens[at])
+        p = probabilities[at] * (spot >= 0)
+        total = p.sum(-1, keepdim=True)
+        dense = p.new_zeros(spot.shape[0], size if ids is None else ids.numel())
+        dense.scatter_add_(1, spot.clamp(min=0), p / total.clamp(min=1e-9))
+        return dense, (place[part] >= 0) & (total[:, 0] > 0)
+
+    return law

@@ -66,6 +66,8 @@ class CacheConfig:
     dtype: str = "bfloat16"
     # dtype on disk; empty = that of the target
     store: str = ""
+    # eagle3 alone: store the target's so many most probable tokens in place of its last hidden state; 0 = the state
+    law_top_k: int = 0
     # tokens of one forward pass, padding included
     batch_tokens: int = 4096
     # megabytes of one file
@@ -81,19 +83,25 @@ class CacheConfig:
                   if kind not in HEADS]
         found += [f"{k}: {v!r}; choose {', '.join(DTYPES)}" for k, v in (("dtype", self.dtype), ("store", self.store))
                   if v and v not in DTYPES]
+        if self.law_top_k < 0:
+            found.append(f"law_top_k: {self.law_top_k} is below 0; 0 stores the last hidden state, 64 is usual")
         if not self.out:
             found.append("out: is empty; set out=runs/features")
         return found
 
 
 def taps_of(cfg: CacheConfig, target: Target) -> tuple[int, ...]:
-    """Every tap that the heads of `cfg` read, and the output of the final norm, from which all logits follow."""
-    wanted = {target.num_layers, *cfg.taps}
+    """Every tap that the heads of `cfg` read, and the output of the final norm, from which all logits follow; with
+    law_top_k the latter is left out, if no head reads it."""
+    wanted = set(cfg.taps) if cfg.law_top_k else {target.num_layers, *cfg.taps}
     for name in cfg.heads:
         kind: Any = HEADS[name]
         features.refuse(kind)
-        if hasattr(kind, "choose_taps"):
-            wanted |= set(kind.choose_taps(target, kind.Config(kind=name)))
+        own = set(kind.choose_taps(target, kind.Config(kind=name))) if hasattr(kind, "choose_taps") else set()
+        if cfg.law_top_k and (not own or target.num_layers in own):
+            raise UserError(f"law_top_k: {name} reads the last hidden state itself; leave law_top_k out, or store for "
+                            "heads=[eagle3] alone")
+        wanted |= own
     for tap in wanted:
         if not 0 <= tap <= target.num_layers:
             raise UserError(f"taps: {tap} is not among the target's hidden states 0..{target.num_layers}")
@@ -116,11 +124,14 @@ class Writer:
     def __init__(self, cfg: CacheConfig, target: Target, rows: Rows) -> None:
         self.cfg, self.target, self.rows, self.folder = cfg, target, rows, Path(cfg.out).expanduser()
         self.taps, self.store = taps_of(cfg, target), cfg.store or cfg.dtype
-        self.per_token = len(self.taps) * target.hidden_size * torch_dtype(self.store).itemsize
+        size = torch_dtype(self.store).itemsize
+        self.per_token = len(self.taps) * target.hidden_size * size + cfg.law_top_k * (4 + size)
         self.bounds = bounds_of(rows, self.per_token, cfg.shard_mb << 20)
         self.plan = {"identity": identity_of(target, rows, features.computed_in(cfg)), "taps": list(self.taps),
                      "stored": self.store, "width": target.hidden_size, "rows": rows.lines.numel(),
                      "tokens": rows.ids.numel(), "bounds": self.bounds, "batch_tokens": cfg.batch_tokens}
+        if cfg.law_top_k:
+            self.plan["law_top_k"] = cfg.law_top_k
         self.count = len(self.bounds) - 1
 
     def tokens(self, number: int) -> int:
@@ -151,7 +162,9 @@ class Writer:
         """
         whole = self.rows.ids.numel() * self.per_token
         text = (f"features: {self.rows.ids.numel():,} tokens x {len(self.taps)} hidden states {list(self.taps)} x "
-                f"{self.target.hidden_size} x {self.store} = {whole:,} bytes in {self.count} files")
+                f"{self.target.hidden_size} x {self.store}"
+                + (f" and the {self.cfg.law_top_k} most probable tokens" if self.cfg.law_top_k else "")
+                + f" = {whole:,} bytes in {self.count} files")
         path = self.folder / PLAN
         if path.is_file():
             try:
@@ -203,24 +216,34 @@ class Writer:
         naming the row, and OSError when the disk refuses; then nothing of it remains."""
         first, last = self.bounds[number], self.bounds[number + 1]
         kind, offsets = torch_dtype(self.store), self.rows.offsets
-        out = {t: torch.empty(self.tokens(number), self.target.hidden_size, dtype=kind) for t in self.taps}
+        count, law = self.tokens(number), self.cfg.law_top_k
+        out = {f"tap.{t}": torch.empty(count, self.target.hidden_size, dtype=kind) for t in self.taps}
+        if law:
+            out |= {"law.p": torch.empty(count, law, dtype=kind), "law.ids": torch.empty(count, law, dtype=torch.int32)}
         order = first + self.rows.lengths[first:last].argsort(stable=True)
         for part in self._batches(order):
             batch = self.rows.batch(part).to(self.target.device)
-            found = self.target.features(batch.ids, batch.mask, self.taps).to(device="cpu", dtype=kind)
+            reads = (*self.taps, self.target.num_layers) if law else self.taps
+            wide = self.target.features(batch.ids, batch.mask, reads)
+            found = wide[:, :, : len(self.taps)].to(device="cpu", dtype=kind)
             for b, row in enumerate(part):
                 start, size = int(offsets[row] - offsets[first]), int(self.rows.lengths[row])
                 if not bool(found[b, :size].isfinite().all()):
                     raise UserError(f"{self.rows.where(row)}: features are not finite in {self.cfg.dtype}, stored in "
                                     f"{self.store}; look at the row, or set dtype or store to a wider type")
                 for i, tap in enumerate(self.taps):
-                    out[tap][start : start + size] = found[b, :size, i]
+                    out[f"tap.{tap}"][start : start + size] = found[b, :size, i]
+                for piece in range(0, size if law else 0, 512):
+                    end = min(size, piece + 512)
+                    p = self.target.unembed(wide[b, piece:end, -1]).float().softmax(-1).topk(law, -1)
+                    out["law.p"][start + piece : start + end] = p.values.to(device="cpu", dtype=kind)
+                    out["law.ids"][start + piece : start + end] = p.indices.to("cpu", torch.int32)
             yield int(self.rows.lengths[part].sum())
         path = self.path(number)
         path.with_suffix(".json").unlink(missing_ok=True)
         stage = path.with_name(f".tmp-{path.name}-{os.getpid()}")
         try:
-            save_file({f"tap.{t}": x for t, x in out.items()}, stage)
+            save_file(out, stage)
             sync(stage)
             os.replace(stage, path)
         except SafetensorError as error:  # how the library reports a disk that refuses

@@ -80,6 +80,7 @@ class FeatureStore:
         self.taps: tuple[int, ...] = tuple(card["taps"])
         self.stored: str = card["stored"]
         self.width: int = card["width"]
+        self.law = int(card.get("law_top_k", 0))
         self.identity: dict[str, Any] = card["identity"]
         self._starts = torch.tensor([s.rows[0] for s in shards])
         self._open: dict[int, Any] = {}
@@ -117,22 +118,29 @@ class FeatureStore:
                 shapes = {k: tuple(file.get_slice(k).get_shape()) for k in file.keys()}  # noqa: SIM118
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{shard.path}: cannot be read ({error}); {AGAIN}") from None
-            if any(shapes.get(f"tap.{t}") != (tokens, self.width) for t in self.taps):
+            wanted = {f"tap.{t}": (tokens, self.width) for t in self.taps}
+            wanted |= dict.fromkeys(("law.ids", "law.p"), (tokens, self.law)) if self.law else {}
+            if any(shapes.get(name) != shape for name, shape in wanted.items()):
                 raise UserError(f"{shard.path}: does not hold {tokens} tokens of the states {list(self.taps)}; {AGAIN}")
             self._open[number] = file
         return self._open[number]
 
     def bytes_per_token(self, taps: Sequence[int]) -> int:
         """Bytes that a head with these taps reads for a token."""
-        return len({*taps, max(self.taps)}) * self.width * getattr(torch, self.stored).itemsize
+        size = getattr(torch, self.stored).itemsize
+        return self.law * (4 + size) + len({*taps, max(self.taps)}) * self.width * size
 
     def row(self, row: int, taps: Sequence[int]) -> Tensor:
         """[T, F, D] in the stored dtype."""
+        return torch.stack(self.read(row, [f"tap.{t}" for t in taps]), 1)
+
+    def read(self, row: int, names: Sequence[str]) -> list[Tensor]:
+        """The tensors of a row, [T, ..] each."""
         number = int(torch.searchsorted(self._starts, row, right=True)) - 1
         first = int(self.offsets[self.shards[number].rows[0]])
         part = slice(int(self.offsets[row]) - first, int(self.offsets[row + 1]) - first)
         file = self._file(number)
-        return torch.stack([file.get_slice(f"tap.{t}")[part] for t in taps], 1)
+        return [file.get_slice(name)[part] for name in names]
 
 
 def read_manifest(folder: Path) -> tuple[dict[str, Any], list[Shard]]:
@@ -191,15 +199,34 @@ class CachedTarget:
 
     def features(self, ids: Tensor, mask: Tensor, taps: Sequence[int], grad: bool = False,
                  position: Tensor | None = None) -> Tensor:  # fmt: skip
-        """As Target.features: [B, T, F, D], zeros in the padding."""
+        """As Target.features: [B, T, F, D], zeros in the padding, and for the last state where its law is stored."""
         if grad:
             raise ValueError("features: stored ones carry no gradient")
         target = self._target
         out = torch.zeros(*ids.shape, len(taps), self._store.width, dtype=target.dtype,
                           pin_memory=target.device.type == "cuda")
         for row, (b, start, size) in self._places:
-            out[b, start : start + size] = self._store.row(row, taps)
+            there = [i for i, tap in enumerate(taps) if tap in self._store.taps]
+            out[b, start : start + size, there] = self._store.row(row, [taps[i] for i in there]).to(out.dtype)
+        self._shape = ids.shape
         return out.to(target.device, non_blocking=True)
+
+    @property
+    def stored_law(self) -> Any:
+        """A call that gives the k most probable tokens of the batch whose features were asked for last, and their
+        probabilities: int64 and the target's dtype, [B * T, k] each. None where the store has no law."""
+        return self._law if self._store.law else None
+
+    def _law(self) -> tuple[Tensor, Tensor]:
+        count, length = self._shape
+        ids = torch.zeros(count, length, self._store.law, dtype=torch.int64)
+        p = torch.zeros(ids.shape, dtype=self._target.dtype)
+        for row, (b, start, size) in self._places:
+            part = slice(start, start + size)
+            tokens, found = self._store.read(row, ("law.ids", "law.p"))
+            ids[b, part], p[b, part] = tokens.long(), found.to(p.dtype)
+        device = self._target.device
+        return ids.flatten(0, 1).to(device), p.flatten(0, 1).to(device)
 
 
 class Freed(nn.Module):
@@ -241,13 +268,20 @@ class Source:
         refuse(type(head))
         folder = Path(cfg.data.features).expanduser()
         final = target.num_layers
-        taps = head.taps if final in head.taps else (*head.taps, final)
+        card, _ = read_manifest(folder)
+        law = int(card.get("law_top_k", 0))
+        taps = head.taps if final in head.taps or law else (*head.taps, final)
+        if law and (final in head.taps or not head.takes_stored_law or getattr(head.cfg, "top_k", 0) not in (0, law)):
+            raise UserError(f"data.features: {folder} holds the law of the {law} most probable tokens in place of the "
+                            f"last hidden state, which this {type(head).kind} head reads; write it with law_top_k=0")
         _ = target.head  # asks the layers how logits follow; later they may be gone
         self.store = FeatureStore.open(folder, identity_of(target, rows, computed_in(cfg)), taps, rows)
         freed = 0 if cfg.eval.every or cfg.eval.parity else free_layers(target)
         self.note = f"features: {folder}, {len(self.store.shards)} files in {self.store.stored}"
         self.note += f"; the target's layers are freed ({freed / 2**20:,.0f} MiB)" if freed else ""
-        if self.store.stored != cfg.dtype:
+        if law:
+            self.meaning["features"] = f"law of {law} tokens, stored in {self.store.stored}"
+        elif self.store.stored != cfg.dtype:
             self.meaning["features"] = f"stored in {self.store.stored}"
 
     def __call__(self, batch: Batch) -> Any:
