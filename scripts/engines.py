@@ -17,7 +17,7 @@ import hashlib
 import json
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,14 +30,14 @@ from conf.schema import entry
 from decode.load import TargetConfig, load_target
 from heads import find_head, load_head
 from heads.checkpoint import read_card
-from heads.interop import MANIFEST
-from scripts.lib import engine_case, files
+from heads.interop import MANIFEST, read_folder
+from scripts.lib import acceptance_probe, engine_case, files, probe_trial
 from scripts.lib.prompts import chat_ids, load_prompts
 
 FORMATS = {"medusa": ("vllm", "medusa"), "eagle1": ("vllm",), "eagle3": ("vllm", "speculators"),
            "small_lm": ("transformers",)}  # fmt: skip
 METHODS = {"medusa": "medusa", "eagle1": "eagle", "eagle3": "eagle3", "small_lm": "draft_model"}
-SKIPPED = 3
+SKIPPED, PROBED = 3, 16
 
 
 @dataclass
@@ -59,7 +59,7 @@ class EnginesConfig:
     # most tokens per answer
     max_new_tokens: int = 64
     # prompts that are decoded together, on both sides
-    batch_size: int = 8
+    batch_size: int = 25
     # prompts that the engine answers alone, for its speed
     timed: int = 6
     # the engine's max_model_len
@@ -90,17 +90,19 @@ def main(cfg: EnginesConfig) -> int:
     count = min(cfg.num_prompts, len(known))
     some = [known[i * len(known) // count] for i in range(count)]
     ids = [chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in some]
+    print("plain decoding: ours, then the engine's", flush=True)
     runs = engine_case.Runs(target, ids, cfg.max_new_tokens, cfg.batch_size, work)
     job = {"model": target.identity.path, "speculative": None, "prompts": ids, "max_tokens": cfg.max_new_tokens,
            "stop": list(target.eos_ids), "batch": cfg.batch_size, "timed": cfg.timed,
            "context": cfg.context}  # fmt: skip
-    print("plain decoding: ours, then the engine's", flush=True)
     plain = engine(cfg, work, "plain", job)
     cases, missing = [{"case": "plain", **runs.plain_case(plain)}], []
+    batch = acceptance_probe.answers(target, ids[:PROBED], cfg.max_new_tokens)
     for spec in cfg.drafters:
         try:
             source = find_head(spec)
-            kind = read_card(source)["kind"]
+            card = read_card(source)
+            kind = card["kind"]
         except UserError as error:
             missing.append({"drafter": spec, "reason": str(error)})
             continue
@@ -115,7 +117,10 @@ def main(cfg: EnginesConfig) -> int:
             settings = {"model": str(folder), "method": METHODS[kind], "num_speculative_tokens": depth}
             asked = {**job, "model": str(folder)} if format == "speculators" else {**job, "speculative": settings}
             answer = engine(cfg, work, name, asked)
-            case = runs.case(head, depth, answer, plain)
+            case = runs.case(head, card["sha256"], depth, answer, plain)
+            if format == "vllm":
+                foreign = replace(read_folder(folder), manifest=None)
+                case["probe"] = probe_trial.trial(foreign, target, batch)
             if format == "speculators":
                 case["package"] = engine_case.package(files.ROOT / cfg.speculators, folder, head, target, ids[0], work)
             cases.append({"case": name, "drafter": spec, "kind": kind, "format": format, "draft_tokens": depth, **case})

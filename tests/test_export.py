@@ -169,3 +169,26 @@ def test_the_first_heads_alone(target, prompts, tmp_path: Path) -> None:
     assert run(prompts, f"drafter={source}", "format=vllm", f"out={out}", "heads=2") == 0
     assert json.loads((out / "config.json").read_text())["num_heads"] == 2
     assert '"num_speculative_tokens": 2' in (out / "README.md").read_text()
+
+
+def test_a_separate_draft_is_a_plain_folder(target, prompts, tmp_path: Path, monkeypatch, capsys) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from heads.small_lm import SmallLM, SmallLMConfig
+
+    head = SmallLM.for_target(target, SmallLMConfig(from_target_layers=2, depth=3))
+    save_head(head, tmp_path / "run/head", target.identity, {})
+    out = tmp_path / "out"
+    args = (f"drafter={tmp_path / 'run'}", "format=transformers", f"out={out}", "verifier=org/model")
+    assert run(prompts, *args) == 0
+    assert not (out / "head.json").exists() and json.loads((out / "outrider.json").read_text())["kind"] == "small_lm"
+    assert AutoModelForCausalLM.from_pretrained(out).config.num_hidden_layers == 2
+    card = (out / "README.md").read_text()
+    assert '"method": "draft_model", "num_speculative_tokens": 3' in card and "STANDALONE" in card
+    assert run(prompts, f"drafter={tmp_path / 'run'}", "format=vllm", f"out={tmp_path / 'x'}") == 2
+    assert "format=transformers" in capsys.readouterr().err
+    whole = scripts.lib.export_draft.save
+    monkeypatch.setattr(scripts.lib.export_draft, "save",
+                        lambda tensors, path: whole({k: v.flip(0) if "up_proj" in k else v for k, v in tensors.items()},
+                                                    path))
+    assert run(prompts, *args, "overwrite=true") == 2 and "nothing was written" in capsys.readouterr().err

@@ -8,6 +8,8 @@ the length limit, and then stops. So our run goes on behind both, and the cycles
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +26,7 @@ from decode.sampling import Sampling
 from decode.target import Target
 from heads.base import Batch
 from heads.interop import detect, read_folder
+from scripts.lib import files
 from scripts.lib.export_check import comparable
 
 TIE = 1e-3  # logits that lie this near may change places with the order of sums
@@ -34,12 +37,21 @@ class Runs:
 
     def __init__(self, target: Target, prompts: Sequence[Sequence[int]], limit: int, batch: int, work: Path) -> None:
         self.target, self.prompts, self.limit, self.batch, self.work = target, prompts, limit, batch, work
-        self.plain = [g.token_ids for g in self._run(NoDraft(), limit, None)]
-        self.chains: dict[tuple[str, int], list[Generation]] = {}
+        self.plain = [g.token_ids for g in self._run("plain", NoDraft(), limit, None)]
 
-    def _run(self, drafter: Any, limit: int, eos: Sequence[int] | None) -> list[Generation]:
-        requests = [Request(list(p), limit, id=i) for i, p in enumerate(self.prompts)]
-        return generate(self.target, drafter, requests, Sampling(), batch_size=self.batch, eos_ids=eos).generations
+    def _run(self, name: str, drafter: Any, limit: int, eos: Sequence[int] | None) -> list[Generation]:
+        """Answers of a drafter; from WORK when they were made before. name: what they depend on beside the prompts."""
+        who = self.target.identity.weights_sha256 if self.target.identity else ""
+        key = json.dumps([who, name, limit, eos, [list(p) for p in self.prompts]])
+        file = self.work / f"ours.{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+        if not file.is_file():
+            requests = [Request(list(p), limit, id=i) for i, p in enumerate(self.prompts)]
+            run = generate(self.target, drafter, requests, Sampling(), batch_size=self.batch, eos_ids=eos)
+            rows = [[g.prompt_ids, g.token_ids, [[c.proposed, c.accepted, c.cut, c.start] for c in g.cycles]]
+                    for g in run.generations]  # fmt: skip
+            files.write_json(file, rows)
+        return [Generation(prompt, tokens, [Cycle(p, a, (), cut, start) for p, a, cut, start in cycles])
+                for prompt, tokens, cycles in json.loads(file.read_text())]  # fmt: skip
 
     def same(self, theirs: Sequence[Sequence[int]]) -> dict[str, Any]:
         """The engine's answers against plain decoding: equal ones, those that part at a tie, and the others."""
@@ -65,15 +77,12 @@ class Runs:
         """The engine without a drafter."""
         return {"same_tokens": self.same(answer["tokens"]), "tokens_per_second": rate(answer["laps"])}
 
-    def case(self, head: Any, depth: int, answer: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
-        """The engine with a drafter against our chain of the same depth."""
-        key = (head.kind, depth)
-        if key not in self.chains:
-            drafter = comparable(head, torch.float32) if head.kind != "small_lm" else head
-            drafter = drafter.drafter(self.target, "chain")
-            drafter.max_depth = drafter.max_nodes = depth
-            self.chains[key] = self._run(drafter, self.limit + depth + 1, ())
-        counted = [self.counted(g) for g in self.chains[key]]
+    def case(self, head: Any, name: str, depth: int, answer: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
+        """The engine with a drafter against our chain of the same depth. name: what tells this head from others."""
+        drafter = comparable(head, torch.float32) if head.kind != "small_lm" else head
+        drafter = drafter.drafter(self.target, "chain")
+        drafter.max_depth = drafter.max_nodes = depth
+        counted = [self.counted(g) for g in self._run(f"{name} K={depth}", drafter, self.limit + depth + 1, ())]
         mine = stats.accepted_length(counted)
         cycles = [c for row in counted for c in row]
         counters = {name.split(":")[-1]: value for name, value in answer["counters"].items()}
@@ -140,28 +149,52 @@ def package(python: Path, folder: Path, head: Any, target: Target, prompt: Seque
             "imported_tensors_bitwise_equal": all(torch.equal(v, again[k]) for k, v in head.state_dict().items())}
 
 
+COLUMNS = ("served by vLLM", "K", "same tokens as plain decoding", "accepted length here", "in vLLM",
+           "accepted by position here", "in vLLM", "tokens/s", "against plain vLLM")  # fmt: skip
+
+
+def cells(report: dict[str, Any]) -> list[list[str]]:
+    """The table's rows as text."""
+    out = []
+    for row in report["cases"]:
+        same = row["same_tokens"]
+        tie = f" +{same['ties']}≈" if same["ties"] else ""
+        line = [row["case"], str(row.get("draft_tokens", "")), f"{same['equal']}/{same['answers']}{tie}"]
+        if "accepted_length" in row:
+            mine, counts = row["accepted_length"]["ours"], row["accepted_by_position"]
+            both = [" ".join(f"{100 * hit / row['cycles'][side]:.1f}%" for hit in counts[side])
+                    for side in ("ours", "engine")]  # fmt: skip
+            line += [f"{mine['mean']:.3f} [{mine['low']:.3f}, {mine['high']:.3f}]",
+                     f"{row['accepted_length']['engine']:.3f}", *both]  # fmt: skip
+        else:
+            line += ["–"] * 4
+        speed, ratio = row["tokens_per_second"], row.get("speed_against_plain")
+        line += ["–" if speed is None else f"{speed:.1f}", f"{ratio['mean']:.2f}×" if ratio else "–"]
+        out.append(line)
+    return out
+
+
+def title(report: dict[str, Any]) -> str:
+    """Where and how it was measured."""
+    said = report["settings"]
+    return (f"vLLM {report['engine']['vllm']} on the CPU · float32 · greedy (T = 0) · {said['num_prompts']} prompts × "
+            f"{said['max_new_tokens']} tokens")
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The table for the README."""
+    rule = ["---", *["---:"] * (len(COLUMNS) - 1)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [list(COLUMNS), rule, *cells(report)])
+
+
 def show(report: dict[str, Any]) -> None:
     """The table for people."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"vLLM {report['engine']['vllm']} on the CPU, float32, T = 0", title_justify="left")
-    for name in ("case", "K", "same tokens", "accepted length: ours", "engine", "by position: ours", "engine",
-                 "tokens/s", "against plain"):
-        table.add_column(name, justify="left" if name == "case" else "right")
-    for row in report["cases"]:
-        same = row["same_tokens"]
-        tie = f" +{same['ties']}≈" if same["ties"] else ""
-        cells = [row["case"], str(row.get("draft_tokens", "")), f"{same['equal']}/{same['answers']}{tie}"]
-        if "accepted_length" in row:
-            mine, counts = row["accepted_length"]["ours"], row["accepted_by_position"]
-            cells += [f"{mine['mean']:.3f} [{mine['low']:.3f}, {mine['high']:.3f}]",
-                      f"{row['accepted_length']['engine']:.3f}", " ".join(map(str, counts["ours"])),
-                      " ".join(map(str, counts["engine"]))]
-        else:
-            cells += [""] * 4
-        speed, ratio = row["tokens_per_second"], row.get("speed_against_plain")
-        cells += ["" if speed is None else f"{speed:.1f}", "" if not ratio else f"{ratio['mean']:.2f}x"]
-        table.add_row(*cells)
+    table = Table(title=title(report), title_justify="left")
+    for i, name in enumerate(COLUMNS):
+        table.add_column(name, justify="right" if i else "left")
+    for row in cells(report):
+        table.add_row(*row)
     Console(width=150).print(table)
-

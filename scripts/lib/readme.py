@@ -11,7 +11,7 @@ import json
 import sys
 from typing import Any
 
-from scripts.lib import files, table
+from scripts.lib import engine_case, files, table
 
 README, RESULTS = files.ROOT / "README.md", files.ROOT / "docs" / "results"
 BEGIN, END = "<!-- results: written by `make readme` -->", "<!-- end of results -->"
@@ -38,6 +38,11 @@ def results() -> str:
         env = report["environment"]
         where = f"{env['gpu'] or env['processor']}, {env['threads']} threads, commit `{env['commit']}`"
         blocks += [f"**{table.title(report)}** ({where})", "", table.markdown(report), ""]
+    engines = RESULTS / "engines.json"
+    if engines.exists():
+        report = json.loads(engines.read_text())
+        blocks += [f"**exported heads, {engine_case.title(report)}** (`make engines`)", "",
+                   engine_case.markdown(report), ""]  # fmt: skip
     return "\n".join([BEGIN, "", *blocks, END])
 
 
