@@ -336,6 +336,14 @@ def two_controls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(certificate_controls, "code_sha256", lambda: "the code is edited while tests run")
 
 
+@pytest.fixture
+def no_exact_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not depend on what these tests change, and takes seconds."""
+    layer = {"name": "exact", "passed": True, "why": "", "cases": 1, "branches": 1, "max_error": 0.0, "limit": 1e-12,
+             "loop_max_error": 0.0, "loop_limit": 1e-9, "verify": "traversal"}  # fmt: skip
+    monkeypatch.setattr(certificate, "exact_layer", lambda plan, watch: layer)
+
+
 def test_command_writes_a_certificate(tmp_path: Path, two_controls: None, capsys: pytest.CaptureFixture) -> None:
     code, paper = command(tmp_path / "c", "drafter=none", "temperature=1", "tokens=2500")
     assert (code, paper["verdict"]) == (0, "lossless"), paper["reasons"]
@@ -350,7 +358,9 @@ def test_command_writes_a_certificate(tmp_path: Path, two_controls: None, capsys
     assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["certificate.html", "certificate.json"]
 
 
-def test_controls_run_once_serve_other_drafters(tmp_path: Path, two_controls: None, capsys: Any) -> None:
+def test_controls_run_once_serve_other_drafters(
+    tmp_path: Path, two_controls: None, no_exact_layer: None, capsys: Any
+) -> None:
     settings = ("temperature=1", "tokens=1500")
     code, paper = command(tmp_path / "none", "drafter=none", "controls=none", *settings)
     assert (code, paper["verdict"]) == (3, "undecided") and "no negative control was run" in paper["reasons"][0]
@@ -375,7 +385,9 @@ def test_controls_run_once_serve_other_drafters(tmp_path: Path, two_controls: No
         assert words in capsys.readouterr().err
 
 
-def test_command_at_temperature_zero_and_an_undecided_one(tmp_path: Path, two_controls: None) -> None:
+def test_command_at_temperature_zero_and_an_undecided_one(
+    tmp_path: Path, two_controls: None, no_exact_layer: None
+) -> None:
     code, paper = command(tmp_path / "a", "drafter=ngram", "temperature=0")
     assert (code, paper["verdict"]) == (0, "lossless") and paper["power"]["tokens"] == 0
     code, paper = command(tmp_path / "b", "drafter=none", "temperature=1", "detect=0.01")
