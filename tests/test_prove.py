@@ -56,6 +56,35 @@ def test_sections_merge_and_go_on(tmp_path: Path, capsys: Any, monkeypatch: pyte
     assert run(*words[:2], "only=[magic]") == 2 and "no section magic" in capsys.readouterr().err
 
 
+def test_greedy_against_generate_on_a_small_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prove, "code_sha256", lambda: "the code is edited while tests run")
+    words = ("only=[greedy]", "target=tiny", "target.hidden=32", "num_prompts=5", "max_new_tokens=10", "batch_size=2",
+             "alone=2", f"out={tmp_path / 'l.json'}", f"state={tmp_path / 's'}")  # fmt: skip
+    assert run(*words) == 0
+    rows = json.loads((tmp_path / "l.json").read_text())["greedy"]["rows"]
+    assert [(r["drafter"], r["batch_size"], r["prompts"]) for r in rows] == [
+        ("none", 2, 5), ("none", 1, 2), ("ngram", 2, 5), ("ngram", 1, 2)]  # fmt: skip
+    assert all(r["equal"] + r["rounding_ties"] == r["prompts"] and not r["defects"] for r in rows)
+    assert "path" not in (tmp_path / "l.json").read_text()
+
+
+def test_a_certificate_is_slimmed_and_shown(tmp_path: Path) -> None:
+    paper = {
+        "verdict": "lossless", "reasons": [], "created": "now", "command": "python", "controls": {"from": "this run"},
+        "negative_controls": [{"name": "typical acceptance", "layer": "sampling", "p": 1e-9, "tokens": 900}],
+        "power": {"tokens": 5000, "min_detectable": 0.05}, "shape": {}, "versions": {},
+        "layers": [{"name": "sampling", "p": 0.3, "alpha": 1e-4, "histograms": {}, "distribution": []}],
+        "settings": {"drafter": "x@tree", "temperature": 0.6, "top_p": 0.9, "out": "/somewhere", "quiet": True},
+        "identities": {"target": {"name": "m", "path": "/somewhere"}, "drafter": {}},
+    }  # fmt: skip
+    (tmp_path / "certificate.json").write_text(json.dumps(paper))
+    assert run("only=[certificates]", f"certificates=[{tmp_path}]", f"out={tmp_path / 'l.json'}") == 0
+    known = json.loads((tmp_path / "l.json").read_text())["certificates"]
+    assert "/somewhere" not in json.dumps(known["rows"]) and "histograms" not in json.dumps(known)
+    line = "| x@tree | T = 0.6, top-p 0.9 | 5,000 | 0.3 (0.0001) | 5.0% | p = 1.0e-09 after 900 | – | lossless |"
+    assert line in lossless_page.render({"certificates": known}).splitlines()
+
+
 def test_a_failing_test_is_told(tmp_path: Path) -> None:
     (tmp_path / "test_x.py").write_text(
         "import pytest\n@pytest.mark.slow\ndef test_a(record_property):\n    record_property('n', '3')\n"
