@@ -14,6 +14,7 @@ from heads import HEADS, resolve_drafter, save_head
 from heads.medusa import MedusaConfig
 from heads.tuned import DECODE
 from scripts import tune
+from scripts.lib.extras import measured
 from tests.training import TINY, tiny_target
 
 SMALL = ["target=tiny", *(f"target.{k}={v}" for k, v in TINY.items()), "dtype=float32", "device=cpu", "num_prompts=2",
@@ -60,6 +61,7 @@ def test_the_choice_is_written_and_obeyed(tmp_path: Path, head: Path, target: Ta
     assert entry["grid"] == grid and len(entry["rows"]) == len(names) and entry["environment"]["commit"]
     left = json.loads((head / DECODE).read_text())
     assert left["best"] == report["chosen"]["settings"] and left["break_even"] >= 1
+    assert measured(left["evidence"]), "reports can draw what tune leaves"
     drafter = resolve_drafter(str(head), target)
     best = left["best"]
     assert drafter.max_nodes == (best["depth"] if best["shape"] == "chain" else best["nodes"])

@@ -26,12 +26,41 @@ def extras(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
         except UserError:
             continue
         label = Path(path).name
-        if found and {"curves", "latency"} <= set(found.evidence):
-            tuning.setdefault(label, {k: v for k, v in found.evidence.items() if k in ("curves", "latency", "rows")})
+        told = measured(found.evidence) if found else None
+        if told:
+            tuning.setdefault(label, told)
         points = evaluations(folder)
         if len(points) > 1:
             learning.setdefault(label, points)
     return {"tuning": tuning, "learning": learning}
+
+
+def measured(evidence: dict[str, Any]) -> dict[str, Any] | None:
+    """Curves, rows and latency of decode.json's evidence, every number checked; None where anything is amiss: the file
+    is foreign, and a report can do without it."""
+    try:
+        curves = {kind: [{k: float(v) for k, v in p.items()} for p in evidence["curves"].get(kind, ())]
+                  for kind in ("chain", "tree")}  # fmt: skip
+        batch = [{k: float(p[k]) for k in ("batch_size", "speedup")} for p in evidence["curves"].get("batch", ())]
+        target = {str(int(b)): [[float(n), float(ms)] for n, ms in knots]
+                  for b, knots in evidence["latency"]["target"].items()}  # fmt: skip
+        rows = []
+        for row in evidence["rows"]:
+            size = row["settings"]
+            speed = {k: None if v is None else float(v) for k, v in row["measured"]["speedup"].items()}
+            rows.append({
+                "name": str(row["name"]), "kind": "chain" if row["kind"] == "chain" else "tree",
+                "settings": {k: int(size[k]) for k in ("depth", "nodes") if size.get(k)},
+                "predicted_at_pace": float(row["predicted_at_pace"]),
+                "measured": {"tokens_per_second": float(row["measured"]["tokens_per_second"]),
+                             "speedup": {k: speed.get(k) for k in ("mean", "low", "high")}},
+            })  # fmt: skip
+        for kind, key in (("chain", "depth"), ("tree", "nodes")):
+            if any(not {key, "speedup"} <= p.keys() for p in curves[kind]):
+                return None
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+    return {"curves": {**curves, "batch": batch}, "latency": {"target": target}, "rows": rows} if target else None
 
 
 def evaluations(folder: Path) -> list[dict[str, Any]]:

@@ -281,8 +281,9 @@ def tuned_from(report: dict[str, Any], folder: Path) -> Tuned:
         "measured_for": {k: s[k] for k in ("temperature", "dtype", "batch_size", "max_new_tokens", "num_prompts")},
         "target": report["target"]["name"], "environment": report["environment"],
         "curves": report["curves"], "latency": report["latency"]["fit"],
-        "rows": [{k: r[k] for k in ("name", "proposed", "predicted_at_pace", "error")}
-                 | {"measured": r["measured"]["tokens_per_second"]} for r in report["rows"]],
+        "rows": [{k: r[k] for k in ("name", "kind", "settings", "proposed", "predicted_at_pace", "error")}
+                 | {"measured": {k: r["measured"][k] for k in ("tokens_per_second", "speedup")}}
+                 for r in report["rows"]],
     }  # fmt: skip
     return Tuned(card_sha256(folder), Settings.from_json(_json(chosen["settings"])), get("chain"), get("tree"),
                  chosen["break_even"], chosen["pays"], evidence)  # fmt: skip
