@@ -1,6 +1,6 @@
-"""What an EAGLE drafter remembers: keys and values of its layers per row, and the layout of the trees that it grows.
+"""What an EAGLE drafter remembers: keys and values of its layers per row.
 
-Shape letters: b rows of a pass, Hkv key heads, hd head size, B rows, N nodes.
+Shape letters: b rows of a pass, Hkv key heads, hd head size.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode.tree import Layout
 from heads.eagle_net import EagleNet
 
 
@@ -52,22 +51,3 @@ class DraftCache:
         """Move live rows `rows` to the front, in this order."""
         for buffer in (self.keys, self.values):
             buffer[:, : len(rows), :, :longest] = buffer[:, rows, :, :longest]
-
-
-def tree_layout(parents: Tensor, depth: Tensor, levels: int) -> Layout:
-    """Layout of a dynamic tree whose depths [B, N] are known: a few operations per level, where Layout.of takes some
-    per node."""
-    count, n = parents.shape
-    slot = torch.arange(n + 1, device=parents.device)
-    up = torch.cat([parents.new_zeros(count, 1), parents + 1], 1)
-    own = torch.eye(n + 1, dtype=torch.bool, device=parents.device)
-    mask = own.expand(count, n + 1, n + 1)
-    for _ in range(levels):
-        mask = own | mask.gather(1, up[..., None].expand(-1, -1, n + 1))
-    sibling = (parents[:, :, None] == parents[:, None, :]) & (slot[:n, None] > slot[None, :n])
-    rank = sibling.sum(-1)
-    width = int(rank.max()) + 1 if n else 0
-    children = torch.full((count, n + 1, width), -1, dtype=torch.int64, device=parents.device)
-    rows = torch.arange(count, device=parents.device)[:, None].expand(count, n)
-    children[rows, parents + 1, rank] = slot[:n].expand(count, n)
-    return Layout(parents, depth, mask, children, rank, levels)

@@ -4,7 +4,7 @@
 `propose` goes on from the last row with the drafter's own outputs, in slots behind the committed ones that the next
 `observe` overwrites. So nothing is rolled back, and the state after k observes is that of one observe of all.
 
-Shape letters: B live rows, D width, Vd draft vocabulary, W nodes expanded per level, N nodes, M candidates, S slots.
+Shape letters: B live rows, D width, Vd draft vocabulary, W tokens read together, S slots.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decode import attention
+from decode import attention, grow
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
-from decode.tree import DraftTree, Proposal, TreeShape
+from decode.tree import DraftTree, TreeShape
 from heads import shapes
-from heads.eagle_cache import DraftCache, tree_layout
+from heads.eagle_cache import DraftCache
 
 if TYPE_CHECKING:
     from heads.eagle import EagleHead
@@ -45,7 +45,9 @@ class EagleDrafter:
         self.proj = head.projection(target).detach().to(dtype)
         self.ids, self.embed, self.device = head.ids(), target.embed, target.device
         self.lengths: list[int] = []
+        self.drafted = 0  # tokens read behind the committed ones in this cycle
         self.reset(1, 1)
+        self.state = self.h[:0]
 
     def reset(self, rows: int, max_len: int) -> None:
         """Forget everything; room for `rows` rows of `max_len` committed tokens and a draft behind them."""
@@ -97,11 +99,12 @@ class EagleDrafter:
         levels = min(self.max_depth, int(budget.max())) if count else 0
         if levels <= 0:
             return DraftTree.empty(count, self.device)
+        self.state, self.drafted = self.h[:count], 0
         if self.shape == "chain":
-            return self._chain(levels, budget, sampling, rng)
+            return grow.chain(self, levels, budget, sampling, rng)
         if self.static is not None and not sampling.greedy:
-            return self._sampled(self.static, levels, budget, sampling, rng)
-        return self._dynamic(levels, budget)
+            return grow.sampled(self, self.static, levels, budget, sampling, rng)
+        return grow.dynamic(self, levels, budget, self.width, self.max_nodes)
 
     def _pass(self, e: Tensor, g: Tensor, places: Tensor, mask: Tensor | None, keep: Tensor | None = None,
               depth: Tensor | None = None) -> Tensor:  # fmt: skip
@@ -110,74 +113,28 @@ class EagleDrafter:
         return self.net.advance(e, g, (self.rope[0][at], self.rope[1][at]), keep, attention_mask=mask,
                                 past_key_values=self.cache)  # fmt: skip
 
-    def _logits(self, h: Tensor) -> Tensor:
-        return F.linear(self.net.read(h), self.proj)
+    # -- growing (decode.grow.Steps)
 
-    def _tokens(self, places: Tensor) -> Tensor:
-        return places if self.ids is None else self.ids[places]
+    def draft_ids(self) -> Tensor | None:
+        """See decode.grow.Steps."""
+        return self.ids
 
-    # -- chain
+    def logits(self, state: Tensor) -> Tensor:
+        """See decode.grow.Steps."""
+        return F.linear(self.net.read(state), self.proj)
 
-    def _chain(self, levels: int, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
-        """T = 0: the most probable token; T > 0: drawn from the drafter's own law under the target's settings."""
-        rows = slice(0, len(self.lengths))
-        every = torch.arange(rows.stop, device=self.device)
-        h, tokens, laws = self.h[rows], [], []
-        for level in range(levels):
-            logits = self._logits(h)
-            if sampling.greedy:
-                place = logits.argmax(-1)
-            else:
-                laws.append(sampling.draft_law(logits))
-                place = rng.draft(laws[-1], every, torch.full_like(every, level))
-            tokens.append(self._tokens(place))
-            if level + 1 < levels:
-                places = self.cache.aim(rows, self.lengths, level, 1)
-                mask = None
-                if places.shape[0] > 1:
-                    mask = (torch.arange(self.cache.reach, device=self.device) <= places[..., None])[:, None]
-                h = self._pass(self.embed(tokens[-1])[:, None], self.net.feed(h)[:, None], places, mask)[:, 0]
-        chain, size = torch.stack(tokens, 1), budget.clamp(0, levels)
-        if sampling.greedy:
-            return DraftTree.chain(chain, size)
-        law = torch.arange(levels, device=self.device).expand(rows.stop, levels)
-        return DraftTree.chain(chain, size, torch.ones_like(chain, dtype=torch.bool),
-                               Proposal(torch.stack(laws, 1), law, self.ids))  # fmt: skip
-
-    # -- dynamic tree
-
-    def _dynamic(self, levels: int, budget: Tensor) -> DraftTree:
-        """EAGLE-2 (Li et al. 2406.16858): expand the W best nodes of every level by cumulative log-probability, then
-        keep the N best candidates of all levels. Candidates are the most probable tokens, so each is a point mass."""
-        count, width = len(self.lengths), self.width
-        rows, h = slice(0, count), self.h[:count]
-        law = torch.log_softmax(self._logits(h).float(), -1)
-        score, place = law.topk(width, -1)  # [B, W]
-        origin = torch.full_like(place, -1)
-        scores, tokens, origins = [score], [self._tokens(place)], [origin]
-        beam, feature = torch.arange(width, device=self.device).expand(count, width), h[:, None].expand(-1, width, -1)
-        ancestors = torch.zeros(count, width, 0, dtype=torch.bool, device=self.device)
-        own = torch.eye(width, dtype=torch.bool, device=self.device).expand(count, width, width)
-        start = 0
-        for level in range(1, levels):
-            # The beam: W candidates of the last level, `beam` their numbers in it, `feature` what they go on from.
-            ancestors = torch.cat([ancestors, own], 2)
-            places = self.cache.aim(rows, self.lengths, (level - 1) * width, width)
-            mask = self._tree_mask(ancestors, places[:, :1] - (level - 1) * width)
-            depth = (places[:, :1] - (level - 1) * (width - 1)).expand(-1, width)
-            token, total = tokens[-1].gather(1, beam), scores[-1].gather(1, beam)
-            h = self._pass(self.embed(token), self.net.feed(feature), places, mask, depth=depth)  # [B, W, D]
-            score, place = torch.log_softmax(self._logits(h).float(), -1).topk(width, -1)  # [B, W, W]
-            scores.append((total[..., None] + score).flatten(1))
-            tokens.append(self._tokens(place.flatten(1)))
-            origins.append((start + beam).repeat_interleave(width, 1))
-            start += scores[-2].shape[1]
-            if level + 1 < levels:
-                beam = scores[-1].topk(width, -1).indices
-                up = beam // width
-                feature = h.gather(1, up[..., None].expand(-1, -1, h.shape[-1]))
-                ancestors = ancestors.gather(1, up[..., None].expand(-1, -1, ancestors.shape[2]))
-        return self._rerank(torch.cat(scores, 1), torch.cat(tokens, 1), torch.cat(origins, 1), levels, budget)
+    def extend(self, tokens: Tensor, above: Tensor, seen: Tensor | None, level: int) -> Tensor:
+        """See decode.grow.Steps; a token is read beside the state that it follows."""
+        start, new = self.drafted, tokens.shape[1]
+        self.drafted += new
+        places = self.cache.aim(slice(0, len(self.lengths)), self.lengths, start, new)
+        ends = places[:, :1] - start
+        mask, depth = None, None
+        if seen is not None:
+            mask, depth = self._tree_mask(seen, ends), (ends + level - 1).expand(-1, new)
+        elif places.shape[0] > 1:
+            mask = (torch.arange(self.cache.reach, device=self.device) <= places[..., None])[:, None]
+        return self._pass(self.embed(tokens), self.net.feed(above), places, mask, depth=depth)
 
     def _tree_mask(self, ancestors: Tensor, ends: Tensor) -> Tensor:
         """[B or 1, 1, W, S] bool: committed slots and the ancestors' (the node's own included). ends: [B or 1, 1]."""
@@ -190,77 +147,3 @@ class EagleDrafter:
             spot = ends + torch.arange(ancestors.shape[2], device=self.device)
             mask.scatter_(2, spot[:, None].expand_as(ancestors), ancestors)
         return mask[:, None]
-
-    def _rerank(self, score: Tensor, token: Tensor, origin: Tensor, levels: int, budget: Tensor) -> DraftTree:
-        """The N best of M candidates [B, M] that stand level by level; a candidate is never better than its origin,
-        and the sort is stable, so parents stay in and in front."""
-        count, total = score.shape
-        width, nodes = self.width, min(self.max_nodes, total)
-        level = torch.tensor([0] * width + [d for d in range(1, levels) for _ in range(width**2)], device=self.device)
-        score = score.masked_fill(level >= budget[:, None], -torch.inf)
-        best = score.sort(dim=1, descending=True, stable=True)
-        size = (best.values[:, :nodes] > -torch.inf).sum(1)
-        node = torch.arange(nodes, device=self.device)
-        chosen = torch.where(node < size[:, None], best.indices[:, :nodes], total + node).sort(1).values
-        used = chosen < total
-        chosen = torch.where(used, chosen, 0)
-        where = score.new_full((count, total + 1), -1, dtype=torch.int64)
-        where.scatter_(1, torch.where(used, chosen, total), node.expand(count, nodes))
-        above = origin.gather(1, chosen)
-        parents = torch.where(used & (above >= 0), where.gather(1, above.clamp(min=0)), -1)
-        return DraftTree(
-            token.gather(1, chosen),
-            parents,
-            size,
-            static_layout=tree_layout(parents, torch.where(used, level[chosen], 0), levels),
-            score=score.gather(1, chosen),
-        )
-
-    # -- sampled tree
-
-    def _sampled(self, shape: TreeShape, levels: int, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
-        """A static tree whose siblings are drawn one after the other from the drafter's law, without replacement; which
-        nodes exist does not depend on what was drawn. Where a law has run out of tokens the next best one stands in as
-        a deterministic candidate."""
-        count = len(self.lengths)
-        shape = TreeShape(tuple(p for p in shape.paths if len(p) <= levels))
-        layout, every = shape.layout(self.device), torch.arange(count, device=self.device)
-        tokens = torch.zeros(count, len(shape), dtype=torch.int64, device=self.device)
-        drawn = torch.ones(count, len(shape), dtype=torch.bool, device=self.device)
-        laws: list[Tensor] = []
-        law_row = torch.zeros(len(shape), dtype=torch.int64)
-        kids = [[i for i in row if i >= 0] for row in layout.children[0].tolist()]  # by slot
-        states = {0: self.h[:count]}
-        for level in range(shape.depth):
-            parents = [0] if level == 0 else [i + 1 for i in shape.level(level - 1) if kids[i + 1]]
-            if level:
-                states = self._expand(shape, level, parents, tokens, states)
-            for slot in parents:
-                logits = self._logits(states[slot])
-                law = sampling.draft_law(logits)
-                left, spare = law.clone(), logits.float()
-                for node in kids[slot]:
-                    number = torch.full_like(every, node)
-                    empty = left.sum(-1) <= 0
-                    place = torch.where(empty, spare.argmax(-1), rng.draft(left, every, number))
-                    left.scatter_(1, place[:, None], 0.0)
-                    spare.scatter_(1, place[:, None], -torch.inf)
-                    tokens[:, node], drawn[:, node] = self._tokens(place), ~empty
-                    law_row[node] = len(laws)
-                laws.append(law)
-        proposal = Proposal(torch.stack(laws, 1), law_row.to(self.device).expand(count, -1), self.ids)
-        return DraftTree.static(shape, tokens, shape.size_at(budget), drawn, proposal)
-
-    def _expand(self, shape: TreeShape, level: int, parents: list[int], tokens: Tensor,
-                states: dict[int, Tensor]) -> dict[int, Tensor]:  # fmt: skip
-        """States h of the slots `parents`, nodes of one level; the whole level runs, so that slots are numbers."""
-        count, nodes = tokens.shape[0], list(shape.level(level - 1))
-        layout = shape.layout(self.device)
-        above = [int(layout.parents[0, i]) + 1 for i in nodes]
-        g = torch.stack([self.net.feed(states[a]) for a in above], 1)
-        places = self.cache.aim(slice(0, count), self.lengths, nodes[0], len(nodes))
-        ends = places[:, :1] - nodes[0]
-        ancestors = layout.mask[:, nodes[0] + 1 : nodes[-1] + 2, 1 : nodes[-1] + 2].expand(count, -1, -1)
-        depth = (ends + level - 1).expand(-1, len(nodes))
-        h = self._pass(self.embed(tokens[:, nodes]), g, places, self._tree_mask(ancestors, ends), depth=depth)
-        return {i + 1: h[:, j] for j, i in enumerate(nodes) if i + 1 in parents}
