@@ -37,8 +37,9 @@ def products(head: Head, target: Target, batch: Batch) -> tuple[Callable[[], Non
 
     Raises UserError for a kind of head without a list.
     """
+    attended: list[tuple[int, int, int, int]] = []
     if isinstance(head, MedusaHead):
-        listed, attended = _medusa(head, target, batch), []
+        listed = _medusa(head, target, batch)
     elif isinstance(head, EagleHead) and head.cfg.layer == "llama":
         listed, attended = _eagle(head, batch)
     else:
@@ -54,7 +55,7 @@ def products(head: Head, target: Target, batch: Batch) -> tuple[Callable[[], Non
         for a in attended:
             query, key = blocks[a]
             scores = query @ key
-            for _ in range(2):  # value, and its two gradients' counterparts
+            for _ in range(2):  # six in all: two forward, four backward
                 _ = (scores @ key.mT, scores.mT @ query)
             _ = query @ key
 
