@@ -74,11 +74,13 @@ def opened(writer: Writer, taps: Any = None, rows: Rows | None = None, target: T
 
 
 VARIANTS = {"medusa": {}, "medusa-soft": {"loss": "soft"}, "hydra_heads": {}, "hydra-prefix": {"prefix_layers": 1},
-            "eagle1": {"noise": 0.2}, "eagle1-hass": {"steps": 3, "top_k": 5}, "eagle3": {"steps": 3}}
+            "eagle1": {"noise": 0.2}, "eagle1-hass": {"steps": 3, "top_k": 5}, "eagle3": {"steps": 3},
+            "eagle3-own": {"layer": "target"}}
 
 
 def head_for(name: str, target: Target, counts: torch.Tensor):
-    kind = {"medusa-soft": "medusa", "hydra-prefix": "hydra_heads", "eagle1-hass": "eagle1"}.get(name, name)
+    kind = {"medusa-soft": "medusa", "hydra-prefix": "hydra_heads", "eagle1-hass": "eagle1",
+            "eagle3-own": "eagle3"}.get(name, name)
     cls: Any = HEADS[kind]
     cfg = cls.Config(kind=kind, draft_vocab=0)
     for key, value in VARIANTS[name].items():

@@ -85,6 +85,8 @@ def _fit(cfg: TrainConfig, kind: type[Head], accelerator: Accelerator, stop: Sto
     optimizer = torch.optim.AdamW(head.parameter_groups(), lr=cfg.optim.lr, betas=(cfg.optim.beta1, cfg.optim.beta2),
                                   eps=cfg.optim.eps, weight_decay=cfg.optim.weight_decay, fused=True)
 
+    if cfg.data.packing:
+        target.packs()  # remembered; the ranks of a sharded target must ask it together
     with accelerator.main_process_first():  # the others find the hashes of feature files in the cache
         source = Source(cfg, head, target, rows)
     meaning = {**meaning_of(cfg, target, rows), **source.meaning}
