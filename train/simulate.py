@@ -55,8 +55,9 @@ class SimulateConfig(ValidateConfig):
     net_bandwidth: float = 4e10
     # seconds of one hop of a collective
     latency: float = 2e-5
-    # share of compute that is the backward pass, and how much of it can hide the exchange
+    # share of compute that is the backward pass
     backward: float = 0.2
+    # share of the backward pass that can hide the exchange
     overlap: float = 0.5
     # FLOPs of a token; 0 = count them on the configured target and head
     flops_per_token: float = 0.0
