@@ -248,8 +248,8 @@ def test_a_short_context_ends_drafting_not_decoding(pair: Any) -> None:
     target, _ = pair
     short = tiny_target("float64", context=16)
     for name, drafter in drafters(short).items():
-        got = generate(target, drafter, asked(tokens=16), Sampling(), batch_size=2, eos_ids=()).generations
-        want = generate(target, NoDraft(), asked(tokens=16), Sampling(), eos_ids=()).generations
+        got = generate(target, drafter, asked(tokens=24), Sampling(), batch_size=2, eos_ids=()).generations
+        want = generate(target, NoDraft(), asked(tokens=24), Sampling(), eos_ids=()).generations
         assert [g.token_ids for g in got] == [g.token_ids for g in want], name
         assert all(g.cycles[-1].proposed == 0 for g in got)
     long = [Request(list(range(40, 70)), 6)]
