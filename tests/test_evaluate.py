@@ -18,6 +18,7 @@ from decode.target import Target
 from scripts import evaluate
 from scripts.lib import contest
 from scripts.lib.contest import Answer, Contest, Lane, Settings
+from scripts.lib.lanes import _short
 from scripts.lib.lossless import lossless
 from scripts.lib.prompts import Prompt, load_prompts
 from scripts.lib.reference import hf_generate
@@ -200,3 +201,8 @@ def test_prompts_are_thinned_evenly_over_categories() -> None:
     assert len(few) == 16 and set(counts.values()) == {2}
     only = evaluate.chosen(prompts, evaluate.EvaluateConfig("x", categories=["code"]))
     assert {p.category for p in only} == {"code"}
+
+
+def test_labels_are_short_and_tell_heads_apart() -> None:
+    names = ["none", "runs/a@tree", "runs/a/head@tree", "runs/b/head@tree", "hf_assisted@runs/draft"]
+    assert [_short(n) for n in names] == ["none", "a@tree", "a/head@tree", "b/head@tree", "hf_assisted@draft"]

@@ -52,8 +52,9 @@ def lanes_of(specs: Sequence[str], target: Target, fresh: Callable[[], Target] |
 
 
 def _short(name: str) -> str:
-    """runs/medusa@tree -> medusa@tree; hf_assisted@runs/draft -> hf_assisted@draft."""
-    return "@".join(Path(part).name for part in name.split("@"))
+    """runs/medusa@tree -> medusa@tree; runs/medusa/head -> medusa/head; hf_assisted@runs/draft -> hf_assisted@draft."""
+    parts = [Path(part) for part in name.split("@")]
+    return "@".join(f"{p.parent.name}/{p.name}" if p.name in ("head", "best") else p.name for p in parts)
 
 
 def _lanes(spec: str, target: Target, fresh: Callable[[], Target] | None,

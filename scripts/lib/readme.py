@@ -1,8 +1,9 @@
 """The README's tables, written from the demo's reports: `make readme`, that is `python -m scripts.lib.readme`.
 
-Copies what the table needs from reports/demo/t0 and t1 to docs/results/demo-t0.json and demo-t1.json, and puts the
-tables between the markers of README.md. Without reports it renders the committed JSON again. Only a full demo
-may stand in the README: the figures of FAST=1 mean little.
+Copies what the tables need from reports/demo/t0 and t1 to docs/results/demo-t0.json and demo-t1.json, from
+reports/scoreboard/t0 and t1 to scoreboard-t0.json and scoreboard-t1.json, and puts the tables between the markers of
+README.md. Without reports it renders the committed JSON again. Only a full demo may stand in the README: the
+figures of FAST=1 mean little.
 """
 
 from __future__ import annotations
@@ -33,11 +34,14 @@ def slim(report: dict[str, Any]) -> dict[str, Any]:
 def results() -> str:
     """The block between the markers, from the JSON under docs/results."""
     blocks = []
-    for path in sorted(RESULTS.glob("demo-t*.json")):
-        report = json.loads(path.read_text())
-        env = report["environment"]
-        where = f"{env['gpu'] or env['processor']}, {env['threads']} threads, commit `{env['commit']}`"
-        blocks += [f"**{table.title(report)}** ({where})", "", table.markdown(report), ""]
+    for kind, heading in (("scoreboard", "Recipes, trained longer"), ("demo", "What `make demo` shows")):
+        found = sorted(RESULTS.glob(f"{kind}-t*.json"))
+        blocks += [f"### {heading}", ""] if found else []
+        for path in found:
+            report = json.loads(path.read_text())
+            env = report["environment"]
+            where = f"{env['gpu'] or env['processor']}, {env['threads']} threads, commit `{env['commit']}`"
+            blocks += [f"**{table.title(report)}** ({where})", "", table.markdown(report), ""]
     engines = RESULTS / "engines.json"
     if engines.exists():
         report = json.loads(engines.read_text())
@@ -63,11 +67,14 @@ def main() -> int:
         source = files.ROOT / "reports" / "demo" / name / "report.json"
         if full and source.exists():
             files.write_json(RESULTS / f"demo-{name}.json", slim(json.loads(source.read_text())))
+        source = files.ROOT / "reports" / "scoreboard" / name / "report.json"
+        if source.exists():
+            files.write_json(RESULTS / f"scoreboard-{name}.json", slim(json.loads(source.read_text())))
     if not all((RESULTS / f"demo-{name}.json").exists() for name in ("t0", "t1")):
         print("error: docs/results: no results of the demo; run make demo first", file=sys.stderr)
         return 2
     files.write_text(README, render(README.read_text()))
-    print(f"written: {README.name}, {RESULTS.relative_to(files.ROOT)}/demo-t0.json, demo-t1.json")
+    print(f"written: {README.name}, {RESULTS.relative_to(files.ROOT)}")
     return 0
 
 
