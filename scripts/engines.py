@@ -30,7 +30,7 @@ from conf.schema import entry
 from decode.load import TargetConfig, load_target
 from heads import find_head, load_head
 from heads.checkpoint import read_card
-from heads.interop import MANIFEST, read_folder
+from heads.interop import exported, read_folder
 from scripts.lib import acceptance_probe, engine_case, files, probe_trial
 from scripts.lib.prompts import chat_ids, load_prompts
 
@@ -112,7 +112,7 @@ def main(cfg: EnginesConfig) -> int:
                 continue
             print(f"{name}: {spec}", flush=True)
             folder = export(cfg, work / name, source, format)
-            depth = json.loads((folder / MANIFEST).read_text())["draft_tokens"]
+            depth = (exported(folder) or {})["draft_tokens"]
             head = load_head(source, target)
             settings = {"model": str(folder), "method": METHODS[kind], "num_speculative_tokens": depth}
             asked = {**job, "model": str(folder)} if format == "speculators" else {**job, "speculative": settings}
@@ -138,9 +138,8 @@ def main(cfg: EnginesConfig) -> int:
 
 def export(cfg: EnginesConfig, folder: Path, source: Path, format: str) -> Path:
     """The export of a head; made again when the head has changed."""
-    said = folder / MANIFEST
-    card = read_card(source)
-    if said.is_file() and json.loads(said.read_text())["source"]["card_sha256"] == card["sha256"]:
+    said = exported(folder)
+    if said is not None and said["source"]["card_sha256"] == read_card(source)["sha256"]:
         return folder.resolve()
     target = [f"target={cfg.target.kind}"] + ([f"target.path={cfg.target.path}"] if cfg.target.path else [])
     command = [sys.executable, str(files.ROOT / "scripts/export.py"), *target, f"drafter={source}", f"format={format}",
@@ -152,8 +151,7 @@ def export(cfg: EnginesConfig, folder: Path, source: Path, format: str) -> Path:
 def engine(cfg: EnginesConfig, work: Path, name: str, job: dict[str, Any]) -> dict[str, Any]:
     """The engine's answer to a job, from WORK when the same job was answered before."""
     weights = job["speculative"]["model"] if job["speculative"] else job["model"]
-    manifest = Path(weights) / MANIFEST
-    stamp = json.loads(manifest.read_text())["files"] if manifest.is_file() else ""
+    stamp = (exported(Path(weights)) or {}).get("files")
     key = hashlib.sha256(json.dumps([job, stamp], sort_keys=True).encode()).hexdigest()[:16]
     answer = work / f"{name}.{key}.json"
     if not answer.is_file():

@@ -28,7 +28,7 @@ from conf.schema import entry
 from decode.load import DTYPES, TargetConfig, load_target, torch_dtype
 from heads import find_head, load_head, tuned
 from heads.checkpoint import read_card, recover, staged
-from heads.interop import FORMATS, LAYOUTS, MANIFEST, Facts, find_layout
+from heads.interop import FORMATS, LAYOUTS, MANIFEST, Facts, exported, find_layout
 from scripts.lib import export_card, export_draft, files
 from scripts.lib.export_check import Check, check_export
 from scripts.lib.prompts import chat_ids, load_prompts
@@ -138,7 +138,7 @@ def free_place(out: Path, overwrite: bool) -> Path:
         return out
     if not overwrite:
         raise UserError(f"out: {out} exists; set overwrite=true to replace it as a whole, or give another folder")
-    if not (out / MANIFEST).is_file():
+    if exported(out) is None:
         raise UserError(f"out: {out} holds files that are no export (no {MANIFEST}); overwrite=true would delete them "
                         "all: give another folder")
     return out

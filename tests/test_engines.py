@@ -11,7 +11,7 @@ import torch
 
 from scripts.lib import acceptance_probe, engine_case, probe_trial
 from scripts.lib.engine_reader import Exported
-from tests.interop import deep_target, folder, random_head
+from tests.interop import DEEP, deep_target, folder, random_head
 
 LIMIT, K = 12, 3
 
@@ -115,3 +115,48 @@ def test_every_breakage_has_the_convention_that_mends_it(target, tmp_path: Path)
             whole = layout.read(foreign, target)
             assert all(a.equal(b) for a, b in zip(read.state_dict().values(), whole.state_dict().values(), strict=True))
         assert done >= 1
+
+
+def test_the_command_from_export_to_json(tmp_path: Path, monkeypatch, capsys) -> None:
+    """Everything but the engine itself, which `simulated` stands for, and the speculators package."""
+    from heads import save_head
+    from scripts import engines
+
+    target = deep_target()
+    for kind in ("medusa", "eagle3"):
+        head = random_head(target, kind, **({"heads": K} if kind == "medusa" else {}))
+        save_head(head, tmp_path / kind / "head", target.identity, {})
+    (tmp_path / "p.jsonl").write_text('{"prompt": "go"}\n{"prompt": "a horse"}\n')
+
+    def engine(cfg, work: Path, name: str, job: dict) -> dict:
+        given = Path((job["speculative"] or {"model": job["model"]})["model"] or ".")
+        if name == "plain":
+            runs = engine_case.Runs(target, job["prompts"], LIMIT, 2, work)
+            return {"tokens": runs.plain, "counters": {}, "laps": [[5, 1.0]], "versions": {"vllm": "0"}}
+        answer = simulated(target, given, job["prompts"])
+        return {**answer, "laps": [[5, 0.5]]}
+
+    monkeypatch.setattr(engines, "engine", engine)
+    monkeypatch.setattr(engines, "call", lambda command, log: exported(command))
+    monkeypatch.setattr(engines, "FORMATS", {"medusa": ("vllm",), "eagle3": ("vllm",)})
+
+    def exported(command: list[str]) -> None:
+        from scripts.export import main
+
+        tiny = [f"target.{k}={v}" for k, v in DEEP.items()]
+        with pytest.raises(SystemExit) as stop:
+            main([*command[2:], *tiny, f"prompts={tmp_path / 'p.jsonl'}"])
+        assert not stop.value.code
+
+    args = ["target=tiny", *(f"target.{k}={v}" for k, v in DEEP.items()), f"prompts={tmp_path / 'p.jsonl'}",
+            f"drafters=[{tmp_path / 'medusa'},{tmp_path / 'eagle3'},{tmp_path / 'none'}]", f"work={tmp_path / 'work'}",
+            f"out={tmp_path / 'engines.json'}", f"max_new_tokens={LIMIT}", "engine=README.md", "speculators=README.md"]
+    with pytest.raises(SystemExit) as stop:
+        engines.main(args)
+    assert stop.value.code == 3 and "not there" in capsys.readouterr().err
+    report = json.loads((tmp_path / "engines.json").read_text())
+    assert [c["case"] for c in report["cases"]] == ["plain", "medusa-vllm", "eagle3-vllm"]
+    for case in report["cases"][1:]:
+        assert case["same_tokens"]["equal"] == 2 and case["draft_tokens"] == K
+        assert case["accepted_by_position"]["ours"] == case["accepted_by_position"]["engine"]
+        assert case["probe"][0] == {**case["probe"][0], "done": "nothing", "named": "as_written", "right": True}

@@ -108,6 +108,7 @@ def test_an_existing_folder_is_refused_then_swapped_as_a_whole(target, prompts, 
     strange = tmp_path / "home"
     strange.mkdir()
     (strange / "thesis.tex").write_text("all my work")
+    (strange / "outrider.json").write_text('{"format": 1}')  # converted targets carry a file of this name too
     assert run(prompts, *args[:2], f"out={strange}", "overwrite=true") == 2 and (strange / "thesis.tex").exists()
     assert "no export" in capsys.readouterr().err
     assert run(prompts, *args[:2], f"out={source}", "overwrite=true") == 2 and (source / "head/head.json").exists()

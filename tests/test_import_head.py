@@ -197,7 +197,8 @@ def test_half_written_folders_are_named(target, tmp_path: Path, what: str) -> No
         (path / "model.safetensors.index.json").write_text(json.dumps(index))
         said = "model-00002-of-00002.safetensors is missing"
     elif what == "manifest":
-        (path / "outrider.json").write_text(json.dumps({"files": {"model.safetensors": {"sha256": "0" * 64}}}))
+        listed = {"model.safetensors": {"sha256": "0" * 64}}
+        (path / "outrider.json").write_text(json.dumps({"engine_format": "vllm", "files": listed}))
         said = "damaged"
     elif what == "json":
         (path / "config.json").write_text('{"speculators_model')
@@ -245,7 +246,7 @@ def test_the_command_writes_a_head_or_nothing(target, tmp_path: Path, capsys) ->
 def test_an_export_for_another_target_is_refused(target, tmp_path: Path, capsys) -> None:
     path = folder(tmp_path / "in", target, random_head(target, "eagle3"), "vllm")
     other = {**target.identity.to_json(), "weights_sha256": "0" * 64}
-    (path / "outrider.json").write_text(json.dumps({"files": {}, "target": other}))
+    (path / "outrider.json").write_text(json.dumps({"engine_format": "vllm", "files": {}, "target": other}))
     assert run(f"from={path}", f"out={tmp_path / 'out'}", "probe=false") == 2
     assert "exported for another target (weights_sha256" in capsys.readouterr().err
 

@@ -14,10 +14,11 @@ from heads.interop.eagle1 import Eagle1Original, Eagle1Sglang, Eagle1Vllm
 from heads.interop.eagle3 import Eagle3Original, Eagle3Sglang, Eagle3Vllm
 from heads.interop.layout import Facts, Layout
 from heads.interop.medusa import MedusaOriginal, MedusaVllm
-from heads.interop.reading import MANIFEST, Foreign, read_folder
+from heads.interop.reading import MANIFEST, Foreign, exported, read_folder
 from heads.interop.speculators import Speculators
 
-__all__ = ["FORMATS", "LAYOUTS", "MANIFEST", "Facts", "Foreign", "Layout", "detect", "find_layout", "read_folder"]
+__all__ = ["FORMATS", "LAYOUTS", "MANIFEST", "Facts", "Foreign", "Layout", "detect", "exported", "find_layout",
+           "read_folder"]  # fmt: skip
 
 LAYOUTS: dict[tuple[str, str], Layout] = {
     (layout.format, layout.kind): layout

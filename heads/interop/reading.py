@@ -50,7 +50,7 @@ def read_folder(folder: Path) -> Foreign:
     if not folder.is_dir():
         raise UserError(f"from: {folder} is no folder; give the folder of a head (config.json and its weights)")
     config = _json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    manifest = _json(folder / MANIFEST) if (folder / MANIFEST).is_file() else None
+    manifest = exported(folder)
     if manifest is not None:
         _check_manifest(folder, manifest)
     names = _weight_files(folder)
@@ -64,6 +64,14 @@ def read_folder(folder: Path) -> Foreign:
     if not tensors:
         raise UserError(f"{folder}: its weights hold no tensor; fetch the head again")
     return Foreign(folder, config, tensors, names, manifest)
+
+
+def exported(folder: Path) -> dict[str, Any] | None:
+    """The manifest of a folder that scripts/export.py wrote, None for any other. Raises UserError for damaged JSON."""
+    if not (folder / MANIFEST).is_file():
+        return None
+    value = _json(folder / MANIFEST)
+    return value if "engine_format" in value else None  # converted targets carry a file of this name too
 
 
 def _json(path: Path) -> dict[str, Any]:
