@@ -283,7 +283,7 @@ def test_dynamic_tree_is_the_best_one() -> None:
     vocabulary = head.ids()
 
     def walk(h: Tensor, total: float, path: tuple[int, ...]) -> None:
-        law = torch.log_softmax(drafter._logits(h).float(), -1)[0]
+        law = torch.log_softmax(drafter.logits(h).float(), -1)[0]
         for place in range(len(law)):
             here = (total + float(law[place]), (*path, int(vocabulary[place])))
             found.append(here)

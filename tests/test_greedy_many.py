@@ -87,7 +87,9 @@ def check(arch: str, prompts: int, tokens: int) -> dict[str, object]:
                 if got.token_ids != right:
                     assert classify(target, prompt, got.token_ids, right), f"{arch}, {name}, batch {batch}: {prompt}"
                     ties += 1
-    assert all(count for name, count in accepted.items() if not name.startswith(("none", "medusa")))
+    drafted = {name: count for name, count in accepted.items() if not name.startswith(("none", "medusa"))}
+    # random models agree with random drafts now and then: on many prompts each drafter must, on a few some must
+    assert all(drafted.values()) if answers >= 1000 else any(drafted.values()), drafted
     return {"answers": answers, "within_rounding": ties, "accepted_from_drafts": accepted}
 
 

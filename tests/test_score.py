@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from decode.engine import Cycle, Generation, Timing
-from scripts.lib import page, plots, table
+from scripts.lib import more_plots, page, plots, table
 from scripts.lib.contest import Answer, Contest, Lane, Lap
 from scripts.lib.score import Scores, output_lines
 
@@ -136,7 +136,8 @@ def report(contest: Contest) -> dict[str, Any]:
 
 def test_the_page_stands_alone(report: dict[str, Any]) -> None:
     text = page.page(report)
-    assert text.count("<svg") == len(plots.PANELS)
+    more = more_plots.present(more_plots.EVALUATE, report)
+    assert text.count("<svg") == len(plots.PANELS) + len(more) and more
     for outside in ("<script", "<link", "src=", "@import", "<img", 'href="http'):
         assert outside not in text
     assert "&lt;runs/x&gt;" in text and "<runs/x>" not in text
