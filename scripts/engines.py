@@ -68,6 +68,8 @@ class EnginesConfig:
     engine: str = ".venv-engines/bin/python"
     # Python of the environment with the speculators package
     speculators: str = ".venv-speculators/bin/python"
+    # K of a case by its name, in place of the one that the export's serve command names
+    draft_tokens: dict[str, int] = field(default_factory=dict)
     # only these cases, such as eagle3-vllm; [] = all
     only: list[str] = field(default_factory=list)
 
@@ -112,7 +114,7 @@ def main(cfg: EnginesConfig) -> int:
                 continue
             print(f"{name}: {spec}", flush=True)
             folder = export(cfg, work / name, source, format)
-            depth = (exported(folder) or {})["draft_tokens"]
+            depth = cfg.draft_tokens.get(name) or (exported(folder) or {})["draft_tokens"]
             head = load_head(source, target)
             settings = {"model": str(folder), "method": METHODS[kind], "num_speculative_tokens": depth}
             asked = {**job, "model": str(folder)} if format == "speculators" else {**job, "speculative": settings}
