@@ -15,6 +15,7 @@ import torch
 from conf.errors import UserError
 from conf.schema import compose
 from heads import HEADS
+from scripts.lib.reliability import record
 from tests.training import TINY, chats
 from train import cache_features, loop
 from train.config import EagleRun, MedusaRun
@@ -98,13 +99,17 @@ def in_two_processes(data: Path, out: Path, runs: dict[str, list[str]]) -> dict[
     return {name: ({int(k): v for k, v in found.items()}, grads[name][0]) for name, found in one.items()}
 
 
-def assert_same(one: Any, other: Any, name: str, losses: float = 1e-9, gradients: float = 1e-9) -> None:
-    """Losses of all steps within an absolute, gradients of the first within a relative bound."""
+def apart(one: Any, other: Any) -> tuple[float, float]:
+    """(largest absolute difference of the losses, largest relative one of the first step's gradients)."""
     assert list(one[0]) == list(other[0])
-    apart = max(abs(one[0][k] - other[0][k]) for k in one[0])
-    tilt = max(float((a - b).norm() / a.norm().clamp(min=1e-12)) for a, b in zip(one[1], other[1], strict=True))
-    print(f"{name}: losses differ by {apart:.2g}, first gradients by {tilt:.2g}")
-    assert apart <= losses and tilt <= gradients, f"{name}: losses differ by {apart:.3g}, gradients by {tilt:.3g}"
+    losses = max(abs(one[0][k] - other[0][k]) for k in one[0])
+    return losses, max(float((a - b).norm() / a.norm().clamp(min=1e-12)) for a, b in zip(one[1], other[1], strict=True))
+
+
+def assert_within(found: dict[str, tuple[float, float]], losses: float, gradients: float) -> None:
+    """Every layout within both bounds; a nan is outside."""
+    wrong = {name: pair for name, pair in found.items() if not (pair[0] <= losses and pair[1] <= gradients)}
+    assert found and not wrong, f"losses and first gradients apart: {wrong}"
 
 
 @pytest.fixture
@@ -112,8 +117,8 @@ def data(tmp_path: Path) -> Path:
     return chats(tmp_path / "data.jsonl")
 
 
-def layouts(data: Path, out: Path, steps: int, dtype: str, bounds: tuple[float, float]) -> None:
-    """Every layout of one EAGLE-3 run against the plain one."""
+def layouts(data: Path, out: Path, steps: int, dtype: str) -> dict[str, tuple[float, float]]:
+    """How far every layout of one EAGLE-3 run is from the plain one, and the sharded target from whole ones."""
     head = ["head=eagle3", "head.steps=2", f"steps={steps}", f"dtype={dtype}"]
     features = stored(data, out / "features", f"dtype={dtype}")
     plain = watched(data, out / "plain", *head)
@@ -122,14 +127,13 @@ def layouts(data: Path, out: Path, steps: int, dtype: str, bounds: tuple[float, 
     here = {"one by one": ["micro_batch=1"], "packed": ["data.packing=true"], "packed in parts": [
         "data.packing=true", "micro_batch=3"], "cached": [f"data.features={features}"], "cached and packed": [
         f"data.features={features}", "data.packing=true"]}
-    for name, more in here.items():
-        assert_same(plain, watched(data, out / name, *head, *more), name, *bounds)
-    there = {"two ranks": ["micro_batch=2"], "sharded target": ["shard_target=true"],
+    found = {name: apart(plain, watched(data, out / name, *head, *more)) for name, more in here.items()}
+    there = {"two ranks": ["micro_batch=2"], "sharded target": ["shard_target=true", "micro_batch=2"],
              "sharded and packed": ["shard_target=true", "data.packing=true", "micro_batch=3", "eval.every=3",
                                  "eval.prompts=2", "eval.max_new_tokens=4"]}
     two = in_two_processes(data, out / "two", {name: [*head, *more] for name, more in there.items()})
-    for name, found in two.items():
-        assert_same(plain, found, name, *bounds)
+    found |= {name: apart(plain, run) for name, run in two.items()}
+    return {**found, "sharded against whole": apart(two["two ranks"], two["sharded target"])}
 
 
 def stored(data: Path, out: Path, *more: str) -> Path:
@@ -143,17 +147,37 @@ def stored(data: Path, out: Path, *more: str) -> Path:
 
 
 def test_layouts_give_the_same_losses(data: Path, tmp_path: Path) -> None:
-    layouts(data, tmp_path, STEPS, "float64", (1e-9, 1e-9))
+    assert_within(layouts(data, tmp_path, STEPS, "float64"), 1e-9, 1e-9)
+
+
+BARS = {
+    "layout-accumulation": ("gradient accumulation: 1 micro-batch of 8 rows against 8 of 1", ["one by one"]),
+    "layout-processes": ("1 process against 2", ["two ranks"]),
+    "layout-packing": ("packed rows against padded ones", ["packed", "packed in parts"]),
+    "layout-features": ("stored features against online ones", ["cached", "cached and packed"]),
+    "layout-fsdp2": ("target sharded over 2 processes (FSDP2) against whole ones (DDP)",
+                     ["sharded against whole", "sharded target", "sharded and packed"]),
+}
 
 
 @pytest.mark.slow
 def test_layouts_give_the_same_losses_over_many_steps(data: Path, tmp_path: Path) -> None:
-    layouts(data, tmp_path, MANY, "float64", (1e-9, 1e-9))
+    found = layouts(data, tmp_path, MANY, "float64")
+    for name, (what, runs) in BARS.items():
+        losses, gradients = (max(found[run][i] for run in runs) for i in range(2))
+        record(name, what=what, result=f"losses of {MANY} steps differ by {losses:.1g} at most (float64)",
+               met=losses <= 1e-9, steps=MANY, bar=1e-9, losses=losses, first_gradients=gradients, runs=runs)
+    assert_within(found, 1e-9, 1e-9)
 
 
 @pytest.mark.slow
 def test_layouts_give_the_same_first_gradient_in_single_precision(data: Path, tmp_path: Path) -> None:
-    layouts(data, tmp_path, 1, "float32", (1e-3, 1e-5))
+    found = layouts(data, tmp_path, 1, "float32")
+    worst = max(found, key=lambda name: found[name][1])
+    record("layout-gradients", what="the same layouts: gradients of the first step in float32",
+           result=f"{found[worst][1]:.1g} relative at most", met=found[worst][1] <= 1e-5, bar=1e-5, worst=worst,
+           gradients={name: pair[1] for name, pair in found.items()})
+    assert_within(found, 1e-3, 1e-5)
 
 
 def test_one_process_cannot_shard(data: Path, tmp_path: Path) -> None:
