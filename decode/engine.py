@@ -33,6 +33,7 @@ __all__ = ["CoinSource", "Cycle", "Generation", "OnTokens", "Request", "Rule", "
 OnTokens = Callable[[int, list[int], list[bool]], None]
 Rule = Callable[[DraftTree, Law, Coins], Verdict]
 CoinSource = Callable[[int, Tensor, Tensor], Rng]
+Clock = Callable[[], float]
 
 
 def generate(
@@ -48,12 +49,14 @@ def generate(
     on_tokens: OnTokens | None = None,
     eos_ids: Sequence[int] | None = None,
     coins: CoinSource = Rng,
+    clock: Clock = time.perf_counter,
 ) -> Run:
     """Decode every request; `batch_size` rows run at a time.
 
     on_tokens(request index, new token ids, from_draft) streams. eos_ids defaults to the target's.
     verify: the name of a rule, or the rule itself (how scripts/certify.py runs known wrong ones). coins(seed, request
-    ids [B], cycles [B]) makes the random numbers of one cycle; an enumerator in its place walks every branch.
+    ids [B], cycles [B]) makes the random numbers of one cycle; an enumerator in its place walks every branch. clock:
+    seconds; one that waits for the device makes the parts of the timing exact on a GPU, and the whole slower.
     Raises UserError for a prompt that is empty, fills the context or leaves the vocabulary, or logits without a law.
     """
     return _Engine(
@@ -68,6 +71,7 @@ def generate(
         on_tokens,
         frozenset(target.eos_ids if eos_ids is None else eos_ids),
         coins,
+        clock,
     ).run()
 
 
@@ -99,8 +103,10 @@ class _Engine:
         on_tokens: OnTokens | None,
         eos: frozenset[int],
         coins: CoinSource,
+        clock: Clock,
     ) -> None:
         sampling.check_vocab(target.vocab_size)
+        self.clock = clock
         self.target, self.drafter, self.sampling = target, drafter, sampling
         self.batch_size, self.seed, self.guidance, self.coins = batch_size, seed, guidance, coins
         self.verify: Rule = rule if callable(rule) else functools.partial(run_verify, rule=rule)
@@ -131,23 +137,25 @@ class _Engine:
 
     @torch.inference_mode()
     def run(self) -> Run:
-        start = time.perf_counter()
+        start = self.clock()
         if self.queue:
             longest = max(max(len(r.request.prompt), len(r.request.uncond or ())) + r.limit for r in self.queue)
             rows = min(self.batch_size, len(self.queue))
             cache = self.target.new_cache(rows, longest, self.drafter.max_nodes, self.guidance)
+            made = self.clock()
             self.drafter.reset(rows, longest)
+            self.timing.cache_s, self.timing.drafter_s = made - start, self.clock() - made
             while self.queue or self.rows:
                 self._admit(cache)
                 if self.rows:
                     self._cycle(cache)
-        self.timing.total_s = time.perf_counter() - start
+        self.timing.total_s = self.clock() - start
         return Run([row.out for row in self.all], self.timing, self.law_rows)
 
     def _admit(self, cache: TreeCache) -> None:
         """Prefill waiting requests into free rows and draw their first token, which belongs to no cycle."""
         while self.queue and len(self.rows) < self.batch_size:
-            start = time.perf_counter()
+            start = self.clock()
             count = min(len(self.queue), self.batch_size - len(self.rows))
             new = [self.queue.popleft() for _ in range(count)]
             prompts = [torch.tensor(row.request.prompt, device=self.target.device) for row in new]
@@ -176,38 +184,50 @@ class _Engine:
                 row.cycle = 1  # number 0 was this draw's: no random number serves twice
                 self._emit(row, [token], [False])
             self._retire(cache)
-            self.timing.prefill_s += time.perf_counter() - start
+            self.timing.prefill_s += self.clock() - start
 
     def _cycle(self, cache: TreeCache) -> None:
-        clock = [time.perf_counter()]
+        clock = self.clock
+        begin = clock()
         device = self.target.device
         budget = torch.tensor([min(row.remaining - 1, self.drafter.max_depth) for row in self.rows], device=device)
         rng = self._rng(self.rows)
+        asked = clock()
         tree = self.drafter.propose(budget, self.sampling, rng)
+        proposed = clock()
         tree.validate(self.target.vocab_size, self.drafter.max_nodes)
-        clock.append(time.perf_counter())
+        drafted = clock()
         last = torch.tensor([row.out.token_ids[-1] for row in self.rows], device=device)
         step = self.target.score(cache, last, tree, self.drafter.taps)
-        clock.append(time.perf_counter())
+        scored = clock()
         law = self._law(step.logits, tree, self.rows)
+        ready = clock()
         verdict = self.verify(tree, law, rng)
+        chosen = clock()
         law.check()
         self.law_rows += law.computed
-        clock.append(time.perf_counter())
+        verified = clock()
         cache.commit(verdict.path, verdict.length)
+        kept_rows = clock()
         kept, slots = _kept(tree, verdict)
         feats = step.feats
         if feats is not None:
             feats = feats[torch.arange(len(self.rows), device=device)[:, None], slots]
+        known = clock()
         self.drafter.observe(kept, feats, verdict.length + 1, slice(0, len(self.rows)))
+        observed = clock()
         self._record(tree, verdict, kept, budget)
+        recorded = clock()
         self._retire(cache)
-        clock.append(time.perf_counter())
+        end = clock()
         t = self.timing
-        parts = [b - a for a, b in zip(clock, clock[1:], strict=False)]
-        t.draft_s, t.target_s, t.verify_s, t.commit_s = (
-            x + y for x, y in zip((t.draft_s, t.target_s, t.verify_s, t.commit_s), parts, strict=True)
-        )
+        t.draft_s += drafted - begin
+        t.target_s += scored - drafted
+        t.verify_s += verified - scored
+        t.commit_s += end - verified
+        t.drafter_s += proposed - asked + observed - known
+        t.law_s += ready - scored + law.seconds + verified - chosen
+        t.cache_s += kept_rows - verified + end - recorded
         t.cycles += 1
 
     def _record(self, tree: DraftTree, verdict: Verdict, kept: Tensor, budget: Tensor) -> None:
@@ -255,11 +275,12 @@ class _Engine:
 
     def _law(self, logits: Tensor, tree: DraftTree, rows: list[_Row]) -> Law:
         if not self.sampling.uses_history:
-            return Law(self.sampling, logits, tree)
+            return Law(self.sampling, logits, tree, clock=self.clock)
         ids = [[*row.request.prompt, *row.out.token_ids] for row in rows]
         longest = max(map(len, ids))
         history = torch.tensor([i + [0] * (longest - len(i)) for i in ids], device=logits.device)
-        return Law(self.sampling, logits, tree, history, torch.tensor([len(i) for i in ids], device=logits.device))
+        lengths = torch.tensor([len(i) for i in ids], device=logits.device)
+        return Law(self.sampling, logits, tree, history, lengths, self.clock)
 
 
 def _kept(tree: DraftTree, verdict: Verdict) -> tuple[Tensor, Tensor]:

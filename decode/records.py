@@ -45,9 +45,17 @@ class Generation:
     finish: str = "length"
 
 
+PARTS = ("target", "drafter", "law", "verify", "cache", "python")
+
+
 @dataclass
 class Timing:
-    """Wall seconds by part. decode_s is everything after prefill; total_s includes prefill."""
+    """Wall seconds. decode_s is everything after prefill; total_s includes prefill.
+
+    The phases of a cycle, one after the other: draft_s until the proposal is there, target_s until it is scored,
+    verify_s until the path is chosen, commit_s until the next cycle may begin. Within them: drafter_s proposing and
+    observing, law_s turning logits into laws (inside verify_s), cache_s keeping accepted rows of the K/V cache.
+    """
 
     prefill_s: float = 0.0
     draft_s: float = 0.0
@@ -56,10 +64,19 @@ class Timing:
     commit_s: float = 0.0
     total_s: float = 0.0
     cycles: int = 0  # target passes after prefill
+    drafter_s: float = 0.0
+    law_s: float = 0.0
+    cache_s: float = 0.0
 
     @property
     def decode_s(self) -> float:
         return self.total_s - self.prefill_s
+
+    def parts(self) -> dict[str, float]:
+        """decode_s by who spent it (PARTS); "python" is what remains of it, the loop itself. Sums to decode_s."""
+        known = {"target": self.target_s, "drafter": self.drafter_s, "law": self.law_s,
+                 "verify": self.verify_s - self.law_s, "cache": self.cache_s}  # fmt: skip
+        return {**known, "python": self.decode_s - sum(known.values())}
 
 
 @dataclass

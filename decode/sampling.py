@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -164,7 +165,8 @@ class Law:
     """The target's law at every slot of a scored tree, computed only where verification asks.
 
     logits: [B, N + 1, V]. history: [B, L] int64 committed tokens (prompt included) padded to the right, lengths [B].
-    computed: number of rows evaluated so far (what laziness saves is visible there).
+    computed: number of rows evaluated so far (what laziness saves is visible there); seconds: what that took, by
+    `clock`.
     """
 
     def __init__(
@@ -174,23 +176,27 @@ class Law:
         tree: DraftTree,
         history: Tensor | None = None,
         lengths: Tensor | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if sampling.uses_history and (history is None or lengths is None):
             raise ValueError("this law needs the history of its rows")
         self.sampling, self.logits, self.tree, self.history, self.lengths = sampling, logits, tree, history, lengths
         self.vocab_size = logits.shape[-1]
-        self.computed = 0
+        self.computed, self.seconds, self.clock = 0, 0.0, clock
         self._bad = torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
 
     def at(self, rows: Tensor, slots: Tensor) -> Support:
         """The laws [R] of (rows, slots); slot 0 follows the last committed token, slot i + 1 follows node i."""
+        begin = self.clock()
         self.computed += rows.numel()
         scores = self.logits[rows, slots]
         if self.sampling.uses_history:
             scores = self._process(scores, rows, slots)
         # The maximum is NaN if any logit is, +inf if one is, -inf if all are masked: one test for all three.
         self._bad[rows] |= ~scores.amax(-1).isfinite()
-        return self.sampling.support(scores)
+        support = self.sampling.support(scores)
+        self.seconds += self.clock() - begin
+        return support
 
     def check(self) -> None:
         """Raise UserError naming the first row whose logits gave no law. Call before committing."""
