@@ -33,6 +33,7 @@ from heads.eagle_net import Eagle1Net, Eagle3Net, EagleNet, try_own
 from heads.eagle_own import Own, own
 from heads.forced import ranks
 from heads.losses import LossWeights, chunked_loss
+from heads.recompute import plainly, recomputed
 
 
 class EagleHead(Head):
@@ -194,18 +195,24 @@ class EagleHead(Head):
         place = batch.depth()
         first = (cos[None, :length], sin[None, :length]) if batch.position is None else (cos[batch.position],
                                                                                          sin[batch.position])
-        memory = Memory((count, length), keep, batch.position)
-        g = self.net.start(feats[:, :, : len(self.taps)])
-        if cfg.noise and self.training:
-            g = g + self._noise(batch, g)
-        h = self.net.advance(torch.cat([e[:, 1:], e[:, -1:]], 1), g, first, keep, memory=memory)
-        hidden, e, at = [], e.flatten(0, 1), place[keep]
+        hidden, flat_e, at = [], e.flatten(0, 1), place[keep]
+
+        def start(memory: Memory) -> tuple[Tensor, Memory]:
+            g, memory = self.net.start(feats[:, :, : len(self.taps)]), memory.at(0)
+            if cfg.noise and self.training:
+                g = g + self._noise(batch, g)
+            return self.net.advance(torch.cat([e[:, 1:], e[:, -1:]], 1), g, first, keep, memory=memory), memory
+
+        def go_on(h: Tensor, memory: Memory, step: int) -> tuple[Tensor, Memory]:
+            memory, e_next = memory.at(step), flat_e[(keep + 1 + step).clamp(max=flat_e.shape[0] - 1)]
+            rope = (cos[at + step][None], sin[at + step][None])
+            return self.net.advance(e_next[None], self.net.feed(h)[None], rope, memory=memory)[0], memory
+
+        again = recomputed if cfg.activation_checkpointing else plainly
+        h, memory = again(start, Memory((count, length), keep, batch.position))
         for step in range(steps):
             if step:
-                memory.step = step
-                e_next = e[(keep + 1 + step).clamp(max=e.shape[0] - 1)]
-                rope = (cos[at + step][None], sin[at + step][None])
-                h = self.net.advance(e_next[None], self.net.feed(h)[None], rope, memory=memory)[0]
+                h, memory = again(go_on, h, memory, step)
             spot = packed[source[step]]
             hidden.append(take(h, spot) if whole else h[spot])  # without a row some spots coincide
         return feats[:, :, reads.index(self.final)].flatten(0, 1), hidden, valid

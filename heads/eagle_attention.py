@@ -11,6 +11,7 @@ Shape letters: B rows, T positions, n packed rows, H query heads, Hkv key heads,
 
 from __future__ import annotations
 
+import copy
 from typing import Any, cast
 
 import torch
@@ -38,6 +39,13 @@ class Memory:
             self.starts = (position.reshape(-1) == 0).nonzero()[:, 0].tolist()
         self.first: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> [B, H, T, hd] each, groups expanded
         self.later: dict[int, list[Tensor]] = {}  # layer -> [n, H, hd] keys and values in turns
+
+    def at(self, step: int) -> Memory:
+        """A memory for `step` that adds nothing to this one: what a step finds can then be told to it again."""
+        found = copy.copy(self)
+        found.step, found.first = step, dict(self.first)
+        found.later = {layer: list(own) for layer, own in self.later.items()}
+        return found
 
 
 def ttt_attention(

@@ -49,6 +49,8 @@ class EagleConfig(HeadConfig):
     fc_bias: bool = False
     # supervised tokens whose logits exist at the same time
     chunk: int = 512
+    # keep only what goes from step to step and compute the rest again in the backward pass: less memory, slower
+    activation_checkpointing: bool = False
     # shape of the draft when the drafter is named without @chain or @tree
     shape: str = "chain"
     # levels of the draft

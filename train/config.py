@@ -26,7 +26,7 @@ LOGISTICS = (
     "out_dir", "save_every", "keep", "log_every", "micro_batch", "wandb", "wandb_project", "eval", "device",
     "shard_target", "target.path", "target.name", "target.revision", "target.kind", "target.attn",
     "data.path", "data.name", "data.split", "data.revision", "data.kind", "data.max_bad_fraction", "data.cache",
-    "data.features", "data.packing",
+    "data.features", "data.packing", "head.activation_checkpointing",
     "head.chunk", "head.shape", "head.nodes", "head.depth", "head.width", "head.tree_draw",
 )
 
