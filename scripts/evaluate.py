@@ -35,7 +35,7 @@ from decode.target import Target
 from decode.verify import RULES
 from heads.small_lm import parameters
 from scripts.lib import candidates, contest, files, table
-from scripts.lib.extras import batches, extras
+from scripts.lib.extras import batches, extras, stops_paying
 from scripts.lib.gates import gates
 from scripts.lib.lanes import lanes_of
 from scripts.lib.lossless import lossless
@@ -163,6 +163,7 @@ def main(cfg: EvaluateConfig) -> int:
             first = lines
     reports[0]["others"] = [other(r) for r in reports[1:]]
     reports[0]["batches"] = batches(reports)
+    reports[0]["batch_limits"] = {label: stops_paying(points) for label, points in reports[0]["batches"].items()}
     write(reports[0], first, out)
     table.show(reports[0])
     for report in reports:
@@ -252,7 +253,8 @@ def write(report: dict[str, Any], lines: list[dict[str, Any]], out: Path) -> Non
     for name in plots.PANELS:
         files.write_bytes(out / "figures" / f"{name}.png", plots.png(plots.panel(name, report)))
     for name, (draw, _) in more_plots.present(more_plots.EVALUATE, report).items():
-        files.write_bytes(out / "figures" / f"{name}.png", plots.png(plots.figure(draw, report)))
+        drawn = plots.figure(draw, report, plots.height(name, report))
+        files.write_bytes(out / "figures" / f"{name}.png", plots.png(drawn))
     files.write_bytes(out / "figure.png", plots.overview(report, table.title(report)))
     files.write_text(out / "report.html", page.page(report))
     files.write_json(out / "report.json", report)

@@ -18,7 +18,6 @@ from decode.target import Target
 from scripts import evaluate
 from scripts.lib import contest
 from scripts.lib.contest import Answer, Contest, Lane, Settings
-from scripts.lib.lanes import _short
 from scripts.lib.lossless import lossless
 from scripts.lib.prompts import Prompt, load_prompts
 from scripts.lib.reference import hf_generate
@@ -63,6 +62,9 @@ def test_report_and_outputs(tmp_path: Path, capsys: Any) -> None:
         assert set(row["accepted_length"]) == set(row["speedup"]) == {"mean", "low", "high"}
         assert row["shape"] in ("chain", "tree", "none") and set(row["by_category"]) == {"chat", "code"}
         assert row["lossless"]["equal"] == row["lossless"]["checked"] == 4
+        parts, wall = row["breakdown"]["seconds"], row["breakdown"]["wall_seconds"]
+        assert sum(parts.values()) == pytest.approx(wall) == sum(u["seconds"] for u in row["units"])
+        assert 0 < parts["target"] < wall and parts["python"] > 0
     first = report["drafters"][1]["acceptance_by_position"][0]
     assert first.keys() >= {"position", "conditional", "unconditional", "trials"}
     lines = [json.loads(line) for line in (out / "outputs.jsonl").read_text().splitlines()]
@@ -74,7 +76,7 @@ def test_report_and_outputs(tmp_path: Path, capsys: Any) -> None:
     assert second["none"] == second["ngram"] == second["hf_generate"], "history comes from none"
     assert (out / "report.html").read_text().startswith("<!doctype html>")
     assert (out / "figure.png").stat().st_size > 10_000
-    assert len(list((out / "figures").glob("*.png"))) == 7 and "ngram" in capsys.readouterr().out
+    assert len(list((out / "figures").glob("*.png"))) == 8 and "ngram" in capsys.readouterr().out
     assert not list(out.rglob("*.tmp"))
 
 
@@ -201,8 +203,3 @@ def test_prompts_are_thinned_evenly_over_categories() -> None:
     assert len(few) == 16 and set(counts.values()) == {2}
     only = evaluate.chosen(prompts, evaluate.EvaluateConfig("x", categories=["code"]))
     assert {p.category for p in only} == {"code"}
-
-
-def test_labels_are_short_and_tell_heads_apart() -> None:
-    names = ["none", "runs/a@tree", "runs/a/head@tree", "runs/b/head@tree", "hf_assisted@runs/draft"]
-    assert [_short(n) for n in names] == ["none", "a@tree", "a/head@tree", "b/head@tree", "hf_assisted@draft"]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
 import pytest
 
 from decode.engine import Cycle, Generation, Timing
+from decode.records import PARTS
 from scripts.lib import more_plots, page, plots, table
+from scripts.lib.breakdown import breakdown
 from scripts.lib.contest import Answer, Contest, Lane, Lap
+from scripts.lib.extras import batches, stops_paying
 from scripts.lib.score import Scores, output_lines
 
 
@@ -31,7 +35,8 @@ def answer(name: str, prompt: str, turn: int, found: list[Cycle], category: str)
 
 
 def timing(decode: float, prefill: float = 1.0, passes: int = 1) -> Timing:
-    return Timing(prefill, 0.1 * decode, 0.6 * decode, 0.1 * decode, 0.1 * decode, prefill + decode, passes)
+    return Timing(prefill, 0.1 * decode, 0.6 * decode, 0.1 * decode, 0.1 * decode, prefill + decode, passes,
+                  0.2 * decode, 0.04 * decode, 0.05 * decode)  # fmt: skip
 
 
 @pytest.fixture
@@ -61,6 +66,29 @@ def test_a_row_by_hand(contest: Contest) -> None:
     assert fast["end_to_end"]["speedup"]["mean"] == pytest.approx((12 / 6) / (12 / 12))
     assert fast["draft_ms"] == pytest.approx(1000 * 0.4 / 5) and fast["verify_ms"] == pytest.approx(1000 * 3.2 / 5)
     assert sum(fast["ms_per_token"].values()) == pytest.approx(1000 * 4 / 10)
+    assert fast["units"] == [{"prompts": ["a"], "tokens": 6.0, "seconds": 2.0}, {"prompts": ["b"], "tokens": 4.0,
+                                                                                 "seconds": 2.0}]  # fmt: skip
+    assert [p["speedup"] for p in fast["per_prompt"]] == pytest.approx([3.0, 2.0])
+
+
+def test_parts_sum_to_the_measured_wall(contest: Contest) -> None:
+    """Of 10 s: 6 in the target, 2 drafting, 0.4 of 1 s of verification for laws, 0.5 in the cache, the rest Python."""
+    row = Scores(contest, [lane("none", 0), lane("fast", 2)]).row(lane("fast", 2))
+    told = row["breakdown"]
+    assert set(told["seconds"]) == set(PARTS) == set(plots.PARTS) == set(table.PARTS)
+    share = {"target": 0.6, "drafter": 0.2, "law": 0.04, "verify": 0.06, "cache": 0.05, "python": 0.05}
+    assert told["share"] == pytest.approx(share) and told["wall_seconds"] == 4.0
+    assert sum(told["seconds"].values()) == pytest.approx(4.0)
+    assert told["ms_per_token"] == pytest.approx({k: 400 * v for k, v in share.items()}) == row["ms_per_token"]
+    assert told["without"] == pytest.approx({"drafter": 2.5 / 0.8, "all_but_target": 2.5 / 0.6})
+    cells = {name: cell(row) for name, cell in table.TIMES}
+    assert [cell(row) for name, cell in table.TIMES if name == "drafter"] == ["fast", "80.00 [20%]"]
+    assert cells["target"] == "240.00 [60%]"
+    assert cells["with a free drafter"] == "3.12×" and cells["target alone"] == "4.17×"
+
+
+def test_nothing_decoded_has_no_breakdown() -> None:
+    assert breakdown([timing(0.0)], 0) is None and breakdown([], 5) is None
 
 
 def test_a_category_seen_once_claims_no_interval(contest: Contest) -> None:
@@ -144,6 +172,50 @@ def test_the_page_stands_alone(report: dict[str, Any]) -> None:
     assert "fast makes toy 2.50× as fast" in text and "NaN" not in text
     ids = [piece.split('"')[0] for piece in text.split(' id="')[1:]]
     assert len(ids) == len(set(ids)), "two drawings share an id"
+
+
+def crowd(report: dict[str, Any], count: int = 9) -> dict[str, Any]:
+    """The report with many drafters of long names."""
+    one = {**copy.deepcopy(report["drafters"][1]), "shape": "tree", "acceptance_by_rank": [[3, 1, 1], [1]]}
+    many = [{**one, "name": f"n{i}", "label": f"/srv/somewhere/quite/deep/runs/number-{i}/of/them@tree"}
+            for i in range(count)]  # fmt: skip
+    return {**report, "drafters": [report["drafters"][0], *many], "pairs": []}
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_many_long_names_leave_room_for_the_drawing(report: dict[str, Any]) -> None:
+    wide = crowd(report)
+    assert plots.overview(wide, "x")[:4] == b"\x89PNG"
+    panels = {**plots.PANELS, **{n: d for n, (d, _) in more_plots.present(more_plots.EVALUATE, wide).items()}}
+    assert {"accepted_ranks", "speedup_per_prompt"} <= set(panels)
+    for name in ("acceptance_by_position", "accepted_length_by_category", "time_per_token", "accepted_ranks"):
+        draw = panels[name]
+        made = plots.figure(draw, wide, plots.height(name, wide))
+        plots.png(made, 40)
+        box = made.axes[0].get_position()
+        assert box.width > 0.5 and box.height > 0.35, (name, box)
+
+
+def test_batches_name_where_drafting_stops_paying() -> None:
+    def points(*speeds: tuple[float, float | None]) -> list[dict[str, Any]]:
+        return [{"batch_size": 2**i, "speedup": s, "low": low, "high": None} for i, (s, low) in enumerate(speeds)]
+
+    assert stops_paying(points((1.6, 1.4), (1.3, 1.1), (1.1, 0.9), (0.8, 0.7))) == {"pays_up_to": 2, "stops_at": 8}
+    assert stops_paying(points((1.6, 1.4), (1.3, 1.1))) == {"pays_up_to": 2, "stops_at": None}
+    assert stops_paying(points((0.9, 0.8), (0.7, 0.6))) == {"pays_up_to": None, "stops_at": 1}
+    assert stops_paying(points((0.9, 0.8), (1.2, 1.1), (0.9, None))) == {"pays_up_to": None, "stops_at": 4}
+    assert stops_paying(points((1.5, None), (1.2, None))) == {"pays_up_to": None, "stops_at": None}
+
+
+def test_the_page_names_the_batch_at_which_drafting_stops_paying(report: dict[str, Any]) -> None:
+    assert "stops paying at" not in page.page(report)
+    four = copy.deepcopy(report)
+    four["settings"]["batch_size"] = 4
+    four["drafters"][1]["speedup"] = {"mean": 0.9, "low": 0.8, "high": 0.95}
+    report["batches"] = batches([four, report])
+    assert [p["batch_size"] for p in report["batches"]["fast"]] == [1, 4]
+    text = page.page(report)
+    assert "stops paying at" in text and "<td>batch 4</td>" in text
 
 
 def test_the_headline_claims_only_what_was_measured(report: dict[str, Any]) -> None:

@@ -73,6 +73,7 @@ class Assisted:
         later = [p for p in passes.target if p.began >= (first.at or end)]
         timing.target_s += sum(p.seconds for p in later)
         timing.draft_s += sum(s for began, s in passes.draft if began >= (first.at or end))
+        timing.drafter_s = timing.draft_s
         timing.cycles += len(later)
         stop = "eos" if tokens and tokens[-1] in self.target.eos_ids else "length"
         cycles = self._cycles(passes.target, ids.shape[1], len(tokens), request.max_new_tokens, stop)

@@ -101,11 +101,11 @@ def ranking(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 def lines(found: Sequence[dict[str, Any]]) -> list[str]:
     """The ranking for a terminal."""
-    out = []
+    out, label = [], {row["name"]: row["label"] for row in found}
     for row in found:
         s = row["speedup"]
         spread = "" if s["low"] is None or s["low"] == s["high"] else f" [{s['low']:.2f}, {s['high']:.2f}]"
         mean = "–" if s["mean"] is None else f"{s['mean']:.2f}×"
-        tied = f", not to be told from {', '.join(row['tied_with'])}" if row["tied_with"] else ""
-        out.append(f"{row['rank']}. {row['name']}: {mean}{spread}{tied}")
+        tied = f", not to be told from {', '.join(label[n] for n in row['tied_with'])}" if row["tied_with"] else ""
+        out.append(f"{row['rank']}. {row['label']}: {mean}{spread}{tied}")
     return out

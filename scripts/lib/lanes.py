@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError
@@ -13,6 +12,7 @@ from decode.engine import Request, Run, generate
 from decode.target import Target
 from heads import HEADS, find_head, resolve_drafter
 from heads.checkpoint import read_card
+from scripts.lib import names
 from scripts.lib.assisted import Assisted, assistants
 from scripts.lib.contest import Lane, Settings
 from scripts.lib.memory import own_elements
@@ -45,16 +45,9 @@ def lanes_of(specs: Sequence[str], target: Target, fresh: Callable[[], Target] |
                     continue  # the group's plain decoding is there
                 lane.name = next(n for i in range(2, 99) if (n := f"{lane.name} #{i}") not in taken)
             lanes.append(lane)
-    short = [_short(lane.name) for lane in lanes]
-    for lane, label in zip(lanes, short, strict=True):
-        lane.label = label if short.count(label) == 1 else lane.name
+    for lane, short in zip(lanes, names.labels([lane.name for lane in lanes]), strict=True):
+        lane.label = short
     return lanes, skipped
-
-
-def _short(name: str) -> str:
-    """runs/medusa@tree -> medusa@tree; runs/medusa/head -> medusa/head; hf_assisted@runs/draft -> hf_assisted@draft."""
-    parts = [Path(part) for part in name.split("@")]
-    return "@".join(f"{p.parent.name}/{p.name}" if p.name in ("head", "best") else p.name for p in parts)
 
 
 def _lanes(spec: str, target: Target, fresh: Callable[[], Target] | None,
@@ -87,7 +80,7 @@ def _lanes(spec: str, target: Target, fresh: Callable[[], Target] | None,
     lane.facts |= training(spec)
     if not group:
         return [lane]
-    base = f"none ({_short(spec.partition('@')[0])})"
+    base = f"none ({names.label(spec.partition('@')[0])})"
     plain = _drafting("none", resolve_drafter("none", mine), mine)
     plain.name = plain.label = base
     for one in (plain, lane):

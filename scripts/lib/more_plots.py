@@ -9,16 +9,17 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from scripts.lib.plots import COLORS, INK, MUTED, PHASES, _legend, color_of
+from scripts.lib import plots
+from scripts.lib.plots import COLORS, INK, MUTED, color_of, drafting, legend, named
 
 Report = dict[str, Any]
 
 
 def prompts_by_category(ax: Axes, report: Report) -> None:
     """One dot per prompt, stacked where they coincide: a histogram for every category."""
-    colors = color_of(report)
-    drawn = [d for d in report["drafters"] if d["shape"] != "none"]
+    colors, drawn = color_of(report), drafting(report)
     names = sorted({p["category"] for d in drawn for p in d["per_prompt"]}, reverse=True)
+    told: set[str] = set()
     for y, name in enumerate(names):
         for i, d in enumerate(drawn):
             values = [p["accepted_length"] for p in d["per_prompt"] if p["category"] == name and p["accepted_length"]]
@@ -26,16 +27,16 @@ def prompts_by_category(ax: Axes, report: Report) -> None:
             for value in sorted(values):
                 at = round(value * 20) / 20
                 taken[at] = taken.get(at, 0) + 1
-                ax.plot(at, y - 0.32 + 0.64 * (i + 0.5) / len(drawn) + 0.05 * (taken[at] - 1), "o", ms=4.5,
+                ax.plot(at, y + 0.38 - 0.76 * (i + 0.5) / len(drawn) + 0.04 * (taken[at] - 1), "o", ms=4.5,
                         color=colors[d["name"]], alpha=0.75, mew=0,
-                        label=d["label"] if y == 0 and value == min(values) else None)  # fmt: skip
+                        label=None if d["name"] in told else d["label"])  # fmt: skip
+                told.add(d["name"])
     for y in range(1, len(names)):
         ax.axhline(y - 0.5, color=MUTED, linewidth=0.4, alpha=0.4)
-    ax.set_yticks(range(len(names)), names)
-    ax.grid(axis="y", visible=False)
+    named(ax, names)
     ax.set_title("Accepted length of every prompt, by category")
     ax.set_xlabel("tokens per target pass (one dot per prompt)")
-    _legend(ax)
+    legend(ax)
 
 
 def learning(ax: Axes, report: Report) -> None:
@@ -49,11 +50,7 @@ def learning(ax: Axes, report: Report) -> None:
     ax.set_title("Learning curves")
     ax.set_xlabel("training step")
     ax.set_ylabel("accepted length, held out")
-    _legend(ax)
-
-
-def _line(ax: Axes, points: list[dict[str, Any]], x: str, y: str, color: str, label: str) -> None:
-    ax.plot([p[x] for p in points], [p[y] for p in points], "o-", color=color, label=label, ms=3.8, linewidth=1.8)
+    legend(ax)
 
 
 def against_k(ax: Axes, report: Report) -> None:
@@ -80,7 +77,7 @@ def against_k(ax: Axes, report: Report) -> None:
     ax.yaxis.set_major_formatter(lambda v, _: f"{v:.2f}×")
     ax.set_title("Speedup against K and tree size")
     ax.set_xlabel("draft tokens verified per cycle (lines: predicted, points: measured)")
-    _legend(ax, 2)
+    legend(ax, 2)
 
 
 def against_batch(ax: Axes, report: Report) -> None:
@@ -90,15 +87,19 @@ def against_batch(ax: Axes, report: Report) -> None:
         if points:
             ax.plot([p["batch_size"] for p in points], [p["speedup"] for p in points], "o--", ms=4.5,
                     color=COLORS[i % len(COLORS)], label=f"{label}, predicted")  # fmt: skip
+    own = {d["label"]: color_of(report)[d["name"]] for d in report.get("drafters", ())}
     for i, (label, points) in enumerate(report.get("batches", {}).items()):
-        _line(ax, points, "batch_size", "speedup", COLORS[i % len(COLORS)], f"{label}, measured")
+        x, color = [p["batch_size"] for p in points], own.get(label, COLORS[i % len(COLORS)])
+        ax.plot(x, [p["speedup"] for p in points], "o-", color=color, label=f"{label}, measured", ms=4.5, linewidth=1.8)
+        if all(p.get("low") is not None for p in points):
+            ax.fill_between(x, [p["low"] for p in points], [p["high"] for p in points], color=color, alpha=0.13, lw=0)
     ax.axhline(1.0, color=MUTED, linewidth=1, linestyle=(0, (3, 3)))
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
     ax.yaxis.set_major_formatter(lambda v, _: f"{v:.2f}×")
     ax.set_title("Speedup against batch size")
     ax.set_xlabel("rows decoded together")
-    _legend(ax, 2)
+    legend(ax, 2)
 
 
 def latency(ax: Axes, report: Report) -> None:
@@ -115,7 +116,7 @@ def latency(ax: Axes, report: Report) -> None:
     ax.set_title("Latency of a target pass")
     ax.set_xlabel("tokens per row: the last one and the draft")
     ax.set_ylabel("milliseconds")
-    _legend(ax, 4)
+    legend(ax, 4)
 
 
 def predicted(ax: Axes, report: Report) -> None:
@@ -137,7 +138,7 @@ def predicted(ax: Axes, report: Report) -> None:
     ax.set_title("Predicted against measured")
     ax.set_xlabel("measured tokens/s")
     ax.set_ylabel("predicted tokens/s")
-    _legend(ax)
+    legend(ax)
 
 
 def break_even(ax: Axes, report: Report) -> None:
@@ -157,27 +158,34 @@ def break_even(ax: Axes, report: Report) -> None:
     ax.set_title("Accepted length, and what would break even")
     ax.set_xlabel("draft tokens verified per cycle (dotted: break-even)")
     ax.set_ylabel("tokens per target pass")
-    _legend(ax, 2)
+    legend(ax, 2)
 
 
 def breakdown(ax: Axes, report: Report) -> None:
     """Milliseconds per token by part, plain decoding beside the choice."""
-    seen: set[str] = set()
-    items = list(report["breakdown"].items())[::-1]
-    for y, (_, parts) in enumerate(items):
+    plots.stacked(ax, list(report["breakdown"].items()))
+
+
+def accepted_ranks(ax: Axes, report: Report) -> None:
+    """For every tree and depth, how often which of the siblings was accepted, of all cycles."""
+    rows = plots.ranked(report)[::-1]
+    seen: set[int] = set()
+    for y, (_, _, shares) in enumerate(rows):
+        parts = [*shares[:3], sum(shares[3:])]
         left = 0.0
-        for phase, (label, color) in PHASES.items():
-            width = parts.get(phase, 0.0)
-            ax.barh(y, width, left=left, height=0.58, color=color, label=None if label in seen else label)
-            seen.add(label)
-            left += width
-        ax.text(left * 1.01, y, f" {left:.1f}", va="center", color=INK)
-    ax.set_yticks(range(len(items)), [name for name, _ in items])
-    ax.grid(axis="y", visible=False)
-    ax.margins(x=0.12)
-    ax.set_title("Where the time goes")
-    ax.set_xlabel("milliseconds per token while decoding")
-    _legend(ax)
+        for rank, share in enumerate(parts):
+            told = "4th and later" if rank == 3 else ("1st", "2nd", "3rd")[rank]
+            ax.barh(y, share, left=left, height=0.7, color=COLORS[rank], alpha=0.9,
+                    label=None if rank in seen else told)  # fmt: skip
+            seen.add(rank)
+            left += share
+        ax.text(left + 0.01, y, f"{left:.0%}", va="center", color=INK, fontsize=9)
+    named(ax, [f"{d['label']}, depth {depth}" if depth == 1 else f"{depth}" for d, depth, _ in rows])
+    ax.set_xlim(0, 1.06)
+    ax.xaxis.set_major_formatter(lambda v, _: f"{v:.0%}")
+    ax.set_title("Which candidate of a tree was accepted")
+    ax.set_xlabel("share of all cycles, by depth and by place among the siblings")
+    legend(ax, 4)
 
 
 def ranks(ax: Axes, report: Report) -> None:
@@ -193,11 +201,15 @@ def ranks(ax: Axes, report: Report) -> None:
     ax.yaxis.set_major_formatter(lambda v, _: f"{v:.0%}")
     ax.set_title("The right token's rank, by position in the draft")
     ax.set_xlabel("depth in the draft (share of all positions whose path is right so far)")
-    _legend(ax, 4)
+    legend(ax, 4)
 
 
 Needs = Callable[[Report], bool]
 EVALUATE: dict[str, tuple[Needs, Callable[[Axes, Report], None], str]] = {
+    "speedup_per_prompt": (lambda r: any(p.get("speedup") for d in drafting(r) for p in d["per_prompt"]),
+                           plots.speedup_by_prompt, "Histogram of the speedup of every prompt, a strip per drafter."),
+    "accepted_ranks": (lambda r: bool(plots.ranked(r)), accepted_ranks,
+                       "Bars by depth of a tree: how often a candidate was accepted there, by place among siblings."),
     "prompts_by_category": (lambda r: any(d["shape"] != "none" for d in r["drafters"]), prompts_by_category,
                             "Dots, one per prompt, grouped by category, over the accepted length of that prompt."),
     "speedup_against_k": (lambda r: bool(r.get("tuning")), against_k,

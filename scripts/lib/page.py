@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import html
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from scripts.lib import more_plots, plots, table
+from scripts.lib.extras import stops_paying
 
 CSS = """
 :root { --ink:#1d2433; --muted:#667085; --line:#e6e8ee; --paper:#fff; --wash:#f6f7fa; --accent:#3767d6;
@@ -24,15 +26,18 @@ header p.sub { color:var(--muted); margin:0; font-size:16px } h2 { font-size:19p
 .cards { display:grid; grid-template-columns:repeat(auto-fit,minmax(190px,1fr)); gap:14px; margin:28px 0 8px }
 .card,.panel { background:var(--paper); border:1px solid var(--line); border-radius:12px }
 .card { padding:16px 18px } .card b { display:block; font-size:29px; letter-spacing:-.02em; line-height:1.2 }
-.card span { color:var(--muted); font-size:13.5px }
-.panel { padding:18px 20px; overflow-x:auto } .grid { display:grid; gap:16px; grid-template-columns:1fr 1fr }
-@media (max-width:860px) { .grid { grid-template-columns:1fr } h1 { font-size:27px } }
+.card span { color:var(--muted); font-size:13.5px; overflow-wrap:anywhere }
+.panel { padding:18px 20px; overflow-x:auto } .grid { columns:2; column-gap:16px }
+.grid > .panel { break-inside:avoid; margin:0 0 16px }
+@media (max-width:860px) { .grid { columns:1 } h1 { font-size:27px } }
 figure { margin:0 } a { color:var(--accent) }
 .grid svg { width:100%; height:auto; display:block } table { border-collapse:collapse; width:100% }
-th { font-size:12.5px; color:var(--muted); font-weight:600; text-align:right; padding:6px 8px }
-td { text-align:right; padding:9px 8px; border-top:1px solid var(--line); font-variant-numeric:tabular-nums;
-  white-space:nowrap }
-th:first-child,td:first-child { text-align:left } td small { color:var(--muted) } tr.best td { background:var(--best) }
+th { font-size:12px; vertical-align:bottom; color:var(--muted); font-weight:600; text-align:right; padding:6px 7px }
+td { text-align:right; padding:9px 7px; border-top:1px solid var(--line); font-variant-numeric:tabular-nums;
+  white-space:nowrap; font-size:14px }
+th:first-child,td:first-child { text-align:left; position:sticky; left:0; background:var(--paper) }
+td.wrap { white-space:normal; min-width:160px; text-align:left } th.wrap { text-align:left }
+td small { color:var(--muted) } tr.best td { background:var(--best) }
 .dot { display:inline-block; width:10px; height:10px; border-radius:3px; margin-right:9px }
 .note { color:var(--muted); font-size:13.5px; margin:12px 2px 0 } .warn { color:var(--bad); font-weight:600 }
 .facts { display:grid; gap:16px; grid-template-columns:repeat(auto-fit,minmax(300px,1fr)) }
@@ -67,7 +72,7 @@ def page(report: dict[str, Any]) -> str:
     head, sub = headline(report)
     drawn = {name: (plots.svg(plots.panel(name, report), name), described(name, report)) for name in plots.PANELS}
     for name, (draw, words) in more_plots.present(more_plots.EVALUATE, report).items():
-        drawn[name] = (plots.svg(plots.figure(draw, report), name), words)
+        drawn[name] = (plots.svg(plots.figure(draw, report, plots.height(name, report)), name), words)
     lines = [(n, n.startswith(("NOT", "UNSTEADY"))) for n in table.notes(report)]
     lines += [(f"skipped {s['name']}: {s['reason']}", True) for s in report["skipped"]]
     notes = "".join(f'<p class="note{" warn" if bad else ""}">{esc(n)}</p>' for n, bad in lines)
@@ -76,6 +81,8 @@ def page(report: dict[str, Any]) -> str:
 <h2>Scores</h2><div class="panel">{scores(report)}</div>{notes}
 {ranking(report)}
 <h2>Figures</h2><div class="grid">{figures(drawn)}</div>
+{times(report)}
+{batches(report)}
 {others(report)}
 {depths(report)}
 <h2>What a drafter costs</h2><div class="panel">{plain_table(table.COSTS, report["drafters"])}</div>
@@ -111,8 +118,8 @@ def described(name: str, report: dict[str, Any]) -> str:
         return ("Speed against plain decoding: " if name == "speedup" else "Tokens per target pass: ") + "; ".join(told)
     words = {"acceptance_by_position": "Acceptance by depth in the draft, a line per drafter.",
              "accepted_length_by_category": "Accepted length by category with intervals, a dot per drafter.",
-             "accepted_length_per_prompt": "Histogram of the accepted length of every prompt, per drafter.",
-             "time_per_token": "Milliseconds per token by part: drafter, target, law and verification, cache, Python."}
+             "accepted_length_per_prompt": "Histogram of the accepted length of every prompt, a strip per drafter.",
+             "time_per_token": "Milliseconds per token by part: target, drafter, law, verification, cache, Python."}
     return words.get(name, name.replace("_", " "))
 
 
@@ -171,14 +178,15 @@ def scores(report: dict[str, Any]) -> str:
     return "".join([*lines, "</tbody></table>"])
 
 
-def plain_table(columns: list[tuple[str, Any]], rows: list[dict[str, Any]]) -> str:
-    """A table of cells; what stands in brackets is set small."""
-    head = "".join(f"<th>{esc(name)}</th>" for name, _ in columns)
+def plain_table(columns: list[tuple[str, Any]], rows: list[dict[str, Any]], prose: Sequence[str] = ()) -> str:
+    """A table of cells; what stands in brackets is set small. prose: columns whose text may run over several lines."""
+    style = [' class="wrap"' if name in prose else "" for name, _ in columns]
+    head = "".join(f"<th{s}>{esc(name)}</th>" for s, (name, _) in zip(style, columns, strict=True))
     body = []
     for row in rows:
         cells = [cell(row).partition(" [") for _, cell in columns]
-        body.append("<tr>" + "".join(f"<td>{esc(v)}{f' <small>[{esc(rest)}</small>' if b else ''}</td>"
-                                     for v, b, rest in cells) + "</tr>")  # fmt: skip
+        body.append("<tr>" + "".join(f"<td{s}>{esc(v)}{f' <small>[{esc(rest)}</small>' if b else ''}</td>"
+                                     for s, (v, b, rest) in zip(style, cells, strict=True)) + "</tr>")  # fmt: skip
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
 
 
@@ -188,11 +196,12 @@ def ranking(report: dict[str, Any]) -> str:
     if len(found) < 2:
         return ""
     label = {r["name"]: r["label"] for r in report["drafters"]}
+    told = "not to be told from"
     columns = [("drafter", lambda r: f"{r['rank']}. {r['label']}"),
                ("speedup", lambda r: table.interval(r["speedup"], 2, "×")),
-               ("not to be told from", lambda r: ", ".join(label[n] for n in r["tied_with"]) or "–")]  # fmt: skip
+               (told, lambda r: ", ".join(label[n] for n in r["tied_with"]) or "–")]  # fmt: skip
     why = "A rank is claimed only where the 95 % interval of the paired speed ratio lies on one side of 1."
-    return f'<h2>Ranking</h2><div class="panel">{plain_table(columns, found)}</div><p class="note">{why}</p>'
+    return f'<h2>Ranking</h2><div class="panel">{plain_table(columns, found, (told,))}</div><p class="note">{why}</p>'
 
 
 def depths(report: dict[str, Any]) -> str:
@@ -217,6 +226,45 @@ def depths(report: dict[str, Any]) -> str:
 
 def _flipped(cell: Any, d: int, row: dict[str, Any]) -> str:
     return str(cell(row, d))
+
+
+def times(report: dict[str, Any]) -> str:
+    """Where the time of a token goes, drafter by drafter, and what the speedup would be without a part of it."""
+    rows = [r for r in report["drafters"] if r.get("breakdown")]
+    if not rows:
+        return ""
+    sources = "; ".join(dict.fromkeys(r["breakdown"]["source"] for r in rows))
+    why = ("Milliseconds of decoding per token, and shares. Python: the loop between the parts; in rows of "
+           "transformers everything but the passes. Free drafter, target alone: what the speedup would be if drafting "
+           f"took no time, or nothing but the target's passes took any. Source: {sources}.")  # fmt: skip
+    return f'<h2>Where the time goes</h2><div class="panel">{plain_table(table.TIMES, rows)}</div>' \
+           f'<p class="note">{esc(why)}</p>'  # fmt: skip
+
+
+def batches(report: dict[str, Any]) -> str:
+    """Speedup by batch size, and the batch at which speculation stops paying."""
+    found = report.get("batches") or {}
+    if not found:
+        return ""
+    sizes = sorted({p["batch_size"] for points in found.values() for p in points})
+
+    def cell(size: int, row: dict[str, Any]) -> str:
+        point = next((p for p in row["points"] if p["batch_size"] == size), None)
+        return "–" if point is None else table.interval({**point, "mean": point["speedup"]}, 2, "×")
+
+    def verdict(row: dict[str, Any]) -> str:
+        at = stops_paying(row["points"])["stops_at"]
+        return f"not up to {sizes[-1]}" if at is None else "never pays" if at == sizes[0] else f"batch {at}"
+
+    columns: list[tuple[str, Any]] = [("drafter", lambda r: r["label"])]
+    columns += [(f"batch {size}", functools.partial(cell, size)) for size in sizes]
+    columns += [("stops paying at", verdict),
+                ("clearly pays up to", lambda r: str(stops_paying(r["points"])["pays_up_to"] or "–"))]  # fmt: skip
+    rows = [{"label": label, "points": points} for label, points in found.items()]
+    why = ("Speedup against plain decoding in batches of the same size. Stops paying at: the smallest measured size "
+           "from which on none is faster. Clearly: the interval lies above 1 up to there.")  # fmt: skip
+    return f'<h2>Speedup against batch size</h2><div class="panel">{plain_table(columns, rows)}</div>' \
+           f'<p class="note">{why}</p>'  # fmt: skip
 
 
 def others(report: dict[str, Any]) -> str:

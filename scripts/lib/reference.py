@@ -6,8 +6,9 @@ the same interleaved run.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -88,7 +89,8 @@ def _batch(
         config.guidance_scale = guidance
     first = FirstToken()
     devices = [target.device] if target.device.type == "cuda" else []
-    with target.as_loaded() as model, torch.inference_mode(), torch.random.fork_rng(devices=devices):
+    with target.as_loaded() as model, _passes(model) as spent, torch.inference_mode(), \
+            torch.random.fork_rng(devices=devices):  # fmt: skip
         torch.manual_seed(seed * 1_000_003 + batch[0].id)
         out = model.generate(
             ids, attention_mask=mask, generation_config=config, logits_processor=processors,
@@ -98,9 +100,28 @@ def _batch(
     end = time.perf_counter()
     timing.total_s += end - begin
     timing.prefill_s += (first.at or end) - begin
-    timing.target_s += end - (first.at or end)
+    timing.target_s += sum(seconds for began, seconds in spent if began >= (first.at or end))
     timing.cycles += max(len(rows[0]) - 1, 0)
     return [_trim(r, tokens, target.eos_ids) for r, tokens in zip(batch, rows, strict=True)]
+
+
+@contextlib.contextmanager
+def _passes(model: Any) -> Iterator[list[tuple[float, float]]]:
+    """(when it began, seconds) of every pass of the model while the block runs, by hooks."""
+    found: list[tuple[float, float]] = []
+
+    def before(*_: Any) -> None:
+        found.append((time.perf_counter(), 0.0))
+
+    def after(*_: Any) -> None:
+        found[-1] = (found[-1][0], time.perf_counter() - found[-1][0])
+
+    hooks = [model.register_forward_pre_hook(before), model.register_forward_hook(after)]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _trim(request: Request, tokens: list[int], eos: tuple[int, ...]) -> Generation:

@@ -16,10 +16,10 @@ import numpy as np
 
 from decode import stats
 from decode.engine import Cycle
+from scripts.lib.breakdown import breakdown
 from scripts.lib.contest import Answer, Contest, Lane, Lap
 
 UNSTEADY = 1.5  # 90th over 10th percentile of the time of a plain pass; a quiet machine stays below 1.2
-PHASES = ("draft", "target", "verify", "commit")
 
 
 class Scores:
@@ -93,16 +93,18 @@ class Scores:
         """One entry of report.json's `drafters`."""
         name, units = lane.name, self.units()
         answers = [a for rows in self.answers[name].values() for a in rows]
-        parts = [stats.split(a.generation) for a in answers]
+        splits = [stats.split(a.generation) for a in answers]
         clean = self.clean(name, self.prompts)
         flat = list(itertools.chain.from_iterable(clean))
-        cut = [c for p in parts for c in p.cut]
-        loop = [c for p in parts for c in p.loop]
+        cut = [c for p in splits for c in p.cut]
+        loop = [c for p in splits for c in p.loop]
         timings = [lap.timing for laps in self.laps[name].values() for lap in laps]
         passes = sum(t.cycles for t in timings)
-        seconds = {phase: sum(getattr(t, f"{phase}_s") for t in timings) for phase in PHASES}
-        seconds["other"] = max(sum(t.decode_s for t in timings) - sum(seconds.values()), 0.0)
+        seconds = {phase: sum(getattr(t, f"{phase}_s") for t in timings) for phase in ("draft", "target")}
+        checked = sum(t.verify_s + t.commit_s for t in timings)
         decoded = sum(self.work(name, units, False)[0])
+        speedup = self.speedup(name, lane.base, units)
+        parts = breakdown(timings, decoded, speedup["mean"])
         everything = [[c for a in self.answers[name][p] for c in a.generation.cycles] for p in self.prompts]
         return plain({
             "name": name,
@@ -122,7 +124,7 @@ class Scores:
             "by_category": {c: self._category(lane, c) for c in sorted(set(self.category.values()))},
             "tokens_per_second": self.rate(name, units, False),
             "tokens_per_second_interval": stats.ratio_interval(*self.work(name, units, False), self.seed).json(),
-            "speedup": self.speedup(name, lane.base, units),
+            "speedup": speedup,
             "end_to_end": {"tokens_per_second": self.rate(name, units, True),
                            "speedup": self.speedup(name, lane.base, units, whole=True)},
             "group": lane.group,
@@ -135,12 +137,15 @@ class Scores:
             "draft_ms_interval": self.cycle_ms(name, ("draft",), units),
             "verify_ms_interval": self.cycle_ms(name, ("target", "verify", "commit"), units),
             "draft_ms": _per(seconds["draft"], passes),
-            "verify_ms": _per(seconds["target"] + seconds["verify"] + seconds["commit"], passes),
+            "verify_ms": _per(seconds["target"] + checked, passes),
             "target_ms": _per(seconds["target"], passes),
             "target_passes": passes,
             "prefill_seconds": sum(t.prefill_s for t in timings),
-            "ms_per_token": {k: _per(v, decoded) for k, v in seconds.items()} if decoded else {},
-            "per_prompt": [self._prompt(name, p, cycles) for p, cycles in zip(self.prompts, clean, strict=True)],
+            "ms_per_token": parts["ms_per_token"] if parts else {},
+            "breakdown": parts,
+            "per_prompt": [self._prompt(lane, p, cycles) for p, cycles in zip(self.prompts, clean, strict=True)],
+            "units": [{"prompts": list(unit), "tokens": tokens, "seconds": spent} for unit, tokens, spent in
+                      zip(units, *self.work(name, units, False), strict=True)],
         })  # fmt: skip
 
     def _positions(self, flat: list[Cycle], clean: list[list[Cycle]]) -> list[dict[str, Any]]:
@@ -163,12 +168,13 @@ class Scores:
             "speedup": self.speedup(name, lane.base, units) if units else None,
         }
 
-    def _prompt(self, name: str, prompt: str, cycles: list[Cycle]) -> dict[str, Any]:
-        answers = self.answers[name][prompt]
+    def _prompt(self, lane: Lane, prompt: str, cycles: list[Cycle]) -> dict[str, Any]:
+        answers, alone = self.answers[lane.name][prompt], (prompt,)
         return {
             "prompt_id": prompt,
             "category": self.category[prompt],
             "accepted_length": _mean([c.accepted + 1 for c in cycles]),
+            "speedup": self.speedup(lane.name, lane.base, [alone])["mean"] if alone in self.laps[lane.name] else None,
             "cycles": len(cycles),
             "tokens": sum(len(a.generation.token_ids) for a in answers),
             "finish": [a.generation.finish for a in answers],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from scripts.lib import files, more_plots, page, plots, tune_table
+from scripts.lib import files, more_plots, names, page, plots, tune_table
 
 WORDS = [
     ("accepted length", "tokens that one target pass commits, the bonus token counted. Predicted: the recorded drafts "
@@ -32,8 +32,7 @@ def write(report: dict[str, Any], out: Path) -> None:
 
 
 def _label(report: dict[str, Any]) -> str:
-    name, at, shape = report["drafter"].partition("@")
-    return Path(name).name + at + shape
+    return names.label(report["drafter"])
 
 
 def html(report: dict[str, Any], figures: dict[str, tuple[str, str]]) -> str:

@@ -1,0 +1,51 @@
+"""Drafters as the user wrote them, made short enough for a table, a legend and a headline."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import PurePath
+
+INSIDE = ("head", "best", "checkpoints")  # folders of a run, which say nothing about it
+LONGEST = 30
+
+
+def labels(names: Sequence[str]) -> list[str]:
+    """/work/runs/medusa/head@tree -> medusa@tree, hf_assisted@runs/draft -> hf_assisted@draft; of names that would be
+    told by the same label each takes as much of its path as it needs, and the whole of it at last."""
+    levels = [_levels(name) for name in names]
+    place = [0] * len(names)
+    while True:
+        found = [steps[at] for steps, at in zip(levels, place, strict=True)]
+        longer = [i for i, label in enumerate(found) if found.count(label) > 1 and place[i] + 1 < len(levels[i])]
+        if not longer:
+            return found
+        for i in longer:
+            place[i] += 1
+
+
+def label(name: str) -> str:
+    """The short label of a name that stands alone."""
+    return labels([name])[0]
+
+
+def clipped(text: str, longest: int = LONGEST) -> str:
+    """At most `longest` letters, the middle left out: both ends tell drafters apart."""
+    if len(text) <= longest:
+        return text
+    head = (longest - 1) // 2
+    return f"{text[:head]}…{text[head + 1 - longest :]}"
+
+
+def _levels(name: str) -> list[str]:
+    """Ever longer labels of a name, the name itself last."""
+    whole, extra = re.fullmatch(r"(.*?)((?: \(\w+\)| #\d+)*)", name, re.S).groups()  # type: ignore[union-attr]
+    parts = [[*PurePath(part).parts] or [part] for part in whole.split("@")]
+    told = [[p for p in folders if p not in INSIDE] or folders for folders in parts]
+    deepest = max(map(len, parts))
+    found = []
+    for source in (told, parts):
+        for count in range(1, deepest + 1):
+            short = [folders[-count - (folders[-1] in INSIDE) :] for folders in source]
+            found.append("@".join("/".join(folders) for folders in short).replace("//", "/") + extra)
+    return list(dict.fromkeys([*found, name]))
