@@ -43,23 +43,30 @@ def write_head(head: Head, folder: Path, identity: Identity | None, extra: dict[
                finished: bool = False) -> None:
     """Write the files of a head into an existing folder, without staging. finished: not a checkpoint (Head.write)."""
     name, saved = head.write(folder, finished)
+    write_card(folder, name, head.kind, saved, identity, extra)
+
+
+def write_card(folder: Path, name: str, kind: str, saved: dict[str, Any], identity: Identity | None,
+               extra: dict[str, Any] | None) -> None:
+    """Write head.json beside the weights file `name`. saved: what from_json needs."""
     path = folder / name
-    card = {"format": FORMAT, "kind": head.kind, "head": saved,
+    card = {"format": FORMAT, "kind": kind, "head": saved,
             "target": identity.to_json() if identity else None, "extra": extra or {},
             "weights": {"file": name, "bytes": path.stat().st_size, "sha256": sha256_file(path)}}
     card["sha256"] = _card_sha256(card)
-    (folder / CARD).write_text(json.dumps(card, indent=1) + "\n")
+    (folder / CARD).write_text(text_of(card))
 
 
 def read_card(folder: Path) -> dict[str, Any]:
     """The checked head.json of a folder. Raises UserError naming the file when it is missing or damaged."""
     path = folder / CARD
     try:
-        card = json.loads(path.read_text())
-        sound = isinstance(card, dict) and card["sha256"] == _card_sha256(card)
+        text = path.read_text()
+        card = json.loads(text)
+        sound = isinstance(card, dict) and card["sha256"] == _card_sha256(card) and text == text_of(card)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; give a run folder or a head folder") from None
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RecursionError) as error:
         raise UserError(f"{path}: damaged ({type(error).__name__}); restore it or train the head again") from None
     if not sound:
         raise UserError(f"{path}: damaged (sha256 differs from the one it states); restore it or train the head again")
@@ -111,6 +118,11 @@ def load_head(folder: Path | str, target: Target) -> Head:
     head.attach(target)
     target.borrowed |= not kind.trains_target
     return head.eval()
+
+
+def text_of(card: dict[str, Any]) -> str:
+    """The one way in which a card is written: a file that reads the same but looks different was changed."""
+    return json.dumps(card, indent=1) + "\n"
 
 
 def _card_sha256(card: dict[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -76,23 +75,15 @@ def test_every_damage_names_the_file(target, saved: Path, file: str) -> None:
     good = (saved / file).read_bytes()
     generator = torch.Generator().manual_seed(0)
     places = torch.randint(len(good), (40,), generator=generator).tolist()
-    for bad in [b"", good[:1], good[: len(good) // 2], good[:-1],
+    same = [good.replace(b" ", b"\t", 1), good.replace(b"e-", b"E-"), good + b"\n"] if file == "head.json" else []
+    for bad in [b"", good[:1], good[: len(good) // 2], good[:-1], *(b for b in same if b != good),
                 *(good[:p] + bytes([good[p] ^ 4]) + good[p + 1 :] for p in places)]:
         (saved / file).write_bytes(bad)
-        if file == "head.json" and _same_json(bad, good):
-            continue  # a flipped space means nothing
         with pytest.raises(UserError, match=re.escape(str(saved / file))):
             load_head(saved, target)
     (saved / file).unlink()
     with pytest.raises(UserError, match=f"{file}: no such file"):
         load_head(saved, target)
-
-
-def _same_json(a: bytes, b: bytes) -> bool:
-    try:
-        return json.loads(a) == json.loads(b)
-    except ValueError:
-        return False
 
 
 def test_a_failed_save_leaves_the_old_head(target, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,9 @@ from heads import HEADS, load_head, resolve_drafter
 from heads.base import Head, HeadConfig, LossOut
 from heads.checkpoint import read_card
 from tests.training import chats, overrides, run_config, tiny_target
+from train import saving
 from train import state as disk
+from train.lock import locked
 from train.loop import fit
 from train.medusa import main
 
@@ -169,8 +171,9 @@ def test_paths_in_a_manifest_cannot_leave_the_folder(data: Path, tmp_path: Path)
     out = run(data, tmp_path / "run", "steps=2")
     path = out / "checkpoints/step-2/manifest.json"
     manifest = json.loads(path.read_text())
-    manifest["files"]["../../x"] = {"bytes": 0, "sha256": ""}
-    path.write_text(json.dumps(manifest))
+    del manifest["sha256"]
+    manifest["files"] = {"../../x": {"bytes": 0, "sha256": ""}, **manifest["files"]}
+    path.write_text(disk.text_of({**manifest, "sha256": disk._sha256(manifest)}))
     assert "outside its folder" in (disk.damage(path.parent) or "")
 
 
@@ -243,6 +246,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(data, tmp_path, monkeypa
     out = run(data, tmp_path / "run")
     assert "step 2: checkpoint not written" in capsys.readouterr().err
     assert weights(out / "head") == weights(whole / "head")
+    monkeypatch.setattr(saving, "PATIENCE", 0.0)
     monkeypatch.setattr(disk, "save_file", lambda *a, **k: (_ for _ in ()).throw(OSError(28, "No space left")))
     with pytest.raises(UserError, match="out_dir: cannot save .*No space left"):
         run(data, tmp_path / "never")
@@ -250,7 +254,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(data, tmp_path, monkeypa
 
 
 def test_one_run_per_folder(data: Path, tmp_path: Path) -> None:
-    with disk.locked(tmp_path / "run"):
+    with locked(tmp_path / "run"):
         code = f"from tests.test_train_loop import *; run(Path({str(data)!r}), Path({str(tmp_path / 'run')!r}))"
         found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert "another run is writing to" in found.stderr
@@ -426,7 +430,7 @@ def test_sigterm_to_the_launcher_reaches_the_run(data: Path, tmp_path: Path) -> 
     parent.terminate()
     said = parent.communicate(timeout=60)[1]  # the pipe closes when the run itself has ended
     assert "stopped at step" in said and "Traceback" not in said
-    with disk.locked(out):
+    with locked(out):
         found, problems = disk.newest(out)
     assert found is not None and not problems
 

@@ -15,14 +15,20 @@ from decode.target import Target
 from heads.base import Head
 from train.config import EvalConfig
 from train.data import Rows, held_out_batches
+from train.signals import Stop
+
+
+class _Asked(Exception):
+    """A signal came while prompts were being decoded."""
 
 
 def decoded_acceptance(head: Head, target: Target, rows: Rows, cfg: EvalConfig, seed: int,
-                       accelerator: Accelerator) -> dict[str, Any]:
+                       accelerator: Accelerator, stop: Stop | None = None) -> dict[str, Any] | None:
     """Accepted length (bonus token counted) and acceptance by position on held-out prompts; {} without any.
 
     Prompts are shared out among the ranks (not with a sharded target); each rank gets the whole result. Cut and loop
     cycles are left out of the figures and counted. Also calibrates the head on held-out rows, which shapes its tree.
+    stop: a signal ends the decoding, and the result is None on every rank; a sharded target decodes to the end.
     """
     chosen = rows.held.nonzero()[: cfg.prompts, 0].tolist()
     if not chosen:
@@ -32,8 +38,20 @@ def decoded_acceptance(head: Head, target: Target, rows: Rows, cfg: EvalConfig, 
     alone = accelerator.num_processes == 1 or target.sharded  # the ranks of a sharded target only run it together
     mine = requests if alone else requests[accelerator.process_index :: accelerator.num_processes]
     drafter = head.drafter(target, cfg.shape or None)
-    run = generate(target, drafter, mine, Sampling(temperature=cfg.temperature), batch_size=cfg.batch_size, seed=seed)
-    every: list[Generation] = run.generations if alone else gather_object(run.generations)
+
+    def heed(*_: Any) -> None:
+        if stop is not None and stop.asked and not target.sharded:
+            raise _Asked
+
+    decoded: list[Generation | None]
+    try:
+        decoded = [*generate(target, drafter, mine, Sampling(temperature=cfg.temperature), batch_size=cfg.batch_size,
+                             seed=seed, on_tokens=heed).generations]
+    except _Asked:
+        decoded = [None]
+    every = [g for g in (decoded if alone else gather_object(decoded)) if g is not None]
+    if len(every) < len(requests):
+        return None
     parts = [split(g) for g in every]
     clean = [p.clean for p in parts]
     length = accepted_length(clean)

@@ -23,10 +23,10 @@ WANDB = ("off", "online", "offline")
 # Keys that may differ when a run is resumed: they change where, when and how fast, not what is learned. Data are
 # compared by the hash of their tokens, targets by their identity, so their names and folders are logistics too.
 LOGISTICS = (
-    "out_dir", "save_every", "keep", "log_every", "micro_batch", "wandb", "wandb_project", "eval", "device",
-    "shard_target", "target.path", "target.name", "target.revision", "target.kind", "target.attn",
+    "out_dir", "save_every", "async_save", "keep", "log_every", "micro_batch", "wandb", "wandb_project", "eval",
+    "device", "shard_target", "target.path", "target.name", "target.revision", "target.kind", "target.attn",
     "data.path", "data.name", "data.split", "data.revision", "data.kind", "data.max_bad_fraction", "data.cache",
-    "data.features", "data.packing", "head.activation_checkpointing",
+    "data.streaming", "data.features", "data.packing", "head.activation_checkpointing",
     "head.chunk", "head.shape", "head.nodes", "head.depth", "head.width", "head.tree_draw",
 )
 
@@ -53,7 +53,9 @@ class DataConfig:
     max_bad_fraction: float = 0.001
     # rows are sorted by length inside windows of this many batches; 1 = no sorting across batches
     window: int = 16
-    # keep the tokens in the cache folder for the next run
+    # hub: read the files one after the other instead of downloading and converting all of them first
+    streaming: bool = False
+    # keep the tokens in the cache folder for the next run, and read them from there: they need not fit into memory
     cache: bool = True
     # put rows end to end into sequences of up to max_length tokens; none sees another, and the batches stay the same
     packing: bool = False
@@ -75,6 +77,10 @@ class DataConfig:
             found.append(f"held_out: {self.held_out} is outside [0, 1); 0.03 is usual")
         if not 0 <= self.max_bad_fraction <= 1:
             found.append(f"max_bad_fraction: {self.max_bad_fraction} is outside [0, 1]; 0.001 is usual")
+        if self.streaming and self.kind != "hub":
+            found.append(f"streaming: only for data=hub; a {self.kind} file is read line by line in any case")
+        if self.streaming and not self.cache:
+            found.append("streaming: needs data.cache=true, where the tokens are kept")
         if self.window < 1:
             found.append(f"window: {self.window} is below 1; give 1 or more batches")
         return found
@@ -186,6 +192,8 @@ class TrainConfig:
     shard_target: bool = False
     # save a checkpoint every so many steps, and at the end; 0 = only at the end
     save_every: int = 500
+    # write checkpoints in a thread beside the training; costs host memory of three times the head
+    async_save: bool = True
     # checkpoints to keep, at least 2
     keep: int = 2
     # write a line of metrics every so many steps

@@ -18,7 +18,7 @@ FIELDS = ("accepted_length", "low", "high", "tokens_seen", "supervised_seen", "t
 def points(metrics: Path) -> list[dict[str, Any]]:
     """The evaluations of a run that know what had been spent by then: step and FIELDS, in order."""
     found: dict[int, dict[str, Any]] = {}
-    for line in metrics.read_text().splitlines():
+    for line in metrics.read_text(errors="replace").splitlines():
         try:
             entry = json.loads(line)
         except ValueError:

@@ -6,7 +6,8 @@
 OUT/head is an ordinary transformers folder: `AutoModelForCausalLM.from_pretrained` and `assistant_model=` take it. The
 same command again resumes. Data: chats in JSONL, a `datasets` data set (data=hub), or plain text (data=text).
 Exit codes: 0 done, 1 training and decoding disagree (parity gate), 2 a mistake to mend, 130 stopped by Ctrl-C and 75 by
-SIGTERM or SIGUSR1 (saved: start it again). `python` ends with them, `accelerate launch` cannot (train/launcher.py).
+SIGTERM, SIGUSR1 or SIGUSR2 (saved: start it again). `python` ends with them, `accelerate launch` cannot
+(train/launcher.py). What happens at each fault: docs/reliability.md.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from train.accept import decoded_acceptance
 from train.config import TrainConfig
 from train.data import Rows
 from train.log import Log
+from train.saving import asked_anywhere
+from train.signals import Stop
 from train.state import State
 
 
@@ -26,16 +29,20 @@ def seen(state: State) -> dict[str, float]:
 
 
 def evaluate(cfg: TrainConfig, out: Path, state: State, head: Head, target: Any, rows: Rows, accelerator: Accelerator,
-              log: Log) -> None:
-    """Decode held-out prompts with the current weights, write the figures, keep the best weights as OUT/best."""
+              log: Log, stop: Stop) -> int:
+    """Decode held-out prompts with the current weights, write the figures, keep the best weights as OUT/best. Returns
+    the signal that some rank was asked to stop by, 0 if none; an evaluation that a signal cut short leaves no trace."""
     start = time.perf_counter()
     head.eval()
-    found = decoded_acceptance(head, target, rows, cfg.eval, cfg.seed, accelerator)
+    found = decoded_acceptance(head, target, rows, cfg.eval, cfg.seed, accelerator, stop)
     head.train()
+    asked = asked_anywhere(stop, accelerator)
+    if found is None:
+        return asked or signal.SIGTERM
     state.evaluated = state.step
     if not found:
         log.say("no held-out prompts: accepted length is not measured (see data.held_out, eval.prompts)")
-        return
+        return asked
     seconds = time.perf_counter() - start
     log.metrics(state.step, {"event": "eval", "seconds": round(seconds, 2), **found, **seen(state)})
     spread = f" ({found['low']:.2f} to {found['high']:.2f})" if found["low"] is not None else ""
@@ -51,3 +58,4 @@ def evaluate(cfg: TrainConfig, out: Path, state: State, head: Head, target: Any,
                 log.say(f"step {state.step}: best/ not written ({error})")
                 better = state.best  # what best/ still holds
         state.best = better
+    return asked

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import torch
+
 from conf.errors import UserError
 from heads.base import Head
 from train.config import TrainConfig, flat
@@ -52,7 +54,18 @@ def check_ranks(cfg: TrainConfig, world: int) -> None:
         raise UserError(f"batch_size: {cfg.batch_size} is no multiple of the {world} ranks; give one that is")
 
 
-def no_memory(cfg: TrainConfig) -> str:
+def no_memory(cfg: TrainConfig, world: int = 1) -> str:
     """What to do when a pass does not fit."""
-    rows = cfg.micro_batch or cfg.batch_size
-    return f"micro_batch: {rows} rows do not fit into memory; set micro_batch={max(1, rows // 2)}"
+    rows = cfg.micro_batch or cfg.batch_size // world
+    if rows > 1:
+        return f"micro_batch: {rows} rows do not fit into memory; set micro_batch={rows // 2}"
+    return (f"data.max_length: one row of up to {cfg.data.max_length} tokens does not fit into memory; lower it"
+            + (", or head.chunk" if hasattr(cfg.head, "chunk") else ""))
+
+
+def is_no_memory(error: BaseException) -> bool:
+    """Whether an exception means that memory ran out, in whichever words a library says so."""
+    text = str(error)
+    said = ("not enough memory", "can't allocate memory", "out of memory", "ALLOC_FAILED", "Cannot allocate memory")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and any(words in text for words in said))

@@ -38,8 +38,8 @@ AGAIN = "write the features again: scripts/cache_features.py with this run's tar
 
 def tokens_sha256(rows: Rows) -> str:
     """What features depend on: the ids and where rows begin. The loss mask and the held-out choice do not matter."""
-    total = hashlib.sha256(rows.ids.numpy().tobytes())
-    total.update(rows.offsets.numpy().tobytes())
+    total = hashlib.sha256(rows.ids.numpy().data)
+    total.update(rows.offsets.numpy().data)
     return total.hexdigest()
 
 
@@ -147,7 +147,8 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], list[Shard]]:
     """The checked manifest of a finished cache. Raises UserError naming the file."""
     path = folder / MANIFEST
     try:
-        card = json.loads(path.read_text())
+        text = path.read_text()
+        card = json.loads(text)
         if card["sha256"] != card_sha256(card):
             raise UserError(f"{path}: damaged (sha256 differs from the one it states); {AGAIN}")
         if card["identity"]["format"] != FORMAT:
@@ -160,12 +161,14 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], list[Shard]]:
         bounds = [s.rows[0] for s in shards] + [card["rows"]]
         if bounds[:1] != [0] or [s.rows[1] for s in shards] != bounds[1:]:
             raise UserError(f"{path}: its shards do not cover the rows 0 to {card['rows']} once; {AGAIN}")
+        if text != json.dumps(card, indent=1) + "\n":  # reads the same, but it is not what was written
+            raise UserError(f"{path}: damaged (changed after it was written); {AGAIN}")
     except FileNotFoundError:
         if (folder / PLAN).is_file():
             raise UserError(f"{folder}: the features are not complete; start the command that wrote them again, it "
                             "continues") from None
         raise UserError(f"data.features: {folder} has no {MANIFEST}; scripts/cache_features.py writes one") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise UserError(f"{path}: unreadable ({type(error).__name__}); {AGAIN}") from None
     return card, shards
 

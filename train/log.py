@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -32,6 +33,8 @@ class Log:
         self.path = Path(cfg.out_dir) / "metrics.jsonl"
         self.progress: Progress | None = None
         self.run: Any = None
+        self._waiting: list[str] = []  # lines of metrics that the disk has not taken yet
+        self._told = False
         if main:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _forget_after(self.path, step)
@@ -61,10 +64,36 @@ class Log:
         if not self.main:
             return
         line = {"step": step, "time": round(time.time(), 3), **values}
-        with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        self._waiting.append(json.dumps(line) + "\n")
+        self._flush()
         if self.run is not None:
-            self.run.log(values, step=step)
+            try:
+                self.run.log(values, step=step)
+            except Exception as error:  # as at the start: none of its troubles may stop a run
+                self.run = None
+                self.say(f"wandb: given up ({str(error).splitlines()[0] if str(error) else type(error).__name__}); "
+                         "metrics.jsonl has everything")
+
+    def _flush(self) -> None:
+        """Append the lines that wait. A disk that refuses loses none: they wait for the next call, and no half of one
+        stays in the file."""
+        data = "".join(self._waiting).encode()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab", buffering=0) as file:
+                before = file.seek(0, os.SEEK_END)
+                try:
+                    written = file.write(data)
+                    if written != len(data):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                except OSError:
+                    file.truncate(before)
+                    raise
+            self._waiting, self._told = [], False
+        except OSError as error:
+            if not self._told:
+                self.say(f"{self.path}: {error.strerror}; its lines are kept until they can be written")
+            self._told = True
 
     def header(self, head: nn.Module, facts: dict[str, Any]) -> None:
         """Versions, config hash, commit, facts of the run, and every trainable parameter."""
@@ -105,6 +134,8 @@ class Log:
         """Leave the terminal tidy."""
         if self.progress is not None:
             self.progress.stop()
+        if self._waiting:
+            self._flush()
         if self.run is not None:
             self.run.finish()
 
@@ -114,7 +145,7 @@ def _forget_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line)

@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
-from safetensors import SafetensorError
+from accelerate.utils import InitProcessGroupKwargs
 
 from conf.errors import UserError
 from decode.load import load_target
@@ -30,18 +29,18 @@ from train import state as disk
 from train.config import TrainConfig, defaults
 from train.data import Plan, Rows, hash_u63, load_rows
 from train.evaluation import evaluate, seen
-from train.facts import check_ranks, facts_of, meaning_of, no_memory, self_check
+from train.facts import check_ranks, facts_of, is_no_memory, meaning_of, no_memory, self_check
 from train.features import Source
 from train.gate import gate
+from train.lock import Lock, locked
 from train.log import Log
 from train.memory import peak_bytes
 from train.poison import stop_poisoned
+from train.saving import RETRIES, Saver, agreed, asked_anywhere
 from train.schedule import learning_rate
 from train.sharding import shard_target
 from train.signals import Stop, interruption
 from train.state import State
-
-RETRIES = 3  # saves that may fail in a row before the run gives up
 
 
 def fit(cfg: TrainConfig, kind: type[Head]) -> None:
@@ -53,28 +52,27 @@ def fit(cfg: TrainConfig, kind: type[Head]) -> None:
     patience = InitProcessGroupKwargs(timeout=timedelta(minutes=10))
     accelerator = Accelerator(cpu=cfg.device == "cpu", kwargs_handlers=[patience])
     check_ranks(cfg, accelerator.num_processes)
-    hold = disk.locked(Path(cfg.out_dir)) if accelerator.is_main_process else contextlib.nullcontext()
+    hold = locked(Path(cfg.out_dir)) if accelerator.is_main_process else contextlib.nullcontext()
     try:
-        with hold, Stop() as stop:
-            _fit(cfg, kind, accelerator, stop)
+        with hold as lock, Stop() as stop:
+            _fit(cfg, kind, accelerator, stop, lock)
     except BaseException as error:
         if accelerator.num_processes > 1:  # the exception keeps the wrapped model alive, which hangs when it outlives
             traceback.clear_frames(error.__traceback__)  # its process group
-        text = str(error)
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-            isinstance(error, RuntimeError) and ("not enough memory" in text or "can't allocate memory" in text)
-        ):
-            raise UserError(no_memory(cfg)) from error
+        if is_no_memory(error):
+            raise UserError(no_memory(cfg, accelerator.num_processes)) from error
         raise
     finally:
         accelerator.end_training()
 
 
-def _fit(cfg: TrainConfig, kind: type[Head], accelerator: Accelerator, stop: Stop) -> None:
+def _fit(cfg: TrainConfig, kind: type[Head], accelerator: Accelerator, stop: Stop, lock: Lock | None) -> None:
     out, main, world = Path(cfg.out_dir), accelerator.is_main_process, accelerator.num_processes
     target = load_target(cfg.target, cfg.dtype, "cpu" if cfg.shard_target else accelerator.device)
     with accelerator.main_process_first():  # the others find the tokens in the cache
         rows = load_rows(cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length)
+    if main:
+        rows.list_bad(out)
     plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed)
     torch.manual_seed(hash_u63(cfg.seed, "head"))
     head = kind.for_target(target, cfg.head, rows.counts(target.vocab_size))
@@ -100,24 +98,23 @@ def _fit(cfg: TrainConfig, kind: type[Head], accelerator: Accelerator, stop: Sto
         log.say(note)
     model = accelerator.prepare(head) if world > 1 else head
     head.train()
-    failures, asked, saved_at = 0, 0, state.step if notes or state.step else -1
+    saver = Saver(cfg, accelerator, lock, log, stop, state.step or -1)
+    asked, due_at = asked_anywhere(stop, accelerator), state.step or -1
     try:
         while True:
             last = state.step == cfg.steps
             wanted = cfg.eval.every and (last or state.step % cfg.eval.every == 0)
             if wanted and state.step and not asked and state.evaluated < state.step:
-                evaluate(cfg, out, state, head, target, rows, accelerator, log)
+                asked = evaluate(cfg, out, state, head, target, rows, accelerator, log, stop)
             due = last or asked or (cfg.save_every and state.step % cfg.save_every == 0)
-            if due and state.step and saved_at != state.step:
-                problem = _save(cfg, out, state, head, optimizer, target, accelerator)
-                failures, saved_at = (failures + 1, saved_at) if problem else (0, state.step)
-                if problem:
-                    log.say(f"step {state.step}: checkpoint not written ({problem}); older ones are untouched")
-                if problem and (last or asked or failures == RETRIES):
+            if due and state.step and due_at != state.step:
+                problem = saver.save(state, head, optimizer, target.identity, wait=bool(last or asked))
+                due_at = state.step
+                if problem and (last or asked or saver.failures == RETRIES):
                     raise UserError(f"out_dir: cannot save to {out} ({problem}); free space or mend permissions, then "
                                     "start the same command again")
             if asked:
-                raise interruption(stop.asked or asked, state.step, saved_at == state.step)
+                raise interruption(stop.asked or asked, state.step, saver.written == state.step)
             if last:
                 break
             asked = _step(cfg, state, plan, rows, model, head, source, optimizer, trainable, accelerator, stop, log)
@@ -131,6 +128,7 @@ def _fit(cfg: TrainConfig, kind: type[Head], accelerator: Accelerator, stop: Sto
         log.metrics(state.step, {"event": "end", "peak_memory_bytes": peak_bytes(accelerator.device)})
         gate(cfg, out, head, target, rows, accelerator, log, cfg.steps)
     finally:
+        saver.close()
         log.close()
 
 
@@ -206,19 +204,6 @@ def _report(cfg: TrainConfig, state: State, norm: float, rate: float, log: Log) 
         state.window = {}
 
 
-def _save(cfg: TrainConfig, out: Path, state: State, head: Head, optimizer: torch.optim.Optimizer, target: Any,
-          accelerator: Accelerator) -> str:
-    """Write a checkpoint and retire old ones; what went wrong, the same on every rank, or an empty string."""
-    problem = ""
-    if accelerator.is_main_process:
-        try:
-            disk.save(out, state, head, optimizer, target.identity)
-            disk.retire(out, cfg.keep)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            problem = str(error).splitlines()[0] or type(error).__name__
-    return str(_agreed(problem, accelerator))
-
-
 def _resume(cfg: TrainConfig, out: Path, head: Head, optimizer: torch.optim.Optimizer, meaning: dict[str, Any],
             accelerator: Accelerator) -> tuple[State, list[str]]:
     """The state to start from, restored into head and optimizer, and what to tell the user."""
@@ -227,7 +212,7 @@ def _resume(cfg: TrainConfig, out: Path, head: Head, optimizer: torch.optim.Opti
         disk.tidy(out)
         checkpoint, problems = disk.newest(out)
         found = (str(checkpoint) if checkpoint else None, [f"passed over: {p}" for p in problems])
-    path, notes = _agreed(found, accelerator)
+    path, notes = agreed(found, accelerator)
     if path is None:
         return State(meaning=meaning), notes
     state = disk.read(Path(path))
@@ -236,8 +221,3 @@ def _resume(cfg: TrainConfig, out: Path, head: Head, optimizer: torch.optim.Opti
     state.meaning = meaning
     notes = [*notes, f"resuming {out} at step {state.step} of {cfg.steps}"]
     return state, notes + [f"changed, which is allowed: {line}" for line in changes]
-
-
-def _agreed(value: Any, accelerator: Accelerator) -> Any:
-    """Rank 0's value on every rank."""
-    return broadcast_object_list([value])[0] if accelerator.num_processes > 1 else value

@@ -53,8 +53,9 @@ def _status(key: str) -> int:
 
 @dataclass
 class Peak:
-    """held: target, head and gradients. moments: of the optimizer. step: of the widest micro-batch. saving: the copies
-    of a checkpoint while it is written. loading: the most before the first step. All in bytes."""
+    """held: target, head and gradients, on a CPU also the snapshot of a checkpoint. moments: of the optimizer. step: of
+    the widest micro-batch. saving: the copies of a checkpoint while it is written. loading: the most before the first
+    step. All in bytes."""
 
     held: int
     moments: int
@@ -100,4 +101,5 @@ def predict(cfg: Any, target: Any, head: Head, rows: Rows, plan: Plan) -> Peak:
     step = found[small][0] + slope * (len(part) - small)
     trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
     saving = 0 if device.type == "cuda" else 12 * trained
-    return Peak(found[small][1], 8 * trained, round(step), saving, loading, len(part), int(rows.lengths[longest[0]]))
+    held = found[small][1] + (saving if cfg.async_save and 0 < cfg.save_every < cfg.steps else 0)  # train/saving.py
+    return Peak(held, 8 * trained, round(step), saving, loading, len(part), int(rows.lengths[longest[0]]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -25,9 +26,10 @@ def stop_poisoned(cfg: TrainConfig, step: int, rows: Rows, poisoned: list[int], 
     if accelerator.is_main_process:
         norms = {n: str(float(p.grad.norm())) for n, p in head.named_parameters() if p.grad is not None}
         folder = Path(cfg.out_dir) / f"bad_step-{step}"
-        folder.mkdir(parents=True, exist_ok=True)
         report = {"step": step, "rows": blamed, "gradient_norms": norms}
-        (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+        with contextlib.suppress(OSError):  # a full disk must not hide what is told below
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     shown = ", ".join(blamed[:4]) + (f" and {len(blamed) - 4} more" if len(blamed) > 4 else "")
     raise UserError(f"{shown}: loss or gradient is not finite at step {step}, no weight was changed; look at them "
                     f"or lower optim.lr (all rows are in {cfg.out_dir}/bad_step-{step}/report.json)")

@@ -1,24 +1,30 @@
-"""Ctrl-C, SIGTERM and SIGUSR1 ask a run to stop after the step it is in; a second one stops it at once."""
+"""Ctrl-C, SIGTERM, SIGUSR1 and SIGUSR2 ask a run to stop after the step it is in; a second one stops it at once.
+
+A launcher may pass on a signal that the process has had already (a terminal's Ctrl-C, a scheduler that signals every
+process): what comes within a second of the first is the same wish.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+import time
 from types import FrameType
 from typing import Any
 
 from conf.errors import Interrupted
 from train.launcher import follow
 
-CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGUSR1: 75}  # 75: start the same command again
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGUSR1: 75, signal.SIGUSR2: 75}  # 75: start it again
+ECHO = 1.0  # seconds
 
 
 class Stop:
     """Context that turns signals into a flag. `asked`: the signal number, 0 while none came."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.asked, self._heard = 0, 0.0
         self._parent = os.getppid()
         self._before: dict[int, Any] = {}
 
@@ -35,9 +41,11 @@ class Stop:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if self.asked and os.getppid() != self._parent:
             return  # Ctrl-C reached the launcher too, and the news of its death is no second wish
+        if self.asked and time.monotonic() < self._heard + ECHO:
+            return
         if self.asked:
             os._exit(CODES[signal.Signals(number)])
-        self.asked = number
+        self.asked, self._heard = number, time.monotonic()
         if os.environ.get("RANK", "0") == "0":
             print("stopping after this step; once more to stop at once", file=sys.stderr, flush=True)
 

@@ -6,15 +6,12 @@ moments and a few integers: the order of the data and the learning rate are func
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
+import hashlib
 import json
-import os
 import re
 import shutil
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +22,11 @@ from safetensors.torch import load_file, save_file
 from conf.errors import UserError
 from decode.identity import Identity, sha256_file
 from heads.base import Head
-from heads.checkpoint import read_card, recover, staged, write_head
+from heads.checkpoint import CARD, read_card, recover, staged, text_of, write_card
 from train.config import is_logistics
 
-OPTIMIZER, STATE, MANIFEST = "optimizer.safetensors", "state.json", "manifest.json"
+WEIGHTS, OPTIMIZER, STATE, MANIFEST = "head.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
+MARGIN = 1 << 20  # bytes that a save leaves free
 
 
 @dataclass
@@ -52,49 +50,106 @@ class State:
             self.seen[name] = self.seen.get(name, 0.0) + amount
 
 
-def save(folder: Path, state: State, head: Head, optimizer: torch.optim.Optimizer, identity: Identity | None) -> Path:
+@dataclass
+class Snapshot:
+    """All that a checkpoint holds, in host memory. state: as JSON. head, moments: by name, on the CPU. saved: what the
+    head's from_json needs. copied: when the copies from a GPU are done."""
+
+    state: dict[str, Any]
+    head: dict[str, torch.Tensor]
+    moments: dict[str, torch.Tensor]
+    kind: str
+    saved: dict[str, Any]
+    identity: Identity | None
+    copied: Any = None
+
+    @property
+    def step(self) -> int:
+        return int(self.state["step"])
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for part in (self.head, self.moments) for t in part.values())
+
+    def ready(self) -> None:
+        """Wait for copies that are still under way."""
+        if self.copied is not None:
+            self.copied.synchronize()
+
+
+def save(folder: Path, snapshot: Snapshot) -> Path:
     """Write checkpoints/step-N under `folder`. Raises OSError, RuntimeError or SafetensorError when the disk refuses;
     older checkpoints are untouched then."""
-    final = folder / "checkpoints" / f"step-{state.step}"
+    final = folder / "checkpoints" / f"step-{snapshot.step}"
+    final.parent.mkdir(parents=True, exist_ok=True)
+    free, need = shutil.disk_usage(final.parent).free, snapshot.bytes + MARGIN
+    if free < need:
+        raise OSError(errno.ENOSPC, f"No space left on device: {free:,} bytes free, {need:,} needed")
     with staged(final) as stage:
-        write_head(head, stage, identity, {"step": state.step, "best": state.best, "training": state.seen})
-        moments = {f"{i}.{k}": v.detach().cpu().contiguous() for i, entry in optimizer.state_dict()["state"].items()
-                   for k, v in entry.items()}
-        save_file(moments, stage / OPTIMIZER)
-        (stage / STATE).write_text(json.dumps(asdict(state), indent=1) + "\n")
+        save_file(snapshot.head, stage / WEIGHTS)
+        state = snapshot.state
+        write_card(stage, WEIGHTS, snapshot.kind, snapshot.saved, snapshot.identity,
+                   {"step": state["step"], "best": state["best"], "training": state["seen"]})
+        save_file(snapshot.moments, stage / OPTIMIZER)
+        (stage / STATE).write_text(json.dumps(state, indent=1) + "\n")
         files = {p.name: {"bytes": p.stat().st_size, "sha256": sha256_file(p)} for p in sorted(stage.iterdir())}
-        (stage / MANIFEST).write_text(json.dumps({"step": state.step, "files": files}, indent=1) + "\n")
+        manifest = {"step": snapshot.step, "files": files}
+        (stage / MANIFEST).write_text(text_of({**manifest, "sha256": _sha256(manifest)}))
     return final
 
 
-def retire(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints. A failure to remove is no failure of the run."""
-    for old in checkpoints(folder)[max(2, keep) :]:
+def _sha256(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(text_of(manifest).encode()).hexdigest()
+
+
+def retire(folder: Path, keep: int, step: int) -> None:
+    """Remove all but the newest `keep` checkpoints, once one of those that stay has been read back and is sound; else
+    the newest sound one stays too. A damaged one of a later step than `step`, which the run has passed over, does not
+    count and goes first. A failure to remove is no failure of the run."""
+    found = checkpoints(folder)
+    kept = [p for p in found if step_of(p) <= step][: max(2, keep)]
+    rest = [p for p in found if p not in kept and (step_of(p) <= step or damage(p))]
+    if rest and all(damage(p) for p in kept):
+        last = next((p for p in rest if damage(p) is None), None)
+        rest = [p for p in rest if p != last]
+    for old in rest:
         shutil.rmtree(old, ignore_errors=True)
+
+
+def step_of(checkpoint: Path) -> int:
+    """N of step-N."""
+    return int(checkpoint.name[5:])
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """Checkpoint folders, newest first, sound or not."""
     found = [p for p in (folder / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", p.name)]
-    return sorted(found, key=lambda p: int(p.name[5:]), reverse=True)
+    return sorted(found, key=step_of, reverse=True)
 
 
 def damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint, naming the file; None when its manifest verifies."""
     path = checkpoint / MANIFEST
     try:
-        files = json.loads(path.read_text())["files"]
+        text = path.read_text()
+        manifest = json.loads(text)
+        files, stated = manifest["files"], manifest.pop("sha256", None)
+        if set(manifest) != {"step", "files"} or manifest["step"] != step_of(checkpoint):
+            return f"{path}: is not the manifest of {checkpoint.name}"
+        whole = manifest if stated is None else {**manifest, "sha256": stated}  # none: written by an early version
+        if text != text_of(whole) or stated not in (None, _sha256(manifest)):
+            return f"{path}: damaged (sha256 differs from the one it states)"
         for name, wanted in files.items():
             file = checkpoint / name
-            if Path(name).name != name:
+            if Path(name).name != name or file.is_symlink():
                 return f"{path}: names a file outside its folder ({name!r})"
             if not file.is_file():
                 return f"{file}: is missing"
             if file.stat().st_size != wanted["bytes"] or sha256_file(file) != wanted["sha256"]:
                 return f"{file}: size or sha256 differs from {MANIFEST}"
-        missing = {OPTIMIZER, STATE} - set(files)
+        missing = {WEIGHTS, CARD, OPTIMIZER, STATE} - set(files)
         return f"{path}: does not list {', '.join(sorted(missing))}" if missing else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{path}: {'is missing' if isinstance(error, FileNotFoundError) else 'is unreadable'}"
 
 
@@ -118,8 +173,12 @@ def tidy(folder: Path) -> None:
 
 
 def read(checkpoint: Path) -> State:
-    """The integers of a sound checkpoint."""
-    return State(**json.loads((checkpoint / STATE).read_text()))
+    """The integers of a sound checkpoint. Raises UserError when another version wrote it."""
+    try:
+        return State(**json.loads((checkpoint / STATE).read_text()))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{checkpoint / STATE}: this version cannot read it ({error}); use the version that wrote it, "
+                        "or choose another out_dir") from None
 
 
 def restore(checkpoint: Path, head: Head, optimizer: torch.optim.Optimizer) -> None:
@@ -128,13 +187,13 @@ def restore(checkpoint: Path, head: Head, optimizer: torch.optim.Optimizer) -> N
     Raises UserError when they do not fit.
     """
     try:
-        head.load_state_dict(load_file(checkpoint / "head.safetensors"))
+        head.load_state_dict(load_file(checkpoint / WEIGHTS))
         moments: dict[int, dict[str, torch.Tensor]] = {}
         for key, value in load_file(checkpoint / OPTIMIZER).items():
             index, _, name = key.partition(".")
             moments.setdefault(int(index), {})[name] = value
         optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
-        head.restore_json(json.loads((checkpoint / "head.json").read_text())["head"])
+        head.restore_json(json.loads((checkpoint / CARD).read_text())["head"])
     except (KeyError, ValueError, RuntimeError, OSError, SafetensorError) as error:
         line = str(error).splitlines()[0]
         raise UserError(f"{checkpoint}: does not fit this run ({line}); choose another out_dir") from None
@@ -166,24 +225,3 @@ def is_final(folder: Path, step: int) -> bool:
         return read_card(folder)["extra"].get("step") == step
     except UserError:
         return False
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the run folder. Raises UserError when another run has it, or it cannot be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise UserError(f"out_dir: cannot write to {folder} ({error.strerror}); choose another folder") from None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(handle)
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            raise
-        raise UserError(f"out_dir: another run is writing to {folder}; wait for it or choose another folder") from None
-    try:
-        yield
-    finally:
-        os.close(handle)

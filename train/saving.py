@@ -1,0 +1,173 @@
+"""Saving beside the training: a snapshot in host memory, then a thread that writes, syncs and renames it.
+
+What a step waits for is the copy. A save that is due while the last one is still being written waits for it, so at most
+one snapshot exists; the last save of a run is always awaited. All ranks compare step and weights before anything is
+written: ranks that have drifted apart leave no checkpoint. A disk that refuses costs a checkpoint and is told; RETRIES
+in a row end the run.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from safetensors import SafetensorError
+from torch import Tensor
+
+from conf.errors import UserError
+from decode.identity import Identity
+from heads.base import Head
+from train import state as disk
+from train.config import TrainConfig
+from train.lock import Lock
+from train.log import Log
+from train.signals import Stop
+from train.state import Snapshot, State
+
+RETRIES = 3  # saves that may fail in a row before the run gives up
+PATIENCE, PAUSE = 300.0, 5.0  # seconds to wait for space at the end of a run, and between two tries
+REFUSED = (OSError, RuntimeError, SafetensorError, MemoryError, UserError)
+
+
+class Saver:
+    """The checkpoints of a run. written: step of the newest one that is known to be on disk, -1 for none; the same on
+    every rank, as is `failures`, the saves in a row that were refused."""
+
+    def __init__(self, cfg: TrainConfig, accelerator: Accelerator, lock: Lock | None, log: Log, stop: Stop,
+                 written: int) -> None:  # fmt: skip
+        """lock: on rank 0 alone."""
+        self.cfg, self.out, self.accelerator, self.log, self.stop = cfg, Path(cfg.out_dir), accelerator, log, stop
+        self.lock, self.written, self.failures = lock, written, 0
+        self._flying = -1  # step of the save that is being written
+        self._thread: threading.Thread | None = None
+        self._problem = ""
+        self._host: dict[str, Tensor] = {}
+
+    def save(self, state: State, head: Head, optimizer: torch.optim.Optimizer, identity: Identity | None,
+             wait: bool) -> str:  # fmt: skip
+        """Save the state of this step. wait: until it is on disk. Returns what was wrong with the newest save whose
+        outcome is known, empty if nothing; the same on every rank. Raises UserError when the ranks have drifted apart
+        or a weight is not finite; then nothing is written."""
+        problem = self.settle()
+        self._agree(state, head)
+        self._flying, self._problem = state.step, "it was not finished"
+        beside = self.cfg.async_save and not wait
+        if self.accelerator.is_main_process:
+            try:
+                snapshot = self._snapshot(state, head, optimizer, identity, beside)
+            except (RuntimeError, MemoryError):  # no room for a copy
+                self._host, beside = {}, False
+                snapshot = self._snapshot(state, head, optimizer, identity, beside)
+            if beside:
+                self._thread = threading.Thread(target=self._write, args=(snapshot, 0.0), name="save")
+                self._thread.start()
+            else:
+                self._write(snapshot, self._deadline(state))
+        return problem if self.cfg.async_save and not wait else self.settle()
+
+    def settle(self) -> str:
+        """Wait for the save in flight, if there is one; what was wrong with it, the same on every rank."""
+        if self._flying < 0:
+            return ""
+        self.close()
+        problem = str(agreed(self._problem, self.accelerator))
+        step, self._flying = self._flying, -1
+        self.failures, self.written = (self.failures + 1, self.written) if problem else (0, step)
+        return problem
+
+    def close(self) -> None:
+        """Wait until nothing is being written; asks no other rank."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _deadline(self, state: State) -> float:
+        """The end of a run is worth waiting for: until when, by the monotonic clock; 0 = one try."""
+        return time.monotonic() + PATIENCE if state.step == self.cfg.steps else 0.0
+
+    def _write(self, snapshot: Snapshot, deadline: float) -> None:
+        """On rank 0, in the thread or in its place."""
+        while True:
+            try:
+                snapshot.ready()
+                if self.lock is not None:
+                    self.lock.renew()
+                disk.save(self.out, snapshot)
+                disk.retire(self.out, self.cfg.keep, snapshot.step)
+                self._problem = ""
+                return
+            except REFUSED as error:
+                self._problem = _line(error)
+            if time.monotonic() + PAUSE > deadline or self.stop.asked:
+                self.log.say(f"step {snapshot.step}: checkpoint not written ({self._problem}); older ones are "
+                             "untouched")  # fmt: skip
+                return
+            self.log.say(f"step {snapshot.step}: not written yet ({self._problem}); waiting for space, for "
+                         f"{deadline - time.monotonic():.0f} s at most")  # fmt: skip
+            time.sleep(PAUSE)
+
+    def _snapshot(self, state: State, head: Head, optimizer: torch.optim.Optimizer, identity: Identity | None,
+                  beside: bool) -> Snapshot:  # fmt: skip
+        """All that a checkpoint holds. beside: as a copy, in host buffers that are used again; on a GPU the copies are
+        queued behind the step, and `ready` waits for them."""
+        moments = {f"{i}.{k}": v for i, entry in optimizer.state_dict()["state"].items() for k, v in entry.items()}
+        weights = {k: self._copy(f"head.{k}", v, beside) for k, v in head.state_dict().items()}
+        moments = {k: self._copy(f"optimizer.{k}", v, beside) for k, v in moments.items()}
+        event = None
+        if beside and self.accelerator.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+        saved = json.loads(json.dumps(head.config_json()))
+        return Snapshot(asdict(state), weights, moments, head.kind, saved, identity, event)
+
+    def _copy(self, name: str, value: Tensor, beside: bool) -> Tensor:
+        value = value.detach()
+        if not beside:
+            return value.to("cpu").contiguous()
+        buffer = self._host.get(name)
+        if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+            buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+            self._host[name] = buffer
+        return buffer.copy_(value, non_blocking=value.is_cuda)
+
+    def _agree(self, state: State, head: Head) -> None:
+        """All ranks are at the same step with the same weights, bit for bit, and every weight is finite."""
+        mine = [p.detach() for p in head.parameters() if p.requires_grad]
+        finite = torch.stack([p.isfinite().all() for p in mine]).all()
+        bits = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+        total = torch.stack([p.contiguous().view(bits[p.element_size()]).sum(dtype=torch.int64) for p in mine]).sum()
+        found = torch.stack([torch.full_like(total, state.step), total, finite.to(total.dtype)])[None]
+        every = self.accelerator.gather(found).tolist() if self.accelerator.num_processes > 1 else found.tolist()
+        if not all(row[2] for row in every):
+            raise UserError(f"optim.lr: weights are not finite at step {state.step}, no checkpoint was written; lower "
+                            f"it and start again from the newest one in {self.out}")  # fmt: skip
+        apart = [rank for rank, row in enumerate(every) if row[:2] != every[0][:2]]
+        if apart:
+            raise UserError(f"out_dir: rank {apart[0]} has other weights than rank 0 at step {state.step}, no "
+                            f"checkpoint was written; look at its hardware, then start the same command again to go "
+                            f"on from the newest one in {self.out}")  # fmt: skip
+
+
+def agreed(value: Any, accelerator: Accelerator) -> Any:
+    """Rank 0's value on every rank."""
+    return broadcast_object_list([value])[0] if accelerator.num_processes > 1 else value
+
+
+def asked_anywhere(stop: Stop, accelerator: Accelerator) -> int:
+    """The signal that some rank was asked to stop by, 0 if none; the same truth on every rank."""
+    if accelerator.num_processes == 1:
+        return stop.asked
+    mine = torch.tensor([float(bool(stop.asked))], device=accelerator.device)
+    return int(bool(accelerator.reduce(mine, "sum").item())) and (stop.asked or signal.SIGTERM)  # type: ignore[union-attr]
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
