@@ -35,6 +35,7 @@ from decode.target import Target
 from decode.verify import RULES
 from heads.small_lm import parameters
 from scripts.lib import candidates, contest, files, table
+from scripts.lib.breakdown import again
 from scripts.lib.extras import batches, extras, stops_paying
 from scripts.lib.gates import gates
 from scripts.lib.lanes import lanes_of
@@ -97,6 +98,9 @@ class EvaluateConfig:
     verify: str = "traversal"
     # prompts of the parity gate: a chain at T = 0 against the training pass and a reloaded head; 0 = no gate
     parity: int = 6
+    # on a GPU: prompts that are decoded once more to see where the time goes, the device waited for at every part;
+    # they enter no speed. 0 = none; without a GPU the run's own timers tell
+    breakdown: int = 4
     # log table and figures to Weights & Biases
     wandb: bool = False
     # no progress bar
@@ -119,6 +123,8 @@ class EvaluateConfig:
             found.append(f"dtype: {self.dtype} is no floating-point type; set float32, bfloat16 or float16")
         if self.verify not in RULES:
             found.append(f"verify: {self.verify} is no rule; choose among {', '.join(RULES)}")
+        if self.breakdown < 0:
+            found.append(f"breakdown: {self.breakdown} is below 0; set 0 for none")
         if self.parity < 0:
             found.append(f"parity: {self.parity} is below 0; set 0 for no gate")
         for key in ("max_new_tokens", "batch_size"):
@@ -208,6 +214,8 @@ def measure(cfg: EvaluateConfig, target: Target, prompts: list[Any], lanes: list
         "skipped": skipped,
         "skipped_turns": measured.skipped_turns,
     }
+    if target.device.type != "cpu":
+        again(report["drafters"], target, prompts[: cfg.breakdown], lanes, settings)
     report["ranking"] = candidates.ranking(report)
     report |= extras(report["drafters"])
     return report, output_lines(measured)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,13 @@ from decode.load import TargetConfig, load_target
 from decode.sampling import Sampling
 from decode.target import Target
 from scripts import evaluate
-from scripts.lib import contest
+from scripts.lib import breakdown, contest, page
+from scripts.lib import lanes as lanes_module
 from scripts.lib.contest import Answer, Contest, Lane, Settings
 from scripts.lib.lossless import lossless
 from scripts.lib.prompts import Prompt, load_prompts
 from scripts.lib.reference import hf_generate
+from scripts.lib.score import Scores
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +82,34 @@ def test_report_and_outputs(tmp_path: Path, capsys: Any) -> None:
     assert (out / "figure.png").stat().st_size > 10_000
     assert len(list((out / "figures").glob("*.png"))) == 8 and "ngram" in capsys.readouterr().out
     assert not list(out.rglob("*.tmp"))
+
+
+def test_parts_of_a_second_pass_replace_those_of_the_run(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: a few prompts with a clock that waits; the speeds stay those of the measured run."""
+    waited: list[Target] = []
+
+    def clock(t: Target) -> Any:
+        waited.append(t)
+        return time.perf_counter
+
+    monkeypatch.setattr(lanes_module, "clock", clock)
+    lanes, _ = contest.lanes_of(["none", "ngram", "hf_generate"], target)
+    prompts = [Prompt(str(i), "chat", ["ab ab ab"]) for i in range(3)]
+    measured = contest.run_contest(target, target.tokenizer, prompts, lanes, SETTINGS, quiet=True)
+    rows = [Scores(measured, lanes).row(lane) for lane in lanes]
+    before = copy.deepcopy(rows)
+    assert not waited and before[0]["breakdown"]["source"] == breakdown.MEASURED
+    breakdown.again(rows, target, prompts[:2], lanes, SETTINGS)
+    assert waited
+    for row, old in zip(rows[:2], before, strict=False):
+        told = row.pop("breakdown")
+        assert told["source"].startswith("2 prompts") and row.pop("ms_per_token") == told["ms_per_token"]
+        assert sum(told["seconds"].values()) == pytest.approx(told["wall_seconds"])
+        assert told["without"]["all_but_target"] >= old["speedup"]["mean"] > 0
+        assert row == {k: v for k, v in old.items() if k in row}
+    assert rows[2]["breakdown"] is None and before[2]["breakdown"] is not None
+    breakdown.again(rows, target, [], lanes, SETTINGS)
+    assert page.times({"drafters": rows}) == "" != page.times({"drafters": before})
 
 
 def test_batches_and_sampling_write_the_same_tokens(tmp_path: Path) -> None:

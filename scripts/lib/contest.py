@@ -33,6 +33,7 @@ class Settings:
     batch_size: int
     seed: int
     verify: str
+    wait: bool = False  # at every part of a cycle for the device: exact parts, slower cycles
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from heads.checkpoint import read_card
 from scripts.lib import names
 from scripts.lib.assisted import Assisted, assistants
 from scripts.lib.contest import Lane, Settings
+from scripts.lib.latency import clock
 from scripts.lib.memory import own_elements
 from scripts.lib.reference import hf_generate
 
@@ -93,7 +95,8 @@ def _drafting(spec: str, drafter: Drafter, target: Target) -> Lane:
     elements, size = own_elements(drafter, target)
 
     def run(requests: Sequence[Request], s: Settings) -> Run:
-        return generate(target, drafter, requests, s.sampling, batch_size=s.batch_size, seed=s.seed, verify=s.verify)
+        return generate(target, drafter, requests, s.sampling, batch_size=s.batch_size, seed=s.seed, verify=s.verify,
+                        clock=clock(target) if s.wait else time.perf_counter)  # fmt: skip
 
     return Lane(spec, spec, getattr(drafter, "kind", spec), shape, drafter.max_depth, drafter.max_nodes, run, target,
                 facts={"parameters": elements, "bytes": size})  # fmt: skip
