@@ -73,10 +73,14 @@ class MedusaConfig(ParallelConfig):
     markov_rank: int = 0
     # Medusa-2 alone
     tune: TuneConfig = field(default_factory=TuneConfig)
+    # Medusa-2: keep the input of every layer of the target alone and compute the rest again in the backward pass
+    activation_checkpointing: bool = False
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
         wrong = [f"markov_rank: {self.markov_rank} is below 0; 0 is off, 64 is usual"] if self.markov_rank < 0 else []
+        if self.activation_checkpointing and self.kind != "medusa2":
+            wrong.append("activation_checkpointing: true with kind medusa, which keeps next to nothing; leave it out")
         if (self.kind == "medusa2") != bool(self.tune.rank):
             rank = self.tune.rank
             wrong.append(f"tune.rank: {rank} with kind {self.kind}; head=medusa2 needs 1 or more, head=medusa 0")

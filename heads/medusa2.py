@@ -32,6 +32,7 @@ from decode.target import Target
 from heads.base import Batch, LossOut
 from heads.medusa import MedusaHead
 from heads.parallel import supervised
+from heads.recompute import layers_recomputed
 
 ADAPTER = "medusa2"  # peft's name of it
 TRAINABLE = (torch.float32, torch.bfloat16, torch.float64)
@@ -200,7 +201,8 @@ class Medusa2Head(MedusaHead):
         return LossOut(total, out.count, {**out.stats, "kl": torch.stack([divergence.detach().double(), out.count])})
 
     def _features(self, batch: Batch, target: Target) -> tuple[Tensor, Tensor, Tensor]:
-        feats = target.features(batch.ids, batch.mask, self.taps, torch.is_grad_enabled(), batch.position)[:, :, 0]
+        with layers_recomputed(target.model, self.cfg.activation_checkpointing):
+            feats = target.features(batch.ids, batch.mask, self.taps, torch.is_grad_enabled(), batch.position)[:, :, 0]
         return feats.reshape(-1, feats.shape[-1]), *supervised(batch)
 
 

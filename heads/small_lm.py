@@ -32,6 +32,7 @@ from heads.base import Batch, Head, HeadConfig, LossOut
 from heads.cut import aliases, chosen_layers, cut, empty
 from heads.forced import ranks
 from heads.losses import LossWeights, chunked_loss
+from heads.recompute import layers_recomputed
 
 ADAPTER = "draft"  # peft's name of the LoRA
 MODEL = "model.safetensors"
@@ -82,6 +83,8 @@ class SmallLMConfig(HeadConfig):
     loss: LossWeights = field(default_factory=lambda: LossWeights(hard=0.0, soft=1.0))
     # supervised tokens whose logits exist at the same time
     chunk: int = 256
+    # keep the input of every layer alone and compute the rest again in the backward pass: less memory, slower
+    activation_checkpointing: bool = False
     # shape of the draft when the drafter is named without @chain or @tree
     shape: str = "chain"
     # levels of the draft
@@ -277,7 +280,8 @@ class SmallLM(Head):
         body = self.net.base_model
         cast = {n: p if p.dtype == self.dtype else p.to(self.dtype) for n, p in body.named_parameters()}
         kwargs = {"input_ids": ids.clamp(max=self.vocab - 1), "use_cache": False, "return_dict": True}
-        return torch.func.functional_call(body, cast, kwargs=kwargs).last_hidden_state  # type: ignore[no-any-return]
+        with layers_recomputed(body, self.cfg.activation_checkpointing):
+            return torch.func.functional_call(body, cast, kwargs=kwargs).last_hidden_state  # type: ignore[no-any-return]
 
     def _law(self, batch: Batch, target: Target, flat: Tensor) -> Any:
         """The target's law at the predicted tokens, over the vocabulary that both models have rows for."""
