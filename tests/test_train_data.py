@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import json
+import random
+import re
+import tracemalloc
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 
 from conf.errors import UserError
+from decode.identity import sha256_file
 from decode.tiny import CHATML, CHATML_WITH_SPANS, byte_tokenizer
-from tests.training import chats
+from heads import HEADS
+from scripts.lib.reliability import record
+from tests.malformed import FURTHER, THIRTY, Kind, good
+from tests.training import chats, run_config
+from train import tokens
 from train.config import DataConfig
-from train.data import Plan, Rows, load_rows
-from train.rows import BadRow, Row, encode, interpret, parse_line, read_jsonl
+from train.data import LEFT_OUT, Plan, Rows, load_rows
+from train.loop import fit
+from train.rows import BadRow, Row, encode, interpret, parse_line
 
 EOS = (2,)
 # Drops the reasoning of earlier turns, as Qwen3's does: an earlier answer is not a prefix of the whole.
@@ -67,41 +77,66 @@ def test_all_zero_and_all_one_masks_are_refused() -> None:
         encode(Row("f:7", TURNS), byte_tokenizer(template=blind), EOS, 4096)
 
 
-GOOD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
-USER, ANSWER = GOOD["messages"]
-BAD = {
-    b"{": "is not JSON", b"[]": "is not an object", b"\xff\xfe": "is not UTF-8", b'{"a": "\0"}': "NUL",
-    b'{"text": "x", "text": "y"}': "a key twice", b'{"prompt": "x"}': "none of messages, conversations, text",
-    b'{"text": "  "}': "text is empty", b'{"text": "\\ud800"}': "surrogate", b'{"messages": []}': "none of messages",
-    b'{"messages": "x"}': "not a list", b'{"messages": [3]}': "turn 0 is not an object", b"3": "is not an object",
-    b'{"messages": {"a": 1}}': "not a list", b"nul": "is not JSON", b"[" * 100000: "is n",
-    json.dumps({"messages": [USER]}).encode(): "no assistant turn",
-    json.dumps({"messages": [ANSWER, USER]}).encode(): "turn 0: role 'assistant' where 'user' is due",
-    json.dumps({"messages": [USER, USER, ANSWER]}).encode(): "turn 1: role 'user'",
-    json.dumps({"messages": [USER, ANSWER, {"role": "system", "content": "s"}]}).encode(): "system turn may only",
-    json.dumps({"messages": [USER, {"role": "robot", "content": "a"}]}).encode(): "unknown role 'robot'",
-    json.dumps({"messages": [USER, {"role": "assistant", "content": None}]}).encode(): "content is NoneType",
-    json.dumps({"messages": [USER, {"role": "assistant", "content": [1]}]}).encode(): "content is list",
-    json.dumps({"messages": [USER, {"role": "assistant", "content": " "}]}).encode(): "content is empty",
-    json.dumps({"messages": [USER, {"content": "a"}]}).encode(): "unknown role None",
-    json.dumps({"messages": [USER, {"role": "assistant", "content": "\ud800"}]}).encode(): "surrogate",
-    json.dumps({"messages": [USER, {"role": "assistant", "content": "\0"}]}).encode(): "NUL",
-    json.dumps({"conversations": [{"from": "gpt", "value": "a"}]}).encode(): "turn 0: role 'assistant'",
-    json.dumps({"conversations": [{"from": "human", "value": 3}]}).encode(): "content is int",
-}
+@pytest.mark.parametrize("kinds", [THIRTY, FURTHER], ids=["thirty", "further"])
+def test_every_kind_of_bad_row_is_named_and_the_good_ones_stay(tmp_path: Path, kinds: dict[str, Kind]) -> None:
+    assert len(THIRTY) == 30
+    check_malformed(tmp_path, kinds, 1, 60)
 
 
-def test_every_kind_of_bad_line_is_named_and_the_good_ones_stay(tmp_path: Path) -> None:
-    good = json.dumps(GOOD).encode()
+@pytest.mark.slow
+def test_malformed_rows_by_the_thousand(tmp_path: Path) -> None:
+    """30 kinds x 100 in 10,000 rows, in an order drawn by chance; then a run on what is left."""
+    try:
+        good = check_malformed(tmp_path, THIRTY, 100, 7000)
+        heads = [train_on(tmp_path / name, tmp_path / f"{name}-run", fraction)
+                 for name, fraction in (("clean.jsonl", 0.0), ("mixed.jsonl", 0.3))]
+        (first, clean), (second, mixed) = heads
+        same = first == second
+    except AssertionError as error:
+        record("malformed", what=WHAT, result=f"failed: {str(error).splitlines()[0]}", met=False)
+        raise
+    record("malformed", what=WHAT, met=same and mixed == 3000 and not clean, kinds=len(THIRTY), rows=10000, bad=3000,
+           kept=good, result="0 crashes, 3,000 of 3,000 reported at their file:line with the right reason, kept rows "
+           f"and the head trained on them {'byte-equal to' if same else 'unlike'} a clean run's")
+    assert same and mixed == 3000 and not clean
+
+
+WHAT = "30 kinds of malformed rows x 100 in a file of 10,000"
+
+
+def train_on(data: Path, out: Path, fraction: float) -> tuple[str, int]:
+    """sha256 of the head that a short run leaves, and how many rows its list says were left out."""
+    fit(run_config(data, out, f"data.max_bad_fraction={fraction}", "data.max_length=512"), HEADS["medusa"])
+    listed = out / LEFT_OUT
+    count = len(listed.read_text().splitlines()) if listed.exists() else 0
+    return sha256_file(out / "head" / "head.safetensors"), count
+
+
+def check_malformed(tmp_path: Path, kinds: dict[str, Kind], times: int, sound: int) -> int:
+    """`times` of each kind among `sound` good rows: each reported at its line with its reason, the others as in a file
+    without them, and a stop where the limit is lower. The number of kept rows."""
+    lines: list[tuple[bytes, str]] = [(make(n), why) for make, why in kinds.values() for n in range(times)]
+    lines += [(good(n), "") for n in range(sound)]
+    random.Random(0).shuffle(lines)
     clean, mixed = tmp_path / "clean.jsonl", tmp_path / "mixed.jsonl"
-    clean.write_bytes(b"".join(good + b"\n" for _ in BAD))
-    mixed.write_bytes(b"\xef\xbb\xbf" + b"".join(good + b"\r\n\n" + bad + b"\n" for bad in BAD))
-    found = list(read_jsonl(mixed))
-    rows, bad = [r for r in found if isinstance(r, Row)], [r for r in found if isinstance(r, BadRow)]
-    assert [(r.chat, r.complete) for r in rows] == [(r.chat, r.complete) for r in read_jsonl(clean)]
-    assert [b.where for b in bad] == [f"{mixed}:{3 * i + 3}" for i in range(len(BAD))]
-    for row, reason in zip(bad, BAD.values(), strict=True):
-        assert reason in row.reason, (row, reason)
+    clean.write_bytes(b"".join(line + b"\n" for line, why in lines if not why))
+    with mixed.open("wb") as file:
+        for line, _ in lines:
+            file.write(line + b"\n")
+    expected = {f"{mixed}:{i}": why for i, (_, why) in enumerate(lines, 1) if why}
+    share = len(expected) / len(lines)
+    want, got = load(clean, max_bad_fraction=0.0, max_length=512), load(mixed, max_bad_fraction=share, max_length=512)
+    for name in ("ids", "loss", "offsets", "held"):
+        assert getattr(got, name).numpy().tobytes() == getattr(want, name).numpy().tobytes(), name
+    assert got.lines.tolist() == [i for i, (_, why) in enumerate(lines, 1) if not why]
+    found = dict(problem.split(": ", 1) for problem in got.bad)
+    assert list(found) == list(expected) and len(found) == len(got.bad)
+    for where, why in expected.items():
+        assert why in found[where], (where, why, found[where])
+    first = re.escape(got.bad[0])
+    with pytest.raises(UserError, match=f"^{first}; {len(expected)} of {len(lines)} rows are unusable"):
+        load(mixed, max_bad_fraction=share - 1e-6, max_length=512)
+    return len(got.lines)
 
 
 @given(st.binary(max_size=200))
@@ -141,14 +176,16 @@ def test_token_cache_gives_the_same_rows_and_is_checked(tmp_path: Path, monkeypa
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     path = chats(tmp_path / "d.jsonl")
     first = load(path, cache=True)
+    kept = first.sha256()
     (saved,) = (tmp_path / "cache" / "tokens").iterdir()
     moved = path.rename(tmp_path / "e.jsonl")
     again = load(moved, cache=True)
-    assert again.sha256() == first.sha256() and again.where(0) == f"{moved}:1"
+    assert again.sha256() == kept and again.where(0) == f"{moved}:1"
     damaged = bytearray(saved.read_bytes())
     damaged[-5] ^= 1
+    saved.unlink()
     saved.write_bytes(bytes(damaged))
-    assert load(moved, cache=True).sha256() == first.sha256()
+    assert load(moved, cache=True).sha256() == kept
     load(moved, cache=True, max_length=300)
     assert len(list((tmp_path / "cache" / "tokens").iterdir())) == 2
 
@@ -214,3 +251,124 @@ def test_rows_sorted_in_windows_waste_little(tmp_path: Path) -> None:
 def test_batch_larger_than_the_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="batch_size: 99 rows"):
         Plan(load(chats(tmp_path / "d.jsonl", 10)), 99, 1, 0)
+
+
+def records(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def parquet(folder: Path, rows: list[dict], files: int = 3) -> Path:
+    import datasets
+
+    folder.mkdir()
+    for i in range(files):
+        part = rows[i * len(rows) // files : (i + 1) * len(rows) // files]
+        datasets.Dataset.from_list(part).to_parquet(str(folder / f"train-{i:05d}-of-{files:05d}.parquet"))
+    return folder
+
+
+def test_streamed_rows_are_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tokens, hence the same batches and the same meaning of a run, however they were read; spilled or not."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    path = chats(tmp_path / "d.jsonl", 50)
+    want = load(path)
+    folder = parquet(tmp_path / "data", records(path))
+    monkeypatch.setattr("train.tokens.SPILL", 300)
+    streamed = load(folder, kind="hub", streaming=True, cache=True)
+    assert streamed.sha256() == want.sha256() and streamed.where(3) == f"{folder}[train]:3"
+    assert [t.equal(getattr(want, n)) for n in ("ids", "loss", "offsets", "held") for t in [getattr(streamed, n)]]
+    assert streamed.counts(260).equal(want.counts(260))
+    steps = range(2 * Plan(want, 4, 3, 7).per_epoch)
+    assert [Plan(streamed, 4, 3, 7).batch(k) for k in steps] == [Plan(want, 4, 3, 7).batch(k) for k in steps]
+    saved = sorted((tmp_path / "cache" / "tokens").iterdir())
+    assert len(saved) == 1, "nothing spilled is left behind"
+    with safe_open(saved[0], "pt") as file:
+        assert file.get_tensor("ids").equal(want.ids) and file.get_tensor("loss").equal(want.loss)
+    monkeypatch.setattr("train.data._tokenize", None)
+    assert load(folder, kind="hub", streaming=True, cache=True).sha256() == want.sha256()
+    monkeypatch.undo()
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    changed = records(path)
+    changed[7]["messages"][1]["content"] += "!"
+    (folder / "train-00000-of-00003.parquet").unlink()
+    parquet(tmp_path / "other", changed)
+    (tmp_path / "other" / "train-00000-of-00003.parquet").rename(folder / "train-00000-of-00003.parquet")
+    assert load(folder, kind="hub", streaming=True, cache=True).sha256() != want.sha256(), "read again: other bytes"
+    with (folder / "train-00001-of-00003.parquet").open("r+b") as broken:
+        broken.seek(20)
+        broken.write(b"\xff" * 200)
+    with pytest.raises(UserError, match=r"data.name: .*cannot (be read beyond row \d+|load)"):
+        load(folder, kind="hub", streaming=True, cache=True)
+    assert DataConfig(kind="jsonl", path="x", streaming=True).validate()[0].startswith("streaming: only for data=hub")
+    assert DataConfig(kind="hub", path="x", streaming=True, cache=False).validate()[0].startswith("streaming: needs")
+
+
+def test_tokens_that_do_not_fit_into_memory_do_not_have_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's peak while rows are collected stays below twice what may be held, however many there are."""
+    monkeypatch.setattr(tokens, "SPILL", 1 << 16)
+    monkeypatch.setattr(tokens, "PART", 1 << 16)
+    row, mask = [7] * 500, [True] * 500
+    peaks = []
+    for count in (400, 4000):
+        with tokens.TokenWriter(tmp_path) as writer:
+            tracemalloc.start()
+            for i in range(count):
+                writer.add(row, mask, i, False)
+            writer.write(tmp_path / "t.safetensors", {})
+            peaks.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+    assert peaks[1] < peaks[0] + 17 * 3600 * 2 + (1 << 16) and peaks[0] < 2_000_000
+    found = tokens.mapped(tmp_path / "t.safetensors")
+    assert found is not None and found[0]["ids"].numel() == 2_000_000 and bool((found[0]["ids"] == 7).all())
+    assert [p.name for p in tmp_path.iterdir()] == ["t.safetensors"]
+
+
+@pytest.mark.parametrize("spilled", [False, True])
+def test_a_full_disk_costs_the_cache_but_not_what_fits_into_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spilled: bool
+) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    path = chats(tmp_path / "d.jsonl", 20)
+    if spilled:
+        monkeypatch.setattr(tokens, "SPILL", 100)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device", "x")
+
+    monkeypatch.setattr("os.fsync", full)
+    if spilled:
+        with pytest.raises(UserError, match="data.cache: the tokens do not go to .*No space left"):
+            load(path, cache=True)
+    else:
+        assert load(path, cache=True).sha256() == load(path).sha256()
+    assert not list((tmp_path / "cache" / "tokens").iterdir())
+
+
+def test_damaged_token_files_are_not_used(tmp_path: Path) -> None:
+    path = tmp_path / "t.safetensors"
+    with tokens.TokenWriter(None) as writer:
+        writer.add([1, 2, 3], [False, True, True], 1, False)
+        writer.add([4], [True], 2, True)
+        writer.write(path, {"bad": []})
+    whole = path.read_bytes()
+    found = tokens.mapped(path)
+    assert found is not None and found[0]["offsets"].tolist() == [0, 3, 4] and found[0]["held"].tolist() == [0, 1]
+    head = int.from_bytes(whole[:8], "little")
+    for i in [*range(8), *range(8, 8 + head, 7), *range(8 + head, len(whole), 3)]:
+        damaged = bytearray(whole)
+        damaged[i] ^= 0x10
+        path.unlink()
+        path.write_bytes(damaged)
+        again = tokens.mapped(path)
+        assert again is None or {k: t.tolist() for k, t in again[0].items()} == {
+            k: t.tolist() for k, t in found[0].items()} or i in lines_of(whole, head), i  # fmt: skip
+    for size in (0, 4, 8, 20, 8 + head, len(whole) - 1):
+        path.unlink()
+        path.write_bytes(whole[:size])
+        assert tokens.mapped(path) is None
+
+
+def lines_of(whole: bytes, head: int) -> range:
+    """Where the line numbers lie, which name rows in messages and are no part of the hash."""
+    begin, end = json.loads(whole[8 : 8 + head])["lines"]["data_offsets"]
+    return range(8 + head + begin, 8 + head + end)

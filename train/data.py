@@ -1,22 +1,24 @@
 """Training rows as tokens, and which of them form batch k: a pure function of (seed, epoch, k).
 
 Nothing iterates, so nothing is rewound on resume, and the number of ranks does not change the order. Tokens are cached
-by content (data, tokenizer, template, settings), so a second run starts at once.
+by content (data, tokenizer, template, settings), so a second run starts at once; they are read by mapping that file, so
+they need not fit into memory (train/tokens.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from conf.errors import UserError
@@ -24,8 +26,10 @@ from decode.identity import cache_root, sha256_file, sha256_template, sha256_tok
 from heads.base import Batch
 from train.config import DataConfig
 from train.rows import BadRow, Row, encode, read_jsonl, read_records, read_text
+from train.tokens import HASHED, Counted, TokenWriter, mapped, sha256_of
 
 VERSION = 1  # of the token cache: raise it when rows are encoded differently
+LEFT_OUT = "left_out.txt"  # in the run folder: file:line and reason of every row that is not trained on
 MIN_TEXT_PROMPT = 16  # tokens of a plain text that serve as its prompt
 
 
@@ -50,6 +54,20 @@ class Rows:
     def where(self, row: int) -> str:
         """file:line of a row."""
         return f"{self.name}:{int(self.lines[row])}"
+
+    def reasons(self, most: int = 4) -> str:
+        """Why rows were left out, in how many cases each."""
+        kinds = Counter(re.sub(r"^.*?:\d+: |\d+|'[^']*'| \(.*", "", problem).strip() for problem in self.bad)
+        shown = ", ".join(f"{n} x {why}" for why, n in kinds.most_common(most))
+        return shown + (f", {len(kinds) - most} more kinds" if len(kinds) > most else "")
+
+    def list_bad(self, folder: Path) -> None:
+        """Leave the list of the rows that were left out in a run folder; none where there are none. Best effort."""
+        with contextlib.suppress(OSError):
+            if self.bad:
+                (folder / LEFT_OUT).write_text("".join(line + "\n" for line in self.bad), errors="backslashreplace")
+            else:
+                (folder / LEFT_OUT).unlink(missing_ok=True)
 
     def batch(self, rows: Sequence[int], pack: int = 0) -> Batch:
         """Those rows, right-padded to the longest; pack: or packed end to end into sequences of so many tokens (or of
@@ -97,15 +115,17 @@ class Rows:
 
     def counts(self, vocab_size: int) -> Tensor:
         """[V] int64 occurrences among the supervised tokens of the training rows."""
-        train = self.loss & ~self.held.repeat_interleave(self.lengths)
-        return torch.bincount(self.ids[train].long(), minlength=vocab_size)
+        total = torch.zeros(vocab_size, dtype=torch.int64)
+        for first in range(0, self.held.numel(), 4096):  # the tokens may not fit into memory, those of some rows do
+            rows = slice(first, first + 4096)
+            part = slice(int(self.offsets[first]), int(self.offsets[min(first + 4096, self.held.numel())]))
+            train = self.loss[part] & ~self.held[rows].repeat_interleave(self.lengths[rows])
+            total += torch.bincount(self.ids[part][train].long(), minlength=vocab_size)
+        return total
 
     def sha256(self) -> str:
         """Content hash of ids, mask, row bounds and the held-out choice."""
-        total = hashlib.sha256()
-        for tensor in (self.ids, self.loss, self.offsets, self.held):
-            total.update(tensor.numpy().tobytes())
-        return total.hexdigest()
+        return sha256_of({name: getattr(self, name) for name in HASHED})
 
 
 class Plan:
@@ -186,18 +206,17 @@ def load_rows(cfg: DataConfig, tokenizer: Any, eos_ids: Sequence[int], vocab_siz
     identity = [VERSION, cfg.kind, content, sha256_tokenizer(tokenizer), sha256_template(tokenizer), sorted(eos_ids),
                 max_length, cfg.held_out]
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
-    path = cache_root() / "tokens" / f"{key}.safetensors"
-    rows = _from_cache(path, name) if cfg.cache else None
+    path = cache_root() / "tokens" / f"{key}.safetensors" if cfg.cache else None
+    rows = _from_cache(path, name) if path else None
     if rows is None:
-        rows = _tokenize(source, name, tokenizer, eos_ids, max_length, cfg.held_out)
-        if cfg.cache:
-            _to_cache(rows, path)
+        rows = _tokenize(source, name, tokenizer, eos_ids, max_length, cfg.held_out, path, cfg.streaming)
     total = rows.lines.numel() + len(rows.bad)
     if not total:
         raise UserError(f"data.path: {name} holds no rows; give a file with messages, conversations or text")
     if len(rows.bad) > cfg.max_bad_fraction * total:
-        raise UserError(f"{rows.bad[0]}; {len(rows.bad)} of {total} rows are unusable, above data.max_bad_fraction="
-                        f"{cfg.max_bad_fraction}; mend them or raise it")
+        raise UserError(f"{rows.bad[0]}; {len(rows.bad)} of {total} rows are unusable ({rows.reasons()}), above "
+                        f"data.max_bad_fraction={cfg.max_bad_fraction}; mend them or raise it (a run that starts lists "
+                        f"all of them in {LEFT_OUT})")
     if rows.ids.numel() and int(rows.ids.max()) >= vocab_size:
         raise UserError(f"target: its tokenizer makes id {int(rows.ids.max())}, its vocabulary has {vocab_size} "
                         "entries; use the tokenizer of this model")
@@ -218,7 +237,9 @@ def _source(cfg: DataConfig) -> tuple[Iterator[Row | BadRow], str, str]:
     name = cfg.path or cfg.name
     try:
         if cfg.path and (Path(cfg.path) / "state.json").is_file():
-            data = datasets.load_from_disk(cfg.path)
+            data = datasets.load_from_disk(cfg.path)  # mapped, so streamed in any case
+        elif cfg.streaming:
+            return _streamed(cfg, f"{name}[{cfg.split}]")
         elif cfg.path:
             data = datasets.load_dataset(cfg.path, split=cfg.split)
         else:
@@ -229,51 +250,78 @@ def _source(cfg: DataConfig) -> tuple[Iterator[Row | BadRow], str, str]:
     return read_records(data, f"{name}[{cfg.split}]"), f"{name}[{cfg.split}]", str(data._fingerprint)
 
 
+def _streamed(cfg: DataConfig, name: str) -> tuple[Iterator[Row | BadRow], str, str]:
+    """As _source, file after file and row after row, without a copy on this machine. The content hash is that of the
+    files: of their bytes in a local folder, of their names at a resolved commit on the hub."""
+    import datasets
+
+    where = {"path": cfg.path} if cfg.path else {"path": cfg.name, "revision": cfg.revision}
+    builder = datasets.load_dataset_builder(**where)
+    data = datasets.load_dataset(**where, split=cfg.split, streaming=True)
+    files = [str(f) for f in (builder.config.data_files or {}).get(cfg.split, [])]
+    parts = [[Path(f).name, sha256_file(Path(f))] if Path(f).is_file() else [f] for f in files]
+    content = ["stream", parts or [[str(where), cfg.split, builder.hash]]]
+    return _unbroken(read_records(data, name), name), name, json.dumps(content)
+
+
+def _unbroken(rows: Iterator[Row | BadRow], name: str) -> Iterator[Row | BadRow]:
+    """The same rows; a connection or a file that fails on the way is told in words."""
+    count = 0
+    try:
+        for row in rows:
+            yield row
+            count += 1
+    except UserError:
+        raise
+    except Exception as error:  # network, parquet, decompression: all about what the user named
+        line = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise UserError(f"data.name: {name} cannot be read beyond row {count} ({line}); start the same command again, "
+                        "or set data.streaming=false") from None
+
+
 def _tokenize(source: Iterator[Row | BadRow], name: str, tokenizer: Any, eos_ids: Sequence[int], max_length: int,
-              held_out: float) -> Rows:
-    ids: list[int] = []
-    loss: list[bool] = []
-    offsets, lines, held, bad = [0], [], [], []
-    for row in source:
+              held_out: float, path: Path | None, must_keep: bool) -> Rows:
+    """Encode every row. path: the token cache to leave, if any; must_keep: a cache that cannot be written is an error,
+    otherwise the run goes on with the tokens in memory."""
+    bad: list[str] = []
+    told = Counted(name)
+    with TokenWriter(path.parent if path else None) as writer:
         try:
-            if isinstance(row, BadRow):
-                raise row
-            parts = encode(row, tokenizer, eos_ids, max_length)
-        except BadRow as problem:
-            bad.append(str(problem))
-            continue
-        question = row.text if row.chat is None else "\n".join(m["content"] for m in row.chat if m["role"] == "user")
-        share = int.from_bytes(hashlib.sha256(question.encode()).digest()[:8]) / 2**64
-        for part, mask in parts:
-            ids += part
-            loss += mask
-            offsets.append(len(ids))
-            lines.append(int(row.where.rpartition(":")[2]))
-            held.append(share < held_out)
-    return Rows(name, torch.tensor(ids, dtype=torch.int32), torch.tensor(loss, dtype=torch.bool),
-                torch.tensor(offsets, dtype=torch.int64), torch.tensor(lines, dtype=torch.int64),
-                torch.tensor(held, dtype=torch.bool), bad)
+            for row in source:
+                told.add(writer.offsets[-1])
+                try:
+                    if isinstance(row, BadRow):
+                        raise row
+                    parts = encode(row, tokenizer, eos_ids, max_length)
+                except BadRow as problem:
+                    bad.append(str(problem))
+                    continue
+                line, held = int(row.where.rpartition(":")[2]), _share(row) < held_out
+                for part, mask in parts:
+                    writer.add(part, mask, line, held)
+            if path is not None:
+                writer.write(path, {"bad": [line.removeprefix(name) for line in bad]})
+        except OSError as error:
+            if path is None or writer.spilled or must_keep or error.filename is None:
+                raise UserError(f"data.cache: the tokens do not go to {path.parent if path else 'memory'} "
+                                f"({error.strerror or error}); free space there or set OUTRIDER_CACHE") from None
+            return Rows(name, **writer.tensors(), bad=bad)
+        kept = _from_cache(path, name) if path is not None else None
+        return kept or Rows(name, **writer.tensors(), bad=bad)
+
+
+def _share(row: Row) -> float:
+    """A number in [0, 1) from what the row asks: the same question falls on the same side, whatever the file."""
+    asked = row.text if row.chat is None else "\n".join(m["content"] for m in row.chat if m["role"] == "user")
+    return int.from_bytes(hashlib.sha256(asked.encode()).digest()[:8]) / 2**64
 
 
 def _from_cache(path: Path, name: str) -> Rows | None:
-    try:
-        with safe_open(path, "pt") as file:
-            parts = {k: file.get_tensor(k) for k in ("ids", "loss", "offsets", "lines", "held")}
-            saved = json.loads(file.metadata()["rows"])
-    except (OSError, SafetensorError, KeyError, ValueError, TypeError):
+    found = mapped(path)
+    if found is None:
         return None
-    rows = Rows(name, **parts, bad=[name + line for line in saved["bad"]])
-    return rows if rows.sha256() == saved["sha256"] else None
-
-
-def _to_cache(rows: Rows, path: Path) -> None:
-    """Best effort: without room for a cache the run goes on."""
-    meta = {"sha256": rows.sha256(), "bad": [line.removeprefix(rows.name) for line in rows.bad]}
-    stage = path.with_name(f".tmp-{path.name}-{id(rows)}")
+    tensors, about = found
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tensors = {k: getattr(rows, k) for k in ("ids", "loss", "offsets", "lines", "held")}
-        save_file(tensors, stage, {"rows": json.dumps(meta)})
-        stage.replace(path)
-    except (OSError, SafetensorError):
-        stage.unlink(missing_ok=True)
+        return Rows(name, **tensors, bad=[name + line for line in about["bad"]])
+    except (KeyError, TypeError):
+        return None
