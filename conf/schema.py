@@ -15,6 +15,7 @@ go through hydra.main; its run folders and its chdir are off either way. `--help
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import functools
@@ -135,7 +136,8 @@ def _guarded(action: Callable[[], int]) -> int:
 
 def _say(text: str, stream: typing.TextIO | None = None) -> None:
     if os.environ.get("RANK", "0") == "0":
-        print(text, file=stream or sys.stderr, flush=True)
+        with contextlib.suppress(OSError) if stream is None else contextlib.nullcontext():
+            print(text, file=stream or sys.stderr, flush=True)  # a full disk behind stderr leaves the exit code alone
 
 
 def _compose(name: str, schema: type, overrides: Sequence[str], conf_dir: Path) -> tuple[DictConfig | None, list[str]]:

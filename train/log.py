@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -56,8 +57,9 @@ class Log:
             return None
 
     def say(self, text: str) -> None:
-        """A line for people."""
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        """A line for people. A full disk behind stderr costs the line, not the run."""
+        with contextlib.suppress(OSError):
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def metrics(self, step: int, values: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl."""
@@ -111,7 +113,8 @@ class Log:
                 shape, dtype = "x".join(map(str, parameter.shape)), str(parameter.dtype).removeprefix("torch.")
                 table.add_row(name, shape, f"{parameter.numel():,}", dtype)
         table.add_row("all", "", f"{sum(p.numel() for p in head.parameters() if p.requires_grad):,}", "")
-        self.console.print(table)
+        with contextlib.suppress(OSError):
+            self.console.print(table)
         self.metrics(0, {"event": "start", **about, **{k: str(v) for k, v in facts.items()}})
 
     def live(self, step: int, text: str, seconds_left: float) -> None:

@@ -6,6 +6,7 @@ process): what comes within a second of the first is the same wish.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -47,7 +48,8 @@ class Stop:
             os._exit(CODES[signal.Signals(number)])
         self.asked, self._heard = number, time.monotonic()
         if os.environ.get("RANK", "0") == "0":
-            print("stopping after this step; once more to stop at once", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # a full disk behind stderr
+                print("stopping after this step; once more to stop at once", file=sys.stderr, flush=True)
 
 
 def interruption(number: int, step: int, saved: bool) -> Interrupted:
