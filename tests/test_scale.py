@@ -22,6 +22,7 @@ from train.config import EagleRun, MedusaRun
 from train.loop import fit
 
 ROOT = Path(__file__).resolve().parents[1]
+PATHS = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
 SHAPE = {**TINY, "layers": 4}
 STEPS, MANY = 4, 100
 
@@ -81,12 +82,13 @@ PartialState().destroy_process_group()
 """
 
 
-def in_two_processes(data: Path, out: Path, runs: dict[str, list[str]]) -> dict[str, Any]:
-    """What `watched` finds in every run by two real processes over gloo; both ranks must tell the same."""
+def in_two_processes(data: Path, out: Path, runs: dict[str, list[str]], **more: str) -> dict[str, Any]:
+    """What `watched` finds in every run by two real processes over gloo; both ranks must tell the same. more: of the
+    environment."""
     out.mkdir(parents=True, exist_ok=True)
     script = out / "runs.py"
     script.write_text(MANY_RUNS)
-    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1", **more}
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port",
          str(29500 + os.getpid() % 2000), str(script), str(data), str(out), json.dumps(runs)],
@@ -178,6 +180,40 @@ def test_layouts_give_the_same_first_gradient_in_single_precision(data: Path, tm
            result=f"{found[worst][1]:.1g} relative at most", met=found[worst][1] <= 1e-5, bar=1e-5, worst=worst,
            gradients={name: pair[1] for name, pair in found.items()})
     assert_within(found, 1e-3, 1e-5)
+
+
+ZERO3 = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
+
+
+@pytest.mark.slow
+def test_a_target_sharded_by_deepspeed_gives_the_same_losses(data: Path, tmp_path: Path) -> None:
+    """DeepSpeed knows no float64; gathered layers compute what whole ones do, so float32 is held to equality."""
+    pytest.importorskip("deepspeed", reason="pip install deepspeed to test conf/launch/zero3.yaml")
+    head = ["head=eagle3", "head.steps=2", f"steps={MANY}", "micro_batch=2"]
+    more = {"packed": ["dtype=float32", "data.packing=true", "eval.every=50", "eval.prompts=2",
+                       "eval.max_new_tokens=4"], "bfloat16": ["dtype=bfloat16"]}  # fmt: skip
+    whole = in_two_processes(data, tmp_path / "whole", {k: [*head, *v] for k, v in more.items()})
+    zero = in_two_processes(data, tmp_path / "zero", {k: [*head, *v, "shard_target=true"] for k, v in more.items()},
+                            **ZERO3)  # fmt: skip
+    found = {name: apart(whole[name], zero[name]) for name in more}
+    losses, gradients = (max(pair[i] for pair in found.values()) for i in range(2))
+    record("layout-zero3", what="target sharded over 2 processes by DeepSpeed's ZeRO-3 against whole ones (DDP)",
+           result=f"losses of {MANY} steps differ by {losses:.1g} at most (float32 and bfloat16)",
+           met=losses == 0, steps=MANY, losses=losses, first_gradients=gradients, runs=list(more))
+    assert_within(found, 0, 0)
+
+
+@pytest.mark.parametrize("more, message", [
+    (["shard_target=false"], "shard_target: the launch asks for DeepSpeed"),
+    (["shard_target=true"], "dtype: DeepSpeed knows no float64"),
+    (["shard_target=true", "dtype=float32"], "shard_target: needs several processes"),
+])
+def test_a_launch_with_deepspeed_shards_the_target_or_says_why_not(more: list[str], message: str, data: Path,
+                                                                   tmp_path: Path, monkeypatch: Any) -> None:
+    for key, value in ZERO3.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(UserError, match=message):
+        losses(data, tmp_path / "run", *more)
 
 
 def test_one_process_cannot_shard(data: Path, tmp_path: Path) -> None:

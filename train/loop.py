@@ -41,6 +41,7 @@ from train.schedule import learning_rate
 from train.sharding import shard_target
 from train.signals import Stop, interruption
 from train.state import State
+from train.zero3 import plain_launch
 
 
 def fit(cfg: TrainConfig, kind: type[Head]) -> None:
@@ -50,7 +51,8 @@ def fit(cfg: TrainConfig, kind: type[Head]) -> None:
     Interrupted after a signal, when everything is saved.
     """
     patience = InitProcessGroupKwargs(timeout=timedelta(minutes=10))
-    accelerator = Accelerator(cpu=cfg.device == "cpu", kwargs_handlers=[patience])
+    with plain_launch(cfg):
+        accelerator = Accelerator(cpu=cfg.device == "cpu", kwargs_handlers=[patience])
     check_ranks(cfg, accelerator.num_processes)
     hold = locked(Path(cfg.out_dir)) if accelerator.is_main_process else contextlib.nullcontext()
     try:

@@ -1,4 +1,5 @@
-"""A target that no single device can hold, spread over the ranks: FSDP2's fully_shard on each of its layers.
+"""A target that no single device can hold, spread over the ranks: FSDP2's fully_shard on each of its layers, or
+DeepSpeed's ZeRO-3 where the launch asks for it (train/zero3.py).
 
 Only the stacked layers are sharded. Embedding, final norm and LM head stay whole on every rank, because a head's loss
 calls them outside the target's own forward. Nothing of the target is trained, so the forward gathers one layer at a
@@ -14,6 +15,7 @@ from torch import nn
 from conf.errors import UserError
 from decode.target import Target
 from heads.base import Head
+from train import zero3
 
 
 def layer_stacks(target: Target) -> list[tuple[str, nn.ModuleList]]:
@@ -49,15 +51,18 @@ def shard_target(target: Target, head: Head, device: torch.device) -> str:
     if not stacks:
         raise UserError(f"shard_target: {type(target.body).__name__} has no stacked layers; leave it out")
     _ = target.head  # asked of the whole model
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    spread = sum(p.numel() * p.element_size() for _, stack in stacks for p in stack.parameters())
-    for _, stack in stacks:
-        for layer in stack:
-            # The body itself is not wrapped: transformers finds what hidden states it may hand out by its class name.
-            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    whole, spread = (sum(p.numel() * p.element_size() for part in parts for p in part.parameters())
+                     for parts in ([target.model], [stack for _, stack in stacks]))
+    if zero3.asked():
+        how = zero3.shard_layers(target, [stack for _, stack in stacks], device)
+    else:
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        for _, stack in stacks:
+            for layer in stack:
+                # Not the body itself: transformers finds what hidden states it may hand out by its class name.
+                fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        how = f"by FSDP2 over {mesh.size()} ranks"
     target.model.to(device)
     head.to(device)
     target.sharded = True
-    held = sum(p.numel() * p.element_size() for p in target.model.parameters()) - spread
-    return (f"target: {spread / 2**20:,.0f} MiB of layers over {mesh.size()} ranks, {held / 2**20:,.0f} MiB on every "
-            "one")
+    return f"target: {spread / 2**20:,.0f} MiB of layers {how}, {(whole - spread) / 2**20:,.0f} MiB on every one"
