@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 
 from conf.schema import CONF
+from tests.training import TINY, chats
 
 ROOT = CONF.parent
 FILES = sorted((CONF / "launch").glob("*.yaml"))
@@ -22,14 +26,94 @@ BATCH = ROOT / "scripts/slurm.sbatch"
 def test_accelerate_reads_the_file_and_its_own_command_line(path: Path) -> None:
     config = load_config_from_file(str(path))
     wanted = {"one_gpu": ("NO", 1, 1), "ddp": ("MULTI_GPU", 1, 8), "fsdp2": ("MULTI_GPU", 1, 8),
-              "multi_node": ("MULTI_GPU", 2, 16)}[path.stem]
+              "zero3": ("DEEPSPEED", 1, 8), "multi_node": ("MULTI_GPU", 2, 16)}[path.stem]
     assert (str(config.distributed_type).rpartition(".")[2], config.num_machines, config.num_processes) == wanted
     assert str(config.mixed_precision) == "no" and not config.use_cpu and not config.fsdp_config
-    named = re.search(r"accelerate launch (--config_file conf/launch/(\w+)\.yaml [^\n]*?) \.\.\.", path.read_text())
-    assert named and named[2] == path.stem
-    line = named[1].replace("--machine_rank R", "--machine_rank 1")
-    args = launch_command_parser().parse_args(line.split())
-    assert (ROOT / args.training_script).is_file()
+    args = launch_command_parser().parse_args(told(path))
+    assert (ROOT / args.training_script).is_file() and args.config_file == f"conf/launch/{path.name}"
+
+
+def told(path: Path, rank: int = 1) -> list[str]:
+    """What a launch file tells to put behind `accelerate launch`."""
+    named = re.search(r"accelerate launch (--config_file conf/launch/\w+\.yaml [^\n]*?) \.\.\.", path.read_text())
+    assert named
+    return named[1].replace("--machine_rank R", f"--machine_rank {rank}").replace("HOST", "127.0.0.1").split()
+
+
+def ours(data: Path, out: Path) -> list[str]:
+    """Three steps of EAGLE-3 on two CPU processes."""
+    return ["target=tiny", *(f"target.{k}={v}" for k, v in {**TINY, "layers": 4}.items()), f"data.path={data}",
+            f"out_dir={out}", "data.cache=false", "steps=3", "batch_size=8", "dtype=float32", "device=cpu",
+            "head.draft_vocab=0", "eval.every=0", "eval.parity=0", "log_every=1"]  # fmt: skip
+
+
+def run(*commands: list[str]) -> str:
+    """Run command lines side by side on CPUs; what they said. All must end well."""
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
+           "PYTHONPATH": paths}  # fmt: skip
+    children = [subprocess.Popen(c, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+                for c in commands]  # fmt: skip
+    said = [child.communicate(timeout=1500)[0] for child in children]
+    assert not any(child.returncode for child in children), "\n".join(said)[-3000:]
+    return "\n".join(said)
+
+
+def curve(out: Path) -> list[float]:
+    """Losses of a finished run."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert (out / "head/head.json").is_file()
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """Data, and the losses of one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    data = chats(folder / "data.jsonl")
+    run([sys.executable, "train/eagle.py", *ours(data, folder / "run")])
+    return data, curve(folder / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_the_command_of_a_launch_file_trains_on_two_cpu_processes(path: Path, alone: tuple[Path, list[float]],
+                                                                  tmp_path: Path) -> None:
+    """The command as the file tells it, with CPUs, two processes and data of ours: the losses of one process."""
+    if path.stem == "zero3":
+        pytest.importorskip("deepspeed", reason="pip install deepspeed to test conf/launch/zero3.yaml")
+    data, want = alone
+    world, port = (1 if path.stem == "one_gpu" else 2), str(29500 + os.getpid() % 2000)
+    given = [] if world == 1 else ["--num_processes", "2", "--main_process_port", port]
+    commands = []
+    for rank in range(2 if path.stem == "multi_node" else 1):
+        line = [word for word in told(path, rank) if not word.startswith(("target", "data."))]
+        commands.append([*given, *line, *ours(data, tmp_path / "run")])
+    said = run(*([sys.executable, "-m", "accelerate.commands.launch", *words] for words in commands))
+    assert f"8 rows over {world} rank(s)" in said
+    assert ("by FSDP2 over 2 ranks" in said) == (path.stem == "fsdp2")
+    assert ("by ZeRO-3 over 2 ranks" in said) == (path.stem == "zero3")
+    assert curve(tmp_path / "run") == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_the_torchrun_command_of_the_page_trains_on_two_cpu_processes(alone: tuple[Path, list[float]],
+                                                                      tmp_path: Path) -> None:
+    page = (ROOT / "docs/scaling.md").read_text()
+    line = re.search(r"`ACCELERATE_USE_CPU=true torchrun (--nproc_per_node 2 train/\w+\.py [^`]*?) \.\.\.`", page)
+    assert line
+    port = ["--master_port", str(29500 + os.getpid() % 2000)]
+    words = [w for w in line[1].split() if not w.startswith(("target", "device"))]
+    said = run([sys.executable, "-m", "torch.distributed.run", *port, *words, *ours(alone[0], tmp_path / "run")])
+    assert "8 rows over 2 rank(s)" in said and len(curve(tmp_path / "run")) == 3
+
+
+def test_the_batch_script_is_sound() -> None:
+    done = subprocess.run(["bash", "-n", str(BATCH)], capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    if tool := shutil.which("shellcheck"):
+        done = subprocess.run([tool, str(BATCH)], capture_output=True, text=True, check=False)
+        assert not done.returncode, done.stdout
 
 
 def fake_cluster(tmp_path: Path, codes: list[int]) -> dict[str, str]:
