@@ -23,15 +23,7 @@ from typing import Any
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import TaskID
 
 from conf.errors import UserError
 from conf.schema import entry
@@ -44,6 +36,7 @@ from heads import find_head, resolve_drafter
 from scripts.lib import certificate, certificate_page, files
 from scripts.lib import certificate_controls as controls
 from scripts.lib.parts import Parts
+from scripts.lib.progress import Steps, columns
 from scripts.lib.prompts import chat_ids, load_prompts
 
 CODES = {"lossless": 0, "not lossless": 1, "undecided": 3}
@@ -161,16 +154,14 @@ def main(cfg: CertifyConfig) -> int:
     settings = {k: v for k, v in asdict(cfg).items() if k not in LATER}
     parts = Parts(out / "unfinished", [settings, about, head, files.sha256(Path(cfg.prompts))])
     start = datetime.now(UTC)
-    columns = (TextColumn("[bold]{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-               TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=False))  # fmt: skip
-    with Progress(*columns, disable=cfg.quiet) as bar:
+    with Steps(*columns(44), quiet=cfg.quiet) as bar:
         if parts.resumed:
             bar.console.print(f"going on with {out / 'unfinished'}", highlight=False)
         tasks: dict[str, TaskID] = {}
 
         def watch(name: str, done: int, total: int) -> None:
             if name not in tasks:
-                tasks[name] = bar.add_task(name, total=total)
+                tasks[name] = bar.add_task(name, total=total, completed=done)
             bar.update(tasks[name], completed=done, total=total)
 
         world = certificate.open_world(target, prompts, plan, watch, parts)

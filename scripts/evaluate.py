@@ -154,7 +154,7 @@ def main(cfg: EvaluateConfig) -> int:
     names = list(dict.fromkeys([*cfg.drafters, *more]))
     lanes, skipped = lanes_of(names, target, lambda: load_target(cfg.target, cfg.dtype, cfg.device))
     skipped = list({s["reason"]: s for s in [*bad, *skipped[::-1], *unknown]}.values())[::-1]  # one line per reason
-    parity = gates(names, target, prompts, cfg.parity, min(cfg.max_new_tokens, GATE_TOKENS))
+    parity = gates(names, target, prompts, cfg.parity, min(cfg.max_new_tokens, GATE_TOKENS), cfg.quiet)
     points = list(itertools.product(cfg.temperatures or [cfg.temperature], cfg.batch_sizes or [cfg.batch_size]))
     reports: list[dict[str, Any]] = []
     for number, (temperature, batch_size) in enumerate(points):

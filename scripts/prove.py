@@ -27,7 +27,7 @@ from typing import Any
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import TaskID
 
 from conf.errors import UserError
 from conf.schema import entry
@@ -42,6 +42,7 @@ from scripts.lib.certificate import ticker
 from scripts.lib.certificate_controls import code_sha256
 from scripts.lib.live import Plain, greedy_layer, reference_tokens
 from scripts.lib.parts import Parts
+from scripts.lib.progress import Steps, columns
 from scripts.lib.prompts import chat_ids, load_prompts
 
 GREEDY = Sampling(0.0)
@@ -229,13 +230,12 @@ def main(cfg: ProveConfig) -> None:
     """Run the sections one by one; each is written as soon as it is there."""
     out = Path(cfg.out)
     for name in wanted(cfg):
-        columns = (TextColumn("[bold]{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, disable=cfg.quiet) as bar:
+        with Steps(*columns(44), quiet=cfg.quiet) as bar:
             tasks: dict[str, TaskID] = {}
 
-            def tick(label: str, done: int, total: int, bar: Progress = bar, tasks: dict = tasks) -> None:
+            def tick(label: str, done: int, total: int, bar: Steps = bar, tasks: dict = tasks) -> None:
                 if label not in tasks:
-                    tasks[label] = bar.add_task(label, total=total)
+                    tasks[label] = bar.add_task(label, total=total, completed=done)
                 bar.update(tasks[label], completed=done, total=total)
 
             found = SECTIONS[name](cfg, tick)

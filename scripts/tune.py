@@ -22,7 +22,6 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from conf.errors import UserError
 from conf.schema import entry
@@ -32,6 +31,7 @@ from decode.verify import RULES
 from heads import find_head
 from heads.tuned import DECODE
 from scripts.lib import files, tune_run, tune_table
+from scripts.lib.progress import Steps, columns
 from scripts.lib.prompts import load_prompts
 from scripts.lib.wandb_log import to_wandb
 
@@ -118,9 +118,7 @@ def main(cfg: TuneConfig) -> None:
     longest = max(len(p.turns[0]) for p in load_prompts(cfg.prompts)) // 2  # a token is two letters or more
     plan = Plan(max(cfg.batch_size, *cfg.curve_batches), longest + cfg.max_new_tokens, cfg.max_nodes)
     target = load_target(cfg.target, cfg.dtype, cfg.device, plan)
-    columns = (TextColumn("[bold]{task.description:<20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-               TextColumn("left"), TimeRemainingColumn())  # fmt: skip
-    with Progress(*columns, console=console, disable=cfg.quiet, transient=True) as progress:
+    with Steps(*columns(20), console=console, quiet=cfg.quiet, transient=True) as progress:
         report = tune_run.run(cfg, target, progress)
     from scripts.lib import tune_page  # matplotlib is slow to import
 

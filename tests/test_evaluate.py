@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from conf.errors import UserError
-from decode.drafters import NoDraft
+from decode.drafters import DraftModel, NoDraft
 from decode.engine import Generation, Request, Run, Timing, generate
 from decode.load import TargetConfig, load_target
 from decode.sampling import Sampling
@@ -20,6 +20,7 @@ from decode.target import Target
 from scripts import evaluate
 from scripts.lib import breakdown, contest, page
 from scripts.lib import lanes as lanes_module
+from scripts.lib.assisted import assistants
 from scripts.lib.contest import Answer, Contest, Lane, Settings
 from scripts.lib.lossless import lossless
 from scripts.lib.prompts import Prompt, load_prompts
@@ -202,6 +203,25 @@ def test_hf_generate_writes_what_none_writes(target: Target, batch_size: int) ->
     assert [g.token_ids for g in ours.generations] == [g.token_ids for g in theirs.generations]
     assert [g.finish for g in ours.generations] == [g.finish for g in theirs.generations]
     assert 0 < theirs.timing.prefill_s < theirs.timing.total_s
+
+
+def test_assisted_references_write_what_generate_writes_and_warn_of_nothing(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.generation import utils
+
+    told: list[Any] = []
+    for name in ("warning", "warning_once"):
+        monkeypatch.setattr(utils.logger, name, lambda *a, **_: told.append(a))
+    requests = [Request([5, 9, 33, 12], 16, id=0)]
+    plain = hf_generate(target, requests, Sampling()).generations[0].token_ids
+    twin = DraftModel(load_target(TargetConfig(kind="tiny", context=256), "float32", "cpu"), 3)
+    for name, reference, k in [*assistants("a", target, twin), *assistants("l", target, None)]:
+        generation = reference(requests, Sampling(), 0).generations[0]
+        assert generation.token_ids == plain, name
+        if name == "a":  # the target's weights as the assistant: every cycle that may draft K accepts K
+            assert k == 3 and {(c.proposed, c.accepted) for c in generation.cycles if not c.cut} == {(3, 3)}
+    assert told == []
 
 
 def test_hf_generate_samples_without_touching_the_global_generator(target: Target) -> None:

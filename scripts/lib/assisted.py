@@ -148,6 +148,9 @@ class _Passes:
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             began = time.perf_counter()
+            config = kwargs.get("generation_config")  # transformers' own call gives settings beside it, and warns of it
+            for key in [k for k in kwargs if k != "generation_config" and hasattr(config, k)]:
+                setattr(config, key, kwargs.pop(key))
             out = plain(*args, **kwargs)  # type: ignore[misc]
             self.draft.append((began, time.perf_counter() - began))
             return out

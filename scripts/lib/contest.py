@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
 from conf.errors import UserError
 from decode.engine import Generation, Request, Run, Timing
 from decode.sampling import Sampling
 from decode.target import Target
 from scripts.lib.memory import peak, start_peak
+from scripts.lib.names import clipped
+from scripts.lib.progress import Steps, columns
 from scripts.lib.prompts import Prompt, chat_ids
 
 WARM_UP_TOKENS = 8
@@ -118,10 +118,8 @@ def run_contest(target: Target, tokenizer: Any, prompts: Sequence[Prompt], lanes
     size = settings.batch_size
     chunks = [list(prompts[i : i + size]) for i in range(0, len(prompts), size)]
     total = sum(max(len(p.turns) for p in chunk) for chunk in chunks) * len(lanes)
-    columns = (TextColumn("[bold]{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-               TextColumn("left"), TimeRemainingColumn())  # fmt: skip
-    with Progress(*columns, disable=quiet, transient=True) as progress:
-        task = progress.add_task("scoring", total=total)
+    with Steps(*columns(28), quiet=quiet, transient=True) as progress:
+        task = progress.add_task("scoring", total=total, name="scoring")
         for number, chunk in enumerate(chunks):
             for turn in range(max(len(p.turns) for p in chunk)):
                 live: list[Prompt] = []
@@ -142,7 +140,8 @@ def run_contest(target: Target, tokenizer: Any, prompts: Sequence[Prompt], lanes
                         requests[g].append(Request(ids_of[g], settings.max_new_tokens, id=numbers[p.id] * 64 + turn))
                 for k in range(len(lanes)):
                     lane = lanes[(k + number) % len(lanes)]
-                    progress.update(task, description=lane.name[:28])
+                    progress.update(task, description=clipped(lane.label, 28),
+                                    note=f"prompt {number * size + 1} of {len(prompts)}, {lane.label}")  # fmt: skip
                     if live:
                         start_peak(target.device)
                         run = lane.run(requests[lane.group], settings)

@@ -1,0 +1,93 @@
+"""Progress of long work: a bar on a terminal; in a log file, where a bar shows nothing, a plain line now and then."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+EVERY = 30.0  # seconds
+
+
+def columns(width: int) -> tuple[ProgressColumn, ...]:
+    """What a bar shows: name, bar, done of all, time spent, time left."""
+    return (TextColumn(f"[bold]{{task.description:<{width}}}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=False))  # fmt: skip
+
+
+class Steps(Progress):
+    """rich's Progress that also writes "NAME: DONE of ALL, TIME so far, about TIME left" to stderr every `every`
+    seconds of work, where its console is no terminal. A task's fields `name` and `note` stand in the line, the
+    description instead of a missing name. A task that goes on with earlier work takes its pace from its own."""
+
+    def __init__(
+        self,
+        *shown: ProgressColumn | str,
+        console: Console | None = None,
+        quiet: bool = False,
+        transient: bool = False,
+        every: float = EVERY,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(*shown, console=console, disable=quiet, transient=transient)
+        self.plain = not quiet and not self.console.is_terminal
+        self.every, self.now, self.last = every, now, now()
+        self.began: dict[TaskID, tuple[float, float]] = {}
+        self.told: set[TaskID] = set()
+
+    def add_task(self, *args: Any, **kwargs: Any) -> TaskID:
+        """See rich."""
+        task = super().add_task(*args, **kwargs)
+        self.began[task] = (self.now(), self._tasks[task].completed)
+        return task
+
+    def update(self, task_id: TaskID, **kwargs: Any) -> None:  # type: ignore[override]
+        """See rich."""
+        super().update(task_id, **kwargs)
+        self._tell(task_id)
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        """See rich."""
+        super().advance(task_id, advance)
+        self._tell(task_id)
+
+    def _tell(self, task_id: TaskID) -> None:
+        task, now = self._tasks[task_id], self.now()
+        if not self.plain or not task.total:
+            return
+        finished = task.completed >= task.total
+        if finished and task_id not in self.told or not finished and now - self.last < self.every:
+            return
+        start, before = self.began[task_id]
+        done, spent = task.completed - before, now - start
+        note = f" ({task.fields['note']})" if task.fields.get("note") else ""
+        line = f"{task.fields.get('name') or task.description}: {task.completed:.0f} of {task.total:.0f}{note}, "
+        line += f"{clock(spent)} so far"
+        if finished:
+            self.told.discard(task_id)
+        else:
+            self.told.add(task_id)
+            line += f", about {clock(spent * (task.total - task.completed) / done)} left" if done > 0 else ""
+        self.last = now
+        print(line, file=sys.stderr, flush=True)
+
+
+def clock(seconds: float) -> str:
+    """45 s, 3:07 min, 2:05 h."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60}:{whole % 60:02d} min" if whole < 3600 else f"{whole // 3600}:{whole % 3600 // 60:02d} h"
