@@ -114,6 +114,7 @@ def fork(action: Action, said: Path | None = None, **env: str) -> int:
         handle = os.open(said or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(handle, 1)
         os.dup2(handle, 2)
+        sys.stdout = sys.stderr = os.fdopen(handle, "w", buffering=1)  # pytest has others in their place
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         for state in (AcceleratorState, GradientState, PartialState):
