@@ -50,11 +50,16 @@ def test_every_yaml_composes_and_validates() -> None:
     groups = [p for p in sorted(CONF.rglob("*.yaml")) if p.parent.name != "launch"]  # Accelerate reads those
     for path in (p for p in groups if p.parent != CONF):
         group = str(path.parent.relative_to(CONF))
-        answers = {name: problems_of(name, [f"{group}={path.stem}"]) for name in roots}
+        # A composition takes long: commands whose file names the group come first, and one that takes it is enough.
+        order = sorted(roots, key=lambda name: (f"{group}:" not in (CONF / f"{name}.yaml").read_text(), name))
+        answers: dict[str, list[str]] = {}
+        for name in order:
+            answers[name] = problems_of(name, [f"{group}={path.stem}"])
+            if answers[name] == []:
+                break
         users = {n: p for n, p in answers.items() if not any("no such group" in line for line in p)}
         assert users, f"{path}: no command uses this group"
-        good = [n for n, p in users.items() if p == []]
-        assert good, f"{path}: {users}"
+        assert [] in users.values(), f"{path}: {users}"
         checked += 1
     assert checked == len(groups) >= 10
 
@@ -82,14 +87,14 @@ def test_every_key_has_a_doc_line(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(ENTRIES))
 def test_a_wrong_type_is_refused_for_every_key(name: str) -> None:
-    count = 0
-    for key, hint in leaves(ENTRIES[name]):
-        if hint is Any or typing.get_origin(hint) is dict or key.endswith(".kind") and "." not in key:
-            continue
-        lines = problems_of(name, [f"++{key}={{wrong: 1}}"])
-        assert any(key in line for line in lines), (key, lines)
-        count += 1
-    assert count >= 1
+    wrong = [key for key, hint in leaves(ENTRIES[name])
+             if hint is not Any and typing.get_origin(hint) is not dict]  # fmt: skip
+    assert wrong
+    told = problems_of(name, [f"++{key}={{wrong: 1}}" for key in wrong])  # all at once: a composition takes long
+    for key in wrong:
+        if not any(line.startswith(f"{key}:") for line in told):  # one that hides behind another is asked by itself
+            lines = problems_of(name, [f"++{key}={{wrong: 1}}"])
+            assert any(key in line for line in lines), (key, lines)
 
 
 @dataclass
