@@ -1,6 +1,12 @@
 """Let the target write its own training conversations: JSONL rows {"messages": [...], "complete": bool}.
 
     python scripts/synthesize.py target=smollm2 out=runs/demo/data.jsonl num_conversations=600 seed=0
+    python scripts/synthesize.py backend=openai base_url=http://localhost:8000/v1 prompts=FILE.jsonl target=hub \\
+        target.name=NAME out=runs/data.jsonl
+
+The first command invents the questions as well. The second takes them from a file and lets a server answer them
+(vLLM, SGLang: any that speaks the OpenAI API), many at a time; it must serve the target, whose tokenizer alone is
+loaded here. Its rows stand in the order of the file.
 
 Stop it at any time (Ctrl-C): the file holds whole lines, and the same command goes on where it stopped and
 ends with the file that an uninterrupted run would have written on the same machine. `complete` says whether
@@ -16,6 +22,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 if __name__ == "__main__":  # run as a file: scripts/ comes first on the path and would shadow libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -24,6 +31,8 @@ from conf.errors import Interrupted, UserError
 from conf.schema import entry
 from decode.load import DTYPES, TargetConfig, load_target
 from decode.sampling import Sampling
+from scripts.lib.from_server import from_server
+from scripts.lib.meter import Meter
 from scripts.lib.synthesis import Store, Writer, fingerprint, sole_writer
 
 FORMAT = 1  # raise when the same settings would give other rows
@@ -37,35 +46,64 @@ class SynthesizeConfig:
     out: str
     # the model that writes the conversations
     target: TargetConfig = field(default_factory=TargetConfig)
-    # conversations that the file shall hold; a larger number extends a finished file
-    num_conversations: int = 600
+    # local: this process runs the target and invents the questions; openai: a server answers the questions of a file
+    backend: str = "local"
+    # conversations that the file shall hold, a larger number extends a finished file; 0 = 600, or all questions
+    num_conversations: int = 0
     # seed of all draws
     seed: int = 0
-    # conversations decoded at a time, and the block in which the file grows
+    # local: conversations decoded at a time, and the block in which the file grows
     batch: int = 96
-    # number format of the target: bfloat16, float32 or float16
+    # local: number format of the target: bfloat16, float32 or float16
     dtype: str = "bfloat16"
-    # longest invented question, tokens
+    # local: longest invented question, tokens
     max_question_tokens: int = 64
     # longest answer, tokens
     max_new_tokens: int = 200
-    # temperature of the questions
+    # local: temperature of the questions
     question_temperature: float = 1.0
-    # nucleus of the questions (1 = off)
+    # local: nucleus of the questions (1 = off)
     question_top_p: float = 0.95
     # temperature of the answers
     answer_temperature: float = 0.7
     # nucleus of the answers (1 = off)
     answer_top_p: float = 1.0
+    # openai: address of the server's API, such as http://localhost:8000/v1
+    base_url: str = ""
+    # openai: the model's name at the server; empty = the only one it serves
+    model: str = ""
+    # openai: JSONL file of messages, conversations, turns or prompt rows; their user turns are asked
+    prompts: str = ""
+    # openai: questions asked at a time
+    concurrency: int = 32
+    # openai: seconds that a whole answer may take
+    timeout: float = 600.0
+    # openai: tries after the first one, for each question; a rate limit uses up none
+    retries: int = 6
+    # openai: seconds before the first retry; every further one waits twice as long, up to 60
+    backoff: float = 1.0
+    # openai: share of the questions that may stay without an answer (malformed, refused, all tries used up)
+    max_failed: float = 0.01
+    # openai: name of the environment variable that holds the key, sent to base_url alone and never written
+    api_key_env: str = "OPENAI_API_KEY"
+    # openai: further keys of every request, such as {chat_template_kwargs: {enable_thinking: false}}
+    extra_body: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.backend == "local" and not self.num_conversations:
+            self.num_conversations = 600
 
     def validate(self) -> list[str]:
         """Problems with the values, one line each."""
         problems = self.target.validate()
         if not self.out:
             problems.append("out: empty; give the JSONL file to write")
-        for key in ("num_conversations", "batch", "max_question_tokens", "max_new_tokens"):
-            if getattr(self, key) < 1:
-                problems.append(f"{key}: {getattr(self, key)} must be at least 1")
+        lows = {"num_conversations": 0, "batch": 1, "max_question_tokens": 1, "max_new_tokens": 1, "concurrency": 1,
+                "retries": 0, "backoff": 0}  # fmt: skip
+        for key, low in lows.items():
+            if getattr(self, key) < low:
+                problems.append(f"{key}: {getattr(self, key)} must be at least {low}")
+        problems += self._server_problems()
         if self.dtype not in DTYPES:
             problems.append(f"dtype: {self.dtype!r} is none of {', '.join(DTYPES)}")
         for key in ("question_temperature", "answer_temperature"):
@@ -78,60 +116,34 @@ class SynthesizeConfig:
             problems.append("question_temperature: 0 would invent one question only; use 1.0")
         return problems
 
+    def _server_problems(self) -> list[str]:
+        if self.backend == "local":
+            return [f"{key}: only with backend=openai; set that or leave it out" for key in
+                    ("base_url", "model", "prompts", "extra_body") if getattr(self, key)]  # fmt: skip
+        if self.backend != "openai":
+            return [f"backend: {self.backend!r} is none of local, openai"]
+        problems = []
+        address = urlsplit(self.base_url)
+        if address.scheme not in ("http", "https") or not address.hostname:
+            problems.append(f"base_url: {self.base_url!r} is no address; give http://HOST:PORT/v1")
+        elif address.username or address.password or address.query:
+            problems.append("base_url: holds a name, key or query; give the bare address, and the key in the "
+                            "environment variable that api_key_env names")  # fmt: skip
+        if not self.prompts:
+            problems.append("prompts: empty; give the JSONL file whose questions shall be answered")
+        if not self.timeout > 0:
+            problems.append(f"timeout: {self.timeout} must be above 0")
+        if not 0 <= self.max_failed <= 1:
+            problems.append(f"max_failed: {self.max_failed} must lie in [0, 1]")
+        problems += [f"extra_body: {key} is set by this command; leave it out" for key in
+                     ("messages", "model", "stream", "n") if key in self.extra_body]  # fmt: skip
+        return problems
+
     def settings(self) -> dict[str, Any]:
         """What decides the rows, apart from the target's identity and how many there are."""
         keys = ("seed", "batch", "dtype", "max_question_tokens", "max_new_tokens", "question_temperature",
                 "question_top_p", "answer_temperature", "answer_top_p")  # fmt: skip
         return {"format": FORMAT, **{key: getattr(self, key) for key in keys}}
-
-
-class Meter:
-    """Progress on stderr: a bar on a terminal, else a line per block. Counts conversations, tokens/s, time
-    left."""
-
-    def __init__(self, total: int, done: int, guess: int):
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        self.total, self.first, self.done, self.tokens = total, done, done, 0
-        self.console = Console(stderr=True)
-        self.started = time.monotonic()
-        self.per_row = 1.0 * guess  # tokens spent for a finished conversation, junk included
-        self.bar = Progress(
-            TextColumn("synthesize"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"),
-            TimeElapsedColumn(), console=self.console, disable=not self.console.is_terminal,
-        )  # fmt: skip
-        self.task = self.bar.add_task("", total=total, completed=done, rate="")
-
-    def __enter__(self) -> Meter:
-        self.bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
-
-    def rate(self) -> str:
-        """Tokens per second and time left, in words."""
-        elapsed = max(time.monotonic() - self.started, 1e-9)
-        text = f"{self.tokens / elapsed:.0f} tokens/s"
-        left = max(0.0, (self.total - self.first) * self.per_row - self.tokens) * elapsed / max(1, self.tokens)
-        text += f", {int(left) // 60}:{int(left) % 60:02d} left"
-        return text
-
-    def add(self, tokens: int) -> None:
-        """Tokens just generated."""
-        before, self.tokens = self.tokens, self.tokens + tokens
-        if before // 100 != self.tokens // 100:
-            now = min(self.total, self.first + int(self.tokens / self.per_row))
-            self.bar.update(self.task, completed=max(now, self.done), rate=self.rate())
-
-    def block(self, done: int) -> None:
-        """A block is on disk; the file holds `done` conversations."""
-        self.done = done
-        self.per_row = self.tokens / max(1, done - self.first)
-        self.bar.update(self.task, completed=done, rate=self.rate())
-        if not self.console.is_terminal:
-            print(f"synthesize: {done}/{self.total} conversations, {self.rate()}", file=sys.stderr, flush=True)
 
 
 def _check_space(path: Path, cfg: SynthesizeConfig) -> None:
@@ -146,6 +158,9 @@ def _check_space(path: Path, cfg: SynthesizeConfig) -> None:
 def synthesize(cfg: SynthesizeConfig) -> None:
     """Write or continue cfg.out. Raises UserError, or Interrupted (130 after Ctrl-C, 75 after SIGTERM)."""
     path = Path(cfg.out).expanduser()
+    if cfg.backend == "openai":
+        with sole_writer(path):
+            return from_server(cfg, path)
     held = 0
 
     def stop(number: int, _: Any) -> None:

@@ -211,13 +211,13 @@ class Store:
         """Add one block. Raises OSError (disk full, no permission); the old file then stays as it was."""
         if not self.meta.exists():  # first, so that no kill leaves a file without a record
             write_json(self.meta, {"settings": self.settings, "blocks": []})
-        self.lines += [_line(row) for row in rows]
+        self.lines += [json_line(row) for row in rows]
         self.blocks.append([asked, len(rows)])
         write_bytes(self.path, "".join(self.lines).encode())
         write_json(self.meta, {"settings": self.settings, "blocks": self.blocks})
 
 
-def _line(row: dict[str, Any]) -> str:
+def json_line(row: dict[str, Any]) -> str:
     """One JSON line; letters stay readable, what some readers take for a line end does not."""
     text = json.dumps(row, ensure_ascii=False)
     return re.sub("[\x85\u2028\u2029]", lambda m: f"\\u{ord(m[0]):04x}", text) + "\n"
