@@ -57,6 +57,8 @@ class Saver:
         outcome is known, empty if nothing; the same on every rank. Raises UserError when the ranks have drifted apart
         or a weight is not finite; then nothing is written."""
         problem = self.settle()
+        if self.failures == RETRIES and not wait:
+            return problem
         self._agree(state, head)
         self._flying, self._problem = state.step, "it was not finished"
         beside = self.cfg.async_save and not wait

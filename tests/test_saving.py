@@ -1,0 +1,352 @@
+"""Checkpoints: written beside the training from a snapshot, in an order that survives a power cut, retired with care;
+locks, clocks and folders that go away."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from conf.errors import Interrupted, UserError
+from heads import HEADS
+from heads import checkpoint as heads_checkpoint
+from tests.faults import digest
+from tests.training import chats, run_config
+from train import lock as locks
+from train import loop, saving, signals
+from train import state as disk
+from train.facts import is_no_memory, no_memory
+from train.lock import Lock, locked
+from train.loop import fit
+from train.signals import Stop
+from train.state import Snapshot
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return chats(tmp_path / "data.jsonl")
+
+
+def run(data: Path, out: Path, *more: str) -> Path:
+    cfg = run_config(data, out, *more)
+    fit(cfg, HEADS[cfg.head.kind])
+    return out
+
+
+def before_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Any) -> None:
+    """Do something in the loop before update `number`."""
+    step = loop._step
+
+    def stepping(cfg: Any, state: Any, *rest: Any) -> int:
+        if state.step == number:
+            action()
+        return step(cfg, state, *rest)
+
+    monkeypatch.setattr(loop, "_step", stepping)
+
+
+def snapshot(step: int, value: float = 0.0) -> Snapshot:
+    state = {"step": step, "evaluated": -1, "best": {}, "window": {}, "meaning": {}, "seen": {}}
+    return Snapshot(state, {"w": torch.full((9,), value)}, {"0.exp_avg": torch.zeros(9)}, "medusa", {}, None)
+
+
+# beside the training ------------------------------------------------------------------------------------------------
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(data, tmp_path, monkeypatch) -> None:
+    """Every write waits until the run has made another update; what it holds is the step it is named for all the same."""
+    steps = ("steps=7", "save_every=2", "keep=9")
+    whole = run(data, tmp_path / "whole", *steps, "async_save=false")
+    made, save, step, threads = threading.Condition(), disk.save, loop._step, set()
+    reached = 0
+
+    def stepping(cfg: Any, state: Any, *rest: Any) -> int:
+        nonlocal reached
+        asked = step(cfg, state, *rest)
+        with made:
+            reached = state.step
+            made.notify_all()
+        return asked
+
+    def late(folder: Path, taken: Snapshot) -> Path:
+        threads.add(threading.current_thread().name)
+        if taken.step < 7:
+            with made:
+                assert made.wait_for(lambda: reached > taken.step, timeout=60)
+        return save(folder, taken)
+
+    monkeypatch.setattr(loop, "_step", stepping)
+    monkeypatch.setattr(disk, "save", late)
+    out = run(data, tmp_path / "run", *steps)
+    assert threads == {"save", "MainThread"}, "the last one is awaited"
+    for name in ("step-2", "step-4", "step-6", "step-7"):
+        for place in (out, whole):
+            assert disk.damage(place / "checkpoints" / name) is None
+        assert digest(out / "checkpoints" / name) == digest(whole / "checkpoints" / name)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), KeyError("a mistake of ours")])
+def test_what_goes_wrong_beside_the_training_is_told_and_counted(data, tmp_path, monkeypatch, capsys, error) -> None:
+    def failing(folder: Path, taken: Snapshot) -> Path:
+        raise error
+
+    monkeypatch.setattr(disk, "save", failing)
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    with pytest.raises(UserError, match="out_dir: cannot save to .*(No space left|was not finished)"):
+        run(data, tmp_path / "run", "steps=20", "save_every=2")
+    if isinstance(error, OSError):
+        said = capsys.readouterr().err
+        assert said.count("checkpoint not written") == 3 and "step 6: checkpoint not written" in said
+        assert "step 10/20" not in said
+
+
+def test_without_memory_for_a_copy_the_save_happens_in_place(data, tmp_path, monkeypatch) -> None:
+    empty = torch.empty
+
+    def full(*args: Any, **more: Any) -> torch.Tensor:
+        if "pin_memory" in more:
+            raise RuntimeError("can't allocate memory")
+        return empty(*args, **more)
+
+    monkeypatch.setattr(saving.torch, "empty", full)
+    out = run(data, tmp_path / "run")
+    assert [p.name for p in disk.checkpoints(out)] == ["step-6", "step-4"] and disk.newest(out)[1] == []
+
+
+def test_the_end_of_a_run_waits_for_space(data, tmp_path, monkeypatch, capsys) -> None:
+    save, calls = disk.save, []
+
+    def full(folder: Path, taken: Snapshot) -> Path:
+        calls.append(taken.step)
+        if len(calls) < 3:
+            raise OSError(28, "No space left on device")
+        return save(folder, taken)
+
+    monkeypatch.setattr(disk, "save", full)
+    monkeypatch.setattr(saving, "PAUSE", 0.01)
+    out = run(data, tmp_path / "run", "save_every=0")
+    assert calls == [6, 6, 6] and disk.newest(out)[0] is not None
+    assert "step 6: not written yet ([Errno 28] No space left on device); waiting" in capsys.readouterr().err
+
+
+def test_weights_that_are_not_finite_are_never_saved(data, tmp_path, monkeypatch) -> None:
+    step = loop._step
+
+    def bad(cfg: Any, state: Any, plan: Any, rows: Any, model: Any, head: Any, *rest: Any) -> int:
+        asked = step(cfg, state, plan, rows, model, head, *rest)
+        if state.step == 4:
+            head.block_bias.data[0, 0, 0] = float("inf")
+        return asked
+
+    monkeypatch.setattr(loop, "_step", bad)
+    with pytest.raises(UserError, match="weights are not finite at step 4, no checkpoint was written"):
+        run(data, tmp_path / "run")
+    assert [p.name for p in disk.checkpoints(tmp_path / "run")] == ["step-2"]
+
+
+# on disk ------------------------------------------------------------------------------------------------------------
+
+
+def test_everything_is_synced_before_the_rename_and_the_folder_after(tmp_path, monkeypatch) -> None:
+    events: list[tuple[str, Path]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def syncing(handle: int) -> None:
+        events.append(("sync", Path(os.readlink(f"/proc/self/fd/{handle}"))))
+        fsync(handle)
+
+    def renaming(a: Any, b: Any) -> None:
+        events.append(("rename", Path(b)))
+        rename(a, b)
+
+    monkeypatch.setattr(heads_checkpoint.os, "fsync", syncing)
+    monkeypatch.setattr(heads_checkpoint.os, "rename", renaming)
+    final = disk.save(tmp_path, snapshot(3))
+    stage = final.with_name(".tmp-step-3")
+    at = events.index(("rename", final))
+    assert {p for what, p in events[:at]} == {stage, *(stage / p.name for p in final.iterdir())}
+    assert events[at - 1] == ("sync", stage) and events[at + 1 :] == [("sync", final.parent)]
+    assert disk.damage(final) is None
+
+
+def test_too_little_space_is_seen_before_anything_is_written(tmp_path, monkeypatch) -> None:
+    disk.save(tmp_path, snapshot(1))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1 << 20))
+    with pytest.raises(OSError, match="1,048,576 bytes free, 1,048,648 needed"):
+        disk.save(tmp_path, snapshot(2))
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
+
+
+def test_retiring_never_removes_the_last_good_one(tmp_path) -> None:
+    def spoil(step: int) -> None:
+        (tmp_path / f"checkpoints/step-{step}/optimizer.safetensors").write_bytes(b"x")
+
+    def there() -> list[int]:
+        return [disk.step_of(p) for p in disk.checkpoints(tmp_path)]
+
+    for step in (1, 2, 3, 4, 5):
+        disk.save(tmp_path, snapshot(step))
+    for step in (3, 4, 5):
+        spoil(step)
+    disk.retire(tmp_path, 2, 5)
+    assert there() == [5, 4, 2], "2 is the newest sound one"
+    disk.save(tmp_path, snapshot(3))
+    disk.retire(tmp_path, 2, 3)  # the run has passed over 5 and 4
+    assert there() == [3, 2] and disk.newest(tmp_path)[1] == []
+    for step in (4, 5, 6):
+        disk.save(tmp_path, snapshot(step))
+    disk.retire(tmp_path, 2, 6)
+    assert there() == [6, 5]
+
+
+def test_a_manifest_is_known_by_its_own_hash_and_early_ones_are_read(tmp_path) -> None:
+    path = disk.save(tmp_path, snapshot(3)) / disk.MANIFEST
+    good = path.read_text()
+    for text in (good.replace('"step": 3', '"step": 4'), good.replace(" ", "  ", 1), good + "\n", "[" * 9999, "3",
+                 good.replace(f'"{disk.CARD}"', '"other.json"')):
+        path.write_text(text)
+        assert str(path) in (disk.damage(path.parent) or "")
+    early = {k: v for k, v in json.loads(good).items() if k != "sha256"}
+    path.write_text(disk.text_of(early))
+    assert disk.damage(path.parent) is None
+    weights = path.with_name(disk.WEIGHTS)
+    weights.rename(tmp_path / "elsewhere")
+    weights.symlink_to(tmp_path / "elsewhere")
+    assert "outside its folder" in (disk.damage(path.parent) or "")
+
+
+def test_a_state_of_another_version_is_refused_in_a_line(tmp_path) -> None:
+    (tmp_path / disk.STATE).write_text(json.dumps({"step": 3, "stage": 2}))
+    with pytest.raises(UserError, match="this version cannot read it .*stage"):
+        disk.read(tmp_path)
+
+
+# folders, locks and clocks ------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_vanishes_is_made_anew_and_held_again(data, tmp_path, monkeypatch) -> None:
+    whole, out = run(data, tmp_path / "whole"), tmp_path / "run"
+    before_step(monkeypatch, 3, lambda: shutil.rmtree(out))
+    held = []
+
+    def look() -> None:  # the save of step 4 has taken the new folder
+        for thread in threading.enumerate():
+            if thread.name == "save":
+                thread.join()
+        try:
+            with locked(out):
+                held.append(False)
+        except UserError:
+            held.append(True)
+
+    before_step(monkeypatch, 5, look)
+    run(data, out)
+    assert held == [True] and digest(out / "head") == digest(whole / "head")
+    assert [p.name for p in disk.checkpoints(out)] == ["step-6", "step-4"]
+    assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()][-1] == 6
+
+
+def test_nothing_is_written_into_a_folder_that_another_run_has_taken(data, tmp_path, monkeypatch) -> None:
+    out, others = tmp_path / "run", []
+
+    def taken() -> None:
+        out.rename(tmp_path / "away")
+        others.append(Lock(out))
+
+    before_step(monkeypatch, 3, taken)
+    monkeypatch.setattr(saving, "PATIENCE", 0.0)
+    with pytest.raises(UserError, match="cannot save to .*another run is writing to"):
+        run(data, out)
+    others[0].close()
+    assert not (out / "checkpoints").exists() and disk.newest(tmp_path / "away")[0] is not None
+
+
+def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch, capsys) -> None:
+    def unknown(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(locks.fcntl, "flock", unknown)
+    with locked(tmp_path / "run"):
+        assert "without locks; start no second run there" in capsys.readouterr().err
+    monkeypatch.setattr(locks.os, "open", lambda *a: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only")))
+    with pytest.raises(UserError, match="out_dir: cannot write to .*Read-only"):
+        Lock(tmp_path / "other")
+
+
+def test_clocks_and_file_times_decide_nothing(data, tmp_path, monkeypatch) -> None:
+    whole = run(data, tmp_path / "whole")
+    now = iter(range(2_000_000_000, 0, -86_400))
+    monkeypatch.setattr(time, "time", lambda: float(next(now)))
+    with monkeypatch.context() as patch, pytest.raises(Interrupted, match="stopped at step 6, saved"):
+        before_step(patch, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        run(data, tmp_path / "run")
+    out = tmp_path / "run"
+    for age, path in enumerate([*sorted(out.rglob("*")), *disk.checkpoints(out)]):
+        os.utime(path, (1_000 - age, 1_000_000_000 * (age % 2)))
+    shutil.rmtree(out / "checkpoints/step-6")
+    run(data, out)
+    assert digest(out / "head") == digest(whole / "head")
+
+
+# signals and words --------------------------------------------------------------------------------------------------
+
+
+def test_an_echo_of_a_signal_is_no_second_wish(monkeypatch, capsys) -> None:
+    ended: list[int] = []
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(signals.os, "_exit", ended.append)
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    for number, code in ((signal.SIGUSR2, 75), (signal.SIGTERM, 75), (signal.SIGINT, 130)):
+        with Stop() as stop:
+            os.kill(os.getpid(), number)
+            clock.now += 0.9
+            os.kill(os.getpid(), number)
+            assert stop.asked == number and not ended
+            clock.now += 0.2
+            os.kill(os.getpid(), number)
+            assert ended == [code]
+            ended.clear()
+
+
+def test_a_signal_ends_an_evaluation_and_the_resumed_run_makes_it_again(data, tmp_path, monkeypatch) -> None:
+    from train import accept
+
+    whole, generate, calls = run(data, tmp_path / "whole", "eval.every=3", "eval.prompts=3"), accept.generate, []
+
+    def interrupted(*args: Any, **more: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return generate(*args, **more)
+
+    monkeypatch.setattr(accept, "generate", interrupted)
+    out = tmp_path / "run"
+    with pytest.raises(Interrupted, match="stopped at step 3, saved"):
+        run(data, out, "eval.every=3", "eval.prompts=3")
+    assert not (out / "best").exists()
+    run(data, out, "eval.every=3", "eval.prompts=3")
+    for folder in (out, whole):
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert [e["step"] for e in lines if e.get("event") == "eval"] == [3, 6]
+    assert digest(out / "best") == digest(whole / "best") and digest(out / "head") == digest(whole / "head")
+
+
+def test_no_memory_names_what_can_still_be_lowered(data, tmp_path) -> None:
+    cfg = run_config(data, tmp_path / "run", "batch_size=8")
+    assert "micro_batch: 4 rows do not fit into memory; set micro_batch=2" in no_memory(cfg, world=2)
+    cfg.micro_batch = 1
+    assert no_memory(cfg).startswith("data.max_length: one row of up to 1024 tokens does not fit")
+    for error in (torch.OutOfMemoryError("x"), MemoryError(), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")):
+        assert is_no_memory(error)
+    assert not is_no_memory(RuntimeError("shape mismatch")) and not is_no_memory(OSError("Cannot allocate memory"))
