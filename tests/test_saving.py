@@ -64,7 +64,7 @@ def snapshot(step: int, value: float = 0.0) -> Snapshot:
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(data, tmp_path, monkeypatch) -> None:
-    """Every write waits until the run has made another update; what it holds is the step it is named for all the same."""
+    """Every write waits until the run has made another update; what it holds is the step of its name."""
     steps = ("steps=7", "save_every=2", "keep=9")
     whole = run(data, tmp_path / "whole", *steps, "async_save=false")
     made, save, step, threads = threading.Condition(), disk.save, loop._step, set()
