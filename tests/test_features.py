@@ -22,10 +22,11 @@ from heads import HEADS
 from heads.checkpoint import read_card
 from heads.eagle import stored_law
 from tests.training import TINY, chats, run_config, tiny_target
-from train import cache_features, features
-from train.cache_features import CacheConfig, Writer
+from train import cache_features, feature_writer, features
+from train.cache_features import CacheConfig
 from train.config import EagleRun, TrainConfig
 from train.data import Rows, load_rows
+from train.feature_writer import Writer
 from train.features import FeatureStore, Freed, Source
 from train.loop import fit
 
@@ -286,8 +287,8 @@ def test_a_signal_keeps_the_whole_files_and_the_same_command_continues(data, tmp
             os.kill(os.getpid(), signal.SIGTERM)
         return real(self, *args)
 
-    bounds = cache_features.bounds_of
-    monkeypatch.setattr(cache_features, "bounds_of", lambda rows, *_: whole.bounds)
+    bounds = feature_writer.bounds_of
+    monkeypatch.setattr(feature_writer, "bounds_of", lambda rows, *_: whole.bounds)
     monkeypatch.setattr(Target, "features", interrupt)
     assert cache(data, out) == 75
     monkeypatch.setattr(Target, "features", real)
@@ -297,7 +298,7 @@ def test_a_signal_keeps_the_whole_files_and_the_same_command_continues(data, tmp
     assert cache(data, out) == 0
     for path in (tmp_path / "whole").iterdir():
         assert (out / path.name).read_bytes() == path.read_bytes()
-    assert bounds is not cache_features.bounds_of
+    assert bounds is not feature_writer.bounds_of
 
 
 def test_features_that_are_not_finite_name_their_row(data: Path, tmp_path: Path, monkeypatch) -> None:
