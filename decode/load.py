@@ -231,4 +231,5 @@ def _pretrained(cfg: TargetConfig, folder: Path, kind: torch.dtype, place: torch
             folder, dtype=kind, use_safetensors=True, trust_remote_code=cfg.trust_remote_code, **extra
         ).eval()
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as e:
-        raise UserError(f"target: no loadable causal language model in {folder} ({_first_line(e)})") from e
+        raise UserError(f"target: no loadable causal language model in {folder} ({_first_line(e)}); give a folder with "
+                        "its config.json and its weights as safetensors") from e  # fmt: skip

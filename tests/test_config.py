@@ -87,12 +87,13 @@ def test_every_key_has_a_doc_line(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(ENTRIES))
 def test_a_wrong_type_is_refused_for_every_key(name: str) -> None:
-    wrong = [key for key, hint in leaves(ENTRIES[name])
-             if hint is not Any and typing.get_origin(hint) is not dict]  # fmt: skip
+    every = leaves(ENTRIES[name])
+    wrong = {key: hint for key, hint in every if hint is not Any and typing.get_origin(hint) is not dict}
     assert wrong
-    told = problems_of(name, [f"++{key}={{wrong: 1}}" for key in wrong])  # all at once: a composition takes long
+    # All at once, since a composition takes long; but a list ends it, so lists are asked by themselves.
+    told = problems_of(name, [f"++{key}={{wrong: 1}}" for key, hint in wrong.items() if "list[" not in str(hint)])
     for key in wrong:
-        if not any(line.startswith(f"{key}:") for line in told):  # one that hides behind another is asked by itself
+        if not any(line.startswith(f"{key}:") for line in told):
             lines = problems_of(name, [f"++{key}={{wrong: 1}}"])
             assert any(key in line for line in lines), (key, lines)
 
