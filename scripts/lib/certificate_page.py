@@ -11,10 +11,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from scripts.lib import plots
+from scripts.lib import names, plots
 from scripts.lib.page import CSS, esc
 
-TONE = {"lossless": "#1f7a4d", "not lossless": "#b42318", "undecided": "#a8832a"}
+TONE = {"lossless": "var(--good)", "not lossless": "var(--bad)", "undecided": "var(--open)"}
+PROSE = ("evidence", "result")  # columns whose text may run over several lines
 
 
 def summary(paper: dict[str, Any], out: Path) -> str:
@@ -59,7 +60,8 @@ def _evidence(layer: dict[str, Any]) -> str:
 
 def page(paper: dict[str, Any]) -> str:
     """The whole page as text; no network, no scripts."""
-    drafter, target = paper["identities"]["drafter"]["name"], paper["identities"]["target"].get("name", "target")
+    drafter = names.label(paper["identities"]["drafter"]["name"])
+    target = paper["identities"]["target"].get("name", "target")
     sampling = next((layer for layer in paper["layers"] if layer["name"] == "sampling"), None)
     figures = ""
     if sampling:
@@ -99,8 +101,10 @@ def _cards(paper: dict[str, Any]) -> str:
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
-    top = "".join(f"<th>{esc(h)}</th>" for h in head)
-    body = "".join("<tr>" + "".join(f"<td>{esc(c)}</td>" for c in row) + "</tr>" for row in rows)
+    style = [' class="wrap"' if h in PROSE else "" for h in head] or [""] * max(map(len, rows), default=0)
+    top = "".join(f"<th{s}>{esc(h)}</th>" for s, h in zip(style, head, strict=False))
+    body = "".join("<tr>" + "".join(f"<td{s}>{esc(c)}</td>" for s, c in zip(style, row, strict=True)) + "</tr>"
+                   for row in rows)  # fmt: skip
     return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
 
 

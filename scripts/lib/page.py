@@ -13,9 +13,11 @@ from scripts.lib.extras import stops_paying
 
 CSS = """
 :root { --ink:#1d2433; --muted:#667085; --line:#e6e8ee; --paper:#fff; --wash:#f6f7fa; --accent:#3767d6;
-  --faint:#b9bfcc; --soft:#414a5c; --best:#f1f5ff; --bad:#b42318; color-scheme:light dark }
+  --faint:#b9bfcc; --soft:#414a5c; --best:#f1f5ff; --bad:#b42318; --good:#1f7a4d; --open:#8a6a1d;
+  color-scheme:light dark }
 @media (prefers-color-scheme:dark) { :root { --ink:#e8eaf0; --muted:#98a2b6; --line:#2b3140; --paper:#171b24;
-  --wash:#0f1218; --accent:#7da2ff; --faint:#5b6478; --soft:#c3c9d6; --best:#1c2536; --bad:#ff8a7a } }
+  --wash:#0f1218; --accent:#7da2ff; --faint:#5b6478; --soft:#c3c9d6; --best:#1c2536; --bad:#ff8a7a;
+  --good:#5bd093; --open:#e0b95a } }
 * { box-sizing:border-box } html { -webkit-text-size-adjust:100% }
 body { margin:0; background:var(--wash); color:var(--ink); line-height:1.5;
   font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif }
