@@ -102,20 +102,25 @@ class Log:
         if not self.main:
             return
         about = {"config": meaning_hash(self.cfg)[:12], "commit": git_commit() or "none",
-                 "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {_accelerator()}",
-                 **{p: version(p) for p in PACKAGES}}
+                 "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads, "
+                            f"{_accelerator()}",
+                 "python": platform.python_version(), **{p: version(p) for p in PACKAGES},
+                 "trust_remote_code": "ON: code of the target's repository runs here" if
+                 self.cfg.target.trust_remote_code else "off"}
         self.say("  ".join(f"{k} {v}" for k, v in about.items()))
         for key, value in facts.items():
             self.say(f"{key}: {value}")
         table = Table("trainable", "shape", "parameters", "dtype", box=None, pad_edge=False)
-        for name, parameter in head.named_parameters():
-            if parameter.requires_grad:
-                shape, dtype = "x".join(map(str, parameter.shape)), str(parameter.dtype).removeprefix("torch.")
-                table.add_row(name, shape, f"{parameter.numel():,}", dtype)
-        table.add_row("all", "", f"{sum(p.numel() for p in head.parameters() if p.requires_grad):,}", "")
+        trainable = {n: p for n, p in head.named_parameters() if p.requires_grad}
+        rows = [(n, "x".join(map(str, p.shape)), p.numel(), str(p.dtype).removeprefix("torch."))
+                for n, p in trainable.items()]
+        for name, shape, count, dtype in rows:
+            table.add_row(name, shape, f"{count:,}", dtype)
+        table.add_row("all", "", f"{sum(count for _, _, count, _ in rows):,}", "")
         with contextlib.suppress(OSError):
             self.console.print(table)
-        self.metrics(0, {"event": "start", **about, **{k: str(v) for k, v in facts.items()}})
+        self.metrics(0, {"event": "start", **about, **{k: str(v) for k, v in facts.items()},
+                         "trainable": {n: [shape, dtype] for n, shape, _, dtype in rows}})
 
     def live(self, step: int, text: str, seconds_left: float) -> None:
         """The progress line: a live one on a terminal, a plain line otherwise."""

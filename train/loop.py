@@ -26,6 +26,7 @@ from decode.load import load_target
 from heads.base import Head
 from heads.checkpoint import save_head
 from train import state as disk
+from train.clock import PARTS, Clock, shares
 from train.config import TrainConfig, defaults
 from train.data import Plan, Rows, hash_u63, load_rows
 from train.evaluation import evaluate, seen
@@ -34,7 +35,7 @@ from train.features import Source
 from train.gate import gate
 from train.lock import Lock, locked
 from train.log import Log
-from train.memory import peak_bytes
+from train.memory import on_gpu, peak_bytes
 from train.poison import stop_poisoned
 from train.saving import RETRIES, Saver, agreed, asked_anywhere
 from train.schedule import learning_rate
@@ -100,6 +101,7 @@ def _fit(cfg: TrainConfig, kind: type[Head], accelerator: Accelerator, stop: Sto
         log.say(note)
     model = accelerator.prepare(head) if world > 1 else head
     head.train()
+    clock = Clock(accelerator.device)
     saver = Saver(cfg, accelerator, lock, log, stop, state.step or -1)
     asked, due_at = asked_anywhere(stop, accelerator), state.step or -1
     try:
@@ -119,7 +121,8 @@ def _fit(cfg: TrainConfig, kind: type[Head], accelerator: Accelerator, stop: Sto
                 raise interruption(stop.asked or asked, state.step, saver.written == state.step)
             if last:
                 break
-            asked = _step(cfg, state, plan, rows, model, head, source, optimizer, trainable, accelerator, stop, log)
+            asked = _step(cfg, state, plan, rows, model, head, source, optimizer, trainable, accelerator, stop, log,
+                          clock)
         if main and not disk.is_final(out / "head", cfg.steps):
             save_head(head, out / "head", target.identity, {"step": state.step, "best": state.best,
                                                             "training": seen(state)})
@@ -136,7 +139,7 @@ def _fit(cfg: TrainConfig, kind: type[Head], accelerator: Accelerator, stop: Sto
 
 def _step(cfg: TrainConfig, state: State, plan: Plan, rows: Rows, model: Any, head: Head, source: Source,
           optimizer: torch.optim.Optimizer, trainable: list[Any], accelerator: Accelerator, stop: Stop,
-          log: Log) -> int:
+          log: Log, clock: Clock) -> int:
     """One update. Returns the signal that some rank was asked to stop by, 0 if none."""
     start, cpu = time.perf_counter(), time.process_time()
     rank, world = accelerator.process_index, accelerator.num_processes
@@ -146,10 +149,12 @@ def _step(cfg: TrainConfig, state: State, plan: Plan, rows: Rows, model: Any, he
     totals: dict[str, torch.Tensor] = {}
     poisoned: list[int] = []
     for i, chosen in enumerate(micro):
-        batch = rows.batch(chosen, source.pack)
-        target = source(batch)
-        batch = batch.to(accelerator.device)
-        with contextlib.nullcontext() if i + 1 == len(micro) else accelerator.no_sync(model):
+        with clock.part("data"):
+            batch = rows.batch(chosen, source.pack)
+        with clock.part("target"):
+            target = source(batch)
+        with clock.part("head"), contextlib.nullcontext() if i + 1 == len(micro) else accelerator.no_sync(model):
+            batch = batch.to(accelerator.device)
             out = model(batch, target)
             accelerator.backward(out.sum)
         if not bool(out.sum.isfinite()):
@@ -163,7 +168,8 @@ def _step(cfg: TrainConfig, state: State, plan: Plan, rows: Rows, model: Any, he
     bad = torch.tensor([float(bool(poisoned) or not bool(raw_norm.isfinite())), float(stop.asked)], dtype=torch.float64)
     names = sorted(totals)
     packed = torch.cat([bad.to(accelerator.device), *(totals[n] for n in names)])
-    sums = (accelerator.reduce(packed, "sum") if world > 1 else packed).tolist()  # type: ignore[union-attr]
+    with clock.part("communication"):
+        sums = (accelerator.reduce(packed, "sum") if world > 1 else packed).tolist()  # type: ignore[union-attr]
     if sums[0]:
         stop_poisoned(cfg, state.step, rows, poisoned, [r for part in micro for r in part], head, accelerator)
     found = {n: sums[2 + 2 * i : 4 + 2 * i] for i, n in enumerate(names)}
@@ -174,22 +180,24 @@ def _step(cfg: TrainConfig, state: State, plan: Plan, rows: Rows, model: Any, he
     rate = learning_rate(state.step, cfg.steps, cfg.optim)
     for group in optimizer.param_groups:
         group["lr"] = rate * group["lr_scale"]
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    with clock.part("head"):
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
     state.step += 1
     found["seconds"] = [time.perf_counter() - start, 1.0]
+    found |= clock.per_step(model)
     state.add(tokens_seen=found["tokens"][0], supervised_seen=found["loss"][1], train_seconds=found["seconds"][0],
               cpu_seconds=time.process_time() - cpu)
     for name, (total, count) in found.items():
         old = state.window.get(name, [0.0, 0.0])
         state.window[name] = [old[0] + total, old[1] + count]
-    _report(cfg, state, norm, rate, log)
+    _report(cfg, state, norm, rate, log, accelerator.device)
     if world == 1:
         return stop.asked
     return int(sums[1]) and (stop.asked or signal.SIGTERM)  # a signal after the exchange is heard one step later
 
 
-def _report(cfg: TrainConfig, state: State, norm: float, rate: float, log: Log) -> None:
+def _report(cfg: TrainConfig, state: State, norm: float, rate: float, log: Log, device: torch.device) -> None:
     """The live line at every step, a line of metrics at every log_every-th."""
     sums = state.window
     mean = {k: (total / count if count else 0.0) for k, (total, count) in sums.items()}
@@ -199,10 +207,11 @@ def _report(cfg: TrainConfig, state: State, norm: float, rate: float, log: Log) 
     left = (cfg.steps - state.step) * sums["seconds"][0] / steps
     log.live(state.step, f"loss {mean['loss']:.3f}  top-1 {accuracy or '-'}  {speed:,.0f} tokens/s", left)
     if state.step % cfg.log_every == 0 or state.step == cfg.steps:
-        plain = {k: round(v, 6) for k, v in mean.items() if k not in ("tokens", "seconds")}
-        log.metrics(state.step, {**plain, "lr": rate, "grad_norm": round(norm, 6), "tokens_per_second": round(speed, 1),
-                                 "supervised_per_second": round(sums["loss"][1] / sums["seconds"][0], 1),
-                                 **seen(state)})
+        plain = {k: round(v, 6) for k, v in mean.items() if k not in ("tokens", "seconds", *PARTS)}
+        speeds = {"tokens_per_second": round(speed, 1),
+                  "supervised_per_second": round(sums["loss"][1] / sums["seconds"][0], 1)}
+        log.metrics(state.step, {**plain, "lr": rate, "grad_norm": round(norm, 6), **speeds, **shares(sums),
+                                 **on_gpu(device), **seen(state)})
         state.window = {}
 
 

@@ -23,6 +23,14 @@ def peak_bytes(device: torch.device) -> int:
     return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def on_gpu(device: torch.device) -> dict[str, int]:
+    """The GPU's memory for a line of metrics: held now and the most so far, bytes; {} on a CPU."""
+    if device.type != "cuda":
+        return {}
+    return {"gpu_memory_bytes": torch.cuda.memory_allocated(device),
+            "gpu_peak_memory_bytes": torch.cuda.max_memory_allocated(device)}
+
+
 def held_bytes(device: torch.device) -> int:
     """What is held now, bytes."""
     if device.type == "cuda":
