@@ -54,6 +54,9 @@ def test_paths_exist() -> None:
 
 def test_the_tables_are_those_of_the_committed_results() -> None:
     assert readme.render(TEXT) == TEXT, "run make readme"
+    tuning = readme.TUNING.read_text()
+    assert readme.render_tuning(tuning) == tuning, "run make readme"
+    assert tuning.count("× [") >= 3, "a row per tuned drafter"
 
 
 @pytest.mark.parametrize("fast", [True, False])

@@ -1,4 +1,4 @@
-"""The README's tables, written from the demo's reports: `make readme`, that is `python -m scripts.lib.readme`.
+"""The tables of README.md and docs/tuning.md, from JSON: `make readme`, that is `python -m scripts.lib.readme`.
 
 Copies what the tables need from reports/demo/t0 and t1 to docs/results/demo-t0.json and demo-t1.json, from
 reports/scoreboard/t0 and t1 to scoreboard-t0.json and scoreboard-t1.json, and puts the tables between the markers of
@@ -12,10 +12,12 @@ import json
 import sys
 from typing import Any
 
-from scripts.lib import engine_case, files, table
+from scripts.lib import engine_case, files, table, tune_table
 
 README, RESULTS = files.ROOT / "README.md", files.ROOT / "docs" / "results"
 BEGIN, END = "<!-- results: written by `make readme` -->", "<!-- end of results -->"
+TUNING = files.ROOT / "docs" / "tuning.md"
+TUNED = "<!-- tuned: written by `make readme` -->", "<!-- end of tuned -->"
 DROPPED = ("per_prompt", "acceptance_by_rank")
 
 
@@ -52,11 +54,21 @@ def results() -> str:
 
 def render(text: str) -> str:
     """README text with a fresh block of results. Raises ValueError when the markers are missing."""
-    head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
+    return _between(text, BEGIN, END, results(), README.name)
+
+
+def render_tuning(text: str) -> str:
+    """The page about tuning with a fresh table. Raises ValueError when the markers are missing."""
+    known = json.loads((RESULTS / "tune.json").read_text())
+    return _between(text, *TUNED, "\n".join([TUNED[0], "", tune_table.markdown(known), "", TUNED[1]]), TUNING.name)
+
+
+def _between(text: str, first: str, last: str, block: str, name: str) -> str:
+    head, begin, rest = text.partition(first)
+    _, end, tail = rest.partition(last)
     if not begin or not end:
-        raise ValueError(f"README.md: needs the lines {BEGIN} and {END}")
-    return head + results() + tail
+        raise ValueError(f"{name}: needs the lines {first} and {last}")
+    return head + block + tail
 
 
 def main() -> int:
@@ -74,7 +86,8 @@ def main() -> int:
         print("error: docs/results: no results of the demo; run make demo first", file=sys.stderr)
         return 2
     files.write_text(README, render(README.read_text()))
-    print(f"written: {README.name}, {RESULTS.relative_to(files.ROOT)}")
+    files.write_text(TUNING, render_tuning(TUNING.read_text()))
+    print(f"written: {README.name}, {TUNING.name}, {RESULTS.relative_to(files.ROOT)}")
     return 0
 
 

@@ -78,3 +78,21 @@ def sentences(report: dict[str, Any]) -> list[str]:
                      f"({grid['best']}); tokens/s of the proposed settings were predicted to {off['mean']:.1%} on "
                      f"average, {off['worst']:.1%} at worst.")  # fmt: skip
     return lines + [str(n) for n in report["notes"]]
+
+
+COLLECTED = ("drafter", "chosen", "speedup", "settings searched", "measured", "choice / best measured",
+             "tokens/s predicted, mean and worst error of the proposed settings", "break-even")  # fmt: skip
+
+
+def markdown(known: dict[str, Any]) -> str:
+    """What tuning runs with grid=true came to (the JSON of `results=`), a row per drafter."""
+    lines = [list(COLLECTED), ["---", "---", *["---:"] * (len(COLLECTED) - 2)]]
+    for name, run in known.items():
+        grid, chosen = run["grid"], run["chosen"]
+        if grid is None:
+            continue
+        off = grid["error_proposed"]
+        lines.append([name, chosen["name"], interval(chosen["speedup"], 2, "×"), str(run["searched"]),
+                      str(grid["settings"]), interval(grid["chosen_over_best"], 3),
+                      f"{off['mean']:.1%}, {off['worst']:.1%}", f"{chosen['break_even']:.2f}"])  # fmt: skip
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
