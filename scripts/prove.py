@@ -118,7 +118,7 @@ def greedy(cfg: ProveConfig, tick: Tick) -> dict[str, Any]:
     plain, about = Plain(target), [files.sha256(Path(p)) for p in cfg.prompts]
     key = [code_sha256(), about, cfg.num_prompts, cfg.max_new_tokens, cfg.batch_size, _about(target)]
     shared = Parts(Path(cfg.state) / "greedy", key)
-    noise = shared.once("rounding", lambda: plain.rounding(prompts[:4]))
+    noise = shared.once("noise", lambda: plain.rounding(prompts[:4]))["gap"]
     asked = [Request(p, cfg.max_new_tokens, id=i) for i, p in enumerate(prompts)]
     theirs = reference_tokens(plain, asked, GREEDY, cfg.batch_size, None, ticker(tick, "generate", len(asked)), shared)
     rows = []

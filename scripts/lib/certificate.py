@@ -35,6 +35,7 @@ from scripts.lib.parts import Parts
 from scripts.lib.sampled import Sample, Setting, sampling_layer
 
 CASE_LIMIT, LOOP_LIMIT = 1e-12, 1e-9
+SAFETY = 4  # rounding is measured on a few prompts only
 FEWEST_DRAFTS = 100  # cycles with a draft below which a sample says little about a drafter
 Watch = Callable[[str, int, int], None]  # what is running, done, total
 
@@ -64,15 +65,17 @@ class Plan:
 
 @dataclass
 class World:
-    """What every layer on the user's own target works with. slack: largest difference of a logit that counts as
-    rounding; theirs: the reference's greedy tokens for the prompts `chosen`."""
+    """What every layer on the user's own target works with. noise: see Plain.rounding; slack: largest difference of a
+    logit that counts as rounding; tie: of a token's distance to the best one; theirs: the reference's greedy tokens for
+    the prompts `chosen`."""
 
     target: Target
     plain: Plain
     prompts: Sequence[Sequence[int]]
     chosen: list[Sequence[int]]
-    noise: float
+    noise: dict[str, float]
     slack: float
+    tie: float
     theirs: list[list[int]]
 
 
@@ -88,22 +91,23 @@ def open_world(target: Target, prompts: Sequence[Sequence[int]], plan: Plan, wat
     """Measure rounding and let the reference write its greedy answers."""
     target.probe()
     plain = Plain(target)
-    noise = parts.once("rounding", lambda: plain.rounding(list(prompts[:4])))
+    noise = parts.once("noise", lambda: plain.rounding(list(prompts[:4])))
     spread = 1.0 if plan.guidance is None else abs(plan.guidance) + abs(1 - plan.guidance)
     chosen = [prompts[i % len(prompts)] for i in range(plan.greedy_prompts)]
     asked = [Request(list(p), plan.greedy_tokens, id=i) for i, p in enumerate(chosen)]
     theirs = reference_tokens(plain, asked, greedy_of(plan.sampling), plan.batch_size, plan.guidance,
                               ticker(watch, "reference", len(chosen)), parts)  # fmt: skip
-    return World(target, plain, prompts, chosen, noise, 4 * noise * spread, theirs)
+    return World(target, plain, prompts, chosen, noise, SAFETY * noise["logit"] * spread,
+                 SAFETY * noise["gap"] * spread, theirs)  # fmt: skip
 
 
 def layers(world: World, drafter: Drafter, plan: Plan, watch: Watch, parts: Parts) -> Findings:
     """The layers of this drafter and these settings."""
     found = Findings([parts.once("exact", lambda: exact_layer(plan, watch))])
     greedy = greedy_layer(world.plain, world.target, drafter, world.chosen, plan.greedy_tokens, plan.batch_size,
-                          plan.verify, world.slack, plan.sampling, plan.guidance, world.theirs,
+                          plan.verify, world.tie, plan.sampling, plan.guidance, world.theirs,
                           ticker(watch, "greedy", len(world.chosen)), parts)  # fmt: skip
-    found.layers.append(_greedy_json(greedy, world.noise, world.slack))
+    found.layers.append(_greedy_json(greedy, world.noise["gap"], world.tie))
     if plan.sampling.greedy:
         found.power = {"tokens": 0, "alpha": plan.alpha, "min_detectable": None, "reason": "T = 0 has no law to sample"}
         return found
