@@ -52,6 +52,13 @@ def test_short_work_and_terminals_and_quiet_get_none(capsys: Any) -> None:
     assert capsys.readouterr().err == ""
 
 
+def test_a_transient_bar_leaves_nothing_in_a_log() -> None:
+    out = io.StringIO()
+    with Steps(console=Console(file=out), transient=True) as bar:
+        bar.advance(bar.add_task("x", total=1))
+    assert out.getvalue() == ""
+
+
 def test_work_that_goes_on_takes_its_pace_from_what_it_does_itself(capsys: Any) -> None:
     bar, watch = steps()
     with bar:

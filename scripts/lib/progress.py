@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from rich import get_console
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -42,8 +43,10 @@ class Steps(Progress):
         every: float = EVERY,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(*shown, console=console, disable=quiet, transient=transient)
-        self.plain = not quiet and not self.console.is_terminal
+        console = console or get_console()
+        self.plain = not quiet and not console.is_terminal
+        # Without a terminal a transient bar would leave nothing but an empty line.
+        super().__init__(*shown, console=console, disable=quiet or (self.plain and transient), transient=transient)
         self.every, self.now, self.last = every, now, now()
         self.began: dict[TaskID, tuple[float, float]] = {}
         self.told: set[TaskID] = set()

@@ -10,8 +10,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import Progress
-
 from conf.errors import UserError
 from decode.engine import generate
 from decode.sampling import Sampling
@@ -20,6 +18,7 @@ from heads.tuned import Settings, Tuned, card_sha256
 from scripts.lib import contest, files, latency, search
 from scripts.lib.cost import CostModel
 from scripts.lib.lanes import lanes_of
+from scripts.lib.progress import Steps
 from scripts.lib.prompts import Prompt, chat_ids, load_prompts
 from scripts.lib.score import Scores, plain
 from scripts.lib.search import Candidate
@@ -36,7 +35,7 @@ FIT_TOKENS = 16
 class Tuning:
     """One run: what was measured so far, stage by stage."""
 
-    def __init__(self, cfg: TuneConfig, target: Target, progress: Progress) -> None:
+    def __init__(self, cfg: TuneConfig, target: Target, progress: Steps) -> None:
         self.cfg, self.target, self.progress = cfg, target, progress
         self.sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, cfg.repetition_penalty)
         self.bounds = Bounds(cfg.max_depth, cfg.max_nodes, cfg.max_width)
@@ -46,7 +45,7 @@ class Tuning:
         self.batches = sorted({cfg.batch_size, *cfg.curve_batches})
 
     def stage(self, name: str, total: int) -> Any:
-        if not self.progress.disable and not self.progress.console.is_terminal:
+        if self.progress.plain:
             self.progress.console.print(f"{name}: {total} steps", style="dim", highlight=False)  # a log shows no bar
         task = self.progress.add_task(name, total=total)
         return lambda: self.progress.advance(task)
@@ -136,7 +135,7 @@ def compared(row: dict[str, Any], expected: dict[str, Any], pace: float) -> dict
     }  # fmt: skip
 
 
-def run(cfg: TuneConfig, target: Target, progress: Progress) -> dict[str, Any]:
+def run(cfg: TuneConfig, target: Target, progress: Steps) -> dict[str, Any]:
     """Everything but the files."""
     tuning = Tuning(cfg, target, progress)
     family = tuning.family
