@@ -110,6 +110,7 @@ def fork(action: Action, said: Path | None = None, **env: str) -> int:
         return child
     code = 99
     try:
+        os.setpgid(0, 0)  # so that `wait` can end all of it
         os.environ.update(env)
         handle = os.open(said or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(handle, 1)
@@ -168,7 +169,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def wait(child: int, limit: float = 120.0) -> int:
+def wait(child: int, limit: float = 300.0) -> int:
     """The exit code of a child, negative for a signal. One that hangs is killed after `limit` seconds: TimeoutError."""
     deadline = time.monotonic() + limit
     while True:
@@ -176,7 +177,7 @@ def wait(child: int, limit: float = 120.0) -> int:
         if done:
             return os.waitstatus_to_exitcode(status)
         if time.monotonic() > deadline:
-            os.kill(child, signal.SIGKILL)
+            os.killpg(child, signal.SIGKILL)
             os.waitpid(child, 0)
             raise TimeoutError(f"process {child} was still running after {limit:.0f} s")
         time.sleep(0.005)

@@ -25,6 +25,7 @@ from conf.errors import UserError
 from decode.load import load_target
 from heads.base import Head
 from heads.checkpoint import save_head
+from train import rendezvous
 from train import state as disk
 from train.clock import PARTS, Clock, shares
 from train.config import TrainConfig, defaults
@@ -51,7 +52,7 @@ def fit(cfg: TrainConfig, kind: type[Head]) -> None:
     Raises UserError for what the user can mend (also a non-finite loss, a full disk, too little memory) and
     Interrupted after a signal, when everything is saved.
     """
-    patience = InitProcessGroupKwargs(timeout=timedelta(minutes=10))
+    patience = InitProcessGroupKwargs(timeout=timedelta(minutes=10), init_method=rendezvous.init_method())
     with plain_launch(cfg):
         accelerator = Accelerator(cpu=cfg.device == "cpu", kwargs_handlers=[patience])
     check_ranks(cfg, accelerator.num_processes)
