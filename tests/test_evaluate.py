@@ -26,6 +26,7 @@ from scripts.lib.lossless import lossless
 from scripts.lib.prompts import Prompt, load_prompts
 from scripts.lib.reference import hf_generate
 from scripts.lib.score import Scores
+from tests import pictures
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +114,8 @@ def test_parts_of_a_second_pass_replace_those_of_the_run(target: Target, monkeyp
     assert page.times({"drafters": rows}) == "" != page.times({"drafters": before})
 
 
-def test_batches_and_sampling_write_the_same_tokens(tmp_path: Path) -> None:
+def test_batches_and_sampling_write_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pictures.left_out(monkeypatch)
     path = prompts_file(tmp_path)
     for size in (1, 2):
         assert run(f"prompts={path}", f"out={tmp_path}/b{size}", "decode=sample", f"batch_size={size}", "seed=3") == 0
@@ -125,7 +127,10 @@ def test_batches_and_sampling_write_the_same_tokens(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "b2" / "report.json").read_text())["drafters"][0]["lossless"] is None
 
 
-def test_a_drafter_that_cannot_load_is_skipped_by_name(tmp_path: Path, capsys: Any) -> None:
+def test_a_drafter_that_cannot_load_is_skipped_by_name(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures.left_out(monkeypatch)
     out = tmp_path / "out"
     code = run(f"prompts={prompts_file(tmp_path)}", f"out={out}", "drafters=[none,runs/nowhere]")
     report = json.loads((out / "report.json").read_text())

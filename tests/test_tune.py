@@ -15,6 +15,7 @@ from heads.medusa import MedusaConfig
 from heads.tuned import DECODE
 from scripts import tune
 from scripts.lib.extras import measured
+from tests import pictures
 from tests.training import TINY, tiny_target
 
 SMALL = ["target=tiny", *(f"target.{k}={v}" for k, v in TINY.items()), "dtype=float32", "device=cpu", "num_prompts=2",
@@ -72,13 +73,17 @@ def test_the_choice_is_written_and_obeyed(tmp_path: Path, head: Path, target: Ta
     assert "written:" in capsys.readouterr().out and not list(tmp_path.rglob("*.tmp"))
 
 
-def test_an_ngram_is_tuned_at_a_temperature(tmp_path: Path, capsys: Any) -> None:
+def test_an_ngram_is_tuned_at_a_temperature(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pictures.left_out(monkeypatch)
     assert run("drafter=ngram", f"out={tmp_path}/out", "decode=sample", "write=true") == 0
     report = json.loads((tmp_path / "out" / "tune.json").read_text())
     assert {r["kind"] for r in report["rows"]} == {"chain"} and "ask for it as ngram@" in capsys.readouterr().out
 
 
-def test_sampled_chains_take_acceptance_from_real_cycles(tmp_path: Path, head: Path) -> None:
+def test_sampled_chains_take_acceptance_from_real_cycles(
+    tmp_path: Path, head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures.left_out(monkeypatch)
     assert run(f"drafter={head}@chain", f"out={tmp_path}/out", "decode=sample", "write=false") == 0
     report = json.loads((tmp_path / "out" / "tune.json").read_text())
     assert len(report["acceptance"]["unconditional"]) == 2 and not (head / DECODE).exists()
