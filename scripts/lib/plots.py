@@ -73,8 +73,9 @@ def drafting(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def named(ax: Axes, labels: Sequence[str]) -> None:
-    """One row of bars or dots per label."""
+    """One row of bars or dots per label, each with room for its own."""
     ax.set_yticks(range(len(labels)), [clipped(label) for label in labels])
+    ax.set_ylim(-0.5, len(labels) - 0.5 if labels else 0.5)
     ax.grid(axis="y", visible=False)
 
 
@@ -170,7 +171,7 @@ def _strips(ax: Axes, report: dict[str, Any], key: str, title: str, label: str) 
             ax.axhline(y - 0.4, color=MUTED, linewidth=0.5, alpha=0.5)
             middle = float(np.median(drawn[d["name"]]))
             ax.plot([middle, middle], [y - 0.4, y + 0.4], color=INK, linewidth=1.3)
-        label += f" (full bar: {most} prompts; line: median)"
+        label += f" (full bar: {most} prompt{'s' if most > 1 else ''}; line: median)"
     ax.axvline(1.0, color=MUTED, linewidth=1, linestyle=(0, (3, 3)))
     named(ax, [d["label"] for d in rows])
     ax.set_title(title)
