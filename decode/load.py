@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 KINDS = ("smollm2", "hub", "local", "tiny")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 ATTENTION = ("auto", "sdpa", "eager")
+_SAID: set[str] = set()  # folders whose code was announced in this process
 
 
 @dataclass
@@ -135,10 +137,18 @@ def load_tokenizer(cfg: TargetConfig) -> Any:
     from transformers import AutoTokenizer
 
     folder = _folder(cfg)
+    _announce(cfg, folder)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
     except Exception as e:  # transformers raises many kinds here, all of them about what lies in the folder
         raise UserError(f"target: no usable tokenizer in {folder} ({_first_line(e)})") from e
+
+
+def _announce(cfg: TargetConfig, folder: Path) -> None:
+    """Say once, before it happens, that code of the model's repository runs."""
+    if cfg.trust_remote_code and str(folder) not in _SAID and os.environ.get("RANK", "0") == "0":
+        _SAID.add(str(folder))
+        print(f"target.trust_remote_code is on: Python code from {folder} runs here", file=sys.stderr, flush=True)
 
 
 def tiny_from(cfg: TargetConfig) -> Any:

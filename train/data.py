@@ -26,7 +26,7 @@ from decode.identity import cache_root, sha256_file, sha256_template, sha256_tok
 from heads.base import Batch
 from train.config import DataConfig
 from train.rows import BadRow, Row, encode, read_jsonl, read_records, read_text
-from train.tokens import HASHED, Counted, TokenWriter, mapped, sha256_of
+from train.tokens import HASHED, PART, Counted, TokenWriter, mapped, sha256_of
 
 VERSION = 1  # of the token cache: raise it when rows are encoded differently
 LEFT_OUT = "left_out.txt"  # in the run folder: file:line and reason of every row that is not trained on
@@ -116,9 +116,11 @@ class Rows:
     def counts(self, vocab_size: int) -> Tensor:
         """[V] int64 occurrences among the supervised tokens of the training rows."""
         total = torch.zeros(vocab_size, dtype=torch.int64)
-        for first in range(0, self.held.numel(), 4096):  # the tokens may not fit into memory, those of some rows do
-            rows = slice(first, first + 4096)
-            part = slice(int(self.offsets[first]), int(self.offsets[min(first + 4096, self.held.numel())]))
+        first, count = 0, self.held.numel()
+        while first < count:  # the tokens may not fit into memory, those of some rows do
+            last = int(torch.searchsorted(self.offsets, self.offsets[first] + PART)) - 1
+            rows = slice(first, first := min(max(last, first + 1), count))
+            part = slice(int(self.offsets[rows.start]), int(self.offsets[rows.stop]))
             train = self.loss[part] & ~self.held[rows].repeat_interleave(self.lengths[rows])
             total += torch.bincount(self.ids[part][train].long(), minlength=vocab_size)
         return total

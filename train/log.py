@@ -52,9 +52,12 @@ class Log:
                               name=Path(self.cfg.out_dir).name, config=flat(self.cfg), resume="allow",
                               id=meaning_hash(self.cfg)[:16])
         except Exception as error:  # network, account, folder: none of them may stop a run
-            self.say(f"wandb: not used ({str(error).splitlines()[0] if str(error) else type(error).__name__}); "
-                     "metrics.jsonl has everything")
+            self._without_wandb("not used", error)
             return None
+
+    def _without_wandb(self, what: str, error: Exception) -> None:
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        self.say(f"wandb: {what} ({line}); metrics.jsonl has everything")
 
     def say(self, text: str) -> None:
         """A line for people. A full disk behind stderr costs the line, not the run."""
@@ -73,8 +76,7 @@ class Log:
                 self.run.log(values, step=step)
             except Exception as error:  # as at the start: none of its troubles may stop a run
                 self.run = None
-                self.say(f"wandb: given up ({str(error).splitlines()[0] if str(error) else type(error).__name__}); "
-                         "metrics.jsonl has everything")
+                self._without_wandb("given up", error)
 
     def _flush(self) -> None:
         """Append the lines that wait. A disk that refuses loses none: they wait for the next call, and no half of one
@@ -145,7 +147,10 @@ class Log:
         if self._waiting:
             self._flush()
         if self.run is not None:
-            self.run.finish()
+            try:
+                self.run.finish()
+            except Exception as error:  # the run itself is done and saved
+                self._without_wandb("not finished", error)
 
 
 def _forget_after(path: Path, step: int) -> None:

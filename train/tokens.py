@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SPILL = 1 << 23  # tokens held in memory before they go to disk
+SPILL = 1 << 21  # tokens held in memory before they go to disk
 # In the file the widest types come first, so that each tensor starts at a multiple of its own size.
 KINDS = {"offsets": ("I64", np.int64), "lines": ("I64", np.int64), "ids": ("I32", np.int32), "loss": ("BOOL", np.bool_),
          "held": ("BOOL", np.bool_)}  # fmt: skip

@@ -1,0 +1,205 @@
+"""The guard of the network itself (a connection turns a test red), and what runs without a network or without wandb."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decode import smollm2
+from decode.identity import cache_root
+from heads import HEADS
+from scripts.lib.files import ROOT
+from scripts.lib.reliability import record
+from tests.training import chats, run_config
+from train.loop import fit
+
+AWAY = ("192.0.2.1", 80)  # an address for documentation: nobody has it
+
+
+def udp() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as gate:
+        gate.sendto(b"x", AWAY)
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        lambda: socket.create_connection(AWAY, 1),
+        lambda: socket.create_connection(("2001:db8::1", 80), 1),
+        lambda: socket.getaddrinfo("example.org", 80),
+        lambda: socket.gethostbyname("example.org"),
+        udp,
+        lambda: asyncio.run(asyncio.wait_for(asyncio.open_connection(*AWAY), 1)),
+    ],
+    ids=["connect", "connect6", "getaddrinfo", "gethostbyname", "udp", "asyncio"],
+)  # fmt: skip
+def test_a_connection_is_blocked_and_noted(attempts: Any, attempt: Any) -> None:
+    with pytest.raises(OSError, match="no network beyond loopback"):
+        attempt()
+    (line,) = attempts.take()
+    assert "192.0.2.1:80" in line or "2001:db8::1" in line or "example.org" in line
+
+
+def test_loopback_and_unix_sockets_work(attempts: Any, tmp_path: Path) -> None:
+    for family, address in ((socket.AF_INET, ("127.0.0.1", 0)), (socket.AF_UNIX, str(tmp_path / "s"))):
+        with socket.socket(family) as server, socket.socket(family) as client:
+            server.bind(address)
+            server.listen()
+            client.connect(server.getsockname())
+    assert socket.getaddrinfo("localhost", 80) and not attempts.take()
+
+
+SWALLOWING = f"import socket\ntry:\n  socket.create_connection({AWAY}, 1)\nexcept OSError:\n  pass\nprint('on')"
+
+
+@pytest.mark.parametrize("env", [None, {}, {"PYTHONPATH": str(ROOT)}], ids=["inherited", "empty", "own"])
+def test_children_and_grandchildren_are_guarded(attempts: Any, env: dict[str, str] | None) -> None:
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SWALLOWING!r}], check=True)"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "on\n"
+    (line,) = attempts.take()
+    assert "192.0.2.1:80" in line
+    with pytest.raises(AssertionError, match="without the network guard"):
+        subprocess.run([sys.executable, "-I", "-c", "pass"], check=True)
+
+
+def test_a_test_that_connects_is_red_even_if_it_swallows_the_error(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text("from tests.conftest import *  # noqa: F403\n")
+    body = "\n".join("    " + line for line in SWALLOWING.splitlines())
+    (tmp_path / "test_it.py").write_text(f"def test_away():\n{body}\n\ndef test_here():\n    pass\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", str(tmp_path)]
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS")}
+    done = subprocess.run(command, env={**env, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "tried to reach the network" in done.stdout, done.stdout
+    assert "2 passed, 1 error" in done.stdout or "1 failed, 1 passed" in done.stdout, done.stdout
+
+
+def test_pip_alone_is_let_through(guard: Any) -> None:
+    assert guard.is_pip(["python", "-m", "pip", "download", "x"])
+    assert not guard.is_pip(["python", "-m", "pytest", "pip"]) and not guard.is_pip(["python", "pip"])
+    assert not guard.is_pip(["python", "-m"])
+
+
+HIDDEN = """
+import importlib.util
+assert importlib.util.find_spec("wandb") is None
+try:
+    import wandb
+except ModuleNotFoundError:
+    print("absent")
+"""
+
+
+def test_a_hidden_package_looks_absent(guard: Any) -> None:
+    env = {**os.environ, guard.ABSENT: "wandb"}
+    assert subprocess.run([sys.executable, "-c", HIDDEN], env=env, stdout=subprocess.PIPE, check=True).stdout
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chats(tmp_path_factory.mktemp("data") / "data.jsonl")
+
+
+class FakeWandb(types.ModuleType):
+    """A wandb that logs into a list, or fails where it is told to."""
+
+    def __init__(self, fails: str = "") -> None:
+        super().__init__("wandb")
+        self.fails, self.lines, self.finished = fails, list[Any](), False
+
+    def init(self, **keys: Any) -> FakeWandb:
+        if self.fails == "init":
+            raise ConnectionError("no route to the server\nand more lines")
+        self.keys = keys
+        return self
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        if self.fails == "log":
+            raise RuntimeError("the service went away")
+        self.lines.append((step, values))
+
+    def finish(self) -> None:
+        if self.fails == "finish":
+            raise RuntimeError("cannot upload")
+        self.finished = True
+
+
+TIMES = re.compile(r"time|second|share_|memory|^commit$")
+
+
+def traces(out: Path) -> tuple[str, list[dict[str, Any]]]:
+    """The weights of a run and its metrics without what a clock decides."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    kept = [{k: v for k, v in line.items() if not TIMES.search(k)} for line in lines]
+    return hashlib.sha256((out / "head" / "head.safetensors").read_bytes()).hexdigest(), kept
+
+
+@pytest.fixture(scope="module")
+def plain(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Any]]]:
+    """A run that was asked for no wandb."""
+    out = tmp_path_factory.mktemp("off") / "run"
+    fit(run_config(data, out), HEADS["medusa"])
+    return traces(out)
+
+
+@pytest.mark.parametrize("how", ["online", "offline", "absent", "init", "log", "finish",
+                                 pytest.param("itself", marks=pytest.mark.slow)])  # fmt: skip
+def test_wandb_makes_no_difference_to_a_run(
+    data: Path, plain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+    how: str,
+) -> None:  # fmt: skip
+    fake = FakeWandb(how)
+    if how != "itself":  # the library, offline
+        monkeypatch.setitem(sys.modules, "wandb", None if how == "absent" else fake)
+    mode = "offline" if how in ("offline", "itself") else "online"
+    fit(run_config(data, tmp_path / "on" / "run", f"wandb={mode}"), HEADS["medusa"])
+    logged = traces(tmp_path / "on" / "run")
+    assert plain[0] == logged[0] and len(plain[1]) == len(logged[1])
+    for one, other in zip(plain[1], logged[1], strict=True):
+        assert one == other
+    said = capfd.readouterr().err
+    if how in ("online", "offline"):
+        assert fake.finished and fake.keys["mode"] == mode and [s for s, v in fake.lines if "loss" in v] == [2, 4, 6]
+    elif how == "itself":
+        assert list((tmp_path / "on" / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
+    else:
+        assert "metrics.jsonl has everything" in said and "Traceback" not in said
+
+
+@pytest.mark.slow
+def test_quick_start_without_network_and_without_wandb(tmp_path: Path, guard: Any, attempts: Any) -> None:
+    """`make demo FAST=1`, in a copy of the repository, with wandb hidden: once under the guard, and in a namespace that
+    has no network at all where the system allows one."""
+    smollm2.ensure()  # the only thing that the quick start fetches, and from the package index
+    namespace = ["unshare", "--user", "--map-root-user", "--net", "--"]
+    alone = subprocess.run([*namespace, "true"], check=False, capture_output=True).returncode == 0
+    copy = tmp_path / "copy"
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.split(b"\0")
+    for name in (n.decode() for n in names if n and (ROOT / n.decode()).is_file()):
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, copy / name)
+    env = {**os.environ, guard.ABSENT: "wandb", "OUTRIDER_CACHE": str(cache_root())}
+    inside = "ip link set lo up 2>/dev/null || true; exec \"$@\""
+    command = [*(namespace if alone else []), "sh", "-c", inside, "sh", sys.executable, "scripts/demo.py", "fast=true"]
+    done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, check=False)
+    found = attempts.take()
+    reports = [copy / "reports" / "demo" / name / "report.json" for name in ("t0", "t1")]
+    met = done.returncode == 0 and not found and all(p.is_file() for p in reports)
+    where = "in a namespace without network" if alone else "under the socket guard"
+    record("network", what="the quick start (`make demo FAST=1`) with wandb uninstalled and the network cut off",
+           met=met, namespace=alone, attempts=len(found), exit_code=done.returncode,
+           result=f"{'finishes' if met else 'fails'} {where}, {len(found)} attempts to connect beyond loopback; every "
+           "test runs under the same guard")  # fmt: skip
+    assert met, (found, done.stderr[-3000:])

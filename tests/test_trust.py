@@ -1,0 +1,92 @@
+"""What a stranger's files may do: nothing. No pickle on a path that is read by default, no code of a model's repository
+unless it is asked for, no file outside a folder that names it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from conf.errors import UserError
+from decode import load
+from decode.load import TargetConfig, load_target
+from decode.tiny import byte_tokenizer, tiny_model
+from heads.interop.reading import read_folder
+from scripts.lib.files import ROOT
+from train import state as disk
+
+READS = re.compile(r"torch\.load\(|pickle|joblib|np\.load\(|allow_pickle|yaml\.load\(|\beval\(|\bexec\(|marshal|shelve")
+ALLOWED = {  # file -> the only lines that may match
+    "heads/interop/reading.py": ("torch.load(weights_only=True)", '(path, map_location="cpu", weights_only=True)'),
+    "scripts/import_head.py": ("torch.load(weights_only=True)",),
+}  # fmt: skip
+
+
+def test_nothing_is_unpickled_or_evaluated() -> None:
+    """One place reads pickles, foreign heads, through weights_only=True; prose may name them."""
+    found = 0
+    for package in ("conf", "decode", "heads", "train", "scripts"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = str(path.relative_to(ROOT))
+            for number, line in enumerate(path.read_text().splitlines(), 1):
+                code = line.partition("#")[0].replace(".eval()", "").replace("def eval(", "")
+                if not READS.search(code):
+                    continue
+                found += 1
+                prose = not re.search(r"(torch\.load|np\.load|yaml\.load|eval|exec)\(|import", code)
+                assert prose or any(a in code for a in ALLOWED.get(name, ())), f"{name}:{number}: {line.strip()}"
+    assert found >= 3, "the search finds what is there"
+
+
+EVIL = """
+from pathlib import Path
+from transformers import PretrainedConfig
+Path({canary!r}).write_text("ran")
+class EvilConfig(PretrainedConfig):
+    model_type = "evil"
+"""
+
+
+def foreign_model(folder: Path, canary: Path) -> Path:
+    """A model folder that brings code along."""
+    tiny_model(layers=1, hidden=32, heads=2, kv_heads=1, vocab=260).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.EvilConfig"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "evil.py").write_text(EVIL.format(canary=str(canary)))
+    return folder
+
+
+def test_code_of_a_model_runs_only_when_asked_for_and_then_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder, canary = foreign_model(tmp_path / "evil", tmp_path / "canary"), tmp_path / "canary"
+    assert TargetConfig().trust_remote_code is False
+    with pytest.raises(UserError, match="target: "):
+        load_target(TargetConfig(kind="local", path=str(folder)))
+    assert not canary.exists() and "trust_remote_code" not in capfd.readouterr().err
+    monkeypatch.setattr(load, "_SAID", set())
+    with pytest.raises(UserError, match="target: "):  # the code runs, and defines no model
+        load_target(TargetConfig(kind="local", path=str(folder), trust_remote_code=True))
+    assert canary.read_text() == "ran"
+    assert f"target.trust_remote_code is on: Python code from {folder} runs here" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "a/../../outside", "sub/inside"])
+def test_manifests_that_name_files_elsewhere_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "outside").write_text("x")
+    checkpoint = tmp_path / "step-3"
+    checkpoint.mkdir()
+    manifest = {"step": 3, "files": {name: {"bytes": 1, "sha256": "0"}}}
+    (checkpoint / disk.MANIFEST).write_text(disk.text_of(manifest))
+    assert f"names a file outside its folder ({name!r})" in str(disk.damage(checkpoint))
+    head = tmp_path / "head"
+    head.mkdir()
+    (head / "config.json").write_text("{}")
+    (head / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
+    with pytest.raises(UserError, match="outside the folder"):
+        read_folder(head)
