@@ -167,6 +167,8 @@ def main(cfg: EvaluateConfig) -> int:
             table.show(report)
         else:
             first = lines
+            if len(points) > 1:  # the next settings may take hours, and be interrupted
+                write(report, lines, out)
     reports[0]["others"] = [other(r) for r in reports[1:]]
     reports[0]["batches"] = batches(reports)
     reports[0]["batch_limits"] = {label: stops_paying(points) for label, points in reports[0]["batches"].items()}

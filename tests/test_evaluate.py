@@ -127,6 +127,29 @@ def test_batches_and_sampling_write_the_same_tokens(tmp_path: Path, monkeypatch:
     assert json.loads((tmp_path / "b2" / "report.json").read_text())["drafters"][0]["lossless"] is None
 
 
+def test_several_settings_are_kept_as_they_come(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures.left_out(monkeypatch)
+    out, measured = tmp_path / "out", evaluate.measure
+    args = [f"prompts={prompts_file(tmp_path)}", f"out={out}", "drafters=[ngram]", "batch_sizes=[1,2]", "num_prompts=2"]
+
+    def stopped(cfg: Any, *rest: Any) -> Any:
+        if cfg.batch_size == 2:
+            raise KeyboardInterrupt
+        return measured(cfg, *rest)
+
+    monkeypatch.setattr(evaluate, "measure", stopped)
+    assert run(*args) == 130 and json.loads((out / "report.json").read_text())["settings"]["batch_size"] == 1
+    monkeypatch.setattr(evaluate, "measure", measured)
+    assert run(*args) == 0
+    report = json.loads((out / "report.json").read_text())
+    assert [p["batch_size"] for p in report["batches"]["ngram"]] == [1, 2]
+    assert set(report["batch_limits"]["ngram"]) == {"pays_up_to", "stops_at"}
+    assert [o["folder"] for o in report["others"]] == ["t0-b2"] and (out / "t0-b2" / "report.json").exists()
+    assert "Speedup against batch size" in (out / "report.html").read_text()
+
+
 def test_a_drafter_that_cannot_load_is_skipped_by_name(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
