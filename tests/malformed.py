@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from train.rows import MAX_LINE
+from conf.jsonl import MAX_LINE
 
 Kind = tuple[Callable[[int], bytes], str]
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conf.errors import UserError
+from conf.jsonl import parse_line
 from decode.identity import sha256_file
 from decode.tiny import CHATML, CHATML_WITH_SPANS, byte_tokenizer
 from heads import HEADS
@@ -22,7 +23,7 @@ from tests.training import chats, run_config
 from train.config import DataConfig
 from train.data import LEFT_OUT, Plan, Rows, load_rows
 from train.loop import fit
-from train.rows import BadRow, Row, encode, interpret, parse_line
+from train.rows import BadRow, Row, encode, interpret
 
 EOS = (2,)
 # Drops the reasoning of earlier turns, as Qwen3's does: an earlier answer is not a prefix of the whole.

@@ -7,18 +7,17 @@ An assistant span ends with its end-of-turn token: what the template writes afte
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError
+from conf.jsonl import parse_line
 
 ROLES = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool",
          "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant",
          "model": "assistant"}
-MAX_LINE = 8 << 20  # bytes; a longer line is no conversation
 Message = dict[str, str]
 
 
@@ -74,29 +73,6 @@ def read_records(records: Iterable[Any], name: str) -> Iterator[Row | BadRow]:
     """Rows of a `datasets` data set; `where` is name:row, counted from 0."""
     for number, record in enumerate(records):
         yield _checked(f"{name}:{number}", lambda record=record: record)  # type: ignore[misc]
-
-
-def parse_line(line: bytes) -> Any:
-    """One JSON value. Raises ValueError in words for a user."""
-    if len(line) > MAX_LINE:
-        raise ValueError(f"line of {len(line)} bytes (limit {MAX_LINE})")
-    if b"\0" in line:
-        raise ValueError("holds a NUL byte")
-    try:
-        return json.loads(line.decode("utf-8-sig"), object_pairs_hook=_no_duplicates)
-    except UnicodeDecodeError:
-        raise ValueError("is not UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON ({error.msg}, column {error.colno})") from None
-    except RecursionError:
-        raise ValueError("is nested too deeply") from None
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        raise ValueError("has a key twice")
-    return made
 
 
 def _checked(where: str, get: Any) -> Row | BadRow:

@@ -7,7 +7,7 @@ from array import array
 from pathlib import Path
 
 from conf.errors import UserError
-from train.rows import parse_line
+from conf.jsonl import parse_line
 
 
 class Questions:
