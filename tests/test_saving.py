@@ -55,6 +55,13 @@ def before_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Any) -> No
     monkeypatch.setattr(loop, "_step", stepping)
 
 
+def settled() -> None:
+    """Wait for the save in flight."""
+    for thread in threading.enumerate():
+        if thread.name == "save":
+            thread.join()
+
+
 def snapshot(step: int, value: float = 0.0) -> Snapshot:
     state = {"step": step, "evaluated": -1, "best": {}, "window": {}, "meaning": {}, "seen": {}}
     return Snapshot(state, {"w": torch.full((9,), value)}, {"0.exp_avg": torch.zeros(9)}, "medusa", {}, None)
@@ -237,13 +244,11 @@ def test_a_state_of_another_version_is_refused_in_a_line(tmp_path) -> None:
 
 def test_a_folder_that_vanishes_is_made_anew_and_held_again(data, tmp_path, monkeypatch) -> None:
     whole, out = run(data, tmp_path / "whole"), tmp_path / "run"
-    before_step(monkeypatch, 3, lambda: shutil.rmtree(out))
+    before_step(monkeypatch, 3, lambda: (settled(), shutil.rmtree(out)))
     held = []
 
     def look() -> None:  # the save of step 4 has taken the new folder
-        for thread in threading.enumerate():
-            if thread.name == "save":
-                thread.join()
+        settled()
         try:
             with locked(out):
                 held.append(False)
@@ -261,6 +266,7 @@ def test_nothing_is_written_into_a_folder_that_another_run_has_taken(data, tmp_p
     out, others = tmp_path / "run", []
 
     def taken() -> None:
+        settled()
         out.rename(tmp_path / "away")
         others.append(Lock(out))
 
@@ -322,7 +328,8 @@ def test_an_echo_of_a_signal_is_no_second_wish(monkeypatch, capsys) -> None:
 def test_a_signal_ends_an_evaluation_and_the_resumed_run_makes_it_again(data, tmp_path, monkeypatch) -> None:
     from train import accept
 
-    whole, generate, calls = run(data, tmp_path / "whole", "eval.every=3", "eval.prompts=3"), accept.generate, []
+    short = ("eval.every=3", "eval.prompts=3", "eval.max_new_tokens=6")
+    whole, generate, calls = run(data, tmp_path / "whole", *short), accept.generate, []
 
     def interrupted(*args: Any, **more: Any) -> Any:
         calls.append(1)
@@ -333,9 +340,9 @@ def test_a_signal_ends_an_evaluation_and_the_resumed_run_makes_it_again(data, tm
     monkeypatch.setattr(accept, "generate", interrupted)
     out = tmp_path / "run"
     with pytest.raises(Interrupted, match="stopped at step 3, saved"):
-        run(data, out, "eval.every=3", "eval.prompts=3")
+        run(data, out, *short)
     assert not (out / "best").exists()
-    run(data, out, "eval.every=3", "eval.prompts=3")
+    run(data, out, *short)
     for folder in (out, whole):
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert [e["step"] for e in lines if e.get("event") == "eval"] == [3, 6]
