@@ -62,8 +62,8 @@ def _status(key: str) -> int:
 @dataclass
 class Peak:
     """held: target, head and gradients, on a CPU also the snapshot of a checkpoint. moments: of the optimizer. step: of
-    the widest micro-batch. saving: the copies of a checkpoint while it is written. loading: the most before the first
-    step. All in bytes."""
+    the widest micro-batch. saving: what writing a checkpoint adds. loading: the most before the first step. All in
+    bytes."""
 
     held: int
     moments: int
@@ -108,6 +108,10 @@ def predict(cfg: Any, target: Any, head: Head, rows: Rows, plan: Plan) -> Peak:
     slope = max(0, found[large][0] - found[small][0]) / max(1, large - small)
     step = found[small][0] + slope * (len(part) - small)
     trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
-    saving = 0 if device.type == "cuda" else 12 * trained
-    held = found[small][1] + (saving if cfg.async_save and 0 < cfg.save_every < cfg.steps else 0)  # train/saving.py
+    beside = cfg.async_save and 0 < cfg.save_every < cfg.steps  # train/saving.py
+    held = found[small][1]
+    saving = 0
+    if device.type != "cuda":  # safetensors copies the moments; at the last save no gradient is held
+        held += 12 * trained if beside else 0
+        saving = 8 * trained if beside else 4 * trained
     return Peak(held, 8 * trained, round(step), saving, loading, len(part), int(rows.lengths[longest[0]]))
