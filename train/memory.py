@@ -61,9 +61,9 @@ def _status(key: str) -> int:
 
 @dataclass
 class Peak:
-    """held: target, head and gradients, on a CPU also the snapshot of a checkpoint. moments: of the optimizer. step: of
-    the widest micro-batch. saving: what writing a checkpoint adds. loading: the most before the first step. All in
-    bytes."""
+    """held: target and head, on a CPU also the snapshot of a checkpoint. moments: of the optimizer. step: of the widest
+    micro-batch, with the gradients. saving: what writing a checkpoint adds. loading: the most before the first step.
+    All in bytes."""
 
     held: int
     moments: int
@@ -99,6 +99,8 @@ def predict(cfg: Any, target: Any, head: Head, rows: Rows, plan: Plan) -> Peak:
     found = {}
     for count in (small, small, large):
         chosen = [longest[0]] * count  # of one length, the widest: cost is linear in their number
+        for p in head.parameters():
+            p.grad = None
         before = held_bytes(device)
         reset_peak(device)
         head(rows.batch(chosen).to(device), target).sum.backward()
@@ -108,10 +110,10 @@ def predict(cfg: Any, target: Any, head: Head, rows: Rows, plan: Plan) -> Peak:
     slope = max(0, found[large][0] - found[small][0]) / max(1, large - small)
     step = found[small][0] + slope * (len(part) - small)
     trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
-    beside = cfg.async_save and 0 < cfg.save_every < cfg.steps  # train/saving.py
-    held = found[small][1]
-    saving = 0
-    if device.type != "cuda":  # safetensors copies the moments; at the last save no gradient is held
-        held += 12 * trained if beside else 0
-        saving = 8 * trained if beside else 4 * trained
+    if 0 < cfg.micro_batch < cfg.batch_size:
+        step += 4 * trained  # the gradients so far, beside those of this micro-batch
+    held, saving = found[small][1], 0
+    if device.type != "cuda":
+        held += 12 * trained if cfg.async_save and 0 < cfg.save_every < cfg.steps else 0  # train/saving.py
+        saving = 8 * trained  # safetensors copies the moments; no gradient is held then
     return Peak(held, 8 * trained, round(step), saving, loading, len(part), int(rows.lengths[longest[0]]))
