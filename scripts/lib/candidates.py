@@ -14,6 +14,7 @@ from conf.errors import UserError
 from heads import HEADS, find_head
 from heads.checkpoint import CARD, read_card
 from heads.plain import is_plain
+from scripts.lib.consistency import claims
 
 WITHOUT_SHAPE = ("none", "ngram", "hf_generate", "hf_prompt_lookup")
 
@@ -78,14 +79,11 @@ def _children(folder: Path) -> list[Path]:
 def ranking(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Rows that draft, the fastest first: {name, label, rank, speedup, beaten_by, tied_with}. beaten_by: rows that are
     clearly faster; tied_with: rows of the same rank from which this one cannot be told apart."""
-    ratio = {(p["a"], p["b"]): p["speed_ratio"] for p in report["pairs"]}
+    parted = set(claims(report))
 
     def faster(a: str, b: str) -> bool:
         """Whether a is clearly faster than b."""
-        one, other = ratio.get((a, b)), ratio.get((b, a))
-        if one is not None:
-            return one["low"] is not None and one["low"] > 1
-        return other is not None and other["high"] is not None and other["high"] < 1
+        return (a, b) in parted
 
     rows = [r for r in report["drafters"] if r["kind"] != "reference" and r["tokens_per_second"] is not None]
     rows.sort(key=lambda r: -r["tokens_per_second"])

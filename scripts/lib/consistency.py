@@ -1,9 +1,10 @@
 """Do two runs of the scoreboard agree, and does a ranking survive ten prompts more or fewer? From report.json alone.
 
 agreement   of every row that both reports have: the 95 % intervals of accepted length, tokens/s and speedup overlap.
-ranking     a report claims "a is faster than b" where the interval of their paired speed ratio lies on one side of 1.
-            Prompts are left out, or drawn a second time, at random; a claim is stable when a stays faster than b in
-            every draw. How often the claim would still have been made is told beside it.
+ranking     a report claims "a is faster than b" where the interval of their paired speed ratio lies on one side of 1
+            and a stayed faster in every one of DRAWS random choices of ten prompts fewer (`claims`). Here other prompts
+            are left out, or drawn a second time, at random; a claim is stable when a stays faster than b in every draw.
+            How often the interval alone would still have been above 1 is told beside it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ METRICS = {"accepted_length": "accepted length", "tokens_per_second_interval": "
 SAME = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "dtype", "batch_size",
         "num_prompts", "seed", "verify")  # fmt: skip
 RESAMPLES = 400
+FEWER, DRAWS = 10, 2000  # prompts that a claim must be able to do without, and how often that is tried
 
 
 def read(place: str) -> dict[str, Any]:
@@ -80,7 +82,8 @@ def _compared(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
 
 def claims(report: dict[str, Any]) -> list[tuple[str, str]]:
-    """(faster, slower) of every pair that the report's ranking parts."""
+    """(faster, slower) of every pair that the report's ranking parts: by its interval, and whichever FEWER prompts are
+    left out. Reports of earlier versions hold no outcomes by prompt: there the interval decides."""
     found = []
     ranked = {row["name"] for row in report["drafters"] if row["kind"] != "reference"}
     for pair in report["pairs"]:
@@ -91,7 +94,26 @@ def claims(report: dict[str, Any]) -> list[tuple[str, str]]:
             found.append((pair["a"], pair["b"]))
         elif high < 1:
             found.append((pair["b"], pair["a"]))
-    return found
+    if not found or any("units" not in row for row in report["drafters"]):
+        return found
+    names, units, tokens, seconds = _table(report)
+    generator, place = np.random.default_rng(0), {n: i for i, n in enumerate(names)}
+    left = max(len(units) - -(-FEWER // max(map(len, units))), 2)
+    kept = generator.permuted(np.tile(np.arange(len(units)) < left, (DRAWS, 1)), axis=1).astype(float)
+    speed = (kept @ tokens.T) / np.maximum(kept @ seconds.T, 1e-12)  # [DRAWS, rows]
+    return [(a, b) for a, b in found if bool((speed[:, place[a]] > speed[:, place[b]]).all())]
+
+
+def _table(report: dict[str, Any]) -> tuple[list[str], list[tuple[str, ...]], np.ndarray, np.ndarray]:
+    """(row names, timed units, tokens, seconds), the last two [rows, units]."""
+    rows = {row["name"]: row for row in report["drafters"]}
+    units = [tuple(unit["prompts"]) for unit in next(iter(rows.values()))["units"]]
+    table = {n: {tuple(u["prompts"]): u for u in row["units"]} for n, row in rows.items()}
+    if any(known.keys() != set(units) for known in table.values()):
+        raise UserError("report.json: its rows ran on different prompts; score again")
+    names = list(rows)
+    tokens, seconds = (np.array([[float(table[n][u][k]) for u in units] for n in names]) for k in ("tokens", "seconds"))
+    return names, units, tokens, seconds
 
 
 def stability(report: dict[str, Any], change: int, draws: int, seed: int) -> dict[str, Any]:
@@ -100,13 +122,7 @@ def stability(report: dict[str, Any], change: int, draws: int, seed: int) -> dic
     {claims: [{faster, slower, fewer: {kept, claimed}, more: {...}, stable}], stable, prompts}: kept, claimed: shares
     of `draws` in which the one is still faster, and is so with an interval above 1. Prompts that ran together leave and
     come together. Raises UserError when fewer than two units would be left."""
-    rows = {row["name"]: row for row in report["drafters"]}
-    units = [tuple(unit["prompts"]) for unit in next(iter(rows.values()))["units"]]
-    table = {n: {tuple(u["prompts"]): u for u in row["units"]} for n, row in rows.items()}
-    if any(known.keys() != set(units) for known in table.values()):
-        raise UserError("report.json: its rows ran on different prompts; score again")
-    names = list(rows)
-    tokens, seconds = (np.array([[float(table[n][u][k]) for u in units] for n in names]) for k in ("tokens", "seconds"))
+    names, units, tokens, seconds = _table(report)
     chunk = max(map(len, units), default=1)
     count = -(-change // chunk)
     if len(units) - count < 2:
