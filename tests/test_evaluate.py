@@ -22,6 +22,7 @@ from scripts.lib import breakdown, contest, page
 from scripts.lib import lanes as lanes_module
 from scripts.lib.assisted import assistants
 from scripts.lib.contest import Answer, Contest, Lane, Settings
+from scripts.lib.live import Plain
 from scripts.lib.lossless import lossless
 from scripts.lib.prompts import Prompt, load_prompts
 from scripts.lib.reference import hf_generate
@@ -260,8 +261,9 @@ def test_hf_generate_samples_without_touching_the_global_generator(target: Targe
     assert first == again != other and torch.equal(before, torch.random.get_rng_state())
 
 
-def test_a_wrong_token_is_no_rounding(target: Target) -> None:
-    """The check must be able to fail: a token far below the best one is called an error, an equal answer is not."""
+def test_a_wrong_token_is_no_rounding(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check must be able to fail: a token far below the best one is called an error, an equal answer is not. What
+    is far is measured: a model whose own plain passes differ by as much is not blamed on the engine."""
     run_ = generate(target, NoDraft(), [Request([5, 9, 33, 12], 8)], Sampling())
     right = run_.generations[0]
     wrong = [*right.token_ids[:3], (right.token_ids[3] + 1) % 256, *right.token_ids[4:]]
@@ -273,7 +275,13 @@ def test_a_wrong_token_is_no_rounding(target: Target) -> None:
     result = lossless(found, lanes, target)
     assert result["same"]["equal"] == 1 and result["none"]["equal"] == 1
     assert result["wrong"]["beyond_rounding"] == 1 and result["wrong"]["differences"][0]["position"] == 3
-    assert result["wrong"]["differences"][0]["margin"] > 0 and result["short"]["beyond_rounding"] == 1
+    gap = result["wrong"]["differences"][0]["gap"]
+    assert gap > 0.01 and result["short"]["beyond_rounding"] == 1
+    assert result["wrong"]["measured_rounding"] < gap / 100 and result["same"]["measured_rounding"] is None
+    for noise, beyond in ((gap * 0.49, 1), (gap * 0.51, 0)):
+        monkeypatch.setattr(Plain, "rounding", lambda *_, n=noise: {"logit": n, "gap": n})
+        again = lossless(found, lanes, target)
+        assert again["wrong"]["beyond_rounding"] == beyond and again["short"]["beyond_rounding"] == 1
 
 
 def test_prompts_are_thinned_evenly_over_categories() -> None:

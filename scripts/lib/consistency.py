@@ -21,7 +21,7 @@ METRICS = {"accepted_length": "accepted length", "tokens_per_second_interval": "
 SAME = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "dtype", "batch_size",
         "num_prompts", "seed", "verify")  # fmt: skip
 RESAMPLES = 400
-FEWER, DRAWS = 10, 2000  # prompts that a claim must be able to do without, and how often that is tried
+FEWER, DRAWS = 10, 20_000  # prompts that a claim must be able to do without, and how often that is tried
 
 
 def read(place: str) -> dict[str, Any]:

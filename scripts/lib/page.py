@@ -203,7 +203,7 @@ def ranking(report: dict[str, Any]) -> str:
                ("speedup", lambda r: table.interval(r["speedup"], 2, "×")),
                (told, lambda r: ", ".join(label[n] for n in r["tied_with"]) or "–")]  # fmt: skip
     why = ("A rank is claimed only where the 95 % interval of the paired speed ratio lies on one side of 1 and no "
-           "choice of ten prompts fewer, of 2,000 tried, turns it round.")  # fmt: skip
+           "choice of ten prompts fewer, of 20,000 tried, turns it round.")  # fmt: skip
     return f'<h2>Ranking</h2><div class="panel">{plain_table(columns, found, (told,))}</div><p class="note">{why}</p>'
 
 
