@@ -14,16 +14,18 @@ from decode.tokenizers import compare
 from heads.small_lm import parameters
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+OURS = ("runs", "reports", "exports", "checkpoints")  # folders of this tool, also where they are not made yet
 DEPTH = 5  # levels of a chain or tree of a model that was never tuned
 
 
 def is_plain(path: str) -> bool:
     """Whether `path` is an ordinary model folder, or reads like the name of a repository (and its first part is no
-    folder here, which would rather be a misspelt path)."""
+    folder here or of ours, which would rather be a misspelt path: the hub is not asked for those)."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return (folder / "config.json").is_file()
-    return bool(REPOSITORY.fullmatch(path)) and not Path(path.partition("/")[0]).exists()
+    first = path.partition("/")[0]
+    return bool(REPOSITORY.fullmatch(path)) and first not in OURS and not Path(first).exists()
 
 
 def plain_drafter(path: str, target: Target, shape: str | None = None) -> DraftModel:
