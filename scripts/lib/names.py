@@ -11,7 +11,7 @@ LONGEST = 30
 
 
 def labels(names: Sequence[str]) -> list[str]:
-    """/work/runs/medusa/head@tree -> medusa@tree, hf_assisted@runs/draft -> hf_assisted@draft; of names that would be
+    """/data/runs/medusa/head@tree -> medusa@tree, hf_assisted@runs/draft -> hf_assisted@draft; of names that would be
     told by the same label each takes as much of its path as it needs, and the whole of it at last."""
     levels = [_levels(name) for name in names]
     place = [0] * len(names)
