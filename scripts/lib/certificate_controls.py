@@ -138,7 +138,8 @@ def _greedy(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict[s
         if known:
             return known[0]
         watch(f"control: {name}", 0, 1)
-        for count in (GREEDY_PROMPTS, len(world.chosen)):  # in 16 bits many first differences are ties: look at more
+        for count in sorted({min(GREEDY_PROMPTS, len(world.chosen)), len(world.chosen)}):
+            # in 16 bits many first differences are ties: look at more
             few: Sequence[Sequence[int]] = world.chosen[:count]
             bad = greedy_layer(world.plain, who, helper, few, plan.greedy_tokens, plan.batch_size, verify, world.tie,
                                plan.sampling, plan.guidance, world.theirs[: len(few)])  # fmt: skip

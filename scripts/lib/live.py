@@ -83,7 +83,7 @@ class Plain:
         one pass over the whole text and one cached step per token, compared.
 
         logit: largest difference of any logit. gap: largest difference of the distance to the best logit, over the BEST
-        tokens of either: what can turn a greedy choice. In 16 bits it is far smaller than what the tail does.
+        tokens of either: what can turn a greedy choice.
         """
         worst = gap = 0.0
         for prompt in prompts:
