@@ -31,6 +31,8 @@ def test_parts_add_up_over_micro_batches(monkeypatch: pytest.MonkeyPatch) -> Non
     ticks = Ticks()
     monkeypatch.setattr(clock, "time", ticks)
     parts = Clock(torch.device("cpu"))
+    with parts.part("save"):  # before the step
+        ticks.now += 2.0
     for seconds in (1.0, 2.0):
         with parts.part("target"):
             ticks.now += seconds
@@ -41,9 +43,11 @@ def test_parts_add_up_over_micro_batches(monkeypatch: pytest.MonkeyPatch) -> Non
         "backward_comm_time": 700_000_000, "backward_compute_comm_overlap_time": 450_000_000})  # fmt: skip
     assert exchange_seconds(model) == 0.25 and exchange_seconds(object()) == 0.0
     found = parts.per_step(model)
-    assert found == {"data": [0.0, 1.0], "target": [3.0, 1.0], "head": [0.75, 1.0], "communication": [0.25, 1.0]}
-    assert shares({**found, "seconds": [8.0, 1.0]}) == {
-        "share_data": 0.0, "share_target": 0.375, "share_head": 0.0938, "share_communication": 0.0312}  # fmt: skip
+    assert found == {"data": [0.0, 1.0], "target": [3.0, 1.0], "head": [0.75, 1.0], "communication": [0.25, 1.0],
+                     "save": [2.0, 1.0]}  # fmt: skip
+    assert shares({**found, "seconds": [8.0, 1.0]}) == {"share_data": 0.0, "share_target": 0.3, "share_head": 0.075,
+                                                        "share_communication": 0.025, "share_save": 0.2}  # fmt: skip
+    assert shares({"seconds": [8.0, 1.0], "data": [2.0, 1.0]}) == {"share_data": 0.25}  # of an older run
     assert parts.take() == dict.fromkeys(PARTS, 0.0)
 
 
@@ -74,7 +78,7 @@ def test_on_a_gpu_nothing_waits_for_the_measuring(monkeypatch: pytest.MonkeyPatc
     done.update({1, 3})
     assert parts.take()["head"] == 1.0
     done.add(5)
-    assert parts.take() == {"data": 0.0, "target": 0.0, "head": 1.0, "communication": 0.0}
+    assert parts.take() == {**dict.fromkeys(PARTS, 0.0), "head": 1.0}
 
 
 def test_a_run_says_what_it_is_and_where_its_time_goes(

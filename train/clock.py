@@ -1,4 +1,4 @@
-"""Where the time of a step goes: data, target, head and communication, as shares of the step."""
+"""Where the time goes: data, target, head and communication of the steps, and what they wait for saves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-PARTS = ("data", "target", "head", "communication")
+PARTS = ("data", "target", "head", "communication", "save")
 
 
 class Clock:
@@ -52,7 +52,8 @@ class Clock:
         return found
 
     def per_step(self, model: Any) -> dict[str, list[float]]:
-        """Part -> [seconds, 1] of the step just done. model: the head as it is called: DDP on several ranks."""
+        """Part -> [seconds, 1] of the step just done and of the save before it. model: the head as it is called: DDP
+        on several ranks."""
         found, exchanged = self.take(), exchange_seconds(model)
         hidden = min(exchanged, found["head"])  # the exchange happens inside the backward pass
         found["head"], found["communication"] = found["head"] - hidden, found["communication"] + hidden
@@ -60,9 +61,9 @@ class Clock:
 
 
 def shares(sums: dict[str, list[float]]) -> dict[str, float]:
-    """Each part's share of the steps' seconds, for a line of metrics. sums: name -> [sum, count], "seconds" among
-    them."""
-    whole = max(sums["seconds"][0], 1e-9)
+    """Each part's share of the seconds of the steps and of the saves between them, for a line of metrics. sums: name
+    -> [sum, count], "seconds" (of the steps) among them."""
+    whole = max(sums["seconds"][0] + sums.get("save", [0.0])[0], 1e-9)
     return {f"share_{name}": round(sums[name][0] / whole, 4) for name in PARTS if name in sums}
 
 

@@ -113,7 +113,8 @@ def _fit(cfg: TrainConfig, kind: type[Head], accelerator: Accelerator, stop: Sto
                 asked = evaluate(cfg, out, state, head, target, rows, accelerator, log, stop)
             due = last or asked or (cfg.save_every and state.step % cfg.save_every == 0)
             if due and state.step and due_at != state.step:
-                problem = saver.save(state, head, optimizer, target.identity, wait=bool(last or asked))
+                with clock.part("save"):
+                    problem = saver.save(state, head, optimizer, target.identity, wait=bool(last or asked))
                 due_at = state.step
                 if problem and (last or asked or saver.failures == RETRIES):
                     raise UserError(f"out_dir: cannot save to {out} ({problem}); free space or mend permissions, then "
