@@ -161,13 +161,21 @@ def synthesize(cfg: SynthesizeConfig) -> None:
     if cfg.backend == "openai":
         with sole_writer(path):
             return from_server(cfg, path)
-    held = 0
+    held = asked_by = 0
+    drawing = False
 
     def stop(number: int, _: Any) -> None:
-        raise Interrupted(
-            f"interrupted: {path} holds {held} of {cfg.num_conversations} conversations; the same command continues",
-            code=130 if number == signal.SIGINT else 75,
-        )
+        """Stop at once while nothing is drawn, or on the second signal; otherwise at the next token: an exception out
+        of a handler may come between file and count, and is lost where a destructor runs."""
+        nonlocal asked_by
+        again, asked_by = asked_by, number
+        if again or not drawing:
+            heed()
+
+    def heed() -> None:
+        if asked_by:
+            raise Interrupted(f"interrupted: {path} holds {held} of {cfg.num_conversations} conversations; the same "
+                              "command continues", code=130 if asked_by == signal.SIGINT else 75)
 
     before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -188,8 +196,14 @@ def synthesize(cfg: SynthesizeConfig) -> None:
             )  # fmt: skip
             writer.seen.update(map(fingerprint, store.questions()))
             with Meter(cfg.num_conversations, held, (cfg.max_question_tokens + cfg.max_new_tokens) * 3 // 4) as meter:
-                writer.on_tokens = meter.add
+
+                def drawn(tokens: int) -> None:
+                    meter.add(tokens)
+                    heed()
+
+                writer.on_tokens, drawing = drawn, True
                 while held < cfg.num_conversations:
+                    heed()
                     asked = min(cfg.batch, cfg.num_conversations - held)
                     store.append(writer.block(len(store.blocks), asked), asked)
                     held = len(store.lines)
