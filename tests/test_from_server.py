@@ -191,7 +191,7 @@ def test_killed_between_file_and_record(
         ({"key": KEY}, {}, "api_key_env: .* refuses the key .401"),
         ({"always": "404"}, {}, "base_url: .*/chat/completions is not there .404"),
         ({"always": "500"}, {"retries": 1}, "8 questions in a row without an answer.*asked.jsonl:.*500.*goes on"),
-        ({"always": "slow"}, {"retries": 0, "timeout": 0.2}, "in a row .*no whole answer within timeout=0.2 s"),
+        ({"always": "drip"}, {"retries": 0, "timeout": 0.3}, "in a row .*no whole answer within timeout=0.3 s"),
         ({"always": "429"}, {"timeout": 0.3}, "in a row .*429.*and nothing else for"),
         ({"always": "400"}, {}, "in a row .*status 400"),
         ({"always": "garbage"}, {"num_conversations": 3, "max_failed": 1.0, "retries": 0}, "no answer to .*no JSON"),
@@ -359,7 +359,7 @@ def test_the_command_itself(tmp_path: Path, calm: bytes) -> None:
         while not (path.exists() and path.stat().st_size) and process.poll() is None:
             time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=300)
         assert process.returncode == 75, err
         assert "Traceback" not in err and "the same command continues" in err.splitlines()[-1]
         left = path.read_bytes()

@@ -4,14 +4,13 @@ block."""
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError
 from scripts.lib.files import write_json
-from scripts.lib.synthesis import differences, json_line
+from scripts.lib.synthesis import damaged, json_line, read_record
 
 
 class Ledger:
@@ -28,23 +27,15 @@ class Ledger:
 
     def open(self) -> None:
         """Continue what is there. Raises UserError: other settings (each is named), a foreign or damaged file."""
-        if self.path.is_dir():
-            raise UserError(f"out: {self.path} is a folder; give a file name such as {self.path / 'data.jsonl'}")
-        if not self.meta.exists():
-            if self.path.exists():
-                raise UserError(f"out: {self.path} exists and was not written by this command; give another name")
+        if (record := read_record(self.path, self.meta, self.settings)) is None:
             return
         try:
-            record = json.loads(self.meta.read_text(encoding="utf-8"))
-            wrong = differences(record["settings"], self.settings)
-            if not wrong:
-                self.settled, self.bytes, self.rows = (int(record[k]) for k in ("settled", "bytes", "rows"))
-                self.failed = [[int(line), str(reason)] for line, reason in record["failed"]]
-                self._verify(str(record["sha256"]))
+            self.settled, self.bytes, self.rows = (int(record[k]) for k in ("settled", "bytes", "rows"))
+            self.failed = [[int(line), str(reason)] for line, reason in record["failed"]]
+            wanted = str(record["sha256"])
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"out: {self.meta} is damaged; delete it and {self.path} to start again") from error
-        if wrong:
-            raise UserError(f"out: {self.path} was made with other settings ({'; '.join(wrong)}); give another name")
+            raise damaged(self.path, self.meta) from error
+        self._verify(wanted)
 
     def _verify(self, wanted: str) -> None:
         self.path.touch()

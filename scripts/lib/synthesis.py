@@ -168,19 +168,12 @@ class Store:
     def open(self, total: int, batch: int) -> None:
         """Read what is there. Raises UserError when the file belongs to other settings (the message names
         each difference), has no record, was damaged, or already holds more than `total` conversations."""
-        if self.path.is_dir():
-            raise UserError(f"out: {self.path} is a folder; give a file name such as {self.path / 'data.jsonl'}")
-        if not self.meta.exists():
-            if self.path.exists():
-                raise UserError(f"out: {self.path} exists and was not written by this command; give another name")
+        if (record := read_record(self.path, self.meta, self.settings)) is None:
             return
         try:
-            record = json.loads(self.meta.read_text(encoding="utf-8"))
-            settings, blocks = record["settings"], [[int(a), int(g)] for a, g in record["blocks"]]
+            blocks = [[int(a), int(g)] for a, g in record["blocks"]]
         except (ValueError, KeyError, TypeError) as e:
-            raise UserError(f"out: {self.meta} is damaged; delete it and {self.path} to start again") from e
-        if wrong := differences(settings, self.settings):
-            raise UserError(f"out: {self.path} was made with other settings ({'; '.join(wrong)}); give another name")
+            raise damaged(self.path, self.meta) from e
         held = sum(got for _, got in blocks)
         if held > total:
             raise UserError(f"num_conversations: {self.path} already holds {held}, {total} asked; give another name")
@@ -221,6 +214,30 @@ def json_line(row: dict[str, Any]) -> str:
     """One JSON line; letters stay readable, what some readers take for a line end does not."""
     text = json.dumps(row, ensure_ascii=False)
     return re.sub("[\x85\u2028\u2029]", lambda m: f"\\u{ord(m[0]):04x}", text) + "\n"
+
+
+def read_record(path: Path, meta: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """What `meta` tells of `path`; None where there is neither. Raises UserError: a folder, a file without a record, a
+    damaged record, or one of other settings (each is named)."""
+    if path.is_dir():
+        raise UserError(f"out: {path} is a folder; give a file name such as {path / 'data.jsonl'}")
+    if not meta.exists():
+        if path.exists():
+            raise UserError(f"out: {path} exists and was not written by this command; give another name")
+        return None
+    try:
+        record: dict[str, Any] = json.loads(meta.read_text(encoding="utf-8"))
+        wrong = differences(record["settings"], settings)
+    except (ValueError, KeyError, TypeError) as e:
+        raise damaged(path, meta) from e
+    if wrong:
+        raise UserError(f"out: {path} was made with other settings ({'; '.join(wrong)}); give another name")
+    return record
+
+
+def damaged(path: Path, meta: Path) -> UserError:
+    """The error of a record that cannot be read."""
+    return UserError(f"out: {meta} is damaged; delete it and {path} to start again")
 
 
 def differences(old: Any, new: Any, key: str = "") -> list[str]:
