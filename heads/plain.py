@@ -11,7 +11,7 @@ from decode.draft_model import DraftModel
 from decode.load import TargetConfig, load_target
 from decode.target import Target
 from decode.tokenizers import compare
-from heads.small_lm import parameters
+from heads.small_lm_net import parameters
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 OURS = ("runs", "reports", "exports", "checkpoints")  # folders of this tool, also where they are not made yet

@@ -11,10 +11,8 @@ Shape letters: B rows, T positions, D width, n supervised tokens, Vd draft vocab
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -24,95 +22,17 @@ from transformers.utils import logging
 
 from conf.errors import UserError
 from decode.drafters import Drafter, DraftModel
-from decode.load import TargetConfig, load_target
 from decode.target import Target
-from decode.tokenizers import compare
 from heads import shapes, vocab
-from heads.base import Batch, Head, HeadConfig, LossOut
-from heads.cut import aliases, chosen_layers, cut, empty
+from heads.base import Batch, Head, LossOut
+from heads.cut import chosen_layers, cut, empty
 from heads.forced import ranks
 from heads.losses import LossWeights, chunked_loss
 from heads.recompute import layers_recomputed
+from heads.small_lm_config import LoraKeys, SmallLMConfig
+from heads.small_lm_net import freeze, inject, load_base, merged, parameters
 
-ADAPTER = "draft"  # peft's name of the LoRA
 MODEL = "model.safetensors"
-
-
-@dataclass
-class LoraKeys:
-    """A LoRA on the draft's linear layers; the rest of the draft stays as it is."""
-
-    # rank of the update; 0 = no LoRA, all weights learn
-    rank: int = 0
-    # the update counts alpha / rank
-    alpha: int = 16
-    # dropout before it
-    dropout: float = 0.0
-    # names of the layers it is put on, such as q_proj; empty = all linear layers but the LM head
-    targets: list[str] = field(default_factory=list)
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        found = [f"{k}: {getattr(self, k)} is below 0; give 0 or more" for k in ("rank", "alpha")
-                 if getattr(self, k) < 0]
-        return found + ([] if 0 <= self.dropout < 1 else [f"dropout: {self.dropout} is outside [0, 1); 0 is usual"])
-
-
-@dataclass
-class SmallLMConfig(HeadConfig):
-    """Keys of a separate small draft model."""
-
-    kind: str = "small_lm"
-    # cut the draft from the target: its so many layers; 0 = start from another model (head.path or head.name)
-    from_target_layers: int = 0
-    # which layers of the target: first, or even = evenly spaced, the first and the last among them
-    spacing: str = "even"
-    # start from this folder of a smaller causal language model with the target's tokenizer
-    path: str = ""
-    # start from this Hugging Face repository
-    name: str = ""
-    # branch, tag or commit of head.name
-    revision: str = "main"
-    # embedding and LM head: shared = frozen, tied = trained as one matrix, own = trained as the model has them
-    embedding: str = "shared"
-    # number of frequent tokens the drafter proposes (the LM head's other rows are not computed); 0 = all
-    draft_vocab: int = 0
-    # adapters in place of full weights
-    lora: LoraKeys = field(default_factory=LoraKeys)
-    # what the draft learns from, over its whole vocabulary
-    loss: LossWeights = field(default_factory=lambda: LossWeights(hard=0.0, soft=1.0))
-    # supervised tokens whose logits exist at the same time
-    chunk: int = 256
-    # keep the input of every layer alone and compute the rest again in the backward pass: less memory, slower
-    activation_checkpointing: bool = False
-    # shape of the draft when the drafter is named without @chain or @tree
-    shape: str = "chain"
-    # levels of the draft
-    depth: int = 5
-    # nodes of the draft tree
-    nodes: int = 24
-    # tree: nodes expanded per level, and children looked at of each
-    width: int = 4
-    # tree at temperature > 0: fixed = the most probable tokens, sampled = drawn without replacement on a static tree
-    tree_draw: str = "sampled"
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        lows = (("from_target_layers", 0), ("draft_vocab", 0), ("chunk", 1), ("depth", 1), ("nodes", 1), ("width", 1))
-        found = [f"{key}: {getattr(self, key)} is below {low}; give {low} or more" for key, low in lows
-                 if getattr(self, key) < low]
-        choices = {"kind": ("small_lm",), "spacing": ("first", "even"), "embedding": ("shared", "tied", "own"),
-                   "shape": ("chain", "tree"), "tree_draw": ("fixed", "sampled")}
-        found += [f"{key}: {getattr(self, key)!r}; choose {' or '.join(good)}" for key, good in choices.items()
-                  if getattr(self, key) not in good]
-        sources = sum(map(bool, (self.from_target_layers, self.path, self.name)))
-        if sources != 1:
-            how = "is set beside another source" if sources else "is 0, head.path and head.name are empty"
-            found.append(f"from_target_layers: {how}; give the draft one source: head.from_target_layers=N, "
-                         "head.path=FOLDER or head.name=REPOSITORY")
-        if self.lora.rank and self.embedding != "shared":
-            found.append(f"embedding: {self.embedding} would train it beside a LoRA; use shared, or lora.rank=0")
-        return found
 
 
 class SmallLM(Head):
@@ -141,9 +61,9 @@ class SmallLM(Head):
         self.coverage = 1.0
         self.calibration: dict[str, Any] = {}
         self.vocab = min(net.get_input_embeddings().weight.shape[0], target.vocab_size)
-        self.outside = self._freeze(given or {})
+        self.outside = freeze(net, cfg, self.dtype, given or {})
         if cfg.lora.rank:
-            self._inject()
+            self.outside = inject(net, cfg.lora, self.outside)
         self.to(target.device)
         self.train(self.training)
 
@@ -191,53 +111,6 @@ class SmallLM(Head):
         head.chosen = torch.tensor(ids, dtype=torch.int64, device=target.device) if ids else None
         head.coverage, head.calibration = saved["coverage"], saved["calibration"]
         return head
-
-    def _freeze(self, given: dict[str, Tensor]) -> set[str]:
-        """Decide what learns; frozen weights become the target's own tensors where they come from it. Returns the
-        names (in state_dict's terms) that are not this head's to store."""
-        cfg, net = self.cfg, self.net
-        into, out = net.get_input_embeddings(), net.get_output_embeddings()
-        if cfg.embedding == "tied" and out.weight is not into.weight:
-            if out.weight.shape != into.weight.shape:
-                raise UserError("head.embedding: the draft's embedding and LM head differ in shape; use own or shared")
-            into.weight = out.weight
-            net.config.tie_word_embeddings = True
-        words = {id(into.weight), id(out.weight)}
-        outside = {f"net.{name}" for name in aliases(net)}
-        groups: dict[int, list[str]] = {}
-        for name, weight in net.named_parameters(remove_duplicate=False):
-            groups.setdefault(id(weight), []).append(name)
-        for key, names in groups.items():
-            weight = net.get_parameter(names[0])
-            if not (cfg.lora.rank or (cfg.embedding == "shared" and key in words)):
-                weight.requires_grad_(True)
-                continue
-            mine = given.get(names[0])
-            if mine is not None:
-                outside |= {f"net.{name}" for name in names}
-            fresh = nn.Parameter((weight.to(self.dtype) if mine is None else mine).detach(), requires_grad=False)
-            for name in names:
-                holder, _, last = name.rpartition(".")
-                setattr(net.get_submodule(holder), last, fresh)
-        return outside
-
-    def _inject(self) -> None:
-        from peft import LoraConfig, inject_adapter_in_model
-
-        keys, out = self.cfg.lora, self.net.get_output_embeddings()
-        names = [n for n, m in self.net.named_modules() if isinstance(m, nn.Linear) and m is not out]
-        config = LoraConfig(r=keys.rank, lora_alpha=keys.alpha, lora_dropout=keys.dropout,
-                            target_modules=list(keys.targets) or names)  # fmt: skip
-        before = {id(p): name for name, p in self.net.named_parameters(remove_duplicate=False)}
-        try:
-            inject_adapter_in_model(config, self.net, ADAPTER)
-        except ValueError as error:
-            raise UserError(f"head.lora.targets: {str(error).splitlines()[0][:200]}") from None
-        for name, weight in self.net.named_parameters(remove_duplicate=False):
-            if id(weight) not in before:
-                weight.data = weight.data.float()
-            elif f"net.{before[id(weight)]}" in self.outside:  # wrapped layers have moved
-                self.outside.add(f"net.{name}")
 
     def ids(self) -> Tensor | None:
         """See Head."""
@@ -324,23 +197,8 @@ class SmallLM(Head):
     # -- drafting
 
     def plain(self) -> Any:
-        """A copy of the model in the target's dtype with its LoRA merged: what drafts, and what is saved. Weights that
-        are the target's own are not copied."""
-        own = {id(p): p for n, p in self.net.named_parameters(remove_duplicate=False) if f"net.{n}" in self.outside
-               and not p.requires_grad}  # fmt: skip
-        net = copy.deepcopy(self.net, memo=own if not self.cfg.lora.rank else {})  # type: ignore[arg-type]
-        if self.cfg.lora.rank:
-            from peft.tuners.lora import LoraLayer
-
-            for name, part in [(n, m) for n, m in net.named_modules() if isinstance(m, LoraLayer)]:
-                base = part.get_base_layer()
-                base.weight.data = base.weight.data.float()
-                part.merge()
-                parent, _, last = name.rpartition(".")
-                setattr(net.get_submodule(parent), last, base)
-        for weight in net.parameters():  # not net.to(): rotary frequencies stay in float32
-            weight.data = weight.data.to(self.dtype)
-        return net.requires_grad_(False).eval()
+        """A copy of the model as it drafts and is saved (heads.small_lm_net.merged)."""
+        return merged(self.net, self.cfg.lora, self.outside, self.dtype)
 
     def drafter(self, target: Target, shape: str | None = None) -> Drafter:
         """See Head."""
@@ -399,25 +257,3 @@ class SmallLM(Head):
         if strict and (missing or found.unexpected_keys):
             raise RuntimeError(f"weights {', '.join([*missing, *found.unexpected_keys][:3])} are missing or unknown")
         return found
-
-
-def load_base(cfg: SmallLMConfig, target: Target) -> Any:
-    """The float32 model that head.path or head.name means. Raises UserError when it cannot be loaded or its tokenizer
-    is another one."""
-    kind = "local" if cfg.path else "hub"
-    try:
-        source = TargetConfig(kind=kind, path=cfg.path, name=cfg.name, revision=cfg.revision)
-        base = load_target(source, "float32", "cpu")
-    except UserError as error:
-        raise UserError(str(error).replace("target.", "head.").replace("target:", "head:")) from None
-    if target.tokenizer is not None:
-        verdict = compare(target.tokenizer, base.tokenizer, target.vocab_size, base.vocab_size)
-        if not verdict.compatible:
-            raise UserError(f"head.{'path' if cfg.path else 'name'}: {cfg.path or cfg.name}: another tokenizer than "
-                            f"the target's: {verdict.reason}; choose a draft of the same family")
-    return base.model
-
-
-def parameters(model: nn.Module) -> int:
-    """Number of parameters, tied ones once."""
-    return sum(p.numel() for p in model.parameters())

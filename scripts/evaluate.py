@@ -33,7 +33,7 @@ from decode.memory import Plan
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.verify import RULES
-from heads.small_lm import parameters
+from heads.small_lm_net import parameters
 from scripts.lib import candidates, contest, files, table
 from scripts.lib.breakdown import again
 from scripts.lib.extras import batches, extras, stops_paying

@@ -10,7 +10,8 @@ import pytest
 
 from decode.load import TargetConfig, load_target
 from heads import save_head
-from heads.small_lm import SmallLM, SmallLMConfig
+from heads.small_lm import SmallLM
+from heads.small_lm_config import SmallLMConfig
 from scripts import bench
 
 

@@ -16,7 +16,7 @@ from decode.target import Target
 from heads import HEADS, save_head, shapes, tuned
 from heads.eagle_config import EagleConfig
 from heads.medusa import MedusaConfig
-from heads.small_lm import SmallLMConfig
+from heads.small_lm_config import SmallLMConfig
 from heads.tuned import Settings
 from scripts.lib import cost, replay, search
 from scripts.lib.cost import CostModel, Curve, Linear, Shape

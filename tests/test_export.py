@@ -177,7 +177,8 @@ def test_the_first_heads_alone(target, prompts, tmp_path: Path) -> None:
 def test_a_separate_draft_is_a_plain_folder(target, prompts, tmp_path: Path, monkeypatch, capsys) -> None:
     from transformers import AutoModelForCausalLM
 
-    from heads.small_lm import SmallLM, SmallLMConfig
+    from heads.small_lm import SmallLM
+    from heads.small_lm_config import SmallLMConfig
 
     head = SmallLM.for_target(target, SmallLMConfig(from_target_layers=2, depth=3))
     save_head(head, tmp_path / "run/head", target.identity, {})

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +22,10 @@ from decode.tree import TreeShape
 from heads import HEADS, load_head, resolve_drafter
 from heads.cut import chosen_layers, cut
 from heads.losses import LossWeights
-from heads.small_lm import LoraKeys, SmallLM, SmallLMConfig
+from heads.small_lm import SmallLM
+from heads.small_lm_config import LoraKeys, SmallLMConfig
 from tests.archs import build
-from tests.training import chats, overrides, random_batch, tiny_target
+from tests.training import chats, overrides, random_batch, sigterm_at_update, tiny_target
 from train import state as disk
 from train.config import DraftRun
 from train.loop import fit
@@ -77,15 +76,7 @@ def test_resume_is_bitwise_exact(tmp_path: Path, more: list[str], monkeypatch: p
 
     more = ["head.from_target_layers=1", *more]
     whole = run(tmp_path, tmp_path / "whole", *more)
-    original, calls = torch.optim.AdamW.step, []
-
-    def interrupt(self: Any, closure: Any = None) -> Any:
-        calls.append(1)
-        if len(calls) == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(self, closure)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", interrupt)
+    sigterm_at_update(monkeypatch, 2)
     with pytest.raises(Interrupted):
         run(tmp_path, tmp_path / "parts", *more)
     parts = run(tmp_path, tmp_path / "parts", *more)

@@ -16,7 +16,7 @@ from decode.load import DTYPES, TargetConfig
 from heads.base import HeadConfig
 from heads.eagle_config import EagleConfig
 from heads.medusa import MedusaConfig
-from heads.small_lm import SmallLMConfig
+from heads.small_lm_config import SmallLMConfig
 
 WANDB = ("off", "online", "offline")
 
