@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from conf.errors import CheckFailed, Interrupted, UserError
 from conf.typed import convert, docs, key_of, keys, knows, nearest, nested_schema, raise_all, to_typed, unknown_key
@@ -157,11 +157,14 @@ def _compose(name: str, schema: type, overrides: Sequence[str], conf_dir: Path) 
             good.append(text)
         elif options and not (parsed.is_sweep_override() or isinstance(parsed.value(), dict)):
             value = parsed.value()
-            chosen = value if isinstance(value, list) else [value]
-            missing = [str(c) for c in chosen if c is not None and str(c) not in options]
-            known = ", ".join(sorted(options))
-            problems += [f"{key}={c}: no such option; choose one of {known}" for c in missing]
-            good += [] if missing else [text]
+            chosen = [str(c) for c in (value if isinstance(value, list) else [value]) if c is not None]
+            fitting = options_here(conf_dir, key, schema)
+            known = ", ".join(sorted(fitting))
+            wrong = [f"{key}={c}: no such option; choose one of {known}" for c in chosen if c not in options]
+            wrong += [f"{key}={c}: another command takes this one; choose one of {known}" for c in chosen
+                      if c in options - fitting]  # fmt: skip
+            problems += wrong
+            good += [] if wrong else [text]
         elif parsed.is_sweep_override():
             problems.append(f"{text}: several values need --multirun; quote a value that holds a comma")
         elif not knows(schema, key):
@@ -180,6 +183,19 @@ def group_options(conf_dir: Path, group: str) -> set[str]:
     if not group or "." in group or not (conf_dir / group).is_dir():
         return set()
     return {p.stem for p in (conf_dir / group).glob("*.yaml")}
+
+
+def options_here(conf_dir: Path, group: str, schema: type) -> set[str]:
+    """Those options of a group whose `kind` the command's schema takes: train/medusa.py knows no head=eagle3."""
+    nested = nested_schema(typing.get_type_hints(schema).get(group))
+    options = group_options(conf_dir, group)
+    return options if nested is None else {o for o in options if _kind_fits(conf_dir / group / f"{o}.yaml", nested)}
+
+
+def _kind_fits(option: Path, nested: type) -> bool:
+    found = OmegaConf.load(option)
+    kind = found.get("kind") if isinstance(found, DictConfig) else None
+    return kind is None or not any(p.startswith("kind:") for p in convert(OmegaConf.create({"kind": kind}), nested)[1])
 
 
 def _readable(error: HydraException, conf_dir: Path) -> str:
@@ -202,21 +218,38 @@ def _groups(conf_dir: Path) -> list[str]:
 
 
 def _help(main: Callable[[Any], Any], name: str, schema: type, conf_dir: Path) -> str:
-    lines = [(sys.modules[main.__module__].__doc__ or name).strip(), "", "Groups (GROUP=OPTION):"]
-    lines += [f"  {g}={'|'.join(sorted(group_options(conf_dir, g)))}" for g in _groups(conf_dir)]
-    lines += ["", "Keys (KEY=VALUE; defaults of the schema, conf/*.yaml may set others):", *_rows(schema)]
+    with hydra.initialize_config_dir(str(conf_dir), version_base="1.3", job_name=name):
+        here: Any = OmegaConf.to_container(hydra.compose(name))
+    defaults = typing.cast(DictConfig, OmegaConf.load(conf_dir / f"{name}.yaml")).get("defaults") or []
+    groups = sorted(str(key) for item in defaults if isinstance(item, DictConfig) for key in item)
+    lines = [(sys.modules[main.__module__].__doc__ or name).strip(), ""]
+    if groups:
+        lines += ["Groups (GROUP=OPTION):"]
+        lines += [f"  {g}={'|'.join(sorted(options_here(conf_dir, g, schema)))}" for g in groups]
+        lines += [""]
+    lines += ["Keys (KEY=VALUE, here with their defaults):", *_rows(schema, here)]
     return "\n".join(lines)
 
 
-def _rows(schema: type, prefix: str = "") -> list[str]:
+def _rows(schema: type, here: dict[str, Any], prefix: str = "") -> list[str]:
     rows, about, hints = [], docs(schema), typing.get_type_hints(schema)
     for field in dataclasses.fields(schema):
         nested = nested_schema(hints[field.name])
         if nested is not None:
-            rows += _rows(nested, f"{prefix}{field.name}.")
+            rows += _rows(nested, here.get(field.name) or {}, f"{prefix}{field.name}.")
             continue
-        default = "(required)" if field.default is dataclasses.MISSING else f"={field.default}"
-        if field.default_factory is not dataclasses.MISSING:
-            default = f"={field.default_factory()}"
-        rows.append(f"  {prefix}{key_of(field.name)}{default}  {about.get(field.name, '')}".rstrip())
+        key = prefix + key_of(field.name)
+        value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        value = here.get(key_of(field.name), value)  # the YAML files win over the schema
+        default = "(required)" if value is dataclasses.MISSING or value == "???" else f"={_shown(value)}"
+        rows.append(f"  {key}{default}  {about.get(field.name, '')}".rstrip())
     return rows
+
+
+def _shown(value: Any) -> str:
+    """A value as one would type it."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_shown, value))}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{k}:{_shown(v)}" for k, v in value.items()) + "}"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

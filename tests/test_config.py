@@ -209,6 +209,25 @@ def test_help_lists_keys_with_their_docs(toy: Path, capsys: Any) -> None:
         entry("toy", Toy, toy)(lambda cfg: None)(["--help"])
     shown = capsys.readouterr().out
     assert stop.value.code == 0 and "part.size=2  how large" in shown and "part=small" in shown
+    # as one would type them, and as the command would run: the file's value, not the schema's
+    for line in ("  rate=0.5  how fast", "  steps(required)  how many", "  limit=null  may be absent"):
+        assert line in shown.splitlines()
+
+
+def test_help_shows_what_the_command_takes(capsys: Any) -> None:
+    for name, inside, outside in (("medusa", "head=medusa|medusa2\n", "decode="), ("chat", "target=hub", "head=")):
+        with pytest.raises(SystemExit):
+            entry(name, ENTRIES[name])(lambda cfg: None)(["--help"])
+        shown = capsys.readouterr().out
+        assert inside in shown and f"\n  {outside}" not in shown
+
+
+def test_a_head_of_another_command_is_refused_in_one_line() -> None:
+    with pytest.raises(UserError) as caught:
+        compose("medusa", ENTRIES["medusa"], ["head=eagle3", "data.path=f", "out_dir=o", "steps=1"])
+    assert str(caught.value) == "head=eagle3: another command takes this one; choose one of medusa, medusa2"
+    with pytest.raises(UserError, match="no such option; choose one of eagle1, eagle3$"):
+        compose("eagle", ENTRIES["eagle"], ["head=eagle4", "data.path=f", "out_dir=o", "steps=1"])
 
 
 def test_hydra_flags_still_work_and_leave_nothing_behind(
