@@ -3,14 +3,12 @@
     python scripts/import_head.py target=smollm2 from=FOLDER out=runs/imported
 
 Reads Medusa (vLLM's names and the original ones), EAGLE-1, EAGLE-3 and speculators folders; format=auto looks which.
-Pickles
-are opened with torch.load(weights_only=True) alone. Missing, unknown and ill-shaped tensors are named, all of them.
+Pickles are opened with torch.load(weights_only=True) alone. Missing, unknown and ill-shaped tensors are named, all of
+them.
 
 What files cannot show (layer numbers off by one, fc in another order, a square matrix transposed) shows in behaviour:
-on a
-few prompts the head drafts as written and under every other known convention. Where another one fits, nothing is
-written and
-its name is told: import again with convention=NAME.
+on a few prompts the head drafts as written and under every other known convention. Where another one fits, nothing is
+written and its name is told: import again with convention=NAME.
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ from scripts.lib.acceptance_probe import AS_WRITTEN, Reading
 from scripts.lib.prompts import chat_ids, load_prompts
 
 READABLE = ("auto", *(f for f in FORMATS if f != "transformers"))
-LOW = 0.05  # accepted draft tokens of two, below which the head hardly drafts for this target
 
 
 @dataclass
@@ -149,17 +146,17 @@ def show(found: list[Reading], convention: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="accepted of two draft tokens, teacher-forced on the target's own "
-                        "answers", title_justify="left")
-    for name, side in (("convention", "left"), ("accepted", "right"), ("", "left")):
+    table = Table(title="accepted of two draft tokens, teacher-forced on the target's own answers",
+                  title_justify="left")  # fmt: skip
+    for name, side in (("convention", "left"), ("accepted", "right"), ("log-probability", "right"), ("", "left")):
         table.add_column(name, justify=side)  # type: ignore[arg-type]
     for i, reading in enumerate(found[:6]):
         name = convention if i == 0 else reading.name
         table.add_row(name, f"{reading.accepted:.3f}", f"{reading.logp:.3f}", reading.about)
     Console(width=110).print(table)
-    if max(r.accepted for r in found) < LOW:
-        print("warning: under no convention does this head draft for this target; was it trained for "
-              "it?", file=sys.stderr)
+    if max(r.accepted for r in found) < acceptance_probe.LOW:
+        print("warning: under no convention does this head draft for this target; was it trained for it? It is read "
+              "as it is written", file=sys.stderr)
 
 
 if __name__ == "__main__":

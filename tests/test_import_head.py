@@ -280,6 +280,8 @@ def test_the_probe_takes_another_convention_only_when_it_is_clearly_better() -> 
     assert fitting([written, Reading("a", "", 0.43, -8.9, 2.0), Reading("b", "", 0.39, -8.0, 9.0)]) is written
     clear = Reading("c", "", 0.60, -7.0, 8.0)
     assert fitting([written, Reading("a", "", 0.50, -8.0, 5.0), clear]) is clear
+    hopeless = Reading("as_written", "", 0.014, -12.785)  # it drafts under none: what seems better is noise
+    assert fitting([hopeless, Reading("a", "", 0.014, -12.774, 9.0)]) is hopeless
 
 
 def test_a_saved_import_exports_again(target, tmp_path: Path) -> None:

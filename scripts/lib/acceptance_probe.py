@@ -26,6 +26,7 @@ from heads import vocab
 from heads.base import Batch
 
 SURE = 4.0  # standard errors by which a convention must be better
+LOW = 0.05  # accepted draft tokens of two, below which the head hardly drafts for this target
 AS_WRITTEN = "as_written"
 
 
@@ -164,7 +165,10 @@ def probe(head: Any, batch: Batch, target: Target) -> list[Reading]:
 
 
 def fitting(readings: Sequence[Reading]) -> Reading:
-    """The convention that fits: the one as written, unless another is clearly better."""
+    """The convention that fits: the one as written, unless another is clearly better. Where none drafts, their order
+    is noise and nothing can be told."""
     written = readings[0]
+    if max(r.accepted for r in readings) < LOW:
+        return written
     better = [r for r in readings[1:] if r.better > SURE and r.accepted >= written.accepted]
     return max(better, key=lambda r: r.logp, default=written)
