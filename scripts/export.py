@@ -3,12 +3,10 @@
     python scripts/export.py target=smollm2 drafter=runs/eagle3 format=vllm out=exports/eagle3
 
 Formats: vllm, speculators (one folder for `vllm serve`), sglang, medusa and eagle (the original repositories),
-transformers
-(separate drafts). OUT holds config.json and weights in the engine's own terms, README.md (the model card with the serve
-command) and outrider.json (hashes of everything). The exported folder is read again by an independent reader and must
-draft
-what the head drafts, token by token and logit by logit, on real prompts; otherwise it is removed and the exit code is
-2.
+transformers (separate drafts). OUT holds config.json and weights in the engine's own terms, README.md (the model card
+with the serve command) and outrider.json (hashes of everything). The exported folder is read again by an independent
+reader and must draft what the head drafts, token by token and logit by logit, on real prompts; otherwise it is removed
+and the exit code is 2.
 docs/serving.md tells how to serve and what to look at.
 """
 
