@@ -78,6 +78,34 @@ def guard_module() -> Any:
     return guard
 
 
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A small chat file."""
+    from tests.training import chats  # torch stays out of what needs none
+
+    return chats(tmp_path / "data.jsonl")
+
+
+def _tiny(**shape: Any) -> Any:
+    import torch
+
+    from decode.load import TargetConfig, load_target
+
+    return load_target(TargetConfig(kind="tiny", **shape), torch.float64)
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    """A tiny target in float64."""
+    return _tiny()
+
+
+@pytest.fixture(scope="module")
+def other() -> Any:
+    """A smaller one with other weights."""
+    return _tiny(layers=1, seed=5)
+
+
 @pytest.fixture(autouse=True)
 def no_network() -> Iterator[None]:
     """A test is red when it, or a process it started, tried to connect beyond this machine, whatever came of it."""

@@ -11,24 +11,12 @@ from conf.errors import UserError
 from decode.adaptive import Adaptive
 from decode.drafters import DraftModel, NGram, NoDraft
 from decode.engine import Request, generate
-from decode.load import TargetConfig, load_target
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import DraftTree, TreeShape
 from heads import resolve_drafter
 from scripts.lib import wrong_drafters
 from scripts.lib.engine_law import Counted, TableDrafter, engine_law, toy_model
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return load_target(TargetConfig(kind="tiny"), torch.float64)
-
-
-@pytest.fixture(scope="module")
-def other() -> Target:
-    return load_target(TargetConfig(kind="tiny", layers=1, seed=5), torch.float64)
-
 
 ASKED = [Request([5 + i, 6, 7, 5 + i, 6], 48, id=i) for i in range(5)]
 

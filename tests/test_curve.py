@@ -6,18 +6,15 @@ pytest tests/test_curve.py
 from __future__ import annotations
 
 import json
-import os
-import signal
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from conf.errors import Interrupted
 from heads import HEADS
-from tests.training import chats, run_config
+from tests.training import chats, run_config, sigterm_at_update
 from train import curve
 from train.loop import fit
 
@@ -33,16 +30,7 @@ def test_counts_and_curve_survive_a_resume(tmp_path: Path, monkeypatch: pytest.M
     clocks = {"perf_counter": count().__next__, "process_time": count(0, 2).__next__}  # a second a look, two of the CPU
     monkeypatch.setattr("train.loop.time", SimpleNamespace(**clocks))
     fit(run_config(data, tmp_path / "whole", *MORE), HEADS["medusa"])
-    original, calls = torch.optim.AdamW.step, 0
-
-    def interrupt(self, closure=None):
-        nonlocal calls
-        calls += 1
-        if calls == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(self, closure)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", interrupt)
+    sigterm_at_update(monkeypatch, 4)
     with pytest.raises(Interrupted):
         fit(run_config(data, tmp_path / "cut", *MORE), HEADS["medusa"])
     fit(run_config(data, tmp_path / "cut", *MORE), HEADS["medusa"])
@@ -65,16 +53,7 @@ def test_best_is_kept_over_a_resume_and_follows_decoding(tmp_path: Path, monkeyp
     wanted = {"shape": "chain", "low": None, "high": None, "cycles": 3}
     monkeypatch.setattr("train.evaluation.decoded_acceptance", lambda *a: {**wanted, "accepted_length": next(told)})
     out, small = tmp_path / "run", ("eval.every=2", "save_every=2")
-    original, calls = torch.optim.AdamW.step, 0
-
-    def interrupt(self, closure=None):
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(self, closure)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", interrupt)
+    sigterm_at_update(monkeypatch, 3)
     with pytest.raises(Interrupted):
         fit(run_config(data, out, *small), HEADS["medusa"])
     assert read_card(out / "best")["extra"]["step"] == 2

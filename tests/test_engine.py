@@ -16,16 +16,6 @@ from decode.target import Target
 from decode.tree import DraftTree, TreeShape
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return load_target(TargetConfig(kind="tiny"), torch.float64)
-
-
-@pytest.fixture(scope="module")
-def other() -> Target:
-    return load_target(TargetConfig(kind="tiny", layers=1, seed=5), torch.float64)
-
-
 class Tree(NoDraft):
     """A static tree of tokens that depend on the row's length alone, the true ones smuggled in at times."""
 

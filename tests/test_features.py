@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,11 +38,6 @@ SHAPE = {**TINY, "layers": 4}
 @pytest.fixture(autouse=True)
 def own_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    return chats(tmp_path / "data.jsonl")
 
 
 def command(data: Path, out: Path, *more: str) -> list[str]:
@@ -244,6 +240,60 @@ def test_a_manifest_that_was_tampered_with_is_refused(change: dict, named: str, 
     path.unlink()
     with pytest.raises(UserError, match="not complete; start the command"):
         opened(writer)
+
+
+def test_every_file_is_synced_before_its_name_and_its_record_comes_after(data, tmp_path, monkeypatch) -> None:
+    events: list[Path] = []
+    folder, sync, rename = tmp_path / "f", feature_writer.sync, os.replace
+
+    def syncing(path: Path) -> None:
+        events.append(path)
+        sync(path)
+
+    def renaming(a: Path, b: Path) -> None:
+        if b.parent == folder:
+            assert events[-1] == a, "what is renamed was synced just before"
+            events.append(b)
+        rename(a, b)
+
+    monkeypatch.setattr(feature_writer, "sync", syncing)
+    monkeypatch.setattr(os, "replace", renaming)
+    writer = written(data, folder)
+    shards = [x for i in range(4) for x in (writer.path(i), writer.path(i).with_suffix(".json"))]
+    named = [p for p in events if not p.name.startswith(".tmp")]
+    assert named == [folder / "plan.json", *shards, folder / "manifest.json"]
+
+
+def test_shards_and_batches_keep_to_their_sizes() -> None:
+    torch.manual_seed(0)
+    lengths = torch.randint(1, 40, (200,))
+    offsets = torch.cat([torch.zeros(1).long(), lengths.cumsum(0)])
+    rows: Any = SimpleNamespace(lengths=lengths, lines=lengths, offsets=offsets)
+    for limit in (1, 39, 100, 10**6):
+        bounds = feature_writer.bounds_of(rows, 8, 8 * limit)
+        sizes = [int(lengths[a:b].sum()) for a, b in zip(bounds, bounds[1:], strict=False)]
+        assert bounds[0] == 0 and bounds[-1] == 200 and all(a < b for a, b in zip(bounds, bounds[1:], strict=False))
+        for i, size in enumerate(sizes):
+            assert size <= limit or bounds[i + 1] - bounds[i] == 1
+            assert i == len(sizes) - 1 or size + int(lengths[bounds[i + 1]]) > limit, "the next row fitted"
+        writer = object.__new__(Writer)
+        writer.rows, writer.cfg = rows, SimpleNamespace(batch_tokens=limit)
+        parts = list(writer._batches(lengths.argsort(stable=True)))
+        assert [row for part in parts for row in part] == lengths.argsort(stable=True).tolist()
+        assert all(len(part) == 1 or len(part) * int(lengths[part].max()) <= limit for part in parts)
+
+
+def test_the_room_that_is_asked_for_is_what_is_still_missing(data: Path, tmp_path: Path, monkeypatch) -> None:
+    writer = written(data, tmp_path / "f")
+    writer.path(1).unlink()
+    there = sum(p.stat().st_size for p in (tmp_path / "f").glob("shard-*.safetensors"))
+    need = writer.rows.ids.numel() * writer.per_token - there + (1 << 20)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=need))
+    assert f"{there:,} there already" in writer.prepare()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=need - 1))
+    with pytest.raises(UserError, match=f"{need:,} are needed"):
+        writer.prepare()
 
 
 def cache(data: Path, out: Path, *more: str) -> int:

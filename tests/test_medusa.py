@@ -16,7 +16,7 @@ from heads import shapes, vocab
 from heads.base import Batch
 from heads.losses import LossWeights
 from heads.medusa import MedusaConfig, MedusaHead
-from tests.training import random_batch, tiny_target
+from tests.training import check_budgets, random_batch, tiny_target
 
 FULL = MedusaConfig(heads=3, draft_vocab=0)
 
@@ -156,19 +156,7 @@ def test_drafter_reads_the_feature_that_predicted_the_last_token(target, shape) 
 
 def test_budget_cuts_rows_and_select_keeps_their_order(target) -> None:
     head = trained_like(target)
-    drafter = head.drafter(target, "tree")
-    drafter.reset(3, 64)
-    drafter.begin([torch.tensor([5])] * 3, Sampling())
-    feats = torch.randn(3, 2, 1, head.width)
-    drafter.observe(torch.zeros(3, 2).long(), feats, torch.tensor([2, 1, 2]), slice(0, 3))
-    rng = Rng(0, torch.arange(3), torch.zeros(3).long())
-    tree = drafter.propose(torch.tensor([3, 0, 1]), Sampling(), rng)
-    roots = sum(len(p) == 1 for p in head.tree().paths)
-    assert tree.size.tolist() == [drafter.max_nodes, 0, roots]
-    assert drafter.propose(torch.zeros(3).long(), Sampling(), rng).width == 0
-    drafter.select([2, 0])
-    again = drafter.propose(torch.tensor([3, 3]), Sampling(), rng)
-    assert again.tokens[1].equal(tree.tokens[0])
+    check_budgets(head, head.drafter(target, "tree"), torch.zeros(3, 2).long())
 
 
 def test_chain_is_sampled_from_the_warped_law_at_temperature(target) -> None:

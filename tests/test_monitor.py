@@ -10,7 +10,6 @@ from torch import Tensor
 
 from decode.drafters import DraftModel, NGram, NoDraft
 from decode.engine import Request, generate
-from decode.load import TargetConfig, load_target
 from decode.monitor import Alert, Monitor
 from decode.rng import Rng
 from decode.sampling import Sampling
@@ -19,16 +18,6 @@ from decode.tree import DraftTree
 from scripts.lib.engine_law import Counted, engine_law, toy_model
 
 ASKED = [Request([5 + i, 6, 7, 5 + i, 6], 26, id=i) for i in range(3)]
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return load_target(TargetConfig(kind="tiny"), torch.float64)
-
-
-@pytest.fixture(scope="module")
-def other() -> Target:
-    return load_target(TargetConfig(kind="tiny", layers=1, seed=5), torch.float64)
 
 
 def test_a_bad_drafter_is_told_once_and_rests(target: Target, other: Target) -> None:

@@ -61,6 +61,19 @@ def test_loopback_and_unix_sockets_work(attempts: Any, tmp_path: Path) -> None:
     assert socket.getaddrinfo("localhost", 80) and not attempts.take()
 
 
+def test_what_counts_as_this_machine(guard: Any) -> None:
+    here = ["127.0.0.1", "127.8.8.8", "::1", "::1%lo", "::ffff:127.0.0.1", "LocalHost", "", None, b"localhost"]
+    away = ["127.0.0.1.example.org", "localhost.example.org", "192.0.2.1", "2001:db8::1", b"example.org"]
+    assert all(guard.is_local(host) for host in here) and not any(guard.is_local(host) for host in away)
+    for event in ("socket.connect", "socket.sendto", "socket.sendmsg"):
+        assert guard.judge(event, (None, AWAY)) == "192.0.2.1:80"
+        assert guard.judge(event, (None, ("::1", 80, 0, 0))) is None
+        assert guard.judge(event, (None, None)) is None and guard.judge(event, (None, "/run/x")) is None
+    for event in ("socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr"):
+        assert guard.judge(event, ("example.org",)) == "example.org" and guard.judge(event, ("192.0.2.1",)) is None
+    assert guard.judge("socket.bind", (None, AWAY)) is None
+
+
 SWALLOWING = f"import socket\ntry:\n  socket.create_connection({AWAY}, 1)\nexcept OSError:\n  pass\nprint('on')"
 
 

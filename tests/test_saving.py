@@ -18,29 +18,16 @@ import pytest
 import torch
 
 from conf.errors import Interrupted, UserError
-from heads import HEADS
 from heads import checkpoint as heads_checkpoint
 from tests.faults import digest
-from tests.training import chats, run_config
+from tests.training import run, run_config
 from train import lock as locks
-from train import loop, saving, signals
+from train import loop, rendezvous, saving, signals
 from train import state as disk
 from train.facts import is_no_memory, no_memory
 from train.lock import Lock, locked
-from train.loop import fit
 from train.signals import Stop
 from train.state import Snapshot
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    return chats(tmp_path / "data.jsonl")
-
-
-def run(data: Path, out: Path, *more: str) -> Path:
-    cfg = run_config(data, out, *more)
-    fit(cfg, HEADS[cfg.head.kind])
-    return out
 
 
 def before_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Any) -> None:
@@ -115,6 +102,30 @@ def test_what_goes_wrong_beside_the_training_is_told_and_counted(data, tmp_path,
         said = capsys.readouterr().err
         assert said.count("checkpoint not written") == 3 and "step 6: checkpoint not written" in said
         assert "step 10/20" not in said
+
+
+def test_only_refusals_in_a_row_end_a_run(data, tmp_path, monkeypatch) -> None:
+    save = disk.save
+
+    def failing(folder: Path, taken: Snapshot) -> Path:
+        if taken.step % 3:
+            raise OSError(28, "No space left on device")
+        return save(folder, taken)
+
+    monkeypatch.setattr(disk, "save", failing)
+    out = run(data, tmp_path / "run", "steps=9", "save_every=1")
+    assert [p.name for p in disk.checkpoints(out)] == ["step-9", "step-6"]
+
+
+def test_every_rank_counts_what_rank_0_could_not_write(data, tmp_path, monkeypatch) -> None:
+    told = iter(["No space left", ""])
+    monkeypatch.setattr(saving, "broadcast_object_list", lambda mine: [next(told)])
+    other: Any = SimpleNamespace(num_processes=2, is_main_process=False)
+    saver = saving.Saver(run_config(data, tmp_path / "run"), other, None, None, None, 2)  # type: ignore[arg-type]
+    for step, problem, found in ((4, "", ("No space left", 1, 2)), (6, "it was not finished", ("", 0, 6))):
+        saver._flying, saver._problem = step, problem
+        assert (saver.settle(), saver.failures, saver.written) == found
+    assert saver.settle() == "" and saver.failures == 0, "nothing in flight: nobody is asked"
 
 
 def test_without_memory_for_a_copy_the_save_happens_in_place(data, tmp_path, monkeypatch) -> None:
@@ -288,6 +299,35 @@ def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch, capsys) -
     monkeypatch.setattr(locks.os, "open", lambda *a: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only")))
     with pytest.raises(UserError, match="out_dir: cannot write to .*Read-only"):
         Lock(tmp_path / "other")
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EACCES])  # network file systems say the latter
+def test_a_lock_that_is_refused_is_another_run(tmp_path, monkeypatch, number: int) -> None:
+    def taken(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(locks.fcntl, "flock", taken)
+    with pytest.raises(UserError, match="another run is writing to"):
+        Lock(tmp_path / "run")
+
+
+def test_restarts_on_one_node_meet_under_prefixes_of_their_own(monkeypatch) -> None:
+    env = {"TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "1"}
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert rendezvous.init_method() == "restarted://"
+    for name, value in (("TORCHELASTIC_RESTART_COUNT", "0"), ("TORCHELASTIC_USE_AGENT_STORE", "False"),
+                        ("GROUP_WORLD_SIZE", "2")):  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert rendezvous.init_method() is None, name
+    kept = torch.distributed.HashStore()
+    monkeypatch.setattr(rendezvous, "rendezvous", lambda url, **more: iter([(kept, 1, 2)]))
+    ((first, *place),) = rendezvous._meet("restarted://")
+    first.set("address of rank 0", "of the dead one")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    ((second, *_),) = rendezvous._meet("restarted://")
+    assert place == [1, 2] and first.check(["address of rank 0"]) and not second.check(["address of rank 0"])
 
 
 def test_clocks_and_file_times_decide_nothing(data, tmp_path, monkeypatch) -> None:

@@ -16,7 +16,7 @@ from conf.errors import UserError
 from conf.schema import compose
 from heads import HEADS
 from scripts.lib.reliability import record
-from tests.training import TINY, chats
+from tests.training import TINY
 from train import cache_features, loop
 from train.config import EagleRun, MedusaRun
 from train.loop import fit
@@ -112,11 +112,6 @@ def assert_within(found: dict[str, tuple[float, float]], losses: float, gradient
     """Every layout within both bounds; a nan is outside."""
     wrong = {name: pair for name, pair in found.items() if not (pair[0] <= losses and pair[1] <= gradients)}
     assert found and not wrong, f"losses and first gradients apart: {wrong}"
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    return chats(tmp_path / "data.jsonl")
 
 
 def layouts(data: Path, out: Path, steps: int, dtype: str) -> dict[str, tuple[float, float]]:

@@ -24,7 +24,7 @@ from heads.base import Batch
 from heads.hydra_heads import HydraHeads, HydraHeadsConfig
 from heads.losses import LossWeights
 from heads.medusa import MedusaConfig, MedusaHead
-from tests.training import chats, overrides, random_batch, tiny_target
+from tests.training import chats, check_budgets, overrides, random_batch, tiny_target
 from train.hydra_heads import HydraHeadsRun
 from train.loop import fit
 from train.medusa import MedusaRun
@@ -213,19 +213,7 @@ def logits_by_hand_over(head, target, i, f, tokens, ids):
 @each
 def test_budget_cuts_rows_and_select_keeps_their_order(target, cfg) -> None:
     head = trained_like(target, cfg)
-    drafter = head.drafter(target, "tree")
-    drafter.reset(3, 64)
-    drafter.begin([torch.tensor([5])] * 3, Sampling())
-    drafter.observe(torch.tensor([[3, 4], [5, 6], [7, 8]]), torch.randn(3, 2, 1, head.width), torch.tensor([2, 1, 2]),
-                    slice(0, 3))
-    rng = Rng(0, torch.arange(3), torch.zeros(3).long())
-    tree = drafter.propose(torch.tensor([3, 0, 1]), Sampling(), rng)
-    roots = sum(len(p) == 1 for p in head.tree().paths)
-    assert tree.size.tolist() == [drafter.max_nodes, 0, roots]
-    assert drafter.propose(torch.zeros(3).long(), Sampling(), rng).width == 0
-    drafter.select([2, 0])
-    again = drafter.propose(torch.tensor([3, 3]), Sampling(), rng)
-    assert again.tokens[1].equal(tree.tokens[0])
+    check_budgets(head, head.drafter(target, "tree"), torch.tensor([[3, 4], [5, 6], [7, 8]]))
 
 
 @each

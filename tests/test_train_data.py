@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,13 @@ def test_token_cache_gives_the_same_rows_and_is_checked(tmp_path: Path, monkeypa
     assert load(moved, cache=True).sha256() == kept
     load(moved, cache=True, max_length=300)
     assert len(list((tmp_path / "cache" / "tokens").iterdir())) == 2
+    cfg = DataConfig(path=str(moved), held_out=0.2, cache=True)
+    for tokenizer, eos, held_out in ((byte_tokenizer(template=CHATML_WITH_SPANS.replace("user", "you")), EOS, 0.2),
+                                     (byte_tokenizer(270), EOS, 0.2), (byte_tokenizer(), (), 0.2),
+                                     (byte_tokenizer(), EOS, 0.5)):  # fmt: skip
+        before = len(list((tmp_path / "cache" / "tokens").iterdir()))
+        load_rows(replace(cfg, held_out=held_out), tokenizer, eos, 270, 1024)
+        assert len(list((tmp_path / "cache" / "tokens").iterdir())) == before + 1, "other tokens, another file"
 
 
 def test_datasets_folder_and_text_file(tmp_path: Path) -> None:
@@ -210,6 +218,11 @@ def test_held_out_rows_follow_the_prompt_and_are_never_trained_on(tmp_path: Path
     twice = tmp_path / "twice.jsonl"
     twice.write_text((tmp_path / "d.jsonl").read_text() * 2)
     assert load(twice).held.tolist() == rows.held.tolist() * 2
+    answered = [json.loads(line) for line in (tmp_path / "d.jsonl").read_text().splitlines()]
+    for row in answered:
+        row["messages"][1]["content"] += ", says another model"
+    twice.write_text("".join(json.dumps(row) + "\n" for row in answered))
+    assert load(twice).held.equal(rows.held), "what is asked decides, not what is answered"
     plan = Plan(rows, 4, 2, 0)
     used = {r for k in range(3 * plan.per_epoch) for r in plan.batch(k)}
     assert not used & set(rows.held.nonzero()[:, 0].tolist())

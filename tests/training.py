@@ -1,17 +1,25 @@
-"""What the training tests share: a tiny target, a small chat file, a typed run configuration."""
+"""What the training tests share: a tiny target, a small chat file, a typed run configuration, a run."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from conf.schema import compose
 from decode.load import TargetConfig, load_target
+from decode.rng import Rng
+from decode.sampling import Sampling
+from heads import HEADS
 from heads.base import Batch
 from train.config import MedusaRun
+from train.loop import fit
 
 TINY = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "vocab": 260}
 WORDS = ["the", "rider", "goes", "ahead", "of", "a", "slow", "horse", "and", "looks", "back", "along", "the", "road"]
@@ -21,10 +29,10 @@ def tiny_target(dtype: str = "float32", **shape: Any):
     return load_target(TargetConfig(kind="tiny", **{**TINY, **shape}), dtype, "cpu")
 
 
-def chats(path: Path, count: int = 48) -> Path:
-    """A chat file of `count` conversations of different lengths."""
+def chats(path: Path, rows: int = 48) -> Path:
+    """A chat file of `rows` conversations of different lengths."""
     with path.open("w") as file:
-        for i in range(count):
+        for i in range(rows):
             answer = " ".join(WORDS[(i * 7 + j) % len(WORDS)] for j in range(3 + i % 9))
             turns = [{"role": "user", "content": f"question {i}"}, {"role": "assistant", "content": answer}]
             file.write(json.dumps({"messages": turns}) + "\n")
@@ -40,6 +48,41 @@ def overrides(data: Path, out: Path, *more: str) -> list[str]:
 
 def run_config(data: Path, out: Path, *more: str) -> MedusaRun:
     return compose("medusa", MedusaRun, overrides(data, out, *more))
+
+
+def run(data: Path, out: Path, *more: str) -> Path:
+    """A small run of the head that the configuration names; its folder."""
+    cfg = run_config(data, out, *more)
+    fit(cfg, HEADS[cfg.head.kind])
+    return out
+
+
+def sigterm_at_update(patch: pytest.MonkeyPatch, number: int) -> None:
+    """Optimizer update `number` of this process, counted from 1, meets a SIGTERM."""
+    update, calls = torch.optim.AdamW.step, count(1)
+
+    def interrupted(self: Any, closure: Any = None) -> Any:
+        if next(calls) == number:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return update(self, closure)
+
+    patch.setattr(torch.optim.AdamW, "step", interrupted)
+
+
+def check_budgets(head: Any, drafter: Any, tokens: torch.Tensor) -> None:
+    """Every row of a drafter of trees is cut by its own budget, and `select` keeps the order of the rows. tokens:
+    [3, 2] int64, the last ones of three rows."""
+    drafter.reset(3, 64)
+    drafter.begin([torch.tensor([5])] * 3, Sampling())
+    drafter.observe(tokens, torch.randn(3, 2, 1, head.width), torch.tensor([2, 1, 2]), slice(0, 3))
+    rng = Rng(0, torch.arange(3), torch.zeros(3).long())
+    tree = drafter.propose(torch.tensor([3, 0, 1]), Sampling(), rng)
+    roots = sum(len(p) == 1 for p in head.tree().paths)
+    assert tree.size.tolist() == [drafter.max_nodes, 0, roots]
+    assert drafter.propose(torch.zeros(3).long(), Sampling(), rng).width == 0
+    drafter.select([2, 0])
+    again = drafter.propose(torch.tensor([3, 3]), Sampling(), rng)
+    assert again.tokens[1].equal(tree.tokens[0])
 
 
 def random_batch(rows: int = 3, width: int = 12, vocab: int = 260, seed: int = 0) -> Batch:
