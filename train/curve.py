@@ -46,20 +46,22 @@ def _png(known: list[dict[str, Any]]) -> bytes:
 
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 3.2), dpi=150, layout="constrained")
+    figure = Figure(figsize=(8, 3.4), dpi=150, layout="constrained")
     length = [p["accepted_length"] for p in known]
+    banded = all(p["low"] is not None and p["high"] is not None for p in known)
+    figure.suptitle("decoded on held-out prompts" + (", with 95 % intervals" if banded else ""), fontsize=10)
     axes = figure.subplots(1, 2, sharey=True)
     for ax, (key, per, label) in zip(axes, (("tokens_seen", 1e6, "million tokens seen"),
                                             ("train_seconds", 60.0, "minutes of training")), strict=True):  # fmt: skip
         x = [p[key] / per for p in known]
-        if all(p["low"] is not None and p["high"] is not None for p in known):
+        if banded:
             ax.fill_between(x, [p["low"] for p in known], [p["high"] for p in known], alpha=0.2, linewidth=0)
         ax.plot(x, length, marker="o", markersize=3)
         ax.set_xlim(0, 1.05 * max(x) or 1)
         ax.locator_params(axis="x", nbins=6)
         ax.set_xlabel(label)
         ax.grid(alpha=0.3)
-    axes[0].set_ylabel(f"accepted length, {known[-1]['shape']}")
+    axes[0].set_ylabel(f"accepted length ({known[-1]['shape']})")
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()

@@ -45,8 +45,8 @@ def evaluate(cfg: TrainConfig, out: Path, state: State, head: Head, target: Any,
         return asked
     seconds = time.perf_counter() - start
     log.metrics(state.step, {"event": "eval", "seconds": round(seconds, 2), **found, **seen(state)})
-    spread = f" ({found['low']:.2f} to {found['high']:.2f})" if found["low"] is not None else ""
-    log.say(f"step {state.step}: accepted length {found['accepted_length']:.3f}{spread}, {found['shape']}, "
+    spread = f" [{found['low']:.2f}, {found['high']:.2f}]" if found["low"] is not None else ""
+    log.say(f"step {state.step}: accepted length {found['accepted_length']:.2f}{spread}, {found['shape']}, "
             f"{found['cycles']} cycles, {seconds:.1f} s")
     curve.draw(out, accelerator.is_main_process)
     if found["accepted_length"] > state.best.get("accepted_length", -math.inf):
