@@ -30,6 +30,8 @@ from train.tokens import HASHED, PART, Counted, TokenWriter, mapped, sha256_of
 
 VERSION = 1  # of the token cache: raise it when rows are encoded differently
 LEFT_OUT = "left_out.txt"  # in the run folder: file:line and reason of every row that is not trained on
+ROW = ('write {"messages": [{"role": "user", "content": ".."}, {"role": "assistant", "content": ".."}]}, ShareGPT\'s '
+       '{"conversations": [..]} or {"text": ".."}')
 MIN_TEXT_PROMPT = 16  # tokens of a plain text that serve as its prompt
 
 
@@ -57,7 +59,8 @@ class Rows:
 
     def reasons(self, most: int = 4) -> str:
         """Why rows were left out, in how many cases each."""
-        kinds = Counter(re.sub(r"^.*?:\d+: |\d+|'[^']*'| \(.*", "", problem).strip() for problem in self.bad)
+        bare = (re.sub(r"^.*?:\d+: | \(.*", "", problem).strip() for problem in self.bad)
+        kinds = Counter(re.sub(r"'[^']*'", "'..'", re.sub(r"\d+", "N", problem)) for problem in bare)
         shown = ", ".join(f"{n} x {why}" for why, n in kinds.most_common(most))
         return shown + (f", {len(kinds) - most} more kinds" if len(kinds) > most else "")
 
@@ -215,6 +218,8 @@ def load_rows(cfg: DataConfig, tokenizer: Any, eos_ids: Sequence[int], vocab_siz
     total = rows.lines.numel() + len(rows.bad)
     if not total:
         raise UserError(f"data.path: {name} holds no rows; give a file with messages, conversations or text")
+    if len(rows.bad) == total:
+        raise UserError(f"{rows.bad[0]}; none of the {total} rows can be used ({rows.reasons()}): " + ROW)
     if len(rows.bad) > cfg.max_bad_fraction * total:
         raise UserError(f"{rows.bad[0]}; {len(rows.bad)} of {total} rows are unusable ({rows.reasons()}), above "
                         f"data.max_bad_fraction={cfg.max_bad_fraction}; mend them or raise it (a run that starts lists "

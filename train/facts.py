@@ -20,6 +20,20 @@ def meaning_of(cfg: TrainConfig, target: Any, rows: Rows) -> dict[str, Any]:
     return json.loads(json.dumps({**flat(cfg), **hashes, "data.sha256": rows.sha256()}))
 
 
+def fit_vocabulary(cfg: Any, counts: torch.Tensor) -> str:
+    """Lower the draft vocabulary of head keys `cfg` to what the data can fill: with tokens never seen it would only
+    draft slower. A multiple of 64 where there are so many, as kernels like it. Returns what to tell, "" if nothing.
+
+    counts: [V] int64, how often each token is supervised.
+    """
+    wanted, seen = getattr(cfg, "draft_vocab", 0), int((counts > 0).sum())
+    if not wanted or wanted <= seen or not seen:
+        return ""
+    cfg.draft_vocab = seen // 64 * 64 or seen
+    return (f"head.draft_vocab: {wanted:,} wanted, but only {seen:,} different tokens are supervised in these data: "
+            f"the {cfg.draft_vocab:,} most frequent are taken")
+
+
 def facts_of(cfg: TrainConfig, target: Any, rows: Rows, plan: Plan, head: Head, world: int) -> dict[str, Any]:
     """Lines of the header: name -> text."""
     held, pack = int(rows.held.sum()), cfg.data.max_length if cfg.data.packing else 0

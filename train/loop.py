@@ -31,7 +31,7 @@ from train.clock import PARTS, Clock, shares
 from train.config import TrainConfig, defaults
 from train.data import Plan, Rows, hash_u63, load_rows
 from train.evaluation import evaluate, seen
-from train.facts import check_ranks, facts_of, is_no_memory, meaning_of, no_memory, self_check
+from train.facts import check_ranks, facts_of, fit_vocabulary, is_no_memory, meaning_of, no_memory, self_check
 from train.features import Source
 from train.gate import gate
 from train.lock import Lock, locked
@@ -79,7 +79,9 @@ def _fit(cfg: TrainConfig, kind: type[Head], accelerator: Accelerator, stop: Sto
         rows.list_bad(out)
     plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed)
     torch.manual_seed(hash_u63(cfg.seed, "head"))
-    head = kind.for_target(target, cfg.head, rows.counts(target.vocab_size))
+    counts = rows.counts(target.vocab_size)
+    vocabulary = fit_vocabulary(cfg.head, counts)
+    head = kind.for_target(target, cfg.head, counts)
     if cfg.dtype == "float64":
         head.double()
     sharding = shard_target(target, head, accelerator.device) if cfg.shard_target else ""
@@ -98,7 +100,7 @@ def _fit(cfg: TrainConfig, kind: type[Head], accelerator: Accelerator, stop: Sto
         log.say(note)
     log.header(head, facts_of(cfg, target, rows, plan, head, world))
     log.say(self_check(rows, plan, target.tokenizer))
-    for note in filter(None, (sharding, source.note)):
+    for note in filter(None, (vocabulary, sharding, source.note)):
         log.say(note)
     model = accelerator.prepare(head) if world > 1 else head
     head.train()

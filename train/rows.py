@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from conf.errors import UserError
-from conf.jsonl import parse_line
+from conf.jsonl import MAX_LINE, parse_line
 
 ROLES = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool",
          "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant",
@@ -43,15 +43,29 @@ class Row:
 
 
 def read_jsonl(path: Path) -> Iterator[Row | BadRow]:
-    """Rows of a JSONL file, one per line that is not blank; `where` is file:line. Raises UserError without a file."""
+    """Rows of a JSONL file, one per line that is not blank; `where` is file:line. Raises UserError without a file, and
+    for one that holds a single JSON array, as ShareGPT is handed around."""
     try:
         stream = path.open("rb")
     except OSError as error:
         raise UserError(f"data.path: cannot read {path} ({error.strerror}); give an existing JSONL file") from None
     with stream:
+        if _is_array(stream):
+            raise UserError(f"data.path: {path} is one JSON array, not an object a line; convert it: jq -c '.[]' "
+                            f"{path} > {path.stem}.jsonl")
+        stream.seek(0)
         for number, line in enumerate(stream, 1):
             if line.strip():
                 yield _checked(f"{path}:{number}", lambda line=line: parse_line(line))  # type: ignore[misc]
+
+
+def _is_array(stream: BinaryIO) -> bool:
+    """Whether a file opens an array that its first line does not close, or is an array of objects and nothing else."""
+    lines = (line for line in iter(lambda: stream.readline(MAX_LINE), b"") if line.strip())
+    first = next(lines, b"").removeprefix(b"\xef\xbb\xbf").strip()
+    if not first.startswith(b"["):
+        return False
+    return not first.endswith(b"]") or (b"{" in first and next(lines, None) is None)
 
 
 def read_text(path: Path) -> Iterator[Row | BadRow]:

@@ -30,6 +30,7 @@ from heads.base import Head
 from train import checks
 from train.config import TrainConfig
 from train.data import Plan, hash_u63, load_rows
+from train.facts import fit_vocabulary
 
 
 @dataclass
@@ -59,6 +60,9 @@ def main(cfg: ValidateConfig) -> int:
     target = load_target(cfg.target, cfg.dtype, cfg.device or None)
     rows = load_rows(cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length)
     plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed)
+    counted = rows.counts(target.vocab_size)
+    if note := fit_vocabulary(typed, counted):
+        print(f"     {note}", flush=True)
 
     def fresh(counts: Tensor | None = None, **changes: Any) -> tuple[Target, Head]:
         """A target and a fresh head; a head that tunes its target gets a target of its own."""
@@ -66,7 +70,7 @@ def main(cfg: ValidateConfig) -> int:
         mine = load_target(cfg.target, cfg.dtype, cfg.device or None) if kind.trains_target else target
         known = {f.name for f in dataclasses.fields(typed)}
         wanted = dataclasses.replace(typed, **{k: v for k, v in changes.items() if k in known})
-        return mine, kind.for_target(mine, wanted, rows.counts(target.vocab_size) if counts is None else counts)
+        return mine, kind.for_target(mine, wanted, counted if counts is None else counts)
 
     failed = []
 
