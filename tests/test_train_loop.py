@@ -21,7 +21,7 @@ from conf.errors import Interrupted, UserError
 from heads import HEADS, load_head, resolve_drafter
 from heads.base import Head, HeadConfig, LossOut
 from heads.checkpoint import read_card
-from tests.training import chats, overrides, run_config, tiny_target
+from tests.training import overrides, run, run_config, sigterm_at_update, tiny_target
 from train import saving
 from train import state as disk
 from train.lock import locked
@@ -29,17 +29,6 @@ from train.loop import fit
 from train.medusa import main
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    return chats(tmp_path / "data.jsonl")
-
-
-def run(data: Path, out: Path, *more: str) -> Path:
-    cfg = run_config(data, out, *more)
-    fit(cfg, HEADS[cfg.head.kind])
-    return out
 
 
 def weights(folder: Path) -> str:
@@ -77,17 +66,7 @@ def test_a_run_leaves_what_it_promises_and_learns(data: Path, tmp_path: Path) ->
 @pytest.mark.parametrize("stop", [1, 2, 5])
 def test_resume_is_bitwise_exact(data: Path, tmp_path: Path, stop: int, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(data, tmp_path / "whole")
-    original = torch.optim.AdamW.step
-    calls = 0
-
-    def interrupt(self, closure=None):
-        nonlocal calls
-        calls += 1
-        if calls == stop:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(self, closure)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", interrupt)
+    sigterm_at_update(monkeypatch, stop)
     with pytest.raises(Interrupted, match=f"stopped at step {stop}, saved") as caught:
         run(data, tmp_path / "cut")
     assert caught.value.code == 75
