@@ -9,7 +9,9 @@ once, *before* it asserts, so that a missed figure is written down too. Rows are
 measured again replaces the old one and no other, also when several test processes record at once. Each row carries its
 own commit, date, command and machine. Fast tests record nothing: their share is too small to be a figure.
 
-`python -m scripts.lib.reliability` puts the table into README.md; `make slow` and `make readme` call it.
+`python -m scripts.lib.reliability` puts the table into README.md; `make slow` and `make readme` call it. Behind it,
+results of train/bench_ranks.py (runs/ranks/ranks.json) become the row of two processes first: a speed is measured by a
+benchmark on a quiet machine, never by a test.
 $OUTRIDER_RELIABILITY names another JSON file, for trials.
 """
 
@@ -107,11 +109,24 @@ def commit() -> str:
     return head + ("+" if changed else "")
 
 
-def main() -> int:
-    """Put the table into README.md."""
+def two_processes(found: list[dict[str, Any]]) -> None:
+    """The row of two processes, from what train/bench_ranks.py wrote for each head."""
+    texts = [f"{f['head']} {f['ratio']:.2f} [{f['ratio_low']:.2f}, {f['ratio_high']:.2f}]" for f in found]
+    row = {"what": "two processes on two cores against two independent runs side by side: tokens/s (SmolLM2)",
+           "result": f"{', '.join(texts)} of their sum", "met": all(f["ratio"] >= 0.9 for f in found), "bar": 0.9,
+           "measured": found, **_provenance(), "commit": found[0]["environment"]["commit"],
+           "command": found[0]["command"]}  # fmt: skip
+    with _held(path := _path()):
+        files.write_json(path, dict(sorted({**read(path), "two-processes": row}.items())))
+
+
+def main(paths: list[str]) -> int:
+    """Put the table into README.md; paths: results of train/bench_ranks.py to take in before."""
+    if paths:
+        two_processes([json.loads(Path(p).read_text()) for p in paths])
     files.write_text(README, render(README.read_text()))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
