@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 MAX_LINE = 8 << 20  # bytes; a longer line is no conversation
@@ -22,6 +24,21 @@ def parse_line(line: bytes) -> Any:
         raise ValueError(f"is not JSON ({error.msg}, column {error.colno})") from None
     except RecursionError:
         raise ValueError("is nested too deeply") from None
+
+
+def is_array(lines: Iterable[bytes]) -> bool:
+    """Whether a file's lines open an array that the first line does not close, or are an array of objects and nothing
+    else: JSON as ShareGPT is handed around, not JSONL. Looks at two lines at most."""
+    filled = (line for line in lines if line.strip())
+    first = next(filled, b"").removeprefix(b"\xef\xbb\xbf").strip()
+    if not first.startswith(b"["):
+        return False
+    return not first.endswith(b"]") or (b"{" in first and next(filled, None) is None)
+
+
+def no_array(path: Path) -> str:
+    """What to tell about such a file."""
+    return f"{path} is one JSON array, not an object a line; convert it: jq -c '.[]' {path} > {path.stem}.jsonl"
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

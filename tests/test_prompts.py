@@ -1,4 +1,4 @@
-"""Prompt files: the three forms, every mistake with file:line, and the prompts that come with the project."""
+"""Prompt files: every form, every mistake with file:line, and the prompts that come with the project."""
 
 import json
 import re
@@ -11,20 +11,25 @@ from decode.tiny import byte_tokenizer
 from scripts.lib.prompts import DEMO, Prompt, chat_ids, load_prompts, user_header
 
 
-def test_three_forms(tmp_path) -> None:
+def test_all_forms(tmp_path) -> None:
     rows = [
         {"question_id": 81, "category": "writing", "turns": ["One", "Two"], "reference": ["x"]},
         {"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "A"},
                       {"role": "assistant", "content": "B"}, {"role": "user", "content": "C"}]},
         {"prompt": "P\u2028Q", "id": "mine", "category": "chat"},
+        {"id": "s", "conversations": [{"from": "human", "value": "E"}, {"from": "gpt", "value": "F"}]},
     ]  # fmt: skip
     path = tmp_path / "p.jsonl"
-    path.write_text("\n\n".join(json.dumps(r, ensure_ascii=False) for r in rows))
+    path.write_text("\ufeff" + "\n\n".join(json.dumps(r, ensure_ascii=False) for r in rows))
     assert load_prompts(path) == [
         Prompt("81", "writing", ["One", "Two"]),
         Prompt("3", "all", ["A", "C"]),
         Prompt("mine", "chat", ["P\u2028Q"]),
+        Prompt("s", "all", ["E"]),
     ]
+    path.write_text(json.dumps(rows, indent=1))
+    with pytest.raises(UserError, match="p.jsonl is one JSON array, not an object a line"):
+        load_prompts(path, [])
 
 
 @pytest.mark.parametrize(
@@ -32,7 +37,7 @@ def test_three_forms(tmp_path) -> None:
     [
         ('{"turns": ["a"', "malformed JSON"),
         ('["a"]', "not a JSON object"),
-        ('{"question": "a"}', "neither turns, messages nor prompt.*question"),
+        ('{"question": "a"}', "none of turns, messages, conversations, prompt.*question"),
         ('{"turns": []}', "no user turn"),
         ('{"turns": ["a", " "]}', "empty turn"),
         ('{"turns": "a"}', "turns must be text"),

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from conf.errors import UserError
-from conf.jsonl import MAX_LINE, parse_line
+from conf.jsonl import MAX_LINE, is_array, no_array, parse_line
 
 ROLES = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool",
          "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant",
@@ -50,22 +50,12 @@ def read_jsonl(path: Path) -> Iterator[Row | BadRow]:
     except OSError as error:
         raise UserError(f"data.path: cannot read {path} ({error.strerror}); give an existing JSONL file") from None
     with stream:
-        if _is_array(stream):
-            raise UserError(f"data.path: {path} is one JSON array, not an object a line; convert it: jq -c '.[]' "
-                            f"{path} > {path.stem}.jsonl")
+        if is_array(iter(lambda: stream.readline(MAX_LINE), b"")):
+            raise UserError(f"data.path: {no_array(path)}")
         stream.seek(0)
         for number, line in enumerate(stream, 1):
             if line.strip():
                 yield _checked(f"{path}:{number}", lambda line=line: parse_line(line))  # type: ignore[misc]
-
-
-def _is_array(stream: BinaryIO) -> bool:
-    """Whether a file opens an array that its first line does not close, or is an array of objects and nothing else."""
-    lines = (line for line in iter(lambda: stream.readline(MAX_LINE), b"") if line.strip())
-    first = next(lines, b"").removeprefix(b"\xef\xbb\xbf").strip()
-    if not first.startswith(b"["):
-        return False
-    return not first.endswith(b"]") or (b"{" in first and next(lines, None) is None)
 
 
 def read_text(path: Path) -> Iterator[Row | BadRow]:

@@ -1,6 +1,6 @@
-"""Prompt files, read and checked: MT-Bench / Spec-Bench form {"question_id", "category", "turns": [...]},
-chat rows {"messages": [...]} and plain rows {"prompt": "..."}, one JSON object a line, also mixed. And how
-turns become ids."""
+"""Prompt files, read and checked: MT-Bench / Spec-Bench form {"question_id", "category", "turns": [...]}, chat rows
+{"messages": [...]} or ShareGPT's {"conversations": [...]}, and plain rows {"prompt": "..."}, one JSON object a line,
+also mixed. And how turns become ids."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError
+from conf.jsonl import is_array, no_array
 
 DEMO = Path(__file__).resolve().parents[1] / "prompts" / "demo.jsonl"
 
@@ -33,13 +34,15 @@ def load_prompts(path: str | Path, bad: list[dict[str, str]] | None = None) -> l
     file."""
     path = Path(path).expanduser()
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: text may hold U+2028
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # not splitlines: text may hold U+2028
     except IsADirectoryError as e:
         raise UserError(f"prompts: {path} is a folder; give a JSONL file") from e
     except UnicodeDecodeError as e:
         raise UserError(f"prompts: {path} is no UTF-8 text (byte {e.start}); give a JSONL file") from e
     except OSError as e:
         raise UserError(f"prompts: cannot read {path} ({e.strerror}); give a JSONL file, such as {DEMO}") from e
+    if is_array(line.encode() for line in lines):
+        raise UserError(f"prompts: {no_array(path)}")
     prompts: list[Prompt] = []
     seen: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
@@ -74,13 +77,15 @@ def _prompt(line: str, where: str, number: int) -> Prompt:
         raise UserError(f'{where}: a {type(row).__name__}, not a JSON object; write {{"prompt": "..."}}')
     if "turns" in row:
         key, turns = "turns", row["turns"]
-    elif "messages" in row:
-        key, turns = "messages", _user_turns(row["messages"], where)
+    elif "messages" in row or "conversations" in row:
+        key = "messages" if "messages" in row else "conversations"
+        turns = _user_turns(row[key], f"{where}: {key}")
     elif "prompt" in row:
         key, turns = "prompt", [row["prompt"]]
     else:
         known = ", ".join(map(str, list(row)[:6])) or "nothing"
-        raise UserError(f"{where}: neither turns, messages nor prompt among its keys ({known}); add one of them")
+        raise UserError(f"{where}: none of turns, messages, conversations, prompt among its keys ({known}); add one of "
+                        "them")  # fmt: skip
     if not isinstance(turns, list) or not all(isinstance(t, str) for t in turns):
         raise UserError(f"{where}: {key} must be text (a list of strings for turns)")
     if not turns:
@@ -93,8 +98,8 @@ def _prompt(line: str, where: str, number: int) -> Prompt:
 
 def _user_turns(messages: Any, where: str) -> list[Any]:
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        raise UserError(f'{where}: messages must be a list of {{"role", "content"}} objects')
-    return [m.get("content") for m in messages if m.get("role") == "user"]
+        raise UserError(f'{where} must be a list of {{"role", "content"}} objects')
+    return [m.get("content", m.get("value")) for m in messages if m.get("role", m.get("from")) in ("user", "human")]
 
 
 def chat_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
