@@ -221,6 +221,8 @@ def test_the_page_names_the_batch_at_which_drafting_stops_paying(report: dict[st
 def test_the_headline_claims_only_what_was_measured(report: dict[str, Any]) -> None:
     report["drafters"][1]["speedup"] = {"mean": 1.1, "low": 0.9, "high": 1.3}
     assert "not clearly faster" in page.headline(report)[0]
+    report["drafters"][1]["speedup"] = {"mean": 0.7, "low": 0.6, "high": 0.8}
+    assert page.headline(report)[0] == "No drafter pays here: the fastest, fast, runs at 0.70× plain decoding"
 
 
 def test_a_busy_machine_is_not_believed(report: dict[str, Any], contest: Contest) -> None:

@@ -140,11 +140,9 @@ def verdict(layers: Sequence[dict[str, Any]], negative: Sequence[dict[str, Any]]
                            "controls=run, or controls=FOLDER of a certificate that ran them")  # fmt: skip
     least = power.get("min_detectable")
     if power.get("tokens") and (least is None or not least <= detect):
-        words = "any bias" if least is None else f"a bias of {least:.3f}"
-        open_points.append(
-            f"{power['tokens']} tokens could miss {words} (total variation), more than detect={detect}; "
-            "set tokens higher"
-        )
+        words = "are too few to find a bias of any size" if least is None else (
+            f"could miss a bias of {least:.3f} (total variation), more than detect={detect}")  # fmt: skip
+        open_points.append(f"{power['tokens']} tokens {words}; set tokens higher")
     drafts = power.get("cycles_with_a_draft")
     if drafts is not None and drafts < FEWEST_DRAFTS:
         open_points.append(f"the drafter proposed something in {drafts} cycles only, fewer than {FEWEST_DRAFTS}; "

@@ -139,9 +139,11 @@ def headline(report: dict[str, Any]) -> tuple[str, str]:
     if not report["plain_pass_ms"]["steady"]:
         tau = table.number(best["accepted_length"]["mean"])
         return f"{best['label']}: {tau} tokens per target pass, on a machine too busy to time", sub
-    speed, low = best["speedup"]["mean"], best["speedup"]["low"]
+    speed, low, high = (best["speedup"][key] for key in ("mean", "low", "high"))
     if low is not None and low > 1:
         return f"{best['label']} makes {report['target']['name']} {speed:.2f}× as fast", sub
+    if high is not None and high < 1:
+        return f"No drafter pays here: the fastest, {best['label']}, runs at {speed:.2f}× plain decoding", sub
     return f"{best['label']}: {speed:.2f}× plain decoding, not clearly faster on this machine", sub
 
 
