@@ -12,15 +12,18 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate import PartialState
 
 from conf.errors import Interrupted, UserError
 from heads import HEADS, load_head, resolve_drafter
 from heads.base import Head, HeadConfig, LossOut
 from heads.checkpoint import read_card
+from tests.faults import finish
 from tests.training import overrides, run, run_config, sigterm_at_update, tiny_target
 from train import saving
 from train import state as disk
@@ -234,9 +237,8 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(data, tmp_path, monkeypa
 
 def test_one_run_per_folder(data: Path, tmp_path: Path) -> None:
     with locked(tmp_path / "run"):
-        code = f"from tests.test_train_loop import *; run(Path({str(data)!r}), Path({str(tmp_path / 'run')!r}))"
-        found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert "another run is writing to" in found.stderr
+        assert finish(1, partial(run, data, tmp_path / "run"), tmp_path / "said") == [2]
+    assert "another run is writing to" in heard(tmp_path)
     with pytest.raises(UserError, match="out_dir: cannot write"):
         run(data, Path("/proc/nowhere"))
 
@@ -317,36 +319,20 @@ def test_a_new_head_is_a_class_and_a_line(data: Path, tmp_path: Path, monkeypatc
     assert resolve_drafter(str(tmp_path / "toy"), target).name == str(tmp_path / "toy")
 
 
-TWO = """
-import sys, json, torch
-from pathlib import Path
-import accelerate
-from tests.test_train_loop import run
-seen = []
-def spy(self, closure=None):
-    seen.extend(p.grad.clone() for group in self.param_groups for p in group["params"])
-torch.optim.AdamW.step = spy
-data, out, micro = sys.argv[1:]
-run(Path(data), Path(out), "steps=1", "save_every=0", "optim.clip=0", "batch_size=8", f"micro_batch={micro}")
-state = accelerate.PartialState()
-assert state.num_processes == 2, state
-torch.save(seen, f"{out}/grads-{state.process_index}.pt")
-"""
-
-
-def two_processes(tmp_path: Path, script: str, *args: str) -> subprocess.CompletedProcess:
-    file = tmp_path / "two.py"
-    file.write_text(script)
-    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port",
-                           str(29500 + os.getpid() % 2000), str(file), *args], cwd=ROOT, env=env, capture_output=True,
-                          text=True, timeout=240)
+def heard(folder: Path) -> str:
+    """The end of what forked ranks said."""
+    return "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("said*")))
 
 
 def test_two_processes_have_the_gradients_of_one(data: Path, tmp_path: Path, monkeypatch) -> None:
-    one = gradients(data, tmp_path / "one", monkeypatch, "batch_size=8")
-    done = two_processes(tmp_path, TWO, str(data), str(tmp_path / "two"), "2")
-    assert done.returncode == 0, done.stderr[-3000:]
+    one, out = gradients(data, tmp_path / "one", monkeypatch, "batch_size=8"), tmp_path / "two"
+
+    def rank_of_two() -> None:
+        seen = gradients(data, out, pytest.MonkeyPatch(), "batch_size=8", "micro_batch=2")
+        assert PartialState().num_processes == 2
+        torch.save(seen, out / f"grads-{os.environ['RANK']}.pt")
+
+    assert finish(2, rank_of_two, tmp_path / "said") == [0, 0], heard(tmp_path)
     for rank in range(2):
         two = torch.load(tmp_path / f"two/grads-{rank}.pt", weights_only=True)
         for a, b in zip(one, two, strict=True):
@@ -362,36 +348,23 @@ def test_launcher_adds_no_traceback(tmp_path: Path) -> None:
     assert done.returncode != 0 and "typo" in done.stderr and "Traceback" not in done.stderr
 
 
-STOP = """
-import os, signal, sys, json, torch
-from pathlib import Path
-import accelerate
-from conf.errors import Interrupted
-from tests.test_train_loop import run
-step, calls = torch.optim.AdamW.step, 0
-def spy(self, closure=None):
-    global calls
-    calls += 1
-    if calls == 3 and os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGTERM)
-    return step(self, closure)
-torch.optim.AdamW.step = spy
-try:
-    run(Path(sys.argv[1]), Path(sys.argv[2]), "steps=8", "save_every=0", "micro_batch=1")
-except Interrupted as stop:
-    Path(sys.argv[2], "rank" + os.environ["RANK"]).write_text(f"{stop.code} {stop}")
-"""
-
-
 def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_one_process_can_go_on(data: Path, tmp_path: Path) -> None:
     whole = run(data, tmp_path / "whole", "steps=8", "save_every=0")
-    done = two_processes(tmp_path, STOP, str(data), str(tmp_path / "two"))
-    assert done.returncode == 0, done.stderr[-3000:]
-    said = [(tmp_path / f"two/rank{r}").read_text() for r in range(2)]
-    assert said[0] == said[1] == "75 stopped at step 4, saved; the same command continues"
-    run(data, tmp_path / "two", "steps=8", "save_every=0")
+    out = tmp_path / "two"
+
+    def rank_of_two() -> None:
+        if os.environ["RANK"] == "1":
+            sigterm_at_update(pytest.MonkeyPatch(), 3)
+        with pytest.raises(Interrupted) as stop:
+            run(data, out, "steps=8", "save_every=0", "micro_batch=1")
+        (out / f"rank{os.environ['RANK']}").write_text(f"{stop.value.code} {stop.value}")
+
+    assert finish(2, rank_of_two, tmp_path / "said") == [0, 0], heard(tmp_path)
+    words = [(out / f"rank{r}").read_text() for r in range(2)]
+    assert words[0] == words[1] == "75 stopped at step 4, saved; the same command continues"
+    run(data, out, "steps=8", "save_every=0")
     target = tiny_target()
-    heads = [load_head(folder / "head", target).parameters() for folder in (tmp_path / "two", whole)]
+    heads = [load_head(folder / "head", target).parameters() for folder in (out, whole)]
     for a, b in zip(*heads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
