@@ -247,9 +247,10 @@ class EagleHead(Head):
 
     @torch.no_grad()
     def calibrate(self, batches: Iterable[Batch], target: Target) -> None:
-        """Teacher-forced ranks on held-out rows: acceptance by step and rank, and the static tree that sampled drafts
-        use."""
-        found = [ranks(self, batch, target, self.cfg.steps) for batch in batches]
+        """Ranks on held-out rows, at every level that may be drafted: acceptance by level and rank, and the static tree
+        that sampled drafts use. Tokens are the text's; beyond the steps of training the states are the head's own, as
+        in decoding."""
+        found = [ranks(self, batch, target, max(self.cfg.steps, self.cfg.depth)) for batch in batches]
         if found and sum(f.shape[0] for f in found):
             self.calibration = shapes.measure(torch.cat(found))
 

@@ -38,8 +38,7 @@ class EagleDrafter:
         self.max_nodes = cfg.depth if shape == "chain" else cfg.nodes
         self.static: TreeShape | None = None
         if shape == "tree" and cfg.tree_draw == "sampled":
-            levels = min(cfg.depth, cfg.steps) if head.calibration else cfg.depth
-            self.static = shapes.tree(head.calibration, cfg.nodes, levels)
+            self.static = shapes.tree(head.calibration, cfg.nodes, cfg.depth)
         self.net = copy.deepcopy(head.net).to(device=target.device, dtype=dtype).eval().requires_grad_(False)
         self.net.attend(attention.NAME)
         self.proj = head.projection(target).detach().to(dtype)

@@ -66,6 +66,17 @@ def test_overfitting_one_sample_shows_in_decoding(kind: str, shape: str) -> None
 
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+def test_a_calibrated_tree_goes_below_the_steps_of_training(kind: str) -> None:
+    """The static tree of sampled drafts is measured at every level that may be drafted, not only at those trained."""
+    target, steps = target_of(), 1 if kind == "eagle1" else 2
+    head = head_of(target, kind=kind, steps=steps, depth=4, nodes=12, draft_vocab=0, tree_draw="sampled")
+    head.calibrate([one_sample(target)], target)
+    assert len(head.calibration["acceptance"]) == 4
+    head.calibration["paths"] = [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]
+    assert head.drafter(target, "tree").static.depth == 4  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
 def test_gradient_reaches_the_draft_alone(kind: str) -> None:
     """FIELD 2.6: every draft weight and no weight of the target gets a gradient; nothing of the target is saved."""
     target = target_of("qwen3")
