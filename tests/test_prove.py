@@ -70,18 +70,21 @@ def test_greedy_against_generate_on_a_small_target(tmp_path: Path, monkeypatch: 
 
 def test_a_certificate_is_slimmed_and_shown(tmp_path: Path) -> None:
     paper = {
-        "verdict": "lossless", "reasons": [], "created": "now", "command": "python", "controls": {"from": "this run"},
+        "verdict": "undecided", "reasons": ["few drafts", "more"], "created": "now", "command": "python",
+        "controls": {"from": "this run"},
         "negative_controls": [{"name": "typical acceptance", "layer": "sampling", "p": 1e-9, "tokens": 900}],
         "power": {"tokens": 5000, "min_detectable": 0.05}, "shape": {}, "versions": {},
         "layers": [{"name": "sampling", "p": 0.3, "alpha": 1e-4, "histograms": {}, "distribution": []}],
-        "settings": {"drafter": "x@tree", "temperature": 0.6, "top_p": 0.9, "out": "/somewhere", "quiet": True},
+        "settings": {"drafter": "x@tree", "temperature": 0.6, "top_p": 0.9, "dtype": "float32",
+                     "out": "/somewhere", "quiet": True},
         "identities": {"target": {"name": "m", "path": "/somewhere"}, "drafter": {}},
     }  # fmt: skip
     (tmp_path / "certificate.json").write_text(json.dumps(paper))
     assert run("only=[certificates]", f"certificates=[{tmp_path}]", f"out={tmp_path / 'l.json'}") == 0
     known = json.loads((tmp_path / "l.json").read_text())["certificates"]
     assert "/somewhere" not in json.dumps(known["rows"]) and "histograms" not in json.dumps(known)
-    line = "| x@tree | T = 0.6, top-p 0.9 | 5,000 | 0.3 (0.0001) | 5.0% | p = 1.0e-09 after 900 | – | lossless |"
+    line = ("| x@tree | T = 0.6, top-p 0.9, float32 | 5,000 | 0.3 (0.0001) | 5.0% | p = 1.0e-09 after 900 | – | "
+            "undecided: few drafts |")  # fmt: skip
     assert line in lossless_page.render({"certificates": known}).splitlines()
 
 

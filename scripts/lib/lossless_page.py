@@ -105,10 +105,11 @@ def _certificates(e: dict[str, Any]) -> list[str]:
         by = {c["name"]: f"p = {c['p']:.1e} after {c['tokens']:,}" for c in paper["negative_controls"]
               if c["layer"] == "sampling"}  # fmt: skip
         least = f"{power['min_detectable']:.1%}" if power.get("min_detectable") else "–"
-        words = f"T = {s['temperature']:g}" + (f", top-p {s['top_p']:g}" if s["top_p"] != 1 else "")
+        words = f"T = {s['temperature']:g}" + (f", top-p {s['top_p']:g}" if s["top_p"] != 1 else "") + f", {s['dtype']}"
+        verdict = ": ".join([paper["verdict"], *paper["reasons"][:1]])
         lines.append(f"| {s['drafter']} | {words} | {power['tokens']:,} | {p} | {least} | "
                      f"{by.get('typical acceptance', '–')} | {by.get('draft scored with the wrong law', '–')} | "
-                     f"{paper['verdict']} |")  # fmt: skip
+                     f"{verdict} |")  # fmt: skip
     return lines
 
 
