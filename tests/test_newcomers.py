@@ -54,6 +54,14 @@ def test_rows_in_another_form_are_told_the_form(tmp_path: Path) -> None:
         load(path)
 
 
+def test_a_target_without_chat_template_is_told_once_not_row_by_row(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    path = chats(tmp_path / "d.jsonl", 4)
+    with pytest.raises(UserError, match=r"^target: its tokenizer has no chat template, which .*d.jsonl:1 needs; take"):
+        load_rows(DataConfig(path=str(path), cache=False), tokenizer, (257,), 260, 256)
+
+
 def test_a_draft_vocabulary_that_the_data_cannot_fill_is_lowered(tmp_path: Path, capsys) -> None:
     cfg, counts = MedusaConfig(draft_vocab=8192), torch.zeros(9000, dtype=torch.int64)
     counts[100:7521] = 1

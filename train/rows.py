@@ -139,14 +139,17 @@ def _clean(text: str, what: str) -> str:
 def encode(row: Row, tokenizer: Any, eos_ids: Iterable[int], max_length: int) -> list[tuple[list[int], list[bool]]]:
     """Token ids and loss mask of a row; a plain text may give several windows of max_length.
 
-    Raises BadRow when nothing, or everything, of a chat is supervised.
+    Raises BadRow when nothing, or everything, of a chat is supervised, and UserError without a chat template.
     """
     if row.chat is None:
         ids = tokenizer(row.text, add_special_tokens=False)["input_ids"]
         windows = [ids[i : i + max_length] for i in range(0, len(ids), max_length)]
         return [(w, [False] + [True] * (len(w) - 1)) for w in windows if len(w) > 1]
+    template = tokenizer.chat_template or ""
+    if not template:
+        raise UserError(f"target: its tokenizer has no chat template, which {row.where} needs; take the "
+                        'instruction-tuned version of the model, or train on plain text ({"text": ".."}, data=text)')
     try:
-        template = tokenizer.chat_template or ""
         tagged = "{% generation" in template or "{%- generation" in template
         ids, mask = _by_tags(row.chat, tokenizer) if tagged else _by_prefix(row.chat, tokenizer)
     except ValueError as error:
