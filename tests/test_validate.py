@@ -74,6 +74,16 @@ def test_the_command_is_the_script(tmp_path: Path) -> None:
     assert done.returncode == 2 and "steps: 0" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_the_script_leaves_no_process_behind_that_ctrl_c_would_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    from scripts import validate
+
+    taken: list[list[str]] = []
+    monkeypatch.setattr(validate.os, "execv", lambda _, argv: taken.append(argv))
+    monkeypatch.setattr(sys, "argv", ["validate.py", "steps=1"])
+    validate.main()
+    assert taken == [[sys.executable, str(ROOT / "train" / "validate.py"), "steps=1"]]
+
+
 class ReadsOneLate(MedusaHead):
     """Reads a feature that has seen one token more than decoding will have."""
 
