@@ -21,8 +21,8 @@ from conf.errors import Interrupted, UserError
 from heads import checkpoint as heads_checkpoint
 from tests.faults import digest
 from tests.training import run, run_config
+from train import curve, loop, rendezvous, saving, signals
 from train import lock as locks
-from train import loop, rendezvous, saving, signals
 from train import state as disk
 from train.facts import is_no_memory, no_memory
 from train.lock import Lock, locked
@@ -368,6 +368,7 @@ def test_an_echo_of_a_signal_is_no_second_wish(monkeypatch, capsys) -> None:
 def test_a_signal_ends_an_evaluation_and_the_resumed_run_makes_it_again(data, tmp_path, monkeypatch) -> None:
     from train import accept
 
+    monkeypatch.setattr(curve, "_png", lambda known: b"")  # a picture takes longer than the run
     short = ("eval.every=3", "eval.prompts=3", "eval.max_new_tokens=6")
     whole, generate, calls = run(data, tmp_path / "whole", *short), accept.generate, []
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import os
 import signal
@@ -47,7 +49,17 @@ def overrides(data: Path, out: Path, *more: str) -> list[str]:
 
 
 def run_config(data: Path, out: Path, *more: str) -> MedusaRun:
-    return compose("medusa", MedusaRun, overrides(data, out, *more))
+    """The configuration of a small run of Medusa heads."""
+    cfg = copy.deepcopy(_composed(more))
+    cfg.data.path, cfg.out_dir = str(data), str(out)
+    return cfg
+
+
+@functools.cache
+def _composed(more: tuple[str, ...]) -> MedusaRun:
+    """Once for each set of keys: to compose takes as long as ten steps of such a run."""
+    assert not any(key.startswith(("data.path=", "out_dir=")) for key in more), more
+    return compose("medusa", MedusaRun, overrides(Path("data.jsonl"), Path("run"), *more))
 
 
 def run(data: Path, out: Path, *more: str) -> Path:
