@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -24,7 +25,8 @@ from scripts.lib.files import ROOT
 from scripts.lib.openai_server import retry_after
 from scripts.lib.questions import turns_of
 from scripts.lib.regenerate import Regenerator
-from scripts.synthesize import SynthesizeConfig, synthesize
+from scripts.synthesize import SynthesizeConfig, main, synthesize
+from tests.faults import fork, wait
 from tests.unruly_server import FAULTS
 from train.rows import Row, read_jsonl
 
@@ -64,6 +66,15 @@ def asked(folder: Path, count: int = 40) -> list[list[str]]:
                 chat += [{"role": "user", "content": text}, {"role": "assistant", "content": "what another model said"}]
             file.write(json.dumps({"messages": chat}) + "\n")
     return turns
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_context() -> Iterator[None]:
+    """To read the certificates of the system takes longer than such a run, which needs none of them."""
+    made = ssl.create_default_context()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", lambda *_, **__: made)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -349,20 +360,27 @@ def test_keys_of_the_command_line(tmp_path: Path) -> None:
 
 
 def test_the_command_itself(tmp_path: Path, calm: bytes) -> None:
-    """A real process, stopped by SIGTERM; what it left is continued."""
+    """A process of its own, stopped by SIGTERM; what it left is continued."""
     asked(tmp_path)
     path = tmp_path / "a.jsonl"
     with serving(tmp_path, faults={"question 30.0": ["slow"]}) as url:  # it cannot end before the signal
-        command = [sys.executable, "scripts/synthesize.py", "backend=openai", "target=tiny", "target.vocab=260",
-                   f"base_url={url}", f"prompts={tmp_path}/asked.jsonl", f"out={path}", "concurrency=8"]  # fmt: skip
-        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-        while not (path.exists() and path.stat().st_size) and process.poll() is None:
+        words = ["backend=openai", "target=tiny", "target.vocab=260", f"base_url={url}", f"out={path}", "concurrency=8",
+                 f"prompts={tmp_path}/asked.jsonl"]  # fmt: skip
+
+        def command() -> int:
+            with pytest.raises(SystemExit) as end:
+                main(words)
+            return int(end.value.code or 0)
+
+        child = fork(command, tmp_path / "said.txt")
+        while not (path.exists() and path.stat().st_size):
+            assert os.waitpid(child, os.WNOHANG) == (0, 0), (tmp_path / "said.txt").read_text()
             time.sleep(0.02)
-        process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=300)
-        assert process.returncode == 75, err
-        assert "Traceback" not in err and "the same command continues" in err.splitlines()[-1]
+        os.kill(child, signal.SIGTERM)
+        code, said = wait(child), (tmp_path / "said.txt").read_text()
+        assert code == 75 and "Traceback" not in said, said
+        assert "the same command continues" in said.splitlines()[-1]
         left = path.read_bytes()
         assert left and left != calm and calm.startswith(left)
-        synthesize(config(tmp_path, url))  # in this process: another start would cost seconds and show nothing more
+        synthesize(config(tmp_path, url))
     assert path.read_bytes() == calm

@@ -19,22 +19,25 @@ import pytest
 from scripts.lib.reliability import record
 from tests import faults
 from tests.faults import Marks, at_call, finish, launcher, outcome, ranks, train, wait
-from tests.training import chats, run_config
-from train import loop
+from tests.training import chats, run_config, tiny_target
+from train import curve, loop
 from train import state as disk
-from train.data import Plan
+from train.data import Plan, load_rows
 
-STEPS = 24
-PER_EPOCH = 11  # steps, of the 47 rows to train on
-SMALL = (f"steps={STEPS}", "micro_batch=1", "log_every=3")
+SMALL = ("micro_batch=1", "log_every=3")
 TERM, KILL = signal.SIGTERM, signal.SIGKILL
 
 
 class Place:
-    """Data, and the uninterrupted runs that others are compared with."""
+    """Data, and the uninterrupted runs that others are compared with: `steps` steps, which are more than two epochs of
+    `per_epoch`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.data = folder, chats(folder / "data.jsonl")
+    def __init__(self, folder: Path, steps: int, rows: int) -> None:
+        self.folder, self.data, self.steps = folder, chats(folder / "data.jsonl", rows), steps
+        cfg, target = run_config(self.data, folder / "none"), tiny_target()
+        found = load_rows(cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length)
+        self.per_epoch = Plan(found, cfg.batch_size, cfg.data.window, cfg.seed).per_epoch
+        assert 2 * self.per_epoch < steps
         self._whole: dict[Any, tuple[str, str]] = {}
         self.pace = 0.05  # seconds from one step to the next, with a save between
         self._count = 0
@@ -44,7 +47,9 @@ class Place:
         return self.folder / f"{name}{self._count}"
 
     def action(self, out: Path, *more: str) -> Callable[[], None]:
-        return partial(train, self.data, out, *SMALL, *more)
+        keys = (f"steps={self.steps}", *SMALL, *more)
+        run_config(self.data, out, *keys)  # composed in the parent, for all its children
+        return partial(train, self.data, out, *keys)
 
     def whole(self, world: int = 1) -> tuple[str, str]:
         if world not in self._whole:
@@ -54,9 +59,9 @@ class Place:
             if marks.seen() > 2:  # unread until now: take the pace from the file times of what it left
                 lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
                 times = [line["time"] for line in lines if "loss" in line]
-                self.pace = (times[-1] - times[0]) / (STEPS - 3)
+                self.pace = (times[-1] - times[0]) / (self.steps - 3)
             marks.close()
-            self._whole[world] = outcome(out, STEPS)
+            self._whole[world] = outcome(out, self.steps)
         return self._whole[world]
 
     def resumed(self, world: int, out: Path, *more: str) -> bool:
@@ -65,12 +70,19 @@ class Place:
         if codes != [0] * world:
             return False
         tidy = not list(out.rglob(".tmp-*")) and not list(out.rglob(".old-*"))
-        return tidy and outcome(out, STEPS) == self.whole(world)
+        return tidy and outcome(out, self.steps) == self.whole(world)
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    return Place(tmp_path_factory.mktemp("faults"))
+    """For the fast suite: runs of half the length."""
+    return Place(tmp_path_factory.mktemp("faults"), 12, 24)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """For the campaigns."""
+    return Place(tmp_path_factory.mktemp("campaign"), 24, 48)
 
 
 # kill -9 ------------------------------------------------------------------------------------------------------------
@@ -87,7 +99,7 @@ def kills(place: Place, count: int, seed: int) -> dict[str, int]:
         beside = "true" if done % 2 else "false"
         children = ranks(world, marks.steps(place.action(out, "save_every=1", f"async_save={beside}")),
                          out.with_suffix(".txt"))
-        steps = world * chance.randrange(1, STEPS)
+        steps = world * chance.randrange(1, place.steps)
         while marks.seen() < steps and all(os.waitpid(c, os.WNOHANG) == (0, 0) for c in children):
             time.sleep(0.001)
         time.sleep(chance.random() * place.pace)
@@ -108,12 +120,12 @@ def kills(place: Place, count: int, seed: int) -> dict[str, int]:
 
 
 def test_killed_runs_resume_to_the_same_bits(place: Place) -> None:
-    assert kills(place, 10, 0)["good"] == 10
+    assert kills(place, 5, 0)["good"] == 5
 
 
 @pytest.mark.slow
-def test_fifty_killed_runs_resume_to_the_same_bits(place: Place) -> None:
-    found = kills(place, 50, 1)
+def test_fifty_killed_runs_resume_to_the_same_bits(large: Place) -> None:
+    found = kills(large, 50, 1)
     record("kill9", what="`kill -9` at random moments of stepping and saving, then the same command",
            result=f"{found['good']}/50 resume, weights and optimizer bitwise equal", met=found["good"] == 50, trials=50,
            **found)  # fmt: skip
@@ -123,13 +135,13 @@ def test_fifty_killed_runs_resume_to_the_same_bits(place: Place) -> None:
 # resume -------------------------------------------------------------------------------------------------------------
 
 
-def stops(seed: int) -> list[tuple[int, int, int]]:
+def stops(place: Place, seed: int) -> list[tuple[int, int, int]]:
     """(step, micro-batch of it, signal) of 20 interruptions: the first step, the last, before and after the edges of
     the epochs, inside accumulation, and wherever chance falls."""
-    chance = random.Random(seed)
-    fixed = [(0, 0, TERM), (0, 1, KILL), (STEPS - 1, 1, TERM), (STEPS - 1, 1, KILL), (PER_EPOCH - 1, 1, TERM),
-             (PER_EPOCH, 0, TERM), (2 * PER_EPOCH - 1, 1, KILL), (2 * PER_EPOCH, 0, KILL)]
-    return fixed + [(chance.randrange(STEPS), chance.randrange(2), chance.choice((TERM, KILL))) for _ in range(12)]
+    chance, last, edge = random.Random(seed), place.steps - 1, place.per_epoch
+    fixed = [(0, 0, TERM), (0, 1, KILL), (last, 1, TERM), (last, 1, KILL), (edge - 1, 1, TERM), (edge, 0, TERM),
+             (2 * edge - 1, 1, KILL), (2 * edge, 0, KILL)]
+    return fixed + [(chance.randrange(last + 1), chance.randrange(2), chance.choice((TERM, KILL))) for _ in range(12)]
 
 
 def resumes(place: Place, world: int, points: list[tuple[int, int, int]]) -> int:
@@ -162,18 +174,19 @@ def resumes(place: Place, world: int, points: list[tuple[int, int, int]]) -> int
 
 
 def test_stopped_runs_resume_to_the_same_bits(place: Place) -> None:
-    points = [(0, 1, KILL), (PER_EPOCH - 1, 1, TERM), (STEPS - 1, 1, TERM)]
+    points = [(0, 1, KILL), (place.per_epoch - 1, 1, TERM), (place.steps - 1, 1, TERM)]
     assert resumes(place, 1, points) == 3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
-def test_twenty_stops_resume_to_the_same_bits(place: Place, world: int) -> None:
-    good = resumes(place, world, stops(world))
+def test_twenty_stops_resume_to_the_same_bits(large: Place, world: int) -> None:
+    points = stops(large, world)
+    good = resumes(large, world, points)
     names = {1: "one process", 2: "two processes"}
     record(f"resume{world}", what=f"stopped or killed at 20 steps (first, last, epoch edges, inside accumulation), "
            f"{names[world]}", result=f"{good}/20 bitwise equal", met=good == 20, trials=20, good=good,
-           points=[[s, m, signal.Signals(n).name] for s, m, n in stops(world)])  # fmt: skip
+           points=[[s, m, signal.Signals(n).name] for s, m, n in points])  # fmt: skip
     assert good == 20
 
 
@@ -208,12 +221,12 @@ def elastic(place: Place, worlds: list[int], stops: list[int]) -> tuple[list[Any
 
         Plan.waste, Plan.micro_batches = (lambda *a, **k: 0.0), told  # type: ignore[method-assign, assignment]
         loop._report, loop._step = loss, stopping
-        loop.fit(run_config(place.data, out, *SMALL, "dtype=float64", "save_every=0", "log_every=1"),
-                 faults.HEADS["medusa"])  # fmt: skip
+        more = (f"steps={place.steps}", "dtype=float64", "save_every=0", "log_every=1")
+        loop.fit(run_config(place.data, out, *SMALL, *more), faults.HEADS["medusa"])
 
-    for world, stop in zip(worlds, [*stops, STEPS + 1], strict=True):
+    for world, stop in zip(worlds, [*stops, place.steps + 1], strict=True):
         codes = finish(world, partial(segment, stop), out / "said")
-        assert codes == [75 if stop <= STEPS else 0] * world, (out / "said").parent
+        assert codes == [75 if stop <= place.steps else 0] * world, (out / "said").parent
     rows: dict[int, list[int]] = {}
     for world in set(worlds):
         parts = [[json.loads(line) for line in (out / f"seen-{r}-{world}.jsonl").read_text().splitlines()]
@@ -226,18 +239,19 @@ def elastic(place: Place, worlds: list[int], stops: list[int]) -> tuple[list[Any
                 order[r::world] = line["rows"]
             rows[k] = order
     losses = [json.loads(line) for line in (out / "losses.jsonl").read_text().splitlines()]
-    assert [k for k, _ in losses] == list(range(1, STEPS + 1))
-    return [rows[k] for k in range(STEPS)], {k: float.fromhex(x) for k, x in losses}
+    assert [k for k, _ in losses] == list(range(1, place.steps + 1))
+    return [rows[k] for k in range(place.steps)], {k: float.fromhex(x) for k, x in losses}
 
 
 @pytest.mark.slow
-def test_one_two_one_processes(place: Place) -> None:
-    alone, changing = elastic(place, [1], []), elastic(place, [1, 2, 1], [9, 17])
+def test_one_two_one_processes(large: Place) -> None:
+    alone, changing = elastic(large, [1], []), elastic(large, [1, 2, 1], [9, 17])
     apart = max(abs(alone[1][k] - changing[1][k]) for k in alone[1])
     same = alone[0] == changing[0]
     record("elastic", what="1 → 2 → 1 processes in one run, against one process (fp64)",
            result=f"{'the same rows in the same order' if same else 'other rows'}, losses within {apart:.1e} (limit "
-           "1e-9)", met=same and apart <= 1e-9, steps=STEPS, changes_at=[9, 17], largest=apart, limit=1e-9)  # fmt: skip
+           "1e-9)", met=same and apart <= 1e-9, steps=large.steps, changes_at=[9, 17], largest=apart,
+           limit=1e-9)  # fmt: skip
     assert same and apart <= 1e-9
 
 
@@ -255,7 +269,9 @@ def signals(place: Place, count: int, seed: int) -> dict[str, int]:
         out.mkdir()
         number = chance.choice((TERM, signal.SIGINT, *(() if who == "parent" else (signal.SIGUSR1, signal.SIGUSR2))))
 
-        def worker(out: Path = out, marks: Marks = marks) -> None:
+        action = place.action(out, "save_every=1", "eval.every=5", "eval.prompts=2", "eval.max_new_tokens=4")
+
+        def worker(out: Path = out, marks: Marks = marks, action: Callable[[], None] = action) -> None:
             rank, step, load = os.environ["RANK"], loop._step, loop.load_target
             (out / f"pid{rank}").write_text(str(os.getpid()))
 
@@ -269,15 +285,15 @@ def signals(place: Place, count: int, seed: int) -> dict[str, int]:
                 return asked
 
             loop.load_target, loop._step = loading, counted
+            curve._png = lambda known: b""  # a picture takes longer than the run
             try:
-                marks.steps(place.action(out, "save_every=1", "eval.every=5", "eval.prompts=2",
-                                         "eval.max_new_tokens=4"))()  # fmt: skip
+                marks.steps(action)()
             except BaseException as error:
                 (out / f"end{rank}").write_text(f"{getattr(error, 'code', '?')} {error}")
                 raise
 
         parent = launcher(worker, 0, out.with_suffix(".txt"))
-        steps = 2 * (1 + chance.randrange(0, STEPS - 4))  # of both ranks; the first stand before the start
+        steps = 2 * (1 + chance.randrange(0, place.steps - 4))  # of both ranks; the first stand before the start
         while marks.seen() < steps:
             time.sleep(0.001)
         time.sleep(chance.random() * place.pace)
@@ -303,8 +319,8 @@ def test_a_signal_to_one_rank_saves_and_stops_both(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_twenty_signals_leave_the_last_step(place: Place) -> None:
-    found = signals(place, 20, 1)
+def test_twenty_signals_leave_the_last_step(large: Place) -> None:
+    found = signals(large, 20, 1)
     record("signals", what="signals at random moments to torchrun, rank 0 or rank 1 of two",
            result=f"{found['good']}/20 both stop at one step, its checkpoint is sound, resumed bitwise equal",
            met=found["good"] == 20, trials=20, **found)  # fmt: skip
@@ -318,7 +334,7 @@ def restarts(place: Place, count: int, seed: int) -> int:
     """One of two ranks under torchrun's agent is killed at a random micro-batch; the agent starts both again."""
     chance, good = random.Random(seed), 0
     for turn in range(count):
-        out, hit, call = place.fresh("restart"), str(turn % 2), chance.randrange(2, 2 * STEPS + 1)
+        out, hit, call = place.fresh("restart"), str(turn % 2), chance.randrange(2, 2 * place.steps + 1)
         out.mkdir()
 
         def once(out: Path = out, hit: str = hit) -> None:
@@ -328,7 +344,7 @@ def restarts(place: Place, count: int, seed: int) -> int:
 
         run = at_call(call, once, place.action(out, "save_every=3"))
         code = wait(launcher(run, 3, out.with_suffix(".txt")))
-        good += code == 0 and (out / "killed").exists() and outcome(out, STEPS) == place.whole(2)
+        good += code == 0 and (out / "killed").exists() and outcome(out, place.steps) == place.whole(2)
     return good
 
 
@@ -337,8 +353,8 @@ def test_a_killed_rank_is_restarted_and_resumes(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_ten_killed_ranks_are_restarted_and_resume(place: Place) -> None:
-    good = restarts(place, 10, 1)
+def test_ten_killed_ranks_are_restarted_and_resume(large: Place) -> None:
+    good = restarts(large, 10, 1)
     record("restarts", what="one of two ranks killed at random steps under torchrun with restarts",
            result=f"{good}/10 finish by themselves, bitwise equal", met=good == 10, trials=10, good=good)  # fmt: skip
     assert good == 10

@@ -16,7 +16,7 @@ from decode.target import Target
 from scripts.lib.reliability import record
 from tests.faults import Shaky, at_call, digest, finish, train
 from tests.test_features import SHAPE, written
-from tests.training import chats
+from tests.training import chats, run_config
 from train import features, loop
 from train import state as disk
 
@@ -33,7 +33,9 @@ class Place:
         self._whole: dict[tuple[int, bool], Path] = {}
 
     def more(self, kind: str) -> list[str]:
-        return [f"data.features={self.folder / 'features'}"] if kind == "data" else []
+        keys = [f"data.features={self.folder / 'features'}"] if kind == "data" else []
+        run_config(self.data, self.folder, *SMALL, *keys)  # composed in the parent, for all its children
+        return keys
 
     def whole(self, world: int, kind: str) -> Path:
         key = (world, kind == "data")
@@ -94,7 +96,7 @@ def stopped(place: Place, kind: str, world: int, rank: int, step: int) -> bool:
     """Whether all ranks end with code 2 before update `step`, say which rows, and leave the checkpoint before it as the
     undisturbed run has it."""
     out = place.folder / f"{kind}-{world}-{rank}-{step}"
-    made = out.with_suffix("")
+    made, more = out.with_suffix(""), place.more(kind)
 
     def counted() -> None:
         update = torch.optim.AdamW.step
@@ -106,7 +108,7 @@ def stopped(place: Place, kind: str, world: int, rank: int, step: int) -> bool:
             return update(self, closure)
 
         torch.optim.AdamW.step = counting  # type: ignore[method-assign]
-        train(place.data, out, *SMALL, *place.more(kind))
+        train(place.data, out, *SMALL, *more)
 
     codes = finish(world, poison(kind, counted, step * 4 // world + 2, str(rank)), made.with_suffix(".txt"))
     updates = [len(out.with_name(f"{out.name}.calls{r}").read_text()) for r in range(world)]
