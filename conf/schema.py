@@ -35,7 +35,19 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from conf.errors import CheckFailed, Interrupted, UserError
-from conf.typed import convert, docs, key_of, keys, knows, nearest, nested_schema, raise_all, to_typed, unknown_key
+from conf.typed import (
+    convert,
+    docs,
+    key_of,
+    keys,
+    knows,
+    nearest,
+    nested_schema,
+    raise_all,
+    to_typed,
+    unknown_key,
+    wrong_kind,
+)
 
 __all__ = ["CONF", "compose", "entry", "to_typed"]
 
@@ -47,6 +59,8 @@ DISK = {
     errno.EDQUOT: "free some of your quota, or write elsewhere",
     errno.EROFS: "choose a folder that can be written",
     errno.EACCES: "mend the permissions, or choose another folder",
+    errno.ENOTDIR: "a part of this path is a file: choose another folder",
+    errno.ENAMETOOLONG: "choose a shorter name",
 }
 T = TypeVar("T")
 
@@ -194,8 +208,7 @@ def options_here(conf_dir: Path, group: str, schema: type) -> set[str]:
 
 def _kind_fits(option: Path, nested: type) -> bool:
     found = OmegaConf.load(option)
-    kind = found.get("kind") if isinstance(found, DictConfig) else None
-    return kind is None or not any(p.startswith("kind:") for p in convert(OmegaConf.create({"kind": kind}), nested)[1])
+    return not isinstance(found, DictConfig) or not wrong_kind(found, nested)
 
 
 def _readable(error: HydraException, conf_dir: Path) -> str:

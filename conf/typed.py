@@ -141,6 +141,9 @@ def _dataclass(cfg: DictConfig, schema: Any, prefix: str, root: type, problems: 
     hints = typing.get_type_hints(schema)
     fields = {key_of(f.name): f for f in dataclasses.fields(schema) if f.init}
     known = list(keys(root))
+    if prefix and (wrong := wrong_kind(cfg, schema)):
+        problems.append(prefix + wrong)  # its keys belong to another schema: each would be a problem of its own
+        return INVALID
     for key in cfg:
         if str(key) not in fields:
             problems.append(unknown_key(prefix + str(key), known))
@@ -168,6 +171,15 @@ def _dataclass(cfg: DictConfig, schema: Any, prefix: str, root: type, problems: 
     for line in made.validate() if hasattr(made, "validate") else []:
         problems.append(line if line.startswith(prefix) else prefix + line)
     return made
+
+
+def wrong_kind(cfg: DictConfig, schema: Any) -> str:
+    """What is wrong with the `kind` of a group's options, where the schema's own rule takes others; "" if nothing."""
+    known = {field.name for field in dataclasses.fields(schema)}
+    if "kind" not in known or "kind" not in cfg or OmegaConf.is_missing(cfg, "kind"):
+        return ""
+    _, problems = convert(OmegaConf.create({"kind": cfg["kind"]}), schema)
+    return next((line for line in problems if line.startswith("kind:") and "; set kind=" not in line), "")
 
 
 def _value(raw: Any, hint: Any, key: str, root: type, problems: list[str]) -> Any:
