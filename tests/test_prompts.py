@@ -3,11 +3,13 @@
 import json
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from conf.errors import UserError
 from decode.tiny import byte_tokenizer
+from scripts.lib.files import sha256
 from scripts.lib.prompts import DEMO, Prompt, chat_ids, load_prompts, user_header
 
 
@@ -53,6 +55,15 @@ def test_mistakes_name_file_and_line(tmp_path, line: str, message: str) -> None:
     path.write_text('{"prompt": "a", "id": "x"}\n' + line + "\n")
     with pytest.raises(UserError, match=re.escape(f"{path}:2: ") + ".*" + message):
         load_prompts(path)
+
+
+def test_the_projects_own_prompts_are_found_from_any_folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    mine = "scripts/prompts/demo.jsonl"
+    assert load_prompts(mine) == load_prompts(DEMO) and sha256(Path(mine)) == sha256(DEMO)
+    (tmp_path / "scripts" / "prompts").mkdir(parents=True)
+    (tmp_path / mine).write_text('{"prompt": "own"}')
+    assert [p.turns for p in load_prompts(mine)] == [["own"]]
 
 
 def test_unreadable_files(tmp_path) -> None:

@@ -44,8 +44,15 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
+def here(path: Path) -> Path:
+    """`path`; where it is relative and not found, the repository's file of that name, so that the prompts that come
+    with it are found from any folder."""
+    return path if path.exists() or not (ROOT / path).is_file() else ROOT / path
+
+
 def sha256(path: Path) -> str:
-    with open(path, "rb") as file:
+    """Of a file's bytes; it is looked for as `here` does."""
+    with open(here(path), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

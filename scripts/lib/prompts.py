@@ -11,6 +11,7 @@ from typing import Any
 
 from conf.errors import UserError
 from conf.jsonl import is_array, no_array
+from scripts.lib.files import here
 
 DEMO = Path(__file__).resolve().parents[1] / "prompts" / "demo.jsonl"
 
@@ -32,7 +33,7 @@ def load_prompts(path: str | Path, bad: list[dict[str, str]] | None = None) -> l
     bad: takes {name, reason} of rows that cannot be asked (no user turn, malformed), which are then left out.
     Raises UserError with file:line: no such file, malformed JSON, no turns, no user turn, an id twice, empty
     file."""
-    path = Path(path).expanduser()
+    path = here(Path(path).expanduser())
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # not splitlines: text may hold U+2028
     except IsADirectoryError as e:
