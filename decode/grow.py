@@ -9,6 +9,7 @@ Shape letters: B live rows, D width of a state, Vd draft vocabulary, W tokens re
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -129,10 +130,10 @@ def sampled(
     device, ids = steps.device, steps.draft_ids()
     count = steps.state.shape[0]
     shape = TreeShape(tuple(p for p in shape.paths if len(p) <= levels))
-    layout, every = shape.layout(device), torch.arange(count, device=device)
+    layout = shape.layout(device)
     tokens = torch.zeros(count, len(shape), dtype=torch.int64, device=device)
     drawn = torch.ones(count, len(shape), dtype=torch.bool, device=device)
-    laws: list[Tensor] = []
+    laws: list[Tensor] = []  # by level
     law_row = torch.zeros(len(shape), dtype=torch.int64)
     kids = [[i for i in row if i >= 0] for row in layout.children[0].tolist()]  # by slot
     read: list[int] = []  # nodes read so far
@@ -147,21 +148,46 @@ def sampled(
             seen = layout.mask[0][torch.tensor(parents, device=device)][:, slots].expand(count, -1, -1)
             state = steps.extend(tokens[:, nodes], above, seen, level)
             states |= {slot: state[:, j] for j, slot in enumerate(parents)}
-        for slot in parents:
-            logits = steps.logits(states[slot])
-            law = sampling.draft_law(logits)
-            left, spare = law.clone(), logits.float()
-            for node in kids[slot]:
-                number = torch.full_like(every, node)
-                none = left.sum(-1) <= 0
-                place = torch.where(none, spare.argmax(-1), rng.draft(left, every, number))
-                left.scatter_(1, place[:, None], 0.0)
-                spare.scatter_(1, place[:, None], -torch.inf)
-                tokens[:, node], drawn[:, node] = (place if ids is None else ids[place]), ~none
-                law_row[node] = len(laws)
-            laws.append(law)
-    proposal = Proposal(torch.stack(laws, 1), law_row.to(device).expand(count, -1), ids)
+        else:
+            state = steps.state[:, None]
+        logits = steps.logits(state)
+        law = sampling.draft_law(logits.flatten(0, 1)).view(logits.shape)
+        nodes, place, fresh = siblings(law, logits, [kids[slot] for slot in parents], rng)
+        tokens[:, nodes], drawn[:, nodes] = (place if ids is None else ids[place]), fresh
+        for row, slot in enumerate(parents, start=sum(one.shape[1] for one in laws)):
+            law_row[kids[slot]] = row
+        laws.append(law)
+    proposal = Proposal(torch.cat(laws, 1), law_row.to(device).expand(count, -1), ids)
     return DraftTree.static(shape, tokens, shape.size_at(budget), drawn, proposal)
+
+
+def siblings(law: Tensor, logits: Tensor, kids: Sequence[Sequence[int]], rng: Rng) -> tuple[list[int], Tensor, Tensor]:
+    """Draw the children of P parents, the elder ones of all parents first, without replacement among siblings.
+
+    law, logits: [B, P, Vd] of the parents' children. kids: for each parent the numbers of its children in draw order,
+    which address the random numbers. Returns the numbers of all children, their places in the draft vocabulary
+    [B, K] int64 and [B, K] bool, false where the law had no token left and the best remaining logit was taken.
+    """
+    count, left, spare = law.shape[0], law.clone(), logits.float().clone()
+    every = torch.arange(count, device=law.device)
+    nodes: list[int] = []
+    places, fresh = [], []
+    most = max(map(len, kids))
+    for rank in range(most):
+        who = [j for j, below in enumerate(kids) if len(below) > rank]
+        numbers = [kids[j][rank] for j in who]
+        mine, rest = left[:, who], spare[:, who]
+        address = torch.tensor(numbers, device=law.device).repeat(count)
+        drawn = rng.draft(mine.flatten(0, 1), every.repeat_interleave(len(who)), address).view(count, -1)
+        none = mine.sum(-1) <= 0
+        place = torch.where(none, rest.argmax(-1), drawn)
+        nodes += numbers
+        places.append(place)
+        fresh.append(~none)
+        if rank + 1 < most:
+            left[:, who] = mine.scatter(2, place[..., None], 0.0)
+            spare[:, who] = rest.scatter(2, place[..., None], -torch.inf)
+    return nodes, torch.cat(places, 1), torch.cat(fresh, 1)
 
 
 def tree_layout(parents: Tensor, depth: Tensor, levels: int) -> Layout:

@@ -32,7 +32,7 @@ HEADS: dict[str, type[Head]] = {
     "small_lm": SmallLM,
 }
 SHAPES = ("chain", "tree")
-ADAPTIVE, SAMPLED = "@adaptive", "@sampled"
+ADAPTIVE, DRAWS = "@adaptive", ("@sampled", "@fixed")
 WATCHED = {"@monitor": False, "@fallback": True}
 
 
@@ -43,7 +43,8 @@ def resolve_drafter(spec: str, target: Target) -> Drafter:
     Where scripts/tune.py has left its choice in the head's folder, that is how the head drafts; "@chain:4" or
     "@tree:16" (levels, nodes; "ngram@4" too) ask for something else. "@monitor" behind a tuned drafter warns when a
     request stays below break-even, "@fallback" decodes it plainly then (decode.monitor).
-    "@sampled" behind a head, or its tree, draws the tree's candidates without replacement where T > 0.
+    Where T > 0 a head draws the candidates of its tree without replacement ("@sampled" behind a head, or its tree, asks
+    for it where head.tree_draw was fixed); "@fixed" takes the most probable ones instead.
     "@adaptive" behind any of them but "none" lets every row draft as deep as its own acceptance so far pays for
     (decode.adaptive). The drafter's name is `spec`. Raises UserError for anything else, for a tree on a target that
     takes chains only, for a head of another target, and for a model with another tokenizer.
@@ -58,8 +59,8 @@ def resolve_drafter(spec: str, target: Target) -> Drafter:
         adaptive = Adaptive(resolve_drafter(plain, target))
         adaptive.name = spec
         return adaptive
-    path, _, shape = spec.removesuffix(SAMPLED).partition("@")
-    drawn = spec.endswith(SAMPLED)
+    drawn = next((how for how in DRAWS if spec.endswith(how)), "")
+    path, _, shape = spec.removesuffix(drawn).partition("@")
     if path in ("none", "ngram"):
         if drawn:
             raise UserError(f"drafters: {spec}: {path} has no tree to draw; write {path}")
@@ -82,8 +83,8 @@ def resolve_drafter(spec: str, target: Target) -> Drafter:
             if shape == "chain":
                 raise UserError(f"drafters: {spec}: a chain is drawn where T > 0 anyway; write {path}@chain")
             if head is None:
-                raise UserError(f"drafters: {spec}: @sampled is for trained heads; leave it out")
-            head.sample_trees()
+                raise UserError(f"drafters: {spec}: {drawn} is for trained heads; leave it out")
+            head.draw_trees(drawn[1:])
             shape = shape or "tree"
         left = tuned.read(find_head(path)) if head else None
         settings = asked or (left.choose(shape) if left else None)

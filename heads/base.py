@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from conf.errors import UserError
 from decode.drafters import Drafter
 from decode.identity import Identity
 from decode.target import Target
@@ -137,12 +136,10 @@ class Head(nn.Module):
         """A drafter over a copy of these weights in the target's dtype. shape: "chain", "tree" or None (its own)."""
         raise TypeError(f"{type(self).__name__} must define drafter")
 
-    def sample_trees(self) -> None:
-        """From now on the tree drafters of this head draw siblings without replacement where T > 0, instead of taking
-        the most probable ones. Raises UserError when the head has no such trees."""
-        if not hasattr(self.cfg, "tree_draw"):
-            raise UserError(f"drafters: {self.kind}: its trees hold the most probable tokens; leave @sampled out")
-        self.cfg.tree_draw = "sampled"
+    def draw_trees(self, how: str) -> None:
+        """From now on the tree drafters of this head take their candidates so where T > 0: "sampled" = drawn, siblings
+        without replacement; "fixed" = the most probable ones."""
+        self.cfg.tree_draw = how  # type: ignore[attr-defined]  # every kind of head has the key
 
     def forced(self, batch: Batch, target: Target, levels: int) -> Iterator[tuple[Tensor, int, Tensor]]:
         """What a draft of `levels` would be if every token before were the text's: (flat [m], level, logits [m, Vd]),

@@ -92,7 +92,6 @@ class MedusaHead(ParallelHead):
     markov_out [Vd, r] (None without a Markov term); the rest as in ParallelHead."""
 
     kind = "medusa"
-    sampled_trees = False
     Config = MedusaConfig
     markov_in: nn.Parameter | None
     markov_out: nn.Parameter | None
@@ -139,10 +138,4 @@ class MedusaHead(ParallelHead):
         form = TreeShape.chain(self.cfg.heads) if kind == "chain" else self.tree()
         if self.markov_in is not None:
             return MarkovDrafter(self, target, form, kind)
-        return MedusaDrafter(self, target, form, kind, self.sampled_trees)
-
-    def sample_trees(self) -> None:
-        """See Head."""
-        if self.markov_in is not None:
-            super().sample_trees()
-        self.sampled_trees = True
+        return MedusaDrafter(self, target, form, kind)

@@ -48,6 +48,8 @@ class ParallelConfig(HeadConfig):
     shape: str = "tree"
     # nodes of the draft tree
     nodes: int = 16
+    # tree at temperature > 0: sampled = drawn without replacement, fixed = the most probable tokens
+    tree_draw: str = "sampled"
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
@@ -60,6 +62,8 @@ class ParallelConfig(HeadConfig):
             found.append(f"decay: {self.decay} is outside (0, 1]; 0.8 is usual")
         if self.shape not in ("chain", "tree"):
             found.append(f"shape: {self.shape!r}; choose chain or tree")
+        if self.tree_draw not in ("sampled", "fixed"):
+            found.append(f"tree_draw: {self.tree_draw!r}; choose sampled or fixed")
         return found
 
 

@@ -2,8 +2,8 @@
 
 In one shot, when no head looks at drafted tokens (Medusa): all levels at once. Level by level, when head d reads the
 tokens of a node's own path (Hydra heads, Medusa's Markov term): the children of a node come from its own logits.
-Candidates of a tree are the top ranks at any temperature, so each is verified as a point mass; Medusa's may be drawn at
-T > 0 instead, siblings without replacement.
+Where T > 0 the candidates of a tree are drawn, siblings without replacement, or they are the top ranks at any
+temperature (`tree_draw=fixed`), each verified as a point mass.
 
 Shape letters: B live rows, D width, K heads, L blocks, Vd draft vocabulary, N tree nodes, P parents of one level.
 """
@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from decode.grow import siblings
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
@@ -32,6 +33,7 @@ class LastFeature:
 
     def __init__(self, head: ParallelHead, target: Target, shape: TreeShape, kind: str) -> None:
         self.name, self.kind, self.shape = f"{head.kind}@{kind}", head.kind, kind
+        self.drawn = head.cfg.tree_draw == "sampled"  # at T > 0 the siblings of a tree
         self.taps, self.max_nodes, self.max_depth = head.taps, len(shape), shape.depth
         self.vocab, self.device = head.ids(), target.device
         self.cuts = {d: TreeShape(tuple(p for p in shape.paths if len(p) <= d)) for d in range(shape.depth + 1)}
@@ -70,9 +72,9 @@ class LastFeature:
 class MedusaDrafter(LastFeature):
     """All levels at once: the heads read the last feature alone."""
 
-    def __init__(self, head: MedusaHead, target: Target, shape: TreeShape, kind: str, drawn: bool = False) -> None:
+    def __init__(self, head: MedusaHead, target: Target, shape: TreeShape, kind: str) -> None:
         super().__init__(head, target, shape, kind)
-        depth, self.drawn = shape.depth, drawn  # drawn: a tree's siblings are sampled where T > 0
+        depth = shape.depth
         self.weight = head.block_weight.detach()[:depth].to(target.dtype, copy=True).transpose(2, 3)
         self.bias = head.block_bias.detach()[:depth, :, None].to(target.dtype, copy=True)
         rank = [[p[-1] for p in shape.paths], [len(p) - 1 for p in shape.paths]]
@@ -119,22 +121,19 @@ class MedusaDrafter(LastFeature):
         """Siblings drawn one after the other from their level's law, without replacement: which nodes exist does not
         depend on what was drawn. Where a truncated law has run out of tokens, the next best one stands in as a
         deterministic candidate."""
-        rows, device = logits.shape[1], logits.device
-        every = torch.arange(rows, device=device)
-        laws = [sampling.draft_law(level) for level in logits]
-        left: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # by parent: what its law and its logits still hold
-        tokens = torch.zeros(rows, len(shape), dtype=torch.int64, device=device)
-        drawn = torch.ones(rows, len(shape), dtype=torch.bool, device=device)
-        for i, path in enumerate(shape.paths):
-            at = len(path) - 1
-            law, spare = left.setdefault(path[:-1], (laws[at].clone(), logits[at].float().clone()))
-            empty = law.sum(-1) <= 0
-            place = torch.where(empty, spare.argmax(-1), rng.draft(law, every, torch.full_like(every, i)))
-            law.scatter_(1, place[:, None], 0.0)
-            spare.scatter_(1, place[:, None], -torch.inf)
-            tokens[:, i], drawn[:, i] = self.tokens(place), ~empty
-        level = self.level[: len(shape)].expand(rows, -1)
-        return DraftTree.static(shape, tokens, size, drawn, Proposal(torch.stack(laws, 1), level, self.vocab))
+        depth, rows, width = logits.shape
+        law = sampling.draft_law(logits.flatten(0, 1)).view(depth, rows, width)
+        tokens = torch.zeros(rows, len(shape), dtype=torch.int64, device=logits.device)
+        drawn = torch.ones(rows, len(shape), dtype=torch.bool, device=logits.device)
+        for level in range(depth):
+            kids: dict[tuple[int, ...], list[int]] = {}  # by parent
+            for i in shape.level(level):
+                kids.setdefault(shape.paths[i][:-1], []).append(i)
+            one, z = (x[level][:, None].expand(rows, len(kids), width) for x in (law, logits))
+            nodes, place, fresh = siblings(one, z, list(kids.values()), rng)
+            tokens[:, nodes], drawn[:, nodes] = self.tokens(place), fresh
+        level_of = self.level[: len(shape)].expand(rows, -1)
+        return DraftTree.static(shape, tokens, size, drawn, Proposal(law.transpose(0, 1), level_of, self.vocab))
 
 
 class LevelDrafter(LastFeature):
@@ -143,16 +142,21 @@ class LevelDrafter(LastFeature):
     def __init__(self, head: ParallelHead, target: Target, shape: TreeShape, kind: str) -> None:
         super().__init__(head, target, shape, kind)
         slot = {path: i + 1 for i, path in enumerate(shape.paths)} | {(): 0}
-        self.levels: list[tuple[range, int, Tensor, Tensor, Tensor]] = []
+        self.levels: list[tuple[range, int, Tensor, Tensor, Tensor, list[list[int]]]] = []
+        laws: list[int] = []  # by node: number of its parent among all parents
         for d in range(shape.depth):
             nodes = shape.level(d)
             parents = sorted({shape.paths[i][:-1] for i in nodes}, key=lambda p: slot[p])
             paths = [[slot[p[:j]] for j in range(d + 1)] for p in parents]
             place = [[parents.index(shape.paths[i][:-1]) for i in nodes], [shape.paths[i][-1] for i in nodes]]
             below, rank = torch.tensor(place, device=target.device)
-            width = 1 + max(place[1])
-            # nodes, children looked at, slots from the last token to each parent [P, d + 1], parent and rank of a node
-            self.levels.append((nodes, width, torch.tensor(paths, device=target.device), below, rank))
+            first = max(laws, default=-1) + 1
+            laws += [first + j for j in place[0]]
+            kids = [[i for i in nodes if shape.paths[i][:-1] == p] for p in parents]
+            # nodes, children looked at, slots from the last token to each parent [P, d + 1], parent and rank of a node,
+            # nodes of a parent
+            self.levels.append((nodes, 1 + max(place[1]), torch.tensor(paths, device=target.device), below, rank, kids))
+        self.law_row = torch.tensor(laws, dtype=torch.int64, device=target.device)
 
     def open(self, depth: int) -> Any:
         """What the levels below `depth` have in common; given to `level`."""
@@ -171,25 +175,25 @@ class LevelDrafter(LastFeature):
         if depth <= 0:
             return DraftTree.empty(rows, self.device)
         shape, common = self.cuts[depth], self.open(depth)
-        sampled = self.shape == "chain" and not sampling.greedy
+        sampled = not sampling.greedy and (self.drawn or self.shape == "chain")
         tokens = torch.zeros(rows, 1 + len(shape), dtype=torch.int64, device=self.device)
-        tokens[:, 0] = self.last
-        every, laws = torch.arange(rows, device=self.device), []
-        for d, (nodes, width, paths, below, rank) in enumerate(self.levels[:depth]):
+        tokens[:, 0], drafted = self.last, tokens[:, 1:]
+        drawn = torch.ones(rows, len(shape), dtype=torch.bool, device=self.device)
+        laws: list[Tensor] = []
+        for d, (nodes, width, paths, below, rank, kids) in enumerate(self.levels[:depth]):
             logits = self.level(d, tokens[:, paths], common)
             if sampled:
-                laws.append(sampling.draft_law(logits[:, 0]))
-                chosen = rng.draft(laws[-1], every, torch.full_like(every, d))[:, None]
+                laws.append(sampling.draft_law(logits.flatten(0, 1)).view(logits.shape))
+                order, place, fresh = siblings(laws[-1], logits, kids, rng)
+                drafted[:, order], drawn[:, order] = self.tokens(place), fresh
             else:
                 top = logits.argmax(-1, keepdim=True) if width == 1 else logits.topk(width, -1).indices
-                chosen = top[:, below, rank]
-            tokens[:, nodes.start + 1 : nodes.stop + 1] = self.tokens(chosen)
-        drafted, size = tokens[:, 1:].contiguous(), shape.size_at(budget)
+                drafted[:, nodes.start : nodes.stop] = self.tokens(top[:, below, rank])
+        size = shape.size_at(budget)
         if not sampled:
-            return DraftTree.static(shape, drafted, size)
-        law = torch.arange(depth, device=self.device).expand(rows, depth)
-        proposal = Proposal(torch.stack(laws, 1), law, self.vocab)
-        return DraftTree.chain(drafted, size, torch.ones_like(drafted, dtype=torch.bool), proposal)
+            return DraftTree.static(shape, drafted.contiguous(), size)
+        proposal = Proposal(torch.cat(laws, 1), self.law_row[: len(shape)].expand(rows, -1), self.vocab)
+        return DraftTree.static(shape, drafted.contiguous(), size, drawn, proposal)
 
 
 class MarkovDrafter(LevelDrafter):

@@ -49,8 +49,8 @@ class CertifyConfig:
 
     # folder for certificate.json and certificate.html
     out: str
-    # none, ngram, a run folder or a head folder; FOLDER@chain and FOLDER@tree choose the shape; @sampled behind a
-    # tree draws it without replacement where T > 0, @adaptive behind any of them adapts the draft length
+    # none, ngram, a run folder or a head folder; FOLDER@chain and FOLDER@tree choose the shape; @fixed behind a tree
+    # takes the most probable tokens where T > 0, @adaptive behind any of them adapts the draft length
     drafter: str
     # the frozen model whose law is at stake
     target: TargetConfig = field(default_factory=TargetConfig)

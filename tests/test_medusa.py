@@ -183,9 +183,9 @@ def test_chain_is_sampled_from_the_warped_law_at_temperature(target) -> None:
 def test_siblings_of_a_sampled_tree_are_drawn_without_replacement(target) -> None:
     """First siblings follow their level's law, second ones that law without the first; T = 0 takes the top ranks."""
     head = trained_like(target, MedusaConfig(heads=2, draft_vocab=12, nodes=6))
-    fixed = head.drafter(target, "tree")
-    head.sample_trees()
     drafter = head.drafter(target, "tree")
+    head.draw_trees("fixed")
+    fixed = head.drafter(target, "tree")
     rows = 6000
     for one in (fixed, drafter):
         one.reset(rows, 8)
@@ -212,20 +212,22 @@ def test_siblings_of_a_sampled_tree_are_drawn_without_replacement(target) -> Non
     assert bool(cut.sampled[:, paths.index((0,))].all()) and not bool(cut.sampled[:, paths.index((1,))].any())
 
 
-def test_sampled_trees_by_name(target, tmp_path) -> None:
+def test_how_trees_are_drawn_by_name(target, tmp_path) -> None:
     from heads import resolve_drafter, save_head
 
     save_head(trained_like(target), tmp_path / "m", target.identity)
-    drafter = resolve_drafter(f"{tmp_path}/m@tree@sampled", target)
-    assert (drafter.name, drafter.shape, drafter.drawn) == (f"{tmp_path}/m@tree@sampled", "tree", True)
-    assert resolve_drafter(f"{tmp_path}/m@sampled@adaptive", target).inner.drawn
-    assert not resolve_drafter(f"{tmp_path}/m@tree", target).drawn
-    for spec, words in (("m@chain@sampled", "drawn where T > 0 anyway"), ("ngram@sampled", "no tree to draw")):
+    old = trained_like(target, dataclasses.replace(FULL, tree_draw="fixed"))
+    save_head(old, tmp_path / "old", target.identity)
+    for spec, drawn in (("m@tree", True), ("m", True), ("m@tree@fixed", False), ("m@fixed", False), ("m@sampled", True),
+                        ("old@tree", False), ("old@tree@sampled", True), ("old@sampled", True)):  # fmt: skip
+        drafter = resolve_drafter(f"{tmp_path}/{spec}", target)
+        assert (drafter.name, drafter.shape, drafter.drawn) == (f"{tmp_path}/{spec}", "tree", drawn)
+    assert not resolve_drafter(f"{tmp_path}/m@fixed@adaptive", target).inner.drawn
+    for spec, words in (("m@chain@sampled", "drawn where T > 0 anyway"), ("m@chain@fixed", "drawn where T > 0 anyway"),
+                        ("ngram@sampled", "no tree to draw"), ("ngram@fixed", "no tree to draw")):  # fmt: skip
         with pytest.raises(UserError, match=words):
             resolve_drafter(spec if spec.startswith("ngram") else f"{tmp_path}/{spec}", target)
-    markov = trained_like(target, MedusaConfig(draft_vocab=12, markov_rank=4))
-    with pytest.raises(UserError, match="leave @sampled out"):
-        markov.sample_trees()
+    assert "tree_draw" in MedusaConfig(tree_draw="x").validate()[0]
 
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])

@@ -19,7 +19,7 @@ from decode.drafters import NoDraft
 from decode.engine import Request, generate
 from decode.rng import Rng
 from decode.sampling import Sampling
-from heads import HEADS, load_head, save_head
+from heads import HEADS, load_head, save_head, vocab
 from heads.base import Batch
 from heads.hydra_heads import HydraHeads, HydraHeadsConfig
 from heads.losses import LossWeights
@@ -346,3 +346,35 @@ def test_mistakes_in_the_configuration_are_named(tmp_path: Path, change: str, sa
 
 def test_kinds() -> None:
     assert HEADS["hydra_heads"] is HydraHeads and HEADS["medusa"] is MedusaHead
+
+
+@each
+@both_shapes
+def test_drawn_candidates_follow_their_own_laws(target, cfg, shape) -> None:
+    """T > 0: every node is drawn from the law of its own path, without its elder siblings; over many rows what is drawn
+    is on average what the stated laws say."""
+    head = trained_like(target, dataclasses.replace(cfg, draft_vocab=12, share_lm_head=False, nodes=7))
+    rows, depth = 3000, 3
+    head.calibration = {"paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]]}
+    drafter = head.drafter(target, shape)
+    drafter.reset(rows, 8)
+    drafter.begin([torch.tensor([5])] * rows, Sampling())
+    feats = torch.randn(1, 1, 1, head.width, generator=torch.Generator().manual_seed(0)).expand(rows, 1, 1, -1)
+    drafter.observe(torch.full((rows, 1), 7), feats, torch.ones(rows).long(), slice(0, rows))
+    rng = Rng(3, torch.arange(rows), torch.zeros(rows).long())
+    tree = drafter.propose(torch.full((rows,), depth), Sampling(temperature=1.2), rng)
+    tree.validate(target.vocab_size, drafter.max_nodes)
+    assert bool(tree.sampled.all()) and tree.proposal.replacement is False
+    places = vocab.places(head.ids(), tree.tokens)
+    parents = tree.parents[0].tolist()
+    for i, above in enumerate(parents):
+        law = tree.proposal.law[torch.arange(rows), tree.proposal.row[:, i]].double()
+        for elder in (j for j in range(i) if parents[j] == above):
+            law = law.scatter(1, places[:, elder, None], 0.0)
+        law /= law.sum(1, keepdim=True)
+        share = torch.nn.functional.one_hot(places[:, i], 12).double()
+        assert float((share - law).mean(0).abs().max()) < 4.5 * (0.25 / rows) ** 0.5, i
+    if shape == "tree":  # children of different tokens have laws of their own
+        first = [tree.proposal.law[r, tree.proposal.row[0, parents.index(0)]] for r in range(2)]
+        same = bool(tree.tokens[0, 0] == tree.tokens[1, 0])
+        assert len({int(r) for r in tree.proposal.row[0]}) == 5 and torch.equal(*first) == same

@@ -89,6 +89,22 @@ def test_sampled_chains_take_acceptance_from_real_cycles(
     assert len(report["acceptance"]["unconditional"]) == 2 and not (head / DECODE).exists()
 
 
+@pytest.mark.parametrize("shape, kinds", [("@tree", {"tree"}), ("", {"chain", "tree"})])
+def test_drawn_trees_are_measured_where_nothing_can_be_replayed(
+    tmp_path: Path, head: Path, target: Target, monkeypatch: pytest.MonkeyPatch, shape: str, kinds: set[str]
+) -> None:
+    pictures.left_out(monkeypatch)
+    assert run(f"drafter={head}{shape}", f"out={tmp_path}/out", "decode=sample", "max_nodes=9") == 0
+    report = json.loads((tmp_path / "out" / "tune.json").read_text())
+    trees = [r for r in report["rows"] if r["kind"] == "tree" and r["proposed"]]
+    assert {r["settings"]["nodes"] for r in trees} == {8, 9} and {r["kind"] for r in report["rows"]} == kinds
+    assert any("cannot be replayed" in note for note in report["notes"])
+    assert all(r["measured"]["tokens_per_second"] > 0 and r["error"] is not None for r in trees)
+    left = json.loads((head / DECODE).read_text())
+    drafter: Any = resolve_drafter(f"{head}@tree", target)
+    assert left["tree"]["nodes"] == drafter.max_nodes and drafter.drawn
+
+
 @pytest.mark.parametrize(
     "overrides, words",
     [(["drafter=none"], "drafter: none; give"), (["drafter=ngram@tree"], "chains only"),

@@ -8,14 +8,12 @@ tree         siblings drawn without replacement against the most probable ones
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from conf.errors import UserError
 from decode import stats
 from decode.drafters import Drafter
 from decode.engine import Cycle, Request, generate
@@ -48,12 +46,9 @@ class MostProbable:
 def lanes(path: str, target: Target) -> dict[str, Drafter]:
     """The drafters to compare for the head folder `path`: sampled and most probable chain, and so for trees."""
     head = load_head(find_head(path), target)
+    head.draw_trees("sampled")
     chain, tree = head.drafter(target, "chain"), head.drafter(target, "tree")
-    found: dict[str, Any] = {"sampled chain": chain, "chain": MostProbable(chain), "tree": MostProbable(tree)}
-    with contextlib.suppress(UserError):  # not every head can draw its tree
-        head.sample_trees()
-        found["sampled tree"] = head.drafter(target, "tree")
-    return found
+    return {"sampled chain": chain, "chain": MostProbable(chain), "tree": MostProbable(tree), "sampled tree": tree}
 
 
 def measure(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], sampling: Sampling, tokens: int,

@@ -143,13 +143,14 @@ def run(cfg: TuneConfig, target: Target, progress: Steps) -> dict[str, Any]:
     texts = family.record(tuning.ids, cfg.max_new_tokens, cfg.seed, tick)
     model, samples = tuning.model()
     found = family.candidates(model, cfg.batch_size, texts)
-    if not found:
+    drawn = {str(one): one for one in family.drawn()}  # proposed unseen: nothing predicts what they accept
+    if not found and not drawn:
         raise UserError(f"drafter: {cfg.drafter} accepted nothing that could be searched; give more prompts")
-    few = search.best_few(found, cfg.confirm)
+    few = search.best_few(found, cfg.confirm) if found else []
     default = family.default()
     wanted = {str(c.settings): c for c in few}
     grid = {str(c.settings): c for c in search.grid(found, cfg.grid_size)} if cfg.grid else {}
-    lanes = {name: c.settings for name, c in {**grid, **wanted}.items()}
+    lanes = {name: c.settings for name, c in {**grid, **wanted}.items()} | drawn
     as_it_was = f"default ({default})"
     if not any(search.same(default, one) for one in lanes.values()):
         lanes[as_it_was] = default
@@ -159,7 +160,8 @@ def run(cfg: TuneConfig, target: Target, progress: Steps) -> dict[str, Any]:
     for name, one in lanes.items():
         match = wanted.get(name) or grid.get(name) or _like(default, found)
         expected = match.expected if match else _outside(model, family, one, rows[name], cfg)
-        table.append({"name": name, "settings": one.to_json(), "kind": one.shape, "proposed": name in wanted,
+        proposed = name in wanted or name in drawn
+        table.append({"name": name, "settings": one.to_json(), "kind": one.shape, "proposed": proposed,
                       "default": search.same(one, default), **compared(rows[name], expected, pace)})  # fmt: skip
     chosen = max((r for r in table if r["proposed"] or r["default"]), key=lambda r: r["measured"]["tokens_per_second"])
     candidate = wanted.get(chosen["name"]) or _like(Settings.from_json(_json(chosen["settings"])), found)

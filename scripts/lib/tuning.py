@@ -27,6 +27,7 @@ from scripts.lib.replay import Shadow, Text
 from scripts.lib.search import Candidate
 
 SUPERSET = 256  # nodes of the static tree that is recorded
+DRAWN = (8, 16, 32, 64)  # nodes of the drawn trees that are measured
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,8 @@ class Family:
         made = cls(spec, target, sampling, bounds, kinds, head, folder)
         if not kinds:
             raise UserError(f"drafter: {spec}: this target takes chains only; write {path}@chain")
-        if "tree" in kinds and not sampling.greedy and made.drawn_tree:
-            made.kinds.remove("tree")
-            made.notes.append("trees drawn from the drafter's own law cannot be replayed: only chains were searched")
+        if made.drawn():
+            made.notes.append("trees drawn from the drafter's own law cannot be replayed: a few sizes are measured")
         return made
 
     @property
@@ -97,6 +97,13 @@ class Family:
     @property
     def drawn_tree(self) -> bool:
         return getattr(getattr(self.head, "cfg", None), "tree_draw", "fixed") == "sampled" and not self.sampling.greedy
+
+    def drawn(self) -> list[Settings]:
+        """Trees whose candidates are drawn, where there are such trees: they are measured without a prediction."""
+        if "tree" not in self.kinds or not self.drawn_tree:
+            return []
+        sizes = sorted({min(n, self.bounds.nodes) for n in DRAWN})
+        return list(dict.fromkeys(self._static(self.deepest, n) for n in sizes))
 
     def default(self) -> Settings:
         """What the drafter does untuned."""
@@ -131,7 +138,9 @@ class Family:
         found: list[Settings] = []
         if "chain" in self.kinds:
             found += [Settings("chain", depth=k) for k in sorted({1, (self.deepest + 1) // 2, self.deepest})]
-        if "tree" in self.kinds and self.parallel:
+        if "tree" in self.kinds and self.drawn_tree:
+            found += self.drawn()
+        elif "tree" in self.kinds and self.parallel:
             sizes = sorted({min(n, self.bounds.nodes) for n in (4, 16, 64)})
             found += [self._static(d, n) for n in sizes for d in sorted({2, self.deepest}) if d <= self.deepest]
         elif "tree" in self.kinds:
@@ -155,12 +164,12 @@ class Family:
         if self.head is None:
             return {"chain": self.drafter(Settings("chain", depth=self.deepest))}
         if self.parallel:
-            return {} if self.drawn_chain and self.kinds == ["chain"] else {
+            return {} if self.drawn_chain and (self.kinds == ["chain"] or self.drawn_tree) else {
                 "tree": self.drafter(self._static(self.deepest, SUPERSET))}  # fmt: skip
         b, out = self.bounds, {}
         if "chain" in self.kinds and not self.drawn_chain:
             out["chain"] = self.drafter(Settings("chain", depth=b.depth))
-        if "tree" in self.kinds:
+        if "tree" in self.kinds and not self.drawn_tree:
             out["tree"] = self.drafter(Settings("tree", depth=b.depth, nodes=b.nodes, width=b.width))
         return out
 
@@ -196,6 +205,8 @@ class Family:
                 out += self._straight(model, batch, texts["tree"])
             else:
                 out += search.chains(model, batch, texts["chain"], self.deepest)
+        if self.drawn_tree:
+            return out
         if "tree" in self.kinds and self.parallel:
             assert self.head is not None
             calibration: dict[str, Any] = getattr(self.head, "calibration", {})
@@ -221,7 +232,7 @@ class Family:
 
     def acceptance(self, texts: dict[str, list[Text]]) -> dict[str, Any]:
         """Acceptance by position and rank at every position of the texts: what the search went by."""
-        if self.unconditional and "tree" not in texts:
+        if not texts or self.unconditional and "tree" not in texts:
             return {"unconditional": self.unconditional}
         name = "tree" if "tree" in texts else "chain"
         found = [path for one in replay.paths(texts[name]) for path in one.values()]
