@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 
 class UserError(Exception):
     """A mistake the user can mend; exit code 2. The text is one line: "key or file:line: what; the fix"."""
@@ -20,3 +23,12 @@ class Interrupted(Exception):
     def __init__(self, message: str = "interrupted; run the same command again to continue", code: int = 130):
         super().__init__(message)
         self.code = code
+
+
+@contextlib.contextmanager
+def resumable() -> Iterator[None]:
+    """Ctrl-C in here says that the same command goes on; also a decorator."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted from None

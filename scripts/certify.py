@@ -25,7 +25,7 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 
 from rich.progress import TaskID
 
-from conf.errors import UserError
+from conf.errors import UserError, resumable
 from conf.schema import entry
 from decode.load import TargetConfig, load_target
 from decode.processors import named_processors
@@ -128,6 +128,7 @@ class CertifyConfig:
 
 
 @entry("certify", CertifyConfig)
+@resumable()
 def main(cfg: CertifyConfig) -> int:
     """Load, run every layer, write, say the verdict. Exit codes: see the file's first lines."""
     out = Path(cfg.out)

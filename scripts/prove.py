@@ -29,7 +29,7 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 
 from rich.progress import TaskID
 
-from conf.errors import UserError
+from conf.errors import UserError, resumable
 from conf.schema import entry
 from decode.engine import Request
 from decode.load import TargetConfig, load_target
@@ -226,6 +226,7 @@ def wanted(cfg: ProveConfig) -> Sequence[str]:
 
 
 @entry("prove", ProveConfig)
+@resumable()
 def main(cfg: ProveConfig) -> None:
     """Run the sections one by one; each is written as soon as it is there."""
     out = Path(cfg.out)

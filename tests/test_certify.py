@@ -344,6 +344,17 @@ def no_exact_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(certificate, "exact_layer", lambda plan, watch: layer)
 
 
+def test_an_interrupted_certificate_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def stopped(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(certificate, "exact_layer", stopped)
+    assert command(tmp_path / "c", "drafter=none", "temperature=1") == (130, {})
+    assert "same command again" in capsys.readouterr().err
+
+
 def test_command_writes_a_certificate(tmp_path: Path, two_controls: None, capsys: pytest.CaptureFixture) -> None:
     code, paper = command(tmp_path / "c", "drafter=none", "temperature=1", "tokens=2500")
     assert (code, paper["verdict"]) == (0, "lossless"), paper["reasons"]
