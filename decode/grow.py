@@ -168,25 +168,27 @@ def siblings(law: Tensor, logits: Tensor, kids: Sequence[Sequence[int]], rng: Rn
     which address the random numbers. Returns the numbers of all children, their places in the draft vocabulary
     [B, K] int64 and [B, K] bool, false where the law had no token left and the best remaining logit was taken.
     """
-    count, left, spare = law.shape[0], law.clone(), logits.float().clone()
-    every = torch.arange(count, device=law.device)
+    count, width = law.shape[0], law.shape[2]
+    order = sorted(range(len(kids)), key=lambda j: -len(kids[j]))  # so that those with more children stand in front
+    left, every = law[:, order], torch.arange(count, device=law.device)  # a copy
     nodes: list[int] = []
-    places, fresh = [], []
-    most = max(map(len, kids))
-    for rank in range(most):
-        who = [j for j, below in enumerate(kids) if len(below) > rank]
-        numbers = [kids[j][rank] for j in who]
-        mine, rest = left[:, who], spare[:, who]
+    places: list[Tensor] = []
+    fresh: list[Tensor] = []
+    for rank in range(len(kids[order[0]])):
+        who = [j for j in order if len(kids[j]) > rank]
+        numbers, some = [kids[j][rank] for j in who], left[:, : len(who)]
         address = torch.tensor(numbers, device=law.device).repeat(count)
-        drawn = rng.draft(mine.flatten(0, 1), every.repeat_interleave(len(who)), address).view(count, -1)
-        none = mine.sum(-1) <= 0
-        place = torch.where(none, rest.argmax(-1), drawn)
+        place = rng.draft(some.reshape(-1, width), every.repeat_interleave(len(who)), address).view(count, -1)
+        there = some.gather(2, place[..., None])[..., 0] > 0  # a law without mass gives some place without
+        if law.device.type != "cpu" or not bool(there.all()):
+            spare = logits[:, who].float()
+            for old in places:
+                spare.scatter_(2, old[:, : len(who), None], -torch.inf)
+            place = torch.where(there, place, spare.argmax(-1))
+        some.scatter_(2, place[..., None], 0.0)
         nodes += numbers
         places.append(place)
-        fresh.append(~none)
-        if rank + 1 < most:
-            left[:, who] = mine.scatter(2, place[..., None], 0.0)
-            spare[:, who] = rest.scatter(2, place[..., None], -torch.inf)
+        fresh.append(there)
     return nodes, torch.cat(places, 1), torch.cat(fresh, 1)
 
 

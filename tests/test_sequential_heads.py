@@ -356,14 +356,21 @@ def test_drawn_candidates_follow_their_own_laws(target, cfg, shape) -> None:
     head = trained_like(target, dataclasses.replace(cfg, draft_vocab=12, share_lm_head=False, nodes=7))
     rows, depth = 3000, 3
     head.calibration = {"paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]]}
-    drafter = head.drafter(target, shape)
-    drafter.reset(rows, 8)
-    drafter.begin([torch.tensor([5])] * rows, Sampling())
-    feats = torch.randn(1, 1, 1, head.width, generator=torch.Generator().manual_seed(0)).expand(rows, 1, 1, -1)
-    drafter.observe(torch.full((rows, 1), 7), feats, torch.ones(rows).long(), slice(0, rows))
-    rng = Rng(3, torch.arange(rows), torch.zeros(rows).long())
-    tree = drafter.propose(torch.full((rows,), depth), Sampling(temperature=1.2), rng)
-    tree.validate(target.vocab_size, drafter.max_nodes)
+    feats = torch.randn(1, 1, 1, head.width, generator=torch.Generator().manual_seed(0))
+
+    def drafted(requests: torch.Tensor):
+        drafter, count = head.drafter(target, shape), len(requests)
+        drafter.reset(count, 8)
+        drafter.begin([torch.tensor([5])] * count, Sampling())
+        one = torch.ones(count).long()
+        drafter.observe(7 * one[:, None], feats.expand(count, 1, 1, -1), one, slice(0, count))
+        found = drafter.propose(depth * one, Sampling(temperature=1.2), Rng(3, requests, 0 * one))
+        found.validate(target.vocab_size, drafter.max_nodes)
+        return found
+
+    tree = drafted(torch.arange(rows))
+    for alone in (5, 17):
+        assert torch.equal(drafted(torch.tensor([alone])).tokens[0], tree.tokens[alone]), "the batch matters"
     assert bool(tree.sampled.all()) and tree.proposal.replacement is False
     places = vocab.places(head.ids(), tree.tokens)
     parents = tree.parents[0].tolist()

@@ -54,28 +54,39 @@ def test_exact_law_on_many_random_cases(seed: int) -> None:
     check_cases(seed, 400, max_nodes=5, max_vocab=5)
 
 
-def random_world(seed: int, rows: int, paths: list[list[int]], vocab: int, sampled: str) -> tuple[DraftTree, Law]:
-    """A batch of ragged trees over one shape with random laws; `sampled`: all, some or none of the nodes."""
+def random_world(
+    seed: int, rows: int, paths: list[list[int]], vocab: int, sampled: str, narrow: bool = False
+) -> tuple[DraftTree, Law]:
+    """A batch of ragged trees over one shape with random laws; `sampled`: all, some or none of the nodes. narrow: the
+    draft vocabulary lacks one token, which some deterministic candidates are nevertheless."""
     g = torch.Generator().manual_seed(seed)
     shape = TreeShape.of(paths)
     n = len(shape)
     replacement = bool(torch.randint(2, (), generator=g)) and sampled == "all"
-    draft = (torch.randn(rows, n + 1, vocab, generator=g, dtype=torch.float64) * 2).softmax(-1)
+    ids, narrow = torch.arange(vocab), narrow and vocab > 3  # three siblings need three tokens
+    if narrow:
+        lacking = int(torch.randint(vocab, (), generator=g))
+        ids = ids[ids != lacking]
+    draft = (torch.randn(rows, n + 1, len(ids), generator=g, dtype=torch.float64) * 2).softmax(-1)
     parents = shape.parents(torch.device("cpu"))[0].tolist()
     tokens = torch.zeros(rows, n, dtype=torch.int64)
-    for b in range(rows):
-        left = draft[b].clone()
-        for i, p in enumerate(parents):
-            tokens[b, i] = torch.multinomial(left[p + 1], 1, generator=g)
-            if not replacement:
-                left[p + 1, tokens[b, i]] = 0
     mask = {"all": torch.ones, "none": torch.zeros}.get(sampled, torch.zeros)(rows, n, dtype=torch.bool)
     if sampled == "some":
         mask = torch.rand(rows, n, generator=g) < 0.5
+    for b in range(rows):
+        left, used = draft[b].clone(), set()
+        for i, p in enumerate(parents):
+            place = torch.multinomial(left[p + 1], 1, generator=g)
+            outside = narrow and not mask[b, i] and p not in used and bool(torch.rand((), generator=g) < 0.5)
+            tokens[b, i] = lacking if outside else ids[place]
+            if outside:
+                used.add(p)
+            elif not replacement:
+                left[p + 1, place] = 0
     row = (torch.tensor(parents, dtype=torch.int64) + 1).expand(rows, n)
     size = shape.size_at(torch.randint(shape.depth + 1, (rows,), generator=g))
     size[0] = n
-    tree = DraftTree.static(shape, tokens, size, mask, Proposal(draft, row, None, replacement))
+    tree = DraftTree.static(shape, tokens, size, mask, Proposal(draft, row, ids if narrow else None, replacement))
     logits = torch.randn(rows, n + 1, vocab, generator=g, dtype=torch.float64) * 2
     settings_ = (Sampling(1.0), Sampling(0.7, top_k=3), Sampling(1.0, top_p=0.8), Sampling(0.0))[seed % 4]
     return tree, Law(settings_, logits, tree)
@@ -92,8 +103,10 @@ def shapes(draw: st.DrawFn) -> list[list[int]]:
     return paths
 
 
-def assert_batched_equals_scalar(paths: list[list[int]], seed: int, rows: int, vocab: int, sampled: str) -> None:
-    tree, law = random_world(seed, rows, paths, vocab, sampled)
+def assert_batched_equals_scalar(
+    paths: list[list[int]], seed: int, rows: int, vocab: int, sampled: str, narrow: bool
+) -> None:
+    tree, law = random_world(seed, rows, paths, vocab, sampled, narrow)
     rng = Rng(seed, torch.arange(rows), torch.full((rows,), 3))
     for name, rule in RULES.items():
         verdict = rule(tree, law, rng)
@@ -110,13 +123,16 @@ WORLDS = {
     "rows": st.sampled_from([1, 3, 16]),
     "vocab": st.integers(3, 7),
     "sampled": st.sampled_from(["all", "some", "none"]),
+    "narrow": st.booleans(),
 }
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(**WORLDS)
-def test_batched_equals_scalar(paths: list[list[int]], seed: int, rows: int, vocab: int, sampled: str) -> None:
-    assert_batched_equals_scalar(paths, seed, rows, vocab, sampled)
+def test_batched_equals_scalar(
+    paths: list[list[int]], seed: int, rows: int, vocab: int, sampled: str, narrow: bool
+) -> None:
+    assert_batched_equals_scalar(paths, seed, rows, vocab, sampled, narrow)
 
 
 @pytest.mark.slow
@@ -126,8 +142,8 @@ def test_batched_equals_scalar_often(record_property: Callable[[str, object], No
 
     @settings(max_examples=2100, deadline=None, derandomize=True)
     @given(**WORLDS)
-    def run(paths: list[list[int]], seed: int, rows: int, vocab: int, sampled: str) -> None:
-        assert_batched_equals_scalar(paths, seed, rows, vocab, sampled)
+    def run(paths: list[list[int]], seed: int, rows: int, vocab: int, sampled: str, narrow: bool) -> None:
+        assert_batched_equals_scalar(paths, seed, rows, vocab, sampled, narrow)
         seen[rows] += 1
 
     run()

@@ -35,19 +35,20 @@ def _top_down(tree: DraftTree, law: Law) -> Tensor:
         rows, slots = ((depth == level - 1) & present & (reach > 0)).nonzero(as_tuple=True)
         kids, there = _children(tree, rows, slots)
         support, left = law.at(rows, slots), reach[rows, slots]
-        weight = support.probs
         if tree.sampled is None or tree.proposal is None:
             for j in range(kids.shape[1]):
                 old = there[:, j]
                 reach[rows[old], kids[old, j] + 1] = (left * support.of(tree.tokens[rows, kids[:, j]]).double())[old]
             continue
-        siblings, whole = _Siblings(tree, rows, kids, law.vocab_size), torch.ones_like(left)
+        siblings, whole = _Siblings(tree, rows, kids, support, law.vocab_size), torch.ones_like(left)
+        weight, out = siblings.weight, siblings.out
         for j in range(kids.shape[1]):
             old = there[:, j]
-            chance = torch.where(old, siblings.ratio(support, weight, whole, j), 0.0)
+            chance = torch.where(old, siblings.ratio(weight, whole, j), 0.0)
             reach[rows[old], kids[old, j] + 1] = (left * chance)[old]
             left = left * (1 - chance)
-            weight = torch.where(old[:, None], siblings.residual(support, weight, whole, j)[0], weight)
+            rest, rest_out, _ = siblings.residual(weight, out, whole, j)
+            weight, out = torch.where(old[:, None], rest, weight), torch.where(old, rest_out, out)
             siblings.remove(j)
     return reach[:, 1:].sum(1)
 
