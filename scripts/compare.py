@@ -63,8 +63,9 @@ def main(cfg: CompareConfig) -> int:
         if apart:
             raise UserError(f"second: another scoreboard than the first ({'; '.join(apart)}); score both alike")
         found["agreement"] = consistency.agreement(*reports)
-        _show_agreement(found["agreement"], console)
     found["ranking"] = [consistency.stability(r, cfg.change, cfg.draws, cfg.seed) for r in reports]
+    if "agreement" in found:
+        _show_agreement(found["agreement"], console)
     for place, report, told in zip(places, reports, found["ranking"], strict=True):
         _show_ranking(place, report, told, console)
     found["holds"] = all(r["stable"] for r in found["ranking"]) and found.get("agreement", {}).get("agrees", True)
