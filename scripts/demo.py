@@ -1,7 +1,7 @@
 """The main job, start to end: the target writes its own data, Medusa heads and an EAGLE-3 head learn from it, all are
 scored.
 
-    make demo            # within 25 minutes on two CPU cores
+    make demo            # half an hour on two CPU cores
     make demo FAST=1     # the same steps with tiny budgets, a few minutes; the figures mean little
 
 Each step prints its command. Stop it at any time: the same command goes on where it stopped, and a finished step is
