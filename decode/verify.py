@@ -115,8 +115,8 @@ class _Siblings:
         one = kids.gather(1, self.sampled.to(torch.uint8).argmax(1, keepdim=True))[:, 0]
         self.law = self.proposal.law[rows, self.proposal.row[rows, one]]  # [R, Vd], a copy
         self.left = torch.ones(rows.shape[0], dtype=torch.float64, device=rows.device)
-        vocab = self.proposal.vocab if support.ids is None and bool(self.inside.all()) else None
-        self.vocab = vocab
+        vocab = self.proposal.vocab if support.ids is None else None
+        self.vocab = vocab = vocab if vocab is not None and bool(self.inside.all()) else None
         self.weight = support.probs if vocab is None else support.probs[:, vocab]
         self.out = torch.zeros_like(self.left)
         if vocab is not None:

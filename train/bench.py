@@ -29,11 +29,10 @@ from torch import Tensor
 from conf.schema import entry
 from decode.load import load_target
 from decode.target import Target
-from heads import HEADS
 from heads.base import Batch, Head
 from train.config import TrainConfig
 from train.data import Plan, load_rows
-from train.facts import fit_vocabulary
+from train.facts import measured_head
 from train.log import git_commit
 from train.products import products
 from train.validate import ValidateConfig, head_config
@@ -45,10 +44,7 @@ def measure(cfg: TrainConfig) -> dict[str, Any]:
     rows = load_rows(cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length)
     plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed)
     known: Any = cfg.head
-    counts = rows.counts(target.vocab_size)
-    if note := fit_vocabulary(known, counts):
-        print(note, file=sys.stderr)
-    head = HEADS[known.kind].for_target(target, known, counts)
+    head = measured_head(known, target, rows)
     optimizer = torch.optim.AdamW(head.parameters(), lr=cfg.optim.lr, fused=True)
     names = ("target", "products", "head_loss", "backward", "optimizer", "step")
     seconds: dict[str, list[float]] = {k: [] for k in names}

@@ -24,10 +24,9 @@ from conf.errors import UserError
 from conf.schema import entry
 from decode.load import load_target
 from decode.target import Target
-from heads import HEADS
 from heads.base import Batch, Head
 from train.data import Plan, hash_u63, load_rows
-from train.facts import fit_vocabulary
+from train.facts import measured_head
 from train.features import CachedTarget, Source
 from train.log import git_commit
 from train.validate import ValidateConfig, head_config
@@ -69,10 +68,7 @@ def measure(cfg: ValidateConfig) -> dict[str, Any]:
     rows = load_rows(cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length)
     plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed)
     torch.manual_seed(hash_u63(cfg.seed, "head"))
-    counts = rows.counts(target.vocab_size)
-    if note := fit_vocabulary(typed, counts):
-        print(note, file=sys.stderr)
-    head = HEADS[typed.kind].for_target(target, typed, counts)
+    head = measured_head(typed, target, rows)
     cfg.eval.every = max(1, cfg.eval.every)  # both ways need the layers here
     source = Source(cfg, head, target, rows)
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-4)

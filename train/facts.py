@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import torch
 
 from conf.errors import UserError
+from heads import HEADS
 from heads.base import Head
 from train.config import TrainConfig, flat
 from train.data import Plan, Rows
@@ -32,6 +34,15 @@ def fit_vocabulary(cfg: Any, counts: torch.Tensor) -> str:
     cfg.draft_vocab = seen // 64 * 64 or seen
     return (f"head.draft_vocab: {wanted:,} wanted, but only {seen:,} different tokens are supervised in these data: "
             f"the {cfg.draft_vocab:,} most frequent are taken")
+
+
+def measured_head(cfg: Any, target: Any, rows: Rows) -> Head:
+    """A fresh head for a measurement, its draft vocabulary fitted to the data as training would; what that changes is
+    told on stderr."""
+    counts = rows.counts(target.vocab_size)
+    if note := fit_vocabulary(cfg, counts):
+        print(note, file=sys.stderr)
+    return HEADS[cfg.kind].for_target(target, cfg, counts)
 
 
 def facts_of(cfg: TrainConfig, target: Any, rows: Rows, plan: Plan, head: Head, world: int) -> dict[str, Any]:

@@ -33,9 +33,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from conf.errors import UserError
 from conf.schema import entry
 from decode.load import load_target
-from heads import HEADS
 from train.data import Plan, Rows, hash_u63, load_rows
-from train.facts import fit_vocabulary
+from train.facts import measured_head
 from train.log import git_commit
 from train.validate import ValidateConfig, head_config
 
@@ -114,10 +113,7 @@ def cost_of_a_token(cfg: SimulateConfig) -> tuple[float, float, Rows, int]:
     target = load_target(cfg.target, cfg.dtype, cfg.device or None)
     rows = load_rows(cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length)
     torch.manual_seed(hash_u63(cfg.seed, "head"))
-    counts = rows.counts(target.vocab_size)
-    if note := fit_vocabulary(typed, counts):
-        print(note, file=sys.stderr)
-    head = HEADS[typed.kind].for_target(target, typed, counts)
+    head = measured_head(typed, target, rows)
     batch = rows.batch(Plan(rows, 2, cfg.data.window, cfg.seed).batch(0)).to(target.device)
     with FlopCounterMode(display=False) as counter:
         head(batch, target).sum.backward()
