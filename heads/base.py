@@ -85,6 +85,8 @@ class HeadConfig:
 
     # which head: a key of heads.HEADS
     kind: str = ""
+    # tree at temperature > 0: sampled = drawn without replacement on a static tree, fixed = the most probable tokens
+    tree_draw: str = "sampled"
 
 
 class Head(nn.Module):
@@ -139,7 +141,7 @@ class Head(nn.Module):
     def draw_trees(self, how: str) -> None:
         """From now on the tree drafters of this head take their candidates so where T > 0: "sampled" = drawn, siblings
         without replacement; "fixed" = the most probable ones."""
-        self.cfg.tree_draw = how  # type: ignore[attr-defined]  # every kind of head has the key
+        self.cfg.tree_draw = how
 
     def forced(self, batch: Batch, target: Target, levels: int) -> Iterator[tuple[Tensor, int, Tensor]]:
         """What a draft of `levels` would be if every token before were the text's: (flat [m], level, logits [m, Vd]),

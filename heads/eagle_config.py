@@ -59,8 +59,6 @@ class EagleConfig(HeadConfig):
     nodes: int = 24
     # tree: nodes expanded per level, and children looked at of each
     width: int = 6
-    # tree at temperature > 0: sampled = drawn without replacement on a static tree, fixed = the most probable tokens
-    tree_draw: str = "sampled"
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""

@@ -48,8 +48,6 @@ class ParallelConfig(HeadConfig):
     shape: str = "tree"
     # nodes of the draft tree
     nodes: int = 16
-    # tree at temperature > 0: sampled = drawn without replacement, fixed = the most probable tokens
-    tree_draw: str = "sampled"
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
