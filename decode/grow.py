@@ -179,7 +179,8 @@ def siblings(law: Tensor, logits: Tensor, kids: Sequence[Sequence[int]], rng: Rn
         numbers, some = [kids[j][rank] for j in who], left[:, : len(who)]
         address = torch.tensor(numbers, device=law.device).repeat(count)
         place = rng.draft(some.reshape(-1, width), every.repeat_interleave(len(who)), address).view(count, -1)
-        there = some.gather(2, place[..., None])[..., 0] > 0  # a law without mass gives some place without
+        # A law without mass gives some place without. One of NaN counts as drawn from: then the tree is refused.
+        there = ~(some.gather(2, place[..., None])[..., 0] <= 0)
         if law.device.type != "cpu" or not bool(there.all()):
             spare = logits[:, who].float()
             for old in places:

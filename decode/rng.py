@@ -51,8 +51,10 @@ def inverse_cdf(weights: Tensor, u: Tensor) -> Tensor:
         block = _first_above(cumulative, mass, goal)
         before = (cumulative - mass).gather(1, block)
         inside = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0].to(torch.float64)
-        # The block's own running sum may differ from its total in the last bit: keep the goal inside the block.
-        return (block * _BLOCK + _first_above(inside.cumsum(-1), inside, goal - before))[:, 0]
+        # The block's own running sum may differ from its total in the last bit: keep the goal inside the block. Below 0
+        # it would find the first weight, whatever it is.
+        rest = (goal - before).clamp(min=0)
+        return (block * _BLOCK + _first_above(inside.cumsum(-1), inside, rest))[:, 0]
     fine = weights.to(torch.float64)
     cumulative = fine.cumsum(-1)
     return _first_above(cumulative, fine, u.to(torch.float64)[:, None] * cumulative[:, -1:])[:, 0]

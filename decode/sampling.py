@@ -110,7 +110,8 @@ class Sampling:
             best = scores.argmax(-1, keepdim=True)  # lowest id among equals
             return Support(best, torch.ones_like(best, dtype=scores.dtype))
         if self.temperature != 1:
-            scores = scores / self.temperature
+            # The best token at 0 first: a small temperature takes every score beyond the range of the dtype.
+            scores = (scores - scores.amax(-1, keepdim=True)) / self.temperature
         if not self.top_k and self.top_p == 1 and not self.min_p:
             return Support(None, scores.softmax(-1))
         return _truncate(scores, self.top_k, self.top_p, self.min_p)
@@ -161,6 +162,21 @@ def _truncate(scores: Tensor, top_k: int, top_p: float, min_p: float, candidates
     return Support(all_ids, probs)
 
 
+_NO_LAW = (
+    "row {row}, slot {number} of the draft: the target's logits hold NaN or infinity, or every token is masked "
+    "(maximum {highest}); check the weights, the dtype and the logits processors; nothing was committed"
+)
+_NO_CHANCE = (
+    "row {row}, node {number} of the draft: its chance of acceptance is not finite, so the law that it was drawn from "
+    "holds NaN or infinity; check the drafter's weights and dtype; nothing was committed"
+)
+
+
+def _mark(marks: Tensor, rows: Tensor, numbers: Tensor, bad: Tensor) -> None:
+    """Keep in `marks` [B] the largest of `numbers` [R] that is bad; a row may stand in `rows` [R] more than once."""
+    marks.scatter_reduce_(0, rows, torch.where(bad, numbers, -1), "amax")
+
+
 class Law:
     """The target's law at every slot of a scored tree, computed only where verification asks.
 
@@ -183,7 +199,8 @@ class Law:
         self.sampling, self.logits, self.tree, self.history, self.lengths = sampling, logits, tree, history, lengths
         self.vocab_size = logits.shape[-1]
         self.computed, self.seconds, self.clock = 0, 0.0, clock
-        self._bad = torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
+        none = torch.full((logits.shape[0],), -1, dtype=torch.int64, device=logits.device)
+        self._lawless, self._refused = none, none.clone()  # by row: a slot without a law, a node without a chance
 
     def at(self, rows: Tensor, slots: Tensor) -> Support:
         """The laws [R] of (rows, slots); slot 0 follows the last committed token, slot i + 1 follows node i."""
@@ -193,20 +210,27 @@ class Law:
         if self.sampling.uses_history:
             scores = self._process(scores, rows, slots)
         # The maximum is NaN if any logit is, +inf if one is, -inf if all are masked: one test for all three.
-        self._bad[rows] |= ~scores.amax(-1).isfinite()
+        _mark(self._lawless, rows, slots, ~scores.amax(-1).isfinite())
         support = self.sampling.support(scores)
         self.seconds += self.clock() - begin
         return support
 
+    def refuse(self, rows: Tensor, nodes: Tensor, bad: Tensor) -> None:
+        """Verification met something that is not finite at `nodes` [R] of `rows` [R] where `bad` [R] bool."""
+        _mark(self._refused, rows, nodes, bad)
+
     def check(self) -> None:
-        """Raise UserError naming the first row whose logits gave no law. Call before committing."""
-        if bool(self._bad.any()):
-            row = int(self._bad.nonzero()[0])
-            worst = float(self.logits[row].float().amax())
-            raise UserError(
-                f"row {row}: the target's logits hold NaN or infinity, or every token is masked (maximum "
-                f"{worst}); check the weights, the dtype and the logits processors; nothing was committed"
-            )
+        """Raise UserError naming the first row and node where there was no law, or no chance to accept by. Call before
+        committing."""
+        worst = torch.stack([self._lawless, self._refused]).amax(1)
+        if not bool((worst >= 0).any()):  # the one host round trip where all is well
+            return
+        for marks, what in ((self._lawless, _NO_LAW), (self._refused, _NO_CHANCE)):
+            rows = (marks >= 0).nonzero()[:, 0].tolist()
+            if rows:
+                number = int(marks[rows[0]])
+                highest = float(self.logits[rows[0]].float().amax())
+                raise UserError(what.format(row=rows[0], number=number, highest=highest))
 
     def _process(self, scores: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
         assert self.history is not None and self.lengths is not None

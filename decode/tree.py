@@ -133,7 +133,8 @@ class DraftTree:
         )
 
     def validate(self, vocab_size: int, max_nodes: int | None = None) -> None:
-        """Raise ValueError naming row and node when the tree is malformed. Costs host round trips."""
+        """Raise ValueError naming row and node when the tree is malformed, UserError when the drafter's law is not
+        finite. Costs host round trips."""
         if not (self.tokens.shape == self.parents.shape and self.size.shape == self.tokens.shape[:1]):
             raise ValueError(
                 f"draft tree: shapes differ: tokens {tuple(self.tokens.shape)}, parents "
@@ -159,6 +160,12 @@ class DraftTree:
             self.tokens,
             f"outside the vocabulary 0..{vocab_size - 1}",
         )
+        if self.score is not None and bool((used & ~self.score.isfinite()).any()):
+            b, number = (int(i) for i in (used & ~self.score.isfinite()).nonzero()[0])
+            raise UserError(
+                f"drafter: row {b}, node {number}: its score is NaN or infinite; check the head's weights, and whether "
+                "its logits overflow in this dtype; nothing was committed"
+            )
         if self.static_layout is None:
             self._refuse(
                 (self.parents >= node) | (self.parents < -1), "parent", self.parents, "must be -1 or an earlier node"
@@ -188,8 +195,16 @@ class DraftTree:
         outside = drawn & ((self.proposal.row < 0) | (self.proposal.row >= law.shape[1]))
         self._refuse(outside, "law row", self.proposal.row, f"lies outside 0..{law.shape[1] - 1}")
         row = self.proposal.row.clamp(0, law.shape[1] - 1)  # a deterministic node's may be anything
-        bad_law = ~((law.sum(-1) - 1).abs() <= 1e-4)  # NaN is bad as well
-        self._refuse(drawn & bad_law[batch, row], "law row", self.proposal.row, "does not sum to one")
+        total = law.sum(-1, dtype=torch.float64)
+        wild = drawn & ~total.isfinite()[batch, row]
+        if bool(wild.any()):
+            b, node = (int(i) for i in wild.nonzero()[0])
+            raise UserError(
+                f"drafter: row {b}, node {node}: the law that it was drawn from holds NaN or infinity; check the "
+                "head's weights, and whether its logits overflow in this dtype; nothing was committed"
+            )
+        bad_law = ~((total - 1).abs() <= 1e-4) | ~(law.amin(-1) >= 0)
+        self._refuse(drawn & bad_law[batch, row], "law row", self.proposal.row, "does not sum to one, or is negative")
         ids = self.tokens.reshape(-1, 1)
         mass = self.proposal.read(law[batch.reshape(-1), row.reshape(-1)], ids, 0)
         mass = mass.reshape(self.tokens.shape)

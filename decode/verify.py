@@ -5,11 +5,15 @@ Every rule here leaves the target's law unchanged (docs/lossless.md has the proo
 walk        trees of deterministic candidates: draw a token from the target's law and step down if it is a child.
             Optimal for such trees (E[accepted] = sum over nodes of the target's path probability), and what both
             rules below reduce to there.
-rejection   top-down: siblings in draw order, accept with min(1, r(x) / q(x)), else r <- norm([r - q]+).
+rejection   top-down: siblings in draw order, accept with min(1, p(x) / q(x)), else p <- norm([p - q]+).
             Leviathan et al. 2211.17192 on chains; recursive rejection (RSD 2402.14160, Sequoia 2402.12374) on trees.
             Each candidate carries its own q: a point mass, or the law it was drawn from.
 traversal   leaf to root (2505.12398), generalised to a q per candidate; equals block verification (Sun et al.
             2403.10444) on chains and accepts at least as much as rejection there.
+
+All arithmetic on laws is float64, whatever dtype they come in: products of ratios over the levels of a draft leave the
+range of float32, and a quotient that became NaN would read as "nothing is left". What is not finite all the same is
+reported to the law, whose `check` refuses the cycle before anything is committed.
 
 `rng` is asked for accept(p), first(p) and draw(weights) only: an enumerator in its place walks every branch.
 Nothing here knows a temperature: T = 0 is a law with one token.
@@ -40,10 +44,6 @@ class Coins(Protocol):
     def draw(self, weights: Tensor, rows: Tensor, node: Tensor) -> Tensor: ...
 
 
-_TINY = torch.finfo(torch.float64).tiny
-Rest = tuple[Tensor, Tensor, Callable[[Tensor], Support]]
-
-
 @dataclass(frozen=True)
 class Verdict:
     """path: [B, D] int64 accepted node numbers from the top, -1 padded. length: [B]. bonus: [B] token ids."""
@@ -53,8 +53,42 @@ class Verdict:
     bonus: Tensor
 
 
+def verify_chain(laws: Tensor, proposals: Tensor, drafted: Tensor, coins: Tensor, last_coin: float) -> list[int]:
+    """The accept rule for one chain, to be read: what every rule below does for a tree and many rows.
+
+    laws: [K + 1, V] float64, the target's law before each drafted token and after the last. proposals: [K, V] float64,
+    the law that each drafted token was drawn from. drafted: [K] int64. coins: [K] uniforms, one for each test;
+    last_coin: the uniform of the last draw. Returns the tokens that are emitted: an accepted prefix, then one more.
+
+    A token x comes out at some place with probability q(x) min(1, p(x) / q(x)) = min(p(x), q(x)) when it was drafted
+    and accepted, and with probability (1 - sum of min(p, q)) times norm([p - q]+)(x) = [p(x) - q(x)]+ when another one
+    was rejected. The two add up to p(x), whatever q is.
+    """
+    emitted: list[int] = []
+    for law, proposal, token, coin in zip(laws, proposals, drafted.tolist(), coins.tolist(), strict=False):
+        accept_probability = min(1.0, float(law[token] / proposal[token]))
+        if coin < accept_probability:
+            emitted.append(token)
+            continue
+        residual = (law - proposal).clamp(min=0)
+        return [*emitted, _inverse(residual, last_coin)]
+    return [*emitted, _inverse(laws[-1], last_coin)]
+
+
+def _inverse(weights: Tensor, coin: float) -> int:
+    """The first token whose cumulative weight exceeds `coin` times the sum of `weights` [V]."""
+    cumulative = weights.cumsum(0)
+    return int((cumulative > coin * cumulative[-1]).to(torch.uint8).argmax())
+
+
+# --- the same for a tree and many rows
+
+
 def verify(tree: DraftTree, law: Law, rng: Coins, rule: str = "traversal") -> Verdict:
-    """Accepted path and bonus token of every row. rule: "rejection" or "traversal" (the default accepts more)."""
+    """Accepted path and bonus token of every row. rule: "rejection" or "traversal" (the default accepts more).
+
+    Ask `law.check()` before anything is committed: it raises where a law, a chance or a residual was not finite.
+    """
     if rule not in RULES:
         raise UserError(f"verify={rule}: unknown; use one of {', '.join(RULES)}")
     deterministic = tree.sampled is None or tree.proposal is None
@@ -68,7 +102,7 @@ def _start(tree: DraftTree) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return path, zero, zero.clone(), torch.arange(rows, device=device), zero.clone()
 
 
-def _children(tree: DraftTree, rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+def children(tree: DraftTree, rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Node numbers [R, C] below `slots` [R] (clamped to be readable) and which of them are there."""
     table = tree.layout.children
     kids = table[rows if table.shape[0] > 1 else torch.zeros_like(rows), slots]
@@ -84,7 +118,7 @@ def walk(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
         bonus[rows] = token  # rows that walk on overwrite it
         if level == tree.layout.levels:
             break
-        kids, there = _children(tree, rows, slots)
+        kids, there = children(tree, rows, slots)
         match = there & (tree.tokens[rows[:, None], kids] == token[:, None])
         hit = match.any(1)
         node = kids.gather(1, match.to(torch.uint8).argmax(1, keepdim=True))[:, 0]
@@ -97,80 +131,109 @@ def walk(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
     return Verdict(path, length, bonus)
 
 
-class _Siblings:
-    """The proposals q_j of the children of R slots, in draw order; earlier siblings are removed as they fail.
+class Siblings:
+    """The children of R slots in draw order, each with its proposal q_j, and what is left of the slots' laws as one
+    child after the other fails. All float64.
 
-    What is left of a law is kept as `weight` [R, S] and `out` [R] float64, together of mass one. Usually S is the
-    support of the law and out is 0. A dense law under a draft vocabulary that holds all candidates is looked at there
-    alone (S = Vd): the other tokens only ever keep their ratios, so their mass `out` says all of them.
+    inside: [R, S] and outside: [R], what is left, together of mass one. Usually S is the support of the law and
+    `outside` is 0. A dense law under a draft vocabulary that holds all candidates is looked at there alone (S = Vd):
+    the other tokens only ever keep their ratios, so their mass says all of them.
+    proposal: [R, Vd], the law of the next sampled sibling: earlier siblings removed, normalised.
     """
 
-    def __init__(self, tree: DraftTree, rows: Tensor, kids: Tensor, support: Support, vocab_size: int) -> None:
+    def __init__(self, tree: DraftTree, law: Law, rows: Tensor, slots: Tensor, kids: Tensor) -> None:
         assert tree.proposal is not None and tree.sampled is not None
-        self.proposal, self.support, self.vocab_size = tree.proposal, support, vocab_size
+        self.law, self.rows, self.kids = law, rows, kids
+        self.replacement = tree.proposal.replacement
+        self.support = support = law.at(rows, slots)
         self.tokens = tree.tokens[rows[:, None], kids]  # [R, C]
         self.sampled = tree.sampled[rows[:, None], kids]  # [R, C]
-        self.place, self.inside = self.proposal.place(self.tokens)
-        # All sampled siblings share one law row: take it from the first of them.
-        one = kids.gather(1, self.sampled.to(torch.uint8).argmax(1, keepdim=True))[:, 0]
-        self.law = self.proposal.law[rows, self.proposal.row[rows, one]]  # [R, Vd], a copy
-        self.left = torch.ones(rows.shape[0], dtype=torch.float64, device=rows.device)
-        vocab = self.proposal.vocab if support.ids is None else None
-        self.vocab = vocab = vocab if vocab is not None and bool(self.inside.all()) else None
-        self.weight = support.probs if vocab is None else support.probs[:, vocab]
-        self.out = torch.zeros_like(self.left)
-        if vocab is not None:
-            whole, part = (p.sum(-1, dtype=torch.float64) for p in (support.probs, self.weight))
-            self.out = (whole - part).clamp_(min=0)
-
-    def ratio(self, weight: Tensor, carried: Tensor, j: int) -> Tensor:
-        """carried * r(x_j) / q_j(x_j), at most 1: [R] float64. A token without proposal mass gives 0."""
-        place, inside = self.place[:, j, None], self.inside[:, j, None]
-        mass = torch.where(inside, self.law.gather(1, place), 0.0)[:, 0].to(torch.float64) / self.left
-        q = torch.where(self.sampled[:, j], mass, 1.0)
-        token = self.tokens[:, j]
-        r = Support(self.support.ids, weight).of(token) if self.vocab is None else weight.gather(1, place)[:, 0]
-        return torch.where(q > 0, carried * r.to(torch.float64) / q, 0.0).clamp(max=1)
-
-    def residual(self, weight: Tensor, out: Tensor, carried: Tensor, j: int) -> tuple[Tensor, Tensor, Tensor]:
-        """norm([carried * law - q_j]+) as weight and out, and the sum before normalising [R] float64.
-
-        A candidate that can fail has carried * weight(x_j) < q_j(x_j), so its own place is 0 whatever q_j is, a law
-        or a point mass. A sum of 0 (equal laws, up to rounding) leaves nothing to normalise: the rejection that led
-        here had probability 0 and the law is kept.
-        """
-        ids = self.support.ids
-        q = self.law if self.vocab is not None else self.proposal.read(self.law, ids, self.vocab_size)
-        scale = torch.where(self.sampled[:, j], 1 / self.left, 0.0)[:, None]
-        rest = weight * carried.to(weight.dtype)[:, None]
-        rest.sub_((q * scale.to(q.dtype)).to(weight.dtype)).clamp_(min=0)
-        token = self.tokens[:, j, None]
-        if ids is None:
-            rest.scatter_(1, token if self.vocab is None else self.place[:, j, None], 0.0)
-        else:
-            rest.masked_fill_(ids == token, 0.0)
-        rest_out = out * carried
-        total = rest.sum(-1, dtype=torch.float64) + rest_out
-        some, by = total > 0, total.clamp(min=_TINY)
-        return (torch.where(some[:, None], rest / by.to(rest.dtype)[:, None], weight),
-                torch.where(some, rest_out / by, out), total)  # fmt: skip
-
-    def remove(self, j: int) -> None:
-        """Sibling j stands: a later draw without replacement had its token removed from the law."""
-        if self.proposal.replacement or j + 1 == self.tokens.shape[1]:
-            return
-        place, inside = self.place[:, j, None], self.inside[:, j, None]
-        self.law.scatter_(1, place, torch.where(inside, 0.0, self.law.gather(1, place)))
-        self.left = self.law.sum(-1, dtype=torch.float64).clamp_(min=_TINY)
-
-    def whole(self, weight: Tensor, out: Tensor, at: Tensor) -> Support:
-        """What is left of the laws `at` [R'], all tokens of them."""
-        ids, weight = self.support.ids, weight[at]
+        self.place, self.known = tree.proposal.place(self.tokens)
+        self.read = functools.partial(tree.proposal.read, ids=support.ids, vocab_size=law.vocab_size)
+        # All sampled siblings share one law row: take it from the first of them. Deterministic ones need none, and
+        # what stands in their place is never looked at.
+        first = kids.gather(1, self.sampled.to(torch.uint8).argmax(1, keepdim=True))[:, 0]
+        law_row = tree.proposal.row[rows, first].clamp(0, tree.proposal.law.shape[1] - 1)
+        drawn = self.sampled.any(1)
+        self.proposal = tree.proposal.law[rows, law_row].to(torch.float64)
+        self.proposal.masked_fill_(~drawn[:, None], 0.0)
+        self._normalise_proposal()
+        vocab = tree.proposal.vocab if support.ids is None else None
+        self.vocab = vocab if vocab is not None and bool(self.known.all()) else None
         if self.vocab is None:
-            return Support(None if ids is None else ids[at], weight)
-        shrunk = torch.where(self.out[at] > 0, out[at] / self.out[at].clamp(min=_TINY), 0.0)
-        probs = self.support.probs[at] * shrunk.to(weight.dtype)[:, None]
-        return Support(None, probs.index_copy_(1, self.vocab, weight))
+            self.inside = support.probs.to(torch.float64)
+            self.outside = torch.zeros_like(self.inside[:, 0])
+        else:
+            self.inside = support.probs[:, self.vocab].to(torch.float64)
+            # Summed, not taken as what the others leave of one: that would be noise where it is small.
+            self.outside = support.probs.index_fill(1, self.vocab, 0.0).sum(-1, dtype=torch.float64)
+        self.all_outside = self.outside
+        total = self.inside.sum(-1) + self.outside
+        self.inside, self.outside = self.inside / total[:, None], self.outside / total
+
+    def _normalise_proposal(self) -> None:
+        """A law that has run out of tokens stays all zero: its siblings are deterministic from there on."""
+        total = self.proposal.sum(-1, keepdim=True)
+        self.law.refuse(self.rows, self.kids[:, 0], ~total[:, 0].isfinite())
+        self.proposal /= torch.where(total > 0, total, 1.0)
+
+    def chance(self, carried: Tensor, j: int) -> Tensor:
+        """carried * p(x_j) / q_j(x_j), at most 1: [R]. A token without proposal mass gives 0. carried: [R] float64."""
+        place, token = self.place[:, j, None], self.tokens[:, j]
+        mass = torch.where(self.known[:, j, None], self.proposal.gather(1, place), 0.0)[:, 0]
+        q = torch.where(self.sampled[:, j], mass, 1.0)
+        if self.vocab is None:
+            p = Support(self.support.ids, self.inside).of(token)
+        else:
+            p = self.inside.gather(1, place)[:, 0]
+        chance = torch.where(q > 0, carried * p / q, 0.0).clamp(max=1)
+        self.law.refuse(self.rows, self.kids[:, j], ~(chance + q).isfinite())
+        return chance
+
+    def fail(self, carried: Tensor, j: int, failed: Tensor) -> Tensor:
+        """Rows `failed` [R] bool go on with norm([carried * p - q_j]+); returns its sum before normalising, [R].
+
+        A candidate that can fail has carried * p(x_j) < q_j(x_j), so its own place is 0 whatever q_j is, a law or a
+        point mass. A sum of 0 (equal laws, up to rounding) leaves nothing to normalise: the rejection that led here
+        had probability 0 and the law is kept.
+        """
+        ids, token = self.support.ids, self.tokens[:, j, None]
+        inside = self.inside * carried[:, None]
+        q = self.proposal if self.vocab is not None else self.read(self.proposal)
+        inside -= torch.where(self.sampled[:, j, None], q, 0.0)
+        inside.clamp_(min=0)
+        if ids is None:
+            inside.scatter_(1, token if self.vocab is None else self.place[:, j, None], 0.0)
+        else:
+            inside.masked_fill_(ids == token, 0.0)
+        outside = self.outside * carried
+        total = inside.sum(-1) + outside
+        self.law.refuse(self.rows, self.kids[:, j], ~total.isfinite())
+        changed = failed & (total > 0)
+        by = torch.where(total > 0, total, 1.0)
+        self.inside = torch.where(changed[:, None], inside.div_(by[:, None]), self.inside)
+        self.outside = torch.where(changed, outside / by, self.outside)
+        self._remove(j)
+        return total
+
+    def _remove(self, j: int) -> None:
+        """A later draw without replacement had sibling j's token removed from its law."""
+        if self.replacement or j + 1 == self.tokens.shape[1]:
+            return
+        place = self.place[:, j, None]
+        kept = torch.where(self.known[:, j, None], 0.0, self.proposal.gather(1, place))
+        self.proposal.scatter_(1, place, kept)
+        self._normalise_proposal()
+
+    def left(self, at: Tensor) -> Support:
+        """What is left of the laws `at` [R'], all tokens of them."""
+        ids, inside = self.support.ids, self.inside[at]
+        if self.vocab is None:
+            return Support(None if ids is None else ids[at], inside)
+        all_outside = self.all_outside[at]
+        share = torch.where(all_outside > 0, self.outside[at] / all_outside, 0.0)
+        probs = self.support.probs[at].to(torch.float64) * share[:, None]
+        return Support(None, probs.index_copy_(1, self.vocab, inside))
 
 
 def _nobody(mask: Tensor) -> bool:
@@ -182,30 +245,27 @@ def rejection(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
     """Top-down recursive rejection; needs the target's law only where the walk goes."""
     path, length, bonus, rows, slots = _start(tree)
     for level in range(tree.layout.levels + 1):
-        support, chosen = law.at(rows, slots), torch.full_like(rows, -1)
+        chosen = torch.full_like(rows, -1)
         siblings = None
         if level < tree.layout.levels:
-            kids, there = _children(tree, rows, slots)
-            siblings = _Siblings(tree, rows, kids, support, law.vocab_size)
-            weight, out = siblings.weight, siblings.out
-            whole = torch.ones(rows.shape[0], dtype=torch.float64, device=rows.device)
+            kids, there = children(tree, rows, slots)
+            siblings = Siblings(tree, law, rows, slots, kids)
+            certain = torch.ones(rows.shape[0], dtype=torch.float64, device=rows.device)
             for j in range(kids.shape[1]):
                 trying = there[:, j] & (chosen < 0)
                 if _nobody(trying):
                     break
-                chance = torch.where(trying, siblings.ratio(weight, whole, j), 1.0)
-                yes = rng.accept(chance, rows, kids[:, j]) & trying
-                chosen = torch.where(yes, kids[:, j], chosen)
-                failed = trying & ~yes
+                chance = torch.where(trying, siblings.chance(certain, j), 1.0)
+                accepted = rng.accept(chance, rows, kids[:, j]) & trying
+                chosen = torch.where(accepted, kids[:, j], chosen)
+                failed = trying & ~accepted
                 if _nobody(failed):
                     break
-                rest, rest_out, _ = siblings.residual(weight, out, whole, j)
-                weight, out = torch.where(failed[:, None], rest, weight), torch.where(failed, rest_out, out)
-                siblings.remove(j)
+                siblings.fail(certain, j, failed)
         stay = chosen < 0
         end = stay.nonzero()[:, 0]
-        if end.numel():
-            last = siblings.whole(weight, out, end) if siblings else support  # at the last level nobody walks on
+        if end.numel():  # at the last level nobody walks on
+            last = siblings.left(end) if siblings else law.at(rows, slots)
             bonus[rows[end]] = last.token(rng.draw(last.probs, rows[end], slots[end] - 1))
         rows, node = rows[~stay], chosen[~stay]
         if rows.numel() == 0:
@@ -214,6 +274,9 @@ def rejection(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
         length[rows] += 1
         slots = node + 1
     return Verdict(path, length, bonus)
+
+
+Ends = tuple[Tensor, Tensor, Callable[[Tensor], Support]]
 
 
 def traversal(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
@@ -230,29 +293,26 @@ def traversal(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
     carried[:, 0] = 1
     depth = torch.cat([tree.layout.depth.new_full((tree.layout.depth.shape[0], 1), -1), tree.layout.depth], 1)
     present = torch.arange(n + 1, device=device) <= tree.size[:, None]
-    ends: list[Rest] = []  # per level: which slots were opened, and the residual law of some of them
+    ends: list[Ends] = []  # per level: which slots were opened, and the residual law of some of them
     for level in range(tree.layout.levels):
         rows, slots = ((depth == level - 1) & present & (carried > 0)).nonzero(as_tuple=True)
-        kids, there = _children(tree, rows, slots)
+        kids, there = children(tree, rows, slots)
         inner = there[:, 0].nonzero()[:, 0]
         rows, slots, kids, there = rows[inner], slots[inner], kids[inner], there[inner]
         if rows.numel() == 0:
             break
-        siblings = _Siblings(tree, rows, kids, law.at(rows, slots), law.vocab_size)
-        weight, out, w = siblings.weight, siblings.out, carried[rows, slots]
+        siblings, w = Siblings(tree, law, rows, slots, kids), carried[rows, slots]
         for j in range(kids.shape[1]):
             old = there[:, j]
             if _nobody(old):
                 break
-            carried[rows[old], kids[old, j] + 1] = siblings.ratio(weight, w, j)[old]
-            rest, rest_out, total = siblings.residual(weight, out, w, j)
+            carried[rows[old], kids[old, j] + 1] = siblings.chance(w, j)[old]
+            total = siblings.fail(w, j, old)
             spent = total + 1 - w
-            left = torch.where(spent > 0, total / spent.clamp(min=_TINY), 1.0)
-            weight, out = torch.where(old[:, None], rest, weight), torch.where(old, rest_out, out)
+            left = torch.where(spent > 0, total / torch.where(spent > 0, spent, 1.0), 1.0)
             w = torch.where(old, left, w)
-            siblings.remove(j)
         carried[rows, slots] = w
-        ends.append((rows, slots, functools.partial(siblings.whole, weight, out)))
+        ends.append((rows, slots, siblings.left))
     carried[:, 0] = 1  # the root never rejects; rounding must not either
     order = tree.layout.postorder.expand(count, n + 1)
     chance = torch.where(present, carried, 0.0).gather(1, order)
@@ -266,14 +326,14 @@ def traversal(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
     return Verdict(path[:, : tree.layout.levels], on_path.sum(-1), _bonus(law, rng, end, ends))
 
 
-def _bonus(law: Law, rng: Coins, end: Tensor, ends: list[Rest]) -> Tensor:
+def _bonus(law: Law, rng: Coins, end: Tensor, ends: list[Ends]) -> Tensor:
     """The token after slot `end` [B]: from the residual where its children failed, from the law at a leaf."""
     bonus = torch.zeros_like(end)
     leaf = torch.ones_like(end, dtype=torch.bool)
-    for rows, slots, rest in ends:
+    for rows, slots, left in ends:
         hit = (end[rows] == slots).nonzero()[:, 0]
         if hit.numel():
-            chosen = rest(hit)
+            chosen = left(hit)
             bonus[rows[hit]] = chosen.token(rng.draw(chosen.probs, rows[hit], slots[hit] - 1))
             leaf[rows[hit]] = False
     rows = leaf.nonzero()[:, 0]

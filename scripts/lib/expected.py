@@ -14,7 +14,7 @@ from torch import Tensor
 from decode.rng import Rng
 from decode.sampling import Law
 from decode.tree import DraftTree
-from decode.verify import Verdict, _children, _Siblings, traversal
+from decode.verify import Siblings, Verdict, children, traversal
 
 
 def accepted(tree: DraftTree, law: Law, rule: str) -> Tensor:
@@ -33,23 +33,21 @@ def _top_down(tree: DraftTree, law: Law) -> Tensor:
     present = torch.arange(n + 1) <= tree.size[:, None]
     for level in range(tree.layout.levels):
         rows, slots = ((depth == level - 1) & present & (reach > 0)).nonzero(as_tuple=True)
-        kids, there = _children(tree, rows, slots)
-        support, left = law.at(rows, slots), reach[rows, slots]
+        kids, there = children(tree, rows, slots)
+        left = reach[rows, slots]
         if tree.sampled is None or tree.proposal is None:
+            support = law.at(rows, slots)
             for j in range(kids.shape[1]):
                 old = there[:, j]
                 reach[rows[old], kids[old, j] + 1] = (left * support.of(tree.tokens[rows, kids[:, j]]).double())[old]
             continue
-        siblings, whole = _Siblings(tree, rows, kids, support, law.vocab_size), torch.ones_like(left)
-        weight, out = siblings.weight, siblings.out
+        siblings, certain = Siblings(tree, law, rows, slots, kids), torch.ones_like(left)
         for j in range(kids.shape[1]):
             old = there[:, j]
-            chance = torch.where(old, siblings.ratio(weight, whole, j), 0.0)
+            chance = torch.where(old, siblings.chance(certain, j), 0.0)
             reach[rows[old], kids[old, j] + 1] = (left * chance)[old]
             left = left * (1 - chance)
-            rest, rest_out, _ = siblings.residual(weight, out, whole, j)
-            weight, out = torch.where(old[:, None], rest, weight), torch.where(old, rest_out, out)
-            siblings.remove(j)
+            siblings.fail(certain, j, old)
     return reach[:, 1:].sum(1)
 
 
