@@ -9,11 +9,18 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
+from decode.drafters import DraftModel, NoDraft
+from decode.engine import Request, generate
 from decode.rng import Rng, inverse_cdf
 from decode.sampling import Law, Sampling
 from decode.tree import DraftTree, Proposal, TreeShape
 from decode.verify import RULES, rejection, verify_chain
+from heads import HEADS
+from heads.eagle_config import EagleConfig
+from heads.hydra_heads import HydraHeadsConfig
+from heads.medusa import MedusaConfig
 from scripts.lib.enumerator import Branches
+from tests.training import tiny_target
 
 DEEP = TreeShape.of([(0,), (0, 0), (0, 0, 0), (0, 0, 1)])
 PAIR = TreeShape.of([(0,), (1,)])
@@ -199,3 +206,42 @@ def test_chain_of_the_first_lines_is_the_rule() -> None:
         last_coin = float(rng.uniform(torch.zeros(1, dtype=torch.int64), torch.tensor([accepted - 1]), 3))
         emitted = verify_chain(laws, proposals, tokens, coins, last_coin)
         assert emitted == [*tokens[:accepted].tolist(), int(verdict.bonus[0])]
+
+
+KINDS = {
+    "medusa": MedusaConfig(heads=3, draft_vocab=64),
+    "markov": MedusaConfig(heads=3, draft_vocab=64, markov_rank=8),
+    "hydra_heads": HydraHeadsConfig(heads=3, blocks=1, draft_vocab=64),
+    "eagle1": EagleConfig(kind="eagle1", draft_vocab=64, depth=3),
+    "eagle3": EagleConfig(kind="eagle3", draft_vocab=64, depth=3),
+    "small_lm": None,
+}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafter_with_one_bad_row_is_refused_or_harmless(kind: str, bad: float) -> None:
+    """One row of its LM head is not finite, as after an overflow in half precision. Nothing but the target's own tokens
+    comes out at T = 0; where candidates are drawn the run ends in words instead of another law."""
+    target = tiny_target()
+    for shape in ("chain", "tree"):
+        if kind == "small_lm":
+            drafter = DraftModel(tiny_target(seed=3), 3, shape=shape, static=TreeShape.of([(0,), (1,), (0, 0), (0, 1)]))
+            drafter.proj = drafter.proj.clone()
+        else:
+            cfg = KINDS[kind]
+            counts = torch.arange(target.vocab_size) + 1
+            drafter = HEADS[cfg.kind].for_target(target, cfg, counts).drafter(target, shape)
+        owner = drafter.parallel if hasattr(drafter, "parallel") else drafter
+        owner.proj = owner.proj.clone()
+        owner.proj[..., 5, :] = bad
+        requests = [Request([3, 1, 4, 1], 8, id=i) for i in range(2)]
+        plain = generate(target, NoDraft(), requests, Sampling(0.0), batch_size=2)
+        try:
+            greedy = generate(target, drafter, requests, Sampling(0.0), batch_size=2)
+        except UserError as error:
+            assert "drafter: row 0, node" in str(error)
+        else:
+            assert [g.token_ids for g in greedy.generations] == [g.token_ids for g in plain.generations]
+        with pytest.raises(UserError, match=r"drafter: row 0, node \d+: the law .* NaN or infinity"):
+            generate(target, drafter, requests, Sampling(1.0), batch_size=2)
