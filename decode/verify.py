@@ -131,14 +131,17 @@ def walk(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
     return Verdict(path, length, bonus)
 
 
+NOTHING = 1e-300  # mass and probability below it are taken for 0, so that no quotient leaves the range of float64
+
+
 class Siblings:
     """The children of R slots in draw order, each with its proposal q_j, and what is left of the slots' laws as one
     child after the other fails. All float64.
 
-    inside: [R, S] and outside: [R], what is left, together of mass one. Usually S is the support of the law and
-    `outside` is 0. A dense law under a draft vocabulary that holds all candidates is looked at there alone (S = Vd):
-    the other tokens only ever keep their ratios, so their mass says all of them.
-    proposal: [R, Vd], the law of the next sampled sibling: earlier siblings removed, normalised.
+    What is left of a law is inside / total, [R, S], and outside / total, [R]: together of mass one. Usually S is the
+    support of the law and `outside` is 0. A dense law under a draft vocabulary that holds all candidates is looked at
+    there alone (S = Vd): the other tokens only ever keep their ratios, so their mass says all of them.
+    The next sampled sibling was drawn from proposal * scale, [R, Vd]: earlier siblings removed, of mass one.
     """
 
     def __init__(self, tree: DraftTree, law: Law, rows: Tensor, slots: Tensor, kids: Tensor) -> None:
@@ -154,40 +157,38 @@ class Siblings:
         # what stands in their place is never looked at.
         first = kids.gather(1, self.sampled.to(torch.uint8).argmax(1, keepdim=True))[:, 0]
         law_row = tree.proposal.row[rows, first].clamp(0, tree.proposal.law.shape[1] - 1)
-        drawn = self.sampled.any(1)
         self.proposal = tree.proposal.law[rows, law_row].to(torch.float64)
-        self.proposal.masked_fill_(~drawn[:, None], 0.0)
-        self._normalise_proposal()
+        self.proposal.masked_fill_(~self.sampled.any(1)[:, None], 0.0)
+        self._rescale_proposal()
         vocab = tree.proposal.vocab if support.ids is None else None
         self.vocab = vocab if vocab is not None and bool(self.known.all()) else None
         if self.vocab is None:
             self.inside = support.probs.to(torch.float64)
-            self.outside = torch.zeros_like(self.inside[:, 0])
+            self.outside = torch.zeros_like(self.scale)
         else:
             self.inside = support.probs[:, self.vocab].to(torch.float64)
             # Summed, not taken as what the others leave of one: that would be noise where it is small.
             self.outside = support.probs.index_fill(1, self.vocab, 0.0).sum(-1, dtype=torch.float64)
         self.all_outside = self.outside
-        total = self.inside.sum(-1) + self.outside
-        self.inside, self.outside = self.inside / total[:, None], self.outside / total
+        self.total = self.inside.sum(-1) + self.outside
+        self.sum = self.total + self.scale  # of all that is divided or multiplied here: not finite if any of it is not
 
-    def _normalise_proposal(self) -> None:
-        """A law that has run out of tokens stays all zero: its siblings are deterministic from there on."""
-        total = self.proposal.sum(-1, keepdim=True)
-        self.law.refuse(self.rows, self.kids[:, 0], ~total[:, 0].isfinite())
-        self.proposal /= torch.where(total > 0, total, 1.0)
+    def _rescale_proposal(self) -> None:
+        """A law that has run out of tokens counts for nothing: its siblings are deterministic from there on."""
+        mass = self.proposal.sum(-1)
+        self.scale = torch.where(mass < NOTHING, 0.0, 1 / mass)  # NaN stays NaN
 
     def chance(self, carried: Tensor, j: int) -> Tensor:
         """carried * p(x_j) / q_j(x_j), at most 1: [R]. A token without proposal mass gives 0. carried: [R] float64."""
         place, token = self.place[:, j, None], self.tokens[:, j]
-        mass = torch.where(self.known[:, j, None], self.proposal.gather(1, place), 0.0)[:, 0]
+        mass = torch.where(self.known[:, j, None], self.proposal.gather(1, place), 0.0)[:, 0] * self.scale
         q = torch.where(self.sampled[:, j], mass, 1.0)
         if self.vocab is None:
             p = Support(self.support.ids, self.inside).of(token)
         else:
             p = self.inside.gather(1, place)[:, 0]
-        chance = torch.where(q > 0, carried * p / q, 0.0).clamp(max=1)
-        self.law.refuse(self.rows, self.kids[:, j], ~(chance + q).isfinite())
+        chance = torch.where(q < NOTHING, 0.0, carried * (p / self.total) / q).clamp(max=1)
+        self.sum = self.sum + chance
         return chance
 
     def fail(self, carried: Tensor, j: int, failed: Tensor) -> Tensor:
@@ -198,21 +199,25 @@ class Siblings:
         had probability 0 and the law is kept.
         """
         ids, token = self.support.ids, self.tokens[:, j, None]
-        inside = self.inside * carried[:, None]
+        by = (carried / self.total)[:, None]
+        inside = self.inside * by
         q = self.proposal if self.vocab is not None else self.read(self.proposal)
-        inside -= torch.where(self.sampled[:, j, None], q, 0.0)
-        inside.clamp_(min=0)
+        inside.addcmul_(q, torch.where(self.sampled[:, j], self.scale, 0.0)[:, None], value=-1).clamp_(min=0)
         if ids is None:
             inside.scatter_(1, token if self.vocab is None else self.place[:, j, None], 0.0)
         else:
             inside.masked_fill_(ids == token, 0.0)
-        outside = self.outside * carried
+        outside = self.outside * by[:, 0]
         total = inside.sum(-1) + outside
-        self.law.refuse(self.rows, self.kids[:, j], ~total.isfinite())
+        self.sum = self.sum + total
+        total = torch.where(total < NOTHING, 0.0, total)
         changed = failed & (total > 0)
-        by = torch.where(total > 0, total, 1.0)
-        self.inside = torch.where(changed[:, None], inside.div_(by[:, None]), self.inside)
-        self.outside = torch.where(changed, outside / by, self.outside)
+        if changed.device.type == "cpu" and bool(changed.all()):
+            self.inside, self.outside, self.total = inside, outside, total
+        else:
+            self.inside = torch.where(changed[:, None], inside, self.inside)
+            self.outside = torch.where(changed, outside, self.outside)
+            self.total = torch.where(changed, total, self.total)
         self._remove(j)
         return total
 
@@ -223,10 +228,14 @@ class Siblings:
         place = self.place[:, j, None]
         kept = torch.where(self.known[:, j, None], 0.0, self.proposal.gather(1, place))
         self.proposal.scatter_(1, place, kept)
-        self._normalise_proposal()
+        self._rescale_proposal()
+
+    def close(self) -> None:
+        """Report what was not finite. Call after the last sibling."""
+        self.law.refuse(self.rows, self.kids[:, 0], ~(self.sum + self.scale).isfinite())
 
     def left(self, at: Tensor) -> Support:
-        """What is left of the laws `at` [R'], all tokens of them."""
+        """What is left of the laws `at` [R'], all tokens of them, up to a factor."""
         ids, inside = self.support.ids, self.inside[at]
         if self.vocab is None:
             return Support(None if ids is None else ids[at], inside)
@@ -262,6 +271,7 @@ def rejection(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
                 if _nobody(failed):
                     break
                 siblings.fail(certain, j, failed)
+            siblings.close()
         stay = chosen < 0
         end = stay.nonzero()[:, 0]
         if end.numel():  # at the last level nobody walks on
@@ -311,6 +321,7 @@ def traversal(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
             spent = total + 1 - w
             left = torch.where(spent > 0, total / torch.where(spent > 0, spent, 1.0), 1.0)
             w = torch.where(old, left, w)
+        siblings.close()
         carried[rows, slots] = w
         ends.append((rows, slots, siblings.left))
     carried[:, 0] = 1  # the root never rejects; rounding must not either
