@@ -22,7 +22,7 @@ from decode.drafters import Drafter
 from decode.records import Cycle, Generation, Request, Run, Timing
 from decode.rng import Rng
 from decode.sampling import Law, Sampling
-from decode.target import Target, TreeCache
+from decode.target import Step, Target, TreeCache
 from decode.tree import DraftTree
 from decode.verify import Coins, Verdict
 from decode.verify import verify as run_verify
@@ -187,48 +187,60 @@ class _Engine:
             self.timing.prefill_s += self.clock() - start
 
     def _cycle(self, cache: TreeCache) -> None:
-        clock = self.clock
-        begin = clock()
-        device = self.target.device
-        budget = torch.tensor([min(row.remaining - 1, self.drafter.max_depth) for row in self.rows], device=device)
-        rng = self._rng(self.rows)
-        asked = clock()
-        tree = self.drafter.propose(budget, self.sampling, rng)
-        proposed = clock()
+        """One target pass for every live row: propose, score, verify, commit, observe, record, retire."""
+        part = functools.partial(self.timing.part, clock=self.clock)
+        with part("draft"):
+            budget = self._budget()
+            rng = self._rng(self.rows)
+            tree = self._propose(budget, rng)
+        with part("target"):
+            step = self._score(cache, tree)
+        with part("verify"):
+            verdict = self._verify(tree, step, rng)
+        with part("commit"):
+            with part("cache"):
+                cache.commit(verdict.path, verdict.length)
+            kept = self._observe(tree, verdict, step)
+            self._record(tree, verdict, kept, budget)
+            with part("cache"):
+                self._retire(cache)
+        self.timing.cycles += 1
+
+    def _budget(self) -> Tensor:
+        """[B] levels that each row may draft: the bonus token takes one of those that remain."""
+        levels = [min(row.remaining - 1, self.drafter.max_depth) for row in self.rows]
+        return torch.tensor(levels, device=self.target.device)
+
+    def _propose(self, budget: Tensor, rng: Rng) -> DraftTree:
+        with self.timing.part("drafter", self.clock):
+            tree = self.drafter.propose(budget, self.sampling, rng)
         tree.validate(self.target.vocab_size, self.drafter.max_nodes)
-        drafted = clock()
-        last = torch.tensor([row.out.token_ids[-1] for row in self.rows], device=device)
-        step = self.target.score(cache, last, tree, self.drafter.taps)
-        scored = clock()
-        law = self._law(step.logits, tree, self.rows)
-        ready = clock()
+        return tree
+
+    def _score(self, cache: TreeCache, tree: DraftTree) -> Step:
+        last = torch.tensor([row.out.token_ids[-1] for row in self.rows], device=self.target.device)
+        return self.target.score(cache, last, tree, self.drafter.taps)
+
+    def _verify(self, tree: DraftTree, step: Step, rng: Rng) -> Verdict:
+        with self.timing.part("law", self.clock):
+            law = self._law(step.logits, tree, self.rows)
         verdict = self.verify(tree, law, rng)
-        chosen = clock()
-        law.check()
+        with self.timing.part("law", self.clock):
+            law.check()
+        self.timing.law_s += law.seconds
         self.law_rows += law.computed
-        verified = clock()
-        cache.commit(verdict.path, verdict.length)
-        kept_rows = clock()
+        return verdict
+
+    def _observe(self, tree: DraftTree, verdict: Verdict, step: Step) -> Tensor:
+        """Show the drafter what was committed; returns those tokens [B, D + 1], path, bonus, padding."""
         kept, slots = _kept(tree, verdict)
         feats = step.feats
         if feats is not None:
-            feats = feats[torch.arange(len(self.rows), device=device)[:, None], slots]
-        known = clock()
-        self.drafter.observe(kept, feats, verdict.length + 1, slice(0, len(self.rows)))
-        observed = clock()
-        self._record(tree, verdict, kept, budget)
-        recorded = clock()
-        self._retire(cache)
-        end = clock()
-        t = self.timing
-        t.draft_s += drafted - begin
-        t.target_s += scored - drafted
-        t.verify_s += verified - scored
-        t.commit_s += end - verified
-        t.drafter_s += proposed - asked + observed - known
-        t.law_s += ready - scored + law.seconds + verified - chosen
-        t.cache_s += kept_rows - verified + end - recorded
-        t.cycles += 1
+            every = torch.arange(len(self.rows), device=self.target.device)
+            feats = feats[every[:, None], slots]
+        with self.timing.part("drafter", self.clock):
+            self.drafter.observe(kept, feats, verdict.length + 1, slice(0, len(self.rows)))
+        return kept
 
     def _record(self, tree: DraftTree, verdict: Verdict, kept: Tensor, budget: Tensor) -> None:
         layout, count = tree.layout, len(self.rows)

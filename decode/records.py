@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 
@@ -67,6 +68,13 @@ class Timing:
     drafter_s: float = 0.0
     law_s: float = 0.0
     cache_s: float = 0.0
+
+    @contextlib.contextmanager
+    def part(self, name: str, clock: Callable[[], float]) -> Iterator[None]:
+        """What happens inside is counted as `name`_s, by `clock` (seconds)."""
+        begin = clock()
+        yield
+        setattr(self, f"{name}_s", getattr(self, f"{name}_s") + clock() - begin)
 
     @property
     def decode_s(self) -> float:
