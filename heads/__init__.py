@@ -1,4 +1,5 @@
-"""Draft heads: HEADS is the only place where their names meet their classes; resolve_drafter reads a drafter's name."""
+"""Draft heads: HEADS is the only place where their names meet their classes; resolve_drafter makes
+the drafter that a name asks for (heads.names)."""
 
 from __future__ import annotations
 
@@ -11,17 +12,31 @@ from decode.adaptive import Adaptive
 from decode.drafters import Drafter, NGram, NoDraft
 from decode.monitor import Alert, Monitor
 from decode.target import Target
-from heads import tuned
+from heads import names, tuned
 from heads.base import Batch, Head, HeadConfig, LossOut
 from heads.checkpoint import CARD, load_head, save_head
 from heads.eagle import Eagle1Head, Eagle3Head
 from heads.hydra_heads import HydraHeads
 from heads.medusa import MedusaHead
 from heads.medusa2 import Medusa2Head
+from heads.names import Draft
 from heads.plain import is_plain, plain_drafter
 from heads.small_lm import SmallLM
+from heads.tuned import Settings
 
-__all__ = ["HEADS", "Batch", "Head", "HeadConfig", "LossOut", "find_head", "load_head", "resolve_drafter", "save_head"]
+__all__ = [
+    "HEADS",
+    "Batch",
+    "Head",
+    "HeadConfig",
+    "LossOut",
+    "find_head",
+    "head_folder",
+    "head_in",
+    "load_head",
+    "resolve_drafter",
+    "save_head",
+]
 
 HEADS: dict[str, type[Head]] = {
     "medusa": MedusaHead,
@@ -31,14 +46,9 @@ HEADS: dict[str, type[Head]] = {
     "eagle3": Eagle3Head,
     "small_lm": SmallLM,
 }
-SHAPES = ("chain", "tree")
-ADAPTIVE, DRAWS = "@adaptive", ("@sampled", "@fixed")
-WATCHED = {"@monitor": False, "@fallback": True}
-
-
 def resolve_drafter(spec: str, target: Target) -> Drafter:
-    """A drafter by name: "none", "ngram", a run folder, a head folder, or any smaller model with the target's tokenizer
-    (a transformers folder or a Hugging Face repository); all but the first two with "@chain" or "@tree".
+    """A drafter by name (heads.names): "none", "ngram", a run folder, a head folder, or any smaller model with the
+    target's tokenizer (a transformers folder or a Hugging Face repository).
 
     Where scripts/tune.py has left its choice in the head's folder, that is how the head drafts; "@chain:4" or
     "@tree:16" (levels, nodes; "ngram@4" too) ask for something else. "@monitor" behind a tuned drafter warns when a
@@ -49,53 +59,44 @@ def resolve_drafter(spec: str, target: Target) -> Drafter:
     (decode.adaptive). The drafter's name is `spec`. Raises UserError for anything else, for a tree on a target that
     takes chains only, for a head of another target, and for a model with another tokenizer.
     """
-    plain, at, last = spec.rpartition("@")
-    if at + last in WATCHED:
-        return watched(resolve_drafter(plain, target), spec, WATCHED[at + last])
-    if spec.endswith(ADAPTIVE):
-        plain = spec.removesuffix(ADAPTIVE)
-        if plain == "none" or plain.endswith(ADAPTIVE):
-            raise UserError(f"drafters: {spec}: there is no draft length to adapt; write {plain}")
-        adaptive = Adaptive(resolve_drafter(plain, target))
-        adaptive.name = spec
-        return adaptive
-    drawn = next((how for how in DRAWS if spec.endswith(how)), "")
-    path, _, shape = spec.removesuffix(drawn).partition("@")
-    if path in ("none", "ngram"):
-        if drawn:
-            raise UserError(f"drafters: {spec}: {path} has no tree to draw; write {path}")
-        drafter: Drafter = NoDraft() if path == "none" else NGram()
-        if path == "ngram" and re.fullmatch(r"[1-9]\d?", shape):
-            drafter = NGram(depth=int(shape))
-        elif shape:
-            raise UserError(f"drafters: {spec}: {path} has no shape to choose; write {path}")
+    draft = names.parse(spec)
+    drafter: Drafter
+    if draft.source == names.NONE:
+        drafter = NoDraft()
+    elif draft.source == names.NGRAM:
+        drafter = NGram() if draft.depth is None else NGram(depth=draft.depth)
     else:
-        asked = tuned.asked(shape)
-        shape = asked.shape if asked else shape
-        if shape not in ("", *SHAPES):
-            raise UserError(f"drafters: {spec}: unknown shape {shape!r}; write {path}@chain or {path}@tree, "
-                            "each with @adaptive behind it for an adaptive draft length")  # fmt: skip
-        model = is_plain(path) and not (Path(path).expanduser() / CARD).is_file()
-        head = None if model else load_head(find_head(path), target)
-        if shape == "tree" and target.support != "tree":
-            raise UserError(f"drafters: {spec}: this target takes chains only; write {path}@chain")
-        if drawn:
-            if shape == "chain":
-                raise UserError(f"drafters: {spec}: a chain is drawn where T > 0 anyway; write {path}@chain")
-            if head is None:
-                raise UserError(f"drafters: {spec}: {drawn} is for trained heads; leave it out")
-            head.draw_trees(drawn[1:])
-            shape = shape or "tree"
-        left = tuned.read(find_head(path)) if head else None
-        settings = asked or (left.choose(shape) if left else None)
-        if head:
-            drafter = tuned.drafter(head, target, settings) if settings else head.drafter(target, shape or None)
-        else:
-            drafter = plain_drafter(path, target, shape or None)
-            if settings and settings.shape == "chain" and settings.depth:
-                drafter = tuned.shortened(drafter, settings.depth)
-        drafter.break_even = left.break_even if left else None  # type: ignore[attr-defined]
+        drafter = _on_disk(draft, spec, target)
+    if draft.adaptive:
+        drafter = Adaptive(drafter)
+    if draft.watch != names.NO_WATCH:
+        drafter = watched(drafter, spec, draft.watch == "fallback")
     drafter.name = spec
+    return drafter
+
+
+def _on_disk(draft: Draft, spec: str, target: Target) -> Drafter:
+    """The drafter of a head or of a plain model, before anything is wrapped around it."""
+    folder = head_folder(draft)
+    head = None if folder is None else load_head(folder, target)
+    if draft.shape == "tree" and target.support != "tree":
+        raise UserError(f"drafters: {spec}: this target takes chains only; write {draft.source}@chain")
+    if head is None or folder is None:
+        if draft.draw != names.DEFAULT_DRAW:
+            raise UserError(f"drafters: {spec}: @{draft.draw} is for trained heads; leave it out")
+        made = plain_drafter(draft.source, target, draft.shape or None)
+        drafter: Drafter = tuned.shortened(made, draft.depth) if draft.depth else made
+        limit = None
+    else:
+        if draft.draw != names.DEFAULT_DRAW:
+            head.draw_trees(draft.draw)
+        left = tuned.read(folder)
+        choice = left.choose(draft.shape) if left else None
+        if draft.depth is not None or draft.nodes is not None:
+            choice = Settings(draft.shape, draft.depth, draft.nodes)
+        drafter = tuned.drafter(head, target, choice) if choice else head.drafter(target, draft.shape or None)
+        limit = left.break_even if left else None
+    drafter.break_even = limit  # type: ignore[attr-defined]
     return drafter
 
 
@@ -119,17 +120,39 @@ def watched(drafter: Drafter, spec: str, fallback: bool) -> Monitor:
     return monitor
 
 
-def find_head(path: str) -> Path:
+def head_folder(draft: Draft) -> Path | None:
+    """The folder of the head that `draft` asks for; None where it asks for no head: none, ngram, a plain model.
+
+    Raises UserError for a folder that holds none of these.
+    """
+    if draft.source in (names.NONE, names.NGRAM):
+        return None
+    if is_plain(draft.source) and not (Path(draft.source).expanduser() / CARD).is_file():
+        return None
+    return find_head(draft.source)
+
+
+def head_in(path: str) -> Path | None:
     """The head folder that `path` means: itself, or of a run folder head/ (final), else best/, else the newest
-    checkpoint. Raises UserError when there is none."""
+    checkpoint. None when there is none."""
     folder = Path(path).expanduser()
     steps = [p for p in folder.glob("checkpoints/step-*") if re.fullmatch(r"step-\d+", p.name)]
     newest = sorted(steps, key=lambda p: int(p.name[5:]), reverse=True)
-    for place in (folder, folder / "head", folder / "best", *newest):
-        if (place / CARD).is_file():
-            return place
-    if folder.is_dir():
-        raise UserError(f"drafters: {path}: the folder holds no head (no {CARD}, head/, best/ or checkpoints/); "
-                        "finish the training run, or give another folder")
-    raise UserError(f"drafters: {path}: neither none, ngram nor an existing folder; give a run folder, a head folder, "
-                    "or a model with the target's tokenizer")  # fmt: skip
+    places = (folder, folder / "head", folder / "best", *newest)
+    return next((place for place in places if (place / CARD).is_file()), None)
+
+
+def find_head(path: str) -> Path:
+    """As `head_in`. Raises UserError when there is none."""
+    place = head_in(path)
+    if place is not None:
+        return place
+    if Path(path).expanduser().is_dir():
+        raise UserError(
+            f"drafters: {path}: the folder holds no head (no {CARD}, head/, best/ or checkpoints/); "
+            "finish the training run, or give another folder"
+        )
+    raise UserError(
+        f"drafters: {path}: neither none, ngram nor an existing folder; give a run folder, a head folder, "
+        "or a model with the target's tokenizer"
+    )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,14 +135,6 @@ def read(folder: Path) -> Tuned | None:
             raise UserError(f"{path}: {name} holds settings of a {found.shape}; {fix}")
     return Tuned(str(data["card_sha256"]), shapes["best"], shapes["chain"], shapes["tree"],  # type: ignore[arg-type]
                  limit, data.get("pays") is not False, evidence if isinstance(evidence, dict) else {})  # fmt: skip
-
-
-def asked(shape: str) -> Settings | None:
-    """Settings written behind a drafter's name: "chain:4" (levels) or "tree:16" (nodes); None for anything else."""
-    found = re.fullmatch(r"(chain|tree):([1-9]\d{0,2})", shape)
-    if not found:
-        return None
-    return Settings("chain", depth=int(found[2])) if found[1] == "chain" else Settings("tree", nodes=int(found[2]))
 
 
 def drafter(head: Head, target: Target, settings: Settings) -> Drafter:

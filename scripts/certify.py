@@ -32,7 +32,8 @@ from decode.processors import named_processors
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.verify import RULES
-from heads import find_head, resolve_drafter
+from heads import head_folder, resolve_drafter
+from heads.names import parse
 from scripts.lib import certificate, certificate_page, files
 from scripts.lib import certificate_controls as controls
 from scripts.lib.parts import Parts
@@ -201,10 +202,9 @@ def _target(target: Target) -> dict[str, Any]:
 
 def about_drafter(spec: str) -> dict[str, Any]:
     """The name as given and, for a trained head, the hash of every file it was loaded from."""
-    path = spec.partition("@")[0]  # the head; what follows is how it drafts
-    if path in ("none", "ngram"):
+    folder = head_folder(parse(spec))  # what follows the folder is how it drafts
+    if folder is None:
         return {"name": spec}
-    folder = find_head(path)
     return {"name": spec, "files": {p.name: files.sha256(p) for p in sorted(folder.iterdir()) if p.is_file()}}
 
 

@@ -154,7 +154,7 @@ def main(cfg: EvaluateConfig) -> int:
     names = list(dict.fromkeys([*cfg.drafters, *more]))
     lanes, skipped = lanes_of(names, target, lambda: load_target(cfg.target, cfg.dtype, cfg.device))
     skipped = list({s["reason"]: s for s in [*bad, *skipped[::-1], *unknown]}.values())[::-1]  # one line per reason
-    parity = gates(names, target, prompts, cfg.parity, min(cfg.max_new_tokens, GATE_TOKENS), cfg.quiet)
+    parity = gates(lanes, target, prompts, cfg.parity, min(cfg.max_new_tokens, GATE_TOKENS), cfg.quiet)
     points = list(itertools.product(cfg.temperatures or [cfg.temperature], cfg.batch_sizes or [cfg.batch_size]))
     reports: list[dict[str, Any]] = []
     for number, (temperature, batch_size) in enumerate(points):
@@ -219,7 +219,7 @@ def measure(cfg: EvaluateConfig, target: Target, prompts: list[Any], lanes: list
     if target.device.type != "cpu":
         again(report["drafters"], target, prompts[: cfg.breakdown], lanes, settings)
     report["ranking"] = candidates.ranking(report)
-    report |= extras(report["drafters"])
+    report |= extras(lanes)
     return report, output_lines(measured)
 
 

@@ -29,6 +29,7 @@ from decode.load import TargetConfig, load_target
 from decode.memory import Plan
 from decode.verify import RULES
 from heads import find_head
+from heads.names import parse
 from heads.tuned import DECODE
 from scripts.lib import files, tune_run, tune_table
 from scripts.lib.progress import Steps, columns
@@ -125,7 +126,7 @@ def main(cfg: TuneConfig) -> None:
     tune_page.write(report, out)
     tune_table.show(report, console)
     if cfg.write and cfg.drafter != "ngram":
-        folder = find_head(cfg.drafter.partition("@")[0])
+        folder = find_head(parse(cfg.drafter).source)
         files.write_json(folder / DECODE, tune_run.tuned_from(report, folder).to_json())
         console.print(f"written: {folder / DECODE}; evaluate, chat and export read it", highlight=False)
     elif cfg.write:

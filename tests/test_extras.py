@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from heads.names import Draft
 from scripts.lib import extras, more_plots, page, plots
+from scripts.lib.contest import Lane
 from scripts.lib.wandb_log import flat
 
 
@@ -24,8 +26,9 @@ def test_learning_curves_come_from_the_run(tmp_path: Path) -> None:
 
 
 def test_nothing_beside_a_drafter_is_no_error(tmp_path: Path) -> None:
-    rows = [{"name": n, "shape": s} for n, s in (("none", "none"), ("ngram", "chain"), (str(tmp_path), "tree"))]
-    assert extras.extras(rows) == {"tuning": {}, "learning": {}}
+    drafts = [None, Draft("none"), Draft("ngram"), Draft(str(tmp_path)), Draft(str(tmp_path / "gone"), "tree")]
+    lanes = [Lane("x", "x", "x", "tree", 1, 1, lambda requests, settings: None, draft=d) for d in drafts]  # type: ignore[arg-type, return-value]
+    assert extras.extras(lanes) == {"tuning": {}, "learning": {}}
 
 
 def test_foreign_evidence_is_checked_number_by_number() -> None:

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError
-from heads import HEADS, find_head
+from heads import HEADS, head_in
 from heads.checkpoint import CARD, read_card
+from heads.names import split
 from heads.plain import is_plain
 from scripts.lib.consistency import claims
+from scripts.lib.names import ASSISTED
 
 WITHOUT_SHAPE = ("none", "ngram", "hf_generate", "hf_prompt_lookup")
 
@@ -30,26 +32,38 @@ def expand(names: Sequence[str], runs: str, trees: bool) -> tuple[list[str], lis
     skipped: list[dict[str, str]] = []
     for name in names:
         try:
-            found = _family(name, runs) if name in HEADS and not Path(name).exists() else _folders(name)
+            family = name in HEADS and not Path(name).exists()
+            found = _family(name, runs, skipped) if family else _folders(name)
         except UserError as error:
             skipped.append({"name": name, "reason": str(error)})
             continue
         for one in found:
-            if "@" in one or one in WITHOUT_SHAPE:
+            if _is_spelled_out(one):
                 specs.append(one)
             else:
                 specs += [f"{one}@chain", *([f"{one}@tree"] if trees else [])]
     return list(dict.fromkeys(specs)), skipped
 
 
-def _family(kind: str, runs: str) -> list[str]:
+def _is_spelled_out(name: str) -> bool:
+    """Whether `name` says how it drafts, or has no shape to choose."""
+    return name in WITHOUT_SHAPE or name.startswith(f"{ASSISTED}@") or bool(split(name)[1])
+
+
+def _family(kind: str, runs: str, skipped: list[dict[str, str]]) -> list[str]:
+    """Every run below `runs` of this kind; a run whose head is damaged goes to `skipped`."""
     found = []
     for folder in _children(Path(runs).expanduser()):
-        try:
-            if read_card(find_head(str(folder)))["kind"] == kind:
-                found.append(str(folder))
-        except UserError:
+        head = head_in(str(folder))
+        if head is None:
             continue
+        try:
+            card = read_card(head)
+        except UserError as error:
+            skipped.append({"name": str(folder), "reason": str(error)})
+            continue
+        if card["kind"] == kind:
+            found.append(str(folder))
     if not found:
         raise UserError(f"candidates: {kind}: no run of this kind below {runs}; set runs=FOLDER, or name the run")
     return found
@@ -57,7 +71,7 @@ def _family(kind: str, runs: str) -> list[str]:
 
 def _folders(name: str) -> list[str]:
     folder = Path(name).expanduser()
-    if "@" in name or name in WITHOUT_SHAPE or is_plain(name) or not folder.is_dir() or _is_run(folder):
+    if _is_spelled_out(name) or is_plain(name) or not folder.is_dir() or _is_run(folder):
         return [name]  # what it lacks is said when it is loaded
     found = [str(child) for child in _children(folder) if _is_run(child) or is_plain(str(child))]
     if not found:

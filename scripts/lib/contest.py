@@ -15,6 +15,7 @@ from conf.errors import UserError
 from decode.engine import Generation, Request, Run, Timing
 from decode.sampling import Sampling
 from decode.target import Target
+from heads.names import Draft
 from scripts.lib.memory import peak, start_peak
 from scripts.lib.names import clipped
 from scripts.lib.progress import Steps, columns
@@ -41,7 +42,8 @@ class Lane:
     """A row of the table. run(requests, settings) -> Run. name: as the user wrote it, made unique; label: short.
 
     target: whom it drafts for, None: the report's target. group: name of that target, "" for the report's. base: the
-    row of its group's plain decoding. facts: parameters, bytes, training cost, where known.
+    row of its group's plain decoding. facts: parameters, bytes, training cost, where known. draft: what its name asks
+    for, None for outside references.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Lane:
     group: str = ""
     base: str = "none"
     facts: dict[str, Any] = field(default_factory=dict)
+    draft: Draft | None = None
 
 
 @dataclass

@@ -8,25 +8,27 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError
-from heads import find_head, tuned
+from heads import head_folder, tuned
 from scripts.lib import names
+from scripts.lib.contest import Lane
 
 
-def extras(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """{"tuning": label -> curves, rows, latency; "learning": label -> evaluations by step} of the report's drafters, by
-    their names; a drafter without a folder, a tuning or a log is left out. Never raises for what lies there."""
+def extras(lanes: Iterable[Lane]) -> dict[str, Any]:
+    """{"tuning": label -> curves, rows, latency; "learning": label -> evaluations by step} of a report's drafters; a
+    drafter that is no head, and one without a tuning or a log, is left out. Never raises for what lies there."""
     tuning: dict[str, Any] = {}
     learning: dict[str, Any] = {}
-    for row in rows:
-        path = row["name"].partition("@")[0]
-        if row["shape"] == "none" or not Path(path).expanduser().is_dir():
+    for lane in lanes:
+        if lane.draft is None:
             continue
         try:
-            folder = find_head(path)
+            folder = head_folder(lane.draft)
+            if folder is None:
+                continue
             found = tuned.read(folder)
-        except UserError:
+        except UserError:  # it was sound when the lane was made: what happened to it since costs no measured report
             continue
-        label = names.label(path)
+        label = names.label(lane.draft.source)
         told = measured(found.evidence) if found else None
         if told:
             tuning.setdefault(label, told)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,8 +10,9 @@ from conf.errors import UserError
 from decode.drafters import Drafter
 from decode.engine import Request, Run, generate
 from decode.target import Target
-from heads import HEADS, find_head, resolve_drafter
+from heads import HEADS, head_folder, resolve_drafter
 from heads.checkpoint import read_card
+from heads.names import Draft, parse
 from scripts.lib import names
 from scripts.lib.assisted import Assisted, assistants
 from scripts.lib.contest import Lane, Settings
@@ -20,7 +20,7 @@ from scripts.lib.latency import clock
 from scripts.lib.memory import own_elements
 from scripts.lib.reference import hf_generate
 
-GENERATE, ASSISTED, LOOKUP = "hf_generate", "hf_assisted", "hf_prompt_lookup"
+GENERATE, LOOKUP = "hf_generate", "hf_prompt_lookup"
 Skipped = dict[str, str]
 
 
@@ -54,24 +54,25 @@ def lanes_of(specs: Sequence[str], target: Target, fresh: Callable[[], Target] |
 
 def _lanes(spec: str, target: Target, fresh: Callable[[], Target] | None,
            tuned: dict[str, tuple[str, Target]]) -> list[Lane]:  # fmt: skip
-    name, _, folder = spec.partition("@")
-    if name == GENERATE and not folder:
+    if spec == GENERATE:
         return [Lane(spec, spec, "reference", "none", 0, 0, lambda requests, s: hf_generate(
             target, requests, s.sampling, batch_size=s.batch_size, seed=s.seed))]  # fmt: skip
-    if name == LOOKUP and not folder:
+    if spec == LOOKUP:
         return [_assisted(*row) for row in assistants(spec, target, None)]
-    if name == ASSISTED:
-        if not folder:
-            raise UserError(f"drafters: {spec}: transformers needs an assistant; write {ASSISTED}@DIR")
-        folder = re.sub(r"@(chain|tree)$", "", folder)
-        card = _card(folder)
+    if spec == names.ASSISTED:
+        raise UserError(f"drafters: {spec}: transformers needs an assistant; write {spec}@DIR")
+    if spec.startswith(f"{names.ASSISTED}@"):
+        assistant = parse(spec.removeprefix(f"{names.ASSISTED}@")).source
+        card = _card(parse(assistant))
         if card is not None and card["kind"] != "small_lm":
-            raise UserError(f"drafters: {spec}: {folder} is no language model of its own, which transformers needs as "
-                            "an assistant; give a separate draft model")  # fmt: skip
-        draft = resolve_drafter(f"{folder}@chain", target)
+            raise UserError(f"drafters: {spec}: {assistant} is no language model of its own, which transformers needs "
+                            "as an assistant; give a separate draft model")  # fmt: skip
+        draft = resolve_drafter(f"{assistant}@chain", target)
         return [_assisted(*row) for row in assistants(spec, target, draft)]
+    asked = parse(spec)
+    card = _card(asked)
     group, mine = "", target
-    sha = _tuned_by(spec) if fresh is not None else ""
+    sha = _tuned_by(card) if fresh is not None else ""
     if sha and fresh is not None:
         if sha not in tuned:
             copy = fresh()
@@ -79,7 +80,8 @@ def _lanes(spec: str, target: Target, fresh: Callable[[], Target] | None,
             tuned[sha] = (copy.identity.name if copy.identity else copy.tuning, copy)
         group, mine = tuned[sha]
     lane = _drafting(spec, resolve_drafter(spec, mine), mine)
-    lane.facts |= training(spec)
+    lane.draft = asked
+    lane.facts |= training(card)
     if not group:
         return [lane]
     base = f"none ({names.label(spec.partition('@')[0])})"
@@ -107,22 +109,19 @@ def _assisted(name: str, reference: Assisted, k: int) -> Lane:
     return Lane(name, name, "reference", "none", k, 0, lambda requests, s: reference(requests, s.sampling, s.seed))
 
 
-def _card(spec: str) -> dict[str, Any] | None:
-    try:
-        return read_card(find_head(spec.partition("@")[0]))
-    except UserError:
-        return None
+def _card(draft: Draft) -> dict[str, Any] | None:
+    """The card of the head that `draft` asks for; None where it asks for no head. Raises UserError when damaged."""
+    folder = head_folder(draft)
+    return None if folder is None else read_card(folder)
 
 
-def _tuned_by(spec: str) -> str:
+def _tuned_by(card: dict[str, Any] | None) -> str:
     """Which training of its target a head belongs to; "" for heads of a frozen one and for all that are no heads."""
-    card = _card(spec)
     kind = HEADS.get(card["kind"]) if card else None
     return str(card["sha256"]) if card and kind is not None and kind.trains_target else ""
 
 
-def training(spec: str) -> dict[str, Any]:
+def training(card: dict[str, Any] | None) -> dict[str, Any]:
     """What the training of a head took, as its card says it; {} where nobody wrote it down."""
-    card = _card(spec)
     found = card["extra"].get("training") if card else None
     return {"training": found} if isinstance(found, dict) else {}

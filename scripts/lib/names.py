@@ -6,8 +6,11 @@ import re
 from collections.abc import Sequence
 from pathlib import PurePath
 
+from heads.names import split
+
 INSIDE = ("head", "best", "checkpoints")  # folders of a run, which say nothing about it
 LONGEST = 30
+ASSISTED = "hf_assisted"  # stands before the name of a draft: transformers decodes with it
 
 
 def labels(names: Sequence[str]) -> list[str]:
@@ -40,7 +43,9 @@ def clipped(text: str, longest: int = LONGEST) -> str:
 def _levels(name: str) -> list[str]:
     """Ever longer labels of a name, the name itself last."""
     whole, extra = re.fullmatch(r"(.*?)((?: \(\w+\)| #\d+)*)", name, re.S).groups()  # type: ignore[union-attr]
-    parts = [[*PurePath(part).parts] or [part] for part in whole.split("@")]
+    lead = [ASSISTED] if whole.startswith(f"{ASSISTED}@") else []
+    path, options = split(whole.removeprefix(f"{ASSISTED}@"))
+    parts = [[*PurePath(part).parts] or [part] for part in (*lead, path, *options)]
     told = [[p for p in folders if p not in INSIDE] or folders for folders in parts]
     deepest = max(map(len, parts))
     found = []

@@ -19,6 +19,7 @@ from decode.sampling import Sampling
 from decode.target import Target
 from heads import find_head, load_head, shapes, tuned
 from heads.base import Head
+from heads.names import NGRAM, NONE, Draft, parse
 from heads.tuned import Settings
 from scripts.lib import replay, search
 from scripts.lib.cost import CostModel, Shape
@@ -59,12 +60,11 @@ class Family:
     @classmethod
     def of(cls, spec: str, target: Target, sampling: Sampling, bounds: Bounds) -> Family:
         """Raises UserError for `none`, an unknown drafter, or a shape that it does not have."""
-        path, _, shape = spec.partition("@")
-        if path == "none" or shape not in ("", "chain", "tree"):
+        draft = parse(spec)
+        path, shape = draft.source, draft.shape
+        if path == NONE or draft != Draft(path, shape):
             raise UserError(f"drafter: {spec}; give ngram, a run folder or a head folder, with @chain or @tree at most")
-        if path == "ngram":
-            if shape == "tree":
-                raise UserError("drafter: an n-gram drafts chains only; write drafter=ngram")
+        if path == NGRAM:
             return cls(spec, target, sampling, bounds, ["chain"])
         folder = find_head(path)
         head = load_head(folder, target)

@@ -1,0 +1,171 @@
+"""How drafters are named: SOURCE[@SHAPE][@DRAW][@adaptive][@WATCH], read in this one place.
+
+SOURCE is none, ngram, a folder (of a run, a head or a model) or a Hugging Face repository. SHAPE is chain or tree,
+chain:K (levels) or tree:N (nodes); ngram takes a bare K. DRAW is sampled or fixed: how a tree's candidates are taken
+where T > 0. WATCH is monitor or fallback (decode.monitor). A folder may have "@" in its path: of all readings, the
+longest source that exists counts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from conf.errors import UserError
+
+NONE, NGRAM = "none", "ngram"
+SHAPES = ("chain", "tree")
+DRAWS = ("sampled", "fixed")
+ADAPTIVE = "adaptive"
+WATCHES = ("monitor", "fallback")
+DEFAULT_DRAW, NO_WATCH = "default", "none"
+
+SIZED_SHAPE = re.compile(r"(chain|tree)(?::([1-9]\d{0,2}))?")
+NGRAM_DEPTH = re.compile(r"[1-9]\d?")
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What a drafter's name asks for.
+
+    source: "none", "ngram", a path or a repository. shape: "chain", "tree", "" = the drafter's own. depth: levels of a
+    chain. nodes: nodes of a tree. draw: "sampled", "fixed", "default" = the drafter's own. watch: "none", "monitor"
+    (warns below break-even) or "fallback" (decodes plainly there). None: as the drafter itself has it.
+    """
+
+    source: str
+    shape: str = ""
+    depth: int | None = None
+    nodes: int | None = None
+    draw: str = DEFAULT_DRAW
+    adaptive: bool = False
+    watch: str = NO_WATCH
+
+    def __str__(self) -> str:
+        """The name that `parse` reads as this draft."""
+        size = self.depth if self.shape == "chain" else self.nodes
+        shape = self.shape if size is None else f"{self.shape}:{size}"
+        if self.source == NGRAM:
+            shape = "" if self.depth is None else str(self.depth)
+        options = (
+            shape,
+            "" if self.draw == DEFAULT_DRAW else self.draw,
+            ADAPTIVE if self.adaptive else "",
+            "" if self.watch == NO_WATCH else self.watch,
+        )
+        return "@".join([self.source, *(option for option in options if option)])
+
+
+def on_disk(path: str) -> bool:
+    """Whether something lies at `path`; False for what is no path at all."""
+    return os.path.exists(os.path.expanduser(path))
+
+
+def split(spec: str, exists: Callable[[str], bool] = on_disk) -> tuple[str, list[str]]:
+    """(source, options behind it) of a drafter's name; nothing is checked and nothing raised.
+
+    Where no part of the name exists, the known options at its end are options. So is one word that is none, for the
+    sake of the error about it, unless a "/" follows its "@".
+    """
+    words = spec.split("@")
+    if words[0] in (NONE, NGRAM):
+        return words[0], words[1:]
+    for count in range(len(words), 0, -1):
+        source = "@".join(words[:count])
+        if source and exists(source):
+            return source, words[count:]
+    count = len(words)
+    while count > 1 and _is_option(words[count - 1]):
+        count -= 1
+    if count == 2 and "/" not in words[1]:
+        count = 1
+    return "@".join(words[:count]), words[count:]
+
+
+def parse(spec: str, exists: Callable[[str], bool] = on_disk) -> Draft:
+    """What `spec` asks for. exists: tells paths that lie on this disk.
+
+    Raises UserError, one line with the fix, for an unknown option, one that this kind of drafter does not have, two
+    that exclude each other, and for options out of order.
+    """
+    source, options = split(spec, exists)
+    if not source:
+        raise UserError(f"drafters: {spec!r}: names no drafter; write none, ngram or a folder")
+    draft, place = Draft(source), -1
+    out_of_order = False
+    for option in options:
+        changed, at = _with(draft, option, spec)
+        if changed == draft:
+            once = "@".join([source, *dict.fromkeys(options)])
+            raise UserError(f"drafters: {spec}: @{option} stands there twice; write {once}")
+        out_of_order |= at < place
+        draft, place = changed, at
+    if out_of_order:
+        raise UserError(
+            f"drafters: {spec}: the order is shape, draw, @adaptive, @monitor or @fallback; write {draft}"
+        )
+    return _checked(draft, spec)
+
+
+def _is_option(word: str) -> bool:
+    return word in (*DRAWS, ADAPTIVE, *WATCHES) or bool(SIZED_SHAPE.fullmatch(word))
+
+
+def _with(draft: Draft, option: str, spec: str) -> tuple[Draft, int]:
+    """(draft with one more option, place of that option in the order). Raises UserError."""
+    source = draft.source
+    taken = ""
+    if source == NGRAM and NGRAM_DEPTH.fullmatch(option):
+        if draft.depth is None or draft.depth == int(option):
+            return replace(draft, depth=int(option)), 0
+        taken = str(draft.depth)
+    elif found := SIZED_SHAPE.fullmatch(option):
+        if source in (NONE, NGRAM):
+            raise UserError(f"drafters: {spec}: {source} has no shape to choose; write {source}")
+        size = int(found[2]) if found[2] else None
+        if found[1] == "chain":
+            shaped = replace(draft, shape="chain", depth=size, nodes=None)
+        else:
+            shaped = replace(draft, shape="tree", depth=None, nodes=size)
+        if not draft.shape or shaped == draft:
+            return shaped, 0
+        taken = str(Draft("", draft.shape, draft.depth, draft.nodes))[1:]
+    elif option in DRAWS:
+        if draft.draw in (DEFAULT_DRAW, option):
+            return replace(draft, draw=option), 1
+        taken = draft.draw
+    elif option == ADAPTIVE:
+        return replace(draft, adaptive=True), 2
+    elif option in WATCHES:
+        if draft.watch in (NO_WATCH, option):
+            return replace(draft, watch=option), 3
+        taken = draft.watch
+    elif source in (NONE, NGRAM):
+        more = ", or ngram@K with K from 1 to 99" if source == NGRAM else ""
+        raise UserError(f"drafters: {spec}: {source} has no shape {option!r}; write {source}{more}")
+    else:
+        raise UserError(
+            f"drafters: {spec}: unknown shape {option!r}; write {source}@chain or {source}@tree, chain:4 (levels) or "
+            "tree:16 (nodes), each with @adaptive behind it for an adaptive draft length"
+        )
+    raise UserError(
+        f"drafters: {spec}: @{taken} and @{option} exclude each other; keep one of them"
+    )
+
+
+def _checked(draft: Draft, spec: str) -> Draft:
+    """`draft`, where its options go together; a draw without a shape means a tree."""
+    plain = str(replace(draft, draw=DEFAULT_DRAW))
+    if draft.source == NONE and draft.adaptive:
+        raise UserError(f"drafters: {spec}: there is no draft length to adapt; write {NONE}")
+    if draft.source == NONE and draft.watch != NO_WATCH:
+        raise UserError(f"drafters: {spec}: there is no draft to watch; write {NONE}")
+    if draft.draw == DEFAULT_DRAW:
+        return draft
+    if draft.source in (NONE, NGRAM):
+        raise UserError(f"drafters: {spec}: {draft.source} has no tree to draw; write {plain}")
+    if draft.shape == "chain":
+        raise UserError(f"drafters: {spec}: a chain is drawn where T > 0 anyway; write {plain}")
+    return replace(draft, shape="tree")

@@ -1,0 +1,124 @@
+"""The one grammar of drafters' names: every form with what it means, every wrong one with its line, paths with "@"."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from conf.errors import UserError
+from heads.names import Draft, parse, split
+
+LEGAL = {
+    "none": Draft("none"),
+    "ngram": Draft("ngram"),
+    "ngram@4": Draft("ngram", depth=4),
+    "ngram@adaptive": Draft("ngram", adaptive=True),
+    "ngram@4@adaptive": Draft("ngram", depth=4, adaptive=True),
+    "ngram@monitor": Draft("ngram", watch="monitor"),
+    "runs/m": Draft("runs/m"),
+    "runs/m/": Draft("runs/m/"),
+    "Qwen/Qwen3-0.6B@chain": Draft("Qwen/Qwen3-0.6B", "chain"),
+    "runs/m@chain": Draft("runs/m", "chain"),
+    "runs/m@tree": Draft("runs/m", "tree"),
+    "runs/m@chain:4": Draft("runs/m", "chain", depth=4),
+    "runs/m@tree:16": Draft("runs/m", "tree", nodes=16),
+    "runs/m@tree@fixed": Draft("runs/m", "tree", draw="fixed"),
+    "runs/m@tree@sampled": Draft("runs/m", "tree", draw="sampled"),
+    "runs/m@tree:16@fixed": Draft("runs/m", "tree", nodes=16, draw="fixed"),
+    "runs/m@adaptive": Draft("runs/m", adaptive=True),
+    "runs/m@tree@adaptive": Draft("runs/m", "tree", adaptive=True),
+    "runs/m@tree:16@adaptive": Draft("runs/m", "tree", nodes=16, adaptive=True),
+    "runs/m@monitor": Draft("runs/m", watch="monitor"),
+    "runs/m@tree@fallback": Draft("runs/m", "tree", watch="fallback"),
+    "runs/m@tree:16@fixed@adaptive@monitor": Draft(
+        "runs/m", "tree", nodes=16, draw="fixed", adaptive=True, watch="monitor"
+    ),
+}
+
+ILLEGAL = {
+    "": "names no drafter",
+    "@tree": "names no drafter",
+    "none@tree": "none has no shape to choose; write none",
+    "none@adaptive": "there is no draft length to adapt; write none",
+    "none@monitor": "there is no draft to watch; write none",
+    "none@fixed": "none has no tree to draw; write none",
+    "ngram@chain": "ngram has no shape to choose; write ngram",
+    "ngram@tree:16": "ngram has no shape to choose; write ngram",
+    "ngram@0": "ngram has no shape '0'; write ngram, or ngram@K with K from 1 to 99",
+    "ngram@fixed": "ngram has no tree to draw; write ngram",
+    "ngram@4@5": "@4 and @5 exclude each other",
+    "ngram@adaptive@adaptive": "@adaptive stands there twice; write ngram@adaptive",
+    "runs/m@star": "unknown shape 'star'; write runs/m@chain",
+    "runs/m@chain:0": "unknown shape 'chain:0'",
+    "runs/m@tree:": "unknown shape 'tree:'",
+    "runs/m@": "unknown shape ''",
+    "runs/m@chain@tree": "@chain and @tree exclude each other",
+    "runs/m@chain:4@chain": "@chain:4 and @chain exclude each other",
+    "runs/m@sampled@fixed": "@sampled and @fixed exclude each other",
+    "runs/m@monitor@fallback": "@monitor and @fallback exclude each other",
+    "runs/m@chain@fixed": "a chain is drawn where T > 0 anyway; write runs/m@chain",
+    "runs/m@adaptive@tree": "the order is shape, draw, @adaptive, @monitor or @fallback; write runs/m@tree@adaptive",
+    "runs/m@monitor@adaptive": "write runs/m@adaptive@monitor",
+}
+
+
+@pytest.mark.parametrize("spec", LEGAL)
+def test_a_legal_name(spec: str) -> None:
+    assert parse(spec) == LEGAL[spec] and str(LEGAL[spec]) == spec
+
+
+def test_a_draw_alone_asks_for_a_tree() -> None:
+    assert parse("runs/m@fixed") == Draft("runs/m", "tree", draw="fixed")
+    assert parse("runs/m@sampled@adaptive") == Draft(
+        "runs/m", "tree", draw="sampled", adaptive=True
+    )
+
+
+@pytest.mark.parametrize("spec", ILLEGAL)
+def test_an_illegal_name_costs_one_line(spec: str) -> None:
+    with pytest.raises(UserError) as told:
+        parse(spec)
+    line = str(told.value)
+    assert (
+        ILLEGAL[spec] in line
+        and "\n" not in line
+        and line.startswith("drafters: ")
+        and "; " in line
+    )
+
+
+def test_the_longest_path_that_exists_is_the_source(tmp_path: Path) -> None:
+    home = tmp_path / "me@work"
+    (home / "runs/m@tree").mkdir(parents=True)
+    (home / "runs/chain").mkdir()
+    assert parse(f"{home}/runs/m@tree") == Draft(f"{home}/runs/m@tree")
+    assert parse(f"{home}/runs/m@tree@chain:2") == Draft(f"{home}/runs/m@tree", "chain", depth=2)
+    assert parse(f"{home}/runs/chain@tree@fixed") == Draft(
+        f"{home}/runs/chain", "tree", draw="fixed"
+    )
+    with pytest.raises(UserError, match="unknown shape 'star'"):
+        parse(f"{home}/runs/chain@star")
+
+
+def test_a_path_that_does_not_exist_keeps_its_at_sign() -> None:
+    gone = "/home/me@work/runs/gone"
+    assert parse(gone, lambda path: False) == Draft(gone)
+    assert parse(f"{gone}@tree:16@adaptive", lambda path: False) == Draft(
+        gone, "tree", nodes=16, adaptive=True
+    )
+
+
+def test_split_never_raises() -> None:
+    for spec in (
+        "",
+        "@",
+        "a@b@c",
+        "none (x) #2",
+        "ngram@wide@",
+        "\0@tree",
+        "~nobody-here@tree",
+        "a" * 5000 + "@tree",
+    ):
+        source, options = split(spec)
+        assert "@".join([source, *options]) == spec
