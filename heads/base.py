@@ -16,9 +16,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from conf.errors import UserError
 from decode.drafters import Drafter
 from decode.identity import Identity
 from decode.target import Target
+from heads import shapes, vocab
+from heads.forced import ranks
 
 
 @dataclass(frozen=True)
@@ -107,10 +110,17 @@ class Head(nn.Module):
     packs: ClassVar[bool] = False
     takes_stored_law: ClassVar[bool] = False
     taps: tuple[int, ...] = ()
+    d2t: Tensor | None
 
     def __init__(self, cfg: Any) -> None:
+        """cfg: its keys. Beside them a head has d2t, the draft vocabulary as [Vd] int64 offsets (heads/vocab.py; None:
+        the whole vocabulary), coverage, the share of the supervised tokens inside, and calibration, what `calibrate`
+        has measured ({} before)."""
         super().__init__()
         self.cfg = cfg
+        self.register_buffer("d2t", None)
+        self.coverage = 1.0
+        self.calibration: dict[str, Any] = {}
 
     @classmethod
     def for_target(cls, target: Target, cfg: Any, counts: Tensor | None = None) -> Self:
@@ -127,8 +137,15 @@ class Head(nn.Module):
         raise TypeError(f"{cls.__name__} must define from_json")
 
     def config_json(self) -> dict[str, Any]:
-        """All that from_json needs to rebuild the module, without the weights."""
-        return {"config": asdict(self.cfg)}
+        """All that from_json needs to rebuild the module, without the weights, and what was measured."""
+        return {"config": asdict(self.cfg), "coverage": self.coverage, "calibration": self.calibration}
+
+    def restore_json(self, saved: dict[str, Any]) -> None:
+        """Take over from config_json what is measured rather than configured: when a head is loaded, and on resume.
+
+        Raises KeyError for a file that no head wrote.
+        """
+        self.coverage, self.calibration = saved["coverage"], saved["calibration"]
 
     def forward(self, batch: Batch, target: Target) -> LossOut:
         """The training loss of one micro-batch."""
@@ -150,11 +167,35 @@ class Head(nn.Module):
         return iter(())
 
     def ids(self) -> Tensor | None:
-        """[Vd] int64 ascending target ids of the draft vocabulary, None for the whole one (the default)."""
-        return None
+        """[Vd] int64 ascending target ids of the draft vocabulary, None for the whole one."""
+        return None if self.d2t is None else vocab.from_d2t(self.d2t)
+
+    def choose_vocabulary(self, counts: Tensor | None, size: int) -> Tensor:
+        """[size] int64 ascending: the tokens that are supervised most often; notes what they cover. counts: [V] int64.
+
+        Raises UserError without counts, and for more tokens than were seen.
+        """
+        if counts is None:
+            raise UserError("head.draft_vocab: no token counts to choose from; set head.draft_vocab=0")
+        chosen = vocab.choose(counts, size)
+        self.coverage = vocab.coverage(counts, chosen)
+        return chosen
+
+    @property
+    def levels(self) -> int:
+        """How many levels of a draft `calibrate` measures. Default: one."""
+        return 1
 
     def calibrate(self, batches: Iterable[Batch], target: Target) -> None:
-        """Measure on held-out rows what decoding wants to know (such as rank-wise acceptance). Default: nothing."""
+        """Measure on held-out rows what decoding wants to know: acceptance by level and rank, and the static tree that
+        follows from it, grown from hits of whole paths (levels are not independent). Tokens are the text's own."""
+        found = [ranks(self, batch, target, self.levels) for batch in batches]
+        if found and sum(part.shape[0] for part in found):
+            self.calibration = self.measure(torch.cat(found))
+
+    def measure(self, table: Tensor) -> dict[str, Any]:
+        """The calibration that follows from ranks [A, levels] of the right tokens (heads/forced.py)."""
+        return shapes.measure(table)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """What the optimizer updates: groups of "params" with an "lr_scale" that multiplies the run's learning rate."""
@@ -180,6 +221,3 @@ class Head(nn.Module):
     def attach(self, target: Target) -> None:
         """Called once the weights are loaded from a folder: a head with trains_target tunes `target` as it was trained
         to and gives it an identity of its own. Default: nothing."""
-
-    def restore_json(self, saved: dict[str, Any]) -> None:
-        """Take over from config_json what is measured rather than configured, on resume. Default: nothing."""

@@ -12,7 +12,7 @@ Shape letters: B rows, T positions, D width, S steps, Vd draft vocabulary, F tap
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar, Self
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from conf.errors import UserError
 from decode.drafters import Drafter
 from decode.target import Target
-from heads import shapes, vocab
+from heads import vocab
 from heads.base import Batch, Head, LossOut
 from heads.eagle_attention import Memory
 from heads.eagle_config import EagleConfig
@@ -31,28 +31,24 @@ from heads.eagle_init import copy_layer, reset_weights, start_output
 from heads.eagle_layer import layer_config, take
 from heads.eagle_net import Eagle1Net, Eagle3Net, EagleNet, try_own
 from heads.eagle_own import Own, own
-from heads.forced import ranks
 from heads.losses import LossWeights, chunked_loss
 from heads.recompute import plainly, recomputed
 
 
 class EagleHead(Head):
-    """What EAGLE-1 and EAGLE-3 share. net: the network. d2t: [Vd] int64 offsets (None: the whole vocabulary)."""
+    """What EAGLE-1 and EAGLE-3 share. net: the network."""
 
     Config = EagleConfig
     packs: ClassVar[bool] = True
     takes_stored_law: ClassVar[bool] = True
     net: EagleNet
-    d2t: Tensor | None
 
     def __init__(self, cfg: EagleConfig, net: EagleNet, taps: tuple[int, ...], vocab_size: int, final: int) -> None:
         super().__init__(cfg)
         self.cfg: EagleConfig = cfg
         self.net, self.taps, self.vocab_size, self.final = net, taps, vocab_size, final
-        offsets = torch.zeros(cfg.draft_vocab, dtype=torch.int64) if cfg.draft_vocab else None
-        self.register_buffer("d2t", offsets)
-        self.coverage = 1.0
-        self.calibration: dict[str, Any] = {}
+        if cfg.draft_vocab:
+            self.d2t = torch.zeros(cfg.draft_vocab, dtype=torch.int64)
         self._rows: tuple[Tensor, Tensor | None] | None = None
 
     @classmethod
@@ -76,11 +72,7 @@ class EagleHead(Head):
         if spec is not None:
             try_own(head.net)
         if cfg.draft_vocab:
-            if counts is None:
-                raise UserError("head.draft_vocab: no token counts to choose from; set head.draft_vocab=0")
-            chosen = vocab.choose(counts, cfg.draft_vocab).cpu()
-            head.coverage = vocab.coverage(counts, chosen)
-            head.d2t = vocab.to_d2t(chosen)
+            head.d2t = vocab.to_d2t(head.choose_vocabulary(counts, cfg.draft_vocab))
         head.to(target.device)
         if cfg.init == "layer":
             source = cfg.init_layer if cfg.init_layer >= 0 else target.num_layers + cfg.init_layer
@@ -107,14 +99,14 @@ class EagleHead(Head):
         cfg = EagleConfig(**{**keys, "loss": LossWeights(**keys["loss"])})
         spec = own(target, cfg.layers) if cfg.layer == "target" else None
         head = cls.build(cfg, saved["layer"], tuple(saved["taps"]), saved["vocab_size"], saved["final"], spec)
-        head.coverage, head.calibration = saved["coverage"], saved["calibration"]
+        head.restore_json(saved)
         return head.to(target.device)
 
     def config_json(self) -> dict[str, Any]:
-        """See Head; also the draft layer's shape, the taps with their convention, coverage, measured acceptance."""
+        """See Head; also the draft layer's shape, the taps with their convention."""
         return {**super().config_json(), "layer": self._shape, "vocab_size": self.vocab_size, "taps": list(self.taps),
                 "tap_convention": "hidden_states[k] of transformers; num_layers = output after the final norm",
-                "final": self.final, "coverage": self.coverage, "calibration": self.calibration}  # fmt: skip
+                "final": self.final}  # fmt: skip
 
     @property
     def _shape(self) -> dict[str, Any]:
@@ -122,10 +114,6 @@ class EagleHead(Head):
         keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
                 "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings")  # fmt: skip
         return {**{k: getattr(config, k) for k in keys}, "rope_parameters": dict(config.rope_parameters or {})}
-
-    def ids(self) -> Tensor | None:
-        """[Vd] int64 ascending target ids of the draft vocabulary, None for the whole one."""
-        return None if self.d2t is None else vocab.from_d2t(self.d2t)
 
     def target_rows(self, target: Target) -> tuple[Tensor, Tensor | None]:
         """The target's LM head over the draft vocabulary: weight [Vd, D] and bias [Vd] or None; gathered once."""
@@ -245,14 +233,10 @@ class EagleHead(Head):
             out[b, start : start + size] = drawn * (self.cfg.noise * 512 / size)
         return out.to(g)
 
-    @torch.no_grad()
-    def calibrate(self, batches: Iterable[Batch], target: Target) -> None:
-        """Ranks on held-out rows, at every level that may be drafted: acceptance by level and rank, and the static tree
-        that sampled drafts use. Tokens are the text's; beyond the steps of training the states are the head's own, as
-        in decoding."""
-        found = [ranks(self, batch, target, max(self.cfg.steps, self.cfg.depth)) for batch in batches]
-        if found and sum(f.shape[0] for f in found):
-            self.calibration = shapes.measure(torch.cat(found))
+    @property
+    def levels(self) -> int:
+        """See Head: every level that may be drafted. Beyond the steps of training the states are the head's own."""
+        return max(self.cfg.steps, self.cfg.depth)
 
     @torch.no_grad()
     def forced(self, batch: Batch, target: Target, levels: int) -> Iterator[tuple[Tensor, int, Tensor]]:

@@ -10,13 +10,16 @@ Shape letters: B rows, T positions, S levels of a draft, A anchors, m tokens of 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from decode.target import Target
 from heads import shapes, vocab
-from heads.base import Batch, Head
+
+if TYPE_CHECKING:
+    from heads.base import Batch, Head
 
 # Share of the largest logit by which two orders of evaluation may differ: the drafter's cached passes of few rows and
 # the training pass over whole texts. 16-bit: measured, see docs/experiments.md.

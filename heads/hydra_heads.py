@@ -93,7 +93,7 @@ class HydraHeads(ParallelHead):
         """See Head."""
         head = cls(cls.read_config(saved), saved["width"], saved["vocab_size"], saved["taps"][0], target.device,
                    saved["embed_width"], saved["prefix"])
-        head.coverage, head.calibration = saved["coverage"], saved["calibration"]
+        head.restore_json(saved)
         head.embed_scale = saved["embed_scale"]
         return head
 

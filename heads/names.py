@@ -123,7 +123,10 @@ def _with(draft: Draft, option: str, spec: str) -> tuple[Draft, int]:
         taken = str(draft.depth)
     elif found := SIZED_SHAPE.fullmatch(option):
         if source in (NONE, NGRAM):
-            raise UserError(f"drafters: {spec}: {source} has no shape to choose; write {source}")
+            why = ", it drafts chains only" if source == NGRAM else ""
+            raise UserError(
+                f"drafters: {spec}: {source} has no shape to choose{why}; write {source}"
+            )
         size = int(found[2]) if found[2] else None
         if found[1] == "chain":
             shaped = replace(draft, shape="chain", depth=size, nodes=None)

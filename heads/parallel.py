@@ -9,19 +9,17 @@ Shape letters: B rows, T positions, D width, K heads, Vd draft vocabulary, n sup
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from conf.errors import UserError
 from decode.target import Target
 from decode.tree import TreeShape
 from heads import shapes, vocab
 from heads.base import Batch, Head, HeadConfig, LossOut
-from heads.forced import ranks
 from heads.losses import LossWeights, chunked_loss
 
 
@@ -72,7 +70,6 @@ class ParallelHead(Head):
     Config: ClassVar[type[HeadConfig]] = ParallelConfig
     packs: ClassVar[bool] = True
     proj: nn.Parameter | None
-    d2t: Tensor | None
 
     def __init__(self, cfg: Any, width: int, vocab_size: int, tap: int, device: torch.device | str = "cpu"):
         super().__init__(cfg)
@@ -81,10 +78,8 @@ class ParallelHead(Head):
         size = cfg.draft_vocab or vocab_size
         own = None if cfg.share_lm_head else nn.Parameter(torch.zeros(cfg.heads, size, width, device=device))
         self.register_parameter("proj", own)
-        offsets = torch.zeros(size, dtype=torch.int64, device=device) if cfg.draft_vocab else None
-        self.register_buffer("d2t", offsets)
-        self.coverage = 1.0
-        self.calibration: dict[str, Any] = {}
+        if cfg.draft_vocab:
+            self.d2t = torch.zeros(size, dtype=torch.int64, device=device)
         self._shared: Tensor | None = None
 
     @classmethod
@@ -97,11 +92,7 @@ class ParallelHead(Head):
         """Fresh heads, equal to the target's LM head. Raises UserError when the draft vocabulary is too large."""
         head = cls.build(target, cfg)
         if cfg.draft_vocab:
-            if counts is None:
-                raise UserError("head.draft_vocab: no token counts to choose from; set head.draft_vocab=0")
-            chosen = vocab.choose(counts, cfg.draft_vocab).to(target.device)
-            head.coverage = vocab.coverage(counts, chosen)
-            head.d2t = vocab.to_d2t(chosen)
+            head.d2t = vocab.to_d2t(head.choose_vocabulary(counts, cfg.draft_vocab).to(target.device))
         if head.proj is not None:
             head.proj.data.copy_(head._lm_rows(target).float())
         return head
@@ -116,22 +107,13 @@ class ParallelHead(Head):
     def from_json(cls, saved: dict[str, Any], target: Target) -> Self:
         """See Head. Raises KeyError or TypeError for a file this class did not write."""
         head = cls(cls.read_config(saved), saved["width"], saved["vocab_size"], saved["taps"][0], target.device)
-        head.coverage, head.calibration = saved["coverage"], saved["calibration"]
+        head.restore_json(saved)
         return head
 
     def config_json(self) -> dict[str, Any]:
-        """See Head; also the tap with its convention, the vocabulary's coverage and the measured acceptance."""
+        """See Head; also the tap with its convention."""
         return {**super().config_json(), "width": self.width, "vocab_size": self.vocab_size, "taps": list(self.taps),
-                "tap_convention": "hidden_states[k] of transformers; num_layers = output after the final norm",
-                "coverage": self.coverage, "calibration": self.calibration}
-
-    def restore_json(self, saved: dict[str, Any]) -> None:
-        """See Head: the measured acceptance."""
-        self.calibration = saved["calibration"]
-
-    def ids(self) -> Tensor | None:
-        """[Vd] int64 ascending target ids of the draft vocabulary, None for the whole one."""
-        return None if self.d2t is None else vocab.from_d2t(self.d2t)
+                "tap_convention": "hidden_states[k] of transformers; num_layers = output after the final norm"}
 
     def _lm_rows(self, target: Target) -> Tensor:
         """The LM head's rows of the draft vocabulary with the final scale inside; a softcap or a bias is left out (a
@@ -229,12 +211,10 @@ class ParallelHead(Head):
                     z = z + extra[0][part][ok].to(z.dtype) @ extra[1].to(z.dtype).T
                 yield flat[part][ok], k, z
 
-    def calibrate(self, batches: Iterable[Batch], target: Target) -> None:
-        """Teacher-forced rank of every head's right token on held-out rows; keeps rank-wise acceptance a[k][rank] and
-        the best tree of up to 64 nodes, grown from whole-path hits (heads are not independent)."""
-        found = [ranks(self, batch, target, self.cfg.heads) for batch in batches]
-        if found and sum(f.shape[0] for f in found):
-            self.calibration = shapes.measure(torch.cat(found))
+    @property
+    def levels(self) -> int:
+        """See Head."""
+        return int(self.cfg.heads)
 
     def tree(self, nodes: int | None = None) -> TreeShape:
         """The static tree of `nodes` nodes (default: the config's): measured if calibrated, else a generic one."""

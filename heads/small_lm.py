@@ -12,7 +12,7 @@ Shape letters: B rows, T positions, D width, n supervised tokens, Vd draft vocab
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -23,10 +23,9 @@ from transformers.utils import logging
 from conf.errors import UserError
 from decode.drafters import Drafter, DraftModel
 from decode.target import Target
-from heads import shapes, vocab
+from heads import shapes
 from heads.base import Batch, Head, LossOut
 from heads.cut import chosen_layers, cut, empty
-from heads.forced import ranks
 from heads.losses import LossWeights, chunked_loss
 from heads.recompute import layers_recomputed
 from heads.small_lm_config import LoraKeys, SmallLMConfig
@@ -58,8 +57,6 @@ class SmallLM(Head):
         self.dtype, self.tokenizer = target.dtype, target.tokenizer
         self.layers: list[int] = []
         self.chosen: Tensor | None = None
-        self.coverage = 1.0
-        self.calibration: dict[str, Any] = {}
         self.vocab = min(net.get_input_embeddings().weight.shape[0], target.vocab_size)
         self.outside = freeze(net, cfg, self.dtype, given or {})
         if cfg.lora.rank:
@@ -81,11 +78,8 @@ class SmallLM(Head):
         else:
             head = cls(cfg, load_base(cfg, target), target, None)
         if cfg.draft_vocab:
-            if counts is None:
-                raise UserError("head.draft_vocab: no token counts to choose from; set head.draft_vocab=0")
-            counts = counts[: head.vocab]
-            head.chosen = vocab.choose(counts, cfg.draft_vocab).to(target.device)
-            head.coverage = vocab.coverage(counts, head.chosen)
+            known = None if counts is None else counts[: head.vocab]
+            head.chosen = head.choose_vocabulary(known, cfg.draft_vocab).to(target.device)
         size, whole = parameters(net := head.net), parameters(target.model)
         if size >= whole:
             print(f"warning: the draft ({type(net).__name__}, {size:,} parameters) is no smaller than its target "
@@ -109,7 +103,7 @@ class SmallLM(Head):
         head.layers = list(saved["layers"])
         ids = saved["draft_ids"]
         head.chosen = torch.tensor(ids, dtype=torch.int64, device=target.device) if ids else None
-        head.coverage, head.calibration = saved["coverage"], saved["calibration"]
+        head.restore_json(saved)
         return head
 
     def ids(self) -> Tensor | None:
@@ -183,16 +177,16 @@ class SmallLM(Head):
                 deep = part % batch.ids.shape[1] >= 2 + level  # the anchor, two before the first level, must exist
                 yield part[deep], level, z[deep]
 
-    @torch.no_grad()
-    def calibrate(self, batches: Iterable[Batch], target: Target) -> None:
-        """Teacher-forced ranks of runs of right tokens on held-out rows: a draft is right to a depth when the ranks of
-        so many tokens in a row are those of its path. Keeps acceptance by level and rank, the best static tree, and
+    @property
+    def levels(self) -> int:
+        """See Head."""
+        return self.cfg.depth
+
+    def measure(self, table: Tensor) -> dict[str, Any]:
+        """See Head; a draft is right to a depth when the ranks of so many tokens in a row are those of its path. Also
         the teacher-forced accepted length of a chain (bonus token counted)."""
-        found = [ranks(self, batch, target, self.cfg.depth) for batch in batches]
-        if found and sum(f.shape[0] for f in found):
-            table = torch.cat(found)
-            chain = (table == 0).cumprod(1).sum(1).double().mean()
-            self.calibration = {**shapes.measure(table), "teacher_forced": 1 + float(chain)}
+        chain = (table == 0).cumprod(1).sum(1).double().mean()
+        return {**super().measure(table), "teacher_forced": 1 + float(chain)}
 
     # -- drafting
 
@@ -211,15 +205,10 @@ class SmallLM(Head):
     # -- on disk
 
     def config_json(self) -> dict[str, Any]:
-        """See Head; also the model's own config, the layers it was cut from, the draft vocabulary, measured ranks."""
+        """See Head; also the model's own config, the layers it was cut from, the draft vocabulary."""
         return {**super().config_json(), "model": self.net.config.to_diff_dict(), "layers": self.layers,
                 "merged": False, "draft_ids": [] if self.chosen is None else self.chosen.tolist(),
-                "coverage": self.coverage, "calibration": self.calibration,
                 "parameters": parameters(self.net)}  # fmt: skip
-
-    def restore_json(self, saved: dict[str, Any]) -> None:
-        """See Head: the measured ranks."""
-        self.calibration = saved["calibration"]
 
     def write(self, folder: Path, finished: bool) -> tuple[str, dict[str, Any]]:
         """See Head. A finished draft is an ordinary transformers folder: config, generation config, tokenizer, weights
