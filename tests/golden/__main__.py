@@ -1,0 +1,126 @@
+"""Write what is missing of the golden files, or the tokens anew where that is what a change is about:
+
+python -m tests.golden             # tokens.json from the committed folders
+python -m tests.golden smollm2     # smollm2.json, minutes
+python -m tests.golden folders     # target/, data.jsonl, heads/*, run/: only what is not there yet
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conf.schema import compose
+from decode.tiny import byte_tokenizer, tiny_model
+from heads import HEADS
+from tests.golden import cases
+from tests.training import chats
+from train.config import DraftRun, EagleRun, MedusaRun
+from train.hydra_heads import HydraHeadsRun
+from train.loop import fit
+
+SMALL = ["head.draft_vocab=20", "optim.lr=0.01", "optim.warmup=0"]
+RUNS: dict[str, tuple[str, type, list[str]]] = {
+    "medusa": ("medusa", MedusaRun, ["head.heads=2", "head.nodes=6", *SMALL]),
+    "markov": ("medusa", MedusaRun, ["head.heads=2", "head.nodes=6", "head.markov_rank=4", *SMALL]),
+    "medusa2": (
+        "medusa",
+        MedusaRun,
+        ["head=medusa2", "head.heads=2", "head.nodes=6", "head.tune.rank=2", *SMALL],
+    ),
+    "hydra_heads": (
+        "hydra_heads",
+        HydraHeadsRun,
+        ["head.heads=2", "head.nodes=6", "head.prefix_layers=1", *SMALL],
+    ),
+    "eagle1": (
+        "eagle",
+        EagleRun,
+        ["head=eagle1", "head.depth=3", "head.nodes=6", "head.draft_vocab=0", *SMALL[1:]],
+    ),
+    "eagle3": ("eagle", EagleRun, ["head=eagle3", "head.depth=3", "head.nodes=6", *SMALL]),
+    "small_lm": (
+        "draft",
+        DraftRun,
+        ["head.from_target_layers=1", "head.depth=3", "head.nodes=6", "optim.lr=0.01"],
+    ),
+}
+
+
+def config(kind: str, out: Path, *more: str) -> Any:
+    """The configuration of a golden run; `tests/test_golden.py` resumes with the same one."""
+    name, schema, own = RUNS[kind]
+    target, data = (
+        os.path.relpath(place) for place in (cases.TARGET, cases.DATA)
+    )  # no folder of whoever made them
+    keys = [
+        "target=local",
+        f"target.path={target}",
+        f"data.path={data}",
+        f"out_dir={out}",
+        "data.held_out=0.2",
+        "data.cache=false",
+        "steps=60",
+        "batch_size=8",
+        "dtype=float32",
+        "device=cpu",
+        "eval.every=60",
+        "eval.prompts=2",
+        "eval.max_new_tokens=8",
+        "eval.parity=0",
+        "save_every=0",
+    ]
+    return compose(name, schema, [*keys, *own, *more])
+
+
+def make_target() -> None:
+    """A tiny model that has read the data for a while: its law has preferences that heads can learn."""
+    chats(cases.DATA, 24)
+    model = tiny_model(layers=2, hidden=16, heads=2, kv_heads=1, vocab=260, context=256)
+    tokenizer = byte_tokenizer()
+    rows = [json.loads(line)["messages"] for line in cases.DATA.read_text().splitlines()]
+    texts = [tokenizer.apply_chat_template(row, tokenize=True, return_dict=False) for row in rows]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(20):
+        for ids in texts:
+            optimizer.zero_grad()
+            model(torch.tensor([ids]), labels=torch.tensor([ids])).loss.backward()
+            optimizer.step()
+    model.eval().save_pretrained(cases.TARGET)
+    tokenizer.save_pretrained(cases.TARGET)
+
+
+def make_folders() -> None:
+    """Whatever is not there."""
+    torch.set_num_threads(1)
+    if not cases.TARGET.exists():
+        make_target()
+    for kind in cases.KINDS:
+        if not (cases.HEADS_FOLDER / kind).exists():
+            out = Path("runs/golden") / kind
+            fit(config(kind, out), HEADS["medusa" if kind == "markov" else kind])
+            shutil.copytree(out / "head", cases.HEADS_FOLDER / kind)
+    if not cases.RUN.exists():
+        out, step = Path("runs/golden/run"), "checkpoints/step-2"
+        fit(config("eagle3", out, "steps=3", "save_every=2", "eval.every=1"), HEADS["eagle3"])
+        shutil.copytree(out / step, cases.RUN / step)
+
+
+def main(what: str) -> None:
+    """See the file's first lines."""
+    if what == "folders":
+        make_folders()
+    elif what == "smollm2":
+        cases.SMOLLM2.write_text(cases.text_of(cases.smollm2()))
+    else:
+        cases.TOKENS.write_text(cases.text_of(cases.golden()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "tokens")

@@ -1,0 +1,102 @@
+"""The golden tokens: what every kind of drafter writes on a committed tiny target with committed heads.
+
+Weights are read from files and computed with in float64, and random numbers are addressed integers, so tokens do not
+depend on the machine, its threads or the versions of libraries, short of a tie within 1e-12. The heads and the run
+folder were written by the version that began this file; they are never written again, because what they are for is to
+be read by every later one.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from decode.engine import Request, generate
+from decode.load import TargetConfig, load_target
+from decode.sampling import Sampling
+from decode.target import Target
+from heads import resolve_drafter
+
+FOLDER = Path(__file__).resolve().parent
+TARGET, HEADS_FOLDER, RUN, DATA = (FOLDER / n for n in ("target", "heads", "run", "data.jsonl"))
+TOKENS, SMOLLM2 = FOLDER / "tokens.json", FOLDER / "smollm2.json"
+
+TEMPERATURES = (0.0, 0.3, 1.0)
+PROMPTS = (
+    "<|im_start|>user\nthe rider goes<|im_end|>\n<|im_start|>assistant\n",
+    "a slow horse, a slow",
+)
+LONG, SMOLLM2_LONG = 16, 32  # tokens of an answer
+KINDS = (
+    "medusa",
+    "markov",
+    "medusa2",
+    "hydra_heads",
+    "eagle1",
+    "eagle3",
+    "small_lm",
+)  # folders under heads/
+FREE = ("none", "ngram")
+SHAPES = ("@chain", "@tree", "@tree@fixed")
+OTHERS = ("ngram@2@adaptive", "medusa", "eagle3@chain:2", "eagle3@tree:3@adaptive")
+
+
+def specs() -> list[str]:
+    """Every drafter as it stands in the golden file: free ones, then head@shape."""
+    return [*FREE, *(f"{kind}{shape}" for kind in KINDS for shape in SHAPES), *OTHERS]
+
+
+def spelled(spec: str) -> str:
+    """The drafter's name as a user writes it, with the folder of its head."""
+    head, at, rest = spec.partition("@")
+    return spec if head in FREE else f"{HEADS_FOLDER / head}{at}{rest}"
+
+
+def target() -> Target:
+    """A fresh copy of the committed target in float64."""
+    return load_target(TargetConfig(kind="local", path=str(TARGET)), "float64", "cpu")
+
+
+def written(spec: str, target: Target, long: int = LONG) -> dict[str, Any]:
+    """What `spec` writes, by temperature: tokens of each prompt, and the draft tokens accepted in each cycle."""
+    found = {}
+    requests = [
+        Request(target.tokenizer(text)["input_ids"], long, id=i) for i, text in enumerate(PROMPTS)
+    ]
+    for temperature in TEMPERATURES:
+        drafter = resolve_drafter(spec, target)
+        run = generate(target, drafter, requests, Sampling(temperature), batch_size=2, eos_ids=())
+        found[f"{temperature:g}"] = {
+            "tokens": [g.token_ids for g in run.generations],
+            "accepted": [[c.accepted for c in g.cycles] for g in run.generations],
+        }
+    return found
+
+
+def golden() -> dict[str, Any]:
+    """All of tokens.json."""
+    shared = target()
+    return {spec: written(spelled(spec), own_target(spec, shared)) for spec in specs()}
+
+
+def own_target(spec: str, shared: Target) -> Target:
+    """Whom `spec` drafts for: a Medusa-2 head tunes its target, so it gets a fresh one."""
+    return target() if spec.startswith("medusa2") else shared
+
+
+def smollm2() -> dict[str, Any]:
+    """All of smollm2.json, in float64 as well."""
+    model = load_target(TargetConfig(kind="smollm2"), "float64", "cpu")
+    return {spec: written(spec, model, SMOLLM2_LONG) for spec in FREE}
+
+
+def text_of(found: dict[str, Any]) -> str:
+    """JSON with a line for each drafter and temperature, to read in a diff."""
+    rows = []
+    for spec, by_temperature in found.items():
+        inner = ",\n".join(
+            f"  {json.dumps(t)}: {json.dumps(row)}" for t, row in by_temperature.items()
+        )
+        rows.append(f" {json.dumps(spec)}: {{\n{inner}\n }}")
+    return "{\n" + ",\n".join(rows) + "\n}\n"
