@@ -151,7 +151,7 @@ def _step(cfg: TrainConfig, state: State, plan: Plan, rows: Rows, model: Any, he
     head.begin_step(state.step, cfg.steps)
     micro = plan.micro_batches(state.step, rank, world, cfg.micro_batch)
     totals: dict[str, torch.Tensor] = {}
-    poisoned: list[int] = []
+    sound: list[torch.Tensor] = []  # whether a loss is finite, on the device: to ask there would wait for it each time
     for i, chosen in enumerate(micro):
         with clock.part("data"):
             batch = rows.batch(chosen, source.pack)
@@ -161,24 +161,30 @@ def _step(cfg: TrainConfig, state: State, plan: Plan, rows: Rows, model: Any, he
             batch = batch.to(accelerator.device)
             out = model(batch, target)
             accelerator.backward(out.sum)
-        if not bool(out.sum.isfinite()):
-            poisoned += chosen
+        sound.append(out.sum.detach().isfinite())
         tokens = batch.mask.sum().to(torch.float64)
         for name, value in {"loss": torch.stack([out.sum.detach().double(), out.count.double()]),
                             "tokens": torch.stack([tokens, torch.ones_like(tokens)]), **out.stats}.items():
             totals[name] = totals[name] + value if name in totals else value
     # DDP has averaged the gradients over the ranks; what is wanted is their sum over the global count.
     raw_norm = torch.nn.utils.get_total_norm([p.grad for p in trainable if p.grad is not None])
-    bad = torch.tensor([float(bool(poisoned) or not bool(raw_norm.isfinite())), float(stop.asked)], dtype=torch.float64)
+    device, finite = accelerator.device, torch.stack(sound)
+    raw_norm = raw_norm.to(device)
+    bad = ~(finite.all() & raw_norm.isfinite())
     names = sorted(totals)
-    packed = torch.cat([bad.to(accelerator.device), *(totals[n] for n in names)])
+    signalled = torch.tensor([float(stop.asked)], dtype=torch.float64, device=device)
+    packed = torch.cat([bad.double()[None], signalled, *(totals[n] for n in names)])
     with clock.part("communication"):
-        sums = (accelerator.reduce(packed, "sum") if world > 1 else packed).tolist()  # type: ignore[union-attr]
+        shared = accelerator.reduce(packed, "sum") if world > 1 else packed
+        own = [raw_norm.double()[None], finite.double()]
+        sums = torch.cat([shared, *own]).tolist()  # type: ignore[list-item]
+    norm_here, *fine = sums[packed.numel() :]
     if sums[0]:
+        poisoned = [row for part, good in zip(micro, fine, strict=True) if not good for row in part]
         stop_poisoned(cfg, state.step, rows, poisoned, [r for part in micro for r in part], head, accelerator)
     found = {n: sums[2 + 2 * i : 4 + 2 * i] for i, n in enumerate(names)}
     scale = world / max(found["loss"][1], 1.0)
-    norm = float(raw_norm) * scale
+    norm = norm_here * scale
     clip = min(1.0, cfg.optim.clip / (norm + 1e-6)) if cfg.optim.clip else 1.0
     torch._foreach_mul_([p.grad for p in trainable if p.grad is not None], scale * clip)
     rate = learning_rate(state.step, cfg.steps, cfg.optim)
