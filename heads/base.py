@@ -121,6 +121,7 @@ class Head(nn.Module):
         self.register_buffer("d2t", None)
         self.coverage = 1.0
         self.calibration: dict[str, Any] = {}
+        self._rows: tuple[Tensor, Tensor | None] | None = None
 
     @classmethod
     def for_target(cls, target: Target, cfg: Any, counts: Tensor | None = None) -> Self:
@@ -180,6 +181,20 @@ class Head(nn.Module):
         chosen = vocab.choose(counts, size)
         self.coverage = vocab.coverage(counts, chosen)
         return chosen
+
+    def target_rows(self, target: Target) -> tuple[Tensor, Tensor | None]:
+        """The target's LM head over the draft vocabulary: weight [Vd, D] and bias [Vd] or None; gathered once."""
+        if self._rows is None or self._rows[0].device != target.device or self._rows[0].dtype != target.dtype:
+            ids, bias = self.ids(), getattr(target.lm_head, "bias", None)
+            weight = target.lm_head_weight.detach()
+            self._rows = (weight if ids is None else weight[ids], bias if ids is None or bias is None else bias[ids])
+        return self._rows
+
+    def law_rows(self, target: Target) -> tuple[Tensor, Tensor | None]:
+        """The rows of the target's LM head that its law is computed from (losses.target_law)."""
+        if self.cfg.loss.mask == "argmax":
+            return target.lm_head_weight.detach(), getattr(target.lm_head, "bias", None)
+        return self.target_rows(target)
 
     @property
     def levels(self) -> int:

@@ -31,7 +31,7 @@ from heads.eagle_init import copy_layer, reset_weights, start_output
 from heads.eagle_layer import layer_config, take
 from heads.eagle_net import Eagle1Net, Eagle3Net, EagleNet, try_own
 from heads.eagle_own import Own, own
-from heads.losses import LossWeights, chunked_loss
+from heads.losses import LossWeights, chunked_loss, stored_law, target_law
 from heads.recompute import plainly, recomputed
 
 
@@ -49,7 +49,6 @@ class EagleHead(Head):
         self.net, self.taps, self.vocab_size, self.final = net, taps, vocab_size, final
         if cfg.draft_vocab:
             self.d2t = torch.zeros(cfg.draft_vocab, dtype=torch.int64)
-        self._rows: tuple[Tensor, Tensor | None] | None = None
 
     @classmethod
     def build(cls, cfg: EagleConfig, shape: dict[str, Any], taps: tuple[int, ...], vocab_size: int, final: int,
@@ -115,14 +114,6 @@ class EagleHead(Head):
                 "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings")  # fmt: skip
         return {**{k: getattr(config, k) for k in keys}, "rope_parameters": dict(config.rope_parameters or {})}
 
-    def target_rows(self, target: Target) -> tuple[Tensor, Tensor | None]:
-        """The target's LM head over the draft vocabulary: weight [Vd, D] and bias [Vd] or None; gathered once."""
-        if self._rows is None or self._rows[0].device != target.device or self._rows[0].dtype != target.dtype:
-            ids, bias = self.ids(), getattr(target.lm_head, "bias", None)
-            weight = target.lm_head_weight.detach()
-            self._rows = (weight if ids is None else weight[ids], bias if ids is None or bias is None else bias[ids])
-        return self._rows
-
     def projection(self, target: Target) -> Tensor:
         """[Vd, D] the weight that turns net.read(h) into draft logits."""
         raise TypeError("a subclass defines it")
@@ -137,11 +128,13 @@ class EagleHead(Head):
         tokens, ids = batch.ids.reshape(-1)[flat], self.ids()
         place = tokens if ids is None else vocab.places(ids, tokens)
         weights = torch.tensor([self.cfg.step_decay**s for s in range(self.cfg.steps)], device=flat.device)
-        law, stored = None, getattr(target, "stored_law", None)
-        if self.cfg.loss.needs_law and stored:
-            law = stored_law(stored(), ids, self.vocab_size, flat, place)
-        elif self.cfg.loss.needs_law:
-            law = self._law(target, feats, flat, place)
+        law, stored, terms = None, getattr(target, "stored_law", None), self.cfg.loss
+        if terms.needs_law and stored:
+            law = stored_law(stored(), flat - 1, ids, self.vocab_size, place, terms.mask)
+        elif terms.needs_law:
+            law = target_law(
+                target, self.law_rows(target), feats, flat - 1, ids, place, terms.mask, self.cfg.top_k
+            )
         read = self.net.read(torch.stack(hidden))
         total, losses, hits = chunked_loss(read, self.projection(target), place, valid, law, self.cfg.loss, weights,
                                            self.cfg.chunk)  # fmt: skip
@@ -204,22 +197,6 @@ class EagleHead(Head):
             spot = packed[source[step]]
             hidden.append(take(h, spot) if whole else h[spot])  # without a row some spots coincide
         return feats[:, :, reads.index(self.final)].flatten(0, 1), hidden, valid
-
-    def _law(self, target: Target, last: Tensor, flat: Tensor, place: Tensor) -> Any:
-        """The target's law p(x_s | x_<s) from f_{s-1}, over the draft vocabulary alone and renormalised (V_d rows of
-        the LM head, never V). It is used where the data's token lies inside: on text the target wrote itself this is
-        where its choice lies inside (EAGLE-3 masks the others by the argmax)."""
-        weight, bias = self.target_rows(target)
-
-        def law(part: slice) -> tuple[Tensor, Tensor]:
-            with torch.no_grad():
-                logits = target.head.finish(F.linear(last[flat[part] - 1], weight, bias))
-                if self.cfg.top_k:
-                    floor = logits.topk(min(self.cfg.top_k, logits.shape[-1]), -1).values[:, -1:]
-                    logits = logits.masked_fill(logits < floor, -torch.inf)
-                return torch.softmax(logits, -1), place[part] >= 0
-
-        return law
 
     def _noise(self, batch: Batch, g: Tensor) -> Tensor:
         """Uniform noise (u - 1/2) * noise * 512 / T per sample (EAGLE-1). Drawn from the sample's number and the bits
@@ -303,20 +280,3 @@ class Eagle3Head(EagleHead):
     def projection(self, target: Target) -> Tensor:
         """See EagleHead; trained."""
         return self.net.lm_head.weight
-
-
-def stored_law(stored: tuple[Tensor, Tensor], ids: Tensor | None, size: int, flat: Tensor, place: Tensor) -> Any:
-    """As EagleHead._law from the target's k most probable tokens: ids and probabilities [B * T, k], restricted to the
-    draft vocabulary `ids` (None: all `size` tokens) and renormalised; none where no such token lies inside."""
-    tokens, probabilities = stored
-
-    def law(part: slice) -> tuple[Tensor, Tensor]:
-        at = flat[part] - 1
-        spot = tokens[at] if ids is None else vocab.places(ids, tokens[at])
-        p = probabilities[at] * (spot >= 0)
-        total = p.sum(-1, keepdim=True)
-        dense = p.new_zeros(spot.shape[0], size if ids is None else ids.numel())
-        dense.scatter_add_(1, spot.clamp(min=0), p / total.clamp(min=1e-9))
-        return dense, (place[part] >= 0) & (total[:, 0] > 0)
-
-    return law

@@ -20,8 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+from decode.target import Target
+from heads import vocab
 
 LawFn = Callable[[slice], tuple[Tensor, Tensor]]  # tokens of a chunk -> (p [m, Vd], usable [m] bool)
+MASKS = ("token", "argmax", "all")
 
 
 @dataclass
@@ -36,6 +41,9 @@ class LossWeights:
     tv: float = 0.0
     # minus the logarithm of the acceptance rate
     lk: float = 0.0
+    # where the target's law teaches a draft vocabulary: token = the data's token lies inside, argmax = the
+    # target's most probable one does (needs the whole LM head), all = everywhere
+    mask: str = "token"
 
     @property
     def needs_law(self) -> bool:
@@ -46,7 +54,77 @@ class LossWeights:
         """Problems as "key: value; rule; fix"."""
         values = {"hard": self.hard, "soft": self.soft, "tv": self.tv, "lk": self.lk}
         found = [f"{k}: {v} is below 0; give a weight >= 0" for k, v in values.items() if not v >= 0]
+        if self.mask not in MASKS:
+            found.append(f"mask: {self.mask!r} is unknown; choose {', '.join(MASKS)}")
         return found or ([] if any(values.values()) else ["hard: all loss weights are 0; set one above 0"])
+
+
+def target_law(
+    target: Target,
+    rows: tuple[Tensor, Tensor | None],
+    feats: Tensor,
+    source: Tensor,
+    ids: Tensor | None,
+    place: Tensor,
+    mask: str,
+    top_k: int = 0,
+) -> LawFn:
+    """The target's law p(x_s | x_<s) at n predicted tokens, over a draft vocabulary alone and renormalised.
+
+    rows: weight [Vd, D] and bias [Vd] or None of the target's LM head over the draft vocabulary; with the mask "argmax"
+    over all V tokens. feats: [N, D], output of the target after its final norm. source: [n] int64, the row of
+    feats that predicts token j, one before it. ids: [Vd] int64 ascending draft vocabulary, None for all. place: [n]
+    int64, where the token of the data stands in it, -1 outside. mask: which tokens are taught, one of MASKS; the others
+    have no law. "argmax" is EAGLE-3's (Li et al. 2025); on text that the target wrote greedily "token" is the same,
+    from Vd rows.
+    top_k: keep only so many most probable tokens of the law (HASS); 0 = all.
+    """
+    weight, bias = rows
+    inside = None if ids is None else vocab.to_t2d(ids, target.vocab_size)
+
+    def law(part: slice) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            logits = target.head.finish(functional.linear(feats[source[part]], weight, bias))
+            usable = torch.ones_like(place[part], dtype=torch.bool)
+            if mask == "token":
+                usable = place[part] >= 0
+            elif mask == "argmax" and ids is not None and inside is not None:
+                usable, logits = inside[logits.argmax(-1)], logits.index_select(-1, ids)
+            if top_k:
+                floor = logits.topk(min(top_k, logits.shape[-1]), -1).values[:, -1:]
+                logits = logits.masked_fill(logits < floor, -torch.inf)
+            return torch.softmax(logits, -1), usable
+
+    return law
+
+
+def stored_law(
+    stored: tuple[Tensor, Tensor],
+    source: Tensor,
+    ids: Tensor | None,
+    size: int,
+    place: Tensor,
+    mask: str,
+) -> LawFn:
+    """As `target_law`, from the target's k most probable tokens, the best first: ids and probabilities [N, k]. size:
+    tokens of the whole vocabulary. Where none of the k lies inside there is no law."""
+    tokens, probabilities = stored
+
+    def law(part: slice) -> tuple[Tensor, Tensor]:
+        at = source[part]
+        spot = tokens[at] if ids is None else vocab.places(ids, tokens[at])
+        p = probabilities[at] * (spot >= 0)
+        total = p.sum(-1, keepdim=True)
+        dense = p.new_zeros(spot.shape[0], size if ids is None else ids.numel())
+        dense.scatter_add_(1, spot.clamp(min=0), p / total.clamp(min=1e-9))
+        usable = total[:, 0] > 0
+        if mask == "token":
+            usable &= place[part] >= 0
+        elif mask == "argmax":
+            usable &= spot[:, 0] >= 0
+        return dense, usable
+
+    return law
 
 
 def chunked_loss(

@@ -20,7 +20,7 @@ from decode.target import Target
 from decode.tree import TreeShape
 from heads import shapes, vocab
 from heads.base import Batch, Head, HeadConfig, LossOut
-from heads.losses import LossWeights, chunked_loss
+from heads.losses import LossWeights, chunked_loss, target_law
 
 
 @dataclass
@@ -154,7 +154,9 @@ class ParallelHead(Head):
         place, valid, reads = self._reads(batch, rows, steps)
         x = self.states(batch, target, feats, reads)
         flat = rows * batch.ids.shape[1] + steps
-        law = self._law(target, feats, flat) if self.cfg.loss.needs_law else None
+        law, terms = None, self.cfg.loss
+        if terms.needs_law:
+            law = target_law(target, self.law_rows(target), feats, flat - 1, self.ids(), place, terms.mask)
         weights = torch.tensor([self.cfg.decay**i for i in range(self.cfg.heads)], device=x.device)
         total, losses, hits = chunked_loss(x, self._projection(target), place, valid, law, self.cfg.loss, weights,
                                            self.cfg.chunk, self.low_rank(batch, flat))
@@ -177,21 +179,6 @@ class ParallelHead(Head):
         place = tokens if ids is None else vocab.places(ids, tokens)
         back = torch.arange(2, self.cfg.heads + 2, device=flat.device)[:, None]
         return place, batch.depth()[flat] >= back, (flat - back).clamp(min=0)
-
-    def _law(self, target: Target, feats: Tensor, flat: Tensor) -> Any:
-        """The target's law at the predicted token, p(x_s | x_<s) = softmax(unembed(f_{s-1})), restricted to the draft
-        vocabulary and renormalised. Where its argmax lies outside there is none (EAGLE-3, Li et al. 2025)."""
-        ids = self.ids()
-        inside = None if ids is None else vocab.to_t2d(ids, self.vocab_size)
-
-        def law(part: slice) -> tuple[Tensor, Tensor]:
-            with torch.no_grad():
-                logits = target.unembed(feats[flat[part] - 1])
-                if ids is None or inside is None:
-                    return torch.softmax(logits, -1), torch.ones_like(flat[part], dtype=torch.bool)
-                return torch.softmax(logits.index_select(-1, ids), -1), inside[logits.max(-1).indices]
-
-        return law
 
     @torch.no_grad()
     def forced(self, batch: Batch, target: Target, levels: int) -> Iterator[tuple[Tensor, int, Tensor]]:

@@ -26,7 +26,7 @@ from decode.target import Target
 from heads import shapes
 from heads.base import Batch, Head, LossOut
 from heads.cut import chosen_layers, cut, empty
-from heads.losses import LossWeights, chunked_loss
+from heads.losses import LossWeights, chunked_loss, target_law
 from heads.recompute import layers_recomputed
 from heads.small_lm_config import LoraKeys, SmallLMConfig
 from heads.small_lm_net import freeze, inject, load_base, merged, parameters
@@ -128,13 +128,20 @@ class SmallLM(Head):
         rows, at = (batch.loss_mask & batch.mask).nonzero(as_tuple=True)
         flat = (rows * batch.ids.shape[1] + at)[at > 0]
         place = batch.ids.reshape(-1)[flat]
-        law = self._law(batch, target, flat) if self.cfg.loss.needs_law else None
         x = self.hidden(batch.ids).flatten(0, 1)[flat - 1]
         x = x * self.finish.scale if self.finish.scale != 1 else x  # a softcap keeps the order and is left out
         out = self.net.get_output_embeddings()
         bias = getattr(out, "bias", None)
         extra = None if bias is None else (x.new_ones(flat.numel(), 1), bias[: self.vocab, None])
         inside = torch.where(place < self.vocab, place, -1)
+        law, terms = None, self.cfg.loss
+        if terms.needs_law:
+            feats = target.features(batch.ids, batch.mask, (target.num_layers,))[:, :, 0].flatten(0, 1)
+            weight, bias = target.lm_head_weight.detach(), getattr(target.lm_head, "bias", None)
+            both = None if self.vocab == target.vocab_size else torch.arange(self.vocab, device=place.device)
+            if both is not None and terms.mask != "argmax":
+                weight, bias = weight[: self.vocab], None if bias is None else bias[: self.vocab]
+            law = target_law(target, (weight, bias), feats, flat - 1, both, inside, terms.mask)
         total, losses, hits = chunked_loss(
             x[None], out.weight[: self.vocab], inside, torch.ones_like(flat, dtype=torch.bool)[None], law,
             self.cfg.loss, torch.ones(1, device=x.device), self.cfg.chunk, extra)  # fmt: skip
@@ -149,17 +156,6 @@ class SmallLM(Head):
         kwargs = {"input_ids": ids.clamp(max=self.vocab - 1), "use_cache": False, "return_dict": True}
         with layers_recomputed(body, self.cfg.activation_checkpointing):
             return torch.func.functional_call(body, cast, kwargs=kwargs).last_hidden_state  # type: ignore[no-any-return]
-
-    def _law(self, batch: Batch, target: Target, flat: Tensor) -> Any:
-        """The target's law at the predicted tokens, over the vocabulary that both models have rows for."""
-        feats = target.features(batch.ids, batch.mask, (target.num_layers,))[:, :, 0].flatten(0, 1)
-
-        def law(part: slice) -> tuple[Tensor, Tensor]:
-            with torch.no_grad():
-                logits = target.unembed(feats[flat[part] - 1])[:, : self.vocab]
-                return torch.softmax(logits, -1), torch.ones_like(flat[part], dtype=torch.bool)
-
-        return law
 
     @torch.no_grad()
     def forced(self, batch: Batch, target: Target, levels: int) -> Iterator[tuple[Tensor, int, Tensor]]:

@@ -24,7 +24,7 @@ from heads.base import Batch
 from heads.eagle import Eagle3Head
 from heads.eagle_config import EagleConfig
 from heads.eagle_layer import RMSNorm, layer_config
-from heads.losses import LossWeights
+from heads.losses import LossWeights, target_law
 from tests.archs import VOCAB
 from tests.test_eagle import GREEDY, batch_of, drafter_state, head_of, target_of
 from tests.training import chats, overrides, tiny_target
@@ -308,7 +308,8 @@ def test_top_k_distillation() -> None:
     target = target_of()
     head = head_of(target, kind="eagle1", steps=3, top_k=4, draft_vocab=0)
     last, flat = torch.randn(10, 32), torch.arange(1, 10)
-    p, usable = head._law(target, last, flat, flat)(slice(0, 9))
+    law = target_law(target, head.law_rows(target), last, flat - 1, None, flat, "token", head.cfg.top_k)
+    p, usable = law(slice(0, 9))
     assert ((p > 0).sum(1) == 4).all() and bool(usable.all())
     full = torch.softmax(target.unembed(last[:9]), -1)
     assert torch.equal(p.topk(4).indices, full.topk(4).indices)

@@ -21,7 +21,7 @@ from conf.schema import compose
 from decode.target import Target
 from heads import HEADS
 from heads.checkpoint import read_card
-from heads.eagle import stored_law
+from heads.losses import stored_law
 from tests.training import TINY, chats, run_config, tiny_target
 from train import cache_features, feature_writer, features
 from train.cache_features import CacheConfig
@@ -428,7 +428,7 @@ def test_a_stored_law_is_the_top_of_the_targets_own(data: Path, tmp_path: Path) 
     torch.testing.assert_close(p[real], best.values[real], rtol=1e-5, atol=1e-6)
     small = counts.topk(12).indices.sort().values  # a draft vocabulary: what of the k best lies inside, renormalised
     flat = (batch.loss_mask & batch.mask).reshape(-1).nonzero()[1:, 0]
-    law, usable = stored_law((tokens, p), small, 260, flat, torch.zeros_like(flat))(slice(None))
+    law, usable = stored_law((tokens, p), flat - 1, small, 260, torch.zeros_like(flat), "token")(slice(None))
     whole = torch.zeros(flat.numel(), 260, dtype=p.dtype).scatter_(1, tokens[flat - 1], p[flat - 1])[:, small]
     assert torch.equal(usable, whole.sum(1) > 0) and 0 < usable.sum() < usable.numel()
     torch.testing.assert_close(law[usable], (whole / whole.sum(1, keepdim=True))[usable])

@@ -78,8 +78,9 @@ def _split(rows: int, chunk: int) -> list[int]:
 def _medusa(head: MedusaHead, target: Target, batch: Batch) -> list[Product]:
     """Blocks and logits of every head and, with a soft loss, the target's logits."""
     cfg, width, out = head.cfg, head.width, []
+    taught = target.vocab_size if cfg.loss.mask == "argmax" else cfg.draft_vocab or head.vocab_size
     for rows in _split(int(batch.loss_mask.sum()), cfg.chunk):
-        out += [Product(rows, width, target.vocab_size, 1)] * cfg.loss.needs_law
+        out += [Product(rows, width, taught, 1)] * cfg.loss.needs_law
         out += [*[Product(rows, width, width)] * cfg.blocks, Product(rows, width, cfg.draft_vocab or head.vocab_size)
                 ] * cfg.heads
     return out
@@ -110,7 +111,8 @@ def _eagle(head: EagleHead, batch: Batch) -> tuple[list[Product], list[tuple[int
     for rows in _split(flat.numel(), cfg.chunk):
         vocab = cfg.draft_vocab or head.vocab_size
         listed += [Product(rows, width, vocab, 3 if wide3 else 2)] * cfg.steps
-        listed += [Product(rows, width, vocab, 1)] * cfg.loss.needs_law
+        taught = head.vocab_size if cfg.loss.mask == "argmax" else vocab
+        listed += [Product(rows, width, taught, 1)] * cfg.loss.needs_law
     attended = []
     for keep, length in zip(needed.view_as(batch.ids).sum(1).tolist(), batch.mask.sum(1).tolist(), strict=True):
         block = (c.num_attention_heads, keep, max(1, length // 2), size)

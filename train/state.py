@@ -202,8 +202,10 @@ def restore(checkpoint: Path, head: Head, optimizer: torch.optim.Optimizer) -> N
 def check_meaning(saved: dict[str, Any], now: dict[str, Any], folder: Path, default: dict[str, Any]) -> list[str]:
     """Lines about the logistics that changed. Raises UserError naming every key whose change alters what is learned.
 
-    A key that the checkpoint does not know came with a later version: at its default it changes nothing.
+    A key that the checkpoint does not know came with a later version: at its default it changes nothing, but for those
+    of which `implied` knows what earlier versions did.
     """
+    saved = {**implied(saved, now), **saved}
     new = {k for k in now if k not in saved and k in default and now[k] == default[k]}
     changed = [k for k in {**saved, **now} if saved.get(k) != now.get(k) and k not in new]
     refused = [f"{k}: {_show(saved.get(k))} in the checkpoint, {_show(now.get(k))} now"
@@ -212,6 +214,16 @@ def check_meaning(saved: dict[str, Any], now: dict[str, Any], folder: Path, defa
         raise UserError(f"out_dir: {folder} holds a run that learns something else ({'; '.join(refused)}); "
                         "restore these values or choose another out_dir")
     return [f"{k}: {_show(saved.get(k))} -> {_show(now.get(k))}" for k in changed]
+
+
+def implied(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Keys that a checkpoint lacks, and what its version did: parallel heads learned from the target's law where its
+    most probable token lies in the draft vocabulary, before head.loss.mask said so."""
+    key, parallel = "head.loss.mask", ("medusa", "medusa2", "hydra_heads")
+    law = any(saved.get(f"head.loss.{term}") for term in ("soft", "tv", "lk"))
+    if key not in now or key in saved or not law or not saved.get("head.draft_vocab"):
+        return {}
+    return {key: "argmax"} if saved.get("head.kind") in parallel else {}
 
 
 def _show(value: Any) -> str:
