@@ -92,6 +92,7 @@ def test_the_longest_path_that_exists_is_the_source(tmp_path: Path) -> None:
     home = tmp_path / "me@work"
     (home / "runs/m@tree").mkdir(parents=True)
     (home / "runs/chain").mkdir()
+    (home / "runs/m").mkdir()
     assert parse(f"{home}/runs/m@tree") == Draft(f"{home}/runs/m@tree")
     assert parse(f"{home}/runs/m@tree@chain:2") == Draft(f"{home}/runs/m@tree", "chain", depth=2)
     assert parse(f"{home}/runs/chain@tree@fixed") == Draft(

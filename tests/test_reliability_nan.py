@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from decode.target import Target
 from scripts.lib.reliability import record
 from tests.faults import Shaky, at_call, digest, finish, train
 from tests.test_features import SHAPE, written
-from tests.training import chats, run_config
+from tests.training import chats, run, run_config
 from train import features, loop
 from train import state as disk
 
@@ -158,3 +159,20 @@ def test_ranks_that_drift_apart_write_no_checkpoint(place: Place) -> None:
     said = out.with_name("drift.txt.0").read_text()
     assert "rank 1 has other weights than rank 0 at step 6, no checkpoint was written" in " ".join(said.split())
     assert [p.name for p in disk.checkpoints(out)] == ["step-4", "step-2"]
+
+
+def test_a_step_waits_for_the_device_once(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many micro-batches it has: every read of a number on a GPU waits for all that was asked of it."""
+    reads = []
+    for name in ("__bool__", "__float__", "__int__", "item", "tolist"):
+        real = getattr(torch.Tensor, name)
+
+        def read(self: Any, name: str = name, real: Any = real) -> Any:
+            caller = sys._getframe(1).f_code
+            if caller.co_name == "_step":
+                reads.append(name)
+            return real(self)
+
+        monkeypatch.setattr(torch.Tensor, name, read)
+    run(data, tmp_path / "run", "steps=3", "micro_batch=1")
+    assert reads == ["tolist"] * 3
