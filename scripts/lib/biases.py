@@ -105,18 +105,19 @@ def rare_to_frequent(rng: np.random.Generator, size: int) -> Member:
     return change
 
 
-def one_token_suppressed(rng: np.random.Generator, size: int) -> Member:
-    """A token that is frequent in these laws never comes: drawn in proportion to how often it is expected."""
-    draw, known = float(rng.random()), dict[str, Tensor]()
+def frequent_suppressed(rng: np.random.Generator, size: int) -> Member:
+    """A token that is frequent in these laws never comes, or a few that together hold some share of them."""
+    many, wanted, known = bool(rng.integers(2)), float(rng.uniform(0.05, 0.2)), dict[str, Tensor]()
+    first = int(rng.integers(8))
 
     def change(laws: Laws) -> Tensor:
         p = laws.law
-        if "id" not in known:
-            share = p.mean(0).double()
-            share = torch.where(share >= share.topk(min(20, len(share))).values[-1], share, 0.0)
-            known["id"] = torch.searchsorted(share.cumsum(0), draw * share.sum()).clamp(max=len(share) - 1)
+        if "ids" not in known:
+            share, ids = p.mean(0).topk(min(64, p.shape[1]))
+            share, ids = share[first:], ids[first:]
+            known["ids"] = ids[: 1 + int((share.cumsum(0) < wanted).sum())] if many else ids[:1]
         rest = p.clone()
-        rest[:, known["id"]] = 0
+        rest[:, known["ids"]] = 0
         return torch.where(rest.sum(-1, keepdim=True) > 1e-3, _normal(rest), p)
 
     return change
@@ -170,7 +171,7 @@ FAMILIES: dict[str, Family] = {
     "neighbours by rank in the tail": neighbours_by_rank,
     "neighbours by id in the tail": neighbours_by_id,
     "between rare and frequent tokens": rare_to_frequent,
-    "one frequent token suppressed": one_token_suppressed,
+    "a frequent token or a few suppressed": frequent_suppressed,
     "law of the step before": step_before,
     "temperature": temperature,
     "top-p": truncation,

@@ -30,10 +30,12 @@ from scripts.lib.pit import FEW, Test
 
 TAILS = (0.1, 0.02, 0.005)  # tokens below these probabilities form a tail
 TAIL = 0.02  # the tail whose ids are looked at
+LEARNED_TAILS = (0.1, 0.02)
+STARTS = np.geomspace(0.3, 0.003, 512)  # where a tail may start from which ranks are counted: parity needs them close
 HASHES, TAIL_HASHES, TAIL_BITS = 16, 8, 2
 ENOUGH = 50.0  # variance from which on the limit law is trusted
 STAKES = (1.0, 0.5, 0.25, 0.125, 0.0625)
-SHRINK, REACH = 10.0, 0.45  # a learned score is (observed - expected) / (expected + SHRINK), cut at REACH
+SHRINK, REACH = 40.0, 0.45  # a learned score is (observed - expected) / (expected + SHRINK), cut at REACH
 
 
 @dataclass
@@ -69,7 +71,6 @@ class Bank:
             *(f"tail, id bit {b}" for b in range(min(TAIL_BITS, bits))),
             *(f"rank bit {b}" for b in range(self.ranks.shape[1])),
             *(f"tail below {t:g}, rank parity" for t in TAILS),
-            *(f"tail below {t:g}, parity from its start" for t in TAILS),
             "log-probability", "law of the step before", "laws of the other rows",
             "tokens of the same answer", "last tokens of the other rows",
         ]  # fmt: skip
@@ -88,8 +89,9 @@ class Scores:
         self.tail = p < TAIL
         self.mass, self.order = p.topk(bank.few, -1)  # [R, F]
         self.below = torch.stack([self.mass < t for t in TAILS])  # [T, R, F]
-        start = bank.few - self.below.sum(-1)  # ranks before each tail
-        self.turn = (1 - 2 * (start & 1)).float()  # [T, R]
+        starts = torch.tensor(-STARTS, dtype=p.dtype, device=p.device).expand(len(p), -1).contiguous()
+        self.start = torch.searchsorted(-self.mass, starts, right=True)  # [R, S] ranks before each tail
+        self.turn = (1 - 2 * (self.start & 1)).float()
         log = p.clamp(min=1e-30).log()
         self.dense = [(log / 8 + 1).clamp(-1, 1), _contrast(block.before, p), _contrast(block.others, p)]
         self.sets = [_once(block.recent), _once(block.theirs)]
@@ -111,8 +113,8 @@ class Scores:
         shares = [(law.gather(1, ids.clamp(min=0)) * (ids >= 0)).sum(-1, keepdim=True) for ids in self.sets]
         first = [law @ self.bank.ids, tail @ self.bank.tail_ids, head @ self.bank.ranks]
         sizes = [m.sum(-1, keepdim=True).expand_as(f) for m, f in zip((law, tail, head), first, strict=True)]
-        first += [parity.T, (parity * self.turn).T]
-        sizes += [tails.sum(-1).T, tails.sum(-1).T]
+        first.append(parity.T)
+        sizes.append(tails.sum(-1).T)
         third = list(first)
         for d in self.dense:
             weighted = law * d
@@ -129,9 +131,24 @@ class Scores:
         ranks = bank.ranks[rank] * seen
         inside = self.below.gather(2, rank[None, :, None].expand(len(TAILS), -1, 1))[:, :, 0].T * ranks[:, :1]
         parts = [bank.ids[tokens], bank.tail_ids[tokens] * self.tail.gather(1, one), ranks, inside]
-        parts += [inside * self.turn.T, *(d.gather(1, one) for d in self.dense)]
+        parts += [d.gather(1, one) for d in self.dense]
         parts += [(ids == one).any(1, keepdim=True).float() for ids in self.sets]
         return torch.cat(parts, 1)
+
+    def parities(self, law: Tensor) -> tuple[Tensor, Tensor]:
+        """The direction 1, -1, 1, -1 ... from the start of each tail on: E d and E d^2 under `law`, [R, S]."""
+        head = law.gather(1, self.order)
+        found = []
+        for weighted in (head * self.bank.ranks[:, 0], head):
+            after = weighted.flip(1).cumsum(1).flip(1)
+            found.append(torch.nn.functional.pad(after, (0, 1)).gather(1, self.start))
+        return found[0] * self.turn, found[1]
+
+    def parities_at(self, tokens: Tensor) -> Tensor:
+        """[R, S] of `tokens`."""
+        rank = self.ranks_of(tokens)[:, None]
+        sign = self.bank.ranks[rank.clamp(max=self.bank.few - 1), 0]
+        return sign * self.turn * ((rank >= self.start) & (rank < self.bank.few))
 
 
 @dataclass
@@ -173,7 +190,9 @@ class Tally:
         self.sums = np.zeros((3, len(groups), len(bank.names)))  # S, variance, third cumulant
         self.count = np.zeros(len(groups), dtype=np.int64)
         self.powers = torch.zeros(3, size, dtype=torch.float64, device=device)  # sums of p, p^2, p^3 by id
+        self.parity = np.zeros((3, len(STARTS)))
         bins = {"token ids": size, "ranks": bank.few + 1, "ranks in the tail": bank.few + 1}
+        bins |= {f"token ids in the tail below {t:g}": size for t in LEARNED_TAILS}
         zero = lambda n: torch.zeros(n, device=device)
         self.learners = {name: Learner(zero(n), zero(n)) for name, n in bins.items()}
 
@@ -188,16 +207,23 @@ class Tally:
         square = p * p
         self.powers += torch.stack([p.sum(0), square.sum(0), (square * p).sum(0)])
         rank = scores.ranks_of(tokens)
-        self._by_id(p, tokens)
+        m1, m2 = (m.double() for m in scores.parities(p))
+        found = [scores.parities_at(tokens).double() - m1, m2 - m1**2, m1 - 3 * m1 * m2 + 2 * m1**3]
+        self.parity += torch.stack([f.sum(0) for f in found]).cpu().numpy()
+        self._by_id("token ids", p, tokens, 2.0)
+        for t in LEARNED_TAILS:
+            self._by_id(f"token ids in the tail below {t:g}", p, tokens, t)
         self._by_rank("ranks", scores.mass, rank, torch.zeros_like(rank))
-        start = self.bank.few - scores.below[TAILS.index(TAIL)].sum(-1)
+        start = (scores.mass >= TAIL).sum(-1)
         self._by_rank("ranks in the tail", scores.mass, rank, start)
 
-    def _by_id(self, p: Tensor, tokens: Tensor) -> None:
-        learner = self.learners["token ids"]
-        score = learner.score()
-        learner.bet(p @ score, score[tokens])
-        learner.learn(torch.bincount(tokens, minlength=p.shape[1]).to(p.dtype), p.sum(0))
+    def _by_id(self, name: str, p: Tensor, tokens: Tensor, limit: float) -> None:
+        """Ids of the tokens below `limit` in their law; all others score 0."""
+        learner = self.learners[name]
+        score, inside = learner.score(), p.gather(1, tokens[:, None])[:, 0] < limit
+        p = p * (p < limit)
+        learner.bet(p @ score, score[tokens] * inside)
+        learner.learn(torch.bincount(tokens[inside], minlength=p.shape[1]).to(p.dtype), p.sum(0))
 
     def _by_rank(self, name: str, mass: Tensor, rank: Tensor, start: Tensor) -> None:
         """Bins count from `start` [R] on; what lies before it or beyond the ranks looked at shares the last bin."""
@@ -223,7 +249,17 @@ class Tally:
                     z, p = float(s / math.sqrt(variance)), tail(s, variance, third)
                     found.append(Test(name, group, int(self.count[g]), z, p))
         n = int(self.count[0])
-        return [*found, *self._single(n), *(learner.test(name, n) for name, learner in self.learners.items())]
+        learned = [learner.test(name, n) for name, learner in self.learners.items()]
+        return [*found, *self._parity(n), *self._single(n), *learned]
+
+    def _parity(self, n: int) -> list[Test]:
+        """Parity of the ranks in a tail, wherever that starts: one test, the smallest p-value of all."""
+        known = [sums for sums in self.parity.T if sums[1] >= ENOUGH]
+        if not known:
+            return []
+        z = max(abs(s) / math.sqrt(variance) for s, variance, _ in known)
+        p = min(tail(*sums) for sums in known)
+        return [Test("rank parity from the start of a tail", "all tokens", n, float(z), min(1.0, p * len(known)))]
 
     def _single(self, n: int) -> list[Test]:
         """Every token that is frequent enough to be counted by itself: one test, the smallest p-value of all."""
@@ -240,7 +276,7 @@ class Tally:
 
     def state(self) -> dict[str, np.ndarray]:
         """Everything that `restore` needs."""
-        known = {"sums": self.sums, "count": self.count, "powers": self.powers.cpu().numpy()}
+        known = {"sums": self.sums, "count": self.count, "powers": self.powers.cpu().numpy(), "parity": self.parity}
         for i, learner in enumerate(self.learners.values()):
             known[f"over {i}"], known[f"expected {i}"] = learner.over.cpu().numpy(), learner.expected.cpu().numpy()
             known[f"wealth {i}"] = learner.wealth
@@ -249,7 +285,7 @@ class Tally:
     def restore(self, known: dict[str, np.ndarray]) -> None:
         """Go on where `state` was asked."""
         device = self.powers.device
-        self.sums, self.count = known["sums"].copy(), known["count"].copy()
+        self.sums, self.count, self.parity = (known[k].copy() for k in ("sums", "count", "parity"))
         self.powers = torch.tensor(known["powers"], device=device)
         for i, learner in enumerate(self.learners.values()):
             learner.over = torch.tensor(known[f"over {i}"], device=device)

@@ -64,8 +64,9 @@ def places(
     ids = torch.arange(scores.shape[1], device=scores.device)
     before = (scores > own) | ((scores == own) & (ids < tokens[:, None]))
     mass = law.gather(1, tokens[:, None])[:, 0]
-    answers = ((law * before).sum(-1), mass, law.amax(-1), mass == 0, edge[:, 0], sliver)
-    return Places(*(a.cpu().numpy() for a in answers), law)
+    below, top = (law * before).sum(-1), law.amax(-1)
+    a, b, c, d, e, f = (x.cpu().numpy() for x in (below, mass, top, mass == 0, edge[:, 0], sliver))
+    return Places(a, b, c, d, e, f, law)
 
 
 def law_of(logits: Tensor, sampling: Sampling, histories: Sequence[Sequence[int]] = ()) -> Tensor:

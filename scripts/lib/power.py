@@ -21,7 +21,7 @@ from torch import Tensor
 
 from scripts.lib import pit
 from scripts.lib.biases import FAMILIES, Laws, Member
-from scripts.lib.directions import ENOUGH, REACH, SHRINK, STAKES, Bank, Block, Scores
+from scripts.lib.directions import ENOUGH, LEARNED_TAILS, REACH, SHRINK, STAKES, STARTS, Bank, Block, Scores
 
 SIZE = 2**24  # numbers in the laws that are looked at
 FEWEST, MOST = 128, 1024  # laws
@@ -31,6 +31,7 @@ GRID = np.geomspace(0.002, 1, 90)  # mean total variations of the curves
 WANTED, LEAST = 0.99, 0.8
 STEPS = 24  # of the integrals over a run
 ROWS = 64
+LIMITS = (2.0, *LEARNED_TAILS)  # the first lets every token in
 
 
 @dataclass
@@ -49,10 +50,12 @@ def laws_wanted(vocab_size: int) -> int:
 
 @dataclass
 class _Shift:
-    """Sums over the laws of what full bias e = 1 does. mean, variance: [K]; cells: [C] of U by probability; ids, rank:
-    of the learned directions, per answer; total: variation; impossible: mass outside the law."""
+    """Means over the laws of what full bias e = 1 does. mean: [K] of every direction; parity: [S] of ranks from the
+    start of each tail; cells: [C] of U by probability; ids: [D, L, V] of ids, in all laws and in the tails that are
+    learned, sums per answer; total: variation; impossible: mass outside the law."""
 
     mean: Tensor
+    parity: Tensor
     cells: Tensor
     ids: Tensor
     total: float = 0.0
@@ -70,10 +73,14 @@ class Power:
         moments = [s.moments(s.law) for s, _, _ in self.blocks]
         self.variance = sum((m2 - m1**2).double().sum(0) for m1, m2, _ in moments).cpu().numpy() / self.count  # type: ignore[union-attr]
         self.mean = [m1 for m1, _, _ in moments]
-        p = torch.stack([s.law.double().sum(0) for s, _, _ in self.blocks]).sum(0)
-        square = torch.stack([(s.law.double() ** 2).sum(0) for s, _, _ in self.blocks]).sum(0)
-        self.rate, self.spread = p / self.count, (p - square) / self.count
+        inside = [torch.stack([s.law * (s.law < limit) for limit in LIMITS]) for s, _, _ in self.blocks]
+        self.rate = torch.stack([p.double().sum(1) for p in inside]).sum(0) / self.count  # [D, V]
+        self.spread = self.rate - torch.stack([(p.double() ** 2).sum(1) for p in inside]).sum(0) / self.count
         self.z = _quantile(1 - self.level / 2)
+        pairs = [s.parities(s.law) for s, _, _ in self.blocks]
+        self.parity = [m1 for m1, _ in pairs]
+        spread = torch.stack([(m2 - m1**2).double().sum(0) for m1, m2 in pairs]).sum(0)
+        self.parity_variance = spread.cpu().numpy() / self.count
 
     def _blocks(self) -> Iterator[tuple[Scores, Laws, Tensor]]:
         """Scores, laws and numbers of the answers, block by block."""
@@ -98,18 +105,21 @@ class Power:
         """What the member does to the statistics at e = 1."""
         found = _Shift(
             torch.zeros(len(self.bank.names), dtype=torch.float64),
+            torch.zeros(len(STARTS), dtype=torch.float64),
             torch.zeros(pit.CELLS, dtype=torch.float64),
-            torch.zeros(len(self.answers), len(self.rate), device=self.rate.device),
+            torch.zeros(len(LIMITS), len(self.answers), len(self.bank.ids), device=self.bank.ids.device),
         )
-        for (scores, laws, number), mean in zip(self.blocks, self.mean, strict=True):
+        for (scores, laws, number), mean, parity in zip(self.blocks, self.mean, self.parity, strict=True):
             p, r = laws.law, member(laws)
             found.mean += (scores.mean(r) - mean).double().sum(0).cpu()
+            found.parity += (scores.parities(r)[0] - parity).double().sum(0).cpu()
             found.cells += _cells(scores, r).cpu()
-            found.ids[number] += (r - p).sum(0)
+            for i, limit in enumerate(LIMITS):
+                found.ids[i, number] += ((r - p) * (p < limit)).sum(0)
             found.total += float((r - p).abs().sum()) / 2
             found.impossible += float((r * (p == 0)).sum())
         found.total, found.impossible = found.total / self.count, found.impossible / self.count
-        found.mean, found.cells = found.mean / self.count, found.cells / self.count
+        found.mean, found.parity, found.cells = (x / self.count for x in (found.mean, found.parity, found.cells))
         return found
 
     def curve(self, member: Member) -> tuple[np.ndarray, float]:
@@ -123,11 +133,16 @@ class Power:
         ]), s.total  # fmt: skip
 
     def _directions(self, s: _Shift, share: np.ndarray) -> np.ndarray:
-        known = self.n * self.variance >= ENOUGH
+        own = self._best(s.mean.numpy(), self.variance, share, self.level)
+        return np.fmax(own, self._best(s.parity.numpy(), self.parity_variance, share, self.level / len(STARTS)))
+
+    def _best(self, mean: np.ndarray, variance: np.ndarray, share: np.ndarray, level: float) -> np.ndarray:
+        """Of tests whose sums are normal."""
+        known = self.n * variance >= ENOUGH
         if not known.any():
             return np.full(len(share), np.nan)
-        center = share * np.sqrt(self.n) * np.abs(s.mean.numpy()[known]) / np.sqrt(self.variance[known])
-        return _normal_cdf(center - self.z).max(1)
+        center = np.sqrt(self.n) * float((np.abs(mean[known]) / np.sqrt(variance[known])).max())
+        return _normal_cdf(share[:, 0] * center - _quantile(1 - level / 2))
 
     def _cells(self, s: _Shift, share: np.ndarray) -> np.ndarray:
         cells, n = s.cells.numpy(), self.n
@@ -140,25 +155,27 @@ class Power:
         return np.fmax(kolmogorov, _normal_cdf((free + center - critical) / np.sqrt(2 * (free + 2 * center))))
 
     def _single(self, s: _Shift, share: np.ndarray) -> np.ndarray:
-        spread = self.spread.cpu().numpy()
-        known = self.n * spread >= ENOUGH
-        if not known.any():
-            return np.full(len(share), np.nan)
-        over = np.abs(s.ids.sum(0).cpu().numpy()[known]) / self.count
-        best = float((over / np.sqrt(spread[known])).max())
-        z = _quantile(1 - self.level / 2 / int(known.sum()))
-        return _normal_cdf(share[:, 0] * math.sqrt(self.n) * best - z)
+        spread = self.spread[0].cpu().numpy()
+        many = max(int((self.n * spread >= ENOUGH).sum()), 1)
+        return self._best(s.ids[0].sum(0).cpu().numpy() / self.count, spread, share, self.level / many)
 
     def _learned(self, s: _Shift, share: np.ndarray) -> np.ndarray:
-        """The bets on token ids. What an id gains is measured between answers: within one it is partly chance."""
+        """The bets on token ids, in all laws or in a tail."""
         if len(self.answers) < 2:
             return np.full(len(share), np.nan)
+        every = [self._bets(ids, rate, spread, share) for ids, rate, spread in
+                 zip(s.ids, self.rate, self.spread, strict=True)]  # fmt: skip
+        return np.fmax.reduce(every)
+
+    def _bets(self, ids: Tensor, rate: Tensor, spread: Tensor, share: np.ndarray) -> np.ndarray:
+        """ids: [L, V] shifts, summed over each answer; rate, spread: [V] mean of p and of p (1 - p). What an id gains
+        is measured between answers: within one it is partly chance."""
         counts = torch.bincount(self.owner, minlength=len(self.answers)).double()
-        whole = s.ids.double().sum(0)
-        square = ((whole**2 - (s.ids.double() ** 2).sum(0)) / (counts.sum() ** 2 - (counts**2).sum()))
+        whole = ids.double().sum(0)
+        square = ((whole**2 - (ids.double() ** 2).sum(0)) / (counts.sum() ** 2 - (counts**2).sum()))
         times = (torch.arange(STEPS, dtype=torch.float64, device=square.device) + 0.5)[:, None] * self.n / STEPS
-        weight = 1 / (times * self.rate + SHRINK)
-        lean = torch.minimum(square.clamp(min=0).sqrt(), self.rate)
+        weight = 1 / (times * rate + SHRINK)
+        lean = torch.minimum(square.clamp(min=0).sqrt(), rate)
         power = []
         for e in share[:, 0]:
             if not math.isfinite(e):
@@ -168,7 +185,7 @@ class Power:
             expected = whole_score.clamp(max=REACH)
             kept = expected / whole_score.clamp(min=1e-30)
             gain = float((e**2 * square * times * weight * kept).sum()) * self.n / STEPS  # chance cancels where signed
-            noise = float((self.spread * (expected**2 + times * self.spread * weight**2)).sum()) * self.n / STEPS
+            noise = float((spread * (expected**2 + times * spread * weight**2)).sum()) * self.n / STEPS
             if noise <= 0:
                 power.append(0.0)
                 continue
@@ -203,7 +220,7 @@ def measure(power: Power, detect: float, seed: int, members: int = MEMBERS) -> d
     rows: dict[str, Any] = {}
     for number, (name, family) in enumerate(FAMILIES.items()):
         rng = np.random.default_rng([seed, number])
-        found = [power.curve(family(rng, len(power.rate))) for _ in range(members)]
+        found = [power.curve(family(rng, len(power.bank.ids))) for _ in range(members)]
         rows[name] = _family(np.array([c for c, _ in found]), np.array([r for _, r in found]), detect)
     least = [row["min_detectable"] for row in rows.values()]
     return {

@@ -67,9 +67,9 @@ class Sample:
 
     u: [n, O] transforms, one column per order; top: largest mass of each law; depth: place in its cycle (0 = first
     token of a cycle, or the prefill's); sequence: which request; groups: [n, G] bool; outside: tokens without mass;
-    edge: tokens at a truncation's edge within float32's tolerance, sliver: how many the laws expect there; passes: [n, 2] of
-    passes.distances; drafted: share that were accepted draft tokens; proposals: cycles that had a draft to verify;
-    astray: answers that hold something else than verification chose; tally: the direction tests.
+    edge: tokens at a truncation's edge within float32's tolerance, sliver: how many the laws expect there; passes:
+    [n, 2] of passes.distances; drafted: share that were accepted draft tokens; proposals: cycles that had a draft to
+    verify; astray: answers that hold something else than verification chose; tally: the direction tests.
     """
 
     u: np.ndarray
