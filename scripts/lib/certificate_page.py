@@ -104,7 +104,7 @@ def _cards(paper: dict[str, Any]) -> str:
     cards = [(caught, "negative controls rejected") if controls else ("not run", "negative controls")]
     if power["tokens"]:
         cards += [(f"{power['tokens']:,}", "emitted tokens tested"),
-                  ("none" if least is None else f"{least:.1%}", "smallest total variation found with power 0.99, all families of biases"),
+                  ("none" if least is None else f"{least:.1%}", "total variation found with power 0.99, any family"),
                   (f"{power['alpha']:g}", "false-alarm rate, all tests together")]  # fmt: skip
     return "".join(f'<div class="card"><b>{esc(a)}</b><span>{esc(b)}</span></div>' for a, b in cards)
 
@@ -218,7 +218,8 @@ def _power(ax: Axes, power: dict[str, Any]) -> None:
     for i, (name, row) in enumerate(power["families"].items()):
         y = np.array([math.nan if v is None else v for v in row["curve"]])
         dashes = "-" if i < len(plots.COLORS) else (0, (4, 2))
-        ax.plot(power["grid"], y, label=name, linewidth=1.6, color=plots.COLORS[i % len(plots.COLORS)], linestyle=dashes)
+        color = plots.COLORS[i % len(plots.COLORS)]
+        ax.plot(power["grid"], y, label=name, linewidth=1.6, color=color, linestyle=dashes)
     ax.axvline(power["detect"], color="#b42318", linewidth=1, linestyle=(0, (3, 3)))
     ax.set_xscale("log")
     ax.set_xticks([0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5], minor=False)
