@@ -27,7 +27,7 @@ from scripts.lib.sampled import Sample, sampling_layer, texts_of
 CONTROL_P = 1e-6  # a control is stopped early once its p falls below
 PASSES = 400  # tokens of the controls of the layer passes
 GREEDY_PROMPTS = 4  # wrong code differs at once, most times
-TESTED = ("live", "recorder", "sampled", "pit", "directions", "passes", "power", "biases", "certificate",
+TESTED = ("live", "detection", "recorder", "sampled", "pit", "directions", "passes", "power", "biases", "certificate",
           "certificate_controls", "control_base", "controls",
           "number_controls", "row_rules", "wrong_rules", "wrong_drafters", "enumerator", "engine_law")  # fmt: skip
 
