@@ -24,7 +24,7 @@ from decode.tiny import tiny_model
 from decode.tree import TreeShape
 from decode.verify import RULES
 from scripts import certify
-from scripts.lib import certificate, certificate_controls, passes, pit, wrong_drafters, wrong_rules
+from scripts.lib import certificate, certificate_controls, passes, pit, power, wrong_drafters, wrong_rules
 from scripts.lib.controls import Mangled, commits_wrong_rows
 from scripts.lib.engine_law import TableDrafter, engine_law, toy_model
 from scripts.lib.enumerator import naive_law
@@ -118,8 +118,8 @@ def test_forgiven_tokens_have_a_price() -> None:
 def test_p_values_are_those_of_scipy() -> None:
     from scipy import stats
 
-    for power in (1.0, 1.05, 1.2):
-        u = np.random.default_rng(1).random(4000) ** power
+    for exponent in (1.0, 1.05, 1.2):
+        u = np.random.default_rng(1).random(4000) ** exponent
         assert pit.kolmogorov(u)[1] == pytest.approx(stats.kstest(u, "uniform").pvalue, rel=0.05)
         counts = np.histogram(u, 20, (0, 1))[0]
         assert pit.chi_square(counts)[1] == pytest.approx(stats.chisquare(counts).pvalue, rel=1e-9)
@@ -231,7 +231,8 @@ def test_wrong_rules_and_wrong_laws_are_rejected(world: Any) -> None:
 
 
 def passes_of(judge: Plain, found: Any, prompts: Any, guidance: float | None = None) -> Any:
-    """The layer "passes" of a sample, with texts of its own for the yardstick."""
+    """The layer "passes" of a sample, with texts of its own for the yardstick, which no wrong judge touches."""
+    judge = Plain(judge.target)
     run = generate(judge.target, NoDraft(), [Request(p, 12, id=i) for i, p in enumerate(prompts)], Sampling(1.0))
     texts = [([*g.prompt_ids, *g.token_ids], len(g.prompt_ids)) for g in run.generations]
     first = np.r_[True, found.sequence[1:] != found.sequence[:-1]]
@@ -360,6 +361,8 @@ def two_controls(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(certificate_controls, "controls", lambda: [controls()[0]])
     monkeypatch.setattr(certificate_controls, "code_sha256", lambda: "the code is edited while tests run")
+    monkeypatch.setattr(power, "MEMBERS", 1)
+    monkeypatch.setattr(power, "MOST", 128)
 
 
 @pytest.fixture
