@@ -88,9 +88,9 @@ class CertifyConfig:
     # negative controls: run, none (the verdict is then undecided at best), or the folder of a certificate of this
     # target and these settings that ran them
     controls: str = "run"
-    # false-alarm rate of the sampling layer, all its tests together
+    # false-alarm rate of the sampling layer, all its tests together (Bonferroni)
     alpha: float = 1e-4
-    # largest bias (total variation) that "lossless" may leave unseen
+    # mean total variation from which on a bias of every known family must be found: "lossless" may leave less unseen
     detect: float = 0.1
     # float32, bfloat16 or float16; rounding is smallest in float32
     dtype: str = "float32"
@@ -172,7 +172,7 @@ def main(cfg: CertifyConfig) -> int:
             negative = controls.run(world, plan, watch, parts)
     verdict, reasons = certificate.verdict(found.layers, negative, found.power, cfg.detect)
     paper = {
-        "format": 2,
+        "format": 3,
         "verdict": verdict,
         "reasons": reasons,
         "created": start.isoformat(timespec="seconds"),

@@ -8,6 +8,7 @@
 enumeration    exact law of one verification on random worlds       engine   exact law of the whole loop
 controls       known wrong code and the layer that catches it       scalar   batched rules against the scalar reference
 greedy_tiny    a thousand prompts on six small architectures        greedy   the target against Hugging Face generate
+biased         wrong decoders that a certificate must reject        sound    sound ones that it must pass, 200 seeds
 gains          accepted lengths at T = 1, paired by prompt          certificates   what certify.py found
 
 Every section goes on where it was stopped: parts wait in STATE, for as long as the code under test stays the same.
@@ -37,7 +38,7 @@ from decode.sampling import Sampling
 from decode.target import Target
 from heads import resolve_drafter
 from scripts.certify import about_drafter
-from scripts.lib import files, gains, lossless_page, proofs
+from scripts.lib import detection, files, gains, lossless_page, proofs
 from scripts.lib.certificate import ticker
 from scripts.lib.certificate_controls import code_sha256
 from scripts.lib.live import Plain, greedy_layer, reference_tokens
@@ -208,6 +209,8 @@ SECTIONS: dict[str, Callable[[ProveConfig, Tick], dict[str, Any]]] = {
     "enumeration": enumeration,
     "engine": _toy(proofs.engine),
     "controls": _toy(proofs.negative_controls),
+    "biased": _toy(detection.biased),
+    "sound": _toy(detection.sound),
     "scalar": scalar,
     "greedy_tiny": greedy_tiny,
     "greedy": greedy,

@@ -17,22 +17,24 @@ from conf.errors import UserError
 from decode.drafters import DraftModel
 from decode.target import Target
 from scripts.lib import pit, wrong_drafters, wrong_rules
-from scripts.lib.certificate import Plan, Watch, World
+from scripts.lib.certificate import Plan, Watch, World, passes_layer
 from scripts.lib.controls import Mangled, commits_wrong_rows, controls
 from scripts.lib.files import ROOT
 from scripts.lib.live import greedy_layer
 from scripts.lib.parts import Parts
-from scripts.lib.sampled import Sample, sampling_layer
+from scripts.lib.sampled import Sample, sampling_layer, texts_of
 
 CONTROL_P = 1e-6  # a control is stopped early once its p falls below
+PASSES = 400  # tokens of the controls of the layer passes
 GREEDY_PROMPTS = 4  # wrong code differs at once, most times
-TESTED = ("live", "sampled", "pit", "certificate", "certificate_controls", "control_base", "controls",
+TESTED = ("live", "detection", "recorder", "sampled", "pit", "directions", "passes", "power", "biases", "certificate",
+          "certificate_controls", "control_base", "controls",
           "number_controls", "row_rules", "wrong_rules", "wrong_drafters", "enumerator", "engine_law")  # fmt: skip
 
 
 def run(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict[str, Any]]:
     """Every control, in the words of certificate.json."""
-    found = _sampling(world, plan, watch, parts)
+    found = [*_sampling(world, plan, watch, parts), *_passes(world, plan, watch, parts)]
     return [*found, *_static(watch, parts), *_greedy(world, plan, watch, parts)]
 
 
@@ -88,20 +90,22 @@ def _sampling(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict
     if plan.sampling.greedy:
         return []
     helper = DraftModel(world.target, 3, name="the target itself")
-    how = dataclasses.replace(plan.setting(world.slack), chunk=1)
+    how = dataclasses.replace(plan.setting(), chunk=1)
+    cut = plan.sampling if plan.sampling.top_p < 1 else dataclasses.replace(plan.sampling, top_p=0.9)
 
-    def run(key: str, name: str, who: Any, verify: Any) -> dict[str, Any]:
+    def run(key: str, name: str, who: Any, verify: Any, sampling: Any = plan.sampling) -> dict[str, Any]:
         known = [row for row in parts.lines(key) if row["p"] < min(CONTROL_P, plan.alpha)]
         if known:  # one that got through is tried again, maybe with more tokens
             return known[0]
         title = f"control: {name}"
         watch(title, 0, plan.tokens)
-        bad = sampling_layer(world.plain, world.target, who, world.prompts, dataclasses.replace(how, verify=verify),
+        bad = sampling_layer(world.plain, world.target, who, world.prompts,
+                             dataclasses.replace(how, verify=verify, sampling=sampling),
                              lambda s: _p(s) < min(CONTROL_P, plan.alpha), lambda done: watch(title, done, plan.tokens),
                              Parts(None))  # fmt: skip
         watch(title, plan.tokens, plan.tokens)  # it may stop early
-        row = {"name": name, "layer": "sampling", "rejected": _p(bad) < plan.alpha or bad.outside > bad.edge,
-               "p": _p(bad), "tokens": len(bad.u), "drafter": helper.name}  # fmt: skip
+        row = {"name": name, "layer": "sampling", "rejected": _p(bad) < plan.alpha, "p": _p(bad),
+               "tokens": len(bad.u), "drafter": helper.name}  # fmt: skip
         parts.add(key, row)
         return row
 
@@ -109,11 +113,44 @@ def _sampling(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict
     return [
         run("typical", "typical acceptance", helper, wrong_rules.typical_acceptance),
         run("mislaid", "draft scored with the wrong law", mangled, plan.verify),
-    ]
+        run("merged", "every second token below 0.2 merged with its neighbour", helper,
+            wrong_rules.merges_neighbours(0.2)),
+        run("uncut", "top-p ignored", helper, wrong_rules.ignores_truncation, cut),
+    ]  # fmt: skip
 
 
 def _p(sample: Sample) -> float:
-    return pit.overall(sample.tests())
+    return 0.0 if sample.outside or sample.astray else pit.overall(sample.tests())
+
+
+def _passes(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict[str, Any]]:
+    """Wrong masks and caches: the laws that verification used are not plain decoding's."""
+    if plan.sampling.greedy:
+        return []
+    how = dataclasses.replace(plan.setting(), tokens=min(PASSES, plan.tokens), chunk=1)
+
+    def run(key: str, name: str, target: Target, who: Any) -> dict[str, Any]:
+        watch(f"control: {name}", 0, 1)
+
+        def tried() -> dict[str, Any]:
+            chunks = Parts(None)
+            bad = sampling_layer(world.plain, target, who, world.prompts, how, parts=chunks)
+            layer = passes_layer(world, plan, bad, texts_of(chunks.lines("sampling"), world.prompts), parts)
+            return {"name": name, "layer": "passes", "rejected": not layer["passed"], "p": None,
+                    "variation": layer["variation"], "two_plain": layer["two_plain_computations"]["variation"],
+                    "tokens": layer["tokens"], "drafter": who.name}  # fmt: skip
+
+        row = parts.once(key, tried)
+        watch(f"control: {name}", 1, 1)
+        return row
+
+    chain = DraftModel(world.target, 3, name="the target itself")
+    found = [run("passes-rows", "cache keeps the wrong rows", commits_wrong_rows(world.target), chain)]
+    if world.target.support == "tree":
+        tree = DraftModel(world.target, 2, name="the target itself, a tree", shape="tree", nodes=6, width=2)
+        leaky = Mangled(tree, wrong_drafters.leaks_siblings)
+        found.append(run("passes-leak", "mask lets siblings see each other", world.target, leaky))
+    return found
 
 
 def _static(watch: Watch, parts: Parts) -> list[dict[str, Any]]:
@@ -143,11 +180,19 @@ def _greedy(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict[s
             few: Sequence[Sequence[int]] = world.chosen[:count]
             bad = greedy_layer(world.plain, who, helper, few, plan.greedy_tokens, plan.batch_size, verify, world.tie,
                                plan.sampling, plan.guidance, world.theirs[: len(few)])  # fmt: skip
-            if bad.defects:
+            if bad.defects or bad.astray:
                 break
         watch(f"control: {name}", 1, 1)
-        row = {"name": name, "layer": "greedy", "rejected": bad.defects > 0, "p": None, "defects": bad.defects,
-               "prompts": bad.prompts, "drafter": helper.name}  # fmt: skip
+        row = {
+            "name": name,
+            "layer": "greedy",
+            "rejected": bad.defects + bad.astray > 0,
+            "p": None,
+            "defects": bad.defects,
+            "not_the_verifiers_best": bad.astray,
+            "prompts": bad.prompts,
+            "drafter": helper.name,
+        }
         parts.add(key, row)
         return row
 

@@ -15,6 +15,7 @@ from scripts.lib import names, plots
 from scripts.lib.page import CSS, esc
 
 TONE = {"lossless": "var(--good)", "not lossless": "var(--bad)", "undecided": "var(--open)"}
+SHOWN = 24  # tests in the table; certificate.json has them all
 PROSE = ("evidence", "result")  # columns whose text may run over several lines
 
 
@@ -53,7 +54,11 @@ def _evidence(layer: dict[str, Any]) -> str:
                 f"{layer['max_error']:.1e}; the whole loop by {layer['loop_max_error']:.1e}")  # fmt: skip
     if layer["name"] == "greedy":
         return (f"{layer['prompts']} prompts, {layer['tokens']} tokens ({layer['drafted_tokens']} drafted): "
-                f"{layer['rounding_ties']} rounding ties, {layer['defects']} defects")  # fmt: skip
+                f"{layer['rounding_ties']} rounding ties, {layer['defects']} defects, "
+                f"{layer['not_the_verifiers_best']} not the verifier's own best")  # fmt: skip
+    if layer["name"] == "passes":
+        return (f"mean total variation between the verifier's and plain decoding's law {layer['variation']:.2g}; two "
+                f"plain computations {layer['two_plain_computations']['variation']:.2g}")  # fmt: skip
     return (f"{layer['tokens']} tokens ({layer['drafted_share']:.0%} drafted), {len(layer['tests'])} tests: "
             f"p = {layer['p']:.3g} at alpha = {layer['alpha']:g}")  # fmt: skip
 
@@ -66,9 +71,13 @@ def page(paper: dict[str, Any]) -> str:
     figures = ""
     if sampling:
         drawn = [plots.svg(_figure(draw, sampling), name) for name, draw in PANELS.items()]
-        figures = '<h2>Transforms of the emitted tokens</h2><div class="grid">' + "".join(
+        drawn.append(plots.svg(_figure(_power, paper["power"]), "power"))
+        figures = '<h2>Transforms of the emitted tokens, and what the run would have found</h2><div class="grid">'
+        figures += "".join(
             f'<div class="panel">{svg}</div>' for svg in drawn) + "</div>"  # fmt: skip
-        figures += '<div class="panel" style="margin-top:16px">' + _tests(sampling) + "</div>"
+        passes = next(layer for layer in paper["layers"] if layer["name"] == "passes")
+        for table in (_families(paper["power"]), _strata(passes), _tests(sampling)):
+            figures += f'<div class="panel" style="margin-top:16px">{table}</div>'
     reasons = "".join(f'<p class="note warn">{esc(r)}</p>' for r in paper["reasons"])
     tone = TONE[paper["verdict"]]
     return f"""<!doctype html>
@@ -95,7 +104,7 @@ def _cards(paper: dict[str, Any]) -> str:
     cards = [(caught, "negative controls rejected") if controls else ("not run", "negative controls")]
     if power["tokens"]:
         cards += [(f"{power['tokens']:,}", "emitted tokens tested"),
-                  ("none" if least is None else f"{least:.1%}", "smallest total variation found with power 0.99"),
+                  ("none" if least is None else f"{least:.1%}", "total variation found with power 0.99, any family"),
                   (f"{power['alpha']:g}", "false-alarm rate, all tests together")]  # fmt: skip
     return "".join(f'<div class="card"><b>{esc(a)}</b><span>{esc(b)}</span></div>' for a, b in cards)
 
@@ -116,7 +125,29 @@ def _layers(paper: dict[str, Any]) -> str:
 
 def _tests(layer: dict[str, Any]) -> str:
     rows = [[t["name"], t["stratum"], f"{t['n']:,}", f"{t['statistic']:.4g}", f"{t['p']:.3g}"] for t in layer["tests"]]
-    return _table(["test", "tokens", "n", "statistic", "p"], rows)
+    return _table([f"test ({SHOWN} of {len(layer['tests'])}, smallest p)", "tokens", "n", "statistic", "p"],
+                  rows[:SHOWN])  # fmt: skip
+
+
+def _families(power: dict[str, Any]) -> str:
+    """Power by family of biases and mean total variation."""
+
+    def percent(x: float | None) -> str:
+        return "–" if x is None else f"{x:.0%}"
+
+    shown = list(next(iter(power["families"].values()))["power_at"])
+    rows = [[name, *(percent(row["power_at"][x]) for x in shown), percent(row["at_detect"]),
+             "none" if row["min_detectable"] is None else f"{row['min_detectable']:.1%}"]
+            for name, row in power["families"].items()]  # fmt: skip
+    head = ["bias (found with this probability)", *(f"total variation {x}" for x in shown), f"{power['detect']:g}"]
+    return _table([*head, "found with 99 % from"], rows)
+
+
+def _strata(layer: dict[str, Any]) -> str:
+    plainly = layer["two_plain_computations"]
+    rows = [[s["stratum"], f"{s['tokens']:,}", f"{s['variation']:.2g}", str(s["far"])] for s in layer["strata"]]
+    rows.append(["two plain computations", f"{plainly['tokens']:,}", f"{plainly['variation']:.2g}", "0"])
+    return _table(["verifier's law beside plain decoding's", "tokens", "mean total variation", "shifted far"], rows)
 
 
 def _controls(paper: dict[str, Any]) -> str:
@@ -127,7 +158,10 @@ def _controls(paper: dict[str, Any]) -> str:
         if c["p"] is not None:
             return f"p = {c['p']:.2g} after {c['tokens']:,} tokens, drafter {c['drafter']}"
         if "defects" in c:
-            return f"{c['defects']} of {c['prompts']} outputs differ"
+            strange = f", {c['not_the_verifiers_best']} tokens not the verifier's best"
+            return f"{c['defects']} of {c['prompts']} outputs differ{strange if c['not_the_verifiers_best'] else ''}"
+        if "variation" in c:
+            return f"mean total variation {c['variation']:.2g}, two plain computations {c['two_plain']:.2g}"
         return f"{c['measured']:.3g} (correct code {c['correct_code']:.2g}, limit {c['limit']:g})"
 
     rows = [[c["name"], c["layer"], "yes" if c["rejected"] else "NO", evidence(c)] for c in paper["negative_controls"]]
@@ -178,6 +212,23 @@ def _deviation(ax: Axes, layer: dict[str, Any]) -> None:
         ax.axhline(y, color="#b42318", linewidth=1, linestyle=(0, (3, 3)))
     ax.set_title("Distribution minus uniform")
     ax.set_xlabel("dashed: where Kolmogorov-Smirnov rejects")
+
+
+def _power(ax: Axes, power: dict[str, Any]) -> None:
+    for i, (name, row) in enumerate(power["families"].items()):
+        y = np.array([math.nan if v is None else v for v in row["curve"]])
+        dashes = "-" if i < len(plots.COLORS) else (0, (4, 2))
+        color = plots.COLORS[i % len(plots.COLORS)]
+        ax.plot(power["grid"], y, label=name, linewidth=1.6, color=color, linestyle=dashes)
+    ax.axvline(power["detect"], color="#b42318", linewidth=1, linestyle=(0, (3, 3)))
+    ax.set_xscale("log")
+    ax.set_xticks([0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5], minor=False)
+    ax.set_xticklabels(["0.002", "0.005", "0.01", "0.02", "0.05", "0.1", "0.2", "0.5"])
+    ax.minorticks_off()
+    ax.set_ylim(0, 1.02)
+    ax.set_title("Power by mean total variation of the bias")
+    ax.set_xlabel("dashed: detect")
+    ax.legend(loc="lower right", fontsize=6)
 
 
 PANELS = {"density": _histogram, "distribution": _deviation}

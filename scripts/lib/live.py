@@ -8,6 +8,7 @@ Shape letters: T sequence length, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from decode.sampling import Sampling
 from decode.target import Target
 from scripts.lib import pit
 from scripts.lib.parts import Parts
+from scripts.lib.recorder import Recorder
 from scripts.lib.reference import hf_generate
 
 BUDGET = 64 * 2**20  # logits held at once, in numbers
@@ -73,9 +75,25 @@ class Plain:
             found = self.logits([sequences[i] for i in chunk])
             if guidance is not None:
                 free = self.logits([(ids[start - 1 :], 1) for ids, start in (sequences[i] for i in chunk)])
-                laws = [[x.float().log_softmax(-1) for x in pair] for pair in zip(found, free, strict=True)]
-                found = [b + guidance * (a - b) for a, b in laws]
+                found = [_guided(a, b, guidance) for a, b in zip(found, free, strict=True)]
             yield from zip(chunk, found, strict=True)
+
+    def stepped(self, ids: list[int], start: int, guidance: float | None = None) -> Tensor:
+        """What `in_batches` says of one text, [len(ids) - start, V], by a cached step per token: plain decoding."""
+        found = self._steps(ids, start)
+        return found if guidance is None else _guided(found, self._steps(ids[start - 1 :], 1), guidance)
+
+    @torch.no_grad()
+    def _steps(self, ids: list[int], start: int) -> Tensor:
+        found = []
+        with self.target.as_loaded() as model:
+            out = model(torch.tensor([ids[:start]], device=self.target.device), use_cache=True)
+            for token in ids[start:]:
+                found.append(out.logits[0, -1])
+                if len(found) < len(ids) - start:
+                    now = torch.tensor([[token]], device=self.target.device)
+                    out = model(now, past_key_values=out.past_key_values, use_cache=True)
+        return torch.stack(found)
 
     @torch.no_grad()
     def rounding(self, prompts: Sequence[Sequence[int]], steps: int = 16) -> dict[str, float]:
@@ -110,13 +128,20 @@ class Plain:
         return {"logit": worst, "gap": gap}
 
 
+def _guided(given: Tensor, free: Tensor, guidance: float) -> Tensor:
+    a, b = given.float().log_softmax(-1), free.float().log_softmax(-1)
+    return b + guidance * (a - b)
+
+
 @dataclass
 class Greedy:
-    """divergences: {prompt, position, ours, theirs, margin, kind: "rounding tie" | "defect"}, first one per prompt."""
+    """divergences: {prompt, position, ours, theirs, margin, kind: "rounding tie" | "defect"}, first one per prompt.
+    astray: emitted tokens that are not the best one of the very logits they were verified against."""
 
     prompts: int
     tokens: int
     accepted: int
+    astray: int
     divergences: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -132,8 +157,9 @@ def greedy_layer(plain: Plain, target: Target, drafter: Drafter, prompts: Sequen
 
     A divergence is a rounding tie when a plain pass puts the two tokens and the best one within `tolerance` of each
     other; anything else is a defect. An answer that differs from the reference's is generated again by itself first,
-    since left padding moves the last bits of a batch. sampling: where the repetition penalty and the processors come
-    from. theirs: the reference's tokens, when known already. parts: keeps what is done.
+    since left padding moves the last bits of a batch. Besides, and whatever rounding does, every emitted token must be
+    the best one (lowest id among equals) of the logits it was verified against. sampling: where the repetition penalty
+    and the processors come from. theirs: the reference's tokens, when known already. parts: keeps what is done.
     """
     sampling = greedy_of(sampling or Sampling())
     parts = parts or Parts(None)
@@ -144,12 +170,16 @@ def greedy_layer(plain: Plain, target: Target, drafter: Drafter, prompts: Sequen
     advance(len(ours))
     while len(ours) < len(requests):
         chunk = requests[len(ours) : len(ours) + CHUNK * batch_size]
-        run = generate(target, drafter, chunk, sampling, batch_size=batch_size, verify=verify, guidance=guidance)
-        for g in run.generations:
-            ours.append([g.token_ids, sum(g.from_draft)])
+        seen = Recorder(verify, chunk, functools.partial(_is_best, sampling))
+        run = generate(target, drafter, chunk, sampling, batch_size=batch_size, verify=seen, guidance=guidance,
+                       coins=seen.coins)  # fmt: skip
+        for g, line in zip(run.generations, seen.emitted(run, chunk), strict=True):
+            good = sum(e.call.kept[e.index] and e.token == t for e, t in zip(line, g.token_ids, strict=False))
+            ours.append([g.token_ids, sum(g.from_draft), len(g.token_ids) - good])
             parts.add("greedy", ours[-1])
         advance(len(chunk))
-    result = Greedy(len(prompts), sum(len(o[0]) for o in ours), sum(o[1] for o in ours))
+    result = Greedy(len(prompts), sum(len(o[0]) for o in ours), sum(o[1] for o in ours),
+                    sum(o[2] for o in ours))  # fmt: skip
     for i, (out, wanted) in enumerate(zip((o[0] for o in ours), theirs, strict=True)):
         if out == wanted:
             continue
@@ -158,6 +188,13 @@ def greedy_layer(plain: Plain, target: Target, drafter: Drafter, prompts: Sequen
             known = Generation(list(prompts[i]), out)
             result.divergences.append(_classify(plain, i, known, alone, tolerance, sampling, guidance))
     return result
+
+
+def _is_best(sampling: Sampling, logits: Tensor, tokens: Tensor, histories: list[list[int]]) -> list[bool]:
+    """Whether each token [K] is the best one of its logits [K, V]; in the decoder's precision: nothing to forgive."""
+    scores = logits if logits.dtype == torch.float64 else logits.float()
+    scores = pit.processed(scores, sampling, histories)
+    return [bool(x) for x in (scores == scores.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1) == tokens]
 
 
 def greedy_of(sampling: Sampling) -> Sampling:

@@ -87,11 +87,23 @@ def _greedy(e: dict[str, Any]) -> list[tuple[str, str, str]]:
     return found
 
 
+def _biased(e: dict[str, Any]) -> list[tuple[str, str, str]]:
+    size = f"{e['decoders']} of total variation {e['variation']:g} and two that one order of the tokens cannot see"
+    return [("biased decoders, certificate's sampling layer", f"{size}, {e['tokens']:,} tokens each",
+             f"{e['rejected']} rejected at alpha = {e['alpha']:g}")]  # fmt: skip
+
+
+def _sound(e: dict[str, Any]) -> list[tuple[str, str, str]]:
+    found = f"{e['rejected']} rejected at alpha = {e['alpha']:g}, smallest p = {e['smallest_p']:.2g}"
+    return [("sound decoder, the same layer", f"{e['seeds']} seeds, {e['tokens']:,} tokens each", found)]
+
+
 def _caught(e: dict[str, Any]) -> list[tuple[str, str, str]]:
     return [("known wrong code (below)", f"{e['controls']} controls", f"{e['rejected']} rejected")]
 
 
 ROWS = {"enumeration": _enumeration, "engine": _engine, "scalar": _scalar, "controls": _caught,
+        "biased": _biased, "sound": _sound,
         "greedy_tiny": _tiny, "greedy": _greedy}  # fmt: skip
 
 

@@ -1,13 +1,12 @@
-"""Probability integral transforms of emitted tokens, the tests of their uniformity, and what these tests can see.
+"""Probability integral transforms of emitted tokens and the tests of their uniformity.
 
 If token x_t is drawn from the law p_t given everything before it, then U_t = F(x_t-) + V_t p_t(x_t), with the tokens in
 any order that was fixed before the draw and V_t an independent uniform, is uniform given everything before it: the U_t
 of a whole run are independent uniforms, whatever the laws (Rosenblatt 1952; Brockwell 2007 for the randomised form).
-Here the order is by probability, descending, ties by token id.
 
 The law is written here a second time, from its documentation and not from decode/sampling.py: a bug there shows.
 
-Shape letters: R tokens, V vocabulary, n sample size.
+Shape letters: R tokens, V vocabulary, O orders of the tokens, n sample size.
 """
 
 from __future__ import annotations
@@ -23,15 +22,17 @@ from torch import Tensor
 from decode.sampling import Sampling
 
 CELLS, PAIR_CELLS, SMALLEST = 20, 8, 200  # cells of the chi-squares; strata below SMALLEST are not tested
-POWER_Z = 2.326  # 99 % of a normal
 FEW = 512  # best tokens that nearly every truncation's edge lies among
+TOLERANCE = 1e-6  # of a score, relative: what float32 loses between a logit and the edge of a truncation
 
 
 @dataclass
 class Places:
-    """Where tokens stand in their laws. below: mass of the tokens before them in the order; mass: their own;
-    top: largest mass of the law; all [R] float64. outside: [R] bool, own mass 0. edge: [R] bool, outside, but
-    inside when the truncation gives way by `slack`.
+    """Where tokens stand in their laws, ordered by probability (descending, ties by token id).
+
+    below: mass of the tokens before them; mass: their own; top: largest mass of the law; all [R] float64. outside: [R]
+    bool, own mass 0. edge: [R] bool, inside only because the edge of a truncation gave way by float32's tolerance;
+    sliver: [R] float64, the mass that the law gains there. law: [R, V] float64.
     """
 
     below: np.ndarray
@@ -39,27 +40,41 @@ class Places:
     top: np.ndarray
     outside: np.ndarray
     edge: np.ndarray
+    sliver: np.ndarray
+    law: Tensor
 
 
-def places(logits: Tensor, tokens: Tensor, sampling: Sampling, histories: Sequence[Sequence[int]] = (),
-           slack: float = 0.0) -> Places:  # fmt: skip
+def places(
+    logits: Tensor, tokens: Tensor, sampling: Sampling, histories: Sequence[Sequence[int]] = ()
+) -> Places:
     """Places of `tokens` [R] in the laws of `logits` [R, V]. histories: R id lists, for what depends on them.
 
-    slack: how far rounding may move a logit (the edge of a truncation gives way by as much).
+    The decoder cuts its law in float32 and this in float64, so a token may fall in there and out here. Such a token is
+    placed in the law that is wider by the tolerance, and counted: see `edge_test`.
     """
     scores = processed(logits.double(), sampling, histories) / sampling.temperature
-    slack = slack / sampling.temperature
+    strict, wide = _edges(scores, sampling)
     own = scores.gather(1, tokens[:, None])
-    floor = _edge(scores, sampling, 0.0)
-    kept = scores >= floor
-    law = scores.masked_fill(~kept, -torch.inf).softmax(-1)
+    between = (scores >= wide) & (scores < strict)
+    sliver = torch.zeros_like(own[:, 0])
+    if bool(between.any()):
+        sliver = (scores.masked_fill(scores < wide, -torch.inf).softmax(-1) * between).sum(-1)
+    edge = (own < strict) & (own >= wide) & ~own.isneginf()
+    law = scores.masked_fill(scores < torch.where(edge, wide, strict), -torch.inf).softmax(-1)
     ids = torch.arange(scores.shape[1], device=scores.device)
     before = (scores > own) | ((scores == own) & (ids < tokens[:, None]))
     mass = law.gather(1, tokens[:, None])[:, 0]
-    outside = mass == 0
-    edge = outside & (own >= _edge(scores, sampling, slack) - slack)[:, 0] if bool(outside.any()) else outside
-    answers = ((law * before).sum(-1), mass, law.amax(-1), outside, edge)
-    return Places(*(a.cpu().numpy() for a in answers))
+    below, top = (law * before).sum(-1), law.amax(-1)
+    a, b, c, d, e, f = (x.cpu().numpy() for x in (below, mass, top, mass == 0, edge[:, 0], sliver))
+    return Places(a, b, c, d, e, f, law)
+
+
+def law_of(logits: Tensor, sampling: Sampling, histories: Sequence[Sequence[int]] = ()) -> Tensor:
+    """The laws [R, V] of `logits` [R, V], in their own precision, float32 at least."""
+    scores = logits if logits.dtype == torch.float64 else logits.float()
+    scores = processed(scores, sampling, histories) / sampling.temperature
+    strict, _ = _edges(scores, sampling)
+    return scores.masked_fill(scores < strict, -torch.inf).softmax(-1)
 
 
 def processed(scores: Tensor, sampling: Sampling, histories: Sequence[Sequence[int]] = ()) -> Tensor:
@@ -77,33 +92,40 @@ def processed(scores: Tensor, sampling: Sampling, histories: Sequence[Sequence[i
     return torch.cat(rows) if rows else scores
 
 
-def _edge(scores: Tensor, sampling: Sampling, slack: float) -> Tensor:
-    """[R, 1]: the lowest score that top-k, top-p and min-p let through; -inf without them."""
-    edge = torch.full_like(scores[:, :1], -torch.inf)
+def _edges(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """[R, 1] twice: the lowest score that top-k, top-p and min-p let through (-inf without them), exactly, and when
+    every score may be off by the tolerance."""
+    none = torch.full_like(scores[:, :1], -torch.inf)
     if not (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
-        return edge
+        return none, none
+    strict, wide = none, none
     size = scores.shape[1]
     ordered = scores.topk(min(size, max(FEW, sampling.top_k)), -1).values  # a whole sort costs ten times as much
+    off = TOLERANCE * (1 + scores.masked_fill(scores.isneginf(), 0).abs().amax(-1, keepdim=True))
     if sampling.top_k:
-        edge = torch.maximum(edge, ordered[:, sampling.top_k - 1 : sampling.top_k])
+        strict = ordered[:, sampling.top_k - 1 : sampling.top_k]
+        wide = strict - off
     if sampling.top_p < 1:
-        total = scores.masked_fill(scores < edge, -torch.inf).logsumexp(-1, keepdim=True)
-        nucleus, held = _nucleus(ordered, edge, total, sampling.top_p + 2 * slack)
-        wide = (held < sampling.top_p + 2 * slack).nonzero()[:, 0]  # more tokens than were ordered
-        if wide.numel():
-            every = scores[wide].sort(-1, descending=True).values
-            nucleus[wide] = _nucleus(every, edge[wide], total[wide], sampling.top_p + 2 * slack)[0]
-        edge = torch.maximum(edge, nucleus)
+        total = scores.masked_fill(scores < strict, -torch.inf).logsumexp(-1, keepdim=True)
+        both = [_nucleus(scores, ordered, strict, total, share) for share in (sampling.top_p, sampling.top_p + 2 * off)]
+        strict, wide = torch.maximum(strict, both[0]), torch.maximum(wide, both[1] - off)
     if sampling.min_p:
-        edge = torch.maximum(edge, ordered[:, :1] + math.log(sampling.min_p) - slack)
-    return edge
+        least = ordered[:, :1] + math.log(sampling.min_p)
+        strict, wide = torch.maximum(strict, least), torch.maximum(wide, least - off)
+    return strict, wide
 
 
-def _nucleus(ordered: Tensor, edge: Tensor, total: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """The lowest score [R, 1] of the fewest tokens that hold `share`, and the mass [R] of all that were ordered."""
+def _nucleus(scores: Tensor, ordered: Tensor, edge: Tensor, total: Tensor, share: float | Tensor) -> Tensor:
+    """The lowest score [R, 1] of the fewest tokens, none below `edge`, that hold `share` of exp(total)."""
     law = (ordered.masked_fill(ordered < edge, -torch.inf) - total).exp()
     count = (law.cumsum(-1) - law < share).sum(-1, keepdim=True).clamp(min=1)
-    return ordered.gather(1, count - 1), law.sum(-1)
+    found = ordered.gather(1, count - 1)
+    rows = (law.sum(-1, keepdim=True) < share)[:, 0].nonzero()[:, 0]  # more tokens than were ordered
+    if rows.numel() and ordered.shape[1] < scores.shape[1]:
+        every = scores[rows].sort(-1, descending=True).values
+        some = share[rows] if isinstance(share, Tensor) else share
+        found[rows] = _nucleus(every, every, edge[rows], total[rows], some)
+    return found
 
 
 @dataclass(frozen=True)
@@ -138,51 +160,47 @@ def chi_square(counts: np.ndarray) -> tuple[float, float]:
     return value, float(torch.special.gammaincc(half[0], half[1]))
 
 
-def uniformity(u: np.ndarray, stratum: str) -> list[Test]:
-    """Kolmogorov-Smirnov and chi-square on equal cells."""
+def poisson(count: int, mean: float) -> float:
+    """Probability of at least `count` events where `mean` are expected."""
+    if count == 0:
+        return 1.0
+    return float(torch.special.gammainc(*torch.tensor([count, max(mean, 1e-300)], dtype=torch.float64)))
+
+
+def edge_test(count: int, mean: float, n: int) -> list[Test]:
+    """Tokens at the edge of a truncation against as many as the wider law expects: forgiving them has a price."""
+    return [Test("tokens at a truncation's edge", "all tokens", n, count, poisson(count, mean))] if count else []
+
+
+def uniformity(u: np.ndarray, stratum: str, order: str = "by probability") -> list[Test]:
+    """Kolmogorov-Smirnov and chi-square on equal cells. order: how the tokens were ordered."""
     counts = np.histogram(u, bins=CELLS, range=(0, 1))[0]
-    return [Test("Kolmogorov-Smirnov", stratum, len(u), *kolmogorov(u)),
-            Test("chi-square", stratum, len(u), *chi_square(counts))]  # fmt: skip
+    return [
+        Test(f"Kolmogorov-Smirnov, {order}", stratum, len(u), *kolmogorov(u)),
+        Test(f"chi-square, {order}", stratum, len(u), *chi_square(counts)),
+    ]
 
 
-def independence(u: np.ndarray, sequence: np.ndarray) -> list[Test]:
-    """Neighbours in a sequence: correlation at lag one, and a chi-square on disjoint pairs."""
-    first, second = u[:-1], u[1:]
-    same = sequence[:-1] == sequence[1:]
-    a, b = first[same], second[same]
-    if len(a) < SMALLEST:
+def independence(u: np.ndarray, joined: np.ndarray, stratum: str, order: str = "by probability") -> list[Test]:
+    """Neighbours t - 1 and t where joined[t]: correlation, and a chi-square on pairs that share no token.
+
+    joined must be known before token t. Both are tests of two tokens at once: each may be right by itself.
+    """
+    at = np.flatnonzero(joined[1:]) + 1
+    if len(at) < SMALLEST:
         return []
-    z = float((12 * (a - 0.5) * (b - 0.5)).sum() / math.sqrt(len(a)))
-    start = np.flatnonzero(np.r_[True, sequence[1:] != sequence[:-1]])
-    place = np.arange(len(u)) - np.repeat(start, np.diff(np.r_[start, len(u)]))
-    even = same & (place[:-1] % 2 == 0)
-    table = np.histogram2d(first[even], second[even], bins=PAIR_CELLS, range=[[0, 1], [0, 1]])[0]
-    return [Test("lag-1 correlation", "neighbours", len(a), z, math.erfc(abs(z) / math.sqrt(2))),
-            Test("chi-square of pairs", "neighbours", int(even.sum()), *chi_square(table))]  # fmt: skip
+    a, b = u[at - 1], u[at]
+    z = float((12 * (a - 0.5) * (b - 0.5)).sum() / math.sqrt(len(at)))
+    start = np.r_[True, np.diff(at) > 1]  # pairs that overlap form runs: take every second one of a run
+    place = np.arange(len(at)) - np.maximum.accumulate(np.where(start, np.arange(len(at)), 0))
+    alone = at[place % 2 == 0]
+    table = np.histogram2d(u[alone - 1], u[alone], bins=PAIR_CELLS, range=[[0, 1], [0, 1]])[0]
+    return [
+        Test(f"correlation, {order}", stratum, len(at), z, math.erfc(abs(z) / math.sqrt(2))),
+        Test(f"chi-square of pairs, {order}", stratum, len(alone), *chi_square(table)),
+    ]
 
 
 def overall(tests: Sequence[Test]) -> float:
-    """The p-value of all tests together (Bonferroni)."""
+    """The p-value of all tests together (Bonferroni, which asks nothing of how they depend on one another)."""
     return min(1.0, len(tests) * min((t.p for t in tests), default=1.0))
-
-
-def detectable(top: np.ndarray, n: int, alpha: float, tests: int) -> dict[str, float]:
-    """The smallest mean total variation between emitted and true law that a run of n tokens finds with power 0.99.
-
-    Two biases, in every law of the run alike: the share e of tokens is replaced by the most likely token ("towards"),
-    or by a draw among all others ("away"). Their U follow a known law, so the Kolmogorov-Smirnov distance grows as e
-    times a constant; it is found when it exceeds the critical value at alpha / tests by 2.33 standard deviations (each
-    at most 1 / (2 root n)). Infinite where even e = 1 stays below. top: [n] largest mass of each law.
-    """
-    needed = (math.sqrt(math.log(2 * tests / alpha) / 2) + POWER_Z / 2) / math.sqrt(max(n, 1))
-    grid = np.linspace(0, 1, 201)[:, None]
-    best = np.clip(top, 1e-9, 1)[None]
-    others = best < 1 - 1e-9
-    toward = (np.minimum(grid / best, 1) - grid).mean(1)
-    away = np.where(others, np.clip((grid - best) / np.maximum(1 - best, 1e-9), 0, 1) - grid, 0).mean(1)
-    found = {}
-    for name, shape, cost in (("towards the most likely token", toward, float((1 - top).mean())),
-                              ("away from it", away, float((top * (top < 1 - 1e-9)).mean()))):  # fmt: skip
-        share = needed / max(float(np.abs(shape).max()), 1e-12)
-        found[name] = share * cost if share <= 1 else math.inf
-    return found

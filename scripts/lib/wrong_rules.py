@@ -219,6 +219,28 @@ def traversal_ratio(row: Row) -> Path:
     return _traverse(row, ratio_only=True)
 
 
+def merges_neighbours(limit: float) -> Rule:
+    """Ordered by probability, every second token below `limit` hands its mass to the one before it."""
+
+    @by_row
+    def merged(row: Row) -> Path:
+        mass, ids = row.p(0).sort(descending=True, stable=True)
+        start = int((mass >= limit).sum())
+        pairs = mass[start : start + (len(mass) - start) // 2 * 2].view(-1, 2)
+        pairs[:, 0] += pairs[:, 1]
+        pairs[:, 1] = 0
+        return [], int(ids[row.draw(mass, 0)])
+
+    return merged
+
+
+@by_row
+def ignores_truncation(row: Row) -> Path:
+    """Draws from the law before top-k, top-p and min-p."""
+    law = (row.law.logits[row.row, 0].double() / row.law.sampling.temperature).softmax(-1)
+    return [], row.draw(law, 0)
+
+
 @by_row
 def never_accepts(row: Row) -> Path:
     """Ignores the draft. Lossless, and worthless: only an acceptance floor can tell."""

@@ -1,0 +1,190 @@
+"""scripts/lib/directions.py and power.py: uniform under the law, and as sharp as they say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from scripts.lib import biases, directions, pit, power
+from scripts.lib.directions import Bank, Block, Tally
+
+VOCAB, ANSWERS, LENGTH = 96, 24, 32
+
+
+def laws(seed: int = 0, size: int = VOCAB) -> list[Tensor]:
+    """[LENGTH, size] float32 per answer: sharp and flat ones, with a common part."""
+    generator = torch.Generator().manual_seed(seed)
+    common = torch.randn(size, generator=generator)
+    scale = torch.rand(ANSWERS, LENGTH, 1, generator=generator) * 2.5 + 0.3
+    logits = (torch.randn(ANSWERS, LENGTH, size, generator=generator) + common) * scale
+    return list(logits.softmax(-1))
+
+
+def blocks(answers: list[Tensor]) -> list[Block]:
+    found = []
+    for i, law in enumerate(answers):
+        before = torch.cat([torch.zeros_like(law[:1]), law[:-1]])
+        others = (sum(answers[1:], answers[0]) - law) / (len(answers) - 1)  # type: ignore[call-overload]
+        none = torch.full((len(law), 1), -1)
+        recent = torch.arange(len(law))[:, None] % VOCAB if i % 2 else none
+        found.append(Block(law, before, others, recent, none))
+    return found
+
+
+def tally(answers: list[Tensor], emitted: list[Tensor], rounds: int, seed: int, key: int = 5) -> Tally:
+    """The direction tests of `rounds` texts, each drawn from the laws `emitted` and judged by those of `answers`."""
+    generator = torch.Generator().manual_seed(seed)
+    found = Tally(Bank(answers[0].shape[1], key), ("all tokens",))
+    opened = [found.bank.open(b) for b in blocks(answers)]
+    for _ in range(rounds):
+        for scores, q in zip(opened, emitted, strict=True):
+            tokens = torch.multinomial(q, 1, generator=generator)[:, 0]
+            found.add(scores, tokens, np.ones((len(q), 1), dtype=bool))
+    return found
+
+
+def biased(answers: list[Tensor], family: str, seed: int, total: float) -> list[Tensor]:
+    """(1 - e) p + e r with this mean total variation."""
+    member = biases.FAMILIES[family](np.random.default_rng(seed), VOCAB)
+    r = []
+    for i, law in enumerate(answers):
+        before = torch.cat([torch.zeros_like(law[:1]), law[:-1]])
+        r.append(member(biases.Laws(law, before, answers[(i + 1) % len(answers)], law)))
+    unit = float(torch.stack([(a - b).abs().sum(-1) for a, b in zip(answers, r, strict=True)]).mean() / 2)
+    share = min(1.0, total / unit)
+    return [(1 - share) * a + share * b for a, b in zip(answers, r, strict=True)]
+
+
+def test_moments_and_values_agree_with_the_score_of_every_token() -> None:
+    answers = laws()[:2]
+    scores = Bank(VOCAB, 3).open(blocks(answers)[1])
+    rows, p = len(answers[1]), answers[1]
+    every = torch.stack([scores.at(torch.full((rows,), x)) for x in range(VOCAB)], 1)  # [R, V, K]
+    assert every.abs().max() <= 1
+    for power_, found in enumerate(scores.moments(p), 1):
+        assert torch.allclose(found, (p[:, :, None] * every**power_).sum(1), atol=1e-5)
+    parity = torch.stack([scores.parities_at(torch.full((rows,), x)) for x in range(VOCAB)], 1)
+    for power_, found in enumerate(scores.parities(p), 1):
+        assert torch.allclose(found, (p[:, :, None] * parity**power_).sum(1), atol=1e-5)
+    assert len(scores.bank.names) == every.shape[2] == len(set(scores.bank.names))
+
+
+def test_tails_are_those_of_the_binomial_and_poisson_laws() -> None:
+    from scipy import stats
+
+    for mean in (60.0, 400.0):
+        for z in (-5.0, -3.0, 2.0, 4.0, 5.5):
+            s = z * np.sqrt(mean)
+            count = np.floor(mean + s)
+            side = stats.poisson.sf(count, mean) if z > 0 else stats.poisson.cdf(count, mean)
+            found = directions.tail(count + 0.5 - mean, mean, mean)
+            assert 0.9 < found / (2 * side) < (1.1 if abs(z) < 5 else 2), (mean, z)  # too large is the safe side
+    n, p = 4000, 0.1
+    exact = stats.binom.sf(480, n, p)
+    assert directions.tail(80.5, n * p * (1 - p), n * p * (1 - p) * (1 - 2 * p)) == pytest.approx(2 * exact, rel=0.05)
+
+
+def test_direction_tests_raise_false_alarms_at_the_stated_rate() -> None:
+    """Every kind of direction by itself, redrawn 60 times; bets may only be rarer than they say."""
+    answers = laws(1)
+    found: dict[str, list[float]] = {}
+    for seed in range(60):
+        for t in tally(answers, answers, 2, seed, key=seed).tests():
+            kind = "".join(c for c in t.name if not c.isdigit())
+            found.setdefault(kind, []).append(t.p)
+    assert len(found) > 12
+    for kind, p in found.items():
+        low = np.mean(np.array(p) < 0.1)
+        assert low < 0.1 + 4 * np.sqrt(0.09 / 60), (kind, low)
+    plain = np.concatenate([p for kind, p in found.items() if "learned" not in kind and "single" not in kind
+                            and "start" not in kind])  # fmt: skip
+    assert 0.08 < (plain < 0.1).mean() < 0.12 and 0.45 < (plain < 0.5).mean() < 0.55
+
+
+def test_bets_never_pay_more_often_than_they_may() -> None:
+    """Ville: the wealth reaches 1 / a in at most a share a of runs."""
+    answers = laws(2)
+    p = [t.p for seed in range(40) for t in tally(answers, answers, 3, seed).tests() if "learned" in t.name]
+    assert len(p) == 200 and np.mean(np.array(p) <= 0.05) <= 0.05
+
+
+@pytest.mark.parametrize("family", ["within the tail, by a hash of the id", "neighbours by rank in the tail"])
+def test_biases_that_one_order_cannot_see_are_found(family: str) -> None:
+    """The order of probability hardly moves; the token ids and the ranks tell."""
+    answers = laws(3)
+    tests = tally(answers, biased(answers, family, 1, 0.15), 12, 1).tests()
+    assert pit.overall(tests) < 1e-6
+
+
+def test_a_state_that_was_kept_goes_on() -> None:
+    answers = laws(4)
+    one = tally(answers, answers, 1, 0)
+    two = Tally(Bank(VOCAB, 5), ("all tokens",))
+    two.restore(one.state())
+    assert two.tests() == one.tests()
+
+
+# --- power
+
+
+def answers_of(found: list[Tensor]) -> list[power.Answer]:
+    return [power.Answer(law, law, []) for law in found]
+
+
+def test_every_family_moves_laws_into_laws() -> None:
+    p, size = laws(5)[0], VOCAB
+    before, other = laws(5)[1], laws(5)[2]
+    for name, family in biases.FAMILIES.items():
+        for seed in range(6):
+            r = family(np.random.default_rng(seed), size)(biases.Laws(p, before, other, p))
+            assert torch.allclose(r.sum(-1), torch.ones(len(r)), atol=1e-4) and float(r.min()) >= 0, name
+            assert float((r - p).abs().sum()) > 0, name
+
+
+def test_power_says_what_every_direction_would_find() -> None:
+    answers = laws(6)
+    rounds = 10
+    n = rounds * ANSWERS * LENGTH
+    known = power.Power(answers_of(answers), Bank(VOCAB, 5), n, 1e-4, 50)
+    member = biases.FAMILIES["between rare and frequent tokens"](np.random.default_rng(2), VOCAB)
+    shift = known.shift(member)
+    q = biased(answers, "between rare and frequent tokens", 2, 0.05)
+    share = 0.05 / shift.total
+    seen = np.mean([tally(answers, q, rounds, seed).sums[0, 0] for seed in range(6)], 0) / n
+    expected = share * shift.mean.numpy()
+    skip = [known.bank.names.index(name) for name in ("tokens of the same answer",)]  # its tokens are not in Power
+    error = np.sqrt(known.variance / n / 6)
+    keep = np.setdiff1d(np.arange(len(expected)), skip)
+    assert (np.abs(seen - expected)[keep] < 5 * error[keep] + 1e-6).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", list(biases.FAMILIES))
+def test_what_power_calls_found_is_found_when_it_is_drawn(family: str) -> None:
+    """At the total variation from which a member is found with power 0.99: 19 of 20 redrawn texts at least."""
+    answers, rounds, alpha = laws(7), 12, 1e-4
+    n = rounds * ANSWERS * LENGTH
+    sample = tally(answers, answers, rounds, 0).tests()
+    known = power.Power(answers_of(answers), Bank(VOCAB, 5), n, alpha, len(sample))
+    for member in (0, 1):
+        curve, reach = known.curve(biases.FAMILIES[family](np.random.default_rng(member), VOCAB))
+        good = np.flatnonzero(curve >= 0.99)
+        if not len(good):
+            assert reach < 0.1, "a bias this large must be found"
+            continue
+        q = biased(answers, family, member, float(power.GRID[good[0]]))
+        least = [min(t.p for t in tally(answers, q, rounds, 100 + i).tests()) for i in range(20)]
+        hits = sum(p < alpha / len(sample) for p in least)
+        assert hits >= 18, (family, member, hits)
+
+
+def test_a_family_that_is_not_found_is_named() -> None:
+    answers = laws(8)
+    few = power.Power(answers_of(answers), Bank(VOCAB, 5), 400, 1e-4, 150)
+    many = power.Power(answers_of(answers), Bank(VOCAB, 5), 200_000, 1e-4, 150)
+    less, more = (power.measure(p, 0.1, 0, members=3) for p in (few, many))
+    assert less["blind"] and not more["blind"] and more["min_detectable"] < 0.05
+    for name, row in more["families"].items():
+        assert set(row) == {"min_detectable", "largest", "at_detect", "power_at", "curve"}, name

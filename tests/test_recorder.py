@@ -1,0 +1,64 @@
+"""scripts/lib/recorder.py: what verification decided and on which logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from decode.drafters import DraftModel
+from decode.engine import Request, generate
+from decode.sampling import Sampling
+from decode.verify import verify
+from scripts.lib.engine_law import toy_model
+from scripts.lib.recorder import Recorder, astray
+
+ASKED = [Request([1, 2, 3], 12, id=7), Request([4, 2], 9, id=3), Request([5, 5, 5, 1], 12, id=11)]
+
+
+def recorded(rule: Any = "traversal", sampling: Sampling = Sampling(1.0)) -> tuple[Recorder, Any]:
+    seen = Recorder(rule, ASKED)
+    drafter = DraftModel(toy_model(seed=5, layers=1), 3)
+    run = generate(toy_model(), drafter, ASKED, sampling, batch_size=2, verify=seen, coins=seen.coins)
+    return seen, run
+
+
+def test_every_token_comes_with_the_logits_that_a_plain_pass_gives() -> None:
+    seen, run = recorded()
+    target = toy_model()
+    lines = seen.emitted(run, ASKED)
+    assert astray(lines, run) == 0 and sum(map(len, lines)) > 15
+    for line, generation in zip(lines, run.generations, strict=True):
+        assert [e.token for e in line] == generation.token_ids
+        ids, start = [*generation.prompt_ids, *generation.token_ids], len(generation.prompt_ids)
+        with torch.no_grad():
+            plain = target.model(torch.tensor([ids])).logits[0, start - 1 : -1]
+        ours = torch.stack([e.call.kept[e.index] for e in line])
+        assert torch.allclose(plain, ours, atol=1e-9)
+
+
+def test_recording_changes_nothing() -> None:
+    drafter = DraftModel(toy_model(seed=5, layers=1), 3)
+    bare = generate(toy_model(), drafter, ASKED, Sampling(1.0), batch_size=2)
+    assert [g.token_ids for g in bare.generations] == [g.token_ids for g in recorded()[1].generations]
+
+
+def test_a_loop_that_emits_something_else_is_noticed() -> None:
+    seen, run = recorded()
+    run.generations[1].token_ids[4] ^= 1
+    assert astray(seen.emitted(run, ASKED), run) == 1
+
+
+def test_histories_hold_everything_before_each_token() -> None:
+    heard: list[tuple[int, list[int]]] = []
+
+    def keep(logits: torch.Tensor, tokens: torch.Tensor, histories: list[list[int]]) -> list[int]:
+        heard.extend(zip(tokens.tolist(), histories, strict=True))
+        return [0] * len(tokens)
+
+    seen = Recorder(lambda tree, law, rng: verify(tree, law, rng), ASKED[:1], keep)
+    drafter = DraftModel(toy_model(seed=5, layers=1), 3)
+    run = generate(toy_model(), drafter, ASKED[:1], Sampling(1.0), verify=seen, coins=seen.coins)
+    ids = [*ASKED[0].prompt, *run.generations[0].token_ids]
+    for i, token in enumerate(run.generations[0].token_ids):
+        assert heard[i] == (token, ids[: len(ASKED[0].prompt) + i])
