@@ -10,7 +10,7 @@ Shape letters: B live rows, D width, Vd draft vocabulary, W tokens read together
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,15 +23,28 @@ from decode.target import Target
 from decode.tree import DraftTree, TreeShape
 from heads import shapes
 from heads.eagle_cache import DraftCache
+from heads.eagle_config import EagleConfig
+from heads.eagle_net import EagleNet
 
-if TYPE_CHECKING:
-    from heads.eagle import EagleHead
+
+class Layers(Protocol):
+    """What a drafter reads of a head (heads/eagle.py)."""
+
+    kind: ClassVar[str]
+    cfg: EagleConfig
+    taps: tuple[int, ...]
+    vocab_size: int
+    net: EagleNet
+    calibration: dict[str, Any]
+
+    def ids(self) -> Tensor | None: ...
+    def projection(self, target: Target) -> Tensor: ...
 
 
 class EagleDrafter:
     """A chain or tree drafter over a copy of the head's weights in the target's dtype. See decode.drafters.Drafter."""
 
-    def __init__(self, head: EagleHead, target: Target, shape: str) -> None:
+    def __init__(self, head: Layers, target: Target, shape: str) -> None:
         cfg, dtype = head.cfg, target.dtype
         self.name, self.shape, self.taps = f"{head.kind}@{shape}", shape, head.taps
         self.max_depth, self.width = cfg.depth, min(cfg.width, cfg.draft_vocab or head.vocab_size)

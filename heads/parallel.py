@@ -122,7 +122,7 @@ class ParallelHead(Head):
         rows = target.lm_head_weight if ids is None else target.lm_head_weight[ids]
         return rows.detach() if target.head.scale == 1 else rows.detach() * target.head.scale
 
-    def _projection(self, target: Target) -> Tensor:
+    def projection(self, target: Target) -> Tensor:
         """[K, Vd, D], or the shared frozen [Vd, D] (gathered once)."""
         if self.proj is not None:
             return self.proj
@@ -158,7 +158,7 @@ class ParallelHead(Head):
         if terms.needs_law:
             law = target_law(target, self.law_rows(target), feats, flat - 1, self.ids(), place, terms.mask)
         weights = torch.tensor([self.cfg.decay**i for i in range(self.cfg.heads)], device=x.device)
-        total, losses, hits = chunked_loss(x, self._projection(target), place, valid, law, self.cfg.loss, weights,
+        total, losses, hits = chunked_loss(x, self.projection(target), place, valid, law, self.cfg.loss, weights,
                                            self.cfg.chunk, self.low_rank(batch, flat))
         stats = {f"loss_{i}": losses[i] for i in range(self.cfg.heads)}
         stats |= {f"top1_{i}": hits[i] for i in range(self.cfg.heads)}
@@ -187,7 +187,7 @@ class ParallelHead(Head):
         _, valid, reads = self._reads(batch, rows, steps)
         flat = rows * batch.ids.shape[1] + steps
         hidden, extra = self.states(batch, target, feats, reads), self.low_rank(batch, flat)
-        proj = self._projection(target)
+        proj = self.projection(target)
         for k in range(min(levels, self.cfg.heads)):
             w = (proj if proj.dim() == 2 else proj[k]).to(hidden.dtype)
             for start in range(0, flat.numel(), self.cfg.chunk):

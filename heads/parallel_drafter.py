@@ -10,7 +10,7 @@ Shape letters: B live rows, D width, K heads, L blocks, Vd draft vocabulary, N t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,22 +22,40 @@ from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import DraftTree, Proposal, TreeShape
 
-if TYPE_CHECKING:
-    from heads.medusa import MedusaHead
-    from heads.parallel import ParallelHead
+
+class Guesses(Protocol):
+    """What a drafter reads of a head (heads/parallel.py). width: D. proj: [K, Vd, D], None: the target's LM head."""
+
+    kind: ClassVar[str]
+    cfg: Any
+    taps: tuple[int, ...]
+    width: int
+    proj: Any
+
+    def ids(self) -> Tensor | None: ...
+    def projection(self, target: Target) -> Tensor: ...
+
+
+class Blocks(Guesses, Protocol):
+    """Medusa's own (heads/medusa.py): block_weight [K, L, D, D], block_bias [K, L, D], the Markov term or None."""
+
+    block_weight: Any
+    block_bias: Any
+    markov_in: Any
+    markov_out: Any
 
 
 class LastFeature:
     """What both keep of a row: the feature that predicted its last committed token (`feats` [B, D]) and that token
     (`last` [B]). See decode.drafters.Drafter."""
 
-    def __init__(self, head: ParallelHead, target: Target, shape: TreeShape, kind: str) -> None:
+    def __init__(self, head: Guesses, target: Target, shape: TreeShape, kind: str) -> None:
         self.name, self.kind, self.shape = f"{head.kind}@{kind}", head.kind, kind
         self.drawn = head.cfg.tree_draw == "sampled"  # at T > 0 the siblings of a tree
         self.taps, self.max_nodes, self.max_depth = head.taps, len(shape), shape.depth
         self.vocab, self.device = head.ids(), target.device
         self.cuts = {d: TreeShape(tuple(p for p in shape.paths if len(p) <= d)) for d in range(shape.depth + 1)}
-        proj = head._projection(target).detach().to(target.dtype, copy=head.proj is not None)
+        proj = head.projection(target).detach().to(target.dtype, copy=head.proj is not None)
         self.proj = proj[: shape.depth] if proj.dim() == 3 else proj
         self.feats = torch.zeros(0, head.width, dtype=target.dtype, device=target.device)
         self.last = torch.zeros(0, dtype=torch.int64, device=target.device)
@@ -72,7 +90,7 @@ class LastFeature:
 class MedusaDrafter(LastFeature):
     """All levels at once: the heads read the last feature alone."""
 
-    def __init__(self, head: MedusaHead, target: Target, shape: TreeShape, kind: str) -> None:
+    def __init__(self, head: Blocks, target: Target, shape: TreeShape, kind: str) -> None:
         super().__init__(head, target, shape, kind)
         depth = shape.depth
         self.weight = head.block_weight.detach()[:depth].to(target.dtype, copy=True).transpose(2, 3)
@@ -139,7 +157,7 @@ class MedusaDrafter(LastFeature):
 class LevelDrafter(LastFeature):
     """Level by level. A subclass gives `open` (what a draft of some depth computes once) and `level`."""
 
-    def __init__(self, head: ParallelHead, target: Target, shape: TreeShape, kind: str) -> None:
+    def __init__(self, head: Guesses, target: Target, shape: TreeShape, kind: str) -> None:
         super().__init__(head, target, shape, kind)
         slot = {path: i + 1 for i, path in enumerate(shape.paths)} | {(): 0}
         self.levels: list[tuple[range, int, Tensor, Tensor, Tensor, list[list[int]]]] = []
@@ -199,7 +217,7 @@ class LevelDrafter(LastFeature):
 class MarkovDrafter(LevelDrafter):
     """Medusa with a low-rank term of the token before: the heads' own logits are computed once, for all levels."""
 
-    def __init__(self, head: MedusaHead, target: Target, shape: TreeShape, kind: str) -> None:
+    def __init__(self, head: Blocks, target: Target, shape: TreeShape, kind: str) -> None:
         super().__init__(head, target, shape, kind)
         assert head.markov_in is not None and head.markov_out is not None
         self.parallel = MedusaDrafter(head, target, shape, kind)

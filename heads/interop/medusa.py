@@ -63,7 +63,7 @@ class MedusaVllm(Layout):
     def state(self, head: Any, target: Target, dtype: torch.dtype) -> Mapping[str, Tensor]:
         """See Layout."""
         state = dict(head.state_dict())
-        proj = head._projection(target).detach().to(dtype).float()
+        proj = head.projection(target).detach().to(dtype).float()
         ids = head.ids()
         if proj.dim() == 2:
             proj = proj.expand(head.cfg.heads, *proj.shape)
