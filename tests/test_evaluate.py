@@ -22,6 +22,7 @@ from scripts.lib import breakdown, contest, page
 from scripts.lib import lanes as lanes_module
 from scripts.lib.assisted import assistants
 from scripts.lib.contest import Answer, Contest, Lane, Settings
+from scripts.lib.lanes import lanes_of
 from scripts.lib.live import Plain
 from scripts.lib.lossless import lossless
 from scripts.lib.prompts import Prompt, load_prompts
@@ -96,7 +97,7 @@ def test_parts_of_a_second_pass_replace_those_of_the_run(target: Target, monkeyp
         return time.perf_counter
 
     monkeypatch.setattr(lanes_module, "clock", clock)
-    lanes, _ = contest.lanes_of(["none", "ngram", "hf_generate"], target)
+    lanes, _ = lanes_of(["none", "ngram", "hf_generate"], target)
     prompts = [Prompt(str(i), "chat", ["ab ab ab"]) for i in range(3)]
     measured = contest.run_contest(target, target.tokenizer, prompts, lanes, SETTINGS, quiet=True)
     rows = [Scores(measured, lanes).row(lane) for lane in lanes]
@@ -174,14 +175,14 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: Any, overrides: list[str]
 
 
 def test_a_prompt_beyond_the_context_is_named(target: Target) -> None:
-    lanes, _ = contest.lanes_of(["none"], target)
+    lanes, _ = lanes_of(["none"], target)
     long = [Prompt("too-long", "chat", ["word " * 300])]
     with pytest.raises(UserError, match="too-long has .* tokens"):
         contest.run_contest(target, target.tokenizer, long, lanes, SETTINGS, quiet=True)
 
 
 def test_a_later_turn_that_outgrows_the_context_is_left_out_for_all(target: Target) -> None:
-    lanes, _ = contest.lanes_of(["none", "ngram"], target)
+    lanes, _ = lanes_of(["none", "ngram"], target)
     talk = [Prompt("grows", "chat", ["hello", "word " * 60, "and?"]), Prompt("short", "chat", ["hi"])]
     found = contest.run_contest(target, target.tokenizer, talk, lanes, SETTINGS, quiet=True)
     assert [(s["prompt_id"], s["turn"]) for s in found.skipped_turns] == [("grows", 1)]

@@ -94,13 +94,6 @@ class Contest:
     skipped_turns: list[dict[str, Any]] = field(default_factory=list)
 
 
-def lanes_of(specs: Sequence[str], target: Target) -> tuple[list[Lane], list[dict[str, str]]]:
-    """scripts.lib.lanes.lanes_of without further targets."""
-    from scripts.lib import lanes
-
-    return lanes.lanes_of(specs, target)
-
-
 def run_contest(target: Target, tokenizer: Any, prompts: Sequence[Prompt], lanes: Sequence[Lane], settings: Settings,
                 quiet: bool = False) -> Contest:  # fmt: skip
     """Run every lane on every prompt.
