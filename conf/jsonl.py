@@ -8,6 +8,17 @@ from pathlib import Path
 from typing import Any
 
 MAX_LINE = 8 << 20  # bytes; a longer line is no conversation
+HALF = "half of a surrogate pair (half an emoji, as in a text that was cut)"
+
+
+def is_whole(text: str) -> bool:
+    """Whether a text can be written as UTF-8: JSON may name halves of surrogate pairs, which are no
+    characters."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def parse_line(line: bytes) -> Any:

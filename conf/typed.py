@@ -1,4 +1,5 @@
-"""A composed config becomes a typed dataclass, or every problem it has is told at once.
+"""A composed config, or a JSON object of a file, becomes a typed dataclass, or every problem it has
+is told at once.
 
 Hydra's own check does not see keys appended with `+`, nor ranges: here the dataclass is the only authority.
 Field types may be bool, int, float, str, Literal, Optional and other unions, list, tuple, dict with str keys,
@@ -12,6 +13,8 @@ import dataclasses
 import difflib
 import inspect
 import keyword
+import math
+import reprlib
 import textwrap
 import types
 import typing
@@ -25,6 +28,9 @@ from conf.errors import UserError
 
 T = TypeVar("T")
 INVALID = object()  # stands for a value that could not be converted; its problem is already on the list
+SHORT = reprlib.Repr()  # how a wrong value is shown: the line stays a line
+SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 100
+SEEDS = 1 << 63  # seeds lie below: torch and numpy take no other ones
 
 
 def to_typed(cfg: DictConfig, schema: type[T]) -> T:
@@ -47,6 +53,16 @@ def convert(cfg: DictConfig, schema: type[T]) -> tuple[T, list[str]]:
     """Like to_typed, but hands the problems back; the value is meaningless when there are any."""
     problems: list[str] = []
     value = _dataclass(cfg, schema, "", schema, problems)
+    return value, problems
+
+
+def from_json(data: Any, schema: type[T]) -> tuple[T, list[str]]:
+    """A parsed JSON object as an instance of the dataclass `schema`, and its problems; the value is
+    meaningless when there are any. Nothing in the file is interpreted: "${..}" is text."""
+    problems: list[str] = []
+    if not isinstance(data, dict):
+        return INVALID, [f"a {type(data).__name__}, not a JSON object"]  # type: ignore[return-value]
+    value = _dataclass(data, schema, "", schema, problems)
     return value, problems
 
 
@@ -137,7 +153,7 @@ def _options(hint: Any) -> tuple[Any, ...]:
     return (hint,)
 
 
-def _dataclass(cfg: DictConfig, schema: Any, prefix: str, root: type, problems: list[str]) -> Any:
+def _dataclass(cfg: DictConfig | dict[str, Any], schema: Any, prefix: str, root: type, problems: list[str]) -> Any:
     hints = typing.get_type_hints(schema)
     fields = {key_of(f.name): f for f in dataclasses.fields(schema) if f.init}
     known = list(keys(root))
@@ -154,7 +170,7 @@ def _dataclass(cfg: DictConfig, schema: Any, prefix: str, root: type, problems: 
         absent = name not in cfg
         if absent and (field.default, field.default_factory) != (dataclasses.MISSING, dataclasses.MISSING):
             continue
-        if absent or OmegaConf.is_missing(cfg, name):
+        if absent or _is_missing(cfg, name):
             problems.append(f"{key}: is required; set {key}=VALUE")
             continue
         try:
@@ -168,31 +184,45 @@ def _dataclass(cfg: DictConfig, schema: Any, prefix: str, root: type, problems: 
     if len(problems) > before:
         return INVALID
     made = schema(**values)
-    for line in made.validate() if hasattr(made, "validate") else []:
+    found = made.validate() if hasattr(made, "validate") else []
+    for line in [*found, *_seed_problem(values)]:
         problems.append(line if line.startswith(prefix) else prefix + line)
     return made
 
 
-def wrong_kind(cfg: DictConfig, schema: Any) -> str:
+def _is_missing(cfg: DictConfig | dict[str, Any], name: str) -> bool:
+    return isinstance(cfg, DictConfig) and OmegaConf.is_missing(cfg, name)
+
+
+def _seed_problem(values: dict[str, Any]) -> list[str]:
+    """One rule for the `seed` of every command."""
+    seed = values.get("seed")
+    if type(seed) is not int or 0 <= seed < SEEDS:
+        return []
+    return [f"seed: {SHORT.repr(seed)} is outside 0..2**63 - 1; set seed={seed % SEEDS}"]
+
+
+def wrong_kind(cfg: DictConfig | dict[str, Any], schema: Any) -> str:
     """What is wrong with the `kind` of a group's options, where the schema's own rule takes others; "" if nothing."""
     known = {field.name for field in dataclasses.fields(schema)}
-    if "kind" not in known or "kind" not in cfg or OmegaConf.is_missing(cfg, "kind"):
+    if "kind" not in known or "kind" not in cfg or _is_missing(cfg, "kind"):
         return ""
-    _, problems = convert(OmegaConf.create({"kind": cfg["kind"]}), schema)
+    problems: list[str] = []
+    _dataclass({"kind": cfg["kind"]}, schema, "", schema, problems)
     return next((line for line in problems if line.startswith("kind:") and "; set kind=" not in line), "")
 
 
 def _value(raw: Any, hint: Any, key: str, root: type, problems: list[str]) -> Any:
     options = _options(hint)
     nested = nested_schema(hint)
-    if nested is not None and isinstance(raw, DictConfig):
+    if nested is not None and isinstance(raw, DictConfig | dict):
         return _dataclass(raw, nested, f"{key}.", root, problems)
     for option in sorted(options, key=lambda o: o is not type(raw)):  # an exact match before a conversion
         value = _scalar(raw, option, key, root)
         if value is not INVALID:
             return value
     shown = OmegaConf.to_container(raw) if isinstance(raw, DictConfig | ListConfig) else raw
-    problems.append(f"{key}: {shown!r} is not {_words(hint)}; set {key}={_example(hint)}")
+    problems.append(f"{key}: {SHORT.repr(shown)} is not {_words(hint)}; set {key}={_example(hint)}")
     return INVALID
 
 
@@ -205,7 +235,7 @@ def _scalar(raw: Any, option: Any, key: str, root: type) -> Any:
     if origin is typing.Literal:
         return raw if any(raw == a and type(raw) is type(a) for a in args) else INVALID
     if origin in (list, tuple) or option in (list, tuple):
-        if not isinstance(raw, ListConfig):
+        if not isinstance(raw, ListConfig | list):
             return INVALID
         hints = [args[0] if args else Any] * len(raw)
         if origin is tuple and args[1:] != (...,):
@@ -215,21 +245,30 @@ def _scalar(raw: Any, option: Any, key: str, root: type) -> Any:
         items = [_value(item, h, key, root, []) for item, h in zip(raw, hints, strict=True)]
         return INVALID if any(i is INVALID for i in items) else (origin or option)(items)
     if origin is dict or option is dict:
-        if not isinstance(raw, DictConfig):
+        if not isinstance(raw, DictConfig | dict):
             return INVALID
         pairs = {str(k): _value(raw[k], args[1] if args else Any, key, root, []) for k in raw}
         return INVALID if any(v is INVALID for v in pairs.values()) else pairs
-    if isinstance(raw, DictConfig | ListConfig) or not isinstance(option, type):
+    if isinstance(raw, DictConfig | ListConfig | dict | list) or not isinstance(option, type):
         return INVALID
     if option is bool or isinstance(raw, bool):
         return raw if option is bool and isinstance(raw, bool) else INVALID
     if option is int and isinstance(raw, float):  # steps=1e3
         return int(raw) if raw.is_integer() else INVALID
-    if option is float and isinstance(raw, int):
-        return float(raw)
+    if option is float:
+        return _float(raw)
     if option is str and isinstance(raw, int | float):  # a path or a revision made of digits
         return str(raw)
     return raw if isinstance(raw, option) else INVALID
+
+
+def _float(raw: Any) -> Any:
+    """A number that is one: no NaN, no infinity, no whole number beyond all floats."""
+    try:
+        value = float(raw) if isinstance(raw, int | float) else math.nan
+    except OverflowError:
+        return INVALID
+    return value if math.isfinite(value) else INVALID
 
 
 def _words(hint: Any) -> str:

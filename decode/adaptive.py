@@ -35,6 +35,8 @@ class Adaptive:
         self.reset_state()
 
     def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # not yet set: a copy is being made
+            raise AttributeError(name)
         return getattr(self.inner, name)
 
     def reset_state(self) -> None:

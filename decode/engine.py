@@ -119,6 +119,8 @@ class _Engine:
     def _limit(self, index: int, request: Request) -> int:
         context = self.target.context_length
         longest = max(len(request.prompt), len(request.uncond or ()))
+        if not -(1 << 63) <= request.id < 1 << 63:
+            raise UserError(f"request {index}: its id {request.id} is no 64-bit number; give one below 2**63")
         if not request.prompt:
             raise UserError(f"request {index}: the prompt is empty; give at least one token")
         if longest >= context:

@@ -114,7 +114,7 @@ def load_target(
         name, path = f"tiny-{cfg.arch}-{cfg.layers}x{cfg.hidden}", ""
         model = model.to(kind)
     else:
-        folder = _folder(cfg)
+        folder = source_folder(cfg)
         _fits(cfg, folder, kind, place, plan or memory.Plan())
         model = _pretrained(cfg, folder, kind, place)
         weights, path = sha256_weights(folder), str(folder)
@@ -136,7 +136,7 @@ def load_tokenizer(cfg: TargetConfig) -> Any:
         return tiny.byte_tokenizer(cfg.vocab)
     from transformers import AutoTokenizer
 
-    folder = _folder(cfg)
+    folder = source_folder(cfg)
     _announce(cfg, folder)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
@@ -180,8 +180,9 @@ def _first_line(error: BaseException) -> str:
     return (lines or [type(error).__name__])[0][:300]
 
 
-def _folder(cfg: TargetConfig) -> Path:
-    """The folder on disk with the target's files; fetches them for smollm2 and hub."""
+def source_folder(cfg: TargetConfig) -> Path:
+    """The folder on disk with the files of a target (not of target=tiny, which has none); fetches them
+    for smollm2 and hub. Raises UserError where there is none."""
     if cfg.kind == "smollm2":
         return smollm2.ensure(cfg.path)
     if cfg.kind == "local":

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError
+from decode.facts import context_length
 
 SLACK = 1.05
 BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
@@ -94,7 +95,10 @@ def estimate(
     heads = int(getattr(config, "num_attention_heads", 1) or 1)
     pairs = int(getattr(config, "num_key_value_heads", None) or heads)
     head = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    slots = plan.tokens + plan.nodes + 1 if plan.tokens else 0
+    tokens = min(
+        plan.tokens, context_length(config)
+    )  # a longer prompt is refused, whatever memory there is
+    slots = tokens + plan.nodes + 1 if tokens else 0
     rows = plan.rows * (2 if plan.guidance else 1)
     cache = 2 * int(config.num_hidden_layers) * rows * slots * pairs * head * bits // 8
     vocab = int(config.vocab_size)

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 class Request:
     """prompt: token ids, at least one. uncond: the unconditional prompt of guidance (default: the last prompt token).
 
-    id addresses the random numbers: the same id and seed give the same tokens in any batch.
+    id addresses the random numbers: the same id and seed give the same tokens in any batch. A whole
+    number of 64 bits, below 2**63.
     """
 
     prompt: Sequence[int]

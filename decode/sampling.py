@@ -66,11 +66,16 @@ class Sampling:
 
     def __post_init__(self) -> None:
         problems = [
-            ("temperature", self.temperature, 0 <= self.temperature < math.inf, "must be >= 0 (0 = greedy)"),
+            (
+                "temperature",
+                self.temperature,
+                self.temperature == 0 or 1e-30 <= self.temperature < math.inf,
+                "must be 0 (greedy) or at least 1e-30",
+            ),
             (
                 "top_k",
                 self.top_k,
-                self.top_k >= 0 and int(self.top_k) == self.top_k,
+                0 <= self.top_k < math.inf and int(self.top_k) == self.top_k,
                 "must be an integer >= 0 (0 = off)",
             ),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "must lie in (0, 1] (1 = off)"),
@@ -85,6 +90,7 @@ class Sampling:
         wrong = [f"{key}={value}: {rule}" for key, value, good, rule in problems if not good]
         if wrong:
             raise UserError("; ".join(wrong))
+        object.__setattr__(self, "top_k", int(self.top_k))  # 2.0 passes above, and indexing refuses it
         for processor in self.processors:
             _refuse_state(processor)
 

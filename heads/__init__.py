@@ -20,7 +20,7 @@ from heads.hydra_heads import HydraHeads
 from heads.medusa import MedusaHead
 from heads.medusa2 import Medusa2Head
 from heads.names import Draft
-from heads.plain import is_plain, plain_drafter
+from heads.plain import is_plain, plain_folder, plain_model
 from heads.small_lm import SmallLM
 from heads.tuned import Settings
 
@@ -30,12 +30,15 @@ __all__ = [
     "Head",
     "HeadConfig",
     "LossOut",
+    "drafter_folder",
+    "drafting_head",
     "find_head",
     "head_folder",
     "head_in",
     "load_head",
     "resolve_drafter",
     "save_head",
+    "settings_folder",
 ]
 
 HEADS: dict[str, type[Head]] = {
@@ -46,6 +49,8 @@ HEADS: dict[str, type[Head]] = {
     "eagle3": Eagle3Head,
     "small_lm": SmallLM,
 }
+
+
 def resolve_drafter(spec: str, target: Target) -> Drafter:
     """A drafter by name (heads.names): "none", "ngram", a run folder, a head folder, or any smaller model with the
     target's tokenizer (a transformers folder or a Hugging Face repository).
@@ -53,8 +58,9 @@ def resolve_drafter(spec: str, target: Target) -> Drafter:
     Where scripts/tune.py has left its choice in the head's folder, that is how the head drafts; "@chain:4" or
     "@tree:16" (levels, nodes; "ngram@4" too) ask for something else. "@monitor" behind a tuned drafter warns when a
     request stays below break-even, "@fallback" decodes it plainly then (decode.monitor).
-    Where T > 0 a head draws the candidates of its tree without replacement ("@sampled" behind a head, or its tree, asks
-    for it where head.tree_draw was fixed); "@fixed" takes the most probable ones instead.
+    Where T > 0 a head or model draws the candidates of its tree without replacement ("@sampled" behind
+    it, or its tree, asks for it where head.tree_draw was fixed); "@fixed" takes the most probable ones
+    instead.
     "@adaptive" behind any of them but "none" lets every row draft as deep as its own acceptance so far pays for
     (decode.adaptive). The drafter's name is `spec`. Raises UserError for anything else, for a tree on a target that
     takes chains only, for a head of another target, and for a model with another tokenizer.
@@ -77,27 +83,30 @@ def resolve_drafter(spec: str, target: Target) -> Drafter:
 
 def _on_disk(draft: Draft, spec: str, target: Target) -> Drafter:
     """The drafter of a head or of a plain model, before anything is wrapped around it."""
-    folder = head_folder(draft)
-    head = None if folder is None else load_head(folder, target)
+    head = drafting_head(draft.source, target)
     if draft.shape == "tree" and target.support != "tree":
         raise UserError(f"drafters: {spec}: this target takes chains only; write {draft.source}@chain")
-    if head is None or folder is None:
-        if draft.draw != names.DEFAULT_DRAW:
-            raise UserError(f"drafters: {spec}: @{draft.draw} is for trained heads; leave it out")
-        made = plain_drafter(draft.source, target, draft.shape or None)
-        drafter: Drafter = tuned.shortened(made, draft.depth) if draft.depth else made
-        limit = None
-    else:
-        if draft.draw != names.DEFAULT_DRAW:
-            head.draw_trees(draft.draw)
-        left = tuned.read(folder)
-        choice = left.choose(draft.shape) if left else None
-        if draft.depth is not None or draft.nodes is not None:
-            choice = Settings(draft.shape, draft.depth, draft.nodes)
-        drafter = tuned.drafter(head, target, choice) if choice else head.drafter(target, draft.shape or None)
-        limit = left.break_even if left else None
-    drafter.break_even = limit  # type: ignore[attr-defined]
+    if draft.draw != names.DEFAULT_DRAW:
+        head.draw_trees(draft.draw)
+    folder = settings_folder(draft)
+    left = None if folder is None else tuned.read(folder)
+    choice = left.choose(draft.shape) if left else None
+    if draft.depth is not None or draft.nodes is not None:
+        choice = Settings(draft.shape, draft.depth, draft.nodes)
+    shape = draft.shape or None
+    drafter = tuned.drafter(head, target, choice) if choice else head.drafter(target, shape)
+    drafter.break_even = left.break_even if left else None  # type: ignore[attr-defined]
     return drafter
+
+
+def drafting_head(source: str, target: Target) -> Head:
+    """What drafts at `source`: the trained head there, or an ordinary model behind a head's calls.
+
+    Raises UserError where there is neither, or where it is for another target.
+    """
+    if is_plain(source):
+        return plain_model(source, target)
+    return load_head(find_head(source), target)
 
 
 def watched(drafter: Drafter, spec: str, fallback: bool) -> Monitor:
@@ -127,9 +136,20 @@ def head_folder(draft: Draft) -> Path | None:
     """
     if draft.source in (names.NONE, names.NGRAM):
         return None
-    if is_plain(draft.source) and not (Path(draft.source).expanduser() / CARD).is_file():
-        return None
-    return find_head(draft.source)
+    return None if is_plain(draft.source) else find_head(draft.source)
+
+
+def settings_folder(draft: Draft) -> Path | None:
+    """The folder where scripts/tune.py leaves its choice: that of the head, or of an ordinary model on
+    this disk. None for none, ngram and repositories. Raises UserError as `head_folder` does."""
+    place = Path(draft.source).expanduser()
+    return place if is_plain(draft.source) and place.is_dir() else head_folder(draft)
+
+
+def drafter_folder(draft: Draft) -> Path | None:
+    """The folder with the files that a drafter is loaded from, also of a repository; None for none and
+    ngram. Raises UserError where there is no such drafter."""
+    return plain_folder(draft.source) if is_plain(draft.source) else head_folder(draft)
 
 
 def head_in(path: str) -> Path | None:
@@ -147,6 +167,11 @@ def find_head(path: str) -> Path:
     place = head_in(path)
     if place is not None:
         return place
+    if is_plain(path):
+        raise UserError(
+            f"drafters: {path}: an ordinary language model, not a head that was trained here; give a "
+            "run folder or a head folder"
+        )
     if Path(path).expanduser().is_dir():
         raise UserError(
             f"drafters: {path}: the folder holds no head (no {CARD}, head/, best/ or checkpoints/); "

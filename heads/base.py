@@ -8,7 +8,7 @@ Shape letters: B rows, T positions, D width of the target's features.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from conf.errors import UserError
+from conf.typed import from_json
 from decode.drafters import Drafter
 from decode.identity import Identity
 from decode.target import Target
@@ -92,6 +93,38 @@ class HeadConfig:
     tree_draw: str = "sampled"
 
 
+@dataclass(kw_only=True)
+class Saved:
+    """What a kind of head writes under "head" in head.json (config_json), as types.
+
+    coverage: share of the supervised tokens in the draft vocabulary. calibration: what
+    heads.shapes.measure found, {} for a head that was never calibrated.
+    """
+
+    config: HeadConfig
+    coverage: float = 1.0
+    calibration: dict[str, Any] = field(default_factory=dict)
+
+    def fits(self, target: Target) -> list[str]:
+        """Why no head of `target` was saved so, as "key: what is wrong"; []."""
+        return []
+
+    @classmethod
+    def read(cls, saved: Any, target: Target, kind: str) -> Self:
+        """Parsed JSON of a head of `kind`, every value checked.
+
+        Raises UserError of one line that names the wrong keys.
+        """
+        value, problems = from_json(saved, cls)
+        if not problems and value.config.kind != kind:
+            problems = [f"config.kind: {value.config.kind!r} in the card of a {kind} head"]
+        problems = problems or value.fits(target)
+        if problems:
+            told = [f"head.{line.partition('; set ')[0]}" for line in problems[:3]]
+            raise UserError("; ".join(told))
+        return value
+
+
 class Head(nn.Module):
     """A draft head. Subclasses set `kind` and `Config`, and define for_target, forward and drafter.
 
@@ -134,8 +167,23 @@ class Head(nn.Module):
 
     @classmethod
     def from_json(cls, saved: dict[str, Any], target: Target) -> Self:
-        """An empty head of the saved shape, ready for load_state_dict; `saved` is what config_json wrote."""
+        """An empty head of the saved shape, ready for load_state_dict.
+
+        saved: what config_json wrote, or what a stranger wrote in its place. The head is made on torch's
+        default device, whichever that is now: load_head moves it.
+
+        Raises UserError, KeyError or TypeError for values that are no head of this kind.
+        """
         raise TypeError(f"{cls.__name__} must define from_json")
+
+    @classmethod
+    def misfits(
+        cls, saved: dict[str, Any], target: Target, stored: dict[str, tuple[int, ...]]
+    ) -> list[str]:
+        """What of a weights file (`stored`: name -> shape) is not as a head saved so has it. Called under
+        torch.device("meta"), before anything of those sizes is made."""
+        empty = cls.from_json(saved, target)
+        return differing({k: tuple(v.shape) for k, v in empty.state_dict().items()}, stored)
 
     def config_json(self) -> dict[str, Any]:
         """All that from_json needs to rebuild the module, without the weights, and what was measured."""
@@ -236,3 +284,16 @@ class Head(nn.Module):
     def attach(self, target: Target) -> None:
         """Called once the weights are loaded from a folder: a head with trains_target tunes `target` as it was trained
         to and gives it an identity of its own. Default: nothing."""
+
+
+def differing(wanted: dict[str, tuple[int, ...]], stored: dict[str, tuple[int, ...]]) -> list[str]:
+    """Names in which two sets of shapes differ, each with both shapes."""
+    names = [name for name in {**wanted, **stored} if wanted.get(name) != stored.get(name)]
+    return [
+        f"{n} is {_size(stored.get(n))} in the weights and {_size(wanted.get(n))} by the card"
+        for n in names
+    ]
+
+
+def _size(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else str(list(shape))

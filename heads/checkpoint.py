@@ -1,7 +1,8 @@
 """A head on disk: its weights and head.json, with the identity of the target it was trained for.
 
 Written to a staging folder, synced, then renamed: a reader sees a whole head or none. Every file is checked against
-its sha256 on load. No pickle.
+its sha256 on load, and head.json value by value: a card whose hash is right may still be a
+stranger's. No pickle.
 """
 
 from __future__ import annotations
@@ -12,15 +13,20 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from conf.errors import UserError
+from conf.jsonl import HALF, is_whole
+from conf.typed import from_json
 from decode.identity import Identity, sha256_file
 from decode.target import Target
+from heads import vocab
 
 if TYPE_CHECKING:
     from heads.base import Head
@@ -28,6 +34,42 @@ if TYPE_CHECKING:
 FORMAT = 1
 CARD = "head.json"
 WEIGHTS = ("head.safetensors", "model.safetensors")  # the second: an ordinary transformers folder
+AGAIN = "restore it or train the head again"
+
+
+@dataclass
+class Weights:
+    """The weights file of a card: its name, size in bytes and hash."""
+
+    file: str
+    bytes: int
+    sha256: str
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule"."""
+        return (
+            []
+            if self.file in WEIGHTS
+            else [f"file: names {self.file[:80]!r}; known: {', '.join(WEIGHTS)}"]
+        )
+
+
+@dataclass
+class Card:
+    """What stands in head.json. head: by the kind's own types (heads.base.Saved). extra: free."""
+
+    format: int
+    kind: str
+    head: dict[str, Any]
+    target: Identity | None
+    weights: Weights
+    sha256: str
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule"."""
+        told = self.target.to_json() if self.target else {}
+        return [f"target.{key}: holds {HALF}" for key, text in told.items() if not is_whole(text)]
 
 
 def save_head(head: Head, folder: Path | str, identity: Identity | None, extra: dict[str, Any] | None = None) -> None:
@@ -58,7 +100,13 @@ def write_card(folder: Path, name: str, kind: str, saved: dict[str, Any], identi
 
 
 def read_card(folder: Path) -> dict[str, Any]:
-    """The checked head.json of a folder. Raises UserError naming the file when it is missing or damaged."""
+    """The head.json of a folder, checked but for what is in `head` and `extra`.
+
+    Raises UserError naming the file when it is missing or damaged, of another format, or holds a
+    wrong value.
+    """
+    from heads import HEADS
+
     path = folder / CARD
     try:
         text = path.read_text()
@@ -67,55 +115,78 @@ def read_card(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; give a run folder or a head folder") from None
     except (OSError, ValueError, KeyError, RecursionError) as error:
-        raise UserError(f"{path}: damaged ({type(error).__name__}); restore it or train the head again") from None
+        raise UserError(f"{path}: damaged ({type(error).__name__}); {AGAIN}") from None
     if not sound:
-        raise UserError(f"{path}: damaged (sha256 differs from the one it states); restore it or train the head again")
-    if card["format"] != FORMAT:
-        raise UserError(f"{path}: format {card['format']}, this version reads {FORMAT}; use the version that wrote it")
+        raise UserError(f"{path}: damaged (sha256 differs from the one it states); {AGAIN}")
+    if card.get("format") != FORMAT:
+        told = repr(card.get("format"))[:40]
+        raise UserError(
+            f"{path}: format {told}, this version reads {FORMAT}; use the version that wrote it"
+        )
+    known, problems = from_json(card, Card)
+    if problems:
+        raise UserError(
+            f"{path}: {'; '.join(p.partition('; set ')[0] for p in problems[:3])}; {AGAIN}"
+        )
+    if known.kind not in HEADS:
+        raise UserError(f"{path}: unknown kind of head {known.kind[:80]!r}; known: {', '.join(sorted(HEADS))}")
     return card
 
 
 def load_head(folder: Path | str, target: Target) -> Head:
     """The head in `folder` on the target's device, in the dtype it was trained in.
 
-    Raises UserError when a file is missing or damaged, the kind is unknown, or the head was trained for another target,
-    tokenizer or chat template (named by hash).
+    Raises UserError when a file is missing or damaged, a value of the card is wrong or does not go with
+    the weights, or the head was trained for another target, tokenizer or chat template (named by hash).
+    Nothing of the card's sizes is made before they are those of the weights.
     """
     from heads import HEADS
 
     folder = Path(folder)
     card = read_card(folder)
-    if card["kind"] not in HEADS:
-        raise UserError(f"{folder / CARD}: unknown kind of head {card['kind']!r}; known: {', '.join(sorted(HEADS))}")
+    kind = HEADS[card["kind"]]
     if card["target"] and target.identity is not None:
-        differences = HEADS[card["kind"]].differences(card, target.identity)
+        differences = kind.differences(card, target.identity)
         if differences:
             raise UserError(f"{folder}: the head was trained for another target ({'; '.join(differences)}); "
                             "use the target it names or train a head for this one")
-    kind = HEADS[card["kind"]]
     if kind.trains_target and target.borrowed and not target.tuning:
         raise UserError(f"{folder}: loading it tunes the target, and a head of the original target is in use already; "
                         "score the two in separate runs")
     wanted = card["weights"]
-    if wanted["file"] not in WEIGHTS:
-        raise UserError(f"{folder / CARD}: names {wanted['file']!r} as its weights; known: {', '.join(WEIGHTS)}")
     path = folder / wanted["file"]
     try:
         size = path.stat().st_size
         if size != wanted["bytes"] or sha256_file(path) != wanted["sha256"]:
             raise UserError(f"{path}: damaged (size or sha256 differs from {CARD}); restore it or train the head again")
-        state = load_file(path, device=str(target.device))
+        with safe_open(path, framework="pt") as file:
+            stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file; restore it or train the head again") from None
+        raise UserError(f"{path}: no such file; {AGAIN}") from None
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); restore it or train the head again") from None
+        raise UserError(f"{path}: cannot be read ({error}); {AGAIN}") from None
     try:
-        head = kind.from_json(card["head"], target)
-        head.load_state_dict(state)
+        with torch.device("meta"):
+            odd = kind.misfits(card["head"], target, stored)
+        if odd:
+            raise UserError(f"the card and {path.name} are of different heads ({odd[0]})")
+        head = kind.from_json(card["head"], target).to(target.device)
+        head.load_state_dict(load_file(path, device=str(target.device)))
+        ids = head.ids()
+        if ids is not None and not vocab.ascends(ids, target.vocab_size):
+            last = target.vocab_size - 1
+            raise UserError(f"its draft vocabulary is not different tokens of 0..{last} in order")
+    except UserError as error:
+        raise UserError(f"{folder / CARD}: {error}; {AGAIN}") from None
     except (KeyError, TypeError, RuntimeError) as error:
-        line = str(error).splitlines()[0]
-        raise UserError(f"{folder}: does not fit this version's {card['kind']} head ({line}); train it again") from None
-    head.attach(target)
+        line = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise UserError(
+            f"{folder}: does not fit this version's {card['kind']} head ({line}); train it again"
+        ) from None
+    try:
+        head.attach(target)
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from None
     target.borrowed |= not kind.trains_target
     return head.eval()
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
 
 import torch
@@ -22,17 +23,46 @@ from torch import Tensor
 from conf.errors import UserError
 from decode.drafters import Drafter
 from decode.target import Target
-from heads import vocab
-from heads.base import Batch, Head, LossOut
+from heads import shapes, vocab
+from heads.base import Batch, Head, LossOut, Saved
 from heads.eagle_attention import Memory
 from heads.eagle_config import EagleConfig
 from heads.eagle_drafter import EagleDrafter
 from heads.eagle_init import copy_layer, reset_weights, start_output
-from heads.eagle_layer import layer_config, take
+from heads.eagle_layer import LayerShape, layer_config, take
 from heads.eagle_net import Eagle1Net, Eagle3Net, EagleNet, try_own
 from heads.eagle_own import Own, own
-from heads.losses import LossWeights, chunked_loss, stored_law, target_law
+from heads.limits import MOST_DEPTH
+from heads.losses import chunked_loss, stored_law, target_law
 from heads.recompute import plainly, recomputed
+
+
+@dataclass(kw_only=True)
+class EagleSaved(Saved):
+    """See Saved. layer: shape of the draft layers. final: number of the target's hidden state behind its
+    final norm."""
+
+    config: EagleConfig
+    layer: LayerShape
+    vocab_size: int
+    taps: list[int]
+    final: int
+    tap_convention: str = ""
+
+    def fits(self, target: Target) -> list[str]:
+        """See Saved."""
+        deep, size = target.num_layers, self.config.draft_vocab or self.vocab_size
+        found = vocab.problems(self.vocab_size, self.config.draft_vocab, target.vocab_size)
+        found = found or shapes.problems(self.calibration, MOST_DEPTH, size)
+        found += self.layer.fits(target, self.config.layers, "layer")
+        most = 1 if self.config.kind == "eagle1" else deep + 1
+        if not 0 < len(self.taps) <= most or not all(0 <= tap <= deep for tap in self.taps):
+            found.append(
+                f"taps: {self.taps[:9]}; 1 to {most} of the hidden states 0..{deep} are read"
+            )
+        if self.final != deep:
+            found.append(f"final: {self.final}, the target has {deep} layers")
+        return found
 
 
 class EagleHead(Head):
@@ -93,13 +123,13 @@ class EagleHead(Head):
 
     @classmethod
     def from_json(cls, saved: dict[str, Any], target: Target) -> Self:
-        """See Head. Raises KeyError or TypeError for a file this class did not write."""
-        keys = dict(saved["config"])
-        cfg = EagleConfig(**{**keys, "loss": LossWeights(**keys["loss"])})
+        """See Head. Raises UserError for values that are no such head."""
+        known = EagleSaved.read(saved, target, cls.kind)
+        cfg, taps, layer = known.config, tuple(known.taps), asdict(known.layer)
         spec = own(target, cfg.layers) if cfg.layer == "target" else None
-        head = cls.build(cfg, saved["layer"], tuple(saved["taps"]), saved["vocab_size"], saved["final"], spec)
-        head.restore_json(saved)
-        return head.to(target.device)
+        head = cls.build(cfg, layer, taps, known.vocab_size, known.final, spec)
+        head.coverage, head.calibration = known.coverage, known.calibration
+        return head
 
     def config_json(self) -> dict[str, Any]:
         """See Head; also the draft layer's shape, the taps with their convention."""

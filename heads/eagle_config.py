@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from heads.base import HeadConfig
+from heads.limits import MOST, MOST_DEPTH, MOST_LAYERS, MOST_NODES, MOST_WIDTH, outside
 from heads.losses import LossWeights
 
 
@@ -62,10 +63,22 @@ class EagleConfig(HeadConfig):
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        lows = (("layers", 1), ("draft_vocab", 0), ("steps", 1), ("feature_loss", 0), ("top_k", 0), ("noise", 0),
-                ("chunk", 1), ("depth", 1), ("nodes", 1), ("width", 1))  # fmt: skip
-        found = [f"{key}: {getattr(self, key)} is below {low}; give {low} or more" for key, low in lows
-                 if getattr(self, key) < low]  # fmt: skip
+        found = outside(
+            self,
+            (
+                ("layers", 1, MOST_LAYERS),
+                ("draft_vocab", 0, MOST),
+                ("steps", 1, MOST_DEPTH),
+                ("feature_loss", 0, MOST),
+                ("top_k", 0, MOST),
+                ("noise", 0, MOST),
+                ("chunk", 1, MOST),
+                ("init_layer", -MOST, MOST),
+                ("depth", 1, MOST_DEPTH),
+                ("nodes", 1, MOST_NODES),
+                ("width", 1, MOST_WIDTH),
+            ),
+        )
         choices = {"kind": ("eagle1", "eagle3"), "layer": ("llama", "target"), "init": ("random", "layer"),
                    "shape": ("chain", "tree"),
                    "tree_draw": ("fixed", "sampled")}  # fmt: skip

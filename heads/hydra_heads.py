@@ -15,7 +15,7 @@ Shape letters: B rows, T positions, D width, E width of an embedding, K heads, L
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Self
 
 import torch
@@ -27,11 +27,14 @@ from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import TreeShape
 from heads.base import Batch
-from heads.eagle_layer import layer_config
+from heads.eagle_layer import LayerShape, layer_config
 from heads.hydra_prefix import Prefix, PrefixState
+from heads.limits import MOST_LAYERS, outside
 from heads.losses import LossWeights
-from heads.parallel import ParallelConfig, ParallelHead
+from heads.parallel import ParallelConfig, ParallelHead, ParallelSaved
 from heads.parallel_drafter import LevelDrafter
+
+LARGEST_SCALE = 1e6  # of embeddings that are next to zero
 
 
 @dataclass
@@ -49,9 +52,35 @@ class HydraHeadsConfig(ParallelConfig):
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        wrong = self.prefix_layers < 0
-        more = [f"prefix_layers: {self.prefix_layers} is below 0; 0 is off, 1 is usual"] if wrong else []
-        return super().validate() + more
+        return super().validate() + outside(self, (("prefix_layers", 0, MOST_LAYERS),))
+
+
+@dataclass(kw_only=True)
+class HydraHeadsSaved(ParallelSaved):
+    """See ParallelSaved. embed_scale: what embeddings are multiplied by. prefix: shape of the prefix
+    layers, None without any."""
+
+    config: HydraHeadsConfig
+    embed_width: int
+    embed_scale: float
+    prefix: LayerShape | None
+
+    def fits(self, target: Target) -> list[str]:
+        """See Saved."""
+        found = super().fits(target)
+        wide = target.model.get_input_embeddings().weight.shape[1]
+        if self.embed_width != wide:
+            found.append(
+                f"embed_width: {self.embed_width}, the target's embeddings are {wide} wide"
+            )
+        if not 0 < self.embed_scale <= LARGEST_SCALE:
+            found.append(f"embed_scale: {self.embed_scale} is outside (0, {LARGEST_SCALE:g}]")
+        layers = self.config.prefix_layers
+        if bool(layers) != (self.prefix is not None):
+            found.append(f"prefix: does not go with config.prefix_layers {layers}")
+        elif self.prefix is not None:
+            found += self.prefix.fits(target, layers, "prefix")
+        return found
 
 
 class HydraHeads(ParallelHead):
@@ -60,10 +89,11 @@ class HydraHeads(ParallelHead):
 
     kind = "hydra_heads"
     Config = HydraHeadsConfig
+    Saved = HydraHeadsSaved
     block_weight: nn.Parameter | None
     block_bias: nn.Parameter | None
 
-    def __init__(self, cfg: Any, width: int, vocab_size: int, tap: int, device: torch.device | str = "cpu",
+    def __init__(self, cfg: Any, width: int, vocab_size: int, tap: int, device: torch.device | str | None = None,
                  embed_width: int = 0, prefix: dict[str, Any] | None = None) -> None:
         super().__init__(cfg, width, vocab_size, tap, device)
         self.cfg: HydraHeadsConfig = cfg
@@ -77,7 +107,9 @@ class HydraHeads(ParallelHead):
         more = cfg.blocks - 1
         for name, size in (("block_weight", (cfg.heads, more, width, width)), ("block_bias", (cfg.heads, more, width))):
             self.register_parameter(name, nn.Parameter(torch.zeros(size, device=device)) if more else None)
-        self.prefix = Prefix(prefix).to(device) if prefix else None
+        self.prefix = None
+        if prefix:
+            self.prefix = Prefix(prefix) if device is None else Prefix(prefix).to(device)
 
     @classmethod
     def build(cls, target: Target, cfg: Any) -> Self:
@@ -85,16 +117,18 @@ class HydraHeads(ParallelHead):
         some = target.embed(torch.arange(min(target.vocab_size, 4096), device=target.device)).detach().float()
         head = cls(cfg, target.hidden_size, target.vocab_size, target.num_layers, target.device, some.shape[-1],
                    layer_config(target, cfg.prefix_layers) if cfg.prefix_layers else None)
-        head.embed_scale = float(some.square().mean().clamp(min=1e-12).rsqrt())
+        head.embed_scale = float(some.square().mean().clamp(min=LARGEST_SCALE**-2).rsqrt())
         return head
 
     @classmethod
-    def from_json(cls, saved: dict[str, Any], target: Target) -> Self:
-        """See Head."""
-        head = cls(cls.read_config(saved), saved["width"], saved["vocab_size"], saved["taps"][0], target.device,
-                   saved["embed_width"], saved["prefix"])
-        head.restore_json(saved)
-        head.embed_scale = saved["embed_scale"]
+    def restored(cls, known: Any) -> Self:
+        """See ParallelHead."""
+        prefix = None if known.prefix is None else asdict(known.prefix)
+        tap = known.taps[0]
+        head = cls(
+            known.config, known.width, known.vocab_size, tap, None, known.embed_width, prefix
+        )
+        head.embed_scale = known.embed_scale
         return head
 
     def config_json(self) -> dict[str, Any]:

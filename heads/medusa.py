@@ -25,7 +25,8 @@ from decode.drafters import Drafter
 from decode.target import Target
 from decode.tree import TreeShape
 from heads.base import Batch
-from heads.parallel import ParallelConfig, ParallelHead
+from heads.limits import MOST, outside
+from heads.parallel import ParallelConfig, ParallelHead, ParallelSaved
 from heads.parallel_drafter import MarkovDrafter, MedusaDrafter
 
 __all__ = ["MedusaConfig", "MedusaDrafter", "MedusaHead", "TuneConfig"]
@@ -56,7 +57,7 @@ class TuneConfig:
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        rules = {"rank": (self.rank >= 0, "32 is usual"), "alpha": (self.alpha > 0, "16 is usual"),
+        rules = {"rank": (0 <= self.rank <= MOST, "32 is usual"), "alpha": (0 < self.alpha <= MOST, "16 is usual"),
                  "dropout": (0 <= self.dropout < 1, "0.05 is usual"), "head_lr": (self.head_lr > 0, "4 is usual"),
                  "head_weight": (self.head_weight >= 0, "0.2 is usual"), "ramp": (0 <= self.ramp <= 1, "0.1 is usual"),
                  "distil": (self.distil >= 0, "1 is usual")}
@@ -78,7 +79,7 @@ class MedusaConfig(ParallelConfig):
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        wrong = [f"markov_rank: {self.markov_rank} is below 0; 0 is off, 64 is usual"] if self.markov_rank < 0 else []
+        wrong = outside(self, (("markov_rank", 0, MOST),))
         if self.activation_checkpointing and self.kind != "medusa2":
             wrong.append("activation_checkpointing: true with kind medusa, which keeps next to nothing; leave it out")
         if (self.kind == "medusa2") != bool(self.tune.rank):
@@ -87,16 +88,24 @@ class MedusaConfig(ParallelConfig):
         return super().validate() + wrong
 
 
+@dataclass(kw_only=True)
+class MedusaSaved(ParallelSaved):
+    """See ParallelSaved."""
+
+    config: MedusaConfig
+
+
 class MedusaHead(ParallelHead):
     """K Medusa heads as stacked tensors: block_weight [K, L, D, D], block_bias [K, L, D], markov_in [V, r] and
     markov_out [Vd, r] (None without a Markov term); the rest as in ParallelHead."""
 
     kind = "medusa"
     Config = MedusaConfig
+    Saved: ClassVar[type[MedusaSaved]] = MedusaSaved
     markov_in: nn.Parameter | None
     markov_out: nn.Parameter | None
 
-    def __init__(self, cfg: Any, width: int, vocab_size: int, tap: int, device: torch.device | str = "cpu"):
+    def __init__(self, cfg: Any, width: int, vocab_size: int, tap: int, device: torch.device | str | None = None):
         super().__init__(cfg, width, vocab_size, tap, device)
         self.cfg: MedusaConfig = cfg
         self.block_weight = nn.Parameter(torch.zeros(cfg.heads, cfg.blocks, width, width, device=device))
@@ -106,14 +115,6 @@ class MedusaHead(ParallelHead):
         given = F.normalize(torch.randn(vocab_size, rank, device=device), dim=-1) if rank else None
         self.register_parameter("markov_in", None if given is None else nn.Parameter(given))
         self.register_parameter("markov_out", nn.Parameter(torch.zeros(size, rank, device=device)) if rank else None)
-
-    @classmethod
-    def read_config(cls, saved: dict[str, Any]) -> Any:
-        """See ParallelHead."""
-        cfg = super().read_config(saved)
-        if isinstance(cfg.tune, dict):
-            cfg.tune = TuneConfig(**cfg.tune)
-        return cfg
 
     def hidden(self, x: Tensor) -> Tensor:
         """The residual blocks. x: [K, n, D] in any float dtype -> the same shape and dtype."""

@@ -18,8 +18,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -29,8 +30,8 @@ from transformers.pytorch_utils import Conv1D
 from conf.errors import UserError
 from decode.identity import Identity, sha256_state
 from decode.target import Target
-from heads.base import Batch, LossOut
-from heads.medusa import MedusaHead
+from heads.base import Batch, LossOut, differing
+from heads.medusa import MedusaHead, MedusaSaved
 from heads.parallel import supervised
 from heads.recompute import layers_recomputed
 
@@ -38,18 +39,45 @@ ADAPTER = "medusa2"  # peft's name of it
 TRAINABLE = (torch.float32, torch.bfloat16, torch.float64)
 
 
+@dataclass(kw_only=True)
+class Medusa2Saved(MedusaSaved):
+    """See ParallelSaved. adapter: name of each matrix -> its shape."""
+
+    adapter: dict[str, list[int]]
+    adapter_sha256: str
+
+    def fits(self, target: Target) -> list[str]:
+        """See Saved."""
+        bad = [
+            k
+            for k, size in self.adapter.items()
+            if len(size) != 2 or min(size) < 1 or "." in k or not k
+        ]
+        more = [f"adapter: {bad[0][:80]!r} is no matrix of a LoRA"] if bad else []
+        return super().fits(target) + more
+
+
 class Medusa2Head(MedusaHead):
     """MedusaHead and adapter: {layer/lora_A, layer/lora_B: float32}, the very tensors of the target's LoRA layers while
     it trains, or their record once they are merged."""
 
     kind = "medusa2"
+    Saved: ClassVar[type[MedusaSaved]] = Medusa2Saved
     trains_target: ClassVar[bool] = True
 
-    def __init__(self, cfg: Any, width: int, vocab_size: int, tap: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        cfg: Any,
+        width: int,
+        vocab_size: int,
+        tap: int,
+        device: torch.device | str | None = None,
+    ) -> None:
         super().__init__(cfg, width, vocab_size, tap, device)
         self.adapter = nn.ParameterDict()
         self.layers: list[tuple[str, Any]] = []  # the target's LoRA layers by name; a plain list, so not our modules
         self.strength = 1.0
+        self.stated = ""  # content hash of the adapter by the card that this head was loaded from
 
     @classmethod
     def for_target(cls, target: Target, cfg: Any, counts: Tensor | None = None) -> Self:
@@ -62,11 +90,13 @@ class Medusa2Head(MedusaHead):
         return head
 
     @classmethod
-    def from_json(cls, saved: dict[str, Any], target: Target) -> Self:
-        """See Head."""
-        head = super().from_json(saved, target)
-        empty = {k: torch.zeros(size, device=target.device) for k, size in saved["adapter"].items()}
-        head.adapter = nn.ParameterDict({k: nn.Parameter(v) for k, v in empty.items()})
+    def restored(cls, known: Any) -> Self:
+        """See ParallelHead."""
+        head = super().restored(known)
+        head.adapter = nn.ParameterDict(
+            {k: nn.Parameter(torch.zeros(size)) for k, size in known.adapter.items()}
+        )
+        head.stated = known.adapter_sha256
         return head
 
     def config_json(self) -> dict[str, Any]:
@@ -143,14 +173,22 @@ class Medusa2Head(MedusaHead):
     @classmethod
     def differences(cls, card: dict[str, Any], identity: Identity) -> list[str]:
         """See Head: the target as it was, or as this very head has tuned it."""
-        base = Identity.from_json(card["target"])
-        tuned = tuned_identity(base, card["head"]["adapter_sha256"])
+        base, stated = Identity.from_json(card["target"]), card["head"].get("adapter_sha256")
+        if not isinstance(stated, str) or not re.fullmatch("[0-9a-f]{64}", stated):
+            return base.differences(identity)  # from_json will say what is wrong with the card
+        tuned = tuned_identity(base, stated)
         return [] if not tuned.differences(identity) else base.differences(identity)
 
     @torch.no_grad()
     def attach(self, target: Target) -> None:
-        """See Head: merge the adapter into the target, once. Raises UserError for a target with another adapter."""
+        """See Head: merge the adapter into the target, once.
+
+        Raises UserError for a target with another adapter, and for an adapter that is not the card's or
+        has no place in the target; the target is then as it was.
+        """
         sha = self.adapter_sha256()
+        if self.stated and self.stated != sha:
+            raise UserError("head.adapter_sha256: differs from the adapter in the weights")
         if target.tuning == f"LoRA {sha[:12]}":
             return
         live = _lora_layers(target)
@@ -161,6 +199,10 @@ class Medusa2Head(MedusaHead):
                 raise UserError("target: carries an adapter with other weights; load the head into a fresh target")
             return
         record = {k: v.detach().clone() for k, v in self.adapter.items()}
+        wanted = _adapter_sizes(target, self.cfg.tune.targets, self.cfg.tune.rank)
+        odd = differing(wanted, {k: tuple(v.shape) for k, v in record.items()})
+        if odd:
+            raise UserError(f"head.adapter: is not for this target ({odd[0]})")
         self._inject(target)
         for key, weight in self.adapter.items():
             weight.copy_(record[key])
@@ -216,6 +258,20 @@ def _linear_layers(target: Target) -> dict[str, nn.Module]:
     """Every linear layer of the target but the LM head, by name; experts kept as one stacked weight are left alone."""
     return {name: part for name, part in target.model.named_modules()
             if isinstance(part, nn.Linear | Conv1D) and part is not target.lm_head}
+
+
+def _adapter_sizes(target: Target, targets: list[str], rank: int) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the matrices of an adapter on the layers that `targets` names, by peft's rule: a
+    whole name or its end behind a dot. No targets: all linear layers."""
+    sizes: dict[str, tuple[int, ...]] = {}
+    for name, part in _linear_layers(target).items():
+        if targets and not any(f".{name}".endswith(f".{t}") for t in targets):
+            continue
+        weight = part.weight if isinstance(part, nn.Linear) else part.weight.T  # type: ignore[union-attr, operator]
+        wide, narrow = weight.shape  # type: ignore[union-attr, misc]
+        key = name.replace(".", "/")
+        sizes |= {f"{key}/lora_A": (rank, narrow), f"{key}/lora_B": (wide, rank)}
+    return sizes
 
 
 def _lora_layers(target: Target) -> list[tuple[str, Any]]:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from decode.target import Target
 from decode.tree import TreeShape
 from heads import shapes, vocab
-from heads.base import Batch, Head, HeadConfig, LossOut
+from heads.base import Batch, Head, HeadConfig, LossOut, Saved
+from heads.limits import MOST, MOST_DEPTH, MOST_LAYERS, MOST_NODES, outside
 from heads.losses import LossWeights, chunked_loss, target_law
 
 
@@ -49,9 +50,14 @@ class ParallelConfig(HeadConfig):
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        found = [f"{key}: {getattr(self, key)} is below {low}; give {low} or more"
-                 for key, low in (("heads", 1), ("blocks", 1), ("draft_vocab", 0), ("chunk", 1), ("nodes", 1))
-                 if getattr(self, key) < low]
+        bounds = (
+            ("heads", 1, MOST_DEPTH),
+            ("blocks", 1, MOST_LAYERS),
+            ("draft_vocab", 0, MOST),
+            ("chunk", 1, MOST),
+            ("nodes", 1, MOST_NODES),
+        )
+        found = outside(self, bounds)
         if self.kind not in self.KINDS:
             found.append(f"kind: {self.kind!r} is not {' or '.join(self.KINDS)}; use head={self.KINDS[0]}")
         if not 0 < self.decay <= 1:
@@ -63,15 +69,40 @@ class ParallelConfig(HeadConfig):
         return found
 
 
+@dataclass(kw_only=True)
+class ParallelSaved(Saved):
+    """See Saved. width: of the target's features. taps: the hidden state that the heads read, one."""
+
+    config: ParallelConfig
+    width: int
+    vocab_size: int
+    taps: list[int]
+    tap_convention: str = ""
+
+    def fits(self, target: Target) -> list[str]:
+        """See Saved."""
+        size = self.config.draft_vocab or self.vocab_size
+        found = vocab.problems(self.vocab_size, self.config.draft_vocab, target.vocab_size)
+        found = found or shapes.problems(self.calibration, self.config.heads, size)
+        if self.width != target.hidden_size:
+            found.append(f"width: {self.width}, the target's is {target.hidden_size}")
+        if len(self.taps) != 1 or not 0 <= self.taps[0] <= target.num_layers:
+            found.append(
+                f"taps: {self.taps[:9]}; one hidden state of 0..{target.num_layers} is read"
+            )
+        return found
+
+
 class ParallelHead(Head):
     """Base of K heads. proj: [K, Vd, D] (absent with share_lm_head). d2t: [Vd] int64 offsets of the draft vocabulary
     (the identity map is not stored)."""
 
     Config: ClassVar[type[HeadConfig]] = ParallelConfig
+    Saved: ClassVar[type[ParallelSaved]] = ParallelSaved
     packs: ClassVar[bool] = True
     proj: nn.Parameter | None
 
-    def __init__(self, cfg: Any, width: int, vocab_size: int, tap: int, device: torch.device | str = "cpu"):
+    def __init__(self, cfg: Any, width: int, vocab_size: int, tap: int, device: torch.device | str | None = None):
         super().__init__(cfg)
         self.taps = (tap,)
         self.width, self.vocab_size = width, vocab_size
@@ -98,17 +129,17 @@ class ParallelHead(Head):
         return head
 
     @classmethod
-    def read_config(cls, saved: dict[str, Any]) -> Any:
-        """The configuration in what config_json wrote. Raises KeyError or TypeError for another file."""
-        keys = dict(saved["config"])
-        return cls.Config(**{**keys, "loss": LossWeights(**keys["loss"])})
+    def from_json(cls, saved: dict[str, Any], target: Target) -> Self:
+        """See Head. Raises UserError for values that are no such head."""
+        known = cls.Saved.read(saved, target, cls.kind)
+        head = cls.restored(known)
+        head.coverage, head.calibration = known.coverage, known.calibration
+        return head
 
     @classmethod
-    def from_json(cls, saved: dict[str, Any], target: Target) -> Self:
-        """See Head. Raises KeyError or TypeError for a file this class did not write."""
-        head = cls(cls.read_config(saved), saved["width"], saved["vocab_size"], saved["taps"][0], target.device)
-        head.restore_json(saved)
-        return head
+    def restored(cls, known: Any) -> Self:
+        """The empty head that `known`, of the class's own `Saved`, describes."""
+        return cls(known.config, known.width, known.vocab_size, known.taps[0])
 
     def config_json(self) -> dict[str, Any]:
         """See Head; also the tap with its convention."""

@@ -8,6 +8,7 @@ it with a product over heads). Values come from whole-path hits, smoothed by the
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from decode.tree import TreeShape
+from heads.limits import MOST_DEPTH, MOST_NODES, MOST_WIDTH
 
 RANKS = 10  # ranks 0..9 are candidates; RANKS itself marks a miss
 NODES = 64  # nodes of the stored tree; smaller trees are its first nodes
@@ -68,6 +70,50 @@ def measure(ranks: Tensor) -> dict[str, Any]:
             "values": [v for _, v in grown]}
 
 
+def problems(calibration: dict[str, Any], levels: int, vocabulary: int) -> list[str]:
+    """What is wrong with a calibration that a file holds, "key: what"; []. An empty one is sound.
+
+    levels: the most that a draft may have. vocabulary: tokens of the draft vocabulary.
+    """
+    table, values = calibration.get("acceptance", []), calibration.get("values", [])
+    numbers = [calibration.get(key, 0) for key in ("positions", "teacher_forced")]
+    found = []
+    if not isinstance(table, list) or not all(isinstance(row, list) and row for row in table):
+        found.append("calibration.acceptance: is no list of rates by level and rank")
+    elif not isinstance(values, list) or not all(
+        _number(rate, 1) for rate in [*values, *(a for row in table for a in row)]
+    ):
+        found.append("calibration: holds an acceptance rate outside 0..1")
+    if not all(_number(n, math.inf) for n in numbers):
+        found.append("calibration: positions and teacher_forced must be numbers from 0 on")
+    ranks = min(MOST_WIDTH, max(vocabulary, RANKS))  # measure() knows RANKS in any vocabulary
+    return found + _path_problems(calibration.get("paths", []), levels, ranks)
+
+
+def _number(value: Any, most: float) -> bool:
+    """Whether it is one, from 0 to `most`, and finite."""
+    sound = isinstance(value, int | float) and not isinstance(value, bool)
+    return sound and 0 <= value <= most and value != math.inf
+
+
+def _path_problems(paths: Any, levels: int, ranks: int) -> list[str]:
+    """A list of paths must be a whole tree wherever it is cut off."""
+    if not isinstance(paths, list) or len(paths) > MOST_NODES:
+        return [f"calibration.paths: is no list of at most {MOST_NODES} paths"]
+    have: set[Path] = set()
+    for given in paths:
+        sound = isinstance(given, list) and 0 < len(given) <= levels
+        if not sound or any(type(r) is not int or not 0 <= r < ranks for r in given):
+            return [f"calibration.paths: a path is no list of 1 to {levels} ranks below {ranks}"]
+        path = tuple(given)
+        before = [path[:-1]] if len(path) > 1 else []
+        before += [(*path[:-1], path[-1] - 1)] if path[-1] else []
+        if not have.issuperset(before):
+            return [f"calibration.paths: {given} stands before its parent or its elder sibling"]
+        have.add(path)
+    return []
+
+
 def generic(heads: int) -> list[tuple[Path, float]]:
     """The tree for a head that was never calibrated: published acceptance, falling off geometrically over ranks."""
     table = []
@@ -83,6 +129,25 @@ def generic(heads: int) -> list[tuple[Path, float]]:
         return product
 
     return grow(value, NODES, heads)
+
+
+def even(depth: int) -> dict[str, Any]:
+    """What stands in for the calibration of a separate model that nobody has measured, with a tree of
+    `depth` levels: every level is accepted as the first of the published heads, for a language model's
+    law does not depend on the level."""
+    top1, top5 = PUBLISHED[0]
+    level = [top1, *((top5 - top1) / 2 * 0.5**r for r in range(RANKS - 1))]
+
+    def value(path: Path) -> float:
+        return math.prod(level[rank] for rank in path)
+
+    grown = grow(value, NODES, depth)
+    return {
+        "positions": 0,
+        "acceptance": [level] * MOST_DEPTH,
+        "paths": [list(p) for p, _ in grown],
+        "values": [v for _, v in grown],
+    }
 
 
 def tree(calibration: dict[str, Any], nodes: int, heads: int) -> TreeShape:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -21,17 +22,68 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from conf.errors import UserError
+from conf.typed import SHORT
 from decode.drafters import Drafter, DraftModel
 from decode.target import Target
 from heads import shapes
-from heads.base import Batch, Head, LossOut
-from heads.cut import chosen_layers, cut, empty
-from heads.losses import LossWeights, chunked_loss, target_law
+from heads.base import Batch, Head, LossOut, Saved, differing
+from heads.cut import aliases, chosen_layers, cut, empty
+from heads.limits import MOST, MOST_DEPTH, MOST_LAYERS
+from heads.losses import chunked_loss, target_law
 from heads.recompute import layers_recomputed
-from heads.small_lm_config import LoraKeys, SmallLMConfig
+from heads.small_lm_config import SmallLMConfig
 from heads.small_lm_net import freeze, inject, load_base, merged, parameters
 
 MODEL = "model.safetensors"
+
+
+@dataclass(kw_only=True)
+class SmallLMSaved(Saved):
+    """See Saved. model: its transformers config. layers: those of the target it was cut from, [] for
+    another model. merged: whether its LoRA is in the weights. draft_ids: the draft vocabulary, [] for
+    the whole one."""
+
+    config: SmallLMConfig
+    model: dict[str, Any]
+    layers: list[int]
+    merged: bool
+    draft_ids: list[int]
+    parameters: int = 0
+
+    def fits(self, target: Target) -> list[str]:
+        """See Saved."""
+        ids, deep, size = self.draft_ids, target.num_layers, target.vocab_size
+        found = shapes.problems(self.calibration, MOST_DEPTH, len(ids) or size)
+        if len(ids) != self.config.draft_vocab:
+            found.append(
+                f"draft_ids: {len(ids)} tokens, config.draft_vocab says {self.config.draft_vocab}"
+            )
+        elif ids and (ids != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= size):
+            found.append(f"draft_ids: are not different tokens of 0..{size - 1} in order")
+        if len(self.layers) != self.config.from_target_layers:
+            found.append(
+                f"layers: {len(self.layers)}, config.from_target_layers is {self.config.from_target_layers}"
+            )
+        elif self.layers != sorted({i for i in self.layers if 0 <= i < deep}):
+            found.append(f"layers: {self.layers[:9]} are not layers of 0..{deep - 1} in order")
+        return found + _absurd(self.model)
+
+    def empty(self) -> Any:
+        """A model of this config whose weights mean nothing.
+
+        Raises UserError where transformers builds none.
+        """
+        from transformers import AutoConfig
+
+        keys = dict(self.model)
+        try:
+            return empty(AutoConfig.for_model(str(keys.pop("model_type", "")), **keys))
+        except UserError:
+            raise
+        except Exception as error:  # other people's code: whatever it raises, the file is wrong
+            raise UserError(
+                f"head.model: describes no causal language model ({_line(error)})"
+            ) from None
 
 
 class SmallLM(Head):
@@ -88,23 +140,55 @@ class SmallLM(Head):
 
     @classmethod
     def from_json(cls, saved: dict[str, Any], target: Target) -> Self:
-        """See Head. Raises KeyError or TypeError for a file this class did not write."""
-        from transformers import AutoConfig
-
-        keys = dict(saved["config"])
-        lora = LoraKeys(**({**keys["lora"], "rank": 0} if saved["merged"] else keys["lora"]))
-        cfg = SmallLMConfig(**{**keys, "loss": LossWeights(**keys["loss"]), "lora": lora})
-        if saved["layers"]:
-            net, given = cut(target, [int(i) for i in saved["layers"]])
-        else:
-            model = dict(saved["model"])
-            net, given = empty(AutoConfig.for_model(str(model.pop("model_type")), **model)), None
-        head = cls(cfg, net, target, given)
-        head.layers = list(saved["layers"])
-        ids = saved["draft_ids"]
+        """See Head. Raises UserError for values that are no such head."""
+        known = SmallLMSaved.read(saved, target, cls.kind)
+        cfg = known.config
+        if known.merged:
+            cfg = replace(cfg, lora=replace(cfg.lora, rank=0))
+        net, given = cut(target, known.layers) if known.layers else (known.empty(), None)
+        try:
+            head = cls(cfg, net, target, given)
+        except UserError:
+            raise
+        except Exception as error:  # other people's code: whatever it raises, the file is wrong
+            raise UserError(f"head.model: cannot be used as a draft ({_line(error)})") from None
+        ids = known.draft_ids
+        head.layers = list(known.layers)
         head.chosen = torch.tensor(ids, dtype=torch.int64, device=target.device) if ids else None
-        head.restore_json(saved)
+        head.coverage, head.calibration = known.coverage, known.calibration
         return head
+
+    @classmethod
+    def misfits(
+        cls, saved: dict[str, Any], target: Target, stored: dict[str, tuple[int, ...]]
+    ) -> list[str]:
+        """See Head. A draft that was cut from the target has the target's sizes: load_state_dict
+        compares them."""
+        known = SmallLMSaved.read(saved, target, cls.kind)
+        if known.layers:
+            return []
+        net = known.empty()
+        tied = aliases(net)
+        wanted = {k: tuple(v.shape) for k, v in net.state_dict().items() if k not in tied}
+        bare = {
+            k.removeprefix("net.").replace(".base_layer.", "."): size for k, size in stored.items()
+        }
+        return differing(wanted, {k: size for k, size in bare.items() if k in wanted})
+
+    @torch.no_grad()
+    def attach(self, target: Target) -> None:
+        """See Head: one pass over two tokens. A model's config says more than sizes, and what it says can
+        be wrong. Raises UserError then."""
+        try:
+            sound = bool(self.hidden(torch.tensor([[0, 1]], device=target.device)).isfinite().all())
+        except Exception as error:  # other people's code: whatever it raises, the file is wrong
+            raise UserError(
+                f"head.model: its pass fails ({_line(error)}); restore it or train it again"
+            ) from None
+        if not sound:
+            raise UserError(
+                "head.model: its pass gives NaN or infinity; restore it or train it again"
+            )
 
     def ids(self) -> Tensor | None:
         """See Head."""
@@ -242,3 +326,18 @@ class SmallLM(Head):
         if strict and (missing or found.unexpected_keys):
             raise RuntimeError(f"weights {', '.join([*missing, *found.unexpected_keys][:3])} are missing or unknown")
         return found
+
+
+def _line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def _absurd(model: dict[str, Any], key: str = "model") -> list[str]:
+    """Counts in a model's config that would take hours to build before anything is compared."""
+    for name, value in model.items():
+        if isinstance(value, dict) and (found := _absurd(value, f"{key}.{name}")):
+            return found
+        most = MOST_LAYERS if "layer" in name else MOST
+        if isinstance(value, int) and abs(value) > most:
+            return [f"{key}.{name}: {SHORT.repr(value)} is above {most}"]
+    return []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from heads.base import HeadConfig
+from heads.limits import MOST, MOST_DEPTH, MOST_LAYERS, MOST_NODES, MOST_WIDTH, outside
 from heads.losses import LossWeights
 
 
@@ -23,8 +24,7 @@ class LoraKeys:
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        found = [f"{k}: {getattr(self, k)} is below 0; give 0 or more" for k in ("rank", "alpha")
-                 if getattr(self, k) < 0]
+        found = outside(self, (("rank", 0, MOST), ("alpha", 0, MOST)))
         return found + ([] if 0 <= self.dropout < 1 else [f"dropout: {self.dropout} is outside [0, 1); 0 is usual"])
 
 
@@ -66,9 +66,17 @@ class SmallLMConfig(HeadConfig):
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        lows = (("from_target_layers", 0), ("draft_vocab", 0), ("chunk", 1), ("depth", 1), ("nodes", 1), ("width", 1))
-        found = [f"{key}: {getattr(self, key)} is below {low}; give {low} or more" for key, low in lows
-                 if getattr(self, key) < low]
+        found = outside(
+            self,
+            (
+                ("from_target_layers", 0, MOST_LAYERS),
+                ("draft_vocab", 0, MOST),
+                ("chunk", 1, MOST),
+                ("depth", 1, MOST_DEPTH),
+                ("nodes", 1, MOST_NODES),
+                ("width", 1, MOST_WIDTH),
+            ),
+        )
         choices = {"kind": ("small_lm",), "spacing": ("first", "even"), "embedding": ("shared", "tied", "own"),
                    "shape": ("chain", "tree"), "tree_draw": ("fixed", "sampled")}
         found += [f"{key}: {getattr(self, key)!r}; choose {' or '.join(good)}" for key, good in choices.items()

@@ -15,14 +15,15 @@ from typing import Any
 
 from conf.errors import UserError
 from decode.drafters import Drafter
+from decode.identity import sha256_weights
 from decode.target import Target
 from decode.tree import TreeShape
 from heads.base import Head
 from heads.checkpoint import CARD
+from heads.limits import MOST_DEPTH, MOST_NODES, MOST_WIDTH
 
 DECODE = "decode.json"
 FORMAT = 1
-MOST_NODES, MOST_DEPTH, MOST_WIDTH = 1024, 64, 256
 
 
 @dataclass(frozen=True)
@@ -97,10 +98,13 @@ class Tuned:
 
 
 def card_sha256(folder: Path) -> str:
-    """What tells one head in `folder` from another: the hash that its card states. "" for folders without a card."""
+    """What tells one head in `folder` from another: the hash that its card states; of an ordinary model
+    the hash of its weights. "" for folders that hold neither."""
     try:
+        if not (folder / CARD).is_file():
+            return sha256_weights(folder)
         return str(json.loads((folder / CARD).read_text())["sha256"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, UserError):
         return ""
 
 
@@ -115,7 +119,7 @@ def read(folder: Path) -> Tuned | None:
         data = json.loads(path.read_text())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read ({type(error).__name__}); {fix}") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise UserError(f"{path}: not in format {FORMAT}; {fix}")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
+from conf.typed import SHORT
 
 
 def choose(counts: Tensor, size: int, key: str = "head.draft_vocab") -> Tensor:
@@ -24,6 +25,22 @@ def choose(counts: Tensor, size: int, key: str = "head.draft_vocab") -> Tensor:
                         f"set {key}={max(1, seen)} or less, or 0 for the whole vocabulary")
     order = torch.sort(counts.to("cpu"), descending=True, stable=True).indices
     return order[:size].sort().values
+
+
+def problems(size: int, chosen: int, known: int) -> list[str]:
+    """What is wrong with a saved vocabulary of `size` tokens, "key: what"; [].
+
+    chosen: how many of them are drafted, 0 for all. known: tokens of the target.
+    """
+    found = [] if size == known else [f"vocab_size: {SHORT.repr(size)}, the target's is {known}"]
+    return found if chosen <= known else [*found, f"config.draft_vocab: {chosen} of {known} tokens"]
+
+
+def ascends(ids: Tensor, size: int) -> bool:
+    """Whether `ids` [Vd] are different tokens of a vocabulary of `size`, in order, and any at all."""
+    if not ids.numel():
+        return False
+    return bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < size
 
 
 def coverage(counts: Tensor, ids: Tensor) -> float:

@@ -32,7 +32,7 @@ from decode.processors import named_processors
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.verify import RULES
-from heads import head_folder, resolve_drafter
+from heads import drafter_folder, resolve_drafter
 from heads.names import parse
 from scripts.lib import certificate, certificate_page, files
 from scripts.lib import certificate_controls as controls
@@ -135,7 +135,14 @@ def main(cfg: CertifyConfig) -> int:
     out = Path(cfg.out)
     if out.exists() and not out.is_dir():
         raise UserError(f"out: {out} is a file; give a folder")
+    with files.sole_writer(out):
+        return certified(cfg, out)
+
+
+def certified(cfg: CertifyConfig, out: Path) -> int:
+    """The run behind `main`: its exit code."""
     known = load_prompts(Path(cfg.prompts))
+    head = about_drafter(cfg.drafter)
     target = load_target(cfg.target, cfg.dtype, cfg.device)
     cfg.sampling().check_vocab(target.vocab_size)
     drafter = resolve_drafter(cfg.drafter, target)
@@ -152,7 +159,6 @@ def main(cfg: CertifyConfig) -> int:
     negative: list[dict[str, Any]] = []
     if cfg.controls not in ("run", "none"):
         negative, origin = controls.borrow(cfg.controls, about, plan)
-    head = about_drafter(cfg.drafter)
     settings = {k: v for k, v in asdict(cfg).items() if k not in LATER}
     parts = Parts(out / "unfinished", [settings, about, head, files.sha256(Path(cfg.prompts))])
     start = datetime.now(UTC)
@@ -201,8 +207,11 @@ def _target(target: Target) -> dict[str, Any]:
 
 
 def about_drafter(spec: str) -> dict[str, Any]:
-    """The name as given and, for a trained head, the hash of every file it was loaded from."""
-    folder = head_folder(parse(spec))  # what follows the folder is how it drafts
+    """The name as given and, for a trained head or a model, the hash of every file it is loaded from.
+
+    Raises UserError where there is no such drafter.
+    """
+    folder = drafter_folder(parse(spec))  # what follows the folder is how it drafts
     if folder is None:
         return {"name": spec}
     return {"name": spec, "files": {p.name: files.sha256(p) for p in sorted(folder.iterdir()) if p.is_file()}}

@@ -151,6 +151,10 @@ def _turns(chat: Chat) -> Iterator[str]:
             line = chat.console.input("[bold]> [/bold]") if interactive else input()
         except EOFError:
             return
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"message: standard input is no {error.encoding} text; convert it"
+            ) from None
         except KeyboardInterrupt:
             if not interactive:
                 raise

@@ -40,7 +40,7 @@ from scripts.lib.extras import batches, extras, stops_paying
 from scripts.lib.gates import gates
 from scripts.lib.lanes import lanes_of
 from scripts.lib.lossless import lossless
-from scripts.lib.prompts import load_prompts
+from scripts.lib.prompts import Prompt, chat_ids, load_prompts
 from scripts.lib.score import Scores, output_lines
 from scripts.lib.wandb_log import to_wandb
 
@@ -132,6 +132,11 @@ class EvaluateConfig:
                 found.append(f"{key}: {getattr(self, key)} is below 1; set 1 or more")
         if self.num_prompts is not None and self.num_prompts < 1:
             found.append(f"num_prompts: {self.num_prompts} is below 1; set 1 or more, or null for all")
+        for t in () if found else {self.temperature, *self.temperatures}:
+            try:
+                Sampling(t, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
+            except UserError as error:
+                found.append(str(error))
         if not self.drafters:
             found.append("drafters: the list is empty; set drafters=[none,ngram]")
         return found
@@ -140,16 +145,23 @@ class EvaluateConfig:
 @entry("evaluate", EvaluateConfig)
 def main(cfg: EvaluateConfig) -> int:
     """Load, measure, score, write. Exit code 3 when something was skipped, 1 when a head failed the parity gate."""
-    bad: list[dict[str, str]] = []
-    prompts = chosen(load_prompts(Path(cfg.prompts), bad), cfg)
     out = Path(cfg.out)
     if out.exists() and not out.is_dir():
         raise UserError(f"out: {out} is a file; give a folder")
+    with files.sole_writer(out):
+        return evaluated(cfg, out)
+
+
+def evaluated(cfg: EvaluateConfig, out: Path) -> int:
+    """The run behind `main`: its exit code."""
+    bad: list[dict[str, str]] = []
+    prompts = chosen(load_prompts(Path(cfg.prompts), bad), cfg)
     out.mkdir(parents=True, exist_ok=True)
     # A token is two letters or more; later turns hold the earlier ones and their answers.
     longest = max(sum(len(t) // 2 + cfg.max_new_tokens for t in p.turns) for p in prompts)
     plan = Plan(max(cfg.batch_sizes or [cfg.batch_size]), longest, PLANNED_NODES)
     target = load_target(cfg.target, cfg.dtype, cfg.device, plan)
+    prompts = fitting(prompts, target, bad)
     more, unknown = candidates.expand(cfg.candidates, cfg.runs, target.support == "tree")
     names = list(dict.fromkeys([*cfg.drafters, *more]))
     lanes, skipped = lanes_of(names, target, lambda: load_target(cfg.target, cfg.dtype, cfg.device))
@@ -221,6 +233,24 @@ def measure(cfg: EvaluateConfig, target: Target, prompts: list[Any], lanes: list
     report["ranking"] = candidates.ranking(report)
     report |= extras(lanes)
     return report, output_lines(measured)
+
+
+def fitting(prompts: list[Prompt], target: Target, bad: list[dict[str, str]]) -> list[Prompt]:
+    """The prompts whose first turn fits the target's context.
+
+    bad: takes {name, reason} of the others. Raises UserError when none fits.
+    """
+    kept, room = [], target.context_length
+    for prompt in prompts:
+        size = len(chat_ids(target.tokenizer, [{"role": "user", "content": prompt.turns[0]}]))
+        if size < room:
+            kept.append(prompt)
+            continue
+        reason = f"prompts: {prompt.id} has {size} tokens and the target's context holds {room}; shorten or remove it"
+        bad.append({"name": prompt.id, "reason": reason})
+    if not kept:
+        raise UserError(f"{bad[-1]['reason']} (and no other prompt fits)")
+    return kept
 
 
 def folder(temperature: float, batch_size: int) -> str:

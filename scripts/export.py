@@ -27,6 +27,7 @@ from decode.load import DTYPES, TargetConfig, load_target, torch_dtype
 from heads import find_head, load_head, tuned
 from heads.checkpoint import read_card, recover, staged
 from heads.interop import FORMATS, LAYOUTS, MANIFEST, Facts, exported, find_layout
+from heads.plain import is_plain
 from scripts.lib import export_card, export_draft, files
 from scripts.lib.export_check import Check, check_export
 from scripts.lib.prompts import chat_ids, load_prompts
@@ -79,6 +80,11 @@ class ExportConfig:
 def main(cfg: ExportConfig) -> int:
     """Write, check, move into place."""
     out = free_place(Path(cfg.out).expanduser(), cfg.overwrite)
+    if is_plain(cfg.drafter):
+        raise UserError(
+            f"drafter: {cfg.drafter}: an ordinary transformers model, which engines serve as it is (vLLM: "
+            "method draft_model; SGLang: STANDALONE); there is nothing to export"
+        )
     source = find_head(cfg.drafter)
     if out.resolve() in (source.resolve(), *source.resolve().parents):
         raise UserError(f"out: {out} holds the drafter itself; give another folder")
@@ -86,7 +92,9 @@ def main(cfg: ExportConfig) -> int:
     target = target_of(cfg, card)
     head: Any = load_head(source, target)
     settings = tuned.read(source)
-    dtype = torch_dtype(cfg.dtype or card["extra"].get("imported", {}).get("dtype", "float32"))
+    imported = card["extra"].get("imported")
+    stored = imported.get("dtype") if isinstance(imported, dict) else None
+    dtype = torch_dtype(cfg.dtype or (stored if stored in DTYPES else "float32"))
     facts = Facts.of(target, cfg.verifier or (cfg.target.name if cfg.target.kind == "hub" else name_of(target)))
     if head.kind == "small_lm" and cfg.format == "transformers":
         with staged(out) as stage:

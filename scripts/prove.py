@@ -232,6 +232,12 @@ def wanted(cfg: ProveConfig) -> Sequence[str]:
 @resumable()
 def main(cfg: ProveConfig) -> None:
     """Run the sections one by one; each is written as soon as it is there."""
+    with files.sole_writer(Path(cfg.state)):
+        proved(cfg)
+
+
+def proved(cfg: ProveConfig) -> None:
+    """The run behind `main`."""
     out = Path(cfg.out)
     for name in wanted(cfg):
         with Steps(*columns(44), quiet=cfg.quiet) as bar:

@@ -31,9 +31,10 @@ from conf.errors import Interrupted, UserError
 from conf.schema import entry
 from decode.load import DTYPES, TargetConfig, load_target
 from decode.sampling import Sampling
+from scripts.lib.files import sole_writer
 from scripts.lib.from_server import from_server
 from scripts.lib.meter import Meter
-from scripts.lib.synthesis import Store, Writer, fingerprint, sole_writer
+from scripts.lib.synthesis import Store, Writer, fingerprint
 
 FORMAT = 1  # raise when the same settings would give other rows
 

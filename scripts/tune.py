@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -28,8 +29,8 @@ from conf.schema import entry
 from decode.load import TargetConfig, load_target
 from decode.memory import Plan
 from decode.verify import RULES
-from heads import find_head
-from heads.names import parse
+from heads import drafter_folder, settings_folder
+from heads.names import Draft, parse
 from heads.tuned import DECODE
 from scripts.lib import files, tune_run, tune_table
 from scripts.lib.progress import Steps, columns
@@ -41,7 +42,8 @@ from scripts.lib.wandb_log import to_wandb
 class TuneConfig:
     """Keys of scripts/tune.py."""
 
-    # ngram, a run folder or a head folder; FOLDER@chain and FOLDER@tree search that shape alone
+    # ngram, a run folder, a head folder or a smaller model; FOLDER@chain and FOLDER@tree search that
+    # shape alone
     drafter: str
     # folder for tune.json, tune.html and figures/
     out: str
@@ -113,9 +115,18 @@ class TuneConfig:
 @entry("tune", TuneConfig)
 def main(cfg: TuneConfig) -> None:
     """Measure, search, confirm, write."""
-    console, out = Console(), Path(cfg.out)
+    out = Path(cfg.out)
     if out.exists() and not out.is_dir():
         raise UserError(f"out: {out} is a file; give a folder")
+    with files.sole_writer(out):
+        tuned(cfg, out)
+
+
+def tuned(cfg: TuneConfig, out: Path) -> None:
+    """The run behind `main`."""
+    console = Console()
+    draft = parse(cfg.drafter)
+    drafter_folder(draft)  # what is not there is said before the target is loaded
     longest = max(len(p.turns[0]) for p in load_prompts(cfg.prompts)) // 2  # a token is two letters or more
     plan = Plan(max(cfg.batch_size, *cfg.curve_batches), longest + cfg.max_new_tokens, cfg.max_nodes)
     target = load_target(cfg.target, cfg.dtype, cfg.device, plan)
@@ -125,19 +136,26 @@ def main(cfg: TuneConfig) -> None:
 
     tune_page.write(report, out)
     tune_table.show(report, console)
-    if cfg.write and cfg.drafter != "ngram":
-        folder = find_head(parse(cfg.drafter).source)
+    folder = settings_folder(draft)
+    if cfg.write and folder is not None:
         files.write_json(folder / DECODE, tune_run.tuned_from(report, folder).to_json())
         console.print(f"written: {folder / DECODE}; evaluate, chat and export read it", highlight=False)
     elif cfg.write:
-        name = f"ngram@{report['chosen']['settings']['depth']}"
-        console.print(f"an n-gram has no folder to write to; ask for it as {name}", highlight=False)
+        name = asked_as(draft.source, report["chosen"]["settings"])
+        console.print(f"{draft.source} has no folder to write to; ask for it as {name}", highlight=False)
     if cfg.results:
         tune_run.collect(report, Path(cfg.results))
         console.print(f"written: {cfg.results}", highlight=False)
     if cfg.wandb:
         to_wandb(report, out, "tune")
     console.print(f"report: {out / 'tune.html'}", highlight=False)
+
+
+def asked_as(source: str, best: dict[str, Any]) -> str:
+    """The name that asks for the chosen depth of a chain or nodes of a tree."""
+    if best["shape"] == "chain":
+        return str(Draft(source, "chain", depth=best["depth"]))
+    return str(Draft(source, "tree", nodes=best["nodes"]))
 
 
 def command(argv: Sequence[str] | None = None) -> None:

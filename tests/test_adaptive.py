@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -97,3 +98,10 @@ def test_names(target: Target) -> None:
     ):
         with pytest.raises(UserError, match=words):
             resolve_drafter(spec, target)
+
+
+def test_it_can_be_copied() -> None:
+    adaptive = Adaptive(NGram(depth=4))
+    for twin in (copy.deepcopy(adaptive), copy.copy(adaptive)):
+        assert twin.max_depth == 4 and twin.longest == adaptive.longest
+    assert copy.deepcopy(adaptive).inner is not adaptive.inner

@@ -194,7 +194,9 @@ def test_a_foreign_processor_that_masks_everything(target: Target) -> None:
 @pytest.mark.parametrize(
     ("settings", "word"),
     [({"top_k": VOCAB + 1}, f"top_k={VOCAB + 1}"), ({"top_k": -1}, "top_k=-1"), ({"top_p": 0.0}, "top_p=0.0"),
-     ({"top_p": 1.5}, "top_p=1.5"), ({"temperature": -1.0}, "temperature=-1.0"), ({"min_p": 1.0}, "min_p=1.0")],
+     ({"top_p": 1.5}, "top_p=1.5"), ({"temperature": -1.0}, "temperature=-1.0"), ({"min_p": 1.0}, "min_p=1.0"),
+     ({"temperature": 1e-40}, "temperature=1e-40: must be 0 .greedy. or at least 1e-30"), ({"top_k": 2.5}, "top_k=2.5"),
+     ({"top_k": INF}, "top_k=inf"), ({"top_k": NAN}, "top_k=nan")],
 )  # fmt: skip
 def test_settings_are_refused_before_anything_runs(target: Target, settings: dict[str, Any], word: str) -> None:
     spoiled, seen = watched(target)
@@ -210,6 +212,26 @@ def test_prompts_outside_the_model(target: Target) -> None:
         with pytest.raises(UserError, match=words):
             generate(spoiled, NoDraft(), [request], Sampling())
     assert seen == []
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 2.0}, {"temperature": 1e-30}])
+def test_settings_at_the_edge_decode(target: Target, settings: dict[str, Any]) -> None:
+    run = generate(
+        target,
+        NoDraft(),
+        [Request([3], 4)],
+        Sampling(**{"temperature": 1.0, **settings}),
+        eos_ids=(),
+    )
+    assert len(run.generations[0].token_ids) == 4
+
+
+def test_ids_of_requests_are_numbers_of_64_bits(target: Target) -> None:
+    for number in (1 << 63, -(1 << 63) - 1, 10**30):
+        with pytest.raises(UserError, match=f"request 0: its id {number} is no 64-bit number"):
+            generate(target, NoDraft(), [Request([3], 4, id=number)], Sampling(1.0))
+    for number in ((1 << 63) - 1, -(1 << 63)):
+        generate(target, NoDraft(), [Request([3], 2, id=number)], Sampling(1.0))
 
 
 def test_a_full_cache_commits_nothing(target: Target) -> None:

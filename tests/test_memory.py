@@ -33,6 +33,15 @@ def test_parameters_come_from_the_headers(folder: Path) -> None:
     assert memory.parameters(folder) == (0, 0), "loading will say what is wrong"
 
 
+def test_no_row_outgrows_the_context(folder: Path) -> None:
+    config = SimpleNamespace(**vars(CONFIG), max_position_embeddings=200)
+    long, whole = (
+        memory.estimate(config, memory.parameters(folder), "bfloat16", Plan(tokens=n, nodes=9))
+        for n in (10**12, 200)
+    )
+    assert long == whole, "a longer prompt is left out or refused, whatever memory there is"
+
+
 def test_the_sum_by_hand(folder: Path) -> None:
     plan = Plan(rows=3, tokens=50, nodes=9, drafters=1000)
     need = memory.estimate(CONFIG, memory.parameters(folder), "bfloat16", plan)

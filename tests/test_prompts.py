@@ -48,6 +48,12 @@ def test_all_forms(tmp_path) -> None:
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "no user turn"),
         ('{"messages": ["a"]}', "messages must be a list"),
         ('{"prompt": "b", "id": "x"}', "line 1 already"),
+        ('{"prompt": "cut \\ud83d"}', "prompt holds half of a surrogate pair"),
+        ('{"turns": ["a", "\\udc00 cut"]}', "turns holds half of a surrogate pair"),
+        ('{"messages": [{"role": "user", "content": "\\ud83d"}]}', "messages holds half"),
+        ('{"prompt": "b", "id": "\\ud83d"}', "id holds half"),
+        ('{"prompt": "b", "category": "\\ud83d"}', "category holds half"),
+        ('{"prompt": ' + "[" * 100_000, "nested too deeply"),
     ],
 )
 def test_mistakes_name_file_and_line(tmp_path, line: str, message: str) -> None:

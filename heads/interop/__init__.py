@@ -70,7 +70,8 @@ def detect(foreign: Foreign, format: str) -> Layout:
 def _kind(foreign: Foreign) -> tuple[str, str]:
     """(kind of head, format) by what stands in the folder."""
     names, config = foreign.tensors, foreign.config
-    arch = " ".join(map(str, config.get("architectures") or []))
+    named = config.get("architectures")
+    arch = " ".join(map(str, named)) if isinstance(named, list) else ""
     if "speculators_model_type" in config:
         return "eagle3", "speculators"
     bare = {n.removeprefix("medusa_heads.") for n in names}

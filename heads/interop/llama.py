@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from conf.errors import UserError
+from conf.typed import from_json
+from heads.eagle_layer import LayerShape
 from heads.interop.layout import Facts, number
 from heads.interop.reading import Foreign
 
@@ -47,10 +50,16 @@ def layer(foreign: Foreign, config: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"{where}: rope_theta is {rope['rope_theta']!r}; expected a number above 0")
     if "type" in rope:  # the key's older name
         rope["rope_type"] = rope.pop("type")
-    return {"hidden_size": width, "intermediate_size": number(foreign, config, "intermediate_size"),
+    shape = {"hidden_size": width, "intermediate_size": number(foreign, config, "intermediate_size"),
             "num_hidden_layers": number(foreign, config, "num_hidden_layers", 1), "num_attention_heads": heads,
             "num_key_value_heads": number(foreign, config, "num_key_value_heads", heads),
             "head_dim": number(foreign, config | {"head_dim": config.get("head_dim") or width // heads}, "head_dim"),
             "hidden_act": act, "rms_norm_eps": float(eps),
             "max_position_embeddings": number(foreign, config, "max_position_embeddings", 2048),
             "rope_parameters": rope}  # fmt: skip
+    known, found = from_json(shape, LayerShape)
+    if found:
+        raise UserError(
+            f"{where}: {found[0].partition('; set ')[0]}; no draft layer can be made of it"
+        )
+    return asdict(known)

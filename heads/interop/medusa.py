@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from decode.target import Target
+from heads import vocab
 from heads.base import Head
 from heads.interop import engines
 from heads.interop.layout import Facts, Layout, refuse
@@ -113,7 +114,7 @@ class MedusaVllm(Layout):
             state["block_bias"] = torch.zeros(heads, blocks, target.hidden_size)
         chosen = None
         if ids is not None:
-            if bool((ids[1:] <= ids[:-1]).any()) or int(ids[0]) < 0 or int(ids[-1]) >= target.vocab_size:
+            if not vocab.ascends(ids, target.vocab_size):
                 refuse(foreign, [f"token_map: its ids do not ascend within the vocabulary of {target.vocab_size}"])
             raw = torch.stack([tensors[self.head_name(k, blocks)] for k in range(heads)])
             narrow = raw[:, ids].float()

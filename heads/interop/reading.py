@@ -77,7 +77,7 @@ def exported(folder: Path) -> dict[str, Any] | None:
 def _json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: no readable JSON ({error}); fetch or export the head again") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: a {type(value).__name__}, not a JSON object; fetch or export the head again")

@@ -18,6 +18,7 @@ from heads.interop.eagle3 import NORMS, Eagle3Vllm
 from heads.interop.layout import Facts
 from heads.interop.llama import fields
 from heads.interop.reading import Foreign
+from heads.limits import MOST_DEPTH
 
 VERSION = "0.9.0"
 
@@ -77,8 +78,19 @@ class Speculators(Eagle3Vllm):
         if kind != "eagle3":
             raise UserError(f"{foreign.folder / 'config.json'}: speculators_model_type is {kind!r}; eagle3 is read")
         head = super().read(foreign, target)
-        methods = foreign.config.get("speculators_config", {}).get("proposal_methods") or [{}]
-        depth = methods[0].get("speculative_tokens")
-        if isinstance(depth, int) and 0 < depth < 100:
+        depth = _first(
+            foreign.config, "speculators_config", "proposal_methods", 0, "speculative_tokens"
+        )
+        if type(depth) is int and 0 < depth <= MOST_DEPTH:
             head.cfg.depth = depth
         return head
+
+
+def _first(value: Any, *path: str | int) -> Any:
+    """What lies at a path of keys and places, None where it leads nowhere."""
+    for step in path:
+        try:
+            value = value[step]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return value

@@ -21,6 +21,7 @@ import torch
 from transformers import StoppingCriteriaList
 
 from conf.errors import UserError
+from conf.typed import SEEDS
 from decode.engine import Cycle, Generation, Request, Run, Timing
 from decode.sampling import Sampling
 from decode.target import Target
@@ -62,7 +63,7 @@ class Assisted:
         devices = [device] if device.type == "cuda" else []
         with self._settings(helper), passes.watch(model, helper), torch.inference_mode(), \
                 torch.random.fork_rng(devices=devices):  # fmt: skip
-            torch.manual_seed(seed * 1_000_003 + request.id)
+            torch.manual_seed((seed * 1_000_003 + request.id) % SEEDS)
             out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config,
                                  logits_processor=processors, stopping_criteria=StoppingCriteriaList([first]),
                                  **extra)  # fmt: skip

@@ -52,10 +52,11 @@ def identity(target: Target, plan: Plan, processors: Any) -> dict[str, Any]:
 
 
 def code_sha256() -> str:
-    """Hash of the verifier and of the layers that judge it."""
+    """Hash of the verifier, of the drafters and of the layers that judge them."""
     digest = hashlib.sha256()
     layers = [ROOT / "scripts" / "lib" / f"{name}.py" for name in TESTED]
-    for file in [*sorted((ROOT / "decode").glob("*.py")), *layers]:
+    tested = [file for part in ("decode", "heads") for file in sorted((ROOT / part).glob("*.py"))]
+    for file in [*tested, *layers]:
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()
 

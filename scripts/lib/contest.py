@@ -133,7 +133,8 @@ def run_contest(target: Target, tokenizer: Any, prompts: Sequence[Prompt], lanes
                         continue
                     live.append(p)
                     for g in groups:
-                        requests[g].append(Request(ids_of[g], settings.max_new_tokens, id=numbers[p.id] * 64 + turn))
+                        number_of = request_id(numbers[p.id], turn)
+                        requests[g].append(Request(ids_of[g], settings.max_new_tokens, id=number_of))
                 for k in range(len(lanes)):
                     lane = lanes[(k + number) % len(lanes)]
                     progress.update(task, description=clipped(lane.label, 28),
@@ -146,6 +147,15 @@ def run_contest(target: Target, tokenizer: Any, prompts: Sequence[Prompt], lanes
                             _remember(tokenizer, history[lane.group], live, run)
                     progress.advance(task)
     return contest
+
+
+def request_id(prompt: int, turn: int) -> int:
+    """The id of a turn's request: different for all turns of 2**34 prompts.
+
+    The first 64 turns count up from 64 * prompt, as they always did; later ones go far above those.
+    """
+    later, place = divmod(turn, 64)
+    return (later << 40) + 64 * prompt + place
 
 
 def _note(contest: Contest, lane: Lane, live: Sequence[Prompt], turn: int, run: Run, most: int | None) -> None:

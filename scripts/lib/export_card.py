@@ -127,8 +127,8 @@ def described(head: Any) -> list[tuple[str, Any]]:
 def acceptance(extra: dict[str, Any], calibration: dict[str, Any]) -> list[str]:
     """What was measured in training; "not measured" where it was not."""
     lines = []
-    best = extra.get("best") or {}
-    if best.get("accepted_length"):
+    best = extra.get("best")
+    if isinstance(best, dict) and isinstance(best.get("accepted_length"), int | float):
         lines.append(f"- decoded on held-out prompts: accepted length {best['accepted_length']:.2f} "
                      f"(bonus token counted, step {best.get('step')})")
     table = calibration.get("acceptance") or []

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError
-from heads import head_folder, tuned
+from heads import settings_folder, tuned
 from scripts.lib import names
 from scripts.lib.contest import Lane
 
@@ -22,7 +22,7 @@ def extras(lanes: Iterable[Lane]) -> dict[str, Any]:
         if lane.draft is None:
             continue
         try:
-            folder = head_folder(lane.draft)
+            folder = settings_folder(lane.draft)
             if folder is None:
                 continue
             found = tuned.read(folder)
@@ -61,7 +61,7 @@ def measured(evidence: dict[str, Any]) -> dict[str, Any] | None:
         for kind, key in (("chain", "depth"), ("tree", "nodes")):
             if any(not {key, "speedup"} <= p.keys() for p in curves[kind]):
                 return None
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None
     return {"curves": {**curves, "batch": batch}, "latency": {"target": target}, "rows": rows} if target else None
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from conf.errors import UserError
 
 PACKAGES = ("torch", "transformers", "accelerate", "numpy")
 OPENMP = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
@@ -111,3 +114,31 @@ def _processor() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+@contextlib.contextmanager
+def sole_writer(path: Path) -> Iterator[None]:
+    """Hold a file or folder that a command writes against a second process.
+
+    The mark beside it goes when the block ends.
+    Raises UserError when another process holds it, or nothing can be written there.
+    """
+    from filelock import FileLock, Timeout
+
+    path = path.expanduser().resolve()
+    lock = FileLock(path.with_name(f".{path.name}.lock"))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout as e:
+        raise UserError(
+            f"out: another process is writing {path}; wait for it or give another name"
+        ) from e
+    except OSError as e:
+        why = e.strerror or e
+        raise UserError(f"out: cannot write to {path.parent} ({why}); choose another folder") from e
+    try:
+        yield
+    finally:
+        Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()

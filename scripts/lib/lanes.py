@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -122,6 +123,9 @@ def _tuned_by(card: dict[str, Any] | None) -> str:
 
 
 def training(card: dict[str, Any] | None) -> dict[str, Any]:
-    """What the training of a head took, as its card says it; {} where nobody wrote it down."""
+    """What the training of a head took, as its card says it in numbers; {} where nobody wrote it down."""
     found = card["extra"].get("training") if card else None
-    return {"training": found} if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        return {}
+    numbers = {k: v for k, v in found.items() if isinstance(v, int | float) and math.isfinite(v)}
+    return {"training": numbers}

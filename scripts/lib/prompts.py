@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError
-from conf.jsonl import is_array, no_array
+from conf.jsonl import HALF, is_array, is_whole, no_array
 from scripts.lib.files import here
 
 DEMO = Path(__file__).resolve().parents[1] / "prompts" / "demo.jsonl"
@@ -72,8 +72,11 @@ def load_prompts(path: str | Path, bad: list[dict[str, str]] | None = None) -> l
 def _prompt(line: str, where: str, number: int) -> Prompt:
     try:
         row = json.loads(line)
-    except ValueError as e:
-        raise UserError(f"{where}: malformed JSON ({e}); every line must be one JSON object") from e
+    except (ValueError, RecursionError) as e:
+        told = "nested too deeply" if isinstance(e, RecursionError) else str(e)
+        raise UserError(
+            f"{where}: malformed JSON ({told}); every line must be one JSON object"
+        ) from e
     if not isinstance(row, dict):
         raise UserError(f'{where}: a {type(row).__name__}, not a JSON object; write {{"prompt": "..."}}')
     if "turns" in row:
@@ -93,8 +96,16 @@ def _prompt(line: str, where: str, number: int) -> Prompt:
         raise UserError(f"{where}: {key} holds no user turn; every prompt needs at least one")
     if any(not t.strip() for t in turns):
         raise UserError(f"{where}: {key} holds an empty turn; fill or remove it")
-    name = next((row[k] for k in ("question_id", "id") if row.get(k) not in (None, "")), number)
-    return Prompt(str(name), str(row.get("category") or "all"), list(turns))
+    name = str(
+        next((row[k] for k in ("question_id", "id") if row.get(k) not in (None, "")), number)
+    )
+    category = str(row.get("category") or "all")
+    for part, texts in ((key, turns), ("id", [name]), ("category", [category])):
+        if not all(map(is_whole, texts)):
+            raise UserError(
+                f"{where}: {part} holds {HALF}; write the whole character, or remove it"
+            )
+    return Prompt(name, category, list(turns))
 
 
 def _user_turns(messages: Any, where: str) -> list[Any]:
@@ -107,11 +118,16 @@ def chat_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
     """Token ids of a conversation up to and including the header of the assistant's turn, by the chat
     template.
 
-    Raises UserError when the tokenizer has no chat template or the template refuses the messages."""
+    Raises UserError when the tokenizer has no chat template, the template refuses the messages, or
+    one of them holds half a character."""
     from jinja2 import TemplateError
 
     if not getattr(tokenizer, "chat_template", None):
         raise UserError("target: its tokenizer has no chat template; take the instruction-tuned version of the model")
+    for message in messages:
+        if not is_whole(message["content"]):
+            whose = f"the {message['role']}'s text"
+            raise UserError(f"message: {whose} holds {HALF}; write the whole character, or remove it")
     try:
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     except TemplateError as e:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from conf.typed import SEEDS
 from decode.adaptive import Adaptive
 from decode.drafters import DraftModel, NoDraft
 from decode.sampling import Sampling
@@ -35,7 +36,7 @@ def enumeration(count: int, seed: int, parts: Parts, tick: Tick) -> dict[str, An
     blocks = parts.lines("enumeration")
     while BLOCK * len(blocks) < count:
         tick("enumeration", BLOCK * len(blocks), count)
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + len(blocks))
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + len(blocks)) % SEEDS)
         blocks.append([_case(Case.random(generator, max_nodes=5, max_vocab=5)) for _ in range(BLOCK)])
         parts.add("enumeration", blocks[-1])
     tick("enumeration", count, count)

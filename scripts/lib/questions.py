@@ -7,7 +7,7 @@ from array import array
 from pathlib import Path
 
 from conf.errors import UserError
-from conf.jsonl import parse_line
+from conf.jsonl import is_whole, parse_line
 
 
 class Questions:
@@ -91,7 +91,5 @@ def turns_of(line: bytes) -> list[dict[str, str]]:
 def _check(i: int, text: object) -> None:
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"turn {i}: content is empty or no text")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"turn {i}: holds half of a surrogate pair") from None
+    if not is_whole(text):
+        raise ValueError(f"turn {i}: holds half of a surrogate pair")

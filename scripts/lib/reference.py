@@ -21,6 +21,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from conf.typed import SEEDS
 from decode.engine import Cycle, Generation, Request, Run, Timing
 from decode.sampling import Sampling
 from decode.target import Target
@@ -91,7 +92,7 @@ def _batch(
     devices = [target.device] if target.device.type == "cuda" else []
     with target.as_loaded() as model, _passes(model) as spent, torch.inference_mode(), \
             torch.random.fork_rng(devices=devices):  # fmt: skip
-        torch.manual_seed(seed * 1_000_003 + batch[0].id)
+        torch.manual_seed((seed * 1_000_003 + batch[0].id) % SEEDS)
         out = model.generate(
             ids, attention_mask=mask, generation_config=config, logits_processor=processors,
             stopping_criteria=StoppingCriteriaList([first]),

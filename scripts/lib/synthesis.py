@@ -5,7 +5,6 @@ command."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from collections import Counter
@@ -249,23 +248,3 @@ def differences(old: Any, new: Any, key: str = "") -> list[str]:
         return found
     short = [v[:12] if isinstance(v, str) and re.fullmatch("[0-9a-f]{64}", v) else v for v in (old, new)]
     return [] if old == new else [f"{key} {short[0]}, now {short[1]}"]
-
-
-@contextlib.contextmanager
-def sole_writer(path: Path) -> Iterator[None]:
-    """Hold `path` against a second process of this command. Raises UserError when another one holds it."""
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(path.with_name(f".{path.name}.lock"))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except Timeout as e:
-        raise UserError(f"out: another process is writing {path}; wait for it or give another name") from e
-    except OSError as e:
-        raise UserError(f"out: cannot write to {path.parent} ({e.strerror or e}); choose another folder") from e
-    try:
-        yield
-    finally:
-        Path(lock.lock_file).unlink(missing_ok=True)
-        lock.release()

@@ -17,7 +17,7 @@ from decode.drafters import Drafter, NGram
 from decode.engine import Request, generate
 from decode.sampling import Sampling
 from decode.target import Target
-from heads import find_head, load_head, shapes, tuned
+from heads import drafting_head, settings_folder, shapes, tuned
 from heads.base import Head
 from heads.names import NGRAM, NONE, Draft, parse
 from heads.tuned import Settings
@@ -42,7 +42,8 @@ class Bounds:
 
 @dataclass
 class Family:
-    """One drafter and what can be set about it. kinds: among "chain" and "tree". head, folder: None for n-grams.
+    """One drafter and what can be set about it. kinds: among "chain" and "tree". head: None for n-grams.
+    folder: where its settings go, None for n-grams and for repositories, which have no place for them.
 
     notes: what the search leaves out, and why.
     """
@@ -63,11 +64,13 @@ class Family:
         draft = parse(spec)
         path, shape = draft.source, draft.shape
         if path == NONE or draft != Draft(path, shape):
-            raise UserError(f"drafter: {spec}; give ngram, a run folder or a head folder, with @chain or @tree at most")
+            raise UserError(
+                f"drafter: {spec}; give ngram, a run folder, a head folder or a smaller model, with "
+                "@chain or @tree at most"
+            )
         if path == NGRAM:
             return cls(spec, target, sampling, bounds, ["chain"])
-        folder = find_head(path)
-        head = load_head(folder, target)
+        folder, head = settings_folder(draft), drafting_head(path, target)
         kinds = [k for k in ("chain", "tree") if shape in ("", k)]
         if target.support != "tree":
             kinds = [k for k in kinds if k == "chain"]

@@ -1,0 +1,23 @@
+"""How large the numbers of a head's configuration may be: what a file or a command line asks for is
+compared with these before anything of that size is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+MOST_NODES, MOST_DEPTH, MOST_WIDTH = 1024, 64, 256  # of a draft
+MOST_LAYERS = 256  # of a stack: heads, blocks, decoder layers
+MOST = 2**31 - 1  # of anything else that is counted
+
+
+def outside(values: Any, bounds: Iterable[tuple[str, int, int]]) -> list[str]:
+    """Problems of the numbers in `values` that leave (key, lowest, highest), "key: value; fix"."""
+    found = []
+    for key, low, high in bounds:
+        value = getattr(values, key)
+        if value < low:
+            found.append(f"{key}: {value} is below {low}; give {low} or more")
+        elif value > high:
+            found.append(f"{key}: {value} is above {high}; give {high} or less")
+    return found
