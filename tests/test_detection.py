@@ -1,4 +1,4 @@
-"""The certificate's sampling layer on decoders that are right and on decoders that are wrong, through the whole loop."""
+"""The sampling layer of a certificate on decoders that are right and on wrong ones, through the whole loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def bench() -> detection.Bench:
 
 
 def test_the_two_decoders_that_one_order_could_not_see_are_rejected(bench: detection.Bench) -> None:
-    merged = bench.sample(Sampling(1.0), 1200, 0, wrong_rules.merges_neighbours(0.02))
+    merged = bench.sample(Sampling(1.0), 800, 0, wrong_rules.merges_neighbours(0.02))
     assert detection.verdict(merged, 1e-4)["rejected"] and merged.outside == 0
     rough = detection.Bench("bfloat16")
     uncut = rough.sample(detection.CUT, 300, 0, wrong_rules.ignores_truncation)
