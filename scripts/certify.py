@@ -72,7 +72,7 @@ class CertifyConfig:
     # the rule under test: traversal or rejection
     verify: str = "traversal"
     # emitted tokens of the sampling layer; more find smaller biases
-    tokens: int = 5000
+    tokens: int = 10000
     # most tokens per answer in the sampling layer
     max_new_tokens: int = 64
     # prompts that are decoded together

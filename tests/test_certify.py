@@ -133,6 +133,16 @@ def test_uniform_numbers_raise_false_alarms_at_the_stated_rate() -> None:
     assert ((p < 0.05).mean(0) < 0.075).all() and ((p < 0.05).mean(0) > 0.025).all()
 
 
+def test_pairs_that_the_first_token_selects_raise_no_false_alarms() -> None:
+    """A cycle goes on because its last token was accepted: such tokens are not uniform, what follows them is."""
+    rng, p = np.random.default_rng(5), []
+    for u in rng.random((400, 1500)):
+        joined = np.r_[False, rng.random(1499) < u[:-1]]  # likelier after a large one
+        p.append([t.p for t in pit.independence(u, joined, "pairs")])
+    share = (np.array(p) < 0.05).mean(0)
+    assert ((share > 0.02) & (share < 0.085)).all()
+
+
 def test_dependent_neighbours_are_found_where_the_marginal_is_uniform() -> None:
     rng = np.random.default_rng(3)
     base = rng.random(3000)

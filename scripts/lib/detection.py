@@ -67,15 +67,17 @@ def verdict(found: Sample, alpha: float) -> dict[str, Any]:
     }
 
 
+def family(bench: Bench, name: str, member: int, tokens: int = TOKENS) -> dict[str, Any]:
+    """What the layer says of one member of one family of biases, at mean total variation TOTAL."""
+    rule = biases.biased_rule(name, member, VOCAB, Sampling(1.0), TOTAL)
+    found = verdict(bench.sample(Sampling(1.0), tokens, member, rule), ALPHA)
+    return {"decoder": name, "member": member, "variation": rule.reached, **found}
+
+
 def biased(parts: Parts, tick: Tick) -> dict[str, Any]:
     """Biased decoders of every family at mean total variation 0.05, and the two that an earlier certificate passed."""
     exact, rough = Bench("float32"), Bench("bfloat16")
     work: list[tuple[str, Callable[[], dict[str, Any]]]] = []
-
-    def family(name: str, member: int) -> dict[str, Any]:
-        rule = biases.biased_rule(name, member, VOCAB, Sampling(1.0), TOTAL)
-        found = verdict(exact.sample(Sampling(1.0), TOKENS, member, rule), ALPHA)
-        return {"decoder": name, "member": member, "variation": rule.reached, **found}
 
     def merged() -> dict[str, Any]:
         found = verdict(exact.sample(Sampling(1.0), TOKENS, 0, wrong_rules.merges_neighbours(0.02)), ALPHA)
@@ -86,7 +88,7 @@ def biased(parts: Parts, tick: Tick) -> dict[str, Any]:
         return {"decoder": "top-p ignored, bfloat16", "member": 0, "variation": None, **found}
 
     every = [(name, member) for name in biases.FAMILIES for member in range(MEMBERS)]
-    work += [(f"{name} {m}", functools.partial(family, name, m)) for name, m in every]
+    work += [(f"{name} {m}", functools.partial(family, exact, name, m)) for name, m in every]
     work += [("neighbours merged", merged), ("top-p ignored", uncut)]
     rows = parts.lines("biased")
     for i, (name, run) in enumerate(work[len(rows) :], len(rows)):

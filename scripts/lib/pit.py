@@ -156,8 +156,12 @@ def chi_square(counts: np.ndarray) -> tuple[float, float]:
     """Statistic and p of equal expected counts."""
     expected = counts.sum() / counts.size
     value = float(((counts - expected) ** 2 / expected).sum())
-    half = torch.tensor([(counts.size - 1) / 2, value / 2], dtype=torch.float64)
-    return value, float(torch.special.gammaincc(half[0], half[1]))
+    return value, _chi_tail(value, counts.size - 1)
+
+
+def _chi_tail(value: float, freedom: int) -> float:
+    half = torch.tensor([freedom / 2, value / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
 
 
 def poisson(count: int, mean: float) -> float:
@@ -182,22 +186,24 @@ def uniformity(u: np.ndarray, stratum: str, order: str = "by probability") -> li
 
 
 def independence(u: np.ndarray, joined: np.ndarray, stratum: str, order: str = "by probability") -> list[Test]:
-    """Neighbours t - 1 and t where joined[t]: correlation, and a chi-square on pairs that share no token.
+    """Two tokens at once, t - 1 and t where joined[t]: each may be right by itself. Correlation, and a chi-square.
 
-    joined must be known before token t. Both are tests of two tokens at once: each may be right by itself.
+    joined[t] may depend on token t - 1 (a cycle goes on because that was accepted), whose transform is then not uniform
+    here: both tests take it as it came and ask whether the second is uniform given it.
     """
     at = np.flatnonzero(joined[1:]) + 1
     if len(at) < SMALLEST:
         return []
-    a, b = u[at - 1], u[at]
-    z = float((12 * (a - 0.5) * (b - 0.5)).sum() / math.sqrt(len(at)))
-    start = np.r_[True, np.diff(at) > 1]  # pairs that overlap form runs: take every second one of a run
-    place = np.arange(len(at)) - np.maximum.accumulate(np.where(start, np.arange(len(at)), 0))
-    alone = at[place % 2 == 0]
-    table = np.histogram2d(u[alone - 1], u[alone], bins=PAIR_CELLS, range=[[0, 1], [0, 1]])[0]
+    a, b = u[at - 1] - 0.5, u[at] - 0.5
+    z = float((a * b).sum() / math.sqrt((a**2).sum() / 12))
+    table = np.histogram2d(a, b, bins=PAIR_CELLS, range=[[-0.5, 0.5], [-0.5, 0.5]])[0]
+    table = table[table.sum(1) >= 5 * PAIR_CELLS]
+    expected = table.sum(1, keepdims=True) / PAIR_CELLS
+    value = float(((table - expected) ** 2 / expected).sum())
+    freedom = len(table) * (PAIR_CELLS - 1)
     return [
         Test(f"correlation, {order}", stratum, len(at), z, math.erfc(abs(z) / math.sqrt(2))),
-        Test(f"chi-square of pairs, {order}", stratum, len(alone), *chi_square(table)),
+        Test(f"chi-square of pairs, {order}", stratum, len(at), value, _chi_tail(value, freedom)),
     ]
 
 
