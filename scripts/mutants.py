@@ -11,18 +11,20 @@ certificate   the layers of scripts/certify.py, 20,000 tokens on a tiny target, 
 
 A mutant that no certificate rejects either changes the law, and is a gap, or does not: then HARMLESS says why, found by
 the mutant's text wherever its line has moved to. Written: OUT with all mutants, PAGE with the table. Goes on where it
-was stopped: results wait in STATE, for as long as the code stays the same. Exit code 1: a mutant got through.
+was stopped: what a layer found waits in STATE for as long as the code that it depends on stays the same. Exit code 1: a
+mutant got through.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -77,6 +79,13 @@ ASIDE = ("verify_chain", "_inverse", "_refuse_state", "_picture", "Law.check")
 COPIED = ("conf", "decode", "heads", "scripts", "tests", "train")
 LAYERS = ("enumeration", "tests", "certificate")
 SETTINGS = 5  # of certificates: those of mutant_worlds.CERTIFIED
+TRACED = 2000  # tokens of a certificate that shows which lines it executes
+OURS = ("decode/*.py", "heads/*.py", "scripts/lib/mutant_*.py")
+DEPENDS = {
+    "enumeration": (*OURS, "scripts/lib/e*.py"),
+    "tests": (*OURS, "tests/*.py"),
+    "certificate": (*OURS, "scripts/lib/[a-l]*.py", "scripts/lib/[p-z]*.py"),
+}
 SECONDS = {"enumeration": 30, "tests": 120, "certificate": 90}  # of CPU, per trial
 
 
@@ -200,97 +209,104 @@ def nursery() -> Iterator[Nursery]:
             found.close()
 
 
-def baseline(home: Nursery, cfg: MutantsConfig, names: Sequence[str]) -> dict[str, Any]:
-    """The correct code through every layer, which all must pass: the lines that each certificate executes, and what its
-    reference found. Raises UserError when a layer fails."""
-    jobs = {"enumeration": {"layer": "enumeration", "seconds": 90}}
-    jobs |= {name: {"layer": "tests", "file": name, "seconds": 300} for name in names}
-    jobs = {k: v for k, v in jobs.items() if v["layer"] in cfg.layers}
-    for name, job in jobs.items():
-        found = home.ask({**job, "trace": False})
+def baseline(home: Nursery, cfg: MutantsConfig, layer: str, names: Sequence[str]) -> list[Any]:
+    """The correct code through a layer, which it must pass. For certificates: by setting, the lines that it executes
+    and what its reference found. Raises UserError when the layer fails."""
+
+    def passed(job: dict[str, Any]) -> dict[str, Any]:
+        found = home.ask({"layer": layer, "seconds": 300, "tokens": cfg.tokens, "known": {}, **job})
         if found["caught"]:
             raise UserError(
-                f"layers: {name} rejects the code as it stands ({found['why']}); mend that first"
+                f"layers: {layer} rejects the code as it stands ({found['why']}); mend that first"
             )
-    settings: list[dict[str, Any]] = []
-    for number in range(SETTINGS if "certificate" in cfg.layers else 0):
-        job = {"layer": "certificate", "settings": [number], "known": {}, "seconds": 300}
-        traced = home.ask({**job, "tokens": 2000, "trace": True})
-        whole = home.ask({**job, "tokens": cfg.tokens, "known": traced["known"]})
-        for found in (traced, whole):
-            if found["caught"]:
-                raise UserError(
-                    f"layers: certificate rejects the code as it stands ({found['why']}); mend that first"
-                )
+        return found
+
+    if layer == "tests":
+        return [passed({"file": name})["seconds"] for name in names]
+    if layer == "enumeration":
+        return [passed({})["seconds"]]
+    settings = []
+    for number in range(SETTINGS):
+        traced = passed({"settings": [number], "tokens": TRACED, "trace": True})
+        whole = passed({"settings": [number]})
         settings.append(
             {"lines": traced["lines"], "known": whole["known"], "seconds": whole["seconds"]}
         )
-    return {"settings": settings}
+    return settings
 
 
 def attempt(
-    home: Nursery, cfg: MutantsConfig, mutant: Mutant, base: dict[str, Any]
+    home: Nursery, cfg: MutantsConfig, mutant: Mutant, layer: str, base: list[Any]
 ) -> dict[str, Any]:
-    """One mutant through every layer: what rejected it, None where nothing did. Certificates that do not execute the
-    edited lines are left out: they cannot see it."""
-    first, last = mutant.statement
-    reached = [
-        i
-        for i, setting in enumerate(base["settings"])
-        if any(first <= n <= last for n in setting["lines"].get(mutant.file, []))
-    ]
-    known = {str(i): base["settings"][i]["known"][str(i)] for i in reached}
-    row: dict[str, Any] = {
-        k: v for k, v in asdict(mutant).items() if k not in ("start", "stop", "statement")
-    }
-    row |= {"key": mutant.key, "settings": reached}
+    """One mutant through a layer: {"found": what rejected it, None where nothing did}. Certificates that do not execute
+    the edited statement are left out: they cannot see it."""
+    job = {"layer": layer, "file": mutant.file, "seconds": SECONDS[layer], "tokens": cfg.tokens}
+    row: dict[str, Any] = {"id": mutant.identity, "found": None}
+    if layer == "certificate":
+        first, last = mutant.statement
+        lines = [setting["lines"].get(mutant.file, []) for setting in base]
+        reached = [i for i, seen in enumerate(lines) if any(first <= n <= last for n in seen)]
+        row["settings"] = reached
+        if not reached:
+            return row
+        job |= {
+            "settings": reached,
+            "known": {k: v for i in reached for k, v in base[i]["known"].items()},
+        }
     with home.edited(mutant):
-        for layer in cfg.layers:
-            job = {
-                "layer": layer,
-                "file": mutant.file,
-                "seconds": SECONDS[layer],
-                "settings": reached,
-            }
-            job |= {"known": known, "tokens": cfg.tokens}
-            if layer == "certificate" and not reached:
-                row[layer] = None
-                continue
-            found = home.ask(job)
-            row[layer] = (
-                {k: found[k] for k in ("layer", "why", "seconds")} if found["caught"] else None
-            )
+        found = home.ask(job)
+    row["seconds"] = found["seconds"]
+    if found["caught"]:
+        row["found"] = {"layer": found["layer"], "why": found["why"]}
     return row
 
 
 def run(cfg: MutantsConfig) -> list[dict[str, Any]]:
-    """Rows of all mutants."""
+    """All mutants with what every layer found."""
     work = chosen(cfg)
-    code = {name: files.sha256(files.ROOT / name) for name in sorted(_code())}
-    parts = Parts(Path(cfg.state), [code, cfg.tokens, cfg.layers])
-    rows = {row["key"] + row["text"]: row for row in parts.lines("rows")}
-    todo = [m for m in work if m.key + m.text not in rows]
-    if todo:
-        with nursery() as home, Steps(*columns(44), quiet=cfg.quiet) as bar:
-            task = bar.add_task("mutants", total=len(work), completed=len(work) - len(todo))
-            base = parts.once(
-                "baseline", lambda: baseline(home, cfg, sorted({m.file for m in work}))
+    hidden = ("start", "stop", "statement")
+    rows = {
+        m.identity: {k: v for k, v in asdict(m).items() if k not in hidden} | {"key": m.key}
+        for m in work
+    }
+    with nursery() as home, Steps(*columns(44), quiet=cfg.quiet) as bar:
+        for layer in cfg.layers:
+            task = bar.add_task(layer, total=len(work))
+            known = _tried(
+                home, cfg, layer, work, lambda n, task=task: bar.update(task, completed=n)
             )
-            for mutant in todo:
-                row = attempt(home, cfg, mutant, base)
-                rows[mutant.key + mutant.text] = row
-                parts.add("rows", row)
-                bar.advance(task)
-    return [rows[m.key + m.text] for m in work]
+            for name, row in rows.items():
+                row[layer] = known[name]["found"]
+                row |= {k: v for k, v in known[name].items() if k == "settings"}
+    return list(rows.values())
 
 
-def _code() -> list[str]:
-    return [
-        str(path.relative_to(files.ROOT))
-        for folder in ("decode", "heads", "scripts/lib")
-        for path in (files.ROOT / folder).glob("*.py")
-        if path.stem != "mutants_page"
-    ]
+def _tried(
+    home: Nursery,
+    cfg: MutantsConfig,
+    layer: str,
+    work: Sequence[Mutant],
+    advance: Callable[[], None],
+) -> dict[str, dict[str, Any]]:
+    """By mutant, what a layer found; those of an earlier run are not tried again."""
+    parts = Parts(Path(cfg.state) / layer, [_code(layer), cfg.tokens])
+    known = {row["id"]: row for row in parts.lines("rows")}
+    base: list[Any] = []
+    if any(m.identity not in known for m in work):
+        names = sorted({m.file for m in work})
+        base = parts.once(f"baseline-{len(names)}", lambda: baseline(home, cfg, layer, names))
+    for mutant in work:
+        if mutant.identity not in known:
+            known[mutant.identity] = attempt(home, cfg, mutant, layer, base)
+            parts.add("rows", known[mutant.identity])
+        advance()
+    return known
+
+
+def _code(layer: str) -> dict[str, str]:
+    """Hashes of the files that a layer's outcome depends on."""
+    paths = [p for pattern in DEPENDS[layer] for p in files.ROOT.glob(pattern)]
+    return {str(p.relative_to(files.ROOT)): files.sha256(p) for p in sorted(paths)}
 
 
 @entry("mutants", MutantsConfig)

@@ -103,6 +103,11 @@ class Mutant:
         """What it is known by wherever the lines have moved to."""
         return f"{self.file}::{self.scope}: {self.old} -> {self.new}"
 
+    @property
+    def identity(self) -> str:
+        """Tells mutants of one key apart: two edits may lead to the same text."""
+        return f"{self.key} [{self.line}: {self.text}]"
+
     def apply(self, root: Path) -> bytes:
         """Write it into the file below `root`; returns what stood there."""
         path = root / self.file
@@ -192,9 +197,9 @@ def _mutant(
         return None
     old = data[first:last].decode()
     new = after[first : last + len(text.encode()) - (stop - start)].decode()
-    words = [" ".join(lines.split()) for lines in (old, new)]
+    old, new = (" ".join(lines.split()) for lines in (old, new))
     line = data.count(b"\n", 0, start) + 1
-    return Mutant(file, scope, line, operator, *words, start, stop, text, statement)
+    return Mutant(file, scope, line, operator, old, new, start, stop, text, statement)
 
 
 def _nodes(tree: ast.Module) -> Iterator[tuple[str, tuple[int, int], ast.AST]]:
