@@ -272,9 +272,7 @@ def run(cfg: MutantsConfig) -> list[dict[str, Any]]:
     with nursery() as home, Steps(*columns(44), quiet=cfg.quiet) as bar:
         for layer in cfg.layers:
             task = bar.add_task(layer, total=len(work))
-            known = _tried(
-                home, cfg, layer, work, lambda n, task=task: bar.update(task, completed=n)
-            )
+            known = _tried(home, cfg, layer, work, functools.partial(bar.advance, task))
             for name, row in rows.items():
                 row[layer] = known[name]["found"]
                 row |= {k: v for k, v in known[name].items() if k == "settings"}
