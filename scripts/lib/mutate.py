@@ -137,6 +137,11 @@ class _Source:
     def text(self, node: ast.AST) -> str:
         return self.data[self.begin(node) : self.end(node)].decode()
 
+    def whole(self, node: ast.AST) -> str:
+        """Its text, in brackets where what stands around it could tear it apart."""
+        safe = isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.Subscript | ast.Constant)
+        return self.text(node) if safe else f"({self.text(node)})"
+
     def between(self, left: ast.AST, right: ast.AST, old: str, new: str, operator: str) -> Edit:
         """The operator sign `old` between two operands replaced."""
         place = self.data.index(old.encode(), self.end(left), self.begin(right))
@@ -156,8 +161,7 @@ def mutants(root: Path, file: str, scopes: Sequence[str] = ()) -> list[Mutant]:
             continue
         for start, stop, new, operator in _edits(source, node):
             mutant = _mutant(source, file, scope, (start, stop, new, operator), statement)
-            if mutant is not None:
-                found.setdefault((start, stop, new), mutant)
+            found.setdefault((start, stop, new), mutant)
     return list(found.values())
 
 
@@ -185,16 +189,12 @@ def choose(pool: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
 
 def _mutant(
     source: _Source, file: str, scope: str, edit: Edit, statement: tuple[int, int]
-) -> Mutant | None:
+) -> Mutant:
     start, stop, text, operator = edit
     data = source.data
     first = data.rfind(b"\n", 0, start) + 1
     last = data.find(b"\n", stop)
     after = data[:start] + text.encode() + data[stop:]
-    try:
-        ast.parse(after.decode())
-    except SyntaxError:
-        return None
     old = data[first:last].decode()
     new = after[first : last + len(text.encode()) - (stop - start)].decode()
     old, new = (" ".join(lines.split()) for lines in (old, new))
@@ -256,7 +256,7 @@ def _edits(source: _Source, node: ast.AST) -> Iterator[Edit]:
         old, new = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
         yield source.between(node.values[0], node.values[1], old, new, "and or")
     elif isinstance(node, ast.UnaryOp) and not _is_last_dim(node):
-        yield source.swap(node, source.text(node.operand), "negation")
+        yield source.swap(node, source.whole(node.operand), "negation")
     elif isinstance(node, ast.Constant):
         yield from _constant(source, node)
     elif isinstance(node, ast.IfExp):
@@ -266,10 +266,10 @@ def _edits(source: _Source, node: ast.AST) -> Iterator[Edit]:
         yield source.swap(node.test, f"not ({source.text(node.test)})", "condition")
     elif isinstance(node, ast.Slice):
         if node.upper is not None:
-            yield source.swap(node.upper, f"{source.text(node.upper)} + 1", "slice")
-            yield source.swap(node.upper, f"{source.text(node.upper)} - 1", "slice")
+            yield source.swap(node.upper, f"{source.whole(node.upper)} + 1", "slice")
+            yield source.swap(node.upper, f"{source.whole(node.upper)} - 1", "slice")
         if node.lower is not None:
-            yield source.swap(node.lower, f"{source.text(node.lower)} + 1", "slice")
+            yield source.swap(node.lower, f"{source.whole(node.lower)} + 1", "slice")
     elif isinstance(node, ast.Call):
         yield from _call(source, node)
     if isinstance(node, ast.Expr | ast.Assign | ast.AugAssign | ast.Break | ast.Continue):
@@ -300,7 +300,7 @@ def _call(source: _Source, node: ast.Call) -> Iterator[Edit]:
             end = source.end(name)
             yield end - len(word), end, OPPOSITE[word], "opposite"
         if isinstance(name, ast.Attribute) and word in DROPPED:
-            yield source.swap(node, source.text(name.value), "call left out")
+            yield source.swap(node, source.whole(name.value), "call left out")
     for keyword in node.keywords:
         if keyword.arg in ("min", "max"):
             start = source.begin(keyword)
