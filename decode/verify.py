@@ -174,9 +174,11 @@ class Siblings:
         self.sum = self.total + self.scale  # of all that is divided or multiplied here: not finite if any of it is not
 
     def _rescale_proposal(self) -> None:
-        """A law that has run out of tokens counts for nothing: its siblings are deterministic from there on."""
+        """A law that has run out of tokens counts for nothing: its siblings are judged as deterministic from there on,
+        which is right for any candidate, also one that was drawn from what is next to nothing."""
         mass = self.proposal.sum(-1)
         self.scale = torch.where(mass < NOTHING, 0.0, 1 / mass)  # NaN stays NaN
+        self.sampled = self.sampled & ~(mass < NOTHING)[:, None]
 
     def chance(self, carried: Tensor, j: int) -> Tensor:
         """carried * p(x_j) / q_j(x_j), at most 1: [R]. A token without proposal mass gives 0. carried: [R] float64."""

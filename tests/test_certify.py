@@ -152,6 +152,23 @@ def test_dependent_neighbours_are_found_where_the_marginal_is_uniform() -> None:
     assert tests["Kolmogorov-Smirnov"] > 1e-3 and tests["correlation"] < 1e-9
 
 
+def test_pairs_may_be_selected_by_their_first_token() -> None:
+    """A cycle goes on behind a token that was accepted: which pairs there are says something about the first of them,
+    nothing about the second."""
+    found = []
+    for seed in range(40):
+        u = np.random.default_rng(seed).random(4000)
+        joined = np.r_[False, u[:-1] < 0.4]
+        found += [t.p for t in pit.independence(u, joined, "pairs")]
+    found.sort()
+    assert found[0] > 1e-4 and 0.2 < found[len(found) // 2] < 0.8
+    u = np.random.default_rng(0).random(4000)
+    repeats = np.r_[False, u[:-1] < 0.4] & (np.random.default_rng(1).random(4000) < 0.5)
+    u[repeats] = u[np.flatnonzero(repeats) - 1]  # half of them in the cell of the token before
+    joined = np.r_[False, u[:-1] < 0.4]
+    assert min(t.p for t in pit.independence(u, joined, "pairs")) < 1e-9
+
+
 # --- layers on a small target of the user's kind
 
 

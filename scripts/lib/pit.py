@@ -160,6 +160,8 @@ def chi_square(counts: np.ndarray) -> tuple[float, float]:
 
 
 def _chi_tail(value: float, freedom: int) -> float:
+    if freedom == 0:  # no row of the table was full enough to be asked
+        return 1.0
     half = torch.tensor([freedom / 2, value / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))
 

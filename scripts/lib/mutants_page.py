@@ -1,0 +1,100 @@
+"""The table of scripts/mutants.py: which layer rejected how many mutants, and those that got through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+# "equivalent": nothing that can be observed changes. "not the law": speed, acceptance, records or words change alone.
+KINDS = ("equivalent", "not the law")
+LAYERS = ("enumeration", "tests", "certificate")
+Row = dict[str, Any]
+
+
+def summary(rows: Sequence[Row], reasons: dict[str, dict[str, str]]) -> dict[str, Any]:
+    """Counts by module and in all. Rows get their kind ("law" where no reason says otherwise) and reason.
+
+    open: keys of mutants that nothing rejected, without a reason. missed: those that change the law and that no
+    certificate rejects. contradicted: reasons for mutants that a certificate rejects.
+    """
+    for row in rows:
+        given = reasons.get(row["key"], {})
+        row["kind"], row["reason"] = given.get("kind", "law"), given.get("reason", "")
+        if row["kind"] not in ("law", *KINDS):
+            raise ValueError(f"{row['key']}: kind {row['kind']!r}; use one of {', '.join(KINDS)}")
+    modules = list(dict.fromkeys(row["file"] for row in rows))
+    counts = {name: _counts([r for r in rows if r["file"] == name]) for name in modules}
+    return {
+        "all": _counts(rows),
+        "modules": counts,
+        "open": [r["key"] for r in rows if not _caught(r) and r["kind"] != "equivalent"],
+        "missed": [r["key"] for r in rows if r["kind"] == "law" and not r.get("certificate")],
+        "contradicted": [r["key"] for r in rows if r["kind"] == "equivalent" and _caught(r)],
+    }
+
+
+def _caught(row: Row) -> bool:
+    return any(row.get(layer) for layer in LAYERS)
+
+
+def _counts(rows: Sequence[Row]) -> dict[str, Any]:
+    law = [r for r in rows if r["kind"] == "law"]
+    judged = [r for r in rows if r["kind"] != "equivalent"]
+    found: dict[str, Any] = {"mutants": len(rows), "equivalent": len(rows) - len(judged)}
+    found |= {layer: sum(bool(r.get(layer)) for r in rows) for layer in LAYERS}
+    found["something"] = sum(_caught(r) for r in judged)
+    found["judged"], found["law"] = len(judged), len(law)
+    found["law by certificate"] = sum(bool(r.get("certificate")) for r in law)
+    silent = [
+        r for r in law if (r.get("certificate") or {}).get("layer") not in ("raised", "ended")
+    ]
+    found["silent law"] = len(silent)
+    found["silent law by certificate"] = sum(bool(r.get("certificate")) for r in silent)
+    return found
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part} of {whole}" + (f" ({100 * part / whole:.1f} %)" if whole else "")
+
+
+def line(found: dict[str, Any]) -> str:
+    """The result in a sentence."""
+    a = found["all"]
+    return (
+        f"{_share(a['something'], a['judged'])} rejected by something; of those that change the law "
+        f"{_share(a['law by certificate'], a['law'])} by the certificate"
+    )
+
+
+def page(found: dict[str, Any]) -> str:
+    """Markdown."""
+    a = found["all"]
+    text = [
+        "# Mutants",
+        "",
+        "One wrong edit at a time in the code that guards the law, and which layer rejects it. Written by",
+        f"`{found['command']}` (commit `{found['environment']['commit']}`); all mutants with what rejected them are in",
+        "[results/mutants.json](results/mutants.json), the reasons for those that do not change the law in",
+        "[results/mutants-harmless.json](results/mutants-harmless.json).",
+        "",
+        f"- Rejected by something: {_share(a['something'], a['judged'])}, {a['equivalent']} equivalent ones left out.",
+        f"- Of those that change the law, rejected by a certificate of {found['tokens']:,} tokens: "
+        f"{_share(a['law by certificate'], a['law'])}; of those that run to the end of it: "
+        f"{_share(a['silent law by certificate'], a['silent law'])}.",
+        "",
+        "| module | mutants | equivalent | enumeration | unit tests | certificate | something | law, certificate |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, c in [*found["modules"].items(), ("**all**", a)]:
+        name = name if name.startswith("*") else f"`{name}`"
+        text.append(
+            f"| {name} | {c['mutants']} | {c['equivalent']} | {c['enumeration']} | {c['tests']} | {c['certificate']} "
+            f"| {_share(c['something'], c['judged'])} | {_share(c['law by certificate'], c['law'])} |"
+        )
+    for title, key in (
+        ("Nothing rejects", "open"),
+        ("No certificate rejects, though the law changes", "missed"),
+    ):
+        text += ["", f"## {title}", ""]
+        text += [f"- `{k}`" for k in found[key]] or ["None."]
+    return "\n".join(text) + "\n"

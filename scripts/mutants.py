@@ -1,0 +1,336 @@
+"""Mutation score of the layers that guard losslessness: one wrong edit at a time, who notices?
+
+    python scripts/mutants.py                           # all modules; half an hour to an hour on one core
+    python scripts/mutants.py 'modules=[decode/rng.py]' mutants=20 out=/tmp/rng.json page=/tmp/rng.md
+
+Every mutant is one edit of one file (scripts/lib/mutate.py), made in a copy of the code and tried on three layers:
+
+enumeration   the exact law of one verification on random and extreme worlds, and of the whole loop, every branch
+tests         the fast unit tests about the module
+certificate   the layers of scripts/certify.py, 20,000 tokens on a tiny target, under several drafters and settings
+
+A mutant that no certificate rejects either changes the law, and is a gap, or does not: then HARMLESS says why, found by
+the mutant's text wherever its line has moved to. Written: OUT with all mutants, PAGE with the table. Goes on where it
+was stopped: what a layer found waits in STATE for as long as the code that it depends on stays the same. Exit code 1: a
+mutant got through.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from conf.errors import CheckFailed, UserError, resumable
+from conf.schema import entry
+from scripts.lib import files, mutants_page
+from scripts.lib.mutate import Mutant, choose, mutants
+from scripts.lib.parts import Parts
+from scripts.lib.progress import Steps, columns
+
+# The functions that are mutated, by module; none named: all. Of the drafters those that make the law q.
+MODULES: dict[str, tuple[str, ...]] = {
+    "decode/verify.py": (),
+    "decode/sampling.py": (),
+    "decode/rng.py": (),
+    "decode/engine.py": (),
+    "decode/cache.py": (),
+    "decode/masks.py": (),
+    "decode/grow.py": (),
+    "decode/adaptive.py": (),
+    "decode/draft_model.py": (
+        "DraftModel.propose",
+        "DraftModel.draft_ids",
+        "DraftModel.logits",
+        "DraftModel.extend",
+    ),
+    "heads/parallel_drafter.py": (
+        "LastFeature.tokens",
+        "MedusaDrafter.logits",
+        "MedusaDrafter.propose",
+        "MedusaDrafter._sampled",
+        "MedusaDrafter._sampled_tree",
+        "LevelDrafter.__init__",
+        "LevelDrafter.propose",
+        "MarkovDrafter.level",
+    ),
+    "heads/eagle_drafter.py": (
+        "EagleDrafter.propose",
+        "EagleDrafter.draft_ids",
+        "EagleDrafter.logits",
+        "EagleDrafter.extend",
+    ),
+}
+# Functions to be read or that only word an error: no decoding passes through them.
+ASIDE = ("verify_chain", "_inverse", "_refuse_state", "_picture", "Law.check")
+COPIED = ("conf", "decode", "heads", "scripts", "tests", "train")
+LAYERS = ("enumeration", "tests", "certificate")
+SETTINGS = 5  # of certificates: those of mutant_worlds.CERTIFIED
+TRACED = 2000  # tokens of a certificate that shows which lines it executes
+OURS = ("decode/*.py", "heads/*.py", "scripts/lib/mutant_*.py")
+DEPENDS = {
+    "enumeration": (*OURS, "scripts/lib/e*.py"),
+    "tests": (*OURS, "tests/*.py"),
+    "certificate": (*OURS, "scripts/lib/[a-l]*.py", "scripts/lib/[p-z]*.py"),
+}
+SECONDS = {"enumeration": 30, "tests": 120, "certificate": 90}  # of CPU, per trial
+
+
+@dataclass
+class MutantsConfig:
+    """Keys of scripts/mutants.py."""
+
+    # files to mutate; [] = all that guard the law
+    modules: list[str] = field(default_factory=list)
+    # how many mutants, spread evenly over the modules
+    mutants: int = 165
+    # emitted tokens of a certificate's sampling layer
+    tokens: int = 20000
+    # layers to try
+    layers: list[str] = field(default_factory=lambda: list(LAYERS))
+    # JSON file of the results
+    out: str = "docs/results/mutants.json"
+    # JSON file that says of each mutant that does not change the law why it does not
+    harmless: str = "docs/results/mutants-harmless.json"
+    # Markdown file of the table
+    page: str = "docs/mutants.md"
+    # folder for the results of an unfinished run
+    state: str = "runs/mutants"
+    # seed of the choice
+    seed: int = 0
+    # no progress bar
+    quiet: bool = False
+
+    def validate(self) -> list[str]:
+        found = [
+            f"modules: {m} is not mutated; known: {', '.join(MODULES)}"
+            for m in self.modules
+            if m not in MODULES
+        ]
+        found += [
+            f"layers: no layer {n}; known: {', '.join(LAYERS)}"
+            for n in self.layers
+            if n not in LAYERS
+        ]
+        for key in ("mutants", "tokens"):
+            if getattr(self, key) < 1:
+                found.append(f"{key}: {getattr(self, key)} is below 1; set 1 or more")
+        return found
+
+
+def chosen(cfg: MutantsConfig) -> list[Mutant]:
+    """The mutants to try: as many of each module as of the others, where it has them."""
+    names = cfg.modules or list(MODULES)
+    pools = {
+        name: [m for m in mutants(files.ROOT, name, MODULES[name]) if m.scope not in ASIDE]
+        for name in names
+    }
+    left, found = cfg.mutants, []
+    for rank, name in enumerate(sorted(names, key=lambda n: len(pools[n]))):
+        share = left // (len(names) - rank)
+        some = choose(pools[name], share, cfg.seed)
+        found += some
+        left -= len(some)
+    order = {name: i for i, name in enumerate(names)}
+    return sorted(found, key=lambda m: (order[m.file], m.line, m.start, m.text))
+
+
+class Nursery:
+    """A copy of the code and a process that tries it (mutant_nursery.py)."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        for name in COPIED:
+            shutil.copytree(
+                files.ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
+        for path in files.ROOT.glob("*.toml"):
+            shutil.copy(path, root)
+        for path in root.rglob(
+            "*.py"
+        ):  # in the past, so that an edited file is never taken for the compiled one
+            os.utime(path, (10**9, 10**9))
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+        line = [sys.executable, "-m", "scripts.lib.mutant_nursery"]
+        self.process = subprocess.Popen(
+            line, cwd=root, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def ask(self, job: dict[str, Any]) -> dict[str, Any]:
+        """The result of one trial of the code as it now stands in the copy."""
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise RuntimeError("the process that tries mutants has ended")
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    @contextmanager
+    def edited(self, mutant: Mutant) -> Iterator[None]:
+        """The copy with this mutant in it."""
+        before = mutant.apply(self.root)
+        try:
+            yield
+        finally:
+            path = self.root / mutant.file
+            path.write_bytes(before)
+            os.utime(path, (10**9, 10**9))
+
+    def close(self) -> None:
+        """End the process."""
+        assert self.process.stdin
+        self.process.stdin.close()
+        self.process.wait()
+
+
+@contextmanager
+def nursery() -> Iterator[Nursery]:
+    """One in a temporary folder."""
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        found = Nursery(Path(folder))
+        try:
+            yield found
+        finally:
+            found.close()
+
+
+def baseline(home: Nursery, cfg: MutantsConfig, layer: str, names: Sequence[str]) -> list[Any]:
+    """The correct code through a layer, which it must pass. For certificates: by setting, the lines that it executes
+    and what its reference found. Raises UserError when the layer fails."""
+
+    def passed(job: dict[str, Any]) -> dict[str, Any]:
+        found = home.ask({"layer": layer, "seconds": 300, "tokens": cfg.tokens, "known": {}, **job})
+        if found["caught"]:
+            raise UserError(
+                f"layers: {layer} rejects the code as it stands ({found['why']}); mend that first"
+            )
+        return found
+
+    if layer == "tests":
+        return [passed({"file": name})["seconds"] for name in names]
+    if layer == "enumeration":
+        return [passed({})["seconds"]]
+    settings = []
+    for number in range(SETTINGS):
+        traced = passed({"settings": [number], "tokens": TRACED, "trace": True})
+        whole = passed({"settings": [number]})
+        settings.append(
+            {"lines": traced["lines"], "known": whole["known"], "seconds": whole["seconds"]}
+        )
+    return settings
+
+
+def attempt(
+    home: Nursery, cfg: MutantsConfig, mutant: Mutant, layer: str, base: list[Any]
+) -> dict[str, Any]:
+    """One mutant through a layer: {"found": what rejected it, None where nothing did}. Certificates that do not execute
+    the edited statement are left out: they cannot see it."""
+    job = {"layer": layer, "file": mutant.file, "seconds": SECONDS[layer], "tokens": cfg.tokens}
+    row: dict[str, Any] = {"id": mutant.identity, "found": None}
+    if layer == "certificate":
+        first, last = mutant.statement
+        lines = [setting["lines"].get(mutant.file, []) for setting in base]
+        reached = [i for i, seen in enumerate(lines) if any(first <= n <= last for n in seen)]
+        row["settings"] = reached
+        if not reached:
+            return row
+        job |= {
+            "settings": reached,
+            "known": {k: v for i in reached for k, v in base[i]["known"].items()},
+        }
+    with home.edited(mutant):
+        found = home.ask(job)
+    row["seconds"] = found["seconds"]
+    if found["caught"]:
+        row["found"] = {"layer": found["layer"], "why": found["why"]}
+    return row
+
+
+def run(cfg: MutantsConfig) -> list[dict[str, Any]]:
+    """All mutants with what every layer found."""
+    work = chosen(cfg)
+    hidden = ("start", "stop", "statement")
+    rows = {
+        m.identity: {k: v for k, v in asdict(m).items() if k not in hidden} | {"key": m.key}
+        for m in work
+    }
+    with nursery() as home, Steps(*columns(44), quiet=cfg.quiet) as bar:
+        for layer in cfg.layers:
+            task = bar.add_task(layer, total=len(work))
+            known = _tried(home, cfg, layer, work, functools.partial(bar.advance, task))
+            for name, row in rows.items():
+                row[layer] = known[name]["found"]
+                row |= {k: v for k, v in known[name].items() if k == "settings"}
+    return list(rows.values())
+
+
+def _tried(
+    home: Nursery,
+    cfg: MutantsConfig,
+    layer: str,
+    work: Sequence[Mutant],
+    advance: Callable[[], None],
+) -> dict[str, dict[str, Any]]:
+    """By mutant, what a layer found; those of an earlier run are not tried again."""
+    parts = Parts(Path(cfg.state) / layer, [_code(layer), cfg.tokens])
+    known = {row["id"]: row for row in parts.lines("rows")}
+    base: list[Any] = []
+    if any(m.identity not in known for m in work):
+        names = sorted({m.file for m in work})
+        base = parts.once(f"baseline-{len(names)}", lambda: baseline(home, cfg, layer, names))
+    for mutant in work:
+        if mutant.identity not in known:
+            known[mutant.identity] = attempt(home, cfg, mutant, layer, base)
+            parts.add("rows", known[mutant.identity])
+        advance()
+    return known
+
+
+def _code(layer: str) -> dict[str, str]:
+    """Hashes of the files that a layer's outcome depends on."""
+    paths = [p for pattern in DEPENDS[layer] for p in files.ROOT.glob(pattern)]
+    return {str(p.relative_to(files.ROOT)): files.sha256(p) for p in sorted(paths)}
+
+
+@entry("mutants", MutantsConfig)
+@resumable()
+def main(cfg: MutantsConfig) -> None:
+    """Try all mutants, classify what got through, write the results and the table."""
+    rows = run(cfg)
+    path = files.here(Path(cfg.harmless))
+    reasons = {r["mutant"]: r for r in json.loads(path.read_text())} if path.exists() else {}
+    found = mutants_page.summary(rows, reasons)
+    found |= {
+        "tokens": cfg.tokens,
+        "seed": cfg.seed,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": files.command(),
+        "environment": files.environment("cpu"),
+        "mutants": rows,
+    }
+    files.write_json(Path(cfg.out), found)
+    files.write_text(Path(cfg.page), mutants_page.page(found))
+    print(f"{cfg.out}, {cfg.page}: {mutants_page.line(found)}")
+    if found["open"]:
+        raise CheckFailed(
+            f"{len(found['open'])} mutants got through and are not explained: see {cfg.out}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The exact law of one verification at the edges of floating point: every branch of draft and verification walked.
+
+Laws that hold zeros and denormals, are one-hot or off one by rounding; drafts that are certain and wrong down to depth
+four; T from 0.01 to 5, the target's logits up to 300 temperatures apart and stored in 64, 32 or 16 bits; both rules.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from decode.sampling import Sampling
+from decode.tree import TreeShape
+from decode.verify import RULES, verify
+from scripts.lib.enumerator import enumerate_case
+from scripts.lib.extremes import TEMPERATURES, Extreme
+
+# What a law may be off by, after three or four levels. float64 adds up to 1e-15. In float32 the target's softmax, its
+# quotient by T and the draft law each round by 6e-8 of a probability, eight tokens or levels at most: 1e-6.
+BARS = {torch.float64: 1e-12, torch.float32: 1e-6}
+# (logits, draft laws); logits of 16 bits become a law in float32
+DTYPES = [
+    (torch.float64, torch.float64),
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+]
+NAMES = ["float64", "float32", "bfloat16", "float16"]
+
+
+def check(world: Extreme, name: str) -> None:
+    bar = BARS[world.draft.dtype]
+    for rule in RULES.values():
+        found = enumerate_case(world, rule)
+        words = f"{rule.__name__}, {name}: {world.scheme} {world.shape.paths} {world.draft_vocab}"
+        assert found.error <= bar, f"{words}: off by {found.error:.3g}"  # NaN is above it as well
+
+
+def check_worlds(
+    count: int, temperature: float, stored: torch.dtype, laws: torch.dtype, seed: int = 0
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for number in range(count):
+        check(
+            Extreme.random(generator, temperature, stored, laws), f"world {number} of seed {seed}"
+        )
+
+
+@pytest.mark.parametrize("stored, laws", DTYPES, ids=NAMES)
+def test_exact_law_at_the_edges(stored: torch.dtype, laws: torch.dtype) -> None:
+    for seed, temperature in enumerate(TEMPERATURES):
+        check_worlds(3, temperature, stored, laws, seed + 40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("stored, laws", DTYPES, ids=NAMES)
+def test_exact_law_at_the_edges_often(
+    stored: torch.dtype, laws: torch.dtype, temperature: float
+) -> None:
+    check_worlds(100, temperature, stored, laws)
+
+
+@pytest.mark.parametrize("narrow", [True, False], ids=["draft vocabulary", "whole vocabulary"])
+@pytest.mark.parametrize("temperature", [0.01, 0.2, 1.0])
+@pytest.mark.parametrize("gap", [10, 50, 52, 90, 150, 300])
+def test_a_draft_that_is_certain_and_wrong_twice(
+    gap: int, temperature: float, narrow: bool
+) -> None:
+    """The draft knows three of four tokens and is all but certain of token 0, which the target gives exp(-gap) twice;
+    below it hang two siblings. Once token 0 came out with probability 0.999996 from a gap of 52 on."""
+    shape = TreeShape.of([(0,), (0, 0), (0, 0, 0), (0, 0, 1)])
+    known = 3 if narrow else 4
+    contexts = 5 ** (shape.depth + 1)
+    target = torch.zeros(contexts, 4)
+    draft = torch.tensor([0.4, 0.3, 0.3, 0.0]).repeat(contexts, 1)
+    for context in (0, 1):  # nothing drafted yet, and token 0 drafted
+        target[context, 0] = -gap * temperature
+        draft[context] = torch.tensor([1 - 2e-6, 1e-6, 1e-6, 0.0])
+    ids = torch.arange(3) if narrow else None
+    sampling = Sampling(temperature)
+    check(Extreme(4, shape, "without", sampling, target, draft[:, :known], ids), "twice wrong")
+
+
+@pytest.mark.parametrize("known", [2, 3, 4])
+@pytest.mark.parametrize("rest", [1e-30, 1e-38, 1e-39, 1e-40, 1e-45])
+def test_a_draft_law_whose_remainder_is_denormal(rest: float, known: int) -> None:
+    """Two siblings: behind the first one only denormals are left. Once the target's law [.4 .3 .2 .1] came out as
+    [.40 .45 .10 .05]."""
+    shape = TreeShape.of([(0,), (1,)])
+    target = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().repeat(25, 1)
+    target -= target.amax()
+    draft = torch.tensor([1.0, rest, rest / 10, 0.0]).repeat(25, 1)[:, :known]
+    ids = None if known == 4 else torch.arange(known)
+    check(Extreme(4, shape, "without", Sampling(1.0), target, draft, ids), "denormal remainder")
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_tree_of_one_hot_laws_has_stand_ins(rule: str) -> None:
+    """A one-hot draft law: the second sibling is a deterministic candidate, whatever its law row says."""
+    shape = TreeShape.of([(0,), (1,), (0, 0), (0, 1)])
+    target = (-torch.arange(3.0).repeat(64, 1) * torch.arange(64)[:, None] / 8).double()
+    draft = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64).repeat(32, 1)
+    world = Extreme(3, shape, "without", Sampling(0.3), target, draft)
+    found = enumerate_case(world, lambda tree, law, rng: verify(tree, law, rng, rule))
+    assert found.error <= 1e-12
