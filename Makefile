@@ -45,14 +45,14 @@ test: lint
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m "not slow"
 
 slow: .venv
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m slow; code=$$?; $(PY) -m scripts.lib.reliability; exit $$code
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m slow; code=$$?; $(PY) -m scripts.reports.reliability; exit $$code
 
 bench: .venv
 	@$(PY) scripts/bench.py
 
 readme: .venv
-	@$(PY) -m scripts.lib.readme
-	@$(PY) -m scripts.lib.reliability
+	@$(PY) -m scripts.reports.readme
+	@$(PY) -m scripts.reports.reliability
 
 # The fast tests on the oldest line of transformers that is checked, in an environment of its own.
 .venv-old/.installed: pyproject.toml constraints.txt

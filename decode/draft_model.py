@@ -25,7 +25,7 @@ from decode.tree import DraftTree, TreeShape
 
 
 class DraftModel:
-    """Chain or tree over `draft`, which must share the target's tokenizer (decode.tokenizers).
+    """Chain or tree over `draft`, which must share the target's tokenizer (decode.models.tokenizers).
 
     T = 0: its most probable tokens. T > 0: a chain or a static tree sampled from its own law under the target's
     settings, so that a step of a chain is accepted with probability 1 - TV; the dynamic tree's candidates are

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
-from decode import facts
 from decode.cache import TreeCache
 from decode.masks import TreeMasks
+from decode.models import facts
 from decode.probe import TOLERANCE, Probe, difference, probe_head, probe_target
 from decode.probe import Head as HeadProbe
 from decode.tree import DraftTree

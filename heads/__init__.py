@@ -15,13 +15,13 @@ from decode.target import Target
 from heads import names, tuned
 from heads.base import Batch, Head, HeadConfig, LossOut
 from heads.checkpoint import CARD, load_head, save_head
-from heads.eagle import Eagle1Head, Eagle3Head
-from heads.hydra_heads import HydraHeads
-from heads.medusa import MedusaHead
-from heads.medusa2 import Medusa2Head
+from heads.eagle.head import Eagle1Head, Eagle3Head
 from heads.names import Draft
-from heads.plain import is_plain, plain_folder, plain_model
-from heads.small_lm import SmallLM
+from heads.parallel.hydra_heads import HydraHeads
+from heads.parallel.medusa import MedusaHead
+from heads.parallel.medusa2 import Medusa2Head
+from heads.small_lm.head import SmallLM
+from heads.small_lm.plain import is_plain, plain_folder, plain_model
 from heads.tuned import Settings
 
 __all__ = [

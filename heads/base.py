@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from conf.errors import UserError
 from conf.typed import from_json
 from decode.drafters import Drafter
-from decode.identity import Identity
+from decode.models.identity import Identity
 from decode.target import Target
 from heads import shapes, vocab
 from heads.forced import ranks

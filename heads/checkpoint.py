@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from conf.errors import UserError
 from conf.jsonl import HALF, is_whole
 from conf.typed import from_json
-from decode.identity import Identity, sha256_file
+from decode.models.identity import Identity, sha256_file
 from decode.target import Target
 from heads import vocab
 

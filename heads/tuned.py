@@ -15,7 +15,7 @@ from typing import Any
 
 from conf.errors import UserError
 from decode.drafters import Drafter
-from decode.identity import sha256_weights
+from decode.models.identity import sha256_weights
 from decode.target import Target
 from decode.tree import TreeShape
 from heads.base import Head

@@ -29,16 +29,17 @@ from rich.console import Console
 from conf.errors import UserError
 from conf.schema import entry
 from decode.engine import Request, generate
-from decode.load import TargetConfig, load_target
+from decode.models.load import TargetConfig, load_target
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import DraftTree, TreeShape
 from heads import resolve_drafter
-from scripts.lib import contest, files
-from scripts.lib.bench_verify import verify_cost
-from scripts.lib.lanes import lanes_of
-from scripts.lib.prompts import Prompt, chat_ids, load_prompts
-from scripts.lib.score import Scores
+from scripts.common import files
+from scripts.common.prompts import Prompt, chat_ids, load_prompts
+from scripts.common.verify_cost import verify_cost
+from scripts.scoring import contest
+from scripts.scoring.lanes import lanes_of
+from scripts.scoring.score import Scores
 
 
 @dataclass

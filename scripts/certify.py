@@ -27,18 +27,20 @@ from rich.progress import TaskID
 
 from conf.errors import UserError, resumable
 from conf.schema import entry
-from decode.load import TargetConfig, load_target
-from decode.processors import named_processors
+from decode.models.load import TargetConfig, load_target
+from decode.models.processors import named_processors
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.verify import RULES
 from heads import drafter_folder, resolve_drafter
 from heads.names import parse
-from scripts.lib import certificate, certificate_page, files
-from scripts.lib import certificate_controls as controls
-from scripts.lib.parts import Parts
-from scripts.lib.progress import Steps, columns
-from scripts.lib.prompts import chat_ids, load_prompts
+from scripts.common import files
+from scripts.common.parts import Parts
+from scripts.common.progress import Steps, columns
+from scripts.common.prompts import chat_ids, load_prompts
+from scripts.proofs import certificate
+from scripts.proofs.controls import certificates as controls
+from scripts.reports import certificate_page
 
 CODES = {"lossless": 0, "not lossless": 1, "undecided": 3}
 LATER = ("target", "out", "quiet", "tokens", "alpha", "detect", "controls")  # a run goes on under other values of these

@@ -20,12 +20,12 @@ if __name__ == "__main__":  # run as a file: scripts/ comes first on the path an
 from conf.errors import UserError
 from conf.schema import entry
 from decode.engine import Request, Run, generate
-from decode.load import DTYPES, TargetConfig, load_target
+from decode.models.load import DTYPES, TargetConfig, load_target
 from decode.monitor import Monitor
 from decode.sampling import Sampling
 from heads import resolve_drafter
-from scripts.lib.prompts import chat_ids
-from scripts.lib.talk import Stream, Tally
+from scripts.common.prompts import chat_ids
+from scripts.common.talk import Stream, Tally
 
 DRAFTED = "bright_green"
 

@@ -25,8 +25,9 @@ from rich.table import Table
 
 from conf.errors import UserError
 from conf.schema import entry
-from scripts.lib import consistency, files
-from scripts.lib.table import interval
+from scripts.common import files
+from scripts.reports.table import interval
+from scripts.scoring import consistency
 
 
 @dataclass

@@ -29,7 +29,8 @@ from rich.markup import escape
 
 from conf.errors import Interrupted, UserError
 from conf.schema import entry
-from scripts.lib import files, table
+from scripts.common import files
+from scripts.reports import table
 
 RUNS, REPORTS = Path("runs/demo"), Path("reports/demo")
 DRAFTERS = ["none", "ngram", f"{RUNS}/medusa@chain", f"{RUNS}/medusa@tree", f"{RUNS}/eagle3@chain",

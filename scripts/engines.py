@@ -27,12 +27,15 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 
 from conf.errors import UserError
 from conf.schema import entry
-from decode.load import TargetConfig, load_target
+from decode.models.load import TargetConfig, load_target
 from heads import find_head, load_head
 from heads.checkpoint import read_card
 from heads.interop import exported, read_folder
-from scripts.lib import acceptance_probe, engine_case, files, probe_trial
-from scripts.lib.prompts import chat_ids, load_prompts
+from scripts.common import files
+from scripts.common.prompts import chat_ids, load_prompts
+from scripts.serving import case as engine_case
+from scripts.serving import probe as acceptance_probe
+from scripts.serving import trial as probe_trial
 
 FORMATS = {"medusa": ("vllm", "medusa"), "eagle1": ("vllm",), "eagle3": ("vllm", "speculators"),
            "small_lm": ("transformers",)}  # fmt: skip
@@ -158,7 +161,7 @@ def engine(cfg: EnginesConfig, work: Path, name: str, job: dict[str, Any]) -> di
     answer = work / f"{name}.{key}.json"
     if not answer.is_file():
         files.write_json(work / f"{name}.job.json", job)
-        command = [str(files.ROOT / cfg.engine), str(files.ROOT / "scripts/lib/engine_vllm.py"),
+        command = [str(files.ROOT / cfg.engine), str(files.ROOT / "scripts/serving/run_vllm.py"),
                    str(work / f"{name}.job.json"), str(answer)]  # fmt: skip
         call(command, work / f"{name}.engine.log")
     return json.loads(answer.read_text())

@@ -28,21 +28,23 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 
 from conf.errors import UserError
 from conf.schema import entry
-from decode.load import TargetConfig, load_target
-from decode.memory import Plan
+from decode.models.load import TargetConfig, load_target
+from decode.models.memory import Plan
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.verify import RULES
-from heads.small_lm_net import parameters
-from scripts.lib import candidates, contest, files, table
-from scripts.lib.breakdown import again
-from scripts.lib.extras import batches, extras, stops_paying
-from scripts.lib.gates import gates
-from scripts.lib.lanes import lanes_of
-from scripts.lib.lossless import lossless
-from scripts.lib.prompts import Prompt, chat_ids, load_prompts
-from scripts.lib.score import Scores, output_lines
-from scripts.lib.wandb_log import to_wandb
+from heads.small_lm.net import parameters
+from scripts.common import files
+from scripts.common.prompts import Prompt, chat_ids, load_prompts
+from scripts.reports import table
+from scripts.reports.wandb_log import to_wandb
+from scripts.scoring import candidates, contest
+from scripts.scoring.breakdown import again
+from scripts.scoring.extras import batches, extras, stops_paying
+from scripts.scoring.lanes import lanes_of
+from scripts.scoring.parity import gates
+from scripts.scoring.same_tokens import lossless
+from scripts.scoring.score import Scores, output_lines
 
 SKIPPED, DISAGREES = 3, 1
 GATE_TOKENS = 64
@@ -287,7 +289,11 @@ def chosen(prompts: list[Any], cfg: EvaluateConfig) -> list[Any]:
 
 def write(report: dict[str, Any], lines: list[dict[str, Any]], out: Path) -> None:
     """All files of a report; report.json comes last, so that its presence means that the others are there."""
-    from scripts.lib import more_plots, page, plots  # slow to import, and a bad command line should fail fast
+    from scripts.reports import (
+        page,
+        plots,  # slow to import, and a bad command line should fail fast
+    )
+    from scripts.reports import tuning_plots as more_plots
 
     files.write_jsonl(out / "outputs.jsonl", lines)
     for name in plots.PANELS:

@@ -23,14 +23,16 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 
 from conf.errors import UserError
 from conf.schema import entry
-from decode.load import DTYPES, TargetConfig, load_target, torch_dtype
+from decode.models.load import DTYPES, TargetConfig, load_target, torch_dtype
 from heads import find_head, load_head, tuned
 from heads.checkpoint import read_card, recover, staged
 from heads.interop import FORMATS, LAYOUTS, MANIFEST, Facts, exported, find_layout
-from heads.plain import is_plain
-from scripts.lib import export_card, export_draft, files
-from scripts.lib.export_check import Check, check_export
-from scripts.lib.prompts import chat_ids, load_prompts
+from heads.small_lm.plain import is_plain
+from scripts.common import files
+from scripts.common.prompts import chat_ids, load_prompts
+from scripts.serving import card as export_card
+from scripts.serving import draft as export_draft
+from scripts.serving.check import Check, check_export
 
 PROMPT_TOKENS = 192  # the self-check recomputes whole prompts at every draft step
 

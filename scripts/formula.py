@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from conf.schema import entry
-from scripts.lib import cost
+from scripts.tuning import cost
 
 
 @dataclass

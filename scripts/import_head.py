@@ -23,14 +23,15 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 
 from conf.errors import UserError
 from conf.schema import entry
-from decode.identity import Identity
-from decode.load import DTYPES, TargetConfig, load_target
+from decode.models.identity import Identity
+from decode.models.load import DTYPES, TargetConfig, load_target
 from heads import save_head
 from heads.checkpoint import CARD, recover
 from heads.interop import FORMATS, Foreign, detect, read_folder
-from scripts.lib import acceptance_probe, files
-from scripts.lib.acceptance_probe import AS_WRITTEN, Reading
-from scripts.lib.prompts import chat_ids, load_prompts
+from scripts.common import files
+from scripts.common.prompts import chat_ids, load_prompts
+from scripts.serving import probe as acceptance_probe
+from scripts.serving.probe import AS_WRITTEN, Reading
 
 READABLE = ("auto", *(f for f in FORMATS if f != "transformers"))
 

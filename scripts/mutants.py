@@ -3,7 +3,7 @@
     python scripts/mutants.py                           # all modules; half an hour to an hour on one core
     python scripts/mutants.py 'modules=[decode/rng.py]' mutants=20 out=/tmp/rng.json page=/tmp/rng.md
 
-Every mutant is one edit of one file (scripts/lib/mutate.py), made in a copy of the code and tried on three layers:
+Every mutant is one edit of one file (scripts/proofs/mutants/mutate.py), made in a copy of the code and tried on three layers:
 
 enumeration   the exact law of one verification on random and extreme worlds, and of the whole loop, every branch
 tests         the fast unit tests about the module
@@ -36,10 +36,11 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 
 from conf.errors import CheckFailed, UserError, resumable
 from conf.schema import entry
-from scripts.lib import files, mutants_page
-from scripts.lib.mutate import Mutant, choose, mutants
-from scripts.lib.parts import Parts
-from scripts.lib.progress import Steps, columns
+from scripts.common import files
+from scripts.common.parts import Parts
+from scripts.common.progress import Steps, columns
+from scripts.proofs.mutants import page as mutants_page
+from scripts.proofs.mutants.mutate import Mutant, choose, mutants
 
 # The functions that are mutated, by module; none named: all. Of the drafters those that make the law q.
 MODULES: dict[str, tuple[str, ...]] = {
@@ -57,7 +58,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "DraftModel.logits",
         "DraftModel.extend",
     ),
-    "heads/parallel_drafter.py": (
+    "heads/parallel/drafter.py": (
         "LastFeature.tokens",
         "MedusaDrafter.logits",
         "MedusaDrafter.propose",
@@ -67,7 +68,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "LevelDrafter.propose",
         "MarkovDrafter.level",
     ),
-    "heads/eagle_drafter.py": (
+    "heads/eagle/drafter.py": (
         "EagleDrafter.propose",
         "EagleDrafter.draft_ids",
         "EagleDrafter.logits",
@@ -80,11 +81,11 @@ COPIED = ("conf", "decode", "heads", "scripts", "tests", "train")
 LAYERS = ("enumeration", "tests", "certificate")
 SETTINGS = 5  # of certificates: those of mutant_worlds.CERTIFIED
 TRACED = 2000  # tokens of a certificate that shows which lines it executes
-OURS = ("decode/*.py", "heads/*.py", "scripts/lib/mutant_*.py")
+OURS = ("decode/**/*.py", "heads/**/*.py", "scripts/proofs/mutants/*.py")
 DEPENDS = {
-    "enumeration": (*OURS, "scripts/lib/e*.py"),
+    "enumeration": (*OURS, "scripts/proofs/e*.py"),
     "tests": (*OURS, "tests/*.py"),
-    "certificate": (*OURS, "scripts/lib/[a-l]*.py", "scripts/lib/[p-z]*.py"),
+    "certificate": (*OURS, "scripts/proofs/*.py"),
 }
 SECONDS = {"enumeration": 30, "tests": 120, "certificate": 90}  # of CPU, per trial
 
@@ -164,7 +165,7 @@ class Nursery:
         ):  # in the past, so that an edited file is never taken for the compiled one
             os.utime(path, (10**9, 10**9))
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-        line = [sys.executable, "-m", "scripts.lib.mutant_nursery"]
+        line = [sys.executable, "-m", "scripts.proofs.mutants.nursery"]
         self.process = subprocess.Popen(
             line, cwd=root, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

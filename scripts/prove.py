@@ -33,18 +33,21 @@ from rich.progress import TaskID
 from conf.errors import UserError, resumable
 from conf.schema import entry
 from decode.engine import Request
-from decode.load import TargetConfig, load_target
+from decode.models.load import TargetConfig, load_target
 from decode.sampling import Sampling
 from decode.target import Target
 from heads import resolve_drafter
 from scripts.certify import about_drafter
-from scripts.lib import detection, files, gains, lossless_page, proofs
-from scripts.lib.certificate import ticker
-from scripts.lib.certificate_controls import code_sha256
-from scripts.lib.live import Plain, greedy_layer, reference_tokens
-from scripts.lib.parts import Parts
-from scripts.lib.progress import Steps, columns
-from scripts.lib.prompts import chat_ids, load_prompts
+from scripts.common import files
+from scripts.common.parts import Parts
+from scripts.common.progress import Steps, columns
+from scripts.common.prompts import chat_ids, load_prompts
+from scripts.proofs import detection, gains
+from scripts.proofs import sections as proofs
+from scripts.proofs.certificate import ticker
+from scripts.proofs.controls.certificates import code_sha256
+from scripts.proofs.greedy import Plain, greedy_layer, reference_tokens
+from scripts.reports import lossless_page
 
 GREEDY = Sampling(0.0)
 

@@ -29,12 +29,12 @@ if __name__ == "__main__":  # run as a file: scripts/ comes first on the path an
 
 from conf.errors import Interrupted, UserError
 from conf.schema import entry
-from decode.load import DTYPES, TargetConfig, load_target
+from decode.models.load import DTYPES, TargetConfig, load_target
 from decode.sampling import Sampling
-from scripts.lib.files import sole_writer
-from scripts.lib.from_server import from_server
-from scripts.lib.meter import Meter
-from scripts.lib.synthesis import Store, Writer, fingerprint
+from scripts.common.files import sole_writer
+from scripts.common.meter import Meter
+from scripts.synthesis.from_server import from_server
+from scripts.synthesis.write import Store, Writer, fingerprint
 
 FORMAT = 1  # raise when the same settings would give other rows
 

@@ -26,16 +26,18 @@ from rich.console import Console
 
 from conf.errors import UserError
 from conf.schema import entry
-from decode.load import TargetConfig, load_target
-from decode.memory import Plan
+from decode.models.load import TargetConfig, load_target
+from decode.models.memory import Plan
 from decode.verify import RULES
 from heads import drafter_folder, settings_folder
 from heads.names import Draft, parse
 from heads.tuned import DECODE
-from scripts.lib import files, tune_run, tune_table
-from scripts.lib.progress import Steps, columns
-from scripts.lib.prompts import load_prompts
-from scripts.lib.wandb_log import to_wandb
+from scripts.common import files
+from scripts.common.progress import Steps, columns
+from scripts.common.prompts import load_prompts
+from scripts.reports import tune_table
+from scripts.reports.wandb_log import to_wandb
+from scripts.tuning import run as tune_run
 
 
 @dataclass
@@ -132,7 +134,7 @@ def tuned(cfg: TuneConfig, out: Path) -> None:
     target = load_target(cfg.target, cfg.dtype, cfg.device, plan)
     with Steps(*columns(20), console=console, quiet=cfg.quiet, transient=True) as progress:
         report = tune_run.run(cfg, target, progress)
-    from scripts.lib import tune_page  # matplotlib is slow to import
+    from scripts.reports import tune_page  # matplotlib is slow to import
 
     tune_page.write(report, out)
     tune_table.show(report, console)

@@ -89,7 +89,7 @@ def data(tmp_path: Path) -> Path:
 def _tiny(**shape: Any) -> Any:
     import torch
 
-    from decode.load import TargetConfig, load_target
+    from decode.models.load import TargetConfig, load_target
 
     return load_target(TargetConfig(kind="tiny", **shape), torch.float64)
 

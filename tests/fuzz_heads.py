@@ -13,10 +13,10 @@ from decode.engine import Request, generate
 from decode.sampling import Sampling
 from heads import HEADS, load_head, save_head
 from heads.checkpoint import CARD, _card_sha256, text_of
-from heads.eagle_config import EagleConfig
-from heads.hydra_heads import HydraHeadsConfig
-from heads.medusa import MedusaConfig, TuneConfig
-from heads.small_lm_config import LoraKeys, SmallLMConfig
+from heads.eagle.config import EagleConfig
+from heads.parallel.hydra_heads import HydraHeadsConfig
+from heads.parallel.medusa import MedusaConfig, TuneConfig
+from heads.small_lm.config import LoraKeys, SmallLMConfig
 from tests.training import tiny_target
 
 CONFIGS: dict[str, Any] = {

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from decode.load import TargetConfig, load_target
+from decode.models.load import TargetConfig, load_target
 from heads import HEADS
-from heads.eagle_config import EagleConfig
-from heads.hydra_heads import HydraHeadsConfig
+from heads.eagle.config import EagleConfig
 from heads.interop import LAYOUTS, Facts, read_folder
-from heads.medusa import MedusaConfig
+from heads.parallel.hydra_heads import HydraHeadsConfig
+from heads.parallel.medusa import MedusaConfig
 
 DEEP = {"layers": 8, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab": 260}
 PAIRS = sorted(LAYOUTS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.lib import plots
+from scripts.reports import plots
 
 
 def left_out(monkeypatch: pytest.MonkeyPatch) -> None:

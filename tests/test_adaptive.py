@@ -16,8 +16,8 @@ from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import DraftTree, TreeShape
 from heads import resolve_drafter
-from scripts.lib import wrong_drafters
-from scripts.lib.engine_law import Counted, TableDrafter, engine_law, toy_model
+from scripts.proofs.controls import drafters as wrong_drafters
+from scripts.proofs.engine_law import Counted, TableDrafter, engine_law, toy_model
 
 ASKED = [Request([5 + i, 6, 7, 5 + i, 6], 48, id=i) for i in range(5)]
 

@@ -13,10 +13,10 @@ import torch
 from conf.errors import UserError
 from decode.drafters import NoDraft
 from decode.engine import Request, generate
+from decode.models.tiny import tiny_model
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Step, Target
-from decode.tiny import tiny_model
 from decode.tree import DraftTree, Proposal
 
 VOCAB = 40
@@ -181,7 +181,7 @@ def test_bad_logits_deep_in_a_draft(target: Target) -> None:
 
 
 def test_a_foreign_processor_that_masks_everything(target: Target) -> None:
-    from decode.processors import named_processors
+    from decode.models.processors import named_processors
 
     ban = named_processors({"SuppressTokensLogitsProcessor": {"suppress_tokens": list(range(VOCAB))}})
     told: list[Any] = []

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from decode.load import TargetConfig, load_target
+from decode.models.load import TargetConfig, load_target
 from decode.target import Target
 from heads import HEADS, save_head
 from scripts import evaluate
-from scripts.lib import table
+from scripts.reports import table
 
 SHAPE = {"layers": 2, "context": 256}
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from decode.load import TargetConfig, load_target
+from decode.models.load import TargetConfig, load_target
 from heads import save_head
-from heads.small_lm import SmallLM
-from heads.small_lm_config import SmallLMConfig
+from heads.small_lm.config import SmallLMConfig
+from heads.small_lm.head import SmallLM
 from scripts import bench
 
 

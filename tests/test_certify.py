@@ -16,21 +16,24 @@ from hypothesis import strategies as st
 
 from decode.drafters import Drafter, DraftModel, NoDraft
 from decode.engine import Generation, Request, generate
-from decode.processors import named_processors
+from decode.models.processors import named_processors
+from decode.models.tiny import tiny_model
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
-from decode.tiny import tiny_model
 from decode.tree import TreeShape
 from decode.verify import RULES
 from scripts import certify
-from scripts.lib import certificate, certificate_controls, passes, pit, power, wrong_drafters, wrong_rules
-from scripts.lib.controls import Mangled, commits_wrong_rows
-from scripts.lib.engine_law import TableDrafter, engine_law, toy_model
-from scripts.lib.enumerator import naive_law
-from scripts.lib.live import Plain, _classify, greedy_layer, greedy_of, reference_tokens
-from scripts.lib.parts import Parts
-from scripts.lib.sampled import Setting, _depths, sampling_layer
+from scripts.common.parts import Parts
+from scripts.proofs import certificate, passes, pit, power
+from scripts.proofs.controls import certificates as certificate_controls
+from scripts.proofs.controls import drafters as wrong_drafters
+from scripts.proofs.controls import rules as wrong_rules
+from scripts.proofs.controls.catalogue import Mangled, commits_wrong_rows
+from scripts.proofs.engine_law import TableDrafter, engine_law, toy_model
+from scripts.proofs.enumerator import naive_law
+from scripts.proofs.greedy import Plain, _classify, greedy_layer, greedy_of, reference_tokens
+from scripts.proofs.sampled import Setting, _depths, sampling_layer
 
 TREE = TreeShape.of([(0,), (1,), (0, 0)])
 
@@ -384,7 +387,7 @@ def command(out: Path, *more: str) -> tuple[int, dict[str, Any]]:
 @pytest.fixture
 def two_controls(monkeypatch: pytest.MonkeyPatch) -> None:
     """The static controls have a test of their own."""
-    from scripts.lib.controls import controls
+    from scripts.proofs.controls.catalogue import controls
 
     monkeypatch.setattr(certificate_controls, "controls", lambda: [controls()[0]])
     monkeypatch.setattr(certificate_controls, "code_sha256", lambda: "the code is edited while tests run")

@@ -7,12 +7,12 @@ import pytest
 
 from decode.drafters import NGram, NoDraft
 from decode.engine import Request, generate
-from decode.load import TargetConfig, load_target
+from decode.models.load import TargetConfig, load_target
+from decode.models.tiny import byte_tokenizer
 from decode.sampling import Sampling
 from decode.stats import accepted_length, split
-from decode.tiny import byte_tokenizer
 from scripts import chat
-from scripts.lib.talk import Stream, Tally
+from scripts.common.talk import Stream, Tally
 
 
 @pytest.mark.parametrize("text", ["plain", "naïve 🙂👩‍👧 日本語", " two  spaces \n", "cut \ufffd end"])

@@ -12,9 +12,10 @@ import torch
 
 from heads import HEADS
 from tests.training import chats, run_config
-from train import clock, memory
+from train import clock
 from train.clock import PARTS, Clock, exchange_seconds, shares
 from train.loop import fit
+from train.measure import memory
 
 
 class Ticks:

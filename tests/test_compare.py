@@ -12,7 +12,7 @@ import pytest
 
 from decode import stats
 from scripts import compare
-from scripts.lib import candidates, consistency
+from scripts.scoring import candidates, consistency
 
 PROMPTS = 24
 

@@ -10,18 +10,18 @@ import torch
 
 from decode.drafters import DraftModel, NGram
 from decode.engine import Request, generate
-from decode.load import TargetConfig, load_target
+from decode.models.load import TargetConfig, load_target
 from decode.sampling import Sampling
 from decode.target import Target
 from heads import HEADS, save_head, shapes, tuned
-from heads.eagle_config import EagleConfig
-from heads.medusa import MedusaConfig
-from heads.small_lm_config import SmallLMConfig
+from heads.eagle.config import EagleConfig
+from heads.parallel.medusa import MedusaConfig
+from heads.small_lm.config import SmallLMConfig
 from heads.tuned import Settings
-from scripts.lib import cost, replay, search
-from scripts.lib.cost import CostModel, Curve, Linear, Shape
-from scripts.lib.replay import Shadow, Step, Text
-from scripts.lib.tuning import Bounds, Family
+from scripts.tuning import cost, replay, search
+from scripts.tuning.cost import CostModel, Curve, Linear, Shape
+from scripts.tuning.family import Bounds, Family
+from scripts.tuning.replay import Shadow, Step, Text
 
 # -- formulas and fits
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from decode.sampling import Sampling
-from scripts.lib import biases, detection, wrong_rules
-from scripts.lib.parts import Parts
+from scripts.common.parts import Parts
+from scripts.proofs import biases, detection
+from scripts.proofs.controls import rules as wrong_rules
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""scripts/lib/directions.py and power.py: uniform under the law, and as sharp as they say."""
+"""scripts/proofs/directions.py and power.py: uniform under the law, and as sharp as they say."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from scripts.lib import biases, directions, pit, power
-from scripts.lib.directions import Bank, Block, Tally
+from scripts.proofs import biases, directions, pit, power
+from scripts.proofs.directions import Bank, Block, Tally
 
 VOCAB, ANSWERS, LENGTH = 96, 24, 32
 

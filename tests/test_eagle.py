@@ -16,10 +16,10 @@ from decode.sampling import Sampling
 from decode.target import Target
 from heads import HEADS, vocab
 from heads.base import Batch
-from heads.eagle import EagleHead
-from heads.eagle_attention import Memory, _merged, dense
-from heads.eagle_config import EagleConfig
-from heads.eagle_drafter import EagleDrafter
+from heads.eagle.attention import Memory, _merged, dense
+from heads.eagle.config import EagleConfig
+from heads.eagle.drafter import EagleDrafter
+from heads.eagle.head import EagleHead
 from heads.losses import LossWeights
 from tests.archs import VOCAB, build
 

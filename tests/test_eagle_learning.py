@@ -21,9 +21,9 @@ from decode.stats import accepted_length
 from decode.target import Target
 from heads import HEADS, load_head, resolve_drafter, save_head, vocab
 from heads.base import Batch
-from heads.eagle import Eagle3Head
-from heads.eagle_config import EagleConfig
-from heads.eagle_layer import RMSNorm, layer_config
+from heads.eagle.config import EagleConfig
+from heads.eagle.head import Eagle3Head
+from heads.eagle.layer import RMSNorm, layer_config
 from heads.losses import LossWeights, target_law
 from tests.archs import VOCAB
 from tests.test_eagle import GREEDY, batch_of, drafter_state, head_of, target_of

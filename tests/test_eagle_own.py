@@ -13,8 +13,8 @@ import torch
 from conf.errors import UserError
 from decode.target import Target
 from heads import HEADS, load_head, parity, save_head
-from heads.eagle import Eagle1Head, Eagle3Head, EagleHead
-from heads.eagle_config import EagleConfig
+from heads.eagle.config import EagleConfig
+from heads.eagle.head import Eagle1Head, Eagle3Head, EagleHead
 from tests.archs import VOCAB, build
 from tests.test_eagle import batch_of, head_of
 

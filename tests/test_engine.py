@@ -9,7 +9,7 @@ from torch import Tensor
 from conf.errors import UserError
 from decode.drafters import Drafter, DraftModel, NGram, NoDraft
 from decode.engine import Request, generate
-from decode.load import TargetConfig, load_target
+from decode.models.load import TargetConfig, load_target
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target

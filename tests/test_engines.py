@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.lib import acceptance_probe, engine_case, probe_trial
-from scripts.lib.engine_reader import Exported
+from scripts.serving import case as engine_case
+from scripts.serving import probe as acceptance_probe
+from scripts.serving import trial as probe_trial
+from scripts.serving.reader import Exported
 from tests.interop import DEEP, deep_target, folder, random_head
 
 LIMIT, K = 12, 3

@@ -14,20 +14,21 @@ import torch
 from conf.errors import UserError
 from decode.drafters import DraftModel, NoDraft
 from decode.engine import Generation, Request, Run, Timing, generate
-from decode.load import TargetConfig, load_target
+from decode.models.load import TargetConfig, load_target
 from decode.sampling import Sampling
 from decode.target import Target
 from scripts import evaluate
-from scripts.lib import breakdown, contest, page
-from scripts.lib import lanes as lanes_module
-from scripts.lib.assisted import assistants
-from scripts.lib.contest import Answer, Contest, Lane, Settings
-from scripts.lib.lanes import lanes_of
-from scripts.lib.live import Plain
-from scripts.lib.lossless import lossless
-from scripts.lib.prompts import Prompt, load_prompts
-from scripts.lib.reference import hf_generate
-from scripts.lib.score import Scores
+from scripts.common.prompts import Prompt, load_prompts
+from scripts.proofs.greedy import Plain
+from scripts.reports import page
+from scripts.scoring import breakdown, contest
+from scripts.scoring import lanes as lanes_module
+from scripts.scoring.assisted import assistants
+from scripts.scoring.contest import Answer, Contest, Lane, Settings
+from scripts.scoring.lanes import lanes_of
+from scripts.scoring.reference import hf_generate
+from scripts.scoring.same_tokens import lossless
+from scripts.scoring.score import Scores
 from tests import pictures
 
 

@@ -12,7 +12,7 @@ from decode.rng import Rng
 from decode.sampling import Law
 from decode.tree import DraftTree
 from decode.verify import RULES, walk
-from scripts.lib import expected
+from scripts.proofs import expected
 
 SHAPES = [[[0], [0, 0], [0, 0, 0]], [[0], [1], [0, 0], [0, 1], [1, 0]], [[0], [1], [2]]]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import scripts.lib.export_draft
+import scripts.serving.draft
 from heads import save_head
 from heads.interop import LAYOUTS, engines
 from scripts.export import main
@@ -69,7 +69,7 @@ def test_an_export_is_whole_checked_and_hashed(target, prompts, tmp_path: Path, 
                                         ("eagle3", "d2t"), ("eagle3", "input_layernorm")])
 def test_a_mutated_export_is_deleted_and_the_command_fails(target, prompts, tmp_path: Path, kind: str, name: str,
                                                            monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    whole = scripts.lib.export_draft.save
+    whole = scripts.serving.draft.save
 
     def broken(tensors: dict, path: Path) -> None:
         wanted = {"block_bias": "blocks.1.layers.0.bias"}.get(name, name)
@@ -78,7 +78,7 @@ def test_a_mutated_export_is_deleted_and_the_command_fails(target, prompts, tmp_
         tensors[key] = value.roll(1, 0) if value.dtype == torch.int64 else value * 1.2
         whole(tensors, path)
 
-    monkeypatch.setattr(scripts.lib.export_draft, "save", broken)
+    monkeypatch.setattr(scripts.serving.draft, "save", broken)
     keys = {"norm_before_fc": True} if kind == "eagle3" else {}
     source, out = saved(tmp_path, target, kind, **keys), tmp_path / "out"
     assert run(prompts, f"drafter={source}", "format=vllm", f"out={out}") == 2
@@ -119,7 +119,7 @@ def test_a_failed_overwrite_keeps_the_old_export(target, prompts, tmp_path: Path
     args = (f"drafter={source}", "format=vllm", f"out={out}")
     assert run(prompts, *args) == 0
     before = (out / "outrider.json").read_bytes()
-    monkeypatch.setattr(scripts.lib.export_draft, "save", lambda tensors, path: save_file({"x": torch.zeros(1)}, path))
+    monkeypatch.setattr(scripts.serving.draft, "save", lambda tensors, path: save_file({"x": torch.zeros(1)}, path))
     with pytest.raises(KeyError):
         main(["target=tiny", *(f"target.{k}={v}" for k, v in DEEP.items()), f"prompts={prompts}", *args,
               "overwrite=true"])
@@ -177,8 +177,8 @@ def test_the_first_heads_alone(target, prompts, tmp_path: Path) -> None:
 def test_a_separate_draft_is_a_plain_folder(target, prompts, tmp_path: Path, monkeypatch, capsys) -> None:
     from transformers import AutoModelForCausalLM
 
-    from heads.small_lm import SmallLM
-    from heads.small_lm_config import SmallLMConfig
+    from heads.small_lm.config import SmallLMConfig
+    from heads.small_lm.head import SmallLM
 
     head = SmallLM.for_target(target, SmallLMConfig(from_target_layers=2, depth=3))
     save_head(head, tmp_path / "run/head", target.identity, {})
@@ -191,8 +191,8 @@ def test_a_separate_draft_is_a_plain_folder(target, prompts, tmp_path: Path, mon
     assert '"method": "draft_model", "num_speculative_tokens": 3' in card and "STANDALONE" in card
     assert run(prompts, f"drafter={tmp_path / 'run'}", "format=vllm", f"out={tmp_path / 'x'}") == 2
     assert "format=transformers" in capsys.readouterr().err
-    whole = scripts.lib.export_draft.save
-    monkeypatch.setattr(scripts.lib.export_draft, "save",
+    whole = scripts.serving.draft.save
+    monkeypatch.setattr(scripts.serving.draft, "save",
                         lambda tensors, path: whole({k: v.flip(0) if "up_proj" in k else v for k, v in tensors.items()},
                                                     path))
     assert run(prompts, *args, "overwrite=true") == 2 and "nothing was written" in capsys.readouterr().err

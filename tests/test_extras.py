@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from heads.names import Draft
-from scripts.lib import extras, more_plots, page, plots
-from scripts.lib.contest import Lane
-from scripts.lib.wandb_log import flat
+from scripts.reports import page, plots
+from scripts.reports import tuning_plots as more_plots
+from scripts.reports.wandb_log import flat
+from scripts.scoring import extras
+from scripts.scoring.contest import Lane
 
 
 def test_learning_curves_come_from_the_run(tmp_path: Path) -> None:

@@ -23,13 +23,15 @@ from heads import HEADS
 from heads.checkpoint import read_card
 from heads.losses import stored_law
 from tests.training import TINY, chats, run_config, tiny_target
-from train import cache_features, feature_writer, features
+from train import cache_features
 from train.cache_features import CacheConfig
 from train.config import EagleRun, TrainConfig
-from train.data import Rows, load_rows
-from train.feature_writer import Writer
-from train.features import FeatureStore, Freed, Source
 from train.loop import fit
+from train.stored import features
+from train.stored import writer as feature_writer
+from train.stored.features import FeatureStore, Freed, Source
+from train.stored.writer import Writer
+from train.texts.batches import Rows, load_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE = {**TINY, "layers": 4}

@@ -19,16 +19,17 @@ import pytest
 
 from conf.errors import Interrupted, UserError
 from conf.schema import compose
-from decode.load import TargetConfig
-from scripts.lib import ledger, openai_server
-from scripts.lib.files import ROOT
-from scripts.lib.openai_server import retry_after
-from scripts.lib.questions import turns_of
-from scripts.lib.regenerate import Regenerator
+from decode.models.load import TargetConfig
+from scripts.common.files import ROOT
+from scripts.synthesis import ledger
+from scripts.synthesis import server as openai_server
+from scripts.synthesis.questions import turns_of
+from scripts.synthesis.regenerate import Regenerator
+from scripts.synthesis.server import retry_after
 from scripts.synthesize import SynthesizeConfig, main, synthesize
 from tests.faults import fork, wait
 from tests.unruly_server import FAULTS
-from train.rows import Row, read_jsonl
+from train.texts.rows import Row, read_jsonl
 
 KEY = "sk-very-secret-0123456789"
 
@@ -172,7 +173,7 @@ def test_killed_between_file_and_record(
         real(path, value)
 
     monkeypatch.setattr(ledger, "write_json", dying)
-    monkeypatch.setattr("scripts.lib.regenerate.COMMIT_SECONDS", 0.02)
+    monkeypatch.setattr("scripts.synthesis.regenerate.COMMIT_SECONDS", 0.02)
     with serving(tmp_path, delay=0.02) as url:
         with pytest.raises(OSError, match="No space"):
             synthesize(config(tmp_path, url))

@@ -19,8 +19,8 @@ from heads import load_head, resolve_drafter, save_head
 from heads.interop import LAYOUTS, detect, read_folder
 from heads.tuned import DECODE, Settings, Tuned, card_sha256
 from scripts.import_head import same_target
-from scripts.lib.extras import extras
-from scripts.lib.lanes import lanes_of
+from scripts.scoring.extras import extras
+from scripts.scoring.lanes import lanes_of
 from tests.fuzz_heads import KINDS, made, target_of, works, write
 from tests.interop import DEEP, deep_target, folder, random_head
 from tests.mutations import DELETED, changed, mutations, outcome

@@ -10,10 +10,10 @@ import torch
 from conf.errors import UserError
 from decode.target import Target
 from heads import HEADS, save_head
-from heads.medusa import MedusaConfig, TuneConfig
-from scripts.lib.gates import gates
-from scripts.lib.lanes import lanes_of
-from scripts.lib.prompts import Prompt
+from heads.parallel.medusa import MedusaConfig, TuneConfig
+from scripts.common.prompts import Prompt
+from scripts.scoring.lanes import lanes_of
+from scripts.scoring.parity import gates
 from tests.training import tiny_target
 
 PROMPTS = [Prompt("1", "chat", ["one two three"])]

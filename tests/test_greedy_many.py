@@ -18,7 +18,7 @@ from decode.drafters import Drafter, DraftModel, NGram, NoDraft
 from decode.engine import Request, generate
 from decode.sampling import Sampling
 from decode.target import Target
-from heads.medusa import MedusaConfig, MedusaHead
+from heads.parallel.medusa import MedusaConfig, MedusaHead
 
 ARCHS = ["llama", "qwen3", "gpt2", "phi3", "mistral", "gemma3_text"]
 VOCAB, PROMPTS, TOKENS = 53, 167, 32

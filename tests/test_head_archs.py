@@ -12,9 +12,9 @@ from decode.engine import Request, generate
 from decode.sampling import Sampling
 from decode.target import Target
 from heads import HEADS, load_head, save_head
-from heads.hydra_heads import HydraHeadsConfig
 from heads.losses import LossWeights
-from heads.medusa import MedusaConfig, TuneConfig
+from heads.parallel.hydra_heads import HydraHeadsConfig
+from heads.parallel.medusa import MedusaConfig, TuneConfig
 from tests.archs import CHAIN, TREE, VOCAB, build
 from tests.training import random_batch
 

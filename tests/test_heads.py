@@ -12,7 +12,7 @@ from conf.errors import UserError
 from decode.drafters import NGram, NoDraft
 from heads import find_head, load_head, resolve_drafter, save_head
 from heads.checkpoint import recover, staged
-from heads.medusa import MedusaConfig, MedusaHead
+from heads.parallel.medusa import MedusaConfig, MedusaHead
 from tests.training import tiny_target
 
 

@@ -16,7 +16,7 @@ from conf.errors import UserError
 from heads import load_head, save_head
 from heads.interop import detect, read_folder
 from scripts.import_head import main
-from scripts.lib import acceptance_probe
+from scripts.serving import probe as acceptance_probe
 from tests.interop import DEEP, change, deep_target, folder, random_head
 
 
@@ -274,7 +274,7 @@ def test_conventions_that_only_behaviour_shows_are_named(target) -> None:
 
 
 def test_the_probe_takes_another_convention_only_when_it_is_clearly_better() -> None:
-    from scripts.lib.acceptance_probe import Reading, fitting
+    from scripts.serving.probe import Reading, fitting
 
     written = Reading("as_written", "", 0.40, -9.0)
     assert fitting([written, Reading("a", "", 0.43, -8.9, 2.0), Reading("b", "", 0.39, -8.0, 9.0)]) is written

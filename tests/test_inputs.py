@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from decode.load import TargetConfig, load_target
+from decode.models.load import TargetConfig, load_target
 from decode.sampling import Sampling
 from scripts import certify, chat, evaluate, export, prove, synthesize, tune
-from scripts.lib import certificate_controls, contest, files
-from scripts.lib.assisted import assistants
-from scripts.lib.contest import Lane, Settings, request_id, run_contest
-from scripts.lib.prompts import Prompt
-from scripts.lib.reference import hf_generate
+from scripts.common import files
+from scripts.common.prompts import Prompt
+from scripts.proofs.controls import certificates as certificate_controls
+from scripts.scoring import contest
+from scripts.scoring.assisted import assistants
+from scripts.scoring.contest import Lane, Settings, request_id, run_contest
+from scripts.scoring.reference import hf_generate
 from tests import pictures
 from tests.training import TINY
 
@@ -217,13 +219,11 @@ def test_a_second_process_is_refused(
 
 def test_the_drafters_code_is_part_of_a_certificate(monkeypatch: Any, tmp_path: Path) -> None:
     """Parts that were made with other code under heads/ do not count."""
-    for part in ("decode", "heads", "scripts/lib"):
+    for part in ("decode", "heads/eagle", "scripts/proofs"):
         (tmp_path / part).mkdir(parents=True)
-    for name in certificate_controls.TESTED:
-        (tmp_path / "scripts/lib" / f"{name}.py").write_text("")
     monkeypatch.setattr(certificate_controls, "ROOT", tmp_path)
     found = set()
-    for place in ("decode/engine.py", "heads/eagle_drafter.py"):
+    for place in ("decode/engine.py", "heads/eagle/drafter.py"):
         for text in ("a", "b"):
             (tmp_path / place).write_text(text)
             found.add(certificate_controls.code_sha256())

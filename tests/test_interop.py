@@ -10,7 +10,7 @@ import torch
 
 from conf.errors import UserError
 from heads.interop import LAYOUTS, Facts, detect, find_layout, read_folder
-from scripts.lib.export_check import check_export
+from scripts.serving.check import check_export
 from tests.engine_schemas import SCHEMAS, violations
 from tests.interop import PAIRS, change, deep_target, folder, random_head
 

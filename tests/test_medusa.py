@@ -15,7 +15,7 @@ from decode.tree import TreeShape
 from heads import shapes, vocab
 from heads.base import Batch
 from heads.losses import LossWeights
-from heads.medusa import MedusaConfig, MedusaHead
+from heads.parallel.medusa import MedusaConfig, MedusaHead
 from tests.training import check_budgets, random_batch, tiny_target
 
 FULL = MedusaConfig(heads=3, draft_vocab=0)

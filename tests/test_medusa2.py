@@ -18,8 +18,8 @@ from decode.sampling import Sampling
 from heads import HEADS, load_head, resolve_drafter, save_head
 from heads.checkpoint import read_card
 from heads.losses import LossWeights
-from heads.medusa import MedusaConfig, MedusaHead, TuneConfig
-from heads.medusa2 import Medusa2Head
+from heads.parallel.medusa import MedusaConfig, MedusaHead, TuneConfig
+from heads.parallel.medusa2 import Medusa2Head
 from tests.training import chats, overrides, random_batch, tiny_target
 from train.loop import fit
 from train.medusa import MedusaRun

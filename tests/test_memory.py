@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 
 from conf.errors import UserError
-from decode import load, memory, quantize
-from decode.load import TargetConfig, load_target
-from decode.memory import Need, Plan
-from decode.tiny import tiny_model
+from decode.models import load, memory, quantize
+from decode.models.load import TargetConfig, load_target
+from decode.models.memory import Need, Plan
+from decode.models.tiny import tiny_model
 
 CONFIG = SimpleNamespace(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=64,
                          head_dim=None, vocab_size=100)  # fmt: skip

@@ -15,7 +15,7 @@ from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import DraftTree
-from scripts.lib.engine_law import Counted, engine_law, toy_model
+from scripts.proofs.engine_law import Counted, engine_law, toy_model
 
 ASKED = [Request([5 + i, 6, 7, 5 + i, 6], 26, id=i) for i in range(3)]
 

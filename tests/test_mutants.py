@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from scripts.lib import mutants_page
-from scripts.lib.mutate import choose, mutants
 from scripts.mutants import MODULES, MutantsConfig, chosen
 from scripts.mutants import main as command
+from scripts.proofs.mutants import page as mutants_page
+from scripts.proofs.mutants.mutate import choose, mutants
 
 SOURCE = '''"""A module."""
 import math

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.lib.controls import Control, controls
+from scripts.proofs.controls.catalogue import Control, controls
 
 ALL = controls()
 LAYERS = {"enumeration", "engine enumeration", "scripted uniforms", "acceptance floor"}

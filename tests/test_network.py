@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from decode import smollm2
-from decode.identity import cache_root
+from decode.models import smollm2
+from decode.models.identity import cache_root
 from heads import HEADS
-from scripts.lib.files import ROOT
-from scripts.lib.reliability import record
+from scripts.common.files import ROOT
+from scripts.reports.reliability import record
 from tests.training import chats, run_config
 from train.loop import fit
 

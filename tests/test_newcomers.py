@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from conf.errors import UserError
-from decode.tiny import byte_tokenizer
+from decode.models.tiny import byte_tokenizer
 from heads.checkpoint import read_card
-from heads.medusa import MedusaConfig
+from heads.parallel.medusa import MedusaConfig
 from tests.training import chats, run
 from train.config import DataConfig
-from train.data import load_rows
 from train.facts import fit_vocabulary
+from train.texts.batches import load_rows
 
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a [{list}]"}]}
 

@@ -13,13 +13,13 @@ from conf.errors import UserError
 from decode.target import Target
 from heads import HEADS
 from heads.base import Batch
-from heads.eagle_attention import Memory, _merged, dense
+from heads.eagle.attention import Memory, _merged, dense
 from tests.archs import build
 from tests.test_features import VARIANTS, head_for, written
 from tests.test_scale import losses
 from tests.training import TINY, chats, run_config, tiny_target
-from train.data import Plan, load_rows
-from train.features import CachedTarget, Source
+from train.stored.features import CachedTarget, Source
+from train.texts.batches import Plan, load_rows
 
 SHAPE = {**TINY, "layers": 3}
 CHOSEN = [3, 11, 30, 46, 20, 8, 7]

@@ -22,12 +22,12 @@ from decode.sampling import Sampling
 from decode.target import Target
 from heads import HEADS, load_head, parity, save_head
 from heads.base import Batch, Head
-from heads.eagle_cache import DraftCache
-from heads.eagle_drafter import EagleDrafter
-from heads.hydra_heads import HydraHeadsConfig
+from heads.eagle.cache import DraftCache
+from heads.eagle.drafter import EagleDrafter
 from heads.losses import LossWeights
-from heads.medusa import MedusaConfig, MedusaHead, TuneConfig
-from heads.parallel_drafter import LastFeature, MedusaDrafter
+from heads.parallel.drafter import LastFeature, MedusaDrafter
+from heads.parallel.hydra_heads import HydraHeadsConfig
+from heads.parallel.medusa import MedusaConfig, MedusaHead, TuneConfig
 from tests.archs import VOCAB, build
 from tests.test_eagle import head_of, target_of
 from tests.training import chats, overrides, run_config

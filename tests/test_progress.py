@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from scripts.lib.progress import Steps, clock
+from scripts.common.progress import Steps, clock
 
 
 class Watch:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from conf.errors import UserError
-from decode.tiny import byte_tokenizer
-from scripts.lib.files import sha256
-from scripts.lib.prompts import DEMO, Prompt, chat_ids, load_prompts, user_header
+from decode.models.tiny import byte_tokenizer
+from scripts.common.files import sha256
+from scripts.common.prompts import DEMO, Prompt, chat_ids, load_prompts, user_header
 
 
 def test_all_forms(tmp_path) -> None:

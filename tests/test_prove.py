@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from decode.models.tiny import tiny_model
 from decode.sampling import Sampling
 from decode.target import Target
-from decode.tiny import tiny_model
-from heads.medusa import MedusaConfig, MedusaHead
+from heads.parallel.medusa import MedusaConfig, MedusaHead
 from scripts import prove
-from scripts.lib import gains, lossless_page, proofs
-from scripts.lib.parts import Parts
+from scripts.common.parts import Parts
+from scripts.proofs import gains
+from scripts.proofs import sections as proofs
+from scripts.reports import lossless_page
 
 
 def run(*words: str) -> int:

@@ -12,7 +12,8 @@ import pytest
 
 from conf.schema import compose
 from scripts import demo
-from scripts.lib import files, readme
+from scripts.common import files
+from scripts.reports import readme
 
 TEXT = readme.README.read_text()
 BLOCKS = re.findall(r"```\n(.*?)```", TEXT, re.S)

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 from conf.errors import UserError
 from heads import HEADS
 from heads.base import Batch, LossOut
-from heads.medusa import TuneConfig
+from heads.parallel.medusa import TuneConfig
 from heads.recompute import layers_recomputed
-from heads.small_lm_config import LoraKeys
+from heads.small_lm.config import LoraKeys
 from tests.training import random_batch, run_config, tiny_target
 
 SHAPE = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2}

@@ -1,4 +1,4 @@
-"""scripts/lib/recorder.py: what verification decided and on which logits."""
+"""scripts/proofs/recorder.py: what verification decided and on which logits."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from decode.drafters import DraftModel
 from decode.engine import Request, generate
 from decode.sampling import Sampling
 from decode.verify import verify
-from scripts.lib.engine_law import toy_model
-from scripts.lib.recorder import Recorder, astray
+from scripts.proofs.engine_law import toy_model
+from scripts.proofs.recorder import Recorder, astray
 
 ASKED = [Request([1, 2, 3], 12, id=7), Request([4, 2], 9, id=3), Request([5, 5, 5, 1], 12, id=11)]
 

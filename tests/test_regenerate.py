@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 from conf.errors import UserError
-from decode.tiny import byte_tokenizer
-from scripts.lib import from_server, openai_server
-from scripts.lib.ledger import Ledger
-from scripts.lib.openai_server import Again, Answer, GivenUp, OpenAIServer, Refused, read_answer
-from scripts.lib.questions import Questions
-from scripts.lib.regenerate import AHEAD, Regenerator
+from decode.models.tiny import byte_tokenizer
+from scripts.synthesis import from_server
+from scripts.synthesis import server as openai_server
+from scripts.synthesis.ledger import Ledger
+from scripts.synthesis.questions import Questions
+from scripts.synthesis.regenerate import AHEAD, Regenerator
+from scripts.synthesis.server import Again, Answer, GivenUp, OpenAIServer, Refused, read_answer
 from scripts.synthesize import SynthesizeConfig
 
 pause = asyncio.sleep  # the real one

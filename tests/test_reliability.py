@@ -1,5 +1,5 @@
 """Kills, resumes, signals and restarts of real processes. Each campaign runs a small share in the fast suite; its slow
-test runs all of it and records the figure (scripts/lib/reliability.py)."""
+test runs all of it and records the figure (scripts/reports/reliability.py)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from scripts.lib.reliability import record
+from scripts.reports.reliability import record
 from tests import faults
 from tests.faults import Marks, at_call, finish, launcher, outcome, ranks, train, wait
 from tests.training import chats, run_config, tiny_target
 from train import curve, loop
 from train import state as disk
-from train.data import Plan, load_rows
+from train.texts.batches import Plan, load_rows
 
 SMALL = ("micro_batch=1", "log_every=3")
 TERM, KILL = signal.SIGTERM, signal.SIGKILL

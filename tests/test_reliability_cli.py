@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from heads import HEADS
-from scripts.lib.reliability import record
+from scripts.reports.reliability import record
 from tests.faults import ROOT, finish, free_port, outcome
 from tests.training import chats, overrides, run_config
 from train import state as disk

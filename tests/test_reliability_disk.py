@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from conf.errors import UserError
 from heads import checkpoint as heads_checkpoint
 from heads import load_head
-from scripts.lib.reliability import record
+from scripts.reports.reliability import record
 from tests.faults import finish, fork, outcome, train, wait
 from tests.test_features import opened, written
 from tests.training import chats, tiny_target

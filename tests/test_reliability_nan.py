@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from decode.target import Target
-from scripts.lib.reliability import record
+from scripts.reports.reliability import record
 from tests.faults import Shaky, at_call, digest, finish, train
 from tests.test_features import SHAPE, written
 from tests.training import chats, run, run_config
-from train import features, loop
+from train import loop
 from train import state as disk
+from train.stored import features
 
 STEPS, LOG, QUIET = 8, 5, 6  # an update that ends in a line of metrics, and one that does not
 SMALL = (f"steps={STEPS}", "log_every=3", "save_every=1", "keep=9", "micro_batch=1",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.lib import reliability
+from scripts.reports import reliability
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_the_committed_rows_are_whole_and_name_no_machine_of_ours() -> None:
 
 def test_the_readme_shows_the_committed_rows() -> None:
     text = reliability.README.read_text()
-    assert reliability.render(text) == text, "run python -m scripts.lib.reliability"
+    assert reliability.render(text) == text, "run python -m scripts.reports.reliability"
 
 
 def test_a_benchmark_of_two_processes_becomes_a_row(out: Path) -> None:

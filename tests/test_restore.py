@@ -11,10 +11,10 @@ import torch
 
 from conf.schema import compose
 from heads import HEADS
-from heads.eagle_config import EagleConfig
-from heads.hydra_heads import HydraHeadsConfig
-from heads.medusa import MedusaConfig, TuneConfig
-from heads.small_lm_config import SmallLMConfig
+from heads.eagle.config import EagleConfig
+from heads.parallel.hydra_heads import HydraHeadsConfig
+from heads.parallel.medusa import MedusaConfig, TuneConfig
+from heads.small_lm.config import SmallLMConfig
 from tests.training import chats, overrides, random_batch, tiny_target
 from train.config import DraftRun, EagleRun, MedusaRun
 from train.hydra_heads import HydraHeadsRun

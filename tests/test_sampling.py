@@ -22,7 +22,7 @@ from conf.errors import UserError
 from decode.rng import ACCEPT, DRAFT, RESIDUAL, Rng, inverse_cdf
 from decode.sampling import Law, Sampling
 from decode.tree import DraftTree
-from scripts.lib.enumerator import naive_law
+from scripts.proofs.enumerator import naive_law
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)

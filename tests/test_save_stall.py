@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.lib.reliability import record
+from scripts.reports.reliability import record
 from tests.training import chats
 
 ROOT = Path(__file__).resolve().parents[1]

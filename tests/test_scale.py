@@ -15,7 +15,7 @@ import torch
 from conf.errors import UserError
 from conf.schema import compose
 from heads import HEADS
-from scripts.lib.reliability import record
+from scripts.reports.reliability import record
 from tests.training import TINY
 from train import cache_features, loop
 from train.config import EagleRun, MedusaRun

@@ -10,11 +10,12 @@ import pytest
 
 from decode.engine import Cycle, Generation, Timing
 from decode.records import PARTS
-from scripts.lib import more_plots, page, plots, table
-from scripts.lib.breakdown import breakdown
-from scripts.lib.contest import Answer, Contest, Lane, Lap
-from scripts.lib.extras import batches, stops_paying
-from scripts.lib.score import Scores, output_lines
+from scripts.reports import page, plots, table
+from scripts.reports import tuning_plots as more_plots
+from scripts.scoring.breakdown import breakdown
+from scripts.scoring.contest import Answer, Contest, Lane, Lap
+from scripts.scoring.extras import batches, stops_paying
+from scripts.scoring.score import Scores, output_lines
 
 
 def lane(name: str, nodes: int) -> Lane:

@@ -21,9 +21,9 @@ from decode.rng import Rng
 from decode.sampling import Sampling
 from heads import HEADS, load_head, save_head, vocab
 from heads.base import Batch
-from heads.hydra_heads import HydraHeads, HydraHeadsConfig
 from heads.losses import LossWeights
-from heads.medusa import MedusaConfig, MedusaHead
+from heads.parallel.hydra_heads import HydraHeads, HydraHeadsConfig
+from heads.parallel.medusa import MedusaConfig, MedusaHead
 from tests.training import chats, check_budgets, overrides, random_batch, tiny_target
 from train.hydra_heads import HydraHeadsRun
 from train.loop import fit

@@ -33,7 +33,7 @@ def test_parts_by_hand(tmp_path: Path) -> None:
 
 def test_imbalance_is_what_the_batches_say(tmp_path: Path) -> None:
     from tests.training import tiny_target
-    from train.data import load_rows
+    from train.texts.batches import load_rows
 
     cfg = config(chats(tmp_path / "data.jsonl"), "data.held_out=0")
     target = tiny_target()

@@ -20,10 +20,10 @@ from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import TreeShape
 from heads import HEADS, load_head, resolve_drafter
-from heads.cut import chosen_layers, cut
 from heads.losses import LossWeights
-from heads.small_lm import SmallLM
-from heads.small_lm_config import LoraKeys, SmallLMConfig
+from heads.small_lm.config import LoraKeys, SmallLMConfig
+from heads.small_lm.cut import chosen_layers, cut
+from heads.small_lm.head import SmallLM
 from tests.archs import build
 from tests.training import chats, overrides, random_batch, sigterm_at_update, tiny_target
 from train import state as disk

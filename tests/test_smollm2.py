@@ -11,8 +11,8 @@ from collections import namedtuple
 import pytest
 
 from conf.errors import UserError
-from decode import smollm2
-from decode.load import TargetConfig, load_target, load_tokenizer
+from decode.models import smollm2
+from decode.models.load import TargetConfig, load_target, load_tokenizer
 
 
 @pytest.fixture(scope="session")

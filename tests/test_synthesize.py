@@ -13,10 +13,10 @@ import pytest
 
 from conf.errors import Interrupted, UserError
 from conf.schema import compose
-from decode.load import TargetConfig, load_target
+from decode.models.load import TargetConfig, load_target
 from decode.sampling import Sampling
-from scripts.lib import synthesis
-from scripts.lib.synthesis import Store, Writer, clean_question, differences, fingerprint, junk
+from scripts.synthesis import write as synthesis
+from scripts.synthesis.write import Store, Writer, clean_question, differences, fingerprint, junk
 from scripts.synthesize import SynthesizeConfig, synthesize
 
 ROOT = Path(__file__).resolve().parents[1]

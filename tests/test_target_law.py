@@ -11,10 +11,10 @@ import torch
 from conf.errors import UserError
 from decode.target import Target
 from heads import HEADS, vocab
-from heads.eagle_config import EagleConfig
-from heads.hydra_heads import HydraHeadsConfig
+from heads.eagle.config import EagleConfig
 from heads.losses import MASKS, LossWeights, stored_law, target_law
-from heads.medusa import MedusaConfig, TuneConfig
+from heads.parallel.hydra_heads import HydraHeadsConfig
+from heads.parallel.medusa import MedusaConfig, TuneConfig
 from tests.training import random_batch, tiny_target
 from train.state import check_meaning
 

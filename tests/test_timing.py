@@ -10,7 +10,7 @@ import torch
 from decode import target as target_module
 from decode.drafters import NGram
 from decode.engine import Request, generate
-from decode.load import TargetConfig, load_target
+from decode.models.load import TargetConfig, load_target
 from decode.records import PARTS, Timing
 from decode.sampling import Sampling
 from decode.target import Target

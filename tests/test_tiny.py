@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conf.errors import UserError
-from decode.identity import Identity, sha256_state, sha256_template, sha256_tokenizer, sha256_weights
-from decode.load import TargetConfig, load_target, load_tokenizer, torch_dtype
-from decode.tiny import CHATML_WITH_SPANS, FIRST_BYTE, byte_tokenizer, tiny_model
+from decode.models.identity import Identity, sha256_state, sha256_template, sha256_tokenizer, sha256_weights
+from decode.models.load import TargetConfig, load_target, load_tokenizer, torch_dtype
+from decode.models.tiny import CHATML_WITH_SPANS, FIRST_BYTE, byte_tokenizer, tiny_model
 
 TINY = TargetConfig(kind="tiny")
 TOKENIZER = byte_tokenizer(300)

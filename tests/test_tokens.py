@@ -14,13 +14,13 @@ import pytest
 from safetensors import safe_open
 
 from conf.errors import UserError
-from scripts.lib.files import ROOT
-from scripts.lib.reliability import record
+from scripts.common.files import ROOT
+from scripts.reports.reliability import record
 from tests.test_train_data import load
 from tests.training import WORDS, chats
-from train import tokens
 from train.config import DataConfig
-from train.data import Plan
+from train.texts import tokens
+from train.texts.batches import Plan
 
 
 def records(path: Path) -> list[dict]:
@@ -41,12 +41,12 @@ def test_streamed_rows_are_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = chats(tmp_path / "d.jsonl", 50)
     want = load(path)
     folder = parquet(tmp_path / "data", records(path))
-    monkeypatch.setattr("train.tokens.SPILL", 300)
+    monkeypatch.setattr("train.texts.tokens.SPILL", 300)
     streamed = load(folder, kind="hub", streaming=True, cache=True)
     assert streamed.sha256() == want.sha256() and streamed.where(3) == f"{folder}[train]:3"
     assert [t.equal(getattr(want, n)) for n in ("ids", "loss", "offsets", "held") for t in [getattr(streamed, n)]]
     for part in (1, 100, 1 << 20):
-        monkeypatch.setattr("train.data.PART", part)
+        monkeypatch.setattr("train.texts.batches.PART", part)
         train = want.loss & ~want.held.repeat_interleave(want.lengths)
         assert streamed.counts(260).equal(want.ids[train].long().bincount(minlength=260))
     steps = range(2 * Plan(want, 4, 3, 7).per_epoch)
@@ -55,7 +55,7 @@ def test_streamed_rows_are_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(saved) == 1, "nothing spilled is left behind"
     with safe_open(saved[0], "pt") as file:
         assert file.get_tensor("ids").equal(want.ids) and file.get_tensor("loss").equal(want.loss)
-    monkeypatch.setattr("train.data._tokenize", None)
+    monkeypatch.setattr("train.texts.batches._tokenize", None)
     assert load(folder, kind="hub", streaming=True, cache=True).sha256() == want.sha256()
     monkeypatch.undo()
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
@@ -173,10 +173,10 @@ def test_memory_stays_bounded_while_a_data_set_streams(tmp_path: Path) -> None:
 PROBE = """
 import json, sys, threading
 from pathlib import Path
-from decode.identity import cache_root
-from decode.tiny import byte_tokenizer
+from decode.models.identity import cache_root
+from decode.models.tiny import byte_tokenizer
 from train.config import DataConfig
-from train.data import Plan, load_rows
+from train.texts.batches import Plan, load_rows
 
 def anonymous():
     lines = Path("/proc/self/status").read_text().splitlines()

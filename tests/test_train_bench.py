@@ -11,7 +11,7 @@ from tests.test_eagle import batch_of, head_of, target_of
 from tests.training import chats, overrides, run_config
 from train.bench import measure
 from train.config import EagleRun, TrainConfig
-from train.products import products
+from train.measure.products import products
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle3", "eagle1"])

@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 
 from conf.errors import UserError
 from conf.jsonl import parse_line
-from decode.identity import sha256_file
-from decode.tiny import CHATML, CHATML_WITH_SPANS, byte_tokenizer
+from decode.models.identity import sha256_file
+from decode.models.tiny import CHATML, CHATML_WITH_SPANS, byte_tokenizer
 from heads import HEADS
-from scripts.lib.reliability import record
+from scripts.reports.reliability import record
 from tests.malformed import FURTHER, THIRTY, Kind, good
 from tests.training import chats, run_config
 from train.config import DataConfig
-from train.data import LEFT_OUT, Plan, Rows, load_rows
 from train.loop import fit
-from train.rows import BadRow, Row, encode, interpret
+from train.texts.batches import LEFT_OUT, Plan, Rows, load_rows
+from train.texts.rows import BadRow, Row, encode, interpret
 
 EOS = (2,)
 # Drops the reasoning of earlier turns, as Qwen3's does: an earlier answer is not a prefix of the whole.

@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves
 
 from heads import HEADS
 from heads.losses import LossWeights
-from scripts.lib.reliability import record
+from scripts.reports.reliability import record
 from tests.training import chats, random_batch, run_config, tiny_target
-from train.data import Plan, load_rows
-from train.memory import Peak, predict, widest
+from train.measure.memory import Peak, predict, widest
+from train.texts.batches import Plan, load_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 CHUNK, VOCAB = 64, 1000
@@ -112,10 +112,10 @@ def test_the_widest_pass_is_found_and_the_parts_add_up(tmp_path: Path) -> None:
 PREDICT = """
 import sys, torch
 from conf.schema import compose
-from decode.load import load_target
+from decode.models.load import load_target
 from heads import HEADS
 from train import memory
-from train.data import Plan, load_rows
+from train.texts.batches import Plan, load_rows
 from train.validate import ValidateConfig, head_config
 cfg = compose("validate", ValidateConfig, sys.argv[1:])
 target = load_target(cfg.target, cfg.dtype, cfg.device)

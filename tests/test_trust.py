@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from conf.errors import UserError
-from decode import load
-from decode.load import TargetConfig, load_target
-from decode.tiny import byte_tokenizer, tiny_model
+from decode.models import load
+from decode.models.load import TargetConfig, load_target
+from decode.models.tiny import byte_tokenizer, tiny_model
 from heads.interop.reading import read_folder
-from scripts.lib.files import ROOT
+from scripts.common.files import ROOT
 from train import state as disk
 
 READS = re.compile(r"torch\.load\(|pickle|joblib|np\.load\(|allow_pickle|yaml\.load\(|\beval\(|\bexec\(|marshal|shelve")

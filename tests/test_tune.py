@@ -11,10 +11,10 @@ import torch
 
 from decode.target import Target
 from heads import HEADS, resolve_drafter, save_head
-from heads.medusa import MedusaConfig
+from heads.parallel.medusa import MedusaConfig
 from heads.tuned import DECODE
 from scripts import tune
-from scripts.lib.extras import measured
+from scripts.scoring.extras import measured
 from tests import pictures
 from tests.training import TINY, tiny_target
 

@@ -15,8 +15,8 @@ from decode.monitor import Monitor
 from decode.sampling import Sampling
 from decode.target import Target
 from heads import HEADS, resolve_drafter, save_head, tuned
-from heads.eagle_config import EagleConfig
-from heads.medusa import MedusaConfig
+from heads.eagle.config import EagleConfig
+from heads.parallel.medusa import MedusaConfig
 from heads.tuned import DECODE, Settings, Tuned, card_sha256
 from tests.training import tiny_target
 

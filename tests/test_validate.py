@@ -12,8 +12,8 @@ import torch
 
 from heads import HEADS, vocab
 from heads.base import Batch
-from heads.hydra_heads import HydraHeads, HydraHeadsConfig
-from heads.medusa import MedusaConfig, MedusaHead
+from heads.parallel.hydra_heads import HydraHeads, HydraHeadsConfig
+from heads.parallel.medusa import MedusaConfig, MedusaHead
 from tests.training import TINY, chats, random_batch, tiny_target
 from train import checks
 from train.validate import main
@@ -149,7 +149,7 @@ def test_overfit_is_judged_by_the_engine(kind, good: bool) -> None:
 
 
 def test_masks_that_supervise_nothing_or_everything_are_caught() -> None:
-    from train.data import Plan, Rows
+    from train.texts.batches import Plan, Rows
 
     ids = torch.arange(3, 35, dtype=torch.int32)
     for fill in (False, True):

@@ -17,7 +17,7 @@ from decode.rng import Rng
 from decode.sampling import Law, Sampling
 from decode.tree import DraftTree, Proposal, TreeShape
 from decode.verify import RULES, rejection, traversal, verify, walk
-from scripts.lib.enumerator import Case, enumerate_case
+from scripts.proofs.enumerator import Case, enumerate_case
 
 
 def check_cases(seed: int, count: int, **size: int) -> dict[str, list[float]]:

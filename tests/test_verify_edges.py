@@ -16,10 +16,10 @@ from decode.sampling import Law, Sampling
 from decode.tree import DraftTree, Proposal, TreeShape
 from decode.verify import RULES, rejection, verify_chain
 from heads import HEADS
-from heads.eagle_config import EagleConfig
-from heads.hydra_heads import HydraHeadsConfig
-from heads.medusa import MedusaConfig
-from scripts.lib.enumerator import Branches
+from heads.eagle.config import EagleConfig
+from heads.parallel.hydra_heads import HydraHeadsConfig
+from heads.parallel.medusa import MedusaConfig
+from scripts.proofs.enumerator import Branches
 from tests.training import tiny_target
 
 DEEP = TreeShape.of([(0,), (0, 0), (0, 0, 0), (0, 0, 1)])

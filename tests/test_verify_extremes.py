@@ -12,8 +12,8 @@ import torch
 from decode.sampling import Sampling
 from decode.tree import TreeShape
 from decode.verify import RULES, verify
-from scripts.lib.enumerator import enumerate_case
-from scripts.lib.extremes import TEMPERATURES, Extreme
+from scripts.proofs.enumerator import enumerate_case
+from scripts.proofs.extremes import TEMPERATURES, Extreme
 
 # What a law may be off by, after three or four levels. float64 adds up to 1e-15. In float32 the target's softmax, its
 # quotient by T and the draft law each round by 6e-8 of a probability, eight tokens or levels at most: 1e-6.

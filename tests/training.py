@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from conf.schema import compose
-from decode.load import TargetConfig, load_target
+from decode.models.load import TargetConfig, load_target
 from decode.rng import Rng
 from decode.sampling import Sampling
 from heads import HEADS

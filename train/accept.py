@@ -14,8 +14,8 @@ from decode.stats import acceptance_by_position, accepted_length, split
 from decode.target import Target
 from heads.base import Head
 from train.config import EvalConfig
-from train.data import Rows, held_out_batches
 from train.signals import Stop
+from train.texts.batches import Rows, held_out_batches
 
 
 class _Asked(Exception):

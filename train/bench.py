@@ -3,7 +3,7 @@
     python train/bench.py target=smollm2 head=eagle3 data.path=FILE out_dir=runs/bench steps=8
 
 Takes the keys of scripts/validate.py, for Medusa and EAGLE heads. Round by round, on the same batches: (a) whole
-training steps; (b) the target's forward alone; (c) the head's matrix products alone (train/products.py), forward and
+training steps; (b) the target's forward alone; (c) the head's matrix products alone (train/measure/products.py), forward and
 backward, in chunks of the same size and in the run's dtype. The bound is (b) + (c); the ratio is bound / (a): a step
 takes 1 / ratio times what it must. Parts are interleaved so that a drifting machine hurts them alike, and the median
 over the rounds counts.
@@ -27,14 +27,14 @@ import torch
 from torch import Tensor
 
 from conf.schema import entry
-from decode.load import load_target
+from decode.models.load import load_target
 from decode.target import Target
 from heads.base import Batch, Head
 from train.config import TrainConfig
-from train.data import Plan, load_rows
 from train.facts import measured_head
 from train.log import git_commit
-from train.products import products
+from train.measure.products import products
+from train.texts.batches import Plan, load_rows
 from train.validate import ValidateConfig, head_config
 
 

@@ -22,13 +22,13 @@ import torch
 
 from conf.errors import UserError
 from conf.schema import entry
-from decode.load import load_target
+from decode.models.load import load_target
 from decode.target import Target
 from heads.base import Batch, Head
-from train.data import Plan, hash_u63, load_rows
 from train.facts import measured_head
-from train.features import CachedTarget, Source
 from train.log import git_commit
+from train.stored.features import CachedTarget, Source
+from train.texts.batches import Plan, hash_u63, load_rows
 from train.validate import ValidateConfig, head_config
 
 

@@ -6,7 +6,7 @@
 Prints the bytes and checks the free space before it writes anything. Any number of processes may write one folder, with
 or without a launcher, also on several machines that share it; each takes shards that nobody has taken. Stopped, killed
 or damaged: the same command continues, and writes again only what is missing or differs from its sha256. Target, data,
-dtype and taps must then be the same. manifest.json is written last and makes the folder readable (train/features.py).
+dtype and taps must then be the same. manifest.json is written last and makes the folder readable (train/stored/features.py).
 Exit codes: 0 done, 2 a mistake to mend, 130 and 75 stopped by Ctrl-C or a signal (start it again).
 """
 
@@ -25,14 +25,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from conf.errors import Interrupted
 from conf.schema import entry
-from decode.load import DTYPES, TargetConfig, load_target
+from decode.models.load import DTYPES, TargetConfig, load_target
 from heads import HEADS
 from train import launcher
 from train.config import DataConfig
-from train.data import load_rows
-from train.feature_writer import Writer
-from train.features import MANIFEST
 from train.signals import CODES, Stop
+from train.stored.features import MANIFEST
+from train.stored.writer import Writer
+from train.texts.batches import load_rows
 
 
 @dataclass

@@ -20,8 +20,8 @@ from decode.sampling import Sampling
 from decode.target import Target
 from heads.base import Batch, Head
 from heads.losses import LossWeights
-from train import memory
-from train.data import Plan, Rows
+from train.measure import memory
+from train.texts.batches import Plan, Rows
 
 Fresh = Callable[..., tuple[Target, Head]]  # (counts [V], **changed head keys) -> a target and a fresh head on it
 TOKENS = 24  # different tokens of the oracle's random texts: chance is 1 in 24

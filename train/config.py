@@ -12,11 +12,11 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from decode.load import DTYPES, TargetConfig
+from decode.models.load import DTYPES, TargetConfig
 from heads.base import HeadConfig
-from heads.eagle_config import EagleConfig
-from heads.medusa import MedusaConfig
-from heads.small_lm_config import SmallLMConfig
+from heads.eagle.config import EagleConfig
+from heads.parallel.medusa import MedusaConfig
+from heads.small_lm.config import SmallLMConfig
 
 WANDB = ("off", "online", "offline")
 

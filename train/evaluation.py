@@ -16,11 +16,11 @@ from heads.checkpoint import save_head
 from train import curve
 from train.accept import decoded_acceptance
 from train.config import TrainConfig
-from train.data import Rows
 from train.log import Log
 from train.saving import asked_anywhere
 from train.signals import Stop
 from train.state import State
+from train.texts.batches import Rows
 
 
 def seen(state: State) -> dict[str, float]:

@@ -12,7 +12,7 @@ from conf.errors import UserError
 from heads import HEADS
 from heads.base import Head
 from train.config import TrainConfig, flat
-from train.data import Plan, Rows
+from train.texts.batches import Plan, Rows
 
 
 def meaning_of(cfg: TrainConfig, target: Any, rows: Rows) -> dict[str, Any]:

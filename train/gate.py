@@ -14,8 +14,8 @@ from heads.base import Head
 from heads.checkpoint import load_head
 from heads.parity import check
 from train.config import TrainConfig
-from train.data import Rows
 from train.log import Log
+from train.texts.batches import Rows
 
 RESULT = "parity.json"
 

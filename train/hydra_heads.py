@@ -18,7 +18,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # train/ stands first an
 
 from conf.schema import entry
 from heads import HEADS
-from heads.hydra_heads import HydraHeadsConfig
+from heads.parallel.hydra_heads import HydraHeadsConfig
 from train import launcher
 from train.config import TrainConfig
 from train.loop import fit

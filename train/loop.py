@@ -22,27 +22,27 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
 from conf.errors import UserError
-from decode.load import load_target
+from decode.models.load import load_target
 from heads.base import Head
 from heads.checkpoint import save_head
 from train import rendezvous
 from train import state as disk
 from train.clock import PARTS, Clock, shares
 from train.config import TrainConfig, defaults
-from train.data import Plan, Rows, hash_u63, load_rows
 from train.evaluation import evaluate, seen
 from train.facts import check_ranks, facts_of, fit_vocabulary, is_no_memory, meaning_of, no_memory, self_check
-from train.features import Source
 from train.gate import gate
 from train.lock import Lock, locked
 from train.log import Log
-from train.memory import on_gpu, peak_bytes
+from train.measure.memory import on_gpu, peak_bytes
 from train.poison import stop_poisoned
 from train.saving import RETRIES, Saver, agreed, asked_anywhere
 from train.schedule import learning_rate
 from train.sharding import shard_target
 from train.signals import Stop, interruption
 from train.state import State
+from train.stored.features import Source
+from train.texts.batches import Plan, Rows, hash_u63, load_rows
 from train.zero3 import plain_launch
 
 

@@ -12,7 +12,7 @@ from accelerate.utils import gather_object
 from conf.errors import UserError
 from heads.base import Head
 from train.config import TrainConfig
-from train.data import Rows
+from train.texts.batches import Rows
 
 
 def stop_poisoned(cfg: TrainConfig, step: int, rows: Rows, poisoned: list[int], used: list[int], head: Head,

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from conf.errors import UserError
-from decode.identity import Identity
+from decode.models.identity import Identity
 from heads.base import Head
 from train import state as disk
 from train.config import TrainConfig

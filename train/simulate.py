@@ -32,10 +32,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from conf.errors import UserError
 from conf.schema import entry
-from decode.load import load_target
-from train.data import Plan, Rows, hash_u63, load_rows
+from decode.models.load import load_target
 from train.facts import measured_head
 from train.log import git_commit
+from train.texts.batches import Plan, Rows, hash_u63, load_rows
 from train.validate import ValidateConfig, head_config
 
 

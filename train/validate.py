@@ -23,14 +23,14 @@ from torch import Tensor
 from conf.errors import UserError
 from conf.schema import entry
 from conf.typed import convert, raise_all
-from decode.load import load_target
+from decode.models.load import load_target
 from decode.target import Target
 from heads import HEADS
 from heads.base import Head
 from train import checks
 from train.config import TrainConfig
-from train.data import Plan, hash_u63, load_rows
 from train.facts import fit_vocabulary
+from train.texts.batches import Plan, hash_u63, load_rows
 
 
 @dataclass

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from decode.target import Target
 from heads.base import Head
-from heads.eagle import Eagle1Head
-from heads.eagle_config import EagleConfig
+from heads.eagle.config import EagleConfig
+from heads.eagle.head import Eagle1Head
 from heads.interop import engines, llama
 from heads.interop.layout import Facts, Layout, check_same, refuse
 from heads.interop.reading import Foreign

@@ -19,8 +19,8 @@ from torch import Tensor
 from decode.target import Target
 from heads import vocab
 from heads.base import Head
-from heads.eagle import Eagle3Head
-from heads.eagle_config import EagleConfig
+from heads.eagle.config import EagleConfig
+from heads.eagle.head import Eagle3Head
 from heads.interop import engines, llama
 from heads.interop.eagle1 import body, check_layer, layer_refusals, layer_sizes
 from heads.interop.layout import Facts, Layout, check_draft_map, check_same, refuse

@@ -7,7 +7,7 @@ from typing import Any
 
 from conf.errors import UserError
 from conf.typed import from_json
-from heads.eagle_layer import LayerShape
+from heads.eagle.layer import LayerShape
 from heads.interop.layout import Facts, number
 from heads.interop.reading import Foreign
 
@@ -26,7 +26,7 @@ def fields(layer: dict[str, Any], facts: Facts, dtype: str) -> dict[str, Any]:
 
 
 def layer(foreign: Foreign, config: dict[str, Any]) -> dict[str, Any]:
-    """The draft layer (heads.eagle_layer.layer_config) that a LlamaConfig describes.
+    """The draft layer (heads.eagle.layer.layer_config) that a LlamaConfig describes.
 
     Raises UserError for a key that is missing or absurd, and for layers that this repository cannot run.
     """

@@ -27,7 +27,7 @@ from heads.interop import engines
 from heads.interop.layout import Facts, Layout, refuse
 from heads.interop.reading import Foreign
 from heads.interop.table import Row, Sizes
-from heads.medusa import MedusaConfig, MedusaHead
+from heads.parallel.medusa import MedusaConfig, MedusaHead
 
 MAP = Row("token_map", "", "Vd", when="map", dtype="int64", optional=True)
 

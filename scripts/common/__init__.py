@@ -1,0 +1,1 @@
+"""What several commands share: files, prompts, progress bars, finished parts of long runs."""

@@ -1,1 +1,0 @@
-"""What the scripts share and nothing below them needs."""

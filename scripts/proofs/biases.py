@@ -1,0 +1,222 @@
+"""Wrong laws by family: what a decoder that leans somewhere would emit instead of the law it owes.
+
+Each family makes random members (a key, a threshold, a share ...); a member turns the laws of a block into others. What
+a decoder emits with bias e is (1 - e) p + e r. scripts/proofs/power.py asks how much of each a run would find, and
+`biased_rule` makes real decoders of them, which the certificate must reject.
+
+Shape letters: R laws, V vocabulary, F ranks looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decode.sampling import Law, Sampling
+from decode.tree import DraftTree
+from decode.verify import Coins, Verdict
+from scripts.proofs import directions
+
+RANKS = 1024  # best tokens among which ranks are told apart
+
+
+@dataclass
+class Laws:
+    """[R, V] each: the law owed, that of the step before (0 where none), that of another row (0 where none), and the
+    law before truncation."""
+
+    law: Tensor
+    before: Tensor
+    other: Tensor
+    whole: Tensor
+
+
+Member = Callable[[Laws], Tensor]
+Family = Callable[[np.random.Generator, int], Member]  # of a generator and the size of the vocabulary
+
+
+def _threshold(rng: np.random.Generator) -> float:
+    return float(np.exp(rng.uniform(np.log(0.005), np.log(0.3))))
+
+
+def _normal(weights: Tensor) -> Tensor:
+    return weights / weights.sum(-1, keepdim=True).clamp(min=1e-30)
+
+
+def tail_by_hash(rng: np.random.Generator, size: int) -> Member:
+    """Half of the ids, by a hash, never come from the tail; the other half take their mass there."""
+    limit, mine = _threshold(rng), directions.keyed_signs(size, int(rng.integers(2**62)), 1)[:, 0] > 0
+
+    def change(laws: Laws) -> Tensor:
+        p = laws.law
+        tail = p < limit
+        kept = torch.where(tail & mine.to(p.device), p, 0.0)
+        lost = torch.where(tail & ~mine.to(p.device), p, 0.0).sum(-1, keepdim=True)
+        mass = kept.sum(-1, keepdim=True)
+        moved = torch.where(tail, kept * (1 + lost / mass.clamp(min=1e-30)), p)
+        return torch.where(mass > 0, moved, p)
+
+    return change
+
+
+def neighbours_by_rank(rng: np.random.Generator, size: int) -> Member:
+    """Every second token of the tail, by rank, loses its mass to the one before it."""
+    limit, phase, from_start = _threshold(rng), int(rng.integers(2)), bool(rng.integers(2))
+
+    def change(laws: Laws) -> Tensor:
+        p = laws.law
+        mass, ids = p.topk(min(p.shape[1], RANKS), -1)
+        rank = torch.arange(mass.shape[1], device=p.device).expand_as(mass)
+        start = (mass >= limit).sum(-1, keepdim=True)
+        odd = ((rank - start if from_start else rank) + phase) % 2 == 1
+        gone = torch.where(odd & (rank > start), mass, 0.0)
+        return p.scatter(1, ids, mass - gone + torch.nn.functional.pad(gone[:, 1:], (0, 1)))
+
+    return change
+
+
+def neighbours_by_id(rng: np.random.Generator, size: int) -> Member:
+    """Every second id loses its mass to the id below it where it is in the tail."""
+    limit, phase = _threshold(rng), int(rng.integers(2))
+
+    def change(laws: Laws) -> Tensor:
+        p = laws.law
+        ids = torch.arange(p.shape[1], device=p.device)
+        gone = torch.where((p < limit) & (ids % 2 == phase) & (ids > 0), p, 0.0)
+        return p - gone + torch.nn.functional.pad(gone[:, 1:], (0, 1))
+
+    return change
+
+
+def rare_to_frequent(rng: np.random.Generator, size: int) -> Member:
+    """Mass of the tail goes to the rest in proportion, or the other way round."""
+    limit, up = _threshold(rng), bool(rng.integers(2))
+
+    def change(laws: Laws) -> Tensor:
+        p = laws.law
+        chosen = (p < limit) == up
+        moved = _normal(torch.where(chosen, 0.0, p))
+        return torch.where(moved.sum(-1, keepdim=True) > 0.5, moved, p)
+
+    return change
+
+
+def frequent_suppressed(rng: np.random.Generator, size: int) -> Member:
+    """A token that is frequent in these laws never comes, or a few that together hold some share of them."""
+    many, wanted, known = bool(rng.integers(2)), float(rng.uniform(0.05, 0.2)), dict[str, Tensor]()
+    first = int(rng.integers(8))
+
+    def change(laws: Laws) -> Tensor:
+        p = laws.law
+        if "ids" not in known:
+            share, ids = p.mean(0).topk(min(64, p.shape[1]))
+            share, ids = share[first:], ids[first:]
+            known["ids"] = ids[: 1 + int((share.cumsum(0) < wanted).sum())] if many else ids[:1]
+        rest = p.clone()
+        rest[:, known["ids"]] = 0
+        return torch.where(rest.sum(-1, keepdim=True) > 1e-3, _normal(rest), p)
+
+    return change
+
+
+def step_before(rng: np.random.Generator, size: int) -> Member:
+    """The law of the step before is mixed in: a stale row."""
+
+    def change(laws: Laws) -> Tensor:
+        return torch.where(laws.before.sum(-1, keepdim=True) > 0, laws.before, laws.law)
+
+    return change
+
+
+def temperature(rng: np.random.Generator, size: int) -> Member:
+    """Another temperature, half to twice."""
+    power = float(2 ** (rng.uniform(0.2, 1) * rng.choice((-1, 1))))
+
+    def change(laws: Laws) -> Tensor:
+        return _normal(laws.law**power)
+
+    return change
+
+
+def truncation(rng: np.random.Generator, size: int) -> Member:
+    """Another top-p: a smaller one, or none where the law has one."""
+    share, ignored = float(rng.uniform(0.5, 0.97)), bool(rng.integers(2))
+
+    def change(laws: Laws) -> Tensor:
+        p = laws.law
+        if ignored and bool(((p == 0) & (laws.whole > 0)).any()):
+            return laws.whole
+        mass, ids = p.topk(min(p.shape[1], RANKS), -1)
+        kept = mass.cumsum(-1) - mass < share
+        return _normal(torch.zeros_like(p).scatter(1, ids, mass * kept))
+
+    return change
+
+
+def other_row(rng: np.random.Generator, size: int) -> Member:
+    """The law of another row of the batch is mixed in: a row mix-up."""
+
+    def change(laws: Laws) -> Tensor:
+        return torch.where(laws.other.sum(-1, keepdim=True) > 0, laws.other, laws.law)
+
+    return change
+
+
+FAMILIES: dict[str, Family] = {
+    "within the tail, by a hash of the id": tail_by_hash,
+    "neighbours by rank in the tail": neighbours_by_rank,
+    "neighbours by id in the tail": neighbours_by_id,
+    "between rare and frequent tokens": rare_to_frequent,
+    "a frequent token or a few suppressed": frequent_suppressed,
+    "law of the step before": step_before,
+    "temperature": temperature,
+    "top-p": truncation,
+    "law of another row": other_row,
+}
+
+
+class BiasedRule:
+    """Plain decoding from (1 - e) p + e r: ignores the draft and draws each token from the biased law.
+
+    total: mean total variation to reach; e follows from what the laws so far allow, and never exceeds 1. reached: the
+    mean that came out.
+    """
+
+    def __init__(self, member: Member, sampling: Sampling, total: float) -> None:
+        self.member, self.sampling, self.total = member, sampling, total
+        self.before: dict[int, Tensor] = {}
+        self.moved = self.unit = 0.0
+        self.seen = 0
+
+    def __call__(self, tree: DraftTree, law: Law, rng: Coins) -> Verdict:
+        rows = torch.arange(tree.tokens.shape[0])
+        zero = torch.zeros_like(rows)
+        p = law.at(rows, zero).dense(law.vocab_size).double()
+        requests = rng._address[1].tolist()  # type: ignore[attr-defined]
+        before = torch.stack([self.before.get(r, torch.zeros_like(p[0])) for r in requests])
+        whole = (law.logits[:, 0].double() / self.sampling.temperature).softmax(-1)
+        r = self.member(Laws(p, before, p.roll(1, 0) if len(p) > 1 else p, whole))
+        for request, line in zip(requests, p, strict=True):
+            self.before[request] = line
+        self.unit += float((r - p).abs().sum()) / 2
+        self.seen += len(p)
+        share = min(1.0, self.total * self.seen / max(self.unit, 1e-12))
+        q = (1 - share) * p + share * r
+        self.moved += float((q - p).abs().sum()) / 2
+        path = torch.full((len(p), tree.layout.levels), -1, dtype=torch.int64)
+        return Verdict(path, zero, rng.draw(q, rows, zero - 1))
+
+    @property
+    def reached(self) -> float:
+        """Mean total variation between what was owed and what was drawn from."""
+        return self.moved / max(self.seen, 1)
+
+
+def biased_rule(family: str, seed: int, size: int, sampling: Sampling, total: float) -> BiasedRule:
+    """A decoder of one member of `family`, which member `seed` says."""
+    return BiasedRule(FAMILIES[family](np.random.default_rng(seed), size), sampling, total)
+

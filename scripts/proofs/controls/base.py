@@ -1,0 +1,32 @@
+"""What a negative control is; controls.py and number_controls.py list them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from decode.sampling import Sampling
+from decode.verify import RULES, verify
+from scripts.proofs.controls import rules as wrong_rules
+
+Rule = wrong_rules.Rule
+Measure = Callable[[], float]
+ONE = Sampling(1.0)
+
+
+@dataclass(frozen=True)
+class Control:
+    """wrong() is what the layer measures on the wrong code, right() on the correct code; above `limit` means caught."""
+
+    name: str
+    layer: str
+    seen: str
+    wrong: Measure
+    right: Measure
+    limit: float
+
+
+def rule_named(name: str) -> Rule:
+    """A rule of decode.verify as a callable, on sampled and deterministic trees alike."""
+    assert name in RULES
+    return lambda tree, law, rng: verify(tree, law, rng, name)

@@ -1,0 +1,201 @@
+"""The negative controls of a certificate: known wrong code through the same layers. Each must fail there.
+
+They depend on the target, the settings, the rule and the code, not on the drafter: the ones that need a draft take the
+target itself as its own draft model. So one certificate may run them and others, of other drafters, name it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from conf.errors import UserError
+from decode.drafters import DraftModel
+from decode.target import Target
+from scripts.common.files import ROOT
+from scripts.common.parts import Parts
+from scripts.proofs import pit
+from scripts.proofs.certificate import Plan, Watch, World, passes_layer
+from scripts.proofs.controls import drafters as wrong_drafters
+from scripts.proofs.controls import rules as wrong_rules
+from scripts.proofs.controls.catalogue import Mangled, commits_wrong_rows, controls
+from scripts.proofs.greedy import greedy_layer
+from scripts.proofs.sampled import Sample, sampling_layer, texts_of
+
+CONTROL_P = 1e-6  # a control is stopped early once its p falls below
+PASSES = 400  # tokens of the controls of the layer passes
+GREEDY_PROMPTS = 4  # wrong code differs at once, most times
+TESTED = ("decode", "heads", "scripts/proofs")
+
+
+def run(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict[str, Any]]:
+    """Every control, in the words of certificate.json."""
+    found = [*_sampling(world, plan, watch, parts), *_passes(world, plan, watch, parts)]
+    return [*found, *_static(watch, parts), *_greedy(world, plan, watch, parts)]
+
+
+def identity(target: Target, plan: Plan, processors: Any) -> dict[str, Any]:
+    """What the outcome of the controls depends on. code: hash of all source files under test and of the layers."""
+    s, known = plan.sampling, target.identity
+    return {
+        "weights_sha256": known.weights_sha256 if known else None,
+        "tokenizer_sha256": known.tokenizer_sha256 if known else None,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p, "min_p": s.min_p,
+        "repetition_penalty": s.repetition_penalty, "processors": processors, "guidance_scale": plan.guidance,
+        "verify": plan.verify, "code": code_sha256(),
+    }  # fmt: skip
+
+
+def code_sha256() -> str:
+    """Hash of the verifier, of the drafters and of the layers that judge them."""
+    digest = hashlib.sha256()
+    for file in [file for part in TESTED for file in sorted((ROOT / part).rglob("*.py"))]:
+        digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def borrow(path: str, wanted: dict[str, Any], plan: Plan) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The controls of another certificate (its folder or file), and where they come from.
+
+    A control counts as rejected here only if it was rejected on no more tokens than this run's, at this run's alpha.
+    Raises UserError when there is no such certificate, it ran no controls, or they are of something else.
+    """
+    place = Path(path).expanduser()
+    place = place / "certificate.json" if place.is_dir() else place
+    try:
+        raw = place.read_bytes()
+        paper = json.loads(raw)
+        listed, origin = list(paper["negative_controls"]), dict(paper["controls"])
+        rejected = [c["rejected"] and (c["p"] is None or (c["p"] < plan.alpha and c["tokens"] <= plan.tokens))
+                    for c in listed]  # fmt: skip
+    except OSError as error:
+        raise UserError(f"controls: {place}: {error.strerror}; set run, none or a certificate's folder") from None
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"controls: {place} is no certificate of this version; set controls=run") from None
+    if origin.get("from") != "this run" or not listed:
+        raise UserError(f"controls: {place} ran no controls of its own; name the certificate that did, or controls=run")
+    if different := [k for k, v in wanted.items() if origin.get("identity", {}).get(k) != v]:
+        raise UserError(f"controls: {place} differs in {', '.join(different)}; set controls=run")
+    taken = [{**c, "rejected": bool(r)} for c, r in zip(listed, rejected, strict=True)]
+    return taken, {"from": str(path), "sha256": hashlib.sha256(raw).hexdigest(), "created": paper.get("created")}
+
+
+def _sampling(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict[str, Any]]:
+    if plan.sampling.greedy:
+        return []
+    helper = DraftModel(world.target, 3, name="the target itself")
+    how = dataclasses.replace(plan.setting(), chunk=1)
+    cut = plan.sampling if plan.sampling.top_p < 1 else dataclasses.replace(plan.sampling, top_p=0.9)
+
+    def run(key: str, name: str, who: Any, verify: Any, sampling: Any = plan.sampling) -> dict[str, Any]:
+        known = [row for row in parts.lines(key) if row["p"] < min(CONTROL_P, plan.alpha)]
+        if known:  # one that got through is tried again, maybe with more tokens
+            return known[0]
+        title = f"control: {name}"
+        watch(title, 0, plan.tokens)
+        bad = sampling_layer(world.plain, world.target, who, world.prompts,
+                             dataclasses.replace(how, verify=verify, sampling=sampling),
+                             lambda s: _p(s) < min(CONTROL_P, plan.alpha), lambda done: watch(title, done, plan.tokens),
+                             Parts(None))  # fmt: skip
+        watch(title, plan.tokens, plan.tokens)  # it may stop early
+        row = {"name": name, "layer": "sampling", "rejected": _p(bad) < plan.alpha, "p": _p(bad),
+               "tokens": len(bad.u), "drafter": helper.name}  # fmt: skip
+        parts.add(key, row)
+        return row
+
+    mangled = Mangled(helper, wrong_drafters.scored_unwarped)
+    return [
+        run("typical", "typical acceptance", helper, wrong_rules.typical_acceptance),
+        run("mislaid", "draft scored with the wrong law", mangled, plan.verify),
+        run("merged", "every second token below 0.2 merged with its neighbour", helper,
+            wrong_rules.merges_neighbours(0.2)),
+        run("uncut", "top-p ignored", helper, wrong_rules.ignores_truncation, cut),
+    ]  # fmt: skip
+
+
+def _p(sample: Sample) -> float:
+    return 0.0 if sample.outside or sample.astray else pit.overall(sample.tests())
+
+
+def _passes(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict[str, Any]]:
+    """Wrong masks and caches: the laws that verification used are not plain decoding's."""
+    if plan.sampling.greedy:
+        return []
+    how = dataclasses.replace(plan.setting(), tokens=min(PASSES, plan.tokens), chunk=1)
+
+    def run(key: str, name: str, target: Target, who: Any) -> dict[str, Any]:
+        watch(f"control: {name}", 0, 1)
+
+        def tried() -> dict[str, Any]:
+            chunks = Parts(None)
+            bad = sampling_layer(world.plain, target, who, world.prompts, how, parts=chunks)
+            layer = passes_layer(world, plan, bad, texts_of(chunks.lines("sampling"), world.prompts), parts)
+            return {"name": name, "layer": "passes", "rejected": not layer["passed"], "p": None,
+                    "variation": layer["variation"], "two_plain": layer["two_plain_computations"]["variation"],
+                    "tokens": layer["tokens"], "drafter": who.name}  # fmt: skip
+
+        row = parts.once(key, tried)
+        watch(f"control: {name}", 1, 1)
+        return row
+
+    chain = DraftModel(world.target, 3, name="the target itself")
+    found = [run("passes-rows", "cache keeps the wrong rows", commits_wrong_rows(world.target), chain)]
+    if world.target.support == "tree":
+        tree = DraftModel(world.target, 2, name="the target itself, a tree", shape="tree", nodes=6, width=2)
+        leaky = Mangled(tree, wrong_drafters.leaks_siblings)
+        found.append(run("passes-leak", "mask lets siblings see each other", world.target, leaky))
+    return found
+
+
+def _static(watch: Watch, parts: Parts) -> list[dict[str, Any]]:
+    known, found = controls(), parts.lines("static")
+    for i, control in enumerate(known[len(found) :], len(found)):
+        watch("controls", i, len(known))
+        wrong, right = control.wrong(), control.right()
+        found.append(
+            {"name": control.name, "layer": control.layer, "rejected": wrong > control.limit >= right, "p": None,
+             "measured": wrong, "correct_code": right, "limit": control.limit, "seen": control.seen}
+        )  # fmt: skip
+        parts.add("static", found[-1])
+    watch("controls", len(known), len(known))
+    return found
+
+
+def _greedy(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict[str, Any]]:
+    helper = DraftModel(world.target, 3, name="the target itself")
+
+    def run(key: str, name: str, who: Target, verify: Any) -> dict[str, Any]:
+        known = [row for row in parts.lines(key) if row["rejected"] or row["prompts"] == len(world.chosen)]
+        if known:
+            return known[0]
+        watch(f"control: {name}", 0, 1)
+        for count in sorted({min(GREEDY_PROMPTS, len(world.chosen)), len(world.chosen)}):
+            # in 16 bits many first differences are ties: look at more
+            few: Sequence[Sequence[int]] = world.chosen[:count]
+            bad = greedy_layer(world.plain, who, helper, few, plan.greedy_tokens, plan.batch_size, verify, world.tie,
+                               plan.sampling, plan.guidance, world.theirs[: len(few)])  # fmt: skip
+            if bad.defects or bad.astray:
+                break
+        watch(f"control: {name}", 1, 1)
+        row = {
+            "name": name,
+            "layer": "greedy",
+            "rejected": bad.defects + bad.astray > 0,
+            "p": None,
+            "defects": bad.defects,
+            "not_the_verifiers_best": bad.astray,
+            "prompts": bad.prompts,
+            "drafter": helper.name,
+        }
+        parts.add(key, row)
+        return row
+
+    return [
+        run("softmax", "softmax acceptance at T = 0", world.target, wrong_rules.softmax_acceptance),
+        run("rows", "cache keeps the wrong rows", commits_wrong_rows(world.target), plan.verify),
+    ]

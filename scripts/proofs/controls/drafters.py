@@ -1,0 +1,98 @@
+"""Known drafting mistakes: the tree is drawn as told, then something happens to it. mangle(tree) -> tree.
+
+scripts/proofs/controls/catalogue.py says where each was seen and which layer catches it. Nothing outside the controls may import
+this file.
+
+Shape letters: B rows, N nodes, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from decode.adaptive import Adaptive
+from decode.rng import Rng
+from decode.sampling import Sampling
+from decode.tree import DraftTree
+
+
+class Anticipating(Adaptive):
+    """Adapts the draft length to the draft itself: a token less likely than the row's acceptance so far is dropped, and
+    all behind it."""
+
+    def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
+        tree = self.inner.propose(budget, sampling, rng)
+        if tree.width:
+            rate = torch.from_numpy((self.hits / self.trials)[:, : tree.width])
+            keep = (_own_q(tree) >= rate).long().cumprod(1).sum(1)
+            tree = dataclasses.replace(tree, size=torch.minimum(tree.size, keep))
+        self.proposed = tree.size.numpy()
+        return tree
+
+
+def _claimed(tree: DraftTree, law: Callable[[Tensor], Tensor]) -> DraftTree:
+    if tree.proposal is None:
+        return tree
+    return dataclasses.replace(tree, proposal=dataclasses.replace(tree.proposal, law=law(tree.proposal.law)))
+
+
+def scored_unwarped(tree: DraftTree) -> DraftTree:
+    """Drawn from a warped law (temperature 0.5), scored with the law before warping."""
+    return _claimed(tree, lambda law: law.sqrt() / law.sqrt().sum(-1, keepdim=True))
+
+
+def scored_in_bfloat16(tree: DraftTree) -> DraftTree:
+    """Drawn from one law, scored with its bfloat16 rounding."""
+    return _claimed(tree, lambda law: law.to(torch.bfloat16).to(law.dtype))
+
+
+def without_scored_as_with(tree: DraftTree) -> DraftTree:
+    """Siblings drawn without replacement, scored with the unchanged law."""
+    assert tree.proposal is not None
+    return dataclasses.replace(tree, proposal=dataclasses.replace(tree.proposal, replacement=True))
+
+
+def with_scored_as_without(tree: DraftTree) -> DraftTree:
+    """Siblings drawn with replacement, scored as if earlier ones had been removed."""
+    assert tree.proposal is not None
+    return dataclasses.replace(tree, proposal=dataclasses.replace(tree.proposal, replacement=False))
+
+
+def candidates_scored_softly(tree: DraftTree) -> DraftTree:
+    """Deterministic candidates (top-k) scored with their softmax probability instead of a point mass."""
+    return dataclasses.replace(tree, sampled=torch.ones_like(tree.tokens, dtype=torch.bool))
+
+
+def drops_unlikely(tree: DraftTree) -> DraftTree:
+    """Anticipates: a sampled token is not verified when its own q falls below 0.3 (chains)."""
+    if tree.proposal is None or tree.sampled is None or tree.width == 0:
+        return tree
+    own = _own_q(tree)
+    keep = ((own >= 0.3) | ~tree.sampled).long().cumprod(1).sum(1)
+    return dataclasses.replace(tree, size=torch.minimum(tree.size, keep))
+
+
+def reranks_siblings(tree: DraftTree) -> DraftTree:
+    """Anticipates: sampled siblings are re-ordered by their own q before verification (trees of one level)."""
+    order = (-_own_q(tree)).argsort(dim=1, stable=True)
+    return dataclasses.replace(tree, tokens=tree.tokens.gather(1, order))
+
+
+def _own_q(tree: DraftTree) -> Tensor:
+    """q(x) of every node's own token, [B, N]."""
+    assert tree.proposal is not None
+    rows, n = tree.tokens.shape
+    law = tree.proposal.law.gather(1, tree.proposal.row[:, :, None].expand(-1, -1, tree.proposal.law.shape[2]))
+    flat = tree.proposal.read(law.reshape(rows * n, -1), tree.tokens.reshape(-1, 1), 0)
+    return flat.reshape(rows, n)
+
+
+def leaks_siblings(tree: DraftTree) -> DraftTree:
+    """The attention mask lets a node see every earlier node, not only its ancestors."""
+    layout = tree.layout
+    everything = torch.ones_like(layout.mask).tril()
+    return dataclasses.replace(tree, static_layout=dataclasses.replace(layout, mask=everything))

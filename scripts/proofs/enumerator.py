@@ -1,0 +1,254 @@
+"""Walk every branch of drafting and verification, many at once, and add up the exact law of what comes out.
+
+`Branches` stands in for decode.rng.Rng. A row replays a script of outcomes; where the script ends it takes the first
+possible outcome and notes the alternatives, which become rows of the next round. The code under test runs unchanged.
+The tests and scripts/certify.py use it; engine_law.py does the same for the whole decode loop.
+
+Shape letters: B rows (branches), N nodes, V vocabulary, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decode.sampling import Law, Sampling
+from decode.tree import DraftTree, Proposal, TreeShape
+from decode.verify import Verdict
+
+
+class Branches:
+    """One round: `scripts` holds a list of outcomes per row."""
+
+    def __init__(self, scripts: list[list[int]]) -> None:
+        self.scripts = scripts
+        self.taken: list[list[int]] = [[] for _ in scripts]
+        self.weight = torch.ones(len(scripts), dtype=torch.float64)
+        self.new: list[list[int]] = []
+
+    def _choose(self, law: Tensor, rows: Tensor) -> Tensor:
+        law = law.to(torch.float64)
+        law = law / law.sum(-1, keepdim=True)
+        out = []
+        for p, row in zip(law, rows.tolist(), strict=True):
+            done, script = self.taken[row], self.scripts[row]
+            options = p.nonzero()[:, 0].tolist()
+            if len(options) == 1:  # no choice: not noted, since a batch may ask a row that is already done
+                out.append(options[0])
+                continue
+            if len(done) < len(script):
+                pick = script[len(done)]
+            else:
+                pick = options[0]
+                self.new += [[*done, other] for other in options[1:]]
+            done.append(pick)
+            self.weight[row] *= p[pick]
+            out.append(pick)
+        return torch.tensor(out)
+
+    def accept(self, probability: Tensor, rows: Tensor, node: Tensor) -> Tensor:
+        p = probability.to(torch.float64).clamp(0, 1)
+        return self._choose(torch.stack([1 - p, p], 1), rows) == 1
+
+    def first(self, probability: Tensor, rows: Tensor, node: Tensor) -> Tensor:
+        p = probability.to(torch.float64).clamp(0, 1)
+        before = torch.cat([torch.ones_like(p[:, :1]), (1 - p).cumprod(1)[:, :-1]], 1)
+        return self._choose(p * before, rows)
+
+    def draw(self, weights: Tensor, rows: Tensor, node: Tensor) -> Tensor:
+        return self._choose(weights, rows)
+
+    draft = draw
+
+
+@dataclass
+class Case:
+    """A toy world: target and draft logits for every context of up to `shape.depth` tokens over V tokens.
+
+    scheme: how siblings are drafted: "top" (deterministic), "iid", "without" (replacement) or "hybrid" (one
+    deterministic candidate, the rest drawn from what is left). draft_vocab: ids the drafter knows.
+    """
+
+    vocab: int
+    shape: TreeShape
+    scheme: str
+    sampling: Sampling
+    target: Tensor  # [contexts, V] float64 logits
+    draft: Tensor  # [contexts, Vd] float64 logits
+    draft_vocab: Tensor | None = None
+    size: int | None = None
+
+    def child(self, context: Tensor, token: Tensor) -> Tensor:
+        return context * (self.vocab + 1) + token + 1
+
+    @staticmethod
+    def random(generator: torch.Generator, max_nodes: int = 4, max_vocab: int = 4) -> Case:
+        def pick(n: int) -> int:
+            return int(torch.randint(n, (), generator=generator))
+        vocab = 2 + pick(max_vocab - 1)
+        scheme = ("top", "iid", "without", "hybrid")[pick(4)]
+        known = vocab if pick(3) or vocab < 3 else vocab - 1
+        width = known if scheme != "iid" else 3
+        nodes = pick(max_nodes + (4 if scheme == "top" else 1))
+        paths: list[tuple[int, ...]] = []
+        chain_only = pick(3) == 0
+        for _ in range(nodes):
+            above = (paths[-1] if paths else ()) if chain_only else ((), *paths)[pick(len(paths) + 1)]
+            rank = sum(len(p) == len(above) + 1 and p[:-1] == above for p in paths)
+            if rank < width and len(above) < 4:
+                paths.append((*above, rank))
+        shape = TreeShape.of(paths)
+        contexts = (vocab + 1) ** (shape.depth + 1)
+        sharp = (0.5, 2.0, 6.0)[pick(3)]
+        target = torch.randn(contexts, vocab, dtype=torch.float64, generator=generator) * sharp
+        draft = torch.randn(contexts, known, dtype=torch.float64, generator=generator) * (0.5, 2.0)[pick(2)]
+        kind = pick(6)
+        if kind == 0:  # p = q
+            target = torch.randn(contexts, vocab, dtype=torch.float64, generator=generator)
+            draft = target[:, -known:].clone()
+        if kind == 1:  # mass on few tokens, often none shared
+            target = target.masked_fill(torch.rand(target.shape, generator=generator) < 0.5, -torch.inf)
+            target[:, 0] = torch.where(target.isneginf().all(1), 0.0, target[:, 0])
+        if kind == 2:  # exact ties
+            target = target.round()
+        ids = None if known == vocab else torch.arange(vocab - known, vocab)
+        sampling = (Sampling(1.0), Sampling(0.7), Sampling(1.0, top_k=2), Sampling(1.0, top_p=0.8),
+                    Sampling(1.3, top_k=min(3, vocab), top_p=0.9), Sampling(0.0), Sampling(1.0, min_p=0.2))[pick(7)]
+        size = None if pick(3) or not len(shape) else int(shape.size_at(torch.tensor([pick(shape.depth + 1)])))
+        return Case(vocab, shape, scheme, sampling, target, draft, ids, size)
+
+    def propose(self, rng: Branches, rows: int) -> tuple[DraftTree, Tensor]:
+        """The tree of every row and the context [B, N + 1] of every slot."""
+        n = len(self.shape)
+        parents = self.shape.parents(torch.device("cpu"))[0].tolist() if n else []
+        every = torch.arange(rows)
+        tokens = torch.zeros(rows, n, dtype=torch.int64)
+        context = torch.zeros(rows, n + 1, dtype=torch.int64)
+        sampled = torch.zeros(rows, n, dtype=torch.bool)
+        known = self.draft.shape[1]
+        law = torch.zeros(rows, n + 1, known, dtype=torch.float64)
+        law[:, :, 0] = 1
+        left: dict[int, Tensor] = {}
+        for i, parent in enumerate(parents):
+            slot, rank = parent + 1, self.shape.paths[i][-1]
+            if rank == 0:
+                law[:, slot] = self.draft[context[:, slot]].softmax(-1)
+                left[slot] = law[:, slot].clone()
+            fixed = self.scheme == "top" or (self.scheme == "hybrid" and rank == 0)
+            if fixed:
+                place = left[slot].argmax(1)
+            else:
+                place = rng.draft(left[slot], every, torch.full((rows,), i))
+                sampled[:, i] = True
+            if self.scheme != "iid":
+                left[slot] = left[slot].scatter(1, place[:, None], 0.0)
+            tokens[:, i] = place if self.draft_vocab is None else self.draft_vocab[place]
+            context[:, i + 1] = self.child(context[:, slot], tokens[:, i])
+        row = (torch.tensor(parents, dtype=torch.int64) + 1).expand(rows, n)
+        proposal = Proposal(law, row, self.draft_vocab, self.scheme == "iid")
+        size = None if self.size is None else torch.full((rows,), self.size)
+        return DraftTree.static(self.shape, tokens, size, sampled, proposal), context
+
+    def contexts(self, tree: DraftTree) -> Tensor:
+        """The context [B, N + 1] of every slot of `tree`, read from its tokens and parents."""
+        rows, n = tree.tokens.shape
+        context = torch.zeros(rows, n + 1, dtype=torch.int64)
+        for i in range(n):
+            above = context.gather(1, tree.parents[:, i, None] + 1)[:, 0]
+            context[:, i + 1] = self.child(above, tree.tokens[:, i])
+        return context
+
+
+def naive_law(logits: Tensor, s: Sampling) -> Tensor:
+    """The documented law written with sets and sums, one row at a time."""
+    values = logits.tolist()
+    if s.temperature == 0:
+        best = max(range(len(values)), key=lambda i: (values[i], -i))
+        return torch.nn.functional.one_hot(torch.tensor(best), len(values)).double()
+    values = [v / s.temperature for v in values]
+    keep = [v > -float("inf") for v in values]
+    if s.top_k:
+        edge = sorted(values, reverse=True)[s.top_k - 1]
+        keep = [k and v >= edge for k, v in zip(keep, values, strict=True)]
+    kept = [v if k else -float("inf") for k, v in zip(keep, values, strict=True)]
+    law = torch.tensor(kept, dtype=torch.float64).softmax(0)
+    if s.top_p < 1:
+        total, edge = 0.0, 0.0
+        for p in sorted(law.tolist(), reverse=True):
+            if total >= s.top_p:
+                break
+            total, edge = total + p, p
+        law = torch.where(law >= edge, law, 0.0)
+    if s.min_p:
+        law = torch.where(law >= s.min_p * law.max() * (1 - 1e-15), law, 0.0)
+    return law / law.sum()
+
+
+Verifier = Callable[[DraftTree, Law, Branches], Verdict]
+Mangle = Callable[[DraftTree], DraftTree]
+
+
+@dataclass
+class Outcome:
+    """error: largest difference of any sequence's probability. accepted: expected accepted draft tokens."""
+
+    error: float
+    accepted: float
+    leaves: int
+
+
+def enumerate_case(case: Case, verifier: Verifier, mangle: Mangle | None = None) -> Outcome:
+    """Exact law of the emitted tokens, continued by the target to full length, against the target's own law.
+
+    mangle: what a wrong drafter does to its tree after drawing it (scripts/proofs/controls/catalogue.py).
+    """
+    length = case.shape.depth + 1
+    law: dict[tuple[int, ...], float] = {}
+    accepted, leaves = 0.0, 0
+    scripts: list[list[int]] = [[]]
+    while scripts:
+        rng = Branches(scripts)
+        rows = len(scripts)
+        tree, context = case.propose(rng, rows)
+        tree.validate(case.vocab)
+        if mangle is not None:
+            tree = mangle(tree)
+            context = case.contexts(tree)
+        verdict = verifier(tree, Law(case.sampling, case.target[context], tree), rng)
+        scripts = rng.new
+        leaves += rows
+        accepted += float((rng.weight * verdict.length).sum())
+        for b in range(rows):
+            nodes = verdict.path[b][: verdict.length[b]]
+            key = (*tree.tokens[b, nodes].tolist(), int(verdict.bonus[b]))
+            law[key] = law.get(key, 0.0) + float(rng.weight[b])
+    return Outcome(_difference(case, law, length), accepted, leaves)
+
+
+def _difference(case: Case, law: dict[tuple[int, ...], float], length: int) -> float:
+    cache: dict[int, list[float]] = {}
+
+    def conditional(prefix: tuple[int, ...]) -> list[float]:
+        context = 0
+        for token in prefix:
+            context = context * (case.vocab + 1) + token + 1
+        if context not in cache:
+            cache[context] = naive_law(case.target[context], case.sampling).tolist()
+        return cache[context]
+
+    def spread(table: dict[tuple[int, ...], float]) -> dict[tuple[int, ...], float]:
+        full: dict[tuple[int, ...], float] = {}
+        todo = list(table.items())
+        while todo:
+            prefix, mass = todo.pop()
+            if len(prefix) == length:
+                full[prefix] = full.get(prefix, 0.0) + mass
+            else:
+                todo += [((*prefix, x), mass * p) for x, p in enumerate(conditional(prefix)) if p]
+        return full
+
+    ours, theirs = spread(law), spread({(): 1.0})
+    return max(abs(ours.get(k, 0.0) - theirs.get(k, 0.0)) for k in ours.keys() | theirs.keys())

@@ -1,0 +1,236 @@
+"""The target as Hugging Face runs it, and the greedy layer of a certificate: token equality with its `generate`.
+
+The reference is always a plain pass of the Hugging Face model with its own attention, no cache and no tree; rounding is
+measured, not assumed (see `rounding`).
+
+Shape letters: T sequence length, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decode.drafters import Drafter
+from decode.engine import Generation, Request, Rule, generate
+from decode.sampling import Sampling
+from decode.target import Target
+from scripts.common.parts import Parts
+from scripts.proofs import pit
+from scripts.proofs.recorder import Recorder
+from scripts.scoring.reference import hf_generate
+
+BUDGET = 64 * 2**20  # logits held at once, in numbers
+BEST = 8  # tokens that rounding could make the greedy one
+CHUNK = 4  # batches of requests between two saves
+Advance = Callable[[int], None]
+
+
+@dataclass
+class Plain:
+    """The target as Hugging Face runs it, with the attention it was loaded with."""
+
+    target: Target
+
+    @torch.no_grad()
+    def logits(self, sequences: Sequence[tuple[list[int], int]]) -> list[Tensor]:
+        """For each (ids, start): logits [len(ids) - start, V] that predict ids[start:], in one pass, right-padded."""
+        longest, first = max(len(ids) for ids, _ in sequences) - 1, min(start for _, start in sequences) - 1
+        batch = torch.zeros(len(sequences), longest, dtype=torch.int64)
+        mask = torch.zeros_like(batch)
+        for b, (ids, _) in enumerate(sequences):
+            batch[b, : len(ids) - 1] = torch.tensor(ids[:-1])
+            mask[b, : len(ids) - 1] = 1
+        with self.target.as_loaded() as model:
+            keep = {}
+            if "logits_to_keep" in inspect.signature(model.forward).parameters:
+                keep["logits_to_keep"] = longest - first
+            device = self.target.device
+            out = model(batch.to(device), attention_mask=mask.to(device), use_cache=False, **keep).logits
+        skip = longest - out.shape[1]
+        return [out[b, start - 1 - skip : len(ids) - 1 - skip] for b, (ids, start) in enumerate(sequences)]
+
+    def in_batches(self, sequences: Sequence[tuple[list[int], int]],
+                   guidance: float | None = None) -> Iterator[tuple[int, Tensor]]:  # fmt: skip
+        """(index, logits) of every sequence, as many at once as the memory budget allows, alike lengths together.
+
+        guidance: classifier-free guidance as in transformers (Sanchez et al. 2306.17806): log-probabilities moved away
+        from those of an unconditional pass, which sees the prompt's last token and what was generated.
+        """
+        order = sorted(range(len(sequences)), key=lambda i: len(sequences[i][0]))
+        while order:
+            size, longest = 0, 0
+            for i in order:
+                longest = max(longest, len(sequences[i][0]))
+                if size and (size + 1) * longest * self.target.vocab_size > BUDGET:
+                    break
+                size += 1
+            chunk, order = order[:size], order[size:]
+            found = self.logits([sequences[i] for i in chunk])
+            if guidance is not None:
+                free = self.logits([(ids[start - 1 :], 1) for ids, start in (sequences[i] for i in chunk)])
+                found = [_guided(a, b, guidance) for a, b in zip(found, free, strict=True)]
+            yield from zip(chunk, found, strict=True)
+
+    def stepped(self, ids: list[int], start: int, guidance: float | None = None) -> Tensor:
+        """What `in_batches` says of one text, [len(ids) - start, V], by a cached step per token: plain decoding."""
+        found = self._steps(ids, start)
+        return found if guidance is None else _guided(found, self._steps(ids[start - 1 :], 1), guidance)
+
+    @torch.no_grad()
+    def _steps(self, ids: list[int], start: int) -> Tensor:
+        found = []
+        with self.target.as_loaded() as model:
+            out = model(torch.tensor([ids[:start]], device=self.target.device), use_cache=True)
+            for token in ids[start:]:
+                found.append(out.logits[0, -1])
+                if len(found) < len(ids) - start:
+                    now = torch.tensor([[token]], device=self.target.device)
+                    out = model(now, past_key_values=out.past_key_values, use_cache=True)
+        return torch.stack(found)
+
+    @torch.no_grad()
+    def rounding(self, prompts: Sequence[Sequence[int]], steps: int = 16) -> dict[str, float]:
+        """What rounding does in this model and dtype, the engine left out: two plain ways to compute the same logits,
+        one pass over the whole text and one cached step per token, compared.
+
+        logit: largest difference of any logit. gap: largest difference of the distance to the best logit, over the BEST
+        tokens of either: what can turn a greedy choice.
+        """
+        worst = gap = 0.0
+        for prompt in prompts:
+            ids = list(prompt)
+            stepped: list[Tensor] = []
+            with self.target.as_loaded() as model:
+                out = model(torch.tensor([ids], device=self.target.device), use_cache=True)
+                for _ in range(steps):
+                    stepped.append(out.logits[0, -1])
+                    ids.append(int(stepped[-1].argmax()))
+                    out = model(
+                        torch.tensor([[ids[-1]]], device=self.target.device),
+                        past_key_values=out.past_key_values,
+                        use_cache=True,
+                    )
+            whole = self.logits([(ids, len(prompt))])[0]
+            a, b = whole.double(), torch.stack(stepped).double()
+            worst = max(worst, float((a - b).abs().max()))
+            near = torch.zeros_like(a, dtype=torch.bool)
+            for x in (a, b):
+                near.scatter_(1, x.topk(min(BEST, x.shape[1])).indices, True)
+            moved = (a - a.amax(1, keepdim=True)) - (b - b.amax(1, keepdim=True))
+            gap = max(gap, float(moved[near].abs().max()))
+        return {"logit": worst, "gap": gap}
+
+
+def _guided(given: Tensor, free: Tensor, guidance: float) -> Tensor:
+    a, b = given.float().log_softmax(-1), free.float().log_softmax(-1)
+    return b + guidance * (a - b)
+
+
+@dataclass
+class Greedy:
+    """divergences: {prompt, position, ours, theirs, margin, kind: "rounding tie" | "defect"}, first one per prompt.
+    astray: emitted tokens that are not the best one of the very logits they were verified against."""
+
+    prompts: int
+    tokens: int
+    accepted: int
+    astray: int
+    divergences: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def defects(self) -> int:
+        return sum(d["kind"] == "defect" for d in self.divergences)
+
+
+def greedy_layer(plain: Plain, target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], tokens: int,
+                 batch_size: int, verify: str | Rule, tolerance: float, sampling: Sampling | None = None,
+                 guidance: float | None = None, theirs: list[list[int]] | None = None,
+                 advance: Advance = lambda n: None, parts: Parts | None = None) -> Greedy:  # fmt: skip
+    """Token equality at T = 0 with Hugging Face `generate`, every first divergence classified.
+
+    A divergence is a rounding tie when a plain pass puts the two tokens and the best one within `tolerance` of each
+    other; anything else is a defect. An answer that differs from the reference's is generated again by itself first,
+    since left padding moves the last bits of a batch. Besides, and whatever rounding does, every emitted token must be
+    the best one (lowest id among equals) of the logits it was verified against. sampling: where the repetition penalty
+    and the processors come from. theirs: the reference's tokens, when known already. parts: keeps what is done.
+    """
+    sampling = greedy_of(sampling or Sampling())
+    parts = parts or Parts(None)
+    requests = [Request(list(p), tokens, id=i) for i, p in enumerate(prompts)]
+    if theirs is None:
+        theirs = reference_tokens(plain, requests, sampling, batch_size, guidance)
+    ours = parts.lines("greedy")
+    advance(len(ours))
+    while len(ours) < len(requests):
+        chunk = requests[len(ours) : len(ours) + CHUNK * batch_size]
+        seen = Recorder(verify, chunk, functools.partial(_is_best, sampling))
+        run = generate(target, drafter, chunk, sampling, batch_size=batch_size, verify=seen, guidance=guidance,
+                       coins=seen.coins)  # fmt: skip
+        for g, line in zip(run.generations, seen.emitted(run, chunk), strict=True):
+            good = sum(e.call.kept[e.index] and e.token == t for e, t in zip(line, g.token_ids, strict=False))
+            ours.append([g.token_ids, sum(g.from_draft), len(g.token_ids) - good])
+            parts.add("greedy", ours[-1])
+        advance(len(chunk))
+    result = Greedy(len(prompts), sum(len(o[0]) for o in ours), sum(o[1] for o in ours),
+                    sum(o[2] for o in ours))  # fmt: skip
+    for i, (out, wanted) in enumerate(zip((o[0] for o in ours), theirs, strict=True)):
+        if out == wanted:
+            continue
+        alone = reference_tokens(plain, [requests[i]], sampling, 1, guidance)[0]
+        if out != alone:
+            known = Generation(list(prompts[i]), out)
+            result.divergences.append(_classify(plain, i, known, alone, tolerance, sampling, guidance))
+    return result
+
+
+def _is_best(sampling: Sampling, logits: Tensor, tokens: Tensor, histories: list[list[int]]) -> list[bool]:
+    """Whether each token [K] is the best one of its logits [K, V]; in the decoder's precision: nothing to forgive."""
+    scores = logits if logits.dtype == torch.float64 else logits.float()
+    scores = pit.processed(scores, sampling, histories)
+    return [bool(x) for x in (scores == scores.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1) == tokens]
+
+
+def greedy_of(sampling: Sampling) -> Sampling:
+    """The same settings at T = 0, where truncation has nothing to cut."""
+    return Sampling(0.0, repetition_penalty=sampling.repetition_penalty, processors=sampling.processors)
+
+
+def reference_tokens(plain: Plain, requests: Sequence[Request], sampling: Sampling, batch_size: int = 1,
+                     guidance: float | None = None, advance: Advance = lambda n: None,
+                     parts: Parts | None = None) -> list[list[int]]:  # fmt: skip
+    """What Hugging Face `generate` writes. Guided rows go one by one: it cannot batch unlike prompts there."""
+    parts = parts or Parts(None)
+    size = 1 if guidance is not None else batch_size
+    found = parts.lines("reference")
+    advance(len(found))
+    while len(found) < len(requests):
+        chunk = requests[len(found) : len(found) + size]
+        with plain.target.as_loaded():
+            run = hf_generate(plain.target, chunk, sampling, batch_size=size, guidance=guidance)
+        for generation in run.generations:
+            found.append(generation.token_ids)
+            parts.add("reference", found[-1])
+        advance(len(chunk))
+    return found
+
+
+def _classify(plain: Plain, prompt: int, out: Generation, wanted: list[int], tolerance: float,
+              sampling: Sampling, guidance: float | None = None) -> dict[str, Any]:  # fmt: skip
+    at = next((k for k, (a, b) in enumerate(zip(out.token_ids, wanted, strict=False)) if a != b), None)
+    if at is None:  # one stopped where the other went on
+        short = min(len(out.token_ids), len(wanted))
+        return {"prompt": prompt, "position": short, "ours": None, "theirs": None, "margin": None, "kind": "defect"}
+    a, b = out.token_ids[at], wanted[at]
+    ids, start = [*out.prompt_ids, *out.token_ids[:at], a], len(out.prompt_ids)
+    logits = next(plain.in_batches([(ids, start)], guidance))[1][-1:].double()
+    scores = pit.processed(logits, sampling, [ids[:-1]])[0]
+    margin = float(scores.max() - torch.minimum(scores[a], scores[b]))
+    kind = "rounding tie" if margin <= tolerance else "defect"
+    return {"prompt": prompt, "position": at, "ours": a, "theirs": b, "margin": margin, "kind": kind}

@@ -1,0 +1,348 @@
+"""The sample that a certificate judges: every emitted token, placed in the law it was verified against, and that law
+beside plain decoding's.
+
+Two questions are asked of each token, so that rounding enters one of them only. Is it a draw from the law of the logits
+that verification had (recorder.py, pit.py, directions.py)? How far do these logits lie from a plain pass's (passes.py)?
+
+Shape letters: R tokens, V vocabulary, O orders, G strata, n sample size.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decode.drafters import Drafter
+from decode.engine import Generation, Request, Rule, generate
+from decode.sampling import Sampling
+from decode.target import Target
+from scripts.common.parts import Parts
+from scripts.proofs import directions, passes, pit
+from scripts.proofs.greedy import Advance, Plain
+from scripts.proofs.recorder import Emitted, Recorder, astray
+
+ROWS = 128  # laws at once
+RECENT = 8  # tokens of the same answer that a stale row could repeat
+KEYED = 4  # pseudo-random orders of the ids
+ORDERS = ("by probability", "by id", *(f"by key {k}" for k in range(KEYED)))
+GROUPS = (
+    "all tokens",
+    "first of a cycle, after a rejection",
+    "first of a cycle, after a whole draft",
+    "place 1",
+    "place 2",
+    "place 3 and on",
+    "bonus of a whole draft",
+    "flat laws",
+)
+FLAT = 0.5  # a law is flat when its largest mass is below
+COLUMNS = (
+    "u",
+    "top",
+    "depth",
+    "sequence",
+    "groups",
+    "outside",
+    "edge",
+    "sliver",
+    "passes",
+    "drafted",
+    "draft",
+    "tokens",
+)
+
+
+@dataclass
+class Sample:
+    """n emitted tokens in the order of their requests.
+
+    u: [n, O] transforms, one column per order; top: largest mass of each law; depth: place in its cycle (0 = first
+    token of a cycle, or the prefill's); sequence: which request; groups: [n, G] bool; outside: tokens without mass;
+    edge: tokens at a truncation's edge within float32's tolerance, sliver: how many the laws expect there; passes:
+    [n, 2] of passes.distances; drafted: share that were accepted draft tokens; proposals: cycles that had a draft to
+    verify; astray: answers that hold something else than verification chose; tally: the direction tests.
+    """
+
+    u: np.ndarray
+    top: np.ndarray
+    depth: np.ndarray
+    sequence: np.ndarray
+    groups: np.ndarray
+    outside: int
+    edge: int
+    sliver: float
+    passes: np.ndarray
+    drafted: float
+    proposals: int
+    astray: int
+    tally: directions.Tally | None
+
+    def strata(self) -> dict[str, np.ndarray]:
+        """The transforms by probability of all tokens and, where both are large enough, of first and later tokens of a
+        cycle: for figures."""
+        first, u = self.depth == 0, self.u[:, 0]
+        cut = {"first of a cycle": u[first], "later in a cycle": u[~first]}
+        return {"all tokens": u, **(cut if min(map(len, cut.values())) >= pit.SMALLEST else {})}
+
+    def tests(self) -> list[pit.Test]:
+        """Every test of the sample.
+
+        The strata are known before the token: that a cycle got as far as place d says nothing about the token there,
+        given those before it (docs/lossless.md). Whether the token itself was an accepted draft token would."""
+        found = [t for i, order in enumerate(ORDERS) for t in pit.uniformity(self.u[:, i], GROUPS[0], order)]
+        for g, group in enumerate(GROUPS[1:], 1):
+            u = self.u[self.groups[:, g], 0]
+            found += pit.uniformity(u, group) if len(u) >= pit.SMALLEST else []
+        same = np.r_[False, self.sequence[1:] == self.sequence[:-1]] if len(self.u) else np.zeros(0, dtype=bool)
+        for name, joined in (("inside a cycle", same & (self.depth > 0)), ("between cycles", same & (self.depth == 0))):
+            for i, order in enumerate(ORDERS[:3]):
+                found += pit.independence(self.u[:, i], joined, f"two tokens {name}", order)
+        found += pit.edge_test(self.edge, self.sliver, len(self.u))
+        return found + (self.tally.tests() if self.tally else [])
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one sample is drawn under. chunk: batches between two saves."""
+
+    sampling: Sampling
+    tokens: int
+    max_new_tokens: int
+    batch_size: int
+    seed: int = 0
+    verify: str | Rule = "traversal"
+    guidance: float | None = None
+    chunk: int = 2
+
+
+def sampling_layer(plain: Plain, target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], how: Setting,
+                   stop: Callable[[Sample], bool] | None = None, advance: Advance = lambda n: None,
+                   parts: Parts | None = None) -> Sample:  # fmt: skip
+    """Decode until `how.tokens` tokens are out (the prompts again and again, each time with other random numbers),
+    place every one of them in the law it was verified against, and compare that law with a plain pass's.
+
+    Exactly that many are used, cut in the order of the requests, so that neither a stop token nor the budget selects.
+    stop(sample so far) ends early: for controls that are known to fail already. parts: keeps what is done.
+    """
+    parts = parts or Parts(None)
+    rows = _known(parts, how.tokens)
+    tally = _tally(rows, target)
+    while sum(row["size"] for row in rows) < how.tokens:
+        if stop is not None and rows and stop(gather(rows, tally)):
+            break
+        done = sum(row["size"] for row in rows)
+        advance(done)
+        row, tally = _chunk(plain, target, drafter, prompts, how, rows, tally)
+        rows.append(row)
+        parts.add("sampling", row)
+    advance(sum(row["size"] for row in rows))
+    return gather(rows, tally)
+
+
+def _known(parts: Parts, tokens: int) -> list[dict[str, Any]]:
+    """The chunks done so far. One that an earlier run cut short, because it wanted fewer tokens, is done again."""
+    rows = list({row["number"]: row for row in parts.lines("sampling")}.values())
+    short = sum(row["size"] for row in rows) < tokens
+    return rows[:-1] if rows and short and not rows[-1]["whole"] else rows
+
+
+def _tally(rows: Sequence[dict[str, Any]], target: Target) -> directions.Tally | None:
+    """The direction tests after the last chunk."""
+    if not rows:
+        return None
+    found = directions.Tally(directions.Bank(target.vocab_size, rows[0]["key"], target.device), GROUPS)
+    with np.load(io.BytesIO(base64.b64decode(rows[-1]["tally"]))) as known:
+        found.restore(dict(known))
+    return found
+
+
+def _packed(tally: directions.Tally) -> str:
+    file = io.BytesIO()
+    np.savez_compressed(file, **tally.state())  # type: ignore[arg-type]
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def _key(generations: Sequence[Generation]) -> int:
+    """The key of all pseudo-random orders and directions: a hash of the first answers, which no decoder knew before."""
+    text = json.dumps([g.token_ids for g in generations]).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8])
+
+
+def _chunk(
+    plain: Plain,
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    how: Setting,
+    rows: Sequence[dict[str, Any]],
+    tally: directions.Tally | None,
+) -> tuple[dict[str, Any], directions.Tally]:
+    """The next requests: what is kept of their tokens, as many as are still wanted."""
+    number = sum(row["requests"] for row in rows)
+    wanted = how.tokens - sum(row["size"] for row in rows)
+    asked = [Request(list(prompts[(number + i) % len(prompts)]), how.max_new_tokens, id=number + i)
+             for i in range(how.chunk * how.batch_size)]  # fmt: skip
+    seen = Recorder(how.verify, asked)
+    run = generate(target, drafter, asked, how.sampling, batch_size=how.batch_size, seed=how.seed, verify=seen,
+                   guidance=how.guidance, coins=seen.coins)  # fmt: skip
+    lines = seen.emitted(run, asked)
+    key = rows[0]["key"] if rows else _key(run.generations)
+    tally = tally or directions.Tally(directions.Bank(target.vocab_size, key, target.device), GROUPS)
+    judge = _Judge(how, key, tally, np.random.default_rng([how.seed, 20240601, number]))
+    texts = [([*g.prompt_ids, *g.token_ids], len(g.prompt_ids)) for g in run.generations]
+    counts = np.clip(wanted - np.r_[0, np.cumsum([len(line) for line in lines])[:-1]], 0, [len(line) for line in lines])
+    used = [i for i, count in enumerate(counts) if count]
+    near: dict[int, np.ndarray] = {}
+    for i, logits in plain.in_batches([texts[i] for i in used], how.guidance):
+        ids, start = texts[used[i]]
+        past = [ids[:j] for j in range(start, len(ids))] if how.sampling.uses_history else []
+        near[used[i]] = passes.distances(_logits(lines[used[i]]), logits, how.sampling, past)
+    columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+    for i in used:
+        found = judge.answer(run.generations[i], lines[i][: counts[i]])
+        found["sequence"] = [number + i] * int(counts[i])
+        found["passes"] = near[i][: counts[i]].tolist()
+        for name in COLUMNS:
+            columns[name] += found[name]
+    judge.close()
+    size = int(counts.sum())
+    row = {"number": number, "requests": len(asked), "size": size, "whole": size == sum(map(len, lines)), "key": key,
+           "astray": astray(lines, run), "tally": _packed(tally), **columns}  # fmt: skip
+    return row, tally
+
+
+def _logits(line: Sequence[Emitted]) -> Tensor:
+    return torch.stack([e.call.kept[e.index] for e in line])
+
+
+class _Judge:
+    """Places the tokens of a chunk, answer by answer; the direction tests take them in blocks of ROWS."""
+
+    def __init__(self, how: Setting, key: int, tally: directions.Tally, coin: np.random.Generator) -> None:
+        self.how, self.tally, self.coin = how, tally, coin
+        size, device = tally.bank.ids.shape[0], tally.bank.ids.device
+        keyed = [directions.hashed(size, key + 1 + k).argsort().argsort() for k in range(KEYED)]
+        self.keyed = torch.tensor(np.stack(keyed), device=device)
+        self.mean: dict[int, Tensor] = {}
+
+    def answer(self, g: Generation, line: Sequence[Emitted]) -> dict[str, list[Any]]:
+        """The columns of the tokens `line`, which begin the generation `g`."""
+        ids, start, tokens = [*g.prompt_ids, *g.token_ids], len(g.prompt_ids), [e.token for e in line]
+        depth = _depths(g)[: len(line)]
+        columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+        before: Tensor | None = None
+        groups = _groups(g, depth)
+        for a in range(0, len(line), ROWS):
+            some = slice(a, min(a + ROWS, len(line)))
+            past = range(some.start, some.stop) if self.how.sampling.uses_history else ()
+            histories = [ids[: start + i] for i in past]
+            logits = _logits(line[some])
+            chosen = torch.tensor(tokens[some], device=logits.device)
+            p = pit.places(logits, chosen, self.how.sampling, histories)
+            groups[some, -1] = p.top < FLAT
+            law = p.law.float()
+            block = self._block(law, before, line[some], ids, start + a)
+            before = law[-1:]
+            self.tally.add(self.tally.bank.open(block), chosen, groups[some])
+            columns["u"] += self._transforms(p, law, chosen).tolist()
+            for name in ("top", "outside", "edge", "sliver"):
+                columns[name] += getattr(p, name).astype(float).tolist()
+        starts = {c.start for c in g.cycles if c.proposed > 0}
+        columns["depth"], columns["groups"] = depth.tolist(), (groups @ (1 << np.arange(len(GROUPS)))).tolist()
+        columns["drafted"] = [int(d) for d in g.from_draft[: len(line)]]
+        columns["draft"] = [int(t in starts) for t in range(len(line))]  # a cycle with a draft begins here
+        columns["tokens"] = tokens
+        return columns
+
+    def _transforms(self, p: pit.Places, law: Tensor, chosen: Tensor) -> np.ndarray:
+        """[R, O]. A token without mass has none: it is counted apart, and its place is drawn."""
+        one = chosen[:, None]
+        below = [torch.from_numpy(p.below), (law.cumsum(-1) - law).gather(1, one)[:, 0].cpu()]
+        for order in self.keyed:
+            below.append((law * (order < order[one])).sum(-1).cpu())
+        v = self.coin.random((len(chosen), len(ORDERS)))
+        found = np.stack([b.double().numpy() for b in below], 1) + v * p.mass[:, None]
+        return np.where(p.outside[:, None], v, found.clip(0, 1))
+
+    def _block(
+        self, law: Tensor, before: Tensor | None, line: Sequence[Emitted], ids: list[int], at: int
+    ) -> directions.Block:
+        """What is known before each token of `line`, the first of which is number `at` of the text `ids`."""
+        before = torch.zeros_like(law[:1]) if before is None else before
+        others = torch.stack([self._mean(e) for e in line])
+        recent = torch.tensor([([-1] * RECENT + ids[: at + i])[-RECENT:] for i in range(len(line))], device=law.device)
+        rows = [[t for r, t in enumerate(e.call.last) if r != e.row] for e in line]
+        most = max(map(len, rows))
+        theirs = torch.tensor([r + [-1] * (most - len(r)) for r in rows], dtype=torch.int64, device=law.device)
+        return directions.Block(law, torch.cat([before, law[:-1]]), others, recent, theirs.reshape(len(line), most))
+
+    def _mean(self, e: Emitted) -> Tensor:
+        """The mean law of the call's rows, near enough: a direction may be any function of the past."""
+        if id(e.call) not in self.mean:
+            logits = e.call.kept[e.call.start].float() / self.how.sampling.temperature
+            mean = logits.softmax(-1).mean(0)
+            self.mean[id(e.call)] = mean if len(e.call.start) > 1 else torch.zeros_like(mean)
+        return self.mean[id(e.call)]
+
+    def close(self) -> None:
+        """Let go of the laws."""
+        self.mean.clear()
+
+
+def _groups(g: Generation, depth: np.ndarray) -> np.ndarray:
+    """[n, G] bool; the last column is left to whoever knows the laws."""
+    starts = np.array([0, *(c.start for c in g.cycles)])
+    cycle = np.searchsorted(starts, np.arange(len(depth)), side="right") - 1  # 0: the prefill's
+    proposed = np.array([0, *(c.proposed for c in g.cycles)])
+    accepted = np.array([0, *(c.accepted for c in g.cycles)])
+    whole = (proposed > 0) & (accepted == proposed)
+    previous = np.maximum(cycle - 1, 0)
+    first = (depth == 0) & (cycle > 1)
+    every = np.ones(len(depth), dtype=bool)
+    return np.stack([
+        every, first & (proposed[previous] > accepted[previous]), first & whole[previous],
+        depth == 1, depth == 2, depth >= 3, (depth > 0) & (depth == proposed[cycle]), ~every,
+    ], 1)  # fmt: skip
+
+
+def _depths(generation: Generation) -> np.ndarray:
+    """Place of every token in its cycle; the prefill's token is a cycle of its own."""
+    starts = np.array([0, *(c.start for c in generation.cycles)])
+    place = np.arange(len(generation.token_ids))
+    return place - starts[np.searchsorted(starts, place, side="right") - 1]
+
+
+def gather(rows: Sequence[dict[str, Any]], tally: directions.Tally | None) -> Sample:
+    """All chunks as one sample."""
+
+    def column(name: str, width: int = 0) -> np.ndarray:
+        shape = (-1, width) if width else (-1,)
+        return np.concatenate([np.array(row[name], dtype=float).reshape(shape) for row in rows]) if rows else np.zeros(
+            (0, width) if width else 0)  # fmt: skip
+
+    u = column("u", len(ORDERS))
+    outside, edge, proposals = (int(column(name).sum()) for name in ("outside", "edge", "draft"))
+    groups = (column("groups").astype(np.int64)[:, None] >> np.arange(len(GROUPS))) & 1
+    drafted = float(column("drafted").sum()) / max(len(u), 1)
+    return Sample(u, column("top"), column("depth"), column("sequence"), groups.astype(bool), outside, edge,
+                  float(column("sliver").sum()), column("passes", 2), drafted, proposals,
+                  sum(row["astray"] for row in rows), tally)  # fmt: skip
+
+
+def texts_of(rows: Sequence[dict[str, Any]], prompts: Sequence[Sequence[int]]) -> list[tuple[list[int], int]]:
+    """(ids, start) of the answers in `rows`, as far as their tokens were used."""
+    found: dict[int, list[int]] = {}
+    for row in rows:
+        for request, token in zip(row["sequence"], row["tokens"], strict=True):
+            found.setdefault(request, []).append(token)
+    begun = {request: list(prompts[request % len(prompts)]) for request in found}
+    return [([*begun[request], *tokens], len(begun[request])) for request, tokens in found.items()]

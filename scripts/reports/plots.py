@@ -1,0 +1,300 @@
+"""The figures of a report, drawn from report.json alone: nothing is recomputed here.
+
+Each panel is a function (axes, report) so that the same drawing serves the page (inline SVG) and figure.png.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from scripts.scoring.names import clipped
+
+THEMED = {"#1d2433": "ink", "#667085": "muted", "#e6e8ee": "line", "#98a1b3": "faint", "#b9bfcc": "faint"}
+FEW = 5  # a share of fewer trials is not drawn
+CROWD = 4  # more drafters than these get one line each
+DEEPEST = 5  # ranks are drawn down to this depth
+WIDE = 6.6  # inches of a panel
+INK, MUTED, GRID = "#1d2433", "#667085", "#e6e8ee"
+COLORS = ("#3767d6", "#e2762b", "#1f9d73", "#8b56c9", "#d43f5e", "#0f93a8", "#a8832a", "#c45aa5")
+PARTS = {
+    "target": ("target's passes", "#3767d6"),
+    "drafter": ("drafter", "#8b56c9"),
+    "law": ("law", "#1f9d73"),
+    "verify": ("verification", "#a8d06b"),
+    "cache": ("cache", "#e2762b"),
+    "python": ("Python", "#b9bfcc"),
+}
+STYLE: Any = {
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": MUTED,
+    "axes.titlecolor": INK,
+    "axes.titlesize": 11.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 12,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": MUTED,
+    "ytick.color": INK,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "svg.fonttype": "none",
+}
+
+
+def color_of(report: dict[str, Any]) -> dict[str, str]:
+    """Drafter name -> colour: grey for rows that draft nothing, the palette in order for the others."""
+    drafting = [d["name"] for d in report["drafters"] if d["shape"] != "none"]
+    palette = {name: COLORS[i % len(COLORS)] for i, name in enumerate(drafting)}
+    return {d["name"]: palette.get(d["name"], "#98a1b3") for d in report["drafters"]}
+
+
+def drafting(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows that draft, transformers' own among them not."""
+    return [d for d in report["drafters"] if d["shape"] != "none"]
+
+
+def named(ax: Axes, labels: Sequence[str]) -> None:
+    """One row of bars or dots per label, each with room for its own."""
+    ax.set_yticks(range(len(labels)), [clipped(label) for label in labels])
+    ax.set_ylim(-0.5, len(labels) - 0.5 if labels else 0.5)
+    ax.grid(axis="y", visible=False)
+
+
+def _bars(ax: Axes, report: dict[str, Any], key: str, title: str, unit: str, label: str) -> None:
+    rows = [d for d in report["drafters"] if d.get(key) and d[key]["mean"] is not None][::-1]
+    colors = color_of(report)
+    far = max([d[key]["high"] or d[key]["mean"] for d in rows], default=1.0)
+    for y, d in enumerate(rows):
+        value, low, high = d[key]["mean"], d[key]["low"], d[key]["high"]
+        ax.barh(y, value, height=0.62, color=colors[d["name"]], alpha=0.92)
+        if low is not None and high > low:
+            ax.plot([low, high], [y, y], color=INK, linewidth=1.6, solid_capstyle="butt")
+        ax.text(far * 1.03, y, f"{value:.2f}{unit}", va="center", color=INK, fontweight="bold")
+    ax.axvline(1.0, color=MUTED, linewidth=1, linestyle=(0, (3, 3)))
+    named(ax, [d["label"] for d in rows])
+    ax.set_xlim(0, far * 1.2)
+    ax.set_title(title)
+    ax.set_xlabel(label)
+
+
+def speedup(ax: Axes, report: dict[str, Any]) -> None:
+    _bars(ax, report, "speedup", "Speed against plain decoding", "×", "times `none`, decoding alone")
+
+
+def accepted_length(ax: Axes, report: dict[str, Any]) -> None:
+    _bars(ax, report, "accepted_length", "Tokens per target pass", "", "accepted length, bonus token included")
+
+
+def by_position(ax: Axes, report: dict[str, Any]) -> None:
+    colors, deepest, drawn = color_of(report), 1, drafting(report)
+    both = len(drawn) <= CROWD
+    for d in drawn:
+        points = [p for p in d["acceptance_by_position"] if p["trials"] >= FEW]
+        if not points:
+            continue
+        x = [p["position"] for p in points]
+        deepest = max(deepest, *x)
+        ax.plot(x, [p["conditional"] for p in points], "o-", color=colors[d["name"]], label=d["label"], ms=5)
+        if both:
+            ax.plot(x, [p["unconditional"] for p in points], "--", color=colors[d["name"]], alpha=0.55)
+    ax.set_ylim(0, 1.02)
+    ax.set_xticks(range(1, deepest + 1))
+    ax.set_title("Acceptance by position")
+    ax.set_xlabel("depth in the draft (solid: given the parent was accepted; dashed: of all cycles)" if both else
+                  "depth in the draft (given that the parent was accepted)")  # fmt: skip
+    ax.yaxis.set_major_formatter(lambda v, _: f"{v:.0%}")
+    legend(ax)
+
+
+def by_category(ax: Axes, report: dict[str, Any]) -> None:
+    colors, drawn = color_of(report), drafting(report)
+    names = sorted({c for d in drawn for c in d["by_category"]}, reverse=True)
+    step = 0.76 / max(len(drawn), 1)
+    for i, d in enumerate(drawn):
+        for y, name in enumerate(names):
+            cell = d["by_category"].get(name, {}).get("accepted_length")
+            if not cell or cell["mean"] is None:
+                continue
+            at = y + 0.38 - step * (i + 0.5)
+            if cell["low"] is not None:
+                ax.plot([cell["low"], cell["high"]], [at, at], color=colors[d["name"]], alpha=0.45, lw=3)
+            ax.plot(cell["mean"], at, "o", color=colors[d["name"]], ms=5.5, label=None if y else d["label"])
+    for y in range(1, len(names)):
+        ax.axhline(y - 0.5, color=MUTED, linewidth=0.4, alpha=0.4)
+    ax.axvline(1.0, color=MUTED, linewidth=1, linestyle=(0, (3, 3)))
+    named(ax, names)
+    ax.set_title("Accepted length by category")
+    ax.set_xlabel("tokens per target pass")
+    legend(ax)
+
+
+def by_prompt(ax: Axes, report: dict[str, Any]) -> None:
+    _strips(ax, report, "accepted_length", "Accepted length per prompt", "tokens per target pass")
+
+
+def speedup_by_prompt(ax: Axes, report: dict[str, Any]) -> None:
+    _strips(ax, report, "speedup", "Speedup per prompt", "times `none` on the same prompt")
+    ax.xaxis.set_major_formatter(lambda v, _: f"{v:g}×")
+
+
+def _strips(ax: Axes, report: dict[str, Any], key: str, title: str, label: str) -> None:
+    """A histogram over prompts for every drafter, one below the other, the median marked."""
+    colors = color_of(report)
+    drawn = {d["name"]: [p[key] for p in d["per_prompt"] if p.get(key)] for d in drafting(report)}
+    rows = [d for d in drafting(report) if drawn[d["name"]]][::-1]
+    values = [v for d in rows for v in drawn[d["name"]]]
+    if values:
+        edges = np.linspace(min(1.0, *values), max(values) + 1e-9, 25)
+        most = max(int(np.histogram(drawn[d["name"]], edges)[0].max()) for d in rows)
+        for y, d in enumerate(rows):
+            counts = np.histogram(drawn[d["name"]], edges)[0] * (0.8 / most)
+            ax.stairs(y - 0.4 + counts, edges, baseline=y - 0.4, fill=True, color=colors[d["name"]], alpha=0.8, lw=0)
+            ax.axhline(y - 0.4, color=MUTED, linewidth=0.5, alpha=0.5)
+            middle = float(np.median(drawn[d["name"]]))
+            ax.plot([middle, middle], [y - 0.4, y + 0.4], color=INK, linewidth=1.3)
+        label += f" (full bar: {most} prompt{'s' if most > 1 else ''}; line: median)"
+    ax.axvline(1.0, color=MUTED, linewidth=1, linestyle=(0, (3, 3)))
+    named(ax, [d["label"] for d in rows])
+    ax.set_title(title)
+    ax.set_xlabel(label)
+
+
+def stacked(ax: Axes, rows: Sequence[tuple[str, dict[str, float]]]) -> None:
+    """Milliseconds per token by part, a bar for every (label, parts)."""
+    seen: set[str] = set()
+    far = max((sum(max(v, 0.0) for v in parts.values()) for _, parts in rows), default=1.0)
+    for y, (_, parts) in enumerate(rows[::-1]):
+        left = 0.0
+        for part, (label, color) in PARTS.items():
+            width = max(parts.get(part) or 0.0, 0.0)
+            ax.barh(y, width, left=left, height=0.62, color=color, label=None if part in seen else label)
+            seen.add(part)
+            left += width
+        ax.text(left + 0.012 * far, y, f"{left:.1f}", va="center", color=INK)
+    named(ax, [label for label, _ in rows[::-1]])
+    ax.set_xlim(0, far * 1.12)
+    ax.set_title("Where the time goes")
+    ax.set_xlabel("milliseconds per token while decoding")
+    legend(ax, 6)
+
+
+def time_per_token(ax: Axes, report: dict[str, Any]) -> None:
+    stacked(ax, [(d["label"], d["ms_per_token"]) for d in report["drafters"] if d.get("ms_per_token")])
+
+
+def legend(ax: Axes, columns: int = 3) -> None:
+    """Below the panel, in as many columns as its width holds: a wider one would squeeze the drawing."""
+    handles, labels = ax.get_legend_handles_labels()
+    if not handles:
+        return
+    labels = [clipped(label) for label in labels]
+    columns = min(columns, len(labels))
+    while columns > 1 and sum(_width(labels, columns)) > WIDE - 0.4:
+        columns -= 1
+    ax.figure.legend(handles, labels, loc="outside lower left", ncols=columns, handlelength=1.4, columnspacing=1.2,
+                     borderaxespad=0.3)  # fmt: skip
+
+
+def _width(labels: Sequence[str], columns: int) -> list[float]:
+    """Inches that each column of a legend takes, about."""
+    rows = -(-len(labels) // columns)
+    return [0.42 + 0.068 * max(map(len, labels[i : i + rows])) for i in range(0, len(labels), rows)]
+
+
+PANELS: dict[str, Callable[[Axes, dict[str, Any]], None]] = {
+    "speedup": speedup,
+    "accepted_length": accepted_length,
+    "time_per_token": time_per_token,
+    "acceptance_by_position": by_position,
+    "accepted_length_by_category": by_category,
+    "accepted_length_per_prompt": by_prompt,
+}
+
+
+def height(name: str, report: dict[str, Any]) -> float:
+    """Inches that a panel takes: as much as it has rows."""
+    rows, drawn = len(report["drafters"]), max(len(drafting(report)), 1)
+    if name in ("accepted_length_by_category", "prompts_by_category"):
+        categories = len({c for d in report["drafters"] for c in d["by_category"]})
+        return 1.6 + max(0.3, 0.1 * drawn) * max(categories, 2)
+    if name == "accepted_ranks":
+        return 1.7 + 0.26 * max(4, len(ranked(report)))
+    if name in ("accepted_length_per_prompt", "speedup_per_prompt"):
+        return 1.4 + 0.5 * max(4, drawn)
+    return 1.7 + 0.36 * max(5, rows) if name in PANELS else 3.8
+
+
+def ranked(report: dict[str, Any]) -> list[tuple[dict[str, Any], int, list[float]]]:
+    """(tree drafter, depth, share of all cycles that accepted the candidate of each rank there)."""
+    found = []
+    for d in drafting(report):
+        for p, counts in zip(d["acceptance_by_position"], d.get("acceptance_by_rank") or [], strict=False):
+            if d["shape"] == "tree" and sum(counts) and p["position"] <= DEEPEST:
+                found.append((d, p["position"], [c / d["cycles"] for c in counts]))
+    return found
+
+
+def panel(name: str, report: dict[str, Any]) -> Figure:
+    """One panel as a figure of its own."""
+    return figure(PANELS[name], report, height(name, report))
+
+
+def figure(draw: Callable[[Axes, dict[str, Any]], None], report: dict[str, Any], tall: float = 3.8) -> Figure:
+    """Any drawing as a figure of its own."""
+    with matplotlib.rc_context(STYLE):
+        made = Figure(figsize=(WIDE, tall), layout="constrained")
+        draw(made.subplots(), report)
+        return made
+
+
+def overview(report: dict[str, Any], title: str) -> bytes:
+    """All panels on one sheet, as PNG."""
+    names = list(PANELS)
+    tall = [max(height(n, report) for n in names[i : i + 2]) for i in range(0, len(names), 2)]
+    with matplotlib.rc_context(STYLE):
+        sheet = Figure(figsize=(2 * WIDE + 0.8, sum(tall) + 0.7), layout="constrained", facecolor="white")
+        sheet.get_layout_engine().set(w_pad=0.15, h_pad=0.15)  # type: ignore[union-attr,call-arg]
+        sheet.suptitle(title, x=0.02, ha="left", fontsize=14, fontweight="bold", color=INK)
+        parts: Any = sheet.subfigures(len(tall), 2, height_ratios=tall, squeeze=False)
+        for part, name in zip(parts.flat, names, strict=True):
+            PANELS[name](part.subplots(), report)
+        return png(sheet)
+
+
+def png(figure: Figure, dpi: int = 130) -> bytes:
+    buffer = io.BytesIO()
+    FigureCanvasAgg(figure)
+    figure.savefig(buffer, format="png", dpi=dpi)
+    return buffer.getvalue()
+
+
+def svg(figure: Figure, salt: str) -> str:
+    """Inline SVG whose ids are its own (several stand on one page) and whose bytes hold no date."""
+    buffer = io.StringIO()
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": salt}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
+    text = buffer.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)
+    text = re.sub(r'\b(id="|url\(#|href="#)', rf"\g<1>{salt}-", text)
+    for color, name in THEMED.items():  # the page's own colours, so that figures follow a dark theme
+        text = text.replace(color, f"var(--{name})")
+    return re.sub(r' (?:width|height)="[^"]*pt"', "", text, count=2)  # the page sets the width

@@ -1,0 +1,123 @@
+"""Choosing among drafters: from folders, repositories and families to rows, and from measured rows to a ranking.
+
+A rank is claimed only where it was measured: a row stands behind another one when the 95 % interval of their paired
+speed ratio lies on one side of 1. Rows that none is clearly faster than share a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from conf.errors import UserError
+from heads import HEADS, head_in
+from heads.checkpoint import CARD, read_card
+from heads.names import split
+from heads.small_lm.plain import is_plain
+from scripts.scoring.consistency import claims
+from scripts.scoring.names import ASSISTED
+
+WITHOUT_SHAPE = ("none", "ngram", "hf_generate", "hf_prompt_lookup")
+
+
+def expand(names: Sequence[str], runs: str, trees: bool) -> tuple[list[str], list[dict[str, str]]]:
+    """(drafters to load, [{name, reason}] of names that mean nothing).
+
+    A name is a drafter as it is written elsewhere, a run, head or model folder, a repository, a folder of such folders,
+    or a family (a kind of head: every run below `runs` of that kind). Folders are tried as chain and, with `trees`, as
+    tree.
+    """
+    specs: list[str] = []
+    skipped: list[dict[str, str]] = []
+    for name in names:
+        try:
+            family = name in HEADS and not Path(name).exists()
+            found = _family(name, runs, skipped) if family else _folders(name)
+        except UserError as error:
+            skipped.append({"name": name, "reason": str(error)})
+            continue
+        for one in found:
+            if _is_spelled_out(one):
+                specs.append(one)
+            else:
+                specs += [f"{one}@chain", *([f"{one}@tree"] if trees else [])]
+    return list(dict.fromkeys(specs)), skipped
+
+
+def _is_spelled_out(name: str) -> bool:
+    """Whether `name` says how it drafts, or has no shape to choose."""
+    return name in WITHOUT_SHAPE or name.startswith(f"{ASSISTED}@") or bool(split(name)[1])
+
+
+def _family(kind: str, runs: str, skipped: list[dict[str, str]]) -> list[str]:
+    """Every run below `runs` of this kind; a run whose head is damaged goes to `skipped`."""
+    found = []
+    for folder in _children(Path(runs).expanduser()):
+        head = head_in(str(folder))
+        if head is None:
+            continue
+        try:
+            card = read_card(head)
+        except UserError as error:
+            skipped.append({"name": str(folder), "reason": str(error)})
+            continue
+        if card["kind"] == kind:
+            found.append(str(folder))
+    if not found:
+        raise UserError(f"candidates: {kind}: no run of this kind below {runs}; set runs=FOLDER, or name the run")
+    return found
+
+
+def _folders(name: str) -> list[str]:
+    folder = Path(name).expanduser()
+    if _is_spelled_out(name) or is_plain(name) or not folder.is_dir() or _is_run(folder):
+        return [name]  # what it lacks is said when it is loaded
+    found = [str(child) for child in _children(folder) if _is_run(child) or is_plain(str(child))]
+    if not found:
+        raise UserError(f"candidates: {name}: neither a drafter nor a folder of drafters; give run folders, head "
+                        "folders or model folders")
+    return found
+
+
+def _is_run(folder: Path) -> bool:
+    if (folder / CARD).is_file() or (folder / "metrics.jsonl").is_file():
+        return True
+    return any((folder / name / CARD).is_file() for name in ("head", "best"))
+
+
+def _children(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith(".")) if folder.is_dir() else []
+
+
+def ranking(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows that draft, the fastest first: {name, label, rank, speedup, beaten_by, tied_with}. beaten_by: rows that are
+    clearly faster; tied_with: rows of the same rank from which this one cannot be told apart."""
+    parted = set(claims(report))
+
+    def faster(a: str, b: str) -> bool:
+        """Whether a is clearly faster than b."""
+        return (a, b) in parted
+
+    rows = [r for r in report["drafters"] if r["kind"] != "reference" and r["tokens_per_second"] is not None]
+    rows.sort(key=lambda r: -r["tokens_per_second"])
+    found = []
+    for row in rows:
+        beaten = [r["name"] for r in rows if faster(r["name"], row["name"])]
+        tied = [r["name"] for r in rows if r is not row and r["name"] not in beaten
+                and not faster(row["name"], r["name"])]  # fmt: skip
+        found.append({"name": row["name"], "label": row["label"], "rank": 1 + len(beaten), "speedup": row["speedup"],
+                      "beaten_by": beaten, "tied_with": tied})  # fmt: skip
+    return sorted(found, key=lambda row: row["rank"])  # stable: the faster first
+
+
+def lines(found: Sequence[dict[str, Any]]) -> list[str]:
+    """The ranking for a terminal."""
+    out, label = [], {row["name"]: row["label"] for row in found}
+    for row in found:
+        s = row["speedup"]
+        spread = "" if s["low"] is None or s["low"] == s["high"] else f" [{s['low']:.2f}, {s['high']:.2f}]"
+        mean = "–" if s["mean"] is None else f"{s['mean']:.2f}×"
+        tied = f", not to be told from {', '.join(label[n] for n in row['tied_with'])}" if row["tied_with"] else ""
+        out.append(f"{row['rank']}. {row['label']}: {mean}{spread}{tied}")
+    return out

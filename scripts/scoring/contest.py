@@ -1,0 +1,178 @@
+"""The measured run: every drafter on every prompt, taking turns so that drift of the machine hits all alike.
+
+For each chunk of prompts the drafters run one after another, and the one that begins moves on with every chunk.
+Drafters are grouped by the target they draft for (a head that was trained with its target brings another one); every
+group has a `none` of its own, whose answers become the history of later turns of that group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from conf.errors import UserError
+from decode.engine import Generation, Request, Run, Timing
+from decode.sampling import Sampling
+from decode.target import Target
+from heads.names import Draft
+from scripts.common.progress import Steps, columns
+from scripts.common.prompts import Prompt, chat_ids
+from scripts.scoring.memory import peak, start_peak
+from scripts.scoring.names import clipped
+
+WARM_UP_TOKENS = 8
+History = dict[str, list[dict[str, str]]]  # prompt id -> messages
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all drafters share."""
+
+    sampling: Sampling
+    max_new_tokens: int
+    batch_size: int
+    seed: int
+    verify: str
+    wait: bool = False  # at every part of a cycle for the device: exact parts, slower cycles
+
+
+@dataclass
+class Lane:
+    """A row of the table. run(requests, settings) -> Run. name: as the user wrote it, made unique; label: short.
+
+    target: whom it drafts for, None: the report's target. group: name of that target, "" for the report's. base: the
+    row of its group's plain decoding. facts: parameters, bytes, training cost, where known. draft: what its name asks
+    for, None for outside references.
+    """
+
+    name: str
+    label: str
+    kind: str
+    shape: str
+    depth: int
+    nodes: int
+    run: Callable[[Sequence[Request], Settings], Run]
+    target: Target | None = None
+    group: str = ""
+    base: str = "none"
+    facts: dict[str, Any] = field(default_factory=dict)
+    draft: Draft | None = None
+
+
+@dataclass
+class Answer:
+    """What one drafter wrote for one turn of one prompt."""
+
+    drafter: str
+    prompt_id: str
+    turn: int
+    category: str
+    generation: Generation
+
+
+@dataclass
+class Lap:
+    """One timed call: a chunk of prompts at the same turn, run by one drafter. tokens: all, prefill's included; first:
+    those of the prefill (None: one for each prompt). peak: bytes of memory at most."""
+
+    drafter: str
+    prompts: tuple[str, ...]
+    turn: int
+    timing: Timing
+    tokens: int
+    first: int | None = None
+    peak: int | None = None
+
+
+@dataclass
+class Contest:
+    """Everything measured. skipped_turns: (prompt id, turn, why) of turns that no drafter could run."""
+
+    answers: list[Answer] = field(default_factory=list)
+    laps: list[Lap] = field(default_factory=list)
+    skipped_turns: list[dict[str, Any]] = field(default_factory=list)
+
+
+def run_contest(target: Target, tokenizer: Any, prompts: Sequence[Prompt], lanes: Sequence[Lane], settings: Settings,
+                quiet: bool = False) -> Contest:  # fmt: skip
+    """Run every lane on every prompt.
+
+    Raises UserError when the first turn of a prompt does not fit the context; a later turn that does not fit,
+    because the history grew, is skipped for all drafters and noted.
+    """
+    contest = Contest()
+    groups = list(dict.fromkeys(lane.group for lane in lanes))
+    history: dict[str, History] = {g: {p.id: [] for p in prompts} for g in groups}
+    numbers = {p.id: i for i, p in enumerate(prompts)}
+    first = [chat_ids(tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in prompts]
+    for prompt, ids in zip(prompts, first, strict=True):
+        if len(ids) >= target.context_length:
+            raise UserError(f"prompts: {prompt.id} has {len(ids)} tokens and the target's context holds "
+                            f"{target.context_length}; shorten or remove that prompt")  # fmt: skip
+    _warm_up(lanes, first[0], settings)
+    size = settings.batch_size
+    chunks = [list(prompts[i : i + size]) for i in range(0, len(prompts), size)]
+    total = sum(max(len(p.turns) for p in chunk) for chunk in chunks) * len(lanes)
+    with Steps(*columns(28), quiet=quiet, transient=True) as progress:
+        task = progress.add_task("scoring", total=total, name="scoring")
+        for number, chunk in enumerate(chunks):
+            for turn in range(max(len(p.turns) for p in chunk)):
+                live: list[Prompt] = []
+                requests: dict[str, list[Request]] = {g: [] for g in groups}
+                for p in chunk:
+                    if turn >= len(p.turns) or any(len(history[g][p.id]) < 2 * turn for g in groups):
+                        continue
+                    ids_of = {}
+                    for g in groups:
+                        history[g][p.id].append({"role": "user", "content": p.turns[turn]})
+                        ids_of[g] = chat_ids(tokenizer, history[g][p.id])
+                    longest = max(map(len, ids_of.values()))
+                    if longest >= target.context_length:
+                        contest.skipped_turns.append({"prompt_id": p.id, "turn": turn, "tokens": longest})
+                        continue
+                    live.append(p)
+                    for g in groups:
+                        number_of = request_id(numbers[p.id], turn)
+                        requests[g].append(Request(ids_of[g], settings.max_new_tokens, id=number_of))
+                for k in range(len(lanes)):
+                    lane = lanes[(k + number) % len(lanes)]
+                    progress.update(task, description=clipped(lane.label, 28),
+                                    note=f"prompt {number * size + 1} of {len(prompts)}, {lane.label}")  # fmt: skip
+                    if live:
+                        start_peak(target.device)
+                        run = lane.run(requests[lane.group], settings)
+                        _note(contest, lane, live, turn, run, peak(target.device))
+                        if lane.name == lane.base:
+                            _remember(tokenizer, history[lane.group], live, run)
+                    progress.advance(task)
+    return contest
+
+
+def request_id(prompt: int, turn: int) -> int:
+    """The id of a turn's request: different for all turns of 2**34 prompts.
+
+    The first 64 turns count up from 64 * prompt, as they always did; later ones go far above those.
+    """
+    later, place = divmod(turn, 64)
+    return (later << 40) + 64 * prompt + place
+
+
+def _note(contest: Contest, lane: Lane, live: Sequence[Prompt], turn: int, run: Run, most: int | None) -> None:
+    tokens = sum(len(g.token_ids) for g in run.generations)
+    first = sum(g.cycles[0].start if g.cycles else len(g.token_ids) for g in run.generations)
+    contest.laps.append(Lap(lane.name, tuple(p.id for p in live), turn, run.timing, tokens, first, most))
+    for p, generation in zip(live, run.generations, strict=True):
+        contest.answers.append(Answer(lane.name, p.id, turn, p.category, generation))
+
+
+def _remember(tokenizer: Any, history: History, live: Sequence[Prompt], run: Run) -> None:
+    for p, generation in zip(live, run.generations, strict=True):
+        text = tokenizer.decode(generation.token_ids, skip_special_tokens=True)
+        history[p.id].append({"role": "assistant", "content": text})
+
+
+def _warm_up(lanes: Sequence[Lane], ids: list[int], settings: Settings) -> None:
+    greedy = Settings(Sampling(), min(WARM_UP_TOKENS, settings.max_new_tokens), 1, settings.seed, settings.verify)
+    for lane in lanes:
+        lane.run([Request(ids, greedy.max_new_tokens)], greedy)

@@ -1,0 +1,131 @@
+"""From names to rows of the table: drafters, references, and the targets that heads bring with them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from conf.errors import UserError
+from decode.drafters import Drafter
+from decode.engine import Request, Run, generate
+from decode.target import Target
+from heads import HEADS, head_folder, resolve_drafter
+from heads.checkpoint import read_card
+from heads.names import Draft, parse
+from scripts.scoring import names
+from scripts.scoring.assisted import Assisted, assistants
+from scripts.scoring.contest import Lane, Settings
+from scripts.scoring.memory import own_elements
+from scripts.scoring.reference import hf_generate
+from scripts.tuning.latency import clock
+
+GENERATE, LOOKUP = "hf_generate", "hf_prompt_lookup"
+Skipped = dict[str, str]
+
+
+def lanes_of(specs: Sequence[str], target: Target, fresh: Callable[[], Target] | None = None
+             ) -> tuple[list[Lane], list[Skipped]]:  # fmt: skip
+    """(rows that load, [{name, reason}] of those that do not). `none` is put in front when it is not listed.
+
+    fresh: loads the target once more, for heads that were trained with it (Medusa-2): each of those gets a target and a
+    `none` of its own. Without it they tune `target` itself.
+    """
+    lanes: list[Lane] = []
+    skipped: list[Skipped] = []
+    tuned: dict[str, tuple[str, Target]] = {}
+    for spec in [*([] if "none" in specs else ["none"]), *specs]:
+        try:
+            found = _lanes(spec, target, fresh, tuned)
+        except UserError as error:
+            skipped.append({"name": spec, "reason": str(error)})
+            continue
+        for lane in found:
+            taken = {other.name for other in lanes}
+            if lane.name in taken:
+                if lane.name == lane.base:
+                    continue  # the group's plain decoding is there
+                lane.name = next(n for i in range(2, 99) if (n := f"{lane.name} #{i}") not in taken)
+            lanes.append(lane)
+    for lane, short in zip(lanes, names.labels([lane.name for lane in lanes]), strict=True):
+        lane.label = short
+    return lanes, skipped
+
+
+def _lanes(spec: str, target: Target, fresh: Callable[[], Target] | None,
+           tuned: dict[str, tuple[str, Target]]) -> list[Lane]:  # fmt: skip
+    if spec == GENERATE:
+        return [Lane(spec, spec, "reference", "none", 0, 0, lambda requests, s: hf_generate(
+            target, requests, s.sampling, batch_size=s.batch_size, seed=s.seed))]  # fmt: skip
+    if spec == LOOKUP:
+        return [_assisted(*row) for row in assistants(spec, target, None)]
+    if spec == names.ASSISTED:
+        raise UserError(f"drafters: {spec}: transformers needs an assistant; write {spec}@DIR")
+    if spec.startswith(f"{names.ASSISTED}@"):
+        assistant = parse(spec.removeprefix(f"{names.ASSISTED}@")).source
+        card = _card(parse(assistant))
+        if card is not None and card["kind"] != "small_lm":
+            raise UserError(f"drafters: {spec}: {assistant} is no language model of its own, which transformers needs "
+                            "as an assistant; give a separate draft model")  # fmt: skip
+        draft = resolve_drafter(f"{assistant}@chain", target)
+        return [_assisted(*row) for row in assistants(spec, target, draft)]
+    asked = parse(spec)
+    card = _card(asked)
+    group, mine = "", target
+    sha = _tuned_by(card) if fresh is not None else ""
+    if sha and fresh is not None:
+        if sha not in tuned:
+            copy = fresh()
+            resolve_drafter(spec, copy)  # merges its adapter; raises before the group exists
+            tuned[sha] = (copy.identity.name if copy.identity else copy.tuning, copy)
+        group, mine = tuned[sha]
+    lane = _drafting(spec, resolve_drafter(spec, mine), mine)
+    lane.draft = asked
+    lane.facts |= training(card)
+    if not group:
+        return [lane]
+    base = f"none ({names.label(spec.partition('@')[0])})"
+    plain = _drafting("none", resolve_drafter("none", mine), mine)
+    plain.name = plain.label = base
+    for one in (plain, lane):
+        one.group, one.base = group, base
+    return [plain, lane]
+
+
+def _drafting(spec: str, drafter: Drafter, target: Target) -> Lane:
+    shape = "none" if not drafter.max_nodes else "chain" if drafter.max_nodes == drafter.max_depth else "tree"
+    elements, size = own_elements(drafter, target)
+
+    def run(requests: Sequence[Request], s: Settings) -> Run:
+        return generate(target, drafter, requests, s.sampling, batch_size=s.batch_size, seed=s.seed, verify=s.verify,
+                        clock=clock(target) if s.wait else time.perf_counter)  # fmt: skip
+
+    return Lane(spec, spec, getattr(drafter, "kind", spec), shape, drafter.max_depth, drafter.max_nodes, run, target,
+                facts={"parameters": elements, "bytes": size})  # fmt: skip
+
+
+def _assisted(name: str, reference: Assisted, k: int) -> Lane:
+    # nodes 0: its cycles are read off from outside, so it stands in no comparison of drafters
+    return Lane(name, name, "reference", "none", k, 0, lambda requests, s: reference(requests, s.sampling, s.seed))
+
+
+def _card(draft: Draft) -> dict[str, Any] | None:
+    """The card of the head that `draft` asks for; None where it asks for no head. Raises UserError when damaged."""
+    folder = head_folder(draft)
+    return None if folder is None else read_card(folder)
+
+
+def _tuned_by(card: dict[str, Any] | None) -> str:
+    """Which training of its target a head belongs to; "" for heads of a frozen one and for all that are no heads."""
+    kind = HEADS.get(card["kind"]) if card else None
+    return str(card["sha256"]) if card and kind is not None and kind.trains_target else ""
+
+
+def training(card: dict[str, Any] | None) -> dict[str, Any]:
+    """What the training of a head took, as its card says it in numbers; {} where nobody wrote it down."""
+    found = card["extra"].get("training") if card else None
+    if not isinstance(found, dict):
+        return {}
+    numbers = {k: v for k, v in found.items() if isinstance(v, int | float) and math.isfinite(v)}
+    return {"training": numbers}

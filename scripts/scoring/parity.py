@@ -1,0 +1,51 @@
+"""The parity gate of every trained head of a report: heads/parity.py on the report's own prompts, at T = 0."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from decode.target import Target
+from heads import head_folder, load_head, save_head
+from heads.parity import Parity, check
+from scripts.common.progress import Steps, columns
+from scripts.common.prompts import Prompt, chat_ids
+from scripts.scoring.contest import Lane
+
+
+def gates(
+    lanes: Sequence[Lane],
+    target: Target,
+    prompts: Sequence[Prompt],
+    count: int,
+    tokens: int,
+    quiet: bool = False,
+) -> dict[str, Parity]:
+    """Folder -> what the gate found, for every head that some lane drafts with, on that lane's own target; `count`
+    prompts (0: no gate), answers of `tokens`. Each head is saved once more and read back.
+
+    Raises UserError for a head that has vanished or changed since its lane was made.
+    """
+    heads: dict[str, tuple[Path, Target]] = {}
+    for lane in lanes if count else ():
+        folder = head_folder(lane.draft) if lane.draft else None
+        if lane.draft and folder:
+            heads.setdefault(lane.draft.source, (folder, lane.target or target))
+    asked = [
+        chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}])
+        for p in prompts[:count]
+    ]
+    found = {}
+    with Steps(*columns(28), quiet=quiet, transient=True) as bar:
+        task = bar.add_task("parity gate", total=len(heads))
+        for name, (folder, own) in sorted(heads.items()):
+            head = load_head(folder, own)
+            with tempfile.TemporaryDirectory() as place:
+                copy = Path(place) / "head"
+                save_head(head, copy, own.identity)
+                reload = functools.partial(load_head, copy, own)
+                found[name] = check(head, own, asked, tokens, reload=reload)
+            bar.advance(task)
+    return found

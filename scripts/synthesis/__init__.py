@@ -1,0 +1,1 @@
+"""Synthesis: training data written by the target itself, here or by a server."""

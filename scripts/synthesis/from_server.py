@@ -1,0 +1,141 @@
+"""The run of `scripts/synthesize.py backend=openai`: set-up, progress, signals, closing words."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from conf.errors import Interrupted, UserError
+from decode.models.identity import sha256_template, sha256_tokenizer
+from decode.models.load import load_tokenizer
+from scripts.common.meter import Meter
+from scripts.synthesis.ledger import Ledger
+from scripts.synthesis.questions import Questions
+from scripts.synthesis.regenerate import Regenerator
+from scripts.synthesis.server import OpenAIServer
+
+if TYPE_CHECKING:
+    from scripts.synthesize import SynthesizeConfig
+
+FORMAT = 1  # raise when the same settings would give other requests
+UNLIKE = 0.5  # below this share of answers with the same tokens here, something is wrong
+
+
+def from_server(cfg: SynthesizeConfig, path: Path) -> None:
+    """Write or continue `path`. Raises UserError, or Interrupted (130 after Ctrl-C, 75 after SIGTERM)."""
+    questions = Questions(Path(cfg.prompts).expanduser())
+    bad, of = questions.bad, len(questions) + len(questions.bad)
+    if len(bad) > cfg.max_failed * of:
+        raise UserError(f"{questions.path}:{bad[0][0]}: {bad[0][1]}; {len(bad)} of {of} questions are malformed, above "
+                        f"max_failed={cfg.max_failed:g}; mend them or raise it")
+    for line, reason in bad[:5]:
+        _say(f"left out {questions.path}:{line}: {reason}")
+    total = min(cfg.num_conversations or len(questions), len(questions))
+    _check_space(cfg, path, total)
+    asyncio.run(_ask(cfg, path, questions, total))
+
+
+async def _ask(cfg: SynthesizeConfig, path: Path, questions: Questions, total: int) -> None:
+    key = os.environ.get(cfg.api_key_env, "") if cfg.api_key_env else ""
+    server = OpenAIServer(cfg.base_url.rstrip("/"), key, cfg.timeout, cfg.retries, cfg.backoff, cfg.concurrency)
+    server.on_trouble = _Told()
+    caught: list[int] = []
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+
+    def stop(number: int) -> None:
+        if not caught and task is not None:
+            task.cancel()
+        caught.append(number)
+
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        loop.add_signal_handler(number, stop, number)
+    ledger = None
+    try:
+        async with server:
+            model = await server.model(cfg.model)
+            tokenizer = load_tokenizer(cfg.target)
+            ledger = Ledger(path, _settings(cfg, questions, tokenizer, model))
+            ledger.open()
+            if ledger.settled > total:
+                raise UserError(f"num_conversations: {path} already holds the answers to {ledger.settled} questions, "
+                                f"{total} asked; give another name")
+            if ledger.settled == total:
+                return _say(f"{path} already holds the answers to {total} questions; nothing to do")
+            body = {"model": model, "max_tokens": cfg.max_new_tokens, "temperature": cfg.answer_temperature,
+                    "top_p": cfg.answer_top_p, "stream": False, **cfg.extra_body}
+            work = Regenerator(server, questions, ledger, total, cfg.concurrency, body, cfg.seed, cfg.max_failed,
+                               lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
+                               tuple(t for t in tokenizer.all_special_tokens if t))
+            with Meter(total, ledger.settled, cfg.max_new_tokens // 2 + 1, every=10.0) as meter:
+                work.on_row, work.on_commit = meter.add, meter.block
+                await work.run()
+                _closing(path, server, work, meter)
+    except asyncio.CancelledError:
+        if not caught:
+            raise
+        held = f"holds {ledger.rows} rows" if ledger else "was not begun"
+        raise Interrupted(f"interrupted: {path} {held}; the same command continues",
+                          code=130 if caught[0] == signal.SIGINT else 75) from None
+    finally:
+        for number, handler in before.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
+
+
+def _settings(cfg: SynthesizeConfig, questions: Questions, tokenizer: Any, model: str) -> dict[str, Any]:
+    """What decides the rows. The address is no part of it: another server of the same model may continue."""
+    keys = ("backend", "seed", "max_new_tokens", "answer_temperature", "answer_top_p", "extra_body")
+    return {"format": FORMAT, **{k: getattr(cfg, k) for k in keys}, "model": model, "prompts": questions.sha256,
+            "target": {"tokenizer": sha256_tokenizer(tokenizer), "template": sha256_template(tokenizer)}}
+
+
+class _Told:
+    """Says a trouble when it is new, and once every ten seconds."""
+
+    def __init__(self) -> None:
+        self.last, self.at = "", 0.0
+
+    def __call__(self, reason: str, wait: float) -> None:
+        now = time.monotonic()
+        if reason != self.last or now - self.at > 10:
+            self.last, self.at = reason, now
+            _say(f"{reason}; the next try in {wait:.0f} s")
+
+
+def _closing(path: Path, server: OpenAIServer, work: Regenerator, meter: Meter) -> None:
+    rate = meter.tokens / max(time.monotonic() - meter.started, 1e-9)
+    text = f"{work.ledger.rows} conversations in {path}; {meter.tokens} tokens at {rate:.0f} tokens/s"
+    if work.ledger.failed:
+        (line, reason), count = work.ledger.failed[0], len(work.ledger.failed)
+        text += f"; {count} questions without an answer, the first {work.questions.path}:{line}: {reason}"
+    if server.troubles:
+        text += "; tried again after " + ", ".join(f"{n} x {why}" for why, n in server.troubles.most_common(4))
+    _say(text)
+    counted = sum(work.tokens_alike.values())
+    if not counted:
+        return _say("the server counts no tokens: whether the target's tokenizer makes the same ones is unknown")
+    alike = work.tokens_alike[True] / counted
+    _say(f"{alike:.1%} of the answers have the server's tokens when the target's tokenizer reads them")
+    if alike < UNLIKE:
+        _say("warning: so few mean that the server's model has another tokenizer than target, or that the server cuts "
+             "something out of its answers (reasoning, for one)")
+
+
+def _check_space(cfg: SynthesizeConfig, path: Path, total: int) -> None:
+    # About 5 bytes a token, and the questions again.
+    need = 5 * total * cfg.max_new_tokens + Path(cfg.prompts).expanduser().stat().st_size + (1 << 20)
+    free = shutil.disk_usage(path.parent).free
+    if free < need:
+        raise UserError(f"out: {path.parent} has {free >> 20} MB free, up to {need >> 20} MB are needed; free space "
+                        "there or give another folder")
+
+
+def _say(text: str) -> None:
+    print(f"synthesize: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""Tuning: what a pass costs on this machine, and which shape of draft pays there."""

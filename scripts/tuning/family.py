@@ -1,0 +1,253 @@
+"""The kinds of drafters as the tuner sees them: what can be set, what must be recorded, what may be chosen.
+
+Chains and n-grams have K; parallel heads a static tree over the ranks of their heads; drafters that go on from their
+own tokens (EAGLE, a separate model) a chain or a dynamic tree of some depth, width and size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path as File
+from typing import Any
+
+from conf.errors import UserError
+from decode import stats
+from decode.drafters import Drafter, NGram
+from decode.engine import Request, generate
+from decode.sampling import Sampling
+from decode.target import Target
+from heads import drafting_head, settings_folder, shapes, tuned
+from heads.base import Head
+from heads.names import NGRAM, NONE, Draft, parse
+from heads.tuned import Settings
+from scripts.tuning import replay, search
+from scripts.tuning.cost import CostModel, Shape
+from scripts.tuning.latency import Probe, Tick
+from scripts.tuning.replay import Shadow, Text
+from scripts.tuning.search import Candidate
+
+SUPERSET = 256  # nodes of the static tree that is recorded
+DRAWN = (8, 16, 32, 64)  # nodes of the drawn trees that are measured
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How far the search goes. depth: of chains and dynamic trees (heads have their own limit)."""
+
+    depth: int = 8
+    nodes: int = 64
+    width: int = 8
+
+
+@dataclass
+class Family:
+    """One drafter and what can be set about it. kinds: among "chain" and "tree". head: None for n-grams.
+    folder: where its settings go, None for n-grams and for repositories, which have no place for them.
+
+    notes: what the search leaves out, and why.
+    """
+
+    spec: str
+    target: Target
+    sampling: Sampling
+    bounds: Bounds
+    kinds: list[str]
+    head: Head | None = None
+    folder: File | None = None
+    notes: list[str] = field(default_factory=list)
+    unconditional: list[float] = field(default_factory=list)  # of sampled chains, measured
+
+    @classmethod
+    def of(cls, spec: str, target: Target, sampling: Sampling, bounds: Bounds) -> Family:
+        """Raises UserError for `none`, an unknown drafter, or a shape that it does not have."""
+        draft = parse(spec)
+        path, shape = draft.source, draft.shape
+        if path == NONE or draft != Draft(path, shape):
+            raise UserError(
+                f"drafter: {spec}; give ngram, a run folder, a head folder or a smaller model, with "
+                "@chain or @tree at most"
+            )
+        if path == NGRAM:
+            return cls(spec, target, sampling, bounds, ["chain"])
+        folder, head = settings_folder(draft), drafting_head(path, target)
+        kinds = [k for k in ("chain", "tree") if shape in ("", k)]
+        if target.support != "tree":
+            kinds = [k for k in kinds if k == "chain"]
+        made = cls(spec, target, sampling, bounds, kinds, head, folder)
+        if not kinds:
+            raise UserError(f"drafter: {spec}: this target takes chains only; write {path}@chain")
+        if made.drawn():
+            made.notes.append("trees drawn from the drafter's own law cannot be replayed: a few sizes are measured")
+        return made
+
+    @property
+    def parallel(self) -> bool:
+        """K heads that guess at fixed distances."""
+        return self.head is not None and hasattr(self.head.cfg, "heads")
+
+    @property
+    def deepest(self) -> int:
+        if self.head is None:
+            return max(self.bounds.depth, NGram().max_depth)
+        return self.head.cfg.heads if self.parallel else self.bounds.depth
+
+    @property
+    def drawn_chain(self) -> bool:
+        """Whether chains are drawn from a law, so that replay cannot say what would be accepted."""
+        return self.head is not None and not self.sampling.greedy
+
+    @property
+    def drawn_tree(self) -> bool:
+        return getattr(getattr(self.head, "cfg", None), "tree_draw", "fixed") == "sampled" and not self.sampling.greedy
+
+    def drawn(self) -> list[Settings]:
+        """Trees whose candidates are drawn, where there are such trees: they are measured without a prediction."""
+        if "tree" not in self.kinds or not self.drawn_tree:
+            return []
+        sizes = sorted({min(n, self.bounds.nodes) for n in DRAWN})
+        return list(dict.fromkeys(self._static(self.deepest, n) for n in sizes))
+
+    def default(self) -> Settings:
+        """What the drafter does untuned."""
+        if self.head is None:
+            return Settings("chain", depth=NGram().max_depth)
+        cfg = self.head.cfg
+        kind = cfg.shape if cfg.shape in self.kinds else self.kinds[0]
+        if kind == "chain":
+            return Settings("chain", depth=cfg.heads if self.parallel else cfg.depth)
+        if self.parallel:
+            tree = self.head.tree()  # type: ignore[operator]
+            return Settings("tree", depth=tree.depth, nodes=len(tree), paths=tree.paths)
+        return Settings("tree", depth=cfg.depth, nodes=cfg.nodes, width=cfg.width)
+
+    def shape(self, settings: Settings) -> Shape:
+        """What a full draft of `settings` costs by."""
+        depth = settings.depth or 0
+        if settings.shape == "chain":
+            return Shape(depth, depth)
+        return Shape(depth, settings.nodes or 0, settings.width or 1)
+
+    def drafter(self, settings: Settings) -> Drafter:
+        """A fresh drafter with these settings."""
+        if self.head is None:
+            return NGram(depth=settings.depth or NGram().max_depth)
+        return tuned.drafter(self.head, self.target, settings)
+
+    # -- measuring
+
+    def probes(self) -> list[Probe]:
+        """Settings spread over the bounds, to fit the drafter's time to."""
+        found: list[Settings] = []
+        if "chain" in self.kinds:
+            found += [Settings("chain", depth=k) for k in sorted({1, (self.deepest + 1) // 2, self.deepest})]
+        if "tree" in self.kinds and self.drawn_tree:
+            found += self.drawn()
+        elif "tree" in self.kinds and self.parallel:
+            sizes = sorted({min(n, self.bounds.nodes) for n in (4, 16, 64)})
+            found += [self._static(d, n) for n in sizes for d in sorted({2, self.deepest}) if d <= self.deepest]
+        elif "tree" in self.kinds:
+            b = self.bounds
+            half = (max(b.depth // 2, 1), max(b.width // 2, 1))
+            spread = ((1, b.width, b.width), (2, 2, 4), (b.depth, b.width, 64), (b.depth, half[1], 16),
+                      (half[0], b.width, 32))  # fmt: skip
+            found += [Settings("tree", depth=d, nodes=min(n, b.nodes), width=w) for d, w, n in spread]
+        return [Probe(s.shape, self.shape(s), self.drafter(s)) for s in dict.fromkeys(found)]
+
+    def _static(self, depth: int, nodes: int) -> Settings:
+        assert self.head is not None
+        calibration: dict[str, Any] = getattr(self.head, "calibration", {})
+        value = search.value_of([], calibration, self.deepest)
+        tree = [p for p, _ in shapes.grow(value, nodes, depth)]
+        paths = tuple(sorted(tree, key=lambda p: (len(p), p)))
+        return Settings("tree", depth=max(map(len, paths)), nodes=len(paths), paths=paths)
+
+    def recorders(self) -> dict[str, Drafter]:
+        """Drafters whose drafts hold those of every setting within the bounds."""
+        if self.head is None:
+            return {"chain": self.drafter(Settings("chain", depth=self.deepest))}
+        if self.parallel:
+            return {} if self.drawn_chain and (self.kinds == ["chain"] or self.drawn_tree) else {
+                "tree": self.drafter(self._static(self.deepest, SUPERSET))}  # fmt: skip
+        b, out = self.bounds, {}
+        if "chain" in self.kinds and not self.drawn_chain:
+            out["chain"] = self.drafter(Settings("chain", depth=b.depth))
+        if "tree" in self.kinds and not self.drawn_tree:
+            out["tree"] = self.drafter(Settings("tree", depth=b.depth, nodes=b.nodes, width=b.width))
+        return out
+
+    def record(self, prompts: Sequence[list[int]], tokens: int, seed: int, tick: Tick) -> dict[str, list[Text]]:
+        """What `recorders` draft at every position of the target's plain answers."""
+        recorders = self.recorders()
+        out: dict[str, list[Text]] = {name: [] for name in recorders}
+        for i, ids in enumerate(prompts):
+            limit = min(tokens, self.target.context_length - len(ids))
+            if recorders:
+                shadow = Shadow(recorders)
+                run = generate(self.target, shadow, [Request(ids, tokens, id=i * 64)], self.sampling, seed=seed)
+                for name in recorders:
+                    out[name].append(Text(run.generations[0].token_ids, limit, shadow.drafts[name][0]))
+            tick()
+        if self.drawn_chain and "chain" in self.kinds:
+            deep = self.drafter(Settings("chain", depth=self.deepest))
+            asked = [Request(ids, tokens, id=i * 64) for i, ids in enumerate(prompts)]
+            run = generate(self.target, deep, asked, self.sampling, seed=seed)
+            clean = [c for g in run.generations for c in stats.split(g).clean]
+            self.unconditional = [p.unconditional for p in stats.acceptance_by_position(clean)]
+        return out
+
+    # -- choosing
+
+    def candidates(self, model: CostModel, batch: int, texts: dict[str, list[Text]]) -> list[Candidate]:
+        """Every setting within the bounds with what is expected of it."""
+        out: list[Candidate] = []
+        if "chain" in self.kinds:
+            if self.drawn_chain:
+                out += search.sampled_chains(model, batch, self.unconditional)
+            elif self.parallel:
+                out += self._straight(model, batch, texts["tree"])
+            else:
+                out += search.chains(model, batch, texts["chain"], self.deepest)
+        if self.drawn_tree:
+            return out
+        if "tree" in self.kinds and self.parallel:
+            assert self.head is not None
+            calibration: dict[str, Any] = getattr(self.head, "calibration", {})
+            out += search.static_trees(model, batch, texts["tree"], calibration, self.deepest, self.bounds.nodes)
+        elif "tree" in self.kinds:
+            b = self.bounds
+            widths = [w for w in (1, 2, 3, 4, 6, 8, 10, 12, 16) if 1 < w <= b.width]
+            nodes = [n for n in range(2, b.nodes + 1) if n <= 16 or n % 4 == 0]
+            out += search.dynamic_trees(model, batch, texts["tree"], range(1, b.depth + 1), nodes, widths)
+        return out
+
+    def _straight(self, model: CostModel, batch: int, texts: list[Text]) -> list[Candidate]:
+        """Chains of parallel heads: the best rank of every level, read off the recorded tree."""
+        found = replay.paths(texts)
+        out = []
+        for k in range(1, self.deepest + 1):
+            kept = replay.static_of(found, [(0,) * (d + 1) for d in range(k)])
+            cycles = [replay.walk(text, one, k) for text, one in zip(texts, kept, strict=True)]
+            shape = Shape(k, k)
+            expected = search.evaluate(model, batch, shape, "chain", cycles)
+            out.append(Candidate(Settings("chain", depth=k), "chain", shape, expected))
+        return out
+
+    def acceptance(self, texts: dict[str, list[Text]]) -> dict[str, Any]:
+        """Acceptance by position and rank at every position of the texts: what the search went by."""
+        if not texts or self.unconditional and "tree" not in texts:
+            return {"unconditional": self.unconditional}
+        name = "tree" if "tree" in texts else "chain"
+        found = [path for one in replay.paths(texts[name]) for path in one.values()]
+        total = max(len(found), 1)
+        by_rank: list[list[float]] = []
+        for d in range(self.deepest):
+            counts = [0] * (1 + max((p[d] for p in found if len(p) > d), default=-1))
+            for p in found:
+                if len(p) > d:
+                    counts[p[d]] += 1
+            by_rank.append([c / total for c in counts])
+        return {"positions": len(found), "recorded": name, "by_level_and_rank": by_rank,
+                "reached": [sum(level) for level in by_rank]}  # fmt: skip
+
+

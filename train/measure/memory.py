@@ -1,0 +1,119 @@
+"""Peak memory of a training step, predicted from two small passes: what is held, and what grows with the rows.
+
+On a GPU it is the allocator's peak; on a CPU the resident memory of this process, which the kernel records.
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from heads.base import Head
+from train.texts.batches import Plan, Rows
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory since the last reset, bytes."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def on_gpu(device: torch.device) -> dict[str, int]:
+    """The GPU's memory for a line of metrics: held now and the most so far, bytes; {} on a CPU."""
+    if device.type != "cuda":
+        return {}
+    return {"gpu_memory_bytes": torch.cuda.memory_allocated(device),
+            "gpu_peak_memory_bytes": torch.cuda.max_memory_allocated(device)}
+
+
+def held_bytes(device: torch.device) -> int:
+    """What is held now, bytes."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return _status("VmRSS") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def reset_peak(device: torch.device) -> None:
+    """Let the peak begin again at what is held. Without permission, or outside Linux, nothing happens."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+    except OSError:
+        pass
+
+
+def _status(key: str) -> int:
+    try:
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key + ":"))
+    except (OSError, StopIteration, ValueError):
+        return 0
+
+
+@dataclass
+class Peak:
+    """held: target and head, on a CPU also the snapshot of a checkpoint. moments: of the optimizer. step: of the widest
+    micro-batch, with the gradients. saving: what writing a checkpoint adds. loading: the most before the first step.
+    All in bytes."""
+
+    held: int
+    moments: int
+    step: int
+    saving: int
+    loading: int
+    rows: int
+    width: int
+
+    @property
+    def bytes(self) -> int:
+        return max(self.loading, self.held + self.moments + max(self.step, self.saving))
+
+
+def widest(cfg: Any, rows: Rows, plan: Plan, world: int = 1) -> list[int]:
+    """The micro-batch with the most padded tokens among the steps of the run, at most one epoch of them."""
+    best: tuple[int, list[int]] = (0, [])
+    for step in range(min(cfg.steps, plan.per_epoch)):
+        for rank in range(world):
+            for part in plan.micro_batches(step, rank, world, cfg.micro_batch):
+                size = int(rows.lengths[part].max()) * len(part)
+                best = max(best, (size, part))
+    return best[1]
+
+
+def predict(cfg: Any, target: Any, head: Head, rows: Rows, plan: Plan) -> Peak:
+    """The peak of a run in one process, without evaluation. Two passes over rows of the widest micro-batch, a quarter
+    and half of them, give what grows with the rows; a first one fills the caches of the libraries."""
+    device, loading = target.device, peak_bytes(target.device)
+    part = widest(cfg, rows, plan)
+    longest = sorted(part, key=lambda row: -int(rows.lengths[row]))
+    small, large = max(1, len(part) // 4), max(2, len(part) // 2)
+    found = {}
+    for count in (small, small, large):
+        chosen = [longest[0]] * count  # of one length, the widest: cost is linear in their number
+        for p in head.parameters():
+            p.grad = None
+        before = held_bytes(device)
+        reset_peak(device)
+        head(rows.batch(chosen).to(device), target).sum.backward()
+        found[count] = (peak_bytes(device) - before, before)
+    for p in head.parameters():
+        p.grad = None
+    slope = max(0, found[large][0] - found[small][0]) / max(1, large - small)
+    step = found[small][0] + slope * (len(part) - small)
+    trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
+    if 0 < cfg.micro_batch < cfg.batch_size:
+        step += 4 * trained  # the gradients so far, beside those of this micro-batch
+    held, saving = found[small][1], 0
+    if device.type != "cuda":
+        held += 12 * trained if cfg.async_save and 0 < cfg.save_every < cfg.steps else 0  # train/saving.py
+        saving = 8 * trained  # safetensors copies the moments; no gradient is held then
+    return Peak(held, 8 * trained, round(step), saving, loading, len(part), int(rows.lengths[longest[0]]))

@@ -1,0 +1,1 @@
+"""The target's features stored once, read in place of its forward pass."""
