@@ -163,7 +163,7 @@ def test_one_slot_without_a_law_is_not_hidden_by_another_of_its_row() -> None:
             law.check()
 
 
-@pytest.mark.parametrize("temperature", [1e-37, 1e-30, 1e-6, 0.01, 5.0, 1e30])
+@pytest.mark.parametrize("temperature", [1e-30, 1e-6, 0.01, 5.0, 1e30])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_law_is_finite_at_every_temperature(temperature: float, dtype: torch.dtype) -> None:
     logits = torch.tensor([[60000.0, -60000.0, 59000.0, -math.inf]], dtype=dtype)
