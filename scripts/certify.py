@@ -27,6 +27,7 @@ from rich.progress import TaskID
 
 from conf.errors import UserError, resumable
 from conf.schema import entry
+from decode import facts
 from decode.load import TargetConfig, load_target
 from decode.processors import named_processors
 from decode.sampling import Sampling
@@ -137,6 +138,8 @@ def main(cfg: CertifyConfig) -> int:
     known = load_prompts(Path(cfg.prompts))
     target = load_target(cfg.target, cfg.dtype, cfg.device)
     cfg.sampling().check_vocab(target.vocab_size)
+    for line in facts.notes(target, cfg.sampling()):
+        print(line, file=sys.stderr)
     drafter = resolve_drafter(cfg.drafter, target)
     prompts = [chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in known]
     prompts = [p for p in prompts if len(p) < target.context_length]
@@ -182,7 +185,7 @@ def main(cfg: CertifyConfig) -> int:
         "negative_controls": negative,
         "controls": origin,
         "power": found.power,
-        "identities": {"target": _target(target), "drafter": head},
+        "identities": {"target": _target(target, cfg.sampling()), "drafter": head},
         "shape": {"kind": drafter.shape, "depth": drafter.max_depth, "nodes": drafter.max_nodes},
         "settings": {k: v for k, v in asdict(cfg).items() if k != "target"},
         "versions": files.environment(str(target.device)),
@@ -195,8 +198,14 @@ def main(cfg: CertifyConfig) -> int:
     return CODES[verdict]
 
 
-def _target(target: Target) -> dict[str, Any]:
-    return {**(asdict(target.identity) if target.identity else {}), "dtype": str(target.dtype).removeprefix("torch.")}
+def _target(target: Target, sampling: Sampling) -> dict[str, Any]:
+    """probed_tokens: of the longest text that the target's probe compared with a plain pass."""
+    return {
+        **(asdict(target.identity) if target.identity else {}),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "generation_config": facts.unheeded(target.model, sampling),
+        "probed_tokens": target.probe().tested,
+    }
 
 
 def about_drafter(spec: str) -> dict[str, Any]:

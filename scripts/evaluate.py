@@ -28,6 +28,7 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 
 from conf.errors import UserError
 from conf.schema import entry
+from decode import facts
 from decode.load import TargetConfig, load_target
 from decode.memory import Plan
 from decode.sampling import Sampling
@@ -150,6 +151,8 @@ def main(cfg: EvaluateConfig) -> int:
     longest = max(sum(len(t) // 2 + cfg.max_new_tokens for t in p.turns) for p in prompts)
     plan = Plan(max(cfg.batch_sizes or [cfg.batch_size]), longest, PLANNED_NODES)
     target = load_target(cfg.target, cfg.dtype, cfg.device, plan)
+    for line in facts.notes(target, sampling_of(cfg)):
+        print(line, file=sys.stderr)
     more, unknown = candidates.expand(cfg.candidates, cfg.runs, target.support == "tree")
     names = list(dict.fromkeys([*cfg.drafters, *more]))
     lanes, skipped = lanes_of(names, target, lambda: load_target(cfg.target, cfg.dtype, cfg.device))
@@ -188,7 +191,7 @@ def main(cfg: EvaluateConfig) -> int:
 def measure(cfg: EvaluateConfig, target: Target, prompts: list[Any], lanes: list[contest.Lane],
             skipped: list[dict[str, str]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:  # fmt: skip
     """(report, lines of outputs.jsonl) at the temperature and batch size of `cfg`."""
-    sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, cfg.repetition_penalty)
+    sampling = sampling_of(cfg)
     settings = contest.Settings(sampling, cfg.max_new_tokens, cfg.batch_size, cfg.seed, cfg.verify)
     measured = contest.run_contest(target, target.tokenizer, prompts, lanes, settings, cfg.quiet)
     scores = Scores(measured, lanes)
@@ -200,6 +203,7 @@ def measure(cfg: EvaluateConfig, target: Target, prompts: list[Any], lanes: list
         "command": files.command(),
         "target": {
             **(asdict(identity) if identity else {"name": "unknown"}),
+            "generation_config": facts.unheeded(target.model, sampling),
             "parameters": parameters(target.model),
             **({"tuning": target.tuning} if target.tuning else {}),
         },
@@ -221,6 +225,11 @@ def measure(cfg: EvaluateConfig, target: Target, prompts: list[Any], lanes: list
     report["ranking"] = candidates.ranking(report)
     report |= extras(report["drafters"])
     return report, output_lines(measured)
+
+
+def sampling_of(cfg: EvaluateConfig) -> Sampling:
+    """The law of the first setting."""
+    return Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, cfg.repetition_penalty)
 
 
 def folder(temperature: float, batch_size: int) -> str:
