@@ -158,15 +158,23 @@ class TreeCache(Cache):
 
     def check_depth(self, tree: DraftTree, context: int) -> None:
         """Raise UserError when the draft of a live row would reach beyond the target's `context` positions."""
-        node = torch.arange(tree.width + 1, device=tree.tokens.device)
-        reach = torch.where(node <= tree.size[:, None], tree.positions(), 0).amax(1).tolist()
-        for row, depth in enumerate(reach):
+        for row, depth in enumerate(_depths(tree)):
             end = max(self.physical[row * self.width : (row + 1) * self.width])
             if end + depth >= context:
                 raise UserError(
                     f"context: row {row} holds {end} tokens, and a draft of depth {depth} behind the last one "
                     f"exceeds the target's {context} positions; cap depth or stop this row"
                 )
+
+    def check_switch(self, tree: DraftTree, switch: int) -> None:
+        """Raise ValueError when a row that was read up to `switch` tokens would go beyond them (Target.headroom)."""
+        for row, depth in enumerate(_depths(tree)):
+            for end in self.physical[row * self.width : (row + 1) * self.width]:
+                if end <= switch <= end + depth:
+                    raise ValueError(
+                        f"score: row {row} holds {end} tokens, and a draft of depth {depth} behind the last one "
+                        f"crosses {switch}, where the rotary embedding changes; cap depth and prefill the row again"
+                    )
 
     def room(self, new: int) -> int:
         """The scratch offset M of a pass with `new` entries per row. UserError when they do not fit."""
@@ -251,3 +259,10 @@ class TreeCache(Cache):
                 buffer[:, to, :, :end] = buffer[:, come, :, :end]
         self.physical = [self.physical[s] for s in source]
         self.pending = None
+
+
+def _depths(tree: DraftTree) -> list[int]:
+    """Levels of each row's draft, padding left out."""
+    node = torch.arange(tree.width + 1, device=tree.tokens.device)
+    depths: list[int] = torch.where(node <= tree.size[:, None], tree.positions(), 0).amax(1).tolist()
+    return depths

@@ -29,7 +29,7 @@ class DraftModel:
 
     T = 0: its most probable tokens. T > 0: a chain or a static tree sampled from its own law under the target's
     settings, so that a step of a chain is accepted with probability 1 - TV; the dynamic tree's candidates are
-    deterministic. A row that has outgrown the draft's context is decoded plainly.
+    deterministic. A row that has outgrown the draft's span is decoded plainly.
     """
 
     taps: tuple[int, ...] = ()
@@ -76,13 +76,13 @@ class DraftModel:
 
     def reset(self, rows: int, max_len: int) -> None:
         """See decode.drafters.Drafter."""
-        self.limit = min(max_len, self.draft.context_length)
+        self.limit = min(max_len, self.draft.span)
         scratch = self.max_depth
         if self.shape == "tree":
             scratch = max(self.max_depth * self.width, len(self.static or ()))
         self.cache = self.draft.new_cache(rows, self.limit, scratch + self.max_depth)
         self.first: list[Tensor] = []  # prompts' first tokens, of rows that have observed nothing yet
-        self.blind: list[bool] = []  # rows that have outgrown the draft's context
+        self.blind: list[bool] = []  # rows that have outgrown the draft's span
         self.state = self.proj.new_zeros(0, self.proj.shape[1])
 
     def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
@@ -126,7 +126,7 @@ class DraftModel:
     @torch.inference_mode()
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
         """See decode.drafters.Drafter."""
-        rows, context = self.state.shape[0], self.draft.context_length
+        rows, context = self.state.shape[0], self.draft.span
         if any(self.blind) or max(self._cache.lengths, default=0) + self.max_depth > context:
             lengths = zip(self.blind, self._cache.lengths, strict=True)
             room = [0 if blind else context + 1 - have for blind, have in lengths]
@@ -163,11 +163,12 @@ class DraftModel:
         self.levels_read += [level] * new
         lengths, cache = self._cache.physical, self._cache
         if self.draft.support == "chain":
-            return self._alone(tokens, [length + start for length in lengths], [1] * len(lengths))
+            ends = [length + start for length in lengths]
+            return self._alone(tokens, ends, [int(end < self.draft.span) for end in ends])  # others draft deeper
         offset = max(lengths) + start
         even = min(lengths) == max(lengths)
         places = torch.tensor([lengths[0]] if even else lengths, device=self.device)[:, None] + (level - 1)
-        positions = places.expand(len(lengths), new).clamp(max=self.draft.context_length - 1)
+        positions = places.expand(len(lengths), new).clamp(max=self.draft.span - 1)
         mask = self.masks.scratch(lengths, seen, self.levels_read, new)
         cache.open(0, len(lengths), offset, new)
         return self._pass(tokens, positions, mask)
@@ -183,12 +184,16 @@ class DraftModel:
         positions = tree.positions() + torch.tensor(lengths, device=self.device)[:, None]
         cache.open(0, len(lengths), max(lengths), new)
         cache.pending, cache.in_place = new - 1, False
-        return self._pass(tokens, positions.clamp(max=self.draft.context_length - 1), mask)
+        return self._pass(tokens, positions.clamp(max=self.draft.span - 1), mask)
 
     def _alone(self, tokens: Tensor, ends: list[int], counts: list[int]) -> Tensor:
-        """Row by row, without a mask and each at its own end: for drafts whose positions come from the slots."""
+        """Row by row, without a mask and each at its own end: for drafts whose positions come from the slots. A row
+        without a token to read gets zeros."""
         states = []
         for row, (end, count) in enumerate(zip(ends, counts, strict=True)):
+            if count == 0:
+                states.append(self.state.new_zeros(1, tokens.shape[1], self.state.shape[1]))
+                continue
             self._cache.open(row, row + 1, end, count)
             positions = torch.arange(end, end + count, device=self.device)[None]
             states.append(F.pad(self._pass(tokens[row : row + 1, :count], positions, None),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,6 +88,11 @@ class _Row:
     def remaining(self) -> int:
         return self.limit - len(self.out.token_ids)
 
+    @property
+    def uncond(self) -> Sequence[int]:
+        """The companion's prompt under guidance."""
+        return self.request.uncond or self.request.prompt[-1:]
+
 
 class _Engine:
     def __init__(
@@ -155,18 +160,24 @@ class _Engine:
         return Run([row.out for row in self.all], self.timing, self.law_rows)
 
     def _admit(self, cache: TreeCache) -> None:
-        """Prefill waiting requests into free rows and draw their first token, which belongs to no cycle."""
+        """Prefill waiting requests into free rows and draw their next token.
+
+        A request's first token belongs to no cycle. Rows that must be read again (see `_retire`) wait in front and come
+        in passes of their own: theirs are cycles without a draft, and no prefill.
+        """
         while self.queue and len(self.rows) < self.batch_size:
             start = self.clock()
-            count = min(len(self.queue), self.batch_size - len(self.rows))
-            new = [self.queue.popleft() for _ in range(count)]
-            prompts = [torch.tensor(row.request.prompt, device=self.target.device) for row in new]
+            again = bool(self.queue[0].out.token_ids)
+            new: list[_Row] = []
+            while self.queue and len(self.rows) + len(new) < self.batch_size:
+                if bool(self.queue[0].out.token_ids) != again:
+                    break
+                new.append(self.queue.popleft())
+            count = len(new)
+            prompts = self._tensors([*row.request.prompt, *row.out.token_ids] for row in new)
             uncond = None
             if self.guidance is not None:
-                uncond = [
-                    torch.tensor(row.request.uncond or row.request.prompt[-1:], device=self.target.device)
-                    for row in new
-                ]
+                uncond = self._tensors([*row.uncond, *row.out.token_ids] for row in new)
             step = self.target.prefill(cache, prompts, self.drafter.taps, uncond)
             law = self._law(step.logits, DraftTree.empty(count, self.target.device), new)
             verdict = self.verify(law.tree, law, self._rng(new))
@@ -183,10 +194,24 @@ class _Engine:
                 tokens[b, len(prompt) - 1] = first[b]
             self.drafter.observe(tokens, step.feats, lengths, slice(old, old + count))
             for row, token in zip(new, first, strict=True):
-                row.cycle = 1  # number 0 was this draw's: no random number serves twice
+                row.cycle += 1  # this draw had a number as well: no random number serves twice
+                if again:
+                    row.out.cycles.append(Cycle(0, 0, (), True, len(row.out.token_ids)))
                 self._emit(row, [token], [False])
             self._retire(cache)
-            self.timing.prefill_s += self.clock() - start
+            if again:
+                self.timing.target_s += self.clock() - start
+                self.timing.cycles += 1
+            else:
+                self.timing.prefill_s += self.clock() - start
+
+    def _tensors(self, texts: Iterable[list[int]]) -> list[Tensor]:
+        return [torch.tensor(text, device=self.target.device) for text in texts]
+
+    def _headroom(self, row: _Row) -> int:
+        """Levels of a draft before the row, or its companion under guidance, must be read again; negative: now."""
+        prompts = [row.request.prompt] if self.guidance is None else [row.request.prompt, row.uncond]
+        return min(self.target.headroom(len(prompt) + len(row.out.token_ids) - 1) for prompt in prompts)
 
     def _cycle(self, cache: TreeCache) -> None:
         """One target pass for every live row: propose, score, verify, commit, observe, record, retire."""
@@ -210,7 +235,8 @@ class _Engine:
 
     def _budget(self) -> Tensor:
         """[B] levels that each row may draft: the bonus token takes one of those that remain."""
-        levels = [min(row.remaining - 1, self.drafter.max_depth) for row in self.rows]
+        most = self.drafter.max_depth
+        levels = [min(row.remaining - 1, most, self._headroom(row)) for row in self.rows]
         return torch.tensor(levels, device=self.target.device)
 
     def _propose(self, budget: Tensor, rng: Rng) -> DraftTree:
@@ -277,8 +303,13 @@ class _Engine:
         return count
 
     def _retire(self, cache: TreeCache) -> None:
-        keep = [b for b, row in enumerate(self.rows) if not row.done]
+        """Finished rows leave. So do those whose rotary frequencies change with the next token (decode.models.rope): they join
+        the queue in front, and all their text is read again."""
+        keep = [b for b, row in enumerate(self.rows) if not row.done and self._headroom(row) >= 0]
         if len(keep) < len(self.rows):
+            kept = set(keep)
+            again = [row for b, row in enumerate(self.rows) if b not in kept and not row.done]
+            self.queue.extendleft(reversed(again))
             cache.select(keep)
             self.drafter.select(keep)
             self.rows = [self.rows[b] for b in keep]

@@ -28,7 +28,7 @@ class TreeMasks:
 
     def __init__(self, reaches: dict[str, Reach], tile: int, dtype: torch.dtype, device: torch.device):
         self.reaches, self.tile, self.dtype, self.device = reaches, tile, dtype, device
-        self._strips: OrderedDict[int, tuple[Layout, Tensor]] = OrderedDict()
+        self._strips: OrderedDict[int, tuple[Layout, Tensor | None]] = OrderedDict()
 
     def __call__(self, lengths: list[int], tree: DraftTree, width: int) -> Tensor | dict[str, Tensor] | None:
         """lengths: committed tokens per physical row, `width` of which share a tree row.
@@ -42,7 +42,9 @@ class TreeMasks:
             return None
         made: dict[Reach, Tensor] = {}
         if even and len(bound) < len(self.reaches) and tree.static_layout is not None:
-            made[FULL] = self._strip(tree.static_layout, longest)
+            strip = self._strip(tree.static_layout, longest)
+            if strip is not None:
+                made[FULL] = strip
         missing = {bound.get(kind, FULL) for kind in self.reaches} - made.keys()
         if missing:
             made.update(self._build(lengths, tree, width, missing))
@@ -108,17 +110,25 @@ class TreeMasks:
         mask.masked_fill_(~allowed, torch.finfo(self.dtype).min)
         return mask.repeat(1, self.tile, 1)[:, None]
 
-    def _strip(self, layout: Layout, longest: int) -> Tensor:
-        """Even rows see all committed slots: the tree's block behind zeros, a suffix of one constant."""
+    def _strip(self, layout: Layout, longest: int) -> Tensor | None:
+        """Even rows see all committed slots: the tree's block behind zeros, a suffix of one constant.
+
+        None for a layout of single rows, and for one that is met for the first time: those of dynamic trees never come
+        again, and a strip costs more than the mask of one pass.
+        """
         n = layout.mask.shape[1]
+        if layout.mask.shape[0] > 1:
+            return None
         known = self._strips.pop(id(layout), None)
-        if known is None or known[1].shape[3] < longest + n:
+        strip = None if known is None else known[1]
+        if known is not None and (strip is None or strip.shape[3] < longest + n):
             block = self._additive(layout.mask.to(self.device))
             room = max(512, 2 * longest)
-            known = (layout, torch.cat([block.new_zeros(*block.shape[:3], room), block], 3))
-        self._strips[id(layout)] = known  # the layout is kept alive, so its id stays its own
+            strip = torch.cat([block.new_zeros(*block.shape[:3], room), block], 3)
+        self._strips[id(layout)] = (layout, strip)  # the layout is kept alive, so its id stays its own
         if len(self._strips) > 16:
             self._strips.popitem(last=False)
-        strip = known[1]
+        if strip is None:
+            return None
         view = strip[..., strip.shape[3] - longest - n :]
         return view if view.device.type == "cpu" else view.contiguous()  # GPU kernels want aligned strides

@@ -4,8 +4,11 @@
    attention) means refusal.
 2. Do logits follow from the last hidden state through the LM head, a scale and a softcap?
 3. Does scoring a tree through `TreeCache` give each path the logits of a plain pass over that path, over
-   ragged, appended, committed and selected rows? If not, do chains? Sliding windows are made four tokens wide
-   meanwhile, so that a short probe reaches beyond them.
+   ragged, appended, committed and selected rows? If not, do chains?
+
+What depends on the length of a text must show in a short probe: windows are made four tokens wide meanwhile, and the
+switch of a rotary embedding (decode.models.rope) comes after nine tokens, so that one row lies beyond two windows and the
+switch and one does not. A window that cannot be changed after loading is probed as it is, with longer texts.
 """
 
 from __future__ import annotations
@@ -30,7 +33,13 @@ if TYPE_CHECKING:
 # Largest accepted difference of one token's logits, relative to their spread (root mean squares). A mask that
 # lets one wrong token in costs tens of percent in a trained model; half precision costs a few.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.15}
-WINDOW = 4  # tokens, while probing
+# While probing, in tokens: windows, the switch of a rotary embedding, the two prompts (beyond and within these).
+WINDOW, SWITCH, PROMPTS = 4, 9, (10, 6)
+DEEPEST = 6  # tokens that the script adds to a prompt: the last token and a chain of five
+LONGEST_WINDOW = 1024  # tokens; the longest one that is probed at its own length
+
+
+FAILURES = (ValueError, TypeError, RuntimeError, AttributeError, KeyError, IndexError)
 
 
 @dataclass(frozen=True)
@@ -50,13 +59,17 @@ class Head:
 
 @dataclass
 class Probe:
-    """support "tree" or "chain" (and why), K/V shapes per layer, reach per layer type, mask rows per node."""
+    """support "tree" or "chain" (and why), K/V shapes per layer, reach per layer type, mask rows per node.
+
+    tested: tokens of the longest text whose logits were compared with a plain pass's.
+    """
 
     support: str
     shapes: list[LayerShape | None]
     reaches: dict[str, Reach] = field(default_factory=lambda: {"full_attention": FULL})
     tile: int = 1
     reason: str = ""
+    tested: int = 0
 
 
 def difference(found: Tensor, wanted: Tensor) -> float:
@@ -106,45 +119,57 @@ def probe_head(target: Target) -> Head:
 def probe_target(target: Target) -> Probe:
     """Raises UserError when neither trees nor chains can be scored, with the reason."""
     shapes = _layer_shapes(target)
+    lengths = _prompt_lengths(target)
+    with _short(target):
+        expected = _Expected(target, lengths)
+        tile, problems = _tree_tile(expected, shapes)
+        problem = "" if tile else _chain_problem(expected, shapes)
+    reasons = "; ".join(problems)
+    if tile:
+        return Probe("tree", shapes, _reaches(target.config), tile, tested=expected.longest)
+    if not problem:
+        return Probe("chain", shapes, reason=f"no trees: {reasons}", tested=expected.longest)
+    windows = ", ".join(f"{name}={length}" for name, length in _windows(target).items())
+    where = f" once its window ({windows}) is full" if windows else ""
+    raise UserError(
+        f"target: {type(target.model).__name__} can score neither trees nor chains from a cache{where} "
+        f"({reasons}; {problem}); choose a target with attention over a K/V cache"
+    )
+
+
+def _tree_tile(expected: _Expected, shapes: list[LayerShape | None]) -> tuple[int, list[str]]:
+    """Mask rows per node with which trees are scored right (0: with none) and what was wrong with others; the model is
+    left with the attention that was right, else with its own."""
+    target, own = expected.target, expected.own
     heads = getattr(target.config, "num_attention_heads", 1)
     kv_heads = max((s[0] for s in shapes if s), default=heads)
-    own = target.model.config._attn_implementation
-    reasons = []
-    with _short_windows(target):
-        reaches = _reaches(target.config)
-        wanted = None
-        for name in dict.fromkeys([attention.NAME, own]):
-            tile = max(1, heads // kv_heads) if name == attention.NAME else 1
-            try:
-                wanted = wanted if wanted is not None else _Expected(target)
-                if name != own and not _switchable(target.model):
-                    raise ValueError("the model's attention cannot be exchanged")
-                target.model.set_attn_implementation(name)
-                error = wanted.error(Probe("tree", shapes, reaches, tile), chain=False)
-            except (ValueError, TypeError, RuntimeError, AttributeError, KeyError, IndexError) as failure:
-                reasons.append(f"{name}: {_line(failure)}")
-                continue
-            if error <= TOLERANCE[target.dtype]:
-                break
-            reasons.append(f"{name}: tree logits differ from plain passes by {error:.2g} of their spread")
-        else:
-            target.model.set_attn_implementation(own)
-            return _chain_or_refuse(target, shapes, "; ".join(reasons))
-    return Probe("tree", shapes, _reaches(target.config), tile)
+    problems = []
+    for name in dict.fromkeys([attention.NAME, own]):
+        tile = max(1, heads // kv_heads) if name == attention.NAME else 1
+        try:
+            if name != own and not _switchable(target.model):
+                raise ValueError("the model's attention cannot be exchanged")
+            target.model.set_attn_implementation(name)
+            error = expected.error(Probe("tree", shapes, _reaches(target.config), tile), chain=False)
+        except FAILURES as failure:
+            problems.append(f"{name}: {_line(failure)}")
+            continue
+        if error <= TOLERANCE[target.dtype]:
+            return tile, problems
+        problems.append(f"{name}: tree logits differ from plain passes by {error:.2g} of their spread")
+    target.model.set_attn_implementation(own)
+    return 0, problems
 
 
-def _chain_or_refuse(target: Target, shapes: list[LayerShape | None], reason: str) -> Probe:
+def _chain_problem(expected: _Expected, shapes: list[LayerShape | None]) -> str:
+    """What is wrong with scoring chains; empty when nothing is."""
     try:
-        error = _Expected(target).error(Probe("chain", shapes), chain=True)
-        failure = f"chain logits differ by {error:.2g} of their spread"
-    except (ValueError, TypeError, RuntimeError, AttributeError, KeyError, IndexError) as caught:
-        error, failure = float("inf"), _line(caught)
-    if error <= TOLERANCE[target.dtype]:
-        return Probe("chain", shapes, reason=f"no trees: {reason}")
-    raise UserError(
-        f"target: {type(target.model).__name__} can score neither trees nor chains from a cache "
-        f"({reason}; {failure}); choose a target with attention over a K/V cache"
-    )
+        error = expected.error(Probe("chain", shapes), chain=True)
+    except FAILURES as failure:
+        return _line(failure)
+    if error <= TOLERANCE[expected.target.dtype]:
+        return ""
+    return f"chain logits differ by {error:.2g} of their spread"
 
 
 def _switchable(model: Any) -> bool:
@@ -198,34 +223,125 @@ def _reaches(config: Any) -> dict[str, Reach]:
     return {kind: known.get(kind, FULL) for kind in dict.fromkeys(kinds)}
 
 
+# -- what depends on the length of a text
+
+
+def _is_window(name: Any) -> bool:
+    """Is a number of this name one of tokens beyond which attention changes? index_topk: tokens that a sparse layer
+    keeps."""
+    if "window" in str(name):
+        return "pattern" not in name and "layers" not in name
+    return name in ("attention_chunk_size", "index_topk")
+
+
+def _spaces(config: Any) -> list[dict[str, Any]]:
+    """The names and values of a config, and of the configs and mappings inside it."""
+    found: list[dict[str, Any]] = []
+    waiting = [config]
+    while waiting:
+        holder = waiting.pop()
+        if isinstance(holder, (list, tuple)):
+            waiting += holder
+        elif isinstance(holder, dict) or hasattr(holder, "to_diff_dict"):
+            space = holder if isinstance(holder, dict) else vars(holder)
+            if not any(space is known for known in found):
+                found.append(space)
+                waiting += space.values()
+    return found
+
+
+def _lengths(value: Any) -> list[int]:
+    """The numbers of tokens in a window's setting, which may be a list, one for every layer."""
+    if isinstance(value, (list, tuple)):
+        return [n for part in value for n in _lengths(part)]
+    return [value] if isinstance(value, int) and not isinstance(value, bool) and value > 0 else []
+
+
+def _shortened(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_shortened(part) for part in value)
+    return min(value, WINDOW) if _lengths(value) else value
+
+
+def _windows(target: Target) -> dict[str, int]:
+    """Every window that the config names, unless it says that no layer uses it, and its length in tokens."""
+    found: dict[str, int] = {}
+    for space in _spaces(target.config):
+        for name, value in space.items():
+            if _is_window(name) and _lengths(value):
+                found[name] = max(_lengths(value))
+    kinds = " ".join(getattr(target.config, "layer_types", None) or ["sliding chunked"])
+    if "sliding" not in kinds or getattr(target.config, "use_sliding_window", True) is False:
+        found.pop("sliding_window", None)
+    if "chunk" not in kinds:
+        found.pop("attention_chunk_size", None)
+    return found
+
+
+@torch.no_grad()
+def _prompt_lengths(target: Target) -> tuple[int, ...]:
+    """Tokens of the two prompts: two windows and more where a window stays what it is while the probe runs.
+
+    Raises UserError where that window is too long to be probed.
+    """
+    lengths, room = PROMPTS, target.context_length - DEEPEST
+    ids = _ids(target, 1, PROMPTS[0])
+    for name, length in _windows(target).items():
+        if length <= WINDOW or length >= target.context_length:
+            continue
+        as_loaded = target.model(input_ids=ids, use_cache=False, return_dict=True).logits
+        with _short_windows(target, name):
+            if not torch.equal(target.model(input_ids=ids, use_cache=False, return_dict=True).logits, as_loaded):
+                continue
+        if length > LONGEST_WINDOW:
+            raise UserError(
+                f"target: {type(target.model).__name__} keeps {name}={length} of its config in a form that cannot be "
+                f"probed; set {name}=null there if no layer uses it, else choose another target"
+            )
+        lengths = max(lengths, (2 * length + 2, length + 2))
+    return tuple(max(1, min(length, room)) for length in lengths)
+
+
 @contextlib.contextmanager
-def _short_windows(target: Target) -> Iterator[None]:
-    """Windows and chunks of WINDOW tokens in config and modules, restored on exit."""
-    changed = []
-    for holder in [target.config, *target.model.modules()]:
-        for name in ("sliding_window", "attention_chunk_size"):
-            value = vars(holder).get(name)
-            if isinstance(value, int) and not isinstance(value, bool) and value > WINDOW:
-                changed.append((holder, name, value))
-                setattr(holder, name, WINDOW)
+def _short_windows(target: Target, only: str | None = None) -> Iterator[None]:
+    """Windows of WINDOW tokens in config and modules, restored on exit. only: those of this name."""
+    spaces = _spaces(target.config) + [vars(module) for module in target.model.modules()]
+    changed: list[tuple[dict[str, Any], str, Any]] = []
+    for space in spaces:
+        for name, value in list(space.items()):
+            if _is_window(name) and only in (None, name) and max(_lengths(value), default=0) > WINDOW:
+                changed.append((space, name, value))
+                space[name] = _shortened(value)
     try:
         yield
     finally:
-        for holder, name, value in changed:
-            setattr(holder, name, value)
+        for space, name, value in changed:
+            space[name] = value
+
+
+@contextlib.contextmanager
+def _short(target: Target) -> Iterator[None]:
+    """Windows of WINDOW tokens and a rotary switch after SWITCH, restored on exit."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_short_windows(target))
+        if target.rope is not None:
+            stack.enter_context(target.rope.switched_at(SWITCH))
+        yield
 
 
 class _Expected:
     """The probe's script and what plain passes over each path say, computed with the model's own attention.
 
-    Row 0: 5 prompt tokens, then a branching tree of 5 nodes, of which [1, 4] is kept; row 1 joins later with
-    3 tokens and a chain of 2 nodes, of which [0] is kept. Then row 1 alone scores the empty tree.
+    Row 0: the longer prompt, then a branching tree of 5 nodes, of which [1, 4] is kept; row 1 joins later with
+    the shorter one and a chain of 2 nodes, of which [0] is kept. Then row 1 alone scores the empty tree.
+    longest: tokens of the longest text compared so far.
     """
 
-    def __init__(self, target: Target):
-        self.target = target
+    def __init__(self, target: Target, lengths: tuple[int, ...]):
+        self.target, self.longest = target, 0
         self.own = target.model.config._attn_implementation
-        self.prompts = list(_ids(target, 8).split([5, 3]))
+        # Three tokens over and over, as text repeats itself: sparse attention that ranks its keys meets ties.
+        self.prompts = list(_ids(target, 3).repeat(sum(lengths))[: sum(lengths)].split(lengths))
         # chosen once for trees and chains; the tokens of row 1's padding nodes are never read
         self.last, self.tokens, self.then = (
             _ids(target, 2),
@@ -237,6 +353,7 @@ class _Expected:
     def plain(self, ids: Tensor) -> Tensor:
         """Logits [V] after `ids` [T], by a pass without a cache."""
         key = tuple(ids.tolist())
+        self.longest = max(self.longest, len(key))
         if key not in self._plain:
             out = self.target.model(input_ids=ids[None], use_cache=False, return_dict=True)
             self._plain[key] = out.logits[0, -1]
@@ -257,7 +374,7 @@ class _Expected:
         text = [torch.cat([p, self.last[b : b + 1]]) for b, p in enumerate(self.prompts)]
         found, wanted = [], []
         with _using(target, probe):
-            cache = target.new_cache(2, 16, 5)
+            cache = target.new_cache(2, max(map(len, self.prompts)) + DEEPEST, 5)
             firsts = [target.prefill(cache, [p]).logits[0, 0] for p in self.prompts]
             step = target.score(cache, self.last, tree)
             cache.commit(torch.tensor(kept, device=device), torch.tensor([2, 1], device=device))

@@ -18,11 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from conf.errors import UserError
 from decode.cache import TreeCache
 from decode.masks import TreeMasks
-from decode.models import facts
+from decode.models import facts, rope
+from decode.models.facts import UNBOUNDED
 from decode.probe import TOLERANCE, Probe, difference, probe_head, probe_target
 from decode.probe import Head as HeadProbe
 from decode.tree import DraftTree
@@ -49,6 +51,9 @@ class Target:
     vocab_size, hidden_size, num_layers, context_length (tokens; 2**31 - 1 where the model has no limit),
     eos_ids (ascending), dtype, device. support: "tree" or "chain"; the first use probes the model, and a
     model that can do neither (recurrent state, no K/V cache) raises UserError with the reason.
+
+    switch: longest text that is rotated by the first of two sets of frequencies, None: there is one set (decode.models.rope).
+    A row that has grown to that many committed tokens must leave and be prefilled again: see `headroom`.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, identity: Any = None, source: Any = None):
@@ -61,7 +66,8 @@ class Target:
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = self.config.num_hidden_layers
-        self.context_length: int = facts.context_length(self.config)
+        self.rope: rope.RowwiseRope | None = rope.rowwise(model, self.config)
+        self.context_length: int = facts.context_length(self.config, self.switch)
         self.eos_ids: tuple[int, ...] = facts.eos_ids(model, tokenizer)
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.body = facts.body(model)
@@ -97,6 +103,22 @@ class Target:
     @property
     def support(self) -> str:
         return self.probe().support
+
+    @property
+    def switch(self) -> int | None:
+        return self.rope.length if self.rope else None
+
+    @property
+    def span(self) -> int:
+        """Longest text whose committed tokens never need to be read again."""
+        return min(self.context_length, self.switch or self.context_length)
+
+    def headroom(self, length: int) -> int:
+        """Most levels of a draft behind `length` committed tokens and the last one. Negative: the row has reached the
+        switch and must be prefilled again, the last token included, before anything is scored."""
+        if self.switch is None or length > self.switch:
+            return UNBOUNDED
+        return self.switch - 1 - length
 
     def probe(self) -> Probe:
         """What the model can do; runs a few tiny passes the first time. Raises UserError for an unusable
@@ -155,9 +177,8 @@ class Target:
         cache.open(start, start + len(rows), 0, width)
         # Right padding needs no mask: a causal pass never looks right, and later passes hide or overwrite
         # these slots.
-        positions = torch.arange(width, device=self.device).expand(len(rows), width)
-        last = torch.tensor(lengths, device=self.device) - 1
-        out, logits = self._forward(ids, positions, None, cache, taps, last)
+        counts = torch.tensor(lengths, device=self.device)
+        out, logits = self._forward(ids, self._places(width, counts), None, cache, taps, counts - 1)
         cache.physical += lengths
         cache.pending = None
         return self._step(cache, logits, self._taps(out, taps) if taps else None)
@@ -178,6 +199,8 @@ class Target:
         places = tree.positions()
         if offset + n > self.context_length:
             cache.check_depth(tree, self.context_length)
+        if self.switch is not None and min(cache.physical) <= self.switch:
+            cache.check_switch(tree, self.switch)
         if cache.width > 1:
             ids = ids.repeat_interleave(cache.width, 0)
             places = places.repeat_interleave(cache.width, 0) if places.shape[0] > 1 else places
@@ -190,8 +213,9 @@ class Target:
             positions = places + offset
         else:
             positions = places + torch.tensor(cache.physical, device=self.device)[:, None]
-        if offset + n > self.context_length:  # padding nodes of a tree cut by its size may stick out
-            positions = positions.clamp(max=self.context_length - 1)
+        if offset + n > self.span:  # padding nodes of a tree cut by its size may stick out
+            ends = [self.context_length if length > self.span else self.span for length in cache.physical]
+            positions = torch.minimum(positions, torch.tensor(ends, device=self.device)[:, None] - 1)
         cache.open(0, len(cache.physical), offset, n)
         out, logits = self._forward(ids, positions, mask, cache, taps, None)
         cache.pending, cache.in_place = tree.width, False
@@ -211,13 +235,14 @@ class Target:
             )
         logits: list[Tensor] = []
         feats: list[Tensor] = []
-        for row, end in enumerate(cache.physical):
-            cache.open(row, row + 1, end, ids.shape[1])
-            positions = torch.arange(end, end + ids.shape[1], device=self.device)[None]
-            positions = positions.clamp(max=self.context_length - 1)
-            out, one = self._forward(ids[row : row + 1], positions, None, cache, taps, None)
-            logits.append(one)
-            feats += [self._taps(out, taps)] if taps else []
+        counts = [size + 1 for size in tree.size.tolist() for _ in range(cache.width)]
+        for row, (end, count) in enumerate(zip(cache.physical, counts, strict=True)):
+            cache.open(row, row + 1, end, count)
+            positions = torch.arange(end, end + count, device=self.device)[None]
+            out, one = self._forward(ids[row : row + 1, :count], positions, None, cache, taps, None)
+            behind = ids.shape[1] - count  # padding is not run: it could stand behind the last position
+            logits.append(pad(one, (0, 0, 0, behind)))
+            feats += [pad(self._taps(out, taps), (0, 0, 0, 0, 0, behind))] if taps else []
         cache.pending, cache.in_place = tree.width, True
         return self._step(cache, torch.cat(logits), torch.cat(feats) if taps else None)
 
@@ -243,13 +268,27 @@ class Target:
             kwargs["position_ids"] = positions
         picked = torch.arange(ids.shape[0], device=self.device)
         if self.head.exact and (last is not None or (taps and not kwargs["output_hidden_states"])):
-            out = self.body(**kwargs)
+            with self._rows_apart():
+                out = self.body(**kwargs)
             hidden = out.last_hidden_state
             return out, self.unembed(hidden if last is None else hidden[picked, last][:, None])
         if taps:
             kwargs["output_hidden_states"] = True
-        out = self.model(**kwargs)
+        with self._rows_apart():
+            out = self.model(**kwargs)
         return out, out.logits if last is None else out.logits[picked, last][:, None]
+
+    def _places(self, width: int, lengths: Tensor) -> Tensor:
+        """Positions [B, width] of right-padded rows. Padding stays on its row's side of the switch."""
+        places = torch.arange(width, device=lengths.device).expand(len(lengths), width)
+        if self.switch is None:
+            return places
+        ends = torch.where(lengths > self.switch, width, self.switch)
+        return torch.minimum(places, ends[:, None] - 1)
+
+    def _rows_apart(self) -> contextlib.AbstractContextManager[None]:
+        """No row's rotary frequencies depend on its neighbours within."""
+        return self.rope.applied() if self.rope else contextlib.nullcontext()
 
     def _step(self, cache: TreeCache, logits: Tensor, feats: Tensor | None) -> Step:
         if cache.guidance is None:
@@ -283,13 +322,16 @@ class Target:
         }
         with torch.set_grad_enabled(grad):
             if self.takes_positions:
-                count = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-                kwargs["position_ids"] = count if position is None else position
-            return self._taps(self.body(**kwargs), taps)
+                kwargs["position_ids"] = self._places(ids.shape[1], mask.sum(1)) if position is None else position
+            with self._rows_apart():
+                out = self.body(**kwargs)
+            return self._taps(out, taps)
 
     def packs(self) -> str:
         """Why this target cannot take packed documents; empty when it can. Asked of the model itself: without a cache
         transformers keeps documents apart by their positions, where the architecture supports it."""
+        if self.switch is not None:
+            return f"a document of more than {self.switch} tokens changes the rotation of its whole row"
         if self._packs is None:
             ids = torch.arange(3, 3 + 26, device=self.device).remainder(self.vocab_size).view(2, 13)
             at = torch.tensor([[*range(5), *range(8)], [*range(9), *range(4)]], device=self.device)

@@ -27,6 +27,7 @@ from rich.progress import TaskID
 
 from conf.errors import UserError, resumable
 from conf.schema import entry
+from decode.models import facts
 from decode.models.load import TargetConfig, load_target
 from decode.models.processors import named_processors
 from decode.sampling import Sampling
@@ -147,6 +148,8 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
     head = about_drafter(cfg.drafter)
     target = load_target(cfg.target, cfg.dtype, cfg.device)
     cfg.sampling().check_vocab(target.vocab_size)
+    for line in facts.notes(target, cfg.sampling()):
+        print(line, file=sys.stderr)
     drafter = resolve_drafter(cfg.drafter, target)
     prompts = [chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in known]
     prompts = [p for p in prompts if len(p) < target.context_length]
@@ -191,7 +194,7 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
         "negative_controls": negative,
         "controls": origin,
         "power": found.power,
-        "identities": {"target": _target(target), "drafter": head},
+        "identities": {"target": _target(target, cfg.sampling()), "drafter": head},
         "shape": {"kind": drafter.shape, "depth": drafter.max_depth, "nodes": drafter.max_nodes},
         "settings": {k: v for k, v in asdict(cfg).items() if k != "target"},
         "versions": files.environment(str(target.device)),
@@ -204,8 +207,14 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
     return CODES[verdict]
 
 
-def _target(target: Target) -> dict[str, Any]:
-    return {**(asdict(target.identity) if target.identity else {}), "dtype": str(target.dtype).removeprefix("torch.")}
+def _target(target: Target, sampling: Sampling) -> dict[str, Any]:
+    """probed_tokens: of the longest text that the target's probe compared with a plain pass."""
+    return {
+        **(asdict(target.identity) if target.identity else {}),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "generation_config": facts.unheeded(target.model, sampling),
+        "probed_tokens": target.probe().tested,
+    }
 
 
 def about_drafter(spec: str) -> dict[str, Any]:

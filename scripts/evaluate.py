@@ -28,6 +28,7 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 
 from conf.errors import UserError
 from conf.schema import entry
+from decode.models import facts
 from decode.models.load import TargetConfig, load_target
 from decode.models.memory import Plan
 from decode.sampling import Sampling
@@ -164,6 +165,8 @@ def evaluated(cfg: EvaluateConfig, out: Path) -> int:
     plan = Plan(max(cfg.batch_sizes or [cfg.batch_size]), longest, PLANNED_NODES)
     target = load_target(cfg.target, cfg.dtype, cfg.device, plan)
     prompts = fitting(prompts, target, bad)
+    for line in facts.notes(target, sampling_of(cfg)):
+        print(line, file=sys.stderr)
     more, unknown = candidates.expand(cfg.candidates, cfg.runs, target.support == "tree")
     names = list(dict.fromkeys([*cfg.drafters, *more]))
     lanes, skipped = lanes_of(names, target, lambda: load_target(cfg.target, cfg.dtype, cfg.device))
@@ -202,7 +205,7 @@ def evaluated(cfg: EvaluateConfig, out: Path) -> int:
 def measure(cfg: EvaluateConfig, target: Target, prompts: list[Any], lanes: list[contest.Lane],
             skipped: list[dict[str, str]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:  # fmt: skip
     """(report, lines of outputs.jsonl) at the temperature and batch size of `cfg`."""
-    sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, cfg.repetition_penalty)
+    sampling = sampling_of(cfg)
     settings = contest.Settings(sampling, cfg.max_new_tokens, cfg.batch_size, cfg.seed, cfg.verify)
     measured = contest.run_contest(target, target.tokenizer, prompts, lanes, settings, cfg.quiet)
     scores = Scores(measured, lanes)
@@ -214,6 +217,7 @@ def measure(cfg: EvaluateConfig, target: Target, prompts: list[Any], lanes: list
         "command": files.command(),
         "target": {
             **(asdict(identity) if identity else {"name": "unknown"}),
+            "generation_config": facts.unheeded(target.model, sampling),
             "parameters": parameters(target.model),
             **({"tuning": target.tuning} if target.tuning else {}),
         },
@@ -253,6 +257,11 @@ def fitting(prompts: list[Prompt], target: Target, bad: list[dict[str, str]]) ->
     if not kept:
         raise UserError(f"{bad[-1]['reason']} (and no other prompt fits)")
     return kept
+
+
+def sampling_of(cfg: EvaluateConfig) -> Sampling:
+    """The law of the first setting."""
+    return Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, cfg.repetition_penalty)
 
 
 def folder(temperature: float, batch_size: int) -> str:

@@ -10,6 +10,7 @@ a wrong mask would hide in the rounding.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -124,14 +125,54 @@ REFUSED: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 8,
     },
 }
-ARCHS = {**TREE, **CHAIN, **REFUSED}
+# What changes with the length of a text: a window of its own name that is baked into a buffer (GPT-Neo), one that keeps
+# the best tokens (Doge), and a table of positions behind which a pass crashes (MPT).
+BY_LENGTH: dict[str, dict[str, Any]] = {
+    "gpt_neo": {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 12,
+        "max_position_embeddings": 128,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "doge": {**_GQA, "keep_window_size": 12},
+    "mpt": {
+        "vocab_size": VOCAB,
+        "d_model": 32,
+        "n_heads": 4,
+        "n_layers": 2,
+        "max_seq_len": 128,
+        "expansion_ratio": 2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+}
+ARCHS = {**TREE, **CHAIN, **REFUSED, **BY_LENGTH}
+
+# Changes that give "phi3" the rotary embedding of Phi-3.5 and Phi-4-mini: other frequencies beyond SWITCH tokens.
+SWITCH = 24
+LONGROPE: dict[str, Any] = {
+    "original_max_position_embeddings": SWITCH,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [2.0, 5.0, 9.0, 14.0],
+        "partial_rotary_factor": 1.0,
+        "original_max_position_embeddings": SWITCH,
+    },
+}
 
 
 def build(arch: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A tiny random causal language model of architecture `arch` (a key of ARCHS); `changes` override its
     config.
     """
-    config = AutoConfig.for_model(arch, **{**ARCHS[arch], **changes})
+    config = AutoConfig.for_model(arch, **copy.deepcopy({**ARCHS[arch], **changes}))
     torch.manual_seed(seed)
     # Some versions let sdpa drop the softcap on scores silently.
     how = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}

@@ -151,6 +151,16 @@ def test_guidance_is_exact_for_the_guided_target(target: Target, other: Target) 
                 assert got.token_ids == want[0, len(request.prompt) :].tolist(), drafter.name
 
 
+def test_dynamic_trees_under_guidance_on_rows_of_one_length(target: Target, other: Target) -> None:
+    """Their layout holds every row: companions, as long as their requests here, once met a mask of half the rows."""
+    asked = [Request(p, 12, uncond=p[::-1], id=i) for i, p in enumerate(([5, 6, 7, 8], [9, 10, 11, 12]))]
+    found = []
+    for drafter in (NoDraft(), DraftModel(other, 3, shape="tree", nodes=6)):
+        run = generate(target, drafter, asked, Sampling(), batch_size=2, guidance=1.7, eos_ids=[])
+        found.append([g.token_ids for g in run.generations])
+    assert found[0] == found[1]
+
+
 def test_streaming_reports_every_token_once(target: Target) -> None:
     seen: dict[int, list[int]] = {}
     run = generate(

@@ -59,7 +59,7 @@ def test_report_and_outputs(tmp_path: Path, capsys: Any) -> None:
     assert run(f"prompts={path}", f"out={out}", "drafters=[ngram,hf_generate]", "temperature=0") == 0
     report = json.loads((out / "report.json").read_text())
     identity = {"name", "path", "weights_sha256", "tokenizer_sha256", "template_sha256"}
-    assert set(report["target"]) == {*identity, "parameters"}
+    assert set(report["target"]) == {*identity, "parameters", "generation_config"}
     for key in ("temperature", "top_k", "top_p", "max_new_tokens", "dtype", "batch_size", "prompts", "seed"):
         assert key in report["settings"]
     assert len(report["settings"]["prompts"]["sha256"]) == 64

@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from conf.errors import UserError
+from decode.models import rope
 
 UNBOUNDED = 2**31 - 1
+
+# What a generation_config may ask for and what leaves the text as it is. The first row are keys of decode.sampling.
+NEUTRAL: dict[str, Any] = {
+    "repetition_penalty": 1, "temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0,
+    "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "num_beams": 1, "num_beam_groups": 1, "length_penalty": 1,
+    "diversity_penalty": 0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1, "min_length": 0, "min_new_tokens": 0, "guidance_scale": 1,
+}  # fmt: skip
+OURS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
+# What says nothing about which text is written, or is honoured (the ids), or is set by every run.
+SILENT = (
+    "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "do_sample", "max_length",
+    "max_new_tokens", "early_stopping", "num_return_sequences", "use_cache", "cache_implementation", "cache_config",
+    "max_cache_len", "prefill_chunk_size", "low_memory", "compile_config", "disable_compile", "output_attentions",
+    "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate", "is_assistant", "use_mtp",
+    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
+    "prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind",
+    "target_lookbehind", "speculation_type", "transformers_version", "continuous_batching_config",
+)  # fmt: skip
+SHOWN = 40  # letters of a value in a note
 
 
 def body(model: Any) -> Any:
@@ -20,12 +42,14 @@ def body(model: Any) -> Any:
     raise UserError(f"target: {type(model).__name__} has no body apart from its LM head; choose another model")
 
 
-def context_length(config: Any) -> int:
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return UNBOUNDED
+def context_length(config: Any, switch: int | None = None) -> int:
+    """Most tokens of a text, prompt and answer. A text ends where the model's rotary frequencies change (rope.switch),
+    unless decoding can go on beyond it: `switch` then."""
+    names = ("max_position_embeddings", "n_positions", "max_seq_len")
+    given = [getattr(config, name, None) for name in names]
+    longest = next((n for n in given if isinstance(n, int) and n > 0), UNBOUNDED)
+    end = rope.switch(config)
+    return longest if end is None or switch is not None else min(longest, end)
 
 
 def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
@@ -37,3 +61,51 @@ def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
         if value is not None:
             return tuple(sorted(set(value if isinstance(value, (list, tuple)) else [value])))
     return ()
+
+
+def unheeded(model: Any, sampling: Any) -> dict[str, Any]:
+    """What the model's generation_config asks for and a run under `sampling` (decode.sampling.Sampling) does not apply.
+
+    Name -> value, fit for JSON; our own keys first. Without do_sample its temperature and truncation mean nothing.
+    """
+    config = getattr(model, "generation_config", None)
+    asked = {} if config is None else vars(config)
+    if not asked.get("do_sample"):
+        asked = {name: value for name, value in asked.items() if name not in OURS[1:]}
+    found: dict[str, Any] = {}
+    for name in [*OURS, *(n for n in asked if n not in OURS)]:
+        value = asked.get(name)
+        if name.startswith("_") or name in SILENT or value is None or value is False or value in ([], {}, ()):
+            continue
+        if value == getattr(sampling, name, NEUTRAL.get(name)):
+            continue
+        try:
+            json.dumps(value)
+        except TypeError:  # token tuples as keys, settings of a watermark
+            value = str(value)
+        found[name] = value
+    return found
+
+
+def notes(target: Any, sampling: Any) -> list[str]:
+    """What a run under `sampling` does with this decode.target.Target that its files would not lead one to expect: a
+    line each."""
+    lines = []
+    asked = unheeded(target.model, sampling)
+    if asked:
+        ours = [f"{name}={value}" for name, value in asked.items() if name in OURS]
+        what = ", ".join(f"{name}={_clipped(value)}" for name, value in asked.items())
+        remedy = f": set {' '.join(ours)} to make them part of the law" if ours else ""
+        lines.append(f"target: its generation_config asks for {what}, which this run does not apply{remedy}")
+    longest = context_length(target.config, UNBOUNDED)
+    if target.context_length < longest:
+        lines.append(
+            f"target: texts end at {target.context_length} tokens instead of {longest}: beyond, its rotary embedding "
+            "changes, and transformers' own generate goes on with keys that were rotated otherwise"
+        )
+    return lines
+
+
+def _clipped(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

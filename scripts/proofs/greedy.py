@@ -40,7 +40,16 @@ class Plain:
 
     @torch.no_grad()
     def logits(self, sequences: Sequence[tuple[list[int], int]]) -> list[Tensor]:
-        """For each (ids, start): logits [len(ids) - start, V] that predict ids[start:], in one pass, right-padded."""
+        """For each (ids, start): logits [len(ids) - start, V] that predict ids[start:], in one pass, right-padded.
+
+        Where a rotary embedding has a switch every text has passes of its own: one for the places up to the switch and
+        one for those beyond.
+        """
+        switch = self.target.switch
+        if switch is not None:
+            parts = [_sides(ids, start, switch) for ids, start in sequences]
+            if len(parts) > 1 or len(parts[0]) > 1:
+                return [torch.cat([self.logits([part])[0] for part in either]) for either in parts]
         longest, first = max(len(ids) for ids, _ in sequences) - 1, min(start for _, start in sequences) - 1
         batch = torch.zeros(len(sequences), longest, dtype=torch.int64)
         mask = torch.zeros_like(batch)
@@ -107,9 +116,12 @@ class Plain:
         for prompt in prompts:
             ids = list(prompt)
             stepped: list[Tensor] = []
+            length = steps
+            if self.target.switch is not None and len(ids) <= self.target.switch:
+                length = min(steps, self.target.switch - len(ids) + 1)
             with self.target.as_loaded() as model:
                 out = model(torch.tensor([ids], device=self.target.device), use_cache=True)
-                for _ in range(steps):
+                for _ in range(length):
                     stepped.append(out.logits[0, -1])
                     ids.append(int(stepped[-1].argmax()))
                     out = model(
@@ -131,6 +143,13 @@ class Plain:
 def _guided(given: Tensor, free: Tensor, guidance: float) -> Tensor:
     a, b = given.float().log_softmax(-1), free.float().log_softmax(-1)
     return b + guidance * (a - b)
+
+
+def _sides(ids: list[int], start: int, switch: int) -> list[tuple[list[int], int]]:
+    """The text and start as they are, or cut in two where places on either side of `switch` tokens are asked for."""
+    if start <= switch < len(ids) - 1:
+        return [(ids[: switch + 1], start), (ids, switch + 1)]
+    return [(ids, start)]
 
 
 @dataclass

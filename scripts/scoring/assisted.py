@@ -11,7 +11,6 @@ What a pass committed is read off the target itself: where each of its passes st
 from __future__ import annotations
 
 import contextlib
-import copy
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,10 +24,12 @@ from conf.typed import SEEDS
 from decode.engine import Cycle, Generation, Request, Run, Timing
 from decode.sampling import Sampling
 from decode.target import Target
-from scripts.scoring.reference import FirstToken, settings
+from scripts.scoring.reference import FirstToken, room, settings, without_wishes
 
 LOOKUP_TOKENS, LOOKUP_GRAM = 10, 3  # our n-gram drafter's
 DEFAULT_TOKENS = 20  # transformers' own number of assistant tokens
+# How long the assistant drafts.
+DRAFTING = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Assisted:
              timing: Timing) -> Generation:  # fmt: skip
         begin, device = time.perf_counter(), self.target.device
         ids = torch.tensor([list(request.prompt)], device=device)
-        config, processors = settings(self.target, sampling, request.max_new_tokens)
+        limit = room(self.target, request)
+        config, processors = settings(self.target, sampling, limit)
         extra: dict[str, Any] = {}
         if helper is None:
             config.prompt_lookup_num_tokens = LOOKUP_TOKENS
@@ -61,8 +63,13 @@ class Assisted:
             extra["assistant_model"] = helper
         first, passes = FirstToken(), _Passes()
         devices = [device] if device.type == "cuda" else []
-        with self._settings(helper), passes.watch(model, helper), torch.inference_mode(), \
-                torch.random.fork_rng(devices=devices):  # fmt: skip
+        with (
+            without_wishes(model),
+            self._settings(helper),
+            passes.watch(model, helper),
+            torch.inference_mode(),
+            torch.random.fork_rng(devices=devices),
+        ):
             torch.manual_seed((seed * 1_000_003 + request.id) % SEEDS)
             out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config,
                                  logits_processor=processors, stopping_criteria=StoppingCriteriaList([first]),
@@ -77,7 +84,7 @@ class Assisted:
         timing.drafter_s = timing.draft_s
         timing.cycles += len(later)
         stop = "eos" if tokens and tokens[-1] in self.target.eos_ids else "length"
-        cycles = self._cycles(passes.target, ids.shape[1], len(tokens), request.max_new_tokens, stop)
+        cycles = self._cycles(passes.target, ids.shape[1], len(tokens), limit, stop)
         drafted = [False] * len(tokens)
         for cycle in cycles:
             drafted[cycle.start : cycle.start + cycle.accepted] = [True] * cycle.accepted
@@ -85,20 +92,20 @@ class Assisted:
 
     @contextlib.contextmanager
     def _settings(self, helper: Any) -> Iterator[None]:
-        """The assistant's own generation config, which is where transformers looks for K; restored afterwards."""
+        """The assistant's generation config, which is where transformers looks for K; restored afterwards. What its own
+        one says about drafting counts under the defaults, and nothing else of it does."""
         if helper is None:
             yield
             return
-        kept = helper.generation_config
-        helper.generation_config = copy.deepcopy(kept)
+        fields = {name: getattr(helper.generation_config, name, None) for name in DRAFTING}
         if self.tokens is not None:
-            helper.generation_config.num_assistant_tokens = self.tokens
-            helper.generation_config.num_assistant_tokens_schedule = "constant"
-            helper.generation_config.assistant_confidence_threshold = 0.0
-        try:
+            fields |= {
+                "num_assistant_tokens": self.tokens,
+                "num_assistant_tokens_schedule": "constant",
+                "assistant_confidence_threshold": 0.0,
+            }
+        with without_wishes(helper, **fields):
             yield
-        finally:
-            helper.generation_config = kept
 
     def _cycles(self, passes: list[_Pass], prompt: int, total: int, limit: int, stop: str) -> list[Cycle]:
         """One cycle for every pass after the first, which belongs to the prefill. A pass reads the last token and the

@@ -39,6 +39,23 @@ class FirstToken(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
+@contextlib.contextmanager
+def without_wishes(model: Any, **fields: Any) -> Iterator[None]:
+    """The model with no generation_config of its own but `fields`. `generate` fills every setting that a run leaves
+    open from there: repetition_penalty, suppress_tokens or num_beams of the model would become part of the law."""
+    kept = model.generation_config
+    model.generation_config = GenerationConfig(**fields)
+    try:
+        yield
+    finally:
+        model.generation_config = kept
+
+
+def room(target: Target, request: Request) -> int:
+    """Most tokens the engine would write for this request: its limit or the end of the context."""
+    return min(request.max_new_tokens, target.context_length - len(request.prompt))
+
+
 def hf_generate(
     target: Target, requests: Sequence[Request], sampling: Sampling, *, batch_size: int = 1, seed: int = 0,
     guidance: float | None = None,
@@ -49,11 +66,14 @@ def hf_generate(
 
     A token drawn after the first is a cycle of length one, as for `none`. Random numbers come from torch's global
     generator, seeded per batch and restored afterwards: samples differ from our engine's, their law does not.
+    Rows run one by one where their padding could reach the end of the context or the switch of a rotary embedding.
     """
     timing, generations = Timing(), []
     for start in range(0, len(requests), batch_size):
-        generations += _batch(target, requests[start : start + batch_size], sampling, seed, timing,
-                              guidance)  # fmt: skip
+        rows = requests[start : start + batch_size]
+        longest = max(len(r.prompt) for r in rows) + max(r.max_new_tokens for r in rows)
+        for batch in [rows] if longest <= target.span else [[row] for row in rows]:
+            generations += _batch(target, batch, sampling, seed, timing, guidance)
     return Run(generations, timing, law_rows=0)
 
 
@@ -81,7 +101,7 @@ def _batch(
     guidance: float | None = None,
 ) -> list[Generation]:  # fmt: skip
     begin = time.perf_counter()
-    longest, limit = max(len(r.prompt) for r in batch), max(r.max_new_tokens for r in batch)
+    longest, limit = max(len(r.prompt) for r in batch), max(room(target, r) for r in batch)
     pad = target.eos_ids[0] if target.eos_ids else 0
     ids = torch.tensor([[pad] * (longest - len(r.prompt)) + list(r.prompt) for r in batch], device=target.device)
     mask = torch.tensor([[0] * (longest - len(r.prompt)) + [1] * len(r.prompt) for r in batch], device=target.device)
@@ -90,8 +110,13 @@ def _batch(
         config.guidance_scale = guidance
     first = FirstToken()
     devices = [target.device] if target.device.type == "cuda" else []
-    with target.as_loaded() as model, _passes(model) as spent, torch.inference_mode(), \
-            torch.random.fork_rng(devices=devices):  # fmt: skip
+    with (
+        target.as_loaded() as model,
+        without_wishes(model),
+        _passes(model) as spent,
+        torch.inference_mode(),
+        torch.random.fork_rng(devices=devices),
+    ):
         torch.manual_seed((seed * 1_000_003 + batch[0].id) % SEEDS)
         out = model.generate(
             ids, attention_mask=mask, generation_config=config, logits_processor=processors,
