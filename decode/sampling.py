@@ -69,8 +69,8 @@ class Sampling:
             (
                 "temperature",
                 self.temperature,
-                self.temperature == 0 or 1e-30 <= self.temperature < math.inf,
-                "must be 0 (greedy) or at least 1e-30",
+                self.temperature == 0 or 1e-37 <= self.temperature < math.inf,
+                "must be 0 (greedy) or at least 1e-37",
             ),
             (
                 "top_k",

@@ -195,7 +195,7 @@ def test_a_foreign_processor_that_masks_everything(target: Target) -> None:
     ("settings", "word"),
     [({"top_k": VOCAB + 1}, f"top_k={VOCAB + 1}"), ({"top_k": -1}, "top_k=-1"), ({"top_p": 0.0}, "top_p=0.0"),
      ({"top_p": 1.5}, "top_p=1.5"), ({"temperature": -1.0}, "temperature=-1.0"), ({"min_p": 1.0}, "min_p=1.0"),
-     ({"temperature": 1e-40}, "temperature=1e-40: must be 0 .greedy. or at least 1e-30"), ({"top_k": 2.5}, "top_k=2.5"),
+     ({"temperature": 1e-40}, "temperature=1e-40: must be 0 .greedy. or at least 1e-37"), ({"top_k": 2.5}, "top_k=2.5"),
      ({"top_k": INF}, "top_k=inf"), ({"top_k": NAN}, "top_k=nan")],
 )  # fmt: skip
 def test_settings_are_refused_before_anything_runs(target: Target, settings: dict[str, Any], word: str) -> None:
@@ -214,7 +214,7 @@ def test_prompts_outside_the_model(target: Target) -> None:
     assert seen == []
 
 
-@pytest.mark.parametrize("settings", [{"top_k": 2.0}, {"temperature": 1e-30}])
+@pytest.mark.parametrize("settings", [{"top_k": 2.0}, {"temperature": 1e-37}])
 def test_settings_at_the_edge_decode(target: Target, settings: dict[str, Any]) -> None:
     run = generate(
         target,
