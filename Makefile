@@ -39,6 +39,7 @@ demo: .venv
 
 lint: .venv
 	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check --quiet . || { echo "error: lint: not laid out by the formatter; run $(PY) -m ruff format ."; exit 1; }
 	@$(PY) -m mypy
 
 test: lint

@@ -1,4 +1,6 @@
-"""The exceptions that an entry point turns into one line and an exit code instead of a traceback."""
+"""The exceptions that an entry point turns into one line and an exit code instead of a
+traceback.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +9,27 @@ from collections.abc import Iterator
 
 
 class UserError(Exception):
-    """A mistake the user can mend; exit code 2. The text is one line: "key or file:line: what; the fix"."""
+    """A mistake the user can mend; exit code 2. The text is one line: "key or file:line: what;
+    the fix".
+    """
 
 
 class CheckFailed(Exception):
-    """A check found what it looks for; exit code 1. The text says what disagrees, and where to look."""
+    """A check found what it looks for; exit code 1. The text says what disagrees, and where to
+    look.
+    """
 
 
 class Interrupted(Exception):
     """A graceful stop (Ctrl-C, SIGTERM, preemption): the work so far is saved.
 
-    code: exit code of the process, 130 after Ctrl-C, 75 where the same command should be started again.
+    code: exit code of the process, 130 after Ctrl-C, 75 where the same command should be
+        started again.
     """
 
-    def __init__(self, message: str = "interrupted; run the same command again to continue", code: int = 130):
+    def __init__(
+        self, message: str = "interrupted; run the same command again to continue", code: int = 130
+    ):
         super().__init__(message)
         self.code = code
 

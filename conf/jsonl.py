@@ -12,8 +12,8 @@ HALF = "half of a surrogate pair (half an emoji, as in a text that was cut)"
 
 
 def is_whole(text: str) -> bool:
-    """Whether a text can be written as UTF-8: JSON may name halves of surrogate pairs, which are no
-    characters."""
+    """Whether a text can be written as UTF-8: JSON may name halves of surrogate pairs, which
+    are no characters."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -38,7 +38,8 @@ def parse_line(line: bytes) -> Any:
 
 
 def is_array(lines: Iterable[bytes]) -> bool:
-    """Whether a file's lines open an array that the first line does not close, or are an array of objects and nothing
+    """Whether a file's lines open an array that the first line does not close, or are an array
+    of objects and nothing
     else: JSON as ShareGPT is handed around, not JSONL. Looks at two lines at most."""
     filled = (line for line in lines if line.strip())
     first = next(filled, b"").removeprefix(b"\xef\xbb\xbf").strip()
@@ -49,7 +50,10 @@ def is_array(lines: Iterable[bytes]) -> bool:
 
 def no_array(path: Path) -> str:
     """What to tell about such a file."""
-    return f"{path} is one JSON array, not an object a line; convert it: jq -c '.[]' {path} > {path.stem}.jsonl"
+    return (
+        f"{path} is one JSON array, not an object a line; convert it: jq -c '.[]' "
+        f"{path} > {path.stem}.jsonl"
+    )
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Entry points: compose conf/NAME.yaml with the command line, check it, run, and speak in one line.
+"""Entry points: compose conf/NAME.yaml with the command line, check it, run, and speak in one
+line.
 
 Used as
 
@@ -8,9 +9,10 @@ Used as
     if __name__ == "__main__":
         main()
 
-A plain command line is composed through Hydra's compose API, so that every problem (grammar, unknown key,
-missing option, wrong type, broken rule) is told in one go. Hydra's own flags (--multirun, --cfg job, --info)
-go through hydra.main; its run folders and its chdir are off either way. `--help` lists the keys.
+A plain command line is composed through Hydra's compose API, so that every problem (grammar,
+unknown key, missing option, wrong type, broken rule) is told in one go. Hydra's own flags
+(--multirun, --cfg job, --info) go through hydra.main; its run folders and its chdir are off
+either way. `--help` lists the keys.
 """
 
 from __future__ import annotations
@@ -52,8 +54,14 @@ from conf.typed import (
 __all__ = ["CONF", "compose", "entry", "to_typed"]
 
 CONF = Path(__file__).resolve().parent
-QUIET = ("hydra.run.dir=.", "hydra.sweep.subdir=.", "hydra.output_subdir=null", "hydra.job.chdir=false",
-         "hydra/job_logging=none", "hydra/hydra_logging=none")  # fmt: skip
+QUIET = (
+    "hydra.run.dir=.",
+    "hydra.sweep.subdir=.",
+    "hydra.output_subdir=null",
+    "hydra.job.chdir=false",
+    "hydra/job_logging=none",
+    "hydra/hydra_logging=none",
+)
 DISK = {
     errno.ENOSPC: "free some space, or write elsewhere",
     errno.EDQUOT: "free some of your quota, or write elsewhere",
@@ -65,8 +73,12 @@ DISK = {
 T = TypeVar("T")
 
 
-def compose(config_name: str, schema: type[T], overrides: Sequence[str] = (), conf_dir: Path = CONF) -> T:
-    """The typed configuration of a command line. Raises UserError that lists every problem at once."""
+def compose(
+    config_name: str, schema: type[T], overrides: Sequence[str] = (), conf_dir: Path = CONF
+) -> T:
+    """The typed configuration of a command line. Raises UserError that lists every problem at
+    once.
+    """
     cfg, problems = _compose(config_name, schema, overrides, conf_dir)
     if cfg is None:
         raise_all(problems)
@@ -76,13 +88,16 @@ def compose(config_name: str, schema: type[T], overrides: Sequence[str] = (), co
     return value
 
 
-def entry(config_name: str, schema: type, conf_dir: Path = CONF) -> Callable[[Callable[[Any], Any]], Any]:
-    """Decorator: main(cfg: schema) becomes a command. Its integer result, if any, is the exit code.
+def entry(
+    config_name: str, schema: type, conf_dir: Path = CONF
+) -> Callable[[Callable[[Any], Any]], Any]:
+    """Decorator: main(cfg: schema) becomes a command. Its integer result, if any, is the exit
+    code.
 
-    UserError: one line on stderr, exit code 2. Interrupted: its line and code; Ctrl-C: 130. A full or
-    unwritable disk counts as a user's mistake. Other exceptions are bugs and keep their traceback. Ranks
-    above 0 print nothing.
-    The command takes an optional list of arguments in place of sys.argv[1:].
+    UserError: one line on stderr, exit code 2. Interrupted: its line and code; Ctrl-C: 130. A
+    full or unwritable disk counts as a user's mistake. Other exceptions are bugs and keep
+    their traceback. Ranks above 0 print nothing. The command takes an optional list of
+    arguments in place of sys.argv[1:].
     """
 
     def decorate(main: Callable[[Any], Any]) -> Any:
@@ -98,7 +113,9 @@ def entry(config_name: str, schema: type, conf_dir: Path = CONF) -> Callable[[Ca
     return decorate
 
 
-def _run(main: Callable[[Any], Any], name: str, schema: type, conf_dir: Path, args: list[str]) -> int:
+def _run(
+    main: Callable[[Any], Any], name: str, schema: type, conf_dir: Path, args: list[str]
+) -> int:
     if {"-h", "--help"} & set(args):
         _say(_help(main, name, schema, conf_dir), sys.stdout)
         return 0
@@ -112,7 +129,10 @@ def _run(main: Callable[[Any], Any], name: str, schema: type, conf_dir: Path, ar
     first = next((i for i, a in enumerate(args) if "=" in a and not a.startswith("-")), len(args))
     saved = sys.argv
     with tempfile.TemporaryDirectory() as sweep:  # where Hydra drops its multirun.yaml
-        overrides = [f"hydra.sweep.dir={sweep}", *QUIET]  # must stand beside the user's own for argparse
+        overrides = [
+            f"hydra.sweep.dir={sweep}",
+            *QUIET,
+        ]  # must stand beside the user's own for argparse
         sys.argv = [saved[0], *args[:first], *overrides, *args[first:]]
         try:
             hydra.main(version_base="1.3", config_path=str(conf_dir), config_name=name)(job)()
@@ -151,10 +171,14 @@ def _guarded(action: Callable[[], int]) -> int:
 def _say(text: str, stream: typing.TextIO | None = None) -> None:
     if os.environ.get("RANK", "0") == "0":
         with contextlib.suppress(OSError) if stream is None else contextlib.nullcontext():
-            print(text, file=stream or sys.stderr, flush=True)  # a full disk behind stderr leaves the exit code alone
+            print(
+                text, file=stream or sys.stderr, flush=True
+            )  # a full disk behind stderr leaves the exit code alone
 
 
-def _compose(name: str, schema: type, overrides: Sequence[str], conf_dir: Path) -> tuple[DictConfig | None, list[str]]:
+def _compose(
+    name: str, schema: type, overrides: Sequence[str], conf_dir: Path
+) -> tuple[DictConfig | None, list[str]]:
     """(composed config without the bad overrides, problems found so far)."""
     problems: list[str] = []
     good: list[str] = []
@@ -171,19 +195,31 @@ def _compose(name: str, schema: type, overrides: Sequence[str], conf_dir: Path) 
             good.append(text)
         elif options and not (parsed.is_sweep_override() or isinstance(parsed.value(), dict)):
             value = parsed.value()
-            chosen = [str(c) for c in (value if isinstance(value, list) else [value]) if c is not None]
+            chosen = [
+                str(c) for c in (value if isinstance(value, list) else [value]) if c is not None
+            ]
             fitting = options_here(conf_dir, key, schema)
             known = ", ".join(sorted(fitting))
-            wrong = [f"{key}={c}: no such option; choose one of {known}" for c in chosen if c not in options]
-            wrong += [f"{key}={c}: another command takes this one; choose one of {known}" for c in chosen
-                      if c in options - fitting]  # fmt: skip
+            wrong = [
+                f"{key}={c}: no such option; choose one of {known}"
+                for c in chosen
+                if c not in options
+            ]
+            wrong += [
+                f"{key}={c}: another command takes this one; choose one of {known}"
+                for c in chosen
+                if c in options - fitting
+            ]
             problems += wrong
             good += [] if wrong else [text]
         elif parsed.is_sweep_override():
-            problems.append(f"{text}: several values need --multirun; quote a value that holds a comma")
+            problems.append(
+                f"{text}: several values need --multirun; quote a value that holds a comma"
+            )
         elif not knows(schema, key):
             problems.append(unknown_key(key, keys(schema)))
-        else:  # the schema is the authority: a key that the YAML leaves at its default may be set as well
+        else:
+            # The schema is the authority: a key that the YAML leaves at its default may be set.
             good.append(text if parsed.is_delete() else "++" + text.lstrip("+"))
     try:
         with hydra.initialize_config_dir(str(conf_dir), version_base="1.3", job_name=name):
@@ -193,17 +229,25 @@ def _compose(name: str, schema: type, overrides: Sequence[str], conf_dir: Path) 
 
 
 def group_options(conf_dir: Path, group: str) -> set[str]:
-    """The option names of a config group: the YAML files in its folder; empty when there is no such group."""
+    """The option names of a config group: the YAML files in its folder; empty when there is no
+    such group.
+    """
     if not group or "." in group or not (conf_dir / group).is_dir():
         return set()
     return {p.stem for p in (conf_dir / group).glob("*.yaml")}
 
 
 def options_here(conf_dir: Path, group: str, schema: type) -> set[str]:
-    """Those options of a group whose `kind` the command's schema takes: train/medusa.py knows no head=eagle3."""
+    """Those options of a group whose `kind` the command's schema takes: train/medusa.py knows
+    no head=eagle3.
+    """
     nested = nested_schema(typing.get_type_hints(schema).get(group))
     options = group_options(conf_dir, group)
-    return options if nested is None else {o for o in options if _kind_fits(conf_dir / group / f"{o}.yaml", nested)}
+    return (
+        options
+        if nested is None
+        else {o for o in options if _kind_fits(conf_dir / group / f"{o}.yaml", nested)}
+    )
 
 
 def _kind_fits(option: Path, nested: type) -> bool:
@@ -213,10 +257,17 @@ def _kind_fits(option: Path, nested: type) -> bool:
 
 def _readable(error: HydraException, conf_dir: Path) -> str:
     text = str(error)
-    no_match = re.search(r"Could not override '([^']+)'\.?\s*(?:\n|.)*No match in the defaults list", text)
+    no_match = re.search(
+        r"Could not override '([^']+)'\.?\s*(?:\n|.)*No match in the defaults list", text
+    )
     if no_match:
-        return f"{no_match[1]}: this command has no such group; {nearest(no_match[1], _groups(conf_dir))}"
-    missing = re.search(r"(?:Could not find|Could not load|Cannot find primary config) '([^']+)'", text)
+        return (
+            f"{no_match[1]}: this command has no such group; "
+            f"{nearest(no_match[1], _groups(conf_dir))}"
+        )
+    missing = re.search(
+        r"(?:Could not find|Could not load|Cannot find primary config) '([^']+)'", text
+    )
     if missing:
         return f"{missing[1]}: no such file under conf/; choose an option that exists"
     required = re.search(r"You must specify '([^']+)', e\.g, ([^\n]+)", text)
@@ -233,7 +284,9 @@ def _groups(conf_dir: Path) -> list[str]:
 def _help(main: Callable[[Any], Any], name: str, schema: type, conf_dir: Path) -> str:
     with hydra.initialize_config_dir(str(conf_dir), version_base="1.3", job_name=name):
         here: Any = OmegaConf.to_container(hydra.compose(name))
-    defaults = typing.cast(DictConfig, OmegaConf.load(conf_dir / f"{name}.yaml")).get("defaults") or []
+    defaults = (
+        typing.cast(DictConfig, OmegaConf.load(conf_dir / f"{name}.yaml")).get("defaults") or []
+    )
     groups = sorted(str(key) for item in defaults if isinstance(item, DictConfig) for key in item)
     lines = [(sys.modules[main.__module__].__doc__ or name).strip(), ""]
     if groups:
@@ -252,9 +305,15 @@ def _rows(schema: type, here: dict[str, Any], prefix: str = "") -> list[str]:
             rows += _rows(nested, here.get(field.name) or {}, f"{prefix}{field.name}.")
             continue
         key = prefix + key_of(field.name)
-        value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        value = (
+            field.default
+            if field.default_factory is dataclasses.MISSING
+            else field.default_factory()
+        )
         value = here.get(key_of(field.name), value)  # the YAML files win over the schema
-        default = "(required)" if value is dataclasses.MISSING or value == "???" else f"={_shown(value)}"
+        default = (
+            "(required)" if value is dataclasses.MISSING or value == "???" else f"={_shown(value)}"
+        )
         rows.append(f"  {key}{default}  {about.get(field.name, '')}".rstrip())
     return rows
 
@@ -265,4 +324,6 @@ def _shown(value: Any) -> str:
         return f"[{','.join(map(_shown, value))}]"
     if isinstance(value, dict):
         return "{" + ",".join(f"{k}:{_shown(v)}" for k, v in value.items()) + "}"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return (
+        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )

@@ -1,9 +1,10 @@
-"""A composed config, or a JSON object of a file, becomes a typed dataclass, or every problem it has
-is told at once.
+"""A composed config, or a JSON object of a file, becomes a typed dataclass, or every problem
+it has is told at once.
 
-Hydra's own check does not see keys appended with `+`, nor ranges: here the dataclass is the only authority.
-Field types may be bool, int, float, str, Literal, Optional and other unions, list, tuple, dict with str keys,
-Any, and nested dataclasses. A dataclass may define `validate(self) -> list[str]`: "key: value; rule; fix".
+Hydra's own check does not see keys appended with `+`, nor ranges: here the dataclass is the
+only authority. Field types may be bool, int, float, str, Literal, Optional and other unions,
+list, tuple, dict with str keys, Any, and nested dataclasses. A dataclass may define
+`validate(self) -> list[str]`: "key: value; rule; fix".
 """
 
 from __future__ import annotations
@@ -27,21 +28,27 @@ from omegaconf.errors import OmegaConfBaseException
 from conf.errors import UserError
 
 T = TypeVar("T")
-INVALID = object()  # stands for a value that could not be converted; its problem is already on the list
+INVALID = (
+    object()
+)  # stands for a value that could not be converted; its problem is already on the list
 SHORT = reprlib.Repr()  # how a wrong value is shown: the line stays a line
 SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 100
 SEEDS = 1 << 63  # seeds lie below: torch and numpy take no other ones
 
 
 def to_typed(cfg: DictConfig, schema: type[T]) -> T:
-    """The composed `cfg` as an instance of the dataclass `schema`. Raises UserError with every problem."""
+    """The composed `cfg` as an instance of the dataclass `schema`. Raises UserError with every
+    problem.
+    """
     value, problems = convert(cfg, schema)
     raise_all(problems)
     return value
 
 
 def raise_all(problems: list[str]) -> None:
-    """Raise one UserError for a list of problems: itself if there is one, a numbered list otherwise."""
+    """Raise one UserError for a list of problems: itself if there is one, a numbered list
+    otherwise.
+    """
     if len(problems) == 1:
         raise UserError(problems[0])
     if problems:
@@ -57,8 +64,9 @@ def convert(cfg: DictConfig, schema: type[T]) -> tuple[T, list[str]]:
 
 
 def from_json(data: Any, schema: type[T]) -> tuple[T, list[str]]:
-    """A parsed JSON object as an instance of the dataclass `schema`, and its problems; the value is
-    meaningless when there are any. Nothing in the file is interpreted: "${..}" is text."""
+    """A parsed JSON object as an instance of the dataclass `schema`, and its problems; the
+    value is meaningless when there are any. Nothing in the file is interpreted: "${..}" is
+    text."""
     problems: list[str] = []
     if not isinstance(data, dict):
         return INVALID, [f"a {type(data).__name__}, not a JSON object"]  # type: ignore[return-value]
@@ -67,7 +75,9 @@ def from_json(data: Any, schema: type[T]) -> tuple[T, list[str]]:
 
 
 def key_of(name: str) -> str:
-    """The key of a field: its name, without the underscore behind a word that Python keeps for itself (`from_`)."""
+    """The key of a field: its name, without the underscore behind a word that Python keeps for
+    itself (`from_`).
+    """
     return name[:-1] if keyword.iskeyword(name[:-1]) and name.endswith("_") else name
 
 
@@ -95,7 +105,9 @@ def knows(schema: type, key: str) -> bool:
     for part in key.split("."):
         nested = nested_schema(hint)
         if nested is None:
-            return any(o is Any or typing.get_origin(o) is dict or o is dict for o in _options(hint))
+            return any(
+                o is Any or typing.get_origin(o) is dict or o is dict for o in _options(hint)
+            )
         hints = {key_of(name): h for name, h in typing.get_type_hints(nested).items()}
         if part not in hints:
             return False
@@ -117,14 +129,18 @@ def nearest(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, known, 1, 0.5)
     if not close:  # lr -> optim.lr: compare the last parts as well
         last = {k.rpartition(".")[2]: k for k in known}
-        close = [last[w] for w in difflib.get_close_matches(word.rpartition(".")[2], list(last), 1, 0.7)]
+        close = [
+            last[w] for w in difflib.get_close_matches(word.rpartition(".")[2], list(last), 1, 0.7)
+        ]
     if close:
         return f"did you mean {close[0]}?"
     return "known: " + ", ".join(sorted(k for k in known if "." not in k) or sorted(known))
 
 
 def docs(schema: type) -> dict[str, str]:
-    """Field name -> its doc line: metadata "doc", else the comment on its line or right above it."""
+    """Field name -> its doc line: metadata "doc", else the comment on its line or right above
+    it.
+    """
     found = {f.name: f.metadata["doc"] for f in dataclasses.fields(schema) if "doc" in f.metadata}
     for base in schema.__mro__:
         if not dataclasses.is_dataclass(base):
@@ -153,12 +169,16 @@ def _options(hint: Any) -> tuple[Any, ...]:
     return (hint,)
 
 
-def _dataclass(cfg: DictConfig | dict[str, Any], schema: Any, prefix: str, root: type, problems: list[str]) -> Any:
+def _dataclass(
+    cfg: DictConfig | dict[str, Any], schema: Any, prefix: str, root: type, problems: list[str]
+) -> Any:
     hints = typing.get_type_hints(schema)
     fields = {key_of(f.name): f for f in dataclasses.fields(schema) if f.init}
     known = list(keys(root))
     if prefix and (wrong := wrong_kind(cfg, schema)):
-        problems.append(prefix + wrong)  # its keys belong to another schema: each would be a problem of its own
+        problems.append(
+            prefix + wrong
+        )  # its keys belong to another schema: each would be a problem of its own
         return INVALID
     for key in cfg:
         if str(key) not in fields:
@@ -168,7 +188,10 @@ def _dataclass(cfg: DictConfig | dict[str, Any], schema: Any, prefix: str, root:
     for name, field in fields.items():
         key = prefix + name
         absent = name not in cfg
-        if absent and (field.default, field.default_factory) != (dataclasses.MISSING, dataclasses.MISSING):
+        if absent and (field.default, field.default_factory) != (
+            dataclasses.MISSING,
+            dataclasses.MISSING,
+        ):
             continue
         if absent or _is_missing(cfg, name):
             problems.append(f"{key}: is required; set {key}=VALUE")
@@ -203,13 +226,17 @@ def _seed_problem(values: dict[str, Any]) -> list[str]:
 
 
 def wrong_kind(cfg: DictConfig | dict[str, Any], schema: Any) -> str:
-    """What is wrong with the `kind` of a group's options, where the schema's own rule takes others; "" if nothing."""
+    """What is wrong with the `kind` of a group's options, where the schema's own rule takes
+    others; "" if nothing.
+    """
     known = {field.name for field in dataclasses.fields(schema)}
     if "kind" not in known or "kind" not in cfg or _is_missing(cfg, "kind"):
         return ""
     problems: list[str] = []
     _dataclass({"kind": cfg["kind"]}, schema, "", schema, problems)
-    return next((line for line in problems if line.startswith("kind:") and "; set kind=" not in line), "")
+    return next(
+        (line for line in problems if line.startswith("kind:") and "; set kind=" not in line), ""
+    )
 
 
 def _value(raw: Any, hint: Any, key: str, root: type, problems: list[str]) -> Any:
@@ -217,7 +244,9 @@ def _value(raw: Any, hint: Any, key: str, root: type, problems: list[str]) -> An
     nested = nested_schema(hint)
     if nested is not None and isinstance(raw, DictConfig | dict):
         return _dataclass(raw, nested, f"{key}.", root, problems)
-    for option in sorted(options, key=lambda o: o is not type(raw)):  # an exact match before a conversion
+    for option in sorted(
+        options, key=lambda o: o is not type(raw)
+    ):  # an exact match before a conversion
         value = _scalar(raw, option, key, root)
         if value is not INVALID:
             return value
@@ -229,7 +258,11 @@ def _value(raw: Any, hint: Any, key: str, root: type, problems: list[str]) -> An
 def _scalar(raw: Any, option: Any, key: str, root: type) -> Any:
     origin, args = typing.get_origin(option), typing.get_args(option)
     if option is Any:
-        return OmegaConf.to_container(raw, resolve=True) if isinstance(raw, DictConfig | ListConfig) else raw
+        return (
+            OmegaConf.to_container(raw, resolve=True)
+            if isinstance(raw, DictConfig | ListConfig)
+            else raw
+        )
     if option is type(None) or raw is None:
         return None if raw is None and option is type(None) else INVALID
     if origin is typing.Literal:
@@ -272,14 +305,22 @@ def _float(raw: Any) -> Any:
 
 
 def _words(hint: Any) -> str:
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    names = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        type(None): "null",
+    }
     words = []
     for option in _options(hint):
         origin, args = typing.get_origin(option), typing.get_args(option)
         if origin is typing.Literal:
             words.append("one of " + ", ".join(map(str, args)))
         elif origin in (list, tuple):
-            words.append(f"a list [..] whose items are {_words(args[0])}" if args else "a list [..]")
+            words.append(
+                f"a list [..] whose items are {_words(args[0])}" if args else "a list [..]"
+            )
         elif origin is dict or dataclasses.is_dataclass(option):
             words.append("a mapping {..}")
         else:

@@ -1,8 +1,10 @@
-"""Adaptive draft length: draft deeper where drafts are being accepted, shallower where they are not.
+"""Adaptive draft length: draft deeper where drafts are being accepted, shallower where they
+are not.
 
-Each row keeps its own running acceptance by level and picks the depth with the best expected tokens per cost. The
-choice for a cycle depends on earlier cycles of the same row alone, never on tokens drafted in this one, so it is
-non-anticipating and the output law stays exact; and no row depends on its neighbours in the batch.
+Each row keeps its own running acceptance by level and picks the depth with the best expected
+tokens per cost. The choice for a cycle depends on earlier cycles of the same row alone, never
+on tokens drafted in this one, so it is non-anticipating and the output law stays exact; and no
+row depends on its neighbours in the batch.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ PRIOR_MEAN, PRIOR_WEIGHT, MEMORY = 0.6, 4.0, 0.95
 class Adaptive:
     """Wraps any drafter and lowers its budget per row.
 
-    cost: what one more level costs (drafting it and verifying it), in units of one target pass. The expected tokens of
-    depth k are 1 + sum over levels i <= k of the product of the acceptance rates up to i.
+    cost: what one more level costs (drafting it and verifying it), in units of one target
+    pass. The expected tokens of depth k are 1 + sum over levels i <= k of the product of the
+    acceptance rates up to i.
     """
 
     def __init__(self, drafter: Drafter, cost: float = 0.05) -> None:
@@ -42,7 +45,9 @@ class Adaptive:
     def reset_state(self) -> None:
         self.hits = np.zeros((0, self.max_depth))
         self.trials = np.zeros((0, self.max_depth))
-        self.proposed = np.zeros(0, dtype=int)  # levels proposed in the cycle under way; -1 for rows that just began
+        self.proposed = np.zeros(
+            0, dtype=int
+        )  # levels proposed in the cycle under way; -1 for rows that just began
 
     def reset(self, rows: int, max_len: int) -> None:
         self.reset_state()
@@ -61,13 +66,17 @@ class Adaptive:
             levels, accepted = self.proposed[b], count - 1
             if levels > 0:
                 tried = (level < levels) & (level <= accepted)
-                self.hits[b] = np.where(tried, MEMORY * self.hits[b] + (level < accepted), self.hits[b])
+                self.hits[b] = np.where(
+                    tried, MEMORY * self.hits[b] + (level < accepted), self.hits[b]
+                )
                 self.trials[b] = np.where(tried, MEMORY * self.trials[b] + 1, self.trials[b])
             self.proposed[b] = 0
         self.inner.observe(tokens, feats, n, rows)
 
     def depths(self) -> np.ndarray:
-        """[B] best depth of every row, at least 1: a row that stops drafting would never learn that it could again."""
+        """[B] best depth of every row, at least 1: a row that stops drafting would never learn
+        that it could again.
+        """
         survive = np.cumprod(self.hits / self.trials, 1)
         gain = (1 + np.cumsum(survive, 1)) / (1 + self.cost * np.arange(1, self.max_depth + 1))
         return gain.argmax(1) + 1
@@ -83,5 +92,9 @@ class Adaptive:
         return tree
 
     def select(self, rows: list[int]) -> None:
-        self.hits, self.trials, self.proposed = self.hits[rows], self.trials[rows], self.proposed[rows]
+        self.hits, self.trials, self.proposed = (
+            self.hits[rows],
+            self.trials[rows],
+            self.proposed[rows],
+        )
         self.inner.select(rows)

@@ -1,12 +1,13 @@
-"""Attention for a few tree nodes against a long cache, without copying K/V for grouped queries.
+"""Attention for a few tree nodes against a long cache, without copying K/V for grouped
+queries.
 
-Registered with transformers under `NAME`; `Target` switches a model to it and the probe checks it against the
-model's own attention. With a mask, transformers repeats K and V once per query head of a group; here the G
-query heads that share a K/V head are folded into the query length instead: [B, Hkv * G, T, hd] is read as [B,
-Hkv, G * T, hd].
+Registered with transformers under `NAME`; `Target` switches a model to it and the probe checks
+it against the model's own attention. With a mask, transformers repeats K and V once per query
+head of a group; here the G query heads that share a K/V head are folded into the query length
+instead: [B, Hkv * G, T, hd] is read as [B, Hkv, G * T, hd].
 
-Shape letters: B rows, H query heads, Hkv key/value heads, G = H / Hkv, T new tokens, S slots of the cache, hd
-head size.
+Shape letters: B rows, H query heads, Hkv key/value heads, G = H / Hkv, T new tokens, S slots
+of the cache, hd head size.
 """
 
 from __future__ import annotations
@@ -34,14 +35,17 @@ def tree_attention(
 ) -> tuple[Tensor, None]:
     """query [B, H, T, hd], key/value [B, Hkv, S, hd] -> [B, T, H, hd].
 
-    attention_mask: bool or additive [B or 1, 1, T or G * T, S], None for causal (T = 1: everything).
-    A mask already tiled to G * T rows is used as it is: `Target` tiles it once per pass, not once per layer.
-    Raises ValueError for biases it does not know (sinks, position biases): the probe then falls back.
+    attention_mask: bool or additive [B or 1, 1, T or G * T, S], None for causal (T = 1:
+    everything). A mask already tiled to G * T rows is used as it is: `Target` tiles it once
+    per pass, not once per layer. Raises ValueError for biases it does not know (sinks,
+    position biases): the probe then falls back.
     """
     if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
         raise ValueError("attention sinks and position biases are not supported")
     if softcap is None and attention_mask is None:
-        return sdpa_attention_forward(module, query, key, value, None, dropout=dropout, scaling=scaling, **kwargs)
+        return sdpa_attention_forward(
+            module, query, key, value, None, dropout=dropout, scaling=scaling, **kwargs
+        )
     rows, heads, new, size = query.shape
     groups = heads // key.shape[1]
     if groups > 1:
@@ -67,10 +71,16 @@ def _capped(
     scaling: float | None,
     softcap: float,
 ) -> Tensor:
-    """Scores squashed to softcap * tanh(score / softcap) before the mask (Gemma 2); folded shapes."""
-    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    """Scores squashed to softcap * tanh(score / softcap) before the mask (Gemma 2); folded
+    shapes.
+    """
+    scores = (
+        query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    )
     scores = torch.tanh(scores / softcap) * softcap
-    if mask is None and new > 1:  # transformers leaves out the mask of a pass that is causal from slot 0
+    if (
+        mask is None and new > 1
+    ):  # transformers leaves out the mask of a pass that is causal from slot 0
         causal = torch.ones(new, key.shape[2], dtype=torch.bool, device=key.device).tril()
         mask = causal.repeat(scores.shape[2] // new, 1)
     if mask is not None and mask.dtype == torch.bool:

@@ -1,13 +1,14 @@
-"""TreeCache: keys and values of many rows, a tree scored at a time, one path of it kept, the rest dropped.
+"""TreeCache: keys and values of many rows, a tree scored at a time, one path of it kept, the
+rest dropped.
 
-Row b's committed tokens fill slots 0 .. len_b - 1. The entries of a tree pass (last token + N nodes) are
-written at one common scratch offset M = max(len): a slice copy per layer, no scatter, and attention reads
-views. Committing moves the accepted path from scratch to len_b; slots len_b .. M - 1 hold garbage that the
-mask hides. All layers of one shape share one buffer, so that compaction is one gather and one scatter, not
-two per layer.
+Row b's committed tokens fill slots 0 .. len_b - 1. The entries of a tree pass (last token + N
+nodes) are written at one common scratch offset M = max(len): a slice copy per layer, no
+scatter, and attention reads views. Committing moves the accepted path from scratch to len_b;
+slots len_b .. M - 1 hold garbage that the mask hides. All layers of one shape share one
+buffer, so that compaction is one gather and one scatter, not two per layer.
 
-Shape letters: R live rows, P physical rows (R, or 2 R with guidance), L slots, Hkv heads, hd head size, D
-path length.
+Shape letters: R live rows, P physical rows (R, or 2 R with guidance), L slots, Hkv heads, hd
+head size, D path length.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class _Layer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the buffers exist before the first pass."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
         return self.cache.update(key_states, value_states, self.index)
 
     def get_seq_length(self) -> int:
@@ -57,8 +60,8 @@ class TreeCache(Cache):
     """Pre-allocated K/V [max_rows, Hkv, L, hd] per layer, L = max_len + max_nodes + 1.
 
     rows: live rows, always a prefix. lengths: committed tokens per live row (host integers).
-    With `guidance` every live row b owns two physical rows: 2 b conditional, 2 b + 1 its unconditional
-    companion.
+    With `guidance` every live row b owns two physical rows: 2 b conditional, 2 b + 1 its
+    unconditional companion.
     """
 
     def __init__(
@@ -71,16 +74,23 @@ class TreeCache(Cache):
         device: torch.device,
         guidance: float | None = None,
     ):
-        self.max_rows, self.max_len, self.max_nodes, self.guidance = max_rows, max_len, max_nodes, guidance
+        self.max_rows, self.max_len, self.max_nodes, self.guidance = (
+            max_rows,
+            max_len,
+            max_nodes,
+            guidance,
+        )
         self.device = device
         self.width = 1 if guidance is None else 2  # physical rows per live row
         self.slots = max_len + max_nodes + 1
         self.physical: list[int] = []  # committed tokens per physical row
         self.offset = 0  # scratch offset of the pass under way
-        self.pending: int | None = None  # nodes of the tree that was scored last and not yet committed
+        self.pending: int | None = (
+            None  # nodes of the tree that was scored last and not yet committed
+        )
         self.in_place = False  # chain mode: row b's nodes lie at len_b already
-        # Two tensors per layer (K, V), grouped by shape into one buffer [n, max_rows * width, Hkv, L, hd]
-        # each.
+        # Two tensors per layer (K, V), grouped by shape into one buffer [n, max_rows * width,
+        # Hkv, L, hd] each.
         self._place: list[tuple[tuple[int, int], tuple[int, int]] | None] = []
         counts: dict[tuple[int, int], int] = {}
         for shape in shapes:
@@ -95,7 +105,9 @@ class TreeCache(Cache):
             self._place.append((spots[0], spots[1]))
         # Zeros, not empty: a hidden slot has weight 0, and 0 * NaN would still be NaN.
         self.buffers = [
-            torch.zeros(n, max_rows * self.width, heads, self.slots, size, dtype=dtype, device=device)
+            torch.zeros(
+                n, max_rows * self.width, heads, self.slots, size, dtype=dtype, device=device
+            )
             for (heads, size), n in counts.items()
         ]
         self._read: list[tuple[Tensor, ...]] = []
@@ -111,7 +123,9 @@ class TreeCache(Cache):
         return self.physical[:: self.width]
 
     def open(self, start: int, stop: int, offset: int, new: int) -> None:
-        """Point the next pass at physical rows start..stop-1, writing `new` tokens per row at `offset`."""
+        """Point the next pass at physical rows start..stop-1, writing `new` tokens per row at
+        `offset`.
+        """
         self.offset = offset
         views = [b[:, start:stop, :, : offset + new] for b in self.buffers]
         self._read = [v.unbind(0) for v in views]
@@ -120,7 +134,9 @@ class TreeCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write one layer's new K and V [rows, Hkv, new, hd]; return views of all up to them, no copy."""
+        """Write one layer's new K and V [rows, Hkv, new, hd]; return views of all up to them,
+        no copy.
+        """
         place = self._place[layer_idx]
         assert place is not None, f"layer {layer_idx} held no keys when the target was probed"
         (g, k), (h, v) = place
@@ -135,61 +151,80 @@ class TreeCache(Cache):
         return self.offset + int(query_length), 0
 
     def check_prompts(self, rows: list[Tensor], context: int) -> None:
-        """Raise UserError when the 1-D prompts `rows`, one per new live row, cannot join the live ones."""
+        """Raise UserError when the 1-D prompts `rows`, one per new live row, cannot join the
+        live ones.
+        """
         if not rows:
             raise UserError("prefill: no prompt; give at least one")
         if self.rows + len(rows) > self.max_rows:
             raise UserError(
-                f"cache: {self.rows} live rows and {len(rows)} new ones exceed its {self.max_rows} rows; "
+                f"cache: {self.rows} live rows and {len(rows)} new ones exceed its "
+                f"{self.max_rows} rows; "
                 "make it larger or wait until rows leave"
             )
         for row, prompt in enumerate(rows):
             if prompt.dim() != 1 or len(prompt) == 0:
-                raise UserError(f"prompt {row}: shape {tuple(prompt.shape)}; give at least one token, as a 1-D tensor")
+                raise UserError(
+                    f"prompt {row}: shape {tuple(prompt.shape)}; give at least one "
+                    "token, as a 1-D tensor"
+                )
             if len(prompt) > context:
                 raise UserError(
-                    f"prompt {row}: {len(prompt)} tokens exceed the target's context of {context}; shorten it"
+                    f"prompt {row}: {len(prompt)} tokens exceed the target's context of "
+                    f"{context}; shorten it"
                 )
             if len(prompt) > self.max_len:
                 raise UserError(
-                    f"prompt {row}: {len(prompt)} tokens exceed the cache's {self.max_len} per row; "
+                    f"prompt {row}: {len(prompt)} tokens exceed the cache's "
+                    f"{self.max_len} per row; "
                     "make the cache longer or shorten the prompt"
                 )
 
     def check_depth(self, tree: DraftTree, context: int) -> None:
-        """Raise UserError when the draft of a live row would reach beyond the target's `context` positions."""
+        """Raise UserError when the draft of a live row would reach beyond the target's
+        `context` positions.
+        """
         for row, depth in enumerate(_depths(tree)):
             end = max(self.physical[row * self.width : (row + 1) * self.width])
             if end + depth >= context:
                 raise UserError(
-                    f"context: row {row} holds {end} tokens, and a draft of depth {depth} behind the last one "
+                    f"context: row {row} holds {end} tokens, and a draft of depth "
+                    f"{depth} behind the last one "
                     f"exceeds the target's {context} positions; cap depth or stop this row"
                 )
 
     def check_switch(self, tree: DraftTree, switch: int) -> None:
-        """Raise ValueError when a row that was read up to `switch` tokens would go beyond them (Target.headroom)."""
+        """Raise ValueError when a row that was read up to `switch` tokens would go beyond them
+        (Target.headroom).
+        """
         for row, depth in enumerate(_depths(tree)):
             for end in self.physical[row * self.width : (row + 1) * self.width]:
                 if end <= switch <= end + depth:
                     raise ValueError(
-                        f"score: row {row} holds {end} tokens, and a draft of depth {depth} behind the last one "
-                        f"crosses {switch}, where the rotary embedding changes; cap depth and prefill the row again"
+                        f"score: row {row} holds {end} tokens, and a draft of depth "
+                        f"{depth} behind the last one "
+                        f"crosses {switch}, where the rotary embedding changes; cap "
+                        "depth and prefill the row again"
                     )
 
     def room(self, new: int) -> int:
-        """The scratch offset M of a pass with `new` entries per row. UserError when they do not fit."""
+        """The scratch offset M of a pass with `new` entries per row. UserError when they do
+        not fit.
+        """
         longest = max(self.physical)
         if longest + new > self.slots:
             row = self.physical.index(longest) // self.width
             raise UserError(
-                f"cache: full: row {row} holds {longest} tokens and {new} more need {longest + new} slots of "
+                f"cache: full: row {row} holds {longest} tokens and {new} more need "
+                f"{longest + new} slots of "
                 f"{self.slots} (max_len {self.max_len} + {self.max_nodes} nodes + 1); lengths are "
                 f"{self.lengths}; make the cache longer or stop this row"
             )
         return longest
 
     def commit(self, path: Tensor, length: Tensor) -> None:
-        """Keep the last token and path[b, :length[b]] of the tree just scored; row b grows by 1 + length[b].
+        """Keep the last token and path[b, :length[b]] of the tree just scored; row b grows by
+        1 + length[b].
 
         path: [R, D] int64 node numbers in depth order, padded with -1. length: [R] int64.
         Raises ValueError when no tree is pending or a path leaves it; nothing is changed then.
@@ -197,13 +232,19 @@ class TreeCache(Cache):
         if self.pending is None:
             raise ValueError("commit: no scored tree is pending")
         if path.dim() != 2 or path.shape[0] != self.rows or length.shape != (self.rows,):
-            raise ValueError(f"commit: path {tuple(path.shape)} and length {tuple(length.shape)} for {self.rows} rows")
+            raise ValueError(
+                f"commit: path {tuple(path.shape)} and length {tuple(length.shape)} for "
+                f"{self.rows} rows"
+            )
         table = torch.cat([length[:, None], path], 1).tolist()  # the one host round trip
         moves = False
         for row, (count, *nodes) in enumerate(table):
-            if not 0 <= count <= len(nodes) or any(not 0 <= n < self.pending for n in nodes[:count]):
+            if not 0 <= count <= len(nodes) or any(
+                not 0 <= n < self.pending for n in nodes[:count]
+            ):
                 raise ValueError(
-                    f"commit: row {row}: path {nodes} of length {count} leaves a tree of {self.pending} nodes"
+                    f"commit: row {row}: path {nodes} of length {count} leaves a tree of "
+                    f"{self.pending} nodes"
                 )
             moves = moves or nodes[:count] != list(range(count))
         moves = not self.in_place and (moves or min(self.physical) < self.offset)
@@ -214,13 +255,19 @@ class TreeCache(Cache):
         self.pending = None
 
     def _compact(self, path: Tensor, deepest: int) -> None:
-        """Move the path from scratch to each row's end; padded places move garbage beyond the new end."""
+        """Move the path from scratch to each row's end; padded places move garbage beyond the
+        new end.
+        """
         path = path[:, :deepest].to(self.device).clamp(min=0).repeat_interleave(self.width, 0)
-        source = torch.cat([path.new_full((path.shape[0], 1), self.offset), path + self.offset + 1], 1)
+        source = torch.cat(
+            [path.new_full((path.shape[0], 1), self.offset), path + self.offset + 1], 1
+        )
         if len(self.physical) == 1:
             begin = self.physical[0]
             for buffer in self.buffers:
-                buffer[:, 0, :, begin : begin + 1 + deepest] = buffer[:, 0].index_select(2, source[0])
+                buffer[:, 0, :, begin : begin + 1 + deepest] = buffer[:, 0].index_select(
+                    2, source[0]
+                )
             return
         ends = torch.tensor(self.physical, device=self.device)[:, None]
         target = ends + torch.arange(deepest + 1, device=self.device)
@@ -231,9 +278,12 @@ class TreeCache(Cache):
     def truncate(self, lengths: list[int]) -> None:
         """Roll live rows back to `lengths` committed tokens each. A pending tree is dropped.
 
-        Raises ValueError for a length that is negative or beyond what is committed; nothing is changed then.
+        Raises ValueError for a length that is negative or beyond what is committed; nothing is
+        changed then.
         """
-        if len(lengths) != self.rows or any(not 0 <= n <= have for n, have in zip(lengths, self.lengths, strict=False)):
+        if len(lengths) != self.rows or any(
+            not 0 <= n <= have for n, have in zip(lengths, self.lengths, strict=False)
+        ):
             raise ValueError(f"truncate: lengths {lengths} of rows that hold {self.lengths}")
         behind = [n - have for n, have in zip(lengths, self.lengths, strict=True)]
         kept = [have + behind[i // self.width] for i, have in enumerate(self.physical)]
@@ -243,7 +293,8 @@ class TreeCache(Cache):
         self.pending = None
 
     def select(self, rows: list[int]) -> None:
-        """Keep live rows `rows` in this order, drop the others and a pending tree; live rows stay a prefix.
+        """Keep live rows `rows` in this order, drop the others and a pending tree; live rows
+        stay a prefix.
 
         Raises ValueError for a row that is not live or named twice.
         """
@@ -264,5 +315,7 @@ class TreeCache(Cache):
 def _depths(tree: DraftTree) -> list[int]:
     """Levels of each row's draft, padding left out."""
     node = torch.arange(tree.width + 1, device=tree.tokens.device)
-    depths: list[int] = torch.where(node <= tree.size[:, None], tree.positions(), 0).amax(1).tolist()
+    depths: list[int] = (
+        torch.where(node <= tree.size[:, None], tree.positions(), 0).amax(1).tolist()
+    )
     return depths

@@ -1,11 +1,14 @@
-"""A separate small causal LM as the drafter, one of its own passes per level (Leviathan et al. 2022; Chen et al. 2023).
+"""A separate small causal LM as the drafter, one of its own passes per level (Leviathan et al.
+2022; Chen et al. 2023).
 
-`observe` reads the newly committed tokens in one pass and keeps the state that predicts the next one; `propose` goes
-on from there in slots behind the committed ones, which the next `observe` overwrites. Accepted tokens are so read
-twice, which costs next to nothing: the pass that reads the bonus token must run anyway. Nothing is rolled back, and the
-state after k observes is that of one observe of all.
+`observe` reads the newly committed tokens in one pass and keeps the state that predicts the
+next one; `propose` goes on from there in slots behind the committed ones, which the next
+`observe` overwrites. Accepted tokens are so read twice, which costs next to nothing: the pass
+that reads the bonus token must run anyway. Nothing is rolled back, and the state after k
+observes is that of one observe of all.
 
-Shape letters: B live rows, D width, V the target's vocabulary, Vd draft vocabulary, W tokens of a pass, S slots.
+Shape letters: B live rows, D width, V the target's vocabulary, Vd draft vocabulary, W tokens
+of a pass, S slots.
 """
 
 from __future__ import annotations
@@ -25,11 +28,13 @@ from decode.tree import DraftTree, TreeShape
 
 
 class DraftModel:
-    """Chain or tree over `draft`, which must share the target's tokenizer (decode.models.tokenizers).
+    """Chain or tree over `draft`, which must share the target's tokenizer
+    (decode.models.tokenizers).
 
-    T = 0: its most probable tokens. T > 0: a chain or a static tree sampled from its own law under the target's
-    settings, so that a step of a chain is accepted with probability 1 - TV; the dynamic tree's candidates are
-    deterministic. A row that has outgrown the draft's span is decoded plainly.
+    T = 0: its most probable tokens. T > 0: a chain or a static tree sampled from its own law
+    under the target's settings, so that a step of a chain is accepted with probability 1 - TV;
+    the dynamic tree's candidates are deterministic. A row that has outgrown the draft's span
+    is decoded plainly.
     """
 
     taps: tuple[int, ...] = ()
@@ -48,14 +53,21 @@ class DraftModel:
         static: TreeShape | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        """nodes, width: of a tree. ids: [Vd] ascending tokens it may propose, None for all. static: the shape of a tree
-        sampled at T > 0, None: the dynamic tree there too. vocab_size: the target's, None: the draft's own.
+        """nodes, width: of a tree. ids: [Vd] ascending tokens it may propose, None for all.
+        static: the shape of a tree sampled at T > 0, None: the dynamic tree there too.
+        vocab_size: the target's, None: the draft's own.
 
-        Raises UserError for a tree with a draft that takes chains only, or whose LM head cannot be read apart."""
+        Raises UserError for a tree with a draft that takes chains only, or whose LM head
+        cannot be read apart."""
         if shape == "tree" and draft.support != "tree":
-            raise UserError(f"drafters: {name}: the draft takes chains only ({draft.probe().reason}); use its chain")
+            raise UserError(
+                f"drafters: {name}: the draft takes chains only "
+                f"({draft.probe().reason}); use its chain"
+            )
         if not draft.head.exact:
-            raise UserError(f"drafters: {name}: the draft's logits do not follow from its last hidden state")
+            raise UserError(
+                f"drafters: {name}: the draft's logits do not follow from its last hidden state"
+            )
         self.draft, self.name, self.shape = draft, name, shape
         self.max_depth = depth
         self.width, self.static = width, static if shape == "tree" else None
@@ -81,7 +93,9 @@ class DraftModel:
         if self.shape == "tree":
             scratch = max(self.max_depth * self.width, len(self.static or ()))
         self.cache = self.draft.new_cache(rows, self.limit, scratch + self.max_depth)
-        self.first: list[Tensor] = []  # prompts' first tokens, of rows that have observed nothing yet
+        self.first: list[
+            Tensor
+        ] = []  # prompts' first tokens, of rows that have observed nothing yet
         self.blind: list[bool] = []  # rows that have outgrown the draft's span
         self.state = self.proj.new_zeros(0, self.proj.shape[1])
 
@@ -91,24 +105,37 @@ class DraftModel:
 
     @torch.inference_mode()
     def observe(self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice) -> None:
-        """See decode.drafters.Drafter: `rows` are all rows that were there before, or all that have just begun."""
+        """See decode.drafters.Drafter: `rows` are all rows that were there before, or all that
+        have just begun.
+        """
         counts = n.tolist()
-        tokens = tokens.clamp(max=self.draft.vocab_size - 1)  # a target's padded vocabulary may be longer
+        tokens = tokens.clamp(
+            max=self.draft.vocab_size - 1
+        )  # a target's padded vocabulary may be longer
         live = self._cache.rows
         if rows.start >= live:
-            whole = [torch.cat([f.to(tokens), t[:c]]) for f, t, c in zip(self.first, tokens, counts, strict=True)]
+            whole = [
+                torch.cat([f.to(tokens), t[:c]])
+                for f, t, c in zip(self.first, tokens, counts, strict=True)
+            ]
             self.first = []
             self.blind += [len(ids) > self.limit for ids in whole]
             cut = [ids[: self.limit] for ids in whole]
             step = self.draft.prefill(self._cache, cut, (self.draft.num_layers,))
             assert step.feats is not None
             last = torch.tensor([len(ids) - 1 for ids in cut], device=self.device)
-            self.state = torch.cat([self.state, step.feats[torch.arange(len(cut), device=self.device), last, 0]])
+            self.state = torch.cat(
+                [self.state, step.feats[torch.arange(len(cut), device=self.device), last, 0]]
+            )
             return
         if (rows.start, rows.stop) != (0, live):
-            raise ValueError(f"observe: rows {rows.start} to {rows.stop} of {live}; give all of them")
-        self.blind = [b or have + c > self.limit for b, have, c in zip(self.blind, self._cache.lengths, counts,
-                                                                        strict=True)]  # fmt: skip
+            raise ValueError(
+                f"observe: rows {rows.start} to {rows.stop} of {live}; give all of them"
+            )
+        self.blind = [
+            b or have + c > self.limit
+            for b, have, c in zip(self.blind, self._cache.lengths, counts, strict=True)
+        ]
         counts = [0 if blind else c for blind, c in zip(self.blind, counts, strict=True)]
         if not max(counts):
             return
@@ -117,11 +144,17 @@ class DraftModel:
         hidden = self._read(fresh, size)
         state = hidden[torch.arange(live, device=self.device), size]
         if min(counts) == 0:  # a row without news keeps its state
-            state = torch.where(torch.tensor(counts, device=self.device)[:, None] > 0, state, self.state)
+            state = torch.where(
+                torch.tensor(counts, device=self.device)[:, None] > 0, state, self.state
+            )
         self.state = state
-        self._cache.commit(torch.arange(fresh.shape[1] - 1, device=self.device).expand(live, -1), size)
+        self._cache.commit(
+            torch.arange(fresh.shape[1] - 1, device=self.device).expand(live, -1), size
+        )
         if min(counts) == 0:
-            self._cache.truncate([have - (c == 0) for have, c in zip(self._cache.lengths, counts, strict=True)])
+            self._cache.truncate(
+                [have - (c == 0) for have, c in zip(self._cache.lengths, counts, strict=True)]
+            )
 
     @torch.inference_mode()
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
@@ -164,17 +197,23 @@ class DraftModel:
         lengths, cache = self._cache.physical, self._cache
         if self.draft.support == "chain":
             ends = [length + start for length in lengths]
-            return self._alone(tokens, ends, [int(end < self.draft.span) for end in ends])  # others draft deeper
+            return self._alone(
+                tokens, ends, [int(end < self.draft.span) for end in ends]
+            )  # others draft deeper
         offset = max(lengths) + start
         even = min(lengths) == max(lengths)
-        places = torch.tensor([lengths[0]] if even else lengths, device=self.device)[:, None] + (level - 1)
+        places = torch.tensor([lengths[0]] if even else lengths, device=self.device)[:, None] + (
+            level - 1
+        )
         positions = places.expand(len(lengths), new).clamp(max=self.draft.span - 1)
         mask = self.masks.scratch(lengths, seen, self.levels_read, new)
         cache.open(0, len(lengths), offset, new)
         return self._pass(tokens, positions, mask)
 
     def _read(self, tokens: Tensor, size: Tensor) -> Tensor:
-        """States [B, W, D] of committed tokens [B, W]; row b has size[b] + 1 of them. cache.commit keeps them."""
+        """States [B, W, D] of committed tokens [B, W]; row b has size[b] + 1 of them.
+        cache.commit keeps them.
+        """
         lengths, cache, new = self._cache.physical, self._cache, tokens.shape[1]
         if self.draft.support == "chain":
             cache.pending, cache.in_place = new - 1, True
@@ -187,8 +226,8 @@ class DraftModel:
         return self._pass(tokens, positions.clamp(max=self.draft.span - 1), mask)
 
     def _alone(self, tokens: Tensor, ends: list[int], counts: list[int]) -> Tensor:
-        """Row by row, without a mask and each at its own end: for drafts whose positions come from the slots. A row
-        without a token to read gets zeros."""
+        """Row by row, without a mask and each at its own end: for drafts whose positions come
+        from the slots. A row without a token to read gets zeros."""
         states = []
         for row, (end, count) in enumerate(zip(ends, counts, strict=True)):
             if count == 0:
@@ -196,13 +235,22 @@ class DraftModel:
                 continue
             self._cache.open(row, row + 1, end, count)
             positions = torch.arange(end, end + count, device=self.device)[None]
-            states.append(F.pad(self._pass(tokens[row : row + 1, :count], positions, None),
-                                (0, 0, 0, tokens.shape[1] - count)))  # fmt: skip
+            states.append(
+                F.pad(
+                    self._pass(tokens[row : row + 1, :count], positions, None),
+                    (0, 0, 0, tokens.shape[1] - count),
+                )
+            )
         return torch.cat(states)
 
     def _pass(self, tokens: Tensor, positions: Tensor, mask: Any) -> Tensor:
-        kwargs: dict[str, Any] = {"input_ids": tokens, "attention_mask": mask, "past_key_values": self._cache,
-                                  "use_cache": True, "return_dict": True}  # fmt: skip
+        kwargs: dict[str, Any] = {
+            "input_ids": tokens,
+            "attention_mask": mask,
+            "past_key_values": self._cache,
+            "use_cache": True,
+            "return_dict": True,
+        }
         if self.draft.takes_positions:
             kwargs["position_ids"] = positions
         return self.draft.body(**kwargs).last_hidden_state  # type: ignore[no-any-return]

@@ -1,9 +1,10 @@
-"""What a drafter is, and those that need no training: none and n-gram (prompt lookup). A separate draft model stands in
-decode/draft_model.py.
+"""What a drafter is, and those that need no training: none and n-gram (prompt lookup). A
+separate draft model stands in decode/draft_model.py.
 
-A drafter sees committed tokens and the target features that predicted them, and proposes a DraftTree. Trained heads
-(heads/) implement the same protocol. Whatever a drafter does, the output law is the target's: a broken one only
-lowers acceptance, so acceptance has tests of its own.
+A drafter sees committed tokens and the target features that predicted them, and proposes a
+DraftTree. Trained heads (heads/) implement the same protocol. Whatever a drafter does, the
+output law is the target's: a broken one only lowers acceptance, so acceptance has tests of its
+own.
 
 Shape letters: B live rows, n tokens per row, K taps, D hidden size.
 """
@@ -25,7 +26,8 @@ __all__ = ["DraftModel", "Drafter", "NGram", "NoDraft"]
 
 
 class Drafter(Protocol):
-    """name: for tables. shape: "none", "chain" or "tree". taps: target features it wants (decode.target's numbering).
+    """name: for tables. shape: "none", "chain" or "tree". taps: target features it wants
+    (decode.target's numbering).
 
     max_depth: levels it may propose. max_nodes: nodes it may propose.
     """
@@ -37,20 +39,26 @@ class Drafter(Protocol):
     max_depth: int
 
     def reset(self, rows: int, max_len: int) -> None:
-        """Forget everything. At most `rows` rows will live at once, each with at most `max_len` committed tokens."""
+        """Forget everything. At most `rows` rows will live at once, each with at most
+        `max_len` committed tokens.
+        """
 
     def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
         """Append rows. prompts: 1-D int64, whole, first token included."""
 
     def observe(self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice) -> None:
-        """tokens: [b, n_max] newly committed tokens of live `rows`, n: [b] how many are real (padding behind).
+        """tokens: [b, n_max] newly committed tokens of live `rows`, n: [b] how many are real
+        (padding behind).
 
-        feats: [b, n_max, K, D], the features at the position BEFORE each token, those that predicted it. The first
-        call for a row carries prompt[1:] and the first generated token.
+        feats: [b, n_max, K, D], the features at the position BEFORE each token, those that
+        predicted it. The first call for a row carries prompt[1:] and the first generated
+        token.
         """
 
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
-        """A draft for every live row, at most budget[b] levels deep (0 is allowed). budget: [B] int64."""
+        """A draft for every live row, at most budget[b] levels deep (0 is allowed). budget:
+        [B] int64.
+        """
         ...
 
     def select(self, rows: list[int]) -> None:
@@ -58,7 +66,9 @@ class Drafter(Protocol):
 
 
 class NoDraft:
-    """Proposes nothing: plain autoregressive decoding through the same engine, the baseline of every table."""
+    """Proposes nothing: plain autoregressive decoding through the same engine, the baseline of
+    every table.
+    """
 
     name, shape = "none", "none"
     taps: tuple[int, ...] = ()
@@ -84,9 +94,11 @@ class NoDraft:
 
 
 class NGram:
-    """Prompt lookup (Saxena 2023): continue as the latest earlier occurrence of the last n tokens went on.
+    """Prompt lookup (Saxena 2023): continue as the latest earlier occurrence of the last n
+    tokens went on.
 
-    The longest n from `longest` down to 1 that occurs wins. A deterministic chain of at most `depth` tokens.
+    The longest n from `longest` down to 1 that occurs wins. A deterministic chain of at most
+    `depth` tokens.
     """
 
     name, shape = "ngram", "chain"
@@ -101,7 +113,9 @@ class NGram:
         self.ids = []
 
     def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
-        self.ids += [p[:1].cpu().numpy() for p in prompts]  # the rest of the prompt arrives by observe
+        self.ids += [
+            p[:1].cpu().numpy() for p in prompts
+        ]  # the rest of the prompt arrives by observe
 
     def observe(self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice) -> None:
         fresh = tokens.cpu().numpy()
@@ -109,12 +123,17 @@ class NGram:
             self.ids[b] = np.concatenate([self.ids[b], new[:count]])
 
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
-        found = [self._lookup(ids)[: max(int(k), 0)] for ids, k in zip(self.ids, budget.tolist(), strict=True)]
+        found = [
+            self._lookup(ids)[: max(int(k), 0)]
+            for ids, k in zip(self.ids, budget.tolist(), strict=True)
+        ]
         width = max(map(len, found))
         tokens = torch.zeros(len(found), width, dtype=torch.int64)
         for b, run in enumerate(found):
             tokens[b, : len(run)] = torch.from_numpy(run)
-        return DraftTree.chain(tokens.to(budget.device), torch.tensor([len(f) for f in found], device=budget.device))
+        return DraftTree.chain(
+            tokens.to(budget.device), torch.tensor([len(f) for f in found], device=budget.device)
+        )
 
     def select(self, rows: list[int]) -> None:
         self.ids = [self.ids[b] for b in rows]

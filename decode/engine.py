@@ -1,7 +1,8 @@
-"""The decode loop: prefill, propose, score, verify, commit, observe. One loop for every drafter and every batch size.
+"""The decode loop: prefill, propose, score, verify, commit, observe. One loop for every
+drafter and every batch size.
 
-Plain autoregressive decoding is the empty tree (the NoDraft drafter), so baseline and speculation share this code.
-Rows that finish leave and waiting requests take their place.
+Plain autoregressive decoding is the empty tree (the NoDraft drafter), so baseline and
+speculation share this code. Rows that finish leave and waiting requests take their place.
 
 Shape letters: B live rows, N tree nodes, D path length, V vocabulary.
 """
@@ -27,7 +28,17 @@ from decode.tree import DraftTree
 from decode.verify import Coins, Verdict
 from decode.verify import verify as run_verify
 
-__all__ = ["CoinSource", "Cycle", "Generation", "OnTokens", "Request", "Rule", "Run", "Timing", "generate"]
+__all__ = [
+    "CoinSource",
+    "Cycle",
+    "Generation",
+    "OnTokens",
+    "Request",
+    "Rule",
+    "Run",
+    "Timing",
+    "generate",
+]
 
 
 OnTokens = Callable[[int, list[int], list[bool]], None]
@@ -53,11 +64,13 @@ def generate(
 ) -> Run:
     """Decode every request; `batch_size` rows run at a time.
 
-    on_tokens(request index, new token ids, from_draft) streams. eos_ids defaults to the target's.
-    verify: the name of a rule, or the rule itself (how scripts/certify.py runs known wrong ones). coins(seed, request
-    ids [B], cycles [B]) makes the random numbers of one cycle; an enumerator in its place walks every branch. clock:
-    seconds; one that waits for the device makes the parts of the timing exact on a GPU, and the whole slower.
-    Raises UserError for a prompt that is empty, fills the context or leaves the vocabulary, or logits without a law.
+    on_tokens(request index, new token ids, from_draft) streams. eos_ids defaults to the
+    target's.
+    verify: the name of a rule, or the rule itself (how scripts/certify.py runs known wrong
+    ones). coins(seed, request ids [B], cycles [B]) makes the random numbers of one cycle; an
+    enumerator in its place walks every branch. clock: seconds; one that waits for the device
+    makes the parts of the timing exact on a GPU, and the whole slower. Raises UserError for a
+    prompt that is empty, fills the context or leaves the vocabulary, or logits without a law.
     """
     return _Engine(
         target,
@@ -117,7 +130,10 @@ class _Engine:
         self.verify: Rule = rule if callable(rule) else functools.partial(run_verify, rule=rule)
         self.on_tokens, self.eos = on_tokens, eos
         self.timing, self.law_rows = Timing(), 0
-        self.all = [_Row(i, r, Generation(list(r.prompt)), self._limit(i, r)) for i, r in enumerate(requests)]
+        self.all = [
+            _Row(i, r, Generation(list(r.prompt)), self._limit(i, r))
+            for i, r in enumerate(requests)
+        ]
         self.queue = deque(row for row in self.all if row.limit > 0)
         self.rows: list[_Row] = []
 
@@ -125,19 +141,25 @@ class _Engine:
         context = self.target.context_length
         longest = max(len(request.prompt), len(request.uncond or ()))
         if not -(1 << 63) <= request.id < 1 << 63:
-            raise UserError(f"request {index}: its id {request.id} is no 64-bit number; give one below 2**63")
+            raise UserError(
+                f"request {index}: its id {request.id} is no 64-bit number; give one below 2**63"
+            )
         if not request.prompt:
             raise UserError(f"request {index}: the prompt is empty; give at least one token")
         if longest >= context:
             raise UserError(
-                f"request {index}: the prompt has {longest} tokens and the target's context holds {context}; "
+                f"request {index}: the prompt has {longest} tokens and the target's "
+                f"context holds {context}; "
                 f"shorten the prompt"
             )
         vocab = self.target.vocab_size
-        wrong = next((t for t in (*request.prompt, *(request.uncond or ())) if not 0 <= t < vocab), None)
+        wrong = next(
+            (t for t in (*request.prompt, *(request.uncond or ())) if not 0 <= t < vocab), None
+        )
         if wrong is not None:
             raise UserError(
-                f"request {index}: token {wrong} lies outside the target's vocabulary 0..{vocab - 1}; "
+                f"request {index}: token {wrong} lies outside the target's vocabulary "
+                f"0..{vocab - 1}; "
                 "tokenize the prompt with the target's own tokenizer"
             )
         return min(request.max_new_tokens, context - longest)
@@ -146,7 +168,10 @@ class _Engine:
     def run(self) -> Run:
         start = self.clock()
         if self.queue:
-            longest = max(max(len(r.request.prompt), len(r.request.uncond or ())) + r.limit for r in self.queue)
+            longest = max(
+                max(len(r.request.prompt), len(r.request.uncond or ())) + r.limit
+                for r in self.queue
+            )
             rows = min(self.batch_size, len(self.queue))
             cache = self.target.new_cache(rows, longest, self.drafter.max_nodes, self.guidance)
             made = self.clock()
@@ -162,8 +187,9 @@ class _Engine:
     def _admit(self, cache: TreeCache) -> None:
         """Prefill waiting requests into free rows and draw their next token.
 
-        A request's first token belongs to no cycle. Rows that must be read again (see `_retire`) wait in front and come
-        in passes of their own: theirs are cycles without a draft, and no prefill.
+        A request's first token belongs to no cycle. Rows that must be read again (see
+        `_retire`) wait in front and come in passes of their own: theirs are cycles without a
+        draft, and no prefill.
         """
         while self.queue and len(self.rows) < self.batch_size:
             start = self.clock()
@@ -188,7 +214,9 @@ class _Engine:
             self.rows += new
             self.drafter.begin(prompts, self.sampling)
             lengths = torch.tensor([len(p) for p in prompts], device=self.target.device)
-            tokens = torch.zeros(count, int(lengths.max()), dtype=torch.int64, device=self.target.device)
+            tokens = torch.zeros(
+                count, int(lengths.max()), dtype=torch.int64, device=self.target.device
+            )
             for b, prompt in enumerate(prompts):
                 tokens[b, : len(prompt) - 1] = prompt[1:]
                 tokens[b, len(prompt) - 1] = first[b]
@@ -209,12 +237,20 @@ class _Engine:
         return [torch.tensor(text, device=self.target.device) for text in texts]
 
     def _headroom(self, row: _Row) -> int:
-        """Levels of a draft before the row, or its companion under guidance, must be read again; negative: now."""
-        prompts = [row.request.prompt] if self.guidance is None else [row.request.prompt, row.uncond]
-        return min(self.target.headroom(len(prompt) + len(row.out.token_ids) - 1) for prompt in prompts)
+        """Levels of a draft before the row, or its companion under guidance, must be read
+        again; negative: now.
+        """
+        prompts = (
+            [row.request.prompt] if self.guidance is None else [row.request.prompt, row.uncond]
+        )
+        return min(
+            self.target.headroom(len(prompt) + len(row.out.token_ids) - 1) for prompt in prompts
+        )
 
     def _cycle(self, cache: TreeCache) -> None:
-        """One target pass for every live row: propose, score, verify, commit, observe, record, retire."""
+        """One target pass for every live row: propose, score, verify, commit, observe, record,
+        retire.
+        """
         part = functools.partial(self.timing.part, clock=self.clock)
         with part("draft"):
             budget = self._budget()
@@ -260,7 +296,9 @@ class _Engine:
         return verdict
 
     def _observe(self, tree: DraftTree, verdict: Verdict, step: Step) -> Tensor:
-        """Show the drafter what was committed; returns those tokens [B, D + 1], path, bonus, padding."""
+        """Show the drafter what was committed; returns those tokens [B, D + 1], path, bonus,
+        padding.
+        """
         kept, slots = _kept(tree, verdict)
         feats = step.feats
         if feats is not None:
@@ -276,16 +314,22 @@ class _Engine:
         depth = torch.where(node < tree.size[:, None], layout.depth + 1, 0)
         proposed = depth.amax(1) if tree.width else torch.zeros_like(verdict.length)
         rank = (
-            layout.rank.expand(count, tree.width).gather(1, verdict.path.clamp(min=0)) if tree.width else verdict.path
+            layout.rank.expand(count, tree.width).gather(1, verdict.path.clamp(min=0))
+            if tree.width
+            else verdict.path
         )
         table = torch.cat([verdict.length[:, None], proposed[:, None], kept, rank], 1).tolist()
-        for row, most, (accepted, levels, *rest) in zip(self.rows, budget.tolist(), table, strict=True):
+        for row, most, (accepted, levels, *rest) in zip(
+            self.rows, budget.tolist(), table, strict=True
+        ):
             tokens, ranks = rest[: accepted + 1], rest[kept.shape[1] : kept.shape[1] + accepted]
             before = len(row.out.token_ids)
             row.cycle += 1
             emitted = self._emit(row, tokens, [True] * accepted + [False])
             cut = emitted <= accepted or most < self.drafter.max_depth
-            row.out.cycles.append(Cycle(levels, min(accepted, emitted), tuple(ranks[:emitted]), cut, before))
+            row.out.cycles.append(
+                Cycle(levels, min(accepted, emitted), tuple(ranks[:emitted]), cut, before)
+            )
 
     def _emit(self, row: _Row, tokens: list[int], drafted: list[bool]) -> int:
         """Append up to the stop token or the limit; returns how many tokens went out."""
@@ -303,8 +347,8 @@ class _Engine:
         return count
 
     def _retire(self, cache: TreeCache) -> None:
-        """Finished rows leave. So do those whose rotary frequencies change with the next token (decode.models.rope): they join
-        the queue in front, and all their text is read again."""
+        """Finished rows leave. So do those whose rotary frequencies change with the next token
+        (decode.models.rope): they join the queue in front, and all their text is read again."""
         keep = [b for b, row in enumerate(self.rows) if not row.done and self._headroom(row) >= 0]
         if len(keep) < len(self.rows):
             kept = set(keep)
@@ -315,7 +359,10 @@ class _Engine:
             self.rows = [self.rows[b] for b in keep]
 
     def _rng(self, rows: list[_Row]) -> Rng:
-        ids = torch.tensor([[row.request.id for row in rows], [row.cycle for row in rows]], device=self.target.device)
+        ids = torch.tensor(
+            [[row.request.id for row in rows], [row.cycle for row in rows]],
+            device=self.target.device,
+        )
         return self.coins(self.seed, ids[0], ids[1])
 
     def _law(self, logits: Tensor, tree: DraftTree, rows: list[_Row]) -> Law:
@@ -329,7 +376,9 @@ class _Engine:
 
 
 def _kept(tree: DraftTree, verdict: Verdict) -> tuple[Tensor, Tensor]:
-    """Committed tokens [B, D + 1] (path, then bonus, then padding) and the slot that predicted each of them."""
+    """Committed tokens [B, D + 1] (path, then bonus, then padding) and the slot that predicted
+    each of them.
+    """
     rows, levels = verdict.path.shape
     slots = torch.cat([verdict.path.new_zeros(rows, 1), verdict.path.clamp(min=-1) + 1], 1)
     tokens = tree.tokens.gather(1, verdict.path.clamp(min=0)) if levels else verdict.path

@@ -1,10 +1,12 @@
-"""Growing a draft with an autoregressive drafter: a chain, a dynamic tree (EAGLE-2), or a static tree sampled without
-replacement. What reads a token and what remembers it is the drafter's own (`Steps`).
+"""Growing a draft with an autoregressive drafter: a chain, a dynamic tree (EAGLE-2), or a
+static tree sampled without replacement. What reads a token and what remembers it is the
+drafter's own (`Steps`).
 
-Drafted tokens are numbered in the order in which they are read, over all levels of a cycle; the drafter keeps them
-behind its committed tokens and forgets them with the cycle.
+Drafted tokens are numbered in the order in which they are read, over all levels of a cycle;
+the drafter keeps them behind its committed tokens and forgets them with the cycle.
 
-Shape letters: B live rows, D width of a state, Vd draft vocabulary, W tokens read together, N nodes, M candidates.
+Shape letters: B live rows, D width of a state, Vd draft vocabulary, W tokens read together, N
+nodes, M candidates.
 """
 
 from __future__ import annotations
@@ -34,16 +36,20 @@ class Steps(Protocol):
         ...
 
     def extend(self, tokens: Tensor, above: Tensor, seen: Tensor | None, level: int) -> Tensor:
-        """Read W drafted tokens [B, W] that follow the states `above` [B, W, D]: their states [B, W, D].
+        """Read W drafted tokens [B, W] that follow the states `above` [B, W, D]: their states
+        [B, W, D].
 
-        seen: [B, W, R] bool, which of the R tokens read in this cycle (these W last) each may look at; None: all, W is
+        seen: [B, W, R] bool, which of the R tokens read in this cycle (these W last) each may
+            look at; None: all, W is
         1. level: 1 for children of the last committed token.
         """
         ...
 
 
 def chain(steps: Steps, levels: int, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
-    """T = 0: the most probable token; T > 0: drawn from the drafter's own law under the target's settings."""
+    """T = 0: the most probable token; T > 0: drawn from the drafter's own law under the
+    target's settings.
+    """
     state, ids = steps.state, steps.draft_ids()
     rows = state.shape[0]
     every = torch.arange(rows, device=steps.device)
@@ -64,16 +70,22 @@ def chain(steps: Steps, levels: int, budget: Tensor, sampling: Sampling, rng: Rn
         return DraftTree.chain(drafted, size)
     row = torch.arange(levels, device=steps.device).expand(rows, levels)
     return DraftTree.chain(
-        drafted, size, torch.ones_like(drafted, dtype=torch.bool), Proposal(torch.stack(laws, 1), row, ids)
+        drafted,
+        size,
+        torch.ones_like(drafted, dtype=torch.bool),
+        Proposal(torch.stack(laws, 1), row, ids),
     )
 
 
 def dynamic(steps: Steps, levels: int, budget: Tensor, width: int, nodes: int) -> DraftTree:
-    """EAGLE-2 (Li et al. 2406.16858): expand the `width` best nodes of every level by cumulative log-probability, then
-    keep the `nodes` best candidates of all levels. Candidates are the most probable tokens, so each is a point mass."""
+    """EAGLE-2 (Li et al. 2406.16858): expand the `width` best nodes of every level by
+    cumulative log-probability, then keep the `nodes` best candidates of all levels. Candidates
+    are the most probable tokens, so each is a point mass."""
     device, ids = steps.device, steps.draft_ids()
     count = steps.state.shape[0]
-    score, place = torch.log_softmax(steps.logits(steps.state).float(), -1).topk(width, -1)  # [B, W]
+    score, place = torch.log_softmax(steps.logits(steps.state).float(), -1).topk(
+        width, -1
+    )  # [B, W]
     scores, tokens = [score], [place if ids is None else ids[place]]
     origins = [torch.full_like(place, -1)]
     beam = torch.arange(width, device=device).expand(count, width)
@@ -82,11 +94,14 @@ def dynamic(steps: Steps, levels: int, budget: Tensor, width: int, nodes: int) -
     own = torch.eye(width, dtype=torch.bool, device=device).expand(count, width, width)
     start = 0
     for level in range(1, levels):
-        # The beam: W candidates of the last level, `beam` their numbers in it, `above` the states they follow.
+        # The beam: W candidates of the last level, `beam` their numbers in it, `above` the
+        # states they follow.
         ancestors = torch.cat([ancestors, own], 2)
         token, total = tokens[-1].gather(1, beam), scores[-1].gather(1, beam)
         state = steps.extend(token, above, ancestors, level)
-        score, place = torch.log_softmax(steps.logits(state).float(), -1).topk(width, -1)  # [B, W, W]
+        score, place = torch.log_softmax(steps.logits(state).float(), -1).topk(
+            width, -1
+        )  # [B, W, W]
         scores.append((total[..., None] + score).flatten(1))
         tokens.append((place if ids is None else ids[place]).flatten(1))
         origins.append((start + beam).repeat_interleave(width, 1))
@@ -96,14 +111,21 @@ def dynamic(steps: Steps, levels: int, budget: Tensor, width: int, nodes: int) -
             up = beam // width
             above = state.gather(1, up[..., None].expand(-1, -1, state.shape[-1]))
             ancestors = ancestors.gather(1, up[..., None].expand(-1, -1, ancestors.shape[2]))
-    depth = torch.tensor([0] * width + [d for d in range(1, levels) for _ in range(width**2)], device=device)
-    return rerank(torch.cat(scores, 1), torch.cat(tokens, 1), torch.cat(origins, 1), depth, budget, nodes)
+    depth = torch.tensor(
+        [0] * width + [d for d in range(1, levels) for _ in range(width**2)], device=device
+    )
+    return rerank(
+        torch.cat(scores, 1), torch.cat(tokens, 1), torch.cat(origins, 1), depth, budget, nodes
+    )
 
 
-def rerank(score: Tensor, token: Tensor, origin: Tensor, level: Tensor, budget: Tensor, nodes: int) -> DraftTree:
-    """The `nodes` best of M candidates [B, M] that stand level by level (`level` [M]). origin: number of the candidate
-    above, -1 for the root; a candidate is never better than its origin, and the sort is stable, so parents stay in and
-    in front. Candidates below budget [B] levels are left out."""
+def rerank(
+    score: Tensor, token: Tensor, origin: Tensor, level: Tensor, budget: Tensor, nodes: int
+) -> DraftTree:
+    """The `nodes` best of M candidates [B, M] that stand level by level (`level` [M]). origin:
+    number of the candidate above, -1 for the root; a candidate is never better than its
+    origin, and the sort is stable, so parents stay in and in front. Candidates below budget
+    [B] levels are left out."""
     count, total = score.shape
     nodes = min(nodes, total)
     score = score.masked_fill(level >= budget[:, None], -torch.inf)
@@ -118,15 +140,17 @@ def rerank(score: Tensor, token: Tensor, origin: Tensor, level: Tensor, budget: 
     above = origin.gather(1, chosen)
     parents = torch.where(used & (above >= 0), where.gather(1, above.clamp(min=0)), -1)
     layout = tree_layout(parents, torch.where(used, level[chosen], 0), int(level[-1]) + 1)
-    return DraftTree(token.gather(1, chosen), parents, size, static_layout=layout, score=score.gather(1, chosen))
+    return DraftTree(
+        token.gather(1, chosen), parents, size, static_layout=layout, score=score.gather(1, chosen)
+    )
 
 
 def sampled(
     steps: Steps, shape: TreeShape, levels: int, budget: Tensor, sampling: Sampling, rng: Rng
 ) -> DraftTree:
-    """A static tree whose siblings are drawn one after the other from the drafter's law, without replacement; which
-    nodes exist does not depend on what was drawn. Where a law has run out of tokens the next best one stands in as
-    a deterministic candidate."""
+    """A static tree whose siblings are drawn one after the other from the drafter's law,
+    without replacement; which nodes exist does not depend on what was drawn. Where a law has
+    run out of tokens the next best one stands in as a deterministic candidate."""
     device, ids = steps.device, steps.draft_ids()
     count = steps.state.shape[0]
     shape = TreeShape(tuple(p for p in shape.paths if len(p) <= levels))
@@ -145,7 +169,9 @@ def sampled(
             read += nodes
             above = torch.stack([states[int(layout.parents[0, i]) + 1] for i in nodes], 1)
             slots = torch.tensor(read, device=device) + 1
-            seen = layout.mask[0][torch.tensor(parents, device=device)][:, slots].expand(count, -1, -1)
+            seen = layout.mask[0][torch.tensor(parents, device=device)][:, slots].expand(
+                count, -1, -1
+            )
             state = steps.extend(tokens[:, nodes], above, seen, level)
             states |= {slot: state[:, j] for j, slot in enumerate(parents)}
         else:
@@ -161,15 +187,21 @@ def sampled(
     return DraftTree.static(shape, tokens, shape.size_at(budget), drawn, proposal)
 
 
-def siblings(law: Tensor, logits: Tensor, kids: Sequence[Sequence[int]], rng: Rng) -> tuple[list[int], Tensor, Tensor]:
-    """Draw the children of P parents, the elder ones of all parents first, without replacement among siblings.
+def siblings(
+    law: Tensor, logits: Tensor, kids: Sequence[Sequence[int]], rng: Rng
+) -> tuple[list[int], Tensor, Tensor]:
+    """Draw the children of P parents, the elder ones of all parents first, without replacement
+    among siblings.
 
-    law, logits: [B, P, Vd] of the parents' children. kids: for each parent the numbers of its children in draw order,
-    which address the random numbers. Returns the numbers of all children, their places in the draft vocabulary
-    [B, K] int64 and [B, K] bool, false where the law had no token left and the best remaining logit was taken.
+    law, logits: [B, P, Vd] of the parents' children. kids: for each parent the numbers of its
+    children in draw order, which address the random numbers. Returns the numbers of all
+    children, their places in the draft vocabulary [B, K] int64 and [B, K] bool, false where
+    the law had no token left and the best remaining logit was taken.
     """
     count, width = law.shape[0], law.shape[2]
-    order = sorted(range(len(kids)), key=lambda j: -len(kids[j]))  # so that those with more children stand in front
+    order = sorted(
+        range(len(kids)), key=lambda j: -len(kids[j])
+    )  # so that those with more children stand in front
     left, every = law[:, order], torch.arange(count, device=law.device)  # a copy
     nodes: list[int] = []
     places: list[Tensor] = []
@@ -178,8 +210,11 @@ def siblings(law: Tensor, logits: Tensor, kids: Sequence[Sequence[int]], rng: Rn
         who = [j for j in order if len(kids[j]) > rank]
         numbers, some = [kids[j][rank] for j in who], left[:, : len(who)]
         address = torch.tensor(numbers, device=law.device).repeat(count)
-        place = rng.draft(some.reshape(-1, width), every.repeat_interleave(len(who)), address).view(count, -1)
-        # A law without mass gives some place without. One of NaN counts as drawn from: then the tree is refused.
+        place = rng.draft(some.reshape(-1, width), every.repeat_interleave(len(who)), address).view(
+            count, -1
+        )
+        # A law without mass gives some place without. One of NaN counts as drawn from: then
+        # the tree is refused.
         there = ~(some.gather(2, place[..., None])[..., 0] <= 0)
         if law.device.type != "cpu" or not bool(there.all()):
             spare = logits[:, who].float()
@@ -194,8 +229,8 @@ def siblings(law: Tensor, logits: Tensor, kids: Sequence[Sequence[int]], rng: Rn
 
 
 def tree_layout(parents: Tensor, depth: Tensor, levels: int) -> Layout:
-    """Layout of a dynamic tree whose depths [B, N] are known: a few operations per level, where Layout.of takes some
-    per node."""
+    """Layout of a dynamic tree whose depths [B, N] are known: a few operations per level,
+    where Layout.of takes some per node."""
     count, n = parents.shape
     slot = torch.arange(n + 1, device=parents.device)
     up = torch.cat([parents.new_zeros(count, 1), parents + 1], 1)

@@ -1,7 +1,8 @@
-"""What follows from the parents of a draft tree alone: depths, ancestors, children, orders of visit.
+"""What follows from the parents of a draft tree alone: depths, ancestors, children, orders of
+visit.
 
-Shape letters: B rows, N nodes per row, C most children of one node. Slot 0 is the last committed token, slot i + 1 is
-node i.
+Shape letters: B rows, N nodes per row, C most children of one node. Slot 0 is the last
+committed token, slot i + 1 is node i.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Layout:
-    """What follows from the parents alone. Leading dimension B, or 1 where all rows share one static shape.
+    """What follows from the parents alone. Leading dimension B, or 1 where all rows share one
+    static shape.
 
     depth: [B, N] int64, 0 for children of the last committed token.
-    mask: [B, N + 1, N + 1] bool, slot j is slot i itself or an ancestor of it (what slot i may attend to).
+    mask: [B, N + 1, N + 1] bool, slot j is slot i itself or an ancestor of it (what slot i may
+        attend to).
     children: [B, N + 1, C] int64 node numbers below a slot in draw order, -1 padded.
     rank: [B, N] int64, place of a node among its siblings in draw order.
-    levels: deepest level as a count (0 for the empty tree); known on the host so that loops need no round trip.
+    levels: deepest level as a count (0 for the empty tree); known on the host so that loops
+        need no round trip.
     """
 
     parents: Tensor
@@ -33,10 +37,12 @@ class Layout:
 
     @functools.cached_property
     def postorder(self) -> Tensor:
-        """[B, N + 1] int64 slots, children before parents, siblings in draw order; slot 0 comes last.
+        """[B, N + 1] int64 slots, children before parents, siblings in draw order; slot 0
+        comes last.
 
-        A slot's key is its path of ranks padded with a number above every rank, so that a node sorts behind its
-        subtree; padding nodes of ragged rows stand somewhere and must be masked by their size.
+        A slot's key is its path of ranks padded with a number above every rank, so that a node
+        sorts behind its subtree; padding nodes of ragged rows stand somewhere and must be
+        masked by their size.
         """
         rows, n = self.parents.shape
         device = self.parents.device
@@ -60,7 +66,9 @@ class Layout:
         rows, n = parents.shape
         device = parents.device
         slot = torch.arange(n + 1, device=device)
-        up = torch.cat([torch.full((rows, 1), -1, device=device), parents + 1], 1)  # parent slot of every slot
+        up = torch.cat(
+            [torch.full((rows, 1), -1, device=device), parents + 1], 1
+        )  # parent slot of every slot
         mask = torch.eye(n + 1, dtype=torch.bool, device=device).expand(rows, n + 1, n + 1).clone()
         for i in range(1, n + 1):  # parents precede children, so one sweep closes the relation
             mask[:, i] |= mask[torch.arange(rows, device=device), up[:, i]]

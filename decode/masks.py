@@ -1,7 +1,8 @@
-"""Attention masks of a tree pass: additive, built once per pass (static trees on even rows: once ever).
+"""Attention masks of a tree pass: additive, built once per pass (static trees on even rows:
+once ever).
 
-Shape letters: B rows (physical), n = N + 1 slots of a tree pass, M scratch offset, S = M + n slots attended,
-G query heads per K/V head.
+Shape letters: B rows (physical), n = N + 1 slots of a tree pass, M scratch offset, S = M + n
+slots attended, G query heads per K/V head.
 """
 
 from __future__ import annotations
@@ -13,31 +14,41 @@ from torch import Tensor
 
 from decode.tree import DraftTree, Layout
 
-# A layer type's reach: ("full", 0), ("window", W): W positions including its own, ("chunk", C): positions of
-# one chunk.
+# A layer type's reach: ("full", 0), ("window", W): W positions including its own, ("chunk",
+# C): positions of one chunk.
 Reach = tuple[str, int]
 FULL: Reach = ("full", 0)
 
 
 class TreeMasks:
-    """Builds what a model takes as attention_mask: None, one additive mask, or one per layer type.
+    """Builds what a model takes as attention_mask: None, one additive mask, or one per layer
+    type.
 
-    reaches: layer type -> reach; more than one type gives a dictionary. tile: G where the attention function
-    wants its rows tiled, else 1. Every row sees at least itself, so no softmax runs over nothing.
+    reaches: layer type -> reach; more than one type gives a dictionary. tile: G where the
+    attention function wants its rows tiled, else 1. Every row sees at least itself, so no
+    softmax runs over nothing.
     """
 
-    def __init__(self, reaches: dict[str, Reach], tile: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, reaches: dict[str, Reach], tile: int, dtype: torch.dtype, device: torch.device
+    ):
         self.reaches, self.tile, self.dtype, self.device = reaches, tile, dtype, device
         self._strips: OrderedDict[int, tuple[Layout, Tensor | None]] = OrderedDict()
 
-    def __call__(self, lengths: list[int], tree: DraftTree, width: int) -> Tensor | dict[str, Tensor] | None:
+    def __call__(
+        self, lengths: list[int], tree: DraftTree, width: int
+    ) -> Tensor | dict[str, Tensor] | None:
         """lengths: committed tokens per physical row, `width` of which share a tree row.
 
         Masks are [B or 1, 1, G * n, S].
         """
         longest, n = max(lengths), tree.width + 1
         even = min(lengths) == longest
-        bound = {kind: reach for kind, reach in self.reaches.items() if reach[0] != "full" and longest + n > reach[1]}
+        bound = {
+            kind: reach
+            for kind, reach in self.reaches.items()
+            if reach[0] != "full" and longest + n > reach[1]
+        }
         if even and n == 1 and not bound:
             return None
         made: dict[Reach, Tensor] = {}
@@ -51,14 +62,16 @@ class TreeMasks:
         masks = {kind: made[bound.get(kind, FULL)] for kind in self.reaches}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def scratch(self, lengths: list[int], seen: Tensor | None, levels: list[int],
-                new: int) -> Tensor | dict[str, Tensor] | None:  # fmt: skip
-        """Masks of a pass over `new` drafted tokens that stand, behind those drafted before them, in slots from the
-        longest row's end on.
+    def scratch(
+        self, lengths: list[int], seen: Tensor | None, levels: list[int], new: int
+    ) -> Tensor | dict[str, Tensor] | None:
+        """Masks of a pass over `new` drafted tokens that stand, behind those drafted before
+        them, in slots from the longest row's end on.
 
-        seen: [B or 1, new, R] bool, which of all R drafted tokens each may look at; None: all of them, `new` is 1.
-        levels: the level of each of the R tokens, 1 = directly behind the last committed one. Masks are
-        [B, 1, G * new, longest + R].
+        seen: [B or 1, new, R] bool, which of all R drafted tokens each may look at; None: all
+            of them, `new` is 1.
+        levels: the level of each of the R tokens, 1 = directly behind the last committed one.
+        Masks are [B, 1, G * new, longest + R].
         """
         longest, rows, total = max(lengths), len(lengths), len(levels)
         reach = longest + max(levels)
@@ -67,10 +80,19 @@ class TreeMasks:
             return None
         ends = torch.tensor(lengths, device=self.device)[:, None]
         slots = torch.arange(longest, device=self.device)
-        block = torch.ones(1, new, total, dtype=torch.bool, device=self.device) if seen is None else seen
-        allowed = torch.cat([(slots < ends)[:, None].expand(rows, new, longest), block.expand(rows, new, total)], 2)
+        block = (
+            torch.ones(1, new, total, dtype=torch.bool, device=self.device)
+            if seen is None
+            else seen
+        )
+        allowed = torch.cat(
+            [(slots < ends)[:, None].expand(rows, new, longest), block.expand(rows, new, total)], 2
+        )
         place = ends + torch.tensor(levels, device=self.device) - 1  # [B, R]
-        key, query = torch.cat([slots.expand(rows, longest), place], 1)[:, None], place[:, total - new :, None]
+        key, query = (
+            torch.cat([slots.expand(rows, longest), place], 1)[:, None],
+            place[:, total - new :, None],
+        )
         made: dict[Reach, Tensor] = {}
         for kind in dict.fromkeys(bound.get(kind, FULL) for kind in self.reaches):
             near = allowed
@@ -82,7 +104,9 @@ class TreeMasks:
         masks = {kind: made[bound.get(kind, FULL)] for kind in self.reaches}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def _build(self, lengths: list[int], tree: DraftTree, width: int, reaches: set[Reach]) -> dict[Reach, Tensor]:
+    def _build(
+        self, lengths: list[int], tree: DraftTree, width: int, reaches: set[Reach]
+    ) -> dict[Reach, Tensor]:
         longest, n, rows = max(lengths), tree.width + 1, len(lengths)
         ends = torch.tensor(lengths, device=self.device)
         slots = torch.arange(longest, device=self.device)
@@ -111,10 +135,11 @@ class TreeMasks:
         return mask.repeat(1, self.tile, 1)[:, None]
 
     def _strip(self, layout: Layout, longest: int) -> Tensor | None:
-        """Even rows see all committed slots: the tree's block behind zeros, a suffix of one constant.
+        """Even rows see all committed slots: the tree's block behind zeros, a suffix of one
+        constant.
 
-        None for a layout of single rows, and for one that is met for the first time: those of dynamic trees never come
-        again, and a strip costs more than the mask of one pass.
+        None for a layout of single rows, and for one that is met for the first time: those of
+        dynamic trees never come again, and a strip costs more than the mask of one pass.
         """
         n = layout.mask.shape[1]
         if layout.mask.shape[0] > 1:
@@ -125,10 +150,15 @@ class TreeMasks:
             block = self._additive(layout.mask.to(self.device))
             room = max(512, 2 * longest)
             strip = torch.cat([block.new_zeros(*block.shape[:3], room), block], 3)
-        self._strips[id(layout)] = (layout, strip)  # the layout is kept alive, so its id stays its own
+        self._strips[id(layout)] = (
+            layout,
+            strip,
+        )  # the layout is kept alive, so its id stays its own
         if len(self._strips) > 16:
             self._strips.popitem(last=False)
         if strip is None:
             return None
         view = strip[..., strip.shape[3] - longest - n :]
-        return view if view.device.type == "cpu" else view.contiguous()  # GPU kernels want aligned strides
+        return (
+            view if view.device.type == "cpu" else view.contiguous()
+        )  # GPU kernels want aligned strides

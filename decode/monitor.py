@@ -1,8 +1,10 @@
-"""A running watch on acceptance: warn, and where wanted decode plainly, while drafting costs more than it brings.
+"""A running watch on acceptance: warn, and where wanted decode plainly, while drafting costs
+more than it brings.
 
-Break-even is the accepted length at which a cycle with a draft is as fast per token as plain decoding; scripts/tune.py
-measures it. Each row is judged by its own earlier cycles alone, never by what is drafted in this one, so the decision
-is non-anticipating (docs/lossless.md) and the output law stays exact; and no row depends on its neighbours.
+Break-even is the accepted length at which a cycle with a draft is as fast per token as plain
+decoding; scripts/tune.py measures it. Each row is judged by its own earlier cycles alone,
+never by what is drafted in this one, so the decision is non-anticipating (docs/lossless.md)
+and the output law stays exact; and no row depends on its neighbours.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ CERTAINTY = 1.64  # standard errors; one-sided 95 %
 
 @dataclass(frozen=True)
 class Alert:
-    """A request that stays below break-even. request: how many were begun before it. cycle: drafted cycles by then.
+    """A request that stays below break-even. request: how many were begun before it. cycle:
+    drafted cycles by then.
 
     accepted_length: its running mean, tokens per cycle.
     """
@@ -38,23 +41,38 @@ class Alert:
     break_even: float
 
     def __str__(self) -> str:
-        return (f"request {self.request}: {self.accepted_length:.2f} tokens per target pass after {self.cycle} cycles, "
-                f"below the {self.break_even:.2f} at which drafting pays on this machine")  # fmt: skip
+        return (
+            f"request {self.request}: {self.accepted_length:.2f} tokens per target pass "
+            f"after {self.cycle} cycles, "
+            f"below the {self.break_even:.2f} at which drafting pays on this machine"
+        )
 
 
 class Monitor:
-    """Wraps any drafter. A row stays below break-even when, after `patience` drafted cycles, the upper 95 % bound of
-    its running accepted length lies below `break_even` (tokens per cycle, at least 1).
+    """Wraps any drafter. A row stays below break-even when, after `patience` drafted cycles,
+    the upper 95 % bound of its running accepted length lies below `break_even` (tokens per
+    cycle, at least 1).
 
-    fallback: such a row drafts nothing for `retry` cycles, then gets another `patience` cycles to prove itself (0: no
-    second chance). on_alert is called once per request. alerts: all of them since the last `reset`.
-    Raises ValueError for a break-even below 1 or a patience below 1.
+    fallback: such a row drafts nothing for `retry` cycles, then gets another `patience` cycles
+    to prove itself (0: no second chance). on_alert is called once per request. alerts: all of
+    them since the last `reset`. Raises ValueError for a break-even below 1 or a patience below
+    1.
     """
 
-    def __init__(self, drafter: Drafter, break_even: float, *, fallback: bool = False, patience: int = PATIENCE,
-                 retry: int = RETRY, on_alert: Callable[[Alert], None] | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        drafter: Drafter,
+        break_even: float,
+        *,
+        fallback: bool = False,
+        patience: int = PATIENCE,
+        retry: int = RETRY,
+        on_alert: Callable[[Alert], None] | None = None,
+    ) -> None:
         if not break_even >= 1 or patience < 1:
-            raise ValueError(f"monitor: break-even {break_even} and patience {patience} must be at least 1")
+            raise ValueError(
+                f"monitor: break-even {break_even} and patience {patience} must be at least 1"
+            )
         self.inner, self.break_even, self.fallback = drafter, break_even, fallback
         self.patience, self.retry, self.on_alert = patience, retry, on_alert
         self.name, self.shape, self.taps = f"{drafter.name}@monitor", drafter.shape, drafter.taps
@@ -67,8 +85,12 @@ class Monitor:
         return getattr(self.inner, name)
 
     def reset_state(self) -> None:
-        self.sums = np.zeros((0, 3))  # per row: weight, accepted length, its square; forgetting by MEMORY
-        self.cycles = np.zeros(0, dtype=int)  # drafted cycles since the row began or was given another chance
+        self.sums = np.zeros(
+            (0, 3)
+        )  # per row: weight, accepted length, its square; forgetting by MEMORY
+        self.cycles = np.zeros(
+            0, dtype=int
+        )  # drafted cycles since the row began or was given another chance
         self.rest = np.zeros(0, dtype=int)  # plain cycles left; -1: for good
         self.request = np.zeros(0, dtype=int)
         self.told: set[int] = set()
@@ -123,7 +145,8 @@ class Monitor:
         """See Drafter; rows that rest get no draft."""
         allowed = torch.from_numpy(np.where(self.rest == 0, self.max_depth, 0)).to(budget.device)
         tree = self.inner.propose(torch.minimum(budget, allowed), sampling, rng)
-        # A row that was allowed to draft and found nothing (an n-gram without a match) made a plain cycle at a plain
+        # A row that was allowed to draft and found nothing (an n-gram without a match) made a
+        # plain cycle at a plain
         # price: it says nothing about the price of a draft.
         self.drafted = (tree.size > 0).cpu().numpy()
         return tree

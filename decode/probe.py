@@ -1,14 +1,16 @@
-"""What can this target do? Asked of the model itself with a few tiny passes, not of a table of names.
+"""What can this target do? Asked of the model itself with a few tiny passes, not of a table of
+names.
 
-1. Which layers keep keys and values, and of what shape? State that cannot be cut back (recurrent, linear
-   attention) means refusal.
+1. Which layers keep keys and values, and of what shape? State that cannot be cut back
+   (recurrent, linear attention) means refusal.
 2. Do logits follow from the last hidden state through the LM head, a scale and a softcap?
-3. Does scoring a tree through `TreeCache` give each path the logits of a plain pass over that path, over
-   ragged, appended, committed and selected rows? If not, do chains?
+3. Does scoring a tree through `TreeCache` give each path the logits of a plain pass over that
+   path, over ragged, appended, committed and selected rows? If not, do chains?
 
-What depends on the length of a text must show in a short probe: windows are made four tokens wide meanwhile, and the
-switch of a rotary embedding (decode.models.rope) comes after nine tokens, so that one row lies beyond two windows and the
-switch and one does not. A window that cannot be changed after loading is probed as it is, with longer texts.
+What depends on the length of a text must show in a short probe: windows are made four tokens
+wide meanwhile, and the switch of a rotary embedding (decode.models.rope) comes after nine
+tokens, so that one row lies beyond two windows and the switch and one does not. A window that
+cannot be changed after loading is probed as it is, with longer texts.
 """
 
 from __future__ import annotations
@@ -30,10 +32,12 @@ from decode.tree import DraftTree
 if TYPE_CHECKING:
     from decode.target import Target
 
-# Largest accepted difference of one token's logits, relative to their spread (root mean squares). A mask that
-# lets one wrong token in costs tens of percent in a trained model; half precision costs a few.
+# Largest accepted difference of one token's logits, relative to their spread (root mean
+# squares). A mask that lets one wrong token in costs tens of percent in a trained model; half
+# precision costs a few.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.15}
-# While probing, in tokens: windows, the switch of a rotary embedding, the two prompts (beyond and within these).
+# While probing, in tokens: windows, the switch of a rotary embedding, the two prompts (beyond
+# and within these).
 WINDOW, SWITCH, PROMPTS = 4, 9, (10, 6)
 DEEPEST = 6  # tokens that the script adds to a prompt: the last token and a chain of five
 LONGEST_WINDOW = 1024  # tokens; the longest one that is probed at its own length
@@ -44,7 +48,9 @@ FAILURES = (ValueError, TypeError, RuntimeError, AttributeError, KeyError, Index
 
 @dataclass(frozen=True)
 class Head:
-    """logits = cap * tanh(scale * lm_head(h) / cap), cap None: no cap. exact: the model's logits agree."""
+    """logits = cap * tanh(scale * lm_head(h) / cap), cap None: no cap. exact: the model's
+    logits agree.
+    """
 
     scale: float = 1.0
     cap: float | None = None
@@ -59,7 +65,8 @@ class Head:
 
 @dataclass
 class Probe:
-    """support "tree" or "chain" (and why), K/V shapes per layer, reach per layer type, mask rows per node.
+    """support "tree" or "chain" (and why), K/V shapes per layer, reach per layer type, mask
+    rows per node.
 
     tested: tokens of the longest text whose logits were compared with a plain pass's.
     """
@@ -73,7 +80,9 @@ class Probe:
 
 
 def difference(found: Tensor, wanted: Tensor) -> float:
-    """Largest over tokens of rms(found - wanted) / rms(wanted - mean), both [..., V]. NaN is infinite."""
+    """Largest over tokens of rms(found - wanted) / rms(wanted - mean), both [..., V]. NaN is
+    infinite.
+    """
     wanted, found = wanted.double(), found.double()
     spread = (wanted - wanted.mean(-1, keepdim=True)).square().mean(-1).sqrt()
     error = (found - wanted).square().mean(-1).sqrt() / spread.clamp(min=1e-30)
@@ -87,7 +96,9 @@ def _ids(target: Target, *shape: int) -> Tensor:
 
 @torch.no_grad()
 def probe_head(target: Target) -> Head:
-    """Find scale and softcap among the numbers in the model's config; the model's own logits decide."""
+    """Find scale and softcap among the numbers in the model's config; the model's own logits
+    decide.
+    """
     ids = _ids(target, 1, 8)
     if target.model.get_output_embeddings() is None:
         return Head(reason="it has no output embeddings")
@@ -102,7 +113,9 @@ def probe_head(target: Target) -> Head:
         for k, v in vars(target.config).items()
         if isinstance(v, (int, float)) and not isinstance(v, bool) and v
     }
-    scales = [1.0] + [s for k, v in numbers.items() if "scal" in k or "mult" in k for s in (v, 1 / v)]
+    scales = [1.0] + [
+        s for k, v in numbers.items() if "scal" in k or "mult" in k for s in (v, 1 / v)
+    ]
     caps = [None] + [v for k, v in numbers.items() if "softcap" in k and v > 0]
     found = [Head(s, c) for s in scales for c in caps]
     errors = [difference(h.finish(raw), wanted) for h in found]
@@ -132,14 +145,15 @@ def probe_target(target: Target) -> Probe:
     windows = ", ".join(f"{name}={length}" for name, length in _windows(target).items())
     where = f" once its window ({windows}) is full" if windows else ""
     raise UserError(
-        f"target: {type(target.model).__name__} can score neither trees nor chains from a cache{where} "
+        f"target: {type(target.model).__name__} can score neither trees nor chains from "
+        f"a cache{where} "
         f"({reasons}; {problem}); choose a target with attention over a K/V cache"
     )
 
 
 def _tree_tile(expected: _Expected, shapes: list[LayerShape | None]) -> tuple[int, list[str]]:
-    """Mask rows per node with which trees are scored right (0: with none) and what was wrong with others; the model is
-    left with the attention that was right, else with its own."""
+    """Mask rows per node with which trees are scored right (0: with none) and what was wrong
+    with others; the model is left with the attention that was right, else with its own."""
     target, own = expected.target, expected.own
     heads = getattr(target.config, "num_attention_heads", 1)
     kv_heads = max((s[0] for s in shapes if s), default=heads)
@@ -150,13 +164,17 @@ def _tree_tile(expected: _Expected, shapes: list[LayerShape | None]) -> tuple[in
             if name != own and not _switchable(target.model):
                 raise ValueError("the model's attention cannot be exchanged")
             target.model.set_attn_implementation(name)
-            error = expected.error(Probe("tree", shapes, _reaches(target.config), tile), chain=False)
+            error = expected.error(
+                Probe("tree", shapes, _reaches(target.config), tile), chain=False
+            )
         except FAILURES as failure:
             problems.append(f"{name}: {_line(failure)}")
             continue
         if error <= TOLERANCE[target.dtype]:
             return tile, problems
-        problems.append(f"{name}: tree logits differ from plain passes by {error:.2g} of their spread")
+        problems.append(
+            f"{name}: tree logits differ from plain passes by {error:.2g} of their spread"
+        )
     target.model.set_attn_implementation(own)
     return 0, problems
 
@@ -173,7 +191,9 @@ def _chain_problem(expected: _Expected, shapes: list[LayerShape | None]) -> str:
 
 
 def _switchable(model: Any) -> bool:
-    """Does the model look its attention function up by name? (Asking beforehand avoids a warning.)"""
+    """Does the model look its attention function up by name? (Asking beforehand avoids a
+    warning.)
+    """
     return getattr(model, "_can_set_attn_implementation", lambda: True)()
 
 
@@ -183,24 +203,30 @@ def _line(error: Exception) -> str:
 
 @torch.no_grad()
 def _layer_shapes(target: Target) -> list[LayerShape | None]:
-    """(Hkv, key size, value size) per layer, None for layers without own keys. Refuses recurrent state."""
+    """(Hkv, key size, value size) per layer, None for layers without own keys. Refuses
+    recurrent state.
+    """
     name = type(target.model).__name__
     try:
         out = target.model(input_ids=_ids(target, 1, 2), use_cache=True, return_dict=True)
     except (ValueError, TypeError, RuntimeError, AttributeError) as error:
-        raise UserError(f"target: {name} cannot run with a cache ({_line(error)}); choose another model") from error
+        raise UserError(
+            f"target: {name} cannot run with a cache ({_line(error)}); choose another model"
+        ) from error
     cache = getattr(out, "past_key_values", None)
     layers = getattr(cache, "layers", None)
     if layers is None:
         raise UserError(
-            f"target: {name} keeps no K/V cache (recurrent state cannot be cut back to an accepted path); "
+            f"target: {name} keeps no K/V cache (recurrent state cannot be cut back to "
+            "an accepted path); "
             "choose an attention model"
         )
     shapes: list[LayerShape | None] = []
     for index, layer in enumerate(layers):
         if hasattr(layer, "recurrent_states") or hasattr(layer, "conv_states"):
             raise UserError(
-                f"target: {name}: layer {index} is recurrent or linear attention, whose state cannot be cut "
+                f"target: {name}: layer {index} is recurrent or linear attention, whose "
+                "state cannot be cut "
                 "back to an accepted path; choose a model with full or sliding-window attention"
             )
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
@@ -212,9 +238,16 @@ def _layer_shapes(target: Target) -> list[LayerShape | None]:
 
 
 def _reaches(config: Any) -> dict[str, Reach]:
-    """Layer types and how far back they see, from `layer_types` or, for uniform models, `sliding_window`."""
-    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
+    """Layer types and how far back they see, from `layer_types` or, for uniform models,
+    `sliding_window`.
+    """
+    window, chunk = (
+        getattr(config, "sliding_window", None),
+        getattr(config, "attention_chunk_size", None),
+    )
+    kinds = getattr(config, "layer_types", None) or [
+        "sliding_attention" if window else "full_attention"
+    ]
     known: dict[str, Reach] = {}
     if window:
         known["sliding_attention"] = ("window", window)
@@ -227,8 +260,8 @@ def _reaches(config: Any) -> dict[str, Reach]:
 
 
 def _is_window(name: Any) -> bool:
-    """Is a number of this name one of tokens beyond which attention changes? index_topk: tokens that a sparse layer
-    keeps."""
+    """Is a number of this name one of tokens beyond which attention changes? index_topk:
+    tokens that a sparse layer keeps."""
     if "window" in str(name):
         return "pattern" not in name and "layers" not in name
     return name in ("attention_chunk_size", "index_topk")
@@ -264,7 +297,9 @@ def _shortened(value: Any) -> Any:
 
 
 def _windows(target: Target) -> dict[str, int]:
-    """Every window that the config names, unless it says that no layer uses it, and its length in tokens."""
+    """Every window that the config names, unless it says that no layer uses it, and its length
+    in tokens.
+    """
     found: dict[str, int] = {}
     for space in _spaces(target.config):
         for name, value in space.items():
@@ -280,7 +315,8 @@ def _windows(target: Target) -> dict[str, int]:
 
 @torch.no_grad()
 def _prompt_lengths(target: Target) -> tuple[int, ...]:
-    """Tokens of the two prompts: two windows and more where a window stays what it is while the probe runs.
+    """Tokens of the two prompts: two windows and more where a window stays what it is while
+    the probe runs.
 
     Raises UserError where that window is too long to be probed.
     """
@@ -291,11 +327,14 @@ def _prompt_lengths(target: Target) -> tuple[int, ...]:
             continue
         as_loaded = target.model(input_ids=ids, use_cache=False, return_dict=True).logits
         with _short_windows(target, name):
-            if not torch.equal(target.model(input_ids=ids, use_cache=False, return_dict=True).logits, as_loaded):
+            if not torch.equal(
+                target.model(input_ids=ids, use_cache=False, return_dict=True).logits, as_loaded
+            ):
                 continue
         if length > LONGEST_WINDOW:
             raise UserError(
-                f"target: {type(target.model).__name__} keeps {name}={length} of its config in a form that cannot be "
+                f"target: {type(target.model).__name__} keeps {name}={length} of its "
+                "config in a form that cannot be "
                 f"probed; set {name}=null there if no layer uses it, else choose another target"
             )
         lengths = max(lengths, (2 * length + 2, length + 2))
@@ -304,12 +343,18 @@ def _prompt_lengths(target: Target) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def _short_windows(target: Target, only: str | None = None) -> Iterator[None]:
-    """Windows of WINDOW tokens in config and modules, restored on exit. only: those of this name."""
+    """Windows of WINDOW tokens in config and modules, restored on exit. only: those of this
+    name.
+    """
     spaces = _spaces(target.config) + [vars(module) for module in target.model.modules()]
     changed: list[tuple[dict[str, Any], str, Any]] = []
     for space in spaces:
         for name, value in list(space.items()):
-            if _is_window(name) and only in (None, name) and max(_lengths(value), default=0) > WINDOW:
+            if (
+                _is_window(name)
+                and only in (None, name)
+                and max(_lengths(value), default=0) > WINDOW
+            ):
                 changed.append((space, name, value))
                 space[name] = _shortened(value)
     try:
@@ -330,17 +375,20 @@ def _short(target: Target) -> Iterator[None]:
 
 
 class _Expected:
-    """The probe's script and what plain passes over each path say, computed with the model's own attention.
+    """The probe's script and what plain passes over each path say, computed with the model's
+    own attention.
 
-    Row 0: the longer prompt, then a branching tree of 5 nodes, of which [1, 4] is kept; row 1 joins later with
-    the shorter one and a chain of 2 nodes, of which [0] is kept. Then row 1 alone scores the empty tree.
+    Row 0: the longer prompt, then a branching tree of 5 nodes, of which [1, 4] is kept; row 1
+    joins later with the shorter one and a chain of 2 nodes, of which [0] is kept. Then row 1
+    alone scores the empty tree.
     longest: tokens of the longest text compared so far.
     """
 
     def __init__(self, target: Target, lengths: tuple[int, ...]):
         self.target, self.longest = target, 0
         self.own = target.model.config._attn_implementation
-        # Three tokens over and over, as text repeats itself: sparse attention that ranks its keys meets ties.
+        # Three tokens over and over, as text repeats itself: sparse attention that ranks its
+        # keys meets ties.
         self.prompts = list(_ids(target, 3).repeat(sum(lengths))[: sum(lengths)].split(lengths))
         # chosen once for trees and chains; the tokens of row 1's padding nodes are never read
         self.last, self.tokens, self.then = (
@@ -362,7 +410,9 @@ class _Expected:
     @torch.no_grad()
     def error(self, probe: Probe, chain: bool) -> float:
         target, device = self.target, self.target.device
-        parents = torch.tensor([[-1, 0, 1, 2, 3] if chain else [-1, -1, 0, 0, 1], [-1, 0, -1, -1, -1]], device=device)
+        parents = torch.tensor(
+            [[-1, 0, 1, 2, 3] if chain else [-1, -1, 0, 0, 1], [-1, 0, -1, -1, -1]], device=device
+        )
         paths = [
             [[], [0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
             if chain

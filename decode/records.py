@@ -1,4 +1,6 @@
-"""What goes into the decode loop and what comes out: requests, generations, their cycles, the time they took."""
+"""What goes into the decode loop and what comes out: requests, generations, their cycles, the
+time they took.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Request:
-    """prompt: token ids, at least one. uncond: the unconditional prompt of guidance (default: the last prompt token).
+    """prompt: token ids, at least one. uncond: the unconditional prompt of guidance (default:
+    the last prompt token).
 
-    id addresses the random numbers: the same id and seed give the same tokens in any batch. A whole
-    number of 64 bits, below 2**63.
+    id addresses the random numbers: the same id and seed give the same tokens in any batch. A
+    whole number of 64 bits, below 2**63.
     """
 
     prompt: Sequence[int]
@@ -23,10 +26,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Cycle:
-    """One verification of one row. proposed: levels drafted. accepted: draft tokens kept (the bonus token not counted).
+    """One verification of one row. proposed: levels drafted. accepted: draft tokens kept (the
+    bonus token not counted).
 
-    ranks: sibling rank of each accepted candidate. cut: shortened by a stop token, or drafted short because of the
-    length limit; such cycles say nothing about the drafter. start: generated tokens before this cycle.
+    ranks: sibling rank of each accepted candidate. cut: shortened by a stop token, or drafted
+    short because of the length limit; such cycles say nothing about the drafter. start:
+    generated tokens before this cycle.
     """
 
     proposed: int
@@ -38,7 +43,9 @@ class Cycle:
 
 @dataclass
 class Generation:
-    """token_ids: generated tokens, the stop token included. from_draft: per token, was it an accepted draft token."""
+    """token_ids: generated tokens, the stop token included. from_draft: per token, was it an
+    accepted draft token.
+    """
 
     prompt_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
@@ -54,9 +61,10 @@ PARTS = ("target", "drafter", "law", "verify", "cache", "python")
 class Timing:
     """Wall seconds. decode_s is everything after prefill; total_s includes prefill.
 
-    The phases of a cycle, one after the other: draft_s until the proposal is there, target_s until it is scored,
-    verify_s until the path is chosen, commit_s until the next cycle may begin. Within them: drafter_s proposing and
-    observing, law_s turning logits into laws (inside verify_s), cache_s keeping accepted rows of the K/V cache.
+    The phases of a cycle, one after the other: draft_s until the proposal is there, target_s
+    until it is scored, verify_s until the path is chosen, commit_s until the next cycle may
+    begin. Within them: drafter_s proposing and observing, law_s turning logits into laws
+    (inside verify_s), cache_s keeping accepted rows of the K/V cache.
     """
 
     prefill_s: float = 0.0
@@ -82,15 +90,24 @@ class Timing:
         return self.total_s - self.prefill_s
 
     def parts(self) -> dict[str, float]:
-        """decode_s by who spent it (PARTS); "python" is what remains of it, the loop itself. Sums to decode_s."""
-        known = {"target": self.target_s, "drafter": self.drafter_s, "law": self.law_s,
-                 "verify": self.verify_s - self.law_s, "cache": self.cache_s}  # fmt: skip
+        """decode_s by who spent it (PARTS); "python" is what remains of it, the loop itself.
+        Sums to decode_s.
+        """
+        known = {
+            "target": self.target_s,
+            "drafter": self.drafter_s,
+            "law": self.law_s,
+            "verify": self.verify_s - self.law_s,
+            "cache": self.cache_s,
+        }
         return {**known, "python": self.decode_s - sum(known.values())}
 
 
 @dataclass
 class Run:
-    """generations stand in the order of the requests. law_rows: rows of V logits turned into a law."""
+    """generations stand in the order of the requests. law_rows: rows of V logits turned into a
+    law.
+    """
 
     generations: list[Generation]
     timing: Timing

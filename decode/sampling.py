@@ -1,10 +1,12 @@
 """The sampling law: from logits to the distribution that verification must reproduce exactly.
 
-Order as in Hugging Face transformers: stateless logits processors, repetition penalty, temperature, top-k, top-p,
-min-p, softmax. T = 0 is a one-hot law. Each truncation is a threshold on the logit, ties at the threshold stay in:
-so the law does not depend on the order of equal logits (in bfloat16 they are common).
+Order as in Hugging Face transformers: stateless logits processors, repetition penalty,
+temperature, top-k, top-p, min-p, softmax. T = 0 is a one-hot law. Each truncation is a
+threshold on the logit, ties at the threshold stay in: so the law does not depend on the order
+of equal logits (in bfloat16 they are common).
 
-Shape letters: B rows, N tree nodes, V vocabulary, R (row, slot) pairs asked for, S support size.
+Shape letters: B rows, N tree nodes, V vocabulary, R (row, slot) pairs asked for, S support
+size.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ _FIRST_CANDIDATES = 256  # enough for nearly every truncated law; more are fetch
 
 @dataclass(frozen=True)
 class Support:
-    """A law on few tokens. ids: [R, S] int64, or None when S = V and the place is the token; probs: [R, S]."""
+    """A law on few tokens. ids: [R, S] int64, or None when S = V and the place is the token;
+    probs: [R, S].
+    """
 
     ids: Tensor | None
     probs: Tensor
@@ -36,7 +40,9 @@ class Support:
         """Probability [R] of `tokens` [R]; 0 outside the support."""
         if self.ids is None:
             return self.probs.gather(1, tokens[:, None])[:, 0]
-        return torch.where(self.ids == tokens[:, None], self.probs, self.probs.new_zeros(())).sum(-1)
+        return torch.where(self.ids == tokens[:, None], self.probs, self.probs.new_zeros(())).sum(
+            -1
+        )
 
     def token(self, index: Tensor) -> Tensor:
         """Token ids [R] at support places `index` [R]."""
@@ -46,15 +52,19 @@ class Support:
         """[R, V]."""
         if self.ids is None:
             return self.probs
-        return self.probs.new_zeros(self.probs.shape[0], vocab_size).scatter_add_(1, self.ids, self.probs)
+        return self.probs.new_zeros(self.probs.shape[0], vocab_size).scatter_add_(
+            1, self.ids, self.probs
+        )
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of the law. temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and repetition_penalty 1 are off.
+    """Settings of the law. temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and
+    repetition_penalty 1 are off.
 
-    processors: Hugging Face logits processors called as f(ids [1, T], scores [1, V]); each must be stateless.
-    Raises UserError for a value outside its range or a processor that keeps state.
+    processors: Hugging Face logits processors called as f(ids [1, T], scores [1, V]); each
+    must be stateless. Raises UserError for a value outside its range or a processor that keeps
+    state.
     """
 
     temperature: float = 0.0
@@ -90,7 +100,9 @@ class Sampling:
         wrong = [f"{key}={value}: {rule}" for key, value, good, rule in problems if not good]
         if wrong:
             raise UserError("; ".join(wrong))
-        object.__setattr__(self, "top_k", int(self.top_k))  # 2.0 passes above, and indexing refuses it
+        object.__setattr__(
+            self, "top_k", int(self.top_k)
+        )  # 2.0 passes above, and indexing refuses it
         for processor in self.processors:
             _refuse_state(processor)
 
@@ -106,7 +118,8 @@ class Sampling:
         """Raises UserError when top_k exceeds the vocabulary."""
         if self.top_k > vocab_size:
             raise UserError(
-                f"top_k={self.top_k}: above the vocabulary of {vocab_size} tokens; use top_k=0 to switch it off"
+                f"top_k={self.top_k}: above the vocabulary of {vocab_size} tokens; use "
+                "top_k=0 to switch it off"
             )
 
     def support(self, scores: Tensor) -> Support:
@@ -116,25 +129,36 @@ class Sampling:
             best = scores.argmax(-1, keepdim=True)  # lowest id among equals
             return Support(best, torch.ones_like(best, dtype=scores.dtype))
         if self.temperature != 1:
-            # The best token at 0 first: a small temperature takes every score beyond the range of the dtype.
+            # The best token at 0 first: a small temperature takes every score beyond the range
+            # of the dtype.
             scores = (scores - scores.amax(-1, keepdim=True)) / self.temperature
         if not self.top_k and self.top_p == 1 and not self.min_p:
             return Support(None, scores.softmax(-1))
         return _truncate(scores, self.top_k, self.top_p, self.min_p)
 
     def draft_law(self, logits: Tensor) -> Tensor:
-        """The same warpers applied to a drafter's `logits` [R, Vd]: a dense law [R, Vd] to draw from.
+        """The same warpers applied to a drafter's `logits` [R, Vd]: a dense law [R, Vd] to
+        draw from.
 
-        Any draft law is lossless; warping it like the target's only raises acceptance. History is not applied.
+        Any draft law is lossless; warping it like the target's only raises acceptance. History
+        is not applied.
         """
         k = min(self.top_k, logits.shape[-1])
-        return Sampling(self.temperature, k, self.top_p, self.min_p).support(logits).dense(logits.shape[-1])
+        return (
+            Sampling(self.temperature, k, self.top_p, self.min_p)
+            .support(logits)
+            .dense(logits.shape[-1])
+        )
 
 
-def _truncate(scores: Tensor, top_k: int, top_p: float, min_p: float, candidates: int = _FIRST_CANDIDATES) -> Support:
-    """Softmax over the logits at or above the highest of the three thresholds, found among the best `candidates`.
+def _truncate(
+    scores: Tensor, top_k: int, top_p: float, min_p: float, candidates: int = _FIRST_CANDIDATES
+) -> Support:
+    """Softmax over the logits at or above the highest of the three thresholds, found among the
+    best `candidates`.
 
-    Rows whose support, or a tie at its edge, may reach beyond the candidates are done again with more of them.
+    Rows whose support, or a tie at its edge, may reach beyond the candidates are done again
+    with more of them.
     """
     size = scores.shape[1]
     want = min(size, max(candidates, 2 * top_k))
@@ -164,31 +188,40 @@ def _truncate(scores: Tensor, top_k: int, top_p: float, min_p: float, candidates
     more = max(again.probs.shape[1] - reach, 0)
     all_ids, probs = (torch.nn.functional.pad(t, (0, more)) for t in (narrow.ids, narrow.probs))
     all_ids[rows], probs[rows] = 0, 0.0
-    all_ids[rows, : again.probs.shape[1]], probs[rows, : again.probs.shape[1]] = again.ids, again.probs
+    all_ids[rows, : again.probs.shape[1]], probs[rows, : again.probs.shape[1]] = (
+        again.ids,
+        again.probs,
+    )
     return Support(all_ids, probs)
 
 
 _NO_LAW = (
-    "row {row}, slot {number} of the draft: the target's logits hold NaN or infinity, or every token is masked "
-    "(maximum {highest}); check the weights, the dtype and the logits processors; nothing was committed"
+    "row {row}, slot {number} of the draft: the target's logits hold NaN or infinity, or "
+    "every token is masked "
+    "(maximum {highest}); check the weights, the dtype and the logits processors; "
+    "nothing was committed"
 )
 _NO_CHANCE = (
-    "row {row}, node {number} of the draft: its chance of acceptance is not finite, so the law that it was drawn from "
+    "row {row}, node {number} of the draft: its chance of acceptance is not finite, so "
+    "the law that it was drawn from "
     "holds NaN or infinity; check the drafter's weights and dtype; nothing was committed"
 )
 
 
 def _mark(marks: Tensor, rows: Tensor, numbers: Tensor, bad: Tensor) -> None:
-    """Keep in `marks` [B] the largest of `numbers` [R] that is bad; a row may stand in `rows` [R] more than once."""
+    """Keep in `marks` [B] the largest of `numbers` [R] that is bad; a row may stand in `rows`
+    [R] more than once.
+    """
     marks.scatter_reduce_(0, rows, torch.where(bad, numbers, -1), "amax")
 
 
 class Law:
     """The target's law at every slot of a scored tree, computed only where verification asks.
 
-    logits: [B, N + 1, V]. history: [B, L] int64 committed tokens (prompt included) padded to the right, lengths [B].
-    computed: number of rows evaluated so far (what laziness saves is visible there); seconds: what that took, by
-    `clock`.
+    logits: [B, N + 1, V]. history: [B, L] int64 committed tokens (prompt included) padded to
+        the right, lengths [B].
+    computed: number of rows evaluated so far (what laziness saves is visible there); seconds:
+    what that took, by `clock`.
     """
 
     def __init__(
@@ -202,32 +235,46 @@ class Law:
     ) -> None:
         if sampling.uses_history and (history is None or lengths is None):
             raise ValueError("this law needs the history of its rows")
-        self.sampling, self.logits, self.tree, self.history, self.lengths = sampling, logits, tree, history, lengths
+        self.sampling, self.logits, self.tree, self.history, self.lengths = (
+            sampling,
+            logits,
+            tree,
+            history,
+            lengths,
+        )
         self.vocab_size = logits.shape[-1]
         self.computed, self.seconds, self.clock = 0, 0.0, clock
         none = torch.full((logits.shape[0],), -1, dtype=torch.int64, device=logits.device)
-        self._lawless, self._refused = none, none.clone()  # by row: a slot without a law, a node without a chance
+        self._lawless, self._refused = (
+            none,
+            none.clone(),
+        )  # by row: a slot without a law, a node without a chance
 
     def at(self, rows: Tensor, slots: Tensor) -> Support:
-        """The laws [R] of (rows, slots); slot 0 follows the last committed token, slot i + 1 follows node i."""
+        """The laws [R] of (rows, slots); slot 0 follows the last committed token, slot i + 1
+        follows node i.
+        """
         begin = self.clock()
         self.computed += rows.numel()
         scores = self.logits[rows, slots]
         if self.sampling.uses_history:
             scores = self._process(scores, rows, slots)
-        # The maximum is NaN if any logit is, +inf if one is, -inf if all are masked: one test for all three.
+        # The maximum is NaN if any logit is, +inf if one is, -inf if all are masked: one test
+        # for all three.
         _mark(self._lawless, rows, slots, ~scores.amax(-1).isfinite())
         support = self.sampling.support(scores)
         self.seconds += self.clock() - begin
         return support
 
     def refuse(self, rows: Tensor, nodes: Tensor, bad: Tensor) -> None:
-        """Verification met something that is not finite at `nodes` [R] of `rows` [R] where `bad` [R] bool."""
+        """Verification met something that is not finite at `nodes` [R] of `rows` [R] where
+        `bad` [R] bool.
+        """
         _mark(self._refused, rows, nodes, bad)
 
     def check(self) -> None:
-        """Raise UserError naming the first row and node where there was no law, or no chance to accept by. Call before
-        committing."""
+        """Raise UserError naming the first row and node where there was no law, or no chance
+        to accept by. Call before committing."""
         worst = torch.stack([self._lawless, self._refused]).amax(1)
         if not bool((worst >= 0).any()):  # the one host round trip where all is well
             return
@@ -244,15 +291,21 @@ class Law:
         place = torch.arange(self.history.shape[1], device=rows.device)
         old = self.history[rows]
         first = old[:, :1]
-        old = torch.where(place < self.lengths[rows, None], old, first)  # padding repeats a token that is there anyway
+        old = torch.where(
+            place < self.lengths[rows, None], old, first
+        )  # padding repeats a token that is there anyway
         mask = self.tree.mask()
         on_path = mask[rows if mask.shape[0] > 1 else torch.zeros_like(rows), slots, 1:]
         new = torch.where(on_path, self.tree.tokens[rows], first)
-        for processor in self.sampling.processors:  # foreign code knows no padding: one row at a time
+        for (
+            processor
+        ) in self.sampling.processors:  # foreign code knows no padding: one row at a time
             scores = torch.cat(
                 [
                     processor(torch.cat([o[: int(n)], t[m]])[None], s[None])
-                    for o, n, t, m, s in zip(old, self.lengths[rows], new, on_path, scores, strict=True)
+                    for o, n, t, m, s in zip(
+                        old, self.lengths[rows], new, on_path, scores, strict=True
+                    )
                 ]
             )
         penalty = self.sampling.repetition_penalty
@@ -264,21 +317,30 @@ class Law:
 
 
 def _refuse_state(processor: Processor) -> None:
-    """Call it on two histories and the first again: a processor that answers differently, or changes, keeps state."""
+    """Call it on two histories and the first again: a processor that answers differently, or
+    changes, keeps state.
+    """
     name = type(processor).__name__
     before = _picture(processor)
     histories: Sequence[list[int]] = ([1, 2, 3], [3, 1, 2, 0], [1, 2, 3])
     try:
-        answers = [copy.deepcopy(processor)(torch.tensor([h]), torch.linspace(0, 1, 1024)[None]) for h in histories[:1]]
+        answers = [
+            copy.deepcopy(processor)(torch.tensor([h]), torch.linspace(0, 1, 1024)[None])
+            for h in histories[:1]
+        ]
         probe = copy.deepcopy(processor)
         answers += [probe(torch.tensor([h]), torch.linspace(0, 1, 1024)[None]) for h in histories]
     except (IndexError, RuntimeError, ValueError, TypeError) as error:
         raise UserError(
-            f"processors: {name} cannot be called on one row by itself ({error}); use a stateless one"
+            f"processors: {name} cannot be called on one row by itself ({error}); use a "
+            "stateless one"
         ) from None
-    if _picture(probe) != before or not (torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[3])):
+    if _picture(probe) != before or not (
+        torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[3])
+    ):
         raise UserError(
-            f"processors: {name} keeps state between calls; tree verification visits nodes in any order, "
+            f"processors: {name} keeps state between calls; tree verification visits "
+            "nodes in any order, "
             f"so only stateless processors are exact: leave it out"
         )
 

@@ -1,15 +1,20 @@
 """One definition of every figure: accepted length, acceptance by position, intervals, loops.
 
-accepted length (tau)   tokens a cycle commits, the bonus token counted: accepted draft tokens + 1. The token drawn at
-                        prefill is in no cycle.
+accepted length (tau)   tokens a cycle commits, the bonus token counted: accepted draft tokens
+                        + 1. The token drawn at prefill is in no cycle.
 unconditional at d      cycles that accepted d levels or more / all cycles.
-conditional at d        cycles that accepted d levels or more / cycles that proposed level d and accepted d - 1.
-cut cycles              shortened by a stop token or the length limit: counted apart, they say nothing of the drafter.
-loop cycles             begin where the last 8 generated tokens have been generated three times: counted apart, since a
-                        small model that repeats itself flatters every drafter.
-intervals               95 % percentile bootstrap over prompts (cycles of one prompt are not independent), fixed seed.
+conditional at d        cycles that accepted d levels or more / cycles that proposed level d
+                        and accepted d - 1.
+cut cycles              shortened by a stop token or the length limit: counted apart, they say
+                        nothing of the drafter.
+loop cycles             begin where the last 8 generated tokens have been generated three
+                        times: counted apart, since a small model that repeats itself flatters
+                        every drafter.
+intervals               95 % percentile bootstrap over prompts (cycles of one prompt are not
+                        independent), fixed seed.
 
-Sources: accepted length as in EAGLE and Spec-Bench ("mean accepted tokens"); docs map it to the other conventions.
+Sources: accepted length as in EAGLE and Spec-Bench ("mean accepted tokens"); docs map it to
+the other conventions.
 """
 
 from __future__ import annotations
@@ -27,7 +32,9 @@ RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean with its 95 % interval; low = high = None where fewer than two prompts allow none."""
+    """A mean with its 95 % interval; low = high = None where fewer than two prompts allow
+    none.
+    """
 
     mean: float
     low: float | None
@@ -39,7 +46,9 @@ class Interval:
 
 @dataclass(frozen=True)
 class Position:
-    """Acceptance at draft level `position` (1 = first draft token); trials = cycles that could have accepted it."""
+    """Acceptance at draft level `position` (1 = first draft token); trials = cycles that could
+    have accepted it.
+    """
 
     position: int
     conditional: float
@@ -50,8 +59,12 @@ class Position:
         return asdict(self)
 
 
-def loop_starts(tokens: Sequence[int], gram: int = LOOP_GRAM, times: int = LOOP_TIMES) -> list[bool]:
-    """[n + 1] bool: have the `gram` tokens before place i been seen `times` times by then (this one included)?"""
+def loop_starts(
+    tokens: Sequence[int], gram: int = LOOP_GRAM, times: int = LOOP_TIMES
+) -> list[bool]:
+    """[n + 1] bool: have the `gram` tokens before place i been seen `times` times by then
+    (this one included)?
+    """
     seen: dict[tuple[int, ...], int] = {}
     out = [False] * (len(tokens) + 1)
     for end in range(gram, len(tokens) + 1):
@@ -71,7 +84,9 @@ class Split:
 
 
 def split(generation: Generation) -> Split:
-    """Sort the cycles of a generation into clean, cut and loop (a cut cycle inside a loop counts as cut)."""
+    """Sort the cycles of a generation into clean, cut and loop (a cut cycle inside a loop
+    counts as cut).
+    """
     looping = loop_starts(generation.token_ids)
     out = Split([], [], [])
     for cycle in generation.cycles:
@@ -79,8 +94,12 @@ def split(generation: Generation) -> Split:
     return out
 
 
-def ratio_interval(numerators: Sequence[float], denominators: Sequence[float], seed: int = 0) -> Interval:
-    """sum(numerators) / sum(denominators) over prompts, resampled by prompt. NaN mean when nothing was measured."""
+def ratio_interval(
+    numerators: Sequence[float], denominators: Sequence[float], seed: int = 0
+) -> Interval:
+    """sum(numerators) / sum(denominators) over prompts, resampled by prompt. NaN mean when
+    nothing was measured.
+    """
     top, bottom = np.asarray(numerators, float), np.asarray(denominators, float)
     used = bottom > 0
     top, bottom = top[used], bottom[used]
@@ -97,11 +116,16 @@ def ratio_interval(numerators: Sequence[float], denominators: Sequence[float], s
 def accepted_length(per_prompt: Iterable[Sequence[Cycle]], seed: int = 0) -> Interval:
     """Mean accepted length over the given cycles, grouped by prompt for the interval."""
     groups = [list(cycles) for cycles in per_prompt]
-    return ratio_interval([sum(c.accepted + 1 for c in g) for g in groups], [len(g) for g in groups], seed)
+    return ratio_interval(
+        [sum(c.accepted + 1 for c in g) for g in groups], [len(g) for g in groups], seed
+    )
 
 
-def paired_difference(a: Sequence[Sequence[Cycle]], b: Sequence[Sequence[Cycle]], seed: int = 0) -> Interval:
-    """Accepted length of `a` minus that of `b`, both [prompt][cycle] over the same prompts, resampled together.
+def paired_difference(
+    a: Sequence[Sequence[Cycle]], b: Sequence[Sequence[Cycle]], seed: int = 0
+) -> Interval:
+    """Accepted length of `a` minus that of `b`, both [prompt][cycle] over the same prompts,
+    resampled together.
 
     Raises ValueError when the two do not cover the same number of prompts.
     """
@@ -111,7 +135,8 @@ def paired_difference(a: Sequence[Sequence[Cycle]], b: Sequence[Sequence[Cycle]]
     counts = np.array([[len(g) for g in side] for side in (a, b)], float)
 
     def difference(pick: np.ndarray) -> np.ndarray:
-        # A resample without a single cycle on one side says nothing; it is left out below as NaN.
+        # A resample without a single cycle on one side says nothing; it is left out below as
+        # NaN.
         with np.errstate(invalid="ignore", divide="ignore"):
             means = sums[:, pick].sum(-1) / counts[:, pick].sum(-1)
         return means[0] - means[1]
@@ -126,9 +151,13 @@ def ratio_of_rates(
     base_seconds: Sequence[float],
     seed: int = 0,
 ) -> Interval:
-    """Speedup: (work / seconds) / (base work / base seconds) over paired prompts (tokens and wall seconds each)."""
+    """Speedup: (work / seconds) / (base work / base seconds) over paired prompts (tokens and
+    wall seconds each).
+    """
     w, s, bw, bs = (np.asarray(x, float) for x in (work, seconds, base_work, base_seconds))
-    return _resampled(lambda p: (w[p].sum(-1) / s[p].sum(-1)) / (bw[p].sum(-1) / bs[p].sum(-1)), len(w), seed)
+    return _resampled(
+        lambda p: (w[p].sum(-1) / s[p].sum(-1)) / (bw[p].sum(-1) / bs[p].sum(-1)), len(w), seed
+    )
 
 
 def _resampled(statistic: Callable[[np.ndarray], np.ndarray], count: int, seed: int) -> Interval:
@@ -152,17 +181,28 @@ def acceptance_by_position(cycles: Iterable[Cycle]) -> list[Position]:
     for d in range(1, max((c.proposed for c in known), default=0) + 1):
         hits = sum(c.accepted >= d for c in known)
         trials = sum(c.proposed >= d and c.accepted >= d - 1 for c in known)
-        out.append(Position(d, hits / trials if trials else float("nan"), hits / len(known), trials))
+        out.append(
+            Position(d, hits / trials if trials else float("nan"), hits / len(known), trials)
+        )
     return out
 
 
-def position_intervals(per_prompt: Sequence[Sequence[Cycle]], seed: int = 0) -> list[tuple[Interval, Interval]]:
-    """(conditional, unconditional) acceptance of every level that some cycle proposed, resampled by prompt."""
+def position_intervals(
+    per_prompt: Sequence[Sequence[Cycle]], seed: int = 0
+) -> list[tuple[Interval, Interval]]:
+    """(conditional, unconditional) acceptance of every level that some cycle proposed,
+    resampled by prompt.
+    """
     out = []
     for d in range(1, max((c.proposed for g in per_prompt for c in g), default=0) + 1):
         hits = [sum(c.accepted >= d for c in g) for g in per_prompt]
         trials = [sum(c.proposed >= d and c.accepted >= d - 1 for c in g) for g in per_prompt]
-        out.append((ratio_interval(hits, trials, seed), ratio_interval(hits, [len(g) for g in per_prompt], seed)))
+        out.append(
+            (
+                ratio_interval(hits, trials, seed),
+                ratio_interval(hits, [len(g) for g in per_prompt], seed),
+            )
+        )
     return out
 
 

@@ -1,11 +1,11 @@
-"""Target: any Hugging Face causal language model, frozen, behind a few methods. It holds no cache and asks
-for no name: `decode/probe.py` finds out what the model can do when the first cache is made.
+"""Target: any Hugging Face causal language model, frozen, behind a few methods. It holds no
+cache and asks for no name: `decode/probe.py` finds out what the model can do when the first
+cache is made.
 
 Shape letters: B live rows, T tokens, N tree nodes, V vocabulary, D hidden size.
-Tap k is `hidden_states[k]` of transformers: 0 = embeddings, k = input of layer k, num_layers = output after
-the final norm. Taps are always read by number from the full list: selecting them in the call means another
-layer in 5.19 than in
-5.23.
+Tap k is `hidden_states[k]` of transformers: 0 = embeddings, k = input of layer k, num_layers =
+output after the final norm. Taps are always read by number from the full list: selecting them
+in the call means another layer in 5.19 than in 5.23.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from decode.tree import DraftTree
 class Step:
     """One pass of the target.
 
-    logits: score: [B, N + 1, V], row 0 follows the last committed token, row i + 1 follows node i; rows of
-        padding nodes are meaningless. prefill: [B, 1, V] at each row's last prompt token. Model dtype;
-        float32 under guidance.
-    feats: score: [B, N + 1, taps, D], prefill: [B, T, taps, D] right-padded; None without taps. With guidance
-        those of the conditional rows.
+    logits: score: [B, N + 1, V], row 0 follows the last committed token, row i + 1 follows
+        node i; rows of padding nodes are meaningless. prefill: [B, 1, V] at each row's last
+        prompt token. Model dtype; float32 under guidance.
+    feats: score: [B, N + 1, taps, D], prefill: [B, T, taps, D] right-padded; None without
+        taps. With guidance those of the conditional rows.
     """
 
     logits: Tensor
@@ -48,20 +48,26 @@ class Step:
 class Target:
     """A frozen causal language model (eval mode, no gradients to its weights).
 
-    vocab_size, hidden_size, num_layers, context_length (tokens; 2**31 - 1 where the model has no limit),
-    eos_ids (ascending), dtype, device. support: "tree" or "chain"; the first use probes the model, and a
-    model that can do neither (recurrent state, no K/V cache) raises UserError with the reason.
+    vocab_size, hidden_size, num_layers, context_length (tokens; 2**31 - 1 where the model has
+    no limit), eos_ids (ascending), dtype, device. support: "tree" or "chain"; the first use
+    probes the model, and a model that can do neither (recurrent state, no K/V cache) raises
+    UserError with the reason.
 
-    switch: longest text that is rotated by the first of two sets of frequencies, None: there is one set (decode.models.rope).
-    A row that has grown to that many committed tokens must leave and be prefilled again: see `headroom`.
+    switch: longest text that is rotated by the first of two sets of frequencies, None: there
+    is one set (decode.models.rope). A row that has grown to that many committed tokens must
+    leave and be prefilled again: see `headroom`.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, identity: Any = None, source: Any = None):
         self.model = model.eval().requires_grad_(False)
         self.tokenizer, self.identity, self.source = tokenizer, identity, source
-        self.tuning = ""  # what has changed the weights since loading; the identity then says so too
+        self.tuning = (
+            ""  # what has changed the weights since loading; the identity then says so too
+        )
         self.borrowed = False  # a head that was trained for just these weights has been loaded
-        self.sharded = False  # its layers are spread over processes, which must all run it at the same time
+        self.sharded = (
+            False  # its layers are spread over processes, which must all run it at the same time
+        )
         self.config = model.config.get_text_config(decoder=True)
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
         self.hidden_size: int = self.config.hidden_size
@@ -79,8 +85,8 @@ class Target:
 
     @contextlib.contextmanager
     def as_loaded(self) -> Iterator[Any]:
-        """The model with the attention it was loaded with, for references that must not share our code: the probe
-        exchanges it for one that does not copy K/V for trees.
+        """The model with the attention it was loaded with, for references that must not share
+        our code: the probe exchanges it for one that does not copy K/V for trees.
         """
         used = self.model.config._attn_implementation
         if used == self._loaded_attention:
@@ -114,15 +120,16 @@ class Target:
         return min(self.context_length, self.switch or self.context_length)
 
     def headroom(self, length: int) -> int:
-        """Most levels of a draft behind `length` committed tokens and the last one. Negative: the row has reached the
-        switch and must be prefilled again, the last token included, before anything is scored."""
+        """Most levels of a draft behind `length` committed tokens and the last one. Negative:
+        the row has reached the switch and must be prefilled again, the last token included,
+        before anything is scored."""
         if self.switch is None or length > self.switch:
             return UNBOUNDED
         return self.switch - 1 - length
 
     def probe(self) -> Probe:
-        """What the model can do; runs a few tiny passes the first time. Raises UserError for an unusable
-        model.
+        """What the model can do; runs a few tiny passes the first time. Raises UserError for
+        an unusable model.
         """
         if self._probe is None:
             self._probe = probe_target(self)
@@ -130,22 +137,29 @@ class Target:
 
     # -- decoding
 
-    def new_cache(self, max_rows: int, max_len: int, max_nodes: int, guidance: float | None = None) -> TreeCache:
-        """A cache for `max_rows` requests of at most `max_len` committed tokens, trees of at most `max_nodes`
-        nodes.
+    def new_cache(
+        self, max_rows: int, max_len: int, max_nodes: int, guidance: float | None = None
+    ) -> TreeCache:
+        """A cache for `max_rows` requests of at most `max_len` committed tokens, trees of at
+        most `max_nodes` nodes.
 
-        Raises UserError when max_len exceeds the context by more than a tree, or a count is not positive.
+        Raises UserError when max_len exceeds the context by more than a tree, or a count is
+        not positive.
         """
         if max_rows < 1 or max_len < 1 or max_nodes < 0:
             raise UserError(
-                f"cache: {max_rows} rows of {max_len} tokens and {max_nodes} nodes; give at least 1, 1 and 0"
+                f"cache: {max_rows} rows of {max_len} tokens and {max_nodes} nodes; give "
+                "at least 1, 1 and 0"
             )
         if max_len > self.context_length + max_nodes:
             raise UserError(
-                f"cache: {max_len} tokens per row exceed the target's context of {self.context_length}; "
+                f"cache: {max_len} tokens per row exceed the target's context of "
+                f"{self.context_length}; "
                 "ask for fewer new tokens or shorten the prompt"
             )
-        return TreeCache(self.probe().shapes, max_rows, max_len, max_nodes, self.dtype, self.device, guidance)
+        return TreeCache(
+            self.probe().shapes, max_rows, max_len, max_nodes, self.dtype, self.device, guidance
+        )
 
     @torch.no_grad()
     def prefill(
@@ -157,9 +171,9 @@ class Target:
     ) -> Step:
         """Append one live row per prompt (1-D int64, ragged) and run them in one batch.
 
-        uncond: the companion prompts under guidance; None (as in transformers): the prompt's last token.
-        Raises UserError, before anything is written, for an empty prompt, one that is too long, or too many
-        rows.
+        uncond: the companion prompts under guidance; None (as in transformers): the prompt's
+        last token. Raises UserError, before anything is written, for an empty prompt, one that
+        is too long, or too many rows.
         """
         rows = list(prompts)
         cache.check_prompts(rows, self.context_length)
@@ -175,8 +189,8 @@ class Target:
             ids[i, : lengths[i]] = prompt
         ids = ids.to(self.device)
         cache.open(start, start + len(rows), 0, width)
-        # Right padding needs no mask: a causal pass never looks right, and later passes hide or overwrite
-        # these slots.
+        # Right padding needs no mask: a causal pass never looks right, and later passes hide
+        # or overwrite these slots.
         counts = torch.tensor(lengths, device=self.device)
         out, logits = self._forward(ids, self._places(width, counts), None, cache, taps, counts - 1)
         cache.physical += lengths
@@ -184,18 +198,26 @@ class Target:
         return self._step(cache, logits, self._taps(out, taps) if taps else None)
 
     @torch.no_grad()
-    def score(self, cache: TreeCache, last: Tensor, tree: DraftTree, taps: Sequence[int] = ()) -> Step:
-        """One pass over the last committed token [B] (not yet in the cache) and the tree's nodes.
+    def score(
+        self, cache: TreeCache, last: Tensor, tree: DraftTree, taps: Sequence[int] = ()
+    ) -> Step:
+        """One pass over the last committed token [B] (not yet in the cache) and the tree's
+        nodes.
 
-        Nothing counts as committed until `cache.commit`. Learned positions end at the context: the engine
-        caps depth. Raises UserError when the cache is full, the context would be exceeded, or the model takes
-        chains only.
+        Nothing counts as committed until `cache.commit`. Learned positions end at the context:
+        the engine caps depth. Raises UserError when the cache is full, the context would be
+        exceeded, or the model takes chains only.
         """
         n = tree.width + 1
         if not (len(last) == tree.tokens.shape[0] == cache.rows > 0):
-            raise ValueError(f"score: {len(last)} last tokens, {tree.tokens.shape[0]} trees, {cache.rows} live rows")
+            raise ValueError(
+                f"score: {len(last)} last tokens, {tree.tokens.shape[0]} trees, "
+                f"{cache.rows} live rows"
+            )
         offset = cache.room(n)
-        ids = torch.cat([last[:, None], tree.tokens.clamp(0, self.vocab_size - 1)], 1)  # padding may hold anything
+        ids = torch.cat(
+            [last[:, None], tree.tokens.clamp(0, self.vocab_size - 1)], 1
+        )  # padding may hold anything
         places = tree.positions()
         if offset + n > self.context_length:
             cache.check_depth(tree, self.context_length)
@@ -214,23 +236,31 @@ class Target:
         else:
             positions = places + torch.tensor(cache.physical, device=self.device)[:, None]
         if offset + n > self.span:  # padding nodes of a tree cut by its size may stick out
-            ends = [self.context_length if length > self.span else self.span for length in cache.physical]
-            positions = torch.minimum(positions, torch.tensor(ends, device=self.device)[:, None] - 1)
+            ends = [
+                self.context_length if length > self.span else self.span
+                for length in cache.physical
+            ]
+            positions = torch.minimum(
+                positions, torch.tensor(ends, device=self.device)[:, None] - 1
+            )
         cache.open(0, len(cache.physical), offset, n)
         out, logits = self._forward(ids, positions, mask, cache, taps, None)
         cache.pending, cache.in_place = tree.width, False
         return self._step(cache, logits, self._taps(out, taps) if taps else None)
 
-    def _score_chain(self, cache: TreeCache, ids: Tensor, tree: DraftTree, taps: Sequence[int]) -> Step:
-        """Row by row, each at its own end and without a mask: right for models whose positions come from the
-        slots.
+    def _score_chain(
+        self, cache: TreeCache, ids: Tensor, tree: DraftTree, taps: Sequence[int]
+    ) -> Step:
+        """Row by row, each at its own end and without a mask: right for models whose positions
+        come from the slots.
         """
         node = torch.arange(tree.width, device=tree.parents.device)
         used = node < tree.size[:, None]
         wrong = ((tree.parents != node - 1) & used).any(1)
         if bool(wrong.any()):
             raise UserError(
-                f"tree: row {int(wrong.nonzero()[0])} is no chain, and this target takes chains only "
+                f"tree: row {int(wrong.nonzero()[0])} is no chain, and this target takes "
+                "chains only "
                 f"({self.probe().reason}); use a chain drafter"
             )
         logits: list[Tensor] = []
@@ -240,7 +270,9 @@ class Target:
             cache.open(row, row + 1, end, count)
             positions = torch.arange(end, end + count, device=self.device)[None]
             out, one = self._forward(ids[row : row + 1, :count], positions, None, cache, taps, None)
-            behind = ids.shape[1] - count  # padding is not run: it could stand behind the last position
+            behind = (
+                ids.shape[1] - count
+            )  # padding is not run: it could stand behind the last position
             logits.append(pad(one, (0, 0, 0, behind)))
             feats += [pad(self._taps(out, taps), (0, 0, 0, 0, 0, behind))] if taps else []
         cache.pending, cache.in_place = tree.width, True
@@ -255,7 +287,9 @@ class Target:
         taps: Sequence[int],
         last: Tensor | None,
     ) -> tuple[Any, Tensor]:
-        """Output of the model and logits: of every token, or only at `last` [B] when given ([B, 1, V])."""
+        """Output of the model and logits: of every token, or only at `last` [B] when given
+        ([B, 1, V]).
+        """
         kwargs: dict[str, Any] = {
             "input_ids": ids,
             "attention_mask": mask,
@@ -279,7 +313,9 @@ class Target:
         return out, out.logits if last is None else out.logits[picked, last][:, None]
 
     def _places(self, width: int, lengths: Tensor) -> Tensor:
-        """Positions [B, width] of right-padded rows. Padding stays on its row's side of the switch."""
+        """Positions [B, width] of right-padded rows. Padding stays on its row's side of the
+        switch.
+        """
         places = torch.arange(width, device=lengths.device).expand(len(lengths), width)
         if self.switch is None:
             return places
@@ -304,13 +340,21 @@ class Target:
 
     # -- training
 
-    def features(self, ids: Tensor, mask: Tensor, taps: Sequence[int], grad: bool = False,
-                 position: Tensor | None = None) -> Tensor:  # fmt: skip
-        """Hidden states [B, T, taps, D] of right-padded `ids` [B, T]; `mask` [B, T] bool marks real tokens. position:
-        [B, T] int64 where several documents stand in a row, each counted from 0: none sees another (see packs).
+    def features(
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        taps: Sequence[int],
+        grad: bool = False,
+        position: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states [B, T, taps, D] of right-padded `ids` [B, T]; `mask` [B, T] bool marks
+        real tokens. position: [B, T] int64 where several documents stand in a row, each
+        counted from 0: none sees another (see packs).
 
-        No cache and no [B, T, V]. With `grad` the graph through the target is kept (for adapters inside it).
-        Raises ValueError for padding on the left: only right padding is invisible to a causal pass.
+        No cache and no [B, T, V]. With `grad` the graph through the target is kept (for
+        adapters inside it). Raises ValueError for padding on the left: only right padding is
+        invisible to a causal pass.
         """
         if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
             raise ValueError("features: a real token follows padding; pad on the right")
@@ -322,16 +366,22 @@ class Target:
         }
         with torch.set_grad_enabled(grad):
             if self.takes_positions:
-                kwargs["position_ids"] = self._places(ids.shape[1], mask.sum(1)) if position is None else position
+                kwargs["position_ids"] = (
+                    self._places(ids.shape[1], mask.sum(1)) if position is None else position
+                )
             with self._rows_apart():
                 out = self.body(**kwargs)
             return self._taps(out, taps)
 
     def packs(self) -> str:
-        """Why this target cannot take packed documents; empty when it can. Asked of the model itself: without a cache
-        transformers keeps documents apart by their positions, where the architecture supports it."""
+        """Why this target cannot take packed documents; empty when it can. Asked of the model
+        itself: without a cache transformers keeps documents apart by their positions, where
+        the architecture supports it."""
         if self.switch is not None:
-            return f"a document of more than {self.switch} tokens changes the rotation of its whole row"
+            return (
+                f"a document of more than {self.switch} tokens changes the rotation of its "
+                "whole row"
+            )
         if self._packs is None:
             ids = torch.arange(3, 3 + 26, device=self.device).remainder(self.vocab_size).view(2, 13)
             at = torch.tensor([[*range(5), *range(8)], [*range(9), *range(4)]], device=self.device)
@@ -343,20 +393,29 @@ class Target:
                     alone = self.features(ids[b : b + 1, part], real[b : b + 1, part], taps)
                     worst = max(worst, difference(packed[b : b + 1, part, 0], alone[:, :, 0]))
             limit = TOLERANCE[self.dtype]
-            self._packs = "" if worst <= limit else f"packed documents see each other (relative error {worst:.2g})"
+            self._packs = (
+                ""
+                if worst <= limit
+                else f"packed documents see each other (relative error {worst:.2g})"
+            )
         return self._packs
 
     def _wants_all(self, taps: Sequence[int]) -> bool:
         for tap in taps:
             if not 0 <= tap <= self.num_layers:
-                raise UserError(f"taps: {tap} is not among the target's 0..{self.num_layers} hidden states")
+                raise UserError(
+                    f"taps: {tap} is not among the target's 0..{self.num_layers} hidden states"
+                )
         return any(tap != self.num_layers for tap in taps)
 
     def _taps(self, out: Any, taps: Sequence[int]) -> Tensor:
         if out.hidden_states is None:
             if self._wants_all(taps):
-                raise UserError(f"target: {type(self.body).__name__} does not hand out its hidden states {list(taps)}; "
-                                "use a head that reads the last one alone, such as head=medusa")  # fmt: skip
+                raise UserError(
+                    f"target: {type(self.body).__name__} does not hand out its hidden "
+                    f"states {list(taps)}; "
+                    "use a head that reads the last one alone, such as head=medusa"
+                )
             return torch.stack([out.last_hidden_state] * len(taps), 2)
         return torch.stack([out.hidden_states[tap] for tap in taps], 2)
 
@@ -368,11 +427,14 @@ class Target:
         return self._head
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Input embeddings [..., D] of `ids` [...], scaled where the embedding module itself scales."""
+        """Input embeddings [..., D] of `ids` [...], scaled where the embedding module itself
+        scales.
+        """
         return self.model.get_input_embeddings()(ids)
 
     def unembed(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of final hidden states [..., D] (tap num_layers), final scale and softcap included.
+        """Logits [..., V] of final hidden states [..., D] (tap num_layers), final scale and
+        softcap included.
 
         Raises UserError when the probe found no such rule for this model.
         """

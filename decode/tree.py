@@ -1,7 +1,9 @@
-"""Draft trees: which tokens a drafter proposes, who hangs below whom, and what each token was drawn from.
+"""Draft trees: which tokens a drafter proposes, who hangs below whom, and what each token was
+drawn from.
 
-Shape letters: B rows (sequences), N nodes per row, C most children of one node, D deepest level, P proposal laws
-per row, Vd draft vocabulary. Slot 0 is the last committed token, slot i + 1 is node i.
+Shape letters: B rows (sequences), N nodes per row, C most children of one node, D deepest
+level, P proposal laws per row, Vd draft vocabulary. Slot 0 is the last committed token, slot i
++ 1 is node i.
 
 A chain is a tree of width one; the empty tree (N = 0) is autoregressive decoding.
 """
@@ -27,10 +29,12 @@ class Proposal:
     """The laws that sampled nodes were drawn from.
 
     law: [B, P, Vd] float32 or float64, each row sums to one.
-    row: [B, N] int64, the law row of a node's siblings (siblings share it; unused for deterministic nodes).
-    vocab: [Vd] int64 ascending target ids of the draft vocabulary, None for the whole vocabulary.
-    replacement: False: a sibling was drawn from the law with all earlier siblings removed (deterministic ones too),
-        renormalised. True: siblings are independent draws.
+    row: [B, N] int64, the law row of a node's siblings (siblings share it; unused for
+        deterministic nodes).
+    vocab: [Vd] int64 ascending target ids of the draft vocabulary, None for the whole
+        vocabulary.
+    replacement: False: a sibling was drawn from the law with all earlier siblings removed
+        (deterministic ones too), renormalised. True: siblings are independent draws.
     """
 
     law: Tensor
@@ -39,7 +43,9 @@ class Proposal:
     replacement: bool = False
 
     def read(self, law: Tensor, ids: Tensor | None, vocab_size: int) -> Tensor:
-        """`law` [R, Vd] read at target `ids` [R, S]; None: at all ids, [R, V]. Outside the draft vocabulary: 0."""
+        """`law` [R, Vd] read at target `ids` [R, S]; None: at all ids, [R, V]. Outside the
+        draft vocabulary: 0.
+        """
         if self.vocab is None:
             return law if ids is None else law.gather(1, ids)
         if ids is None:
@@ -48,7 +54,9 @@ class Proposal:
         return torch.where(inside, law.gather(1, place), law.new_zeros(()))
 
     def place(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Where target `ids` stand in the draft vocabulary (clamped), and whether they are in it."""
+        """Where target `ids` stand in the draft vocabulary (clamped), and whether they are in
+        it.
+        """
         if self.vocab is None:
             return ids, torch.ones_like(ids, dtype=torch.bool)
         place = torch.searchsorted(self.vocab, ids.contiguous()).clamp_(max=self.vocab.numel() - 1)
@@ -57,14 +65,19 @@ class Proposal:
 
 @dataclass(frozen=True)
 class DraftTree:
-    """One draft per row. Rows may differ in size: nodes at or beyond size[b] are padding and never read.
+    """One draft per row. Rows may differ in size: nodes at or beyond size[b] are padding and
+    never read.
 
-    tokens: [B, N] int64. parents: [B, N] int64, parents[b, i] < i, -1 = child of the last committed token.
-    size: [B] int64. sampled: [B, N] bool, or None when every node is deterministic (its proposal is a point mass).
-    proposal: what the sampled nodes were drawn from. Siblings stand in draw order: only a wholly deterministic
-        tree may be re-ranked, since reordering sampled siblings by value biases the output (DSpark, appendix A).
+    tokens: [B, N] int64. parents: [B, N] int64, parents[b, i] < i, -1 = child of the last
+        committed token.
+    size: [B] int64. sampled: [B, N] bool, or None when every node is deterministic (its
+        proposal is a point mass).
+    proposal: what the sampled nodes were drawn from. Siblings stand in draw order: only a
+        wholly deterministic tree may be re-ranked, since reordering sampled siblings by value
+        biases the output (DSpark, appendix A).
     layout: given by static shapes, derived from the parents otherwise.
-    score: [B, N] float, the drafter's own order of a dynamic tree's nodes (cumulative log-probability): for tuning.
+    score: [B, N] float, the drafter's own order of a dynamic tree's nodes (cumulative
+        log-probability): for tuning.
     """
 
     tokens: Tensor
@@ -106,7 +119,10 @@ class DraftTree:
 
     @staticmethod
     def chain(
-        tokens: Tensor, size: Tensor | None = None, sampled: Tensor | None = None, proposal: Proposal | None = None
+        tokens: Tensor,
+        size: Tensor | None = None,
+        sampled: Tensor | None = None,
+        proposal: Proposal | None = None,
     ) -> DraftTree:
         """A chain of `tokens` [B, N]; size [B] defaults to N."""
         return DraftTree.static(TreeShape.chain(tokens.shape[1]), tokens, size, sampled, proposal)
@@ -119,7 +135,9 @@ class DraftTree:
         sampled: Tensor | None = None,
         proposal: Proposal | None = None,
     ) -> DraftTree:
-        """`tokens` [B, N] hung on a shape all rows share; nodes stand level by level, so a row is cut by its size."""
+        """`tokens` [B, N] hung on a shape all rows share; nodes stand level by level, so a row
+        is cut by its size.
+        """
         rows, n = tokens.shape
         if size is None:
             size = torch.full((rows,), n, dtype=torch.int64, device=tokens.device)
@@ -133,16 +151,20 @@ class DraftTree:
         )
 
     def validate(self, vocab_size: int, max_nodes: int | None = None) -> None:
-        """Raise ValueError naming row and node when the tree is malformed, UserError when the drafter's law is not
-        finite. Costs host round trips."""
-        if not (self.tokens.shape == self.parents.shape and self.size.shape == self.tokens.shape[:1]):
+        """Raise ValueError naming row and node when the tree is malformed, UserError when the
+        drafter's law is not finite. Costs host round trips."""
+        if not (
+            self.tokens.shape == self.parents.shape and self.size.shape == self.tokens.shape[:1]
+        ):
             raise ValueError(
                 f"draft tree: shapes differ: tokens {tuple(self.tokens.shape)}, parents "
                 f"{tuple(self.parents.shape)}, size {tuple(self.size.shape)}"
             )
         for name in ("tokens", "parents", "size"):
             if getattr(self, name).dtype != torch.int64:
-                raise ValueError(f"draft tree: {name} must be int64, not {getattr(self, name).dtype}")
+                raise ValueError(
+                    f"draft tree: {name} must be int64, not {getattr(self, name).dtype}"
+                )
         n = self.width
         if max_nodes is not None and n > max_nodes:
             raise ValueError(f"draft tree: {n} nodes exceed the budget of {max_nodes}")
@@ -163,17 +185,23 @@ class DraftTree:
         if self.score is not None and bool((used & ~self.score.isfinite()).any()):
             b, number = (int(i) for i in (used & ~self.score.isfinite()).nonzero()[0])
             raise UserError(
-                f"drafter: row {b}, node {number}: its score is NaN or infinite; check the head's weights, and whether "
+                f"drafter: row {b}, node {number}: its score is NaN or infinite; check "
+                "the head's weights, and whether "
                 "its logits overflow in this dtype; nothing was committed"
             )
         if self.static_layout is None:
             self._refuse(
-                (self.parents >= node) | (self.parents < -1), "parent", self.parents, "must be -1 or an earlier node"
+                (self.parents >= node) | (self.parents < -1),
+                "parent",
+                self.parents,
+                "must be -1 or an earlier node",
             )
         if self.sampled is not None and self.proposal is None and bool((self.sampled & used).any()):
             raise ValueError("draft tree: sampled nodes without the proposal they were drawn from")
         fixed = used if self.sampled is None else used & ~self.sampled
-        twin = (self.tokens[:, :, None] == self.tokens[:, None]) & (self.parents[:, :, None] == self.parents[:, None])
+        twin = (self.tokens[:, :, None] == self.tokens[:, None]) & (
+            self.parents[:, :, None] == self.parents[:, None]
+        )
         twin = twin & (node[:, None] > node) & used[:, :, None] & used[:, None]
         if self.sampled is None or self.proposal is None or not self.proposal.replacement:
             self._refuse(twin.any(-1), "token", self.tokens, "stands twice among its siblings")
@@ -190,7 +218,9 @@ class DraftTree:
     def _validate_proposal(self, used: Tensor) -> None:
         assert self.proposal is not None and self.sampled is not None
         law = self.proposal.law
-        batch = torch.arange(self.tokens.shape[0], device=law.device)[:, None].expand_as(self.tokens)
+        batch = torch.arange(self.tokens.shape[0], device=law.device)[:, None].expand_as(
+            self.tokens
+        )
         drawn = used & self.sampled
         outside = drawn & ((self.proposal.row < 0) | (self.proposal.row >= law.shape[1]))
         self._refuse(outside, "law row", self.proposal.row, f"lies outside 0..{law.shape[1] - 1}")
@@ -200,25 +230,37 @@ class DraftTree:
         if bool(wild.any()):
             b, node = (int(i) for i in wild.nonzero()[0])
             raise UserError(
-                f"drafter: row {b}, node {node}: the law that it was drawn from holds NaN or infinity; check the "
-                "head's weights, and whether its logits overflow in this dtype; nothing was committed"
+                f"drafter: row {b}, node {node}: the law that it was drawn from holds "
+                "NaN or infinity; check the "
+                "head's weights, and whether its logits overflow in this dtype; nothing "
+                "was committed"
             )
         bad_law = ~((total - 1).abs() <= 1e-4) | ~(law.amin(-1) >= 0)
-        self._refuse(drawn & bad_law[batch, row], "law row", self.proposal.row, "does not sum to one, or is negative")
+        self._refuse(
+            drawn & bad_law[batch, row],
+            "law row",
+            self.proposal.row,
+            "does not sum to one, or is negative",
+        )
         ids = self.tokens.reshape(-1, 1)
         mass = self.proposal.read(law[batch.reshape(-1), row.reshape(-1)], ids, 0)
         mass = mass.reshape(self.tokens.shape)
-        self._refuse(drawn & ~(mass > 0), "token", self.tokens, "has no mass in the law it was drawn from")
+        self._refuse(
+            drawn & ~(mass > 0), "token", self.tokens, "has no mass in the law it was drawn from"
+        )
 
     def _refuse(self, bad: Tensor, what: str, values: Tensor, why: str) -> None:
         if bool(bad.any()):
             row, node = (int(i) for i in bad.nonzero()[0])
-            raise ValueError(f"draft tree: row {row}, node {node}: {what} {int(values[row, node])} {why}")
+            raise ValueError(
+                f"draft tree: row {row}, node {node}: {what} {int(values[row, node])} {why}"
+            )
 
 
 @dataclass(frozen=True)
 class TreeShape:
-    """A static tree as paths of ranks: (0,) is the best child of the last token, (0, 2) the third best below it.
+    """A static tree as paths of ranks: (0,) is the best child of the last token, (0, 2) the
+    third best below it.
 
     Nodes stand level by level, so cutting a row at depth d keeps a prefix of them.
     """
@@ -232,18 +274,23 @@ class TreeShape:
 
     @staticmethod
     def of(paths: Sequence[Sequence[int]]) -> TreeShape:
-        """Sort and check: every prefix present, ranks of siblings 0, 1, 2 ... Raises UserError otherwise."""
+        """Sort and check: every prefix present, ranks of siblings 0, 1, 2 ... Raises UserError
+        otherwise.
+        """
         known = sorted({tuple(int(r) for r in p) for p in paths}, key=lambda p: (len(p), p))
         have = set(known)
         for path in known:
             if not path or min(path) < 0:
                 raise UserError(
-                    f"tree: path {list(path)} is not a list of ranks >= 0; give paths such as [0] or [0, 1]"
+                    f"tree: path {list(path)} is not a list of ranks >= 0; give paths "
+                    "such as [0] or [0, 1]"
                 )
             if len(path) > 1 and path[:-1] not in have:
                 raise UserError(f"tree: path {list(path)} has no parent {list(path[:-1])}; add it")
             if path[-1] > 0 and (*path[:-1], path[-1] - 1) not in have:
-                raise UserError(f"tree: path {list(path)} skips rank {path[-1] - 1} of its siblings; add it")
+                raise UserError(
+                    f"tree: path {list(path)} skips rank {path[-1] - 1} of its siblings; add it"
+                )
         return TreeShape(tuple(known))
 
     def __len__(self) -> int:
@@ -261,7 +308,8 @@ class TreeShape:
     def size_at(self, budget: Tensor) -> Tensor:
         """Number of nodes no deeper than `budget` [B] levels: [B] int64."""
         count = torch.tensor(
-            [sum(len(p) <= d for p in self.paths) for d in range(self.depth + 1)], device=budget.device
+            [sum(len(p) <= d for p in self.paths) for d in range(self.depth + 1)],
+            device=budget.device,
         )
         return count[budget.clamp(0, self.depth)]
 
@@ -276,7 +324,12 @@ class TreeShape:
 @functools.lru_cache(maxsize=256)
 def _static(shape: TreeShape, device: torch.device) -> tuple[Tensor, Layout]:
     index = {path: i for i, path in enumerate(shape.paths)}
-    parents = torch.tensor([[index.get(p[:-1], -1) for p in shape.paths]], dtype=torch.int64).reshape(1, len(index))
+    parents = torch.tensor(
+        [[index.get(p[:-1], -1) for p in shape.paths]], dtype=torch.int64
+    ).reshape(1, len(index))
     layout = Layout.of(parents)
-    fields = {name: getattr(layout, name).to(device) for name in ("parents", "depth", "mask", "children", "rank")}
+    fields = {
+        name: getattr(layout, name).to(device)
+        for name in ("parents", "depth", "mask", "children", "rank")
+    }
     return fields["parents"], Layout(**fields, levels=layout.levels)

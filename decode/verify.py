@@ -1,22 +1,27 @@
-"""Verification: which path of the draft the target accepts, and the bonus token after it. The heart.
+"""Verification: which path of the draft the target accepts, and the bonus token after it. The
+heart.
 
-Every rule here leaves the target's law unchanged (docs/lossless.md has the proofs in a few lines):
+Every rule here leaves the target's law unchanged (docs/lossless.md has the proofs in a few
+lines):
 
-walk        trees of deterministic candidates: draw a token from the target's law and step down if it is a child.
-            Optimal for such trees (E[accepted] = sum over nodes of the target's path probability), and what both
-            rules below reduce to there.
-rejection   top-down: siblings in draw order, accept with min(1, p(x) / q(x)), else p <- norm([p - q]+).
-            Leviathan et al. 2211.17192 on chains; recursive rejection (RSD 2402.14160, Sequoia 2402.12374) on trees.
-            Each candidate carries its own q: a point mass, or the law it was drawn from.
-traversal   leaf to root (2505.12398), generalised to a q per candidate; equals block verification (Sun et al.
-            2403.10444) on chains and accepts at least as much as rejection there.
+walk        trees of deterministic candidates: draw a token from the target's law and step down
+            if it is a child. Optimal for such trees (E[accepted] = sum over nodes of the
+            target's path probability), and what both rules below reduce to there.
+rejection   top-down: siblings in draw order, accept with min(1, p(x) / q(x)), else p <-
+            norm([p - q]+). Leviathan et al. 2211.17192 on chains; recursive rejection (RSD
+            2402.14160, Sequoia 2402.12374) on trees. Each candidate carries its own q: a point
+            mass, or the law it was drawn from.
+traversal   leaf to root (2505.12398), generalised to a q per candidate; equals block
+            verification (Sun et al. 2403.10444) on chains and accepts at least as much as
+            rejection there.
 
-All arithmetic on laws is float64, whatever dtype they come in: products of ratios over the levels of a draft leave the
-range of float32, and a quotient that became NaN would read as "nothing is left". What is not finite all the same is
-reported to the law, whose `check` refuses the cycle before anything is committed.
+All arithmetic on laws is float64, whatever dtype they come in: products of ratios over the
+levels of a draft leave the range of float32, and a quotient that became NaN would read as
+"nothing is left". What is not finite all the same is reported to the law, whose `check`
+refuses the cycle before anything is committed.
 
-`rng` is asked for accept(p), first(p) and draw(weights) only: an enumerator in its place walks every branch.
-Nothing here knows a temperature: T = 0 is a law with one token.
+`rng` is asked for accept(p), first(p) and draw(weights) only: an enumerator in its place walks
+every branch. Nothing here knows a temperature: T = 0 is a law with one token.
 
 Shape letters: B rows, N nodes, C siblings, D levels, R rows in hand, S support size.
 """
@@ -46,26 +51,36 @@ class Coins(Protocol):
 
 @dataclass(frozen=True)
 class Verdict:
-    """path: [B, D] int64 accepted node numbers from the top, -1 padded. length: [B]. bonus: [B] token ids."""
+    """path: [B, D] int64 accepted node numbers from the top, -1 padded. length: [B]. bonus:
+    [B] token ids.
+    """
 
     path: Tensor
     length: Tensor
     bonus: Tensor
 
 
-def verify_chain(laws: Tensor, proposals: Tensor, drafted: Tensor, coins: Tensor, last_coin: float) -> list[int]:
-    """The accept rule for one chain, to be read: what every rule below does for a tree and many rows.
+def verify_chain(
+    laws: Tensor, proposals: Tensor, drafted: Tensor, coins: Tensor, last_coin: float
+) -> list[int]:
+    """The accept rule for one chain, to be read: what every rule below does for a tree and
+    many rows.
 
-    laws: [K + 1, V] float64, the target's law before each drafted token and after the last. proposals: [K, V] float64,
-    the law that each drafted token was drawn from. drafted: [K] int64. coins: [K] uniforms, one for each test;
-    last_coin: the uniform of the last draw. Returns the tokens that are emitted: an accepted prefix, then one more.
+    laws: [K + 1, V] float64, the target's law before each drafted token and after the last.
+    proposals: [K, V] float64, the law that each drafted token was drawn from. drafted: [K]
+    int64. coins: [K] uniforms, one for each test;
+    last_coin: the uniform of the last draw. Returns the tokens that are emitted: an accepted
+        prefix, then one more.
 
-    A token x comes out at some place with probability q(x) min(1, p(x) / q(x)) = min(p(x), q(x)) when it was drafted
-    and accepted, and with probability (1 - sum of min(p, q)) times norm([p - q]+)(x) = [p(x) - q(x)]+ when another one
-    was rejected. The two add up to p(x), whatever q is.
+    A token x comes out at some place with probability q(x) min(1, p(x) / q(x)) = min(p(x),
+    q(x)) when it was drafted and accepted, and with probability (1 - sum of min(p, q)) times
+    norm([p - q]+)(x) = [p(x) - q(x)]+ when another one was rejected. The two add up to p(x),
+    whatever q is.
     """
     emitted: list[int] = []
-    for law, proposal, token, coin in zip(laws, proposals, drafted.tolist(), coins.tolist(), strict=False):
+    for law, proposal, token, coin in zip(
+        laws, proposals, drafted.tolist(), coins.tolist(), strict=False
+    ):
         accept_probability = min(1.0, float(law[token] / proposal[token]))
         if coin < accept_probability:
             emitted.append(token)
@@ -85,9 +100,11 @@ def _inverse(weights: Tensor, coin: float) -> int:
 
 
 def verify(tree: DraftTree, law: Law, rng: Coins, rule: str = "traversal") -> Verdict:
-    """Accepted path and bonus token of every row. rule: "rejection" or "traversal" (the default accepts more).
+    """Accepted path and bonus token of every row. rule: "rejection" or "traversal" (the
+    default accepts more).
 
-    Ask `law.check()` before anything is committed: it raises where a law, a chance or a residual was not finite.
+    Ask `law.check()` before anything is committed: it raises where a law, a chance or a
+    residual was not finite.
     """
     if rule not in RULES:
         raise UserError(f"verify={rule}: unknown; use one of {', '.join(RULES)}")
@@ -103,7 +120,9 @@ def _start(tree: DraftTree) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 
 def children(tree: DraftTree, rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Node numbers [R, C] below `slots` [R] (clamped to be readable) and which of them are there."""
+    """Node numbers [R, C] below `slots` [R] (clamped to be readable) and which of them are
+    there.
+    """
     table = tree.layout.children
     kids = table[rows if table.shape[0] > 1 else torch.zeros_like(rows), slots]
     return kids.clamp(min=0), (kids >= 0) & (kids < tree.size[rows, None])
@@ -131,20 +150,24 @@ def walk(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
     return Verdict(path, length, bonus)
 
 
-NOTHING = 1e-300  # mass and probability below it are taken for 0, so that no quotient leaves the range of float64
+# Mass and probability below it are taken for 0, so that no quotient leaves the range of float64.
+NOTHING = 1e-300
 
 
 class Siblings:
-    """The children of R slots in draw order, each with its proposal q_j, and what is left of the slots' laws as one
-    child after the other fails. All float64.
+    """The children of R slots in draw order, each with its proposal q_j, and what is left of
+    the slots' laws as one child after the other fails. All float64.
 
-    What is left of a law is inside / total, [R, S], and outside / total, [R]: together of mass one. Usually S is the
-    support of the law and `outside` is 0. A dense law under a draft vocabulary that holds all candidates is looked at
-    there alone (S = Vd): the other tokens only ever keep their ratios, so their mass says all of them.
-    The next sampled sibling was drawn from proposal * scale, [R, Vd]: earlier siblings removed, of mass one.
+    What is left of a law is inside / total, [R, S], and outside / total, [R]: together of mass
+    one. Usually S is the support of the law and `outside` is 0. A dense law under a draft
+    vocabulary that holds all candidates is looked at there alone (S = Vd): the other tokens
+    only ever keep their ratios, so their mass says all of them. The next sampled sibling was
+    drawn from proposal * scale, [R, Vd]: earlier siblings removed, of mass one.
     """
 
-    def __init__(self, tree: DraftTree, law: Law, rows: Tensor, slots: Tensor, kids: Tensor) -> None:
+    def __init__(
+        self, tree: DraftTree, law: Law, rows: Tensor, slots: Tensor, kids: Tensor
+    ) -> None:
         assert tree.proposal is not None and tree.sampled is not None
         self.law, self.rows, self.kids = law, rows, kids
         self.replacement = tree.proposal.replacement
@@ -152,9 +175,11 @@ class Siblings:
         self.tokens = tree.tokens[rows[:, None], kids]  # [R, C]
         self.sampled = tree.sampled[rows[:, None], kids]  # [R, C]
         self.place, self.known = tree.proposal.place(self.tokens)
-        self.read = functools.partial(tree.proposal.read, ids=support.ids, vocab_size=law.vocab_size)
-        # All sampled siblings share one law row: take it from the first of them. Deterministic ones need none, and
-        # what stands in their place is never looked at.
+        self.read = functools.partial(
+            tree.proposal.read, ids=support.ids, vocab_size=law.vocab_size
+        )
+        # All sampled siblings share one law row: take it from the first of them. Deterministic
+        # ones need none, and what stands in their place is never looked at.
         first = kids.gather(1, self.sampled.to(torch.uint8).argmax(1, keepdim=True))[:, 0]
         law_row = tree.proposal.row[rows, first].clamp(0, tree.proposal.law.shape[1] - 1)
         self.proposal = tree.proposal.law[rows, law_row].to(torch.float64)
@@ -167,23 +192,32 @@ class Siblings:
             self.outside = torch.zeros_like(self.scale)
         else:
             self.inside = support.probs[:, self.vocab].to(torch.float64)
-            # Summed, not taken as what the others leave of one: that would be noise where it is small.
+            # Summed, not taken as what the others leave of one: that would be noise where it
+            # is small.
             self.outside = support.probs.index_fill(1, self.vocab, 0.0).sum(-1, dtype=torch.float64)
         self.all_outside = self.outside
         self.total = self.inside.sum(-1) + self.outside
-        self.sum = self.total + self.scale  # of all that is divided or multiplied here: not finite if any of it is not
+        self.sum = (
+            self.total + self.scale
+        )  # of all that is divided or multiplied here: not finite if any of it is not
 
     def _rescale_proposal(self) -> None:
-        """A law that has run out of tokens counts for nothing: its siblings are judged as deterministic from there on,
-        which is right for any candidate, also one that was drawn from what is next to nothing."""
+        """A law that has run out of tokens counts for nothing: its siblings are judged as
+        deterministic from there on, which is right for any candidate, also one that was drawn
+        from what is next to nothing."""
         mass = self.proposal.sum(-1)
         self.scale = torch.where(mass < NOTHING, 0.0, 1 / mass)  # NaN stays NaN
         self.sampled = self.sampled & ~(mass < NOTHING)[:, None]
 
     def chance(self, carried: Tensor, j: int) -> Tensor:
-        """carried * p(x_j) / q_j(x_j), at most 1: [R]. A token without proposal mass gives 0. carried: [R] float64."""
+        """carried * p(x_j) / q_j(x_j), at most 1: [R]. A token without proposal mass gives 0.
+        carried: [R] float64.
+        """
         place, token = self.place[:, j, None], self.tokens[:, j]
-        mass = torch.where(self.known[:, j, None], self.proposal.gather(1, place), 0.0)[:, 0] * self.scale
+        mass = (
+            torch.where(self.known[:, j, None], self.proposal.gather(1, place), 0.0)[:, 0]
+            * self.scale
+        )
         q = torch.where(self.sampled[:, j], mass, 1.0)
         if self.vocab is None:
             p = Support(self.support.ids, self.inside).of(token)
@@ -194,17 +228,21 @@ class Siblings:
         return chance
 
     def fail(self, carried: Tensor, j: int, failed: Tensor) -> Tensor:
-        """Rows `failed` [R] bool go on with norm([carried * p - q_j]+); returns its sum before normalising, [R].
+        """Rows `failed` [R] bool go on with norm([carried * p - q_j]+); returns its sum before
+        normalising, [R].
 
-        A candidate that can fail has carried * p(x_j) < q_j(x_j), so its own place is 0 whatever q_j is, a law or a
-        point mass. A sum of 0 (equal laws, up to rounding) leaves nothing to normalise: the rejection that led here
-        had probability 0 and the law is kept.
+        A candidate that can fail has carried * p(x_j) < q_j(x_j), so its own place is 0
+        whatever q_j is, a law or a point mass. A sum of 0 (equal laws, up to rounding) leaves
+        nothing to normalise: the rejection that led here had probability 0 and the law is
+        kept.
         """
         ids, token = self.support.ids, self.tokens[:, j, None]
         by = (carried / self.total)[:, None]
         inside = self.inside * by
         q = self.proposal if self.vocab is not None else self.read(self.proposal)
-        inside.addcmul_(q, torch.where(self.sampled[:, j], self.scale, 0.0)[:, None], value=-1).clamp_(min=0)
+        inside.addcmul_(
+            q, torch.where(self.sampled[:, j], self.scale, 0.0)[:, None], value=-1
+        ).clamp_(min=0)
         if ids is None:
             inside.scatter_(1, token if self.vocab is None else self.place[:, j, None], 0.0)
         else:
@@ -248,7 +286,9 @@ class Siblings:
 
 
 def _nobody(mask: Tensor) -> bool:
-    """True when no row is left, where asking is free: on an accelerator the loop runs on rather than wait."""
+    """True when no row is left, where asking is free: on an accelerator the loop runs on
+    rather than wait.
+    """
     return mask.device.type == "cpu" and not bool(mask.any())
 
 
@@ -292,20 +332,26 @@ Ends = tuple[Tensor, Tensor, Callable[[Tensor], Support]]
 
 
 def traversal(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
-    """Leaf to root. A slot is accepted with the probability w that is left to it after all its children failed.
+    """Leaf to root. A slot is accepted with the probability w that is left to it after all its
+    children failed.
 
-    Neither w nor the residual depends on a coin, so both are computed for every slot, one level and one sibling rank
-    at a time; then the first slot in post-order whose own coin falls below its w ends the path. Laws are needed where
-    children hang (a leaf's only if it ends the path) and only below slots that can be reached at all (w > 0).
+    Neither w nor the residual depends on a coin, so both are computed for every slot, one
+    level and one sibling rank at a time; then the first slot in post-order whose own coin
+    falls below its w ends the path. Laws are needed where children hang (a leaf's only if it
+    ends the path) and only below slots that can be reached at all (w > 0).
     """
     count, n = tree.tokens.shape
     device = tree.tokens.device
     every = torch.arange(count, device=device)
     carried = torch.zeros(count, n + 1, dtype=torch.float64, device=device)
     carried[:, 0] = 1
-    depth = torch.cat([tree.layout.depth.new_full((tree.layout.depth.shape[0], 1), -1), tree.layout.depth], 1)
+    depth = torch.cat(
+        [tree.layout.depth.new_full((tree.layout.depth.shape[0], 1), -1), tree.layout.depth], 1
+    )
     present = torch.arange(n + 1, device=device) <= tree.size[:, None]
-    ends: list[Ends] = []  # per level: which slots were opened, and the residual law of some of them
+    ends: list[
+        Ends
+    ] = []  # per level: which slots were opened, and the residual law of some of them
     for level in range(tree.layout.levels):
         rows, slots = ((depth == level - 1) & present & (carried > 0)).nonzero(as_tuple=True)
         kids, there = children(tree, rows, slots)
@@ -340,7 +386,9 @@ def traversal(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
 
 
 def _bonus(law: Law, rng: Coins, end: Tensor, ends: list[Ends]) -> Tensor:
-    """The token after slot `end` [B]: from the residual where its children failed, from the law at a leaf."""
+    """The token after slot `end` [B]: from the residual where its children failed, from the
+    law at a leaf.
+    """
     bonus = torch.zeros_like(end)
     leaf = torch.ones_like(end, dtype=torch.bool)
     for rows, slots, left in ends:

@@ -1,5 +1,5 @@
-"""Draft heads: HEADS is the only place where their names meet their classes; resolve_drafter makes
-the drafter that a name asks for (heads.names)."""
+"""Draft heads: HEADS is the only place where their names meet their classes; resolve_drafter
+makes the drafter that a name asks for (heads.names)."""
 
 from __future__ import annotations
 
@@ -52,18 +52,20 @@ HEADS: dict[str, type[Head]] = {
 
 
 def resolve_drafter(spec: str, target: Target) -> Drafter:
-    """A drafter by name (heads.names): "none", "ngram", a run folder, a head folder, or any smaller model with the
-    target's tokenizer (a transformers folder or a Hugging Face repository).
+    """A drafter by name (heads.names): "none", "ngram", a run folder, a head folder, or any
+    smaller model with the target's tokenizer (a transformers folder or a Hugging Face
+    repository).
 
-    Where scripts/tune.py has left its choice in the head's folder, that is how the head drafts; "@chain:4" or
-    "@tree:16" (levels, nodes; "ngram@4" too) ask for something else. "@monitor" behind a tuned drafter warns when a
-    request stays below break-even, "@fallback" decodes it plainly then (decode.monitor).
-    Where T > 0 a head or model draws the candidates of its tree without replacement ("@sampled" behind
-    it, or its tree, asks for it where head.tree_draw was fixed); "@fixed" takes the most probable ones
-    instead.
-    "@adaptive" behind any of them but "none" lets every row draft as deep as its own acceptance so far pays for
-    (decode.adaptive). The drafter's name is `spec`. Raises UserError for anything else, for a tree on a target that
-    takes chains only, for a head of another target, and for a model with another tokenizer.
+    Where scripts/tune.py has left its choice in the head's folder, that is how the head
+    drafts; "@chain:4" or "@tree:16" (levels, nodes; "ngram@4" too) ask for something else.
+    "@monitor" behind a tuned drafter warns when a request stays below break-even, "@fallback"
+    decodes it plainly then (decode.monitor). Where T > 0 a head or model draws the candidates
+    of its tree without replacement ("@sampled" behind it, or its tree, asks for it where
+    head.tree_draw was fixed); "@fixed" takes the most probable ones instead. "@adaptive"
+    behind any of them but "none" lets every row draft as deep as its own acceptance so far
+    pays for (decode.adaptive). The drafter's name is `spec`. Raises UserError for anything
+    else, for a tree on a target that takes chains only, for a head of another target, and for
+    a model with another tokenizer.
     """
     draft = names.parse(spec)
     drafter: Drafter
@@ -85,7 +87,9 @@ def _on_disk(draft: Draft, spec: str, target: Target) -> Drafter:
     """The drafter of a head or of a plain model, before anything is wrapped around it."""
     head = drafting_head(draft.source, target)
     if draft.shape == "tree" and target.support != "tree":
-        raise UserError(f"drafters: {spec}: this target takes chains only; write {draft.source}@chain")
+        raise UserError(
+            f"drafters: {spec}: this target takes chains only; write {draft.source}@chain"
+        )
     if draft.draw != names.DEFAULT_DRAW:
         head.draw_trees(draft.draw)
     folder = settings_folder(draft)
@@ -100,7 +104,8 @@ def _on_disk(draft: Draft, spec: str, target: Target) -> Drafter:
 
 
 def drafting_head(source: str, target: Target) -> Head:
-    """What drafts at `source`: the trained head there, or an ordinary model behind a head's calls.
+    """What drafts at `source`: the trained head there, or an ordinary model behind a head's
+    calls.
 
     Raises UserError where there is neither, or where it is for another target.
     """
@@ -110,19 +115,27 @@ def drafting_head(source: str, target: Target) -> Head:
 
 
 def watched(drafter: Drafter, spec: str, fallback: bool) -> Monitor:
-    """`drafter` under a monitor of its acceptance that warns on stderr, once per run, or falls back.
+    """`drafter` under a monitor of its acceptance that warns on stderr, once per run, or falls
+    back.
 
     Raises UserError where nobody has measured its break-even.
     """
     limit = getattr(drafter, "break_even", None)
     if limit is None:
-        raise UserError(f"drafters: {spec}: its break-even is not known on this machine; run scripts/tune.py first")
+        raise UserError(
+            f"drafters: {spec}: its break-even is not known on this machine; run "
+            "scripts/tune.py first"
+        )
     monitor = Monitor(drafter, limit, fallback=fallback)
     monitor.name = spec
 
     def told(alert: Alert) -> None:
         if len(monitor.alerts) == 1:
-            what = "it is decoded plainly for a while" if fallback else "@fallback in place of @monitor would stop that"
+            what = (
+                "it is decoded plainly for a while"
+                if fallback
+                else "@fallback in place of @monitor would stop that"
+            )
             print(f"warning: {spec}: {alert}; {what}", file=sys.stderr)
 
     monitor.on_alert = told
@@ -130,7 +143,8 @@ def watched(drafter: Drafter, spec: str, fallback: bool) -> Monitor:
 
 
 def head_folder(draft: Draft) -> Path | None:
-    """The folder of the head that `draft` asks for; None where it asks for no head: none, ngram, a plain model.
+    """The folder of the head that `draft` asks for; None where it asks for no head: none,
+    ngram, a plain model.
 
     Raises UserError for a folder that holds none of these.
     """
@@ -140,21 +154,22 @@ def head_folder(draft: Draft) -> Path | None:
 
 
 def settings_folder(draft: Draft) -> Path | None:
-    """The folder where scripts/tune.py leaves its choice: that of the head, or of an ordinary model on
-    this disk. None for none, ngram and repositories. Raises UserError as `head_folder` does."""
+    """The folder where scripts/tune.py leaves its choice: that of the head, or of an ordinary
+    model on this disk. None for none, ngram and repositories. Raises UserError as
+    `head_folder` does."""
     place = Path(draft.source).expanduser()
     return place if is_plain(draft.source) and place.is_dir() else head_folder(draft)
 
 
 def drafter_folder(draft: Draft) -> Path | None:
-    """The folder with the files that a drafter is loaded from, also of a repository; None for none and
-    ngram. Raises UserError where there is no such drafter."""
+    """The folder with the files that a drafter is loaded from, also of a repository; None for
+    none and ngram. Raises UserError where there is no such drafter."""
     return plain_folder(draft.source) if is_plain(draft.source) else head_folder(draft)
 
 
 def head_in(path: str) -> Path | None:
-    """The head folder that `path` means: itself, or of a run folder head/ (final), else best/, else the newest
-    checkpoint. None when there is none."""
+    """The head folder that `path` means: itself, or of a run folder head/ (final), else best/,
+    else the newest checkpoint. None when there is none."""
     folder = Path(path).expanduser()
     steps = [p for p in folder.glob("checkpoints/step-*") if re.fullmatch(r"step-\d+", p.name)]
     newest = sorted(steps, key=lambda p: int(p.name[5:]), reverse=True)
@@ -169,15 +184,18 @@ def find_head(path: str) -> Path:
         return place
     if is_plain(path):
         raise UserError(
-            f"drafters: {path}: an ordinary language model, not a head that was trained here; give a "
+            f"drafters: {path}: an ordinary language model, not a head that was trained "
+            "here; give a "
             "run folder or a head folder"
         )
     if Path(path).expanduser().is_dir():
         raise UserError(
-            f"drafters: {path}: the folder holds no head (no {CARD}, head/, best/ or checkpoints/); "
+            f"drafters: {path}: the folder holds no head (no {CARD}, head/, best/ or "
+            "checkpoints/); "
             "finish the training run, or give another folder"
         )
     raise UserError(
-        f"drafters: {path}: neither none, ngram nor an existing folder; give a run folder, a head folder, "
+        f"drafters: {path}: neither none, ngram nor an existing folder; give a run "
+        "folder, a head folder, "
         "or a model with the target's tokenizer"
     )

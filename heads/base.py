@@ -1,6 +1,8 @@
-"""What every draft head is: a module that hangs on a frozen target, whose forward *is* its training loss.
+"""What every draft head is: a module that hangs on a frozen target, whose forward *is* its
+training loss.
 
-A new head is one file with a subclass of Head, one line in heads.HEADS and one YAML under conf/head.
+A new head is one file with a subclass of Head, one line in heads.HEADS and one YAML under
+conf/head.
 
 Shape letters: B rows, T positions, D width of the target's features.
 """
@@ -27,13 +29,16 @@ from heads.forced import ranks
 
 @dataclass(frozen=True)
 class Batch:
-    """Training rows, right-padded. Without `position` each is one document; with it, documents are packed end to end.
+    """Training rows, right-padded. Without `position` each is one document; with it, documents
+    are packed end to end.
 
     ids: [B, T] int64 tokens, 0 in the padding. mask: [B, T] bool, real tokens.
-    loss_mask: [B, T] bool, token t is supervised (assistant text): what counts is the mask of the *predicted* token.
-    sample_ids: [B] int64, number of the row in the data set; names rows in errors and keys feature noise. Packed: one
-        for each document, row by row.
-    position: [B, T] int64, packed: place of a token in its document; the padding counts from 0 as one more. None: t.
+    loss_mask: [B, T] bool, token t is supervised (assistant text): what counts is the mask of
+        the *predicted* token.
+    sample_ids: [B] int64, number of the row in the data set; names rows in errors and keys
+        feature noise. Packed: one for each document, row by row.
+    position: [B, T] int64, packed: place of a token in its document; the padding counts from 0
+        as one more. None: t.
     """
 
     ids: Tensor
@@ -44,8 +49,12 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on `device`."""
-        return Batch(*(None if t is None else t.to(device, non_blocking=True) for t in  # type: ignore[arg-type]
-                       (self.ids, self.mask, self.loss_mask, self.sample_ids, self.position)))
+        return Batch(
+            *(
+                None if t is None else t.to(device, non_blocking=True)
+                for t in (self.ids, self.mask, self.loss_mask, self.sample_ids, self.position)  # type: ignore[arg-type]
+            )
+        )
 
     def depth(self) -> Tensor:
         """[B * T] int64: how many tokens of its document stand before each token."""
@@ -58,12 +67,20 @@ class Batch:
         if self.position is None:
             return [(b, 0, size) for b, size in enumerate(self.mask.sum(1).tolist())]
         starts = ((self.position == 0) & self.mask).nonzero().tolist()
-        ends = [*(s if s[0] == r[0] else None for r, s in zip(starts, starts[1:], strict=False)), None]
+        ends = [
+            *(s if s[0] == r[0] else None for r, s in zip(starts, starts[1:], strict=False)),
+            None,
+        ]
         sizes = self.mask.sum(1).tolist()
-        return [(b, t, (sizes[b] if end is None else end[1]) - t) for (b, t), end in zip(starts, ends, strict=True)]
+        return [
+            (b, t, (sizes[b] if end is None else end[1]) - t)
+            for (b, t), end in zip(starts, ends, strict=True)
+        ]
 
     def apart(self) -> Tensor | None:
-        """[B, T, T] bool, packed: places of the same row that belong to different documents. None: not packed."""
+        """[B, T, T] bool, packed: places of the same row that belong to different documents.
+        None: not packed.
+        """
         if self.position is None:
             return None
         number = (self.position == 0).cumsum(1)
@@ -74,8 +91,9 @@ class Batch:
 class LossOut:
     """What a head's forward returns. The loop divides once, by the global count.
 
-    sum: scalar with gradient, summed over the supervised tokens. count: scalar, the supervised tokens, a number that
-    depends on the data alone. stats: name -> [2] (sum, count), added up over ranks and micro-batches, then divided.
+    sum: scalar with gradient, summed over the supervised tokens. count: scalar, the supervised
+    tokens, a number that depends on the data alone. stats: name -> [2] (sum, count), added up
+    over ranks and micro-batches, then divided.
     """
 
     sum: Tensor
@@ -89,7 +107,8 @@ class HeadConfig:
 
     # which head: a key of heads.HEADS
     kind: str = ""
-    # tree at temperature > 0: sampled = drawn without replacement on a static tree, fixed = the most probable tokens
+    # tree at temperature > 0: sampled = drawn without replacement on a static tree, fixed =
+    # the most probable tokens
     tree_draw: str = "sampled"
 
 
@@ -126,14 +145,17 @@ class Saved:
 
 
 class Head(nn.Module):
-    """A draft head. Subclasses set `kind` and `Config`, and define for_target, forward and drafter.
+    """A draft head. Subclasses set `kind` and `Config`, and define for_target, forward and
+    drafter.
 
-    taps: which target features it reads; tap k means hidden_states[k] of transformers: 0 = embeddings,
-        num_layers = output after the final norm.
+    taps: which target features it reads; tap k means hidden_states[k] of transformers: 0 =
+        embeddings, num_layers = output after the final norm.
     trains_target: whether the target's own weights move with the head.
-    reads_features: whether it drafts from the target's features (a separate model reads tokens alone).
+    reads_features: whether it drafts from the target's features (a separate model reads tokens
+        alone).
     packs: whether its loss keeps packed documents apart.
-    takes_stored_law: whether it can learn from the k most probable tokens in place of the target's last feature.
+    takes_stored_law: whether it can learn from the k most probable tokens in place of the
+        target's last feature.
     """
 
     kind: ClassVar[str] = ""
@@ -146,9 +168,9 @@ class Head(nn.Module):
     d2t: Tensor | None
 
     def __init__(self, cfg: Any) -> None:
-        """cfg: its keys. Beside them a head has d2t, the draft vocabulary as [Vd] int64 offsets (heads/vocab.py; None:
-        the whole vocabulary), coverage, the share of the supervised tokens inside, and calibration, what `calibrate`
-        has measured ({} before)."""
+        """cfg: its keys. Beside them a head has d2t, the draft vocabulary as [Vd] int64
+        offsets (heads/vocab.py; None: the whole vocabulary), coverage, the share of the
+        supervised tokens inside, and calibration, what `calibrate` has measured ({} before)."""
         super().__init__()
         self.cfg = cfg
         self.register_buffer("d2t", None)
@@ -160,8 +182,9 @@ class Head(nn.Module):
     def for_target(cls, target: Target, cfg: Any, counts: Tensor | None = None) -> Self:
         """A fresh head in float32 on the target's device.
 
-        counts: [V] int64, how often each token is supervised in the training data; None when there is no data (then
-        no draft vocabulary can be chosen). Raises UserError for a configuration the target or the data cannot carry.
+        counts: [V] int64, how often each token is supervised in the training data; None when
+        there is no data (then no draft vocabulary can be chosen). Raises UserError for a
+        configuration the target or the data cannot carry.
         """
         raise TypeError(f"{cls.__name__} must define for_target")
 
@@ -169,8 +192,8 @@ class Head(nn.Module):
     def from_json(cls, saved: dict[str, Any], target: Target) -> Self:
         """An empty head of the saved shape, ready for load_state_dict.
 
-        saved: what config_json wrote, or what a stranger wrote in its place. The head is made on torch's
-        default device, whichever that is now: load_head moves it.
+        saved: what config_json wrote, or what a stranger wrote in its place. The head is made
+        on torch's default device, whichever that is now: load_head moves it.
 
         Raises UserError, KeyError or TypeError for values that are no head of this kind.
         """
@@ -180,17 +203,24 @@ class Head(nn.Module):
     def misfits(
         cls, saved: dict[str, Any], target: Target, stored: dict[str, tuple[int, ...]]
     ) -> list[str]:
-        """What of a weights file (`stored`: name -> shape) is not as a head saved so has it. Called under
-        torch.device("meta"), before anything of those sizes is made."""
+        """What of a weights file (`stored`: name -> shape) is not as a head saved so has it.
+        Called under torch.device("meta"), before anything of those sizes is made."""
         empty = cls.from_json(saved, target)
         return differing({k: tuple(v.shape) for k, v in empty.state_dict().items()}, stored)
 
     def config_json(self) -> dict[str, Any]:
-        """All that from_json needs to rebuild the module, without the weights, and what was measured."""
-        return {"config": asdict(self.cfg), "coverage": self.coverage, "calibration": self.calibration}
+        """All that from_json needs to rebuild the module, without the weights, and what was
+        measured.
+        """
+        return {
+            "config": asdict(self.cfg),
+            "coverage": self.coverage,
+            "calibration": self.calibration,
+        }
 
     def restore_json(self, saved: dict[str, Any]) -> None:
-        """Take over from config_json what is measured rather than configured: when a head is loaded, and on resume.
+        """Take over from config_json what is measured rather than configured: when a head is
+        loaded, and on resume.
 
         Raises KeyError for a file that no head wrote.
         """
@@ -201,18 +231,24 @@ class Head(nn.Module):
         raise TypeError(f"{type(self).__name__} must define forward")
 
     def drafter(self, target: Target, shape: str | None = None) -> Drafter:
-        """A drafter over a copy of these weights in the target's dtype. shape: "chain", "tree" or None (its own)."""
+        """A drafter over a copy of these weights in the target's dtype. shape: "chain", "tree"
+        or None (its own).
+        """
         raise TypeError(f"{type(self).__name__} must define drafter")
 
     def draw_trees(self, how: str) -> None:
-        """From now on the tree drafters of this head take their candidates so where T > 0: "sampled" = drawn, siblings
-        without replacement; "fixed" = the most probable ones."""
+        """From now on the tree drafters of this head take their candidates so where T > 0:
+        "sampled" = drawn, siblings without replacement; "fixed" = the most probable ones."""
         self.cfg.tree_draw = how
 
-    def forced(self, batch: Batch, target: Target, levels: int) -> Iterator[tuple[Tensor, int, Tensor]]:
-        """What a draft of `levels` would be if every token before were the text's: (flat [m], level, logits [m, Vd]),
-        the head's logits for the supervised tokens at batch.ids.reshape(-1)[flat] as the level-th (0-based) of a draft.
-        Together all levels of all supervised tokens that the head can see; in any order. Default: nothing is known."""
+    def forced(
+        self, batch: Batch, target: Target, levels: int
+    ) -> Iterator[tuple[Tensor, int, Tensor]]:
+        """What a draft of `levels` would be if every token before were the text's: (flat [m],
+        level, logits [m, Vd]), the head's logits for the supervised tokens at
+        batch.ids.reshape(-1)[flat] as the level-th (0-based) of a draft. Together all levels
+        of all supervised tokens that the head can see; in any order. Default: nothing is
+        known."""
         return iter(())
 
     def ids(self) -> Tensor | None:
@@ -220,22 +256,34 @@ class Head(nn.Module):
         return None if self.d2t is None else vocab.from_d2t(self.d2t)
 
     def choose_vocabulary(self, counts: Tensor | None, size: int) -> Tensor:
-        """[size] int64 ascending: the tokens that are supervised most often; notes what they cover. counts: [V] int64.
+        """[size] int64 ascending: the tokens that are supervised most often; notes what they
+        cover. counts: [V] int64.
 
         Raises UserError without counts, and for more tokens than were seen.
         """
         if counts is None:
-            raise UserError("head.draft_vocab: no token counts to choose from; set head.draft_vocab=0")
+            raise UserError(
+                "head.draft_vocab: no token counts to choose from; set head.draft_vocab=0"
+            )
         chosen = vocab.choose(counts, size)
         self.coverage = vocab.coverage(counts, chosen)
         return chosen
 
     def target_rows(self, target: Target) -> tuple[Tensor, Tensor | None]:
-        """The target's LM head over the draft vocabulary: weight [Vd, D] and bias [Vd] or None; gathered once."""
-        if self._rows is None or self._rows[0].device != target.device or self._rows[0].dtype != target.dtype:
+        """The target's LM head over the draft vocabulary: weight [Vd, D] and bias [Vd] or
+        None; gathered once.
+        """
+        if (
+            self._rows is None
+            or self._rows[0].device != target.device
+            or self._rows[0].dtype != target.dtype
+        ):
             ids, bias = self.ids(), getattr(target.lm_head, "bias", None)
             weight = target.lm_head_weight.detach()
-            self._rows = (weight if ids is None else weight[ids], bias if ids is None or bias is None else bias[ids])
+            self._rows = (
+                weight if ids is None else weight[ids],
+                bias if ids is None or bias is None else bias[ids],
+            )
         return self._rows
 
     def law_rows(self, target: Target) -> tuple[Tensor, Tensor | None]:
@@ -250,27 +298,36 @@ class Head(nn.Module):
         return 1
 
     def calibrate(self, batches: Iterable[Batch], target: Target) -> None:
-        """Measure on held-out rows what decoding wants to know: acceptance by level and rank, and the static tree that
-        follows from it, grown from hits of whole paths (levels are not independent). Tokens are the text's own."""
+        """Measure on held-out rows what decoding wants to know: acceptance by level and rank,
+        and the static tree that follows from it, grown from hits of whole paths (levels are
+        not independent). Tokens are the text's own."""
         found = [ranks(self, batch, target, self.levels) for batch in batches]
         if found and sum(part.shape[0] for part in found):
             self.calibration = self.measure(torch.cat(found))
 
     def measure(self, table: Tensor) -> dict[str, Any]:
-        """The calibration that follows from ranks [A, levels] of the right tokens (heads/forced.py)."""
+        """The calibration that follows from ranks [A, levels] of the right tokens
+        (heads/forced.py).
+        """
         return shapes.measure(table)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """What the optimizer updates: groups of "params" with an "lr_scale" that multiplies the run's learning rate."""
+        """What the optimizer updates: groups of "params" with an "lr_scale" that multiplies
+        the run's learning rate.
+        """
         return [{"params": [p for p in self.parameters() if p.requires_grad], "lr_scale": 1.0}]
 
     def begin_step(self, step: int, steps: int) -> None:
-        """Told before every update (0-based) of a run of `steps`: for weights on a schedule. Default: nothing."""
+        """Told before every update (0-based) of a run of `steps`: for weights on a schedule.
+        Default: nothing.
+        """
 
     def write(self, folder: Path, finished: bool) -> tuple[str, dict[str, Any]]:
-        """Write the weights into an existing folder: (name of the file, what from_json needs to read it again).
+        """Write the weights into an existing folder: (name of the file, what from_json needs
+        to read it again).
 
-        finished: the head as it is used, not a checkpoint to resume from. Raises OSError or SafetensorError.
+        finished: the head as it is used, not a checkpoint to resume from. Raises OSError or
+            SafetensorError.
         """
         state = {k: v.detach().to("cpu").contiguous() for k, v in self.state_dict().items()}
         save_file(state, folder / "head.safetensors")
@@ -278,12 +335,14 @@ class Head(nn.Module):
 
     @classmethod
     def differences(cls, card: dict[str, Any], identity: Identity) -> list[str]:
-        """Why the head described by a card (heads/checkpoint.py) does not belong to a target; [] when it does."""
+        """Why the head described by a card (heads/checkpoint.py) does not belong to a target;
+        [] when it does.
+        """
         return Identity.from_json(card["target"]).differences(identity)
 
     def attach(self, target: Target) -> None:
-        """Called once the weights are loaded from a folder: a head with trains_target tunes `target` as it was trained
-        to and gives it an identity of its own. Default: nothing."""
+        """Called once the weights are loaded from a folder: a head with trains_target tunes
+        `target` as it was trained to and gives it an identity of its own. Default: nothing."""
 
 
 def differing(wanted: dict[str, tuple[int, ...]], stored: dict[str, tuple[int, ...]]) -> list[str]:

@@ -1,8 +1,9 @@
-"""A head on disk: its weights and head.json, with the identity of the target it was trained for.
+"""A head on disk: its weights and head.json, with the identity of the target it was trained
+for.
 
-Written to a staging folder, synced, then renamed: a reader sees a whole head or none. Every file is checked against
-its sha256 on load, and head.json value by value: a card whose hash is right may still be a
-stranger's. No pickle.
+Written to a staging folder, synced, then renamed: a reader sees a whole head or none. Every
+file is checked against its sha256 on load, and head.json value by value: a card whose hash is
+right may still be a stranger's. No pickle.
 """
 
 from __future__ import annotations
@@ -72,8 +73,11 @@ class Card:
         return [f"target.{key}: holds {HALF}" for key, text in told.items() if not is_whole(text)]
 
 
-def save_head(head: Head, folder: Path | str, identity: Identity | None, extra: dict[str, Any] | None = None) -> None:
-    """Write `head` as a folder, replacing a head that is there. extra: JSON kept as it is (step, scores).
+def save_head(
+    head: Head, folder: Path | str, identity: Identity | None, extra: dict[str, Any] | None = None
+) -> None:
+    """Write `head` as a folder, replacing a head that is there. extra: JSON kept as it is
+    (step, scores).
 
     Raises OSError or SafetensorError when the disk refuses; then nothing has changed.
     """
@@ -81,20 +85,38 @@ def save_head(head: Head, folder: Path | str, identity: Identity | None, extra: 
         write_head(head, stage, identity, extra, finished=True)
 
 
-def write_head(head: Head, folder: Path, identity: Identity | None, extra: dict[str, Any] | None = None,
-               finished: bool = False) -> None:
-    """Write the files of a head into an existing folder, without staging. finished: not a checkpoint (Head.write)."""
+def write_head(
+    head: Head,
+    folder: Path,
+    identity: Identity | None,
+    extra: dict[str, Any] | None = None,
+    finished: bool = False,
+) -> None:
+    """Write the files of a head into an existing folder, without staging. finished: not a
+    checkpoint (Head.write).
+    """
     name, saved = head.write(folder, finished)
     write_card(folder, name, head.kind, saved, identity, extra)
 
 
-def write_card(folder: Path, name: str, kind: str, saved: dict[str, Any], identity: Identity | None,
-               extra: dict[str, Any] | None) -> None:
+def write_card(
+    folder: Path,
+    name: str,
+    kind: str,
+    saved: dict[str, Any],
+    identity: Identity | None,
+    extra: dict[str, Any] | None,
+) -> None:
     """Write head.json beside the weights file `name`. saved: what from_json needs."""
     path = folder / name
-    card = {"format": FORMAT, "kind": kind, "head": saved,
-            "target": identity.to_json() if identity else None, "extra": extra or {},
-            "weights": {"file": name, "bytes": path.stat().st_size, "sha256": sha256_file(path)}}
+    card = {
+        "format": FORMAT,
+        "kind": kind,
+        "head": saved,
+        "target": identity.to_json() if identity else None,
+        "extra": extra or {},
+        "weights": {"file": name, "bytes": path.stat().st_size, "sha256": sha256_file(path)},
+    }
     card["sha256"] = _card_sha256(card)
     (folder / CARD).write_text(text_of(card))
 
@@ -102,8 +124,8 @@ def write_card(folder: Path, name: str, kind: str, saved: dict[str, Any], identi
 def read_card(folder: Path) -> dict[str, Any]:
     """The head.json of a folder, checked but for what is in `head` and `extra`.
 
-    Raises UserError naming the file when it is missing or damaged, of another format, or holds a
-    wrong value.
+    Raises UserError naming the file when it is missing or damaged, of another format, or holds
+    a wrong value.
     """
     from heads import HEADS
 
@@ -111,7 +133,11 @@ def read_card(folder: Path) -> dict[str, Any]:
     try:
         text = path.read_text()
         card = json.loads(text)
-        sound = isinstance(card, dict) and card["sha256"] == _card_sha256(card) and text == text_of(card)
+        sound = (
+            isinstance(card, dict)
+            and card["sha256"] == _card_sha256(card)
+            and text == text_of(card)
+        )
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; give a run folder or a head folder") from None
     except (OSError, ValueError, KeyError, RecursionError) as error:
@@ -129,16 +155,19 @@ def read_card(folder: Path) -> dict[str, Any]:
             f"{path}: {'; '.join(p.partition('; set ')[0] for p in problems[:3])}; {AGAIN}"
         )
     if known.kind not in HEADS:
-        raise UserError(f"{path}: unknown kind of head {known.kind[:80]!r}; known: {', '.join(sorted(HEADS))}")
+        raise UserError(
+            f"{path}: unknown kind of head {known.kind[:80]!r}; known: {', '.join(sorted(HEADS))}"
+        )
     return card
 
 
 def load_head(folder: Path | str, target: Target) -> Head:
     """The head in `folder` on the target's device, in the dtype it was trained in.
 
-    Raises UserError when a file is missing or damaged, a value of the card is wrong or does not go with
-    the weights, or the head was trained for another target, tokenizer or chat template (named by hash).
-    Nothing of the card's sizes is made before they are those of the weights.
+    Raises UserError when a file is missing or damaged, a value of the card is wrong or does
+    not go with the weights, or the head was trained for another target, tokenizer or chat
+    template (named by hash). Nothing of the card's sizes is made before they are those of the
+    weights.
     """
     from heads import HEADS
 
@@ -148,17 +177,25 @@ def load_head(folder: Path | str, target: Target) -> Head:
     if card["target"] and target.identity is not None:
         differences = kind.differences(card, target.identity)
         if differences:
-            raise UserError(f"{folder}: the head was trained for another target ({'; '.join(differences)}); "
-                            "use the target it names or train a head for this one")
+            raise UserError(
+                f"{folder}: the head was trained for another target ({'; '.join(differences)}); "
+                "use the target it names or train a head for this one"
+            )
     if kind.trains_target and target.borrowed and not target.tuning:
-        raise UserError(f"{folder}: loading it tunes the target, and a head of the original target is in use already; "
-                        "score the two in separate runs")
+        raise UserError(
+            f"{folder}: loading it tunes the target, and a head of the original target "
+            "is in use already; "
+            "score the two in separate runs"
+        )
     wanted = card["weights"]
     path = folder / wanted["file"]
     try:
         size = path.stat().st_size
         if size != wanted["bytes"] or sha256_file(path) != wanted["sha256"]:
-            raise UserError(f"{path}: damaged (size or sha256 differs from {CARD}); restore it or train the head again")
+            raise UserError(
+                f"{path}: damaged (size or sha256 differs from {CARD}); restore it or "
+                "train the head again"
+            )
         with safe_open(path, framework="pt") as file:
             stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError:
@@ -192,7 +229,9 @@ def load_head(folder: Path | str, target: Target) -> Head:
 
 
 def text_of(card: dict[str, Any]) -> str:
-    """The one way in which a card is written: a file that reads the same but looks different was changed."""
+    """The one way in which a card is written: a file that reads the same but looks different
+    was changed.
+    """
     return json.dumps(card, indent=1) + "\n"
 
 
@@ -203,10 +242,11 @@ def _card_sha256(card: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def staged(final: Path) -> Iterator[Path]:
-    """A staging folder beside `final` that takes its place when the block ends well, and vanishes when it does not.
+    """A staging folder beside `final` that takes its place when the block ends well, and
+    vanishes when it does not.
 
-    Files and folders are synced before the rename. If `final` exists, it is set aside first; `recover` mends the
-    instant between the two renames.
+    Files and folders are synced before the rename. If `final` exists, it is set aside first;
+    `recover` mends the instant between the two renames.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     stage, old = final.with_name(f".tmp-{final.name}"), final.with_name(f".old-{final.name}")
@@ -230,7 +270,9 @@ def staged(final: Path) -> Iterator[Path]:
 
 
 def recover(final: Path) -> None:
-    """Undo what a killed `staged` left behind: its staging folder, and a predecessor that was set aside."""
+    """Undo what a killed `staged` left behind: its staging folder, and a predecessor that was
+    set aside.
+    """
     shutil.rmtree(final.with_name(f".tmp-{final.name}"), ignore_errors=True)
     old = final.with_name(f".old-{final.name}")
     if old.exists():

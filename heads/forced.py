@@ -1,10 +1,13 @@
-"""What a head's training pass would draft: the teacher-forced side of every comparison with decoding.
+"""What a head's training pass would draft: the teacher-forced side of every comparison with
+decoding.
 
-A head is *forced* when it reads the true tokens in place of its own. As long as its drafts are right both are the same
-reads, so a forced pass tells what a chain accepts at every place of a text (heads/parity.py), and the ranks of the
-right tokens tell what a tree would (heads/shapes.py).
+A head is *forced* when it reads the true tokens in place of its own. As long as its drafts are
+right both are the same reads, so a forced pass tells what a chain accepts at every place of a
+text (heads/parity.py), and the ranks of the right tokens tell what a tree would
+(heads/shapes.py).
 
-Shape letters: B rows, T positions, S levels of a draft, A anchors, m tokens of a chunk, Vd draft vocabulary.
+Shape letters: B rows, T positions, S levels of a draft, A anchors, m tokens of a chunk, Vd
+draft vocabulary.
 """
 
 from __future__ import annotations
@@ -21,15 +24,16 @@ from heads import shapes, vocab
 if TYPE_CHECKING:
     from heads.base import Batch, Head
 
-# Share of the largest logit by which two orders of evaluation may differ: the drafter's cached passes of few rows and
-# the training pass over whole texts. 16-bit: measured, see docs/experiments.md.
+# Share of the largest logit by which two orders of evaluation may differ: the drafter's cached
+# passes of few rows and the training pass over whole texts. 16-bit: measured, see
+# docs/experiments.md.
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 
 
 @torch.no_grad()
 def ranks(head: Head, batch: Batch, target: Target, levels: int) -> Tensor:
-    """[A, S] int64: rank of the right token at every level, shapes.RANKS for a miss, for each anchor t whose x_{t+2} is
-    supervised; levels beyond the answer count as misses."""
+    """[A, S] int64: rank of the right token at every level, shapes.RANKS for a miss, for each
+    anchor t whose x_{t+2} is supervised; levels beyond the answer count as misses."""
     tokens, ids, size = batch.ids.reshape(-1), head.ids(), batch.ids.numel()
     table = torch.full((size, levels), shapes.RANKS, dtype=torch.int64, device=tokens.device)
     first = torch.zeros(size, dtype=torch.bool, device=tokens.device)
@@ -44,8 +48,9 @@ def ranks(head: Head, batch: Batch, target: Target, levels: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Forced:
-    """hit, sure: [B, T, S] bool at (row, place of the first token to draft, level): the training pass drafts the text's
-    token there; and by more than rounding, either way. seen: [B, T, S] bool, the place was looked at."""
+    """hit, sure: [B, T, S] bool at (row, place of the first token to draft, level): the
+    training pass drafts the text's token there; and by more than rounding, either way. seen:
+    [B, T, S] bool, the place was looked at."""
 
     hit: Tensor
     sure: Tensor
@@ -54,8 +59,8 @@ class Forced:
 
 @torch.no_grad()
 def judge(head: Head, batch: Batch, target: Target, levels: int) -> Forced:
-    """Where the supervised text of `batch` is what a chain of `levels` would draft. A tie goes to the token that argmax
-    takes, and is not sure."""
+    """Where the supervised text of `batch` is what a chain of `levels` would draft. A tie goes
+    to the token that argmax takes, and is not sure."""
     tokens, ids, size = batch.ids.reshape(-1), head.ids(), batch.ids.numel()
     hit, sure, seen = torch.zeros(3, size, levels, dtype=torch.bool, device=tokens.device)
     for flat, level, z in head.forced(batch, target, levels):

@@ -1,5 +1,5 @@
-"""How large the numbers of a head's configuration may be: what a file or a command line asks for is
-compared with these before anything of that size is made."""
+"""How large the numbers of a head's configuration may be: what a file or a command line asks
+for is compared with these before anything of that size is made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ MOST = 2**31 - 1  # of anything else that is counted
 
 
 def outside(values: Any, bounds: Iterable[tuple[str, int, int]]) -> list[str]:
-    """Problems of the numbers in `values` that leave (key, lowest, highest), "key: value; fix"."""
+    """Problems of the numbers in `values` that leave (key, lowest, highest), "key: value;
+    fix".
+    """
     found = []
     for key, low, high in bounds:
         value = getattr(values, key)

@@ -1,15 +1,19 @@
-"""Vocabulary losses in chunks of tokens: [B, T, K, V] never exists, and the gradient is made where the logits are.
+"""Vocabulary losses in chunks of tokens: [B, T, K, V] never exists, and the gradient is made
+where the logits are.
 
-The kernel walks over chunks of supervised tokens; in a chunk it computes the logits of every head, their softmax, the
-loss, and at once the gradients with respect to hidden states and weights. What it keeps is [K, n, D] and [K, Vd, D].
-Matmuls run in the dtype of the hidden states (bfloat16 with float32 accumulation); the softmax runs in float32 inside
-its kernel and is stored in that dtype; all sums are float32 or better.
+The kernel walks over chunks of supervised tokens; in a chunk it computes the logits of every
+head, their softmax, the loss, and at once the gradients with respect to hidden states and
+weights. What it keeps is [K, n, D] and [K, Vd, D]. Matmuls run in the dtype of the hidden
+states (bfloat16 with float32 accumulation); the softmax runs in float32 inside its kernel and
+is stored in that dtype; all sums are float32 or better.
 
-Terms (weights in the config, any mix): `hard` cross-entropy with the data's token; `soft` cross-entropy with the
-target's law p, whose gradient is that of the forward KL; `tv` total variation 1 - sum min(p, q), the rejection rate
-itself (Leviathan et al. 2023); `lk` its logarithm, -log sum min(p, q) (LK losses, arXiv 2602.23881).
+Terms (weights in the config, any mix): `hard` cross-entropy with the data's token; `soft`
+cross-entropy with the target's law p, whose gradient is that of the forward KL; `tv` total
+variation 1 - sum min(p, q), the rejection rate itself (Leviathan et al. 2023); `lk` its
+logarithm, -log sum min(p, q) (LK losses, arXiv 2602.23881).
 
-Shape letters: n supervised tokens, K heads, D width, Vd draft vocabulary, m tokens of a chunk, r low rank.
+Shape letters: n supervised tokens, K heads, D width, Vd draft vocabulary, m tokens of a chunk,
+r low rank.
 """
 
 from __future__ import annotations
@@ -25,7 +29,9 @@ from torch.nn import functional
 from decode.target import Target
 from heads import vocab
 
-LawFn = Callable[[slice], tuple[Tensor, Tensor]]  # tokens of a chunk -> (p [m, Vd], usable [m] bool)
+LawFn = Callable[
+    [slice], tuple[Tensor, Tensor]
+]  # tokens of a chunk -> (p [m, Vd], usable [m] bool)
 MASKS = ("token", "argmax", "all")
 
 
@@ -41,8 +47,8 @@ class LossWeights:
     tv: float = 0.0
     # minus the logarithm of the acceptance rate
     lk: float = 0.0
-    # where the target's law teaches a draft vocabulary: token = the data's token lies inside, argmax = the
-    # target's most probable one does (needs the whole LM head), all = everywhere
+    # where the target's law teaches a draft vocabulary: token = the data's token lies inside,
+    # argmax = the target's most probable one does (needs the whole LM head), all = everywhere
     mask: str = "token"
 
     @property
@@ -53,10 +59,14 @@ class LossWeights:
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
         values = {"hard": self.hard, "soft": self.soft, "tv": self.tv, "lk": self.lk}
-        found = [f"{k}: {v} is below 0; give a weight >= 0" for k, v in values.items() if not v >= 0]
+        found = [
+            f"{k}: {v} is below 0; give a weight >= 0" for k, v in values.items() if not v >= 0
+        ]
         if self.mask not in MASKS:
             found.append(f"mask: {self.mask!r} is unknown; choose {', '.join(MASKS)}")
-        return found or ([] if any(values.values()) else ["hard: all loss weights are 0; set one above 0"])
+        return found or (
+            [] if any(values.values()) else ["hard: all loss weights are 0; set one above 0"]
+        )
 
 
 def target_law(
@@ -69,14 +79,16 @@ def target_law(
     mask: str,
     top_k: int = 0,
 ) -> LawFn:
-    """The target's law p(x_s | x_<s) at n predicted tokens, over a draft vocabulary alone and renormalised.
+    """The target's law p(x_s | x_<s) at n predicted tokens, over a draft vocabulary alone and
+    renormalised.
 
-    rows: weight [Vd, D] and bias [Vd] or None of the target's LM head over the draft vocabulary; with the mask "argmax"
-    over all V tokens. feats: [N, D], output of the target after its final norm. source: [n] int64, the row of
-    feats that predicts token j, one before it. ids: [Vd] int64 ascending draft vocabulary, None for all. place: [n]
-    int64, where the token of the data stands in it, -1 outside. mask: which tokens are taught, one of MASKS; the others
-    have no law. "argmax" is EAGLE-3's (Li et al. 2025); on text that the target wrote greedily "token" is the same,
-    from Vd rows.
+    rows: weight [Vd, D] and bias [Vd] or None of the target's LM head over the draft
+    vocabulary; with the mask "argmax" over all V tokens. feats: [N, D], output of the target
+    after its final norm. source: [n] int64, the row of feats that predicts token j, one before
+    it. ids: [Vd] int64 ascending draft vocabulary, None for all. place: [n] int64, where the
+    token of the data stands in it, -1 outside. mask: which tokens are taught, one of MASKS;
+    the others have no law. "argmax" is EAGLE-3's (Li et al. 2025); on text that the target
+    wrote greedily "token" is the same, from Vd rows.
     top_k: keep only so many most probable tokens of the law (HASS); 0 = all.
     """
     weight, bias = rows
@@ -106,8 +118,9 @@ def stored_law(
     place: Tensor,
     mask: str,
 ) -> LawFn:
-    """As `target_law`, from the target's k most probable tokens, the best first: ids and probabilities [N, k]. size:
-    tokens of the whole vocabulary. Where none of the k lies inside there is no law."""
+    """As `target_law`, from the target's k most probable tokens, the best first: ids and
+    probabilities [N, k]. size: tokens of the whole vocabulary. Where none of the k lies inside
+    there is no law."""
     tokens, probabilities = stored
 
     def law(part: slice) -> tuple[Tensor, Tensor]:
@@ -140,26 +153,41 @@ def chunked_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss of K parallel heads over one draft vocabulary.
 
-    hidden: [K, n, D], head k's hidden state for predicted token j. weight: [K, Vd, D], or [Vd, D] shared by all heads;
-    cast to hidden's dtype once. place: [n] int64, the predicted token's place in the draft vocabulary, -1 outside.
-    valid: [K, n] bool, head k has a feature for token j. law: gives the target's law over the draft vocabulary,
-    renormalised, and which tokens have a usable one; None when `terms` does not need it.
-    head_weights: [K] float32. low_rank: m [n, r] and W [Vd, r] of a term m W^T added to the logits of all heads;
-    both are cast to hidden's dtype.
+    hidden: [K, n, D], head k's hidden state for predicted token j. weight: [K, Vd, D], or [Vd,
+    D] shared by all heads; cast to hidden's dtype once. place: [n] int64, the predicted
+    token's place in the draft vocabulary, -1 outside.
+    valid: [K, n] bool, head k has a feature for token j. law: gives the target's law over the
+    draft vocabulary, renormalised, and which tokens have a usable one; None when `terms` does
+    not need it.
+    head_weights: [K] float32. low_rank: m [n, r] and W [Vd, r] of a term m W^T added to the
+    logits of all heads; both are cast to hidden's dtype.
 
-    Returns (scalar loss summed over tokens and heads, with gradient to hidden, weight and the low-rank pair;
-    [K, 2] float64 loss and its number of tokens per head; [K, 2] float64 hits of the argmax and tries).
-    A valid token outside the draft vocabulary gives no loss but counts as a miss.
+    Returns (scalar loss summed over tokens and heads, with gradient to hidden, weight and the
+    low-rank pair; [K, 2] float64 loss and its number of tokens per head; [K, 2] float64 hits
+    of the argmax and tries). A valid token outside the draft vocabulary gives no loss but
+    counts as a miss.
     """
     near, far = (None, None) if low_rank is None else (low_rank[0].to(hidden.dtype), low_rank[1])
-    return _ChunkedLoss.apply(hidden, weight, near, far, place, valid, law, terms, head_weights, chunk)  # type: ignore[no-any-return]
+    return _ChunkedLoss.apply(
+        hidden, weight, near, far, place, valid, law, terms, head_weights, chunk
+    )  # type: ignore[no-any-return]
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, near: Tensor | None, far: Tensor | None, place: Tensor,
-                valid: Tensor, law: LawFn | None, terms: LossWeights, head_weights: Tensor,
-                chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        near: Tensor | None,
+        far: Tensor | None,
+        place: Tensor,
+        valid: Tensor,
+        law: LawFn | None,
+        terms: LossWeights,
+        head_weights: Tensor,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         heads, n, _ = hidden.shape
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         shared = weight.dim() == 2
@@ -210,21 +238,26 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """The stored gradients times the incoming one. They are scaled in place: one backward per forward."""
+        """The stored gradients times the incoming one. They are scaled in place: one backward
+        per forward.
+        """
         scale, saved = grads[0], list(ctx.saved_tensors)
         found = [saved.pop(0).mul_(scale) if has else None for has in ctx.has]
         return *found, None, None, None, None, None, None
 
 
-def _kernel(z: Tensor, p: Tensor | None, spot: Tensor, inside: Tensor, usable: Tensor,
-            terms: LossWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One head, one chunk. z: [m, Vd] logits. Returns loss [m] wide, gradient [m, Vd] in z's dtype that is still to be
-    multiplied by the row factors [m], and hit [m]. Every pass over [m, Vd] costs as much as a third of a matmul."""
+def _kernel(
+    z: Tensor, p: Tensor | None, spot: Tensor, inside: Tensor, usable: Tensor, terms: LossWeights
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One head, one chunk. z: [m, Vd] logits. Returns loss [m] wide, gradient [m, Vd] in z's
+    dtype that is still to be multiplied by the row factors [m], and hit [m]. Every pass over
+    [m, Vd] costs as much as a third of a matmul."""
     wide = torch.float64 if z.dtype == torch.float64 else torch.float32
     q = torch.softmax(z, -1)
     top, best = q.max(-1, keepdim=True)
     hit = (best == spot)[:, 0]
-    # From the largest probability, not from the target's: its rounding is relative, so lse is good to 2^-9 at worst.
+    # From the largest probability, not from the target's: its rounding is relative, so lse is
+    # good to 2^-9 at worst.
     lse = z.gather(1, best)[:, 0].to(wide) - top[:, 0].to(wide).log()
     loss, in_vocab, has_law = torch.zeros_like(lse), inside.to(wide), usable.to(wide)
     if terms.hard:
@@ -252,5 +285,7 @@ def _kernel(z: Tensor, p: Tensor | None, spot: Tensor, inside: Tensor, usable: T
 
 
 def _less(q: Tensor, spot: Tensor, amount: Tensor) -> Tensor:
-    """q with `amount` [m, 1] taken off at `spot` [m, 1], in place (scatter_add_ is several times slower on a CPU)."""
+    """q with `amount` [m, 1] taken off at `spot` [m, 1], in place (scatter_add_ is several
+    times slower on a CPU).
+    """
     return q.scatter_(1, spot, q.gather(1, spot) - amount)

@@ -1,9 +1,10 @@
 """How drafters are named: SOURCE[@SHAPE][@DRAW][@adaptive][@WATCH], read in this one place.
 
-SOURCE is none, ngram, a folder (of a run, a head or a model) or a Hugging Face repository. SHAPE is chain or tree,
-chain:K (levels) or tree:N (nodes); ngram takes a bare K. DRAW is sampled or fixed: how a tree's candidates are taken
-where T > 0. WATCH is monitor or fallback (decode.monitor). A folder may have "@" in its path: of all readings, the
-longest source that exists counts.
+SOURCE is none, ngram, a folder (of a run, a head or a model) or a Hugging Face repository.
+SHAPE is chain or tree, chain:K (levels) or tree:N (nodes); ngram takes a bare K. DRAW is
+sampled or fixed: how a tree's candidates are taken where T > 0. WATCH is monitor or fallback
+(decode.monitor). A folder may have "@" in its path: of all readings, the longest source that
+exists counts.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ NGRAM_DEPTH = re.compile(r"[1-9]\d?")
 class Draft:
     """What a drafter's name asks for.
 
-    source: "none", "ngram", a path or a repository. shape: "chain", "tree", "" = the drafter's own. depth: levels of a
-    chain. nodes: nodes of a tree. draw: "sampled", "fixed", "default" = the drafter's own. watch: "none", "monitor"
-    (warns below break-even) or "fallback" (decodes plainly there). None: as the drafter itself has it.
+    source: "none", "ngram", a path or a repository. shape: "chain", "tree", "" = the drafter's
+    own. depth: levels of a chain. nodes: nodes of a tree. draw: "sampled", "fixed", "default"
+    = the drafter's own. watch: "none", "monitor" (warns below break-even) or "fallback"
+    (decodes plainly there). None: as the drafter itself has it.
     """
 
     source: str
@@ -66,8 +68,8 @@ def on_disk(path: str) -> bool:
 def split(spec: str, exists: Callable[[str], bool] = on_disk) -> tuple[str, list[str]]:
     """(source, options behind it) of a drafter's name; nothing is checked and nothing raised.
 
-    Where no part of the name exists, the known options at its end are options. So is one word that is none, for the
-    sake of the error about it, unless a "/" follows its "@".
+    Where no part of the name exists, the known options at its end are options. So is one word
+    that is none, for the sake of the error about it, unless a "/" follows its "@".
     """
     words = spec.split("@")
     if words[0] in (NONE, NGRAM):
@@ -87,8 +89,8 @@ def split(spec: str, exists: Callable[[str], bool] = on_disk) -> tuple[str, list
 def parse(spec: str, exists: Callable[[str], bool] = on_disk) -> Draft:
     """What `spec` asks for. exists: tells paths that lie on this disk.
 
-    Raises UserError, one line with the fix, for an unknown option, one that this kind of drafter does not have, two
-    that exclude each other, and for options out of order.
+    Raises UserError, one line with the fix, for an unknown option, one that this kind of
+    drafter does not have, two that exclude each other, and for options out of order.
     """
     source, options = split(spec, exists)
     if not source:
@@ -104,7 +106,8 @@ def parse(spec: str, exists: Callable[[str], bool] = on_disk) -> Draft:
         draft, place = changed, at
     if out_of_order:
         raise UserError(
-            f"drafters: {spec}: the order is shape, draw, @adaptive, @monitor or @fallback; write {draft}"
+            f"drafters: {spec}: the order is shape, draw, @adaptive, @monitor or "
+            f"@fallback; write {draft}"
         )
     return _checked(draft, spec)
 
@@ -150,7 +153,8 @@ def _with(draft: Draft, option: str, spec: str) -> tuple[Draft, int]:
         raise UserError(f"drafters: {spec}: {source} has no shape {option!r}; write {source}{more}")
     else:
         raise UserError(
-            f"drafters: {spec}: unknown shape {option!r}; write {source}@chain or {source}@tree, chain:4 (levels) or "
+            f"drafters: {spec}: unknown shape {option!r}; write {source}@chain or "
+            f"{source}@tree, chain:4 (levels) or "
             "tree:16 (nodes), each with @adaptive behind it for an adaptive draft length"
         )
     raise UserError(

@@ -1,22 +1,27 @@
-"""The parity gate: does the drafter that decodes compute what the training pass computed, also after save and reload?
+"""The parity gate: does the drafter that decodes compute what the training pass computed, also
+after save and reload?
 
-"98 % in training, 10 % when served" has many causes: a rotary offset, a feature of the row before, a cache that keeps
-what it should forget, a wrong draft vocabulary, a head that was saved without a part. Each makes two computations
-differ that must agree, so both are run on the same text, the target's own greedy answers to some prompts:
+"98 % in training, 10 % when served" has many causes: a rotary offset, a feature of the row
+before, a cache that keeps what it should forget, a wrong draft vocabulary, a head that was
+saved without a part. Each makes two computations differ that must agree, so both are run on
+the same text, the target's own greedy answers to some prompts:
 
-- *free-running*: the real engine with a chain drafter; in each cycle the drafter goes on from its own outputs;
-- *teacher-forced*: the training pass over the finished answers (heads/forced.py), for drafts of the same depth. What a
-  chain accepts at T = 0 is a function of the text before it, so stepping through the answer by what the training pass
-  accepts must give the cycles of the engine, one by one. The mean over *all* places is another figure: a cycle starts
-  behind a mistake of the drafter, where the text is harder;
+- *free-running*: the real engine with a chain drafter; in each cycle the drafter goes on from
+its own outputs;
+- *teacher-forced*: the training pass over the finished answers (heads/forced.py), for drafts
+  of the same depth. What a chain accepts at T = 0 is a function of the text before it, so
+  stepping through the answer by what the training pass accepts must give the cycles of the
+  engine, one by one. The mean over *all* places is another figure: a cycle starts behind a
+  mistake of the drafter, where the text is harder;
 - *reloaded*: the engine with the head as it was saved and read back.
 
-Compared are the laws that drafts are drawn from: at some cycles of a short run at T = 1 the training pass is given the
-drafted chain and must have the same law at every level, whether the target accepts the tokens or not. And what the
-greedy cycles accepted, one by one, except where the training pass prefers one token over another by no more than
-rounding. In float32 one difference fails the gate; in 16 bits the laws may be LAW apart on average, a later level not
-much more than the first, and a small share of the cycles may differ. The accepted lengths may differ by no more than
-the paired interval over prompts, or SLACK.
+Compared are the laws that drafts are drawn from: at some cycles of a short run at T = 1 the
+training pass is given the drafted chain and must have the same law at every level, whether the
+target accepts the tokens or not. And what the greedy cycles accepted, one by one, except where
+the training pass prefers one token over another by no more than rounding. In float32 one
+difference fails the gate; in 16 bits the laws may be LAW apart on average, a later level not
+much more than the first, and a small share of the cycles may differ. The accepted lengths may
+differ by no more than the paired interval over prompts, or SLACK.
 
 Shape letters: S levels of a draft, P prompts.
 """
@@ -41,9 +46,10 @@ from heads.forced import Forced, judge
 
 SLACK = 0.05  # of accepted length, below which a difference is not held against a head in 16 bits
 SHARE = 0.02  # of cycles that may differ in 16 bits beyond what counts as rounding; none in float32
-# Total variation between two laws. 16 bits: the mean allowed, and in times of the first level's what a later one may
-# have on top of a hundredth (a sound EAGLE-3 head has 0.01 at every level, one with late rotary positions first 0.01,
-# then 0.05); float32: the most allowed.
+# Total variation between two laws. 16 bits: the mean allowed, and in times of the first
+# level's what a later one may have on top of a hundredth (a sound EAGLE-3 head has 0.01 at
+# every level, one with late rotary positions first 0.01, then 0.05); float32: the most
+# allowed.
 LAW, RISE, EXACT = 0.1, 3.0, 1e-3
 PROBES = 3  # cycles per prompt whose laws are compared
 ROWS = 8  # rows of a training pass
@@ -51,15 +57,18 @@ ROWS = 8  # rows of a training pass
 
 @dataclass
 class Parity:
-    """What the gate found. lengths: name -> accepted length (bonus token counted, loops apart) of teacher_forced,
-    free_running and, where it was measured, reloaded. problems: why it failed, for the user; [] when it passed."""
+    """What the gate found. lengths: name -> accepted length (bonus token counted, loops apart)
+    of teacher_forced, free_running and, where it was measured, reloaded. problems: why it
+    failed, for the user; [] when it passed."""
 
     depth: int
     prompts: int
     cycles: int = 0
     lengths: dict[str, stats.Interval] = field(default_factory=dict)
     every_place: float | None = None
-    distance: list[list[float]] = field(default_factory=list)  # per level: total variation, mean and largest
+    distance: list[list[float]] = field(
+        default_factory=list
+    )  # per level: total variation, mean and largest
     identical: bool | None = None  # the reloaded head wrote the very same drafts
     problems: list[str] = field(default_factory=list)
 
@@ -71,26 +80,47 @@ class Parity:
     def json(self) -> dict[str, Any]:
         """Plain values for metrics.jsonl and reports."""
         lengths = {k: v.json() for k, v in self.lengths.items()}
-        return {"passed": self.passed, "depth": self.depth, "prompts": self.prompts, "cycles": self.cycles,
-                "accepted_length": lengths, "every_place": self.every_place, "law_distance": self.distance,
-                "reload_identical": self.identical, "problems": self.problems}  # fmt: skip
+        return {
+            "passed": self.passed,
+            "depth": self.depth,
+            "prompts": self.prompts,
+            "cycles": self.cycles,
+            "accepted_length": lengths,
+            "every_place": self.every_place,
+            "law_distance": self.distance,
+            "reload_identical": self.identical,
+            "problems": self.problems,
+        }
 
     def lines(self) -> list[str]:
         """The table for people."""
-        out = [f"parity, chain of {self.depth}, T = 0, {self.prompts} prompts, {self.cycles} cycles; accepted length:"]
-        about = {"teacher_forced": "the training pass over the same answers", "free_running": "decoded by the engine",
-                 "reloaded": "the same after save and reload"}  # fmt: skip
+        out = [
+            f"parity, chain of {self.depth}, T = 0, {self.prompts} prompts, "
+            f"{self.cycles} cycles; accepted length:"
+        ]
+        about = {
+            "teacher_forced": "the training pass over the same answers",
+            "free_running": "decoded by the engine",
+            "reloaded": "the same after save and reload",
+        }
         for name, found in self.lengths.items():
             spread = f" [{found.low:.3f}, {found.high:.3f}]" if found.low is not None else ""
             out.append(f"  {name.replace('_', '-'):<15} {found.mean:.3f}{spread}  {about[name]}")
         if self.distance:
-            out.append(f"  drafted laws against the training pass's, total variation: {_by_level(self.distance)}")
-        return [*out, *(f"  FAILED: {p}" for p in self.problems), *([] if self.problems else ["  passed"])]
+            out.append(
+                "  drafted laws against the training pass's, total variation: "
+                f"{_by_level(self.distance)}"
+            )
+        return [
+            *out,
+            *(f"  FAILED: {p}" for p in self.problems),
+            *([] if self.problems else ["  passed"]),
+        ]
 
 
 class _Witness:
-    """A chain drafter that keeps PROBES whole drafts of every request, the first and the last ones: (cycle, tokens [S],
-    laws [S, Vd]). vocab: what the laws' places mean, see Proposal."""
+    """A chain drafter that keeps PROBES whole drafts of every request, the first and the last
+    ones: (cycle, tokens [S], laws [S, Vd]). vocab: what the laws' places mean, see Proposal."""
 
     vocab: Tensor | None = None
 
@@ -117,20 +147,37 @@ class _Witness:
             if tree.proposal is not None and size == self.max_depth:
                 if len(self.kept[index]) == PROBES:
                     del self.kept[index][1]
-                laws, self.vocab = tree.proposal.law[row, tree.proposal.row[row, :size]], tree.proposal.vocab
-                self.kept[index].append((self.cycles[index], tree.tokens[row, :size].tolist(), laws.cpu()))
+                laws, self.vocab = (
+                    tree.proposal.law[row, tree.proposal.row[row, :size]],
+                    tree.proposal.vocab,
+                )
+                self.kept[index].append(
+                    (self.cycles[index], tree.tokens[row, :size].tolist(), laws.cpu())
+                )
             self.cycles[index] += 1
         return tree
 
 
-def check(head: Head, target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, batch_size: int = 8,
-          reload: Callable[[], Head] | None = None) -> Parity:  # fmt: skip
-    """Run the gate for `head` on token `prompts`. reload: gives the head as it was saved and read back.
+def check(
+    head: Head,
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    batch_size: int = 8,
+    reload: Callable[[], Head] | None = None,
+) -> Parity:
+    """Run the gate for `head` on token `prompts`. reload: gives the head as it was saved and
+    read back.
 
     Raises UserError when the saved head cannot be read.
     """
     head.eval()
-    asked = [Request(p, max_new_tokens, id=i) for i, p in enumerate(prompts) if 0 < len(p) < target.context_length]
+    asked = [
+        Request(p, max_new_tokens, id=i)
+        for i, p in enumerate(prompts)
+        if 0 < len(p) < target.context_length
+    ]
     depth = int(head.drafter(target, "chain").max_depth)
     found = Parity(depth, len(asked))
     if not asked:
@@ -152,23 +199,37 @@ def check(head: Head, target: Target, prompts: Sequence[Sequence[int]], max_new_
             found.lengths[name] = stats.accepted_length([stats.split(g).clean for g in generations])
             found.problems += ["the reloaded head drafts other tokens"] * (name == "reloaded")
             continue
-        replayed = [replace(g, cycles=_replay(t, g, depth)) for t, g in zip(tables, generations, strict=True)]
+        replayed = [
+            replace(g, cycles=_replay(t, g, depth))
+            for t, g in zip(tables, generations, strict=True)
+        ]
         clean = [[stats.split(g).clean for g in side] for side in (replayed, generations)]
         if name == "free_running":
             found.cycles = sum(map(len, clean[1]))
             found.lengths["teacher_forced"] = stats.accepted_length(clean[0])
-            places = torch.cat([t.hit[1 : len(g.token_ids) - depth] for t, g in zip(tables, generations, strict=True)])
-            found.every_place = 1 + float(places.cumprod(1).sum(1).double().mean()) if len(places) else None
+            places = torch.cat(
+                [
+                    t.hit[1 : len(g.token_ids) - depth]
+                    for t, g in zip(tables, generations, strict=True)
+                ]
+            )
+            found.every_place = (
+                1 + float(places.cumprod(1).sum(1).double().mean()) if len(places) else None
+            )
         found.lengths[name] = stats.accepted_length(clean[1])
         decoding = head if name == "free_running" or again is None else again
         distance = _law_distance(head, decoding, target, asked, batch_size)
         found.distance = distance if name == "free_running" else found.distance
-        found.problems += _verdict(name, clean, distance, _contradictions(tables, generations), target)
+        found.problems += _verdict(
+            name, clean, distance, _contradictions(tables, generations), target
+        )
     return found
 
 
 def _decode(head: Head, target: Target, asked: list[Request], batch_size: int) -> list[Generation]:
-    return generate(target, head.drafter(target, "chain"), asked, Sampling(), batch_size=batch_size).generations
+    return generate(
+        target, head.drafter(target, "chain"), asked, Sampling(), batch_size=batch_size
+    ).generations
 
 
 def _lost(head: Head, again: Head) -> list[str]:
@@ -176,13 +237,20 @@ def _lost(head: Head, again: Head) -> list[str]:
     if type(head).write is not Head.write:  # saved in a form of its own: its drafts alone can tell
         return []
     mine, other = head.state_dict(), again.state_dict()
-    names = [n for n in {**mine, **other} if n not in mine or n not in other
-             or not torch.equal(mine[n].cpu(), other[n].cpu())]  # fmt: skip
-    return [f"the saved head differs from the trained one in {', '.join(names[:4])}"] if names else []
+    names = [
+        n
+        for n in {**mine, **other}
+        if n not in mine or n not in other or not torch.equal(mine[n].cpu(), other[n].cpu())
+    ]
+    return (
+        [f"the saved head differs from the trained one in {', '.join(names[:4])}"] if names else []
+    )
 
 
 def _batches(rows: list[tuple[list[int], int]], target: Target) -> list[Batch]:
-    """Rows (tokens, number of tokens before the supervised ones) as batches of at most ROWS rows."""
+    """Rows (tokens, number of tokens before the supervised ones) as batches of at most ROWS
+    rows.
+    """
     out = []
     for start in range(0, len(rows), ROWS):
         part = rows[start : start + ROWS]
@@ -192,13 +260,17 @@ def _batches(rows: list[tuple[list[int], int]], target: Target) -> list[Batch]:
             ids[b, : len(tokens)] = torch.tensor(tokens)
         at = torch.arange(ids.shape[1])
         on = (at >= torch.tensor([n for _, n in part])[:, None]) & (at < size)
-        out.append(Batch(ids, at < size, on, torch.arange(start, start + len(part))).to(target.device))
+        out.append(
+            Batch(ids, at < size, on, torch.arange(start, start + len(part))).to(target.device)
+        )
     return out
 
 
-def _judged(head: Head, target: Target, texts: list[tuple[list[int], list[int]]], depth: int) -> list[Forced] | None:
-    """Per text the tables [n, S], row k: the draft that follows after k generated tokens; None when the head has no
-    teacher-forced pass."""
+def _judged(
+    head: Head, target: Target, texts: list[tuple[list[int], list[int]]], depth: int
+) -> list[Forced] | None:
+    """Per text the tables [n, S], row k: the draft that follows after k generated tokens; None
+    when the head has no teacher-forced pass."""
     out: list[Forced] = []
     for batch in _batches([([*p, *t], len(p)) for p, t in texts], target):
         tables = judge(head, batch, target, depth)
@@ -234,25 +306,35 @@ def _contradictions(tables: list[Forced], generations: list[Generation]) -> tupl
 
 
 @torch.no_grad()
-def _law_distance(head: Head, decoding: Head, target: Target, asked: list[Request],
-                  batch_size: int) -> list[list[float]]:  # fmt: skip
-    """Per level [mean, largest] total variation between the laws that the drafter of `decoding` draws from at T = 1 and
-    those of the training pass of `head` over the drawn tokens; [] when the drafter states none."""
+def _law_distance(
+    head: Head, decoding: Head, target: Target, asked: list[Request], batch_size: int
+) -> list[list[float]]:
+    """Per level [mean, largest] total variation between the laws that the drafter of
+    `decoding` draws from at T = 1 and those of the training pass of `head` over the drawn
+    tokens; [] when the drafter states none."""
     witness = _Witness(decoding.drafter(target, "chain"))
     depth = witness.max_depth
     # Some rows leave earlier, so that the state of the others is moved.
-    short = [replace(r, max_new_tokens=min(r.max_new_tokens, (2 + i % 2) * (depth + 2))) for i, r in enumerate(asked)]
+    short = [
+        replace(r, max_new_tokens=min(r.max_new_tokens, (2 + i % 2) * (depth + 2)))
+        for i, r in enumerate(asked)
+    ]
     run = generate(target, witness, short, Sampling(temperature=1.0), batch_size=batch_size)  # type: ignore[arg-type]
     rows, laws = [], []
     for generation, kept in zip(run.generations, witness.kept, strict=True):
         for cycle, tokens, law in kept:
-            before = [*generation.prompt_ids, *generation.token_ids[: generation.cycles[cycle].start]]
+            before = [
+                *generation.prompt_ids,
+                *generation.token_ids[: generation.cycles[cycle].start],
+            ]
             rows.append(([*before, *tokens], len(before)))
             laws.append(law)
     found: list[list[float]] = [[] for _ in range(depth)]
     for number, batch in enumerate(_batches(rows, target)):
         part = range(number * ROWS, number * ROWS + batch.ids.shape[0])
-        starts = torch.tensor([b * batch.ids.shape[1] + rows[i][1] for b, i in enumerate(part)], device=target.device)
+        starts = torch.tensor(
+            [b * batch.ids.shape[1] + rows[i][1] for b, i in enumerate(part)], device=target.device
+        )
         for flat, level, z in head.forced(batch, target, depth):
             for j, b in (flat[:, None] - level == starts).nonzero().tolist():
                 p = _spread(z[j].double().softmax(-1).cpu(), head.ids(), target.vocab_size)
@@ -266,27 +348,53 @@ def _spread(law: Tensor, ids: Tensor | None, size: int) -> Tensor:
     return law if ids is None else law.new_zeros(size).index_copy_(0, ids.cpu(), law)
 
 
-def _verdict(name: str, clean: list[list[list[Cycle]]], distance: list[list[float]], cycles: tuple[int, int],
-             target: Target) -> list[str]:  # fmt: skip
+def _verdict(
+    name: str,
+    clean: list[list[list[Cycle]]],
+    distance: list[list[float]],
+    cycles: tuple[int, int],
+    target: Target,
+) -> list[str]:
     """Why the gate fails for the engine's run `name`."""
     who = "the drafter" if name == "free_running" else "the saved and reloaded head"
     wide = target.dtype in (torch.float32, torch.float64)
     problems = []
     most = min(LAW, RISE * distance[0][0] + 0.01) if distance else LAW
-    far = [largest > EXACT if wide else mean > (most if i else LAW) for i, (mean, largest) in enumerate(distance)]
+    far = [
+        largest > EXACT if wide else mean > (most if i else LAW)
+        for i, (mean, largest) in enumerate(distance)
+    ]
     if any(far):
-        where = ("already at the first level: it reads another feature, embedding or position than training does, or "
-                 "another map of the draft vocabulary" if far[0] else
-                 "but not at the first level: its own cache or positions go wrong while it drafts on")  # fmt: skip
-        problems.append(f"{who} draws from other laws than the training pass, {where}; total variation "
-                        f"{_by_level(distance)}")  # fmt: skip
+        where = (
+            "already at the first level: it reads another feature, embedding or position "
+            "than training does, or "
+            "another map of the draft vocabulary"
+            if far[0]
+            else "but not at the first level: its own cache or positions go wrong while "
+            "it drafts on"
+        )
+        problems.append(
+            f"{who} draws from other laws than the training pass, {where}; total variation "
+            f"{_by_level(distance)}"
+        )
     if cycles[1] > (0 if wide else max(1, SHARE * cycles[0])):
-        problems.append(f"{who} accepts other lengths than the training pass at {cycles[1]} of {cycles[0]} cycles")
+        problems.append(
+            f"{who} accepts other lengths than the training pass at {cycles[1]} of "
+            f"{cycles[0]} cycles"
+        )
     gap = stats.paired_difference(clean[1], clean[0])
-    if gap.low is not None and gap.high is not None and not gap.low <= 0 <= gap.high and abs(gap.mean) > SLACK:
+    if (
+        gap.low is not None
+        and gap.high is not None
+        and not gap.low <= 0 <= gap.high
+        and abs(gap.mean) > SLACK
+    ):
         side = "below" if gap.mean < 0 else "above"
-        problems.append(f"{who} decodes with an accepted length {abs(gap.mean):.3f} {side} the training pass on "
-                        f"the same text [{gap.low:.3f}, {gap.high:.3f}]")  # fmt: skip
+        problems.append(
+            f"{who} decodes with an accepted length {abs(gap.mean):.3f} {side} the "
+            "training pass on "
+            f"the same text [{gap.low:.3f}, {gap.high:.3f}]"
+        )
     return problems
 
 

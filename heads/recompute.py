@@ -1,7 +1,9 @@
-"""Activation checkpointing: a part of the network keeps its inputs alone and is computed again in the backward pass.
+"""Activation checkpointing: a part of the network keeps its inputs alone and is computed again
+in the backward pass.
 
-Chen et al. 2016 (arXiv 1604.06174), by torch's own non-reentrant checkpoint. The graph is the same, so losses and
-gradients are bit for bit those of the plain pass. Costs one more forward pass of that part.
+Chen et al. 2016 (arXiv 1604.06174), by torch's own non-reentrant checkpoint. The graph is the
+same, so losses and gradients are bit for bit those of the plain pass. Costs one more forward
+pass of that part.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ def plainly(part: Callable[..., Any], *args: Any) -> Any:
 
 
 def recomputed(part: Callable[..., Any], *args: Any) -> Any:
-    """part(*args); a backward pass runs it again. It must give the same for the same arguments, change none of them,
-    and draw no random numbers."""
+    """part(*args); a backward pass runs it again. It must give the same for the same
+    arguments, change none of them, and draw no random numbers."""
     if not torch.is_grad_enabled():
         return part(*args)
     return checkpoint(part, *args, use_reentrant=False, preserve_rng_state=False)
@@ -32,9 +34,9 @@ def recomputed(part: Callable[..., Any], *args: Any) -> Any:
 
 @contextlib.contextmanager
 def layers_recomputed(model: nn.Module, on: bool = True) -> Iterator[None]:
-    """While open, every layer of a transformers `model` keeps its inputs alone; the backward pass runs it again with
-    the weights that it has now and the same dropout. (transformers' own switch works in training mode alone, where all
-    dropout is on.) on: False does nothing."""
+    """While open, every layer of a transformers `model` keeps its inputs alone; the backward
+    pass runs it again with the weights that it has now and the same dropout. (transformers'
+    own switch works in training mode alone, where all dropout is on.) on: False does nothing."""
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     before = [layer.__dict__.get("forward") for layer in layers]
     if on and torch.is_grad_enabled():
@@ -51,7 +53,9 @@ def layers_recomputed(model: nn.Module, on: bool = True) -> Iterator[None]:
 
 def _again(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     places = [(part._parameters, name) for part in layer.modules() for name in part._parameters]
-    weights = [held[name] for held, name in places]  # torch.func.functional_call puts others in for a while
+    weights = [
+        held[name] for held, name in places
+    ]  # torch.func.functional_call puts others in for a while
 
     def run(*args: Any, **kwargs: Any) -> Any:
         now = [held[name] for held, name in places]

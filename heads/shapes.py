@@ -1,8 +1,9 @@
 """Static draft trees from measured acceptance: which ranks of which head deserve a node.
 
-The value of a node is the chance that its whole path is right; the expected accepted length of a tree is one plus the
-sum of its values, so growing best-first by value is optimal for every number of nodes (OPT-Tree; Medusa's search does
-it with a product over heads). Values come from whole-path hits, smoothed by the product where hits are few.
+The value of a node is the chance that its whole path is right; the expected accepted length of
+a tree is one plus the sum of its values, so growing best-first by value is optimal for every
+number of nodes (OPT-Tree; Medusa's search does it with a product over heads). Values come from
+whole-path hits, smoothed by the product where hits are few.
 """
 
 from __future__ import annotations
@@ -21,14 +22,18 @@ from heads.limits import MOST_DEPTH, MOST_NODES, MOST_WIDTH
 RANKS = 10  # ranks 0..9 are candidates; RANKS itself marks a miss
 NODES = 64  # nodes of the stored tree; smaller trees are its first nodes
 SMOOTHING = 20.0  # how many measured positions the independence estimate is worth
-# Acceptance of Vicuna-7B's heads as published (Cai et al. 2024): top-1 and top-5; what an uncalibrated head assumes.
+# Acceptance of Vicuna-7B's heads as published (Cai et al. 2024): top-1 and top-5; what an
+# uncalibrated head assumes.
 PUBLISHED = ((0.560, 0.780), (0.316, 0.562), (0.201, 0.417), (0.147, 0.340), (0.118, 0.300))
 
 Path = tuple[int, ...]
 
 
-def grow(value: Callable[[Path], float], nodes: int, depth: int, ranks: int = RANKS) -> list[tuple[Path, float]]:
-    """Best-first growth: up to `nodes` paths with their values; any prefix of the list is itself a whole tree.
+def grow(
+    value: Callable[[Path], float], nodes: int, depth: int, ranks: int = RANKS
+) -> list[tuple[Path, float]]:
+    """Best-first growth: up to `nodes` paths with their values; any prefix of the list is
+    itself a whole tree.
 
     A path enters the frontier after its parent and its elder sibling.
     """
@@ -46,14 +51,19 @@ def grow(value: Callable[[Path], float], nodes: int, depth: int, ranks: int = RA
 
 
 def measure(ranks: Tensor) -> dict[str, Any]:
-    """Calibration of a head. ranks: [A, K] int64, rank of the right token at A positions, RANKS for a miss.
+    """Calibration of a head. ranks: [A, K] int64, rank of the right token at A positions,
+    RANKS for a miss.
 
     Returns JSON: positions, acceptance a[k][rank], and paths with values in best-first order.
     """
     total, heads = ranks.shape
-    acceptance = [[float((ranks[:, k] == r).sum()) / total for r in range(RANKS)] for k in range(heads)]
+    acceptance = [
+        [float((ranks[:, k] == r).sum()) / total for r in range(RANKS)] for k in range(heads)
+    ]
     hits: Counter[Path] = Counter()
-    for row, count in zip(*(t.tolist() for t in ranks.unique(dim=0, return_counts=True)), strict=True):
+    for row, count in zip(
+        *(t.tolist() for t in ranks.unique(dim=0, return_counts=True)), strict=True
+    ):
         for depth in range(heads):
             if row[depth] == RANKS:
                 break
@@ -66,12 +76,17 @@ def measure(ranks: Tensor) -> dict[str, Any]:
         return (hits[path] + SMOOTHING * independent) / (total + SMOOTHING)
 
     grown = grow(value, NODES, heads)
-    return {"positions": total, "acceptance": acceptance, "paths": [list(p) for p, _ in grown],
-            "values": [v for _, v in grown]}
+    return {
+        "positions": total,
+        "acceptance": acceptance,
+        "paths": [list(p) for p, _ in grown],
+        "values": [v for _, v in grown],
+    }
 
 
 def problems(calibration: dict[str, Any], levels: int, vocabulary: int) -> list[str]:
-    """What is wrong with a calibration that a file holds, "key: what"; []. An empty one is sound.
+    """What is wrong with a calibration that a file holds, "key: what"; []. An empty one is
+    sound.
 
     levels: the most that a draft may have. vocabulary: tokens of the draft vocabulary.
     """
@@ -115,7 +130,9 @@ def _path_problems(paths: Any, levels: int, ranks: int) -> list[str]:
 
 
 def generic(heads: int) -> list[tuple[Path, float]]:
-    """The tree for a head that was never calibrated: published acceptance, falling off geometrically over ranks."""
+    """The tree for a head that was never calibrated: published acceptance, falling off
+    geometrically over ranks.
+    """
     table = []
     for k in range(heads):
         top1, top5 = PUBLISHED[min(k, len(PUBLISHED) - 1)]
@@ -132,9 +149,9 @@ def generic(heads: int) -> list[tuple[Path, float]]:
 
 
 def even(depth: int) -> dict[str, Any]:
-    """What stands in for the calibration of a separate model that nobody has measured, with a tree of
-    `depth` levels: every level is accepted as the first of the published heads, for a language model's
-    law does not depend on the level."""
+    """What stands in for the calibration of a separate model that nobody has measured, with a
+    tree of `depth` levels: every level is accepted as the first of the published heads, for a
+    language model's law does not depend on the level."""
     top1, top5 = PUBLISHED[0]
     level = [top1, *((top5 - top1) / 2 * 0.5**r for r in range(RANKS - 1))]
 

@@ -1,8 +1,9 @@
-"""How a head drafts best on some machine: decode.json beside the head, written by scripts/tune.py.
+"""How a head drafts best on some machine: decode.json beside the head, written by
+scripts/tune.py.
 
-It changes only the shape of the draft, never a weight, so the head's own hashes stay valid; it names the card it was
-measured for, and a head that was replaced since is not decoded with old settings. The file is foreign until `read` has
-checked every field.
+It changes only the shape of the draft, never a weight, so the head's own hashes stay valid; it
+names the card it was measured for, and a head that was replaced since is not decoded with old
+settings. The file is foreign until `read` has checked every field.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Settings:
-    """The shape of a draft. shape: "chain" or "tree". depth: levels (a chain's K). nodes: of a tree. width: nodes that
-    a dynamic tree expands per level. paths: ranks of a static tree's nodes. None: as the head itself has it.
+    """The shape of a draft. shape: "chain" or "tree". depth: levels (a chain's K). nodes: of a
+    tree. width: nodes that a dynamic tree expands per level. paths: ranks of a static tree's
+    nodes. None: as the head itself has it.
     """
 
     shape: str
@@ -55,7 +57,9 @@ class Settings:
         if paths is not None:
             ok = isinstance(paths, list) and 0 < len(paths) <= MOST_NODES
             ok = ok and all(isinstance(p, list) and len(p) <= MOST_DEPTH for p in paths)
-            if not ok or any(type(r) is not int or not 0 <= r < MOST_WIDTH for p in paths for r in p):
+            if not ok or any(
+                type(r) is not int or not 0 <= r < MOST_WIDTH for p in paths for r in p
+            ):
                 raise ValueError("paths must be lists of ranks")
             try:
                 paths = TreeShape.of(paths).paths
@@ -66,15 +70,19 @@ class Settings:
     def __str__(self) -> str:
         if self.shape == "chain":
             return f"chain K={self.depth}" if self.depth else "chain"
-        parts = [f"{self.nodes} nodes" if self.nodes else "", f"depth {self.depth}" if self.depth else "",
-                 f"width {self.width}" if self.width else ""]  # fmt: skip
+        parts = [
+            f"{self.nodes} nodes" if self.nodes else "",
+            f"depth {self.depth}" if self.depth else "",
+            f"width {self.width}" if self.width else "",
+        ]
         return " ".join(["tree", ", ".join(p for p in parts if p)]).strip()
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What tuning chose for one head. best: the faster of the two shapes. break_even: accepted length (tokens per
-    cycle) below which drafting with `best` is slower than plain decoding. pays: whether it was faster when measured.
+    """What tuning chose for one head. best: the faster of the two shapes. break_even: accepted
+    length (tokens per cycle) below which drafting with `best` is slower than plain decoding.
+    pays: whether it was faster when measured.
     evidence: where and how it was measured, for people.
     """
 
@@ -88,9 +96,17 @@ class Tuned:
 
     def to_json(self) -> dict[str, Any]:
         """What stands in decode.json."""
-        shapes = {k: getattr(self, k).to_json() for k in ("best", "chain", "tree") if getattr(self, k)}
-        return {"format": FORMAT, "card_sha256": self.card_sha256, **shapes, "break_even": self.break_even,
-                "pays": self.pays, "evidence": self.evidence}  # fmt: skip
+        shapes = {
+            k: getattr(self, k).to_json() for k in ("best", "chain", "tree") if getattr(self, k)
+        }
+        return {
+            "format": FORMAT,
+            "card_sha256": self.card_sha256,
+            **shapes,
+            "break_even": self.break_even,
+            "pays": self.pays,
+            "evidence": self.evidence,
+        }
 
     def choose(self, shape: str) -> Settings | None:
         """The settings of a shape ("" = the best one), None where none was tuned."""
@@ -98,8 +114,8 @@ class Tuned:
 
 
 def card_sha256(folder: Path) -> str:
-    """What tells one head in `folder` from another: the hash that its card states; of an ordinary model
-    the hash of its weights. "" for folders that hold neither."""
+    """What tells one head in `folder` from another: the hash that its card states; of an
+    ordinary model the hash of its weights. "" for folders that hold neither."""
     try:
         if not (folder / CARD).is_file():
             return sha256_weights(folder)
@@ -111,7 +127,8 @@ def card_sha256(folder: Path) -> str:
 def read(folder: Path) -> Tuned | None:
     """decode.json of a head folder, checked; None when there is none.
 
-    Raises UserError naming the file when it is damaged, of another format, or tuned for another head.
+    Raises UserError naming the file when it is damaged, of another format, or tuned for
+    another head.
     """
     path = folder / DECODE
     fix = "run scripts/tune.py again, or delete the file to use the head's own settings"
@@ -126,33 +143,52 @@ def read(folder: Path) -> Tuned | None:
     if data.get("card_sha256") != card_sha256(folder):
         raise UserError(f"{path}: was tuned for another head than the one in this folder; {fix}")
     limit, evidence = data.get("break_even"), data.get("evidence", {})
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not 1 <= limit < 1e6):
+    if limit is not None and (
+        isinstance(limit, bool) or not isinstance(limit, int | float) or not 1 <= limit < 1e6
+    ):
         raise UserError(f"{path}: break_even must be a number from 1 on; {fix}")
     try:
-        shapes = {k: Settings.from_json(data[k]) if k == "best" or data.get(k) is not None else None
-                  for k in ("best", "chain", "tree")}  # fmt: skip
+        shapes = {
+            k: Settings.from_json(data[k]) if k == "best" or data.get(k) is not None else None
+            for k in ("best", "chain", "tree")
+        }
     except (ValueError, KeyError) as error:
         raise UserError(f"{path}: {error}; {fix}") from None
     for name in ("chain", "tree"):
         found = shapes[name]
         if found is not None and found.shape != name:
             raise UserError(f"{path}: {name} holds settings of a {found.shape}; {fix}")
-    return Tuned(str(data["card_sha256"]), shapes["best"], shapes["chain"], shapes["tree"],  # type: ignore[arg-type]
-                 limit, data.get("pays") is not False, evidence if isinstance(evidence, dict) else {})  # fmt: skip
+    return Tuned(
+        str(data["card_sha256"]),
+        shapes["best"],  # type: ignore[arg-type]
+        shapes["chain"],
+        shapes["tree"],
+        limit,
+        data.get("pays") is not False,
+        evidence if isinstance(evidence, dict) else {},
+    )
 
 
 def drafter(head: Head, target: Target, settings: Settings) -> Drafter:
-    """A drafter of `head` with these settings in place of its own. The head itself is left as it was.
+    """A drafter of `head` with these settings in place of its own. The head itself is left as
+    it was.
 
     Raises UserError for settings that this kind of head cannot follow.
     """
     cfg, measured = head.cfg, getattr(head, "calibration", None)
     own = {f.name for f in dataclasses.fields(cfg)}
-    wanted = {k: v for k, v in settings.to_json().items() if k in ("depth", "nodes", "width") and k in own}
-    longest = max((len(p) for p in settings.paths), default=0) if settings.paths else settings.depth or 0
+    wanted = {
+        k: v for k, v in settings.to_json().items() if k in ("depth", "nodes", "width") and k in own
+    }
+    longest = (
+        max((len(p) for p in settings.paths), default=0) if settings.paths else settings.depth or 0
+    )
     heads = getattr(cfg, "heads", None)
     if heads is not None and longest > heads:
-        raise UserError(f"decode settings: {longest} levels, but the head guesses {heads}; give {heads} or fewer")
+        raise UserError(
+            f"decode settings: {longest} levels, but the head guesses {heads}; give "
+            f"{heads} or fewer"
+        )
     try:
         head.cfg = dataclasses.replace(cfg, **wanted)
         if settings.paths is not None and measured is not None:
@@ -168,6 +204,8 @@ def drafter(head: Head, target: Target, settings: Settings) -> Drafter:
 
 
 def shortened(drafter: Drafter, depth: int) -> Drafter:
-    """A chain drafter that proposes `depth` tokens. A separate model goes as deep as one likes; K heads do not."""
+    """A chain drafter that proposes `depth` tokens. A separate model goes as deep as one
+    likes; K heads do not.
+    """
     drafter.max_depth = drafter.max_nodes = depth
     return drafter

@@ -1,7 +1,9 @@
-"""The draft vocabulary: a head that predicts 8,192 frequent tokens instead of all V drafts several times cheaper.
+"""The draft vocabulary: a head that predicts 8,192 frequent tokens instead of all V drafts
+several times cheaper.
 
-Two maps, in the convention of EAGLE-3 that the serving engines read: `d2t[i]` = target id of draft id i, minus i (an
-int64 *offset*), and `t2d[id]` = whether target token `id` is in the draft vocabulary (a bool mask).
+Two maps, in the convention of EAGLE-3 that the serving engines read: `d2t[i]` = target id of
+draft id i, minus i (an int64 *offset*), and `t2d[id]` = whether target token `id` is in the
+draft vocabulary (a bool mask).
 """
 
 from __future__ import annotations
@@ -16,13 +18,16 @@ from conf.typed import SHORT
 def choose(counts: Tensor, size: int, key: str = "head.draft_vocab") -> Tensor:
     """The ids of the `size` most frequent tokens, ascending: [size] int64.
 
-    counts: [V] int64, occurrences among supervised tokens. Ties go to the lower id. Raises UserError when fewer than
-    `size` different tokens were seen: the rest would be guesses.
+    counts: [V] int64, occurrences among supervised tokens. Ties go to the lower id. Raises
+    UserError when fewer than `size` different tokens were seen: the rest would be guesses.
     """
     seen = int((counts > 0).sum())
     if size > seen:
-        raise UserError(f"{key}: {size} is larger than the {seen} different tokens seen in the supervised data; "
-                        f"set {key}={max(1, seen)} or less, or 0 for the whole vocabulary")
+        raise UserError(
+            f"{key}: {size} is larger than the {seen} different tokens seen in the "
+            "supervised data; "
+            f"set {key}={max(1, seen)} or less, or 0 for the whole vocabulary"
+        )
     order = torch.sort(counts.to("cpu"), descending=True, stable=True).indices
     return order[:size].sort().values
 
@@ -37,7 +42,9 @@ def problems(size: int, chosen: int, known: int) -> list[str]:
 
 
 def ascends(ids: Tensor, size: int) -> bool:
-    """Whether `ids` [Vd] are different tokens of a vocabulary of `size`, in order, and any at all."""
+    """Whether `ids` [Vd] are different tokens of a vocabulary of `size`, in order, and any at
+    all.
+    """
     if not ids.numel():
         return False
     return bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < size

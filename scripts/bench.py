@@ -1,10 +1,12 @@
 """Speed ratios, each with its spread, both sides measured by turns in one run.
 
-    python scripts/bench.py                       # all of BENCHES; merges into docs/results/bench.json
+    python scripts/bench.py                       # all of BENCHES; merges into
+                                                  docs/results/bench.json
     python scripts/bench.py only=[tree_score]     # some of them
 
-A bench is a function (target loader, cfg) -> dict with at least `ratio` {mean, low, high} or `rows`; add it to BENCHES.
-Every entry keeps the command, the commit and the machine that gave it.
+A bench is a function (target loader, cfg) -> dict with at least `ratio` {mean, low, high} or
+`rows`; add it to BENCHES. Every entry keeps the command, the commit and the machine that gave
+it.
 """
 
 from __future__ import annotations
@@ -74,12 +76,21 @@ class BenchConfig:
     seed: int = 0
 
     def validate(self) -> list[str]:
-        found = [f"only: no bench {name}; known: {', '.join(BENCHES)}" for name in self.only if name not in BENCHES]
+        found = [
+            f"only: no bench {name}; known: {', '.join(BENCHES)}"
+            for name in self.only
+            if name not in BENCHES
+        ]
         for key in ("num_prompts", "rounds"):
             if getattr(self, key) < 2:
-                found.append(f"{key}: {getattr(self, key)} is below 2; an interval needs at least two")
+                found.append(
+                    f"{key}: {getattr(self, key)} is below 2; an interval needs at least two"
+                )
         if self.max_new_tokens < 2:
-            found.append(f"max_new_tokens: {self.max_new_tokens} is below 2; the first token is the prefill's")
+            found.append(
+                f"max_new_tokens: {self.max_new_tokens} is below 2; the first token is "
+                "the prefill's"
+            )
         return found
 
 
@@ -87,7 +98,9 @@ SKIPPED = 3
 
 
 def none_vs_hf(dtype: str) -> Callable[[BenchConfig], dict[str, Any]]:
-    """Tokens per second of NoDraft through our engine over Hugging Face generate's, greedy, batch 1, interleaved."""
+    """Tokens per second of NoDraft through our engine over Hugging Face generate's, greedy,
+    batch 1, interleaved.
+    """
 
     def bench(cfg: BenchConfig) -> dict[str, Any]:
         target = load_target(cfg.target, dtype, cfg.device)
@@ -99,7 +112,9 @@ def none_vs_hf(dtype: str) -> Callable[[BenchConfig], dict[str, Any]]:
         return {
             "ratio": scores.speedup("none", "hf_generate", units),
             "ratio_end_to_end": scores.speedup("none", "hf_generate", units, whole=True),
-            "tokens_per_second": {lane.name: scores.rate(lane.name, units, False) for lane in lanes},
+            "tokens_per_second": {
+                lane.name: scores.rate(lane.name, units, False) for lane in lanes
+            },
             "prompts": len(units),
             "dtype": dtype,
         }
@@ -108,8 +123,9 @@ def none_vs_hf(dtype: str) -> Callable[[BenchConfig], dict[str, Any]]:
 
 
 def against_assisted(temperature: float) -> Callable[[BenchConfig], dict[str, Any]]:
-    """Tokens per second of our speculative decoding over Hugging Face's assisted generation with the same separate
-    draft and K (constant schedule, no confidence threshold), bf16, batch 1, interleaved.
+    """Tokens per second of our speculative decoding over Hugging Face's assisted generation
+    with the same separate draft and K (constant schedule, no confidence threshold), bf16,
+    batch 1, interleaved.
     """
 
     def bench(cfg: BenchConfig) -> dict[str, Any]:
@@ -118,14 +134,18 @@ def against_assisted(temperature: float) -> Callable[[BenchConfig], dict[str, An
         lanes, skipped = lanes_of(["none", ours, theirs, "hf_generate"], target)
         if skipped:
             raise UserError(f"draft: {skipped[0]['reason']}")
-        settings = contest.Settings(Sampling(temperature), cfg.max_new_tokens, 1, cfg.seed, "traversal")
+        settings = contest.Settings(
+            Sampling(temperature), cfg.max_new_tokens, 1, cfg.seed, "traversal"
+        )
         measured = contest.run_contest(target, target.tokenizer, some(cfg), lanes, settings)
         scores = Scores(measured, lanes, cfg.seed)
         units, found = scores.units(), [scores.row(lane) for lane in lanes]
         return {
             "ratio": scores.speedup(ours, theirs, units),
             "ratio_end_to_end": scores.speedup(ours, theirs, units, whole=True),
-            "over_generate": {row["name"]: scores.speedup(row["name"], "hf_generate", units) for row in found},
+            "over_generate": {
+                row["name"]: scores.speedup(row["name"], "hf_generate", units) for row in found
+            },
             "tokens_per_second": {row["name"]: row["tokens_per_second"] for row in found},
             "accepted_length": {row["name"]: row["accepted_length"] for row in found},
             "draft_ms": {row["name"]: row["draft_ms"] for row in found},
@@ -142,7 +162,9 @@ def against_assisted(temperature: float) -> Callable[[BenchConfig], dict[str, An
 
 
 def tree_score(cfg: BenchConfig) -> dict[str, Any]:
-    """Time to score a 16-node tree over that of a single-token step, bf16, batch 1, alternating passes."""
+    """Time to score a 16-node tree over that of a single-token step, bf16, batch 1,
+    alternating passes.
+    """
     target = load_target(cfg.target, "bfloat16", cfg.device)
     shape = TreeShape.of(SIXTEEN)
     tokens = torch.arange(16, device=target.device)[None] + 5
@@ -157,7 +179,9 @@ def tree_score(cfg: BenchConfig) -> dict[str, Any]:
                 start = clock(target)
                 target.score(cache, last, tree)
                 spent = clock(target) - start
-                cache.commit(torch.full((1, 1), -1, device=target.device), torch.zeros(1, dtype=torch.int64))
+                cache.commit(
+                    torch.full((1, 1), -1, device=target.device), torch.zeros(1, dtype=torch.int64)
+                )
                 if number >= 5:  # the first passes warm caches and allocators
                     seconds[name].append(spent)
     return {
@@ -170,8 +194,9 @@ def tree_score(cfg: BenchConfig) -> dict[str, Any]:
 
 
 def batch_throughput(cfg: BenchConfig) -> dict[str, Any]:
-    """Greedy tokens per second against batch size, plain and with each of `drafters`, bf16, all taking turns over
-    three rounds; stops_paying is the first batch size at which a drafter is no faster than plain decoding.
+    """Greedy tokens per second against batch size, plain and with each of `drafters`, bf16,
+    all taking turns over three rounds; stops_paying is the first batch size at which a drafter
+    is no faster than plain decoding.
     """
     target = load_target(cfg.target, "bfloat16", cfg.device)
     ids = [chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in some(cfg)]
@@ -180,27 +205,56 @@ def batch_throughput(cfg: BenchConfig) -> dict[str, Any]:
     rates: dict[tuple[int, str], list[float]] = {case: [] for case in cases}
     for turn in range(3):
         for size, name in cases[:: -1 if turn % 2 else 1]:
-            requests = [Request(ids[i % len(ids)], cfg.max_new_tokens, id=i) for i in range(max(size, 4))]
-            run = generate(target, drafters[name], requests, Sampling(), batch_size=size, eos_ids=())
-            rates[size, name].append(sum(len(g.token_ids) - 1 for g in run.generations) / run.timing.decode_s)
+            requests = [
+                Request(ids[i % len(ids)], cfg.max_new_tokens, id=i) for i in range(max(size, 4))
+            ]
+            run = generate(
+                target, drafters[name], requests, Sampling(), batch_size=size, eos_ids=()
+            )
+            rates[size, name].append(
+                sum(len(g.token_ids) - 1 for g in run.generations) / run.timing.decode_s
+            )
     rows: list[dict[str, Any]] = []
     for (size, name), found in rates.items():
         plain, alone = np.array(rates[size, "none"]), np.array(rates[cfg.batch_sizes[0], name])
         over = np.array(found) / plain
-        rows.append({"batch_size": size, "drafter": name, "tokens_per_second": float(np.median(found)),
-                     "lowest": min(found), "highest": max(found), "over_batch_1": float(np.median(found / alone)),
-                     "speedup": {"mean": float(np.median(over)), "low": float(over.min()), "high": float(over.max())}})
-    stops = {name: next((r["batch_size"] for r in rows if r["drafter"] == name and r["speedup"]["mean"] <= 1), None)
-             for name in cfg.drafters}  # fmt: skip
+        rows.append(
+            {
+                "batch_size": size,
+                "drafter": name,
+                "tokens_per_second": float(np.median(found)),
+                "lowest": min(found),
+                "highest": max(found),
+                "over_batch_1": float(np.median(found / alone)),
+                "speedup": {
+                    "mean": float(np.median(over)),
+                    "low": float(over.min()),
+                    "high": float(over.max()),
+                },
+            }
+        )
+    stops = {
+        name: next(
+            (r["batch_size"] for r in rows if r["drafter"] == name and r["speedup"]["mean"] <= 1),
+            None,
+        )
+        for name in cfg.drafters
+    }
     return {"rows": rows, "stops_paying": stops, "dtype": "bfloat16"}
 
 
 def verification(cfg: BenchConfig) -> dict[str, Any]:
-    """Time to verify 8 sampled trees of 64 nodes as a share of the target's pass over them, bf16, both rules."""
+    """Time to verify 8 sampled trees of 64 nodes as a share of the target's pass over them,
+    bf16, both rules.
+    """
     target = load_target(cfg.target, "bfloat16", cfg.device)
     with torch.inference_mode():
-        ids = [chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in some(cfg)]
-        found = verify_cost(target, [ids[i % len(ids)] for i in range(8)], max(cfg.rounds // 5, 2), cfg.seed)
+        ids = [
+            chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in some(cfg)
+        ]
+        found = verify_cost(
+            target, [ids[i % len(ids)] for i in range(8)], max(cfg.rounds // 5, 2), cfg.seed
+        )
     return {**found, "dtype": "bfloat16"}
 
 
@@ -214,15 +268,34 @@ BENCHES: dict[str, Callable[[BenchConfig], dict[str, Any]]] = {
     "batch_throughput": batch_throughput,
 }
 # Widths 4, 5, 4, 3: wide near the root, as trees fitted to Medusa heads are.
-SIXTEEN = [(0,), (1,), (2,), (3,), (0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0),
-           (0, 0, 0, 0), (0, 0, 0, 1), (0, 1, 0, 0)]  # fmt: skip
+SIXTEEN = [
+    (0,),
+    (1,),
+    (2,),
+    (3,),
+    (0, 0),
+    (0, 1),
+    (0, 2),
+    (1, 0),
+    (2, 0),
+    (0, 0, 0),
+    (0, 0, 1),
+    (0, 1, 0),
+    (1, 0, 0),
+    (0, 0, 0, 0),
+    (0, 0, 0, 1),
+    (0, 1, 0, 0),
+]
 
 
 def some(cfg: BenchConfig) -> list[Prompt]:
     """Prompts spread over the file, so over its categories."""
     prompts = load_prompts(cfg.prompts)
     if len(prompts) < 2:
-        raise UserError(f"prompts: {cfg.prompts} holds {len(prompts)}; a ratio with an interval needs at least two")
+        raise UserError(
+            f"prompts: {cfg.prompts} holds {len(prompts)}; a ratio with an interval "
+            "needs at least two"
+        )
     return prompts[:: max(len(prompts) // cfg.num_prompts, 1)][: cfg.num_prompts]
 
 
@@ -242,7 +315,9 @@ def clock(target: Target) -> float:
 
 @entry("bench", BenchConfig)
 def main(cfg: BenchConfig) -> int:
-    """Run the benches one by one; each result is written as soon as it is there. Exit code 3 when one was skipped."""
+    """Run the benches one by one; each result is written as soon as it is there. Exit code 3
+    when one was skipped.
+    """
     console, out, code = Console(), Path(cfg.out), 0
     for name in cfg.only or BENCHES:
         console.print(f"[bold]{name}[/bold]", highlight=False)
@@ -255,8 +330,9 @@ def main(cfg: BenchConfig) -> int:
             code = SKIPPED
             continue
         known = json.loads(out.read_text()) if out.exists() else {}
+        about = none_vs_hf if name.startswith("none") else BENCHES[name]
         known[name] = {
-            "about": " ".join((none_vs_hf if name.startswith("none") else BENCHES[name]).__doc__.split()),  # type: ignore[union-attr]
+            "about": " ".join((about.__doc__ or "").split()),
             **result,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": files.command(),
@@ -265,13 +341,17 @@ def main(cfg: BenchConfig) -> int:
         files.write_json(out, known)
         if "ratio" in result:
             r = result["ratio"]
-            console.print(f"  ratio {r['mean']:.3f} [{r['low']:.3f}, {r['high']:.3f}]", highlight=False)
+            console.print(
+                f"  ratio {r['mean']:.3f} [{r['low']:.3f}, {r['high']:.3f}]", highlight=False
+            )
         for row in result.get("rows", []):
             if "case" in row:
                 console.print(f"  {row['case']}: {row['share']:.1%} of the pass", highlight=False)
             else:
                 speed = f"{row['tokens_per_second']:.1f} tokens/s, x{row['speedup']['mean']:.2f}"
-                console.print(f"  batch {row['batch_size']}, {row['drafter']}: {speed}", highlight=False)
+                console.print(
+                    f"  batch {row['batch_size']}, {row['drafter']}: {speed}", highlight=False
+                )
     console.print(f"written: {out}", highlight=False)
     return code
 

@@ -1,14 +1,19 @@
-"""Certify that decoding with a drafter leaves the target's law unchanged: this target, drafter, shape and settings.
+"""Certify that decoding with a drafter leaves the target's law unchanged: this target,
+drafter, shape and settings.
 
-    python scripts/certify.py target=smollm2 drafter=runs/medusa@tree temperature=1 out=certificates/medusa
-    python scripts/certify.py target=tiny drafter=ngram temperature=1 tokens=50000 out=certificates/tiny
+    python scripts/certify.py target=smollm2 drafter=runs/medusa@tree temperature=1
+        out=certificates/medusa
+    python scripts/certify.py target=tiny drafter=ngram temperature=1 tokens=50000
+        out=certificates/tiny
 
-Writes OUT/certificate.json and OUT/certificate.html (one file with its plots). Exit code 0: lossless. 1: not lossless.
-3: undecided (too few tokens, or a negative control got through or was not run). docs/lossless.md says how to read it.
+Writes OUT/certificate.json and OUT/certificate.html (one file with its plots). Exit code 0:
+lossless. 1: not lossless. 3: undecided (too few tokens, or a negative control got through or
+was not run). docs/lossless.md says how to read it.
 
-Finished parts wait in OUT/unfinished: the same command again goes on, and an undecided one with more tokens takes what
-it has. The negative controls do not depend on the drafter: run them once (controls=run) and name that certificate for
-the next drafter of the same target and settings (controls=FOLDER).
+Finished parts wait in OUT/unfinished: the same command again goes on, and an undecided one
+with more tokens takes what it has. The negative controls do not depend on the drafter: run
+them once (controls=run) and name that certificate for the next drafter of the same target and
+settings (controls=FOLDER).
 """
 
 from __future__ import annotations
@@ -44,7 +49,15 @@ from scripts.proofs.controls import certificates as controls
 from scripts.reports import certificate_page
 
 CODES = {"lossless": 0, "not lossless": 1, "undecided": 3}
-LATER = ("target", "out", "quiet", "tokens", "alpha", "detect", "controls")  # a run goes on under other values of these
+LATER = (
+    "target",
+    "out",
+    "quiet",
+    "tokens",
+    "alpha",
+    "detect",
+    "controls",
+)  # a run goes on under other values of these
 
 
 @dataclass
@@ -53,8 +66,9 @@ class CertifyConfig:
 
     # folder for certificate.json and certificate.html
     out: str
-    # none, ngram, a run folder or a head folder; FOLDER@chain and FOLDER@tree choose the shape; @fixed behind a tree
-    # takes the most probable tokens where T > 0, @adaptive behind any of them adapts the draft length
+    # none, ngram, a run folder or a head folder; FOLDER@chain and FOLDER@tree choose the
+    # shape; @fixed behind a tree takes the most probable tokens where T > 0, @adaptive behind
+    # any of them adapts the draft length
     drafter: str
     # the frozen model whose law is at stake
     target: TargetConfig = field(default_factory=TargetConfig)
@@ -70,7 +84,8 @@ class CertifyConfig:
     repetition_penalty: float = 1.0
     # classifier-free guidance, with the prompt's last token as unconditional prompt; 1 = off
     guidance_scale: float = 1.0
-    # stateless logits processors of transformers with their arguments: {NoRepeatNGramLogitsProcessor: {ngram_size: 3}}
+    # stateless logits processors of transformers with their arguments:
+    # {NoRepeatNGramLogitsProcessor: {ngram_size: 3}}
     processors: dict[str, Any] = field(default_factory=dict)
     # the rule under test: traversal or rejection
     verify: str = "traversal"
@@ -88,12 +103,13 @@ class CertifyConfig:
     greedy_prompts: int = 16
     # tokens per prompt in the greedy layer
     greedy_tokens: int = 64
-    # negative controls: run, none (the verdict is then undecided at best), or the folder of a certificate of this
-    # target and these settings that ran them
+    # negative controls: run, none (the verdict is then undecided at best), or the folder of a
+    # certificate of this target and these settings that ran them
     controls: str = "run"
     # false-alarm rate of the sampling layer, all its tests together (Bonferroni)
     alpha: float = 1e-4
-    # mean total variation from which on a bias of every known family must be found: "lossless" may leave less unseen
+    # mean total variation from which on a bias of every known family must be found: "lossless"
+    # may leave less unseen
     detect: float = 0.1
     # float32, bfloat16 or float16; rounding is smallest in float32
     dtype: str = "float32"
@@ -106,18 +122,29 @@ class CertifyConfig:
 
     def validate(self) -> list[str]:
         found = []
-        for key in ("tokens", "max_new_tokens", "batch_size", "cases", "greedy_prompts", "greedy_tokens"):
+        for key in (
+            "tokens",
+            "max_new_tokens",
+            "batch_size",
+            "cases",
+            "greedy_prompts",
+            "greedy_tokens",
+        ):
             if getattr(self, key) < 1:
                 found.append(f"{key}: {getattr(self, key)} is below 1; set 1 or more")
         for key in ("alpha", "detect"):
             if not 0 < getattr(self, key) < 1:
-                found.append(f"{key}: {getattr(self, key)} is outside (0, 1); set alpha=1e-4 detect=0.1")
+                found.append(
+                    f"{key}: {getattr(self, key)} is outside (0, 1); set alpha=1e-4 detect=0.1"
+                )
         if self.verify not in RULES:
             found.append(f"verify: {self.verify!r} is unknown; set one of {', '.join(RULES)}")
         if self.dtype not in ("float32", "bfloat16", "float16"):
             found.append(f"dtype: {self.dtype!r} is unknown; set float32, bfloat16 or float16")
         if not 0 < self.guidance_scale < math.inf:
-            found.append(f"guidance_scale: {self.guidance_scale} is not above 0; set 1 to switch it off")
+            found.append(
+                f"guidance_scale: {self.guidance_scale} is not above 0; set 1 to switch it off"
+            )
         if not self.controls:
             found.append("controls: is empty; set run, none or the folder of a certificate")
         try:
@@ -127,8 +154,14 @@ class CertifyConfig:
         return found
 
     def sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty,
-                        named_processors(self.processors))  # fmt: skip
+        return Sampling(
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.min_p,
+            self.repetition_penalty,
+            named_processors(self.processors),
+        )
 
 
 @entry("certify", CertifyConfig)
@@ -154,13 +187,28 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
     prompts = [chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in known]
     prompts = [p for p in prompts if len(p) < target.context_length]
     if not prompts:
-        raise UserError(f"prompts: none of {cfg.prompts} fits the target's context of {target.context_length} tokens")
+        raise UserError(
+            f"prompts: none of {cfg.prompts} fits the target's context of "
+            f"{target.context_length} tokens"
+        )
     plan = certificate.Plan(
-        cfg.sampling(), cfg.verify, cfg.tokens, cfg.max_new_tokens, cfg.batch_size, cfg.cases, cfg.greedy_prompts,
-        cfg.greedy_tokens, cfg.alpha, cfg.detect, cfg.seed, None if cfg.guidance_scale == 1 else cfg.guidance_scale,
-    )  # fmt: skip
+        cfg.sampling(),
+        cfg.verify,
+        cfg.tokens,
+        cfg.max_new_tokens,
+        cfg.batch_size,
+        cfg.cases,
+        cfg.greedy_prompts,
+        cfg.greedy_tokens,
+        cfg.alpha,
+        cfg.detect,
+        cfg.seed,
+        None if cfg.guidance_scale == 1 else cfg.guidance_scale,
+    )
     about = controls.identity(target, plan, cfg.processors)
-    origin: dict[str, Any] = {"from": "this run", "identity": about} if cfg.controls == "run" else {"from": "none"}
+    origin: dict[str, Any] = (
+        {"from": "this run", "identity": about} if cfg.controls == "run" else {"from": "none"}
+    )
     negative: list[dict[str, Any]] = []
     if cfg.controls not in ("run", "none"):
         negative, origin = controls.borrow(cfg.controls, about, plan)
@@ -218,14 +266,18 @@ def _target(target: Target, sampling: Sampling) -> dict[str, Any]:
 
 
 def about_drafter(spec: str) -> dict[str, Any]:
-    """The name as given and, for a trained head or a model, the hash of every file it is loaded from.
+    """The name as given and, for a trained head or a model, the hash of every file it is
+    loaded from.
 
     Raises UserError where there is no such drafter.
     """
     folder = drafter_folder(parse(spec))  # what follows the folder is how it drafts
     if folder is None:
         return {"name": spec}
-    return {"name": spec, "files": {p.name: files.sha256(p) for p in sorted(folder.iterdir()) if p.is_file()}}
+    return {
+        "name": spec,
+        "files": {p.name: files.sha256(p) for p in sorted(folder.iterdir()) if p.is_file()},
+    }
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""Talk to the target. Tokens from accepted drafts are coloured; a footer gives accepted length and tokens/s.
+"""Talk to the target. Tokens from accepted drafts are coloured; a footer gives accepted length
+and tokens/s.
 
     python scripts/chat.py target=smollm2 drafter=runs/demo/medusa@tree
-    echo "What is the capital of France?" | python scripts/chat.py target=smollm2 drafter=ngram temperature=0
+    echo "What is the capital of France?" | python scripts/chat.py target=smollm2 drafter=ngram
+    temperature=0
 
-Ctrl-C stops an answer, Ctrl-D or /exit leaves, /reset forgets the conversation. With piped input every line is a turn.
+Ctrl-C stops an answer, Ctrl-D or /exit leaves, /reset forgets the conversation. With piped
+input every line is a turn.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # run as a file: scripts/ comes first on the path and would shadow libraries
+if (
+    __name__ == "__main__"
+):  # run as a file: scripts/ comes first on the path and would shadow libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from conf.errors import UserError
@@ -36,9 +41,11 @@ class ChatConfig:
 
     # the model to talk to
     target: TargetConfig = field(default_factory=TargetConfig)
-    # none, ngram, or a run folder or head folder, @chain, @tree or @fixed behind them; @adaptive adapts the depth
+    # none, ngram, or a run folder or head folder, @chain, @tree or @fixed behind them;
+    # @adaptive adapts the depth
     drafter: str = "none"
-    # a tuned drafter below its break-even (scripts/tune.py): off, warn in the footer, or fallback to plain decoding
+    # a tuned drafter below its break-even (scripts/tune.py): off, warn in the footer, or
+    # fallback to plain decoding
     monitor: str = "warn"
     # 0 = greedy
     temperature: float = 0.7
@@ -92,21 +99,29 @@ class Chat:
 
     def _prompt(self) -> list[int]:
         """Ids of the conversation; the oldest turns leave when the context would be exceeded."""
-        tokenizer, room = self.target.tokenizer, self.target.context_length - self.cfg.max_new_tokens
+        tokenizer, room = (
+            self.target.tokenizer,
+            self.target.context_length - self.cfg.max_new_tokens,
+        )
         fixed = 1 if self.cfg.system else 0
         ids = chat_ids(tokenizer, self.messages)
         while len(ids) > room and len(self.messages) > fixed + 1:
             del self.messages[fixed : fixed + 2]
             ids = chat_ids(tokenizer, self.messages)
         if len(ids) >= self.target.context_length:
-            raise UserError(f"message: {len(ids)} tokens, the target's context holds {self.target.context_length}; "
-                            "write a shorter one")  # fmt: skip
+            raise UserError(
+                f"message: {len(ids)} tokens, the target's context holds "
+                f"{self.target.context_length}; "
+                "write a shorter one"
+            )
         return ids
 
     def answer(self, text: str) -> None:
-        """Print the answer to one user turn and its footer. Ctrl-C keeps what has been said so far.
+        """Print the answer to one user turn and its footer. Ctrl-C keeps what has been said so
+        far.
 
-        Raises UserError for a message that does not fit; the conversation is then as before it."""
+        Raises UserError for a message that does not fit; the conversation is then as before
+        it."""
         self.messages.append({"role": "user", "content": text})
         try:
             prompt = self._prompt()
@@ -122,30 +137,46 @@ class Chat:
             for token, was_draft in zip(tokens, drafted, strict=True):
                 piece = stream.push(token)
                 said.append(piece)
-                self.console.print(piece, style=DRAFTED if was_draft else None, end="", markup=False, emoji=False)
+                self.console.print(
+                    piece, style=DRAFTED if was_draft else None, end="", markup=False, emoji=False
+                )
 
         run: Run | None = None
         note = ""
         try:
             request = Request(prompt, self.cfg.max_new_tokens, id=self.number)
-            run = generate(self.target, self.drafter, [request], self.sampling, seed=self.cfg.seed, on_tokens=show)
+            run = generate(
+                self.target,
+                self.drafter,
+                [request],
+                self.sampling,
+                seed=self.cfg.seed,
+                on_tokens=show,
+            )
         except KeyboardInterrupt:
             if not self.console.is_terminal:
                 raise
             note = "stopped"
         if isinstance(self.drafter, Monitor) and self.drafter.alerts:
-            note = " · ".join([*([note] if note else []), f"below break-even ({self.drafter.break_even:.2f})"])
+            note = " · ".join(
+                [*([note] if note else []), f"below break-even ({self.drafter.break_even:.2f})"]
+            )
         self.messages.append({"role": "assistant", "content": "".join(said).strip()})
         self.console.print()
         self.console.print(tally.footer(run.generations[0] if run else None, note), style="dim")
 
 
 def _turns(chat: Chat) -> Iterator[str]:
-    """User turns: from the terminal with a prompt, or line by line from a pipe; ends at end of input or /exit."""
+    """User turns: from the terminal with a prompt, or line by line from a pipe; ends at end of
+    input or /exit.
+    """
     interactive = sys.stdin.isatty()
     if interactive:
-        chat.console.print(f"{chat.target.identity.name} with {chat.cfg.drafter}: "
-                           "Ctrl-C stops an answer, Ctrl-D or /exit leaves, /reset forgets", style="dim")  # fmt: skip
+        chat.console.print(
+            f"{chat.target.identity.name} with {chat.cfg.drafter}: "
+            "Ctrl-C stops an answer, Ctrl-D or /exit leaves, /reset forgets",
+            style="dim",
+        )
     while True:
         try:
             line = chat.console.input("[bold]> [/bold]") if interactive else input()

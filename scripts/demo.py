@@ -1,12 +1,14 @@
-"""The main job, start to end: the target writes its own data, Medusa heads and an EAGLE-3 head learn from it, all are
-scored.
+"""The main job, start to end: the target writes its own data, Medusa heads and an EAGLE-3 head
+learn from it, all are scored.
 
     make demo            # half an hour on two CPU cores
-    make demo FAST=1     # the same steps with tiny budgets, a few minutes; the figures mean little
+    make demo FAST=1     # the same steps with tiny budgets, a few minutes; the figures mean
+                         little
 
-Each step prints its command. Stop it at any time: the same command goes on where it stopped, and a finished step is
-not done again. Leaves data.jsonl, medusa and eagle3 in runs/demo, and reports/demo/t0 and reports/demo/t1. The work of
-the other budget is kept aside in runs/demo-full or runs/demo-fast and comes back with it.
+Each step prints its command. Stop it at any time: the same command goes on where it stopped,
+and a finished step is not done again. Leaves data.jsonl, medusa and eagle3 in runs/demo, and
+reports/demo/t0 and reports/demo/t1. The work of the other budget is kept aside in
+runs/demo-full or runs/demo-fast and comes back with it.
 """
 
 from __future__ import annotations
@@ -33,8 +35,14 @@ from scripts.common import files
 from scripts.reports import table
 
 RUNS, REPORTS = Path("runs/demo"), Path("reports/demo")
-DRAFTERS = ["none", "ngram", f"{RUNS}/medusa@chain", f"{RUNS}/medusa@tree", f"{RUNS}/eagle3@chain",
-            f"{RUNS}/eagle3@tree"]  # fmt: skip
+DRAFTERS = [
+    "none",
+    "ngram",
+    f"{RUNS}/medusa@chain",
+    f"{RUNS}/medusa@tree",
+    f"{RUNS}/eagle3@chain",
+    f"{RUNS}/eagle3@tree",
+]
 
 
 @dataclass
@@ -59,10 +67,26 @@ class Budget:
     tokens: int
 
 
-FULL = Budget(conversations=288, answer_tokens=200, draft_vocab=3072, steps=240, eagle_steps=170, batch=16, prompts=24,
-              tokens=64)  # fmt: skip
-FAST = Budget(conversations=32, answer_tokens=64, draft_vocab=384, steps=20, eagle_steps=10, batch=8, prompts=8,
-              tokens=24)  # fmt: skip
+FULL = Budget(
+    conversations=288,
+    answer_tokens=200,
+    draft_vocab=3072,
+    steps=240,
+    eagle_steps=170,
+    batch=16,
+    prompts=24,
+    tokens=64,
+)
+FAST = Budget(
+    conversations=32,
+    answer_tokens=64,
+    draft_vocab=384,
+    steps=20,
+    eagle_steps=10,
+    batch=8,
+    prompts=8,
+    tokens=24,
+)
 
 
 @dataclass(frozen=True)
@@ -79,30 +103,68 @@ def steps(budget: Budget, fast: bool) -> list[Step]:
     """The main job as commands."""
     data = RUNS / "data.jsonl"
     batch = min(budget.conversations, 96)
-    synthesize = ["scripts/synthesize.py", "target=smollm2", f"out={data}", "seed=0", f"batch={batch}",
-                  f"num_conversations={budget.conversations}", f"max_new_tokens={budget.answer_tokens}"]  # fmt: skip
+    synthesize = [
+        "scripts/synthesize.py",
+        "target=smollm2",
+        f"out={data}",
+        "seed=0",
+        f"batch={batch}",
+        f"num_conversations={budget.conversations}",
+        f"max_new_tokens={budget.answer_tokens}",
+    ]
 
     def train(name: str, script: str, updates: int, *more: str) -> list[str]:
-        return [script, "target=smollm2", "data=jsonl", f"data.path={data}", f"out_dir={RUNS}/{name}", "seed=0",
-                f"steps={updates}", f"batch_size={budget.batch}", "data.max_length=320",
-                f"head.draft_vocab={budget.draft_vocab}", *more, f"save_every={max(updates // 3, 10)}",
-                f"eval.every={max(updates // 2, 5)}", f"eval.prompts={2 if fast else 6}",
-                f"eval.max_new_tokens={16 if fast else 48}", f"eval.parity={2 if fast else 4}"]  # fmt: skip
+        return [
+            script,
+            "target=smollm2",
+            "data=jsonl",
+            f"data.path={data}",
+            f"out_dir={RUNS}/{name}",
+            "seed=0",
+            f"steps={updates}",
+            f"batch_size={budget.batch}",
+            "data.max_length=320",
+            f"head.draft_vocab={budget.draft_vocab}",
+            *more,
+            f"save_every={max(updates // 3, 10)}",
+            f"eval.every={max(updates // 2, 5)}",
+            f"eval.prompts={2 if fast else 6}",
+            f"eval.max_new_tokens={16 if fast else 48}",
+            f"eval.parity={2 if fast else 4}",
+        ]
 
-    eagle = train("eagle3", "train/eagle.py", budget.eagle_steps, "head=eagle3", "head.norm_before_fc=true",
-                  "head.norm_output=true")  # fmt: skip
+    eagle = train(
+        "eagle3",
+        "train/eagle.py",
+        budget.eagle_steps,
+        "head=eagle3",
+        "head.norm_before_fc=true",
+        "head.norm_output=true",
+    )
     heads = [RUNS / name / "head" / "head.json" for name in ("medusa", "eagle3")]
     found = [
         Step("the target writes conversations", synthesize, [], data),
-        Step("Medusa heads learn from them", train("medusa", "train/medusa.py", budget.steps), [data], heads[0]),
+        Step(
+            "Medusa heads learn from them",
+            train("medusa", "train/medusa.py", budget.steps),
+            [data],
+            heads[0],
+        ),
         Step("an EAGLE-3 head learns from them", eagle, [data], heads[1]),
     ]
     for name, temperature in (("t0", 0), ("t1", 1)):
         out = REPORTS / name
         drafters = [d for d in DRAFTERS if temperature == 0 or d != f"{RUNS}/eagle3@chain"]
-        score = ["scripts/evaluate.py", "target=smollm2", f"drafters=[{','.join(drafters)}]", f"out={out}",
-                 f"temperature={temperature}", f"num_prompts={budget.prompts}", f"max_new_tokens={budget.tokens}",
-                 f"parity={0 if temperature else 2 if fast else 4}"]  # fmt: skip
+        score = [
+            "scripts/evaluate.py",
+            "target=smollm2",
+            f"drafters=[{','.join(drafters)}]",
+            f"out={out}",
+            f"temperature={temperature}",
+            f"num_prompts={budget.prompts}",
+            f"max_new_tokens={budget.tokens}",
+            f"parity={0 if temperature else 2 if fast else 4}",
+        ]
         found.append(Step(f"scores at T = {temperature}", score, heads, out / "report.json"))
     return found
 
@@ -129,7 +191,10 @@ def main(cfg: DemoConfig) -> int:
         remember(step)
         console.print(f"      {time.perf_counter() - began:.0f} s", highlight=False)
     spent = time.perf_counter() - started
-    console.print(f"open {REPORTS}/t0/report.html and {REPORTS}/t1/report.html   ({spent:.0f} s)", highlight=False)
+    console.print(
+        f"open {REPORTS}/t0/report.html and {REPORTS}/t1/report.html   ({spent:.0f} s)",
+        highlight=False,
+    )
     return 0
 
 
@@ -168,14 +233,22 @@ def remember(step: Step) -> None:
 
 def run(step: Step) -> None:
     """Run a step as the user would. Its own messages have said why it failed."""
-    env = {"GOMP_SPINCOUNT": "1000", **os.environ}  # waiting threads that spin starve each other on shared cores
+    env = {
+        "GOMP_SPINCOUNT": "1000",
+        **os.environ,
+    }  # waiting threads that spin starve each other on shared cores
     code = subprocess.call([sys.executable, *step.args], env=env)
     if code in (130, 75, -2, -15):
         raise Interrupted("demo: stopped; the same command goes on from here")
     if code:
-        raise UserError(f"demo: `python {shlex.join(step.args)}` ended with exit code {code}; see its message above")
+        raise UserError(
+            f"demo: `python {shlex.join(step.args)}` ended with exit code {code}; see "
+            "its message above"
+        )
     if not step.leaves.exists():
-        raise UserError(f"demo: {step.leaves} is missing after its step; remove {RUNS} and start again")
+        raise UserError(
+            f"demo: {step.leaves} is missing after its step; remove {RUNS} and start again"
+        )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Serve exported heads with a real engine and compare: `make engines` builds the environments and runs this.
+"""Serve exported heads with a real engine and compare: `make engines` builds the environments
+and runs this.
 
     python scripts/engines.py drafters=[runs/medusa,runs/eagle1,runs/eagle3,runs/draft]
 
-Every drafter is exported (scripts/export.py) and served by vLLM on the CPU at T = 0 in float32. Its answers are
-compared with
-plain decoding of this repository token by token, its own acceptance counters with ours under the same K, cycle for
-cycle. The
-speculators package loads what was exported, and must give the same draft logits and the same tensors back. Writes OUT
-(JSON),
-prints the table. Finished parts lie in WORK and are not done again; a drafter that is not there is named, exit code 3.
+Every drafter is exported (scripts/export.py) and served by vLLM on the CPU at T = 0 in
+float32. Its answers are compared with plain decoding of this repository token by token, its
+own acceptance counters with ours under the same K, cycle for cycle. The speculators package
+loads what was exported, and must give the same draft logits and the same tensors back. Writes
+OUT (JSON), prints the table. Finished parts lie in WORK and are not done again; a drafter that
+is not there is named, exit code 3.
 """
 
 from __future__ import annotations
@@ -37,8 +37,12 @@ from scripts.serving import case as engine_case
 from scripts.serving import probe as acceptance_probe
 from scripts.serving import trial as probe_trial
 
-FORMATS = {"medusa": ("vllm", "medusa"), "eagle1": ("vllm",), "eagle3": ("vllm", "speculators"),
-           "small_lm": ("transformers",)}  # fmt: skip
+FORMATS = {
+    "medusa": ("vllm", "medusa"),
+    "eagle1": ("vllm",),
+    "eagle3": ("vllm", "speculators"),
+    "small_lm": ("transformers",),
+}
 METHODS = {"medusa": "medusa", "eagle1": "eagle", "eagle3": "eagle3", "small_lm": "draft_model"}
 SKIPPED, PROBED = 3, 16
 
@@ -78,8 +82,11 @@ class EnginesConfig:
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        return [f"{key}: {getattr(self, key)} is below 1; give 1 or more"
-                for key in ("num_prompts", "max_new_tokens", "batch_size", "context") if getattr(self, key) < 1]
+        return [
+            f"{key}: {getattr(self, key)} is below 1; give 1 or more"
+            for key in ("num_prompts", "max_new_tokens", "batch_size", "context")
+            if getattr(self, key) < 1
+        ]
 
 
 @entry("engines", EnginesConfig)
@@ -97,9 +104,16 @@ def main(cfg: EnginesConfig) -> int:
     ids = [chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in some]
     print("plain decoding: ours, then the engine's", flush=True)
     runs = engine_case.Runs(target, ids, cfg.max_new_tokens, cfg.batch_size, work)
-    job = {"model": target.identity.path, "speculative": None, "prompts": ids, "max_tokens": cfg.max_new_tokens,
-           "stop": list(target.eos_ids), "batch": cfg.batch_size, "timed": cfg.timed,
-           "context": cfg.context}  # fmt: skip
+    job = {
+        "model": target.identity.path,
+        "speculative": None,
+        "prompts": ids,
+        "max_tokens": cfg.max_new_tokens,
+        "stop": list(target.eos_ids),
+        "batch": cfg.batch_size,
+        "timed": cfg.timed,
+        "context": cfg.context,
+    }
     plain = engine(cfg, work, "plain", job)
     cases, missing = [{"case": "plain", **runs.plain_case(plain)}], []
     batch = acceptance_probe.answers(target, ids[:PROBED], cfg.max_new_tokens)
@@ -119,21 +133,54 @@ def main(cfg: EnginesConfig) -> int:
             folder = export(cfg, work / name, source, format)
             depth = cfg.draft_tokens.get(name) or (exported(folder) or {})["draft_tokens"]
             head = load_head(source, target)
-            settings = {"model": str(folder), "method": METHODS[kind], "num_speculative_tokens": depth}
-            asked = {**job, "model": str(folder)} if format == "speculators" else {**job, "speculative": settings}
+            settings = {
+                "model": str(folder),
+                "method": METHODS[kind],
+                "num_speculative_tokens": depth,
+            }
+            asked = (
+                {**job, "model": str(folder)}
+                if format == "speculators"
+                else {**job, "speculative": settings}
+            )
             answer = engine(cfg, work, name, asked)
             case = runs.case(head, card["sha256"], depth, answer, plain)
             if format == "vllm":
                 foreign = replace(read_folder(folder), manifest=None)
                 case["probe"] = probe_trial.trial(foreign, target, batch)
             if format == "speculators":
-                case["package"] = engine_case.package(files.ROOT / cfg.speculators, folder, head, target, ids[0], work)
-            cases.append({"case": name, "drafter": spec, "kind": kind, "format": format, "draft_tokens": depth, **case})
-    report = {"format": 1, "created": datetime.now(UTC).isoformat(timespec="seconds"), "command": files.command(),
-              "environment": files.environment(), "engine": plain["versions"],
-              "settings": {"prompts": cfg.prompts, "num_prompts": len(ids), "max_new_tokens": cfg.max_new_tokens,
-                           "dtype": "float32", "temperature": 0, "batch_size": cfg.batch_size, "timed": cfg.timed},
-              "target": target.identity.to_json() | {"path": ""}, "cases": cases, "missing": missing}  # fmt: skip
+                case["package"] = engine_case.package(
+                    files.ROOT / cfg.speculators, folder, head, target, ids[0], work
+                )
+            cases.append(
+                {
+                    "case": name,
+                    "drafter": spec,
+                    "kind": kind,
+                    "format": format,
+                    "draft_tokens": depth,
+                    **case,
+                }
+            )
+    report = {
+        "format": 1,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": files.command(),
+        "environment": files.environment(),
+        "engine": plain["versions"],
+        "settings": {
+            "prompts": cfg.prompts,
+            "num_prompts": len(ids),
+            "max_new_tokens": cfg.max_new_tokens,
+            "dtype": "float32",
+            "temperature": 0,
+            "batch_size": cfg.batch_size,
+            "timed": cfg.timed,
+        },
+        "target": target.identity.to_json() | {"path": ""},
+        "cases": cases,
+        "missing": missing,
+    }
     files.write_json(Path(cfg.out), report)
     engine_case.show(report)
     for row in missing:
@@ -146,9 +193,19 @@ def export(cfg: EnginesConfig, folder: Path, source: Path, format: str) -> Path:
     said = exported(folder)
     if said is not None and said["source"]["card_sha256"] == read_card(source)["sha256"]:
         return folder.resolve()
-    target = [f"target={cfg.target.kind}"] + ([f"target.path={cfg.target.path}"] if cfg.target.path else [])
-    command = [sys.executable, str(files.ROOT / "scripts/export.py"), *target, f"drafter={source}", f"format={format}",
-               f"out={folder.resolve()}", "overwrite=true", "device=cpu"]  # fmt: skip
+    target = [f"target={cfg.target.kind}"] + (
+        [f"target.path={cfg.target.path}"] if cfg.target.path else []
+    )
+    command = [
+        sys.executable,
+        str(files.ROOT / "scripts/export.py"),
+        *target,
+        f"drafter={source}",
+        f"format={format}",
+        f"out={folder.resolve()}",
+        "overwrite=true",
+        "device=cpu",
+    ]
     call(command, folder.parent / f"{folder.name}.export.log")
     return folder.resolve()
 
@@ -161,19 +218,30 @@ def engine(cfg: EnginesConfig, work: Path, name: str, job: dict[str, Any]) -> di
     answer = work / f"{name}.{key}.json"
     if not answer.is_file():
         files.write_json(work / f"{name}.job.json", job)
-        command = [str(files.ROOT / cfg.engine), str(files.ROOT / "scripts/serving/run_vllm.py"),
-                   str(work / f"{name}.job.json"), str(answer)]  # fmt: skip
+        command = [
+            str(files.ROOT / cfg.engine),
+            str(files.ROOT / "scripts/serving/run_vllm.py"),
+            str(work / f"{name}.job.json"),
+            str(answer),
+        ]
         call(command, work / f"{name}.engine.log")
     return json.loads(answer.read_text())
 
 
 def call(command: list[str], log: Path) -> None:
-    """Run a process; its output goes to `log`. Raises UserError with the last line when it fails."""
+    """Run a process; its output goes to `log`. Raises UserError with the last line when it
+    fails.
+    """
     with open(log, "w") as file:
-        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+        code = subprocess.run(
+            command, stdout=file, stderr=subprocess.STDOUT, check=False
+        ).returncode
     if code:
         lines = [line for line in log.read_text().splitlines() if line.strip()] or ["no output"]
-        raise UserError(f"{Path(command[1]).name}: failed with code {code} ({lines[-1][:200]}); all of it: {log}")
+        raise UserError(
+            f"{Path(command[1]).name}: failed with code {code} ({lines[-1][:200]}); all "
+            f"of it: {log}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,17 +1,20 @@
 """Score drafters side by side on prompts: one table, one report.
 
-    python scripts/evaluate.py target=smollm2 'drafters=[none,ngram,runs/medusa@chain,runs/medusa@tree]' \\
-        prompts=FILE temperature=0 max_new_tokens=128 dtype=bfloat16 batch_size=1 seed=0 out=reports/medusa
+    python scripts/evaluate.py target=smollm2
+        'drafters=[none,ngram,runs/medusa@chain,runs/medusa@tree]' \\ prompts=FILE
+        temperature=0 max_new_tokens=128 dtype=bfloat16 batch_size=1 seed=0 out=reports/medusa
 
-Writes OUT/report.json, OUT/report.html (one file with its plots), OUT/outputs.jsonl and OUT/figures/*.png, and prints
-the table and the ranking. Among the drafters may stand outside references, which take turns with ours: hf_generate,
-hf_assisted@DIR (`assistant_model=` with the same draft and K, and a second row with transformers' defaults) and
-hf_prompt_lookup (two rows alike). `candidates=[...]` takes folders, folders of folders, repositories and families, and
-tries each as chain and tree. `temperatures=[0,1]` and `batch_sizes=[1,4]` measure several settings at once.
+Writes OUT/report.json, OUT/report.html (one file with its plots), OUT/outputs.jsonl and
+OUT/figures/*.png, and prints the table and the ranking. Among the drafters may stand outside
+references, which take turns with ours: hf_generate, hf_assisted@DIR (`assistant_model=` with
+the same draft and K, and a second row with transformers' defaults) and hf_prompt_lookup (two
+rows alike). `candidates=[...]` takes folders, folders of folders, repositories and families,
+and tries each as chain and tree. `temperatures=[0,1]` and `batch_sizes=[1,4]` measure several
+settings at once.
 
-Exit codes: 0; 3 when a drafter could not be loaded or a prompt could not be asked: it is named and left out, the others
-are scored; 1 when a trained head failed the parity gate (decoding against the training pass, and after save and
-reload); 2 a mistake to mend.
+Exit codes: 0; 3 when a drafter could not be loaded or a prompt could not be asked: it is named
+and left out, the others are scored; 1 when a trained head failed the parity gate (decoding
+against the training pass, and after save and reload); 2 a mistake to mend.
 """
 
 from __future__ import annotations
@@ -60,10 +63,11 @@ class EvaluateConfig:
     out: str
     # the frozen model that all drafters draft for
     target: TargetConfig = field(default_factory=TargetConfig)
-    # none, ngram, hf_generate, run folders or head folders; FOLDER@chain and FOLDER@tree choose the shape,
-    # @adaptive behind any of them an adaptive draft length
+    # none, ngram, hf_generate, run folders or head folders; FOLDER@chain and FOLDER@tree
+    # choose the shape, @adaptive behind any of them an adaptive draft length
     drafters: list[str] = field(default_factory=lambda: ["none", "ngram"])
-    # further drafters to choose among: folders, folders of runs, repositories, families (a kind of head)
+    # further drafters to choose among: folders, folders of runs, repositories, families (a
+    # kind of head)
     candidates: list[str] = field(default_factory=list)
     # where runs of a family are looked for
     runs: str = "runs"
@@ -99,10 +103,12 @@ class EvaluateConfig:
     seed: int = 0
     # rule of verification: traversal accepts more, rejection is the classic; both are lossless
     verify: str = "traversal"
-    # prompts of the parity gate: a chain at T = 0 against the training pass and a reloaded head; 0 = no gate
+    # prompts of the parity gate: a chain at T = 0 against the training pass and a reloaded
+    # head; 0 = no gate
     parity: int = 6
-    # on a GPU: prompts that are decoded once more to see where the time goes, the device waited for at every part;
-    # they enter no speed. 0 = none; without a GPU the run's own timers tell
+    # on a GPU: prompts that are decoded once more to see where the time goes, the device
+    # waited for at every part; they enter no speed. 0 = none; without a GPU the run's own
+    # timers tell
     breakdown: int = 4
     # log table and figures to Weights & Biases
     wandb: bool = False
@@ -111,8 +117,15 @@ class EvaluateConfig:
 
     def validate(self) -> list[str]:
         found = []
-        for key, values in (("temperature", [self.temperature]), ("temperatures", self.temperatures)):
-            found += [f"{key}: {t} is below 0; set 0 for greedy or more to sample" for t in values if t < 0]
+        for key, values in (
+            ("temperature", [self.temperature]),
+            ("temperatures", self.temperatures),
+        ):
+            found += [
+                f"{key}: {t} is below 0; set 0 for greedy or more to sample"
+                for t in values
+                if t < 0
+            ]
         found += [f"batch_sizes: {b} is below 1; set 1 or more" for b in self.batch_sizes if b < 1]
         if self.top_k < 0:
             found.append(f"top_k: {self.top_k} is below 0; set 0 to switch it off")
@@ -121,9 +134,14 @@ class EvaluateConfig:
         if not 0 <= self.min_p < 1:
             found.append(f"min_p: {self.min_p} is outside [0, 1); set 0 to switch it off")
         if self.repetition_penalty <= 0:
-            found.append(f"repetition_penalty: {self.repetition_penalty} is not above 0; set 1 to switch it off")
+            found.append(
+                f"repetition_penalty: {self.repetition_penalty} is not above 0; set 1 to "
+                "switch it off"
+            )
         if self.dtype not in ("float32", "bfloat16", "float16", "float64"):
-            found.append(f"dtype: {self.dtype} is no floating-point type; set float32, bfloat16 or float16")
+            found.append(
+                f"dtype: {self.dtype} is no floating-point type; set float32, bfloat16 or float16"
+            )
         if self.verify not in RULES:
             found.append(f"verify: {self.verify} is no rule; choose among {', '.join(RULES)}")
         if self.breakdown < 0:
@@ -134,7 +152,9 @@ class EvaluateConfig:
             if getattr(self, key) < 1:
                 found.append(f"{key}: {getattr(self, key)} is below 1; set 1 or more")
         if self.num_prompts is not None and self.num_prompts < 1:
-            found.append(f"num_prompts: {self.num_prompts} is below 1; set 1 or more, or null for all")
+            found.append(
+                f"num_prompts: {self.num_prompts} is below 1; set 1 or more, or null for all"
+            )
         for t in () if found else {self.temperature, *self.temperatures}:
             try:
                 Sampling(t, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
@@ -147,7 +167,9 @@ class EvaluateConfig:
 
 @entry("evaluate", EvaluateConfig)
 def main(cfg: EvaluateConfig) -> int:
-    """Load, measure, score, write. Exit code 3 when something was skipped, 1 when a head failed the parity gate."""
+    """Load, measure, score, write. Exit code 3 when something was skipped, 1 when a head
+    failed the parity gate.
+    """
     out = Path(cfg.out)
     if out.exists() and not out.is_dir():
         raise UserError(f"out: {out} is a file; give a folder")
@@ -170,9 +192,17 @@ def evaluated(cfg: EvaluateConfig, out: Path) -> int:
     more, unknown = candidates.expand(cfg.candidates, cfg.runs, target.support == "tree")
     names = list(dict.fromkeys([*cfg.drafters, *more]))
     lanes, skipped = lanes_of(names, target, lambda: load_target(cfg.target, cfg.dtype, cfg.device))
-    skipped = list({s["reason"]: s for s in [*bad, *skipped[::-1], *unknown]}.values())[::-1]  # one line per reason
-    parity = gates(lanes, target, prompts, cfg.parity, min(cfg.max_new_tokens, GATE_TOKENS), cfg.quiet)
-    points = list(itertools.product(cfg.temperatures or [cfg.temperature], cfg.batch_sizes or [cfg.batch_size]))
+    skipped = list({s["reason"]: s for s in [*bad, *skipped[::-1], *unknown]}.values())[
+        ::-1
+    ]  # one line per reason
+    parity = gates(
+        lanes, target, prompts, cfg.parity, min(cfg.max_new_tokens, GATE_TOKENS), cfg.quiet
+    )
+    points = list(
+        itertools.product(
+            cfg.temperatures or [cfg.temperature], cfg.batch_sizes or [cfg.batch_size]
+        )
+    )
     reports: list[dict[str, Any]] = []
     for number, (temperature, batch_size) in enumerate(points):
         at = replace(cfg, temperature=temperature, batch_size=batch_size)
@@ -188,11 +218,15 @@ def evaluated(cfg: EvaluateConfig, out: Path) -> int:
                 write(report, lines, out)
     reports[0]["others"] = [other(r) for r in reports[1:]]
     reports[0]["batches"] = batches(reports)
-    reports[0]["batch_limits"] = {label: stops_paying(points) for label, points in reports[0]["batches"].items()}
+    reports[0]["batch_limits"] = {
+        label: stops_paying(points) for label, points in reports[0]["batches"].items()
+    }
     write(reports[0], first, out)
     table.show(reports[0])
     for report in reports:
-        print("\n".join(["", f"ranking, {table.title(report)}", *candidates.lines(report["ranking"])]))
+        print(
+            "\n".join(["", f"ranking, {table.title(report)}", *candidates.lines(report["ranking"])])
+        )
     for name, found in parity.items():
         print("\n".join([f"{name}: {found.lines()[0]}", *found.lines()[1:]]))
     print(f"report: {out / 'report.html'}")
@@ -202,8 +236,13 @@ def evaluated(cfg: EvaluateConfig, out: Path) -> int:
     return DISAGREES if failed else SKIPPED if skipped else 0
 
 
-def measure(cfg: EvaluateConfig, target: Target, prompts: list[Any], lanes: list[contest.Lane],
-            skipped: list[dict[str, str]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:  # fmt: skip
+def measure(
+    cfg: EvaluateConfig,
+    target: Target,
+    prompts: list[Any],
+    lanes: list[contest.Lane],
+    skipped: list[dict[str, str]],
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(report, lines of outputs.jsonl) at the temperature and batch size of `cfg`."""
     sampling = sampling_of(cfg)
     settings = contest.Settings(sampling, cfg.max_new_tokens, cfg.batch_size, cfg.seed, cfg.verify)
@@ -222,7 +261,11 @@ def measure(cfg: EvaluateConfig, target: Target, prompts: list[Any], lanes: list
             **({"tuning": target.tuning} if target.tuning else {}),
         },
         "settings": {
-            **{k: v for k, v in asdict(cfg).items() if k not in ("target", "prompts", "quiet", "out")},
+            **{
+                k: v
+                for k, v in asdict(cfg).items()
+                if k not in ("target", "prompts", "quiet", "out")
+            },
             "target": asdict(cfg.target),
             "prompts": {"path": cfg.prompts, "sha256": files.sha256(Path(cfg.prompts))},
             "num_prompts": len(prompts),
@@ -252,7 +295,10 @@ def fitting(prompts: list[Prompt], target: Target, bad: list[dict[str, str]]) ->
         if size < room:
             kept.append(prompt)
             continue
-        reason = f"prompts: {prompt.id} has {size} tokens and the target's context holds {room}; shorten or remove it"
+        reason = (
+            f"prompts: {prompt.id} has {size} tokens and the target's context holds "
+            f"{room}; shorten or remove it"
+        )
         bad.append({"name": prompt.id, "reason": reason})
     if not kept:
         raise UserError(f"{bad[-1]['reason']} (and no other prompt fits)")
@@ -272,19 +318,43 @@ def folder(temperature: float, batch_size: int) -> str:
 def other(report: dict[str, Any]) -> dict[str, Any]:
     """What the first report keeps of another setting."""
     settings = report["settings"]
-    keys = ("name", "label", "kind", "shape", "group", "accepted_length", "acceptance_by_position", "tokens_per_second",
-            "speedup", "end_to_end", "draft_ms", "verify_ms", "break_even", "lossless")  # fmt: skip
-    return {"folder": folder(settings["temperature"], settings["batch_size"]), "settings": settings,
-            "target": report["target"], "plain_pass_ms": report["plain_pass_ms"], "ranking": report["ranking"],
-            "drafters": [{k: row[k] for k in keys} for row in report["drafters"]]}  # fmt: skip
+    keys = (
+        "name",
+        "label",
+        "kind",
+        "shape",
+        "group",
+        "accepted_length",
+        "acceptance_by_position",
+        "tokens_per_second",
+        "speedup",
+        "end_to_end",
+        "draft_ms",
+        "verify_ms",
+        "break_even",
+        "lossless",
+    )
+    return {
+        "folder": folder(settings["temperature"], settings["batch_size"]),
+        "settings": settings,
+        "target": report["target"],
+        "plain_pass_ms": report["plain_pass_ms"],
+        "ranking": report["ranking"],
+        "drafters": [{k: row[k] for k in keys} for row in report["drafters"]],
+    }
 
 
 def chosen(prompts: list[Any], cfg: EvaluateConfig) -> list[Any]:
-    """The prompts of the wanted categories, thinned to num_prompts by taking turns among the categories."""
+    """The prompts of the wanted categories, thinned to num_prompts by taking turns among the
+    categories.
+    """
     known = sorted({p.category for p in prompts})
     unknown = [c for c in cfg.categories if c not in known]
     if unknown:
-        raise UserError(f"categories: {cfg.prompts} has no {', '.join(unknown)}; choose among {', '.join(known)}")
+        raise UserError(
+            f"categories: {cfg.prompts} has no {', '.join(unknown)}; choose among "
+            f"{', '.join(known)}"
+        )
     wanted = [p for p in prompts if not cfg.categories or p.category in cfg.categories]
     if cfg.num_prompts is None or cfg.num_prompts >= len(wanted):
         return wanted
@@ -297,7 +367,9 @@ def chosen(prompts: list[Any], cfg: EvaluateConfig) -> list[Any]:
 
 
 def write(report: dict[str, Any], lines: list[dict[str, Any]], out: Path) -> None:
-    """All files of a report; report.json comes last, so that its presence means that the others are there."""
+    """All files of a report; report.json comes last, so that its presence means that the
+    others are there.
+    """
     from scripts.reports import (
         page,
         plots,  # slow to import, and a bad command line should fail fast

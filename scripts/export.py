@@ -2,12 +2,12 @@
 
     python scripts/export.py target=smollm2 drafter=runs/eagle3 format=vllm out=exports/eagle3
 
-Formats: vllm, speculators (one folder for `vllm serve`), sglang, medusa and eagle (the original repositories),
-transformers (separate drafts). OUT holds config.json and weights in the engine's own terms, README.md (the model card
-with the serve command) and outrider.json (hashes of everything). The exported folder is read again by an independent
-reader and must draft what the head drafts, token by token and logit by logit, on real prompts; otherwise it is removed
-and the exit code is 2.
-docs/serving.md tells how to serve and what to look at.
+Formats: vllm, speculators (one folder for `vllm serve`), sglang, medusa and eagle (the
+original repositories), transformers (separate drafts). OUT holds config.json and weights in
+the engine's own terms, README.md (the model card with the serve command) and outrider.json
+(hashes of everything). The exported folder is read again by an independent reader and must
+draft what the head drafts, token by token and logit by logit, on real prompts; otherwise it is
+removed and the exit code is 2. docs/serving.md tells how to serve and what to look at.
 """
 
 from __future__ import annotations
@@ -53,9 +53,11 @@ class ExportConfig:
     overwrite: bool = False
     # float32, bfloat16 or float16; null = as the head was imported, else float32
     dtype: str | None = None
-    # Medusa: export the first so many heads (vLLM drafts with all that it is given); null = all
+    # Medusa: export the first so many heads (vLLM drafts with all that it is given); null =
+    # all
     heads: int | None = None
-    # name or folder by which the engine loads the target; empty = its repository, else its folder
+    # name or folder by which the engine loads the target; empty = its repository, else its
+    # folder
     verifier: str = ""
     # prompts of the self-check, JSONL as scripts/evaluate.py reads it
     prompts: str = "scripts/prompts/demo.jsonl"
@@ -72,7 +74,9 @@ class ExportConfig:
         if self.dtype is not None and self.dtype not in DTYPES:
             found.append(f"dtype: {self.dtype} is none of {', '.join(DTYPES)}")
         if self.num_prompts < 1:
-            found.append(f"num_prompts: {self.num_prompts} is below 1; the self-check needs one or more")
+            found.append(
+                f"num_prompts: {self.num_prompts} is below 1; the self-check needs one or more"
+            )
         if self.heads is not None and self.heads < 1:
             found.append(f"heads: {self.heads} is below 1; give 1 or more, or null for all")
         return found
@@ -84,7 +88,8 @@ def main(cfg: ExportConfig) -> int:
     out = free_place(Path(cfg.out).expanduser(), cfg.overwrite)
     if is_plain(cfg.drafter):
         raise UserError(
-            f"drafter: {cfg.drafter}: an ordinary transformers model, which engines serve as it is (vLLM: "
+            f"drafter: {cfg.drafter}: an ordinary transformers model, which engines "
+            "serve as it is (vLLM: "
             "method draft_model; SGLang: STANDALONE); there is nothing to export"
         )
     source = find_head(cfg.drafter)
@@ -97,10 +102,14 @@ def main(cfg: ExportConfig) -> int:
     imported = card["extra"].get("imported")
     stored = imported.get("dtype") if isinstance(imported, dict) else None
     dtype = torch_dtype(cfg.dtype or (stored if stored in DTYPES else "float32"))
-    facts = Facts.of(target, cfg.verifier or (cfg.target.name if cfg.target.kind == "hub" else name_of(target)))
+    facts = Facts.of(
+        target, cfg.verifier or (cfg.target.name if cfg.target.kind == "hub" else name_of(target))
+    )
     if head.kind == "small_lm" and cfg.format == "transformers":
         with staged(out) as stage:
-            check = export_draft.write(source, stage, head, target, check_prompts(cfg, target), cfg.dtype)
+            check = export_draft.write(
+                source, stage, head, target, check_prompts(cfg, target), cfg.dtype
+            )
             finish(stage, out, cfg, card, head, facts, settings, check, str(check.pop("dtype")))
         return said(out, cfg, check["draft_tokens_equal"])
     layout = find_layout(cfg.format, head)
@@ -109,8 +118,12 @@ def main(cfg: ExportConfig) -> int:
     with staged(out) as stage:
         files.write_json(stage / "config.json", config)
         export_draft.save(tensors, stage / layout.file)
-        found: Check = check_export(stage, cfg.format, head, target, check_prompts(cfg, target), dtype)
-        finish(stage, out, cfg, card, head, facts, settings, found.json(), str(config["torch_dtype"]))
+        found: Check = check_export(
+            stage, cfg.format, head, target, check_prompts(cfg, target), dtype
+        )
+        finish(
+            stage, out, cfg, card, head, facts, settings, found.json(), str(config["torch_dtype"])
+        )
     return said(out, cfg, found.tokens)
 
 
@@ -123,10 +136,16 @@ def target_of(cfg: ExportConfig, card: dict[str, Any]) -> Any:
         if layout is None:
             raise
         config = card["head"].get("config", {})
-        holder = type("Saved", (), {"cfg": type("Keys", (), {"share_lm_head": config.get("share_lm_head", False)})})
+        holder = type(
+            "Saved",
+            (),
+            {"cfg": type("Keys", (), {"share_lm_head": config.get("share_lm_head", False)})},
+        )
         needs = layout.needs(holder)
         writes = f"writes its {', '.join(needs)}; " if needs else "writes none of its tensors, but "
-        raise UserError(f"{error}. The export {writes}the self-check needs the whole target") from None
+        raise UserError(
+            f"{error}. The export {writes}the self-check needs the whole target"
+        ) from None
 
 
 def name_of(target: Any) -> str:
@@ -135,7 +154,9 @@ def name_of(target: Any) -> str:
 
 
 def free_place(out: Path, overwrite: bool) -> Path:
-    """`out`, if it may be written. Raises UserError for a folder that exists, unless it is an export to be replaced."""
+    """`out`, if it may be written. Raises UserError for a folder that exists, unless it is an
+    export to be replaced.
+    """
     if not out.parent.exists() or out.parent.is_dir():
         recover(out)
     if not out.exists() and not out.is_symlink():
@@ -145,10 +166,16 @@ def free_place(out: Path, overwrite: bool) -> Path:
     if not any(out.iterdir()):
         return out
     if not overwrite:
-        raise UserError(f"out: {out} exists; set overwrite=true to replace it as a whole, or give another folder")
+        raise UserError(
+            f"out: {out} exists; set overwrite=true to replace it as a whole, or give "
+            "another folder"
+        )
     if exported(out) is None:
-        raise UserError(f"out: {out} holds files that are no export (no {MANIFEST}); overwrite=true would delete them "
-                        "all: give another folder")
+        raise UserError(
+            f"out: {out} holds files that are no export (no {MANIFEST}); overwrite=true "
+            "would delete them "
+            "all: give another folder"
+        )
     return out
 
 
@@ -159,7 +186,9 @@ def check_prompts(cfg: ExportConfig, target: Any) -> list[Any]:
     known = load_prompts(cfg.prompts)
     step = max(1, len(known) // cfg.num_prompts)
     room = min(PROMPT_TOKENS, target.context_length - 16)
-    ids = [chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in known[::step]]
+    ids = [
+        chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in known[::step]
+    ]
     return [torch.tensor(i[-room:]) for i in ids[: cfg.num_prompts]]
 
 
@@ -167,10 +196,14 @@ def first_heads(head: Any, count: int | None) -> Any:
     """A copy of a Medusa head with its first `count` heads."""
     if count is None or head.kind != "medusa":
         if count is not None:
-            raise UserError(f"heads: {count} is for Medusa heads, this is {head.kind}; leave it out")
+            raise UserError(
+                f"heads: {count} is for Medusa heads, this is {head.kind}; leave it out"
+            )
         return head
     if count > head.cfg.heads:
-        raise UserError(f"heads: {count}, but there are {head.cfg.heads}; give {head.cfg.heads} or fewer")
+        raise UserError(
+            f"heads: {count}, but there are {head.cfg.heads}; give {head.cfg.heads} or fewer"
+        )
     small = copy.deepcopy(head)
     small.cfg = replace(head.cfg, heads=count)
     for name in ("block_weight", "block_bias", "proj"):
@@ -180,19 +213,41 @@ def first_heads(head: Any, count: int | None) -> Any:
     return small
 
 
-def finish(stage: Path, out: Path, cfg: ExportConfig, card: dict[str, Any], head: Any, facts: Facts, settings: Any,
-           check: dict[str, Any], dtype: str) -> None:  # fmt: skip
+def finish(
+    stage: Path,
+    out: Path,
+    cfg: ExportConfig,
+    card: dict[str, Any],
+    head: Any,
+    facts: Facts,
+    settings: Any,
+    check: dict[str, Any],
+    dtype: str,
+) -> None:
     """The card, and last the manifest with the hashes of every other file."""
-    about = export_card.About(cfg.format, head, card, facts, settings, check, dtype, out,
-                              export_card.run_record(find_head(cfg.drafter)))  # fmt: skip
+    about = export_card.About(
+        cfg.format,
+        head,
+        card,
+        facts,
+        settings,
+        check,
+        dtype,
+        out,
+        export_card.run_record(find_head(cfg.drafter)),
+    )
     files.write_text(stage / "README.md", export_card.page(about))
-    files.write_json(stage / MANIFEST, export_card.manifest(about, stage, files.command(), files.environment()))
+    files.write_json(
+        stage / MANIFEST, export_card.manifest(about, stage, files.command(), files.environment())
+    )
 
 
 def said(out: Path, cfg: ExportConfig, tokens: int) -> int:
     """Tell where it lies and how to serve it."""
-    print(f"{out}: {cfg.format} export, {tokens} draft tokens equal to the head's; how to serve it: "
-          f"{out / 'README.md'}")
+    print(
+        f"{out}: {cfg.format} export, {tokens} draft tokens equal to the head's; how to serve it: "
+        f"{out / 'README.md'}"
+    )
     return 0
 
 

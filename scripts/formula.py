@@ -2,8 +2,9 @@
 
     python scripts/tune.py formula acceptance=0.7 cost=0.05
 
-They assume one acceptance rate for every position, independence, and a verification as cheap as a single step. Measured
-acceptance falls with depth and a pass over K tokens costs more than one: `tune.py drafter=...` measures both.
+They assume one acceptance rate for every position, independence, and a verification as cheap
+as a single step. Measured acceptance falls with depth and a pass over K tokens costs more than
+one: `tune.py drafter=...` measures both.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class FormulaConfig:
         if not 0 <= self.acceptance <= 1:
             found.append(f"acceptance: {self.acceptance} is outside [0, 1]; it is a probability")
         if self.cost < 0:
-            found.append(f"cost: {self.cost} is below 0; 0.05 means twenty draft tokens per target pass")
+            found.append(
+                f"cost: {self.cost} is below 0; 0.05 means twenty draft tokens per target pass"
+            )
         if not 1 <= self.max_k <= 64:
             found.append(f"max_k: {self.max_k} is outside 1..64; 10 is usual")
         return found
@@ -55,16 +58,25 @@ def main(cfg: FormulaConfig) -> None:
         table.add_column(name, justify="right")
     for k in range(1, cfg.max_k + 1):
         needed = cost.acceptance_needed(c * k + 1, k)
-        row = (str(k), f"{cost.expected_tokens(a, k):.3f}", f"{cost.closed_speedup(a, k, c):.3f}×",
-               "–" if needed is None else f"{needed:.3f}")  # fmt: skip
+        row = (
+            str(k),
+            f"{cost.expected_tokens(a, k):.3f}",
+            f"{cost.closed_speedup(a, k, c):.3f}×",
+            "–" if needed is None else f"{needed:.3f}",
+        )
         table.add_row(*row, style="bold" if k == best else None)
     console.print(table)
     advice = f"K = {best}" if best else "no draft at all"
-    console.print(f"best: {advice}. tokens per pass = (1 - a^(K+1)) / (1 - a), speedup = tokens / (c K + 1)",
-                  highlight=False)  # fmt: skip
+    console.print(
+        f"best: {advice}. tokens per pass = (1 - a^(K+1)) / (1 - a), speedup = tokens / (c K + 1)",
+        highlight=False,
+    )
     console.print(cost.INDEPENDENCE, style="yellow", highlight=False)
-    console.print("measured curves instead: python scripts/tune.py target=... drafter=... out=DIR", style="dim",
-                  highlight=False)  # fmt: skip
+    console.print(
+        "measured curves instead: python scripts/tune.py target=... drafter=... out=DIR",
+        style="dim",
+        highlight=False,
+    )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
-"""Bring a published head into this repository's format, so that evaluate, tune, certify and chat run on it.
+"""Bring a published head into this repository's format, so that evaluate, tune, certify and
+chat run on it.
 
     python scripts/import_head.py target=smollm2 from=FOLDER out=runs/imported
 
-Reads Medusa (vLLM's names and the original ones), EAGLE-1, EAGLE-3 and speculators folders; format=auto looks which.
-Pickles are opened with torch.load(weights_only=True) alone. Missing, unknown and ill-shaped tensors are named, all of
-them.
+Reads Medusa (vLLM's names and the original ones), EAGLE-1, EAGLE-3 and speculators folders;
+format=auto looks which. Pickles are opened with torch.load(weights_only=True) alone. Missing,
+unknown and ill-shaped tensors are named, all of them.
 
-What files cannot show (layer numbers off by one, fc in another order, a square matrix transposed) shows in behaviour:
-on a few prompts the head drafts as written and under every other known convention. Where another one fits, nothing is
-written and its name is told: import again with convention=NAME.
+What files cannot show (layer numbers off by one, fc in another order, a square matrix
+transposed) shows in behaviour: on a few prompts the head drafts as written and under every
+other known convention. Where another one fits, nothing is written and its name is told: import
+again with convention=NAME.
 """
 
 from __future__ import annotations
@@ -85,10 +87,16 @@ def main(cfg: ImportConfig) -> int:
     recover(out)
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
         if not cfg.overwrite:
-            raise UserError(f"out: {out} exists; set overwrite=true to replace the head in it, or give another folder")
+            raise UserError(
+                f"out: {out} exists; set overwrite=true to replace the head in it, or "
+                "give another folder"
+            )
         if not (out / CARD).is_file():
-            raise UserError(f"out: {out} holds no head (no {CARD}); overwrite=true would delete what is there: give "
-                            "another folder")
+            raise UserError(
+                f"out: {out} holds no head (no {CARD}); overwrite=true would delete what "
+                "is there: give "
+                "another folder"
+            )
     if out.resolve() in (source.resolve(), *source.resolve().parents):
         raise UserError(f"out: {out} holds the head that is read; give another folder")
     foreign = read_folder(source)
@@ -108,13 +116,20 @@ def main(cfg: ImportConfig) -> int:
         show(found, cfg.convention)
         best = acceptance_probe.fitting(found)
         if best.name != found[0].name:
-            raise UserError(f"from: {source}: {best.about} fits, not what the files say: {best.accepted:.2f} accepted "
-                            f"of two draft tokens against {found[0].accepted:.2f}; nothing was written: set "
-                            f"convention={best.name}, or probe=false to take the files at their word")
+            raise UserError(
+                f"from: {source}: {best.about} fits, not what the files say: "
+                f"{best.accepted:.2f} accepted "
+                f"of two draft tokens against {found[0].accepted:.2f}; nothing was written: set "
+                f"convention={best.name}, or probe=false to take the files at their word"
+            )
         head.calibrate([batch], target)
-    record = {"format": layout.format, "dtype": foreign.dtype, "convention": cfg.convention,
-              "files": {name: files.sha256(source / name) for name in foreign.files},
-              "probe": [asdict(r) for r in found]}  # fmt: skip
+    record = {
+        "format": layout.format,
+        "dtype": foreign.dtype,
+        "convention": cfg.convention,
+        "files": {name: files.sha256(source / name) for name in foreign.files},
+        "probe": [asdict(r) for r in found],
+    }
     save_head(head, out, target.identity, {"imported": record})
     print(f"{out}: {head.kind} head from {source} ({layout.format} format, {foreign.dtype})")
     return 0
@@ -130,15 +145,23 @@ def same_target(foreign: Foreign, target: Any) -> None:
     except KeyError:
         return
     if differences:
-        raise UserError(f"from: {foreign.folder}: was exported for another target ({'; '.join(differences)}); give "
-                        "that one")
+        raise UserError(
+            f"from: {foreign.folder}: was exported for another target "
+            f"({'; '.join(differences)}); give "
+            "that one"
+        )
 
 
 def chosen(head: Any, convention: str) -> Any:
-    """The head read under a named convention. Raises UserError for a name that this kind of head does not know."""
+    """The head read under a named convention. Raises UserError for a name that this kind of
+    head does not know.
+    """
     known = {name: twin for name, _, twin in acceptance_probe.conventions(head)}
     if convention not in known:
-        raise UserError(f"convention: {convention} is none of {', '.join([AS_WRITTEN, *known])} ({head.kind} head)")
+        raise UserError(
+            f"convention: {convention} is none of {', '.join([AS_WRITTEN, *known])} "
+            f"({head.kind} head)"
+        )
     return known[convention]
 
 
@@ -147,17 +170,28 @@ def show(found: list[Reading], convention: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="accepted of two draft tokens, teacher-forced on the target's own answers",
-                  title_justify="left")  # fmt: skip
-    for name, side in (("convention", "left"), ("accepted", "right"), ("log-probability", "right"), ("", "left")):
+    table = Table(
+        title="accepted of two draft tokens, teacher-forced on the target's own answers",
+        title_justify="left",
+    )
+    for name, side in (
+        ("convention", "left"),
+        ("accepted", "right"),
+        ("log-probability", "right"),
+        ("", "left"),
+    ):
         table.add_column(name, justify=side)  # type: ignore[arg-type]
     for i, reading in enumerate(found[:6]):
         name = convention if i == 0 else reading.name
         table.add_row(name, f"{reading.accepted:.3f}", f"{reading.logp:.3f}", reading.about)
     Console(width=110).print(table)
     if max(r.accepted for r in found) < acceptance_probe.LOW:
-        print("warning: under no convention does this head draft for this target; was it trained for it? It is read "
-              "as it is written", file=sys.stderr)
+        print(
+            "warning: under no convention does this head draft for this target; was it "
+            "trained for it? It is read "
+            "as it is written",
+            file=sys.stderr,
+        )
 
 
 if __name__ == "__main__":

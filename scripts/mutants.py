@@ -1,18 +1,24 @@
 """Mutation score of the layers that guard losslessness: one wrong edit at a time, who notices?
 
-    python scripts/mutants.py                           # all modules; half an hour to an hour on one core
-    python scripts/mutants.py 'modules=[decode/rng.py]' mutants=20 out=/tmp/rng.json page=/tmp/rng.md
+    python scripts/mutants.py                           # all modules; half an hour to an hour
+                                                        on one core
+    python scripts/mutants.py 'modules=[decode/rng.py]' mutants=20 out=/tmp/rng.json
+        page=/tmp/rng.md
 
-Every mutant is one edit of one file (scripts/proofs/mutants/mutate.py), made in a copy of the code and tried on three layers:
+Every mutant is one edit of one file (scripts/proofs/mutants/mutate.py), made in a copy of the
+code and tried on three layers:
 
-enumeration   the exact law of one verification on random and extreme worlds, and of the whole loop, every branch
+enumeration   the exact law of one verification on random and extreme worlds, and of the whole
+              loop, every branch
 tests         the fast unit tests about the module
-certificate   the layers of scripts/certify.py, 20,000 tokens on a tiny target, under several drafters and settings
+certificate   the layers of scripts/certify.py, 20,000 tokens on a tiny target, under several
+              drafters and settings
 
-A mutant that no certificate rejects either changes the law, and is a gap, or does not: then HARMLESS says why, found by
-the mutant's text wherever its line has moved to. Written: OUT with all mutants, PAGE with the table. Goes on where it
-was stopped: what a layer found waits in STATE for as long as the code that it depends on stays the same. Exit code 1: a
-mutant got through.
+A mutant that no certificate rejects either changes the law, and is a gap, or does not: then
+HARMLESS says why, found by the mutant's text wherever its line has moved to. Written: OUT with
+all mutants, PAGE with the table. Goes on where it was stopped: what a layer found waits in
+STATE for as long as the code that it depends on stays the same. Exit code 1: a mutant got
+through.
 """
 
 from __future__ import annotations
@@ -42,7 +48,8 @@ from scripts.common.progress import Steps, columns
 from scripts.proofs.mutants import page as mutants_page
 from scripts.proofs.mutants.mutate import Mutant, choose, mutants
 
-# The functions that are mutated, by module; none named: all. Of the drafters those that make the law q.
+# The functions that are mutated, by module; none named: all. Of the drafters those that make
+# the law q.
 MODULES: dict[str, tuple[str, ...]] = {
     "decode/verify.py": (),
     "decode/sampling.py": (),
@@ -211,8 +218,8 @@ def nursery() -> Iterator[Nursery]:
 
 
 def baseline(home: Nursery, cfg: MutantsConfig, layer: str, names: Sequence[str]) -> list[Any]:
-    """The correct code through a layer, which it must pass. For certificates: by setting, the lines that it executes
-    and what its reference found. Raises UserError when the layer fails."""
+    """The correct code through a layer, which it must pass. For certificates: by setting, the
+    lines that it executes and what its reference found. Raises UserError when the layer fails."""
 
     def passed(job: dict[str, Any]) -> dict[str, Any]:
         found = home.ask({"layer": layer, "seconds": 300, "tokens": cfg.tokens, "known": {}, **job})
@@ -239,8 +246,8 @@ def baseline(home: Nursery, cfg: MutantsConfig, layer: str, names: Sequence[str]
 def attempt(
     home: Nursery, cfg: MutantsConfig, mutant: Mutant, layer: str, base: list[Any]
 ) -> dict[str, Any]:
-    """One mutant through a layer: {"found": what rejected it, None where nothing did}. Certificates that do not execute
-    the edited statement are left out: they cannot see it."""
+    """One mutant through a layer: {"found": what rejected it, None where nothing did}.
+    Certificates that do not execute the edited statement are left out: they cannot see it."""
     job = {"layer": layer, "file": mutant.file, "seconds": SECONDS[layer], "tokens": cfg.tokens}
     row: dict[str, Any] = {"id": mutant.identity, "found": None}
     if layer == "certificate":

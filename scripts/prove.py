@@ -1,18 +1,25 @@
 """The figures behind docs/lossless.md, every one by this command.
 
-    python scripts/prove.py                        # all that needs no trained head; merges into docs/results
-    python scripts/prove.py 'only=[greedy]' 'drafters=[ngram,runs/medusa@chain,runs/medusa@tree]'
+    python scripts/prove.py                        # all that needs no trained head; merges
+                                                   into docs/results
+    python scripts/prove.py 'only=[greedy]'
+        'drafters=[ngram,runs/medusa@chain,runs/medusa@tree]'
     python scripts/prove.py 'only=[gains]' 'heads=[runs/medusa]'
     python scripts/prove.py 'only=[certificates]' 'certificates=[certificates/medusa]'
 
-enumeration    exact law of one verification on random worlds       engine   exact law of the whole loop
-controls       known wrong code and the layer that catches it       scalar   batched rules against the scalar reference
-greedy_tiny    a thousand prompts on six small architectures        greedy   the target against Hugging Face generate
-biased         wrong decoders that a certificate must reject        sound    sound ones that it must pass, 200 seeds
-gains          accepted lengths at T = 1, paired by prompt          certificates   what certify.py found
+enumeration    exact law of one verification on random worlds       engine   exact law of the
+               whole loop
+controls       known wrong code and the layer that catches it       scalar   batched rules
+               against the scalar reference
+greedy_tiny    a thousand prompts on six small architectures        greedy   the target against
+               Hugging Face generate
+biased         wrong decoders that a certificate must reject        sound    sound ones that it
+               must pass, 200 seeds
+gains          accepted lengths at T = 1, paired by prompt          certificates   what
+               certify.py found
 
-Every section goes on where it was stopped: parts wait in STATE, for as long as the code under test stays the same.
-Entries keep command, commit and machine.
+Every section goes on where it was stopped: parts wait in STATE, for as long as the code under
+test stays the same. Entries keep command, commit and machine.
 """
 
 from __future__ import annotations
@@ -92,7 +99,11 @@ class ProveConfig:
     quiet: bool = False
 
     def validate(self) -> list[str]:
-        found = [f"only: no section {name}; known: {', '.join(SECTIONS)}" for name in self.only if name not in SECTIONS]
+        found = [
+            f"only: no section {name}; known: {', '.join(SECTIONS)}"
+            for name in self.only
+            if name not in SECTIONS
+        ]
         for key in ("cases", "num_prompts", "max_new_tokens", "batch_size", "gain_prompts"):
             if getattr(self, key) < 1:
                 found.append(f"{key}: {getattr(self, key)} is below 1; set 1 or more")
@@ -110,21 +121,35 @@ def _prompts(cfg: ProveConfig, target: Target, count: int) -> list[list[int]]:
     ids = [chat_ids(target.tokenizer, [{"role": "user", "content": t}]) for t in texts]
     ids = [i for i in ids if len(i) + cfg.max_new_tokens <= target.context_length]
     if len(ids) < count:
-        raise UserError(f"prompts: {len(ids)} different ones, {count} are wanted; add a file or set num_prompts lower")
+        raise UserError(
+            f"prompts: {len(ids)} different ones, {count} are wanted; add a file or set "
+            "num_prompts lower"
+        )
     return ids[:count]
 
 
 def greedy(cfg: ProveConfig, tick: Tick) -> dict[str, Any]:
-    """Token equality with Hugging Face generate at T = 0 in float32, every first difference classified."""
+    """Token equality with Hugging Face generate at T = 0 in float32, every first difference
+    classified.
+    """
     target = load_target(cfg.target, "float32", cfg.device)
     prompts = _prompts(cfg, target, cfg.num_prompts)
     target.probe()
     plain, about = Plain(target), [files.sha256(Path(p)) for p in cfg.prompts]
-    key = [code_sha256(), about, cfg.num_prompts, cfg.max_new_tokens, cfg.batch_size, _about(target)]
+    key = [
+        code_sha256(),
+        about,
+        cfg.num_prompts,
+        cfg.max_new_tokens,
+        cfg.batch_size,
+        _about(target),
+    ]
     shared = Parts(Path(cfg.state) / "greedy", key)
     noise = shared.once("noise", lambda: plain.rounding(prompts[:4]))["gap"]
     asked = [Request(p, cfg.max_new_tokens, id=i) for i, p in enumerate(prompts)]
-    theirs = reference_tokens(plain, asked, GREEDY, cfg.batch_size, None, ticker(tick, "generate", len(asked)), shared)
+    theirs = reference_tokens(
+        plain, asked, GREEDY, cfg.batch_size, None, ticker(tick, "generate", len(asked)), shared
+    )
     rows = []
     for spec in ["none", *cfg.drafters]:
         drafter = resolve_drafter(spec, target)
@@ -134,45 +159,104 @@ def greedy(cfg: ProveConfig, tick: Tick) -> dict[str, Any]:
             name = f"{spec}, batch {size}"
             folder = "greedy-" + name.replace("/", "-").replace(", batch ", "-")
             parts = Parts(Path(cfg.state) / folder, [key, about_drafter(spec), size, len(some)])
-            found = greedy_layer(plain, target, drafter, some, cfg.max_new_tokens, size, "traversal", 4 * noise, None,
-                                 None, theirs[: len(some)], ticker(tick, name, len(some)), parts)  # fmt: skip
-            rows.append({"drafter": spec, "batch_size": size, "prompts": found.prompts, "tokens": found.tokens,
-                         "drafted_tokens": found.accepted, "equal": found.prompts - len(found.divergences),
-                         "rounding_ties": len(found.divergences) - found.defects, "defects": found.defects,
-                         "divergences": found.divergences})  # fmt: skip
-    return {"target": _about(target), "dtype": "float32", "max_new_tokens": cfg.max_new_tokens, "rounding": noise,
-            "tie_margin": 4 * noise, "prompts_sha256": about, "rows": rows}  # fmt: skip
+            found = greedy_layer(
+                plain,
+                target,
+                drafter,
+                some,
+                cfg.max_new_tokens,
+                size,
+                "traversal",
+                4 * noise,
+                None,
+                None,
+                theirs[: len(some)],
+                ticker(tick, name, len(some)),
+                parts,
+            )
+            rows.append(
+                {
+                    "drafter": spec,
+                    "batch_size": size,
+                    "prompts": found.prompts,
+                    "tokens": found.tokens,
+                    "drafted_tokens": found.accepted,
+                    "equal": found.prompts - len(found.divergences),
+                    "rounding_ties": len(found.divergences) - found.defects,
+                    "defects": found.defects,
+                    "divergences": found.divergences,
+                }
+            )
+    return {
+        "target": _about(target),
+        "dtype": "float32",
+        "max_new_tokens": cfg.max_new_tokens,
+        "rounding": noise,
+        "tie_margin": 4 * noise,
+        "prompts_sha256": about,
+        "rows": rows,
+    }
 
 
 def gain(cfg: ProveConfig, tick: Tick) -> dict[str, Any]:
-    """Accepted lengths at T = 1 in bfloat16: traversal and rejection, sampled and most probable drafts."""
+    """Accepted lengths at T = 1 in bfloat16: traversal and rejection, sampled and most
+    probable drafts.
+    """
     target = load_target(cfg.target, "bfloat16", cfg.device)
     prompts = _prompts(cfg, target, cfg.gain_prompts)
     known = {}
     for path in cfg.heads:
-        key = [code_sha256(), about_drafter(path), _about(target), "bfloat16", cfg.gain_prompts, cfg.max_new_tokens,
-               cfg.batch_size, cfg.seed]  # fmt: skip
+        key = [
+            code_sha256(),
+            about_drafter(path),
+            _about(target),
+            "bfloat16",
+            cfg.gain_prompts,
+            cfg.max_new_tokens,
+            cfg.batch_size,
+            cfg.seed,
+        ]
         parts = Parts(Path(cfg.state) / f"gains-{Path(path).name}", key)
         drafters, found = gains.lanes(path, target), {}
         for name, drafter in drafters.items():
             count = ticker(tick, f"{path}: {name}", len(prompts))
-            found[name] = gains.measure(target, drafter, prompts, Sampling(1.0), cfg.max_new_tokens, cfg.batch_size,
-                                        cfg.seed, parts, name.replace(" ", "-"), count)  # fmt: skip
+            found[name] = gains.measure(
+                target,
+                drafter,
+                prompts,
+                Sampling(1.0),
+                cfg.max_new_tokens,
+                cfg.batch_size,
+                cfg.seed,
+                parts,
+                name.replace(" ", "-"),
+                count,
+            )
         nodes = {name: drafter.max_nodes for name, drafter in drafters.items()}
         known[path] = {**gains.compare(found, cfg.seed), "nodes": nodes}
-    return {"target": _about(target), "dtype": "bfloat16", "temperature": 1.0, "prompts": len(prompts),
-            "max_new_tokens": cfg.max_new_tokens, "heads": known}  # fmt: skip
+    return {
+        "target": _about(target),
+        "dtype": "bfloat16",
+        "temperature": 1.0,
+        "prompts": len(prompts),
+        "max_new_tokens": cfg.max_new_tokens,
+        "heads": known,
+    }
 
 
 def certificates(cfg: ProveConfig, tick: Tick) -> dict[str, Any]:
-    """Certificates of scripts/certify.py, without folders of this machine and without the plots' data."""
+    """Certificates of scripts/certify.py, without folders of this machine and without the
+    plots' data.
+    """
     rows = []
     for folder in cfg.certificates:
         path = Path(folder) / "certificate.json"
         try:
             paper = json.loads(path.read_text())
         except (OSError, ValueError) as error:
-            raise UserError(f"certificates: {path}: {error}; give a folder that certify.py wrote") from None
+            raise UserError(
+                f"certificates: {path}: {error}; give a folder that certify.py wrote"
+            ) from None
         rows.append(lossless_page.slim(paper))
     return {"rows": rows}
 
@@ -197,13 +281,17 @@ def enumeration(cfg: ProveConfig, tick: Tick) -> dict[str, Any]:
 
 
 def scalar(cfg: ProveConfig, tick: Tick) -> dict[str, Any]:
-    """Path and bonus of the batched rules against a scalar reference on the same random numbers (hypothesis)."""
+    """Path and bonus of the batched rules against a scalar reference on the same random
+    numbers (hypothesis).
+    """
     select = "tests/test_verify.py::test_batched_equals_scalar_often"
     return proofs.tests("scalar", select, Parts(Path(cfg.state) / "scalar", [code_sha256()]), tick)
 
 
 def greedy_tiny(cfg: ProveConfig, tick: Tick) -> dict[str, Any]:
-    """Greedy tokens against generate in float32 on small random models, every drafter, alone and in eights."""
+    """Greedy tokens against generate in float32 on small random models, every drafter, alone
+    and in eights.
+    """
     parts = Parts(Path(cfg.state) / "greedy_tiny", [code_sha256()])
     return proofs.tests("greedy_tiny", "tests/test_greedy_many.py", parts, tick)
 
@@ -224,10 +312,16 @@ SECTIONS: dict[str, Callable[[ProveConfig, Tick], dict[str, Any]]] = {
 
 def wanted(cfg: ProveConfig) -> Sequence[str]:
     """The sections to run: those named, else all but the ones that lack their input."""
-    lacking = {name for name, given in (("gains", cfg.heads), ("certificates", cfg.certificates)) if not given}
+    lacking = {
+        name
+        for name, given in (("gains", cfg.heads), ("certificates", cfg.certificates))
+        if not given
+    }
     if cfg.only and lacking & set(cfg.only):
-        raise UserError(f"only: {', '.join(sorted(lacking & set(cfg.only)))} needs input; set heads=[..] or "
-                        "certificates=[..]")  # fmt: skip
+        raise UserError(
+            f"only: {', '.join(sorted(lacking & set(cfg.only)))} needs input; set heads=[..] or "
+            "certificates=[..]"
+        )
     return cfg.only or [name for name in SECTIONS if name not in lacking]
 
 
@@ -246,7 +340,9 @@ def proved(cfg: ProveConfig) -> None:
         with Steps(*columns(44), quiet=cfg.quiet) as bar:
             tasks: dict[str, TaskID] = {}
 
-            def tick(label: str, done: int, total: int, bar: Steps = bar, tasks: dict = tasks) -> None:
+            def tick(
+                label: str, done: int, total: int, bar: Steps = bar, tasks: dict = tasks
+            ) -> None:
                 if label not in tasks:
                     tasks[label] = bar.add_task(label, total=total, completed=done)
                 bar.update(tasks[label], completed=done, total=total)
@@ -254,10 +350,12 @@ def proved(cfg: ProveConfig) -> None:
             found = SECTIONS[name](cfg, tick)
         known = json.loads(out.read_text()) if out.exists() else {}
         known[name] = {
-            "about": " ".join((SECTIONS[name].__doc__ or "").split()), **found,
-            "created": datetime.now(UTC).isoformat(timespec="seconds"), "command": files.command(),
+            "about": " ".join((SECTIONS[name].__doc__ or "").split()),
+            **found,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": files.command(),
             "environment": files.environment(cfg.device or "cpu"),
-        }  # fmt: skip
+        }
         files.write_json(out, known)
         print(f"{name}: written to {out}")
     if out.resolve() == (files.ROOT / "docs" / "results" / "lossless.json").resolve():

@@ -1,14 +1,16 @@
-"""Choose K, tree shape and tree size for a drafter on this machine, and say what it will bring.
+"""Choose K, tree shape and tree size for a drafter on this machine, and say what it will
+bring.
 
     python scripts/tune.py target=smollm2 drafter=runs/medusa out=reports/tune-medusa
     python scripts/tune.py target=smollm2 drafter=runs/eagle3 out=reports/tune-eagle3 grid=true
     python scripts/tune.py formula acceptance=0.7 cost=0.05
 
-Measures the latency curves inside the decode loop, drafts once along the target's plain answers, searches every setting
-by replay, confirms the best few by interleaved measurement, and writes the winner into the head's folder (decode.json),
-where evaluate, chat and export read it. OUT gets tune.json, tune.html and figures/*.png. With grid=true the choice is
-checked against a grid of settings that are all measured; results=FILE collects the verdicts of several runs. `formula`
-prints the closed formulas of the literature.
+Measures the latency curves inside the decode loop, drafts once along the target's plain
+answers, searches every setting by replay, confirms the best few by interleaved measurement,
+and writes the winner into the head's folder (decode.json), where evaluate, chat and export
+read it. OUT gets tune.json, tune.html and figures/*.png. With grid=true the choice is checked
+against a grid of settings that are all measured; results=FILE collects the verdicts of several
+runs. `formula` prints the closed formulas of the literature.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ from scripts.tuning import run as tune_run
 class TuneConfig:
     """Keys of scripts/tune.py."""
 
-    # ngram, a run folder, a head folder or a smaller model; FOLDER@chain and FOLDER@tree search that
-    # shape alone
+    # ngram, a run folder, a head folder or a smaller model; FOLDER@chain and FOLDER@tree
+    # search that shape alone
     drafter: str
     # folder for tune.json, tune.html and figures/
     out: str
@@ -103,12 +105,27 @@ class TuneConfig:
     quiet: bool = False
 
     def validate(self) -> list[str]:
-        lows = (("num_prompts", 2), ("max_new_tokens", 8), ("batch_size", 1), ("curve_rounds", 1), ("max_depth", 1),
-                ("max_nodes", 1), ("max_width", 1), ("confirm", 1), ("grid_size", 1))  # fmt: skip
-        found = [f"{key}: {getattr(self, key)} is below {low}; set {low} or more" for key, low in lows
-                 if getattr(self, key) < low]  # fmt: skip
+        lows = (
+            ("num_prompts", 2),
+            ("max_new_tokens", 8),
+            ("batch_size", 1),
+            ("curve_rounds", 1),
+            ("max_depth", 1),
+            ("max_nodes", 1),
+            ("max_width", 1),
+            ("confirm", 1),
+            ("grid_size", 1),
+        )
+        found = [
+            f"{key}: {getattr(self, key)} is below {low}; set {low} or more"
+            for key, low in lows
+            if getattr(self, key) < low
+        ]
         if any(b < 1 for b in self.curve_batches):
-            found.append(f"curve_batches: {self.curve_batches} holds a size below 1; give sizes such as [1,4]")
+            found.append(
+                f"curve_batches: {self.curve_batches} holds a size below 1; give sizes "
+                "such as [1,4]"
+            )
         if self.verify not in RULES:
             found.append(f"verify: {self.verify} is no rule; choose among {', '.join(RULES)}")
         return found
@@ -129,8 +146,12 @@ def tuned(cfg: TuneConfig, out: Path) -> None:
     console = Console()
     draft = parse(cfg.drafter)
     drafter_folder(draft)  # what is not there is said before the target is loaded
-    longest = max(len(p.turns[0]) for p in load_prompts(cfg.prompts)) // 2  # a token is two letters or more
-    plan = Plan(max(cfg.batch_size, *cfg.curve_batches), longest + cfg.max_new_tokens, cfg.max_nodes)
+    longest = (
+        max(len(p.turns[0]) for p in load_prompts(cfg.prompts)) // 2
+    )  # a token is two letters or more
+    plan = Plan(
+        max(cfg.batch_size, *cfg.curve_batches), longest + cfg.max_new_tokens, cfg.max_nodes
+    )
     target = load_target(cfg.target, cfg.dtype, cfg.device, plan)
     with Steps(*columns(20), console=console, quiet=cfg.quiet, transient=True) as progress:
         report = tune_run.run(cfg, target, progress)
@@ -141,10 +162,14 @@ def tuned(cfg: TuneConfig, out: Path) -> None:
     folder = settings_folder(draft)
     if cfg.write and folder is not None:
         files.write_json(folder / DECODE, tune_run.tuned_from(report, folder).to_json())
-        console.print(f"written: {folder / DECODE}; evaluate, chat and export read it", highlight=False)
+        console.print(
+            f"written: {folder / DECODE}; evaluate, chat and export read it", highlight=False
+        )
     elif cfg.write:
         name = asked_as(draft.source, report["chosen"]["settings"])
-        console.print(f"{draft.source} has no folder to write to; ask for it as {name}", highlight=False)
+        console.print(
+            f"{draft.source} has no folder to write to; ask for it as {name}", highlight=False
+        )
     if cfg.results:
         tune_run.collect(report, Path(cfg.results))
         console.print(f"written: {cfg.results}", highlight=False)

@@ -1,11 +1,12 @@
-"""Tiny random models of many architectures, seconds to build, no network. Import `build` and `ARCHS` in
-tests.
+"""Tiny random models of many architectures, seconds to build, no network. Import `build` and
+`ARCHS` in tests.
 
-    model = build("llama")                 # LlamaForCausalLM, 2 layers, hidden 32, vocabulary 61
+    model = build("llama")                 # LlamaForCausalLM, 2 layers, hidden 32, vocabulary
+                                           61
     model = build("gemma3_text", dtype=torch.float64, vocab_size=97)
 
-Weights are larger than the usual initialisation, so that attention matters to the logits: with the stock 0.02
-a wrong mask would hide in the rounding.
+Weights are larger than the usual initialisation, so that attention matters to the logits: with
+the stock 0.02 a wrong mask would hide in the rounding.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ _GPT2 = {
     "eos_token_id": 2,
 }
 
-# Full attention, sliding windows, learned positions, scaled and capped logits, mixtures of experts: all take
-# trees.
+# Full attention, sliding windows, learned positions, scaled and capped logits, mixtures of
+# experts: all take trees.
 TREE: dict[str, dict[str, Any]] = {
     "llama": _GQA,
     "qwen2": _GQA,
@@ -53,7 +54,12 @@ TREE: dict[str, dict[str, Any]] = {
     "phi3": {**_GQA, "sliding_window": None},
     "mixtral": {**_GQA, "num_local_experts": 4, "num_experts_per_tok": 2},
     "cohere": {**_GQA, "logit_scale": 0.0625},
-    "granite": {**_GQA, "logits_scaling": 4.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5},
+    "granite": {
+        **_GQA,
+        "logits_scaling": 4.0,
+        "embedding_multiplier": 2.0,
+        "residual_multiplier": 0.5,
+    },
     "olmo2": _GQA,
     "stablelm": _GQA,
     "opt": {
@@ -125,8 +131,9 @@ REFUSED: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 8,
     },
 }
-# What changes with the length of a text: a window of its own name that is baked into a buffer (GPT-Neo), one that keeps
-# the best tokens (Doge), and a table of positions behind which a pass crashes (MPT).
+# What changes with the length of a text: a window of its own name that is baked into a buffer
+# (GPT-Neo), one that keeps the best tokens (Doge), and a table of positions behind which a
+# pass crashes (MPT).
 BY_LENGTH: dict[str, dict[str, Any]] = {
     "gpt_neo": {
         "vocab_size": VOCAB,
@@ -153,7 +160,8 @@ BY_LENGTH: dict[str, dict[str, Any]] = {
 }
 ARCHS = {**TREE, **CHAIN, **REFUSED, **BY_LENGTH}
 
-# Changes that give "phi3" the rotary embedding of Phi-3.5 and Phi-4-mini: other frequencies beyond SWITCH tokens.
+# Changes that give "phi3" the rotary embedding of Phi-3.5 and Phi-4-mini: other frequencies
+# beyond SWITCH tokens.
 SWITCH = 24
 LONGROPE: dict[str, Any] = {
     "original_max_position_embeddings": SWITCH,
@@ -168,17 +176,23 @@ LONGROPE: dict[str, Any] = {
 }
 
 
-def build(arch: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A tiny random causal language model of architecture `arch` (a key of ARCHS); `changes` override its
-    config.
+def build(
+    arch: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
+) -> PreTrainedModel:
+    """A tiny random causal language model of architecture `arch` (a key of ARCHS); `changes`
+    override its config.
     """
     config = AutoConfig.for_model(arch, **copy.deepcopy({**ARCHS[arch], **changes}))
     torch.manual_seed(seed)
     # Some versions let sdpa drop the softcap on scores silently.
-    how = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
+    how = (
+        {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, **how)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() >= 2 and "conv" not in name:
-                weight.normal_(0, 0.25 if "embed" in name or "wte" in name else 1.2 * weight.shape[-1] ** -0.5)
+                weight.normal_(
+                    0, 0.25 if "embed" in name or "wte" in name else 1.2 * weight.shape[-1] ** -0.5
+                )
     return model.eval()

@@ -1,4 +1,6 @@
-"""No test connects beyond this machine, nor does a process that it starts: see tests/guard/sitecustomize.py."""
+"""No test connects beyond this machine, nor does a process that it starts: see
+tests/guard/sitecustomize.py.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ class Attempts:
 
 def guarded(env: Mapping[str, str]) -> dict[str, str]:
     """An environment whose Python processes are guarded."""
-    path = [str(GUARD), *(p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(GUARD))]
+    path = [
+        str(GUARD),
+        *(p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(GUARD)),
+    ]
     return {**env, "PYTHONPATH": os.pathsep.join(path), guard.LOG: os.environ[guard.LOG]}
 
 
@@ -108,7 +113,9 @@ def other() -> Any:
 
 @pytest.fixture(autouse=True)
 def no_network() -> Iterator[None]:
-    """A test is red when it, or a process it started, tried to connect beyond this machine, whatever came of it."""
+    """A test is red when it, or a process it started, tried to connect beyond this machine,
+    whatever came of it.
+    """
     yield
     if found := _attempts.take():
         pytest.fail("tried to reach the network:\n" + "\n".join(found), pytrace=False)

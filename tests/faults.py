@@ -1,9 +1,11 @@
-"""What the reliability tests share: small runs in forked children, that can be killed, signalled and restarted.
+"""What the reliability tests share: small runs in forked children, that can be killed,
+signalled and restarted.
 
-Importing torch costs seconds, a fork milliseconds: the parent has imported everything and never trains itself, a child
-is a whole process with its own signals, locks, file limits and process group. `ranks` forks the workers of a run,
-`launcher` forks torchrun's own agent, which forks the workers and starts them again. A few cases of every campaign go
-through the real command line instead.
+Importing torch costs seconds, a fork milliseconds: the parent has imported everything and
+never trains itself, a child is a whole process with its own signals, locks, file limits and
+process group. `ranks` forks the workers of a run, `launcher` forks torchrun's own agent, which
+forks the workers and starts them again. A few cases of every campaign go through the real
+command line instead.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ Action = Callable[[], Any]
 
 
 class Shaky(HEADS["medusa"]):  # type: ignore[misc]
-    """Medusa heads whose loss is scaled by a number from the global generator, as dropout would: a resumed run is the
-    same run only if its random numbers are the same as well."""
+    """Medusa heads whose loss is scaled by a number from the global generator, as dropout
+    would: a resumed run is the same run only if its random numbers are the same as well."""
 
     def forward(self, batch: Batch, target: Any) -> LossOut:
         out = super().forward(batch, target)
@@ -48,7 +50,9 @@ def train(data: Path, out: Path, *more: str) -> None:
 
 
 class Marks:
-    """What a child tells its parent while it runs: a byte for each mark. Made before the fork, read in the parent."""
+    """What a child tells its parent while it runs: a byte for each mark. Made before the fork,
+    read in the parent.
+    """
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
@@ -85,7 +89,9 @@ class Marks:
 
 
 def at_call(number: int, event: Action, action: Action) -> Action:
-    """The same action, with `event` inside the forward pass of micro-batch `number`, counted over all steps."""
+    """The same action, with `event` inside the forward pass of micro-batch `number`, counted
+    over all steps.
+    """
 
     def interrupted() -> Any:
         forward, calls = Shaky.forward, 0
@@ -104,7 +110,9 @@ def at_call(number: int, event: Action, action: Action) -> Action:
 
 
 def fork(action: Action, said: Path | None = None, **env: str) -> int:
-    """Run `action` in a child; its process id. It ends with the exit code of a training command. said: its words."""
+    """Run `action` in a child; its process id. It ends with the exit code of a training
+    command. said: its words.
+    """
     child = os.fork()
     if child:
         return child
@@ -115,9 +123,13 @@ def fork(action: Action, said: Path | None = None, **env: str) -> int:
         handle = os.open(said or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(handle, 1)
         os.dup2(handle, 2)
-        sys.stdout = sys.stderr = os.fdopen(handle, "w", buffering=1)  # pytest has others in their place
+        sys.stdout = sys.stderr = os.fdopen(
+            handle, "w", buffering=1
+        )  # pytest has others in their place
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            signal.signal(
+                number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            )
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()
         torch.set_num_threads(1)
@@ -137,20 +149,43 @@ def ranks(world: int, action: Action, said: Path | None = None) -> list[int]:
     """Fork the ranks of a run over gloo; their process ids."""
     if world == 1:
         return [fork(action, said)]
-    shared = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-              "MASTER_PORT": str(free_port()), "ACCELERATE_USE_CPU": "true"}
-    return [fork(action, said and said.with_name(f"{said.name}.{rank}"), RANK=str(rank), LOCAL_RANK=str(rank), **shared)
-            for rank in range(world)]
+    shared = {
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "ACCELERATE_USE_CPU": "true",
+    }
+    return [
+        fork(
+            action,
+            said and said.with_name(f"{said.name}.{rank}"),
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            **shared,
+        )
+        for rank in range(world)
+    ]
 
 
 def launcher(action: Action, restarts: int, said: Path | None = None, world: int = 2) -> int:
-    """Fork torchrun's agent with `world` workers that it forks itself; its process id. It ends with 0 or 1."""
+    """Fork torchrun's agent with `world` workers that it forks itself; its process id. It ends
+    with 0 or 1.
+    """
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     def agent() -> None:
-        config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=world, run_id=str(os.getpid()),
-                              rdzv_backend="c10d", rdzv_endpoint=f"127.0.0.1:{free_port()}", max_restarts=restarts,
-                              monitor_interval=0.05, start_method="fork")
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=world,
+            run_id=str(os.getpid()),
+            rdzv_backend="c10d",
+            rdzv_endpoint=f"127.0.0.1:{free_port()}",
+            max_restarts=restarts,
+            monitor_interval=0.05,
+            start_method="fork",
+        )
         os.environ["ACCELERATE_USE_CPU"] = "true"
         elastic_launch(config, worker)()
 
@@ -170,7 +205,9 @@ def free_port() -> int:
 
 
 def wait(child: int, limit: float = 300.0) -> int:
-    """The exit code of a child, negative for a signal. One that hangs is killed after `limit` seconds: TimeoutError."""
+    """The exit code of a child, negative for a signal. One that hangs is killed after `limit`
+    seconds: TimeoutError.
+    """
     deadline = time.monotonic() + limit
     while True:
         done, status = os.waitpid(child, os.WNOHANG)

@@ -1,4 +1,6 @@
-"""Tiny heads of every kind on disk, for the fuzz tests: made once, spoiled and tried many times."""
+"""Tiny heads of every kind on disk, for the fuzz tests: made once, spoiled and tried many
+times.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""What the tests of export and import share: a tiny target deep enough for three inner layers, heads with random
-weights,
-folders in every format."""
+"""What the tests of export and import share: a tiny target deep enough for three inner layers,
+heads with random weights, folders in every format."""
 
 from __future__ import annotations
 
@@ -34,12 +33,18 @@ def config(kind: str, **keys: Any) -> Any:
     if kind == "hydra_heads":
         return HydraHeadsConfig(**{"heads": 2, "draft_vocab": 0, **keys})
     start = {"steps": 1, "feature_loss": 1.0} if kind == "eagle1" else {}
-    return EagleConfig(**{"kind": kind, "draft_vocab": 0 if kind == "eagle1" else 64, "depth": 3, **start, **keys})
+    return EagleConfig(
+        **{"kind": kind, "draft_vocab": 0 if kind == "eagle1" else 64, "depth": 3, **start, **keys}
+    )
 
 
 def random_head(target: Any, kind: str, seed: int = 0, **keys: Any) -> Any:
-    """A head whose every weight matters: random, norms around one, a draft vocabulary with gaps."""
-    counts = torch.randint(1, 99, (target.vocab_size,), generator=torch.Generator().manual_seed(seed))
+    """A head whose every weight matters: random, norms around one, a draft vocabulary with
+    gaps.
+    """
+    counts = torch.randint(
+        1, 99, (target.vocab_size,), generator=torch.Generator().manual_seed(seed)
+    )
     head = HEADS[kind].for_target(target, config(kind, **keys), counts)
     generator = torch.Generator().manual_seed(seed + 1)
     for name, weight in head.named_parameters():
@@ -60,7 +65,9 @@ def folder(path: Path, target: Any, head: Any, format: str, name: str = "/a/targ
 
 
 def change(path: Path, edit: Any = None, settings: Any = None) -> Path:
-    """Edit the tensors and the config.json of a folder: both get the mapping and change it in place."""
+    """Edit the tensors and the config.json of a folder: both get the mapping and change it in
+    place.
+    """
     file = next(path.glob("*.safetensors"))
     tensors = load_file(file)
     if edit:

@@ -1,4 +1,6 @@
-"""Mirror: drives a TreeCache and checks every logit against plain passes of an untouched model."""
+"""Mirror: drives a TreeCache and checks every logit against plain passes of an untouched
+model.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,13 @@ def ancestors(parents: list[int], node: int) -> list[int]:
 
 
 class Mirror:
-    """Rows as plain token lists beside the cache's rows: the last token of each is not in the cache yet."""
+    """Rows as plain token lists beside the cache's rows: the last token of each is not in the
+    cache yet.
+    """
 
-    def __init__(self, target: Target, oracle: Any, cache: TreeCache, tolerance: float, seed: int = 0):
+    def __init__(
+        self, target: Target, oracle: Any, cache: TreeCache, tolerance: float, seed: int = 0
+    ):
         self.target, self.oracle, self.cache, self.tolerance = target, oracle, cache, tolerance
         self.generator = torch.Generator().manual_seed(seed)
         self.texts: list[list[int]] = []
@@ -71,7 +77,9 @@ class Mirror:
             self.others[-1] = self.others[-1] + first
 
     def score(self, parents: list[list[int]], taps: tuple[int, ...] = ()) -> tuple[DraftTree, Step]:
-        """Score random tokens on `parents` (ragged, one list per row) and check every node in use."""
+        """Score random tokens on `parents` (ragged, one list per row) and check every node in
+        use.
+        """
         n = max(map(len, parents))
         tokens = torch.full((len(parents), n), GARBAGE)
         table = torch.full((len(parents), n), -1)
@@ -94,7 +102,9 @@ class Mirror:
         return step
 
     def commit(self, tree: DraftTree, nodes: list[int]) -> None:
-        """Keep the path down to nodes[b] (-1: none of the tree) and add a bonus token to each row."""
+        """Keep the path down to nodes[b] (-1: none of the tree) and add a bonus token to each
+        row.
+        """
         paths = [ancestors(tree.parents[b].tolist(), node) for b, node in enumerate(nodes)]
         depth = max(map(len, paths)) + 1  # one column of padding more than needed
         table = torch.tensor([p + [-1] * (depth - len(p)) for p in paths])

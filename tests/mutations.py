@@ -1,7 +1,8 @@
-"""Wrong values for every key of a JSON file, one at a time: what the tests of foreign files share.
+"""Wrong values for every key of a JSON file, one at a time: what the tests of foreign files
+share.
 
-A mutation is named as it reads in a failure: "head.config.depth = -1". Outcomes that are allowed: it
-works, or one UserError of one line, within a few seconds.
+A mutation is named as it reads in a failure: "head.config.depth = -1". Outcomes that are
+allowed: it works, or one UserError of one line, within a few seconds.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def mutations(value: Any) -> Iterator[Mutation]:
-    """(name, whole value with one thing changed) for every place: each wrong value, missing, and an
-    unknown key."""
+    """(name, whole value with one thing changed) for every place: each wrong value, missing,
+    and an unknown key."""
     for path in places(value):
         name = ".".join(map(str, path))
         old = value
@@ -89,8 +90,9 @@ def changed(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 
 
 def outcome(action: Callable[[], Any]) -> str:
-    """ "" where the action works or ends in a UserError of one readable line (or one that says how many
-    problems it lists below, as for the tensors of a foreign file); else what was wrong with it."""
+    """ "" where the action works or ends in a UserError of one readable line (or one that says
+    how many problems it lists below, as for the tensors of a foreign file); else what was
+    wrong with it."""
     try:
         with deadline(LIMIT):
             action()

@@ -1,4 +1,6 @@
-"""Reports without their drawings, for tests that look at the numbers: rendering takes longer than decoding."""
+"""Reports without their drawings, for tests that look at the numbers: rendering takes longer
+than decoding.
+"""
 
 from __future__ import annotations
 

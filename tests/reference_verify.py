@@ -1,4 +1,6 @@
-"""The verification rules written a second time, one row and one number at a time, from the papers' pseudo-code."""
+"""The verification rules written a second time, one row and one number at a time, from the
+papers' pseudo-code.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from decode.tree import DraftTree
 
 
 class Row:
-    """One row of a tree with plain lists; `u` reads the same addressed uniforms as the batched code."""
+    """One row of a tree with plain lists; `u` reads the same addressed uniforms as the batched
+    code.
+    """
 
     def __init__(self, tree: DraftTree, law: Law, rng: Rng, row: int) -> None:
         import torch
@@ -37,7 +41,9 @@ class Row:
             return [float(x == self.tokens[node]) for x in range(size)]
         law = [0.0] * size
         ids = range(size) if proposal.vocab is None else proposal.vocab.tolist()
-        for x, mass in zip(ids, proposal.law[self.row, int(proposal.row[self.row, node])].tolist(), strict=True):
+        for x, mass in zip(
+            ids, proposal.law[self.row, int(proposal.row[self.row, node])].tolist(), strict=True
+        ):
             law[x] = mass
         if not proposal.replacement:
             for e in earlier:
@@ -99,7 +105,9 @@ def _norm(weights: list[float], fallback: list[float]) -> list[float]:
 
 
 def block(tree: DraftTree, law: Law, rng: Rng, row: int) -> list[int]:
-    """Block verification of one sampled chain (Sun et al. 2403.10444, algorithm 2): the accepted prefix."""
+    """Block verification of one sampled chain (Sun et al. 2403.10444, algorithm 2): the
+    accepted prefix.
+    """
     view = Row(tree, law, rng, row)
     n = len(view.tokens)
     w, accepted = 1.0, 0

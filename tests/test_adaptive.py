@@ -30,7 +30,9 @@ def test_depth_rises_with_acceptance_and_falls_without(target: Target, other: Ta
 
     good = [
         c
-        for g in generate(target, Adaptive(DraftModel(target, 8)), ASKED, Sampling(), eos_ids=[]).generations
+        for g in generate(
+            target, Adaptive(DraftModel(target, 8)), ASKED, Sampling(), eos_ids=[]
+        ).generations
         for c in g.cycles
         if not c.cut
     ]
@@ -39,7 +41,9 @@ def test_depth_rises_with_acceptance_and_falls_without(target: Target, other: Ta
 
 
 def test_rows_adapt_alone_and_tokens_stay_exact(target: Target, other: Target) -> None:
-    plain = [g.token_ids for g in generate(target, NoDraft(), ASKED, Sampling(), eos_ids=[]).generations]
+    plain = [
+        g.token_ids for g in generate(target, NoDraft(), ASKED, Sampling(), eos_ids=[]).generations
+    ]
     for inner in (NGram(), DraftModel(target, 6), DraftModel(other, 6)):
         for batch in (1, 3, 5):
             run = generate(target, Adaptive(inner), ASKED, Sampling(), batch_size=batch, eos_ids=[])
@@ -58,7 +62,12 @@ def test_learned_rates(target: Target) -> None:
     for accepted, wanted in ((4, 4), (0, 1)):
         for _ in range(60):
             drafter.proposed[:] = 4
-            drafter.observe(torch.zeros(1, 5, dtype=torch.int64), None, torch.tensor([accepted + 1]), slice(0, 1))
+            drafter.observe(
+                torch.zeros(1, 5, dtype=torch.int64),
+                None,
+                torch.tensor([accepted + 1]),
+                slice(0, 1),
+            )
         assert int(drafter.depths()[0]) == wanted
     assert 1 <= start <= 4
 
@@ -86,7 +95,11 @@ def test_the_law_is_exact_and_an_anticipating_rule_is_caught(rule: str) -> None:
 
 def test_names(target: Target) -> None:
     drafter = resolve_drafter("ngram@adaptive", target)
-    assert (drafter.name, drafter.shape, drafter.max_depth) == ("ngram@adaptive", "chain", NGram().max_depth)
+    assert (drafter.name, drafter.shape, drafter.max_depth) == (
+        "ngram@adaptive",
+        "chain",
+        NGram().max_depth,
+    )
     run = generate(target, drafter, ASKED, Sampling(), eos_ids=[])
     plain = generate(target, NoDraft(), ASKED, Sampling(), eos_ids=[])
     assert [g.token_ids for g in run.generations] == [g.token_ids for g in plain.generations]

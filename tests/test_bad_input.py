@@ -1,4 +1,6 @@
-"""Bad input at the engine's door: an error that names the row and the value, and nothing of that cycle is committed."""
+"""Bad input at the engine's door: an error that names the row and the value, and nothing of
+that cycle is committed.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +56,12 @@ class Fixed:
         return self.make(self.rows)
 
 
-def watched(target: Target, poison: Callable[[Step], None] | None = None) -> tuple[Target, list[Any]]:
-    """A target that notes its cache (first) and every commit (later), and may spoil the logits of a tree pass."""
+def watched(
+    target: Target, poison: Callable[[Step], None] | None = None
+) -> tuple[Target, list[Any]]:
+    """A target that notes its cache (first) and every commit (later), and may spoil the logits
+    of a tree pass.
+    """
     seen: list[Any] = []
     spoiled = copy.copy(target)
 
@@ -77,21 +83,38 @@ def watched(target: Target, poison: Callable[[Step], None] | None = None) -> tup
     return spoiled, seen
 
 
-def refused(target: Target, drafter: Any, error: type[Exception], words: list[str], sampling: Sampling = Sampling(1.0),
-            poison: Callable[[Step], None] | None = None) -> None:  # fmt: skip
+def refused(
+    target: Target,
+    drafter: Any,
+    error: type[Exception],
+    words: list[str],
+    sampling: Sampling = Sampling(1.0),
+    poison: Callable[[Step], None] | None = None,
+) -> None:
     spoiled, seen = watched(target, poison)
     told: list[Any] = []
     asked = [Request([3, 4, 5], 12, id=0), Request([6, 7], 12, id=1), Request([8], 12, id=2)]
     with pytest.raises(error) as found:
-        generate(spoiled, drafter, asked, sampling, batch_size=3, eos_ids=(),
-                 on_tokens=lambda i, tokens, drafted: told.append(tokens))  # fmt: skip
+        generate(
+            spoiled,
+            drafter,
+            asked,
+            sampling,
+            batch_size=3,
+            eos_ids=(),
+            on_tokens=lambda i, tokens, drafted: told.append(tokens),
+        )
     for word in words:
         assert word in str(found.value), str(found.value)
     assert seen[1:] == [] and seen[0].lengths == [3, 2, 1], "something was committed"
-    assert len(told) == 3 and all(len(tokens) == 1 for tokens in told)  # the prefill's token of each row, no more
+    assert len(told) == 3 and all(
+        len(tokens) == 1 for tokens in told
+    )  # the prefill's token of each row, no more
 
 
-def tree(parents: list[int], tokens: list[int], row: int, size: int | None = None) -> Callable[[int], DraftTree]:
+def tree(
+    parents: list[int], tokens: list[int], row: int, size: int | None = None
+) -> Callable[[int], DraftTree]:
     """A chain 1, 2, 3 in every row but `row`."""
 
     def make(rows: int) -> DraftTree:
@@ -110,14 +133,22 @@ def tree(parents: list[int], tokens: list[int], row: int, size: int | None = Non
         (tree([-1, 1, 1], [1, 2, 3], 1), ["row 1, node 1", "parent 1"]),  # its own parent: a cycle
         (tree([-1, 2, 1], [1, 2, 3], 2), ["row 2, node 1", "parent 2"]),  # a parent after its child
         (tree([-2, 0, 1], [1, 2, 3], 0), ["row 0, node 0", "parent -2"]),
-        (tree([-1, 0, 1], [1, VOCAB, 3], 1), ["row 1, node 1", f"token {VOCAB}", f"0..{VOCAB - 1}"]),
+        (
+            tree([-1, 0, 1], [1, VOCAB, 3], 1),
+            ["row 1, node 1", f"token {VOCAB}", f"0..{VOCAB - 1}"],
+        ),
         (tree([-1, 0, 1], [1, 2, -1], 2), ["row 2, node 2", "token -1"]),
         (tree([-1, -1, 0], [7, 7, 3], 0), ["row 0, node 1", "token 7", "twice"]),
         (tree([-1, 0, 1], [1, 2, 3], 1, size=4), ["row 1", "size 4", "0..3"]),
-        (lambda rows: DraftTree.chain(torch.ones(rows, 4, dtype=torch.int64)), ["4 nodes", "budget of 3"]),
+        (
+            lambda rows: DraftTree.chain(torch.ones(rows, 4, dtype=torch.int64)),
+            ["4 nodes", "budget of 3"],
+        ),
     ],
 )
-def test_malformed_trees(target: Target, make: Callable[[int], DraftTree], words: list[str]) -> None:
+def test_malformed_trees(
+    target: Target, make: Callable[[int], DraftTree], words: list[str]
+) -> None:
     refused(target, Fixed(make), ValueError, words)
 
 
@@ -125,7 +156,9 @@ def sampled(change: Callable[[Proposal], Proposal]) -> Callable[[int], DraftTree
     def make(rows: int) -> DraftTree:
         law = torch.full((rows, 3, VOCAB), 1 / VOCAB)
         proposal = change(Proposal(law, torch.arange(3).expand(rows, 3)))
-        return DraftTree.chain(torch.tensor([[1, 2, 3]] * rows), None, torch.ones(rows, 3, dtype=torch.bool), proposal)
+        return DraftTree.chain(
+            torch.tensor([[1, 2, 3]] * rows), None, torch.ones(rows, 3, dtype=torch.bool), proposal
+        )
 
     return make
 
@@ -145,27 +178,48 @@ def spoil(row: int, level: int, token: int, value: float) -> Callable[[Proposal]
         (spoil(1, 1, 9, NAN), ["row 1, node 1", "law row 1", "does not sum to one"]),
         (spoil(2, 0, 9, INF), ["row 2, node 0", "law row 0", "does not sum to one"]),
         (spoil(0, 2, 9, 0.5), ["row 0, node 2", "law row 2", "does not sum to one"]),
-        (lambda p: dataclasses.replace(p, row=p.row + 1), ["row 0, node 2", "law row 3", "outside 0..2"]),
+        (
+            lambda p: dataclasses.replace(p, row=p.row + 1),
+            ["row 0, node 2", "law row 3", "outside 0..2"],
+        ),
     ],
 )
-def test_malformed_proposals(target: Target, change: Callable[[Proposal], Proposal], words: list[str]) -> None:
+def test_malformed_proposals(
+    target: Target, change: Callable[[Proposal], Proposal], words: list[str]
+) -> None:
     refused(target, Fixed(sampled(change)), ValueError, words)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(1.0), Sampling(1.0, top_p=0.9), Sampling(1.0, top_k=5)])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(0.0), Sampling(1.0), Sampling(1.0, top_p=0.9), Sampling(1.0, top_k=5)]
+)
 @pytest.mark.parametrize("value", [NAN, INF])
 def test_bad_logits_of_one_row(target: Target, sampling: Sampling, value: float) -> None:
     def poison(step: Step) -> None:
         step.logits[1, 0, 17] = value
 
-    refused(target, NoDraft(), UserError, ["row 1", str(value), "nothing was committed"], sampling, poison)
+    refused(
+        target,
+        NoDraft(),
+        UserError,
+        ["row 1", str(value), "nothing was committed"],
+        sampling,
+        poison,
+    )
 
 
 def test_a_law_with_every_token_masked(target: Target) -> None:
     def poison(step: Step) -> None:
         step.logits[2] = -INF
 
-    refused(target, NoDraft(), UserError, ["row 2", "every token is masked", "-inf"], Sampling(1.0), poison)
+    refused(
+        target,
+        NoDraft(),
+        UserError,
+        ["row 2", "every token is masked", "-inf"],
+        Sampling(1.0),
+        poison,
+    )
 
 
 def test_bad_logits_deep_in_a_draft(target: Target) -> None:
@@ -183,32 +237,54 @@ def test_bad_logits_deep_in_a_draft(target: Target) -> None:
 def test_a_foreign_processor_that_masks_everything(target: Target) -> None:
     from decode.models.processors import named_processors
 
-    ban = named_processors({"SuppressTokensLogitsProcessor": {"suppress_tokens": list(range(VOCAB))}})
+    ban = named_processors(
+        {"SuppressTokensLogitsProcessor": {"suppress_tokens": list(range(VOCAB))}}
+    )
     told: list[Any] = []
     with pytest.raises(UserError, match="row 0: .*every token is masked"):
-        generate(target, NoDraft(), [Request([3], 4)], Sampling(1.0, processors=ban),
-                 on_tokens=lambda *a: told.append(a))  # fmt: skip
+        generate(
+            target,
+            NoDraft(),
+            [Request([3], 4)],
+            Sampling(1.0, processors=ban),
+            on_tokens=lambda *a: told.append(a),
+        )
     assert told == []
 
 
 @pytest.mark.parametrize(
     ("settings", "word"),
-    [({"top_k": VOCAB + 1}, f"top_k={VOCAB + 1}"), ({"top_k": -1}, "top_k=-1"), ({"top_p": 0.0}, "top_p=0.0"),
-     ({"top_p": 1.5}, "top_p=1.5"), ({"temperature": -1.0}, "temperature=-1.0"), ({"min_p": 1.0}, "min_p=1.0"),
-     ({"temperature": 1e-40}, "temperature=1e-40: must be 0 .greedy. or at least 1e-37"), ({"top_k": 2.5}, "top_k=2.5"),
-     ({"top_k": INF}, "top_k=inf"), ({"top_k": NAN}, "top_k=nan")],
-)  # fmt: skip
-def test_settings_are_refused_before_anything_runs(target: Target, settings: dict[str, Any], word: str) -> None:
+    [
+        ({"top_k": VOCAB + 1}, f"top_k={VOCAB + 1}"),
+        ({"top_k": -1}, "top_k=-1"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_p": 1.5}, "top_p=1.5"),
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"min_p": 1.0}, "min_p=1.0"),
+        ({"temperature": 1e-40}, "temperature=1e-40: must be 0 .greedy. or at least 1e-37"),
+        ({"top_k": 2.5}, "top_k=2.5"),
+        ({"top_k": INF}, "top_k=inf"),
+        ({"top_k": NAN}, "top_k=nan"),
+    ],
+)
+def test_settings_are_refused_before_anything_runs(
+    target: Target, settings: dict[str, Any], word: str
+) -> None:
     spoiled, seen = watched(target)
     with pytest.raises(UserError, match=word):
-        generate(spoiled, NoDraft(), [Request([3], 4)], Sampling(**{"temperature": 1.0, **settings}))
+        generate(
+            spoiled, NoDraft(), [Request([3], 4)], Sampling(**{"temperature": 1.0, **settings})
+        )
     assert seen == []
 
 
 def test_prompts_outside_the_model(target: Target) -> None:
     spoiled, seen = watched(target)
-    for request, words in ((Request([3, VOCAB], 4), f"request 0: token {VOCAB}"), (Request([-1], 4), "token -1"),
-                           (Request([3], 4, uncond=[VOCAB + 5]), f"token {VOCAB + 5}")):  # fmt: skip
+    for request, words in (
+        (Request([3, VOCAB], 4), f"request 0: token {VOCAB}"),
+        (Request([-1], 4), "token -1"),
+        (Request([3], 4, uncond=[VOCAB + 5]), f"token {VOCAB + 5}"),
+    ):
         with pytest.raises(UserError, match=words):
             generate(spoiled, NoDraft(), [request], Sampling())
     assert seen == []
@@ -241,4 +317,6 @@ def test_a_full_cache_commits_nothing(target: Target) -> None:
     chain = DraftTree.chain(torch.ones(2, 2, dtype=torch.int64))
     with pytest.raises(UserError, match=r"row 0 holds 6 tokens and 3 more need 9 slots of 8"):
         target.score(cache, torch.tensor([1, 1]), chain)
-    assert cache.lengths == [6, 1] and all(torch.equal(a, b) for a, b in zip(before, cache.buffers, strict=True))
+    assert cache.lengths == [6, 1] and all(
+        torch.equal(a, b) for a, b in zip(before, cache.buffers, strict=True)
+    )

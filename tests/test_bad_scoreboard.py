@@ -1,4 +1,6 @@
-"""A scoreboard with everything wrong that can be: each mistake is told in words, the rest is scored all the same."""
+"""A scoreboard with everything wrong that can be: each mistake is told in words, the rest is
+scored all the same.
+"""
 
 from __future__ import annotations
 
@@ -38,55 +40,110 @@ def head_without_weights(place: Path, target: Target) -> Path:
 
 def evaluated(*overrides: str) -> int:
     with pytest.raises(SystemExit) as stop:
-        evaluate.main(["target=tiny", *(f"target.{k}={v}" for k, v in SHAPE.items()), "dtype=float32", "device=cpu",
-                       "max_new_tokens=6", "quiet=true", "parity=0", *overrides])  # fmt: skip
+        evaluate.main(
+            [
+                "target=tiny",
+                *(f"target.{k}={v}" for k, v in SHAPE.items()),
+                "dtype=float32",
+                "device=cpu",
+                "max_new_tokens=6",
+                "quiet=true",
+                "parity=0",
+                *overrides,
+            ]
+        )
     return int(stop.value.code or 0)
 
 
-def test_everything_else_is_scored(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "write", lambda report, lines, out: (out / "r.json").write_text(json.dumps(report)))
+def test_everything_else_is_scored(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        evaluate,
+        "write",
+        lambda report, lines, out: (out / "r.json").write_text(json.dumps(report)),
+    )
     target = load_target(TargetConfig(kind="tiny", **SHAPE), "float32", "cpu")  # type: ignore[arg-type]
     prompts = tmp_path / "p.jsonl"
-    rows = [{"question_id": 1, "category": "chat", "turns": ["ab ab ab"]}, {"prompt": "abc", "category": "chat"},
-            {"id": "mute", "messages": [{"role": "system", "content": "s"}, {"role": "assistant", "content": "a"}]},
-            {"question_id": 3, "category": "once", "turns": ["x = x"]}]  # fmt: skip
+    rows = [
+        {"question_id": 1, "category": "chat", "turns": ["ab ab ab"]},
+        {"prompt": "abc", "category": "chat"},
+        {
+            "id": "mute",
+            "messages": [{"role": "system", "content": "s"}, {"role": "assistant", "content": "a"}],
+        },
+        {"question_id": 3, "category": "once", "turns": ["x = x"]},
+    ]
     prompts.write_text("".join(json.dumps(r) + "\n" for r in rows))
     big = folder(tmp_path / "big", layers=4)
     odd = folder(tmp_path / "odd", add="<real>", layers=1, vocab=261)
     bare = folder(tmp_path / "bare", weights=False, layers=1)
     empty = head_without_weights(tmp_path / "empty", target)
     (tmp_path / "cut").mkdir()
-    asked = ["ngram", f"{big}@chain", odd, bare, f"{empty}@tree", tmp_path / "cut", tmp_path / "absent"]
-    code = evaluated(f"prompts={prompts}", f"out={tmp_path}/out", f"drafters=[{','.join(map(str, asked))}]")
+    asked = [
+        "ngram",
+        f"{big}@chain",
+        odd,
+        bare,
+        f"{empty}@tree",
+        tmp_path / "cut",
+        tmp_path / "absent",
+    ]
+    code = evaluated(
+        f"prompts={prompts}", f"out={tmp_path}/out", f"drafters=[{','.join(map(str, asked))}]"
+    )
     assert code == evaluate.SKIPPED
     report, shown = json.loads((tmp_path / "out" / "r.json").read_text()), capsys.readouterr()
-    assert [r["label"] for r in report["drafters"]] == ["none", "ngram", "big@chain"], "the others are scored"
+    assert [r["label"] for r in report["drafters"]] == ["none", "ngram", "big@chain"], (
+        "the others are scored"
+    )
     reasons = {s["name"]: s["reason"] for s in report["skipped"]}
-    told = {str(odd): "<real>", str(bare): "safetensors", f"{empty}@tree": "head.safetensors", f"{tmp_path}/cut": "cut",
-            f"{tmp_path}/absent": "absent", "p.jsonl:3": "no user turn"}  # fmt: skip
+    told = {
+        str(odd): "<real>",
+        str(bare): "safetensors",
+        f"{empty}@tree": "head.safetensors",
+        f"{tmp_path}/cut": "cut",
+        f"{tmp_path}/absent": "absent",
+        "p.jsonl:3": "no user turn",
+    }
     assert reasons.keys() == told.keys(), reasons
     for name, word in told.items():
-        assert word in reasons[name] and "\n" not in reasons[name] and "Traceback" not in reasons[name], reasons[name]
+        assert (
+            word in reasons[name] and "\n" not in reasons[name] and "Traceback" not in reasons[name]
+        ), reasons[name]
         assert ";" in reasons[name], f"{reasons[name]}: says no way out"
         assert name in shown.out
     notes = table.notes(report)
     limit = next(r["break_even"] for r in report["drafters"] if r["label"] == "big@chain")
-    assert limit > 1 and any("big@chain is no smaller than its target" in n and f"{limit:.2f}" in n for n in notes)
+    assert limit > 1 and any(
+        "big@chain is no smaller than its target" in n and f"{limit:.2f}" in n for n in notes
+    )
     assert any("Seen once, so without an interval: once." in n for n in notes)
     for row in report["drafters"]:
         once, often = row["by_category"]["once"], row["by_category"]["chat"]
         for cell in (once["accepted_length"], once["speedup"]):
             assert cell["low"] is None and cell["high"] is None and "[" not in table.interval(cell)
         assert often["speedup"]["low"] is not None
-    assert report["settings"]["num_prompts"] == 3 and "warning: " in shown.err and "break-even" in shown.err
+    assert (
+        report["settings"]["num_prompts"] == 3
+        and "warning: " in shown.err
+        and "break-even" in shown.err
+    )
 
 
-@pytest.mark.parametrize("text, words", [
-    ("", "the file holds no prompt"), ("\n \n", "the file holds no prompt"),
-    ('{"messages": [{"role": "assistant", "content": "a"}]}\n', "no user turn"), ('{"turns": []}\n', "no user turn"),
-    ("{broken\n", "p.jsonl:1: malformed JSON"),
-])  # fmt: skip
-def test_a_file_without_a_prompt_ends_it_in_one_line(tmp_path: Path, capsys: Any, text: str, words: str) -> None:
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("", "the file holds no prompt"),
+        ("\n \n", "the file holds no prompt"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}\n', "no user turn"),
+        ('{"turns": []}\n', "no user turn"),
+        ("{broken\n", "p.jsonl:1: malformed JSON"),
+    ],
+)
+def test_a_file_without_a_prompt_ends_it_in_one_line(
+    tmp_path: Path, capsys: Any, text: str, words: str
+) -> None:
     (tmp_path / "p.jsonl").write_text(text)
     assert evaluated(f"prompts={tmp_path}/p.jsonl", f"out={tmp_path}/out") == 2
     shown = capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""TreeCache: bookkeeping, refusals before anything changes, and a state machine against plain passes."""
+"""TreeCache: bookkeeping, refusals before anything changes, and a state machine against plain
+passes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def small(rows: int = 2, length: int = 8, nodes: int = 3) -> TreeCache:
 
 
 def fill(cache: TreeCache, lengths: list[int], nodes: int) -> None:
-    """As if rows of these lengths had just scored a tree: slot s of row b holds 100 b + s, in every layer."""
+    """As if rows of these lengths had just scored a tree: slot s of row b holds 100 b + s, in
+    every layer.
+    """
     cache.physical = lengths
     cache.open(0, len(lengths), max(lengths), nodes + 1)
     cache.pending = nodes
@@ -39,7 +43,9 @@ def test_update_returns_views_of_the_buffers() -> None:
     keys, values = cache.update(torch.ones(2, 1, 1, 2), torch.full((2, 1, 1, 4), 2.0), 2)
     assert keys.shape == (2, 1, 3, 2) and values.shape == (2, 1, 3, 4)
     bases = {buffer.untyped_storage().data_ptr() for buffer in cache.buffers}
-    assert keys.untyped_storage().data_ptr() in bases and values.untyped_storage().data_ptr() in bases
+    assert (
+        keys.untyped_storage().data_ptr() in bases and values.untyped_storage().data_ptr() in bases
+    )
     assert float(keys[:, :, 2].min()) == 1 and float(values[:, :, 2].min()) == 2
     assert cache.get_seq_length() == 2 and cache.get_mask_sizes(1, 0) == (3, 0)
 
@@ -118,9 +124,13 @@ def test_a_full_cache_names_row_and_lengths_and_changes_nothing() -> None:
     tree, _ = m.score([[-1, -1], [-1, 0]])
     m.commit(tree, [1, 1])
     buffers = [b.clone() for b in m.cache.buffers]
-    with pytest.raises(UserError, match=r"full: row 1 holds 9 tokens and 1 more need 10 slots of 9.*\[5, 9\]"):
+    with pytest.raises(
+        UserError, match=r"full: row 1 holds 9 tokens and 1 more need 10 slots of 9.*\[5, 9\]"
+    ):
         target.score(m.cache, torch.tensor([4, 5]), DraftTree.empty(2))
-    assert m.cache.lengths == [5, 9] and all(torch.equal(a, b) for a, b in zip(buffers, m.cache.buffers, strict=True))
+    assert m.cache.lengths == [5, 9] and all(
+        torch.equal(a, b) for a, b in zip(buffers, m.cache.buffers, strict=True)
+    )
     m.select([0])  # the long row leaves: the other goes on
     m.check(DraftTree.empty(1))
 
@@ -163,7 +173,9 @@ def shared(arch: str) -> tuple[Target, object]:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Any order of prefill, score, commit and select: each logit equals a fresh pass over that row's text."""
+    """Any order of prefill, score, commit and select: each logit equals a fresh pass over that
+    row's text.
+    """
 
     @initialize(
         arch=st.sampled_from(["llama", "gemma3_text", "mistral", "gpt2"]),
@@ -211,7 +223,9 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=25, stateful_step_count=12, deadline=None, derandomize=True)
+TestCacheMachine.settings = settings(
+    max_examples=25, stateful_step_count=12, deadline=None, derandomize=True
+)
 
 
 def test_ancestors_reads_root_first() -> None:

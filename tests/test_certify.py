@@ -1,4 +1,6 @@
-"""scripts/certify.py: the exact laws, the transforms and their tests, the layers on a tiny target, the verdict."""
+"""scripts/certify.py: the exact laws, the transforms and their tests, the layers on a tiny
+target, the verdict.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ TREE = TreeShape.of([(0,), (1,), (0, 0)])
 
 
 def drafters(vocab: int) -> list[tuple[Any, TreeShape | None]]:
-    tables = [(TableDrafter(TREE, scheme, vocab), TREE) for scheme in ("top", "iid", "without", "hybrid")]
+    tables = [
+        (TableDrafter(TREE, scheme, vocab), TREE) for scheme in ("top", "iid", "without", "hybrid")
+    ]
     return [(NoDraft(), None), (DraftModel(toy_model(vocab, seed=5, layers=1), 2), None), *tables]
 
 
@@ -47,7 +51,11 @@ def drafters(vocab: int) -> list[tuple[Any, TreeShape | None]]:
 @pytest.mark.parametrize("which", range(6))
 def test_law_of_the_whole_loop_is_exact(which: int, rule: str) -> None:
     drafter, shape = drafters(8)[which]
-    for sampling in (Sampling(1.0), Sampling(0.8, top_p=0.9), Sampling(1.0, repetition_penalty=1.3)):
+    for sampling in (
+        Sampling(1.0),
+        Sampling(0.8, top_p=0.9),
+        Sampling(1.0, repetition_penalty=1.3),
+    ):
         found = engine_law(toy_model(), drafter, [3, 1, 4], 3, sampling, rule, shape)
         assert found.error <= 1e-9 and found.outputs > 10
 
@@ -55,7 +63,10 @@ def test_law_of_the_whole_loop_is_exact(which: int, rule: str) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_law_of_the_whole_loop_is_exact_where_drafts_are_two_deep(rule: str) -> None:
     for drafter, shape in drafters(3)[1:]:
-        assert engine_law(toy_model(vocab=3), drafter, [1, 2], 4, Sampling(1.0), rule, shape).error <= 1e-9
+        assert (
+            engine_law(toy_model(vocab=3), drafter, [1, 2], 4, Sampling(1.0), rule, shape).error
+            <= 1e-9
+        )
 
 
 def test_numbers_of_the_prefill_and_the_first_cycle_differ() -> None:
@@ -67,7 +78,9 @@ def test_numbers_of_the_prefill_and_the_first_cycle_differ() -> None:
             heard.extend(u.flatten().tolist())
             return u
 
-    generate(toy_model(), NoDraft(), [Request([1, 2], 2)], Sampling(1.0), eos_ids=(), coins=Recorder)
+    generate(
+        toy_model(), NoDraft(), [Request([1, 2], 2)], Sampling(1.0), eos_ids=(), coins=Recorder
+    )
     assert len(heard) == len(set(heard)) == 2
 
 
@@ -75,11 +88,25 @@ def test_numbers_of_the_prefill_and_the_first_cycle_differ() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(0, 10**6), st.sampled_from([(1.0, 0, 1.0, 0.0), (0.6, 3, 1.0, 0.0), (1.3, 0, 0.7, 0.0),
-                                               (1.0, 0, 1.0, 0.3), (0.8, 4, 0.8, 0.1)]))  # fmt: skip
-def test_places_agree_with_the_law_written_with_sums(seed: int, s: tuple[float, int, float, float]) -> None:
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from(
+        [
+            (1.0, 0, 1.0, 0.0),
+            (0.6, 3, 1.0, 0.0),
+            (1.3, 0, 0.7, 0.0),
+            (1.0, 0, 1.0, 0.3),
+            (0.8, 4, 0.8, 0.1),
+        ]
+    ),
+)
+def test_places_agree_with_the_law_written_with_sums(
+    seed: int, s: tuple[float, int, float, float]
+) -> None:
     generator = torch.Generator().manual_seed(seed)
-    logits = (torch.randn(6, generator=generator, dtype=torch.float64) * 2).round(decimals=1)  # ties occur
+    logits = (torch.randn(6, generator=generator, dtype=torch.float64) * 2).round(
+        decimals=1
+    )  # ties occur
     sampling = Sampling(*s)
     law = naive_law(logits, sampling)
     found = pit.places(logits.expand(6, 6), torch.arange(6), sampling)
@@ -87,19 +114,25 @@ def test_places_agree_with_the_law_written_with_sums(seed: int, s: tuple[float, 
     for rank, token in enumerate(order):
         assert found.mass[token] == pytest.approx(float(law[token]), abs=1e-12)
         if law[token] > 0:
-            assert found.below[token] == pytest.approx(sum(float(law[t]) for t in order[:rank]), abs=1e-12)
+            assert found.below[token] == pytest.approx(
+                sum(float(law[t]) for t in order[:rank]), abs=1e-12
+            )
     assert (found.outside == (law.numpy() == 0)).all()
 
 
 def test_places_apply_the_repetition_penalty_to_the_history() -> None:
     logits = torch.tensor([[2.0, -1.0, 0.5]])
-    found = pit.places(logits, torch.tensor([0]), Sampling(1.0, repetition_penalty=2.0), [[0, 1, 1]])
+    found = pit.places(
+        logits, torch.tensor([0]), Sampling(1.0, repetition_penalty=2.0), [[0, 1, 1]]
+    )
     law = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64).softmax(-1)
     assert found.mass[0] == pytest.approx(float(law[0]))
 
 
 def test_a_token_at_the_edge_is_told_from_an_impossible_one() -> None:
-    """Only float32's own rounding is forgiven, and what is forgiven has a place in the wider law."""
+    """Only float32's own rounding is forgiven, and what is forgiven has a place in the wider
+    law.
+    """
     logits = torch.tensor([[0.0, -1.0, -1.000001, -1.01]], dtype=torch.float64)
     wider = logits[0, :3].softmax(-1)
     for token, edge in ((1, False), (2, True), (3, False)):
@@ -112,7 +145,9 @@ def test_a_token_at_the_edge_is_told_from_an_impossible_one() -> None:
 
 
 def test_forgiven_tokens_have_a_price() -> None:
-    """A decoder that is forgiven more often than the laws expect is rejected: A6's decoder got 380 for nothing."""
+    """A decoder that is forgiven more often than the laws expect is rejected: A6's decoder got
+    380 for nothing.
+    """
     assert pit.edge_test(0, 0.0, 5000) == []
     assert pit.edge_test(1, 0.9, 5000)[0].p > 0.5
     assert pit.edge_test(12, 0.9, 5000)[0].p < 1e-8 and pit.edge_test(2, 1e-6, 5000)[0].p < 1e-11
@@ -131,13 +166,19 @@ def test_p_values_are_those_of_scipy() -> None:
 def test_uniform_numbers_raise_false_alarms_at_the_stated_rate() -> None:
     rng, sequence = np.random.default_rng(2), np.repeat(np.arange(20), 40)
     same = np.r_[False, sequence[1:] == sequence[:-1]]
-    p = np.array([[t.p for t in (*pit.uniformity(u, "all"), *pit.independence(u, same, "pairs"))]
-                  for u in rng.random((1000, 800))])  # fmt: skip
+    p = np.array(
+        [
+            [t.p for t in (*pit.uniformity(u, "all"), *pit.independence(u, same, "pairs"))]
+            for u in rng.random((1000, 800))
+        ]
+    )
     assert ((p < 0.05).mean(0) < 0.075).all() and ((p < 0.05).mean(0) > 0.025).all()
 
 
 def test_pairs_that_the_first_token_selects_raise_no_false_alarms() -> None:
-    """A cycle goes on because its last token was accepted: such tokens are not uniform, what follows them is."""
+    """A cycle goes on because its last token was accepted: such tokens are not uniform, what
+    follows them is.
+    """
     rng, p = np.random.default_rng(5), []
     for u in rng.random((400, 1500)):
         joined = np.r_[False, rng.random(1499) < u[:-1]]  # likelier after a large one
@@ -156,8 +197,8 @@ def test_dependent_neighbours_are_found_where_the_marginal_is_uniform() -> None:
 
 
 def test_pairs_may_be_selected_by_their_first_token() -> None:
-    """A cycle goes on behind a token that was accepted: which pairs there are says something about the first of them,
-    nothing about the second."""
+    """A cycle goes on behind a token that was accepted: which pairs there are says something
+    about the first of them, nothing about the second."""
     found = []
     for seed in range(40):
         u = np.random.default_rng(seed).random(4000)
@@ -179,21 +220,33 @@ def test_pairs_may_be_selected_by_their_first_token() -> None:
 def world() -> tuple[Plain, Drafter, list[list[int]]]:
     target = Target(tiny_model(vocab=40, hidden=32, init_std=0.3))
     draft = Target(tiny_model(vocab=40, hidden=32, init_std=0.3, layers=1))
-    draft.model.load_state_dict(target.model.state_dict(), strict=False)  # the first layer alone: a fair draft
+    draft.model.load_state_dict(
+        target.model.state_dict(), strict=False
+    )  # the first layer alone: a fair draft
     prompts = [[3 + i, 5, 7 + 2 * i, 9] for i in range(6)]
     return Plain(target), DraftModel(draft, 3), prompts
 
 
-def sample(world: Any, sampling: Sampling, drafter: Any = None, verify: Any = "traversal", tokens: int = 3000,
-           guidance: float | None = None) -> Any:  # fmt: skip
+def sample(
+    world: Any,
+    sampling: Sampling,
+    drafter: Any = None,
+    verify: Any = "traversal",
+    tokens: int = 3000,
+    guidance: float | None = None,
+) -> Any:
     plain, own, prompts = world
     how = Setting(sampling, tokens, 40, 16, 0, verify, guidance)
     return sampling_layer(plain, plain.target, drafter or own, prompts, how)
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.8, top_p=0.9), Sampling(1.0, repetition_penalty=1.2)])
-def test_emitted_tokens_are_uniform_under_the_law_of_plain_passes(world: Any, sampling: Sampling, rule: str) -> None:
+@pytest.mark.parametrize(
+    "sampling", [Sampling(1.0), Sampling(0.8, top_p=0.9), Sampling(1.0, repetition_penalty=1.2)]
+)
+def test_emitted_tokens_are_uniform_under_the_law_of_plain_passes(
+    world: Any, sampling: Sampling, rule: str
+) -> None:
     found = sample(world, sampling, verify=rule)
     assert len(found.u) == 3000 and found.outside == found.astray == 0 and found.edge <= 1
     assert found.drafted > 0.1 and "later in a cycle" in found.strata()
@@ -201,8 +254,12 @@ def test_emitted_tokens_are_uniform_under_the_law_of_plain_passes(world: Any, sa
 
 
 def test_processors_and_guidance_belong_to_the_law(world: Any) -> None:
-    """The oracle applies them by itself: what was emitted is uniform under it, and not under the law without them."""
-    bans = Sampling(1.0, processors=named_processors({"NoRepeatNGramLogitsProcessor": {"ngram_size": 2}}))
+    """The oracle applies them by itself: what was emitted is uniform under it, and not under
+    the law without them.
+    """
+    bans = Sampling(
+        1.0, processors=named_processors({"NoRepeatNGramLogitsProcessor": {"ngram_size": 2}})
+    )
     for sampling, guidance in ((bans, None), (Sampling(1.0), 1.5)):
         found = sample(world, sampling, guidance=guidance, tokens=1500)
         assert found.outside == 0 and pit.overall(found.tests()) > 1e-4
@@ -215,18 +272,26 @@ def test_processors_and_guidance_belong_to_the_law(world: Any) -> None:
 
     guided = dataclasses.replace(how, guidance=2.0)
     for judge, passed in ((plain, True), (Unguided(plain.target), False)):
-        layer = passes_of(judge, sampling_layer(judge, plain.target, own, prompts, guided), prompts, 2.0)
+        layer = passes_of(
+            judge, sampling_layer(judge, plain.target, own, prompts, guided), prompts, 2.0
+        )
         assert layer["passed"] == passed
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_law_of_the_guided_loop_is_exact(rule: str) -> None:
-    tables = [(TableDrafter(TREE, "without", 4), TREE), (DraftModel(toy_model(4, seed=5, layers=1), 2), None)]
+    tables = [
+        (TableDrafter(TREE, "without", 4), TREE),
+        (DraftModel(toy_model(4, seed=5, layers=1), 2), None),
+    ]
     for drafter, shape in tables:
         target = toy_model(vocab=4)
         found = engine_law(target, drafter, [3, 1, 2], 3, Sampling(1.0), rule, shape, 1.5)
         assert found.error <= 1e-9
-        assert engine_law(target, drafter, [3, 1, 2], 3, Sampling(1.0), rule, shape).outputs == found.outputs
+        assert (
+            engine_law(target, drafter, [3, 1, 2], 3, Sampling(1.0), rule, shape).outputs
+            == found.outputs
+        )
 
 
 def test_a_sample_goes_on_where_it_stopped(world: Any, tmp_path: Path) -> None:
@@ -238,10 +303,14 @@ def test_a_sample_goes_on_where_it_stopped(world: Any, tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        sampling_layer(plain, plain.target, own, prompts, how, stop, parts=Parts(tmp_path / "p", "k"))
+        sampling_layer(
+            plain, plain.target, own, prompts, how, stop, parts=Parts(tmp_path / "p", "k")
+        )
     again = Parts(tmp_path / "p", "k")
     assert again.resumed and len(again.lines("sampling")) == 1
-    (tmp_path / "p" / "sampling.jsonl").open("a").write('{"requests": 32, "u": [0.1')  # a crash in mid-line
+    (tmp_path / "p" / "sampling.jsonl").open("a").write(
+        '{"requests": 32, "u": [0.1'
+    )  # a crash in mid-line
     resumed = sampling_layer(plain, plain.target, own, prompts, how, parts=again)
     for name in ("u", "top", "depth", "sequence", "groups", "passes"):
         assert (getattr(resumed, name) == getattr(whole, name)).all(), name
@@ -252,18 +321,30 @@ def test_a_sample_goes_on_where_it_stopped(world: Any, tmp_path: Path) -> None:
 
 def test_wrong_rules_and_wrong_laws_are_rejected(world: Any) -> None:
     _, own, _ = world
-    assert pit.overall(sample(world, Sampling(1.0), verify=wrong_rules.typical_acceptance).tests()) < 1e-6
+    assert (
+        pit.overall(sample(world, Sampling(1.0), verify=wrong_rules.typical_acceptance).tests())
+        < 1e-6
+    )
     mislaid = Mangled(own, wrong_drafters.scored_unwarped)
     assert pit.overall(sample(world, Sampling(1.0), mislaid).tests()) < 1e-6
-    impossible = sample(world, Sampling(0.8, top_k=3), verify=wrong_rules.bonus_unwarped, tokens=600)
+    impossible = sample(
+        world, Sampling(0.8, top_k=3), verify=wrong_rules.bonus_unwarped, tokens=600
+    )
     assert impossible.outside
     assert "probability 0" in certificate.sampling_json(impossible, 1e-4)["why"]
 
 
 def passes_of(judge: Plain, found: Any, prompts: Any, guidance: float | None = None) -> Any:
-    """The layer "passes" of a sample, with texts of its own for the yardstick, which no wrong judge touches."""
+    """The layer "passes" of a sample, with texts of its own for the yardstick, which no wrong
+    judge touches.
+    """
     judge = Plain(judge.target)
-    run = generate(judge.target, NoDraft(), [Request(p, 12, id=i) for i, p in enumerate(prompts)], Sampling(1.0))
+    run = generate(
+        judge.target,
+        NoDraft(),
+        [Request(p, 12, id=i) for i, p in enumerate(prompts)],
+        Sampling(1.0),
+    )
     texts = [([*g.prompt_ids, *g.token_ids], len(g.prompt_ids)) for g in run.generations]
     first = np.r_[True, found.sequence[1:] != found.sequence[:-1]]
     yardstick = passes.yardstick(judge, texts, Sampling(1.0), guidance)
@@ -275,8 +356,12 @@ def test_wrong_masks_and_caches_show_in_the_laws_that_were_used(world: Any) -> N
     how = Setting(Sampling(1.0), 400, 40, 16)
     tree = DraftModel(own.draft, 2, shape="tree", nodes=6, width=2)
     leaky = Mangled(tree, wrong_drafters.leaks_siblings)
-    cases = [(plain.target, own, True), (plain.target, tree, True), (plain.target, leaky, False),
-             (commits_wrong_rows(plain.target), own, False)]  # fmt: skip
+    cases = [
+        (plain.target, own, True),
+        (plain.target, tree, True),
+        (plain.target, leaky, False),
+        (commits_wrong_rows(plain.target), own, False),
+    ]
     for target, drafter, passed in cases:
         layer = passes_of(plain, sampling_layer(plain, target, drafter, prompts, how), prompts)
         assert layer["passed"] == passed, layer["why"]
@@ -284,7 +369,9 @@ def test_wrong_masks_and_caches_show_in_the_laws_that_were_used(world: Any) -> N
 
 def test_place_in_the_cycle_counts_from_its_first_token() -> None:
     target = toy_model()
-    run = generate(target, TableDrafter(TREE, "without", 8), [Request([1, 2], 20)], Sampling(1.0), eos_ids=())
+    run = generate(
+        target, TableDrafter(TREE, "without", 8), [Request([1, 2], 20)], Sampling(1.0), eos_ids=()
+    )
     generation: Generation = run.generations[0]
     wanted = [0]
     for cycle in generation.cycles:
@@ -308,19 +395,29 @@ def test_greedy_layer_passes_sound_code_and_names_defects(world: Any) -> None:
 def test_greedy_layer_knows_processors_penalty_and_guidance(world: Any) -> None:
     plain, own, prompts = world
     bans = named_processors({"NoRepeatNGramLogitsProcessor": {"ngram_size": 2}})
-    settings = [(Sampling(1.0, repetition_penalty=1.3, processors=bans), None), (Sampling(1.0), 1.7)]
+    settings = [
+        (Sampling(1.0, repetition_penalty=1.3, processors=bans), None),
+        (Sampling(1.0), 1.7),
+    ]
     for sampling, guidance in settings:
+
         def run(target: Target, how: Sampling, scale: float | None, theirs: Any = None) -> Any:
-            return greedy_layer(plain, target, own, prompts, 16, 4, "traversal", 1e-4, how, scale, theirs)
+            return greedy_layer(
+                plain, target, own, prompts, 16, 4, "traversal", 1e-4, how, scale, theirs
+            )
 
         assert run(plain.target, sampling, guidance).divergences == []
         asked = [Request(p, 16, id=i) for i, p in enumerate(prompts)]
         plainly = reference_tokens(plain, asked, Sampling(0.0), 4)
-        assert plainly != reference_tokens(plain, asked, greedy_of(sampling), 4, guidance), "the settings do nothing"
+        assert plainly != reference_tokens(plain, asked, greedy_of(sampling), 4, guidance), (
+            "the settings do nothing"
+        )
 
 
 def test_left_padding_of_the_reference_is_told_from_a_defect(world: Any) -> None:
-    """An answer that differs from a batched reference is compared with the reference alone before it is judged."""
+    """An answer that differs from a batched reference is compared with the reference alone
+    before it is judged.
+    """
     plain, own, prompts = world
     asked = [Request(p, 12, id=i) for i, p in enumerate(prompts)]
     theirs = reference_tokens(plain, asked, Sampling(0.0), 4)
@@ -336,7 +433,9 @@ def test_a_tie_within_rounding_is_no_defect() -> None:
     out, short = Generation([3, 4, 5], [second, 9]), Generation([3, 4, 5], [best])
     found = _classify(plain, 0, out, [best, 9], 1e-4, Sampling(0.0))
     assert found["kind"] == "defect" and found["margin"] > 1e-4 and found["position"] == 0
-    assert _classify(plain, 0, short, [best, 9], 1e-4, Sampling(0.0))["kind"] == "defect"  # stopped too early
+    assert (
+        _classify(plain, 0, short, [best, 9], 1e-4, Sampling(0.0))["kind"] == "defect"
+    )  # stopped too early
     with torch.no_grad():
         target.model.lm_head.weight[second] = target.model.lm_head.weight[best]  # now the two tie
     assert _classify(plain, 0, out, [best, 9], 1e-4, Sampling(0.0))["kind"] == "rounding tie"
@@ -366,18 +465,39 @@ def test_verdict_has_three_values() -> None:
     assert certificate.verdict([GOOD], [CAUGHT, missed], POWER, 0.1)[0] == "undecided"
     assert certificate.verdict([GOOD], [], POWER, 0.1)[0] == "undecided"
     assert certificate.verdict([GOOD], [CAUGHT], POWER, 0.01)[0] == "undecided"
-    assert certificate.verdict([GOOD], [CAUGHT], {**POWER, "min_detectable": None}, 0.1)[0] == "undecided"
-    assert certificate.verdict([GOOD], [CAUGHT], {**POWER, "cycles_with_a_draft": 3}, 0.1)[0] == "undecided"
+    assert (
+        certificate.verdict([GOOD], [CAUGHT], {**POWER, "min_detectable": None}, 0.1)[0]
+        == "undecided"
+    )
+    assert (
+        certificate.verdict([GOOD], [CAUGHT], {**POWER, "cycles_with_a_draft": 3}, 0.1)[0]
+        == "undecided"
+    )
     blind = {**POWER, "blind": ["temperature"], "families": {"temperature": {"at_detect": 0.4}}}
     state, reasons = certificate.verdict([GOOD], [CAUGHT], blind, 0.1)
     assert state == "undecided" and "'temperature' is found with probability 0.40" in reasons[0]
-    assert certificate.verdict([GOOD], [CAUGHT], {"tokens": 0, "min_detectable": None}, 0.1)[0] == "lossless"
+    assert (
+        certificate.verdict([GOOD], [CAUGHT], {"tokens": 0, "min_detectable": None}, 0.1)[0]
+        == "lossless"
+    )
     assert not math.isnan(POWER["min_detectable"])
 
 
 def command(out: Path, *more: str) -> tuple[int, dict[str, Any]]:
-    keys = ["target=tiny", "target.hidden=32", "cases=10", "greedy_prompts=2", "greedy_tokens=8", "tokens=400",
-            "max_new_tokens=32", "detect=0.9", "target.init_std=0.3", "quiet=true", f"out={out}", *more]  # fmt: skip
+    keys = [
+        "target=tiny",
+        "target.hidden=32",
+        "cases=10",
+        "greedy_prompts=2",
+        "greedy_tokens=8",
+        "tokens=400",
+        "max_new_tokens=32",
+        "detect=0.9",
+        "target.init_std=0.3",
+        "quiet=true",
+        f"out={out}",
+        *more,
+    ]
     with pytest.raises(SystemExit) as stop:
         certify.main(keys)
     path = out / "certificate.json"
@@ -390,7 +510,9 @@ def two_controls(monkeypatch: pytest.MonkeyPatch) -> None:
     from scripts.proofs.controls.catalogue import controls
 
     monkeypatch.setattr(certificate_controls, "controls", lambda: [controls()[0]])
-    monkeypatch.setattr(certificate_controls, "code_sha256", lambda: "the code is edited while tests run")
+    monkeypatch.setattr(
+        certificate_controls, "code_sha256", lambda: "the code is edited while tests run"
+    )
     monkeypatch.setattr(power, "MEMBERS", 1)
     monkeypatch.setattr(power, "MOST", 128)
 
@@ -398,8 +520,18 @@ def two_controls(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_exact_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not depend on what these tests change, and takes seconds."""
-    layer = {"name": "exact", "passed": True, "why": "", "cases": 1, "branches": 1, "max_error": 0.0, "limit": 1e-12,
-             "loop_max_error": 0.0, "loop_limit": 1e-9, "verify": "traversal"}  # fmt: skip
+    layer = {
+        "name": "exact",
+        "passed": True,
+        "why": "",
+        "cases": 1,
+        "branches": 1,
+        "max_error": 0.0,
+        "limit": 1e-12,
+        "loop_max_error": 0.0,
+        "loop_limit": 1e-9,
+        "verify": "traversal",
+    }
     monkeypatch.setattr(certificate, "exact_layer", lambda plan, watch: layer)
 
 
@@ -414,19 +546,32 @@ def test_an_interrupted_certificate_says_how_to_go_on(
     assert "same command again" in capsys.readouterr().err
 
 
-def test_command_writes_a_certificate(tmp_path: Path, two_controls: None, capsys: pytest.CaptureFixture) -> None:
+def test_command_writes_a_certificate(
+    tmp_path: Path, two_controls: None, capsys: pytest.CaptureFixture
+) -> None:
     code, paper = command(tmp_path / "c", "drafter=none", "temperature=1", "tokens=2500")
     assert (code, paper["verdict"]) == (0, "lossless"), paper["reasons"]
     assert capsys.readouterr().out.startswith("LOSSLESS: none on tiny-llama")
     assert {layer["name"] for layer in paper["layers"]} == {"exact", "greedy", "sampling", "passes"}
     assert all({"name", "layer", "rejected", "p"} <= set(c) for c in paper["negative_controls"])
-    assert {c["layer"] for c in paper["negative_controls"]} == {"enumeration", "sampling", "passes", "greedy"}
+    assert {c["layer"] for c in paper["negative_controls"]} == {
+        "enumeration",
+        "sampling",
+        "passes",
+        "greedy",
+    }
     assert {"tokens", "alpha", "min_detectable"} <= set(paper["power"])
-    assert len(paper["identities"]["target"]["weights_sha256"]) == 64 and paper["versions"]["versions"]["torch"]
+    assert (
+        len(paper["identities"]["target"]["weights_sha256"]) == 64
+        and paper["versions"]["versions"]["torch"]
+    )
     page = (tmp_path / "c" / "certificate.html").read_text()
     assert page.count("<svg") == 3 and "between rare and frequent tokens" in page
     assert not any(word in page for word in ('src="', 'href="http', "<script", "@import"))
-    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["certificate.html", "certificate.json"]
+    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == [
+        "certificate.html",
+        "certificate.json",
+    ]
 
 
 def test_controls_run_once_serve_other_drafters(
@@ -434,22 +579,38 @@ def test_controls_run_once_serve_other_drafters(
 ) -> None:
     settings = ("temperature=1", "tokens=1500")
     code, paper = command(tmp_path / "none", "drafter=none", "controls=none", *settings)
-    assert (code, paper["verdict"]) == (3, "undecided") and "no negative control was run" in paper["reasons"][0]
-    assert paper["negative_controls"] == [] and "not run" in (tmp_path / "none" / "certificate.html").read_text()
+    assert (code, paper["verdict"]) == (3, "undecided") and "no negative control was run" in paper[
+        "reasons"
+    ][0]
+    assert (
+        paper["negative_controls"] == []
+        and "not run" in (tmp_path / "none" / "certificate.html").read_text()
+    )
     assert command(tmp_path / "first", "drafter=none", *settings)[0] == 0
     first = f"controls={tmp_path / 'first'}"
     code, paper = command(tmp_path / "second", "drafter=ngram", first, *settings)
     assert (code, paper["verdict"]) == (0, "lossless"), paper["reasons"]
-    assert paper["controls"]["from"] == str(tmp_path / "first") and len(paper["negative_controls"]) == 9
+    assert (
+        paper["controls"]["from"] == str(tmp_path / "first")
+        and len(paper["negative_controls"]) == 9
+    )
     few = command(tmp_path / "few", "drafter=none", first, "temperature=1", "tokens=300")
-    assert few[0] == 3 and any("not rejected by layer sampling" in reason for reason in few[1]["reasons"])
+    assert few[0] == 3 and any(
+        "not rejected by layer sampling" in reason for reason in few[1]["reasons"]
+    )
     capsys.readouterr()
     for more, words in (
         (["drafter=none", first, "temperature=0.5"], "differs in temperature;"),
         (["drafter=none", first, "temperature=1", "verify=rejection"], "differs in verify;"),
         (["drafter=none", first, "temperature=1", "target.seed=9"], "differs in weights_sha256;"),
-        (["drafter=none", f"controls={tmp_path / 'second'}", *settings], "ran no controls of its own"),
-        (["drafter=none", f"controls={tmp_path / 'none'}", *settings], "ran no controls of its own"),
+        (
+            ["drafter=none", f"controls={tmp_path / 'second'}", *settings],
+            "ran no controls of its own",
+        ),
+        (
+            ["drafter=none", f"controls={tmp_path / 'none'}", *settings],
+            "ran no controls of its own",
+        ),
         (["drafter=none", f"controls={tmp_path / 'nowhere'}", *settings], "No such file"),
     ):
         assert command(tmp_path / "x", *more)[0] == 2
@@ -462,9 +623,15 @@ def test_command_at_temperature_zero_and_an_undecided_one(
     code, paper = command(tmp_path / "a", "drafter=ngram", "temperature=0")
     assert (code, paper["verdict"]) == (0, "lossless") and paper["power"]["tokens"] == 0
     code, paper = command(tmp_path / "b", "drafter=none", "temperature=1", "detect=0.01")
-    assert (code, paper["verdict"]) == (3, "undecided") and "set tokens higher" in paper["reasons"][-1]
-    assert not paper["resumed"] and (tmp_path / "b" / "unfinished").is_dir()  # more tokens build on these
-    code, paper = command(tmp_path / "b", "drafter=none", "temperature=1", "detect=0.9", "tokens=1500")
+    assert (code, paper["verdict"]) == (3, "undecided") and "set tokens higher" in paper["reasons"][
+        -1
+    ]
+    assert (
+        not paper["resumed"] and (tmp_path / "b" / "unfinished").is_dir()
+    )  # more tokens build on these
+    code, paper = command(
+        tmp_path / "b", "drafter=none", "temperature=1", "detect=0.9", "tokens=1500"
+    )
     assert (code, paper["resumed"]) == (0, True) and not (tmp_path / "b" / "unfinished").exists()
 
 
@@ -472,7 +639,9 @@ def test_command_finds_a_broken_verifier(
     tmp_path: Path, two_controls: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(RULES, "rejection", wrong_rules.residual_stale)
-    code, paper = command(tmp_path / "c", "drafter=none", "temperature=0", "verify=rejection", "cases=40")
+    code, paper = command(
+        tmp_path / "c", "drafter=none", "temperature=0", "verify=rejection", "cases=40"
+    )
     assert (code, paper["verdict"]) == (1, "not lossless")
     assert paper["reasons"][0].startswith("layer exact: output law off by")
 
@@ -485,8 +654,14 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFix
         (["drafter=none", "alpha=2"], "alpha"),
         (["drafter=none", "guidance_scale=0"], "guidance_scale: 0.0 is not above 0"),
         (["drafter=none", "processors={Magic:{}}"], "processors: Magic is no logits processor"),
-        (["drafter=none", "processors={NoRepeatNGramLogitsProcessor:{n:3}}"], "it takes ngram_size"),
-        (["drafter=none", "processors={MinPLogitsWarper:3}"], "processors.MinPLogitsWarper: 3 is not a mapping"),
+        (
+            ["drafter=none", "processors={NoRepeatNGramLogitsProcessor:{n:3}}"],
+            "it takes ngram_size",
+        ),
+        (
+            ["drafter=none", "processors={MinPLogitsWarper:3}"],
+            "processors.MinPLogitsWarper: 3 is not a mapping",
+        ),
         ([], "drafter"),
     ):
         code, _ = command(tmp_path / "x", *more)

@@ -15,7 +15,9 @@ from scripts import chat
 from scripts.common.talk import Stream, Tally
 
 
-@pytest.mark.parametrize("text", ["plain", "naïve 🙂👩‍👧 日本語", " two  spaces \n", "cut \ufffd end"])
+@pytest.mark.parametrize(
+    "text", ["plain", "naïve 🙂👩‍👧 日本語", " two  spaces \n", "cut \ufffd end"]
+)
 def test_stream_shows_the_whole_text_and_never_half_a_character(text: str) -> None:
     tokenizer = byte_tokenizer()
     stream = Stream(tokenizer)
@@ -38,16 +40,28 @@ def test_tally_of_a_stopped_answer_agrees_with_the_engine() -> None:
     for drafter in (NoDraft(), NGram()):
         tally = Tally(prompt)
         request = Request(prompt, 60, id=1)
-        run = generate(target, drafter, [request], Sampling(), on_tokens=lambda _, t, d, tally=tally: tally.add(t, d))
+        run = generate(
+            target,
+            drafter,
+            [request],
+            Sampling(),
+            on_tokens=lambda _, t, d, tally=tally: tally.add(t, d),
+        )
         (done,) = run.generations
-        assert tally.generation.token_ids == done.token_ids and tally.generation.from_draft == done.from_draft
+        assert (
+            tally.generation.token_ids == done.token_ids
+            and tally.generation.from_draft == done.from_draft
+        )
         assert [c.accepted for c in tally.generation.cycles] == [c.accepted for c in done.cycles]
         assert [c.start for c in tally.generation.cycles] == [c.start for c in done.cycles]
         cycles = split(done)
         mean = accepted_length([cycles.clean + cycles.loop]).mean
         footer = tally.footer(done, "stopped")
         assert footer.startswith(f"accepted length {mean:.2f} · ") and footer.endswith(" · stopped")
-        assert f" · {len(done.token_ids)} tokens · {sum(done.from_draft)} from accepted drafts" in footer
+        assert (
+            f" · {len(done.token_ids)} tokens · {sum(done.from_draft)} from accepted drafts"
+            in footer
+        )
         if isinstance(drafter, NoDraft):
             assert mean == 1.0
         else:
@@ -64,7 +78,13 @@ def test_a_tuned_drafter_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = {}
     for mode in ("off", "warn", "fallback"):
         target = TargetConfig(kind="tiny", context=512)
-        keys = {"drafter": "x", "temperature": 0.0, "max_new_tokens": 32, "dtype": "float32", "monitor": mode}
+        keys = {
+            "drafter": "x",
+            "temperature": 0.0,
+            "max_new_tokens": 32,
+            "dtype": "float32",
+            "monitor": mode,
+        }
         talk = chat.Chat(chat.ChatConfig(target=target, **keys))
         if mode != "off":
             talk.drafter.patience = 2
@@ -105,7 +125,9 @@ def test_piped_turns_are_answered_in_order_with_history(monkeypatch, capsys) -> 
 def test_drafter_does_not_change_greedy_answers(monkeypatch, capsys) -> None:
     answers = []
     for drafter in ("none", "ngram"):
-        _, out, _ = talk(monkeypatch, capsys, "abcabcabcabc\n", "temperature=0", f"drafter={drafter}")
+        _, out, _ = talk(
+            monkeypatch, capsys, "abcabcabcabc\n", "temperature=0", f"drafter={drafter}"
+        )
         answers.append(out.split("\naccepted length")[0])
     assert answers[0] == answers[1] != ""
 
@@ -122,7 +144,9 @@ def test_drafter_does_not_change_greedy_answers(monkeypatch, capsys) -> None:
 )
 def test_mistakes_are_one_line(monkeypatch, capsys, keys: list[str], word: str) -> None:
     code, _, err = talk(monkeypatch, capsys, "hi\n", *keys)
-    assert code == 2 and word in err and "Traceback" not in err and len(err.strip().splitlines()) == 1
+    assert (
+        code == 2 and word in err and "Traceback" not in err and len(err.strip().splitlines()) == 1
+    )
 
 
 def test_message_longer_than_the_context(monkeypatch, capsys) -> None:
@@ -132,12 +156,16 @@ def test_message_longer_than_the_context(monkeypatch, capsys) -> None:
 
 def test_oldest_turns_leave_a_full_context(monkeypatch, capsys) -> None:
     lines = "".join(f"turn {i} {'y' * 30}\n" for i in range(6))
-    code, out, err = talk(monkeypatch, capsys, lines, "target.context=200", "system=Be kind.", "temperature=0")
+    code, out, err = talk(
+        monkeypatch, capsys, lines, "target.context=200", "system=Be kind.", "temperature=0"
+    )
     assert code == 0 and out.count("accepted length") == 6, err
 
 
 def test_interrupt_keeps_what_was_said(monkeypatch, capsys) -> None:
-    cfg = chat.ChatConfig(target=TargetConfig(kind="tiny"), temperature=0.0, max_new_tokens=50, dtype="float32")
+    cfg = chat.ChatConfig(
+        target=TargetConfig(kind="tiny"), temperature=0.0, max_new_tokens=50, dtype="float32"
+    )
     talker = chat.Chat(cfg)
     real = chat.generate
 

@@ -40,15 +40,31 @@ def test_parts_add_up_over_micro_batches(monkeypatch: pytest.MonkeyPatch) -> Non
         with parts.part("head"):
             ticks.now += 0.5
         ticks.now += 10.0  # belongs to no part
-    model = SimpleNamespace(_get_ddp_logging_data=lambda: {
-        "backward_comm_time": 700_000_000, "backward_compute_comm_overlap_time": 450_000_000})  # fmt: skip
+    model = SimpleNamespace(
+        _get_ddp_logging_data=lambda: {
+            "backward_comm_time": 700_000_000,
+            "backward_compute_comm_overlap_time": 450_000_000,
+        }
+    )
     assert exchange_seconds(model) == 0.25 and exchange_seconds(object()) == 0.0
     found = parts.per_step(model)
-    assert found == {"data": [0.0, 1.0], "target": [3.0, 1.0], "head": [0.75, 1.0], "communication": [0.25, 1.0],
-                     "save": [2.0, 1.0]}  # fmt: skip
-    assert shares({**found, "seconds": [8.0, 1.0]}) == {"share_data": 0.0, "share_target": 0.3, "share_head": 0.075,
-                                                        "share_communication": 0.025, "share_save": 0.2}  # fmt: skip
-    assert shares({"seconds": [8.0, 1.0], "data": [2.0, 1.0]}) == {"share_data": 0.25}  # of an older run
+    assert found == {
+        "data": [0.0, 1.0],
+        "target": [3.0, 1.0],
+        "head": [0.75, 1.0],
+        "communication": [0.25, 1.0],
+        "save": [2.0, 1.0],
+    }
+    assert shares({**found, "seconds": [8.0, 1.0]}) == {
+        "share_data": 0.0,
+        "share_target": 0.3,
+        "share_head": 0.075,
+        "share_communication": 0.025,
+        "share_save": 0.2,
+    }
+    assert shares({"seconds": [8.0, 1.0], "data": [2.0, 1.0]}) == {
+        "share_data": 0.25
+    }  # of an older run
     assert parts.take() == dict.fromkeys(PARTS, 0.0)
 
 
@@ -87,19 +103,40 @@ def test_a_run_says_what_it_is_and_where_its_time_goes(
 ) -> None:
     monkeypatch.setattr(memory.torch.cuda, "memory_allocated", lambda device: 7)
     monkeypatch.setattr(memory.torch.cuda, "max_memory_allocated", lambda device: 9)
-    assert memory.on_gpu(torch.device("cuda")) == {"gpu_memory_bytes": 7, "gpu_peak_memory_bytes": 9}
+    assert memory.on_gpu(torch.device("cuda")) == {
+        "gpu_memory_bytes": 7,
+        "gpu_peak_memory_bytes": 9,
+    }
     assert memory.on_gpu(torch.device("cpu")) == {}
     fit(run_config(chats(tmp_path / "d.jsonl"), tmp_path / "run"), HEADS["medusa"])
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     start, steps = lines[0], [line for line in lines if "loss" in line]
     assert start["event"] == "start" and len(steps) == 3
-    for key in ("config", "commit", "machine", "python", "torch", "transformers", "accelerate", "datasets", "target",
-                "data", "batches", "trainable"):  # fmt: skip
+    for key in (
+        "config",
+        "commit",
+        "machine",
+        "python",
+        "torch",
+        "transformers",
+        "accelerate",
+        "datasets",
+        "target",
+        "data",
+        "batches",
+        "trainable",
+    ):
         assert start[key], key
     assert start["trust_remote_code"] == "off" and len(start["config"]) == 12
     for line in steps:
         found = [line[f"share_{name}"] for name in PARTS]
-        assert all(share >= 0 for share in found) and 0 < sum(found) <= 1.001 and line["share_head"] > 0
+        assert (
+            all(share >= 0 for share in found)
+            and 0 < sum(found) <= 1.001
+            and line["share_head"] > 0
+        )
         assert line["tokens_per_second"] > 0 and not set(line) & set(PARTS)
     said = capfd.readouterr().err
     assert "trainable" in said and "trust_remote_code off" in said and start["config"] in said

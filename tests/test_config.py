@@ -1,4 +1,6 @@
-"""Configuration: every YAML composes, every key is documented, and every mistake is named at once."""
+"""Configuration: every YAML composes, every key is documented, and every mistake is named at
+once.
+"""
 
 from __future__ import annotations
 
@@ -47,11 +49,16 @@ def test_every_yaml_composes_and_validates() -> None:
     for name in roots:
         assert problems_of(name, []) == []
         checked += 1
-    groups = [p for p in sorted(CONF.rglob("*.yaml")) if p.parent.name != "launch"]  # Accelerate reads those
+    groups = [
+        p for p in sorted(CONF.rglob("*.yaml")) if p.parent.name != "launch"
+    ]  # Accelerate reads those
     for path in (p for p in groups if p.parent != CONF):
         group = str(path.parent.relative_to(CONF))
-        # A composition takes long: commands whose file names the group come first, and one that takes it is enough.
-        order = sorted(roots, key=lambda name: (f"{group}:" not in (CONF / f"{name}.yaml").read_text(), name))
+        # A composition takes long: commands whose file names the group come first, and one
+        # that takes it is enough.
+        order = sorted(
+            roots, key=lambda name: (f"{group}:" not in (CONF / f"{name}.yaml").read_text(), name)
+        )
         answers: dict[str, list[str]] = {}
         for name in order:
             answers[name] = problems_of(name, [f"{group}={path.stem}"])
@@ -88,10 +95,15 @@ def test_every_key_has_a_doc_line(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(ENTRIES))
 def test_a_wrong_type_is_refused_for_every_key(name: str) -> None:
     every = leaves(ENTRIES[name])
-    wrong = {key: hint for key, hint in every if hint is not Any and typing.get_origin(hint) is not dict}
+    wrong = {
+        key: hint for key, hint in every if hint is not Any and typing.get_origin(hint) is not dict
+    }
     assert wrong
-    # All at once, since a composition takes long; but a list ends it, so lists are asked by themselves.
-    told = problems_of(name, [f"++{key}={{wrong: 1}}" for key, hint in wrong.items() if "list[" not in str(hint)])
+    # All at once, since a composition takes long; but a list ends it, so lists are asked by
+    # themselves.
+    told = problems_of(
+        name, [f"++{key}={{wrong: 1}}" for key, hint in wrong.items() if "list[" not in str(hint)]
+    )
     for key in wrong:
         if not any(line.startswith(f"{key}:") for line in told):
             lines = problems_of(name, [f"++{key}={{wrong: 1}}"])
@@ -140,21 +152,38 @@ def said(conf: Path, *overrides: str) -> str:
 
 
 def test_values_are_converted(toy: Path) -> None:
-    cfg = compose("toy", Toy, ["steps=1e3", "rate=2", "names=[none,runs/m@tree,7]", "part.size=3", "limit=4"], toy)
+    cfg = compose(
+        "toy",
+        Toy,
+        ["steps=1e3", "rate=2", "names=[none,runs/m@tree,7]", "part.size=3", "limit=4"],
+        toy,
+    )
     assert cfg == Toy(1000, 2.0, ["none", "runs/m@tree", "7"], 4, Part("a", 3))
     assert type(cfg.steps) is int and type(cfg.rate) is float
 
 
 def test_all_mistakes_are_told_at_once(toy: Path) -> None:
-    text = said(toy, "stepz=3", "+typo=1", "part=large", "m?k=5", "names=4", "part.sise=1", "limit=x")
-    for piece in ("8 problems", "stepz: no such key; did you mean steps?", "typo: no such key", "part=large",
-                  "choose one of small", "m?k=5", "names: 4", "did you mean part.size?", "limit: 'x'"):  # fmt: skip
+    text = said(
+        toy, "stepz=3", "+typo=1", "part=large", "m?k=5", "names=4", "part.sise=1", "limit=x"
+    )
+    for piece in (
+        "8 problems",
+        "stepz: no such key; did you mean steps?",
+        "typo: no such key",
+        "part=large",
+        "choose one of small",
+        "m?k=5",
+        "names: 4",
+        "did you mean part.size?",
+        "limit: 'x'",
+    ):
         assert piece in text, (piece, text)
     assert "steps: is required; set steps=VALUE" in text
 
 
 @pytest.mark.parametrize(
-    "override", ["steps=true", "steps=1.5", "steps=null", "rate=fast", "names={a: 1}", "part.kind=c"]
+    "override",
+    ["steps=true", "steps=1.5", "steps=null", "rate=fast", "names={a: 1}", "part.kind=c"],
 )
 def test_a_wrong_value_names_its_key(toy: Path, override: str) -> None:
     assert override.partition("=")[0] + ":" in said(toy, "steps=1", override)
@@ -181,11 +210,17 @@ def test_known_keys_and_groups(toy: Path) -> None:
 
 @pytest.mark.parametrize(
     "raised, code, words",
-    [(UserError("x: bad; mend"), 2, "error: x: bad; mend\n"), (Interrupted("saved", 75), 75, "saved\n"),
-     (KeyboardInterrupt(), 130, "interrupted\n"), (OSError(28, "", "f"), 2, "error: f: No space left on device"),
-     (None, 0, "")],  # fmt: skip
+    [
+        (UserError("x: bad; mend"), 2, "error: x: bad; mend\n"),
+        (Interrupted("saved", 75), 75, "saved\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (OSError(28, "", "f"), 2, "error: f: No space left on device"),
+        (None, 0, ""),
+    ],
 )
-def test_what_the_user_sees(toy: Path, capsys: Any, raised: BaseException | None, code: int, words: str) -> None:
+def test_what_the_user_sees(
+    toy: Path, capsys: Any, raised: BaseException | None, code: int, words: str
+) -> None:
     @entry("toy", Toy, toy)
     def main(cfg: Toy) -> None:
         if raised:
@@ -210,12 +245,19 @@ def test_help_lists_keys_with_their_docs(toy: Path, capsys: Any) -> None:
     shown = capsys.readouterr().out
     assert stop.value.code == 0 and "part.size=2  how large" in shown and "part=small" in shown
     # as one would type them, and as the command would run: the file's value, not the schema's
-    for line in ("  rate=0.5  how fast", "  steps(required)  how many", "  limit=null  may be absent"):
+    for line in (
+        "  rate=0.5  how fast",
+        "  steps(required)  how many",
+        "  limit=null  may be absent",
+    ):
         assert line in shown.splitlines()
 
 
 def test_help_shows_what_the_command_takes(capsys: Any) -> None:
-    for name, inside, outside in (("medusa", "head=medusa|medusa2\n", "decode="), ("chat", "target=hub", "head=")):
+    for name, inside, outside in (
+        ("medusa", "head=medusa|medusa2\n", "decode="),
+        ("chat", "target=hub", "head="),
+    ):
         with pytest.raises(SystemExit):
             entry(name, ENTRIES[name])(lambda cfg: None)(["--help"])
         shown = capsys.readouterr().out
@@ -225,9 +267,18 @@ def test_help_shows_what_the_command_takes(capsys: Any) -> None:
 def test_a_head_of_another_command_is_refused_in_one_line() -> None:
     with pytest.raises(UserError) as caught:
         compose("medusa", ENTRIES["medusa"], ["head=eagle3", "data.path=f", "out_dir=o", "steps=1"])
-    assert str(caught.value) == "head=eagle3: another command takes this one; choose one of medusa, medusa2"
-    with pytest.raises(UserError, match="^head.kind: 'eagle3' is not medusa or medusa2; use head=medusa$"):
-        compose("medusa", ENTRIES["medusa"], ["experiment=smollm2_eagle3_smoke", "data.path=f", "out_dir=o"])
+    assert (
+        str(caught.value)
+        == "head=eagle3: another command takes this one; choose one of medusa, medusa2"
+    )
+    with pytest.raises(
+        UserError, match="^head.kind: 'eagle3' is not medusa or medusa2; use head=medusa$"
+    ):
+        compose(
+            "medusa",
+            ENTRIES["medusa"],
+            ["experiment=smollm2_eagle3_smoke", "data.path=f", "out_dir=o"],
+        )
     with pytest.raises(UserError, match="no such option; choose one of eagle1, eagle3$"):
         compose("eagle", ENTRIES["eagle"], ["head=eagle4", "data.path=f", "out_dir=o", "steps=1"])
 

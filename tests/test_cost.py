@@ -1,4 +1,6 @@
-"""The cost model's fits and formulas, and the replay: what it says is accepted is what the engine then accepts."""
+"""The cost model's fits and formulas, and the replay: what it says is accepted is what the
+engine then accepts.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def test_closed_formulas_by_hand() -> None:
     assert cost.closed_speedup(0.5, 2, 0.1) == pytest.approx(1.75 / 1.2)
     assert cost.best_k(0.0, 0.1) == 0 and cost.best_k(0.9, 0.0, most=9) == 9
     best = cost.best_k(0.8, 0.1)
-    assert all(cost.closed_speedup(0.8, best, 0.1) >= cost.closed_speedup(0.8, k, 0.1) for k in range(20))
+    assert all(
+        cost.closed_speedup(0.8, best, 0.1) >= cost.closed_speedup(0.8, k, 0.1) for k in range(20)
+    )
     a = cost.acceptance_needed(2.0, 3)
     assert a is not None and cost.expected_tokens(a, 3) == pytest.approx(2.0)
     assert cost.acceptance_needed(4.1, 3) is None and cost.acceptance_needed(1.0, 3) == 0.0
@@ -42,11 +46,15 @@ def test_independence_matches_the_general_sum() -> None:
     a = 0.6
     assert cost.length_of_chain([a, a**2, a**3], 3) == pytest.approx(cost.expected_tokens(a, 3))
     table = [[0.5, 0.2], [0.4]]
-    assert cost.length_of_tree(table, [(0,), (1,), (0, 0), (1, 0), (0, 1)]) == pytest.approx(1 + 0.5 + 0.2 + 0.2 + 0.08)
+    assert cost.length_of_tree(table, [(0,), (1,), (0, 0), (1, 0), (0, 1)]) == pytest.approx(
+        1 + 0.5 + 0.2 + 0.2 + 0.08
+    )
 
 
 def test_a_curve_is_monotone_and_goes_on() -> None:
-    curve = Curve.fit([(1, 0, 10.0), (1, 0, 11.0), (1, 4, 9.0), (1, 8, 20.0), (2, 0, 20.0), (2, 8, 40.0)])
+    curve = Curve.fit(
+        [(1, 0, 10.0), (1, 0, 11.0), (1, 4, 9.0), (1, 8, 20.0), (2, 0, 20.0), (2, 8, 40.0)]
+    )
     assert [ms for _, ms in curve.knots[1]] == sorted(ms for _, ms in curve.knots[1])
     assert curve(1, 6) == pytest.approx((curve(1, 4) + curve(1, 8)) / 2)
     assert curve(1, 10) > curve(1, 8) and curve(2, 4) == pytest.approx(30)
@@ -68,26 +76,44 @@ def test_linear_finds_the_parts_and_none_below_zero() -> None:
     truth = {"one": 2.0, "passes": 3.0, "expanded": 0.25, "nodes": 0.01}
     fit = Linear.fit(rows, [sum(truth[k] * v for k, v in r.items()) for r in rows], cost.PROPOSE)
     assert fit.to_json() == pytest.approx(truth, abs=1e-3)
-    falling = Linear.fit([{"one": 1.0, "tokens": t} for t in (1.0, 2.0, 3.0)], [3.0, 2.0, 1.0], cost.OBSERVE)
+    falling = Linear.fit(
+        [{"one": 1.0, "tokens": t} for t in (1.0, 2.0, 3.0)], [3.0, 2.0, 1.0], cost.OBSERVE
+    )
     assert min(falling.weights) >= 0
     assert np.all(cost.nonnegative(np.array([[0.0], [0.0]]), np.ones(2)) == 0)
 
 
 def flat(ms: float, per_node: float = 0.0) -> Curve:
-    return Curve({1: [(0.0, ms), (10.0, ms + 10 * per_node)], 4: [(0.0, 2 * ms), (10.0, 2 * ms + 10 * per_node)]})
+    return Curve(
+        {
+            1: [(0.0, ms), (10.0, ms + 10 * per_node)],
+            4: [(0.0, 2 * ms), (10.0, 2 * ms + 10 * per_node)],
+        }
+    )
 
 
-MODEL = CostModel(flat(10, 0.5), flat(1), flat(0.5), flat(0.5), {"chain": {1: Linear(cost.PROPOSE, (1, 2, 0, 0))}},
-                  {"chain": {1: Linear(cost.OBSERVE, (0.5, 0.0))}}, {"chain": 0.25})  # fmt: skip
+MODEL = CostModel(
+    flat(10, 0.5),
+    flat(1),
+    flat(0.5),
+    flat(0.5),
+    {"chain": {1: Linear(cost.PROPOSE, (1, 2, 0, 0))}},
+    {"chain": {1: Linear(cost.OBSERVE, (0.5, 0.0))}},
+    {"chain": 0.25},
+)
 
 
 def test_a_cycle_is_the_sum_of_its_parts() -> None:
     price = MODEL.cycle(1, Shape(3, 3), "chain", 2.0)
     assert price.target == pytest.approx(11.5) and price.drafter == pytest.approx(1 + 2 * 2 + 0.5)
-    assert price.verify == pytest.approx(1 + 3 * 0.25) and price.ms == pytest.approx(11.5 + 5.5 + 1.75 + 0.5 + 0.5)
+    assert price.verify == pytest.approx(1 + 3 * 0.25) and price.ms == pytest.approx(
+        11.5 + 5.5 + 1.75 + 0.5 + 0.5
+    )
     found = MODEL.predict(1, Shape(3, 3), "chain", 2.0)
     assert found["tokens_per_second"] == pytest.approx(2000 / price.ms)
-    assert found["speedup"] == pytest.approx(2 * 12 / price.ms) and found["break_even"] == pytest.approx(price.ms / 12)
+    assert found["speedup"] == pytest.approx(2 * 12 / price.ms) and found[
+        "break_even"
+    ] == pytest.approx(price.ms / 12)
     even = MODEL.predict(1, Shape(3, 3), "chain", found["break_even"])
     assert even["speedup"] == pytest.approx(1.0)
 
@@ -95,7 +121,10 @@ def test_a_cycle_is_the_sum_of_its_parts() -> None:
 def test_replayed_cycles_are_priced_one_by_one() -> None:
     cycles = [[Step(1, 3, 1, 2, True), Step(3, 0, 0, 1, True)]]
     found = search.evaluate(MODEL, 1, Shape(3, 3), "chain", cycles)
-    drafted, empty = MODEL.cycle(1, Shape(3, 3), "chain", 1.5), MODEL.cycle(1, Shape(0, 0), "chain", 1.5)
+    drafted, empty = (
+        MODEL.cycle(1, Shape(3, 3), "chain", 1.5),
+        MODEL.cycle(1, Shape(0, 0), "chain", 1.5),
+    )
     assert found["tokens_per_second"] == pytest.approx(3000 / (drafted.ms + empty.ms))
     assert found["speedup"] == pytest.approx(36 / (drafted.ms + empty.ms))
 
@@ -111,7 +140,10 @@ def test_rows_of_a_batch_run_side_by_side() -> None:
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    return load_target(TargetConfig(kind="tiny", layers=1, hidden=32, heads=2, kv_heads=1, vocab=260), torch.float64)
+    return load_target(
+        TargetConfig(kind="tiny", layers=1, hidden=32, heads=2, kv_heads=1, vocab=260),
+        torch.float64,
+    )
 
 
 ASKED = [Request([5 + i, 6, 7, 5 + i, 6], 24, id=i) for i in range(2)]
@@ -129,7 +161,10 @@ def engine(target: Target, drafter: object) -> list[list[tuple[int, bool]]]:
 
 
 def replayed(texts: list[Text], kept: list, depth: int) -> list[list[tuple[int, bool]]]:
-    return [[(s.accepted, s.clean) for s in replay.walk(t, k, depth)] for t, k in zip(texts, kept, strict=True)]
+    return [
+        [(s.accepted, s.clean) for s in replay.walk(t, k, depth)]
+        for t, k in zip(texts, kept, strict=True)
+    ]
 
 
 def test_chains_and_ngrams_replay_exactly(target: Target) -> None:
@@ -140,8 +175,12 @@ def test_chains_and_ngrams_replay_exactly(target: Target) -> None:
 
 
 def test_dynamic_trees_replay_exactly_for_fewer_nodes_and_levels(target: Target) -> None:
-    other = load_target(TargetConfig(kind="tiny", layers=1, hidden=32, heads=2, kv_heads=1, vocab=260, init_std=0.25),
-                        torch.float64)  # fmt: skip
+    other = load_target(
+        TargetConfig(
+            kind="tiny", layers=1, hidden=32, heads=2, kv_heads=1, vocab=260, init_std=0.25
+        ),
+        torch.float64,
+    )
     make = lambda depth, nodes: DraftModel(other, depth, shape="tree", nodes=nodes, width=4)
     texts = texts_of(target, make(4, 40))
     beams = replay.Beams(texts)
@@ -188,28 +227,44 @@ def test_the_few_are_different() -> None:
 
 @pytest.mark.parametrize("kind", ["eagle3", "small_lm"])
 def test_drafters_that_read_their_own_tokens_are_searched(kind: str, tmp_path: Path) -> None:
-    """Probes, recording and search of a dynamic tree, and that each proposed setting makes a drafter of its size."""
+    """Probes, recording and search of a dynamic tree, and that each proposed setting makes a
+    drafter of its size.
+    """
     shape = {"layers": 2, "hidden": 32, "heads": 2, "kv_heads": 1, "vocab": 260}
     target = load_target(TargetConfig(kind="tiny", **shape), torch.float64)
     keys = {"draft_vocab": 0, "depth": 3, "nodes": 6, "width": 3}
-    cfg = EagleConfig(kind=kind, **keys) if kind == "eagle3" else SmallLMConfig(from_target_layers=1, **keys)
+    cfg = (
+        EagleConfig(kind=kind, **keys)
+        if kind == "eagle3"
+        else SmallLMConfig(from_target_layers=1, **keys)
+    )
     torch.manual_seed(0)
     save_head(HEADS[kind].for_target(target, cfg), tmp_path / "head", target.identity)
-    family = Family.of(str(tmp_path / "head"), target, Sampling(), Bounds(depth=3, nodes=8, width=3))
+    family = Family.of(
+        str(tmp_path / "head"), target, Sampling(), Bounds(depth=3, nodes=8, width=3)
+    )
     assert {p.kind for p in family.probes()} == {"chain", "tree"} and str(family.default()) != ""
     texts = family.record([[5, 6, 7], [8, 9, 5, 6]], 8, 0, lambda: None)
     assert set(texts) == {"chain", "tree"} and all(len(t) == 2 for t in texts.values())
     linear = {1: Linear(cost.PROPOSE, (1, 1, 0.1, 0))}
     reads = {1: Linear(cost.OBSERVE, (0.5, 0.1))}
-    model = CostModel(flat(10, 0.5), flat(1), flat(0.5), flat(0.5), {"chain": linear, "tree": linear},
-                      {"chain": reads, "tree": reads})  # fmt: skip
+    model = CostModel(
+        flat(10, 0.5),
+        flat(1),
+        flat(0.5),
+        flat(0.5),
+        {"chain": linear, "tree": linear},
+        {"chain": reads, "tree": reads},
+    )
     found = family.candidates(model, 1, texts)
     assert {c.kind for c in found} == {"chain", "tree"} and len(found) > 10
     for one in search.best_few(found, 3):
         made = family.drafter(one.settings)
         assert made.max_depth == one.shape.depth and made.max_nodes == one.shape.nodes
-        wanted = [[s.accepted for s in replay.walk(t, k, one.shape.depth)] for t, k in zip(
-            texts[one.kind], _kept(texts, one), strict=True)]  # fmt: skip
+        wanted = [
+            [s.accepted for s in replay.walk(t, k, one.shape.depth)]
+            for t, k in zip(texts[one.kind], _kept(texts, one), strict=True)
+        ]
         asked = [Request(p, 8, id=i * 64) for i, p in enumerate(([5, 6, 7], [8, 9, 5, 6]))]
         run = generate(target, made, asked, Sampling())
         assert [[c.accepted for c in g.cycles] for g in run.generations] == wanted

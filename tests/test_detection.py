@@ -1,4 +1,6 @@
-"""The sampling layer of a certificate on decoders that are right and on wrong ones, through the whole loop."""
+"""The sampling layer of a certificate on decoders that are right and on wrong ones, through
+the whole loop.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The one grammar of drafters' names: every form with what it means, every wrong one with its line, paths with "@"."""
+"""The one grammar of drafters' names: every form with what it means, every wrong one with its
+line, paths with "@".
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,8 @@ ILLEGAL = {
     "runs/m@sampled@fixed": "@sampled and @fixed exclude each other",
     "runs/m@monitor@fallback": "@monitor and @fallback exclude each other",
     "runs/m@chain@fixed": "a chain is drawn where T > 0 anyway; write runs/m@chain",
-    "runs/m@adaptive@tree": "the order is shape, draw, @adaptive, @monitor or @fallback; write runs/m@tree@adaptive",
+    "runs/m@adaptive@tree": "the order is shape, draw, @adaptive, @monitor or @fallback; "
+    "write runs/m@tree@adaptive",
     "runs/m@monitor@adaptive": "write runs/m@adaptive@monitor",
 }
 

@@ -1,4 +1,5 @@
-"""EAGLE heads: what training computes is what decoding computes, and nothing but the drafter learns.
+"""EAGLE heads: what training computes is what decoding computes, and nothing but the drafter
+learns.
 
 pytest tests/test_eagle.py
 """
@@ -39,7 +40,9 @@ def head_of(target: Target, seed: int = 0, **changes: object) -> EagleHead:
     head = HEADS[cfg.kind].for_target(target, cfg, torch.arange(VOCAB, 0, -1))
     with torch.no_grad():
         for name, weight in head.named_parameters():
-            weight.normal_(0, weight.shape[-1] ** -0.5) if weight.dim() > 1 else weight.uniform_(0.5, 1.5)
+            weight.normal_(0, weight.shape[-1] ** -0.5) if weight.dim() > 1 else weight.uniform_(
+                0.5, 1.5
+            )
             del name
         if cfg.kind == "eagle3":
             head.net.lm_head.weight.mul_(3)  # a law with preferences: deep paths are among the best
@@ -54,8 +57,12 @@ def batch_of(lengths: list[int], prompt: int = 4, seed: int = 1) -> Batch:
     return Batch(ids * mask, mask, mask & (at >= prompt), torch.arange(len(lengths)))
 
 
-def drafter_state(head: EagleHead, target: Target, ids: Tensor, cut: list[int], shape: str = "chain") -> EagleDrafter:
-    """A drafter that has seen `ids` [T] in pieces that end at `cut`, with the target's features."""
+def drafter_state(
+    head: EagleHead, target: Target, ids: Tensor, cut: list[int], shape: str = "chain"
+) -> EagleDrafter:
+    """A drafter that has seen `ids` [T] in pieces that end at `cut`, with the target's
+    features.
+    """
     feats = target.features(ids[None], torch.ones_like(ids[None], dtype=torch.bool), head.taps)
     drafter = head.drafter(target, shape)
     assert isinstance(drafter, EagleDrafter)
@@ -63,7 +70,12 @@ def drafter_state(head: EagleHead, target: Target, ids: Tensor, cut: list[int], 
     drafter.begin([ids[: cut[0]]], GREEDY)
     start = 1
     for end in cut:
-        drafter.observe(ids[None, start:end], feats[:, start - 1 : end - 1], torch.tensor([end - start]), slice(0, 1))
+        drafter.observe(
+            ids[None, start:end],
+            feats[:, start - 1 : end - 1],
+            torch.tensor([end - start]),
+            slice(0, 1),
+        )
         start = end
     return drafter
 
@@ -77,8 +89,9 @@ KINDS = [
 
 @pytest.mark.parametrize("changes", KINDS, ids=["eagle3", "eagle3.1-two-layers", "eagle1"])
 def test_training_steps_equal_incremental_decoding(changes: dict) -> None:
-    """FIELD 2.5 and 2.1: h of training step s at row t == h after the drafter has seen x_0..x_{t+1} and drafted the
-    next s tokens of the data. Pins alignment, masks, rotary offsets, the cache."""
+    """FIELD 2.5 and 2.1: h of training step s at row t == h after the drafter has seen
+    x_0..x_{t+1} and drafted the next s tokens of the data. Pins alignment, masks, rotary
+    offsets, the cache."""
     target = target_of(dtype=torch.float64)
     head = head_of(target, steps=4, **changes).double()
     batch = batch_of([13, 9])
@@ -87,7 +100,9 @@ def test_training_steps_equal_incremental_decoding(changes: dict) -> None:
     seen = 0
     for b, length in enumerate([13, 9]):
         for row in range(2, length - 2):  # the row's first supervised prediction is row + 2
-            drafter = drafter_state(head, target, batch.ids[b], [4, row + 2] if row > 2 else [row + 2])
+            drafter = drafter_state(
+                head, target, batch.ids[b], [4, row + 2] if row > 2 else [row + 2]
+            )
             h = drafter.h[:1]
             for step in range(4):
                 token = row + 2 + step  # predicted by this h
@@ -106,13 +121,17 @@ def test_training_steps_equal_incremental_decoding(changes: dict) -> None:
 
 @pytest.mark.parametrize("changes", KINDS, ids=["eagle3", "eagle3.1-two-layers", "eagle1"])
 def test_a_chain_is_what_training_predicts(changes: dict) -> None:
-    """Drafted token s is the argmax of training step s, on a row whose text goes on as drafted."""
+    """Drafted token s is the argmax of training step s, on a row whose text goes on as
+    drafted.
+    """
     target = target_of()
     head = head_of(target, steps=4, depth=4, **changes)
     for seed in range(5):
         ids = batch_of([9], seed=seed).ids[0]
         drafter = drafter_state(head, target, ids, [9])
-        tree = drafter.propose(torch.tensor([4]), GREEDY, Rng(0, torch.tensor([0]), torch.tensor([0])))
+        tree = drafter.propose(
+            torch.tensor([4]), GREEDY, Rng(0, torch.tensor([0]), torch.tensor([0]))
+        )
         whole = torch.cat([ids, tree.tokens[0]])[None]
         batch = Batch(whole, whole >= 0, torch.arange(13)[None] >= 9, torch.tensor([0]))
         _, hidden, _ = head._unroll(batch, target, *head._supervised(batch))
@@ -126,13 +145,17 @@ def test_the_31_norms_are_applied() -> None:
     target = target_of()
     head = head_of(target, norm_before_fc=True, norm_output=True)
     feats, h = torch.randn(2, 3, 32), torch.randn(2, 32)
-    torch.testing.assert_close(head.net.start(feats * 7), head.net.start(feats), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        head.net.start(feats * 7), head.net.start(feats), rtol=1e-3, atol=1e-3
+    )
     assert torch.equal(head.net.feed(h), head.net.read(h))
     assert torch.equal(head_of(target).net.feed(h), h)
 
 
 def test_merged_attention_equals_dense() -> None:
-    """The flash kernel with the merged log-sum-exp gives the values and all gradients of plain softmax attention."""
+    """The flash kernel with the merged log-sum-exp gives the values and all gradients of plain
+    softmax attention.
+    """
     torch.manual_seed(0)
     rows = torch.tensor([3, 4, 5, 6, 7, 14, 15, 16, 30, 31, 32])
     memory, n = Memory((3, 11), rows), len(rows)
@@ -149,11 +172,18 @@ def test_merged_attention_equals_dense() -> None:
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
 def test_loss_gradient_is_that_of_a_plain_formula(kind: str) -> None:
-    """Packed rows, shared target law, chunks: the loss and its gradient equal a direct per-token computation."""
+    """Packed rows, shared target law, chunks: the loss and its gradient equal a direct
+    per-token computation.
+    """
     target = target_of(dtype=torch.float64)
     loss = LossWeights(hard=0.3, soft=0.7, lk=0.2)
     head = head_of(
-        target, kind=kind, steps=3, loss=loss, chunk=5, feature_loss=0.5 if kind == "eagle1" else 0.0
+        target,
+        kind=kind,
+        steps=3,
+        loss=loss,
+        chunk=5,
+        feature_loss=0.5 if kind == "eagle1" else 0.0,
     ).double()
     batch = batch_of([12, 8])
     out = head(batch, target)
@@ -169,10 +199,16 @@ def test_loss_gradient_is_that_of_a_plain_formula(kind: str) -> None:
     for step, h in enumerate(hidden):
         logq = torch.log_softmax(head.net.read(h) @ head.projection(target).T, -1)
         rate = torch.minimum(p, logq.exp()).sum(-1)
-        each = -0.3 * logq.gather(1, place.clamp(min=0)[:, None])[:, 0] - 0.7 * (p * logq).sum(-1) - 0.2 * rate.log()
+        each = (
+            -0.3 * logq.gather(1, place.clamp(min=0)[:, None])[:, 0]
+            - 0.7 * (p * logq).sum(-1)
+            - 0.2 * rate.log()
+        )
         each = each * (place >= 0) * valid[step]
         if kind == "eagle1":
-            distance = torch.nn.functional.smooth_l1_loss(h, last[flat - 1], reduction="none").mean(-1)
+            distance = torch.nn.functional.smooth_l1_loss(h, last[flat - 1], reduction="none").mean(
+                -1
+            )
             each = each + 0.5 * distance * valid[step]
         total = total + 0.8**step * each.sum()
     torch.testing.assert_close(out.sum, total)
@@ -182,13 +218,30 @@ def test_loss_gradient_is_that_of_a_plain_formula(kind: str) -> None:
         torch.testing.assert_close(grad, dict(head.named_parameters())[name].grad, msg=name)
 
 
-ARCHITECTURES = ["llama", "gemma2", "gemma3_text", "qwen3", "gpt2", "mistral", "phi3", "mixtral", "cohere", "granite",
-                 "olmo2", "stablelm", "gpt_neox", "opt", "qwen2"]  # fmt: skip
+ARCHITECTURES = [
+    "llama",
+    "gemma2",
+    "gemma3_text",
+    "qwen3",
+    "gpt2",
+    "mistral",
+    "phi3",
+    "mixtral",
+    "cohere",
+    "granite",
+    "olmo2",
+    "stablelm",
+    "gpt_neox",
+    "opt",
+    "qwen2",
+]
 PROMPTS = [[5, 6, 7, 8, 9, 3], [11, 12], [30, 31, 32, 33]]
 
 
 def taught(target: Target, kind: str, depth: int = 4, **changes: object) -> EagleHead:
-    """A head that imitates well enough for drafts to be accepted at times: its output side is the target's."""
+    """A head that imitates well enough for drafts to be accepted at times: its output side is
+    the target's.
+    """
     head = head_of(target, kind=kind, draft_vocab=0, depth=depth, nodes=9, width=3, **changes)
     head.init_head(target)
     return head
@@ -196,15 +249,21 @@ def taught(target: Target, kind: str, depth: int = 4, **changes: object) -> Eagl
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_architecture_decodes_losslessly(arch: str) -> None:
-    """EAGLE-1 and EAGLE-3, chain and dynamic tree, ragged batches with rows that leave: greedy tokens of NoDraft."""
+    """EAGLE-1 and EAGLE-3, chain and dynamic tree, ragged batches with rows that leave: greedy
+    tokens of NoDraft.
+    """
     target = target_of(arch)
     requests = [Request(p, 14 + 5 * i, id=i) for i, p in enumerate(PROMPTS)]
-    want = [g.token_ids for g in generate(target, NoDraft(), requests, GREEDY, batch_size=3).generations]
+    want = [
+        g.token_ids for g in generate(target, NoDraft(), requests, GREEDY, batch_size=3).generations
+    ]
     for kind in ("eagle1", "eagle3"):
         head = taught(target, kind)
         for shape in ("chain", "tree"):
             for size in (1, 2):
-                run = generate(target, head.drafter(target, shape), requests, GREEDY, batch_size=size)
+                run = generate(
+                    target, head.drafter(target, shape), requests, GREEDY, batch_size=size
+                )
                 assert [g.token_ids for g in run.generations] == want, (kind, shape, size)
                 assert sum(c.proposed for g in run.generations for c in g.cycles) > 0
     loss = head(batch_of([12, 9]), target)
@@ -215,7 +274,9 @@ def test_every_architecture_decodes_losslessly(arch: str) -> None:
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 @pytest.mark.parametrize("changes", KINDS, ids=["eagle3", "eagle3.1-two-layers", "eagle1"])
 def test_propose_does_not_depend_on_how_the_prefix_came(changes: dict, shape: str) -> None:
-    """FIELD 2.11: after k observes the draft equals the one from scratch, also between other rows and proposals."""
+    """FIELD 2.11: after k observes the draft equals the one from scratch, also between other
+    rows and proposals.
+    """
     target = target_of()
     head = head_of(target, **changes, nodes=7, width=3, depth=4)
     ids = batch_of([15], seed=3).ids[0]
@@ -227,7 +288,9 @@ def test_propose_does_not_depend_on_how_the_prefix_came(changes: dict, shape: st
         pieces.propose(budget, GREEDY, rng)  # leaves its own keys behind
         feats = target.features(ids[None], torch.ones(1, 15, dtype=torch.bool), head.taps)
         start = cut[-2]
-        pieces.observe(ids[None, start:], feats[:, start - 1 : -1], torch.tensor([15 - start]), slice(0, 1))
+        pieces.observe(
+            ids[None, start:], feats[:, start - 1 : -1], torch.tensor([15 - start]), slice(0, 1)
+        )
         got = pieces.propose(budget, GREEDY, rng)
         assert torch.equal(got.tokens, scratch.tokens) and torch.equal(got.parents, scratch.parents)
 
@@ -239,16 +302,27 @@ def test_rows_do_not_see_each_other() -> None:
     batch = batch_of([15, 6, 10], seed=5)
     lengths = torch.tensor([15, 6, 10])
     feats = target.features(batch.ids, batch.mask, head.taps)
-    budget, rng = torch.tensor([4, 2, 3]), Rng(0, torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
+    budget, rng = (
+        torch.tensor([4, 2, 3]),
+        Rng(0, torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)),
+    )
     for shape in ("chain", "tree"):
-        alone = [drafter_state(head, target, batch.ids[b, :n], [int(n)], shape) for b, n in enumerate(lengths)]
+        alone = [
+            drafter_state(head, target, batch.ids[b, :n], [int(n)], shape)
+            for b, n in enumerate(lengths)
+        ]
         many = head.drafter(target, shape)
         many.reset(3, 40)
         many.begin([batch.ids[b, :3] for b in range(3)], GREEDY)
         many.observe(batch.ids[:, 1:3], feats[:, :2], torch.full((3,), 2), slice(0, 3))
         rest = lengths - 3
         index = (torch.arange(12) + 3).clamp(max=14).expand(3, 12)
-        many.observe(batch.ids.gather(1, index), feats[torch.arange(3)[:, None], index - 1], rest, slice(0, 3))
+        many.observe(
+            batch.ids.gather(1, index),
+            feats[torch.arange(3)[:, None], index - 1],
+            rest,
+            slice(0, 3),
+        )
         order = [0, 1, 2]
         for _ in range(2):
             tree = many.propose(budget[order], GREEDY, rng)
@@ -259,15 +333,17 @@ def test_rows_do_not_see_each_other() -> None:
                 assert int(tree.size[row]) == size and size > 0
                 assert torch.equal(tree.tokens[row, :size], one.tokens[0, :size])
                 assert torch.equal(tree.parents[row, :size], one.parents[0, :size])
-                assert int(tree.layout.depth.expand_as(tree.tokens)[row, :size].max()) < int(budget[b])
+                assert int(tree.layout.depth.expand_as(tree.tokens)[row, :size].max()) < int(
+                    budget[b]
+                )
             if len(order) == 3:
                 order = [2, 0]
                 many.select(order)
 
 
 def test_dynamic_tree_is_the_best_one() -> None:
-    """The kept nodes are the N most probable paths of the drafter among those that its beam looked at; the layout that
-    it states is the one derived from the parents."""
+    """The kept nodes are the N most probable paths of the drafter among those that its beam
+    looked at; the layout that it states is the one derived from the parents."""
     from decode.tree import Layout
 
     target = target_of()
@@ -278,7 +354,8 @@ def test_dynamic_tree_is_the_best_one() -> None:
     truth = Layout.of(tree.parents)
     for name in ("depth", "mask", "rank", "children"):
         assert torch.equal(getattr(tree.layout, name), getattr(truth, name)), name
-    # Every path of up to 3 tokens by brute force: a width of the whole draft vocabulary leaves nothing unseen.
+    # Every path of up to 3 tokens by brute force: a width of the whole draft vocabulary leaves
+    # nothing unseen.
     found: list[tuple[float, tuple[int, ...]]] = []
     vocabulary = head.ids()
 
@@ -294,8 +371,15 @@ def test_dynamic_tree_is_the_best_one() -> None:
 
     worst = -12.0  # paths below cannot be among the best 200
     walk(drafter.h[:1], 0.0, ())
-    beam = {path for _, path in sorted(f for f in found if len(f[1]) == 2)[-40:]}  # what the last level goes on from
-    best = {path for _, path in sorted((f for f in found if len(f[1]) < 3 or f[1][:2] in beam), reverse=True)[:200]}
+    beam = {
+        path for _, path in sorted(f for f in found if len(f[1]) == 2)[-40:]
+    }  # what the last level goes on from
+    best = {
+        path
+        for _, path in sorted(
+            (f for f in found if len(f[1]) < 3 or f[1][:2] in beam), reverse=True
+        )[:200]
+    }
     tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
 
     def path_of(i: int) -> tuple[int, ...]:
@@ -306,7 +390,9 @@ def test_dynamic_tree_is_the_best_one() -> None:
 
 
 def test_eagle1_reads_normed_features_and_eagle3_raw_ones() -> None:
-    """FIELD 2.3: the last of transformers' hidden states is behind the final norm, all others are the plain stream."""
+    """FIELD 2.3: the last of transformers' hidden states is behind the final norm, all others
+    are the plain stream.
+    """
     target = target_of("llama", num_hidden_layers=4)
     with torch.no_grad():
         target.model.base_model.norm.weight.uniform_(0.5, 1.5)  # type: ignore[union-attr, operator]
@@ -322,6 +408,8 @@ def test_eagle1_reads_normed_features_and_eagle3_raw_ones() -> None:
         seen.clear()
         feats = target.features(batch.ids, batch.mask, head.taps)
         if kind == "eagle1":
-            torch.testing.assert_close(target.unembed(feats[:, :, 0]), target.model(batch.ids).logits)
+            torch.testing.assert_close(
+                target.unembed(feats[:, :, 0]), target.model(batch.ids).logits
+            )
         else:
             torch.testing.assert_close(feats, torch.stack([seen[2], seen[2], seen[1]], 2))

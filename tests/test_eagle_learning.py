@@ -1,4 +1,5 @@
-"""EAGLE heads learn what decoding then finds; their files, vocabulary, gradients and configuration.
+"""EAGLE heads learn what decoding then finds; their files, vocabulary, gradients and
+configuration.
 
 pytest tests/test_eagle_learning.py
 """
@@ -43,21 +44,33 @@ def one_sample(target: Target, length: int = 40) -> Batch:
 @pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_overfitting_one_sample_shows_in_decoding(kind: str, shape: str) -> None:
-    """The test against "98 % in training, 10 % when decoded": after learning one answer by heart, the real engine
-    accepts nearly every draft of it."""
+    """The test against "98 % in training, 10 % when decoded": after learning one answer by
+    heart, the real engine accepts nearly every draft of it."""
     target = target_of()
     batch = one_sample(target)
     torch.manual_seed(0)
-    cfg = EagleConfig(kind=kind, draft_vocab=0, taps=[1, 1, 1] if kind == "eagle3" else [], steps=4, depth=4, nodes=8,
-                      width=2, loss=LossWeights(hard=1.0))  # fmt: skip
+    cfg = EagleConfig(
+        kind=kind,
+        draft_vocab=0,
+        taps=[1, 1, 1] if kind == "eagle3" else [],
+        steps=4,
+        depth=4,
+        nodes=8,
+        width=2,
+        loss=LossWeights(hard=1.0),
+    )
     head = HEADS[kind].for_target(target, cfg)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2 if kind == "eagle3" else 5e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        head.parameters(), lr=1e-2 if kind == "eagle3" else 5e-3, weight_decay=0.0
+    )
     for _ in range(150):
         out = head(batch, target)
         optimizer.zero_grad()
         (out.sum / out.count).backward()
         optimizer.step()
-    run = generate(target, head.drafter(target, shape), [Request([5, 9, 7], 40)], GREEDY, eos_ids=())
+    run = generate(
+        target, head.drafter(target, shape), [Request([5, 9, 7], 40)], GREEDY, eos_ids=()
+    )
     assert run.generations[0].token_ids == batch.ids[0, 3:].tolist()
     found = accepted_length([[c for c in run.generations[0].cycles if not c.cut]])
     assert found.mean > 4.5, (found.mean, {k: (v[0] / v[1]).item() for k, v in out.stats.items()})
@@ -67,9 +80,13 @@ def test_overfitting_one_sample_shows_in_decoding(kind: str, shape: str) -> None
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
 def test_a_calibrated_tree_goes_below_the_steps_of_training(kind: str) -> None:
-    """The static tree of sampled drafts is measured at every level that may be drafted, not only at those trained."""
+    """The static tree of sampled drafts is measured at every level that may be drafted, not
+    only at those trained.
+    """
     target, steps = target_of(), 1 if kind == "eagle1" else 2
-    head = head_of(target, kind=kind, steps=steps, depth=4, nodes=12, draft_vocab=0, tree_draw="sampled")
+    head = head_of(
+        target, kind=kind, steps=steps, depth=4, nodes=12, draft_vocab=0, tree_draw="sampled"
+    )
     head.calibrate([one_sample(target)], target)
     assert len(head.calibration["acceptance"]) == 4
     head.calibration["paths"] = [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]
@@ -78,7 +95,9 @@ def test_a_calibrated_tree_goes_below_the_steps_of_training(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
 def test_gradient_reaches_the_draft_alone(kind: str) -> None:
-    """FIELD 2.6: every draft weight and no weight of the target gets a gradient; nothing of the target is saved."""
+    """FIELD 2.6: every draft weight and no weight of the target gets a gradient; nothing of
+    the target is saved.
+    """
     target = target_of("qwen3")
     head = head_of(target, kind=kind, feature_loss=1.0 if kind == "eagle1" else 0.0)
     head(batch_of([12, 9]), target).sum.backward()
@@ -91,9 +110,13 @@ def test_gradient_reaches_the_draft_alone(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
 def test_padding_and_batching_do_not_matter(kind: str) -> None:
-    """FIELD 2.8: the loss of a padded batch is the sum of its rows' losses, and so are the gradients."""
+    """FIELD 2.8: the loss of a padded batch is the sum of its rows' losses, and so are the
+    gradients.
+    """
     target = target_of(dtype=torch.float64)
-    head = head_of(target, kind=kind, feature_loss=1.0 if kind == "eagle1" else 0.0, chunk=7).double()
+    head = head_of(
+        target, kind=kind, feature_loss=1.0 if kind == "eagle1" else 0.0, chunk=7
+    ).double()
     batch = batch_of([14, 9, 11], prompt=2)  # the first rows lack later steps
     whole = head(batch, target)
     whole.sum.backward()
@@ -101,8 +124,17 @@ def test_padding_and_batching_do_not_matter(kind: str) -> None:
     head.zero_grad()
     parts = []
     for b, n in enumerate([14, 9, 11]):
-        parts.append(head(Batch(batch.ids[b : b + 1, :n], batch.mask[b : b + 1, :n], batch.loss_mask[b : b + 1, :n],
-                                batch.sample_ids[b : b + 1]), target))  # fmt: skip
+        parts.append(
+            head(
+                Batch(
+                    batch.ids[b : b + 1, :n],
+                    batch.mask[b : b + 1, :n],
+                    batch.loss_mask[b : b + 1, :n],
+                    batch.sample_ids[b : b + 1],
+                ),
+                target,
+            )
+        )
         parts[-1].sum.backward()
     torch.testing.assert_close(whole.sum, sum(p.sum for p in parts))
     assert float(whole.count) == sum(float(p.count) for p in parts)
@@ -122,8 +154,8 @@ def test_nothing_supervised_is_no_error() -> None:
 
 
 def test_loss_mask_is_the_predicted_tokens_own() -> None:
-    """At a turn boundary: the first supervised token is learned from the last rows of the prompt, the token behind the
-    answer from nowhere."""
+    """At a turn boundary: the first supervised token is learned from the last rows of the
+    prompt, the token behind the answer from nowhere."""
     target = target_of(dtype=torch.float64)
     head = head_of(target, steps=2, loss=LossWeights(hard=1.0, soft=0.0), draft_vocab=0).double()
     batch = batch_of([12])
@@ -133,17 +165,25 @@ def test_loss_mask_is_the_predicted_tokens_own() -> None:
     assert float(want.count) == 2 and want.stats["top1_1"][1] == 2
     ids = batch.ids.clone()
     ids[0, 7:] = 3  # nothing behind the answer is read
-    torch.testing.assert_close(head(Batch(ids, batch.mask, batch.loss_mask, batch.sample_ids), target).sum, want.sum)
+    torch.testing.assert_close(
+        head(Batch(ids, batch.mask, batch.loss_mask, batch.sample_ids), target).sum, want.sum
+    )
     ids[0, 6] = (ids[0, 6] + 1) % VOCAB
-    assert not torch.isclose(head(Batch(ids, batch.mask, batch.loss_mask, batch.sample_ids), target).sum, want.sum)
+    assert not torch.isclose(
+        head(Batch(ids, batch.mask, batch.loss_mask, batch.sample_ids), target).sum, want.sum
+    )
 
 
 def test_draft_vocabulary_maps() -> None:
-    """FIELD 2.4: d2t is an int64 offset, ids ascend; a token outside is never drafted and gives misses, no loss."""
+    """FIELD 2.4: d2t is an int64 offset, ids ascend; a token outside is never drafted and
+    gives misses, no loss.
+    """
     target = target_of()
     counts = torch.ones(VOCAB, dtype=torch.int64)
     counts[10:30] = 5
-    head = Eagle3Head.for_target(target, EagleConfig(draft_vocab=20, taps=[1, 1, 1], steps=2), counts)
+    head = Eagle3Head.for_target(
+        target, EagleConfig(draft_vocab=20, taps=[1, 1, 1], steps=2), counts
+    )
     assert head.d2t is not None and head.d2t.dtype == torch.int64
     assert torch.equal(head.d2t + torch.arange(20), torch.arange(10, 30))
     assert torch.equal(vocab.to_t2d(head.ids(), VOCAB).nonzero()[:, 0], torch.arange(10, 30))  # type: ignore[arg-type]
@@ -153,7 +193,8 @@ def test_draft_vocabulary_maps() -> None:
     out = head(batch, target)
     assert float(out.sum.detach()) == 0 and out.stats["top1_0"].tolist() == [0, 7]
     tree = drafter_state(head, target, ids[0], [9]).propose(
-        torch.tensor([5]), GREEDY, Rng(0, torch.tensor([0]), torch.tensor([0])))  # fmt: skip
+        torch.tensor([5]), GREEDY, Rng(0, torch.tensor([0]), torch.tensor([0]))
+    )
     assert bool(((tree.tokens >= 10) & (tree.tokens < 30)).all())
 
 
@@ -164,20 +205,24 @@ def test_a_saved_head_drafts_the_same(kind: str, tmp_path: Path) -> None:
     head = head_of(target, kind=kind, layers=2, nodes=7, width=3)
     save_head(head, tmp_path / "head", None)
     again = load_head(tmp_path / "head", target)
-    for (name, a), (_, b) in zip(head.state_dict().items(), again.state_dict().items(), strict=True):
+    for (name, a), (_, b) in zip(
+        head.state_dict().items(), again.state_dict().items(), strict=True
+    ):
         assert torch.equal(a, b), name
     ids, rng = batch_of([11]).ids[0], Rng(0, torch.tensor([0]), torch.tensor([0]))
     for shape in ("chain", "tree"):
         trees = [
-            drafter_state(h, target, ids, [11], shape).propose(torch.tensor([4]), GREEDY, rng) for h in (head, again)
+            drafter_state(h, target, ids, [11], shape).propose(torch.tensor([4]), GREEDY, rng)
+            for h in (head, again)
         ]
         assert torch.equal(trees[0].tokens, trees[1].tokens)
 
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_sampled_drafts_come_from_the_law_they_state(shape: str) -> None:
-    """T > 0: chain and sampled tree. First siblings follow the stated law, second ones that law without the first; the
-    output law is then verify's business. Also with a law of two tokens below three siblings."""
+    """T > 0: chain and sampled tree. First siblings follow the stated law, second ones that
+    law without the first; the output law is then verify's business. Also with a law of two
+    tokens below three siblings."""
     target = target_of()
     head = head_of(target, nodes=6, width=3, depth=3, tree_draw="sampled", draft_vocab=12)
     ids = batch_of([9]).ids[0]
@@ -209,27 +254,34 @@ def test_sampled_drafts_come_from_the_law_they_state(shape: str) -> None:
         assert float((seen - without).abs().sum()) < 0.08
     deeper = (tree.layout.depth.expand_as(tree.parents)[0] == 1).nonzero()[0, 0]
     laws = tree.proposal.law[:, int(tree.proposal.row[0, deeper])].double()
-    assert float((laws.mean(0) - torch.bincount(places[:, deeper], minlength=12) / count).abs().sum()) < 0.08
+    assert (
+        float((laws.mean(0) - torch.bincount(places[:, deeper], minlength=12) / count).abs().sum())
+        < 0.08
+    )
     narrow = drafter.propose(torch.full((count,), 3), Sampling(temperature=0.8, top_k=1), rng)
     narrow.validate(VOCAB, drafter.max_nodes)
 
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_sampled_output_does_not_depend_on_the_batch(shape: str) -> None:
-    """Addressed random numbers: a request gets the same tokens alone and beside others, at T = 1."""
+    """Addressed random numbers: a request gets the same tokens alone and beside others, at T =
+    1.
+    """
     target = target_of()
     head = head_of(target, nodes=5, width=2, depth=3, tree_draw="sampled", draft_vocab=0)
     requests = [Request([5 + i, 6, 7 + i][: 2 + i % 2], 12, id=i) for i in range(3)]
     sampling = Sampling(temperature=1.0, top_p=0.9)
     runs = [
-        generate(target, head.drafter(target, shape), requests, sampling, batch_size=size, seed=4) for size in (1, 3)
+        generate(target, head.drafter(target, shape), requests, sampling, batch_size=size, seed=4)
+        for size in (1, 3)
     ]
     assert [g.token_ids for g in runs[0].generations] == [g.token_ids for g in runs[1].generations]
 
 
 def test_initialisation_from_a_target_layer() -> None:
-    """init=layer: o and MLP equal the target's, q, k, v act on the feature half, fc hands on the highest tap; EAGLE-3
-    then gives what the target's layer gives when the embedding is ignored."""
+    """init=layer: o and MLP equal the target's, q, k, v act on the feature half, fc hands on
+    the highest tap; EAGLE-3 then gives what the target's layer gives when the embedding is
+    ignored."""
     target = target_of("llama", num_hidden_layers=3)
     cfg = EagleConfig(draft_vocab=0, taps=[1, 1, 2], init="layer", init_layer=-1)
     head = Eagle3Head.for_target(target, cfg)
@@ -245,7 +297,9 @@ def test_initialisation_from_a_target_layer() -> None:
 
 
 def test_fresh_final_norm_and_scale_are_the_targets() -> None:
-    """Gemma stores norm weights minus one, Granite and Cohere scale their logits: both end up in the fresh head."""
+    """Gemma stores norm weights minus one, Granite and Cohere scale their logits: both end up
+    in the fresh head.
+    """
     for arch in ("gemma2", "granite", "cohere"):
         target = target_of(arch)
         with torch.no_grad():
@@ -255,25 +309,53 @@ def test_fresh_final_norm_and_scale_are_the_targets() -> None:
         if arch != "cohere":  # Cohere's norm also takes off the mean
             ratio = head.net.norm(x) / target.model.base_model.norm(x)
             torch.testing.assert_close(ratio, ratio[0, 0].expand_as(ratio), rtol=1e-3, atol=1e-3)
-        assert float((head.net.lm_head.weight * head.net.norm.weight).detach().square().sum(1).mean().sqrt()) <= 1.501
+        assert (
+            float(
+                (head.net.lm_head.weight * head.net.norm.weight)
+                .detach()
+                .square()
+                .sum(1)
+                .mean()
+                .sqrt()
+            )
+            <= 1.501
+        )
         scale = {"gemma2": 1.0, "granite": 0.25, "cohere": 0.0625}[arch]
         torch.testing.assert_close(head.net.lm_head.weight, target.lm_head_weight * scale)
 
 
 def test_the_layer_takes_after_the_target() -> None:
-    """FIELD 2.7: heads, groups, head size, rotary base and scaling, width, activation, epsilon."""
-    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64}  # fmt: skip
-    shape = layer_config(target_of("llama", head_dim=12, rope_parameters=rope, rms_norm_eps=1e-4), 1)
-    assert shape["head_dim"] == 12 and shape["num_key_value_heads"] == 2 and shape["rms_norm_eps"] == 1e-4
+    """FIELD 2.7: heads, groups, head size, rotary base and scaling, width, activation,
+    epsilon.
+    """
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    shape = layer_config(
+        target_of("llama", head_dim=12, rope_parameters=rope, rms_norm_eps=1e-4), 1
+    )
+    assert (
+        shape["head_dim"] == 12
+        and shape["num_key_value_heads"] == 2
+        and shape["rms_norm_eps"] == 1e-4
+    )
     assert shape["rope_parameters"] == rope and shape["intermediate_size"] == 48
     gemma = layer_config(target_of("gemma3_text"), 1)
-    assert gemma["hidden_act"] == "gelu_pytorch_tanh" and gemma["rope_parameters"]["rope_theta"] == 1e6
+    assert (
+        gemma["hidden_act"] == "gelu_pytorch_tanh" and gemma["rope_parameters"]["rope_theta"] == 1e6
+    )
     assert layer_config(target_of("gpt2"), 1)["intermediate_size"] == 128
 
 
 def test_norm_equals_transformers() -> None:
-    """Our backward pass against autograd through LlamaRMSNorm's formula; decoding's path against training's."""
+    """Our backward pass against autograd through LlamaRMSNorm's formula; decoding's path
+    against training's.
+    """
     x = torch.randn(5, 7, 16, dtype=torch.float64, requires_grad=True)
     norm = RMSNorm(16, 1e-5).double()
     nn.init.uniform_(norm.weight)
@@ -287,14 +369,20 @@ def test_norm_equals_transformers() -> None:
 
 
 def test_noise_depends_on_sample_and_update_alone() -> None:
-    """The same sample in another batch gets the same noise; the next update gives another; evaluation gives none."""
+    """The same sample in another batch gets the same noise; the next update gives another;
+    evaluation gives none.
+    """
     target = target_of()
     head = head_of(target, kind="eagle1", noise=0.2)
     batch = batch_of([9, 7])
     g = torch.zeros(2, 9, 32)
     first = head._noise(batch, g)
-    alone = Batch(batch.ids[1:, :7], batch.mask[1:, :7], batch.loss_mask[1:, :7], batch.sample_ids[1:])
-    assert torch.equal(head._noise(alone, g[1:, :7])[0], first[1, :7]) and not bool(first[1, 7:].any())
+    alone = Batch(
+        batch.ids[1:, :7], batch.mask[1:, :7], batch.loss_mask[1:, :7], batch.sample_ids[1:]
+    )
+    assert torch.equal(head._noise(alone, g[1:, :7])[0], first[1, :7]) and not bool(
+        first[1, 7:].any()
+    )
     assert 0 < float(first[0].abs().max()) <= 0.1 * 512 / 9
     with torch.no_grad():
         next(head.net.parameters()).add_(1e-3)
@@ -308,7 +396,9 @@ def test_top_k_distillation() -> None:
     target = target_of()
     head = head_of(target, kind="eagle1", steps=3, top_k=4, draft_vocab=0)
     last, flat = torch.randn(10, 32), torch.arange(1, 10)
-    law = target_law(target, head.law_rows(target), last, flat - 1, None, flat, "token", head.cfg.top_k)
+    law = target_law(
+        target, head.law_rows(target), last, flat - 1, None, flat, "token", head.cfg.top_k
+    )
     p, usable = law(slice(0, 9))
     assert ((p > 0).sum(1) == 4).all() and bool(usable.all())
     full = torch.softmax(target.unembed(last[:9]), -1)
@@ -336,7 +426,14 @@ def test_mistakes_are_named(arch: str, changes: dict, words: str) -> None:
 def test_config_problems_are_listed() -> None:
     """Every rule of EagleConfig.validate speaks."""
     bad = EagleConfig(
-        kind="eagle2", layers=0, steps=0, step_decay=0, init="x", shape="y", tree_draw="z", feature_loss=1
+        kind="eagle2",
+        layers=0,
+        steps=0,
+        step_decay=0,
+        init="x",
+        shape="y",
+        tree_draw="z",
+        feature_loss=1,
     )
     assert len(bad.validate()) == 7
     assert EagleConfig(kind="eagle1", taps=[1], norm_output=True, init="layer").validate() != []
@@ -345,10 +442,21 @@ def test_config_problems_are_listed() -> None:
 
 @pytest.mark.parametrize("head", ["eagle1", "eagle3"])
 def test_a_whole_run_saves_a_head_that_decodes(head: str, tmp_path: Path) -> None:
-    """train/eagle.py's loop on a tiny target: two steps, evaluation, and the saved head drafts through the engine."""
+    """train/eagle.py's loop on a tiny target: two steps, evaluation, and the saved head drafts
+    through the engine.
+    """
     chats(tmp_path / "chats.jsonl")
-    small = [*overrides(tmp_path / "chats.jsonl", tmp_path / "run"), f"head={head}", "head.nodes=6", "head.width=2",
-             "head.depth=3", "steps=2", "eval.every=2", "eval.prompts=2", "eval.max_new_tokens=8"]  # fmt: skip
+    small = [
+        *overrides(tmp_path / "chats.jsonl", tmp_path / "run"),
+        f"head={head}",
+        "head.nodes=6",
+        "head.width=2",
+        "head.depth=3",
+        "steps=2",
+        "eval.every=2",
+        "eval.prompts=2",
+        "eval.max_new_tokens=8",
+    ]
     cfg = compose("eagle", EagleRun, [o for o in small if not o.startswith("head.heads")])
     fit(cfg, HEADS[cfg.head.kind])
     target = tiny_target()

@@ -1,4 +1,6 @@
-"""The decode loop on tiny targets: equal to plain decoding and to transformers, in any batch, to the last token."""
+"""The decode loop on tiny targets: equal to plain decoding and to transformers, in any batch,
+to the last token.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from decode.tree import DraftTree, TreeShape
 
 
 class Tree(NoDraft):
-    """A static tree of tokens that depend on the row's length alone, the true ones smuggled in at times."""
+    """A static tree of tokens that depend on the row's length alone, the true ones smuggled in
+    at times.
+    """
 
     name, shape = "tree", "tree"
     paths = TreeShape.of([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
@@ -40,31 +44,50 @@ def drafters(target: Target, other: Target) -> list[Drafter]:
 
 
 def tokens(target: Target, drafter: Drafter, sampling: Sampling, **more: object) -> list[list[int]]:
-    return [g.token_ids for g in generate(target, drafter, requests(), sampling, **more).generations]  # type: ignore[arg-type]
+    return [
+        g.token_ids for g in generate(target, drafter, requests(), sampling, **more).generations
+    ]  # type: ignore[arg-type]
 
 
 def test_greedy_equals_transformers(target: Target, other: Target) -> None:
     for drafter in [NoDraft(), *drafters(target, other)]:
-        for prompt, got in zip(PROMPTS, tokens(target, drafter, Sampling(), batch_size=4), strict=True):
-            want = target.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, pad_token_id=0)
+        for prompt, got in zip(
+            PROMPTS, tokens(target, drafter, Sampling(), batch_size=4), strict=True
+        ):
+            want = target.model.generate(
+                torch.tensor([prompt]), do_sample=False, max_new_tokens=24, pad_token_id=0
+            )
             assert got == want[0, len(prompt) :].tolist(), drafter.name
 
 
-LAWS = [Sampling(), Sampling(1.0), Sampling(0.8, top_k=20, top_p=0.9), Sampling(1.0, repetition_penalty=1.3)]
+LAWS = [
+    Sampling(),
+    Sampling(1.0),
+    Sampling(0.8, top_k=20, top_p=0.9),
+    Sampling(1.0, repetition_penalty=1.3),
+]
 
 
 @pytest.mark.parametrize(
-    "rule, sampling", [*(("traversal", law) for law in LAWS), *(("rejection", law) for law in LAWS[1:])]
+    "rule, sampling",
+    [*(("traversal", law) for law in LAWS), *(("rejection", law) for law in LAWS[1:])],
 )
 def test_tokens_do_not_depend_on_batch_size_or_position(
     target: Target, other: Target, sampling: Sampling, rule: str
 ) -> None:
     every = [NoDraft(), *drafters(target, other)]
-    # Drafts that are not sampled are walked under either rule: the second one needs the sampled ones alone.
-    for drafter in every if rule == "traversal" else [d for d in every if isinstance(d, DraftModel)]:
+    # Drafts that are not sampled are walked under either rule: the second one needs the
+    # sampled ones alone.
+    for drafter in (
+        every if rule == "traversal" else [d for d in every if isinstance(d, DraftModel)]
+    ):
         alone = tokens(target, drafter, sampling, batch_size=1, seed=3, verify=rule)
-        assert alone == tokens(target, drafter, sampling, batch_size=4, seed=3, verify=rule), drafter.name
-        back = generate(target, drafter, requests()[::-1], sampling, batch_size=3, seed=3, verify=rule).generations
+        assert alone == tokens(target, drafter, sampling, batch_size=4, seed=3, verify=rule), (
+            drafter.name
+        )
+        back = generate(
+            target, drafter, requests()[::-1], sampling, batch_size=3, seed=3, verify=rule
+        ).generations
         assert alone == [g.token_ids for g in back[::-1]], drafter.name
     if not sampling.greedy:
         assert alone != tokens(target, drafter, sampling, seed=4, verify=rule)
@@ -72,13 +95,17 @@ def test_tokens_do_not_depend_on_batch_size_or_position(
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)])
 def test_tokens_do_not_depend_on_the_batch_in_float32(sampling: Sampling) -> None:
-    """There sums of a batch may differ in the last bits; no draw of these texts is near enough to an edge to care."""
+    """There sums of a batch may differ in the last bits; no draw of these texts is near enough
+    to an edge to care.
+    """
     target = load_target(TargetConfig(kind="tiny"), torch.float32)
     other = load_target(TargetConfig(kind="tiny", layers=1, seed=5), torch.float32)
     for drafter in [NoDraft(), *drafters(target, other)]:
         alone = tokens(target, drafter, sampling, batch_size=1, seed=3)
         assert alone == tokens(target, drafter, sampling, batch_size=6, seed=3), drafter.name
-        back = generate(target, drafter, requests()[::-1], sampling, batch_size=4, seed=3).generations
+        back = generate(
+            target, drafter, requests()[::-1], sampling, batch_size=4, seed=3
+        ).generations
         assert alone == [g.token_ids for g in back[::-1]], drafter.name
 
 
@@ -86,7 +113,14 @@ def test_perfect_drafter_accepts_everything(target: Target) -> None:
     """A lossless engine with a broken drafter state fails here: the target as its own draft."""
     for sampling in (Sampling(), Sampling(1.0), Sampling(0.7, top_p=0.8)):
         for batch in (1, 3):
-            run = generate(target, DraftModel(target, 4), requests(tokens=31), sampling, batch_size=batch, seed=1)
+            run = generate(
+                target,
+                DraftModel(target, 4),
+                requests(tokens=31),
+                sampling,
+                batch_size=batch,
+                seed=1,
+            )
             clean = [c for g in run.generations for c in g.cycles if not c.cut]
             assert clean and all(c.accepted == c.proposed == 4 for c in clean)
 
@@ -114,7 +148,11 @@ def test_context_end_trims_the_tree(target: Target) -> None:
     small = load_target(TargetConfig(kind="tiny", context=32), torch.float64)
     prompt = list(range(20, 49))  # 29 of 32 positions
     for drafter in (NoDraft(), NGram(), DraftModel(small, 4), Tree()):
-        got = generate(small, drafter, [Request(prompt, 50)], Sampling(), eos_ids=[]).generations[0].token_ids
+        got = (
+            generate(small, drafter, [Request(prompt, 50)], Sampling(), eos_ids=[])
+            .generations[0]
+            .token_ids
+        )
         assert len(got) == 3
     with pytest.raises(UserError, match="context holds 32"):
         generate(small, NoDraft(), [Request(list(range(40, 72)), 5)], Sampling())
@@ -122,21 +160,31 @@ def test_context_end_trims_the_tree(target: Target) -> None:
 
 def test_cycles_add_up(target: Target, other: Target) -> None:
     for drafter in drafters(target, other):
-        for g in generate(target, drafter, requests(), Sampling(1.0), batch_size=2, eos_ids=[]).generations:
+        for g in generate(
+            target, drafter, requests(), Sampling(1.0), batch_size=2, eos_ids=[]
+        ).generations:
             assert 1 + sum(c.accepted + 1 for c in g.cycles) == len(g.token_ids)
             assert sum(g.from_draft) == sum(c.accepted for c in g.cycles)
             assert [c.start for c in g.cycles] == [
                 1 + sum(c.accepted + 1 for c in g.cycles[:i]) for i in range(len(g.cycles))
             ]
-            assert all(len(c.ranks) == c.accepted <= c.proposed <= drafter.max_depth for c in g.cycles)
+            assert all(
+                len(c.ranks) == c.accepted <= c.proposed <= drafter.max_depth for c in g.cycles
+            )
 
 
 def test_guidance_is_exact_for_the_guided_target(target: Target, other: Target) -> None:
-    """Speculation under guidance gives transformers' guided tokens; companions follow rows through the queue."""
-    asked = [Request(p, 16, uncond=[9, 9, 4] if i % 2 else None, id=i) for i, p in enumerate(PROMPTS)]
+    """Speculation under guidance gives transformers' guided tokens; companions follow rows
+    through the queue.
+    """
+    asked = [
+        Request(p, 16, uncond=[9, 9, 4] if i % 2 else None, id=i) for i, p in enumerate(PROMPTS)
+    ]
     for drafter in [NoDraft(), *drafters(target, other)]:
         for batch in (1, 4):
-            run = generate(target, drafter, asked, Sampling(), batch_size=batch, guidance=1.7, eos_ids=[])
+            run = generate(
+                target, drafter, asked, Sampling(), batch_size=batch, guidance=1.7, eos_ids=[]
+            )
             for request, got in zip(asked, run.generations, strict=True):
                 negative = torch.tensor([request.uncond or request.prompt[-1:]])
                 want = target.model.generate(
@@ -152,8 +200,12 @@ def test_guidance_is_exact_for_the_guided_target(target: Target, other: Target) 
 
 
 def test_dynamic_trees_under_guidance_on_rows_of_one_length(target: Target, other: Target) -> None:
-    """Their layout holds every row: companions, as long as their requests here, once met a mask of half the rows."""
-    asked = [Request(p, 12, uncond=p[::-1], id=i) for i, p in enumerate(([5, 6, 7, 8], [9, 10, 11, 12]))]
+    """Their layout holds every row: companions, as long as their requests here, once met a
+    mask of half the rows.
+    """
+    asked = [
+        Request(p, 12, uncond=p[::-1], id=i) for i, p in enumerate(([5, 6, 7, 8], [9, 10, 11, 12]))
+    ]
     found = []
     for drafter in (NoDraft(), DraftModel(other, 3, shape="tree", nodes=6)):
         run = generate(target, drafter, asked, Sampling(), batch_size=2, guidance=1.7, eos_ids=[])
@@ -193,7 +245,9 @@ def test_ngram_takes_the_longest_and_latest_match() -> None:
     drafter.begin([ids], Sampling())
     drafter.observe(ids[None, 1:], None, torch.tensor([10]), slice(0, 1))
     rng = Rng(0, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-    assert drafter.propose(torch.tensor([3]), Sampling(), rng).tokens.tolist() == [[9, 2, 3]]  # after 1 2 3, not 2 3
+    assert drafter.propose(torch.tensor([3]), Sampling(), rng).tokens.tolist() == [
+        [9, 2, 3]
+    ]  # after 1 2 3, not 2 3
     assert drafter.propose(torch.tensor([1]), Sampling(), rng).tokens.tolist() == [[9]]
     drafter.observe(torch.tensor([[55]]), None, torch.tensor([1]), slice(0, 1))
     assert drafter.propose(torch.tensor([3]), Sampling(), rng).width == 0

@@ -1,5 +1,5 @@
-"""scripts/engines.py without an engine: our cycles are counted as an engine counts, and the tables say what the JSON
-says."""
+"""scripts/engines.py without an engine: our cycles are counted as an engine counts, and the
+tables say what the JSON says."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def target():
 
 
 def simulated(target, path: Path, prompts: list[list[int]]) -> dict:
-    """What a plain engine would do with an export: draft K, take the longest right prefix and one token more, count
-    all of
-    it, stop after the stop token or the limit. Written apart from our engine and our drafters."""
+    """What a plain engine would do with an export: draft K, take the longest right prefix and
+    one token more, count all of it, stop after the stop token or the limit. Written apart from
+    our engine and our drafters."""
     embed, lm_head = target.model.get_input_embeddings().weight, target.lm_head_weight
     served = Exported(path, "vllm", embed, lm_head, target.num_layers)
     answers, drafts, hits = [], 0, [0] * K
@@ -38,11 +38,13 @@ def simulated(target, path: Path, prompts: list[list[int]]) -> dict:
                 return int(target.model(torch.tensor([ids])).logits[0, -1].argmax())
 
         ids.append(following(ids))
-        while len(ids) - len(prompt) < LIMIT and not set(ids[len(prompt):]) & set(target.eos_ids):
+        while len(ids) - len(prompt) < LIMIT and not set(ids[len(prompt) :]) & set(target.eos_ids):
             known = torch.tensor(ids)
 
             def features(taps: tuple[int, ...], known: torch.Tensor = known) -> torch.Tensor:
-                return target.features(known[None, :-1], torch.ones(1, len(known) - 1, dtype=torch.bool), taps)[0]
+                return target.features(
+                    known[None, :-1], torch.ones(1, len(known) - 1, dtype=torch.bool), taps
+                )[0]
 
             draft = served.draft(known, features, K).tokens.tolist()
             drafts += 1
@@ -54,12 +56,20 @@ def simulated(target, path: Path, prompts: list[list[int]]) -> dict:
                 hits[depth] += 1
             else:
                 ids.append(following(ids))
-        out = ids[len(prompt):][:LIMIT]
+        out = ids[len(prompt) :][:LIMIT]
         stop = next((i + 1 for i, t in enumerate(out) if t in target.eos_ids), LIMIT)
         answers.append(out[:stop])
-    counters = {"vllm:spec_decode_num_drafts": drafts, "vllm:spec_decode_num_accepted_tokens": sum(hits),
-                "vllm:spec_decode_num_accepted_tokens_per_pos": hits}
-    return {"tokens": answers, "counters": counters, "laps": [[10, 2.0], [8, 1.0]], "versions": {"vllm": "0"}}
+    counters = {
+        "vllm:spec_decode_num_drafts": drafts,
+        "vllm:spec_decode_num_accepted_tokens": sum(hits),
+        "vllm:spec_decode_num_accepted_tokens_per_pos": hits,
+    }
+    return {
+        "tokens": answers,
+        "counters": counters,
+        "laps": [[10, 2.0], [8, 1.0]],
+        "versions": {"vllm": "0"},
+    }
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle1"])
@@ -77,26 +87,47 @@ def test_cycles_are_counted_as_an_engine_counts_them(target, tmp_path: Path, kin
     assert found["same_tokens"] == {"answers": 4, "equal": 4, "ties": 0, "different": []}
     assert found["cycles"]["ours"] == found["cycles"]["engine"] > 4
     assert found["accepted_by_position"]["ours"] == found["accepted_by_position"]["engine"]
-    assert found["accepted_length"]["ours"]["mean"] == pytest.approx(found["accepted_length"]["engine"])
-    assert found["accepted_length"]["within"] and found["speed_against_plain"]["mean"] == pytest.approx(2.0)
+    assert found["accepted_length"]["ours"]["mean"] == pytest.approx(
+        found["accepted_length"]["engine"]
+    )
+    assert found["accepted_length"]["within"] and found["speed_against_plain"][
+        "mean"
+    ] == pytest.approx(2.0)
     assert runs.case(head, "x", K, answer, plain) == found  # from WORK
     answer["tokens"][1] = [*answer["tokens"][1][:-1], 3]
     assert runs.case(head, "x", K, answer, plain)["same_tokens"]["equal"] == 3
 
 
 def test_the_table_shows_every_case(target) -> None:
-    case = {"case": "eagle3-vllm", "draft_tokens": 3,
-            "same_tokens": {"answers": 50, "equal": 49, "ties": 1, "different": []},
-            "accepted_length": {"ours": {"mean": 1.9, "low": 1.8, "high": 2.0}, "engine": 1.91, "within": True},
-            "cycles": {"ours": 10, "engine": 10}, "accepted_by_position": {"ours": [6, 3, 1], "engine": [6, 3, 1]},
-            "tokens_per_second": 12.5, "speed_against_plain": {"mean": 1.31, "low": 1.2, "high": 1.4}}
-    plain = {"case": "plain", "same_tokens": {"answers": 50, "equal": 50, "ties": 0, "different": []},
-             "tokens_per_second": 9.5}
-    report = {"engine": {"vllm": "0.32.0"}, "cases": [plain, case],
-              "settings": {"num_prompts": 50, "max_new_tokens": 64}}
+    case = {
+        "case": "eagle3-vllm",
+        "draft_tokens": 3,
+        "same_tokens": {"answers": 50, "equal": 49, "ties": 1, "different": []},
+        "accepted_length": {
+            "ours": {"mean": 1.9, "low": 1.8, "high": 2.0},
+            "engine": 1.91,
+            "within": True,
+        },
+        "cycles": {"ours": 10, "engine": 10},
+        "accepted_by_position": {"ours": [6, 3, 1], "engine": [6, 3, 1]},
+        "tokens_per_second": 12.5,
+        "speed_against_plain": {"mean": 1.31, "low": 1.2, "high": 1.4},
+    }
+    plain = {
+        "case": "plain",
+        "same_tokens": {"answers": 50, "equal": 50, "ties": 0, "different": []},
+        "tokens_per_second": 9.5,
+    }
+    report = {
+        "engine": {"vllm": "0.32.0"},
+        "cases": [plain, case],
+        "settings": {"num_prompts": 50, "max_new_tokens": 64},
+    }
     text = engine_case.markdown(report)
     assert "| plain |  | 50/50 | – | – | – | – | 9.5 | – |" in text
-    assert "| eagle3-vllm | 3 | 49/50 +1≈ | 1.900 [1.800, 2.000] | 1.910 | 60.0% 30.0% 10.0% |" in text
+    assert (
+        "| eagle3-vllm | 3 | 49/50 +1≈ | 1.900 [1.800, 2.000] | 1.910 | 60.0% 30.0% 10.0% |" in text
+    )
     assert "12.5 | 1.31× |" in text
 
 
@@ -115,12 +146,19 @@ def test_every_breakage_has_the_convention_that_mends_it(target, tmp_path: Path)
                 done += 1
             assert json.dumps(read.taps) == json.dumps(head.taps)
             whole = layout.read(foreign, target)
-            assert all(a.equal(b) for a, b in zip(read.state_dict().values(), whole.state_dict().values(), strict=True))
+            assert all(
+                a.equal(b)
+                for a, b in zip(
+                    read.state_dict().values(), whole.state_dict().values(), strict=True
+                )
+            )
         assert done >= 1
 
 
 def test_the_command_from_export_to_json(tmp_path: Path, monkeypatch, capsys) -> None:
-    """Everything but the engine itself, which `simulated` stands for, and the speculators package."""
+    """Everything but the engine itself, which `simulated` stands for, and the speculators
+    package.
+    """
     from heads import save_head
     from scripts import engines
 
@@ -134,7 +172,12 @@ def test_the_command_from_export_to_json(tmp_path: Path, monkeypatch, capsys) ->
         given = Path((job["speculative"] or {"model": job["model"]})["model"] or ".")
         if name == "plain":
             runs = engine_case.Runs(target, job["prompts"], LIMIT, 2, work)
-            return {"tokens": runs.plain, "counters": {}, "laps": [[5, 1.0]], "versions": {"vllm": "0"}}
+            return {
+                "tokens": runs.plain,
+                "counters": {},
+                "laps": [[5, 1.0]],
+                "versions": {"vllm": "0"},
+            }
         answer = simulated(target, given, job["prompts"])
         return {**answer, "laps": [[5, 0.5]]}
 
@@ -150,9 +193,17 @@ def test_the_command_from_export_to_json(tmp_path: Path, monkeypatch, capsys) ->
             main([*command[2:], *tiny, f"prompts={tmp_path / 'p.jsonl'}"])
         assert not stop.value.code
 
-    args = ["target=tiny", *(f"target.{k}={v}" for k, v in DEEP.items()), f"prompts={tmp_path / 'p.jsonl'}",
-            f"drafters=[{tmp_path / 'medusa'},{tmp_path / 'eagle3'},{tmp_path / 'none'}]", f"work={tmp_path / 'work'}",
-            f"out={tmp_path / 'engines.json'}", f"max_new_tokens={LIMIT}", "engine=README.md", "speculators=README.md"]
+    args = [
+        "target=tiny",
+        *(f"target.{k}={v}" for k, v in DEEP.items()),
+        f"prompts={tmp_path / 'p.jsonl'}",
+        f"drafters=[{tmp_path / 'medusa'},{tmp_path / 'eagle3'},{tmp_path / 'none'}]",
+        f"work={tmp_path / 'work'}",
+        f"out={tmp_path / 'engines.json'}",
+        f"max_new_tokens={LIMIT}",
+        "engine=README.md",
+        "speculators=README.md",
+    ]
     with pytest.raises(SystemExit) as stop:
         engines.main(args)
     assert stop.value.code == 3 and "not there" in capsys.readouterr().err
@@ -161,4 +212,9 @@ def test_the_command_from_export_to_json(tmp_path: Path, monkeypatch, capsys) ->
     for case in report["cases"][1:]:
         assert case["same_tokens"]["equal"] == 2 and case["draft_tokens"] == K
         assert case["accepted_by_position"]["ours"] == case["accepted_by_position"]["engine"]
-        assert case["probe"][0] == {**case["probe"][0], "done": "nothing", "named": "as_written", "right": True}
+        assert case["probe"][0] == {
+            **case["probe"][0],
+            "done": "nothing",
+            "named": "as_written",
+            "right": True,
+        }

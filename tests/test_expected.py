@@ -22,7 +22,10 @@ def tile(tree: DraftTree, times: int) -> DraftTree:
     assert tree.proposal is not None and tree.sampled is not None
     law, row = tree.proposal.law.repeat(times, 1, 1), tree.proposal.row.repeat(times, 1)
     proposal = dataclasses.replace(tree.proposal, law=law, row=row)
-    repeated = (x.repeat(times, *[1] * (x.dim() - 1)) for x in (tree.tokens, tree.parents, tree.size, tree.sampled))
+    repeated = (
+        x.repeat(times, *[1] * (x.dim() - 1))
+        for x in (tree.tokens, tree.parents, tree.size, tree.sampled)
+    )
     return DraftTree(*repeated, proposal, tree.static_layout)
 
 
@@ -35,7 +38,9 @@ def test_expected_length_is_the_mean_over_coins(rule: str, sampled: str) -> None
         many = tile(tree, 400)
         logits = law.logits.repeat(400, 1, 1)
         rng = Rng(seed, torch.arange(1200), torch.ones(1200, dtype=torch.int64))
-        lengths = RULES[rule](many, Law(law.sampling, logits, many), rng).length.double().view(400, 3)
+        lengths = (
+            RULES[rule](many, Law(law.sampling, logits, many), rng).length.double().view(400, 3)
+        )
         spread = 4 * tree.layout.levels / 2 / 400**0.5
         assert ((lengths.mean(0) - wanted).abs() < spread).all(), (seed, lengths.mean(0), wanted)
 
@@ -50,7 +55,9 @@ def test_deterministic_drafts_gain_nothing() -> None:
 
 def test_watched_notes_full_drafts_by_request() -> None:
     tree, law = random_world(0, 3, SHAPES[0], 4, "none")
-    tree = type(tree)(tree.tokens, tree.parents, torch.tensor([3, 1, 3]), None, None, tree.static_layout)
+    tree = type(tree)(
+        tree.tokens, tree.parents, torch.tensor([3, 1, 3]), None, None, tree.static_layout
+    )
     rule = expected.Watched(walk, 3, False)
     rule(tree, law, Rng(0, torch.tensor([7, 8, 9]), torch.zeros(3, dtype=torch.int64)))
     assert sorted(rule.seen) == [7, 9] and len(rule.seen[7][0]) == 3

@@ -1,4 +1,6 @@
-"""What a report takes from a drafter's folder, the figures drawn of it, and the numbers sent to wandb."""
+"""What a report takes from a drafter's folder, the figures drawn of it, and the numbers sent
+to wandb.
+"""
 
 from __future__ import annotations
 
@@ -17,40 +19,73 @@ from scripts.scoring.contest import Lane
 def test_learning_curves_come_from_the_run(tmp_path: Path) -> None:
     (tmp_path / "head").mkdir()
     assert extras.evaluations(tmp_path / "head") == []
-    lines = [{"step": 0, "event": "start"}, {"step": 10, "loss": 2.0},
-             {"step": 20, "event": "eval", "accepted_length": 1.2, "low": 1.1, "high": 1.3},
-             {"step": 20, "event": "eval", "accepted_length": 1.4, "low": 1.3, "high": 1.5},
-             {"step": 40, "event": "eval", "accepted_length": 1.6}]  # fmt: skip
+    lines = [
+        {"step": 0, "event": "start"},
+        {"step": 10, "loss": 2.0},
+        {"step": 20, "event": "eval", "accepted_length": 1.2, "low": 1.1, "high": 1.3},
+        {"step": 20, "event": "eval", "accepted_length": 1.4, "low": 1.3, "high": 1.5},
+        {"step": 40, "event": "eval", "accepted_length": 1.6},
+    ]
     text = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 60, "ev'
     (tmp_path / "metrics.jsonl").write_text(text)
     found = extras.evaluations(tmp_path / "head")
-    assert [(p["step"], p["accepted_length"]) for p in found] == [(20, 1.4), (40, 1.6)], "last of a step, no half line"
+    assert [(p["step"], p["accepted_length"]) for p in found] == [(20, 1.4), (40, 1.6)], (
+        "last of a step, no half line"
+    )
 
 
 def test_nothing_beside_a_drafter_is_no_error(tmp_path: Path) -> None:
-    drafts = [None, Draft("none"), Draft("ngram"), Draft(str(tmp_path)), Draft(str(tmp_path / "gone"), "tree")]
-    lanes = [Lane("x", "x", "x", "tree", 1, 1, lambda requests, settings: None, draft=d) for d in drafts]  # type: ignore[arg-type, return-value]
+    drafts = [
+        None,
+        Draft("none"),
+        Draft("ngram"),
+        Draft(str(tmp_path)),
+        Draft(str(tmp_path / "gone"), "tree"),
+    ]
+    lanes = [
+        Lane("x", "x", "x", "tree", 1, 1, lambda requests, settings: None, draft=d) for d in drafts
+    ]  # type: ignore[arg-type, return-value]
     assert extras.extras(lanes) == {"tuning": {}, "learning": {}}
 
 
 def test_foreign_evidence_is_checked_number_by_number() -> None:
     speedup = {"mean": 1.2, "low": None, "high": None}
-    row = {"name": "chain K=2", "kind": "chain", "settings": {"shape": "chain", "depth": 2}, "predicted_at_pace": 20,
-           "measured": {"tokens_per_second": 21, "speedup": speedup}}  # fmt: skip
-    good = {"curves": {"chain": [{"depth": 2, "speedup": 1.2}], "batch": []}, "latency": {"target": {"1": [[0, 35]]}},
-            "rows": [row]}  # fmt: skip
+    row = {
+        "name": "chain K=2",
+        "kind": "chain",
+        "settings": {"shape": "chain", "depth": 2},
+        "predicted_at_pace": 20,
+        "measured": {"tokens_per_second": 21, "speedup": speedup},
+    }
+    good = {
+        "curves": {"chain": [{"depth": 2, "speedup": 1.2}], "batch": []},
+        "latency": {"target": {"1": [[0, 35]]}},
+        "rows": [row],
+    }
     found = extras.measured(good)
     assert found and found["rows"][0]["settings"] == {"depth": 2} and found["curves"]["tree"] == []
-    wrong = [{"rows": [{}]}, {"latency": {"target": {}}}, {"latency": 3}, {"curves": {"chain": [{"depth": "deep"}]}},
-             {"curves": {"chain": [{"depth": 1}]}}]  # fmt: skip
+    wrong = [
+        {"rows": [{}]},
+        {"latency": {"target": {}}},
+        {"latency": 3},
+        {"curves": {"chain": [{"depth": "deep"}]}},
+        {"curves": {"chain": [{"depth": 1}]}},
+    ]
     for bad in ({}, *({**good, **change} for change in wrong)):
         assert extras.measured(bad) is None
 
 
 def report(batch: int, speed: float, temperature: float = 0.0) -> dict[str, Any]:
     prompts = [{"category": c, "accepted_length": tau} for c, tau in (("x", 1.5), ("y", 2.0))]
-    row = {"name": "a@tree", "label": "a@tree", "shape": "tree", "per_prompt": prompts, "acceptance_by_position": [],
-           "speedup": {"mean": speed, "low": speed - 0.1, "high": speed + 0.1}, "tokens_per_second": 9.0}  # fmt: skip
+    row = {
+        "name": "a@tree",
+        "label": "a@tree",
+        "shape": "tree",
+        "per_prompt": prompts,
+        "acceptance_by_position": [],
+        "speedup": {"mean": speed, "low": speed - 0.1, "high": speed + 0.1},
+        "tokens_per_second": 9.0,
+    }
     none = {**row, "name": "none", "label": "none", "shape": "none", "per_prompt": []}
     return {"settings": {"batch_size": batch, "temperature": temperature}, "drafters": [none, row]}
 
@@ -58,26 +93,48 @@ def report(batch: int, speed: float, temperature: float = 0.0) -> dict[str, Any]
 def test_speed_by_batch_size_is_of_one_temperature() -> None:
     assert extras.batches([report(1, 1.4)]) == {}
     found = extras.batches([report(1, 1.4), report(4, 0.9), report(1, 1.2, 1.0)])
-    assert [(p["batch_size"], p["speedup"]) for p in found.pop("a@tree")] == [(1, 1.4), (4, 0.9)] and not found
+    assert [(p["batch_size"], p["speedup"]) for p in found.pop("a@tree")] == [
+        (1, 1.4),
+        (4, 0.9),
+    ] and not found
 
 
 def test_only_panels_with_something_to_show_are_drawn() -> None:
     one = report(1, 1.4)
     assert set(more_plots.present(more_plots.EVALUATE, one)) == {"prompts_by_category"}
     point = {"speedup": 1.2, "accepted_length": 1.5, "break_even": 1.2}
-    curves = {"chain": [{"depth": 1, **point}, {"depth": 2, **point}], "tree": [{"nodes": 4, **point}],
-              "batch": [{"batch_size": 1, "speedup": 1.2}]}  # fmt: skip
-    row = {"kind": "chain", "settings": {"shape": "chain", "depth": 2}, "predicted_at_pace": 20.0,
-           "measured": {"tokens_per_second": 21.0, "speedup": {"mean": 1.1, "low": 1.0, "high": 1.2}}}  # fmt: skip
+    curves = {
+        "chain": [{"depth": 1, **point}, {"depth": 2, **point}],
+        "tree": [{"nodes": 4, **point}],
+        "batch": [{"batch_size": 1, "speedup": 1.2}],
+    }
+    row = {
+        "kind": "chain",
+        "settings": {"shape": "chain", "depth": 2},
+        "predicted_at_pace": 20.0,
+        "measured": {"tokens_per_second": 21.0, "speedup": {"mean": 1.1, "low": 1.0, "high": 1.2}},
+    }
     latency = {"target": {"1": [[0, 35.0], [4, 37.0]]}}
-    learned = [{"step": s, "accepted_length": 1.0 + s / 100, "low": 1.0, "high": 2.0} for s in (10, 20)]
-    one |= {"tuning": {"a": {"curves": curves, "latency": latency, "rows": [row]}}, "learning": {"a": learned},
-            "batches": {"a@tree": [{"batch_size": 1, "speedup": 1.3}]}}  # fmt: skip
+    learned = [
+        {"step": s, "accepted_length": 1.0 + s / 100, "low": 1.0, "high": 2.0} for s in (10, 20)
+    ]
+    one |= {
+        "tuning": {"a": {"curves": curves, "latency": latency, "rows": [row]}},
+        "learning": {"a": learned},
+        "batches": {"a@tree": [{"batch_size": 1, "speedup": 1.3}]},
+    }
     one["drafters"][1]["per_prompt"][0]["speedup"] = 1.2
-    one["drafters"][1] |= {"acceptance_by_position": [{"position": 1}], "acceptance_by_rank": [[2, 1]], "cycles": 5}
+    one["drafters"][1] |= {
+        "acceptance_by_position": [{"position": 1}],
+        "acceptance_by_rank": [[2, 1]],
+        "cycles": 5,
+    }
     panels = more_plots.present(more_plots.EVALUATE, one)
     assert set(panels) == set(more_plots.EVALUATE)
-    drawn = {name: (plots.svg(plots.figure(draw, one), name), words) for name, (draw, words) in panels.items()}
+    drawn = {
+        name: (plots.svg(plots.figure(draw, one), name), words)
+        for name, (draw, words) in panels.items()
+    }
     html = page.figures(drawn)
     assert html.count("<svg") == html.count('role="img"') == len(panels)
     assert "var(--ink)" in html and "#1d2433" not in html, "figures follow the page's theme"

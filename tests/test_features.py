@@ -1,4 +1,6 @@
-"""Stored features: the same loss as online, byte-identical repair, and every stale or damaged cache refused by name."""
+"""Stored features: the same loss as online, byte-identical repair, and every stale or damaged
+cache refused by name.
+"""
 
 from __future__ import annotations
 
@@ -43,16 +45,30 @@ def own_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def command(data: Path, out: Path, *more: str) -> list[str]:
-    return ["target=tiny", *(f"target.{k}={v}" for k, v in SHAPE.items()), f"data.path={data}", "data.cache=false",
-            "data.held_out=0.1", f"out={out}", "dtype=float32", "device=cpu", "batch_tokens=400", *more]
+    return [
+        "target=tiny",
+        *(f"target.{k}={v}" for k, v in SHAPE.items()),
+        f"data.path={data}",
+        "data.cache=false",
+        "data.held_out=0.1",
+        f"out={out}",
+        "dtype=float32",
+        "device=cpu",
+        "batch_tokens=400",
+        *more,
+    ]
 
 
-def written(data: Path, out: Path, *more: str, dtype: torch.dtype = torch.float32, per_shard: int = 12) -> Writer:
+def written(
+    data: Path, out: Path, *more: str, dtype: torch.dtype = torch.float32, per_shard: int = 12
+) -> Writer:
     """A finished cache of 4 files, in any dtype."""
     cfg = compose("cache_features", CacheConfig, command(data, out, *more))
     target = tiny_target(**SHAPE)
     target.model.to(dtype)
-    rows = load_rows(cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length)
+    rows = load_rows(
+        cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
+    )
     writer = Writer(cfg, target, rows)
     writer.bounds = [*range(0, rows.lines.numel(), per_shard), rows.lines.numel()]
     writer.count, writer.plan["bounds"] = len(writer.bounds) - 1, writer.bounds
@@ -66,20 +82,33 @@ def written(data: Path, out: Path, *more: str, dtype: torch.dtype = torch.float3
     return writer
 
 
-def opened(writer: Writer, taps: Any = None, rows: Rows | None = None, target: Target | None = None) -> FeatureStore:
+def opened(
+    writer: Writer, taps: Any = None, rows: Rows | None = None, target: Target | None = None
+) -> FeatureStore:
     rows = rows or writer.rows
     identity = features.identity_of(target or writer.target, rows, writer.cfg.dtype)
     return FeatureStore.open(writer.folder, identity, taps or writer.taps, rows)
 
 
-VARIANTS = {"medusa": {}, "medusa-soft": {"loss": "soft"}, "hydra_heads": {}, "hydra-prefix": {"prefix_layers": 1},
-            "eagle1": {"noise": 0.2}, "eagle1-hass": {"steps": 3, "top_k": 5}, "eagle3": {"steps": 3},
-            "eagle3-own": {"layer": "target"}}
+VARIANTS = {
+    "medusa": {},
+    "medusa-soft": {"loss": "soft"},
+    "hydra_heads": {},
+    "hydra-prefix": {"prefix_layers": 1},
+    "eagle1": {"noise": 0.2},
+    "eagle1-hass": {"steps": 3, "top_k": 5},
+    "eagle3": {"steps": 3},
+    "eagle3-own": {"layer": "target"},
+}
 
 
 def head_for(name: str, target: Target, counts: torch.Tensor):
-    kind = {"medusa-soft": "medusa", "hydra-prefix": "hydra_heads", "eagle1-hass": "eagle1",
-            "eagle3-own": "eagle3"}.get(name, name)
+    kind = {
+        "medusa-soft": "medusa",
+        "hydra-prefix": "hydra_heads",
+        "eagle1-hass": "eagle1",
+        "eagle3-own": "eagle3",
+    }.get(name, name)
     cls: Any = HEADS[kind]
     cfg = cls.Config(kind=kind, draft_vocab=0)
     for key, value in VARIANTS[name].items():
@@ -90,7 +119,9 @@ def head_for(name: str, target: Target, counts: torch.Tensor):
 
 @pytest.mark.parametrize("name", sorted(VARIANTS))
 def test_cached_loss_and_gradient_equal_online(name: str, data: Path, tmp_path: Path) -> None:
-    writer = written(data, tmp_path / "f", "heads=[medusa,eagle1,eagle3,hydra_heads]", dtype=torch.float64)
+    writer = written(
+        data, tmp_path / "f", "heads=[medusa,eagle1,eagle3,hydra_heads]", dtype=torch.float64
+    )
     assert writer.taps == (1, 2, 4)
     store, rows = opened(writer), writer.rows
     store.stored = "float64"
@@ -117,7 +148,9 @@ def test_what_is_stored_is_what_the_target_gave_bit_for_bit(data: Path, tmp_path
         for part in writer._batches(order[rows.lengths[order].argsort(stable=True)]):
             batch = rows.batch(part)
             found = writer.target.features(batch.ids, batch.mask, writer.taps)
-            read = features.CachedTarget(writer.target, store, batch).features(batch.ids, batch.mask, writer.taps)
+            read = features.CachedTarget(writer.target, store, batch).features(
+                batch.ids, batch.mask, writer.taps
+            )
             assert torch.equal(found * batch.mask[:, :, None, None], read)
     assert torch.equal(store.row(5, (4,))[:, 0], store.row(5, (1, 4))[:, 1])
 
@@ -131,7 +164,9 @@ def run(data: Path, out: Path, *more: str) -> dict[str, Any]:
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
-def test_a_run_reads_the_cache_and_may_change_to_it_in_the_middle(data: Path, tmp_path: Path, capsys) -> None:
+def test_a_run_reads_the_cache_and_may_change_to_it_in_the_middle(
+    data: Path, tmp_path: Path, capsys
+) -> None:
     written(data, tmp_path / "f")
     online = run(data, tmp_path / "online")
     cached = run(data, tmp_path / "cached", f"data.features={tmp_path / 'f'}")
@@ -153,11 +188,20 @@ def test_a_coarser_store_is_another_meaning(data: Path, tmp_path: Path) -> None:
         run(data, tmp_path / "run", "steps=2", f"data.features={tmp_path / 'f'}")
 
 
-def test_evaluation_keeps_the_layers_and_freed_ones_cannot_be_used(data: Path, tmp_path: Path) -> None:
+def test_evaluation_keeps_the_layers_and_freed_ones_cannot_be_used(
+    data: Path, tmp_path: Path
+) -> None:
     writer = written(data, tmp_path / "f")
     out = tmp_path / "run"
-    run(data, out, f"data.features={tmp_path / 'f'}", "steps=2", "eval.every=2", "eval.prompts=2",
-        "eval.max_new_tokens=4")
+    run(
+        data,
+        out,
+        f"data.features={tmp_path / 'f'}",
+        "steps=2",
+        "eval.every=2",
+        "eval.prompts=2",
+        "eval.max_new_tokens=4",
+    )
     assert read_card(out / "head")["head"]["calibration"]
     cfg = run_config(data, out, f"data.features={tmp_path / 'f'}")
     target = tiny_target(**SHAPE)
@@ -166,7 +210,9 @@ def test_evaluation_keeps_the_layers_and_freed_ones_cannot_be_used(data: Path, t
     assert any(isinstance(m, Freed) for m in target.body.modules())
     assert source.store and sum(p.numel() for p in target.model.parameters()) == 2 * 260 * 32 + 32
     with pytest.raises(RuntimeError, match="freed"):
-        target.features(torch.ones(1, 4, dtype=torch.int64), torch.ones(1, 4, dtype=torch.bool), (4,))
+        target.features(
+            torch.ones(1, 4, dtype=torch.int64), torch.ones(1, 4, dtype=torch.bool), (4,)
+        )
 
 
 def test_stale_caches_are_refused_by_name(data: Path, tmp_path: Path) -> None:
@@ -179,7 +225,9 @@ def test_stale_caches_are_refused_by_name(data: Path, tmp_path: Path) -> None:
         rows = load_rows(cfg, writer.target.tokenizer, writer.target.eos_ids, 260, 1024)
         with pytest.raises(UserError, match=rf"{manifest}: .*data.tokens_sha256"):
             opened(writer, rows=rows)
-    with pytest.raises(UserError, match=rf"{manifest}: holds the hidden states \[4\], the head reads \[1, 2, 4\]"):
+    with pytest.raises(
+        UserError, match=rf"{manifest}: holds the hidden states \[4\], the head reads \[1, 2, 4\]"
+    ):
         opened(writer, taps=[1, 2, 4])
     identity = features.identity_of(writer.target, writer.rows, "bfloat16")
     with pytest.raises(UserError, match="dtype float32 is not bfloat16 of this run"):
@@ -188,14 +236,22 @@ def test_stale_caches_are_refused_by_name(data: Path, tmp_path: Path) -> None:
     identity = features.identity_of(writer.target, writer.rows, features.computed_in(writer.cfg))
     with pytest.raises(UserError, match="dtype float32 is not float32, bnb-nf4 of this run"):
         FeatureStore.open(writer.folder, identity, (4,), writer.rows)
-    other = load_rows(replace(writer.cfg.data, held_out=0.3), writer.target.tokenizer, writer.target.eos_ids, 260, 1024)
+    other = load_rows(
+        replace(writer.cfg.data, held_out=0.3),
+        writer.target.tokenizer,
+        writer.target.eos_ids,
+        260,
+        1024,
+    )
     assert opened(writer, rows=other)  # which rows are held out does not change their features
     with pytest.raises(UserError, match=f"data.features: {tmp_path / 'none'} has no manifest.json"):
         FeatureStore.open(tmp_path / "none", identity, (4,), writer.rows)
 
 
 @pytest.mark.parametrize("how", ["flip", "cut", "empty", "gone", "swap", "longer"])
-def test_damaged_files_are_refused_and_only_they_are_written_again(how: str, data: Path, tmp_path: Path) -> None:
+def test_damaged_files_are_refused_and_only_they_are_written_again(
+    how: str, data: Path, tmp_path: Path
+) -> None:
     writer = written(data, tmp_path / "f")
     files = sorted((tmp_path / "f").glob("shard-*.safetensors"))
     before = {p.name: p.read_bytes() for p in sorted((tmp_path / "f").iterdir())}
@@ -223,11 +279,21 @@ def test_damaged_files_are_refused_and_only_they_are_written_again(how: str, dat
     assert opened(writer)
 
 
-@pytest.mark.parametrize("change, named", [
-    ({"rows": 47}, "damaged"), ({"shards": {}}, "do not cover"), ({"taps": None}, "manifest.json"),
-    ({"shards": {"../../etc/passwd": {"rows": [0, 48], "bytes": 1, "sha256": ""}}}, "is no shard"),
-])
-def test_a_manifest_that_was_tampered_with_is_refused(change: dict, named: str, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        ({"rows": 47}, "damaged"),
+        ({"shards": {}}, "do not cover"),
+        ({"taps": None}, "manifest.json"),
+        (
+            {"shards": {"../../etc/passwd": {"rows": [0, 48], "bytes": 1, "sha256": ""}}},
+            "is no shard",
+        ),
+    ],
+)
+def test_a_manifest_that_was_tampered_with_is_refused(
+    change: dict, named: str, data: Path, tmp_path: Path
+) -> None:
     writer = written(data, tmp_path / "f")
     path = tmp_path / "f" / "manifest.json"
     card = {**json.loads(path.read_text()), **change}
@@ -244,7 +310,9 @@ def test_a_manifest_that_was_tampered_with_is_refused(change: dict, named: str, 
         opened(writer)
 
 
-def test_every_file_is_synced_before_its_name_and_its_record_comes_after(data, tmp_path, monkeypatch) -> None:
+def test_every_file_is_synced_before_its_name_and_its_record_comes_after(
+    data, tmp_path, monkeypatch
+) -> None:
     events: list[Path] = []
     folder, sync, rename = tmp_path / "f", feature_writer.sync, os.replace
 
@@ -274,18 +342,28 @@ def test_shards_and_batches_keep_to_their_sizes() -> None:
     for limit in (1, 39, 100, 10**6):
         bounds = feature_writer.bounds_of(rows, 8, 8 * limit)
         sizes = [int(lengths[a:b].sum()) for a, b in zip(bounds, bounds[1:], strict=False)]
-        assert bounds[0] == 0 and bounds[-1] == 200 and all(a < b for a, b in zip(bounds, bounds[1:], strict=False))
+        assert (
+            bounds[0] == 0
+            and bounds[-1] == 200
+            and all(a < b for a, b in zip(bounds, bounds[1:], strict=False))
+        )
         for i, size in enumerate(sizes):
             assert size <= limit or bounds[i + 1] - bounds[i] == 1
-            assert i == len(sizes) - 1 or size + int(lengths[bounds[i + 1]]) > limit, "the next row fitted"
+            assert i == len(sizes) - 1 or size + int(lengths[bounds[i + 1]]) > limit, (
+                "the next row fitted"
+            )
         writer = object.__new__(Writer)
         writer.rows, writer.cfg = rows, SimpleNamespace(batch_tokens=limit)
         parts = list(writer._batches(lengths.argsort(stable=True)))
         assert [row for part in parts for row in part] == lengths.argsort(stable=True).tolist()
-        assert all(len(part) == 1 or len(part) * int(lengths[part].max()) <= limit for part in parts)
+        assert all(
+            len(part) == 1 or len(part) * int(lengths[part].max()) <= limit for part in parts
+        )
 
 
-def test_the_room_that_is_asked_for_is_what_is_still_missing(data: Path, tmp_path: Path, monkeypatch) -> None:
+def test_the_room_that_is_asked_for_is_what_is_still_missing(
+    data: Path, tmp_path: Path, monkeypatch
+) -> None:
     writer = written(data, tmp_path / "f")
     writer.path(1).unlink()
     there = sum(p.stat().st_size for p in (tmp_path / "f").glob("shard-*.safetensors"))
@@ -304,7 +382,9 @@ def cache(data: Path, out: Path, *more: str) -> int:
     return int(caught.value.code or 0)
 
 
-def test_the_command_tells_the_bytes_first_and_writes_nothing_without_room(data, tmp_path, capsys, monkeypatch) -> None:
+def test_the_command_tells_the_bytes_first_and_writes_nothing_without_room(
+    data, tmp_path, capsys, monkeypatch
+) -> None:
     out = tmp_path / "deep" / "f"
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1_000_000))
@@ -315,12 +395,18 @@ def test_the_command_tells_the_bytes_first_and_writes_nothing_without_room(data,
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     assert cache(data, out) == 0
     said = capsys.readouterr().err
-    assert "3,086 tokens x 3 hidden states [1, 2, 4] x 32 x float32 = 1,185,024 bytes in 2 files, 0 there" in said
+    assert (
+        "3,086 tokens x 3 hidden states [1, 2, 4] x 32 x float32 = 1,185,024 bytes in 2 "
+        "files, 0 there" in said
+    )
     before = {p: p.stat().st_mtime_ns for p in out.glob("shard-*.safetensors")}
     assert cache(data, out) == 0 and {p: p.stat().st_mtime_ns for p in before} == before
     capsys.readouterr()
-    for change, named in (("taps=[3]", "taps [1, 2, 4] there"), ("target.seed=1", "target.weights_sha256"),
-                          ("store=bfloat16", "stored float32 there, bfloat16 asked for")):
+    for change, named in (
+        ("taps=[3]", "taps [1, 2, 4] there"),
+        ("target.seed=1", "target.weights_sha256"),
+        ("store=bfloat16", "stored float32 there, bfloat16 asked for"),
+    ):
         assert cache(data, out, change) == 2
         assert named in capsys.readouterr().err
     assert cache(data, tmp_path) == 2 and "holds other files" in capsys.readouterr().err
@@ -328,7 +414,9 @@ def test_the_command_tells_the_bytes_first_and_writes_nothing_without_room(data,
     assert "medusa2 changes the target" in capsys.readouterr().err
 
 
-def test_a_signal_keeps_the_whole_files_and_the_same_command_continues(data, tmp_path, monkeypatch) -> None:
+def test_a_signal_keeps_the_whole_files_and_the_same_command_continues(
+    data, tmp_path, monkeypatch
+) -> None:
     whole, out, real = written(data, tmp_path / "whole"), tmp_path / "f", Target.features
     calls = 0
 
@@ -353,7 +441,9 @@ def test_a_signal_keeps_the_whole_files_and_the_same_command_continues(data, tmp
     assert bounds is not feature_writer.bounds_of
 
 
-def test_features_that_are_not_finite_name_their_row(data: Path, tmp_path: Path, monkeypatch) -> None:
+def test_features_that_are_not_finite_name_their_row(
+    data: Path, tmp_path: Path, monkeypatch
+) -> None:
     real = Target.features
 
     def poison(self, ids, mask, taps, grad=False):
@@ -369,8 +459,16 @@ def test_features_that_are_not_finite_name_their_row(data: Path, tmp_path: Path,
 
 def test_heads_that_change_the_target_refuse_the_cache(data: Path, tmp_path: Path) -> None:
     written(data, tmp_path / "f")
-    with pytest.raises(UserError, match="data.features: medusa2 changes the target while it learns"):
-        run(data, tmp_path / "run", f"data.features={tmp_path / 'f'}", "head.kind=medusa2", "head.tune.rank=2")
+    with pytest.raises(
+        UserError, match="data.features: medusa2 changes the target while it learns"
+    ):
+        run(
+            data,
+            tmp_path / "run",
+            f"data.features={tmp_path / 'f'}",
+            "head.kind=medusa2",
+            "head.tune.rank=2",
+        )
 
 
 def test_another_process_keeps_its_shard(data: Path, tmp_path: Path) -> None:
@@ -388,10 +486,26 @@ def test_another_process_keeps_its_shard(data: Path, tmp_path: Path) -> None:
 def test_two_processes_write_the_same_files_as_one(data: Path, tmp_path: Path) -> None:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     for count in (1, 2):
-        launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(count), "--master_port", "29641"]
-        done = subprocess.run([sys.executable, *launch, str(ROOT / "scripts/cache_features.py"),
-                               *command(data, tmp_path / str(count), "batch_tokens=300")], env=env, check=False,
-                              capture_output=True, text=True)
+        launch = [
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node",
+            str(count),
+            "--master_port",
+            "29641",
+        ]
+        done = subprocess.run(
+            [
+                sys.executable,
+                *launch,
+                str(ROOT / "scripts/cache_features.py"),
+                *command(data, tmp_path / str(count), "batch_tokens=300"),
+            ],
+            env=env,
+            check=False,
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0, done.stderr
     one, two = ({p.name: p.read_bytes() for p in (tmp_path / n).iterdir()} for n in ("1", "2"))
     assert one == two and "manifest.json" in one
@@ -399,27 +513,57 @@ def test_two_processes_write_the_same_files_as_one(data: Path, tmp_path: Path) -
 
 def test_eagle3_reads_its_own_taps(data: Path, tmp_path: Path) -> None:
     written(data, tmp_path / "f", "heads=[eagle3]", "taps=[3]")
-    args = ["target=tiny", *(f"target.{k}={v}" for k, v in SHAPE.items()), f"data.path={data}", "data.held_out=0.1",
-            "data.cache=false", f"data.features={tmp_path / 'f'}", f"out_dir={tmp_path / 'run'}", "steps=2",
-            "batch_size=4", "dtype=float32", "device=cpu", "head.draft_vocab=0", "eval.every=0"]
+    args = [
+        "target=tiny",
+        *(f"target.{k}={v}" for k, v in SHAPE.items()),
+        f"data.path={data}",
+        "data.held_out=0.1",
+        "data.cache=false",
+        f"data.features={tmp_path / 'f'}",
+        f"out_dir={tmp_path / 'run'}",
+        "steps=2",
+        "batch_size=4",
+        "dtype=float32",
+        "device=cpu",
+        "head.draft_vocab=0",
+        "eval.every=0",
+    ]
     for name, taps in (("default", "[]"), ("own", "[1,3]")):
-        fit(compose("eagle", EagleRun, [*args, f"head.taps={taps}", f"out_dir={tmp_path / name}"]), HEADS["eagle3"])
-    with pytest.raises(UserError, match=r"holds the hidden states \[1, 2, 3, 4\], the head reads \[0, 4\]"):
+        fit(
+            compose("eagle", EagleRun, [*args, f"head.taps={taps}", f"out_dir={tmp_path / name}"]),
+            HEADS["eagle3"],
+        )
+    with pytest.raises(
+        UserError, match=r"holds the hidden states \[1, 2, 3, 4\], the head reads \[0, 4\]"
+    ):
         fit(compose("eagle", EagleRun, [*args, "head.taps=[0]"]), HEADS["eagle3"])
 
 
 def test_a_stored_law_is_the_top_of_the_targets_own(data: Path, tmp_path: Path) -> None:
     k = 7
-    writer = written(data, tmp_path / "f", "heads=[eagle3]", f"law_top_k={k}", "store=float64", dtype=torch.float64)
+    writer = written(
+        data,
+        tmp_path / "f",
+        "heads=[eagle3]",
+        f"law_top_k={k}",
+        "store=float64",
+        dtype=torch.float64,
+    )
     assert writer.taps == (1, 2) and writer.per_token == 2 * 32 * 8 + k * 12
     target, rows, store = writer.target, writer.rows, opened(writer)
     counts = rows.counts(target.vocab_size)
     cls: Any = HEADS["eagle3"]
-    head = cls.for_target(target, cls.Config(kind="eagle3", draft_vocab=0, top_k=k), counts).double().train()
+    head = (
+        cls.for_target(target, cls.Config(kind="eagle3", draft_vocab=0, top_k=k), counts)
+        .double()
+        .train()
+    )
     for pack in (0, 200):
         batch = rows.batch([3, 11, 30, 47], pack)
         read = head(batch, features.CachedTarget(target, store, batch))
-        assert float(read.sum) == pytest.approx(float(head(batch, target).sum), rel=1e-6)  # they pass through float32
+        assert float(read.sum) == pytest.approx(
+            float(head(batch, target).sum), rel=1e-6
+        )  # they pass through float32
     feats = target.features(batch.ids, batch.mask, (4,), position=batch.position)
     source = features.CachedTarget(target, store, batch)
     source.features(batch.ids, batch.mask, (1, 2, 4))
@@ -428,22 +572,34 @@ def test_a_stored_law_is_the_top_of_the_targets_own(data: Path, tmp_path: Path) 
     best = target.unembed(feats[:, :, 0].flatten(0, 1)).softmax(-1).topk(k, -1)
     assert torch.equal(tokens[real], best.indices[real])
     torch.testing.assert_close(p[real], best.values[real], rtol=1e-5, atol=1e-6)
-    small = counts.topk(12).indices.sort().values  # a draft vocabulary: what of the k best lies inside, renormalised
+    small = (
+        counts.topk(12).indices.sort().values
+    )  # a draft vocabulary: what of the k best lies inside, renormalised
     flat = (batch.loss_mask & batch.mask).reshape(-1).nonzero()[1:, 0]
-    law, usable = stored_law((tokens, p), flat - 1, small, 260, torch.zeros_like(flat), "token")(slice(None))
-    whole = torch.zeros(flat.numel(), 260, dtype=p.dtype).scatter_(1, tokens[flat - 1], p[flat - 1])[:, small]
+    law, usable = stored_law((tokens, p), flat - 1, small, 260, torch.zeros_like(flat), "token")(
+        slice(None)
+    )
+    whole = torch.zeros(flat.numel(), 260, dtype=p.dtype).scatter_(
+        1, tokens[flat - 1], p[flat - 1]
+    )[:, small]
     assert torch.equal(usable, whole.sum(1) > 0) and 0 < usable.sum() < usable.numel()
     torch.testing.assert_close(law[usable], (whole / whole.sum(1, keepdim=True))[usable])
 
 
-def test_a_stored_law_is_for_heads_that_can_learn_from_it(data: Path, tmp_path: Path, capsys) -> None:
+def test_a_stored_law_is_for_heads_that_can_learn_from_it(
+    data: Path, tmp_path: Path, capsys
+) -> None:
     assert cache(data, tmp_path / "no", "heads=[medusa,eagle3]", "law_top_k=4") == 2
     assert "law_top_k: medusa reads the last hidden state itself" in capsys.readouterr().err
     writer = written(data, tmp_path / "f", "heads=[eagle3]", "law_top_k=4")
     cfg = run_config(data, tmp_path / "run", f"data.features={tmp_path / 'f'}")
     for name in ("medusa", "eagle1"):
         head = head_for(name, writer.target, writer.rows.counts(260))
-        with pytest.raises(UserError, match=f"law of the 4 most probable tokens .* this {name} head reads"):
+        with pytest.raises(
+            UserError, match=f"law of the 4 most probable tokens .* this {name} head reads"
+        ):
             Source(cfg, head, writer.target, writer.rows)
-    source = Source(cfg, head_for("eagle3", writer.target, writer.rows.counts(260)), writer.target, writer.rows)
+    source = Source(
+        cfg, head_for("eagle3", writer.target, writer.rows.counts(260)), writer.target, writer.rows
+    )
     assert source.meaning == {"features": "law of 4 tokens, stored in float32"}

@@ -1,7 +1,7 @@
 """Foreign JSON with wrong values in it: head.json, decode.json and what import_head reads.
 
-Every mutation works or ends in one UserError of one line within a few seconds. The whole of it is
-slow; a sample of what used to end in a traceback or a hang runs always.
+Every mutation works or ends in one UserError of one line within a few seconds. The whole of it
+is slow; a sample of what used to end in a traceback or a hang runs always.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ EVIDENCE = {
     ],
 }
 
-# kind -> places and values that ended in a traceback before cards were typed (10**9 layers: in a hang)
+# kind -> places and values that ended in a traceback before cards were typed (10**9 layers: in
+# a hang)
 SAMPLE: dict[str, list[tuple[str, Any]]] = {
     "medusa": [
         ("kind", []),

@@ -1,4 +1,6 @@
-"""The parity gate of a report: every head that drafts is checked on its target, however its name ends."""
+"""The parity gate of a report: every head that drafts is checked on its target, however its
+name ends.
+"""
 
 from __future__ import annotations
 

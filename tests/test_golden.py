@@ -1,4 +1,6 @@
-"""Tokens, heads and a run of an earlier version: what every later one must still write, load and go on with."""
+"""Tokens, heads and a run of an earlier version: what every later one must still write, load
+and go on with.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Greedy equality with transformers on a thousand prompts over six architectures, every drafter, alone and in eights.
+"""Greedy equality with transformers on a thousand prompts over six architectures, every
+drafter, alone and in eights.
 
-In float32 the order of sums differs between a tree pass and a single step, so a difference is allowed where the two
-tokens' logits lie within rounding of each other; each is counted, and anything else fails.
+In float32 the order of sums differs between a tree pass and a single step, so a difference is
+allowed where the two tokens' logits lie within rounding of each other; each is counted, and
+anything else fails.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ def drafters(target: Target, twin: Target) -> dict[str, Drafter]:
 
 
 def classify(target: Target, prompt: list[int], ours: list[int], theirs: list[int]) -> bool:
-    """True when the first difference lies within rounding; asserts that there is one inside both."""
+    """True when the first difference lies within rounding; asserts that there is one inside
+    both.
+    """
     place = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
     with target.as_loaded() as model, torch.no_grad():
         logits = model(torch.tensor([[*prompt, *theirs[:place]]])).logits[0, -1]
@@ -62,7 +66,9 @@ def classify(target: Target, prompt: list[int], ours: list[int], theirs: list[in
 
 
 def check(arch: str, prompts: int, tokens: int) -> dict[str, object]:
-    """Answers, tokens accepted from drafts, and differences within rounding; fails on any other."""
+    """Answers, tokens accepted from drafts, and differences within rounding; fails on any
+    other.
+    """
     model = build(arch, torch.float32)
     model.generation_config.eos_token_id = None
     target, twin = Target(model), Target(build(arch, torch.float32, seed=1))
@@ -71,9 +77,9 @@ def check(arch: str, prompts: int, tokens: int) -> dict[str, object]:
     asked = [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths]
     with target.as_loaded() as plain, torch.no_grad():
         want = [
-            plain.generate(torch.tensor([p]), do_sample=False, max_new_tokens=tokens, pad_token_id=0)[
-                0, len(p) :
-            ].tolist()
+            plain.generate(
+                torch.tensor([p]), do_sample=False, max_new_tokens=tokens, pad_token_id=0
+            )[0, len(p) :].tolist()
             for p in asked
         ]
     ties, answers, accepted = 0, 0, {}
@@ -85,10 +91,15 @@ def check(arch: str, prompts: int, tokens: int) -> dict[str, object]:
             accepted[f"{name}, batch {batch}"] = sum(sum(g.from_draft) for g in run.generations)
             for prompt, got, right in zip(asked, run.generations, want, strict=True):
                 if got.token_ids != right:
-                    assert classify(target, prompt, got.token_ids, right), f"{arch}, {name}, batch {batch}: {prompt}"
+                    assert classify(target, prompt, got.token_ids, right), (
+                        f"{arch}, {name}, batch {batch}: {prompt}"
+                    )
                     ties += 1
-    drafted = {name: count for name, count in accepted.items() if not name.startswith(("none", "medusa"))}
-    # random models agree with random drafts now and then: on many prompts each drafter must, on a few some must
+    drafted = {
+        name: count for name, count in accepted.items() if not name.startswith(("none", "medusa"))
+    }
+    # random models agree with random drafts now and then: on many prompts each drafter must,
+    # on a few some must
     assert all(drafted.values()) if answers >= 1000 else any(drafted.values()), drafted
     return {"answers": answers, "within_rounding": ties, "accepted_from_drafts": accepted}
 
@@ -100,7 +111,9 @@ def test_greedy_on_some_prompts(arch: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
-def test_greedy_on_a_thousand_prompts(arch: str, record_property: Callable[[str, object], None]) -> None:
+def test_greedy_on_a_thousand_prompts(
+    arch: str, record_property: Callable[[str, object], None]
+) -> None:
     """What scripts/prove.py records."""
     found = check(arch, PROMPTS, TOKENS)
     for name, value in {"arch": arch, "prompts": PROMPTS, "tokens": TOKENS, **found}.items():

@@ -1,4 +1,6 @@
-"""Hydra heads, Medusa with a Markov term and Medusa-2 on every architecture: a training step, then greedy equality."""
+"""Hydra heads, Medusa with a Markov term and Medusa-2 on every architecture: a training step,
+then greedy equality.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,18 @@ from tests.training import random_batch
 CASES = {
     "hydra": HydraHeadsConfig(heads=2, blocks=2, draft_vocab=0, prefix_layers=1, nodes=6),
     "markov": MedusaConfig(heads=2, draft_vocab=40, markov_rank=4, nodes=6, loss=LossWeights(0, 1)),
-    "medusa2": MedusaConfig(kind="medusa2", heads=2, draft_vocab=0, nodes=6, tune=TuneConfig(rank=2)),
+    "medusa2": MedusaConfig(
+        kind="medusa2", heads=2, draft_vocab=0, nodes=6, tune=TuneConfig(rank=2)
+    ),
 }
 
 FAST = ("llama", "gpt2", "gemma3_text")
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("arch", [a if a in FAST else pytest.param(a, marks=pytest.mark.slow) for a in (*TREE, *CHAIN)])
+@pytest.mark.parametrize(
+    "arch", [a if a in FAST else pytest.param(a, marks=pytest.mark.slow) for a in (*TREE, *CHAIN)]
+)
 def test_trains_saves_loads_and_decodes_losslessly(arch: str, name: str, tmp_path) -> None:
     torch.manual_seed(0)
     target, cfg = Target(build(arch)), dataclasses.replace(CASES[name])
@@ -48,5 +54,12 @@ def test_trains_saves_loads_and_decodes_losslessly(arch: str, name: str, tmp_pat
     want = generate(fresh, NoDraft(), requests, Sampling(), eos_ids=()).generations
     for shape in ("chain", "tree") if arch in TREE else ("chain",):
         for size in (1, 3):
-            got = generate(fresh, loaded.drafter(fresh, shape), requests, Sampling(), batch_size=size, eos_ids=())
+            got = generate(
+                fresh,
+                loaded.drafter(fresh, shape),
+                requests,
+                Sampling(),
+                batch_size=size,
+                eos_ids=(),
+            )
             assert [g.token_ids for g in got.generations] == [g.token_ids for g in want]

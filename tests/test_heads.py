@@ -28,7 +28,12 @@ def saved(target, tmp_path: Path) -> Path:
     torch.manual_seed(0)
     for p in head.parameters():
         p.data.normal_()
-    head.calibration = {"positions": 3, "acceptance": [], "paths": [[0], [1], [0, 0]], "values": [0.5, 0.2, 0.1]}
+    head.calibration = {
+        "positions": 3,
+        "acceptance": [],
+        "paths": [[0], [1], [0, 0]],
+        "values": [0.5, 0.2, 0.1],
+    }
     save_head(head, tmp_path / "run/head", target.identity, {"step": 5})
     return tmp_path / "run/head"
 
@@ -38,9 +43,14 @@ def test_round_trip_keeps_weights_map_and_calibration(target, saved: Path) -> No
     assert isinstance(first, MedusaHead)
     for a, b in zip(first.state_dict().values(), again.state_dict().values(), strict=True):
         assert a.equal(b)
-    assert first.cfg == MedusaConfig(heads=2, draft_vocab=64) and first.ids().equal(torch.arange(64))
+    assert first.cfg == MedusaConfig(heads=2, draft_vocab=64) and first.ids().equal(
+        torch.arange(64)
+    )
     assert first.tree().paths == ((0,), (1,), (0, 0))
-    assert not first.training and {p.name for p in saved.iterdir()} == {"head.json", "head.safetensors"}
+    assert not first.training and {p.name for p in saved.iterdir()} == {
+        "head.json",
+        "head.safetensors",
+    }
 
 
 def test_a_shared_lm_head_is_not_stored_and_equals_it(target, tmp_path: Path) -> None:
@@ -52,9 +62,13 @@ def test_a_shared_lm_head_is_not_stored_and_equals_it(target, tmp_path: Path) ->
     torch.testing.assert_close(drafter.logits(2)[1], drafter.feats @ target.lm_head_weight.T)
 
 
-@pytest.mark.parametrize("what, shape", [("weights_sha256", {"seed": 9}), ("tokenizer_sha256", {"vocab": 300})])
+@pytest.mark.parametrize(
+    "what, shape", [("weights_sha256", {"seed": 9}), ("tokenizer_sha256", {"vocab": 300})]
+)
 def test_a_head_of_another_target_is_refused_by_hash(saved: Path, what: str, shape: dict) -> None:
-    with pytest.raises(UserError, match=rf"trained for another target .*{what} \w{{12}} .* is not \w{{12}}"):
+    with pytest.raises(
+        UserError, match=rf"trained for another target .*{what} \w{{12}} .* is not \w{{12}}"
+    ):
         load_head(saved, tiny_target(**shape))
 
 
@@ -75,9 +89,19 @@ def test_every_damage_names_the_file(target, saved: Path, file: str) -> None:
     good = (saved / file).read_bytes()
     generator = torch.Generator().manual_seed(0)
     places = torch.randint(len(good), (40,), generator=generator).tolist()
-    same = [good.replace(b" ", b"\t", 1), good.replace(b"e-", b"E-"), good + b"\n"] if file == "head.json" else []
-    for bad in [b"", good[:1], good[: len(good) // 2], good[:-1], *(b for b in same if b != good),
-                *(good[:p] + bytes([good[p] ^ 4]) + good[p + 1 :] for p in places)]:
+    same = (
+        [good.replace(b" ", b"\t", 1), good.replace(b"e-", b"E-"), good + b"\n"]
+        if file == "head.json"
+        else []
+    )
+    for bad in [
+        b"",
+        good[:1],
+        good[: len(good) // 2],
+        good[:-1],
+        *(b for b in same if b != good),
+        *(good[:p] + bytes([good[p] ^ 4]) + good[p + 1 :] for p in places),
+    ]:
         (saved / file).write_bytes(bad)
         with pytest.raises(UserError, match=re.escape(str(saved / file))):
             load_head(saved, target)
@@ -86,9 +110,13 @@ def test_every_damage_names_the_file(target, saved: Path, file: str) -> None:
         load_head(saved, target)
 
 
-def test_a_failed_save_leaves_the_old_head(target, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_leaves_the_old_head(
+    target, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = (saved / "head.safetensors").read_bytes()
-    monkeypatch.setattr("heads.checkpoint.sync", lambda path: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr(
+        "heads.checkpoint.sync", lambda path: (_ for _ in ()).throw(OSError(28, "No space left"))
+    )
     with pytest.raises(OSError):
         save_head(load_head(saved, target), saved, target.identity)
     assert (saved / "head.safetensors").read_bytes() == before
@@ -107,24 +135,43 @@ def test_recover_mends_the_instant_between_two_renames(tmp_path: Path) -> None:
 
 def test_drafters_by_name(target, saved: Path) -> None:
     run = saved.parent
-    assert isinstance(resolve_drafter("none", target), NoDraft) and isinstance(resolve_drafter("ngram", target), NGram)
-    for spec, shape in ((str(run), "tree"), (f"{run}@chain", "chain"), (f"{saved}@tree", "tree"), (f"{run}/", "tree")):
+    assert isinstance(resolve_drafter("none", target), NoDraft) and isinstance(
+        resolve_drafter("ngram", target), NGram
+    )
+    for spec, shape in (
+        (str(run), "tree"),
+        (f"{run}@chain", "chain"),
+        (f"{saved}@tree", "tree"),
+        (f"{run}/", "tree"),
+    ):
         drafter = resolve_drafter(spec, target)
         assert (drafter.name, drafter.shape) == (spec, shape)
     assert resolve_drafter(f"{run}@chain", target).max_nodes == 2
 
 
-@pytest.mark.parametrize("spec, said", [
-    ("none@tree", "none has no shape"), ("ngram@chain", "ngram has no shape"), ("nowhere", "neither none, ngram"),
-    ("RUN@star", "unknown shape 'star'"), ("EMPTY", "holds no head"),
-])
-def test_drafters_that_do_not_exist(target, saved: Path, tmp_path: Path, spec: str, said: str) -> None:
+@pytest.mark.parametrize(
+    "spec, said",
+    [
+        ("none@tree", "none has no shape"),
+        ("ngram@chain", "ngram has no shape"),
+        ("nowhere", "neither none, ngram"),
+        ("RUN@star", "unknown shape 'star'"),
+        ("EMPTY", "holds no head"),
+    ],
+)
+def test_drafters_that_do_not_exist(
+    target, saved: Path, tmp_path: Path, spec: str, said: str
+) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=re.escape(said)):
-        resolve_drafter(spec.replace("RUN", str(saved.parent)).replace("EMPTY", str(tmp_path / "empty")), target)
+        resolve_drafter(
+            spec.replace("RUN", str(saved.parent)).replace("EMPTY", str(tmp_path / "empty")), target
+        )
 
 
-def test_a_run_folder_means_its_final_head_then_its_best_then_its_newest_checkpoint(target, saved: Path) -> None:
+def test_a_run_folder_means_its_final_head_then_its_best_then_its_newest_checkpoint(
+    target, saved: Path
+) -> None:
     run, head = saved.parent, load_head(saved, target)
     for name in ("best", "checkpoints/step-9", "checkpoints/step-10"):
         save_head(head, run / name, target.identity)

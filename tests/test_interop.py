@@ -34,7 +34,9 @@ def keys(format: str, kind: str) -> dict:
 
 
 @pytest.mark.parametrize("format, kind", PAIRS)
-def test_export_import_export_gives_the_same_bytes(target, tmp_path: Path, format: str, kind: str) -> None:
+def test_export_import_export_gives_the_same_bytes(
+    target, tmp_path: Path, format: str, kind: str
+) -> None:
     head = random_head(target, kind, **keys(format, kind))
     first = folder(tmp_path / "a", target, head, format)
     foreign = read_folder(first)
@@ -42,22 +44,29 @@ def test_export_import_export_gives_the_same_bytes(target, tmp_path: Path, forma
     second = folder(tmp_path / "b", target, again, format)
     file = LAYOUTS[format, kind].file
     assert (first / file).read_bytes() == (second / file).read_bytes()
-    assert json.loads((first / "config.json").read_text()) == json.loads((second / "config.json").read_text())
+    assert json.loads((first / "config.json").read_text()) == json.loads(
+        (second / "config.json").read_text()
+    )
     for name, tensor in again.state_dict().items():
         assert tensor.equal(head.state_dict()[name]), name
 
 
 @pytest.mark.parametrize("format, kind", PAIRS)
-def test_the_independent_reader_drafts_what_the_head_drafts(target, prompts, tmp_path: Path, format: str,
-                                                            kind: str) -> None:
+def test_the_independent_reader_drafts_what_the_head_drafts(
+    target, prompts, tmp_path: Path, format: str, kind: str
+) -> None:
     head = random_head(target, kind, **keys(format, kind))
     path = folder(tmp_path / "a", target, head, format)
     found = check_export(path, format, head, target, prompts, torch.float32)
     assert found.tokens == 3 * len(prompts) and found.error < 1e-4 * found.largest
 
 
-@pytest.mark.parametrize("extra", [{"norm_joined": True}, {"norm_before_residual": True}, {"norm_output": True}, {}])
-def test_every_norm_of_published_heads_reads_the_same(target, prompts, tmp_path: Path, extra: dict) -> None:
+@pytest.mark.parametrize(
+    "extra", [{"norm_joined": True}, {"norm_before_residual": True}, {"norm_output": True}, {}]
+)
+def test_every_norm_of_published_heads_reads_the_same(
+    target, prompts, tmp_path: Path, extra: dict
+) -> None:
     for format in ("vllm", "speculators"):
         head = random_head(target, "eagle3", **extra)
         path = folder(tmp_path / format, target, head, format)
@@ -79,20 +88,30 @@ def test_half_precision_is_compared_with_the_rounded_head(target, prompts, tmp_p
 SIZES = {"D": 32, "V": 260, "A": 32, "G": 16, "I": 64, "F": 3, "N": 64}
 
 
-@pytest.mark.parametrize("schema, format, kind, extra", [
-    ("sglang eagle1", "sglang", "eagle1", {}), ("sglang eagle3", "sglang", "eagle3", {"norm_before_fc": True}),
-    ("sglang eagle3", "sglang", "eagle3", {"norm_joined": True}), ("tensorrt eagle3", "eagle", "eagle3", {}),
-    ("tensorrt medusa", "medusa", "medusa", {"draft_vocab": 64}),
-])
-def test_exports_meet_the_schemas_of_engines_that_do_not_run_here(target, tmp_path: Path, schema: str, format: str,
-                                                                  kind: str, extra: dict) -> None:
+@pytest.mark.parametrize(
+    "schema, format, kind, extra",
+    [
+        ("sglang eagle1", "sglang", "eagle1", {}),
+        ("sglang eagle3", "sglang", "eagle3", {"norm_before_fc": True}),
+        ("sglang eagle3", "sglang", "eagle3", {"norm_joined": True}),
+        ("tensorrt eagle3", "eagle", "eagle3", {}),
+        ("tensorrt medusa", "medusa", "medusa", {"draft_vocab": 64}),
+    ],
+)
+def test_exports_meet_the_schemas_of_engines_that_do_not_run_here(
+    target, tmp_path: Path, schema: str, format: str, kind: str, extra: dict
+) -> None:
     path = folder(tmp_path / "a", target, random_head(target, kind, **extra), format)
     config, tensors = json.loads((path / "config.json").read_text()), read_folder(path).tensors
     assert violations(SCHEMAS[schema], config, tensors, SIZES, heads=3) == []
-    name = next(n for n in tensors if n.endswith("weight") and "fc_norm" not in n and "input_norm" not in n)
+    name = next(
+        n for n in tensors if n.endswith("weight") and "fc_norm" not in n and "input_norm" not in n
+    )
     rest = {n: t for n, t in tensors.items() if n != name}
     assert violations(SCHEMAS[schema], config, rest, SIZES, heads=3) == [f"{name} is missing"]
-    assert violations(SCHEMAS[schema], config, {**rest, name: tensors[name][1:]}, SIZES, heads=3) != []
+    assert (
+        violations(SCHEMAS[schema], config, {**rest, name: tensors[name][1:]}, SIZES, heads=3) != []
+    )
 
 
 def test_custom_layers_are_written_for_both_engines(target, tmp_path: Path) -> None:
@@ -115,7 +134,9 @@ def test_the_widened_vocabulary_never_changes_the_best_token(target, tmp_path: P
 
 
 @pytest.mark.parametrize("format, kind", PAIRS)
-def test_half_precision_goes_round_unchanged(target, tmp_path: Path, format: str, kind: str) -> None:
+def test_half_precision_goes_round_unchanged(
+    target, tmp_path: Path, format: str, kind: str
+) -> None:
     head = random_head(target, kind, **keys(format, kind))
     layout = LAYOUTS[format, kind]
     settings, tensors = layout.write(head, target, Facts.of(target, "/a/target"), torch.bfloat16)

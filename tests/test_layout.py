@@ -1,4 +1,6 @@
-"""The rules that hold the house together: imports point one way, no pickle, no network at import, one licence."""
+"""The rules that hold the house together: imports point one way, no pickle, no network at
+import, one licence.
+"""
 
 from __future__ import annotations
 
@@ -56,15 +58,27 @@ def test_importing_opens_no_connection() -> None:
         "import socket\n"
         "def refuse(*a): raise OSError('network at import')\n"
         "socket.socket.connect = refuse\n"
-        "import conf.schema, decode.models.load, decode.engine, heads, train.config, scripts.evaluate, scripts.bench\n"
+        "import conf.schema, decode.models.load, decode.engine, heads, train.config, "
+        "scripts.evaluate, scripts.bench\n"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_the_pins_meet_the_ranges() -> None:
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
     assert pins["torch"] == "2.13.0" and all("+" not in v for v in pins.values())
-    for name in ("transformers", "accelerate", "datasets", "hydra-core", "safetensors", "gguf", "ruff", "mypy"):
+    for name in (
+        "transformers",
+        "accelerate",
+        "datasets",
+        "hydra-core",
+        "safetensors",
+        "gguf",
+        "ruff",
+        "mypy",
+    ):
         assert name in pins

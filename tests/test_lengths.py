@@ -1,6 +1,8 @@
-"""What changes with the length of a text: rotary frequencies, windows of any name, the end of the context.
+"""What changes with the length of a text: rotary frequencies, windows of any name, the end of
+the context.
 
-Every drafter equals transformers' `generate` token for token, alone and beside ragged neighbours, across the change.
+Every drafter equals transformers' `generate` token for token, alone and beside ragged
+neighbours, across the change.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def gpt_neo(**changes: Any) -> Any:
 
 
 def doge(**changes: Any) -> Any:
-    """Its mask depends on a learned number for every head, which starts as zero: then all tokens would tie."""
+    """Its mask depends on a learned number for every head, which starts as zero: then all
+    tokens would tie.
+    """
     model = build("doge", DOUBLE, **changes)
     generator = torch.Generator().manual_seed(changes.get("seed", 0))
     for name, weight in model.named_parameters():
@@ -59,7 +63,9 @@ def written(model: Any, asked: list[list[int]], new: int, **more: Any) -> list[l
     return answers
 
 
-def decoded(target: Target, drafter: Drafter, asked: list[list[int]], batch_size: int, **more: Any) -> list[list[int]]:
+def decoded(
+    target: Target, drafter: Drafter, asked: list[list[int]], batch_size: int, **more: Any
+) -> list[list[int]]:
     requests = [Request(p, NEW, id=i) for i, p in enumerate(asked)]
     sampling = more.pop("sampling", Sampling())
     run = generate(target, drafter, requests, sampling, batch_size=batch_size, eos_ids=[], **more)
@@ -76,7 +82,13 @@ def drafters(target: Target, make: Callable[[], Any]) -> list[Drafter]:
 # -- rotary frequencies that change at a length
 
 
-ACROSS = (20, 13, 5, SWITCH, SWITCH + 3)  # two rows cross soon, one late, one at once, one lies beyond
+ACROSS = (
+    20,
+    13,
+    5,
+    SWITCH,
+    SWITCH + 3,
+)  # two rows cross soon, one late, one at once, one lies beyond
 
 
 def test_texts_that_cross_the_switch_of_longrope() -> None:
@@ -107,7 +119,10 @@ def test_sampled_tokens_do_not_depend_on_neighbours_across_the_switch() -> None:
             settings = {"sampling": warm, "seed": 3, "guidance": guidance}
             alone = decoded(target, drafter, asked, 1, **settings)
             for batch_size in (2, 5):
-                assert decoded(target, drafter, asked, batch_size, **settings) == alone, (drafter.name, batch_size)
+                assert decoded(target, drafter, asked, batch_size, **settings) == alone, (
+                    drafter.name,
+                    batch_size,
+                )
 
 
 @pytest.mark.slow
@@ -139,19 +154,25 @@ def test_scoring_beyond_the_switch_without_reading_again_is_refused() -> None:
     target.prefill(cache, [torch.tensor(prompts((SWITCH - 2,))[0])])
     assert target.headroom(SWITCH - 2) == 1
     target.score(cache, torch.tensor([5]), DraftTree.chain(torch.tensor([[6]])))
-    with pytest.raises(ValueError, match=f"row 0 holds {SWITCH - 2} tokens.*depth 2.*crosses {SWITCH}"):
+    with pytest.raises(
+        ValueError, match=f"row 0 holds {SWITCH - 2} tokens.*depth 2.*crosses {SWITCH}"
+    ):
         target.score(cache, torch.tensor([5]), DraftTree.chain(torch.tensor([[6, 7]])))
 
 
 def test_the_certificates_plain_passes_know_the_switch() -> None:
-    """Texts on either side of the switch and across it, in one call: each place as in a pass of its own."""
+    """Texts on either side of the switch and across it, in one call: each place as in a pass
+    of its own.
+    """
     target, oracle = Target(phi()), phi()
     asked = [(ids, 3) for ids in prompts((SWITCH + 5, 9, SWITCH + 1, SWITCH + 2))]
     asked.append((prompts((SWITCH + 9,), seed=8)[0], SWITCH + 4))
     plain = Plain(target)
     for at, found in plain.in_batches(asked):
         ids, start = asked[at]
-        want = torch.stack([oracle(torch.tensor([ids[:k]])).logits[0, -1] for k in range(start, len(ids))])
+        want = torch.stack(
+            [oracle(torch.tensor([ids[:k]])).logits[0, -1] for k in range(start, len(ids))]
+        )
         torch.testing.assert_close(found, want, atol=1e-12, rtol=1e-12)
     assert plain.rounding(prompts((SWITCH - 3, SWITCH + 3)))["logit"] < 1e-6
 
@@ -170,10 +191,14 @@ def test_texts_end_at_the_switch_where_generate_reads_nothing_again(kind: str) -
     target = Target(make())
     assert target.context_length == SWITCH and target.switch is None
     asked = prompts((20, 13, 5))
-    want = [w[: SWITCH - len(p)] for w, p in zip(written(make(), asked, SWITCH - 5), asked, strict=True)]
+    want = [
+        w[: SWITCH - len(p)] for w, p in zip(written(make(), asked, SWITCH - 5), asked, strict=True)
+    ]
     for drafter in (NGram(), small_tree()):
         assert decoded(target, drafter, asked, 3) == want, drafter.name
-    with pytest.raises(UserError, match=f"the prompt has {SWITCH} tokens and the target's context holds {SWITCH}"):
+    with pytest.raises(
+        UserError, match=f"the prompt has {SWITCH} tokens and the target's context holds {SWITCH}"
+    ):
         decoded(target, NoDraft(), prompts((SWITCH,)), 1)
 
 
@@ -181,7 +206,9 @@ def test_texts_end_at_the_switch_where_generate_reads_nothing_again(kind: str) -
 
 
 def test_a_window_in_a_buffer_is_probed_at_its_own_length() -> None:
-    """GPT-Neo cuts by slots, so trees and ragged rows at one common offset are wrong from two windows on."""
+    """GPT-Neo cuts by slots, so trees and ragged rows at one common offset are wrong from two
+    windows on.
+    """
     asked = prompts((40, 27, 5))
     want = written(gpt_neo(), asked, NEW)
     target = Target(gpt_neo())
@@ -203,7 +230,9 @@ def test_a_window_that_no_text_can_fill_is_not_probed() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_window_that_keeps_the_best_tokens_is_refused(seed: int) -> None:
-    """Doge ranks tokens by themselves: repeated ones tie, and which of them stay depends on the length of a pass."""
+    """Doge ranks tokens by themselves: repeated ones tie, and which of them stay depends on
+    the length of a pass.
+    """
     with pytest.raises(UserError, match=r"once its window \(keep_window_size=12\) is full"):
         Target(doge(seed=seed)).probe()
 
@@ -218,14 +247,22 @@ def test_windows_of_any_name_and_form_are_shortened_and_restored() -> None:
     layer.local_window = 50
     seen: dict[str, Any] = {}
     hook = layer.register_forward_pre_hook(
-        lambda *_: seen.update(inner, kept=list(model.config.keep_windows), local=layer.local_window)
+        lambda *_: seen.update(
+            inner, kept=list(model.config.keep_windows), local=layer.local_window
+        )
     )
     from decode import probe
 
     with probe._short_windows(Target(model)):
         model(torch.tensor([[5, 6]]))
     hook.remove()
-    assert seen == {"sliding_window_size": 4, "window_pattern": 7, "size": 99, "kept": [4, 2, 0], "local": 4}
+    assert seen == {
+        "sliding_window_size": 4,
+        "window_pattern": 7,
+        "size": 99,
+        "kept": [4, 2, 0],
+        "local": 4,
+    }
     assert inner["sliding_window_size"] == 99 and layer.local_window == 50
     assert model.config.keep_windows == [64, 2, 0] and model.config.max_window_layers == 28
 
@@ -240,7 +277,9 @@ def test_the_probe_reaches_beyond_two_windows() -> None:
 
 @pytest.mark.parametrize("arch", ["mpt", "gpt_neo"])
 def test_chains_end_at_a_table_of_positions(arch: str) -> None:
-    """A row near its end beside one that drafts more: padding is not run behind the last position."""
+    """A row near its end beside one that drafts more: padding is not run behind the last
+    position.
+    """
     key = "max_seq_len" if arch == "mpt" else "max_position_embeddings"
 
     def make() -> Any:

@@ -1,4 +1,6 @@
-"""The chunked vocabulary loss against the formula written out, in float64, values and gradients."""
+"""The chunked vocabulary loss against the formula written out, in float64, values and
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ def naive(hidden, weight, place, valid, law, terms, head_weights):
         logq = z.log_softmax(-1)
         loss = z.new_zeros(N)
         if terms.hard:
-            loss = loss - terms.hard * (place >= 0).double() * logq.gather(1, place.clamp(min=0)[:, None])[:, 0]
+            loss = (
+                loss
+                - terms.hard
+                * (place >= 0).double()
+                * logq.gather(1, place.clamp(min=0)[:, None])[:, 0]
+            )
         if terms.soft:
             loss = loss - terms.soft * usable.double() * (p * logq).sum(-1)
         rate = torch.minimum(p, logq.exp()).sum(-1) if p is not None else None
@@ -30,8 +37,15 @@ def naive(hidden, weight, place, valid, law, terms, head_weights):
     return total
 
 
-MIXES = [LossWeights(1), LossWeights(0, 1), LossWeights(0, 0, 1), LossWeights(0, 0, 0, 1), LossWeights(0.3, 0.7),
-         LossWeights(0.5, 2.0, 0.25, 0.125), LossWeights(2.0)]
+MIXES = [
+    LossWeights(1),
+    LossWeights(0, 1),
+    LossWeights(0, 0, 1),
+    LossWeights(0, 0, 0, 1),
+    LossWeights(0.3, 0.7),
+    LossWeights(0.5, 2.0, 0.25, 0.125),
+    LossWeights(2.0),
+]
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -39,7 +53,9 @@ MIXES = [LossWeights(1), LossWeights(0, 1), LossWeights(0, 0, 1), LossWeights(0,
 def test_chunked_equals_naive(terms: LossWeights, shared: bool) -> None:
     g = torch.Generator().manual_seed(1)
     hidden = torch.randn(K, N, D, generator=g, dtype=torch.float64).requires_grad_()
-    weight = torch.randn(*(() if shared else (K,)), V, D, generator=g, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(
+        *(() if shared else (K,)), V, D, generator=g, dtype=torch.float64
+    ).requires_grad_()
     place = torch.randint(-1, V, (N,), generator=g)
     valid = torch.rand(K, N, generator=g) > 0.2
     laws = torch.randn(N, V, generator=g, dtype=torch.float64).softmax(-1)
@@ -54,7 +70,9 @@ def test_chunked_equals_naive(terms: LossWeights, shared: bool) -> None:
     for a, b in zip(mine, grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
     assert torch.allclose((losses[:, 0] * scale).sum(), got)
-    best = torch.stack([(hidden[k] @ (weight if shared else weight[k]).T).argmax(-1) for k in range(K)])
+    best = torch.stack(
+        [(hidden[k] @ (weight if shared else weight[k]).T).argmax(-1) for k in range(K)]
+    )
     assert hits[:, 0].tolist() == ((best == place) & valid).sum(1).tolist()
     assert hits[:, 1].tolist() == valid.sum(1).tolist()
 
@@ -62,13 +80,20 @@ def test_chunked_equals_naive(terms: LossWeights, shared: bool) -> None:
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("terms", [MIXES[0], MIXES[5]], ids=str)
 def test_low_rank_term_equals_naive(terms: LossWeights, shared: bool) -> None:
-    """The term of the token before: values and all four gradients are those of logits h W^T + m U^T."""
+    """The term of the token before: values and all four gradients are those of logits h W^T +
+    m U^T.
+    """
     g = torch.Generator().manual_seed(4)
-    made = [torch.randn(*size, generator=g, dtype=torch.float64).requires_grad_()
-            for size in ((K, N, D), (V, D) if shared else (K, V, D), (N, 2), (V, 2))]
+    made = [
+        torch.randn(*size, generator=g, dtype=torch.float64).requires_grad_()
+        for size in ((K, N, D), (V, D) if shared else (K, V, D), (N, 2), (V, 2))
+    ]
     hidden, weight, near, far = made
     place, valid = torch.randint(-1, V, (N,), generator=g), torch.rand(K, N, generator=g) > 0.2
-    laws, usable = torch.randn(N, V, generator=g, dtype=torch.float64).softmax(-1), torch.rand(N, generator=g) > 0.2
+    laws, usable = (
+        torch.randn(N, V, generator=g, dtype=torch.float64).softmax(-1),
+        torch.rand(N, generator=g) > 0.2,
+    )
     law = (lambda part: (laws[part], usable[part])) if terms.needs_law else None
     scale = torch.tensor([1.0, 0.8, 0.64], dtype=torch.float64)
     wide = torch.cat([hidden, near.expand(K, N, 2)], -1)
@@ -76,7 +101,9 @@ def test_low_rank_term_equals_naive(terms: LossWeights, shared: bool) -> None:
     want = naive(wide, both, place, valid, law, terms, scale)
     got, _, hits = chunked_loss(hidden, weight, place, valid, law, terms, scale, 7, (near, far))
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
-    for a, b in zip(torch.autograd.grad(2 * got, made), torch.autograd.grad(2 * want, made), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(2 * got, made), torch.autograd.grad(2 * want, made), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
     best = torch.stack([(wide[k] @ (both if shared else both[k]).T).argmax(-1) for k in range(K)])
     assert hits[:, 0].tolist() == ((best == place) & valid).sum(1).tolist()
@@ -100,11 +127,16 @@ def test_bfloat16_is_close_to_float32() -> None:
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         w = weight.clone().requires_grad_()
-        loss, _, _ = chunked_loss(hidden.to(dtype), w, place, valid, None, LossWeights(), torch.ones(1))
+        loss, _, _ = chunked_loss(
+            hidden.to(dtype), w, place, valid, None, LossWeights(), torch.ones(1)
+        )
         loss.backward()
         found.append((loss.item() / 200, w.grad))
     assert abs(found[0][0] - found[1][0]) < 0.02
-    assert torch.nn.functional.cosine_similarity(found[0][1].flatten(), found[1][1].flatten(), dim=0) > 0.999
+    assert (
+        torch.nn.functional.cosine_similarity(found[0][1].flatten(), found[1][1].flatten(), dim=0)
+        > 0.999
+    )
     assert found[1][1].dtype == torch.float32  # master weights get float32 gradients
 
 
@@ -123,6 +155,14 @@ def test_peak_block_is_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
 
     hidden, weight = torch.randn(2, 64, 4).requires_grad_(), torch.randn(2, 97, 4).requires_grad_()
     with Spy():
-        chunked_loss(hidden, weight, torch.zeros(64, dtype=torch.int64), torch.ones(2, 64, dtype=torch.bool), None,
-                     LossWeights(), torch.ones(2), chunk=16)[0].backward()
+        chunked_loss(
+            hidden,
+            weight,
+            torch.zeros(64, dtype=torch.int64),
+            torch.ones(2, 64, dtype=torch.bool),
+            None,
+            LossWeights(),
+            torch.ones(2),
+            chunk=16,
+        )[0].backward()
     assert 0 < largest <= 16 * 97

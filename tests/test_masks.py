@@ -34,8 +34,12 @@ def written_out(lengths: list[int], tree: DraftTree, reach: Reach) -> torch.Tens
 @pytest.mark.parametrize("reach", [FULL, ("window", 7), ("chunk", 7)])
 @pytest.mark.parametrize("static", [True, False])
 def test_masks_equal_the_definition(reach: Reach, static: bool) -> None:
-    """Every length around the window, even and ragged rows; static shapes come from one stored strip."""
-    masks = TreeMasks({"full_attention": FULL, "other": reach}, 3, torch.float32, torch.device("cpu"))
+    """Every length around the window, even and ragged rows; static shapes come from one stored
+    strip.
+    """
+    masks = TreeMasks(
+        {"full_attention": FULL, "other": reach}, 3, torch.float32, torch.device("cpu")
+    )
     for lengths in [[n] for n in range(1, 12)] + [[3, 3], [5, 2, 9], [600], [1500]]:
         for shape in (SHAPE, TreeShape.chain(3)):
             tree = DraftTree.static(shape, torch.zeros(len(lengths), len(shape), dtype=torch.int64))
@@ -45,7 +49,9 @@ def test_masks_equal_the_definition(reach: Reach, static: bool) -> None:
             assert isinstance(made, dict)
             for kind, rule in (("full_attention", FULL), ("other", reach)):
                 wanted = written_out(lengths, tree, rule)
-                found = (made[kind] == 0).expand(len(lengths), 1, 3 * wanted.shape[1], wanted.shape[2])
+                found = (made[kind] == 0).expand(
+                    len(lengths), 1, 3 * wanted.shape[1], wanted.shape[2]
+                )
                 assert torch.equal(found[:, 0], wanted.repeat(1, 3, 1)), (lengths, kind)
 
 
@@ -61,7 +67,9 @@ def test_companion_rows_share_the_tree_of_their_request() -> None:
     masks = TreeMasks({"full_attention": FULL}, 1, torch.float32, torch.device("cpu"))
     parents = torch.tensor([[-1, -1, 0], [-1, 0, 1]])
     tree = DraftTree(torch.zeros_like(parents), parents, torch.tensor([3, 3]))
-    doubled = DraftTree(tree.tokens.repeat_interleave(2, 0), parents.repeat_interleave(2, 0), torch.tensor([3] * 4))
+    doubled = DraftTree(
+        tree.tokens.repeat_interleave(2, 0), parents.repeat_interleave(2, 0), torch.tensor([3] * 4)
+    )
     for lengths in ([6, 2, 5, 3], [4, 4, 4, 4]):
         found = masks(lengths, tree, 2)
         assert isinstance(found, torch.Tensor)
@@ -69,12 +77,16 @@ def test_companion_rows_share_the_tree_of_their_request() -> None:
 
 
 def test_companions_of_dynamic_trees_get_their_own_row() -> None:
-    """A dynamic tree brings a layout of every row; under guidance even rows once met a mask of half of them."""
+    """A dynamic tree brings a layout of every row; under guidance even rows once met a mask of
+    half of them.
+    """
     masks = TreeMasks({"full_attention": FULL}, 1, torch.float32, torch.device("cpu"))
     parents = torch.tensor([[-1, -1, 0], [-1, 0, 1]])
     layout = Layout.of(parents)
     tree = DraftTree(torch.zeros_like(parents), parents, torch.tensor([3, 3]), static_layout=layout)
-    doubled = DraftTree(tree.tokens.repeat_interleave(2, 0), parents.repeat_interleave(2, 0), torch.tensor([3] * 4))
+    doubled = DraftTree(
+        tree.tokens.repeat_interleave(2, 0), parents.repeat_interleave(2, 0), torch.tensor([3] * 4)
+    )
     for _ in range(2):
         found = masks([4, 4, 4, 4], tree, 2)
         assert isinstance(found, torch.Tensor)
@@ -82,11 +94,15 @@ def test_companions_of_dynamic_trees_get_their_own_row() -> None:
 
 
 def test_layouts_that_come_once_get_no_strip() -> None:
-    """A strip holds 512 columns or more: worth it for a shape that comes again, not for one made for a single cycle."""
+    """A strip holds 512 columns or more: worth it for a shape that comes again, not for one
+    made for a single cycle.
+    """
     masks = TreeMasks({"full_attention": FULL}, 1, torch.float32, torch.device("cpu"))
     parents = torch.tensor([[-1, -1, 0]])
     for _ in range(3):
-        tree = DraftTree(torch.zeros_like(parents), parents, torch.tensor([3]), static_layout=Layout.of(parents))
+        tree = DraftTree(
+            torch.zeros_like(parents), parents, torch.tensor([3]), static_layout=Layout.of(parents)
+        )
         found = masks([600], tree, 1)
         assert isinstance(found, torch.Tensor)
         assert found.untyped_storage().nbytes() == found.numel() * found.element_size()

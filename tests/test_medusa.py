@@ -40,7 +40,9 @@ def test_fresh_heads_equal_the_lm_head(target) -> None:
     head = MedusaHead.for_target(target, FULL)
     batch = random_batch()
     feats = target.features(batch.ids, batch.mask, head.taps)[:, :, 0]
-    logits = head.hidden(feats.reshape(1, -1, feats.shape[-1]).expand(3, -1, -1)) @ head.proj.transpose(1, 2)
+    logits = head.hidden(
+        feats.reshape(1, -1, feats.shape[-1]).expand(3, -1, -1)
+    ) @ head.proj.transpose(1, 2)
     want = target.model(batch.ids).logits.reshape(-1, target.vocab_size)
     for k in range(3):
         torch.testing.assert_close(logits[k], want, rtol=1e-5, atol=1e-5)
@@ -97,7 +99,9 @@ def test_draft_vocabulary_counts_outside_tokens_as_misses(target) -> None:
     head = MedusaHead.for_target(target, cfg, counts)
     ids = head.ids()
     assert ids.tolist() == list(range(3, 13)) + list(range(150, 240))
-    assert vocab.from_d2t(vocab.to_d2t(ids)).equal(ids) and vocab.to_t2d(ids, 260).nonzero()[:, 0].equal(ids)
+    assert vocab.from_d2t(vocab.to_d2t(ids)).equal(ids) and vocab.to_t2d(ids, 260).nonzero()[
+        :, 0
+    ].equal(ids)
     torch.testing.assert_close(head.proj[0], target.lm_head_weight[ids].float())
     assert head.coverage == pytest.approx(counts[ids].sum().item() / counts.sum().item())
     batch = random_batch()
@@ -136,7 +140,9 @@ def drive(drafter, tokens, feats, cuts):
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_drafter_reads_the_feature_that_predicted_the_last_token(target, shape) -> None:
-    """Level d of the draft is head d at the position before the last committed token, whatever the pieces."""
+    """Level d of the draft is head d at the position before the last committed token, whatever
+    the pieces.
+    """
     head = trained_like(target)
     tokens = random_batch(1, 10).ids[0]
     feats = target.features(tokens[None], torch.ones(1, 10, dtype=torch.bool), head.taps)[0]
@@ -168,7 +174,9 @@ def test_chain_is_sampled_from_the_warped_law_at_temperature(target) -> None:
     feats = torch.randn(1, 1, 1, head.width).expand(rows, 1, 1, -1)
     drafter.observe(torch.zeros(rows, 1).long(), feats, torch.ones(rows).long(), slice(0, rows))
     warp = Sampling(temperature=0.7, top_k=6)
-    tree = drafter.propose(torch.full((rows,), 2), warp, Rng(3, torch.arange(rows), torch.zeros(rows).long()))
+    tree = drafter.propose(
+        torch.full((rows,), 2), warp, Rng(3, torch.arange(rows), torch.zeros(rows).long())
+    )
     tree.validate(target.vocab_size, 2)
     assert bool(tree.sampled.all())
     logits = drafter.logits(2)[:, 0]
@@ -181,7 +189,9 @@ def test_chain_is_sampled_from_the_warped_law_at_temperature(target) -> None:
 
 
 def test_siblings_of_a_sampled_tree_are_drawn_without_replacement(target) -> None:
-    """First siblings follow their level's law, second ones that law without the first; T = 0 takes the top ranks."""
+    """First siblings follow their level's law, second ones that law without the first; T = 0
+    takes the top ranks.
+    """
     head = trained_like(target, MedusaConfig(heads=2, draft_vocab=12, nodes=6))
     drafter = head.drafter(target, "tree")
     head.draw_trees("fixed")
@@ -190,12 +200,16 @@ def test_siblings_of_a_sampled_tree_are_drawn_without_replacement(target) -> Non
     for one in (fixed, drafter):
         one.reset(rows, 8)
         one.begin([torch.tensor([5])] * rows, Sampling())
-    feats = torch.randn(1, 1, 1, head.width, generator=torch.Generator().manual_seed(0)).expand(rows, 1, 1, -1)
+    feats = torch.randn(1, 1, 1, head.width, generator=torch.Generator().manual_seed(0)).expand(
+        rows, 1, 1, -1
+    )
     for one in (fixed, drafter):
         one.observe(torch.zeros(rows, 1).long(), feats, torch.ones(rows).long(), slice(0, rows))
     rng = Rng(3, torch.arange(rows), torch.zeros(rows).long())
     depth = torch.full((rows,), 2)
-    assert drafter.propose(depth, Sampling(), rng).tokens.equal(fixed.propose(depth, Sampling(), rng).tokens)
+    assert drafter.propose(depth, Sampling(), rng).tokens.equal(
+        fixed.propose(depth, Sampling(), rng).tokens
+    )
     warp = Sampling(temperature=1.3)
     tree = drafter.propose(depth, warp, rng)
     tree.validate(target.vocab_size, drafter.max_nodes)
@@ -204,12 +218,18 @@ def test_siblings_of_a_sampled_tree_are_drawn_without_replacement(target) -> Non
     first, second = (tree.tokens[:, paths.index((rank,))] for rank in (0, 1))
     share = torch.bincount(first, minlength=260)[ids] / rows
     assert (share - law).abs().max() < 4 * (0.25 / rows) ** 0.5
-    wanted = sum(law[k] * law.index_fill(0, torch.tensor([k]), 0.0) / (1 - law[k]) for k in range(len(law)))
+    wanted = sum(
+        law[k] * law.index_fill(0, torch.tensor([k]), 0.0) / (1 - law[k]) for k in range(len(law))
+    )
     share = torch.bincount(second, minlength=260)[ids] / rows
     assert (share - wanted).abs().max() < 4 * (0.25 / rows) ** 0.5
-    cut = drafter.propose(depth, Sampling(1.0, top_k=1), rng)  # the law runs out: point masses stand in
+    cut = drafter.propose(
+        depth, Sampling(1.0, top_k=1), rng
+    )  # the law runs out: point masses stand in
     cut.validate(target.vocab_size, drafter.max_nodes)
-    assert bool(cut.sampled[:, paths.index((0,))].all()) and not bool(cut.sampled[:, paths.index((1,))].any())
+    assert bool(cut.sampled[:, paths.index((0,))].all()) and not bool(
+        cut.sampled[:, paths.index((1,))].any()
+    )
 
 
 def test_how_trees_are_drawn_by_name(target, tmp_path) -> None:
@@ -218,13 +238,25 @@ def test_how_trees_are_drawn_by_name(target, tmp_path) -> None:
     save_head(trained_like(target), tmp_path / "m", target.identity)
     old = trained_like(target, dataclasses.replace(FULL, tree_draw="fixed"))
     save_head(old, tmp_path / "old", target.identity)
-    for spec, drawn in (("m@tree", True), ("m", True), ("m@tree@fixed", False), ("m@fixed", False), ("m@sampled", True),
-                        ("old@tree", False), ("old@tree@sampled", True), ("old@sampled", True)):  # fmt: skip
+    for spec, drawn in (
+        ("m@tree", True),
+        ("m", True),
+        ("m@tree@fixed", False),
+        ("m@fixed", False),
+        ("m@sampled", True),
+        ("old@tree", False),
+        ("old@tree@sampled", True),
+        ("old@sampled", True),
+    ):
         drafter = resolve_drafter(f"{tmp_path}/{spec}", target)
         assert (drafter.name, drafter.shape, drafter.drawn) == (f"{tmp_path}/{spec}", "tree", drawn)
     assert not resolve_drafter(f"{tmp_path}/m@fixed@adaptive", target).inner.drawn
-    for spec, words in (("m@chain@sampled", "drawn where T > 0 anyway"), ("m@chain@fixed", "drawn where T > 0 anyway"),
-                        ("ngram@sampled", "no tree to draw"), ("ngram@fixed", "no tree to draw")):  # fmt: skip
+    for spec, words in (
+        ("m@chain@sampled", "drawn where T > 0 anyway"),
+        ("m@chain@fixed", "drawn where T > 0 anyway"),
+        ("ngram@sampled", "no tree to draw"),
+        ("ngram@fixed", "no tree to draw"),
+    ):
         with pytest.raises(UserError, match=words):
             resolve_drafter(spec if spec.startswith("ngram") else f"{tmp_path}/{spec}", target)
     assert "tree_draw" in MedusaConfig(tree_draw="x").validate()[0]
@@ -232,13 +264,17 @@ def test_how_trees_are_drawn_by_name(target, tmp_path) -> None:
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_engine_is_lossless_with_it_in_greedy_and_runs_at_temperature(target, shape, temperature) -> None:
+def test_engine_is_lossless_with_it_in_greedy_and_runs_at_temperature(
+    target, shape, temperature
+) -> None:
     from decode.drafters import NoDraft
 
     head = trained_like(target)
     requests = [Request([5, 6, 7, 8 + i], 12, id=i) for i in range(3)]
     sampling = Sampling(temperature=temperature)
-    got = generate(target, head.drafter(target, shape), requests, sampling, batch_size=2).generations
+    got = generate(
+        target, head.drafter(target, shape), requests, sampling, batch_size=2
+    ).generations
     assert all(len(g.token_ids) == 12 or g.finish == "eos" for g in got)
     if temperature == 0:
         want = generate(target, NoDraft(), requests, sampling).generations
@@ -246,10 +282,13 @@ def test_engine_is_lossless_with_it_in_greedy_and_runs_at_temperature(target, sh
 
 
 def test_acceptance_of_a_perfect_first_head(target) -> None:
-    """A target whose next token depends on the last alone, and a head that knows it: every draft token is accepted."""
+    """A target whose next token depends on the last alone, and a head that knows it: every
+    draft token is accepted.
+    """
     head = MedusaHead.for_target(target, MedusaConfig(heads=1, draft_vocab=0))
     drafter = head.drafter(target, "chain")
-    # A fresh head 0 repeats the LM head's guess: it is right exactly when the target says the same token twice.
+    # A fresh head 0 repeats the LM head's guess: it is right exactly when the target says the
+    # same token twice.
     run = generate(target, drafter, [Request([5, 6, 7], 40)], Sampling()).generations[0]
     tokens = [*run.prompt_ids, *run.token_ids]
     for cycle in run.cycles:
@@ -259,11 +298,21 @@ def test_acceptance_of_a_perfect_first_head(target) -> None:
 
 
 def test_best_first_tree_from_measured_ranks() -> None:
-    ranks = torch.tensor([[0, 0], [0, 0], [0, 1], [1, 0], [1, 0], [1, 0], [2, shapes.RANKS], [shapes.RANKS, 0]])
+    ranks = torch.tensor(
+        [[0, 0], [0, 0], [0, 1], [1, 0], [1, 0], [1, 0], [2, shapes.RANKS], [shapes.RANKS, 0]]
+    )
     found = shapes.measure(ranks.repeat(500, 1))
     assert found["acceptance"][0][:3] == [3 / 8, 3 / 8, 1 / 8]
-    assert found["paths"][:4] in ([[0], [1], [1, 0], [0, 0]], [[1], [0], [1, 0], [0, 0]], [[0], [1], [0, 0], [1, 0]])
-    assert found["paths"][:3] == [[0], [1], [1, 0]]  # whole-path hits: behind rank 1, rank 0 is always right
+    assert found["paths"][:4] in (
+        [[0], [1], [1, 0], [0, 0]],
+        [[1], [0], [1, 0], [0, 0]],
+        [[0], [1], [0, 0], [1, 0]],
+    )
+    assert found["paths"][:3] == [
+        [0],
+        [1],
+        [1, 0],
+    ]  # whole-path hits: behind rank 1, rank 0 is always right
     assert found["values"][2] == pytest.approx(3 / 8, abs=0.01)
     assert found["values"] == sorted(found["values"], reverse=True)
     for n in (1, 5, 16, 64):

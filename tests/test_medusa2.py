@@ -1,4 +1,6 @@
-"""Medusa-2: a LoRA on the target beside the heads. What it learns from, what it saves, and whose losslessness it is."""
+"""Medusa-2: a LoRA on the target beside the heads. What it learns from, what it saves, and
+whose losslessness it is.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ TUNE = ["head=medusa2", "head.tune.rank=4"]
 
 def fresh(target, **tune):
     torch.manual_seed(0)
-    return Medusa2Head.for_target(target, dataclasses.replace(CFG, tune=dataclasses.replace(CFG.tune, **tune)))
+    return Medusa2Head.for_target(
+        target, dataclasses.replace(CFG, tune=dataclasses.replace(CFG.tune, **tune))
+    )
 
 
 def shaken(target, **tune):
@@ -47,14 +51,18 @@ def test_fresh_head_and_adapter_change_nothing() -> None:
     head = fresh(target)
     torch.testing.assert_close(target.model(batch.ids).logits, plain.model(batch.ids).logits)
     feats = target.features(batch.ids, batch.mask, head.taps)[:, :, 0]
-    logits = head.hidden(feats.reshape(1, -1, feats.shape[-1]).expand(2, -1, -1)) @ head.proj.transpose(1, 2)
+    logits = head.hidden(
+        feats.reshape(1, -1, feats.shape[-1]).expand(2, -1, -1)
+    ) @ head.proj.transpose(1, 2)
     want = plain.model(batch.ids).logits.reshape(-1, plain.vocab_size)
     torch.testing.assert_close(logits[1], want, rtol=1e-5, atol=1e-5)
     assert float(head(batch, target).stats["kl"][0]) == pytest.approx(0, abs=1e-5)
 
 
 def test_loss_and_gradients_follow_the_definition() -> None:
-    """distil * KL(without || with adapter) + head_weight * Medusa's loss on tuned features; the target takes part."""
+    """distil * KL(without || with adapter) + head_weight * Medusa's loss on tuned features;
+    the target takes part.
+    """
     plain, target, batch = tiny_target(), tiny_target(), random_batch()
     head = shaken(target, distil=0.7, head_weight=0.3)
     head.cfg.chunk = 4
@@ -88,13 +96,23 @@ def test_gradient_reaches_heads_and_adapter_alone_and_the_target_stays_in_eval()
     mine = {id(p) for p in head.parameters()}
     assert all(p.grad is not None for p in head.parameters())
     for name, p in target.model.named_parameters():
-        assert (p.requires_grad and "lora_" in name) if id(p) in mine else (not p.requires_grad and p.grad is None)
-    on = [n for n, m in target.model.named_modules() if m.training and not isinstance(m, torch.nn.ModuleDict)]
+        assert (
+            (p.requires_grad and "lora_" in name)
+            if id(p) in mine
+            else (not p.requires_grad and p.grad is None)
+        )
+    on = [
+        n
+        for n, m in target.model.named_modules()
+        if m.training and not isinstance(m, torch.nn.ModuleDict)
+    ]
     assert on and all("lora_dropout" in n for n in on)
     head.eval()
     assert not any(m.training for m in target.model.modules())
     rates = [(g["lr_scale"], {id(p) for p in g["params"]}) for g in head.parameter_groups()]
-    assert [r for r, _ in rates] == [4.0, 1.0] and rates[1][1] == {id(p) for p in head.adapter.values()}
+    assert [r for r, _ in rates] == [4.0, 1.0] and rates[1][1] == {
+        id(p) for p in head.adapter.values()
+    }
     assert rates[0][1] | rates[1][1] == mine and not rates[0][1] & rates[1][1]
 
 
@@ -108,7 +126,9 @@ def test_ramp_of_the_heads_loss() -> None:
 
 
 def test_loading_tunes_the_target_and_names_it(tmp_path: Path) -> None:
-    """The loaded target speaks as the trained one did, has an identity of its own, and no LoRA layer is left in it."""
+    """The loaded target speaks as the trained one did, has an identity of its own, and no LoRA
+    layer is left in it.
+    """
     target, batch = tiny_target(), random_batch()
     head = shaken(target)
     base = target.identity
@@ -120,9 +140,13 @@ def test_loading_tunes_the_target_and_names_it(tmp_path: Path) -> None:
     assert not [n for n, _ in again.model.named_parameters() if "lora" in n]
     assert not any(p.requires_grad for p in again.model.parameters()) and not again.model.training
     assert again.identity.differences(base) and "tuned by Medusa-2" in again.identity.name
-    assert again.identity.tokenizer_sha256 == base.tokenizer_sha256 and again.tuning.startswith("LoRA ")
+    assert again.identity.tokenizer_sha256 == base.tokenizer_sha256 and again.tuning.startswith(
+        "LoRA "
+    )
     logits = again.model(batch.ids).logits
-    same = load_head(tmp_path / "two", again)  # a second lane of the same head: the adapter counts once
+    same = load_head(
+        tmp_path / "two", again
+    )  # a second lane of the same head: the adapter counts once
     torch.testing.assert_close(again.model(batch.ids).logits, logits, rtol=0, atol=0)
     for a, b in zip(loaded.state_dict().values(), same.state_dict().values(), strict=True):
         assert a.equal(b)
@@ -135,24 +159,37 @@ def test_loading_tunes_the_target_and_names_it(tmp_path: Path) -> None:
     assert [g.token_ids for g in plain] != [g.token_ids for g in want]
     for shape in ("chain", "tree"):
         for size in (1, 3):
-            got = generate(again, resolve_drafter(f"{tmp_path / 'two'}@{shape}", again), requests, Sampling(),
-                           batch_size=size).generations
+            got = generate(
+                again,
+                resolve_drafter(f"{tmp_path / 'two'}@{shape}", again),
+                requests,
+                Sampling(),
+                batch_size=size,
+            ).generations
             assert [g.token_ids for g in got] == [g.token_ids for g in want]
 
 
 def test_heads_of_the_original_do_not_fit_the_tuned_target(tmp_path: Path) -> None:
     target = tiny_target()
-    save_head(MedusaHead.for_target(target, MedusaConfig(heads=2, draft_vocab=0)), tmp_path / "one", target.identity)
+    save_head(
+        MedusaHead.for_target(target, MedusaConfig(heads=2, draft_vocab=0)),
+        tmp_path / "one",
+        target.identity,
+    )
     save_head(shaken(target), tmp_path / "two", target.identity)
     tuned = tiny_target()
     load_head(tmp_path / "two", tuned)
-    with pytest.raises(UserError, match="trained for another target .*weights_sha256 .* tuned by Medusa-2"):
+    with pytest.raises(
+        UserError, match="trained for another target .*weights_sha256 .* tuned by Medusa-2"
+    ):
         load_head(tmp_path / "one", tuned)
     with pytest.raises(UserError, match="trained for another target"):
         load_head(tmp_path / "two", tiny_target(seed=5))
     original = tiny_target()
     load_head(tmp_path / "one", original)
-    with pytest.raises(UserError, match="two: loading it tunes the target, and a head of the original"):
+    with pytest.raises(
+        UserError, match="two: loading it tunes the target, and a head of the original"
+    ):
         load_head(tmp_path / "two", original)
 
 
@@ -169,7 +206,9 @@ def test_a_running_training_takes_its_own_weights_only(tmp_path: Path) -> None:
 
 
 def test_targets_that_cannot_train_are_refused() -> None:
-    with pytest.raises(UserError, match="dtype: a LoRA cannot be trained on a target loaded as float16"):
+    with pytest.raises(
+        UserError, match="dtype: a LoRA cannot be trained on a target loaded as float16"
+    ):
         fresh(tiny_target("float16"))
     with pytest.raises(UserError, match="head.tune.targets: "):
         fresh(tiny_target(), targets=["nowhere"])
@@ -178,8 +217,16 @@ def test_targets_that_cannot_train_are_refused() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_training_tunes_and_resumes_bitwise(tmp_path: Path, dtype: str) -> None:
     data = chats(tmp_path / "data.jsonl")
-    more = [*TUNE, f"dtype={dtype}", "eval.every=3", "eval.prompts=1", "eval.max_new_tokens=6", "data.held_out=0.2",
-            "optim.lr=0.01", "save_every=3"]
+    more = [
+        *TUNE,
+        f"dtype={dtype}",
+        "eval.every=3",
+        "eval.prompts=1",
+        "eval.max_new_tokens=6",
+        "data.held_out=0.2",
+        "optim.lr=0.01",
+        "save_every=3",
+    ]
 
     def run(out: Path) -> str:
         cfg = compose("medusa", MedusaRun, [*overrides(data, out), *more])
@@ -192,18 +239,35 @@ def test_training_tunes_and_resumes_bitwise(tmp_path: Path, dtype: str) -> None:
     shutil.rmtree(cut / "checkpoints/step-6")
     assert run(cut) == whole
     head = load_head(cut / "head", tiny_target(dtype))
-    assert any(v.any() for k, v in head.adapter.items() if k.endswith("lora_B")) and head.calibration["positions"] > 0
+    assert (
+        any(v.any() for k, v in head.adapter.items() if k.endswith("lora_B"))
+        and head.calibration["positions"] > 0
+    )
 
 
 def test_the_loop_multiplies_the_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen, told = [], []
     original = Medusa2Head.begin_step
-    monkeypatch.setattr(Medusa2Head, "begin_step", lambda self, *a: (told.append(a), original(self, *a))[1])
-    monkeypatch.setattr(torch.optim.AdamW, "step",
-                        lambda self, c=None: seen.append([g["lr"] for g in self.param_groups]))
+    monkeypatch.setattr(
+        Medusa2Head, "begin_step", lambda self, *a: (told.append(a), original(self, *a))[1]
+    )
+    monkeypatch.setattr(
+        torch.optim.AdamW,
+        "step",
+        lambda self, c=None: seen.append([g["lr"] for g in self.param_groups]),
+    )
     data = chats(tmp_path / "data.jsonl")
-    more = ["steps=2", "optim.lr=0.01", "optim.warmup=0", "optim.schedule=constant", "head.tune.head_lr=3"]
-    fit(compose("medusa", MedusaRun, [*overrides(data, tmp_path / "run"), *TUNE, *more]), Medusa2Head)
+    more = [
+        "steps=2",
+        "optim.lr=0.01",
+        "optim.warmup=0",
+        "optim.schedule=constant",
+        "head.tune.head_lr=3",
+    ]
+    fit(
+        compose("medusa", MedusaRun, [*overrides(data, tmp_path / "run"), *TUNE, *more]),
+        Medusa2Head,
+    )
     assert seen == [[pytest.approx(0.03), 0.01]] * 2 and told == [(0, 2), (1, 2)]
 
 
@@ -215,13 +279,22 @@ def test_starts_from_heads_of_stage_one(tmp_path: Path) -> None:
     head = fresh(target, start=str(tmp_path / "run"))
     assert head.proj.equal(first.proj)
     with pytest.raises(UserError, match="head.tune.start: the heads in .* are built differently"):
-        Medusa2Head.for_target(tiny_target(), dataclasses.replace(CFG, heads=3, tune=dataclasses.replace(
-            CFG.tune, start=str(tmp_path / "run"))))
+        Medusa2Head.for_target(
+            tiny_target(),
+            dataclasses.replace(
+                CFG, heads=3, tune=dataclasses.replace(CFG.tune, start=str(tmp_path / "run"))
+            ),
+        )
 
 
-@pytest.mark.parametrize("change, said", [
-    ("head.tune.rank=0", "head.tune.rank: 0 with kind medusa2"), ("head.tune.dropout=1", "head.tune.dropout"),
-    ("head.tune.rnk=1", "head.tune.rnk")])
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ("head.tune.rank=0", "head.tune.rank: 0 with kind medusa2"),
+        ("head.tune.dropout=1", "head.tune.dropout"),
+        ("head.tune.rnk=1", "head.tune.rnk"),
+    ],
+)
 def test_mistakes_in_the_configuration_are_named(tmp_path: Path, change: str, said: str) -> None:
     with pytest.raises(UserError) as caught:
         compose("medusa", MedusaRun, [*overrides(tmp_path / "x", tmp_path), *TUNE, change])
@@ -229,15 +302,23 @@ def test_mistakes_in_the_configuration_are_named(tmp_path: Path, change: str, sa
 
 
 def test_self_distillation_keeps_the_target_and_overfit_is_accepted() -> None:
-    """One sample, real engine: the heads learn the tuned target's own continuation, which stays the original's."""
+    """One sample, real engine: the heads learn the tuned target's own continuation, which
+    stays the original's.
+    """
     target, plain = tiny_target(), tiny_target()
     head = fresh(target, head_weight=0.2, ramp=0.0, head_lr=50.0, distil=5.0)
     head.cfg.decay, head.cfg.loss = 1.0, LossWeights(hard=1.0)
     prompt = [40, 41, 42, 43]
-    text = generate(plain, NoDraft(), [Request(prompt, 24)], Sampling(), eos_ids=()).generations[0].token_ids
+    text = (
+        generate(plain, NoDraft(), [Request(prompt, 24)], Sampling(), eos_ids=())
+        .generations[0]
+        .token_ids
+    )
     batch = random_batch(1, 28)
     on = torch.arange(28)[None] >= 4
-    batch = dataclasses.replace(batch, ids=torch.tensor([[*prompt, *text]]), mask=on | True, loss_mask=on)
+    batch = dataclasses.replace(
+        batch, ids=torch.tensor([[*prompt, *text]]), mask=on | True, loss_mask=on
+    )
     groups = [{**g, "lr": 2e-4 * g["lr_scale"]} for g in head.parameter_groups()]
     optimizer = torch.optim.AdamW(groups, weight_decay=0)
     for _ in range(80):
@@ -246,7 +327,9 @@ def test_self_distillation_keeps_the_target_and_overfit_is_accepted() -> None:
         out.sum.backward()
         optimizer.step()
     assert float(out.stats["kl"][0]) / 24 < 0.02
-    run = generate(target, head.drafter(target, "chain"), [Request(prompt, 24)], Sampling(), eos_ids=()).generations[0]
+    run = generate(
+        target, head.drafter(target, "chain"), [Request(prompt, 24)], Sampling(), eos_ids=()
+    ).generations[0]
     assert run.token_ids == text
     clean = [c.accepted for c in run.cycles if not c.cut]
     assert 1 + sum(clean) / len(clean) > 2.8

@@ -16,14 +16,26 @@ from decode.models.load import TargetConfig, load_target
 from decode.models.memory import Need, Plan
 from decode.models.tiny import tiny_model
 
-CONFIG = SimpleNamespace(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=64,
-                         head_dim=None, vocab_size=100)  # fmt: skip
+CONFIG = SimpleNamespace(
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    hidden_size=64,
+    head_dim=None,
+    vocab_size=100,
+)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    save_file({"embed.weight": torch.zeros(100, 64), "layer.weight": torch.zeros(64, 64), "norm": torch.zeros(64)},
-              tmp_path / "model.safetensors")  # fmt: skip
+    save_file(
+        {
+            "embed.weight": torch.zeros(100, 64),
+            "layer.weight": torch.zeros(64, 64),
+            "norm": torch.zeros(64),
+        },
+        tmp_path / "model.safetensors",
+    )
     return tmp_path
 
 
@@ -46,10 +58,14 @@ def test_the_sum_by_hand(folder: Path) -> None:
     plan = Plan(rows=3, tokens=50, nodes=9, drafters=1000)
     need = memory.estimate(CONFIG, memory.parameters(folder), "bfloat16", plan)
     assert need.weights == 2 * 10560 and need.drafters == 1000
-    assert need.cache == 2 * 2 * 3 * (50 + 9 + 1) * 2 * 16 * 2  # K and V, layers, rows, slots, K/V heads, head, bytes
+    assert (
+        need.cache == 2 * 2 * 3 * (50 + 9 + 1) * 2 * 16 * 2
+    )  # K and V, layers, rows, slots, K/V heads, head, bytes
     assert need.tree == 3 * 10 * 100 * (2 + 8)
     assert need.total >= need.weights + need.cache + need.tree + need.drafters
-    small = memory.estimate(CONFIG, memory.parameters(folder), "bfloat16", plan, quantize.bits("bnb-nf4"))
+    small = memory.estimate(
+        CONFIG, memory.parameters(folder), "bfloat16", plan, quantize.bits("bnb-nf4")
+    )
     assert small.weights == (6464 * 16 + 4096 * 4.5) // 8
     assert memory.estimate(CONFIG, (0, 0), "float32", Plan()) == Need(0, 0, 0)
 
@@ -67,7 +83,9 @@ def test_the_cache_is_as_large_as_told() -> None:
 def test_what_does_not_fit_is_told_with_the_fix(monkeypatch: Any) -> None:
     monkeypatch.setattr(memory, "available", lambda device: 10 << 30)
     memory.check(Need(5 << 30, 1 << 30, 0), "cpu", "m", Plan(rows=4))
-    with pytest.raises(UserError, match=r"m needs .*weights 11.0 GiB.* cpu has 10.0 GiB free; take a smaller dtype"):
+    with pytest.raises(
+        UserError, match=r"m needs .*weights 11.0 GiB.* cpu has 10.0 GiB free; take a smaller dtype"
+    ):
         memory.check(Need(11 << 30, 0, 0), "cpu", "m", Plan())
     with pytest.raises(UserError, match="fewer than 64 rows"):
         memory.check(Need(1 << 30, 20 << 30, 0), "cpu", "m", Plan(rows=64))
@@ -81,7 +99,9 @@ def test_loading_checks_first(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(load, "load_tokenizer", lambda cfg: None)
     monkeypatch.setattr(load, "_pretrained", lambda *a: pytest.fail("loaded before it was checked"))
     with pytest.raises(UserError, match="memory: .* needs"):
-        load_target(TargetConfig(kind="local", path=str(tmp_path)), "float32", "cpu", Plan(64, 4096, 64))
+        load_target(
+            TargetConfig(kind="local", path=str(tmp_path)), "float32", "cpu", Plan(64, 4096, 64)
+        )
 
 
 def test_this_machine_has_memory() -> None:

@@ -1,4 +1,6 @@
-"""The acceptance monitor: warns once, falls back and comes back, judges every row by itself, keeps the law exact."""
+"""The acceptance monitor: warns once, falls back and comes back, judges every row by itself,
+keeps the law exact.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ ASKED = [Request([5 + i, 6, 7, 5 + i, 6], 26, id=i) for i in range(3)]
 
 def test_a_bad_drafter_is_told_once_and_rests(target: Target, other: Target) -> None:
     heard: list[Alert] = []
-    bad = Monitor(DraftModel(other, 2), 1.8, fallback=True, patience=4, retry=6, on_alert=heard.append)
+    bad = Monitor(
+        DraftModel(other, 2), 1.8, fallback=True, patience=4, retry=6, on_alert=heard.append
+    )
     run = generate(target, bad, ASKED, Sampling(), batch_size=2, eos_ids=[])
     assert [a.request for a in heard] == [0, 1, 2] and heard == bad.alerts, "once per request"
     assert "below the 1.80" in str(heard[0]) and heard[0].accepted_length < 1.8
@@ -46,7 +50,12 @@ def test_without_fallback_it_only_warns(target: Target, other: Target) -> None:
 
 
 def test_rows_are_judged_alone_and_greedy_tokens_stay(target: Target, other: Target) -> None:
-    plain = [g.token_ids for g in generate(target, NoDraft(), ASKED, Sampling(), batch_size=3, eos_ids=[]).generations]
+    plain = [
+        g.token_ids
+        for g in generate(
+            target, NoDraft(), ASKED, Sampling(), batch_size=3, eos_ids=[]
+        ).generations
+    ]
     for inner in (NGram(), DraftModel(other, 2)):
         proposed = []
         for batch in (1, 3):
@@ -68,20 +77,30 @@ def test_cycles_without_a_draft_are_no_evidence(target: Target) -> None:
 
 
 class Anticipating(Monitor):
-    """Drops a draft whose own first token it finds unlikely: looks at what it is about to have verified."""
+    """Drops a draft whose own first token it finds unlikely: looks at what it is about to have
+    verified.
+    """
 
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
         tree = self.inner.propose(budget, sampling, rng)
         if tree.proposal is None:
             return tree
         q = tree.proposal.law[:, 0].gather(1, tree.tokens[:, :1])[:, 0]
-        return DraftTree(tree.tokens, tree.parents, torch.where(q < 0.4, 0, tree.size), tree.sampled, tree.proposal,
-                         tree.static_layout)  # fmt: skip
+        return DraftTree(
+            tree.tokens,
+            tree.parents,
+            torch.where(q < 0.4, 0, tree.size),
+            tree.sampled,
+            tree.proposal,
+            tree.static_layout,
+        )
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
 def test_the_law_is_exact_and_an_anticipating_monitor_is_caught(rule: str) -> None:
-    """Four tokens, patience 1: some branches fall back after their first cycle, others go on drafting."""
+    """Four tokens, patience 1: some branches fall back after their first cycle, others go on
+    drafting.
+    """
     seen: set[tuple[bool, bool]] = set()
 
     class Watched(Monitor):
@@ -91,7 +110,8 @@ def test_the_law_is_exact_and_an_anticipating_monitor_is_caught(rule: str) -> No
             return tree
 
     def error(kind: type[Monitor]) -> float:
-        # Counted below the monitor: which draws are padding follows from the budget that the monitor lets through.
+        # Counted below the monitor: which draws are padding follows from the budget that the
+        # monitor lets through.
         draft = Counted(DraftModel(toy_model(vocab=3, seed=5, layers=1), 2), None)
         drafter = kind(draft, 1.5, fallback=True, patience=1, retry=1)
         return engine_law(toy_model(vocab=3), drafter, [1, 2], 4, Sampling(1.0), rule).error
@@ -102,6 +122,10 @@ def test_the_law_is_exact_and_an_anticipating_monitor_is_caught(rule: str) -> No
 
 
 def test_nonsense_is_refused() -> None:
-    for bad in ({"break_even": 0.5}, {"break_even": float("nan")}, {"break_even": 1.5, "patience": 0}):
+    for bad in (
+        {"break_even": 0.5},
+        {"break_even": float("nan")},
+        {"break_even": 1.5, "patience": 0},
+    ):
         with pytest.raises(ValueError):
             Monitor(NGram(), **bad)

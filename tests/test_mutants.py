@@ -1,4 +1,6 @@
-"""Single-edit mutants: what is edited and what is left alone, the choice, the table, and a mutant that is caught."""
+"""Single-edit mutants: what is edited and what is left alone, the choice, the table, and a
+mutant that is caught.
+"""
 
 from __future__ import annotations
 

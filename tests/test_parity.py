@@ -35,8 +35,11 @@ from train.config import EagleRun
 from train.loop import fit
 
 PROMPTS = [[5, 9, 7], [11, 4], [20, 21, 22, 23, 24]]
-EAGLES = [{"kind": "eagle3", "depth": 4}, {"kind": "eagle1", "depth": 3},
-          {"kind": "eagle3", "layers": 2, "norm_before_fc": True, "norm_output": True, "depth": 4}]  # fmt: skip
+EAGLES = [
+    {"kind": "eagle3", "depth": 4},
+    {"kind": "eagle1", "depth": 3},
+    {"kind": "eagle3", "layers": 2, "norm_before_fc": True, "norm_output": True, "depth": 4},
+]
 OTHERS = {
     "medusa": MedusaConfig(heads=3, draft_vocab=40),
     "markov": MedusaConfig(heads=3, draft_vocab=40, markov_rank=4),
@@ -63,14 +66,20 @@ def other(name: str, target: Target) -> Head:
 
 def run(head: Head, target: Target, folder: Path, tokens: int = 12) -> parity.Parity:
     save_head(head, folder, None)
-    return parity.check(head, target, PROMPTS, tokens, batch_size=2, reload=lambda: load_head(folder, target))
+    return parity.check(
+        head, target, PROMPTS, tokens, batch_size=2, reload=lambda: load_head(folder, target)
+    )
 
 
 def sound(found: parity.Parity) -> None:
     assert found.passed, found.problems
     assert found.identical and found.cycles > 5
     assert len(found.distance) == found.depth and max(most for _, most in found.distance) < 1e-5
-    assert found.lengths["teacher_forced"] == found.lengths["free_running"] == found.lengths["reloaded"]
+    assert (
+        found.lengths["teacher_forced"]
+        == found.lengths["free_running"]
+        == found.lengths["reloaded"]
+    )
 
 
 @pytest.mark.parametrize("changes", EAGLES, ids=["eagle3", "eagle1", "eagle3.1-two-layers"])
@@ -104,17 +113,26 @@ Patch = pytest.MonkeyPatch
 def rotary_is_late_while_drafting(m: Patch) -> None:
     old = EagleDrafter._pass
 
-    def late(self: Any, e: Any, g: Any, places: Any, mask: Any, keep: Any = None, depth: Any = None) -> Any:
+    def late(
+        self: Any, e: Any, g: Any, places: Any, mask: Any, keep: Any = None, depth: Any = None
+    ) -> Any:
         at = places if depth is None else depth
-        return old(self, e, g, places, mask, keep, at + 1 if e.shape[1] == 1 and keep is None else at)
+        return old(
+            self, e, g, places, mask, keep, at + 1 if e.shape[1] == 1 and keep is None else at
+        )
 
     m.setattr(EagleDrafter, "_pass", late)
 
 
 def features_of_the_row_before(m: Patch) -> None:
     old = EagleDrafter.observe
-    m.setattr(EagleDrafter, "observe", lambda self, tokens, feats, n, rows: old(
-        self, tokens, torch.cat([feats[:, :1], feats[:, :-1]], 1), n, rows))  # fmt: skip
+    m.setattr(
+        EagleDrafter,
+        "observe",
+        lambda self, tokens, feats, n, rows: old(
+            self, tokens, torch.cat([feats[:, :1], feats[:, :-1]], 1), n, rows
+        ),
+    )
 
 
 def own_keys_are_lost(m: Patch) -> None:
@@ -161,7 +179,9 @@ MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
 
 
 @pytest.mark.parametrize(("mutate", "said"), MUTATIONS, ids=lambda v: getattr(v, "__name__", ""))
-def test_a_broken_eagle_drafter_is_caught(mutate: Callable, said: str, target: Target, monkeypatch: Patch) -> None:
+def test_a_broken_eagle_drafter_is_caught(
+    mutate: Callable, said: str, target: Target, monkeypatch: Patch
+) -> None:
     head = head_of(target, depth=4)
     mutate(monkeypatch)
     found = parity.check(head, target, PROMPTS, 16, batch_size=3)
@@ -182,8 +202,12 @@ def feature_of_the_last_token_itself(m: Patch) -> None:
     m.setattr(LastFeature, "observe", observe)
 
 
-@pytest.mark.parametrize("mutate", [heads_in_another_order, feature_of_the_last_token_itself], ids=lambda v: v.__name__)
-def test_a_broken_medusa_drafter_is_caught(mutate: Callable, target: Target, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize(
+    "mutate", [heads_in_another_order, feature_of_the_last_token_itself], ids=lambda v: v.__name__
+)
+def test_a_broken_medusa_drafter_is_caught(
+    mutate: Callable, target: Target, monkeypatch: Patch
+) -> None:
     mutate(monkeypatch)
     found = parity.check(other("medusa", target), target, PROMPTS, 16, batch_size=2)
     assert not found.passed and "at the first level" in found.problems[0], found.problems
@@ -202,7 +226,9 @@ def rounded(state: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("spoil", [swapped, shifted_map, rounded], ids=lambda v: v.__name__)
-def test_a_head_that_was_saved_wrongly_is_caught(spoil: Callable, target: Target, tmp_path: Path) -> None:
+def test_a_head_that_was_saved_wrongly_is_caught(
+    spoil: Callable, target: Target, tmp_path: Path
+) -> None:
     head = head_of(target, depth=3)
 
     def reload() -> Head:
@@ -218,7 +244,9 @@ def test_a_head_that_was_saved_wrongly_is_caught(spoil: Callable, target: Target
     assert (spoil is rounded) or any("saved and reloaded head draws" in p for p in found.problems)
 
 
-def test_without_a_training_pass_the_reload_is_judged(target: Target, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_without_a_training_pass_the_reload_is_judged(
+    target: Target, tmp_path: Path, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr(MedusaHead, "forced", Head.forced)
     found = run(other("medusa", target), target, tmp_path / "head")
     assert found.passed and set(found.lengths) == {"free_running", "reloaded"}
@@ -229,7 +257,9 @@ def data(tmp_path: Path) -> Iterator[Path]:
     yield chats(tmp_path / "chats.jsonl")
 
 
-def test_a_run_ends_with_the_gate_once(data: Path, tmp_path: Path, monkeypatch: Patch, capsys) -> None:
+def test_a_run_ends_with_the_gate_once(
+    data: Path, tmp_path: Path, monkeypatch: Patch, capsys
+) -> None:
     out = tmp_path / "run"
     cfg = run_config(data, out, "eval.parity=2", "eval.max_new_tokens=12")
     fit(cfg, HEADS["medusa"])
@@ -238,15 +268,23 @@ def test_a_run_ends_with_the_gate_once(data: Path, tmp_path: Path, monkeypatch: 
     assert len(found) == 1 and found[0]["passed"] and found[0]["reload_identical"]
     assert json.loads((out / "parity.json").read_text())["step"] == 6
     assert "teacher-forced" in capsys.readouterr().err
-    monkeypatch.setattr("train.gate.check", lambda *a, **k: pytest.fail("a passed gate is not run again"))
+    monkeypatch.setattr(
+        "train.gate.check", lambda *a, **k: pytest.fail("a passed gate is not run again")
+    )
     fit(cfg, HEADS["medusa"])
 
 
 def test_a_run_fails_with_an_explanation(data: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(EagleDrafter, "observe", EagleDrafter.observe)
     features_of_the_row_before(monkeypatch)
-    small = [*overrides(data, tmp_path / "run"), "head=eagle3", "head.depth=3", "eval.parity=3", "steps=2",
-             "eval.max_new_tokens=16"]  # fmt: skip
+    small = [
+        *overrides(data, tmp_path / "run"),
+        "head=eagle3",
+        "head.depth=3",
+        "eval.parity=3",
+        "steps=2",
+        "eval.max_new_tokens=16",
+    ]
     cfg = compose("eagle", EagleRun, [o for o in small if not o.startswith("head.heads")])
     with pytest.raises(CheckFailed, match="parity.*at the first level"):
         fit(cfg, HEADS["eagle3"])

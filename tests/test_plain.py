@@ -1,5 +1,5 @@
-"""An ordinary model folder as a drafter: drawn trees, tuned settings, certificates, and why it needs
-no export."""
+"""An ordinary model folder as a drafter: drawn trees, tuned settings, certificates, and why it
+needs no export."""
 
 from __future__ import annotations
 

@@ -70,5 +70,11 @@ def test_work_that_goes_on_takes_its_pace_from_what_it_does_itself(capsys: Any) 
 
 
 def test_times_are_short() -> None:
-    assert [clock(s) for s in (0.4, 59.4, 60, 3599, 3600, 9000)] == ["0 s", "59 s", "1:00 min", "59:59 min", "1:00 h",
-                                                                    "2:30 h"]  # fmt: skip
+    assert [clock(s) for s in (0.4, 59.4, 60, 3599, 3600, 9000)] == [
+        "0 s",
+        "59 s",
+        "1:00 min",
+        "59:59 min",
+        "1:00 h",
+        "2:30 h",
+    ]

@@ -1,4 +1,6 @@
-"""Prompt files: every form, every mistake with file:line, and the prompts that come with the project."""
+"""Prompt files: every form, every mistake with file:line, and the prompts that come with the
+project.
+"""
 
 import json
 import re
@@ -16,11 +18,20 @@ from scripts.common.prompts import DEMO, Prompt, chat_ids, load_prompts, user_he
 def test_all_forms(tmp_path) -> None:
     rows = [
         {"question_id": 81, "category": "writing", "turns": ["One", "Two"], "reference": ["x"]},
-        {"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "A"},
-                      {"role": "assistant", "content": "B"}, {"role": "user", "content": "C"}]},
+        {
+            "messages": [
+                {"role": "system", "content": "S"},
+                {"role": "user", "content": "A"},
+                {"role": "assistant", "content": "B"},
+                {"role": "user", "content": "C"},
+            ]
+        },
         {"prompt": "P\u2028Q", "id": "mine", "category": "chat"},
-        {"id": "s", "conversations": [{"from": "human", "value": "E"}, {"from": "gpt", "value": "F"}]},
-    ]  # fmt: skip
+        {
+            "id": "s",
+            "conversations": [{"from": "human", "value": "E"}, {"from": "gpt", "value": "F"}],
+        },
+    ]
     path = tmp_path / "p.jsonl"
     path.write_text("\ufeff" + "\n\n".join(json.dumps(r, ensure_ascii=False) for r in rows))
     assert load_prompts(path) == [
@@ -76,7 +87,12 @@ def test_unreadable_files(tmp_path) -> None:
     empty, binary = tmp_path / "empty", tmp_path / "binary"
     empty.write_text("\n")
     binary.write_bytes(b"\xff\xfe\x00")
-    cases = ((empty, "no prompt"), (binary, "UTF-8"), (tmp_path, "folder"), (tmp_path / "no", "cannot read"))
+    cases = (
+        (empty, "no prompt"),
+        (binary, "UTF-8"),
+        (tmp_path, "folder"),
+        (tmp_path / "no", "cannot read"),
+    )
     for path, message in cases:
         with pytest.raises(UserError, match=message):
             load_prompts(path)
@@ -85,16 +101,31 @@ def test_unreadable_files(tmp_path) -> None:
 def test_demo_prompts_cover_eight_categories() -> None:
     prompts = load_prompts(DEMO)
     counts = Counter(p.category for p in prompts)
-    assert set(counts) == {"writing", "qa", "summarization", "translation", "math", "code", "rag", "multi_turn"}
+    assert set(counts) == {
+        "writing",
+        "qa",
+        "summarization",
+        "translation",
+        "math",
+        "code",
+        "rag",
+        "multi_turn",
+    }
     assert len(prompts) >= 80 and min(counts.values()) >= 10
     assert all(len(p.turns) == (2 if p.category == "multi_turn" else 1) for p in prompts)
     openings = [frozenset(re.findall(r"\w+", p.turns[0].casefold())) for p in prompts]
     for i, one in enumerate(openings):
         for other in openings[:i]:
             assert len(one & other) / len(one | other) < 0.7, (one, other)
-    assert all(60 <= len(p.turns[0].split()) <= 170 for p in prompts if p.category in ("summarization", "rag"))
+    assert all(
+        60 <= len(p.turns[0].split()) <= 170
+        for p in prompts
+        if p.category in ("summarization", "rag")
+    )
     tokenizer = byte_tokenizer()
-    longest = max(len(chat_ids(tokenizer, [{"role": "user", "content": t}])) for p in prompts for t in p.turns)
+    longest = max(
+        len(chat_ids(tokenizer, [{"role": "user", "content": t}])) for p in prompts for t in p.turns
+    )
     assert longest < 1000  # fits the tiny target's context
 
 

@@ -1,4 +1,6 @@
-"""scripts/prove.py: sections merge into one JSON, go on where they stopped, and the page shows what the JSON holds."""
+"""scripts/prove.py: sections merge into one JSON, go on where they stopped, and the page shows
+what the JSON holds.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def run(*words: str) -> int:
 @pytest.mark.skipif(not lossless_page.RESULTS.exists(), reason="no figures yet")
 def test_the_page_shows_the_committed_figures() -> None:
     text = lossless_page.PAGE.read_text()
-    block = text[text.index(lossless_page.BEGIN) : text.index(lossless_page.END) + len(lossless_page.END)]
+    block = text[
+        text.index(lossless_page.BEGIN) : text.index(lossless_page.END) + len(lossless_page.END)
+    ]
     assert block == lossless_page.render(json.loads(lossless_page.RESULTS.read_text()))
 
 
@@ -44,55 +48,97 @@ def test_the_committed_figures_meet_the_bar() -> None:
     assert "/tmp" not in text and "/home" not in text and "/root" not in text
 
 
-def test_sections_merge_and_go_on(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sections_merge_and_go_on(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prove, "code_sha256", lambda: "the code is edited while tests run")
     out, state = tmp_path / "l.json", tmp_path / "s"
     words = (f"out={out}", f"state={state}", "only=[enumeration]")
     assert run(*words, "cases=7") == 0
     assert run(*words, "cases=9") == 0  # the first block served both
     found = json.loads(out.read_text())["enumeration"]
-    assert found["cases"] == 9 and found["max_error"] <= 1e-12 and found["command"].startswith("python")
+    assert (
+        found["cases"] == 9
+        and found["max_error"] <= 1e-12
+        and found["command"].startswith("python")
+    )
     assert len((state / "enumeration" / "enumeration.jsonl").read_text().splitlines()) == 1
     capsys.readouterr()
     assert run(*words[:2], "only=[gains]") == 2 and "needs input" in capsys.readouterr().err
     assert run(*words[:2], "only=[magic]") == 2 and "no section magic" in capsys.readouterr().err
 
 
-def test_greedy_against_generate_on_a_small_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_against_generate_on_a_small_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prove, "code_sha256", lambda: "the code is edited while tests run")
-    words = ("only=[greedy]", "target=tiny", "target.hidden=32", "num_prompts=5", "max_new_tokens=10", "batch_size=2",
-             "alone=2", f"out={tmp_path / 'l.json'}", f"state={tmp_path / 's'}")  # fmt: skip
+    words = (
+        "only=[greedy]",
+        "target=tiny",
+        "target.hidden=32",
+        "num_prompts=5",
+        "max_new_tokens=10",
+        "batch_size=2",
+        "alone=2",
+        f"out={tmp_path / 'l.json'}",
+        f"state={tmp_path / 's'}",
+    )
     assert run(*words) == 0
     rows = json.loads((tmp_path / "l.json").read_text())["greedy"]["rows"]
     assert [(r["drafter"], r["batch_size"], r["prompts"]) for r in rows] == [
-        ("none", 2, 5), ("none", 1, 2), ("ngram", 2, 5), ("ngram", 1, 2)]  # fmt: skip
+        ("none", 2, 5),
+        ("none", 1, 2),
+        ("ngram", 2, 5),
+        ("ngram", 1, 2),
+    ]
     assert all(r["equal"] + r["rounding_ties"] == r["prompts"] and not r["defects"] for r in rows)
     assert "path" not in (tmp_path / "l.json").read_text()
 
 
 def test_a_certificate_is_slimmed_and_shown(tmp_path: Path) -> None:
     paper = {
-        "verdict": "undecided", "reasons": ["few drafts", "more"], "created": "now", "command": "python",
+        "verdict": "undecided",
+        "reasons": ["few drafts", "more"],
+        "created": "now",
+        "command": "python",
         "controls": {"from": "this run"},
-        "negative_controls": [{"name": "typical acceptance", "layer": "sampling", "p": 1e-9, "tokens": 900}],
-        "power": {"tokens": 5000, "min_detectable": 0.05}, "shape": {}, "versions": {},
-        "layers": [{"name": "sampling", "p": 0.3, "alpha": 1e-4, "histograms": {}, "distribution": []}],
-        "settings": {"drafter": "x@tree", "temperature": 0.6, "top_p": 0.9, "dtype": "float32",
-                     "out": "/somewhere", "quiet": True},
+        "negative_controls": [
+            {"name": "typical acceptance", "layer": "sampling", "p": 1e-9, "tokens": 900}
+        ],
+        "power": {"tokens": 5000, "min_detectable": 0.05},
+        "shape": {},
+        "versions": {},
+        "layers": [
+            {"name": "sampling", "p": 0.3, "alpha": 1e-4, "histograms": {}, "distribution": []}
+        ],
+        "settings": {
+            "drafter": "x@tree",
+            "temperature": 0.6,
+            "top_p": 0.9,
+            "dtype": "float32",
+            "out": "/somewhere",
+            "quiet": True,
+        },
         "identities": {"target": {"name": "m", "path": "/somewhere"}, "drafter": {}},
-    }  # fmt: skip
+    }
     (tmp_path / "certificate.json").write_text(json.dumps(paper))
-    assert run("only=[certificates]", f"certificates=[{tmp_path}]", f"out={tmp_path / 'l.json'}") == 0
+    assert (
+        run("only=[certificates]", f"certificates=[{tmp_path}]", f"out={tmp_path / 'l.json'}") == 0
+    )
     known = json.loads((tmp_path / "l.json").read_text())["certificates"]
     assert "/somewhere" not in json.dumps(known["rows"]) and "histograms" not in json.dumps(known)
-    line = ("| x@tree | T = 0.6, top-p 0.9, float32 | 5,000 | 0.3 (0.0001) | 5.0% | p = 1.0e-09 after 900 | – | "
-            "undecided: few drafts |")  # fmt: skip
+    line = (
+        "| x@tree | T = 0.6, top-p 0.9, float32 | 5,000 | 0.3 (0.0001) | 5.0% | p = "
+        "1.0e-09 after 900 | – | "
+        "undecided: few drafts |"
+    )
     assert line in lossless_page.render({"certificates": known}).splitlines()
 
 
 def test_a_failing_test_is_told(tmp_path: Path) -> None:
     (tmp_path / "test_x.py").write_text(
-        "import pytest\n@pytest.mark.slow\ndef test_a(record_property):\n    record_property('n', '3')\n"
+        "import pytest\n@pytest.mark.slow\ndef test_a(record_property):\n    "
+        "record_property('n', '3')\n"
         "@pytest.mark.slow\ndef test_b():\n    assert False\n"
     )
     found = proofs.tests("x", str(tmp_path / "test_x.py"), Parts(None), lambda *a: None)
@@ -109,7 +155,9 @@ def test_gains_on_a_small_target(tmp_path: Path) -> None:
     found = {}
     for name, d in drafters.items():
         parts = Parts(tmp_path / name, 1)
-        found[name] = gains.measure(target, d, prompts, Sampling(1.0), 24, 2, 0, parts, name, lambda n: None)
+        found[name] = gains.measure(
+            target, d, prompts, Sampling(1.0), 24, 2, 0, parts, name, lambda n: None
+        )
     result = gains.compare(found)
     assert set(result["differences"]) == {
         "traversal over rejection, sampled tree",
@@ -119,5 +167,7 @@ def test_gains_on_a_small_target(tmp_path: Path) -> None:
     assert result["differences"]["traversal over rejection, sampled tree"]["mean"] > -1e-9
     assert min(result["cycles"].values()) > 10
     for name, values in found.items():  # the expected length is that of the realised one
-        down, up, real = torch.tensor([row for rows in values.values() for row in rows]).mean(0).tolist()
+        down, up, real = (
+            torch.tensor([row for rows in values.values() for row in rows]).mean(0).tolist()
+        )
         assert abs((up if name == "sampled tree" else down) - real) < 0.35

@@ -1,4 +1,6 @@
-"""The README cannot rot: its commands compose, its paths exist, its tables are those of the committed JSON."""
+"""The README cannot rot: its commands compose, its paths exist, its tables are those of the
+committed JSON.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from scripts.reports import readme
 
 TEXT = readme.README.read_text()
 BLOCKS = re.findall(r"```\n(.*?)```", TEXT, re.S)
-LINES = [line.partition("  #")[0].strip() for block in BLOCKS for line in block.splitlines() if line.strip()]
+LINES = [
+    line.partition("  #")[0].strip()
+    for block in BLOCKS
+    for line in block.splitlines()
+    if line.strip()
+]
 
 
 def check(words: list[str]) -> None:
@@ -26,7 +33,9 @@ def check(words: list[str]) -> None:
         words = words[1:]
     script, *overrides = words
     assert (files.ROOT / script).is_file(), script
-    script = {"scripts/validate.py": "train/validate.py"}.get(script, script)  # it hands its words on
+    script = {"scripts/validate.py": "train/validate.py"}.get(
+        script, script
+    )  # it hands its words on
     module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
     compose(module.main.config_name, module.main.schema, overrides)
 
@@ -35,7 +44,9 @@ def check(words: list[str]) -> None:
 def test_every_command_is_real(line: str) -> None:
     words = shlex.split(line)
     if words[0] == "make":
-        done = subprocess.run(["make", "-n", *words[1:]], cwd=files.ROOT, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["make", "-n", *words[1:]], cwd=files.ROOT, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr
     else:
         check(words)

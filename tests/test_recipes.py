@@ -1,4 +1,5 @@
-"""Every conf/experiment composes, and what it trains works on a tiny random target of its architecture.
+"""Every conf/experiment composes, and what it trains works on a tiny random target of its
+architecture.
 
 pytest tests/test_recipes.py
 """
@@ -22,19 +23,44 @@ from train.validate import ValidateConfig, head_config
 
 RECIPES = sorted(p.stem for p in (CONF / "experiment").glob("*.yaml"))
 RUNS: dict[str, tuple[str, type[TrainConfig]]] = {
-    "eagle": ("eagle", EagleRun), "medusa": ("medusa", MedusaRun), "hydra": ("hydra_heads", HydraHeadsRun),
-    "draft": ("draft", DraftRun), "demo": ("medusa", MedusaRun)}  # fmt: skip
-ARCHITECTURES = {"llama31": "llama", "qwen3": "qwen3", "mistral": "mistral", "gemma3": "gemma3", "vicuna": "llama",
-                 "smollm2": "llama"}  # fmt: skip
+    "eagle": ("eagle", EagleRun),
+    "medusa": ("medusa", MedusaRun),
+    "hydra": ("hydra_heads", HydraHeadsRun),
+    "draft": ("draft", DraftRun),
+    "demo": ("medusa", MedusaRun),
+}
+ARCHITECTURES = {
+    "llama31": "llama",
+    "qwen3": "qwen3",
+    "mistral": "mistral",
+    "gemma3": "gemma3",
+    "vicuna": "llama",
+    "smollm2": "llama",
+}
 
 
 def gemma3() -> Target:
-    """Gemma 3 as its larger sizes come: a language model with sliding windows beside a vision tower."""
+    """Gemma 3 as its larger sizes come: a language model with sliding windows beside a vision
+    tower.
+    """
     text = build("gemma3_text").config.to_dict()
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-              "image_size": 28, "patch_size": 14}  # fmt: skip
-    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=4,
-                                  image_token_index=60, boi_token_index=59, eoi_token_index=58)  # fmt: skip
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = AutoConfig.for_model(
+        "gemma3",
+        text_config=text,
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        image_token_index=60,
+        boi_token_index=59,
+        eoi_token_index=58,
+    )
     torch.manual_seed(0)
     return Target(AutoModelForImageTextToText.from_config(config, dtype=torch.float32))
 
@@ -65,16 +91,24 @@ def test_recipe(name: str) -> None:
     out = draft(random_batch(vocab=VOCAB), target)
     out.sum.backward()
     assert bool(out.sum.isfinite())
-    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in draft.parameters() if p.requires_grad)
+    assert all(
+        p.grad is not None and bool(p.grad.isfinite().all())
+        for p in draft.parameters()
+        if p.requires_grad
+    )
     found = parity.check(draft, target, [[5, 6, 7], [9, 4]], 9, batch_size=2)
     assert found.passed, found.problems
 
 
-@pytest.mark.parametrize("name", [n for n in RECIPES if n.startswith("smollm2") and n.endswith(("20min", "_2h"))])
+@pytest.mark.parametrize(
+    "name", [n for n in RECIPES if n.startswith("smollm2") and n.endswith(("20min", "_2h"))]
+)
 def test_names_are_true(name: str) -> None:
     """Steps times tokens per batch at the stated rate, with a tenth for evaluations."""
     text = (CONF / "experiment" / f"{name}.yaml").read_text()
-    stated = re.search(r"at ([\d,]+) tokens/s.*?([\d,]+) tokens per batch", text.replace("\n# ", " "))
+    stated = re.search(
+        r"at ([\d,]+) tokens/s.*?([\d,]+) tokens per batch", text.replace("\n# ", " ")
+    )
     steps = re.search(r"^steps: (\d+)", text, re.M)
     if stated is None or steps is None:
         pytest.skip("another recipe's own words")

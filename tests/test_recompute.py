@@ -25,7 +25,9 @@ SHAPE = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2}
 
 
 class Alive(TorchDispatchMode):
-    """Counts the bytes of storages that were made under it and are alive. most: the largest number of them."""
+    """Counts the bytes of storages that were made under it and are alive. most: the largest
+    number of them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,9 +51,13 @@ class Alive(TorchDispatchMode):
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "eagle3": {"steps": 4}, "eagle3-deep": {"steps": 3, "layers": 2}, "eagle3-own": {"steps": 3, "layer": "target"},
-    "eagle1": {"steps": 1, "noise": 0.2, "feature_loss": 1.0}, "eagle1-hass": {"steps": 3, "top_k": 5},
-    "small_lm": {"from_target_layers": 3}, "small_lm-lora": {"from_target_layers": 3, "lora": LoraKeys(2, dropout=0.3)},
+    "eagle3": {"steps": 4},
+    "eagle3-deep": {"steps": 3, "layers": 2},
+    "eagle3-own": {"steps": 3, "layer": "target"},
+    "eagle1": {"steps": 1, "noise": 0.2, "feature_loss": 1.0},
+    "eagle1-hass": {"steps": 3, "top_k": 5},
+    "small_lm": {"from_target_layers": 3},
+    "small_lm-lora": {"from_target_layers": 3, "lora": LoraKeys(2, dropout=0.3)},
     "medusa2": {"tune": TuneConfig(rank=4, dropout=0.3)},
 }
 
@@ -88,7 +94,9 @@ def test_losses_and_gradients_are_bitwise_equal(name: str) -> None:
         plain, grads = trained(name, batch, False, dtype)
         again, same = trained(name, batch, True, dtype)
         assert torch.equal(plain.sum, again.sum) and float(plain.count) == float(again.count) > 0
-        assert len(grads) == len(same) > 0 and all(torch.equal(a, b) for a, b in zip(grads, same, strict=True))
+        assert len(grads) == len(same) > 0 and all(
+            torch.equal(a, b) for a, b in zip(grads, same, strict=True)
+        )
         assert all(torch.equal(plain.stats[k], again.stats[k]) for k in plain.stats)
 
 
@@ -115,8 +123,8 @@ GROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", sorted(GROWS))
 def test_memory_grows_by_what_goes_on_alone(name: str) -> None:
-    """A step or a layer more costs what it hands on instead of its inside; also at the peak of the backward pass, which
-    holds one inside at a time."""
+    """A step or a layer more costs what it hands on instead of its inside; also at the peak of
+    the backward pass, which holds one inside at a time."""
     target = tiny_target(**SHAPE)
     kind: Any = HEADS[name]
     batch = random_batch(4, 48)
@@ -124,7 +132,9 @@ def test_memory_grows_by_what_goes_on_alone(name: str) -> None:
     for on in (False, True):
         found = []
         for keys in GROWS[name]:
-            cfg = kind.Config(kind=name, draft_vocab=0, chunk=16, activation_checkpointing=on, **keys)
+            cfg = kind.Config(
+                kind=name, draft_vocab=0, chunk=16, activation_checkpointing=on, **keys
+            )
             head = kind.for_target(target, cfg)
             with Alive() as seen:
                 out = head(batch, target)

@@ -19,7 +19,9 @@ ASKED = [Request([1, 2, 3], 12, id=7), Request([4, 2], 9, id=3), Request([5, 5, 
 def recorded(rule: Any = "traversal", sampling: Sampling = Sampling(1.0)) -> tuple[Recorder, Any]:
     seen = Recorder(rule, ASKED)
     drafter = DraftModel(toy_model(seed=5, layers=1), 3)
-    run = generate(toy_model(), drafter, ASKED, sampling, batch_size=2, verify=seen, coins=seen.coins)
+    run = generate(
+        toy_model(), drafter, ASKED, sampling, batch_size=2, verify=seen, coins=seen.coins
+    )
     return seen, run
 
 
@@ -40,7 +42,9 @@ def test_every_token_comes_with_the_logits_that_a_plain_pass_gives() -> None:
 def test_recording_changes_nothing() -> None:
     drafter = DraftModel(toy_model(seed=5, layers=1), 3)
     bare = generate(toy_model(), drafter, ASKED, Sampling(1.0), batch_size=2)
-    assert [g.token_ids for g in bare.generations] == [g.token_ids for g in recorded()[1].generations]
+    assert [g.token_ids for g in bare.generations] == [
+        g.token_ids for g in recorded()[1].generations
+    ]
 
 
 def test_a_loop_that_emits_something_else_is_noticed() -> None:

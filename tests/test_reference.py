@@ -106,7 +106,9 @@ def test_the_greedy_layer_of_a_certificate_finds_no_defect() -> None:
 
 
 def test_sampled_references_follow_the_law_of_the_run() -> None:
-    """The first token of 4,000 answers against softmax(logits): a fitting law is rejected once in 10,000 times."""
+    """The first token of 4,000 answers against softmax(logits): a fitting law is rejected once
+    in 10,000 times.
+    """
     target = asking(**QWEN, **OTHERS)
     many = [Request(PROMPTS[0], 1, id=i) for i in range(4000)]
     found = texts(hf_generate(target, many, Sampling(1.0), batch_size=4000, seed=5))
@@ -119,7 +121,9 @@ def test_sampled_references_follow_the_law_of_the_run() -> None:
     assert chisquare(seen.numpy(), (expected * seen.sum() / expected.sum()).numpy()).pvalue > 1e-4
 
 
-def test_the_models_own_settings_come_back_even_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_models_own_settings_come_back_even_after_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     target, helper = asking(**QWEN), asking("llama", **QWEN)
     kept = [t.model.generation_config for t in (target, helper)]
     before = [k.to_dict() for k in kept]
@@ -129,8 +133,10 @@ def test_the_models_own_settings_come_back_even_after_an_error(monkeypatch: pyte
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(target.model, "generate", broken)
-    for run in (lambda: hf_generate(target, requests(2), Sampling()),
-                lambda: Assisted(target, helper, 3)(requests(2), Sampling(), 0)):  # fmt: skip
+    for run in (
+        lambda: hf_generate(target, requests(2), Sampling()),
+        lambda: Assisted(target, helper, 3)(requests(2), Sampling(), 0),
+    ):
         with pytest.raises(RuntimeError, match="out of memory"):
             run()
     assert all(t.model.generation_config is k for t, k in zip((target, helper), kept, strict=True))
@@ -153,13 +159,25 @@ def test_answers_of_the_reference_end_with_the_context() -> None:
 
 
 def test_what_the_model_asks_for_is_said_in_one_line() -> None:
-    fields = {"repetition_penalty": 1.05, "do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 1.0}
+    fields = {
+        "repetition_penalty": 1.05,
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_k": 20,
+        "top_p": 1.0,
+    }
     target = asking(**fields, num_beams=1, max_length=99)
-    assert facts.unheeded(target.model, Sampling()) == {"repetition_penalty": 1.05, "temperature": 0.7, "top_k": 20}
+    assert facts.unheeded(target.model, Sampling()) == {
+        "repetition_penalty": 1.05,
+        "temperature": 0.7,
+        "top_k": 20,
+    }
     (line,) = facts.notes(target, Sampling())
     assert line == (
-        "target: its generation_config asks for repetition_penalty=1.05, temperature=0.7, top_k=20, which this run "
-        "does not apply: set repetition_penalty=1.05 temperature=0.7 top_k=20 to make them part of the law"
+        "target: its generation_config asks for repetition_penalty=1.05, "
+        "temperature=0.7, top_k=20, which this run "
+        "does not apply: set repetition_penalty=1.05 temperature=0.7 top_k=20 to make "
+        "them part of the law"
     )
 
 
@@ -172,5 +190,7 @@ def test_what_the_run_applies_is_not_said() -> None:
 def test_what_no_key_can_ask_for_is_said_as_well() -> None:
     target = asking(num_beams=2, suppress_tokens=list(range(90)))
     (line,) = facts.notes(target, Sampling())
-    assert line.startswith("target: its generation_config asks for num_beams=2, suppress_tokens=[0, 1, 2, 3")
+    assert line.startswith(
+        "target: its generation_config asks for num_beams=2, suppress_tokens=[0, 1, 2, 3"
+    )
     assert line.endswith("..., which this run does not apply") and len(line) < 250

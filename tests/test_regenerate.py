@@ -1,4 +1,6 @@
-"""Questions to a server, without one and without a clock: waits, order, windows, counts, and what is synced when."""
+"""Questions to a server, without one and without a clock: waits, order, windows, counts, and
+what is synced when.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,21 @@ from scripts.synthesize import SynthesizeConfig
 
 pause = asyncio.sleep  # the real one
 
-# one request ---------------------------------------------------------------------------------------------------------
+# one request
+# -----------------------------------------------------------------------------
 
 
 class Scripted(OpenAIServer):
-    """Every request meets the next trouble of its text, then succeeds. seen: (second, text) of each try."""
+    """Every request meets the next trouble of its text, then succeeds. seen: (second, text) of
+    each try.
+    """
 
-    def __init__(self, troubles: dict[str, list[Exception]], clock: SimpleNamespace, **keys: Any) -> None:
-        super().__init__("http://h/v1", "", timeout=1000.0, backoff=1.0, connections=4, **{"retries": 6, **keys})
+    def __init__(
+        self, troubles: dict[str, list[Exception]], clock: SimpleNamespace, **keys: Any
+    ) -> None:
+        super().__init__(
+            "http://h/v1", "", timeout=1000.0, backoff=1.0, connections=4, **{"retries": 6, **keys}
+        )
         self.script, self.clock, self.seen, self._heard = troubles, clock, list[Any](), clock.now
         self.waits: list[float] = []
         self.on_trouble = lambda reason, wait: self.waits.append(wait)
@@ -46,7 +55,9 @@ class Scripted(OpenAIServer):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A clock that moves when somebody sleeps, after everybody else had a turn; every wait is drawn at its longest."""
+    """A clock that moves when somebody sleeps, after everybody else had a turn; every wait is
+    drawn at its longest.
+    """
     clock = SimpleNamespace(now=100.0)
 
     async def sleep(seconds: float) -> None:
@@ -55,7 +66,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             await pause(0)
         clock.now = max(clock.now, until)
 
-    monkeypatch.setattr(openai_server, "time", SimpleNamespace(monotonic=lambda: clock.now, time=time.time))
+    monkeypatch.setattr(
+        openai_server, "time", SimpleNamespace(monotonic=lambda: clock.now, time=time.time)
+    )
     monkeypatch.setattr(openai_server, "asyncio", SimpleNamespace(sleep=sleep))
     monkeypatch.setattr(openai_server, "random", SimpleNamespace(uniform=lambda low, high: high))
     return clock
@@ -97,39 +110,64 @@ def test_what_each_status_means() -> None:
 
     def meaning(status: int, path: str = "/chat/completions", **headers: str) -> Exception:
         with pytest.raises((Again, Refused, UserError)) as found:
-            server._judged(status, {k.replace("_", "-"): v for k, v in headers.items()}, b"no", path)
+            server._judged(
+                status, {k.replace("_", "-"): v for k, v in headers.items()}, b"no", path
+            )
         return found.value
 
     for status in (408, 409, 425, 429, 500, 502, 503, 504, 520, 529, 599):
         error = meaning(status, retry_after="7")
-        assert isinstance(error, Again) and error.wait == 7 and error.limited == (status == 429), status
+        assert isinstance(error, Again) and error.wait == 7 and error.limited == (status == 429), (
+            status
+        )
     assert all(isinstance(meaning(status), Refused) for status in (400, 405, 413, 422))
     assert all(isinstance(meaning(status), UserError) for status in (301, 307, 401, 403, 404))
     assert isinstance(meaning(404, "/models"), Refused), "some servers have no list"
 
 
 def test_forms_of_answers() -> None:
-    def read(reason: Any = "stop", content: Any = " yes ", message: Any = (), choice: Any = (), **more: Any) -> Answer:
-        found = {"message": {"content": content, **dict(message)}, "finish_reason": reason, **dict(choice)}
+    def read(
+        reason: Any = "stop",
+        content: Any = " yes ",
+        message: Any = (),
+        choice: Any = (),
+        **more: Any,
+    ) -> Answer:
+        found = {
+            "message": {"content": content, **dict(message)},
+            "finish_reason": reason,
+            **dict(choice),
+        }
         return read_answer({"choices": [found], **more})
 
     assert read() == Answer(" yes ", True, -1, None)
     assert not read("length").finished and not read(None).finished, "unknown is not finished"
-    assert read(usage={"completion_tokens": 5}).tokens == 5 and read(usage={"completion_tokens": "5"}).tokens == -1
+    assert (
+        read(usage={"completion_tokens": 5}).tokens == 5
+        and read(usage={"completion_tokens": "5"}).tokens == -1
+    )
     assert read(choice={"token_ids": [1, 2]}).token_ids == [1, 2]
     assert read(choice={"token_ids": [1, 2.5]}).token_ids is None
-    for error, keys in ((Refused, {"reason": "content_filter"}), (Refused, {"message": {"tool_calls": [{}]}}),
-                        (Refused, {"content": " \n"}), (Refused, {"content": None}), (Again, {"reason": "abort"}),
-                        (Again, {"content": ["yes"]})):  # fmt: skip
+    for error, keys in (
+        (Refused, {"reason": "content_filter"}),
+        (Refused, {"message": {"tool_calls": [{}]}}),
+        (Refused, {"content": " \n"}),
+        (Refused, {"content": None}),
+        (Again, {"reason": "abort"}),
+        (Again, {"content": ["yes"]}),
+    ):
         with pytest.raises(error):
             read(**keys)
 
 
-# many questions ------------------------------------------------------------------------------------------------------
+# many questions
+# -----------------------------------------------------------------------------
 
 
 class Fake:
-    """A server in this process. reply: text of the question -> text of the answer; may raise, or wait."""
+    """A server in this process. reply: text of the question -> text of the answer; may raise,
+    or wait.
+    """
 
     def __init__(self, reply: Callable[[str], Awaitable[str]]) -> None:
         self.reply, self.bodies = reply, list[dict[str, Any]]()
@@ -153,17 +191,37 @@ def failing(*numbers: int, error: type[Exception] = Refused) -> Callable[[str], 
 
 def write(folder: Path, lines: list[bytes | int]) -> None:
     """The file of questions; a number is a question that names itself."""
-    (folder / "asked.jsonl").write_bytes(b"".join(b'{"prompt": "%d"}\n' % x if isinstance(x, int) else x + b"\n"
-                                                  for x in lines))  # fmt: skip
+    (folder / "asked.jsonl").write_bytes(
+        b"".join(b'{"prompt": "%d"}\n' % x if isinstance(x, int) else x + b"\n" for x in lines)
+    )
 
 
-def ask(folder: Path, reply: Callable[[str], Awaitable[str]], total: int = 0, share: float = 1.0, concurrency: int = 1,
-        seed: int = 0) -> tuple[Fake, Ledger]:  # fmt: skip
+def ask(
+    folder: Path,
+    reply: Callable[[str], Awaitable[str]],
+    total: int = 0,
+    share: float = 1.0,
+    concurrency: int = 1,
+    seed: int = 0,
+) -> tuple[Fake, Ledger]:
     """Ask the first `total` questions of the file in `folder`, or go on."""
-    server, questions, ledger = Fake(reply), Questions(folder / "asked.jsonl"), Ledger(folder / "a.jsonl", {})
+    server, questions, ledger = (
+        Fake(reply),
+        Questions(folder / "asked.jsonl"),
+        Ledger(folder / "a.jsonl", {}),
+    )
     ledger.open()
-    work = Regenerator(server, questions, ledger, total or len(questions), concurrency, {}, seed, share,  # type: ignore[arg-type]
-                       lambda text: list(text.encode()))  # fmt: skip
+    work = Regenerator(
+        server,
+        questions,
+        ledger,
+        total or len(questions),
+        concurrency,
+        {},
+        seed,
+        share,  # type: ignore[arg-type]
+        lambda text: list(text.encode()),
+    )
     asyncio.run(work.run())
     return server, ledger
 
@@ -206,7 +264,9 @@ def test_every_request_has_a_seed_of_its_own_that_the_run_decides(tmp_path: Path
 
 def test_malformed_lines_count_and_do_not_shift_the_others(tmp_path: Path) -> None:
     write(tmp_path, [0, b"{", 1, 2, b"", 3, 4, b"[]", 5, 6, 7])
-    with pytest.raises(UserError, match=r"asked.jsonl:6: no answer to 3; 3 of 10 questions .*max_failed=0.29"):
+    with pytest.raises(
+        UserError, match=r"asked.jsonl:6: no answer to 3; 3 of 10 questions .*max_failed=0.29"
+    ):
         ask(tmp_path, failing(3), share=0.29)
     _, ledger = ask(tmp_path, failing(3), share=0.3)
     assert asked(tmp_path) == [0, 1, 2, 4, 5, 6, 7] and ledger.failed == [[6, "no answer to 3"]]
@@ -218,7 +278,15 @@ def test_failures_of_an_earlier_run_count(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="3 of 10 questions have no answer"):
         ask(tmp_path, failing(6, 8), share=0.25)
     _, ledger = ask(tmp_path, failing(6, 8), share=0.3)
-    assert [line for line, _ in ledger.failed] == [2, 7, 9] and asked(tmp_path) == [0, 2, 3, 4, 5, 7, 9]
+    assert [line for line, _ in ledger.failed] == [2, 7, 9] and asked(tmp_path) == [
+        0,
+        2,
+        3,
+        4,
+        5,
+        7,
+        9,
+    ]
 
 
 def test_an_answer_between_them_ends_a_row_of_failures(tmp_path: Path) -> None:
@@ -227,10 +295,13 @@ def test_an_answer_between_them_ends_a_row_of_failures(tmp_path: Path) -> None:
     assert asked(tmp_path) == [*range(0, 21, 2)] and len(ledger.failed) == 10
 
 
-# on disk -------------------------------------------------------------------------------------------------------------
+# on disk
+# -----------------------------------------------------------------------------
 
 
-def test_rows_are_on_disk_before_the_record_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_on_disk_before_the_record_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     events: list[tuple[str, str]] = []
     fsync, replace = os.fsync, os.replace
 

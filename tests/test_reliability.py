@@ -1,5 +1,6 @@
-"""Kills, resumes, signals and restarts of real processes. Each campaign runs a small share in the fast suite; its slow
-test runs all of it and records the figure (scripts/reports/reliability.py)."""
+"""Kills, resumes, signals and restarts of real processes. Each campaign runs a small share in
+the fast suite; its slow test runs all of it and records the figure
+(scripts/reports/reliability.py)."""
 
 from __future__ import annotations
 
@@ -29,13 +30,15 @@ TERM, KILL = signal.SIGTERM, signal.SIGKILL
 
 
 class Place:
-    """Data, and the uninterrupted runs that others are compared with: `steps` steps, which are more than two epochs of
-    `per_epoch`."""
+    """Data, and the uninterrupted runs that others are compared with: `steps` steps, which are
+    more than two epochs of `per_epoch`."""
 
     def __init__(self, folder: Path, steps: int, rows: int) -> None:
         self.folder, self.data, self.steps = folder, chats(folder / "data.jsonl", rows), steps
         cfg, target = run_config(self.data, folder / "none"), tiny_target()
-        found = load_rows(cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length)
+        found = load_rows(
+            cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
+        )
         self.per_epoch = Plan(found, cfg.batch_size, cfg.data.window, cfg.seed).per_epoch
         assert 2 * self.per_epoch < steps
         self._whole: dict[Any, tuple[str, str]] = {}
@@ -54,10 +57,18 @@ class Place:
     def whole(self, world: int = 1) -> tuple[str, str]:
         if world not in self._whole:
             out, marks = self.fresh(f"whole{world}-"), Marks()
-            run = marks.steps(self.action(out, "save_every=1")) if world == 1 else self.action(out, "save_every=0")
+            run = (
+                marks.steps(self.action(out, "save_every=1"))
+                if world == 1
+                else self.action(out, "save_every=0")
+            )
             assert finish(world, run, out.with_suffix(".txt")) == [0] * world, out
-            if marks.seen() > 2:  # unread until now: take the pace from the file times of what it left
-                lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+            if (
+                marks.seen() > 2
+            ):  # unread until now: take the pace from the file times of what it left
+                lines = [
+                    json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()
+                ]
                 times = [line["time"] for line in lines if "loss" in line]
                 self.pace = (times[-1] - times[0]) / (self.steps - 3)
             marks.close()
@@ -65,7 +76,9 @@ class Place:
         return self._whole[world]
 
     def resumed(self, world: int, out: Path, *more: str) -> bool:
-        """Whether the run in `out` goes on to the weights and moments of the uninterrupted one, and leaves it tidy."""
+        """Whether the run in `out` goes on to the weights and moments of the uninterrupted
+        one, and leaves it tidy.
+        """
         codes = finish(world, self.action(out, "save_every=7", *more), out.with_suffix(".txt"))
         if codes != [0] * world:
             return False
@@ -85,20 +98,27 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return Place(tmp_path_factory.mktemp("campaign"), 24, 48)
 
 
-# kill -9 ------------------------------------------------------------------------------------------------------------
+# kill -9
+# -----------------------------------------------------------------------------
 
 
 def kills(place: Place, count: int, seed: int) -> dict[str, int]:
-    """kill -9 at random moments of a run that saves after every step, beside the training and in its place in turn;
-    every fifth run has two ranks, which die together."""
-    chance, found = random.Random(seed), {"good": 0, "inside_a_save": 0, "before_the_first": 0, "two_ranks": 0}
+    """kill -9 at random moments of a run that saves after every step, beside the training and
+    in its place in turn; every fifth run has two ranks, which die together."""
+    chance, found = (
+        random.Random(seed),
+        {"good": 0, "inside_a_save": 0, "before_the_first": 0, "two_ranks": 0},
+    )
     place.whole()
     done = 0
     while done < count:
         world, out, marks = 2 if done % 5 == 4 else 1, place.fresh("kill"), Marks()
         beside = "true" if done % 2 else "false"
-        children = ranks(world, marks.steps(place.action(out, "save_every=1", f"async_save={beside}")),
-                         out.with_suffix(".txt"))
+        children = ranks(
+            world,
+            marks.steps(place.action(out, "save_every=1", f"async_save={beside}")),
+            out.with_suffix(".txt"),
+        )
         steps = world * chance.randrange(1, place.steps)
         while marks.seen() < steps and all(os.waitpid(c, os.WNOHANG) == (0, 0) for c in children):
             time.sleep(0.001)
@@ -114,7 +134,9 @@ def kills(place: Place, count: int, seed: int) -> dict[str, int]:
         found["inside_a_save"] += bool(list(out.glob("checkpoints/.tmp-*")))
         found["before_the_first"] += newest is None
         found["two_ranks"] += world == 2
-        lost = steps // world - 1 - (disk.step_of(newest) if newest else 0)  # the mark stands before the step
+        lost = (
+            steps // world - 1 - (disk.step_of(newest) if newest else 0)
+        )  # the mark stands before the step
         found["good"] += not problems and lost <= 2 and place.resumed(world, out)
     return found
 
@@ -126,27 +148,44 @@ def test_killed_runs_resume_to_the_same_bits(place: Place) -> None:
 @pytest.mark.slow
 def test_fifty_killed_runs_resume_to_the_same_bits(large: Place) -> None:
     found = kills(large, 50, 1)
-    record("kill9", what="`kill -9` at random moments of stepping and saving, then the same command",
-           result=f"{found['good']}/50 resume, weights and optimizer bitwise equal", met=found["good"] == 50, trials=50,
-           **found)  # fmt: skip
+    record(
+        "kill9",
+        what="`kill -9` at random moments of stepping and saving, then the same command",
+        result=f"{found['good']}/50 resume, weights and optimizer bitwise equal",
+        met=found["good"] == 50,
+        trials=50,
+        **found,
+    )
     assert found["good"] == 50, found
 
 
-# resume -------------------------------------------------------------------------------------------------------------
+# resume
+# -----------------------------------------------------------------------------
 
 
 def stops(place: Place, seed: int) -> list[tuple[int, int, int]]:
-    """(step, micro-batch of it, signal) of 20 interruptions: the first step, the last, before and after the edges of
-    the epochs, inside accumulation, and wherever chance falls."""
+    """(step, micro-batch of it, signal) of 20 interruptions: the first step, the last, before
+    and after the edges of the epochs, inside accumulation, and wherever chance falls."""
     chance, last, edge = random.Random(seed), place.steps - 1, place.per_epoch
-    fixed = [(0, 0, TERM), (0, 1, KILL), (last, 1, TERM), (last, 1, KILL), (edge - 1, 1, TERM), (edge, 0, TERM),
-             (2 * edge - 1, 1, KILL), (2 * edge, 0, KILL)]
-    return fixed + [(chance.randrange(last + 1), chance.randrange(2), chance.choice((TERM, KILL))) for _ in range(12)]
+    fixed = [
+        (0, 0, TERM),
+        (0, 1, KILL),
+        (last, 1, TERM),
+        (last, 1, KILL),
+        (edge - 1, 1, TERM),
+        (edge, 0, TERM),
+        (2 * edge - 1, 1, KILL),
+        (2 * edge, 0, KILL),
+    ]
+    return fixed + [
+        (chance.randrange(last + 1), chance.randrange(2), chance.choice((TERM, KILL)))
+        for _ in range(12)
+    ]
 
 
 def resumes(place: Place, world: int, points: list[tuple[int, int, int]]) -> int:
-    """How many interrupted runs end as the uninterrupted one. Of two ranks one is hit, in turn; after a kill the other
-    one ends by itself, as its peer is gone, or is killed too."""
+    """How many interrupted runs end as the uninterrupted one. Of two ranks one is hit, in
+    turn; after a kill the other one ends by itself, as its peer is gone, or is killed too."""
     good = 0
     per_step = 4 // world  # micro-batches of a rank
     for turn, (step, micro, number) in enumerate(points):
@@ -184,15 +223,24 @@ def test_twenty_stops_resume_to_the_same_bits(large: Place, world: int) -> None:
     points = stops(large, world)
     good = resumes(large, world, points)
     names = {1: "one process", 2: "two processes"}
-    record(f"resume{world}", what=f"stopped or killed at 20 steps (first, last, epoch edges, inside accumulation), "
-           f"{names[world]}", result=f"{good}/20 bitwise equal", met=good == 20, trials=20, good=good,
-           points=[[s, m, signal.Signals(n).name] for s, m, n in points])  # fmt: skip
+    record(
+        f"resume{world}",
+        what=f"stopped or killed at 20 steps (first, last, epoch edges, inside accumulation), "
+        f"{names[world]}",
+        result=f"{good}/20 bitwise equal",
+        met=good == 20,
+        trials=20,
+        good=good,
+        points=[[s, m, signal.Signals(n).name] for s, m, n in points],
+    )
     assert good == 20
 
 
-def elastic(place: Place, worlds: list[int], stops: list[int]) -> tuple[list[Any], dict[int, float]]:
-    """Rows of every step in global order, and unrounded losses, of a float64 run that is stopped before the given steps
-    and goes on with another number of ranks."""
+def elastic(
+    place: Place, worlds: list[int], stops: list[int]
+) -> tuple[list[Any], dict[int, float]]:
+    """Rows of every step in global order, and unrounded losses, of a float64 run that is
+    stopped before the given steps and goes on with another number of ranks."""
     out = place.fresh("elastic")
     out.mkdir()
 
@@ -204,7 +252,9 @@ def elastic(place: Place, worlds: list[int], stops: list[int]) -> tuple[list[Any
         def told(self: Any, k: int, r: int, w: int, micro: int) -> Any:
             chosen = batches(self, k, r, w, micro)
             with where.open("a") as file:
-                file.write(json.dumps({"step": k, "rows": [x for part in chosen for x in part]}) + "\n")
+                file.write(
+                    json.dumps({"step": k, "rows": [x for part in chosen for x in part]}) + "\n"
+                )
             return chosen
 
         def loss(cfg: Any, state: Any, *rest: Any) -> None:
@@ -229,8 +279,13 @@ def elastic(place: Place, worlds: list[int], stops: list[int]) -> tuple[list[Any
         assert codes == [75 if stop <= place.steps else 0] * world, (out / "said").parent
     rows: dict[int, list[int]] = {}
     for world in set(worlds):
-        parts = [[json.loads(line) for line in (out / f"seen-{r}-{world}.jsonl").read_text().splitlines()]
-                 for r in range(world)]  # fmt: skip
+        parts = [
+            [
+                json.loads(line)
+                for line in (out / f"seen-{r}-{world}.jsonl").read_text().splitlines()
+            ]
+            for r in range(world)
+        ]
         for lines in zip(*parts, strict=True):
             k = lines[0]["step"]
             assert k not in rows and all(line["step"] == k for line in lines)
@@ -248,30 +303,46 @@ def test_one_two_one_processes(large: Place) -> None:
     alone, changing = elastic(large, [1], []), elastic(large, [1, 2, 1], [9, 17])
     apart = max(abs(alone[1][k] - changing[1][k]) for k in alone[1])
     same = alone[0] == changing[0]
-    record("elastic", what="1 → 2 → 1 processes in one run, against one process (fp64)",
-           result=f"{'the same rows in the same order' if same else 'other rows'}, losses within {apart:.1e} (limit "
-           "1e-9)", met=same and apart <= 1e-9, steps=large.steps, changes_at=[9, 17], largest=apart,
-           limit=1e-9)  # fmt: skip
+    record(
+        "elastic",
+        what="1 → 2 → 1 processes in one run, against one process (fp64)",
+        result=f"{'the same rows in the same order' if same else 'other rows'}, losses "
+        f"within {apart:.1e} (limit "
+        "1e-9)",
+        met=same and apart <= 1e-9,
+        steps=large.steps,
+        changes_at=[9, 17],
+        largest=apart,
+        limit=1e-9,
+    )
     assert same and apart <= 1e-9
 
 
-# signals ------------------------------------------------------------------------------------------------------------
+# signals
+# -----------------------------------------------------------------------------
 
 
 def signals(place: Place, count: int, seed: int) -> dict[str, int]:
-    """Signals at random moments to torchrun's agent, rank 0 and rank 1 in turn, while the run steps, saves and decodes.
-    Good: both ranks stop at the same step, whose checkpoint is sound and lacks no update that either has made, and the
-    resumed run ends bitwise as the uninterrupted one."""
+    """Signals at random moments to torchrun's agent, rank 0 and rank 1 in turn, while the run
+    steps, saves and decodes.
+    Good: both ranks stop at the same step, whose checkpoint is sound and lacks no update that
+    either has made, and the resumed run ends bitwise as the uninterrupted one."""
     chance, found = random.Random(seed), {"good": 0, "parent": 0, "rank0": 0, "rank1": 0}
     place.whole(2)
     for turn in range(count):
         out, marks, who = place.fresh("signal"), Marks(), ("parent", "rank0", "rank1")[turn % 3]
         out.mkdir()
-        number = chance.choice((TERM, signal.SIGINT, *(() if who == "parent" else (signal.SIGUSR1, signal.SIGUSR2))))
+        number = chance.choice(
+            (TERM, signal.SIGINT, *(() if who == "parent" else (signal.SIGUSR1, signal.SIGUSR2)))
+        )
 
-        action = place.action(out, "save_every=1", "eval.every=5", "eval.prompts=2", "eval.max_new_tokens=4")
+        action = place.action(
+            out, "save_every=1", "eval.every=5", "eval.prompts=2", "eval.max_new_tokens=4"
+        )
 
-        def worker(out: Path = out, marks: Marks = marks, action: Callable[[], None] = action) -> None:
+        def worker(
+            out: Path = out, marks: Marks = marks, action: Callable[[], None] = action
+        ) -> None:
             rank, step, load = os.environ["RANK"], loop._step, loop.load_target
             (out / f"pid{rank}").write_text(str(os.getpid()))
 
@@ -293,21 +364,35 @@ def signals(place: Place, count: int, seed: int) -> dict[str, int]:
                 raise
 
         parent = launcher(worker, 0, out.with_suffix(".txt"))
-        steps = 2 * (1 + chance.randrange(0, place.steps - 4))  # of both ranks; the first stand before the start
+        steps = 2 * (
+            1 + chance.randrange(0, place.steps - 4)
+        )  # of both ranks; the first stand before the start
         while marks.seen() < steps:
             time.sleep(0.001)
         time.sleep(chance.random() * place.pace)
         os.kill(parent if who == "parent" else int((out / f"pid{who[-1]}").read_text()), number)
         wait(parent)
         marks.close()
-        ends = [(out / f"end{r}").read_text() if (out / f"end{r}").exists() else "" for r in range(2)]
-        match = re.fullmatch(r"(75|130) stopped at step (\d+), (saved|nothing to save yet); the same command continues",
-                             ends[0])  # fmt: skip
+        ends = [
+            (out / f"end{r}").read_text() if (out / f"end{r}").exists() else "" for r in range(2)
+        ]
+        match = re.fullmatch(
+            r"(75|130) stopped at step (\d+), (saved|nothing to save yet); the same "
+            r"command continues",
+            ends[0],
+        )
         step = int(match[2]) if match else -1
-        made = [int((out / f"made{r}").read_text()) if (out / f"made{r}").exists() else 0 for r in range(2)]
+        made = [
+            int((out / f"made{r}").read_text()) if (out / f"made{r}").exists() else 0
+            for r in range(2)
+        ]
         newest, problems = disk.newest(out)
         at = disk.step_of(newest) if newest else 0
-        good = ends[0].split(" ", 1)[1:] == ends[1].split(" ", 1)[1:] and made == [step, step] and at == step
+        good = (
+            ends[0].split(" ", 1)[1:] == ends[1].split(" ", 1)[1:]
+            and made == [step, step]
+            and at == step
+        )
         kept = good and not problems and place.resumed(2, out)
         found["good"] += kept
         found[who] += kept
@@ -321,20 +406,33 @@ def test_a_signal_to_one_rank_saves_and_stops_both(place: Place) -> None:
 @pytest.mark.slow
 def test_twenty_signals_leave_the_last_step(large: Place) -> None:
     found = signals(large, 20, 1)
-    record("signals", what="signals at random moments to torchrun, rank 0 or rank 1 of two",
-           result=f"{found['good']}/20 both stop at one step, its checkpoint is sound, resumed bitwise equal",
-           met=found["good"] == 20, trials=20, **found)  # fmt: skip
+    record(
+        "signals",
+        what="signals at random moments to torchrun, rank 0 or rank 1 of two",
+        result=f"{found['good']}/20 both stop at one step, its checkpoint is sound, "
+        "resumed bitwise equal",
+        met=found["good"] == 20,
+        trials=20,
+        **found,
+    )
     assert found["good"] == 20, found
 
 
-# restarts -----------------------------------------------------------------------------------------------------------
+# restarts
+# -----------------------------------------------------------------------------
 
 
 def restarts(place: Place, count: int, seed: int) -> int:
-    """One of two ranks under torchrun's agent is killed at a random micro-batch; the agent starts both again."""
+    """One of two ranks under torchrun's agent is killed at a random micro-batch; the agent
+    starts both again.
+    """
     chance, good = random.Random(seed), 0
     for turn in range(count):
-        out, hit, call = place.fresh("restart"), str(turn % 2), chance.randrange(2, 2 * place.steps + 1)
+        out, hit, call = (
+            place.fresh("restart"),
+            str(turn % 2),
+            chance.randrange(2, 2 * place.steps + 1),
+        )
         out.mkdir()
 
         def once(out: Path = out, hit: str = hit) -> None:
@@ -344,7 +442,9 @@ def restarts(place: Place, count: int, seed: int) -> int:
 
         run = at_call(call, once, place.action(out, "save_every=3"))
         code = wait(launcher(run, 3, out.with_suffix(".txt")))
-        good += code == 0 and (out / "killed").exists() and outcome(out, place.steps) == place.whole(2)
+        good += (
+            code == 0 and (out / "killed").exists() and outcome(out, place.steps) == place.whole(2)
+        )
     return good
 
 
@@ -355,6 +455,12 @@ def test_a_killed_rank_is_restarted_and_resumes(place: Place) -> None:
 @pytest.mark.slow
 def test_ten_killed_ranks_are_restarted_and_resume(large: Place) -> None:
     good = restarts(large, 10, 1)
-    record("restarts", what="one of two ranks killed at random steps under torchrun with restarts",
-           result=f"{good}/10 finish by themselves, bitwise equal", met=good == 10, trials=10, good=good)  # fmt: skip
+    record(
+        "restarts",
+        what="one of two ranks killed at random steps under torchrun with restarts",
+        result=f"{good}/10 finish by themselves, bitwise equal",
+        met=good == 10,
+        trials=10,
+        good=good,
+    )
     assert good == 10

@@ -1,4 +1,6 @@
-"""The same faults through the real command lines: python, torchrun with restarts, and a signal to torchrun."""
+"""The same faults through the real command lines: python, torchrun with restarts, and a signal
+to torchrun.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def plain(data: Path, out: Path) -> None:
 
 def start(data: Path, out: Path, *launcher: str) -> subprocess.Popen[str]:
     line = [sys.executable, *launcher, "train/medusa.py", *overrides(data, out, *SMALL)]
-    return subprocess.Popen(line, cwd=ROOT, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        line, cwd=ROOT, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
 
 
 def until(out: Path, step: int, limit: float = 240.0) -> None:
@@ -85,13 +89,24 @@ def test_real_commands_survive_kills_and_signals(tmp_path: Path) -> None:
     said = parent.communicate(timeout=300)[1]
     newest, problems = disk.newest(out)
     steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-    kept = newest is not None and not problems and disk.step_of(newest) == max(steps) and "stopped at step" in said
+    kept = (
+        newest is not None
+        and not problems
+        and disk.step_of(newest) == max(steps)
+        and "stopped at step" in said
+    )
     parent = start(data, out, *torchrun, str(free_port()))
     parent.communicate(timeout=300)
     found["torchrun, SIGTERM"] = kept and parent.returncode == 0 and outcome(out, STEPS) == whole[2]
 
     good = sum(found.values())
-    record("commands", what="the same through `python` and `torchrun` command lines: kill -9, one rank killed, SIGTERM",
-           result=f"{good}/{len(found)} resume, bitwise equal", met=good == len(found), trials=len(found),
-           cases=found)  # fmt: skip
+    record(
+        "commands",
+        what="the same through `python` and `torchrun` command lines: kill -9, one rank "
+        "killed, SIGTERM",
+        result=f"{good}/{len(found)} resume, bitwise equal",
+        met=good == len(found),
+        trials=len(found),
+        cases=found,
+    )
     assert all(found.values()), found

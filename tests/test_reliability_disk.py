@@ -1,4 +1,6 @@
-"""Damaged files and refusing disks: 0 silent uses, 0 lost runs. The slow tests run all of it and record the figures."""
+"""Damaged files and refusing disks: 0 silent uses, 0 lost runs. The slow tests run all of it
+and record the figures.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ from tests.training import chats, tiny_target
 from train import loop
 from train import state as disk
 
-STEPS, FULL, SPACE = 16, 6, 13  # the disk is full from step FULL on, and has space again from step SPACE on
+STEPS, FULL, SPACE = (
+    16,
+    6,
+    13,
+)  # the disk is full from step FULL on, and has space again from step SPACE on
 SMALL = (f"steps={STEPS}", "log_every=1", "save_every=4")
 
 
@@ -39,7 +45,9 @@ class Place:
     def __init__(self, folder: Path) -> None:
         os.environ["OUTRIDER_CACHE"] = str(folder / "cache")
         self.folder, self.data, self.out = folder, chats(folder / "data.jsonl"), folder / "run"
-        assert finish(1, partial(train, self.data, self.out, *SMALL, "keep=3"), folder / "said") == [0]
+        assert finish(
+            1, partial(train, self.data, self.out, *SMALL, "keep=3"), folder / "said"
+        ) == [0]
         self.whole = outcome(self.out, STEPS)
         self.target = tiny_target()
         self.writer = written(self.data, folder / "features")
@@ -48,9 +56,12 @@ class Place:
         for name in (disk.WEIGHTS, disk.CARD, disk.OPTIMIZER, disk.STATE, disk.MANIFEST):
             self.readers[self.newest / name] = self.checkpoint
         for name in (disk.WEIGHTS, disk.CARD):
-            self.readers[self.out / "head" / name] = partial(self.refusal, lambda: load_head(self.out / "head",
-                                                                                             self.target))  # fmt: skip
-        for file in sorted((folder / "features").glob("*.safetensors")) + [folder / "features" / "manifest.json"]:
+            self.readers[self.out / "head" / name] = partial(
+                self.refusal, lambda: load_head(self.out / "head", self.target)
+            )
+        for file in sorted((folder / "features").glob("*.safetensors")) + [
+            folder / "features" / "manifest.json"
+        ]:
             self.readers[file] = partial(self.refusal, lambda: opened(self.writer))
 
     def checkpoint(self, file: Path) -> str:
@@ -67,7 +78,9 @@ class Place:
         return ""
 
     def refused(self, file: Path, content: bytes | None) -> bool:
-        """Whether a reader that finds `content` in a file (None: no file) refuses it and names it."""
+        """Whether a reader that finds `content` in a file (None: no file) refuses it and names
+        it.
+        """
         good = file.read_bytes()
         try:
             file.unlink() if content is None else file.write_bytes(content)
@@ -86,7 +99,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         yield Place(folder)
 
 
-# damaged files ------------------------------------------------------------------------------------------------------
+# damaged files
+# -----------------------------------------------------------------------------
 
 
 def flips(place: Place, count: int, seed: int) -> int:
@@ -101,7 +115,9 @@ def flips(place: Place, count: int, seed: int) -> int:
 
 
 def cuts(place: Place) -> tuple[int, int]:
-    """(refused, all) of every file cut to 0, 1, half and all but one of its bytes, gone, or a byte longer."""
+    """(refused, all) of every file cut to 0, 1, half and all but one of its bytes, gone, or a
+    byte longer.
+    """
     found = []
     for file in place.readers:
         size, content = file.stat().st_size, file.read_bytes()
@@ -127,21 +143,33 @@ def test_two_hundred_flips_and_every_cut_are_refused(place: Place) -> None:
         bad = out / "checkpoints" / place.newest.name / file.name
         bad.write_bytes(bad.read_bytes()[:-1] + b"?")
         resumed += finish(1, partial(train, place.data, out, *SMALL), out / "said") == [0] and (
-            outcome(out, STEPS) == place.whole)  # fmt: skip
+            outcome(out, STEPS) == place.whole
+        )
     met = (flipped, cut, resumed) == (200, every, 5)
-    record("damage", what="random bit flips and truncations in checkpoints, heads and feature shards",
-           result=f"{flipped}/200 flips and {cut}/{every} truncations refused by file name, {resumed}/5 resumed from "
-           "the checkpoint before, bitwise equal", met=met, flips=200, flips_refused=flipped, cuts=every,
-           cuts_refused=cut, files=len(place.readers), resumed=resumed)  # fmt: skip
+    record(
+        "damage",
+        what="random bit flips and truncations in checkpoints, heads and feature shards",
+        result=f"{flipped}/200 flips and {cut}/{every} truncations refused by file name, "
+        f"{resumed}/5 resumed from "
+        "the checkpoint before, bitwise equal",
+        met=met,
+        flips=200,
+        flips_refused=flipped,
+        cuts=every,
+        cuts_refused=cut,
+        files=len(place.readers),
+        resumed=resumed,
+    )
     assert met, (flipped, cut, every, resumed)
 
 
-# a full disk --------------------------------------------------------------------------------------------------------
+# a full disk
+# -----------------------------------------------------------------------------
 
 
 def watched(out: Path, fill: Callable[[], None], empty: Callable[[], None]) -> None:
-    """In the child: the disk fills before step FULL and has space again before step SPACE; whenever a save ends, what
-    the next start would take is noted."""
+    """In the child: the disk fills before step FULL and has space again before step SPACE;
+    whenever a save ends, what the next start would take is noted."""
     step, save = loop._step, disk.save
 
     def stepping(cfg: Any, state: Any, *rest: Any) -> int:
@@ -174,22 +202,33 @@ def train_small(out: Path) -> None:
 
 
 def survived(place: Place, out: Path, code: int, failed: bool = True) -> bool:
-    """The run ended well and as the undisturbed one; the saves of the full disk failed and left the newest checkpoint
-    as it was; no line of metrics is missing."""
+    """The run ended well and as the undisturbed one; the saves of the full disk failed and
+    left the newest checkpoint as it was; no line of metrics is missing."""
     notes = json.loads((out / "notes.json").read_text())
     newest = [[4, 4], [8, 4], [12, 4], [16, 16]] if failed else [[4, 4], [8, 8], [12, 12], [16, 16]]
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     whole = [line["step"] for line in lines if "loss" in line] == list(range(1, STEPS + 1))
-    return (code == 0 and [n[:2] for n in notes] == newest and not any(n[2] for n in notes) and whole
-            and outcome(out, STEPS) == place.whole and not list(out.rglob(".tmp-*")))
+    return (
+        code == 0
+        and [n[:2] for n in notes] == newest
+        and not any(n[2] for n in notes)
+        and whole
+        and outcome(out, STEPS) == place.whole
+        and not list(out.rglob(".tmp-*"))
+    )
 
 
 def refusing(out: Path, after: int) -> None:
-    """In the child: while the disk is full, a save may do `after` operations (write, sync, rename); the next one fails
-    in the middle, as do all that follow."""
+    """In the child: while the disk is full, a save may do `after` operations (write, sync,
+    rename); the next one fails in the middle, as do all that follow."""
     state = {"full": False, "left": 0}
-    write_text, save_file, sync, rename, save = (Path.write_text, disk.save_file, heads_checkpoint.sync, os.rename,
-                                                 disk.save)  # fmt: skip
+    write_text, save_file, sync, rename, save = (
+        Path.write_text,
+        disk.save_file,
+        heads_checkpoint.sync,
+        os.rename,
+        disk.save,
+    )
 
     def refuse() -> bool:
         state["left"] -= state["full"]
@@ -229,12 +268,17 @@ def refusing(out: Path, after: int) -> None:
 def limited(out: Path, limit: int) -> None:
     """In the child: no file may grow beyond `limit` bytes while the disk is full."""
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    watched(out, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard)),
-            lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard)))
+    watched(
+        out,
+        lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard)),
+        lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard)),
+    )
 
 
 def mounted(out: Path, left: int) -> None:
-    """In the child: a file system of its own, which another file fills up to `left` bytes. Root alone can do that."""
+    """In the child: a file system of its own, which another file fills up to `left` bytes.
+    Root alone can do that.
+    """
     if ctypes.CDLL(None, use_errno=True).unshare(0x00020000):  # CLONE_NEWNS
         raise OSError(ctypes.get_errno(), "unshare")
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
@@ -278,7 +322,10 @@ def test_a_full_disk_leaves_the_newest_checkpoint_and_the_run_goes_on(place: Pla
 @pytest.mark.slow
 def test_a_disk_that_is_full_at_every_write_of_a_save(place: Place) -> None:
     # after the rename, when the last sync fails, the checkpoint is there: new and sound
-    operations = [full(place, f"op{n}", partial(refusing, after=n), n < OPERATIONS - 1) for n in range(OPERATIONS)]
+    operations = [
+        full(place, f"op{n}", partial(refusing, after=n), n < OPERATIONS - 1)
+        for n in range(OPERATIONS)
+    ]
     none = full(place, "none", partial(refusing, after=OPERATIONS), failed=False)
     sizes = {p.stat().st_size for p in place.newest.iterdir() if p.suffix == ".safetensors"}
     limits = sorted({1, *(n for s in sizes for n in (s // 100, s // 10, s // 2, s - 1))})
@@ -288,9 +335,20 @@ def test_a_disk_that_is_full_at_every_write_of_a_save(place: Place) -> None:
     disks = [full(place, f"disk{n}", partial(mounted, left=n)) for n in rooms]
     met = none and all(operations) and all(files) and all(disks)
     good, every = sum([*operations, *files, *disks]), len([*operations, *files, *disks])
-    record("disk_full", what="disk full at every write, sync and rename of a save (injected, file size limit"
-           + (", full file system)" if disks else ")"),
-           result=f"{good}/{every} keep the newest checkpoint sound, go on, and end bitwise equal once space returns",
-           met=met, operations=[sum(operations), len(operations)], size_limits=[sum(files), len(files)],
-           full_file_systems=[sum(disks), len(disks)])  # fmt: skip
-    assert met, (operations, none, dict(zip(limits, files, strict=True)), dict(zip(rooms, disks, strict=True)))
+    record(
+        "disk_full",
+        what="disk full at every write, sync and rename of a save (injected, file size limit"
+        + (", full file system)" if disks else ")"),
+        result=f"{good}/{every} keep the newest checkpoint sound, go on, and end bitwise "
+        "equal once space returns",
+        met=met,
+        operations=[sum(operations), len(operations)],
+        size_limits=[sum(files), len(files)],
+        full_file_systems=[sum(disks), len(disks)],
+    )
+    assert met, (
+        operations,
+        none,
+        dict(zip(limits, files, strict=True)),
+        dict(zip(rooms, disks, strict=True)),
+    )

@@ -1,4 +1,6 @@
-"""What is not finite stops every rank before the update, wherever it comes from and whichever rank it hits."""
+"""What is not finite stops every rank before the update, wherever it comes from and whichever
+rank it hits.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,14 @@ from train import state as disk
 from train.stored import features
 
 STEPS, LOG, QUIET = 8, 5, 6  # an update that ends in a line of metrics, and one that does not
-SMALL = (f"steps={STEPS}", "log_every=3", "save_every=1", "keep=9", "micro_batch=1",
-         *(f"target.{k}={v}" for k, v in SHAPE.items()))  # fmt: skip
+SMALL = (
+    f"steps={STEPS}",
+    "log_every=3",
+    "save_every=1",
+    "keep=9",
+    "micro_batch=1",
+    *(f"target.{k}={v}" for k, v in SHAPE.items()),
+)
 KINDS = ("data", "features", "weights", "gradients")
 
 
@@ -36,15 +44,20 @@ class Place:
 
     def more(self, kind: str) -> list[str]:
         keys = [f"data.features={self.folder / 'features'}"] if kind == "data" else []
-        run_config(self.data, self.folder, *SMALL, *keys)  # composed in the parent, for all its children
+        run_config(
+            self.data, self.folder, *SMALL, *keys
+        )  # composed in the parent, for all its children
         return keys
 
     def whole(self, world: int, kind: str) -> Path:
         key = (world, kind == "data")
         if key not in self._whole:
             out = self.folder / f"whole{world}{key[1]}"
-            assert finish(world, partial(train, self.data, out, *SMALL, *self.more(kind)), out.with_suffix(".txt")) == (
-                [0] * world)  # fmt: skip
+            assert finish(
+                world,
+                partial(train, self.data, out, *SMALL, *self.more(kind)),
+                out.with_suffix(".txt"),
+            ) == ([0] * world)
             self._whole[key] = out
         return self._whole[key]
 
@@ -58,8 +71,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 
 def poison(kind: str, action: Callable[[], None], call: int, rank: str) -> Callable[[], None]:
-    """The same action, with numbers that are not finite in micro-batch `call` of one rank: in the stored features of a
-    row, in what the target computes, in a weight before the forward pass, or in the gradient after it."""
+    """The same action, with numbers that are not finite in micro-batch `call` of one rank: in
+    the stored features of a row, in what the target computes, in a weight before the forward
+    pass, or in the gradient after it."""
 
     def sick() -> None:
         here = os.environ.get("RANK", "0") == rank
@@ -95,8 +109,8 @@ def poison(kind: str, action: Callable[[], None], call: int, rank: str) -> Calla
 
 
 def stopped(place: Place, kind: str, world: int, rank: int, step: int) -> bool:
-    """Whether all ranks end with code 2 before update `step`, say which rows, and leave the checkpoint before it as the
-    undisturbed run has it."""
+    """Whether all ranks end with code 2 before update `step`, say which rows, and leave the
+    checkpoint before it as the undisturbed run has it."""
     out = place.folder / f"{kind}-{world}-{rank}-{step}"
     made, more = out.with_suffix(""), place.more(kind)
 
@@ -112,15 +126,28 @@ def stopped(place: Place, kind: str, world: int, rank: int, step: int) -> bool:
         torch.optim.AdamW.step = counting  # type: ignore[method-assign]
         train(place.data, out, *SMALL, *more)
 
-    codes = finish(world, poison(kind, counted, step * 4 // world + 2, str(rank)), made.with_suffix(".txt"))
+    codes = finish(
+        world, poison(kind, counted, step * 4 // world + 2, str(rank)), made.with_suffix(".txt")
+    )
     updates = [len(out.with_name(f"{out.name}.calls{r}").read_text()) for r in range(world)]
     newest, problems = disk.newest(out)
     report = out / f"bad_step-{step}" / "report.json"
-    if codes != [2] * world or updates != [step] * world or newest is None or problems or not report.is_file():
+    if (
+        codes != [2] * world
+        or updates != [step] * world
+        or newest is None
+        or problems
+        or not report.is_file()
+    ):
         return False
     rows = json.loads(report.read_text())["rows"]
     same = digest(newest) == digest(place.whole(world, kind) / "checkpoints" / newest.name)
-    return disk.step_of(newest) == step and same and bool(rows) and all("data.jsonl:" in row for row in rows)
+    return (
+        disk.step_of(newest) == step
+        and same
+        and bool(rows)
+        and all("data.jsonl:" in row for row in rows)
+    )
 
 
 def test_a_bad_gradient_on_one_rank_stops_both(place: Place) -> None:
@@ -130,13 +157,24 @@ def test_a_bad_gradient_on_one_rank_stops_both(place: Place) -> None:
 
 @pytest.mark.slow
 def test_whatever_is_not_finite_stops_before_the_update(place: Place) -> None:
-    cases = [(kind, world, rank, step) for kind in KINDS for world, rank in ((1, 0), (2, 0), (2, 1))
-             for step in (LOG, QUIET)]  # fmt: skip
+    cases = [
+        (kind, world, rank, step)
+        for kind in KINDS
+        for world, rank in ((1, 0), (2, 0), (2, 1))
+        for step in (LOG, QUIET)
+    ]
     found = {case: stopped(place, *case) for case in cases}
     good = sum(found.values())
-    record("not_finite", what="NaN or infinity in stored data, features, weights, gradients; one process, or one rank "
-           "of two", result=f"{good}/{len(cases)} stop on all ranks before the update and name the rows",
-           met=good == len(cases), trials=len(cases), good=good)  # fmt: skip
+    record(
+        "not_finite",
+        what="NaN or infinity in stored data, features, weights, gradients; one process, "
+        "or one rank "
+        "of two",
+        result=f"{good}/{len(cases)} stop on all ranks before the update and name the rows",
+        met=good == len(cases),
+        trials=len(cases),
+        good=good,
+    )
     assert good == len(cases), [case for case, fine in found.items() if not fine]
 
 
@@ -146,7 +184,9 @@ def test_ranks_that_drift_apart_write_no_checkpoint(place: Place) -> None:
     def drifting() -> None:
         step = loop._step
 
-        def bent(cfg: Any, state: Any, plan: Any, rows: Any, model: Any, head: Any, *rest: Any) -> int:
+        def bent(
+            cfg: Any, state: Any, plan: Any, rows: Any, model: Any, head: Any, *rest: Any
+        ) -> int:
             asked = step(cfg, state, plan, rows, model, head, *rest)
             if os.environ["RANK"] == "1" and state.step == 5:
                 with torch.no_grad():
@@ -158,12 +198,18 @@ def test_ranks_that_drift_apart_write_no_checkpoint(place: Place) -> None:
 
     assert finish(2, drifting, out.with_suffix(".txt")) == [2, 2]
     said = out.with_name("drift.txt.0").read_text()
-    assert "rank 1 has other weights than rank 0 at step 6, no checkpoint was written" in " ".join(said.split())
+    assert "rank 1 has other weights than rank 0 at step 6, no checkpoint was written" in " ".join(
+        said.split()
+    )
     assert [p.name for p in disk.checkpoints(out)] == ["step-4", "step-2"]
 
 
-def test_a_step_waits_for_the_device_once(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many micro-batches it has: every read of a number on a GPU waits for all that was asked of it."""
+def test_a_step_waits_for_the_device_once(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many micro-batches it has: every read of a number on a GPU waits for all that
+    was asked of it.
+    """
     reads = []
     for name in ("__bool__", "__float__", "__int__", "item", "tolist"):
         real = getattr(torch.Tensor, name)

@@ -1,4 +1,6 @@
-"""The figures of `make slow`: rows merge, carry where they come from, and the README shows what the JSON holds."""
+"""The figures of `make slow`: rows merge, carry where they come from, and the README shows
+what the JSON holds.
+"""
 
 from __future__ import annotations
 
@@ -54,11 +56,23 @@ def test_the_readme_shows_the_committed_rows() -> None:
 
 
 def test_a_benchmark_of_two_processes_becomes_a_row(out: Path) -> None:
-    found = [{"head": head, "ratio": ratio, "ratio_low": 0.8, "ratio_high": 1.0, "command": "python train/x.py",
-              "environment": {"commit": "abc"}} for head, ratio in (("medusa", 0.95), ("eagle3", 0.891))]  # fmt: skip
+    found = [
+        {
+            "head": head,
+            "ratio": ratio,
+            "ratio_low": 0.8,
+            "ratio_high": 1.0,
+            "command": "python train/x.py",
+            "environment": {"commit": "abc"},
+        }
+        for head, ratio in (("medusa", 0.95), ("eagle3", 0.891))
+    ]
     reliability.two_processes(found)
     row = json.loads(out.read_text())["two-processes"]
-    assert row["result"] == "medusa 0.95 [0.80, 1.00], eagle3 0.89 [0.80, 1.00] of their sum" and not row["met"]
+    assert (
+        row["result"] == "medusa 0.95 [0.80, 1.00], eagle3 0.89 [0.80, 1.00] of their sum"
+        and not row["met"]
+    )
     assert (row["commit"], row["command"], row["measured"]) == ("abc", "python train/x.py", found)
     reliability.two_processes(found[:1])
     assert json.loads(out.read_text())["two-processes"]["met"]

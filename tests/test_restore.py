@@ -1,4 +1,6 @@
-"""What a head has measured (calibration, coverage) survives checkpoint, resume and disk, for every kind of head."""
+"""What a head has measured (calibration, coverage) survives checkpoint, resume and disk, for
+every kind of head.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,9 @@ def run(kind: str, data: Path, out: Path) -> Path:
 def test_a_run_killed_before_its_final_head_ends_as_if_it_was_not(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed between the last checkpoint and head/: no evaluation comes again that would calibrate anew."""
+    """Killed between the last checkpoint and head/: no evaluation comes again that would
+    calibrate anew.
+    """
     data = chats(tmp_path / "data.jsonl")
     whole = run(kind, data, tmp_path / "whole")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,6 @@
-"""The sampling law against transformers' own warpers, a naive reading, and addressed random numbers."""
+"""The sampling law against transformers' own warpers, a naive reading, and addressed random
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,12 @@ from scripts.proofs.enumerator import naive_law
     st.sampled_from([1.0, 0.95, 0.5, 0.01]),
     st.sampled_from([0.0, 0.05, 0.5]),
 )
-def test_law_equals_transformers(seed: int, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
-    logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3
+def test_law_equals_transformers(
+    seed: int, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    logits = (
+        torch.randn(3, 1000, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3
+    )
     warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
     if top_k:
         warpers.append(TopKLogitsWarper(top_k))
@@ -49,10 +55,17 @@ def test_law_equals_transformers(seed: int, temperature: float, top_k: int, top_
 
 @pytest.mark.parametrize(
     "s",
-    [Sampling(1.0, top_p=0.9), Sampling(1.0, top_k=7), Sampling(1.0, min_p=0.01), Sampling(0.8, top_k=600, top_p=0.99)],
+    [
+        Sampling(1.0, top_p=0.9),
+        Sampling(1.0, top_k=7),
+        Sampling(1.0, min_p=0.01),
+        Sampling(0.8, top_k=600, top_p=0.99),
+    ],
 )
 def test_wide_supports_and_ties_fall_back_to_all_candidates(s: Sampling) -> None:
-    """Flat laws (support in the thousands) and bfloat16 logits (ties at the edge) give the documented law."""
+    """Flat laws (support in the thousands) and bfloat16 logits (ties at the edge) give the
+    documented law.
+    """
     g = torch.Generator().manual_seed(1)
     for logits in (
         torch.randn(2, 6000, generator=g) * 0.1,
@@ -68,14 +81,22 @@ def test_greedy_is_the_lowest_id_among_equals() -> None:
     logits = torch.zeros(1, 9)
     logits[0, [3, 6]] = 1.0
     support = Sampling(0.0).support(logits)
-    assert support.ids is not None and support.ids.tolist() == [[3]] and support.probs.tolist() == [[1.0]]
+    assert (
+        support.ids is not None
+        and support.ids.tolist() == [[3]]
+        and support.probs.tolist() == [[1.0]]
+    )
 
 
 def test_history_follows_the_path_of_each_node() -> None:
-    """Repetition penalty and a foreign processor see prompt, committed tokens and the node's own ancestors."""
+    """Repetition penalty and a foreign processor see prompt, committed tokens and the node's
+    own ancestors.
+    """
     g = torch.Generator().manual_seed(0)
     tree = DraftTree(
-        torch.tensor([[4, 5, 6], [7, 8, 9]]), torch.tensor([[-1, -1, 0], [-1, 0, 1]]), torch.tensor([3, 3])
+        torch.tensor([[4, 5, 6], [7, 8, 9]]),
+        torch.tensor([[-1, -1, 0], [-1, 0, 1]]),
+        torch.tensor([3, 3]),
     )
     logits = torch.randn(2, 4, 12, generator=g, dtype=torch.float64)
     history, lengths = torch.tensor([[1, 2, 3], [2, 10, 0]]), torch.tensor([3, 2])
@@ -171,10 +192,14 @@ def test_addressed_numbers() -> None:
         assert abs(float(torch.corrcoef(torch.stack([u.flatten(), other.flatten()]))[0, 1])) < 0.05
     assert u.dtype == torch.float64 and bool(((u >= 0) & (u < 1)).all())
     counts = torch.histc(u.flatten(), 20, 0, 1)
-    assert float(((counts - 500) ** 2 / 500).sum()) < 45  # chi-square, 19 degrees of freedom, p about 1e-3
+    assert (
+        float(((counts - 500) ** 2 / 500).sum()) < 45
+    )  # chi-square, 19 degrees of freedom, p about 1e-3
     moved = Rng(7, requests.flip(0), cycles).uniform(rows, node, ACCEPT)
     assert torch.equal(moved.flip(0), u)
-    assert not torch.equal(Rng(-1, requests, cycles).uniform(rows, node, DRAFT), u)  # any int is a seed
+    assert not torch.equal(
+        Rng(-1, requests, cycles).uniform(rows, node, DRAFT), u
+    )  # any int is a seed
 
 
 def test_probability_zero_is_never_accepted_and_one_always() -> None:
@@ -186,4 +211,6 @@ def test_probability_zero_is_never_accepted_and_one_always() -> None:
     assert rng.accept(
         torch.tensor([0.0, 1.0, 1e-300], dtype=torch.float64), torch.arange(3), torch.arange(3)
     ).tolist() == [False, True, True]
-    assert rng.draw(torch.tensor([[0.0, 0.0, 0.3, 0.7]]), torch.arange(1), torch.arange(1)).tolist() == [2]
+    assert rng.draw(
+        torch.tensor([[0.0, 0.0, 0.3, 0.7]]), torch.arange(1), torch.arange(1)
+    ).tolist() == [2]

@@ -1,5 +1,5 @@
-"""Checkpoints: written beside the training from a snapshot, in an order that survives a power cut, retired with care;
-locks, clocks and folders that go away."""
+"""Checkpoints: written beside the training from a snapshot, in an order that survives a power
+cut, retired with care; locks, clocks and folders that go away."""
 
 from __future__ import annotations
 
@@ -51,14 +51,21 @@ def settled() -> None:
 
 def snapshot(step: int, value: float = 0.0) -> Snapshot:
     state = {"step": step, "evaluated": -1, "best": {}, "window": {}, "meaning": {}, "seen": {}}
-    return Snapshot(state, {"w": torch.full((9,), value)}, {"0.exp_avg": torch.zeros(9)}, "medusa", {}, None)
+    return Snapshot(
+        state, {"w": torch.full((9,), value)}, {"0.exp_avg": torch.zeros(9)}, "medusa", {}, None
+    )
 
 
-# beside the training ------------------------------------------------------------------------------------------------
+# beside the training
+# ------------------------------------------------------------------------------------------------
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(data, tmp_path, monkeypatch) -> None:
-    """Every write waits until the run has made another update; what it holds is the step of its name."""
+def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(
+    data, tmp_path, monkeypatch
+) -> None:
+    """Every write waits until the run has made another update; what it holds is the step of
+    its name.
+    """
     steps = ("steps=7", "save_every=2", "keep=9")
     whole = run(data, tmp_path / "whole", *steps, "async_save=false")
     made, save, step, threads = threading.Condition(), disk.save, loop._step, set()
@@ -90,17 +97,23 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(d
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left"), KeyError("a mistake of ours")])
-def test_what_goes_wrong_beside_the_training_is_told_and_counted(data, tmp_path, monkeypatch, capsys, error) -> None:
+def test_what_goes_wrong_beside_the_training_is_told_and_counted(
+    data, tmp_path, monkeypatch, capsys, error
+) -> None:
     def failing(folder: Path, taken: Snapshot) -> Path:
         raise error
 
     monkeypatch.setattr(disk, "save", failing)
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
-    with pytest.raises(UserError, match="out_dir: cannot save to .*(No space left|was not finished)"):
+    with pytest.raises(
+        UserError, match="out_dir: cannot save to .*(No space left|was not finished)"
+    ):
         run(data, tmp_path / "run", "steps=20", "save_every=2")
     if isinstance(error, OSError):
         said = capsys.readouterr().err
-        assert said.count("checkpoint not written") == 3 and "step 6: checkpoint not written" in said
+        assert (
+            said.count("checkpoint not written") == 3 and "step 6: checkpoint not written" in said
+        )
         assert "step 10/20" not in said
 
 
@@ -122,7 +135,10 @@ def test_every_rank_counts_what_rank_0_could_not_write(data, tmp_path, monkeypat
     monkeypatch.setattr(saving, "broadcast_object_list", lambda mine: [next(told)])
     other: Any = SimpleNamespace(num_processes=2, is_main_process=False)
     saver = saving.Saver(run_config(data, tmp_path / "run"), other, None, None, None, 2)  # type: ignore[arg-type]
-    for step, problem, found in ((4, "", ("No space left", 1, 2)), (6, "it was not finished", ("", 0, 6))):
+    for step, problem, found in (
+        (4, "", ("No space left", 1, 2)),
+        (6, "it was not finished", ("", 0, 6)),
+    ):
         saver._flying, saver._problem = step, problem
         assert (saver.settle(), saver.failures, saver.written) == found
     assert saver.settle() == "" and saver.failures == 0, "nothing in flight: nobody is asked"
@@ -138,7 +154,9 @@ def test_without_memory_for_a_copy_the_save_happens_in_place(data, tmp_path, mon
 
     monkeypatch.setattr(saving.torch, "empty", full)
     out = run(data, tmp_path / "run")
-    assert [p.name for p in disk.checkpoints(out)] == ["step-6", "step-4"] and disk.newest(out)[1] == []
+    assert [p.name for p in disk.checkpoints(out)] == ["step-6", "step-4"] and disk.newest(out)[
+        1
+    ] == []
 
 
 def test_the_end_of_a_run_waits_for_space(data, tmp_path, monkeypatch, capsys) -> None:
@@ -154,7 +172,10 @@ def test_the_end_of_a_run_waits_for_space(data, tmp_path, monkeypatch, capsys) -
     monkeypatch.setattr(saving, "PAUSE", 0.01)
     out = run(data, tmp_path / "run", "save_every=0")
     assert calls == [6, 6, 6] and disk.newest(out)[0] is not None
-    assert "step 6: not written yet ([Errno 28] No space left on device); waiting" in capsys.readouterr().err
+    assert (
+        "step 6: not written yet ([Errno 28] No space left on device); waiting"
+        in capsys.readouterr().err
+    )
 
 
 def test_weights_that_are_not_finite_are_never_saved(data, tmp_path, monkeypatch) -> None:
@@ -167,12 +188,15 @@ def test_weights_that_are_not_finite_are_never_saved(data, tmp_path, monkeypatch
         return asked
 
     monkeypatch.setattr(loop, "_step", bad)
-    with pytest.raises(UserError, match="weights are not finite at step 4, no checkpoint was written"):
+    with pytest.raises(
+        UserError, match="weights are not finite at step 4, no checkpoint was written"
+    ):
         run(data, tmp_path / "run")
     assert [p.name for p in disk.checkpoints(tmp_path / "run")] == ["step-2"]
 
 
-# on disk ------------------------------------------------------------------------------------------------------------
+# on disk
+# -----------------------------------------------------------------------------
 
 
 def test_everything_is_synced_before_the_rename_and_the_folder_after(tmp_path, monkeypatch) -> None:
@@ -231,8 +255,14 @@ def test_retiring_never_removes_the_last_good_one(tmp_path) -> None:
 def test_a_manifest_is_known_by_its_own_hash_and_early_ones_are_read(tmp_path) -> None:
     path = disk.save(tmp_path, snapshot(3)) / disk.MANIFEST
     good = path.read_text()
-    for text in (good.replace('"step": 3', '"step": 4'), good.replace(" ", "  ", 1), good + "\n", "[" * 9999, "3",
-                 good.replace(f'"{disk.CARD}"', '"other.json"')):
+    for text in (
+        good.replace('"step": 3', '"step": 4'),
+        good.replace(" ", "  ", 1),
+        good + "\n",
+        "[" * 9999,
+        "3",
+        good.replace(f'"{disk.CARD}"', '"other.json"'),
+    ):
         path.write_text(text)
         assert str(path) in (disk.damage(path.parent) or "")
     early = {k: v for k, v in json.loads(good).items() if k != "sha256"}
@@ -250,7 +280,8 @@ def test_a_state_of_another_version_is_refused_in_a_line(tmp_path) -> None:
         disk.read(tmp_path)
 
 
-# folders, locks and clocks ------------------------------------------------------------------------------------------
+# folders, locks and clocks
+# ------------------------------------------------------------------------------------------
 
 
 def test_a_folder_that_vanishes_is_made_anew_and_held_again(data, tmp_path, monkeypatch) -> None:
@@ -270,10 +301,14 @@ def test_a_folder_that_vanishes_is_made_anew_and_held_again(data, tmp_path, monk
     run(data, out)
     assert held == [True] and digest(out / "head") == digest(whole / "head")
     assert [p.name for p in disk.checkpoints(out)] == ["step-6", "step-4"]
-    assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()][-1] == 6
+    assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()][
+        -1
+    ] == 6
 
 
-def test_nothing_is_written_into_a_folder_that_another_run_has_taken(data, tmp_path, monkeypatch) -> None:
+def test_nothing_is_written_into_a_folder_that_another_run_has_taken(
+    data, tmp_path, monkeypatch
+) -> None:
     out, others = tmp_path / "run", []
 
     def taken() -> None:
@@ -296,12 +331,16 @@ def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch, capsys) -
     monkeypatch.setattr(locks.fcntl, "flock", unknown)
     with locked(tmp_path / "run"):
         assert "without locks; start no second run there" in capsys.readouterr().err
-    monkeypatch.setattr(locks.os, "open", lambda *a: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only")))
+    monkeypatch.setattr(
+        locks.os, "open", lambda *a: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only"))
+    )
     with pytest.raises(UserError, match="out_dir: cannot write to .*Read-only"):
         Lock(tmp_path / "other")
 
 
-@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EACCES])  # network file systems say the latter
+@pytest.mark.parametrize(
+    "number", [errno.EAGAIN, errno.EACCES]
+)  # network file systems say the latter
 def test_a_lock_that_is_refused_is_another_run(tmp_path, monkeypatch, number: int) -> None:
     def taken(*_: Any) -> None:
         raise OSError(number, os.strerror(number))
@@ -312,12 +351,19 @@ def test_a_lock_that_is_refused_is_another_run(tmp_path, monkeypatch, number: in
 
 
 def test_restarts_on_one_node_meet_under_prefixes_of_their_own(monkeypatch) -> None:
-    env = {"TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "1"}
+    env = {
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GROUP_WORLD_SIZE": "1",
+    }
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert rendezvous.init_method() == "restarted://"
-    for name, value in (("TORCHELASTIC_RESTART_COUNT", "0"), ("TORCHELASTIC_USE_AGENT_STORE", "False"),
-                        ("GROUP_WORLD_SIZE", "2")):  # fmt: skip
+    for name, value in (
+        ("TORCHELASTIC_RESTART_COUNT", "0"),
+        ("TORCHELASTIC_USE_AGENT_STORE", "False"),
+        ("GROUP_WORLD_SIZE", "2"),
+    ):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             assert rendezvous.init_method() is None, name
@@ -327,14 +373,21 @@ def test_restarts_on_one_node_meet_under_prefixes_of_their_own(monkeypatch) -> N
     first.set("address of rank 0", "of the dead one")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
     ((second, *_),) = rendezvous._meet("restarted://")
-    assert place == [1, 2] and first.check(["address of rank 0"]) and not second.check(["address of rank 0"])
+    assert (
+        place == [1, 2]
+        and first.check(["address of rank 0"])
+        and not second.check(["address of rank 0"])
+    )
 
 
 def test_clocks_and_file_times_decide_nothing(data, tmp_path, monkeypatch) -> None:
     whole = run(data, tmp_path / "whole")
     now = iter(range(2_000_000_000, 0, -86_400))
     monkeypatch.setattr(time, "time", lambda: float(next(now)))
-    with monkeypatch.context() as patch, pytest.raises(Interrupted, match="stopped at step 6, saved"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(Interrupted, match="stopped at step 6, saved"),
+    ):
         before_step(patch, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
         run(data, tmp_path / "run")
     out = tmp_path / "run"
@@ -345,7 +398,8 @@ def test_clocks_and_file_times_decide_nothing(data, tmp_path, monkeypatch) -> No
     assert digest(out / "head") == digest(whole / "head")
 
 
-# signals and words --------------------------------------------------------------------------------------------------
+# signals and words
+# --------------------------------------------------------------------------------------------------
 
 
 def test_an_echo_of_a_signal_is_no_second_wish(monkeypatch, capsys) -> None:
@@ -365,7 +419,9 @@ def test_an_echo_of_a_signal_is_no_second_wish(monkeypatch, capsys) -> None:
             ended.clear()
 
 
-def test_a_signal_ends_an_evaluation_and_the_resumed_run_makes_it_again(data, tmp_path, monkeypatch) -> None:
+def test_a_signal_ends_an_evaluation_and_the_resumed_run_makes_it_again(
+    data, tmp_path, monkeypatch
+) -> None:
     from train import accept
 
     monkeypatch.setattr(curve, "_png", lambda known: b"")  # a picture takes longer than the run
@@ -387,14 +443,24 @@ def test_a_signal_ends_an_evaluation_and_the_resumed_run_makes_it_again(data, tm
     for folder in (out, whole):
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert [e["step"] for e in lines if e.get("event") == "eval"] == [3, 6]
-    assert digest(out / "best") == digest(whole / "best") and digest(out / "head") == digest(whole / "head")
+    assert digest(out / "best") == digest(whole / "best") and digest(out / "head") == digest(
+        whole / "head"
+    )
 
 
 def test_no_memory_names_what_can_still_be_lowered(data, tmp_path) -> None:
     cfg = run_config(data, tmp_path / "run", "batch_size=8")
-    assert "micro_batch: 4 rows do not fit into memory; set micro_batch=2" in no_memory(cfg, world=2)
+    assert "micro_batch: 4 rows do not fit into memory; set micro_batch=2" in no_memory(
+        cfg, world=2
+    )
     cfg.micro_batch = 1
     assert no_memory(cfg).startswith("data.max_length: one row of up to 1024 tokens does not fit")
-    for error in (torch.OutOfMemoryError("x"), MemoryError(), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")):
+    for error in (
+        torch.OutOfMemoryError("x"),
+        MemoryError(),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"),
+    ):
         assert is_no_memory(error)
-    assert not is_no_memory(RuntimeError("shape mismatch")) and not is_no_memory(OSError("Cannot allocate memory"))
+    assert not is_no_memory(RuntimeError("shape mismatch")) and not is_no_memory(
+        OSError("Cannot allocate memory")
+    )

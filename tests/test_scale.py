@@ -1,4 +1,6 @@
-"""One run, many layouts: micro-batches, processes, packing, stored features and a sharded target change nothing."""
+"""One run, many layouts: micro-batches, processes, packing, stored features and a sharded
+target change nothing.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,26 @@ STEPS, MANY = 4, 100
 def configured(data: Path, out: Path, *more: str) -> Any:
     """A run in float64 on a tiny target; EAGLE-3 when head=eagle3 is among the overrides."""
     eagle = "head=eagle3" in more
-    args = ["target=tiny", *(f"target.{k}={v}" for k, v in SHAPE.items()), f"data.path={data}", f"out_dir={out}",
-            "data.held_out=0.1", "data.cache=false", f"steps={STEPS}", "batch_size=8", "dtype=float64", "device=cpu",
-            "head.draft_vocab=0", "eval.every=0", "eval.parity=0", "save_every=0", "log_every=1", "optim.clip=1.0",
-            "optim.lr=3e-3", *more]
+    args = [
+        "target=tiny",
+        *(f"target.{k}={v}" for k, v in SHAPE.items()),
+        f"data.path={data}",
+        f"out_dir={out}",
+        "data.held_out=0.1",
+        "data.cache=false",
+        f"steps={STEPS}",
+        "batch_size=8",
+        "dtype=float64",
+        "device=cpu",
+        "head.draft_vocab=0",
+        "eval.every=0",
+        "eval.parity=0",
+        "save_every=0",
+        "log_every=1",
+        "optim.clip=1.0",
+        "optim.lr=3e-3",
+        *more,
+    ]
     return compose("eagle" if eagle else "medusa", EagleRun if eagle else MedusaRun, args)
 
 
@@ -82,61 +100,128 @@ PartialState().destroy_process_group()
 """
 
 
-def in_two_processes(data: Path, out: Path, runs: dict[str, list[str]], **more: str) -> dict[str, Any]:
-    """What `watched` finds in every run by two real processes over gloo; both ranks must tell the same. more: of the
-    environment."""
+def in_two_processes(
+    data: Path, out: Path, runs: dict[str, list[str]], **more: str
+) -> dict[str, Any]:
+    """What `watched` finds in every run by two real processes over gloo; both ranks must tell
+    the same. more: of the environment."""
     out.mkdir(parents=True, exist_ok=True)
     script = out / "runs.py"
     script.write_text(MANY_RUNS)
-    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1", **more}
+    env = {
+        **os.environ,
+        "ACCELERATE_USE_CPU": "true",
+        "PYTHONPATH": PATHS,
+        "OMP_NUM_THREADS": "1",
+        **more,
+    }
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port",
-         str(29500 + os.getpid() % 2000), str(script), str(data), str(out), json.dumps(runs)],
-        cwd=ROOT, env=env, capture_output=True, text=True, timeout=1500, check=False)
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node",
+            "2",
+            "--master_port",
+            str(29500 + os.getpid() % 2000),
+            str(script),
+            str(data),
+            str(out),
+            json.dumps(runs),
+        ],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     one, two = (json.loads((out / f"rank{r}.json").read_text()) for r in range(2))
     assert one == two
-    grads = {name: [torch.load(out / f"{name}-{r}.pt", weights_only=True) for r in range(2)] for name in runs}
+    grads = {
+        name: [torch.load(out / f"{name}-{r}.pt", weights_only=True) for r in range(2)]
+        for name in runs
+    }
     assert all(torch.equal(a, b) for pair in grads.values() for a, b in zip(*pair, strict=True))
-    return {name: ({int(k): v for k, v in found.items()}, grads[name][0]) for name, found in one.items()}
+    return {
+        name: ({int(k): v for k, v in found.items()}, grads[name][0]) for name, found in one.items()
+    }
 
 
 def apart(one: Any, other: Any) -> tuple[float, float]:
-    """(largest absolute difference of the losses, largest relative one of the first step's gradients)."""
+    """(largest absolute difference of the losses, largest relative one of the first step's
+    gradients).
+    """
     assert list(one[0]) == list(other[0])
     losses = max(abs(one[0][k] - other[0][k]) for k in one[0])
-    return losses, max(float((a - b).norm() / a.norm().clamp(min=1e-12)) for a, b in zip(one[1], other[1], strict=True))
+    return losses, max(
+        float((a - b).norm() / a.norm().clamp(min=1e-12))
+        for a, b in zip(one[1], other[1], strict=True)
+    )
 
 
 def assert_within(found: dict[str, tuple[float, float]], losses: float, gradients: float) -> None:
     """Every layout within both bounds; a nan is outside."""
-    wrong = {name: pair for name, pair in found.items() if not (pair[0] <= losses and pair[1] <= gradients)}
+    wrong = {
+        name: pair
+        for name, pair in found.items()
+        if not (pair[0] <= losses and pair[1] <= gradients)
+    }
     assert found and not wrong, f"losses and first gradients apart: {wrong}"
 
 
 def layouts(data: Path, out: Path, steps: int, dtype: str) -> dict[str, tuple[float, float]]:
-    """How far every layout of one EAGLE-3 run is from the plain one, and the sharded target from whole ones."""
+    """How far every layout of one EAGLE-3 run is from the plain one, and the sharded target
+    from whole ones.
+    """
     head = ["head=eagle3", "head.steps=2", f"steps={steps}", f"dtype={dtype}"]
     features = stored(data, out / "features", f"dtype={dtype}")
     plain = watched(data, out / "plain", *head)
     if steps > 1:
         assert plain[0][steps] < plain[0][1]
-    here = {"one by one": ["micro_batch=1"], "packed": ["data.packing=true"], "packed in parts": [
-        "data.packing=true", "micro_batch=3"], "cached": [f"data.features={features}"], "cached and packed": [
-        f"data.features={features}", "data.packing=true"]}
-    found = {name: apart(plain, watched(data, out / name, *head, *more)) for name, more in here.items()}
-    there = {"two ranks": ["micro_batch=2"], "sharded target": ["shard_target=true", "micro_batch=2"],
-             "sharded and packed": ["shard_target=true", "data.packing=true", "micro_batch=3", "eval.every=3",
-                                 "eval.prompts=2", "eval.max_new_tokens=4"]}
-    two = in_two_processes(data, out / "two", {name: [*head, *more] for name, more in there.items()})
+    here = {
+        "one by one": ["micro_batch=1"],
+        "packed": ["data.packing=true"],
+        "packed in parts": ["data.packing=true", "micro_batch=3"],
+        "cached": [f"data.features={features}"],
+        "cached and packed": [f"data.features={features}", "data.packing=true"],
+    }
+    found = {
+        name: apart(plain, watched(data, out / name, *head, *more)) for name, more in here.items()
+    }
+    there = {
+        "two ranks": ["micro_batch=2"],
+        "sharded target": ["shard_target=true", "micro_batch=2"],
+        "sharded and packed": [
+            "shard_target=true",
+            "data.packing=true",
+            "micro_batch=3",
+            "eval.every=3",
+            "eval.prompts=2",
+            "eval.max_new_tokens=4",
+        ],
+    }
+    two = in_two_processes(
+        data, out / "two", {name: [*head, *more] for name, more in there.items()}
+    )
     found |= {name: apart(plain, run) for name, run in two.items()}
     return {**found, "sharded against whole": apart(two["two ranks"], two["sharded target"])}
 
 
 def stored(data: Path, out: Path, *more: str) -> Path:
     """The features of a run of `configured`, on disk."""
-    args = ["target=tiny", *(f"target.{k}={v}" for k, v in SHAPE.items()), f"data.path={data}", f"out={out}",
-            "data.held_out=0.1", "data.cache=false", "device=cpu", "heads=[eagle3]", *more]
+    args = [
+        "target=tiny",
+        *(f"target.{k}={v}" for k, v in SHAPE.items()),
+        f"data.path={data}",
+        f"out={out}",
+        "data.held_out=0.1",
+        "data.cache=false",
+        "device=cpu",
+        "heads=[eagle3]",
+        *more,
+    ]
     with pytest.raises(SystemExit) as caught:
         cache_features.main(args)
     assert not caught.value.code
@@ -148,12 +233,17 @@ def test_layouts_give_the_same_losses(data: Path, tmp_path: Path) -> None:
 
 
 BARS = {
-    "layout-accumulation": ("gradient accumulation: 1 micro-batch of 8 rows against 8 of 1", ["one by one"]),
+    "layout-accumulation": (
+        "gradient accumulation: 1 micro-batch of 8 rows against 8 of 1",
+        ["one by one"],
+    ),
     "layout-processes": ("1 process against 2", ["two ranks"]),
     "layout-packing": ("packed rows against padded ones", ["packed", "packed in parts"]),
     "layout-features": ("stored features against online ones", ["cached", "cached and packed"]),
-    "layout-fsdp2": ("target sharded over 2 processes (FSDP2) against whole ones (DDP)",
-                     ["sharded against whole", "sharded target", "sharded and packed"]),
+    "layout-fsdp2": (
+        "target sharded over 2 processes (FSDP2) against whole ones (DDP)",
+        ["sharded against whole", "sharded target", "sharded and packed"],
+    ),
 }
 
 
@@ -162,18 +252,35 @@ def test_layouts_give_the_same_losses_over_many_steps(data: Path, tmp_path: Path
     found = layouts(data, tmp_path, MANY, "float64")
     for name, (what, runs) in BARS.items():
         losses, gradients = (max(found[run][i] for run in runs) for i in range(2))
-        record(name, what=what, result=f"losses of {MANY} steps differ by {losses:.1g} at most (float64)",
-               met=losses <= 1e-9, steps=MANY, bar=1e-9, losses=losses, first_gradients=gradients, runs=runs)
+        record(
+            name,
+            what=what,
+            result=f"losses of {MANY} steps differ by {losses:.1g} at most (float64)",
+            met=losses <= 1e-9,
+            steps=MANY,
+            bar=1e-9,
+            losses=losses,
+            first_gradients=gradients,
+            runs=runs,
+        )
     assert_within(found, 1e-9, 1e-9)
 
 
 @pytest.mark.slow
-def test_layouts_give_the_same_first_gradient_in_single_precision(data: Path, tmp_path: Path) -> None:
+def test_layouts_give_the_same_first_gradient_in_single_precision(
+    data: Path, tmp_path: Path
+) -> None:
     found = layouts(data, tmp_path, 1, "float32")
     worst = max(found, key=lambda name: found[name][1])
-    record("layout-gradients", what="the same layouts: gradients of the first step in float32",
-           result=f"{found[worst][1]:.1g} relative at most", met=found[worst][1] <= 1e-5, bar=1e-5, worst=worst,
-           gradients={name: pair[1] for name, pair in found.items()})
+    record(
+        "layout-gradients",
+        what="the same layouts: gradients of the first step in float32",
+        result=f"{found[worst][1]:.1g} relative at most",
+        met=found[worst][1] <= 1e-5,
+        bar=1e-5,
+        worst=worst,
+        gradients={name: pair[1] for name, pair in found.items()},
+    )
     assert_within(found, 1e-3, 1e-5)
 
 
@@ -182,29 +289,54 @@ ZERO3 = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": 
 
 @pytest.mark.slow
 def test_a_target_sharded_by_deepspeed_gives_the_same_losses(data: Path, tmp_path: Path) -> None:
-    """DeepSpeed knows no float64; gathered layers compute what whole ones do, so float32 is held to equality."""
+    """DeepSpeed knows no float64; gathered layers compute what whole ones do, so float32 is
+    held to equality.
+    """
     pytest.importorskip("deepspeed", reason="pip install deepspeed to test conf/launch/zero3.yaml")
     head = ["head=eagle3", "head.steps=2", f"steps={MANY}", "micro_batch=2"]
-    more = {"packed": ["dtype=float32", "data.packing=true", "eval.every=50", "eval.prompts=2",
-                       "eval.max_new_tokens=4"], "bfloat16": ["dtype=bfloat16"]}  # fmt: skip
+    more = {
+        "packed": [
+            "dtype=float32",
+            "data.packing=true",
+            "eval.every=50",
+            "eval.prompts=2",
+            "eval.max_new_tokens=4",
+        ],
+        "bfloat16": ["dtype=bfloat16"],
+    }
     whole = in_two_processes(data, tmp_path / "whole", {k: [*head, *v] for k, v in more.items()})
-    zero = in_two_processes(data, tmp_path / "zero", {k: [*head, *v, "shard_target=true"] for k, v in more.items()},
-                            **ZERO3)  # fmt: skip
+    zero = in_two_processes(
+        data,
+        tmp_path / "zero",
+        {k: [*head, *v, "shard_target=true"] for k, v in more.items()},
+        **ZERO3,
+    )
     found = {name: apart(whole[name], zero[name]) for name in more}
     losses, gradients = (max(pair[i] for pair in found.values()) for i in range(2))
-    record("layout-zero3", what="target sharded over 2 processes by DeepSpeed's ZeRO-3 against whole ones (DDP)",
-           result=f"losses of {MANY} steps differ by {losses:.1g} at most (float32 and bfloat16)",
-           met=losses == 0, steps=MANY, losses=losses, first_gradients=gradients, runs=list(more))
+    record(
+        "layout-zero3",
+        what="target sharded over 2 processes by DeepSpeed's ZeRO-3 against whole ones (DDP)",
+        result=f"losses of {MANY} steps differ by {losses:.1g} at most (float32 and bfloat16)",
+        met=losses == 0,
+        steps=MANY,
+        losses=losses,
+        first_gradients=gradients,
+        runs=list(more),
+    )
     assert_within(found, 0, 0)
 
 
-@pytest.mark.parametrize("more, message", [
-    (["shard_target=false"], "shard_target: the launch asks for DeepSpeed"),
-    (["shard_target=true"], "dtype: DeepSpeed knows no float64"),
-    (["shard_target=true", "dtype=float32"], "shard_target: needs several processes"),
-])
-def test_a_launch_with_deepspeed_shards_the_target_or_says_why_not(more: list[str], message: str, data: Path,
-                                                                   tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (["shard_target=false"], "shard_target: the launch asks for DeepSpeed"),
+        (["shard_target=true"], "dtype: DeepSpeed knows no float64"),
+        (["shard_target=true", "dtype=float32"], "shard_target: needs several processes"),
+    ],
+)
+def test_a_launch_with_deepspeed_shards_the_target_or_says_why_not(
+    more: list[str], message: str, data: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
     for key, value in ZERO3.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(UserError, match=message):

@@ -1,4 +1,6 @@
-"""The score table: figures worked out by hand, pairing by prompt, fair turns, and what is counted apart."""
+"""The score table: figures worked out by hand, pairing by prompt, fair turns, and what is
+counted apart.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from scripts.scoring.score import Scores, output_lines
 
 
 def lane(name: str, nodes: int) -> Lane:
-    return Lane(name, name, name, "chain" if nodes else "none", nodes, nodes, lambda requests, s: None)  # type: ignore[arg-type,return-value]
+    return Lane(
+        name, name, name, "chain" if nodes else "none", nodes, nodes, lambda requests, s: None
+    )  # type: ignore[arg-type,return-value]
 
 
 def cycles(*accepted: int, proposed: int = 2, cut_last: bool = False) -> list[Cycle]:
@@ -32,24 +36,53 @@ def cycles(*accepted: int, proposed: int = 2, cut_last: bool = False) -> list[Cy
 
 def answer(name: str, prompt: str, turn: int, found: list[Cycle], category: str) -> Answer:
     tokens = list(range(1 + sum(c.accepted + 1 for c in found)))
-    return Answer(name, prompt, turn, category, Generation([1, 2], tokens, found, [False] * len(tokens), "length"))
+    return Answer(
+        name,
+        prompt,
+        turn,
+        category,
+        Generation([1, 2], tokens, found, [False] * len(tokens), "length"),
+    )
 
 
 def timing(decode: float, prefill: float = 1.0, passes: int = 1) -> Timing:
-    return Timing(prefill, 0.1 * decode, 0.6 * decode, 0.1 * decode, 0.1 * decode, prefill + decode, passes,
-                  0.2 * decode, 0.04 * decode, 0.05 * decode)  # fmt: skip
+    return Timing(
+        prefill,
+        0.1 * decode,
+        0.6 * decode,
+        0.1 * decode,
+        0.1 * decode,
+        prefill + decode,
+        passes,
+        0.2 * decode,
+        0.04 * decode,
+        0.05 * decode,
+    )
 
 
 @pytest.fixture
 def contest() -> Contest:
-    """Two prompts; `fast` takes a third of the time of `none` on the first and half on the second."""
+    """Two prompts; `fast` takes a third of the time of `none` on the first and half on the
+    second.
+    """
     c = Contest()
-    for name, seconds, lists in (("none", (6.0, 4.0), ((0,) * 6, (0,) * 4)), ("fast", (2.0, 2.0), ((1, 2, 0), (2, 0)))):
+    for name, seconds, lists in (
+        ("none", (6.0, 4.0), ((0,) * 6, (0,) * 4)),
+        ("fast", (2.0, 2.0), ((1, 2, 0), (2, 0))),
+    ):
         for prompt, spent, accepted in zip("ab", seconds, lists, strict=True):
             found = cycles(*accepted, proposed=0 if name == "none" else 2)
             a = answer(name, prompt, 0, found, "chat" if prompt == "a" else "code")
             c.answers.append(a)
-            c.laps.append(Lap(name, (prompt,), 0, timing(spent, passes=len(found)), len(a.generation.token_ids)))
+            c.laps.append(
+                Lap(
+                    name,
+                    (prompt,),
+                    0,
+                    timing(spent, passes=len(found)),
+                    len(a.generation.token_ids),
+                )
+            )
     return c
 
 
@@ -58,29 +91,55 @@ def test_a_row_by_hand(contest: Contest) -> None:
     none, fast = (Scores(contest, lanes).row(x) for x in lanes)
     assert fast["accepted_length"]["mean"] == pytest.approx((2 + 3 + 1 + 3 + 1) / 5)
     assert none["accepted_length"] == {"mean": 1.0, "low": 1.0, "high": 1.0}
-    assert [p["unconditional"] for p in fast["acceptance_by_position"]] == pytest.approx([3 / 5, 2 / 5])
-    assert [p["conditional"] for p in fast["acceptance_by_position"]] == pytest.approx([3 / 5, 2 / 3])
+    assert [p["unconditional"] for p in fast["acceptance_by_position"]] == pytest.approx(
+        [3 / 5, 2 / 5]
+    )
+    assert [p["conditional"] for p in fast["acceptance_by_position"]] == pytest.approx(
+        [3 / 5, 2 / 3]
+    )
     assert [p["trials"] for p in fast["acceptance_by_position"]] == [5, 3]
     assert none["tokens"] == fast["tokens"] == 12 and fast["cycles"] == 5
-    assert fast["tokens_per_second"] == pytest.approx(10 / 4) and none["tokens_per_second"] == pytest.approx(1.0)
-    assert fast["speedup"]["mean"] == pytest.approx(2.5) and 2 <= fast["speedup"]["low"] <= fast["speedup"]["high"] <= 3
+    assert fast["tokens_per_second"] == pytest.approx(10 / 4) and none[
+        "tokens_per_second"
+    ] == pytest.approx(1.0)
+    assert (
+        fast["speedup"]["mean"] == pytest.approx(2.5)
+        and 2 <= fast["speedup"]["low"] <= fast["speedup"]["high"] <= 3
+    )
     assert fast["end_to_end"]["speedup"]["mean"] == pytest.approx((12 / 6) / (12 / 12))
-    assert fast["draft_ms"] == pytest.approx(1000 * 0.4 / 5) and fast["verify_ms"] == pytest.approx(1000 * 3.2 / 5)
+    assert fast["draft_ms"] == pytest.approx(1000 * 0.4 / 5) and fast["verify_ms"] == pytest.approx(
+        1000 * 3.2 / 5
+    )
     assert sum(fast["ms_per_token"].values()) == pytest.approx(1000 * 4 / 10)
-    assert fast["units"] == [{"prompts": ["a"], "tokens": 6.0, "seconds": 2.0}, {"prompts": ["b"], "tokens": 4.0,
-                                                                                 "seconds": 2.0}]  # fmt: skip
+    assert fast["units"] == [
+        {"prompts": ["a"], "tokens": 6.0, "seconds": 2.0},
+        {"prompts": ["b"], "tokens": 4.0, "seconds": 2.0},
+    ]
     assert [p["speedup"] for p in fast["per_prompt"]] == pytest.approx([3.0, 2.0])
 
 
 def test_parts_sum_to_the_measured_wall(contest: Contest) -> None:
-    """Of 10 s: 6 in the target, 2 drafting, 0.4 of 1 s of verification for laws, 0.5 in the cache, the rest Python."""
+    """Of 10 s: 6 in the target, 2 drafting, 0.4 of 1 s of verification for laws, 0.5 in the
+    cache, the rest Python.
+    """
     row = Scores(contest, [lane("none", 0), lane("fast", 2)]).row(lane("fast", 2))
     told = row["breakdown"]
     assert set(told["seconds"]) == set(PARTS) == set(plots.PARTS) == set(table.PARTS)
-    share = {"target": 0.6, "drafter": 0.2, "law": 0.04, "verify": 0.06, "cache": 0.05, "python": 0.05}
+    share = {
+        "target": 0.6,
+        "drafter": 0.2,
+        "law": 0.04,
+        "verify": 0.06,
+        "cache": 0.05,
+        "python": 0.05,
+    }
     assert told["share"] == pytest.approx(share) and told["wall_seconds"] == 4.0
     assert sum(told["seconds"].values()) == pytest.approx(4.0)
-    assert told["ms_per_token"] == pytest.approx({k: 400 * v for k, v in share.items()}) == row["ms_per_token"]
+    assert (
+        told["ms_per_token"]
+        == pytest.approx({k: 400 * v for k, v in share.items()})
+        == row["ms_per_token"]
+    )
     assert told["without"] == pytest.approx({"drafter": 2.5 / 0.8, "all_but_target": 2.5 / 0.6})
     cells = {name: cell(row) for name, cell in table.TIMES}
     assert [cell(row) for name, cell in table.TIMES if name == "drafter"] == ["fast", "80.00 [20%]"]
@@ -93,13 +152,17 @@ def test_nothing_decoded_has_no_breakdown() -> None:
 
 
 def test_a_category_seen_once_claims_no_interval(contest: Contest) -> None:
-    row = Scores(contest, [lane("none", 0), lane("fast", 2)]).row(lane("fast", 2))["by_category"]["chat"]
+    row = Scores(contest, [lane("none", 0), lane("fast", 2)]).row(lane("fast", 2))["by_category"][
+        "chat"
+    ]
     assert row["accepted_length"]["mean"] == 2.0 and row["accepted_length"]["low"] is None
     assert row["speedup"]["mean"] == pytest.approx(3.0) and row["speedup"]["high"] is None
 
 
 def test_pairs_are_paired(contest: Contest) -> None:
-    """A difference that is the same for every prompt has no spread, however far the prompts lie apart."""
+    """A difference that is the same for every prompt has no spread, however far the prompts
+    lie apart.
+    """
     for prompt, accepted in (("a", (0, 1, 0)), ("b", (1, 0))):
         contest.answers.append(answer("slow", prompt, 0, cycles(*accepted), "chat"))
         contest.laps.append(Lap("slow", (prompt,), 0, timing(4.0), 7))
@@ -127,7 +190,9 @@ def test_cut_and_loop_cycles_are_reported_apart() -> None:
 
 def test_a_cycle_cut_by_a_stop_token_commits_what_is_there() -> None:
     found = [Cycle(2, 2, (0, 0), False, 1), Cycle(2, 1, (0,), True, 4)]
-    generation = Generation([1], [5, 6, 7, 8, 9], found, [False] * 5, "eos")  # the stop token was a draft token
+    generation = Generation(
+        [1], [5, 6, 7, 8, 9], found, [False] * 5, "eos"
+    )  # the stop token was a draft token
     assert output_lines(Contest([Answer("x", "a", 0, "chat", generation)]))[0]["cycles"] == [3, 1]
 
 
@@ -147,20 +212,34 @@ def test_turns_of_a_prompt_are_one_unit() -> None:
 def report(contest: Contest) -> dict[str, Any]:
     lanes = [lane("none", 0), lane("fast", 2)]
     scores = Scores(contest, lanes)
-    same = {"checked": 2, "equal": 1, "within_rounding": 1, "beyond_rounding": 0, "not_looked_up": 0, "differences": []}
+    same = {
+        "checked": 2,
+        "equal": 1,
+        "within_rounding": 1,
+        "beyond_rounding": 0,
+        "not_looked_up": 0,
+        "differences": [],
+    }
     return {
         "created": "2026-01-01T00:00:00+00:00",
         "command": "python scripts/evaluate.py <out>",
         "target": {"name": "toy", "path": "/p", "weights_sha256": "0" * 64},
-        "settings": {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "dtype": "float32", "batch_size": 1,
-                     "num_prompts": 2, "prompts": {"path": "p.jsonl", "sha256": "1" * 64}},
+        "settings": {
+            "temperature": 0.0,
+            "top_k": 0,
+            "top_p": 1.0,
+            "dtype": "float32",
+            "batch_size": 1,
+            "num_prompts": 2,
+            "prompts": {"path": "p.jsonl", "sha256": "1" * 64},
+        },
         "environment": {"versions": {"python": "3"}, "threads": 1},
         "drafters": [{**scores.row(x), "lossless": same} for x in lanes],
         "pairs": scores.pairs(),
         "plain_pass_ms": scores.steadiness(),
         "skipped": [{"name": "<runs/x>", "reason": "gone"}],
         "skipped_turns": [],
-    }  # fmt: skip
+    }
 
 
 def test_the_page_stands_alone(report: dict[str, Any]) -> None:
@@ -177,9 +256,15 @@ def test_the_page_stands_alone(report: dict[str, Any]) -> None:
 
 def crowd(report: dict[str, Any], count: int = 9) -> dict[str, Any]:
     """The report with many drafters of long names."""
-    one = {**copy.deepcopy(report["drafters"][1]), "shape": "tree", "acceptance_by_rank": [[3, 1, 1], [1]]}
-    many = [{**one, "name": f"n{i}", "label": f"/srv/somewhere/quite/deep/runs/number-{i}/of/them@tree"}
-            for i in range(count)]  # fmt: skip
+    one = {
+        **copy.deepcopy(report["drafters"][1]),
+        "shape": "tree",
+        "acceptance_by_rank": [[3, 1, 1], [1]],
+    }
+    many = [
+        {**one, "name": f"n{i}", "label": f"/srv/somewhere/quite/deep/runs/number-{i}/of/them@tree"}
+        for i in range(count)
+    ]
     return {**report, "drafters": [report["drafters"][0], *many], "pairs": []}
 
 
@@ -187,9 +272,17 @@ def crowd(report: dict[str, Any], count: int = 9) -> dict[str, Any]:
 def test_many_long_names_leave_room_for_the_drawing(report: dict[str, Any]) -> None:
     wide = crowd(report)
     assert plots.overview(wide, "x")[:4] == b"\x89PNG"
-    panels = {**plots.PANELS, **{n: d for n, (d, _) in more_plots.present(more_plots.EVALUATE, wide).items()}}
+    panels = {
+        **plots.PANELS,
+        **{n: d for n, (d, _) in more_plots.present(more_plots.EVALUATE, wide).items()},
+    }
     assert {"accepted_ranks", "speedup_per_prompt"} <= set(panels)
-    for name in ("acceptance_by_position", "accepted_length_by_category", "time_per_token", "accepted_ranks"):
+    for name in (
+        "acceptance_by_position",
+        "accepted_length_by_category",
+        "time_per_token",
+        "accepted_ranks",
+    ):
         draw = panels[name]
         made = plots.figure(draw, wide, plots.height(name, wide))
         plots.png(made, 40)
@@ -199,12 +292,21 @@ def test_many_long_names_leave_room_for_the_drawing(report: dict[str, Any]) -> N
 
 def test_batches_name_where_drafting_stops_paying() -> None:
     def points(*speeds: tuple[float, float | None]) -> list[dict[str, Any]]:
-        return [{"batch_size": 2**i, "speedup": s, "low": low, "high": None} for i, (s, low) in enumerate(speeds)]
+        return [
+            {"batch_size": 2**i, "speedup": s, "low": low, "high": None}
+            for i, (s, low) in enumerate(speeds)
+        ]
 
-    assert stops_paying(points((1.6, 1.4), (1.3, 1.1), (1.1, 0.9), (0.8, 0.7))) == {"pays_up_to": 2, "stops_at": 8}
+    assert stops_paying(points((1.6, 1.4), (1.3, 1.1), (1.1, 0.9), (0.8, 0.7))) == {
+        "pays_up_to": 2,
+        "stops_at": 8,
+    }
     assert stops_paying(points((1.6, 1.4), (1.3, 1.1))) == {"pays_up_to": 2, "stops_at": None}
     assert stops_paying(points((0.9, 0.8), (0.7, 0.6))) == {"pays_up_to": None, "stops_at": 1}
-    assert stops_paying(points((0.9, 0.8), (1.2, 1.1), (0.9, None))) == {"pays_up_to": None, "stops_at": 4}
+    assert stops_paying(points((0.9, 0.8), (1.2, 1.1), (0.9, None))) == {
+        "pays_up_to": None,
+        "stops_at": 4,
+    }
     assert stops_paying(points((1.5, None), (1.2, None))) == {"pays_up_to": None, "stops_at": None}
 
 
@@ -223,11 +325,19 @@ def test_the_headline_claims_only_what_was_measured(report: dict[str, Any]) -> N
     report["drafters"][1]["speedup"] = {"mean": 1.1, "low": 0.9, "high": 1.3}
     assert "not clearly faster" in page.headline(report)[0]
     report["drafters"][1]["speedup"] = {"mean": 0.7, "low": 0.6, "high": 0.8}
-    assert page.headline(report)[0] == "No drafter pays here: the fastest, fast, runs at 0.70× plain decoding"
+    assert (
+        page.headline(report)[0]
+        == "No drafter pays here: the fastest, fast, runs at 0.70× plain decoding"
+    )
 
 
 def test_a_busy_machine_is_not_believed(report: dict[str, Any], contest: Contest) -> None:
-    assert report["plain_pass_ms"] == {"low": 1000.0, "median": 1000.0, "high": 1000.0, "steady": True}
+    assert report["plain_pass_ms"] == {
+        "low": 1000.0,
+        "median": 1000.0,
+        "high": 1000.0,
+        "steady": True,
+    }
     contest.laps[0].timing.total_s += 30.0
     report["plain_pass_ms"] = Scores(contest, [lane("none", 0), lane("fast", 2)]).steadiness()
     assert not report["plain_pass_ms"]["steady"] and "too busy" in page.headline(report)[0]

@@ -1,4 +1,6 @@
-"""Heads that read drafted tokens (Hydra heads, Medusa with a Markov term): alignment, start, drafts, acceptance."""
+"""Heads that read drafted tokens (Hydra heads, Medusa with a Markov term): alignment, start,
+drafts, acceptance.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def trained_like(target, cfg, seed=0):
 
 
 def by_prefix(head, feats: torch.Tensor) -> torch.Tensor:
-    """What the heads read of one row's features [T, D]: with prefix layers, transformers' own layers on top."""
+    """What the heads read of one row's features [T, D]: with prefix layers, transformers' own
+    layers on top.
+    """
     if getattr(head, "prefix", None) is None:
         return feats
     config = copy.deepcopy(head.prefix.config)
@@ -77,7 +81,9 @@ def by_prefix(head, feats: torch.Tensor) -> torch.Tensor:
 
 
 def logits_by_hand(head, target, i: int, f: torch.Tensor, tokens: list[int]) -> torch.Tensor:
-    """Head i's logits from the feature f = f_t and tokens t + 1 .. t + i + 1, by the definition."""
+    """Head i's logits from the feature f = f_t and tokens t + 1 .. t + i + 1, by the
+    definition.
+    """
     assert len(tokens) == i + 1
     table = target.model.get_input_embeddings().weight
     if head.kind == "medusa":
@@ -105,8 +111,13 @@ def test_fresh_heads_equal_the_lm_head(target, cfg) -> None:
 @pytest.mark.parametrize("terms", [LossWeights(), LossWeights(0, 1)], ids=["hard", "soft"])
 @each
 def test_loss_follows_the_definition(target, cfg, terms) -> None:
-    """Head i reads f_t and e_{t+1} .. e_{t+i+1} and predicts x_{t+i+2}, supervised by that token's own mask."""
-    head, batch = trained_like(target, dataclasses.replace(cfg, loss=terms, decay=0.5, chunk=4)), random_batch()
+    """Head i reads f_t and e_{t+1} .. e_{t+i+1} and predicts x_{t+i+2}, supervised by that
+    token's own mask.
+    """
+    head, batch = (
+        trained_like(target, dataclasses.replace(cfg, loss=terms, decay=0.5, chunk=4)),
+        random_batch(),
+    )
     feats = target.features(batch.ids, batch.mask, head.taps)[:, :, 0]
     feats = torch.stack([by_prefix(head, f) for f in feats])
     laws = target.model(batch.ids).logits.log_softmax(-1)
@@ -114,7 +125,9 @@ def test_loss_follows_the_definition(target, cfg, terms) -> None:
     for b, s in supervised:
         for i in range(min(3, s - 1)):
             t = s - i - 2
-            z = logits_by_hand(head, target, i, feats[b, t], batch.ids[b, t + 1 : s].tolist()).log_softmax(-1)
+            z = logits_by_hand(
+                head, target, i, feats[b, t], batch.ids[b, t + 1 : s].tolist()
+            ).log_softmax(-1)
             loss = -z[batch.ids[b, s]] if terms.hard else -(laws[b, s - 1].exp() * z).sum()
             want += 0.5**i * loss.item()
     out = head(batch, target)
@@ -157,7 +170,9 @@ def drive(drafter, tokens, feats, cuts):
     drafter.reset(1, 64)
     drafter.begin([tokens[:1]], Sampling())
     for a, b in zip([0, *cuts], [*cuts, len(tokens) - 1], strict=True):
-        drafter.observe(tokens[None, a + 1 : b + 1], feats[None, a:b], torch.tensor([b - a]), slice(0, 1))
+        drafter.observe(
+            tokens[None, a + 1 : b + 1], feats[None, a:b], torch.tensor([b - a]), slice(0, 1)
+        )
     return drafter
 
 
@@ -168,8 +183,12 @@ def test_draft_is_the_definition_and_does_not_depend_on_the_pieces(target, cfg, 
     tokens = random_batch(1, 10).ids[0]
     feats = target.features(tokens[None], torch.ones(1, 10, dtype=torch.bool), head.taps)[0]
     rng = Rng(0, torch.zeros(1).long(), torch.zeros(1).long())
-    drafts = [drive(head.drafter(target, shape), tokens, feats, cuts).propose(torch.tensor([3]), Sampling(), rng)
-              for cuts in ([], [3], [2, 5, 8])]
+    drafts = [
+        drive(head.drafter(target, shape), tokens, feats, cuts).propose(
+            torch.tensor([3]), Sampling(), rng
+        )
+        for cuts in ([], [3], [2, 5, 8])
+    ]
     assert all(d.tokens.equal(drafts[0].tokens) for d in drafts)
     tree = drafts[0]
     tree.validate(target.vocab_size, 12)
@@ -192,7 +211,9 @@ def test_chain_at_temperature_is_drawn_from_the_law_it_states(target, cfg) -> No
     drafter.begin([torch.tensor([5])] * rows, warp)
     feats = torch.randn(1, 1, 1, head.width).expand(rows, 1, 1, -1)
     drafter.observe(torch.full((rows, 1), 7), feats, torch.ones(rows).long(), slice(0, rows))
-    tree = drafter.propose(torch.full((rows,), 3), warp, Rng(3, torch.arange(rows), torch.zeros(rows).long()))
+    tree = drafter.propose(
+        torch.full((rows,), 3), warp, Rng(3, torch.arange(rows), torch.zeros(rows).long())
+    )
     tree.validate(target.vocab_size, 3)
     assert bool(tree.sampled.all()) and len(tree.tokens.unique(dim=0)) > 10
     ids, read = head.ids(), by_prefix(head, feats[0, 0])[0]
@@ -200,7 +221,9 @@ def test_chain_at_temperature_is_drawn_from_the_law_it_states(target, cfg) -> No
         path = [7, *tree.tokens[b].tolist()]
         for d in range(3):
             z = logits_by_hand_over(head, target, d, read, path[: d + 1], ids)
-            torch.testing.assert_close(tree.proposal.law[b, d], warp.draft_law(z[None])[0], rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(
+                tree.proposal.law[b, d], warp.draft_law(z[None])[0], rtol=1e-3, atol=1e-4
+            )
     share = torch.bincount(tree.tokens[:, 0], minlength=260)[ids] / rows
     assert (share - tree.proposal.law[0, 0]).abs().max() < 4 * (0.25 / rows) ** 0.5
 
@@ -239,7 +262,9 @@ def test_rows_of_a_batch_draft_as_they_would_alone(target, cfg) -> None:
     got = every.propose(torch.full((2,), 3), Sampling(), rng)
     for b, r in enumerate(rows):
         alone = drive(head.drafter(target, "tree"), batch.ids[r, : at[r] + 1], feats[r], [])
-        want = alone.propose(torch.tensor([3]), Sampling(), Rng(0, torch.zeros(1).long(), torch.zeros(1).long()))
+        want = alone.propose(
+            torch.tensor([3]), Sampling(), Rng(0, torch.zeros(1).long(), torch.zeros(1).long())
+        )
         assert got.tokens[b].equal(want.tokens[0])
 
 
@@ -250,15 +275,21 @@ def test_greedy_output_is_the_targets(target, cfg, shape, batch_size) -> None:
     head = trained_like(target, cfg)
     requests = [Request([5, 6, 7, 8 + i][: 2 + i], 14, id=i) for i in range(3)]
     want = generate(target, NoDraft(), requests, Sampling()).generations
-    got = generate(target, head.drafter(target, shape), requests, Sampling(), batch_size=batch_size).generations
+    got = generate(
+        target, head.drafter(target, shape), requests, Sampling(), batch_size=batch_size
+    ).generations
     assert [g.token_ids for g in got] == [g.token_ids for g in want]
-    hot = generate(target, head.drafter(target, shape), requests, Sampling(1.0), batch_size=batch_size).generations
+    hot = generate(
+        target, head.drafter(target, shape), requests, Sampling(1.0), batch_size=batch_size
+    ).generations
     assert all(len(g.token_ids) == 14 or g.finish == "eos" for g in hot)
 
 
 def answer(target) -> list[int]:
     """A text without loops: sampled, so that no head can live on repetition."""
-    run = generate(target, NoDraft(), [Request([40, 41, 42, 43], 24)], Sampling(1.0), seed=3, eos_ids=())
+    run = generate(
+        target, NoDraft(), [Request([40, 41, 42, 43], 24)], Sampling(1.0), seed=3, eos_ids=()
+    )
     return [40, 41, 42, 43, *run.generations[0].token_ids]
 
 
@@ -276,7 +307,9 @@ def test_overfit_on_one_sample_is_accepted_nearly_whole(target, cfg, shape) -> N
         out = head(batch, target)
         out.sum.backward()
         optimizer.step()
-    assert all(float(out.stats[f"top1_{i}"][0] / out.stats[f"top1_{i}"][1]) > 0.95 for i in range(3))
+    assert all(
+        float(out.stats[f"top1_{i}"][0] / out.stats[f"top1_{i}"][1]) > 0.95 for i in range(3)
+    )
     head.calibrate([batch], target)
     drafter = head.drafter(target, shape)
     drafter.reset(1, 64)
@@ -284,17 +317,26 @@ def test_overfit_on_one_sample_is_accepted_nearly_whole(target, cfg, shape) -> N
     feats = target.features(ids, batch.mask, head.taps)
     found, at = [], 4
     drafter.observe(ids[:, 1 : at + 1], feats[:, :at], torch.tensor([at]), slice(0, 1))
-    while at + 3 < len(tokens):  # the sampled text plays the target: what the draft gets right of it
-        tree = drafter.propose(torch.tensor([3]), Sampling(), Rng(0, torch.zeros(1).long(), torch.zeros(1).long()))
+    while at + 3 < len(
+        tokens
+    ):  # the sampled text plays the target: what the draft gets right of it
+        tree = drafter.propose(
+            torch.tensor([3]), Sampling(), Rng(0, torch.zeros(1).long(), torch.zeros(1).long())
+        )
         slots, right = [-1], 0
         for d in range(3):
-            hits = [i for i in range(tree.width) if int(tree.parents[0, i]) in slots
-                    and int(tree.tokens[0, i]) == tokens[at + 1 + d]]
+            hits = [
+                i
+                for i in range(tree.width)
+                if int(tree.parents[0, i]) in slots and int(tree.tokens[0, i]) == tokens[at + 1 + d]
+            ]
             slots, right = hits, right + bool(hits)
             if not hits:
                 break
         found.append(right)
-        drafter.observe(ids[:, at + 1 : at + 2], feats[:, at : at + 1], torch.tensor([1]), slice(0, 1))
+        drafter.observe(
+            ids[:, at + 1 : at + 2], feats[:, at : at + 1], torch.tensor([1]), slice(0, 1)
+        )
         at += 1
     assert sum(found) / len(found) > 2.8
 
@@ -307,12 +349,17 @@ def test_saved_and_loaded_head_drafts_the_same(target, cfg, tmp_path: Path) -> N
     loaded = load_head(tmp_path / "head", target)
     assert loaded.cfg == head.cfg and loaded.calibration == head.calibration
     requests = [Request([5, 6, 7], 20)]
-    runs = [generate(target, h.drafter(target, "tree"), requests, Sampling()).generations[0] for h in (head, loaded)]
+    runs = [
+        generate(target, h.drafter(target, "tree"), requests, Sampling()).generations[0]
+        for h in (head, loaded)
+    ]
     assert runs[0].cycles == runs[1].cycles
 
 
-RUNS = {"hydra_heads": (HydraHeadsRun, "hydra_heads", ["head.prefix_layers=1"]),
-        "markov": (MedusaRun, "medusa", ["head.markov_rank=4"])}
+RUNS = {
+    "hydra_heads": (HydraHeadsRun, "hydra_heads", ["head.prefix_layers=1"]),
+    "markov": (MedusaRun, "medusa", ["head.markov_rank=4"]),
+}
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -335,9 +382,14 @@ def test_training_resumes_bitwise(tmp_path: Path, name: str) -> None:
     assert load_head(cut / "head", tiny_target()).calibration["positions"] > 0
 
 
-@pytest.mark.parametrize("change, said", [
-    ("head.blocks=0", "head.blocks: 0"), ("head.markov_rank=3", "head.markov_rank"),
-    ("head.kind=medusa", "head.kind: 'medusa' is not hydra_heads")])
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ("head.blocks=0", "head.blocks: 0"),
+        ("head.markov_rank=3", "head.markov_rank"),
+        ("head.kind=medusa", "head.kind: 'medusa' is not hydra_heads"),
+    ],
+)
 def test_mistakes_in_the_configuration_are_named(tmp_path: Path, change: str, said: str) -> None:
     with pytest.raises(UserError) as caught:
         compose("hydra_heads", HydraHeadsRun, [*overrides(tmp_path / "x", tmp_path), change])
@@ -351,9 +403,11 @@ def test_kinds() -> None:
 @each
 @both_shapes
 def test_drawn_candidates_follow_their_own_laws(target, cfg, shape) -> None:
-    """T > 0: every node is drawn from the law of its own path, without its elder siblings; over many rows what is drawn
-    is on average what the stated laws say."""
-    head = trained_like(target, dataclasses.replace(cfg, draft_vocab=12, share_lm_head=False, nodes=7))
+    """T > 0: every node is drawn from the law of its own path, without its elder siblings;
+    over many rows what is drawn is on average what the stated laws say."""
+    head = trained_like(
+        target, dataclasses.replace(cfg, draft_vocab=12, share_lm_head=False, nodes=7)
+    )
     rows, depth = 3000, 3
     head.calibration = {"paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]]}
     feats = torch.randn(1, 1, 1, head.width, generator=torch.Generator().manual_seed(0))
@@ -370,7 +424,9 @@ def test_drawn_candidates_follow_their_own_laws(target, cfg, shape) -> None:
 
     tree = drafted(torch.arange(rows))
     for alone in (5, 17):
-        assert torch.equal(drafted(torch.tensor([alone])).tokens[0], tree.tokens[alone]), "the batch matters"
+        assert torch.equal(drafted(torch.tensor([alone])).tokens[0], tree.tokens[alone]), (
+            "the batch matters"
+        )
     assert bool(tree.sampled.all()) and tree.proposal.replacement is False
     places = vocab.places(head.ids(), tree.tokens)
     parents = tree.parents[0].tolist()

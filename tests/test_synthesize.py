@@ -20,11 +20,19 @@ from scripts.synthesis.write import Store, Writer, clean_question, differences, 
 from scripts.synthesize import SynthesizeConfig, synthesize
 
 ROOT = Path(__file__).resolve().parents[1]
-SMALL = {"num_conversations": 14, "batch": 5, "max_question_tokens": 40, "max_new_tokens": 12, "dtype": "float32"}
+SMALL = {
+    "num_conversations": 14,
+    "batch": 5,
+    "max_question_tokens": 40,
+    "max_new_tokens": 12,
+    "dtype": "float32",
+}
 
 
 def config(out, **changes) -> SynthesizeConfig:
-    return SynthesizeConfig(out=str(out), target=TargetConfig(kind="tiny", vocab=260), **{**SMALL, **changes})
+    return SynthesizeConfig(
+        out=str(out), target=TargetConfig(kind="tiny", vocab=260), **{**SMALL, **changes}
+    )
 
 
 def files(folder: Path) -> list[str]:
@@ -59,7 +67,9 @@ def test_seed_decides_the_rows(tmp_path, whole: bytes) -> None:
 
 
 @pytest.mark.parametrize("stop_at", [40, 300, 600])
-def test_interrupted_run_continues_to_the_same_file(tmp_path, monkeypatch, whole: bytes, stop_at: int) -> None:
+def test_interrupted_run_continues_to_the_same_file(
+    tmp_path, monkeypatch, whole: bytes, stop_at: int
+) -> None:
     path = tmp_path / "a.jsonl"
     real, calls = synthesis.generate, []
 
@@ -84,7 +94,9 @@ def test_interrupted_run_continues_to_the_same_file(tmp_path, monkeypatch, whole
     assert path.read_bytes() == whole
 
 
-def test_a_signal_while_a_block_is_written_waits_for_its_record(tmp_path, monkeypatch, whole: bytes) -> None:
+def test_a_signal_while_a_block_is_written_waits_for_its_record(
+    tmp_path, monkeypatch, whole: bytes
+) -> None:
     path, real, written = tmp_path / "a.jsonl", synthesis.write_json, []
 
     def interrupting(target, value):
@@ -102,7 +114,9 @@ def test_a_signal_while_a_block_is_written_waits_for_its_record(tmp_path, monkey
 
 
 @pytest.mark.parametrize("dies", [2, 3])
-def test_file_one_block_ahead_of_its_record_is_mended(tmp_path, whole: bytes, monkeypatch, dies: int) -> None:
+def test_file_one_block_ahead_of_its_record_is_mended(
+    tmp_path, whole: bytes, monkeypatch, dies: int
+) -> None:
     path = tmp_path / "a.jsonl"
     real = synthesis.write_json
     written = []
@@ -178,7 +192,10 @@ def test_foreign_damaged_and_held_files(tmp_path) -> None:
     (tmp_path / "a.jsonl.meta.json").write_text("{")
     with pytest.raises(UserError, match="damaged"):
         synthesize(config(path))
-    with synthesis.sole_writer(tmp_path / "b.jsonl"), pytest.raises(UserError, match="another process"):
+    with (
+        synthesis.sole_writer(tmp_path / "b.jsonl"),
+        pytest.raises(UserError, match="another process"),
+    ):
         synthesize(config(tmp_path / "b.jsonl"))
 
 
@@ -200,10 +217,19 @@ def test_command_line(tmp_path) -> None:
 
 def test_real_signal_leaves_whole_lines_and_code_130(tmp_path) -> None:
     path = tmp_path / "a.jsonl"
-    command = [sys.executable, "scripts/synthesize.py", "target=tiny", f"out={path}", "num_conversations=100000",
-               "batch=4", "max_new_tokens=8"]  # fmt: skip
+    command = [
+        sys.executable,
+        "scripts/synthesize.py",
+        "target=tiny",
+        f"out={path}",
+        "num_conversations=100000",
+        "batch=4",
+        "max_new_tokens=8",
+    ]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    while not path.exists() and process.poll() is None:  # a start may take minutes on a busy machine
+    while (
+        not path.exists() and process.poll() is None
+    ):  # a start may take minutes on a busy machine
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=300)
@@ -232,14 +258,25 @@ def test_junk(text: str, why: str) -> None:
 def test_cut_questions_lose_their_unfinished_sentence() -> None:
     assert clean_question("  Hello there. What is  ", True) == "Hello there. What is"
     assert clean_question("Hello there. What is", False) == "Hello there."
-    assert clean_question("Costs 3.5 dollars, as far as I\ufffd", False) == "Costs 3.5 dollars, as far as I"
+    assert (
+        clean_question("Costs 3.5 dollars, as far as I\ufffd", False)
+        == "Costs 3.5 dollars, as far as I"
+    )
     assert clean_question("Hi. What is the capital of", False) == "Hi. What is the capital of"
 
 
 def test_duplicates_are_dropped_across_and_inside_blocks(monkeypatch) -> None:
     target = load_target(TargetConfig(kind="tiny", vocab=260))
     writer = Writer(target, Sampling(1.0), Sampling(0.7), 24, 6, 4, 0)
-    drawn = ["One apple!", "one  apple?", "Two pears", "old question", "Three figs", "x", "Four nuts"]
+    drawn = [
+        "One apple!",
+        "one  apple?",
+        "Two pears",
+        "old question",
+        "Three figs",
+        "x",
+        "Four nuts",
+    ]
     texts = iter(drawn + ["-"] * 40)
 
     def text(self, out):
@@ -271,5 +308,8 @@ def test_unusual_line_ends_inside_a_text_do_not_split_its_line(tmp_path) -> None
 
 
 def test_differences_are_named_by_path() -> None:
-    assert differences({"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"c": 3, "d": 4}}) == ["b.c 2, now 3", "b.d None, now 4"]
+    assert differences({"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"c": 3, "d": 4}}) == [
+        "b.c 2, now 3",
+        "b.d None, now 4",
+    ]
     assert Store(Path("x/a.jsonl"), {}).meta == Path("x/a.jsonl.meta.json")

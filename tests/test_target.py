@@ -1,4 +1,6 @@
-"""Target: tree logits equal plain passes on many architectures; probe, taps, LM head, refusals."""
+"""Target: tree logits equal plain passes on many architectures; probe, taps, LM head,
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def in_double(arch: str) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("arch", TREE)
 def test_tree_equals_plain_passes(arch: str, dtype: torch.dtype) -> None:
-    """Ragged rows, ragged trees, commits past the window, selected and appended rows, one after the other."""
+    """Ragged rows, ragged trees, commits past the window, selected and appended rows, one
+    after the other.
+    """
     if dtype == torch.float64 and not in_double(arch):
         pytest.skip("no double-precision reference")
     m = mirror(arch, dtype, 3)
@@ -63,7 +67,9 @@ def test_guidance_mixes_both_rows(arch: str) -> None:
     tree, step = m.score([BUSHY, [-1, 0]], taps=(1,))
     assert step.feats is not None and step.feats.shape[:2] == (2, 8)
     states = m.oracle(torch.tensor([m.texts[0]]), output_hidden_states=True).hidden_states[1]
-    torch.testing.assert_close(step.feats[0, 0, 0], states[0, -1], atol=1e-4, rtol=1e-4)  # of the conditional row
+    torch.testing.assert_close(
+        step.feats[0, 0, 0], states[0, -1], atol=1e-4, rtol=1e-4
+    )  # of the conditional row
     m.commit(tree, [6, 0])
     m.select([1, 0])
     tree, _ = m.score([[-1, 0, 1], BUSHY])
@@ -103,12 +109,23 @@ def test_probe_restores_the_windows() -> None:
     assert model.config.sliding_window == build("gemma3_text").config.sliding_window
 
 
-def test_probe_falls_back_when_the_folded_attention_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An attention function that ignores the mask is found out, and the model's own used instead."""
+def test_probe_falls_back_when_the_folded_attention_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An attention function that ignores the mask is found out, and the model's own used
+    instead.
+    """
     fold = attention.tree_attention
 
     def blind(module, query, key, value, attention_mask, **kwargs):
-        return fold(module, query, key, value, None if attention_mask is None else attention_mask * 0, **kwargs)
+        return fold(
+            module,
+            query,
+            key,
+            value,
+            None if attention_mask is None else attention_mask * 0,
+            **kwargs,
+        )
 
     monkeypatch.setitem(attention.ALL_ATTENTION_FUNCTIONS._global_mapping, attention.NAME, blind)
     target = Target(build("llama"))
@@ -117,7 +134,9 @@ def test_probe_falls_back_when_the_folded_attention_is_wrong(monkeypatch: pytest
 
 
 def test_probe_finds_a_model_that_ignores_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Positions by slot, as in ALiBi models: sibling nodes then see each other's distance, so chains only."""
+    """Positions by slot, as in ALiBi models: sibling nodes then see each other's distance, so
+    chains only.
+    """
     model = build("llama")
     rotary, inner = model.model.rotary_emb, model.model.rotary_emb.forward
 
@@ -133,13 +152,17 @@ def test_unembed_gives_the_logits(arch: str) -> None:
     """Scale and softcap included, and the last tap is what the LM head reads."""
     target, model = Target(build(arch)), build(arch)
     ids = torch.arange(3, 13)[None]
-    hidden = target.features(ids, torch.ones_like(ids, dtype=torch.bool), (target.num_layers,))[:, :, 0]
+    hidden = target.features(ids, torch.ones_like(ids, dtype=torch.bool), (target.num_layers,))[
+        :, :, 0
+    ]
     torch.testing.assert_close(target.unembed(hidden), model(ids).logits, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2", "gemma3_text", "mistral", "opt"])
 def test_taps_are_hidden_states_everywhere(arch: str) -> None:
-    """prefill, score and features agree with the hidden states of an untouched model; padding is inert."""
+    """prefill, score and features agree with the hidden states of an untouched model; padding
+    is inert.
+    """
     m = mirror(arch, torch.float32, 2)
     taps = tuple(range(m.target.num_layers + 1))
     prompts = [torch.tensor(m.ids(8)), torch.tensor(m.ids(5))]
@@ -156,7 +179,9 @@ def test_taps_are_hidden_states_everywhere(arch: str) -> None:
         m.target.hidden_size,
     )
     last = torch.tensor([3, 4])
-    tree = DraftTree(torch.tensor([[5, 6], [7, 8]]), torch.tensor([[-1, -1], [-1, 0]]), torch.tensor([2, 2]))
+    tree = DraftTree(
+        torch.tensor([[5, 6], [7, 8]]), torch.tensor([[-1, -1], [-1, 0]]), torch.tensor([2, 2])
+    )
     scored = m.target.score(m.cache, last, tree, taps).feats
     assert scored is not None
     for b, prompt in enumerate(prompts):
@@ -164,10 +189,16 @@ def test_taps_are_hidden_states_everywhere(arch: str) -> None:
         wanted = torch.stack(m.oracle(prompt[None], output_hidden_states=True).hidden_states, 2)[0]
         torch.testing.assert_close(step.feats[b, :n], wanted, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(feats[b, :n], wanted, atol=1e-4, rtol=1e-4)
-        path = torch.cat([prompt, last[b : b + 1], tree.tokens[b, 1:] if b == 0 else tree.tokens[b]])
-        wanted = torch.stack(m.oracle(path[None], output_hidden_states=True).hidden_states, 2)[0, -1]
+        path = torch.cat(
+            [prompt, last[b : b + 1], tree.tokens[b, 1:] if b == 0 else tree.tokens[b]]
+        )
+        wanted = torch.stack(m.oracle(path[None], output_hidden_states=True).hidden_states, 2)[
+            0, -1
+        ]
         torch.testing.assert_close(scored[b, 2], wanted, atol=1e-4, rtol=1e-4)
-    only = m.target.features(ids, mask, (m.target.num_layers,))  # read without the list of all states
+    only = m.target.features(
+        ids, mask, (m.target.num_layers,)
+    )  # read without the list of all states
     torch.testing.assert_close(only[:, :, 0], feats[:, :, -1])
 
 
@@ -195,7 +226,13 @@ def test_features_refuse_left_padding_and_unknown_taps() -> None:
 
 def test_facts_come_from_the_model() -> None:
     target = Target(build("llama", torch.bfloat16))
-    facts = (target.vocab_size, target.hidden_size, target.num_layers, target.context_length, target.eos_ids)
+    facts = (
+        target.vocab_size,
+        target.hidden_size,
+        target.num_layers,
+        target.context_length,
+        target.eos_ids,
+    )
     assert facts == (VOCAB, 32, 2, 128, (2,))
     assert target.dtype == torch.bfloat16 and target.device.type == "cpu"
     assert target.lm_head_weight.shape == (VOCAB, 32)
@@ -216,9 +253,13 @@ def test_plain_decoding_step_builds_no_mask() -> None:
 
 
 def test_learned_positions_end_at_the_context() -> None:
-    """Up to the last position all is exact; padding of a tree cut by its size does no harm; beyond: refused."""
+    """Up to the last position all is exact; padding of a tree cut by its size does no harm;
+    beyond: refused.
+    """
     model = build("gpt2", n_positions=16)
-    m = Mirror(Target(model), build("gpt2", n_positions=16), Target(model).new_cache(1, 20, 8), 1e-4)
+    m = Mirror(
+        Target(model), build("gpt2", n_positions=16), Target(model).new_cache(1, 20, 8), 1e-4
+    )
     m.prefill([13])  # positions 0..12; the last token takes 13, two more nodes fit
     cut = DraftTree.static(TreeShape.chain(6), torch.tensor([m.ids(6)]), torch.tensor([2]))
     m.check(cut)

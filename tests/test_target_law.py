@@ -1,4 +1,6 @@
-"""The one law of the target that heads learn from: its value, where it teaches, and that every family uses it."""
+"""The one law of the target that heads learn from: its value, where it teaches, and that every
+family uses it.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def test_the_law_and_where_it_teaches(target: Target, mask: str) -> None:
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_every_family_is_taught_at_the_same_tokens(kind: str) -> None:
-    """The first level of a head counts the supervised tokens that the mask leaves and the head can see."""
+    """The first level of a head counts the supervised tokens that the mask leaves and the head
+    can see.
+    """
     batch = random_batch(4, 20)
     seen, counts = batch.loss_mask & batch.mask, torch.arange(260) % 97
     told = {}
@@ -101,7 +105,9 @@ def test_an_unknown_mask_is_told() -> None:
 
 
 def test_a_run_of_parallel_heads_begun_with_the_other_mask_is_not_mixed() -> None:
-    """Before the mask had a name parallel heads used argmax: to go on needs head.loss.mask=argmax."""
+    """Before the mask had a name parallel heads used argmax: to go on needs
+    head.loss.mask=argmax.
+    """
     saved = {"head.kind": "hydra_heads", "head.loss.soft": 1.0, "head.draft_vocab": 64, "steps": 9}
     now = {**saved, "head.loss.mask": "token"}
     default = {"head.loss.mask": "token"}

@@ -16,7 +16,11 @@ from decode.sampling import Sampling
 from decode.target import Target
 from decode.verify import walk
 
-ASKED = [Request([5, 6, 7, 8, 5, 6, 7], 12, id=0), Request([9, 9, 9, 9], 12, id=1), Request([1, 2, 1, 2], 7, id=2)]
+ASKED = [
+    Request([5, 6, 7, 8, 5, 6, 7], 12, id=0),
+    Request([9, 9, 9, 9], 12, id=1),
+    Request([1, 2, 1, 2], 7, id=2),
+]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +31,9 @@ def target() -> Target:
 
 
 class Hand:
-    """A clock that stands still until somebody moves it; `calls` counts the moves of each part."""
+    """A clock that stands still until somebody moves it; `calls` counts the moves of each
+    part.
+    """
 
     def __init__(self) -> None:
         self.now, self.calls = 0.0, dict.fromkeys((*PARTS, "prefill"), 0)
@@ -44,8 +50,12 @@ class Hand:
         return moved
 
 
-def timed(target: Target, monkeypatch: pytest.MonkeyPatch, sampling: Sampling, batch_size: int) -> tuple[Timing, Hand]:
-    """A run in which the parts of every cycle take 2, 3, 5, 7, 11 and 13 seconds a call, and the prefill 1000."""
+def timed(
+    target: Target, monkeypatch: pytest.MonkeyPatch, sampling: Sampling, batch_size: int
+) -> tuple[Timing, Hand]:
+    """A run in which the parts of every cycle take 2, 3, 5, 7, 11 and 13 seconds a call, and
+    the prefill 1000.
+    """
     hand, drafter = Hand(), NGram(depth=4)
     prefill = target.prefill
 
@@ -67,14 +77,25 @@ def timed(target: Target, monkeypatch: pytest.MonkeyPatch, sampling: Sampling, b
 
     monkeypatch.setattr(Sampling, "support", law)
     told = hand.on("python", lambda *a: None, 13.0)
-    run = generate(target, drafter, ASKED, sampling, batch_size=batch_size, verify=hand.on("verify", walk, 7.0),
-                   eos_ids=(), on_tokens=told, clock=hand)  # fmt: skip
+    run = generate(
+        target,
+        drafter,
+        ASKED,
+        sampling,
+        batch_size=batch_size,
+        verify=hand.on("verify", walk, 7.0),
+        eos_ids=(),
+        on_tokens=told,
+        clock=hand,
+    )
     assert [len(g.token_ids) for g in run.generations] == [12, 12, 7]
     return run.timing, hand
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, repetition_penalty=1.2)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(1.0, repetition_penalty=1.2)], ids=["greedy", "sampled"]
+)
 def test_every_part_gets_its_own_seconds(
     target: Target, monkeypatch: pytest.MonkeyPatch, sampling: Sampling, batch_size: int
 ) -> None:
@@ -82,7 +103,11 @@ def test_every_part_gets_its_own_seconds(
     parts, passes = timing.parts(), timing.cycles
     admitted = -(-len(ASKED) // batch_size)  # each of these draws from one law in the prefill
     assert set(parts) == set(PARTS) and passes == hand.calls["target"]
-    assert parts["target"] == 2.0 * passes and parts["drafter"] == 3.0 * passes and parts["cache"] == 11.0 * passes
+    assert (
+        parts["target"] == 2.0 * passes
+        and parts["drafter"] == 3.0 * passes
+        and parts["cache"] == 11.0 * passes
+    )
     assert parts["verify"] == 7.0 * passes == 7.0 * (hand.calls["verify"] - admitted)
     in_prefill = 5.0 * admitted + 7.0 * admitted + 13.0 * len(ASKED) + 1000.0 * admitted
     assert timing.prefill_s == in_prefill
@@ -96,5 +121,7 @@ def test_every_part_gets_its_own_seconds(
 def test_parts_of_a_real_clock_sum_to_the_wall(target: Target) -> None:
     timing = generate(target, NGram(depth=4), ASKED, Sampling(), batch_size=2, eos_ids=()).timing
     parts = timing.parts()
-    assert sum(parts.values()) == pytest.approx(timing.decode_s) and all(seconds >= 0 for seconds in parts.values())
+    assert sum(parts.values()) == pytest.approx(timing.decode_s) and all(
+        seconds >= 0 for seconds in parts.values()
+    )
     assert all(parts[name] > 0 for name in PARTS)

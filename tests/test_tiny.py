@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conf.errors import UserError
-from decode.models.identity import Identity, sha256_state, sha256_template, sha256_tokenizer, sha256_weights
+from decode.models.identity import (
+    Identity,
+    sha256_state,
+    sha256_template,
+    sha256_tokenizer,
+    sha256_weights,
+)
 from decode.models.load import TargetConfig, load_target, load_tokenizer, torch_dtype
 from decode.models.tiny import CHATML_WITH_SPANS, FIRST_BYTE, byte_tokenizer, tiny_model
 
@@ -37,7 +43,9 @@ def test_template_with_spans_renders_the_same_text_and_marks_the_answer() -> Non
     spans = byte_tokenizer(300, CHATML_WITH_SPANS)
     for generation in (False, True):
         keys = {"tokenize": False, "add_generation_prompt": generation}
-        assert TOKENIZER.apply_chat_template(chat, **keys) == spans.apply_chat_template(chat, **keys)
+        assert TOKENIZER.apply_chat_template(chat, **keys) == spans.apply_chat_template(
+            chat, **keys
+        )
     out = spans.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
     marked = [i for i, m in zip(out["input_ids"], out["assistant_masks"], strict=True) if m]
     assert spans.decode(marked) == "yo<|im_end|>"

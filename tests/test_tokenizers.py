@@ -19,8 +19,10 @@ def changed(edit: Callable[[dict[str, Any]], None], **special: str) -> Any:
     """A byte tokenizer whose JSON was edited."""
     core = json.loads(byte_tokenizer(300).backend_tokenizer.to_str())
     edit(core)
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(core)),
-                                   **{"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", **special})  # fmt: skip
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(core)),
+        **{"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", **special},
+    )
 
 
 def swap(core: dict[str, Any]) -> None:
@@ -53,7 +55,12 @@ def test_the_same_and_the_padded_are_compatible() -> None:
         (merge, "id 299 is .* in the target and .el. in the draft"),
         (lambda c: c.update(normalizer={"type": "NFKC"}), "unicode|normalisation"),
         (lambda c: c.update(normalizer={"type": "Lowercase"}), "plain text: 'Hello world'"),
-        (lambda c: c.update(normalizer={"type": "Strip", "strip_left": True, "strip_right": True}), "run of spaces"),
+        (
+            lambda c: c.update(
+                normalizer={"type": "Strip", "strip_left": True, "strip_right": True}
+            ),
+            "run of spaces",
+        ),
         (lambda c: c["pre_tokenizer"].update(add_prefix_space=True), "plain text"),
         (lambda c: c.update(decoder={"type": "Fuse"}), "is decoded as"),
         (plain_start, "special token"),
@@ -66,24 +73,38 @@ def test_the_first_difference_is_named(edit: Any, words: str) -> None:
 
 def test_another_end_of_turn_is_no_difference() -> None:
     verdict = compare(byte_tokenizer(300), changed(lambda c: None, eos_token="<|endoftext|>"))
-    assert verdict.compatible and any(n.startswith("eos token is 2 (target) and 0 (draft)") for n in verdict.notes)
+    assert verdict.compatible and any(
+        n.startswith("eos token is 2 (target) and 0 (draft)") for n in verdict.notes
+    )
 
 
 def test_a_new_real_token_and_missing_rows_are_differences() -> None:
     more = byte_tokenizer(300)
     more.add_special_tokens({"additional_special_tokens": [AddedToken("<tool>", special=True)]})
-    assert "'<tool>' (id 300) is known to the draft only" in compare(byte_tokenizer(300), more).reason
+    assert (
+        "'<tool>' (id 300) is known to the draft only" in compare(byte_tokenizer(300), more).reason
+    )
     short = compare(byte_tokenizer(300), byte_tokenizer(300), 300, 200)
     assert "200 embeddings for tokens up to id 258" in short.reason
 
 
 def test_hard_texts_cover_what_is_promised() -> None:
-    assert {"the empty text", "a run of spaces", "unicode", "emoji", "right-to-left text", "control characters",
-            "normalisation"} <= set(HARD)  # fmt: skip
+    assert {
+        "the empty text",
+        "a run of spaces",
+        "unicode",
+        "emoji",
+        "right-to-left text",
+        "control characters",
+        "normalisation",
+    } <= set(HARD)
     tokenizer = byte_tokenizer(300)
     core = tokenizer.backend_tokenizer
     for texts in HARD.values():
         for text in texts:
             assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    core.normalizer, core.pre_tokenizer = normalizers.NFC(), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.normalizer, core.pre_tokenizer = (
+        normalizers.NFC(),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    )
     assert "normalisation" in compare(byte_tokenizer(300), tokenizer).reason

@@ -20,7 +20,11 @@ def test_bench_parts_add_up(tmp_path: Path, kind: str) -> None:
     if kind == "medusa":
         cfg: TrainConfig = run_config(data, tmp_path / "run", *more)
     else:
-        given = [o for o in overrides(data, tmp_path / "run", f"head={kind}", *more) if "head.heads" not in o]
+        given = [
+            o
+            for o in overrides(data, tmp_path / "run", f"head={kind}", *more)
+            if "head.heads" not in o
+        ]
         cfg = compose("eagle", EagleRun, given)
     report = measure(cfg)
     assert report["products_flops_per_second"] > 0
@@ -31,7 +35,9 @@ def test_bench_parts_add_up(tmp_path: Path, kind: str) -> None:
 
 
 def test_products_are_those_that_the_counter_sees() -> None:
-    """Against torch's own count of a whole pass: the list leaves nothing big out and makes nothing up."""
+    """Against torch's own count of a whole pass: the list leaves nothing big out and makes
+    nothing up.
+    """
     from torch.utils.flop_counter import FlopCounterMode
 
     target = target_of()

@@ -27,12 +27,19 @@ from train.texts.batches import LEFT_OUT, Plan, Rows, load_rows
 from train.texts.rows import BadRow, Row, encode, interpret
 
 EOS = (2,)
-# Drops the reasoning of earlier turns, as Qwen3's does: an earlier answer is not a prefix of the whole.
+# Drops the reasoning of earlier turns, as Qwen3's does: an earlier answer is not a prefix of
+# the whole.
 FORGETFUL = CHATML.replace(
-    "message['content']", "(message['content'] if loop.last else message['content'].split('</think>')[-1])")
-TURNS = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi <|im_start|>assistant"},
-         {"role": "assistant", "content": "hé, 12!"}, {"role": "user", "content": "more"},
-         {"role": "assistant", "content": "no\nmore"}]
+    "message['content']",
+    "(message['content'] if loop.last else message['content'].split('</think>')[-1])",
+)
+TURNS = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "hi <|im_start|>assistant"},
+    {"role": "assistant", "content": "hé, 12!"},
+    {"role": "user", "content": "more"},
+    {"role": "assistant", "content": "no\nmore"},
+]
 
 
 def supervised(tokenizer, turns, **row) -> str:
@@ -48,25 +55,46 @@ def test_mask_is_the_assistants_text_and_its_end_of_turn(template: str) -> None:
     assert supervised(tokenizer, TURNS, complete=False) == "hé, 12!<|im_end|>no\nmore"
 
 
-@given(st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=20)
-                .filter(str.strip), min_size=1, max_size=4))
+@given(
+    st.lists(
+        st.text(
+            st.characters(exclude_categories=["Cs"], exclude_characters="\0"),
+            min_size=1,
+            max_size=20,
+        ).filter(str.strip),
+        min_size=1,
+        max_size=4,
+    )
+)
 @settings(max_examples=60, deadline=None)
 def test_mask_property_on_any_text(answers: list[str]) -> None:
-    """Decoding what is supervised gives the answers, whatever they hold, special tokens' names included."""
-    turns = [t for a in answers for t in ({"role": "user", "content": "q"}, {"role": "assistant", "content": a})]
+    """Decoding what is supervised gives the answers, whatever they hold, special tokens' names
+    included.
+    """
+    turns = [
+        t
+        for a in answers
+        for t in ({"role": "user", "content": "q"}, {"role": "assistant", "content": a})
+    ]
     for template in (CHATML, CHATML_WITH_SPANS):
         got = supervised(byte_tokenizer(template=template), turns)
         assert got == "".join(a + "<|im_end|>" for a in answers)
 
 
 def test_turns_that_the_template_rewrites_are_not_supervised() -> None:
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>x</think>b"},
-             {"role": "user", "content": "c"}, {"role": "assistant", "content": "<think>y</think>d"}]
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "<think>x</think>b"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "<think>y</think>d"},
+    ]
     assert supervised(byte_tokenizer(template=FORGETFUL), turns) == "<think>y</think>d<|im_end|>"
 
 
 def test_all_zero_and_all_one_masks_are_refused() -> None:
-    everything = "{% generation %}{% for m in messages %}{{ m['content'] }}{% endfor %}{% endgeneration %}"
+    everything = (
+        "{% generation %}{% for m in messages %}{{ m['content'] }}{% endfor %}{% endgeneration %}"
+    )
     with pytest.raises(BadRow, match="every token is supervised"):
         encode(Row("f:7", TURNS), byte_tokenizer(template=everything), (), 4096)
     with pytest.raises(BadRow, match="f:7: no supervised token within data.max_length=9"):
@@ -77,7 +105,9 @@ def test_all_zero_and_all_one_masks_are_refused() -> None:
 
 
 @pytest.mark.parametrize("kinds", [THIRTY, FURTHER], ids=["thirty", "further"])
-def test_every_kind_of_bad_row_is_named_and_the_good_ones_stay(tmp_path: Path, kinds: dict[str, Kind]) -> None:
+def test_every_kind_of_bad_row_is_named_and_the_good_ones_stay(
+    tmp_path: Path, kinds: dict[str, Kind]
+) -> None:
     assert len(THIRTY) == 30
     check_malformed(tmp_path, kinds, 1, 60)
 
@@ -87,16 +117,27 @@ def test_malformed_rows_by_the_thousand(tmp_path: Path) -> None:
     """30 kinds x 100 in 10,000 rows, in an order drawn by chance; then a run on what is left."""
     try:
         good = check_malformed(tmp_path, THIRTY, 100, 7000)
-        heads = [train_on(tmp_path / name, tmp_path / f"{name}-run", fraction)
-                 for name, fraction in (("clean.jsonl", 0.0), ("mixed.jsonl", 0.3))]
+        heads = [
+            train_on(tmp_path / name, tmp_path / f"{name}-run", fraction)
+            for name, fraction in (("clean.jsonl", 0.0), ("mixed.jsonl", 0.3))
+        ]
         (first, clean), (second, mixed) = heads
         same = first == second
     except AssertionError as error:
         record("malformed", what=WHAT, result=f"failed: {str(error).splitlines()[0]}", met=False)
         raise
-    record("malformed", what=WHAT, met=same and mixed == 3000 and not clean, kinds=len(THIRTY), rows=10000, bad=3000,
-           kept=good, result="0 crashes, 3,000 of 3,000 reported at their file:line with the right reason, kept rows "
-           f"and the head trained on them {'byte-equal to' if same else 'unlike'} a clean run's")
+    record(
+        "malformed",
+        what=WHAT,
+        met=same and mixed == 3000 and not clean,
+        kinds=len(THIRTY),
+        rows=10000,
+        bad=3000,
+        kept=good,
+        result="0 crashes, 3,000 of 3,000 reported at their file:line with the right "
+        "reason, kept rows "
+        f"and the head trained on them {'byte-equal to' if same else 'unlike'} a clean run's",
+    )
     assert same and mixed == 3000 and not clean
 
 
@@ -104,17 +145,25 @@ WHAT = "30 kinds of malformed rows x 100 in a file of 10,000"
 
 
 def train_on(data: Path, out: Path, fraction: float) -> tuple[str, int]:
-    """sha256 of the head that a short run leaves, and how many rows its list says were left out."""
-    fit(run_config(data, out, f"data.max_bad_fraction={fraction}", "data.max_length=512"), HEADS["medusa"])
+    """sha256 of the head that a short run leaves, and how many rows its list says were left
+    out.
+    """
+    fit(
+        run_config(data, out, f"data.max_bad_fraction={fraction}", "data.max_length=512"),
+        HEADS["medusa"],
+    )
     listed = out / LEFT_OUT
     count = len(listed.read_text().splitlines()) if listed.exists() else 0
     return sha256_file(out / "head" / "head.safetensors"), count
 
 
 def check_malformed(tmp_path: Path, kinds: dict[str, Kind], times: int, sound: int) -> int:
-    """`times` of each kind among `sound` good rows: each reported at its line with its reason, the others as in a file
-    without them, and a stop where the limit is lower. The number of kept rows."""
-    lines: list[tuple[bytes, str]] = [(make(n), why) for make, why in kinds.values() for n in range(times)]
+    """`times` of each kind among `sound` good rows: each reported at its line with its reason,
+    the others as in a file without them, and a stop where the limit is lower. The number of
+    kept rows."""
+    lines: list[tuple[bytes, str]] = [
+        (make(n), why) for make, why in kinds.values() for n in range(times)
+    ]
     lines += [(good(n), "") for n in range(sound)]
     random.Random(0).shuffle(lines)
     clean, mixed = tmp_path / "clean.jsonl", tmp_path / "mixed.jsonl"
@@ -124,7 +173,10 @@ def check_malformed(tmp_path: Path, kinds: dict[str, Kind], times: int, sound: i
             file.write(line + b"\n")
     expected = {f"{mixed}:{i}": why for i, (_, why) in enumerate(lines, 1) if why}
     share = len(expected) / len(lines)
-    want, got = load(clean, max_bad_fraction=0.0, max_length=512), load(mixed, max_bad_fraction=share, max_length=512)
+    want, got = (
+        load(clean, max_bad_fraction=0.0, max_length=512),
+        load(mixed, max_bad_fraction=share, max_length=512),
+    )
     for name in ("ids", "loss", "offsets", "held"):
         assert getattr(got, name).numpy().tobytes() == getattr(want, name).numpy().tobytes(), name
     assert got.lines.tolist() == [i for i, (_, why) in enumerate(lines, 1) if not why]
@@ -133,7 +185,9 @@ def check_malformed(tmp_path: Path, kinds: dict[str, Kind], times: int, sound: i
     for where, why in expected.items():
         assert why in found[where], (where, why, found[where])
     first = re.escape(got.bad[0])
-    with pytest.raises(UserError, match=f"^{first}; {len(expected)} of {len(lines)} rows are unusable"):
+    with pytest.raises(
+        UserError, match=f"^{first}; {len(expected)} of {len(lines)} rows are unusable"
+    ):
         load(mixed, max_bad_fraction=share - 1e-6, max_length=512)
     return len(got.lines)
 
@@ -157,7 +211,9 @@ def test_too_many_bad_rows_stop_and_name_the_first(tmp_path: Path) -> None:
     lines = path.read_text().splitlines()
     lines[3] = "{broken"
     path.write_text("\n".join(lines))
-    with pytest.raises(UserError, match=r"d.jsonl:4: is not JSON.*1 of 8 rows.*data.max_bad_fraction=0.1"):
+    with pytest.raises(
+        UserError, match=r"d.jsonl:4: is not JSON.*1 of 8 rows.*data.max_bad_fraction=0.1"
+    ):
         load(path, max_bad_fraction=0.1)
     assert load(path, max_bad_fraction=0.2).lines.tolist() == [1, 2, 3, 5, 6, 7, 8]
 
@@ -171,7 +227,9 @@ def test_empty_file(tmp_path: Path, content: str, problem: str) -> None:
         load(tmp_path / "none.jsonl")
 
 
-def test_token_cache_gives_the_same_rows_and_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_cache_gives_the_same_rows_and_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     path = chats(tmp_path / "d.jsonl")
     first = load(path, cache=True)
@@ -188,12 +246,17 @@ def test_token_cache_gives_the_same_rows_and_is_checked(tmp_path: Path, monkeypa
     load(moved, cache=True, max_length=300)
     assert len(list((tmp_path / "cache" / "tokens").iterdir())) == 2
     cfg = DataConfig(path=str(moved), held_out=0.2, cache=True)
-    for tokenizer, eos, held_out in ((byte_tokenizer(template=CHATML_WITH_SPANS.replace("user", "you")), EOS, 0.2),
-                                     (byte_tokenizer(270), EOS, 0.2), (byte_tokenizer(), (), 0.2),
-                                     (byte_tokenizer(), EOS, 0.5)):  # fmt: skip
+    for tokenizer, eos, held_out in (
+        (byte_tokenizer(template=CHATML_WITH_SPANS.replace("user", "you")), EOS, 0.2),
+        (byte_tokenizer(270), EOS, 0.2),
+        (byte_tokenizer(), (), 0.2),
+        (byte_tokenizer(), EOS, 0.5),
+    ):
         before = len(list((tmp_path / "cache" / "tokens").iterdir()))
         load_rows(replace(cfg, held_out=held_out), tokenizer, eos, 270, 1024)
-        assert len(list((tmp_path / "cache" / "tokens").iterdir())) == before + 1, "other tokens, another file"
+        assert len(list((tmp_path / "cache" / "tokens").iterdir())) == before + 1, (
+            "other tokens, another file"
+        )
 
 
 def test_datasets_folder_and_text_file(tmp_path: Path) -> None:
@@ -204,7 +267,11 @@ def test_datasets_folder_and_text_file(tmp_path: Path) -> None:
     records = [json.loads(line) for line in path.read_text().splitlines()]
     datasets.Dataset.from_list(records).save_to_disk(str(tmp_path / "disk"))
     got = load(tmp_path / "disk", kind="hub")
-    assert got.ids.equal(want.ids) and got.loss.equal(want.loss) and got.where(3) == f"{tmp_path / 'disk'}[train]:3"
+    assert (
+        got.ids.equal(want.ids)
+        and got.loss.equal(want.loss)
+        and got.where(3) == f"{tmp_path / 'disk'}[train]:3"
+    )
     (tmp_path / "t.txt").write_text("one two\nthree\n\n\nfour five six\n")
     text = load(tmp_path / "t.txt", kind="text", held_out=0.0)
     assert text.lines.tolist() == [1, 5] and text.loss.sum() == text.ids.numel() - 2
@@ -242,7 +309,11 @@ def test_batch_k_is_a_function_of_seed_epoch_and_k(tmp_path: Path) -> None:
         epoch = sum(want[e * plan.per_epoch : (e + 1) * plan.per_epoch], [])
         assert len(set(epoch)) == len(epoch) == plan.per_epoch * 4
     assert want[: plan.per_epoch] != want[plan.per_epoch : 2 * plan.per_epoch]
-    for world in (1, 2, 4):  # the ranks share out the same global batch, in as many micro-batches each
+    for world in (
+        1,
+        2,
+        4,
+    ):  # the ranks share out the same global batch, in as many micro-batches each
         parts = [plan.micro_batches(5, rank, world, 1) for rank in range(world)]
         assert sorted(r for p in parts for m in p for r in m) == sorted(want[5])
         assert len({len(p) for p in parts}) == 1
@@ -255,7 +326,9 @@ def test_rows_sorted_in_windows_waste_little(tmp_path: Path) -> None:
     assert batch.mask.sum(1).tolist() == rows.lengths[[0, 5]].tolist()
     assert not batch.ids[~batch.mask].any() and not batch.loss_mask[~batch.mask].any()
     start = int(rows.offsets[5])
-    assert batch.ids[1, : int(rows.lengths[5])].equal(rows.ids[start : start + int(rows.lengths[5])].long())
+    assert batch.ids[1, : int(rows.lengths[5])].equal(
+        rows.ids[start : start + int(rows.lengths[5])].long()
+    )
     assert batch.ids.dtype == torch.int64
 
 

@@ -38,7 +38,9 @@ def weights(folder: Path) -> str:
     return hashlib.sha256((folder / "head.safetensors").read_bytes()).hexdigest()
 
 
-def gradients(data: Path, out: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> list[torch.Tensor]:
+def gradients(
+    data: Path, out: Path, monkeypatch: pytest.MonkeyPatch, *more: str
+) -> list[torch.Tensor]:
     """The gradients that the first update sees."""
     seen: list[torch.Tensor] = []
 
@@ -52,8 +54,16 @@ def gradients(data: Path, out: Path, monkeypatch: pytest.MonkeyPatch, *more: str
 
 
 def test_a_run_leaves_what_it_promises_and_learns(data: Path, tmp_path: Path) -> None:
-    out = run(data, tmp_path / "run", "steps=30", "optim.lr=0.01", "eval.every=15", "eval.prompts=3",
-              "eval.max_new_tokens=8", "save_every=10")
+    out = run(
+        data,
+        tmp_path / "run",
+        "steps=30",
+        "optim.lr=0.01",
+        "eval.every=15",
+        "eval.prompts=3",
+        "eval.max_new_tokens=8",
+        "save_every=10",
+    )
     assert {"head", "best", "checkpoints", "metrics.jsonl"} <= {p.name for p in out.iterdir()}
     assert [p.name for p in disk.checkpoints(out)] == ["step-30", "step-20"]
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -67,7 +77,9 @@ def test_a_run_leaves_what_it_promises_and_learns(data: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("stop", [1, 2, 5])
-def test_resume_is_bitwise_exact(data: Path, tmp_path: Path, stop: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_is_bitwise_exact(
+    data: Path, tmp_path: Path, stop: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = run(data, tmp_path / "whole")
     sigterm_at_update(monkeypatch, stop)
     with pytest.raises(Interrupted, match=f"stopped at step {stop}, saved") as caught:
@@ -88,18 +100,24 @@ def test_a_finished_run_is_left_alone(data: Path, tmp_path: Path) -> None:
     assert {p: p.stat().st_mtime_ns for p in out.rglob("*.safetensors")} == before
 
 
-def test_changed_meaning_is_refused_and_changed_logistics_are_named(data: Path, tmp_path: Path,
-                                                                    capsys: pytest.CaptureFixture) -> None:
+def test_changed_meaning_is_refused_and_changed_logistics_are_named(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     out = run(data, tmp_path / "run", "steps=2")
     moved = data.rename(tmp_path / "moved.jsonl")
     run(moved, out, "steps=2", "log_every=1", "micro_batch=2")
     said = capsys.readouterr().err
     assert "log_every: 2 -> 1" in said and "micro_batch: 0 -> 2" in said
-    for change, named in (("steps=4", "steps: 2 in the checkpoint, 4 now"), ("seed=1", "seed: 0"),
-                          ("optim.lr=0.1", "optim.lr"),
-                          ("head.heads=3", "head.heads"), ("target.seed=5", "target.weights_sha256"),
-                          ("data.max_length=40", "data.sha256"), ("batch_size=8", "batch_size: 4"),
-                          ("dtype=bfloat16", "dtype: float32")):
+    for change, named in (
+        ("steps=4", "steps: 2 in the checkpoint, 4 now"),
+        ("seed=1", "seed: 0"),
+        ("optim.lr=0.1", "optim.lr"),
+        ("head.heads=3", "head.heads"),
+        ("target.seed=5", "target.weights_sha256"),
+        ("data.max_length=40", "data.sha256"),
+        ("batch_size=8", "batch_size: 4"),
+        ("dtype=bfloat16", "dtype: float32"),
+    ):
         with pytest.raises(UserError, match="out_dir: .*learns something else") as caught:
             run(moved, out, *([] if change.startswith("steps") else ["steps=2"]), change)
         assert named in str(caught.value)
@@ -118,19 +136,30 @@ def test_a_key_that_came_later_may_stand_at_its_default(tmp_path: Path) -> None:
         disk.check_meaning(saved, {"seed": 0}, tmp_path, default)
 
 
-def test_accumulation_and_micro_batches_do_not_change_the_gradient(data, tmp_path, monkeypatch) -> None:
+def test_accumulation_and_micro_batches_do_not_change_the_gradient(
+    data, tmp_path, monkeypatch
+) -> None:
     one = gradients(data, tmp_path / "a", monkeypatch, "batch_size=8")
     for micro in (1, 3, 4):
-        many = gradients(data, tmp_path / f"m{micro}", monkeypatch, "batch_size=8", f"micro_batch={micro}")
+        many = gradients(
+            data, tmp_path / f"m{micro}", monkeypatch, "batch_size=8", f"micro_batch={micro}"
+        )
         for a, b in zip(one, many, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
 
 
-def test_newest_valid_checkpoint_wins_over_a_damaged_one(data: Path, tmp_path: Path,
-                                                         capsys: pytest.CaptureFixture) -> None:
+def test_newest_valid_checkpoint_wins_over_a_damaged_one(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     whole = run(data, tmp_path / "whole")
     rng = random.Random(0)
-    for name in ("head.safetensors", "optimizer.safetensors", "state.json", "head.json", "manifest.json"):
+    for name in (
+        "head.safetensors",
+        "optimizer.safetensors",
+        "state.json",
+        "head.json",
+        "manifest.json",
+    ):
         for how in ("flip", "cut", "gone"):
             out = tmp_path / f"{name}-{how}"
             shutil.copytree(whole, out)
@@ -146,7 +175,10 @@ def test_newest_valid_checkpoint_wins_over_a_damaged_one(data: Path, tmp_path: P
             assert found is not None and found.name == "step-4" and len(problems) == 1
             assert "step-6/" in problems[0]
     assert weights(run(data, out) / "head") == weights(whole / "head")
-    assert f"passed over: {out}/checkpoints/step-6/manifest.json: is missing" in capsys.readouterr().err
+    assert (
+        f"passed over: {out}/checkpoints/step-6/manifest.json: is missing"
+        in capsys.readouterr().err
+    )
 
 
 def test_paths_in_a_manifest_cannot_leave_the_folder(data: Path, tmp_path: Path) -> None:
@@ -161,7 +193,9 @@ def test_paths_in_a_manifest_cannot_leave_the_folder(data: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("trial", range(4))
 def test_kill_during_a_save_loses_at_most_that_save(data: Path, tmp_path: Path, trial: int) -> None:
-    """A child that saves all the time is killed at a random moment; what is left resumes to the same weights."""
+    """A child that saves all the time is killed at a random moment; what is left resumes to
+    the same weights.
+    """
     whole = run(data, tmp_path / "whole", "steps=40", "save_every=40")
     out = tmp_path / "run"
     child = os.fork()
@@ -206,14 +240,18 @@ def test_nothing_is_updated_when_the_loss_is_not_finite(data, tmp_path, monkeypa
         monkeypatch.setattr(Target, "features", lambda *a, **k: features(*a, **k) * float("inf"))
     updates = []
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, closure=None: updates.append(1))
-    with pytest.raises(UserError, match=r"data.jsonl:\d+, .*not finite at step 4, no weight was changed"):
+    with pytest.raises(
+        UserError, match=r"data.jsonl:\d+, .*not finite at step 4, no weight was changed"
+    ):
         run(data, out)
     assert not updates and weights(out / "checkpoints/step-4") == before
     report = json.loads((out / "bad_step-4/report.json").read_text())
     assert len(report["rows"]) == 4 and all("data.jsonl:" in r for r in report["rows"])
 
 
-def test_a_full_disk_costs_a_checkpoint_and_not_the_run(data, tmp_path, monkeypatch, capsys) -> None:
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
+    data, tmp_path, monkeypatch, capsys
+) -> None:
     whole = run(data, tmp_path / "whole")
     original, calls = disk.save_file, 0
 
@@ -229,7 +267,9 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(data, tmp_path, monkeypa
     assert "step 2: checkpoint not written" in capsys.readouterr().err
     assert weights(out / "head") == weights(whole / "head")
     monkeypatch.setattr(saving, "PATIENCE", 0.0)
-    monkeypatch.setattr(disk, "save_file", lambda *a, **k: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr(
+        disk, "save_file", lambda *a, **k: (_ for _ in ()).throw(OSError(28, "No space left"))
+    )
     with pytest.raises(UserError, match="out_dir: cannot save .*No space left"):
         run(data, tmp_path / "never")
     assert not list((tmp_path / "never/checkpoints").iterdir())
@@ -249,30 +289,53 @@ def command(capsys, *args: str) -> tuple[int, str]:
     return caught.value.code, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("change, said", [
-    ("+typo=1", "typo"), ("optim.lrr=1", "optim.lr"), ("optim.lr=abc", "optim.lr"), ("optim.lr=-1", "optim.lr: -1"),
-    ("steps=0", "steps: 0"), ("steps=1.5", "steps"), ("head=meduza", "head=meduza"), ("head.heads=0", "head.heads"),
-    ("head.loss.hard=0", "head.loss.hard"),
-    ("batch_size=999", "batch_size: 999"),
-    ("data.path=nowhere.jsonl", "data.path: no such file"), ("data.held_out=2", "data.held_out"), ("keep=1", "keep: 1"),
-    ("dtype=int8", "dtype"), ("wandb=maybe", "wandb"), ("eval.shape=ring", "eval.shape"), ("device=tpu", "device"),
-    ("optim.schedule=step", "optim.schedule"), ("target.arch=nothing", "target.arch"),
-])
-def test_mistakes_are_told_in_a_line(data: Path, tmp_path: Path, capsys, change: str, said: str) -> None:
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ("+typo=1", "typo"),
+        ("optim.lrr=1", "optim.lr"),
+        ("optim.lr=abc", "optim.lr"),
+        ("optim.lr=-1", "optim.lr: -1"),
+        ("steps=0", "steps: 0"),
+        ("steps=1.5", "steps"),
+        ("head=meduza", "head=meduza"),
+        ("head.heads=0", "head.heads"),
+        ("head.loss.hard=0", "head.loss.hard"),
+        ("batch_size=999", "batch_size: 999"),
+        ("data.path=nowhere.jsonl", "data.path: no such file"),
+        ("data.held_out=2", "data.held_out"),
+        ("keep=1", "keep: 1"),
+        ("dtype=int8", "dtype"),
+        ("wandb=maybe", "wandb"),
+        ("eval.shape=ring", "eval.shape"),
+        ("device=tpu", "device"),
+        ("optim.schedule=step", "optim.schedule"),
+        ("target.arch=nothing", "target.arch"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(
+    data: Path, tmp_path: Path, capsys, change: str, said: str
+) -> None:
     code, text = command(capsys, *overrides(data, tmp_path / "run"), change)
     assert code == 2 and text.startswith("error: ") and said in text and "Traceback" not in text
     assert not list((tmp_path / "run").glob("**/*.safetensors"))
 
 
-def test_every_mistake_of_a_command_line_is_told_at_once(data: Path, tmp_path: Path, capsys) -> None:
-    code, text = command(capsys, *overrides(data, tmp_path / "run"), "keep=1", "optim.lr=0", "+a=1", "head.heads=0")
+def test_every_mistake_of_a_command_line_is_told_at_once(
+    data: Path, tmp_path: Path, capsys
+) -> None:
+    code, text = command(
+        capsys, *overrides(data, tmp_path / "run"), "keep=1", "optim.lr=0", "+a=1", "head.heads=0"
+    )
     assert code == 2 and all(k in text for k in ("keep", "optim.lr", "a:", "head.heads"))
 
 
 def test_wandb_makes_no_difference(data: Path, tmp_path: Path, monkeypatch) -> None:
     plain = run(data, tmp_path / "plain")
     monkeypatch.setitem(sys.modules, "wandb", None)  # not installed
-    assert weights(run(data, tmp_path / "absent", "wandb=online") / "head") == weights(plain / "head")
+    assert weights(run(data, tmp_path / "absent", "wandb=online") / "head") == weights(
+        plain / "head"
+    )
 
 
 @dataclass
@@ -342,13 +405,29 @@ def test_two_processes_have_the_gradients_of_one(data: Path, tmp_path: Path, mon
 def test_launcher_adds_no_traceback(tmp_path: Path) -> None:
     """The contract's own command line, with a mistake in it."""
     accelerate = Path(sys.executable).with_name("accelerate")
-    done = subprocess.run([str(accelerate), "launch", "--cpu", "train/medusa.py", "target=tiny", "data.path=none.jsonl",
-                           f"out_dir={tmp_path / 'run'}", "steps=1", "+typo=1"],
-                          cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [
+            str(accelerate),
+            "launch",
+            "--cpu",
+            "train/medusa.py",
+            "target=tiny",
+            "data.path=none.jsonl",
+            f"out_dir={tmp_path / 'run'}",
+            "steps=1",
+            "+typo=1",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode != 0 and "typo" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_one_process_can_go_on(data: Path, tmp_path: Path) -> None:
+def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_one_process_can_go_on(
+    data: Path, tmp_path: Path
+) -> None:
     whole = run(data, tmp_path / "whole", "steps=8", "save_every=0")
     out = tmp_path / "two"
 
@@ -373,10 +452,17 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_one_process_can_go_
 def test_sigterm_to_the_launcher_reaches_the_run(data: Path, tmp_path: Path) -> None:
     accelerate, out = Path(sys.executable).with_name("accelerate"), tmp_path / "run"
     args = overrides(data, out, "steps=1000000", "save_every=0")
-    parent = subprocess.Popen([str(accelerate), "launch", "--cpu", "train/medusa.py", *args], cwd=ROOT,
-                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [str(accelerate), "launch", "--cpu", "train/medusa.py", *args],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     deadline = time.monotonic() + 100
-    while "loss" not in ((out / "metrics.jsonl").read_text() if (out / "metrics.jsonl").exists() else ""):
+    while "loss" not in (
+        (out / "metrics.jsonl").read_text() if (out / "metrics.jsonl").exists() else ""
+    ):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     parent.terminate()
@@ -392,5 +478,7 @@ def test_too_little_memory_names_the_key(data: Path, tmp_path: Path, monkeypatch
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(HEADS["medusa"], "forward", full)
-    with pytest.raises(UserError, match="micro_batch: 4 rows do not fit into memory; set micro_batch=2"):
+    with pytest.raises(
+        UserError, match="micro_batch: 4 rows do not fit into memory; set micro_batch=2"
+    ):
         run(data, tmp_path / "run")

@@ -69,7 +69,8 @@ def test_static_shape_is_level_by_level_and_cut_by_budget() -> None:
 
 
 @pytest.mark.parametrize(
-    ("paths", "word"), [([[0, 0]], "no parent"), ([[1]], "skips rank"), ([[]], "not a list"), ([[-1]], "not a list")]
+    ("paths", "word"),
+    [([[0, 0]], "no parent"), ([[1]], "skips rank"), ([[]], "not a list"), ([[-1]], "not a list")],
 )
 def test_bad_shapes(paths: list[list[int]], word: str) -> None:
     with pytest.raises(UserError, match=word):
@@ -78,7 +79,9 @@ def test_bad_shapes(paths: list[list[int]], word: str) -> None:
 
 def tree(tokens: list[int], parents: list[int], **more: object) -> DraftTree:
     n = len(tokens)
-    return DraftTree(torch.tensor([tokens]), torch.tensor([parents]), torch.tensor([more.pop("size", n)]), **more)
+    return DraftTree(
+        torch.tensor([tokens]), torch.tensor([parents]), torch.tensor([more.pop("size", n)]), **more
+    )
 
 
 SURE = Proposal(torch.tensor([[[0.5, 0.5, 0.0, 0.0]]]), torch.zeros(1, 2, dtype=torch.int64))
@@ -98,9 +101,15 @@ BOTH = torch.ones(1, 2, dtype=torch.bool)
         (tree([0, 1], [-1, 0], sampled=BOTH), "without the proposal"),
         (tree([0, 2], [-1, 0], sampled=BOTH, proposal=SURE), "no mass"),
         (tree([0, 0], [-1, -1], sampled=BOTH, proposal=SURE), "stands twice"),
-        (tree([0, 1], [-1, 0], sampled=BOTH, proposal=Proposal(SURE.law * 0.5, SURE.row)), "sum to one"),
+        (
+            tree([0, 1], [-1, 0], sampled=BOTH, proposal=Proposal(SURE.law * 0.5, SURE.row)),
+            "sum to one",
+        ),
         (DraftTree(torch.tensor([[1.0]]), torch.tensor([[-1]]), torch.tensor([1])), "int64"),
-        (DraftTree(torch.tensor([[1]]), torch.tensor([[-1, 0]]), torch.tensor([1])), "shapes differ"),
+        (
+            DraftTree(torch.tensor([[1]]), torch.tensor([[-1, 0]]), torch.tensor([1])),
+            "shapes differ",
+        ),
     ],
 )
 def test_malformed_trees_name_row_and_value(bad: DraftTree, word: str) -> None:
@@ -111,7 +120,9 @@ def test_malformed_trees_name_row_and_value(bad: DraftTree, word: str) -> None:
 def test_well_formed_trees_pass() -> None:
     tree([1, 2, 1], [-1, -1, 0]).validate(4)
     tree([1, 99], [-1, 0], size=1).validate(4)  # padding is never read
-    tree([0, 0], [-1, -1], sampled=BOTH, proposal=Proposal(SURE.law, SURE.row, None, True)).validate(4)
+    tree(
+        [0, 0], [-1, -1], sampled=BOTH, proposal=Proposal(SURE.law, SURE.row, None, True)
+    ).validate(4)
     DraftTree.empty(3).validate(4)
     with pytest.raises(ValueError, match="budget of 2"):
         tree([1, 2, 1], [-1, -1, 0]).validate(4, 2)

@@ -1,5 +1,5 @@
-"""What a stranger's files may do: nothing. No pickle on a path that is read by default, no code of a model's repository
-unless it is asked for, no file outside a folder that names it."""
+"""What a stranger's files may do: nothing. No pickle on a path that is read by default, no
+code of a model's repository unless it is asked for, no file outside a folder that names it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ from heads.interop.reading import read_folder
 from scripts.common.files import ROOT
 from train import state as disk
 
-READS = re.compile(r"torch\.load\(|pickle|joblib|np\.load\(|allow_pickle|yaml\.load\(|\beval\(|\bexec\(|marshal|shelve")
+READS = re.compile(
+    r"torch\.load\(|pickle|joblib|np\.load\(|allow_pickle|yaml\.load\(|\beval\(|\bexec\(|marshal|shelve"
+)
 ALLOWED = {  # file -> the only lines that may match
-    "heads/interop/reading.py": ("torch.load(weights_only=True)", '(path, map_location="cpu", weights_only=True)'),
+    "heads/interop/reading.py": (
+        "torch.load(weights_only=True)",
+        '(path, map_location="cpu", weights_only=True)',
+    ),
     "scripts/import_head.py": ("torch.load(weights_only=True)",),
-}  # fmt: skip
+}
 
 
 def test_nothing_is_unpickled_or_evaluated() -> None:
@@ -36,7 +41,9 @@ def test_nothing_is_unpickled_or_evaluated() -> None:
                     continue
                 found += 1
                 prose = not re.search(r"(torch\.load|np\.load|yaml\.load|eval|exec)\(|import", code)
-                assert prose or any(a in code for a in ALLOWED.get(name, ())), f"{name}:{number}: {line.strip()}"
+                assert prose or any(a in code for a in ALLOWED.get(name, ())), (
+                    f"{name}:{number}: {line.strip()}"
+                )
     assert found >= 3, "the search finds what is there"
 
 
@@ -73,7 +80,10 @@ def test_code_of_a_model_runs_only_when_asked_for_and_then_it_is_said(
     with pytest.raises(UserError, match="target: "):  # the code runs, and defines no model
         load_target(TargetConfig(kind="local", path=str(folder), trust_remote_code=True))
     assert canary.read_text() == "ran"
-    assert f"target.trust_remote_code is on: Python code from {folder} runs here" in capfd.readouterr().err
+    assert (
+        f"target.trust_remote_code is on: Python code from {folder} runs here"
+        in capfd.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "a/../../outside", "sub/inside"])

@@ -1,4 +1,6 @@
-"""scripts/tune.py on the tiny target: files, the choice in the head's folder, the grid, the formulas, and mistakes."""
+"""scripts/tune.py on the tiny target: files, the choice in the head's folder, the grid, the
+formulas, and mistakes.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,21 @@ from scripts.scoring.extras import measured
 from tests import pictures
 from tests.training import TINY, tiny_target
 
-SMALL = ["target=tiny", *(f"target.{k}={v}" for k, v in TINY.items()), "dtype=float32", "device=cpu", "num_prompts=2",
-         "max_new_tokens=8", "curve_batches=[1]", "curve_rounds=1", "max_depth=2", "max_nodes=4", "max_width=2",
-         "confirm=2", "quiet=true"]  # fmt: skip
+SMALL = [
+    "target=tiny",
+    *(f"target.{k}={v}" for k, v in TINY.items()),
+    "dtype=float32",
+    "device=cpu",
+    "num_prompts=2",
+    "max_new_tokens=8",
+    "curve_batches=[1]",
+    "curve_rounds=1",
+    "max_depth=2",
+    "max_nodes=4",
+    "max_width=2",
+    "confirm=2",
+    "quiet=true",
+]
 
 
 @pytest.fixture(scope="module")
@@ -42,42 +56,89 @@ def run(*overrides: str) -> int:
     return int(stop.value.code or 0)
 
 
-def test_the_choice_is_written_and_obeyed(tmp_path: Path, head: Path, target: Target, capsys: Any) -> None:
+def test_the_choice_is_written_and_obeyed(
+    tmp_path: Path, head: Path, target: Target, capsys: Any
+) -> None:
     before = {p.name: p.read_bytes() for p in head.iterdir()}
     out = tmp_path / "out"
-    assert run(f"drafter={head}", f"out={out}", "grid=true", "grid_size=2", f"results={tmp_path}/r.json") == 0
+    assert (
+        run(
+            f"drafter={head}",
+            f"out={out}",
+            "grid=true",
+            "grid_size=2",
+            f"results={tmp_path}/r.json",
+        )
+        == 0
+    )
     report = json.loads((out / "tune.json").read_text())
-    for key in ("target", "settings", "environment", "latency", "acceptance", "rows", "chosen", "curves", "grid"):
+    for key in (
+        "target",
+        "settings",
+        "environment",
+        "latency",
+        "acceptance",
+        "rows",
+        "chosen",
+        "curves",
+        "grid",
+    ):
         assert report[key], key
     assert report["environment"]["commit"] and report["command"]
     names = [r["name"] for r in report["rows"]]
     assert report["chosen"]["name"] in names and any(r["default"] for r in report["rows"])
     for row in report["rows"]:
-        assert row["measured"]["tokens_per_second"] > 0 and row["predicted_at_pace"] > 0 and row["error"] is not None
-        assert row["predicted"]["parts_ms"].keys() == {"target", "drafter", "law and verification", "cache", "Python"}
+        assert (
+            row["measured"]["tokens_per_second"] > 0
+            and row["predicted_at_pace"] > 0
+            and row["error"] is not None
+        )
+        assert row["predicted"]["parts_ms"].keys() == {
+            "target",
+            "drafter",
+            "law and verification",
+            "cache",
+            "Python",
+        }
     grid = report["grid"]
     assert grid["settings"] == len(names) and 0 < grid["chosen_over_best"]["mean"] <= 1 + 1e-9
     assert {"error_all", "error_proposed", "within_5_percent", "within_10_percent"} <= set(grid)
     (entry,) = json.loads((tmp_path / "r.json").read_text()).values()
-    assert entry["grid"] == grid and len(entry["rows"]) == len(names) and entry["environment"]["commit"]
+    assert (
+        entry["grid"] == grid
+        and len(entry["rows"]) == len(names)
+        and entry["environment"]["commit"]
+    )
     left = json.loads((head / DECODE).read_text())
     assert left["best"] == report["chosen"]["settings"] and left["break_even"] >= 1
     assert measured(left["evidence"]), "reports can draw what tune leaves"
     drafter = resolve_drafter(str(head), target)
     best = left["best"]
     assert drafter.max_nodes == (best["depth"] if best["shape"] == "chain" else best["nodes"])
-    assert {p.name: p.read_bytes() for p in head.iterdir() if p.name != DECODE} == before, "the head itself stays"
+    assert {p.name: p.read_bytes() for p in head.iterdir() if p.name != DECODE} == before, (
+        "the head itself stays"
+    )
     html = (out / "tune.html").read_text()
-    assert html.startswith("<!doctype html>") and "http://" not in html.replace("http://www.w3.org", "")
-    assert {p.stem for p in (out / "figures").glob("*.png")} >= {"latency", "predicted", "speedup_against_k"}
+    assert html.startswith("<!doctype html>") and "http://" not in html.replace(
+        "http://www.w3.org", ""
+    )
+    assert {p.stem for p in (out / "figures").glob("*.png")} >= {
+        "latency",
+        "predicted",
+        "speedup_against_k",
+    }
     assert "written:" in capsys.readouterr().out and not list(tmp_path.rglob("*.tmp"))
 
 
-def test_an_ngram_is_tuned_at_a_temperature(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ngram_is_tuned_at_a_temperature(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pictures.left_out(monkeypatch)
     assert run("drafter=ngram", f"out={tmp_path}/out", "decode=sample", "write=true") == 0
     report = json.loads((tmp_path / "out" / "tune.json").read_text())
-    assert {r["kind"] for r in report["rows"]} == {"chain"} and "ask for it as ngram@" in capsys.readouterr().out
+    assert {r["kind"] for r in report["rows"]} == {
+        "chain"
+    } and "ask for it as ngram@" in capsys.readouterr().out
 
 
 def test_sampled_chains_take_acceptance_from_real_cycles(
@@ -91,13 +152,20 @@ def test_sampled_chains_take_acceptance_from_real_cycles(
 
 @pytest.mark.parametrize("shape, kinds", [("@tree", {"tree"}), ("", {"chain", "tree"})])
 def test_drawn_trees_are_measured_where_nothing_can_be_replayed(
-    tmp_path: Path, head: Path, target: Target, monkeypatch: pytest.MonkeyPatch, shape: str, kinds: set[str]
+    tmp_path: Path,
+    head: Path,
+    target: Target,
+    monkeypatch: pytest.MonkeyPatch,
+    shape: str,
+    kinds: set[str],
 ) -> None:
     pictures.left_out(monkeypatch)
     assert run(f"drafter={head}{shape}", f"out={tmp_path}/out", "decode=sample", "max_nodes=9") == 0
     report = json.loads((tmp_path / "out" / "tune.json").read_text())
     trees = [r for r in report["rows"] if r["kind"] == "tree" and r["proposed"]]
-    assert {r["settings"]["nodes"] for r in trees} == {8, 9} and {r["kind"] for r in report["rows"]} == kinds
+    assert {r["settings"]["nodes"] for r in trees} == {8, 9} and {
+        r["kind"] for r in report["rows"]
+    } == kinds
     assert any("cannot be replayed" in note for note in report["notes"])
     assert all(r["measured"]["tokens_per_second"] > 0 and r["error"] is not None for r in trees)
     left = json.loads((head / DECODE).read_text())
@@ -107,22 +175,36 @@ def test_drawn_trees_are_measured_where_nothing_can_be_replayed(
 
 @pytest.mark.parametrize(
     "overrides, words",
-    [(["drafter=none"], "drafter: none; give"), (["drafter=ngram@tree"], "chains only"),
-     (["drafter=runs/no"], "runs/no"),
-     (["drafter=ngram", "confirm=0"], "confirm: 0 is below 1"), (["drafter=ngram", "prompts=no.jsonl"], "no.jsonl"),
-     (["drafter=ngram", "curve_batches=[0]"], "curve_batches"), (["drafter=ngram", "verify=x"], "verify: x")],
-)  # fmt: skip
-def test_mistakes_are_one_line(tmp_path: Path, capsys: Any, overrides: list[str], words: str) -> None:
+    [
+        (["drafter=none"], "drafter: none; give"),
+        (["drafter=ngram@tree"], "chains only"),
+        (["drafter=runs/no"], "runs/no"),
+        (["drafter=ngram", "confirm=0"], "confirm: 0 is below 1"),
+        (["drafter=ngram", "prompts=no.jsonl"], "no.jsonl"),
+        (["drafter=ngram", "curve_batches=[0]"], "curve_batches"),
+        (["drafter=ngram", "verify=x"], "verify: x"),
+    ],
+)
+def test_mistakes_are_one_line(
+    tmp_path: Path, capsys: Any, overrides: list[str], words: str
+) -> None:
     assert run(f"out={tmp_path}/out", *overrides) == 2
     told = capsys.readouterr().err
-    assert words in told and "Traceback" not in told and not (tmp_path / "out" / "tune.json").exists()
+    assert (
+        words in told and "Traceback" not in told and not (tmp_path / "out" / "tune.json").exists()
+    )
 
 
 def test_the_formulas_say_what_they_assume(capsys: Any) -> None:
     with pytest.raises(SystemExit) as stop:
         tune.command(["formula", "acceptance=0.5", "cost=0.1", "max_k=3"])
     told = capsys.readouterr().out
-    assert not stop.value.code and "1.750" in told and "1.458" in told and "independence approximation" in told
+    assert (
+        not stop.value.code
+        and "1.750" in told
+        and "1.458" in told
+        and "independence approximation" in told
+    )
     with pytest.raises(SystemExit) as stop:
         tune.command(["formula", "acceptance=2"])
     assert stop.value.code == 2 and "acceptance: 2.0 is outside" in capsys.readouterr().err

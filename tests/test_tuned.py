@@ -1,4 +1,6 @@
-"""decode.json beside a head: checked on reading, obeyed by every resolver, and never at odds with the head's hashes."""
+"""decode.json beside a head: checked on reading, obeyed by every resolver, and never at odds
+with the head's hashes.
+"""
 
 from __future__ import annotations
 
@@ -51,15 +53,27 @@ def test_a_head_drafts_as_it_was_tuned(medusa: Path, target: Target) -> None:
     assert resolve_drafter(str(medusa), target).max_nodes == 5
     leave(medusa)
     run = str(medusa)
-    for spec, nodes, depth in ((run, 3, 2), (f"{run}@tree", 3, 2), (f"{run}@chain", 2, 2), (f"{run}@tree:4", 4, None),
-                               (f"{run}@chain:1", 1, 1), (f"{run}@chain:3", 3, 3)):  # fmt: skip
+    for spec, nodes, depth in (
+        (run, 3, 2),
+        (f"{run}@tree", 3, 2),
+        (f"{run}@chain", 2, 2),
+        (f"{run}@tree:4", 4, None),
+        (f"{run}@chain:1", 1, 1),
+        (f"{run}@chain:3", 3, 3),
+    ):
         drafter = resolve_drafter(spec, target)
-        assert drafter.max_nodes == nodes and depth in (None, drafter.max_depth) and drafter.name == spec
+        assert (
+            drafter.max_nodes == nodes
+            and depth in (None, drafter.max_depth)
+            and drafter.name == spec
+        )
     tree = resolve_drafter(run, target)
-    plain = generate(target, resolve_drafter("none", target), [Request([5, 6, 7], 12)], Sampling(), eos_ids=())
-    assert generate(target, tree, [Request([5, 6, 7], 12)], Sampling(), eos_ids=()).generations[0].token_ids == (
-        plain.generations[0].token_ids
+    plain = generate(
+        target, resolve_drafter("none", target), [Request([5, 6, 7], 12)], Sampling(), eos_ids=()
     )
+    assert generate(target, tree, [Request([5, 6, 7], 12)], Sampling(), eos_ids=()).generations[
+        0
+    ].token_ids == (plain.generations[0].token_ids)
 
 
 def test_a_shape_that_was_not_tuned_stays_as_it_was(medusa: Path, target: Target) -> None:
@@ -83,18 +97,27 @@ def test_more_levels_than_heads_are_refused(medusa: Path, target: Target) -> Non
 
 @pytest.mark.parametrize(
     "changes, words",
-    [({"format": 2}, "not in format 1"), ({"card_sha256": "0" * 64}, "tuned for another head"),
-     ({"best": {"shape": "star"}}, "shape must be chain or tree"), ({"break_even": 0.5}, "break_even must be"),
-     ({"best": {"shape": "chain", "depth": 10**9}}, "depth must be a whole number"),
-     ({"best": {"shape": "tree", "paths": [[0, 0]]}}, "has no parent"),
-     ({"best": {"shape": "tree", "paths": [["a"]]}}, "lists of ranks"), ({"chain": {"shape": "tree"}}, "chain holds"),
-     ({"best": None}, "shape must be")],
-)  # fmt: skip
-def test_a_damaged_file_is_told_with_the_fix(medusa: Path, target: Target, changes: dict, words: str) -> None:
+    [
+        ({"format": 2}, "not in format 1"),
+        ({"card_sha256": "0" * 64}, "tuned for another head"),
+        ({"best": {"shape": "star"}}, "shape must be chain or tree"),
+        ({"break_even": 0.5}, "break_even must be"),
+        ({"best": {"shape": "chain", "depth": 10**9}}, "depth must be a whole number"),
+        ({"best": {"shape": "tree", "paths": [[0, 0]]}}, "has no parent"),
+        ({"best": {"shape": "tree", "paths": [["a"]]}}, "lists of ranks"),
+        ({"chain": {"shape": "tree"}}, "chain holds"),
+        ({"best": None}, "shape must be"),
+    ],
+)
+def test_a_damaged_file_is_told_with_the_fix(
+    medusa: Path, target: Target, changes: dict, words: str
+) -> None:
     leave(medusa, **changes)
     with pytest.raises(UserError, match=words) as told:
         resolve_drafter(str(medusa), target)
-    assert DECODE in str(told.value) and "run scripts/tune.py again, or delete the file" in str(told.value)
+    assert DECODE in str(told.value) and "run scripts/tune.py again, or delete the file" in str(
+        told.value
+    )
 
 
 def test_text_that_is_no_json_is_told(medusa: Path, target: Target) -> None:
@@ -109,9 +132,19 @@ def test_monitors_are_asked_for_by_name(medusa: Path, target: Target, capsys: An
     leave(medusa)
     for suffix, falls in (("@monitor", False), ("@fallback", True)):
         drafter = resolve_drafter(f"{medusa}@tree{suffix}", target)
-        assert isinstance(drafter, Monitor) and drafter.fallback is falls and drafter.break_even == 1.25
+        assert (
+            isinstance(drafter, Monitor)
+            and drafter.fallback is falls
+            and drafter.break_even == 1.25
+        )
         drafter.patience, drafter.break_even = 2, 9.0
-        generate(target, drafter, [Request([5, 6, 7 + i], 10, id=i) for i in range(2)], Sampling(), eos_ids=())
+        generate(
+            target,
+            drafter,
+            [Request([5, 6, 7 + i], 10, id=i) for i in range(2)],
+            Sampling(),
+            eos_ids=(),
+        )
         told = capsys.readouterr().err
         assert told.count("warning:") == 1 and "below the 9.00" in told and len(drafter.alerts) == 2
     assert resolve_drafter("ngram@4", target).max_depth == 4

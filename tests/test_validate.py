@@ -1,4 +1,6 @@
-"""scripts/validate.py: sound heads pass, and a head with a known mistake is caught by the check for it."""
+"""scripts/validate.py: sound heads pass, and a head with a known mistake is caught by the
+check for it.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,23 @@ from train import checks
 from train.validate import main
 
 ROOT = Path(__file__).resolve().parents[1]
-SMALL = [*(f"target.{k}={v}" for k, v in TINY.items()), "data.held_out=0.1", "data.cache=false", "batch_size=4",
-         "dtype=float32", "device=cpu", "head.draft_vocab=0"]
-KINDS = {"medusa": ["head.heads=2", "head.markov_rank=4"], "medusa2": ["head.heads=2", "head.tune.rank=4"],
-         "hydra_heads": ["head.heads=2"], "eagle1": [], "eagle3": ["head.steps=2"],
-         "small_lm": ["head.from_target_layers=1", "target.layers=2"]}
+SMALL = [
+    *(f"target.{k}={v}" for k, v in TINY.items()),
+    "data.held_out=0.1",
+    "data.cache=false",
+    "batch_size=4",
+    "dtype=float32",
+    "device=cpu",
+    "head.draft_vocab=0",
+]
+KINDS = {
+    "medusa": ["head.heads=2", "head.markov_rank=4"],
+    "medusa2": ["head.heads=2", "head.tune.rank=4"],
+    "hydra_heads": ["head.heads=2"],
+    "eagle1": [],
+    "eagle3": ["head.steps=2"],
+    "small_lm": ["head.from_target_layers=1", "target.layers=2"],
+}
 MEDUSA = MedusaConfig(heads=2, draft_vocab=0)
 
 
@@ -50,7 +64,9 @@ def test_every_kind_of_head_is_among_the_cases() -> None:
     assert set(KINDS) == set(HEADS)
 
 
-@pytest.mark.parametrize("kind", [k if k == "medusa" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
+@pytest.mark.parametrize(
+    "kind", [k if k == "medusa" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
+)
 def test_sound_heads_pass_every_check(tmp_path: Path, capsys, kind: str) -> None:
     data = chats(tmp_path / "data.jsonl")
     code, out, _ = command(capsys, data, f"head={kind}", *KINDS[kind])
@@ -60,21 +76,34 @@ def test_sound_heads_pass_every_check(tmp_path: Path, capsys, kind: str) -> None
     assert "FLOP per token" in out and "frozen" in out and "cycles of the engine" in out
 
 
-@pytest.mark.parametrize("change, said", [
-    ("head.kind=meduza", "head.kind: 'meduza'"), ("head.heads=0", "head.heads: 0"), ("head.typo=1", "head.typo"),
-    ("data.path=none.jsonl", "data.path: no such file"), ("steps=0", "steps: 0")])
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ("head.kind=meduza", "head.kind: 'meduza'"),
+        ("head.heads=0", "head.heads: 0"),
+        ("head.typo=1", "head.typo"),
+        ("data.path=none.jsonl", "data.path: no such file"),
+        ("steps=0", "steps: 0"),
+    ],
+)
 def test_mistakes_are_told_in_a_line(tmp_path: Path, capsys, change: str, said: str) -> None:
     code, _, err = command(capsys, chats(tmp_path / "data.jsonl"), change)
     assert code == 2 and err.startswith("error: ") and said in err
 
 
 def test_the_command_is_the_script(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "scripts/validate.py", "target=tiny", "data.path=none.jsonl", "steps=0"],
-                          cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "scripts/validate.py", "target=tiny", "data.path=none.jsonl", "steps=0"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 2 and "steps: 0" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_the_script_leaves_no_process_behind_that_ctrl_c_would_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_script_leaves_no_process_behind_that_ctrl_c_would_hit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from scripts import validate
 
     taken: list[list[str]] = []
@@ -153,11 +182,21 @@ def test_masks_that_supervise_nothing_or_everything_are_caught() -> None:
 
     ids = torch.arange(3, 35, dtype=torch.int32)
     for fill in (False, True):
-        rows = Rows("x", ids, torch.full((32,), fill), torch.tensor([0, 16, 32]), torch.tensor([1, 2]),
-                    torch.zeros(2, dtype=torch.bool), [])
+        rows = Rows(
+            "x",
+            ids,
+            torch.full((32,), fill),
+            torch.tensor([0, 16, 32]),
+            torch.tensor([1, 2]),
+            torch.zeros(2, dtype=torch.bool),
+            [],
+        )
         assert not checks.mask(rows, Plan(rows, 1, 1, 0), tiny_target().tokenizer).passed
 
 
 def test_levels_are_those_of_the_loss() -> None:
     target, batch = tiny_target(), random_batch()
-    assert isinstance(batch, Batch) and checks.levels_of(target, MedusaHead.for_target(target, MEDUSA), batch) == 2
+    assert (
+        isinstance(batch, Batch)
+        and checks.levels_of(target, MedusaHead.for_target(target, MEDUSA), batch) == 2
+    )

@@ -1,4 +1,6 @@
-"""The verifier: exact by enumeration, equal to a scalar reference, at least as good as the theory says."""
+"""The verifier: exact by enumeration, equal to a scalar reference, at least as good as the
+theory says.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,12 @@ def check_cases(seed: int, count: int, **size: int) -> dict[str, list[float]]:
 
 def test_exact_law_on_random_cases() -> None:
     gains = check_cases(0, 500)
-    assert gains["iid chain"][1] > gains["iid chain"][0] * 1.001, "block verification gained nothing on sampled chains"
-    assert gains["without tree"][1] > gains["without tree"][0], "traversal gained nothing on sampled trees"
+    assert gains["iid chain"][1] > gains["iid chain"][0] * 1.001, (
+        "block verification gained nothing on sampled chains"
+    )
+    assert gains["without tree"][1] > gains["without tree"][0], (
+        "traversal gained nothing on sampled trees"
+    )
 
 
 @pytest.mark.slow
@@ -57,8 +63,9 @@ def test_exact_law_on_many_random_cases(seed: int) -> None:
 def random_world(
     seed: int, rows: int, paths: list[list[int]], vocab: int, sampled: str, narrow: bool = False
 ) -> tuple[DraftTree, Law]:
-    """A batch of ragged trees over one shape with random laws; `sampled`: all, some or none of the nodes. narrow: the
-    draft vocabulary lacks one token, which some deterministic candidates are nevertheless."""
+    """A batch of ragged trees over one shape with random laws; `sampled`: all, some or none of
+    the nodes. narrow: the draft vocabulary lacks one token, which some deterministic
+    candidates are nevertheless."""
     g = torch.Generator().manual_seed(seed)
     shape = TreeShape.of(paths)
     n = len(shape)
@@ -70,14 +77,21 @@ def random_world(
     draft = (torch.randn(rows, n + 1, len(ids), generator=g, dtype=torch.float64) * 2).softmax(-1)
     parents = shape.parents(torch.device("cpu"))[0].tolist()
     tokens = torch.zeros(rows, n, dtype=torch.int64)
-    mask = {"all": torch.ones, "none": torch.zeros}.get(sampled, torch.zeros)(rows, n, dtype=torch.bool)
+    mask = {"all": torch.ones, "none": torch.zeros}.get(sampled, torch.zeros)(
+        rows, n, dtype=torch.bool
+    )
     if sampled == "some":
         mask = torch.rand(rows, n, generator=g) < 0.5
     for b in range(rows):
         left, used = draft[b].clone(), set()
         for i, p in enumerate(parents):
             place = torch.multinomial(left[p + 1], 1, generator=g)
-            outside = narrow and not mask[b, i] and p not in used and bool(torch.rand((), generator=g) < 0.5)
+            outside = (
+                narrow
+                and not mask[b, i]
+                and p not in used
+                and bool(torch.rand((), generator=g) < 0.5)
+            )
             tokens[b, i] = lacking if outside else ids[place]
             if outside:
                 used.add(p)
@@ -86,9 +100,13 @@ def random_world(
     row = (torch.tensor(parents, dtype=torch.int64) + 1).expand(rows, n)
     size = shape.size_at(torch.randint(shape.depth + 1, (rows,), generator=g))
     size[0] = n
-    tree = DraftTree.static(shape, tokens, size, mask, Proposal(draft, row, ids if narrow else None, replacement))
+    tree = DraftTree.static(
+        shape, tokens, size, mask, Proposal(draft, row, ids if narrow else None, replacement)
+    )
     logits = torch.randn(rows, n + 1, vocab, generator=g, dtype=torch.float64) * 2
-    settings_ = (Sampling(1.0), Sampling(0.7, top_k=3), Sampling(1.0, top_p=0.8), Sampling(0.0))[seed % 4]
+    settings_ = (Sampling(1.0), Sampling(0.7, top_k=3), Sampling(1.0, top_p=0.8), Sampling(0.0))[
+        seed % 4
+    ]
     return tree, Law(settings_, logits, tree)
 
 
@@ -142,7 +160,9 @@ def test_batched_equals_scalar_often(record_property: Callable[[str, object], No
 
     @settings(max_examples=2100, deadline=None, derandomize=True)
     @given(**WORLDS)
-    def run(paths: list[list[int]], seed: int, rows: int, vocab: int, sampled: str, narrow: bool) -> None:
+    def run(
+        paths: list[list[int]], seed: int, rows: int, vocab: int, sampled: str, narrow: bool
+    ) -> None:
         assert_batched_equals_scalar(paths, seed, rows, vocab, sampled, narrow)
         seen[rows] += 1
 
@@ -161,15 +181,22 @@ def test_traversal_is_block_verification_on_chains(seed: int) -> None:
 
 
 def test_perfect_draft_is_accepted_whole() -> None:
-    """p = q everywhere, in float32 where the residual sums to nothing: every level accepted, never NaN."""
+    """p = q everywhere, in float32 where the residual sums to nothing: every level accepted,
+    never NaN.
+    """
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(64, 6, 50, generator=g) * 3
     law = logits.softmax(-1)
     for nudge in (0.0, 2.0**-23):
         draft = law[:, :5] * (1 + nudge)
-        tokens = torch.stack([torch.multinomial(draft[:, i], 1, generator=g)[:, 0] for i in range(5)], 1)
+        tokens = torch.stack(
+            [torch.multinomial(draft[:, i], 1, generator=g)[:, 0] for i in range(5)], 1
+        )
         tree = DraftTree.chain(
-            tokens, None, torch.ones_like(tokens, dtype=torch.bool), Proposal(draft, torch.arange(5).expand(64, 5))
+            tokens,
+            None,
+            torch.ones_like(tokens, dtype=torch.bool),
+            Proposal(draft, torch.arange(5).expand(64, 5)),
         )
         for name in RULES:
             rng = Rng(1, torch.arange(64), torch.zeros(64, dtype=torch.int64))
@@ -185,7 +212,9 @@ def test_laziness() -> None:
     logits = torch.zeros(1, 9, 20)
     logits[0, 0, 15] = 9.0
     law = Law(Sampling(0.0), logits, tree)
-    verdict = verify(tree, law, Rng(0, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)))
+    verdict = verify(
+        tree, law, Rng(0, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    )
     assert (int(verdict.length[0]), int(verdict.bonus[0]), law.computed) == (0, 15, 1)
 
 

@@ -1,4 +1,6 @@
-"""Where laws leave the range of their dtype, hold NaN, or are not what they claim: exact, or refused in words."""
+"""Where laws leave the range of their dtype, hold NaN, or are not what they claim: exact, or
+refused in words.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,18 @@ PAIR = TreeShape.of([(0,), (1,)])
 
 
 def output_law(tree: DraftTree, logits: Tensor, rule: str) -> dict[tuple[int, ...], float]:
-    """Probability of every output of this one draft: all branches of verification walked. logits: [N + 1, V]."""
+    """Probability of every output of this one draft: all branches of verification walked.
+    logits: [N + 1, V].
+    """
     found: dict[tuple[int, ...], float] = {}
     scripts: list[list[int]] = [[]]
     while scripts:
         rng, rows = Branches(scripts), len(scripts)
         assert tree.proposal is not None and tree.sampled is not None
         proposal = Proposal(
-            tree.proposal.law.expand(rows, -1, -1), tree.proposal.row.expand(rows, -1), tree.proposal.vocab
+            tree.proposal.law.expand(rows, -1, -1),
+            tree.proposal.row.expand(rows, -1),
+            tree.proposal.vocab,
         )
         many = DraftTree(
             tree.tokens.expand(rows, -1),
@@ -48,16 +54,25 @@ def output_law(tree: DraftTree, logits: Tensor, rule: str) -> dict[tuple[int, ..
         law.check()
         scripts = rng.new
         for b in range(rows):
-            output = (*many.tokens[b, verdict.path[b][: verdict.length[b]]].tolist(), int(verdict.bonus[b]))
+            output = (
+                *many.tokens[b, verdict.path[b][: verdict.length[b]]].tolist(),
+                int(verdict.bonus[b]),
+            )
             found[output] = found.get(output, 0.0) + float(rng.weight[b])
     return found
 
 
-def drafted(shape: TreeShape, tokens: list[int], laws: Tensor, rows: list[int], vocab: Tensor | None) -> DraftTree:
+def drafted(
+    shape: TreeShape, tokens: list[int], laws: Tensor, rows: list[int], vocab: Tensor | None
+) -> DraftTree:
     """One tree with every node drawn from laws[rows[node]]."""
     sampled = torch.ones(1, len(tokens), dtype=torch.bool)
     return DraftTree.static(
-        shape, torch.tensor([tokens]), None, sampled, Proposal(laws[None], torch.tensor([rows]), vocab)
+        shape,
+        torch.tensor([tokens]),
+        None,
+        sampled,
+        Proposal(laws[None], torch.tensor([rows]), vocab),
     )
 
 
@@ -65,8 +80,9 @@ def drafted(shape: TreeShape, tokens: list[int], laws: Tensor, rows: list[int], 
 @pytest.mark.parametrize("gap", [10, 50, 52, 60, 80, 100, 300])
 @pytest.mark.parametrize("narrow", [True, False], ids=["draft vocabulary", "whole vocabulary"])
 def test_tokens_that_the_target_forbids_are_not_emitted(rule: str, gap: int, narrow: bool) -> None:
-    """A draft that is certain and wrong twice, then two siblings: what is left of the law two levels down is far below
-    float32's smallest number, and a sibling after the first must not find it whole again."""
+    """A draft that is certain and wrong twice, then two siblings: what is left of the law two
+    levels down is far below float32's smallest number, and a sibling after the first must not
+    find it whole again."""
     laws = torch.tensor([[1 - 2e-6, 1e-6, 1e-6, 0], [1 - 2e-6, 1e-6, 1e-6, 0], [0.4, 0.3, 0.3, 0]])
     ids = torch.arange(3) if narrow else None
     tree = drafted(DEEP, [0, 0, 0, 1], laws[:, :3] if narrow else laws, [0, 1, 2, 2], ids)
@@ -81,14 +97,17 @@ def test_tokens_that_the_target_forbids_are_not_emitted(rule: str, gap: int, nar
 @pytest.mark.parametrize("narrow", [True, False], ids=["draft vocabulary", "whole vocabulary"])
 @pytest.mark.parametrize("rest", [1e-30, 1e-37, 1e-39, 3e-42, 1e-45])
 def test_remainder_of_a_draft_law_may_be_denormal(rule: str, narrow: bool, rest: float) -> None:
-    """Two siblings drawn without replacement from a law that is all but certain: the second one's law, what is left
-    after the first, is a denormal number divided by itself."""
+    """Two siblings drawn without replacement from a law that is all but certain: the second
+    one's law, what is left after the first, is a denormal number divided by itself."""
     law = torch.tensor([[1.0, rest, 0.0, 0.0]])
-    tree = drafted(PAIR, [0, 1], law[:, :3] if narrow else law, [0, 0], torch.arange(3) if narrow else None)
+    tree = drafted(
+        PAIR, [0, 1], law[:, :3] if narrow else law, [0, 0], torch.arange(3) if narrow else None
+    )
     target = torch.tensor([0.4, 0.3, 0.2, 0.1])
     found = output_law(tree, target.log().expand(3, 4), rule)
     emitted = [sum(p for output, p in found.items() if output[0] == x) for x in range(4)]
-    # The first sibling is token 0 for certain (up to `rest`), the second is then token 1: the whole law comes out.
+    # The first sibling is token 0 for certain (up to `rest`), the second is then token 1: the
+    # whole law comes out.
     assert emitted == pytest.approx(target.tolist(), abs=1e-6)
 
 
@@ -124,7 +143,9 @@ def test_negative_mass_in_a_draft_law_is_refused() -> None:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("garbage", ["row 99", "law of NaN"])
 def test_law_row_of_a_deterministic_node_is_never_read(rule: str, garbage: str) -> None:
-    """One sampled child of the root, and below it two deterministic ones whose law row means nothing."""
+    """One sampled child of the root, and below it two deterministic ones whose law row means
+    nothing.
+    """
     shape = TreeShape.of([(0,), (0, 0), (0, 1)])
     laws = torch.tensor([[0.7, 0.2, 0.1], [math.nan, math.nan, math.nan]])
     row = 99 if garbage == "row 99" else 1
@@ -152,7 +173,11 @@ def test_law_row_of_a_deterministic_node_is_never_read(rule: str, garbage: str) 
 def test_one_slot_without_a_law_is_not_hidden_by_another_of_its_row() -> None:
     """Traversal asks for several slots of one row at once."""
     tree = drafted(
-        TreeShape.of([(0,), (1,), (0, 0), (1, 0)]), [0, 1, 0, 0], torch.full((3, 4), 0.25), [0, 0, 1, 2], None
+        TreeShape.of([(0,), (1,), (0, 0), (1, 0)]),
+        [0, 1, 0, 0],
+        torch.full((3, 4), 0.25),
+        [0, 0, 1, 2],
+        None,
     )
     for bad in (1, 2):
         logits = torch.zeros(1, 5, 4)
@@ -167,15 +192,20 @@ def test_one_slot_without_a_law_is_not_hidden_by_another_of_its_row() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_law_is_finite_at_every_temperature(temperature: float, dtype: torch.dtype) -> None:
     logits = torch.tensor([[60000.0, -60000.0, 59000.0, -math.inf]], dtype=dtype)
-    for sampling in (Sampling(temperature), Sampling(temperature, top_p=0.9), Sampling(temperature, min_p=0.1)):
+    for sampling in (
+        Sampling(temperature),
+        Sampling(temperature, top_p=0.9),
+        Sampling(temperature, min_p=0.1),
+    ):
         law = sampling.support(logits).dense(4)
         assert law.isfinite().all() and float(law.sum()) == pytest.approx(1, abs=1e-6)
         assert float(law[0, 3]) == 0
 
 
 def test_weight_of_zero_is_never_chosen_at_the_edge_of_a_block() -> None:
-    """The running sum of the blocks and that within a block differ in the last bits: at uniforms on the edge between
-    two blocks the goal may fall below the second one's begin, where its first weight is 0."""
+    """The running sum of the blocks and that within a block differ in the last bits: at
+    uniforms on the edge between two blocks the goal may fall below the second one's begin,
+    where its first weight is 0."""
     g = torch.Generator().manual_seed(0)
     weights = (6 * torch.randn(300, 2048, generator=g, dtype=torch.float64)).softmax(-1)
     weights[:, ::256] = 0
@@ -203,7 +233,9 @@ def test_chain_of_the_first_lines_is_the_rule() -> None:
         verdict = rejection(tree, Law(Sampling(1.0), laws.log()[None], tree), rng)
         accepted = int(verdict.length[0])
         coins = rng.uniform(torch.zeros(depth, dtype=torch.int64), torch.arange(depth), 2)
-        last_coin = float(rng.uniform(torch.zeros(1, dtype=torch.int64), torch.tensor([accepted - 1]), 3))
+        last_coin = float(
+            rng.uniform(torch.zeros(1, dtype=torch.int64), torch.tensor([accepted - 1]), 3)
+        )
         emitted = verify_chain(laws, proposals, tokens, coins, last_coin)
         assert emitted == [*tokens[:accepted].tolist(), int(verdict.bonus[0])]
 
@@ -221,12 +253,18 @@ KINDS = {
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafter_with_one_bad_row_is_refused_or_harmless(kind: str, bad: float) -> None:
-    """One row of its LM head is not finite, as after an overflow in half precision. Nothing but the target's own tokens
-    comes out at T = 0; where candidates are drawn the run ends in words instead of another law."""
+    """One row of its LM head is not finite, as after an overflow in half precision. Nothing
+    but the target's own tokens comes out at T = 0; where candidates are drawn the run ends in
+    words instead of another law."""
     target = tiny_target()
     for shape in ("chain", "tree"):
         if kind == "small_lm":
-            drafter = DraftModel(tiny_target(seed=3), 3, shape=shape, static=TreeShape.of([(0,), (1,), (0, 0), (0, 1)]))
+            drafter = DraftModel(
+                tiny_target(seed=3),
+                3,
+                shape=shape,
+                static=TreeShape.of([(0,), (1,), (0, 0), (0, 1)]),
+            )
             drafter.proj = drafter.proj.clone()
         else:
             cfg = KINDS[kind]
@@ -242,6 +280,10 @@ def test_drafter_with_one_bad_row_is_refused_or_harmless(kind: str, bad: float) 
         except UserError as error:
             assert "drafter: row 0, node" in str(error)
         else:
-            assert [g.token_ids for g in greedy.generations] == [g.token_ids for g in plain.generations]
-        with pytest.raises(UserError, match=r"drafter: row 0, node \d+: the law .* NaN or infinity"):
+            assert [g.token_ids for g in greedy.generations] == [
+                g.token_ids for g in plain.generations
+            ]
+        with pytest.raises(
+            UserError, match=r"drafter: row 0, node \d+: the law .* NaN or infinity"
+        ):
             generate(target, drafter, requests, Sampling(1.0), batch_size=2)

@@ -1,7 +1,9 @@
-"""The exact law of one verification at the edges of floating point: every branch of draft and verification walked.
+"""The exact law of one verification at the edges of floating point: every branch of draft and
+verification walked.
 
-Laws that hold zeros and denormals, are one-hot or off one by rounding; drafts that are certain and wrong down to depth
-four; T from 0.01 to 5, the target's logits up to 300 temperatures apart and stored in 64, 32 or 16 bits; both rules.
+Laws that hold zeros and denormals, are one-hot or off one by rounding; drafts that are certain
+and wrong down to depth four; T from 0.01 to 5, the target's logits up to 300 temperatures
+apart and stored in 64, 32 or 16 bits; both rules.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from decode.verify import RULES, verify
 from scripts.proofs.enumerator import enumerate_case
 from scripts.proofs.extremes import TEMPERATURES, Extreme
 
-# What a law may be off by, after three or four levels. float64 adds up to 1e-15. In float32 the target's softmax, its
-# quotient by T and the draft law each round by 6e-8 of a probability, eight tokens or levels at most: 1e-6.
+# What a law may be off by, after three or four levels. float64 adds up to 1e-15. In float32
+# the target's softmax, its quotient by T and the draft law each round by 6e-8 of a
+# probability, eight tokens or levels at most: 1e-6.
 BARS = {torch.float64: 1e-12, torch.float32: 1e-6}
 # (logits, draft laws); logits of 16 bits become a law in float32
 DTYPES = [
@@ -67,8 +70,9 @@ def test_exact_law_at_the_edges_often(
 def test_a_draft_that_is_certain_and_wrong_twice(
     gap: int, temperature: float, narrow: bool
 ) -> None:
-    """The draft knows three of four tokens and is all but certain of token 0, which the target gives exp(-gap) twice;
-    below it hang two siblings. Once token 0 came out with probability 0.999996 from a gap of 52 on."""
+    """The draft knows three of four tokens and is all but certain of token 0, which the target
+    gives exp(-gap) twice; below it hang two siblings. Once token 0 came out with probability
+    0.999996 from a gap of 52 on."""
     shape = TreeShape.of([(0,), (0, 0), (0, 0, 0), (0, 0, 1)])
     known = 3 if narrow else 4
     contexts = 5 ** (shape.depth + 1)
@@ -85,8 +89,8 @@ def test_a_draft_that_is_certain_and_wrong_twice(
 @pytest.mark.parametrize("known", [2, 3, 4])
 @pytest.mark.parametrize("rest", [1e-30, 1e-38, 1e-39, 1e-40, 1e-45])
 def test_a_draft_law_whose_remainder_is_denormal(rest: float, known: int) -> None:
-    """Two siblings: behind the first one only denormals are left. Once the target's law [.4 .3 .2 .1] came out as
-    [.40 .45 .10 .05]."""
+    """Two siblings: behind the first one only denormals are left. Once the target's law [.4 .3
+    .2 .1] came out as [.40 .45 .10 .05]."""
     shape = TreeShape.of([(0,), (1,)])
     target = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().repeat(25, 1)
     target -= target.amax()
@@ -97,7 +101,9 @@ def test_a_draft_law_whose_remainder_is_denormal(rest: float, known: int) -> Non
 
 @pytest.mark.parametrize("rule", RULES)
 def test_tree_of_one_hot_laws_has_stand_ins(rule: str) -> None:
-    """A one-hot draft law: the second sibling is a deterministic candidate, whatever its law row says."""
+    """A one-hot draft law: the second sibling is a deterministic candidate, whatever its law
+    row says.
+    """
     shape = TreeShape.of([(0,), (1,), (0, 0), (0, 1)])
     target = (-torch.arange(3.0).repeat(64, 1) * torch.arange(64)[:, None] / 8).double()
     draft = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64).repeat(32, 1)

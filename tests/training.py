@@ -1,4 +1,6 @@
-"""What the training tests share: a tiny target, a small chat file, a typed run configuration, a run."""
+"""What the training tests share: a tiny target, a small chat file, a typed run configuration,
+a run.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,22 @@ from train.config import MedusaRun
 from train.loop import fit
 
 TINY = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "vocab": 260}
-WORDS = ["the", "rider", "goes", "ahead", "of", "a", "slow", "horse", "and", "looks", "back", "along", "the", "road"]
+WORDS = [
+    "the",
+    "rider",
+    "goes",
+    "ahead",
+    "of",
+    "a",
+    "slow",
+    "horse",
+    "and",
+    "looks",
+    "back",
+    "along",
+    "the",
+    "road",
+]
 
 
 def tiny_target(dtype: str = "float32", **shape: Any):
@@ -36,16 +53,35 @@ def chats(path: Path, rows: int = 48) -> Path:
     with path.open("w") as file:
         for i in range(rows):
             answer = " ".join(WORDS[(i * 7 + j) % len(WORDS)] for j in range(3 + i % 9))
-            turns = [{"role": "user", "content": f"question {i}"}, {"role": "assistant", "content": answer}]
+            turns = [
+                {"role": "user", "content": f"question {i}"},
+                {"role": "assistant", "content": answer},
+            ]
             file.write(json.dumps({"messages": turns}) + "\n")
     return path
 
 
 def overrides(data: Path, out: Path, *more: str) -> list[str]:
     """Command line of a small run."""
-    return ["target=tiny", *(f"target.{k}={v}" for k, v in TINY.items()), f"data.path={data}", f"out_dir={out}",
-            "data.held_out=0.1", "data.cache=false", "steps=6", "batch_size=4", "dtype=float32", "device=cpu",
-            "head.heads=2", "head.draft_vocab=0", "eval.every=0", "eval.parity=0", "save_every=2", "log_every=2", *more]
+    return [
+        "target=tiny",
+        *(f"target.{k}={v}" for k, v in TINY.items()),
+        f"data.path={data}",
+        f"out_dir={out}",
+        "data.held_out=0.1",
+        "data.cache=false",
+        "steps=6",
+        "batch_size=4",
+        "dtype=float32",
+        "device=cpu",
+        "head.heads=2",
+        "head.draft_vocab=0",
+        "eval.every=0",
+        "eval.parity=0",
+        "save_every=2",
+        "log_every=2",
+        *more,
+    ]
 
 
 def run_config(data: Path, out: Path, *more: str) -> MedusaRun:
@@ -82,8 +118,8 @@ def sigterm_at_update(patch: pytest.MonkeyPatch, number: int) -> None:
 
 
 def check_budgets(head: Any, drafter: Any, tokens: torch.Tensor) -> None:
-    """Every row of a drafter of trees is cut by its own budget, and `select` keeps the order of the rows. tokens:
-    [3, 2] int64, the last ones of three rows."""
+    """Every row of a drafter of trees is cut by its own budget, and `select` keeps the order
+    of the rows. tokens: [3, 2] int64, the last ones of three rows."""
     drafter.reset(3, 64)
     drafter.begin([torch.tensor([5])] * 3, Sampling())
     drafter.observe(tokens, torch.randn(3, 2, 1, head.width), torch.tensor([2, 1, 2]), slice(0, 3))

@@ -2,12 +2,12 @@
 
     python tests/unruly_server.py SCHEDULE.json
 
-Prints its port, then serves until it is killed. SCHEDULE: {"model": name, "others": [more names], "key": wanted key,
-"faults": {TEXT: [fault, ...]}, "always": fault, "models": fault of the list of models, "delay": seconds, "gather": N,
-"dies_after": N}.
-The n-th request whose last user turn is TEXT gets the n-th fault, afterwards a good answer, which depends on the
-messages, max_tokens and seed alone. The first N requests are answered when all of them are there. The largest number
-of requests under way at a time is served at /peak.
+Prints its port, then serves until it is killed. SCHEDULE: {"model": name, "others": [more
+names], "key": wanted key, "faults": {TEXT: [fault, ...]}, "always": fault, "models": fault of
+the list of models, "delay": seconds, "gather": N, "dies_after": N}. The n-th request whose
+last user turn is TEXT gets the n-th fault, afterwards a good answer, which depends on the
+messages, max_tokens and seed alone. The first N requests are answered when all of them are
+there. The largest number of requests under way at a time is served at /peak.
 """
 
 from __future__ import annotations
@@ -23,13 +23,48 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-FAULTS = ("429", "429-wait", "500", "503-html", "garbage", "truncated", "cut", "slow", "drip", "reset", "empty-choices",
-          "wrong-types", "list", "error-in-200", "deep", "endless", "abort", "no-http", "not-utf8")  # fmt: skip
-WORDS = ["the", "rider", "goes", "ahead", "of", "a", "slow", "horse", "and", "looks", "back", "along", "road"]
+FAULTS = (
+    "429",
+    "429-wait",
+    "500",
+    "503-html",
+    "garbage",
+    "truncated",
+    "cut",
+    "slow",
+    "drip",
+    "reset",
+    "empty-choices",
+    "wrong-types",
+    "list",
+    "error-in-200",
+    "deep",
+    "endless",
+    "abort",
+    "no-http",
+    "not-utf8",
+)
+WORDS = [
+    "the",
+    "rider",
+    "goes",
+    "ahead",
+    "of",
+    "a",
+    "slow",
+    "horse",
+    "and",
+    "looks",
+    "back",
+    "along",
+    "road",
+]
 
 
 def answer_to(body: dict[str, Any]) -> tuple[str, str, int]:
-    """(text, finish_reason, tokens): a pure function of the request. One token a byte, and one for the end."""
+    """(text, finish_reason, tokens): a pure function of the request. One token a byte, and one
+    for the end.
+    """
     digest = hashlib.sha256(json.dumps([body["messages"], body.get("seed")]).encode()).digest()
     text = " ".join(WORDS[b % len(WORDS)] for b in digest[: 2 + digest[0] % 12])
     limit = body.get("max_tokens", 1 << 20)
@@ -76,7 +111,9 @@ class Handler(BaseHTTPRequestHandler):
         if fault := self.server.schedule.get("models") or ("500" if dead else ""):
             return self.fail(fault)
         names = [self.server.schedule["model"], *self.server.schedule.get("others", [])]
-        self.reply(200, json.dumps({"object": "list", "data": [{"id": name} for name in names]}).encode())
+        self.reply(
+            200, json.dumps({"object": "list", "data": [{"id": name} for name in names]}).encode()
+        )
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -132,9 +169,13 @@ class Handler(BaseHTTPRequestHandler):
         if fault == "429-wait":
             return self.reply(429, b'{"error": "later"}', Retry_After="0.3")
         if fault == "503-html":
-            return self.reply(503, b"<html>bad gateway</html>", Retry_After="Wed, 21 Oct 2015 07:28:00 GMT")
+            return self.reply(
+                503, b"<html>bad gateway</html>", Retry_After="Wed, 21 Oct 2015 07:28:00 GMT"
+            )
         if fault in ("garbage", "not-utf8"):
-            return self.reply(200, b"\x00\xff garbage {]" if fault == "garbage" else b'{"choices": "\xff\xfe"}')
+            return self.reply(
+                200, b"\x00\xff garbage {]" if fault == "garbage" else b'{"choices": "\xff\xfe"}'
+            )
         if fault == "truncated":  # valid HTTP, half of the JSON
             return self.reply(200, whole[: len(whole) // 2])
         if fault == "cut":  # fewer bytes than announced
@@ -168,8 +209,12 @@ class Handler(BaseHTTPRequestHandler):
             self.end_headers()
             while True:
                 self.wfile.write(b" " * (1 << 20))
-        forms = {"empty-choices": {"choices": []}, "wrong-types": {"choices": {"0": 1}}, "list": [1, 2],
-                 "error-in-200": {"error": {"message": "engine is dead"}}}  # fmt: skip
+        forms = {
+            "empty-choices": {"choices": []},
+            "wrong-types": {"choices": {"0": 1}},
+            "list": [1, 2],
+            "error-in-200": {"error": {"message": "engine is dead"}},
+        }
         if fault in forms:
             return self.reply(200, json.dumps(forms[fault]).encode())
         if fault == "deep":
@@ -179,12 +224,18 @@ class Handler(BaseHTTPRequestHandler):
             return self.good(body, finish_reason="abort")
         if fault in ("tool-call", "no-text", "control"):
             assert body
-            message = {"tool-call": {"content": "x", "tool_calls": [{}]}, "no-text": {"content": None},
-                       "control": {"content": "well <|im_end|> then"}}[fault]  # fmt: skip
+            message = {
+                "tool-call": {"content": "x", "tool_calls": [{}]},
+                "no-text": {"content": None},
+                "control": {"content": "well <|im_end|> then"},
+            }[fault]
             return self.good(body, message={"role": "assistant", **message})
         if fault == "307":
             return self.reply(307, b"", Location="http://127.0.0.1:1/elsewhere")
-        self.reply(int(fault), json.dumps({"error": {"message": f"no: {self.headers.get('Authorization')}"}}).encode())
+        self.reply(
+            int(fault),
+            json.dumps({"error": {"message": f"no: {self.headers.get('Authorization')}"}}).encode(),
+        )
         return None
 
 

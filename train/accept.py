@@ -1,5 +1,6 @@
-"""Decoded acceptance while training: the drafter that the current weights make, on held-out prompts, through the same
-engine that serves. Loss and accuracy are teacher-forced; this is the figure that ranks checkpoints."""
+"""Decoded acceptance while training: the drafter that the current weights make, on held-out
+prompts, through the same engine that serves. Loss and accuracy are teacher-forced; this is the
+figure that ranks checkpoints."""
 
 from __future__ import annotations
 
@@ -22,20 +23,34 @@ class _Asked(Exception):
     """A signal came while prompts were being decoded."""
 
 
-def decoded_acceptance(head: Head, target: Target, rows: Rows, cfg: EvalConfig, seed: int,
-                       accelerator: Accelerator, stop: Stop | None = None) -> dict[str, Any] | None:
-    """Accepted length (bonus token counted) and acceptance by position on held-out prompts; {} without any.
+def decoded_acceptance(
+    head: Head,
+    target: Target,
+    rows: Rows,
+    cfg: EvalConfig,
+    seed: int,
+    accelerator: Accelerator,
+    stop: Stop | None = None,
+) -> dict[str, Any] | None:
+    """Accepted length (bonus token counted) and acceptance by position on held-out prompts; {}
+    without any.
 
-    Prompts are shared out among the ranks (not with a sharded target); each rank gets the whole result. Cut and loop
-    cycles are left out of the figures and counted. Also calibrates the head on held-out rows, which shapes its tree.
-    stop: a signal ends the decoding, and the result is None on every rank; a sharded target decodes to the end.
+    Prompts are shared out among the ranks (not with a sharded target); each rank gets the
+    whole result. Cut and loop cycles are left out of the figures and counted. Also calibrates
+    the head on held-out rows, which shapes its tree.
+    stop: a signal ends the decoding, and the result is None on every rank; a sharded target
+        decodes to the end.
     """
     chosen = rows.held.nonzero()[: cfg.prompts, 0].tolist()
     if not chosen:
         return {}
-    head.calibrate((b.to(target.device) for b in held_out_batches(rows, cfg.calibration_rows)), target)
+    head.calibrate(
+        (b.to(target.device) for b in held_out_batches(rows, cfg.calibration_rows)), target
+    )
     requests = [Request(rows.prompt(row), cfg.max_new_tokens, id=row) for row in chosen]
-    alone = accelerator.num_processes == 1 or target.sharded  # the ranks of a sharded target only run it together
+    alone = (
+        accelerator.num_processes == 1 or target.sharded
+    )  # the ranks of a sharded target only run it together
     mine = requests if alone else requests[accelerator.process_index :: accelerator.num_processes]
     drafter = head.drafter(target, cfg.shape or None)
 
@@ -45,8 +60,17 @@ def decoded_acceptance(head: Head, target: Target, rows: Rows, cfg: EvalConfig, 
 
     decoded: list[Generation | None]
     try:
-        decoded = [*generate(target, drafter, mine, Sampling(temperature=cfg.temperature), batch_size=cfg.batch_size,
-                             seed=seed, on_tokens=heed).generations]
+        decoded = [
+            *generate(
+                target,
+                drafter,
+                mine,
+                Sampling(temperature=cfg.temperature),
+                batch_size=cfg.batch_size,
+                seed=seed,
+                on_tokens=heed,
+            ).generations
+        ]
     except _Asked:
         decoded = [None]
     every = [g for g in (decoded if alone else gather_object(decoded)) if g is not None]
@@ -57,7 +81,16 @@ def decoded_acceptance(head: Head, target: Target, rows: Rows, cfg: EvalConfig, 
     length = accepted_length(clean)
     if not any(clean):
         return {}
-    return {"shape": drafter.shape, "accepted_length": length.mean, "low": length.low, "high": length.high,
-            "cycles": sum(map(len, clean)), "cut": sum(len(p.cut) for p in parts),
-            "loop": sum(len(p.loop) for p in parts), "tokens": sum(len(g.token_ids) for g in every),
-            "unconditional": [p.unconditional for p in acceptance_by_position(c for g in clean for c in g)]}
+    return {
+        "shape": drafter.shape,
+        "accepted_length": length.mean,
+        "low": length.low,
+        "high": length.high,
+        "cycles": sum(map(len, clean)),
+        "cut": sum(len(p.cut) for p in parts),
+        "loop": sum(len(p.loop) for p in parts),
+        "tokens": sum(len(g.token_ids) for g in every),
+        "unconditional": [
+            p.unconditional for p in acceptance_by_position(c for g in clean for c in g)
+        ],
+    }

@@ -1,10 +1,13 @@
-"""What stored features save: whole training steps online and from a cache, taking turns on the same batches.
+"""What stored features save: whole training steps online and from a cache, taking turns on the
+same batches.
 
-    python train/bench_features.py target=smollm2 head=eagle3 data.path=FILE data.features=FOLDER steps=8 out_dir=FOLDER
+    python train/bench_features.py target=smollm2 head=eagle3 data.path=FILE
+        data.features=FOLDER steps=8 out_dir=FOLDER
 
-Takes the keys of scripts/validate.py for any head; `steps` is the number of rounds after a first one that warms up.
-Writes OUT_DIR/features-KIND.json: the ratio of the step times with its spread, tokens/s of both, and what each step
-spends in getting features. Losses of both are compared as they go.
+Takes the keys of scripts/validate.py for any head; `steps` is the number of rounds after a
+first one that warms up. Writes OUT_DIR/features-KIND.json: the ratio of the step times with
+its spread, tokens/s of both, and what each step spends in getting features. Losses of both are
+compared as they go.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ from train.texts.batches import Plan, hash_u63, load_rows
 from train.validate import ValidateConfig, head_config
 
 
-def step(head: Head, target: Any, batches: list[Batch], optimizer: torch.optim.Optimizer) -> tuple[float, float, float]:
+def step(
+    head: Head, target: Any, batches: list[Batch], optimizer: torch.optim.Optimizer
+) -> tuple[float, float, float]:
     """(seconds, seconds spent in features, loss) of one update."""
     inside = 0.0
     features = target.features
@@ -65,7 +70,9 @@ def measure(cfg: ValidateConfig) -> dict[str, Any]:
         raise UserError("data.features: is empty; give the folder of scripts/cache_features.py")
     typed = head_config(cfg.head)
     target: Target = load_target(cfg.target, cfg.dtype, cfg.device or None)
-    rows = load_rows(cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length)
+    rows = load_rows(
+        cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
+    )
     plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed)
     torch.manual_seed(hash_u63(cfg.seed, "head"))
     head = measured_head(typed, target, rows)
@@ -77,7 +84,9 @@ def measure(cfg: ValidateConfig) -> dict[str, Any]:
     shares: dict[str, list[float]] = {"online": [], "cached": []}
     tokens, apart = 0, 0.0
     for k in range(cfg.steps + 1):
-        batches = [rows.batch(part, source.pack) for part in plan.micro_batches(k, 0, 1, cfg.micro_batch)]
+        batches = [
+            rows.batch(part, source.pack) for part in plan.micro_batches(k, 0, 1, cfg.micro_batch)
+        ]
         ways = {"online": target, "cached": source(batches[0])}
         losses = {}
         for name in ("online", "cached") if k % 2 else ("cached", "online"):
@@ -89,15 +98,26 @@ def measure(cfg: ValidateConfig) -> dict[str, Any]:
         apart = max(apart, abs(losses["online"] - losses["cached"]) / abs(losses["online"]))
     ratios = [a / b for a, b in zip(seconds["online"], seconds["cached"], strict=True)]
     return {
-        "head": typed.kind, "ratio": statistics.median(ratios), "ratio_low": min(ratios), "ratio_high": max(ratios),
+        "head": typed.kind,
+        "ratio": statistics.median(ratios),
+        "ratio_low": min(ratios),
+        "ratio_high": max(ratios),
         "tokens_per_second": {k: tokens / sum(v) for k, v in seconds.items()},
         "features_share_of_step": {k: statistics.median(v) for k, v in shares.items()},
-        "largest_relative_loss_difference": apart, "rounds": cfg.steps, "batch_size": cfg.batch_size,
-        "dtype": cfg.dtype, "stored": source.store.stored if source.store else "",
+        "largest_relative_loss_difference": apart,
+        "rounds": cfg.steps,
+        "batch_size": cfg.batch_size,
+        "dtype": cfg.dtype,
+        "stored": source.store.stored if source.store else "",
         "bytes_per_token": source.store.bytes_per_token(head.taps) if source.store else 0,
         "target": target.identity.name if target.identity else None,
-        "command": "python train/bench_features.py " + " ".join(a for a in sys.argv[1:] if not a.startswith("data.")),
-        "environment": {"torch": torch.__version__, "threads": torch.get_num_threads(), "commit": git_commit()},
+        "command": "python train/bench_features.py "
+        + " ".join(a for a in sys.argv[1:] if not a.startswith("data.")),
+        "environment": {
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "commit": git_commit(),
+        },
     }
 
 
@@ -109,9 +129,13 @@ def main(cfg: ValidateConfig) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
     rate = report["tokens_per_second"]
-    print(f"{report['head']}: {report['ratio']:.2f}x ({report['ratio_low']:.2f} to {report['ratio_high']:.2f}), "
-          f"{rate['online']:,.0f} -> {rate['cached']:,.0f} tokens/s without the optimizer; losses differ by "
-          f"{report['largest_relative_loss_difference']:.1e}; {path}")
+    print(
+        f"{report['head']}: {report['ratio']:.2f}x ({report['ratio_low']:.2f} to "
+        f"{report['ratio_high']:.2f}), "
+        f"{rate['online']:,.0f} -> {rate['cached']:,.0f} tokens/s without the optimizer; "
+        "losses differ by "
+        f"{report['largest_relative_loss_difference']:.1e}; {path}"
+    )
 
 
 if __name__ == "__main__":

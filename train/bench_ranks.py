@@ -1,11 +1,14 @@
-"""How much two processes lose to one another: their tokens/s against two independent runs side by side.
+"""How much two processes lose to one another: their tokens/s against two independent runs side
+by side.
 
-    OMP_NUM_THREADS=1 python train/bench_ranks.py target=smollm2 head=medusa data.path=FILE steps=16 batch_size=8 \\
-        rounds=3 out_dir=runs/ranks
+    OMP_NUM_THREADS=1 python train/bench_ranks.py target=smollm2 head=medusa data.path=FILE
+        steps=16 batch_size=8 \\ rounds=3 out_dir=runs/ranks
 
-Takes the keys of scripts/validate.py. Each round runs (a) two independent training runs of one process at the same time
-and (b) one run of two processes, in turns; batch_size rows per process in both. Steps after the first half count. Also
-timed: an all-reduce of the head's gradient. Writes OUT_DIR/ranks.json, which train/simulate.py reads.
+Takes the keys of scripts/validate.py. Each round runs (a) two independent training runs of one
+process at the same time and (b) one run of two processes, in turns; batch_size rows per
+process in both. Steps after the first half count. Also
+timed: an all-reduce of the head's gradient. Writes OUT_DIR/ranks.json, which train/simulate.py
+    reads.
 """
 
 from __future__ import annotations
@@ -65,20 +68,36 @@ class RanksConfig(ValidateConfig):
 
 def torchrun(*args: str) -> list[str]:
     """Command line of two processes on this machine."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *args]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        *args,
+    ]
 
 
 def start(command: list[str], cfg: RanksConfig) -> subprocess.Popen[str]:
     """A child with one thread for each of its processes."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **({"ACCELERATE_USE_CPU": "true"} if cfg.device == "cpu" else {})}
-    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        **({"ACCELERATE_USE_CPU": "true"} if cfg.device == "cpu" else {}),
+    }
+    return subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def finish(child: subprocess.Popen[str]) -> str:
     """Its stdout. Raises UserError with its last words when it failed."""
     out, err = child.communicate()
     if child.returncode:
-        raise UserError(f"a run of the measurement failed: {' '.join(err.strip().splitlines()[-1:])}")
+        raise UserError(
+            f"a run of the measurement failed: {' '.join(err.strip().splitlines()[-1:])}"
+        )
     return out
 
 
@@ -98,7 +117,13 @@ def measure(cfg: RanksConfig, given: list[str]) -> dict[str, Any]:
     own = ("rounds=", "out_dir=", "batch_size=", "steps=", "log_every=", "save_every=", "eval.")
     kept = [a for a in given if not a.startswith(own)]
     half = max(1, cfg.steps // 2)
-    quiet = [f"steps={2 * half}", f"log_every={half}", "save_every=0", "eval.every=0", "eval.parity=0"]
+    quiet = [
+        f"steps={2 * half}",
+        f"log_every={half}",
+        "save_every=0",
+        "eval.every=0",
+        "eval.parity=0",
+    ]
     script = str(ROOT / "train" / f"{SCRIPTS[kind]}.py")
     alone: list[float] = []
     together: list[float] = []
@@ -107,8 +132,21 @@ def measure(cfg: RanksConfig, given: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         for k in range(cfg.rounds):
             outs = [Path(folder) / f"{k}-{i}" for i in range(3)]
-            pair = [start([sys.executable, script, *kept, *quiet, f"batch_size={cfg.batch_size}",
-                           f"seed={cfg.seed + i}", f"out_dir={outs[i]}"], cfg) for i in range(2)]
+            pair = [
+                start(
+                    [
+                        sys.executable,
+                        script,
+                        *kept,
+                        *quiet,
+                        f"batch_size={cfg.batch_size}",
+                        f"seed={cfg.seed + i}",
+                        f"out_dir={outs[i]}",
+                    ],
+                    cfg,
+                )
+                for i in range(2)
+            ]
             for child in pair:
                 finish(child)
             both = [*kept, *quiet, f"batch_size={2 * cfg.batch_size}", f"out_dir={outs[2]}"]
@@ -119,19 +157,37 @@ def measure(cfg: RanksConfig, given: list[str]) -> dict[str, Any]:
             steps["alone"] += [found[0][1], found[1][1]]
             steps["together"].append(found[2][1])
             gradient = (outs[0] / "head" / "head.safetensors").stat().st_size
-            print(f"round {k + 1}: two runs {alone[-1]:,.0f}, two processes {together[-1]:,.0f} tokens/s, "
-                  f"{together[-1] / alone[-1]:.3f}", file=sys.stderr, flush=True)
+            print(
+                f"round {k + 1}: two runs {alone[-1]:,.0f}, two processes "
+                f"{together[-1]:,.0f} tokens/s, "
+                f"{together[-1] / alone[-1]:.3f}",
+                file=sys.stderr,
+                flush=True,
+            )
         file = Path(folder) / "exchange.py"
         file.write_text(EXCHANGE)
-        exchange = float(json.loads(finish(start(torchrun(str(file), str(gradient // 4), cfg.device or "cpu"), cfg))))
+        exchange = float(
+            json.loads(
+                finish(start(torchrun(str(file), str(gradient // 4), cfg.device or "cpu"), cfg))
+            )
+        )
     ratios = [b / a for a, b in zip(alone, together, strict=True)]
     return {
-        "ratio": statistics.median(ratios), "ratio_low": min(ratios), "ratio_high": max(ratios),
-        "two_runs_tokens_per_second": alone, "two_processes_tokens_per_second": together,
+        "ratio": statistics.median(ratios),
+        "ratio_low": min(ratios),
+        "ratio_high": max(ratios),
+        "two_runs_tokens_per_second": alone,
+        "two_processes_tokens_per_second": together,
         "step_seconds": {k: statistics.median(v) for k, v in steps.items()},
-        "gradient_bytes": gradient, "all_reduce_seconds": exchange, "head": kind, "rows_per_process": cfg.batch_size,
-        "rounds": cfg.rounds, "dtype": cfg.dtype, "steps": 2 * half,
-        "command": "python train/bench_ranks.py " + " ".join(a for a in given if not a.startswith("data.")),
+        "gradient_bytes": gradient,
+        "all_reduce_seconds": exchange,
+        "head": kind,
+        "rows_per_process": cfg.batch_size,
+        "rounds": cfg.rounds,
+        "dtype": cfg.dtype,
+        "steps": 2 * half,
+        "command": "python train/bench_ranks.py "
+        + " ".join(a for a in given if not a.startswith("data.")),
         "environment": {"torch": torch.__version__, "cpus": os.cpu_count(), "commit": git_commit()},
     }
 
@@ -143,9 +199,13 @@ def main(cfg: RanksConfig) -> None:
     path = Path(cfg.out_dir) / "ranks.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"two processes reach {report['ratio']:.3f} ({report['ratio_low']:.3f} to {report['ratio_high']:.3f}) of two "
-          f"independent runs; exchange of {report['gradient_bytes']:,} bytes: {report['all_reduce_seconds']:.3f} s; "
-          f"{path}")
+    print(
+        f"two processes reach {report['ratio']:.3f} ({report['ratio_low']:.3f} to "
+        f"{report['ratio_high']:.3f}) of two "
+        f"independent runs; exchange of {report['gradient_bytes']:,} bytes: "
+        f"{report['all_reduce_seconds']:.3f} s; "
+        f"{path}"
+    )
 
 
 if __name__ == "__main__":

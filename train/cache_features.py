@@ -1,13 +1,17 @@
-"""Write the target's features of a data set once, so that training reads them instead of running the target.
+"""Write the target's features of a data set once, so that training reads them instead of
+running the target.
 
-    accelerate launch scripts/cache_features.py target=smollm2 data.path=FILE out=runs/features heads=[eagle3]
-    accelerate launch train/eagle.py target=smollm2 data.path=FILE data.features=runs/features out_dir=runs/eagle3 ...
+    accelerate launch scripts/cache_features.py target=smollm2 data.path=FILE out=runs/features
+    heads=[eagle3] accelerate launch train/eagle.py target=smollm2 data.path=FILE
+    data.features=runs/features out_dir=runs/eagle3 ...
 
-Prints the bytes and checks the free space before it writes anything. Any number of processes may write one folder, with
-or without a launcher, also on several machines that share it; each takes shards that nobody has taken. Stopped, killed
-or damaged: the same command continues, and writes again only what is missing or differs from its sha256. Target, data,
-dtype and taps must then be the same. manifest.json is written last and makes the folder readable (train/stored/features.py).
-Exit codes: 0 done, 2 a mistake to mend, 130 and 75 stopped by Ctrl-C or a signal (start it again).
+Prints the bytes and checks the free space before it writes anything. Any number of processes
+may write one folder, with or without a launcher, also on several machines that share it; each
+takes shards that nobody has taken. Stopped, killed or damaged: the same command continues, and
+writes again only what is missing or differs from its sha256. Target, data, dtype and taps must
+then be the same. manifest.json is written last and makes the folder readable
+(train/stored/features.py). Exit codes: 0 done, 2 a mistake to mend, 130 and 75 stopped by
+Ctrl-C or a signal (start it again).
 """
 
 from __future__ import annotations
@@ -17,7 +21,9 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # train/ stands first and would shadow libraries
+sys.path[0] = str(
+    Path(__file__).resolve().parents[1]
+)  # train/ stands first and would shadow libraries
 
 from accelerate import PartialState
 from rich.console import Console
@@ -53,7 +59,8 @@ class CacheConfig:
     dtype: str = "bfloat16"
     # dtype on disk; empty = that of the target
     store: str = ""
-    # eagle3 alone: store the target's so many most probable tokens in place of its last hidden state; 0 = the state
+    # eagle3 alone: store the target's so many most probable tokens in place of its last hidden
+    # state; 0 = the state
     law_top_k: int = 0
     # tokens of one forward pass, padding included
     batch_tokens: int = 4096
@@ -64,24 +71,42 @@ class CacheConfig:
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        found = [f"{k}: {getattr(self, k)} is below 1; give 1 or more" for k in ("batch_tokens", "shard_mb")
-                 if getattr(self, k) < 1]
-        found += [f"heads: {kind!r} is no head; choose among {', '.join(HEADS)}" for kind in self.heads
-                  if kind not in HEADS]
-        found += [f"{k}: {v!r}; choose {', '.join(DTYPES)}" for k, v in (("dtype", self.dtype), ("store", self.store))
-                  if v and v not in DTYPES]
+        found = [
+            f"{k}: {getattr(self, k)} is below 1; give 1 or more"
+            for k in ("batch_tokens", "shard_mb")
+            if getattr(self, k) < 1
+        ]
+        found += [
+            f"heads: {kind!r} is no head; choose among {', '.join(HEADS)}"
+            for kind in self.heads
+            if kind not in HEADS
+        ]
+        found += [
+            f"{k}: {v!r}; choose {', '.join(DTYPES)}"
+            for k, v in (("dtype", self.dtype), ("store", self.store))
+            if v and v not in DTYPES
+        ]
         if self.law_top_k < 0:
-            found.append(f"law_top_k: {self.law_top_k} is below 0; 0 stores the last hidden state, 64 is usual")
+            found.append(
+                f"law_top_k: {self.law_top_k} is below 0; 0 stores the last hidden "
+                "state, 64 is usual"
+            )
         if not self.out:
             found.append("out: is empty; set out=runs/features")
         return found
 
 
 def write(writer: Writer, rank: int, world: int, console: Console) -> bool:
-    """Write all shards that nobody else writes. Returns whether the cache is complete. Raises Interrupted on a signal
-    after the shards written so far are safe."""
-    bar = Progress(TextColumn("features"), BarColumn(), TextColumn("{task.completed:,} of {task.total:,} tokens"),
-                   TimeRemainingColumn(), console=console, disable=rank > 0 or not console.is_terminal)
+    """Write all shards that nobody else writes. Returns whether the cache is complete. Raises
+    Interrupted on a signal after the shards written so far are safe."""
+    bar = Progress(
+        TextColumn("features"),
+        BarColumn(),
+        TextColumn("{task.completed:,} of {task.total:,} tokens"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=rank > 0 or not console.is_terminal,
+    )
     with Stop() as stop, bar:
         task = bar.add_task("", total=writer.rows.ids.numel())
         for turn in range(writer.count):
@@ -91,8 +116,12 @@ def write(writer: Writer, rank: int, world: int, console: Console) -> bool:
                     for tokens in writer.shard(number):
                         bar.advance(task, tokens)
                         if stop.asked:
-                            raise Interrupted(f"stopped; {writer.folder} keeps the files that are complete, the same "
-                                              "command continues", CODES[signal.Signals(stop.asked)])
+                            raise Interrupted(
+                                f"stopped; {writer.folder} keeps the files that are "
+                                "complete, the same "
+                                "command continues",
+                                CODES[signal.Signals(stop.asked)],
+                            )
                     console.print(f"features: {writer.path(number).name} written", highlight=False)
                 elif mine:
                     bar.advance(task, writer.tokens(number))
@@ -107,7 +136,9 @@ def main(cfg: CacheConfig) -> None:
     console = Console(stderr=True, quiet=not main_rank, soft_wrap=True)
     target = load_target(cfg.target, cfg.dtype, cfg.device or (state.device if world > 1 else None))
     with state.main_process_first():
-        rows = load_rows(cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length)
+        rows = load_rows(
+            cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
+        )
     writer = Writer(cfg, target, rows)
     console.print(writer.prepare(), highlight=False)
     state.wait_for_everyone()
@@ -118,8 +149,13 @@ def main(cfg: CacheConfig) -> None:
     state.wait_for_everyone()
     if main_rank:
         complete = complete or writer.finish()
-        console.print(f"features: {writer.folder / MANIFEST}" if complete else "features: another process is still "
-                      f"writing to {writer.folder}; the one that ends last completes it", highlight=False)
+        console.print(
+            f"features: {writer.folder / MANIFEST}"
+            if complete
+            else "features: another process is still "
+            f"writing to {writer.folder}; the one that ends last completes it",
+            highlight=False,
+        )
     if world > 1:
         state.destroy_process_group()
 

@@ -1,4 +1,5 @@
-"""What scripts/validate.py finds out before a run is paid for. Each check returns lines to read and whether it passed.
+"""What scripts/validate.py finds out before a run is paid for. Each check returns lines to
+read and whether it passed.
 
 Shape letters: B rows, T positions, F taps, D width, V vocabulary.
 """
@@ -23,7 +24,9 @@ from heads.losses import LossWeights
 from train.measure import memory
 from train.texts.batches import Plan, Rows
 
-Fresh = Callable[..., tuple[Target, Head]]  # (counts [V], **changed head keys) -> a target and a fresh head on it
+Fresh = Callable[
+    ..., tuple[Target, Head]
+]  # (counts [V], **changed head keys) -> a target and a fresh head on it
 TOKENS = 24  # different tokens of the oracle's random texts: chance is 1 in 24
 NEAR = 0.85  # near-maximal accepted length, as a share of the longest possible
 
@@ -43,10 +46,15 @@ class Check:
 
 
 def mask(rows: Rows, plan: Plan, tokenizer: Any, shown: int = 2) -> Check:
-    """The text of some rows, what is supervised in double brackets, for a human eye; and what a machine can see."""
+    """The text of some rows, what is supervised in double brackets, for a human eye; and what
+    a machine can see.
+    """
     check = Check("loss mask")
     share = int(rows.loss.sum()) / max(rows.loss.numel(), 1)
-    check.say(f"{int(rows.loss.sum()):,} of {rows.ids.numel():,} tokens supervised ({share:.0%})", 0 < share < 1)
+    check.say(
+        f"{int(rows.loss.sum()):,} of {rows.ids.numel():,} tokens supervised ({share:.0%})",
+        0 < share < 1,
+    )
     for row in plan.train[:shown].tolist():
         part = slice(int(rows.offsets[row]), int(rows.offsets[row + 1]))
         ids, on = rows.ids[part].tolist(), rows.loss[part].tolist()
@@ -59,7 +67,9 @@ def mask(rows: Rows, plan: Plan, tokenizer: Any, shown: int = 2) -> Check:
 
 
 class Oracle:
-    """A target whose feature at position t is a code of token t + `ahead`; in all else the target itself."""
+    """A target whose feature at position t is a code of token t + `ahead`; in all else the
+    target itself.
+    """
 
     def __init__(self, target: Target, ahead: int) -> None:
         self._target, self._ahead = target, ahead
@@ -69,7 +79,9 @@ class Oracle:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
 
-    def features(self, ids: Tensor, mask: Tensor, taps: Any, grad: bool = False, position: Any = None) -> Tensor:
+    def features(
+        self, ids: Tensor, mask: Tensor, taps: Any, grad: bool = False, position: Any = None
+    ) -> Tensor:
         """[B, T, F, D]."""
         told = torch.cat([ids[:, self._ahead :], ids[:, : self._ahead]], 1)
         code = self._table[told].to(self._target.dtype)
@@ -77,21 +89,29 @@ class Oracle:
 
 
 def alignment(fresh: Fresh, levels: int, updates: int = 300) -> Check:
-    """A head that is told the true answer by its features must be right everywhere, on random texts never seen before:
-    head (or step) i predicts x_{t+2+i}. Told the token before it instead, it must not do better than guess, or it reads
-    what it will not have when it drafts. Reading or predicting one position too early or too late fails one of them."""
+    """A head that is told the true answer by its features must be right everywhere, on random
+    texts never seen before: head (or step) i predicts x_{t+2+i}. Told the token before it
+    instead, it must not do better than guess, or it reads what it will not have when it
+    drafts. Reading or predicting one position too early or too late fails one of them."""
     check = Check("shift alignment")
     for level in sorted({0, levels - 1}):
         found, used = _told(fresh, level, 2 + level, updates)
-        check.say(f"head {level} told x[t+{2 + level}]: {found:.0%} right after {used} updates", found > 0.95)
+        check.say(
+            f"head {level} told x[t+{2 + level}]: {found:.0%} right after {used} updates",
+            found > 0.95,
+        )
         leak, _ = _told(fresh, level, 1 + level, min(used + 20, updates))
-        check.say(f"head {level} told x[t+{1 + level}] only: {leak:.0%} right, chance {1 / TOKENS:.0%}", leak < 0.4)
+        check.say(
+            f"head {level} told x[t+{1 + level}] only: {leak:.0%} right, chance {1 / TOKENS:.0%}",
+            leak < 0.4,
+        )
     return check
 
 
 def leak(target: Target, head: Head, batch: Batch) -> Check:
-    """For a head that reads tokens alone, and so cannot be told the answer by a feature: the logits for a token must
-    not depend on that token or on any behind it, and must depend on the one before it."""
+    """For a head that reads tokens alone, and so cannot be told the answer by a feature: the
+    logits for a token must not depend on that token or on any behind it, and must depend on
+    the one before it."""
     check = Check("shift alignment")
     width, place = batch.ids.shape[1], batch.ids.shape[1] // 2
     on = torch.zeros_like(batch.mask)
@@ -104,22 +124,31 @@ def leak(target: Target, head: Head, batch: Batch) -> Check:
         return torch.cat([z for _, _, z in found])
 
     plain = logits(slice(0, 0))
-    ahead, before = (float((logits(part) - plain).abs().max()) for part in
-                     (slice(place, width), slice(place - 1, place)))  # fmt: skip
+    ahead, before = (
+        float((logits(part) - plain).abs().max())
+        for part in (slice(place, width), slice(place - 1, place))
+    )
     scale = float(plain.abs().max())
-    check.say(f"x[t] and all behind it changed: logits for x[t] move by {ahead / scale:.2g} of their size", ahead == 0)
+    check.say(
+        f"x[t] and all behind it changed: its logits move by {ahead / scale:.2g} of their size",
+        ahead == 0,
+    )
     check.say(f"x[t-1] changed: they move by {before / scale:.2g}", before > 1e-3 * scale)
     return check
 
 
 def _told(fresh: Fresh, level: int, ahead: int, updates: int) -> tuple[float, int]:
-    """(share of right guesses of head `level` on a new text, updates used) under an oracle of x[t + ahead]."""
+    """(share of right guesses of head `level` on a new text, updates used) under an oracle of
+    x[t + ahead].
+    """
     generator = torch.Generator().manual_seed(level)
     target, _ = fresh(None)
     some = torch.randperm(target.vocab_size, generator=generator)[:TOKENS]
     counts = torch.zeros(target.vocab_size, dtype=torch.int64)
     counts[some] = 1
-    target, head = fresh(counts, draft_vocab=TOKENS, loss=LossWeights(hard=1.0), feature_loss=0.0, noise=0.0)
+    target, head = fresh(
+        counts, draft_vocab=TOKENS, loss=LossWeights(hard=1.0), feature_loss=0.0, noise=0.0
+    )
     oracle: Any = Oracle(target, ahead)
     optimizer = torch.optim.AdamW(head.parameters(), lr=2e-3, weight_decay=0.0)
     head.train()
@@ -140,16 +169,22 @@ def _told(fresh: Fresh, level: int, ahead: int, updates: int) -> tuple[float, in
 
 
 def gradients(target: Target, head: Head, batch: Batch) -> Check:
-    """Only the head's own parameters get gradient, and all of them do, after one update at the latest."""
+    """Only the head's own parameters get gradient, and all of them do, after one update at the
+    latest.
+    """
     check = Check("gradients")
     head.train()
-    before = {n: p.detach().clone() for n, p in target.model.named_parameters() if not p.requires_grad}
+    before = {
+        n: p.detach().clone() for n, p in target.model.named_parameters() if not p.requires_grad
+    }
     optimizer = torch.optim.SGD(head.parameters(), lr=1e-2)
     for _ in range(2):
         optimizer.zero_grad()
         out = head(batch, target)  # type: ignore[arg-type]
         (out.sum / out.count.clamp(min=1)).backward()
-        norms = {n: p.grad.norm() if p.grad is not None else None for n, p in head.named_parameters()}
+        norms = {
+            n: p.grad.norm() if p.grad is not None else None for n, p in head.named_parameters()
+        }
         optimizer.step()
     groups: dict[str, list[tuple[str, Any]]] = {}
     for name, p in head.named_parameters():
@@ -163,14 +198,20 @@ def gradients(target: Target, head: Head, batch: Batch) -> Check:
         check.say(text + (f"; none at {', '.join(idle[:3])}" if idle else ""), not idle)
     mine = {id(p) for p in head.parameters()}
     others = [(n, p) for n, p in target.model.named_parameters() if id(p) not in mine]
-    wrong = [n for n, p in others if p.requires_grad or p.grad is not None or not torch.equal(p, before[n])]
+    wrong = [
+        n
+        for n, p in others
+        if p.requires_grad or p.grad is not None or not torch.equal(p, before[n])
+    ]
     text = f"{'target':<28} {sum(p.numel() for _, p in others):>13,}  frozen"
     check.say(text + (f"; but {', '.join(wrong[:3])} would move" if wrong else ""), not wrong)
     return check
 
 
 def overfit(fresh: Fresh, prompt: list[int], updates: int = 300, lr: float = 2e-3) -> Check:
-    """Trained on one answer of the target, the head drafts it nearly whole through the real engine."""
+    """Trained on one answer of the target, the head drafts it nearly whole through the real
+    engine.
+    """
     check = Check("one-sample overfit")
     target, probe = fresh(None)
     drafter = probe.drafter(target, "chain")
@@ -178,7 +219,9 @@ def overfit(fresh: Fresh, prompt: list[int], updates: int = 300, lr: float = 2e-
     text = generate(target, NoDraft(), [ask], Sampling(), eos_ids=()).generations[0].token_ids
     ids = torch.tensor([[*ask.prompt, *text]], device=target.device)
     on = torch.arange(ids.shape[1], device=target.device)[None] >= len(ask.prompt)
-    batch = Batch(ids, torch.ones_like(on), on, torch.zeros(1, dtype=torch.int64, device=target.device))
+    batch = Batch(
+        ids, torch.ones_like(on), on, torch.zeros(1, dtype=torch.int64, device=target.device)
+    )
     counts = torch.ones(target.vocab_size, dtype=torch.int64)
     counts[torch.tensor(text)] += 1000  # the draft vocabulary shall hold this answer
     target, head = fresh(counts, noise=0.0)
@@ -203,11 +246,17 @@ def overfit(fresh: Fresh, prompt: list[int], updates: int = 300, lr: float = 2e-
     drafter = head.drafter(target, "chain")
     run = generate(target, drafter, [ask], Sampling(), eos_ids=()).generations[0]
     clean = [c.accepted for c in run.cycles if not c.cut] or [0]
-    least = NEAR * (1 + min(levels, drafter.max_depth))  # levels that no training step has seen are not asked for
+    least = NEAR * (
+        1 + min(levels, drafter.max_depth)
+    )  # levels that no training step has seen are not asked for
     got = 1 + sum(clean) / len(clean)
     check.say(f"teacher-forced top-1 {' '.join(f'{r:.0%}' for r in right)} after {used} updates")
-    check.say(f"accepted length {got:.2f} over {len(clean)} cycles of the engine; {1 + drafter.max_depth} is the most, "
-              f"{least:.2f} enough for {levels} trained level{'s' * (levels > 1)}", got >= least)
+    check.say(
+        f"accepted length {got:.2f} over {len(clean)} cycles of the engine; "
+        f"{1 + drafter.max_depth} is the most, "
+        f"{least:.2f} enough for {levels} trained level{'s' * (levels > 1)}",
+        got >= least,
+    )
     return check
 
 
@@ -224,7 +273,9 @@ def levels_of(target: Target, head: Head, batch: Batch) -> int:
 
 
 def cost(cfg: Any, target: Target, head: Head, rows: Rows, plan: Plan) -> Check:
-    """Memory, time, bytes and FLOPs of the run, from one measured micro-batch of at most four rows."""
+    """Memory, time, bytes and FLOPs of the run, from one measured micro-batch of at most four
+    rows.
+    """
     check = Check("cost of the run")
     head.train()
     peak = memory.predict(cfg, target, head, rows, plan)
@@ -246,19 +297,34 @@ def cost(cfg: Any, target: Target, head: Head, rows: Rows, plan: Plan) -> Check:
     n = sum(p.numel() for p in head.parameters() if p.requires_grad)
     held = sum(p.numel() * p.element_size() for p in target.model.parameters())
     step = seconds * per_step / tokens
-    check.say(f"memory: {n:,} trainable parameters, {_si(16 * n, 'B', 1024)} with gradients and moments in float32; "
-              f"target {_si(held, 'B', 1024)}; peak of one process about {_si(peak.bytes, 'B', 1024)} with its widest "
-              f"pass, {peak.rows} rows of {peak.width} tokens (held {_si(peak.held + peak.moments, 'B', 1024)}, pass "
-              f"{_si(peak.step, 'B', 1024)}), evaluation not counted")
-    check.say(f"time: {tokens / seconds:,.0f} tokens/s with {len(chosen)} rows at a time, {step:.2g} s per step of "
-              f"{cfg.batch_size} rows in one process, {step * cfg.steps / 60:.3g} minutes for {cfg.steps:,} steps, not "
-              "counting optimizer and evaluation")
+    check.say(
+        f"memory: {n:,} trainable parameters, {_si(16 * n, 'B', 1024)} with gradients "
+        "and moments in float32; "
+        f"target {_si(held, 'B', 1024)}; peak of one process about "
+        f"{_si(peak.bytes, 'B', 1024)} with its widest "
+        f"pass, {peak.rows} rows of {peak.width} tokens (held "
+        f"{_si(peak.held + peak.moments, 'B', 1024)}, pass "
+        f"{_si(peak.step, 'B', 1024)}), evaluation not counted"
+    )
+    check.say(
+        f"time: {tokens / seconds:,.0f} tokens/s with {len(chosen)} rows at a time, "
+        f"{step:.2g} s per step of "
+        f"{cfg.batch_size} rows in one process, {step * cfg.steps / 60:.3g} minutes for "
+        f"{cfg.steps:,} steps, not "
+        "counting optimizer and evaluation"
+    )
     whole = flops / tokens * per_step * cfg.steps
-    check.say(f"arithmetic: {_si(flops / tokens, 'FLOP')} per token, {_si(whole, 'FLOP')} for the run; here "
-              f"{_si(flops / seconds, 'FLOP/s')}")
+    check.say(
+        f"arithmetic: {_si(flops / tokens, 'FLOP')} per token, {_si(whole, 'FLOP')} for "
+        "the run; here "
+        f"{_si(flops / seconds, 'FLOP/s')}"
+    )
     most = (12 * (cfg.keep + 1) + 8) * n  # one checkpoint more while it is written, head/ and best/
-    check.say(f"disk: head {_si(4 * n, 'B', 1024)}, checkpoint {_si(12 * n, 'B', 1024)}, {cfg.out_dir} up to "
-              f"{_si(most, 'B', 1024)}; features are made on the fly: 0 B")
+    check.say(
+        f"disk: head {_si(4 * n, 'B', 1024)}, checkpoint {_si(12 * n, 'B', 1024)}, "
+        f"{cfg.out_dir} up to "
+        f"{_si(most, 'B', 1024)}; features are made on the fly: 0 B"
+    )
     return check
 
 

@@ -1,6 +1,8 @@
-"""The typed configuration of a training run. conf/*.yaml fills it; a doc line stands above every key.
+"""The typed configuration of a training run. conf/*.yaml fills it; a doc line stands above
+every key.
 
-Keys are either *meaning* (what is learned: a resumed run refuses to change them) or *logistics* (LOGISTICS below).
+Keys are either *meaning* (what is learned: a resumed run refuses to change them) or
+*logistics* (LOGISTICS below).
 """
 
 from __future__ import annotations
@@ -20,14 +22,43 @@ from heads.small_lm.config import SmallLMConfig
 
 WANDB = ("off", "online", "offline")
 
-# Keys that may differ when a run is resumed: they change where, when and how fast, not what is learned. Data are
-# compared by the hash of their tokens, targets by their identity, so their names and folders are logistics too.
+# Keys that may differ when a run is resumed: they change where, when and how fast, not what is
+# learned. Data are compared by the hash of their tokens, targets by their identity, so their
+# names and folders are logistics too.
 LOGISTICS = (
-    "out_dir", "save_every", "async_save", "keep", "log_every", "micro_batch", "wandb", "wandb_project", "eval",
-    "device", "shard_target", "target.path", "target.name", "target.revision", "target.kind", "target.attn",
-    "data.path", "data.name", "data.split", "data.revision", "data.kind", "data.max_bad_fraction", "data.cache",
-    "data.streaming", "data.features", "data.packing", "head.activation_checkpointing",
-    "head.chunk", "head.shape", "head.nodes", "head.depth", "head.width", "head.tree_draw",
+    "out_dir",
+    "save_every",
+    "async_save",
+    "keep",
+    "log_every",
+    "micro_batch",
+    "wandb",
+    "wandb_project",
+    "eval",
+    "device",
+    "shard_target",
+    "target.path",
+    "target.name",
+    "target.revision",
+    "target.kind",
+    "target.attn",
+    "data.path",
+    "data.name",
+    "data.split",
+    "data.revision",
+    "data.kind",
+    "data.max_bad_fraction",
+    "data.cache",
+    "data.streaming",
+    "data.features",
+    "data.packing",
+    "head.activation_checkpointing",
+    "head.chunk",
+    "head.shape",
+    "head.nodes",
+    "head.depth",
+    "head.width",
+    "head.tree_draw",
 )
 
 
@@ -35,7 +66,8 @@ LOGISTICS = (
 class DataConfig:
     """Where the training text comes from."""
 
-    # jsonl (a file of chats or texts), hub (a `datasets` name or local folder), text (a plain text file)
+    # jsonl (a file of chats or texts), hub (a `datasets` name or local folder), text (a plain
+    # text file)
     kind: str = "jsonl"
     # jsonl, text: the file; hub: a local folder in place of a name
     path: str = ""
@@ -47,19 +79,25 @@ class DataConfig:
     revision: str = "main"
     # longer rows are cut here, tokens
     max_length: int = 1024
-    # share of rows kept out of training for decoded acceptance, chosen by a hash of their prompt
+    # share of rows kept out of training for decoded acceptance, chosen by a hash of their
+    # prompt
     held_out: float = 0.03
     # stop when a larger share of the rows is malformed
     max_bad_fraction: float = 0.001
-    # rows are sorted by length inside windows of this many batches; 1 = no sorting across batches
+    # rows are sorted by length inside windows of this many batches; 1 = no sorting across
+    # batches
     window: int = 16
-    # hub: read the files one after the other instead of downloading and converting all of them first
+    # hub: read the files one after the other instead of downloading and converting all of them
+    #     first
     streaming: bool = False
-    # keep the tokens in the cache folder for the next run, and read them from there: they need not fit into memory
+    # keep the tokens in the cache folder for the next run, and read them from there: they need
+    # not fit into memory
     cache: bool = True
-    # put rows end to end into sequences of up to max_length tokens; none sees another, and the batches stay the same
+    # put rows end to end into sequences of up to max_length tokens; none sees another, and the
+    # batches stay the same
     packing: bool = False
-    # folder of scripts/cache_features.py: read the target's features there; empty = run the target
+    # folder of scripts/cache_features.py: read the target's features there; empty = run the
+    # target
     features: str = ""
 
     def validate(self) -> list[str]:
@@ -76,9 +114,13 @@ class DataConfig:
         if not 0 <= self.held_out < 1:
             found.append(f"held_out: {self.held_out} is outside [0, 1); 0.03 is usual")
         if not 0 <= self.max_bad_fraction <= 1:
-            found.append(f"max_bad_fraction: {self.max_bad_fraction} is outside [0, 1]; 0.001 is usual")
+            found.append(
+                f"max_bad_fraction: {self.max_bad_fraction} is outside [0, 1]; 0.001 is usual"
+            )
         if self.streaming and self.kind != "hub":
-            found.append(f"streaming: only for data=hub; a {self.kind} file is read line by line in any case")
+            found.append(
+                f"streaming: only for data=hub; a {self.kind} file is read line by line in any case"
+            )
         if self.streaming and not self.cache:
             found.append("streaming: needs data.cache=true, where the tokens are kept")
         if self.window < 1:
@@ -117,13 +159,24 @@ class OptimConfig:
             "beta2": (0 <= self.beta2 < 1, "is outside [0, 1)", "0.95 is usual"),
             "eps": (0 < self.eps < 1, "is outside (0, 1)", "1e-8 is usual"),
             "weight_decay": (0 <= self.weight_decay < 1, "is outside [0, 1)", "0 is usual"),
-            "warmup": (0 <= self.warmup < 1, "is outside [0, 1)", "it is a share of the steps; 0.05 is usual"),
-            "schedule": (self.schedule in ("cosine", "linear", "constant"), "is unknown",
-                         "choose cosine, linear or constant"),
+            "warmup": (
+                0 <= self.warmup < 1,
+                "is outside [0, 1)",
+                "it is a share of the steps; 0.05 is usual",
+            ),
+            "schedule": (
+                self.schedule in ("cosine", "linear", "constant"),
+                "is unknown",
+                "choose cosine, linear or constant",
+            ),
             "final": (0 <= self.final <= 1, "is outside [0, 1]", "0.05 is usual"),
             "clip": (0 <= self.clip < math.inf, "is below 0", "1.0 is usual, 0 switches it off"),
         }
-        return [f"{k}: {getattr(self, k)} {why}; {fix}" for k, (good, why, fix) in rules.items() if not good]
+        return [
+            f"{k}: {getattr(self, k)} {why}; {fix}"
+            for k, (good, why, fix) in rules.items()
+            if not good
+        ]
 
 
 @dataclass
@@ -144,15 +197,25 @@ class EvalConfig:
     batch_size: int = 1
     # held-out rows on which acceptance by rank is measured (it shapes the tree)
     calibration_rows: int = 64
-    # prompts of the parity gate at the end of the run: training, decoding and the saved head must agree; 0 = no gate
+    # prompts of the parity gate at the end of the run: training, decoding and the saved head
+    # must agree; 0 = no gate
     parity: int = 8
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        lows = (("every", 0), ("prompts", 0), ("max_new_tokens", 1), ("batch_size", 1), ("calibration_rows", 0),
-                ("parity", 0))
-        found = [f"{k}: {getattr(self, k)} is below {low}; give {low} or more" for k, low in lows
-                 if getattr(self, k) < low]
+        lows = (
+            ("every", 0),
+            ("prompts", 0),
+            ("max_new_tokens", 1),
+            ("batch_size", 1),
+            ("calibration_rows", 0),
+            ("parity", 0),
+        )
+        found = [
+            f"{k}: {getattr(self, k)} is below {low}; give {low} or more"
+            for k, low in lows
+            if getattr(self, k) < low
+        ]
         if self.temperature < 0:
             found.append(f"temperature: {self.temperature} is below 0; 0 is greedy")
         if self.shape not in ("", "chain", "tree"):
@@ -184,15 +247,18 @@ class TrainConfig:
     batch_size: int = 32
     # rows of one forward pass of a rank; 0 = all of its rows
     micro_batch: int = 0
-    # dtype of the target and of the matmuls; master weights are float32: float32, bfloat16, float16
+    # dtype of the target and of the matmuls; master weights are float32: float32, bfloat16,
+    # float16
     dtype: str = "bfloat16"
     # cpu, cuda, or empty for what is there
     device: str = ""
-    # spread the target's layers over the ranks (FSDP2), for targets that do not fit on one device
+    # spread the target's layers over the ranks (FSDP2), for targets that do not fit on one
+    # device
     shard_target: bool = False
     # save a checkpoint every so many steps, and at the end; 0 = only at the end
     save_every: int = 500
-    # write checkpoints in a thread beside the training; costs host memory of three times the head
+    # write checkpoints in a thread beside the training; costs host memory of three times the
+    # head
     async_save: bool = True
     # checkpoints to keep, at least 2
     keep: int = 2
@@ -205,9 +271,19 @@ class TrainConfig:
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        lows = (("steps", 1), ("batch_size", 1), ("micro_batch", 0), ("save_every", 0), ("keep", 2), ("log_every", 1))
-        found = [f"{k}: {getattr(self, k)} is below {low}; give {low} or more" for k, low in lows
-                 if getattr(self, k) < low]
+        lows = (
+            ("steps", 1),
+            ("batch_size", 1),
+            ("micro_batch", 0),
+            ("save_every", 0),
+            ("keep", 2),
+            ("log_every", 1),
+        )
+        found = [
+            f"{k}: {getattr(self, k)} is below {low}; give {low} or more"
+            for k, low in lows
+            if getattr(self, k) < low
+        ]
         if not self.out_dir:
             found.append("out_dir: is empty; set out_dir=runs/NAME")
         if self.dtype not in DTYPES:

@@ -1,12 +1,14 @@
-"""Train a separate small draft model for a frozen target, cut from it or started from a smaller relative.
+"""Train a separate small draft model for a frozen target, cut from it or started from a
+smaller relative.
 
-    accelerate launch train/draft.py target=smollm2 head=small_lm head.from_target_layers=6 data=jsonl data.path=FILE \\
-        out_dir=runs/draft steps=N
+    accelerate launch train/draft.py target=smollm2 head=small_lm head.from_target_layers=6
+        data=jsonl data.path=FILE \\ out_dir=runs/draft steps=N
 
-OUT/head is an ordinary transformers folder: `AutoModelForCausalLM.from_pretrained` and `assistant_model=` take it. The
-same command again resumes. Data: chats in JSONL, a `datasets` data set (data=hub), or plain text (data=text).
-Exit codes: 0 done, 1 training and decoding disagree (parity gate), 2 a mistake to mend, 130 stopped by Ctrl-C and 75 by
-SIGTERM, SIGUSR1 or SIGUSR2 (saved: start it again). `python` ends with them, `accelerate launch` cannot
+OUT/head is an ordinary transformers folder: `AutoModelForCausalLM.from_pretrained` and
+`assistant_model=` take it. The same command again resumes. Data: chats in JSONL, a `datasets`
+data set (data=hub), or plain text (data=text). Exit codes: 0 done, 1 training and decoding
+disagree (parity gate), 2 a mistake to mend, 130 stopped by Ctrl-C and 75 by SIGTERM, SIGUSR1
+or SIGUSR2 (saved: start it again). `python` ends with them, `accelerate launch` cannot
 (train/launcher.py). What happens at each fault: docs/reliability.md.
 """
 
@@ -15,7 +17,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # train/ stands first and would shadow libraries
+sys.path[0] = str(
+    Path(__file__).resolve().parents[1]
+)  # train/ stands first and would shadow libraries
 
 from conf.schema import entry
 from heads import HEADS

@@ -1,4 +1,6 @@
-"""Evaluation while training: decoded accepted length on held-out prompts decides which weights are best/."""
+"""Evaluation while training: decoded accepted length on held-out prompts decides which weights
+are best/.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,20 @@ def seen(state: State) -> dict[str, float]:
     return {name: round(amount, 2) for name, amount in state.seen.items()}
 
 
-def evaluate(cfg: TrainConfig, out: Path, state: State, head: Head, target: Any, rows: Rows, accelerator: Accelerator,
-              log: Log, stop: Stop) -> int:
-    """Decode held-out prompts with the current weights, write the figures, keep the best weights as OUT/best. Returns
-    the signal that some rank was asked to stop by, 0 if none; an evaluation that a signal cut short leaves no trace."""
+def evaluate(
+    cfg: TrainConfig,
+    out: Path,
+    state: State,
+    head: Head,
+    target: Any,
+    rows: Rows,
+    accelerator: Accelerator,
+    log: Log,
+    stop: Stop,
+) -> int:
+    """Decode held-out prompts with the current weights, write the figures, keep the best
+    weights as OUT/best. Returns the signal that some rank was asked to stop by, 0 if none; an
+    evaluation that a signal cut short leaves no trace."""
     start = time.perf_counter()
     head.eval()
     found = decoded_acceptance(head, target, rows, cfg.eval, cfg.seed, accelerator, stop)
@@ -41,19 +53,29 @@ def evaluate(cfg: TrainConfig, out: Path, state: State, head: Head, target: Any,
         return asked or signal.SIGTERM
     state.evaluated = state.step
     if not found:
-        log.say("no held-out prompts: accepted length is not measured (see data.held_out, eval.prompts)")
+        log.say(
+            "no held-out prompts: accepted length is not measured (see data.held_out, eval.prompts)"
+        )
         return asked
     seconds = time.perf_counter() - start
     log.metrics(state.step, {"event": "eval", "seconds": round(seconds, 2), **found, **seen(state)})
     spread = f" [{found['low']:.2f}, {found['high']:.2f}]" if found["low"] is not None else ""
-    log.say(f"step {state.step}: accepted length {found['accepted_length']:.2f}{spread}, {found['shape']}, "
-            f"{found['cycles']} cycles, {seconds:.1f} s")
+    log.say(
+        f"step {state.step}: accepted length {found['accepted_length']:.2f}{spread}, "
+        f"{found['shape']}, "
+        f"{found['cycles']} cycles, {seconds:.1f} s"
+    )
     curve.draw(out, accelerator.is_main_process)
     if found["accepted_length"] > state.best.get("accepted_length", -math.inf):
         better = {"step": state.step, "accepted_length": found["accepted_length"]}
         if accelerator.is_main_process:
             try:
-                save_head(head, out / "best", target.identity, {"step": state.step, **found, "training": seen(state)})
+                save_head(
+                    head,
+                    out / "best",
+                    target.identity,
+                    {"step": state.step, **found, "training": seen(state)},
+                )
             except (OSError, RuntimeError, SafetensorError) as error:
                 log.say(f"step {state.step}: best/ not written ({error})")
                 better = state.best  # what best/ still holds

@@ -1,4 +1,6 @@
-"""What a run says of itself before it starts: what it learns, from what, how much; and the mistakes of its size."""
+"""What a run says of itself before it starts: what it learns, from what, how much; and the
+mistakes of its size.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,18 @@ from train.texts.batches import Plan, Rows
 
 
 def meaning_of(cfg: TrainConfig, target: Any, rows: Rows) -> dict[str, Any]:
-    """What the run learns, from what, and its logistics, flat; disk.check_meaning knows which is which."""
+    """What the run learns, from what, and its logistics, flat; disk.check_meaning knows which
+    is which.
+    """
     identity = target.identity.to_json() if target.identity else {}
     hashes = {f"target.{k}": v for k, v in identity.items() if k.endswith("sha256")}
     return json.loads(json.dumps({**flat(cfg), **hashes, "data.sha256": rows.sha256()}))
 
 
 def fit_vocabulary(cfg: Any, counts: torch.Tensor) -> str:
-    """Lower the draft vocabulary of head keys `cfg` to what the data can fill: with tokens never seen it would only
-    draft slower. A multiple of 64 where there are so many, as kernels like it. Returns what to tell, "" if nothing.
+    """Lower the draft vocabulary of head keys `cfg` to what the data can fill: with tokens
+    never seen it would only draft slower. A multiple of 64 where there are so many, as kernels
+    like it. Returns what to tell, "" if nothing.
 
     counts: [V] int64, how often each token is supervised.
     """
@@ -32,30 +37,38 @@ def fit_vocabulary(cfg: Any, counts: torch.Tensor) -> str:
     if not wanted or wanted <= seen or not seen:
         return ""
     cfg.draft_vocab = seen // 64 * 64 or seen
-    return (f"head.draft_vocab: {wanted:,} wanted, but only {seen:,} different tokens are supervised in these data: "
-            f"the {cfg.draft_vocab:,} most frequent are taken")
+    return (
+        f"head.draft_vocab: {wanted:,} wanted, but only {seen:,} different tokens are "
+        "supervised in these data: "
+        f"the {cfg.draft_vocab:,} most frequent are taken"
+    )
 
 
 def measured_head(cfg: Any, target: Any, rows: Rows) -> Head:
-    """A fresh head for a measurement, its draft vocabulary fitted to the data as training would; what that changes is
-    told on stderr."""
+    """A fresh head for a measurement, its draft vocabulary fitted to the data as training
+    would; what that changes is told on stderr."""
     counts = rows.counts(target.vocab_size)
     if note := fit_vocabulary(cfg, counts):
         print(note, file=sys.stderr)
     return HEADS[cfg.kind].for_target(target, cfg, counts)
 
 
-def facts_of(cfg: TrainConfig, target: Any, rows: Rows, plan: Plan, head: Head, world: int) -> dict[str, Any]:
+def facts_of(
+    cfg: TrainConfig, target: Any, rows: Rows, plan: Plan, head: Head, world: int
+) -> dict[str, Any]:
     """Lines of the header: name -> text."""
     held, pack = int(rows.held.sum()), cfg.data.max_length if cfg.data.packing else 0
     supervised = int(rows.loss.sum())
     facts = {
         "target": f"{target.identity.name if target.identity else 'unnamed'}, {cfg.dtype}, "
-                  + ("trained with the head" if head.trains_target else "frozen"),
-        "data": f"{plan.train.numel():,} rows to train on, {held:,} held out, {rows.ids.numel():,} tokens, "
-                f"{supervised:,} supervised ({supervised / rows.ids.numel():.0%}), {len(rows.bad)} rows left out",
-        "batches": f"{cfg.batch_size} rows over {world} rank(s), {plan.per_epoch:,} per epoch, {cfg.steps} steps, "
-                   f"{plan.waste(cfg.micro_batch, world, pack=pack):.1%} padding",
+        + ("trained with the head" if head.trains_target else "frozen"),
+        "data": f"{plan.train.numel():,} rows to train on, {held:,} held out, "
+        f"{rows.ids.numel():,} tokens, "
+        f"{supervised:,} supervised ({supervised / rows.ids.numel():.0%}), "
+        f"{len(rows.bad)} rows left out",
+        "batches": f"{cfg.batch_size} rows over {world} rank(s), {plan.per_epoch:,} per "
+        f"epoch, {cfg.steps} steps, "
+        f"{plan.waste(cfg.micro_batch, world, pack=pack):.1%} padding",
     }
     if getattr(head, "coverage", 1.0) < 1:
         facts["draft vocabulary"] = f"covers {head.coverage:.2%} of the supervised tokens"
@@ -76,7 +89,9 @@ def self_check(rows: Rows, plan: Plan, tokenizer: Any) -> str:
 def check_ranks(cfg: TrainConfig, world: int) -> None:
     """Raises UserError when the ranks cannot share a batch evenly."""
     if cfg.batch_size % world:
-        raise UserError(f"batch_size: {cfg.batch_size} is no multiple of the {world} ranks; give one that is")
+        raise UserError(
+            f"batch_size: {cfg.batch_size} is no multiple of the {world} ranks; give one that is"
+        )
 
 
 def no_memory(cfg: TrainConfig, world: int = 1) -> str:
@@ -84,13 +99,22 @@ def no_memory(cfg: TrainConfig, world: int = 1) -> str:
     rows = cfg.micro_batch or cfg.batch_size // world
     if rows > 1:
         return f"micro_batch: {rows} rows do not fit into memory; set micro_batch={rows // 2}"
-    return (f"data.max_length: one row of up to {cfg.data.max_length} tokens does not fit into memory; lower it"
-            + (", or head.chunk" if hasattr(cfg.head, "chunk") else ""))
+    return (
+        f"data.max_length: one row of up to {cfg.data.max_length} tokens does not fit "
+        "into memory; lower it" + (", or head.chunk" if hasattr(cfg.head, "chunk") else "")
+    )
 
 
 def is_no_memory(error: BaseException) -> bool:
     """Whether an exception means that memory ran out, in whichever words a library says so."""
     text = str(error)
-    said = ("not enough memory", "can't allocate memory", "out of memory", "ALLOC_FAILED", "Cannot allocate memory")
+    said = (
+        "not enough memory",
+        "can't allocate memory",
+        "out of memory",
+        "ALLOC_FAILED",
+        "Cannot allocate memory",
+    )
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and any(words in text for words in said))
+        isinstance(error, RuntimeError) and any(words in text for words in said)
+    )

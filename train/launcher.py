@@ -1,11 +1,14 @@
-"""Good manners under `accelerate launch`: one line for a user's mistake, not one line and the launcher's traceback.
+"""Good manners under `accelerate launch`: one line for a user's mistake, not one line and the
+launcher's traceback.
 
-With one process, accelerate starts the script as a child, dies of a SIGTERM without passing it on, and answers any exit
-code but 0 with a traceback of its own. Under any other parent (a shell, torchrun) nothing here does anything.
+With one process, accelerate starts the script as a child, dies of a SIGTERM without passing it
+on, and answers any exit code but 0 with a traceback of its own. Under any other parent (a
+shell, torchrun) nothing here does anything.
 
-Our exit code cannot be handed on that way: the launcher knows 0, or its traceback and 1, and a child can end its parent
-by a signal alone. So a shell sees 143 from a launcher of one process, and 1 from one of several (torchrun's). One
-process needs no launcher: `python train/medusa.py ...` is the same run and ends with the code itself.
+Our exit code cannot be handed on that way: the launcher knows 0, or its traceback and 1, and a
+child can end its parent by a signal alone. So a shell sees 143 from a launcher of one process,
+and 1 from one of several (torchrun's). One process needs no launcher: `python train/medusa.py
+...` is the same run and ends with the code itself.
 """
 
 from __future__ import annotations
@@ -18,14 +21,18 @@ from collections.abc import Callable
 
 
 def run(command: Callable[[], None]) -> None:
-    """Run an entry point; after a mistake or a stop that was explained in one line, the launcher says nothing more."""
+    """Run an entry point; after a mistake or a stop that was explained in one line, the
+    launcher says nothing more.
+    """
     try:
         command()
     except SystemExit as end:
         if end.code in (1, 2, 75, 130) and (parent := waiting_launcher()):
             sys.stdout.flush()
             sys.stderr.flush()
-            os.kill(parent, signal.SIGTERM)  # it only waits for this process, and has nothing to add
+            os.kill(
+                parent, signal.SIGTERM
+            )  # it only waits for this process, and has nothing to add
         raise
 
 
@@ -36,7 +43,9 @@ def follow() -> None:
 
 
 def waiting_launcher() -> int:
-    """Process id of an `accelerate launch` that started this process and no other; 0 if there is none."""
+    """Process id of an `accelerate launch` that started this process and no other; 0 if there
+    is none.
+    """
     if sys.platform != "linux" or "RANK" in os.environ:
         return 0
     parent = os.getppid()
@@ -45,5 +54,7 @@ def waiting_launcher() -> int:
             words = file.read().split(b"\0")
     except OSError:
         return 0
-    named = any(os.path.basename(word) in (b"accelerate", b"accelerate-launch") for word in words[:3])
+    named = any(
+        os.path.basename(word) in (b"accelerate", b"accelerate-launch") for word in words[:3]
+    )
     return parent if named else 0

@@ -1,4 +1,6 @@
-"""One run per folder: a lock that dies with its process, and notices when the folder was taken away under it."""
+"""One run per folder: a lock that dies with its process, and notices when the folder was taken
+away under it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Lock:
         try:
             self._take()
         except OSError as error:
-            raise UserError(f"out_dir: cannot write to {folder} ({error.strerror}); choose another folder") from None
+            raise UserError(
+                f"out_dir: cannot write to {folder} ({error.strerror}); choose another folder"
+            ) from None
 
     def _take(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -36,18 +40,26 @@ class Lock:
         except OSError as error:
             if error.errno in TAKEN:
                 os.close(handle)
-                raise UserError(f"out_dir: another run is writing to {self.folder}; wait for it or choose another "
-                                "folder") from None  # fmt: skip
+                raise UserError(
+                    f"out_dir: another run is writing to {self.folder}; wait for it or "
+                    "choose another "
+                    "folder"
+                ) from None
             if error.errno not in WITHOUT:
                 os.close(handle)
                 raise
-            print(f"out_dir: {self.folder} lies on a file system without locks; start no second run there",
-                  file=sys.stderr, flush=True)  # fmt: skip
+            print(
+                f"out_dir: {self.folder} lies on a file system without locks; start no "
+                "second run there",
+                file=sys.stderr,
+                flush=True,
+            )
         self.close()
         self._handle = handle
 
     def renew(self) -> None:
-        """Hold the folder again if it was removed or moved away meanwhile: a new folder of that name is another one.
+        """Hold the folder again if it was removed or moved away meanwhile: a new folder of
+        that name is another one.
 
         Raises UserError when another run was started there, OSError when it cannot be written.
         """

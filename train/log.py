@@ -1,4 +1,6 @@
-"""What a run says: a header, a live line, metrics.jsonl always, Weights & Biases when asked. Rank 0 alone speaks."""
+"""What a run says: a header, a live line, metrics.jsonl always, Weights & Biases when asked.
+Rank 0 alone speaks.
+"""
 
 from __future__ import annotations
 
@@ -42,15 +44,23 @@ class Log:
             self.run = self._wandb(step)
 
     def _wandb(self, step: int) -> Any:
-        """A wandb run, or None: not asked for, not installed, or not able to start. Training does not depend on it."""
+        """A wandb run, or None: not asked for, not installed, or not able to start. Training
+        does not depend on it.
+        """
         if self.cfg.wandb == "off":
             return None
         try:
             import wandb
 
-            return wandb.init(project=self.cfg.wandb_project, dir=self.cfg.out_dir, mode=self.cfg.wandb,  # type: ignore[arg-type]
-                              name=Path(self.cfg.out_dir).name, config=flat(self.cfg), resume="allow",
-                              id=meaning_hash(self.cfg)[:16])
+            return wandb.init(
+                project=self.cfg.wandb_project,
+                dir=self.cfg.out_dir,
+                mode=self.cfg.wandb,  # type: ignore[arg-type]
+                name=Path(self.cfg.out_dir).name,
+                config=flat(self.cfg),
+                resume="allow",
+                id=meaning_hash(self.cfg)[:16],
+            )
         except Exception as error:  # network, account, folder: none of them may stop a run
             self._without_wandb("not used", error)
             return None
@@ -79,8 +89,8 @@ class Log:
                 self._without_wandb("given up", error)
 
     def _flush(self) -> None:
-        """Append the lines that wait. A disk that refuses loses none: they wait for the next call, and no half of one
-        stays in the file."""
+        """Append the lines that wait. A disk that refuses loses none: they wait for the next
+        call, and no half of one stays in the file."""
         data = "".join(self._waiting).encode()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,33 +106,50 @@ class Log:
             self._waiting, self._told = [], False
         except OSError as error:
             if not self._told:
-                self.say(f"{self.path}: {error.strerror}; its lines are kept until they can be written")
+                self.say(
+                    f"{self.path}: {error.strerror}; its lines are kept until they can be written"
+                )
             self._told = True
 
     def header(self, head: nn.Module, facts: dict[str, Any]) -> None:
         """Versions, config hash, commit, facts of the run, and every trainable parameter."""
         if not self.main:
             return
-        about = {"config": meaning_hash(self.cfg)[:12], "commit": git_commit() or "none",
-                 "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads, "
-                            f"{_accelerator()}",
-                 "python": platform.python_version(), **{p: version(p) for p in PACKAGES},
-                 "trust_remote_code": "ON: code of the target's repository runs here" if
-                 self.cfg.target.trust_remote_code else "off"}
+        about = {
+            "config": meaning_hash(self.cfg)[:12],
+            "commit": git_commit() or "none",
+            "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, "
+            f"{torch.get_num_threads()} threads, "
+            f"{_accelerator()}",
+            "python": platform.python_version(),
+            **{p: version(p) for p in PACKAGES},
+            "trust_remote_code": "ON: code of the target's repository runs here"
+            if self.cfg.target.trust_remote_code
+            else "off",
+        }
         self.say("  ".join(f"{k} {v}" for k, v in about.items()))
         for key, value in facts.items():
             self.say(f"{key}: {value}")
         table = Table("trainable", "shape", "parameters", "dtype", box=None, pad_edge=False)
         trainable = {n: p for n, p in head.named_parameters() if p.requires_grad}
-        rows = [(n, "x".join(map(str, p.shape)), p.numel(), str(p.dtype).removeprefix("torch."))
-                for n, p in trainable.items()]
+        rows = [
+            (n, "x".join(map(str, p.shape)), p.numel(), str(p.dtype).removeprefix("torch."))
+            for n, p in trainable.items()
+        ]
         for name, shape, count, dtype in rows:
             table.add_row(name, shape, f"{count:,}", dtype)
         table.add_row("all", "", f"{sum(count for _, _, count, _ in rows):,}", "")
         with contextlib.suppress(OSError):
             self.console.print(table)
-        self.metrics(0, {"event": "start", **about, **{k: str(v) for k, v in facts.items()},
-                         "trainable": {n: [shape, dtype] for n, shape, _, dtype in rows}})
+        self.metrics(
+            0,
+            {
+                "event": "start",
+                **about,
+                **{k: str(v) for k, v in facts.items()},
+                "trainable": {n: [shape, dtype] for n, shape, _, dtype in rows},
+            },
+        )
 
     def live(self, step: int, text: str, seconds_left: float) -> None:
         """The progress line: a live one on a terminal, a plain line otherwise."""
@@ -134,8 +161,12 @@ class Log:
                 self.say(f"step {step}/{self.cfg.steps}  {text}  {left}")
             return
         if self.progress is None:
-            self.progress = Progress(TextColumn("step {task.completed}/{task.total}"), BarColumn(20),
-                                     TextColumn("{task.fields[text]}"), console=self.console)
+            self.progress = Progress(
+                TextColumn("step {task.completed}/{task.total}"),
+                BarColumn(20),
+                TextColumn("{task.fields[text]}"),
+                console=self.console,
+            )
             self.progress.start()
             self.progress.add_task("", total=self.cfg.steps, text="")
         self.progress.update(self.progress.task_ids[0], completed=step, text=f"{text}  {left}")
@@ -154,7 +185,9 @@ class Log:
 
 
 def _forget_after(path: Path, step: int) -> None:
-    """Drop the metrics of steps that the resumed run will do again, and a line that a kill cut short."""
+    """Drop the metrics of steps that the resumed run will do again, and a line that a kill cut
+    short.
+    """
     if not path.exists():
         return
     kept = []
@@ -170,15 +203,25 @@ def _forget_after(path: Path, step: int) -> None:
 
 
 def git_commit() -> str | None:
-    """Commit of the repository this code lies in, with + for uncommitted changes; None outside git."""
+    """Commit of the repository this code lies in, with + for uncommitted changes; None outside
+    git.
+    """
     root = Path(__file__).resolve().parents[1]
     questions = (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "-uno"])
     try:
-        commit, dirty = (subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, timeout=10)
-                         for args in questions)
+        commit, dirty = (
+            subprocess.run(
+                ["git", "-C", str(root), *args], capture_output=True, text=True, timeout=10
+            )
+            for args in questions
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return commit.stdout.strip() + ("+" if dirty.stdout.strip() else "") if commit.returncode == 0 else None
+    return (
+        commit.stdout.strip() + ("+" if dirty.stdout.strip() else "")
+        if commit.returncode == 0
+        else None
+    )
 
 
 def _accelerator() -> str:

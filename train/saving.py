@@ -1,9 +1,11 @@
-"""Saving beside the training: a snapshot in host memory, then a thread that writes, syncs and renames it.
+"""Saving beside the training: a snapshot in host memory, then a thread that writes, syncs and
+renames it.
 
-What a step waits for is the copy. A save that is due while the last one is still being written waits for it, so at most
-one snapshot exists; the last save of a run is always awaited. All ranks compare step and weights before anything is
-written: ranks that have drifted apart leave no checkpoint. A disk that refuses costs a checkpoint and is told; RETRIES
-in a row end the run.
+What a step waits for is the copy. A save that is due while the last one is still being written
+waits for it, so at most one snapshot exists; the last save of a run is always awaited. All
+ranks compare step and weights before anything is
+written: ranks that have drifted apart leave no checkpoint. A disk that refuses costs a
+checkpoint and is told; RETRIES in a row end the run.
 """
 
 from __future__ import annotations
@@ -38,24 +40,45 @@ REFUSED = (OSError, RuntimeError, SafetensorError, MemoryError, UserError)
 
 
 class Saver:
-    """The checkpoints of a run. written: step of the newest one that is known to be on disk, -1 for none; the same on
-    every rank, as is `failures`, the saves in a row that were refused."""
+    """The checkpoints of a run. written: step of the newest one that is known to be on disk,
+    -1 for none; the same on every rank, as is `failures`, the saves in a row that were
+    refused."""
 
-    def __init__(self, cfg: TrainConfig, accelerator: Accelerator, lock: Lock | None, log: Log, stop: Stop,
-                 written: int) -> None:  # fmt: skip
+    def __init__(
+        self,
+        cfg: TrainConfig,
+        accelerator: Accelerator,
+        lock: Lock | None,
+        log: Log,
+        stop: Stop,
+        written: int,
+    ) -> None:
         """lock: on rank 0 alone."""
-        self.cfg, self.out, self.accelerator, self.log, self.stop = cfg, Path(cfg.out_dir), accelerator, log, stop
+        self.cfg, self.out, self.accelerator, self.log, self.stop = (
+            cfg,
+            Path(cfg.out_dir),
+            accelerator,
+            log,
+            stop,
+        )
         self.lock, self.written, self.failures = lock, written, 0
         self._flying = -1  # step of the save that is being written
         self._thread: threading.Thread | None = None
         self._problem = ""
         self._host: dict[str, Tensor] = {}
 
-    def save(self, state: State, head: Head, optimizer: torch.optim.Optimizer, identity: Identity | None,
-             wait: bool) -> str:  # fmt: skip
-        """Save the state of this step. wait: until it is on disk. Returns what was wrong with the newest save whose
-        outcome is known, empty if nothing; the same on every rank. Raises UserError when the ranks have drifted apart
-        or a weight is not finite; then nothing is written."""
+    def save(
+        self,
+        state: State,
+        head: Head,
+        optimizer: torch.optim.Optimizer,
+        identity: Identity | None,
+        wait: bool,
+    ) -> str:
+        """Save the state of this step. wait: until it is on disk. Returns what was wrong with
+        the newest save whose outcome is known, empty if nothing; the same on every rank.
+        Raises UserError when the ranks have drifted apart or a weight is not finite; then
+        nothing is written."""
         problem = self.settle()
         if self.failures == RETRIES and not wait:
             return problem
@@ -69,14 +92,18 @@ class Saver:
                 self._host, beside = {}, False
                 snapshot = self._snapshot(state, head, optimizer, identity, beside)
             if beside:
-                self._thread = threading.Thread(target=self._write, args=(snapshot, 0.0), name="save")
+                self._thread = threading.Thread(
+                    target=self._write, args=(snapshot, 0.0), name="save"
+                )
                 self._thread.start()
             else:
                 self._write(snapshot, self._deadline(state))
         return problem if self.cfg.async_save and not wait else self.settle()
 
     def settle(self) -> str:
-        """Wait for the save in flight, if there is one; what was wrong with it, the same on every rank."""
+        """Wait for the save in flight, if there is one; what was wrong with it, the same on
+        every rank.
+        """
         if self._flying < 0:
             return ""
         self.close()
@@ -92,7 +119,9 @@ class Saver:
             self._thread = None
 
     def _deadline(self, state: State) -> float:
-        """The end of a run is worth waiting for: until when, by the monotonic clock; 0 = one try."""
+        """The end of a run is worth waiting for: until when, by the monotonic clock; 0 = one
+        try.
+        """
         return time.monotonic() + PATIENCE if state.step == self.cfg.steps else 0.0
 
     def _write(self, snapshot: Snapshot, deadline: float) -> None:
@@ -109,18 +138,33 @@ class Saver:
             except REFUSED as error:
                 self._problem = _line(error)
             if time.monotonic() + PAUSE > deadline or self.stop.asked:
-                self.log.say(f"step {snapshot.step}: checkpoint not written ({self._problem}); older ones are "
-                             "untouched")  # fmt: skip
+                self.log.say(
+                    f"step {snapshot.step}: checkpoint not written ({self._problem}); "
+                    "older ones are "
+                    "untouched"
+                )
                 return
-            self.log.say(f"step {snapshot.step}: not written yet ({self._problem}); waiting for space, for "
-                         f"{deadline - time.monotonic():.0f} s at most")  # fmt: skip
+            self.log.say(
+                f"step {snapshot.step}: not written yet ({self._problem}); waiting for space, for "
+                f"{deadline - time.monotonic():.0f} s at most"
+            )
             time.sleep(PAUSE)
 
-    def _snapshot(self, state: State, head: Head, optimizer: torch.optim.Optimizer, identity: Identity | None,
-                  beside: bool) -> Snapshot:  # fmt: skip
-        """All that a checkpoint holds. beside: as a copy, in host buffers that are used again; on a GPU the copies are
-        queued behind the step, and `ready` waits for them."""
-        moments = {f"{i}.{k}": v for i, entry in optimizer.state_dict()["state"].items() for k, v in entry.items()}
+    def _snapshot(
+        self,
+        state: State,
+        head: Head,
+        optimizer: torch.optim.Optimizer,
+        identity: Identity | None,
+        beside: bool,
+    ) -> Snapshot:
+        """All that a checkpoint holds. beside: as a copy, in host buffers that are used again;
+        on a GPU the copies are queued behind the step, and `ready` waits for them."""
+        moments = {
+            f"{i}.{k}": v
+            for i, entry in optimizer.state_dict()["state"].items()
+            for k, v in entry.items()
+        }
         weights = {k: self._copy(f"head.{k}", v, beside) for k, v in head.state_dict().items()}
         moments = {k: self._copy(f"optimizer.{k}", v, beside) for k, v in moments.items()}
         event = None
@@ -141,21 +185,37 @@ class Saver:
         return buffer.copy_(value, non_blocking=value.is_cuda)
 
     def _agree(self, state: State, head: Head) -> None:
-        """All ranks are at the same step with the same weights, bit for bit, and every weight is finite."""
+        """All ranks are at the same step with the same weights, bit for bit, and every weight
+        is finite.
+        """
         mine = [p.detach() for p in head.parameters() if p.requires_grad]
         finite = torch.stack([p.isfinite().all() for p in mine]).all()
         bits = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-        total = torch.stack([p.contiguous().view(bits[p.element_size()]).sum(dtype=torch.int64) for p in mine]).sum()
-        found = torch.stack([torch.full_like(total, state.step), total, finite.to(total.dtype)])[None]
-        every = self.accelerator.gather(found).tolist() if self.accelerator.num_processes > 1 else found.tolist()
+        total = torch.stack(
+            [p.contiguous().view(bits[p.element_size()]).sum(dtype=torch.int64) for p in mine]
+        ).sum()
+        found = torch.stack([torch.full_like(total, state.step), total, finite.to(total.dtype)])[
+            None
+        ]
+        every = (
+            self.accelerator.gather(found).tolist()
+            if self.accelerator.num_processes > 1
+            else found.tolist()
+        )
         if not all(row[2] for row in every):
-            raise UserError(f"optim.lr: weights are not finite at step {state.step}, no checkpoint was written; lower "
-                            f"it and start again from the newest one in {self.out}")  # fmt: skip
+            raise UserError(
+                f"optim.lr: weights are not finite at step {state.step}, no checkpoint "
+                "was written; lower "
+                f"it and start again from the newest one in {self.out}"
+            )
         apart = [rank for rank, row in enumerate(every) if row[:2] != every[0][:2]]
         if apart:
-            raise UserError(f"out_dir: rank {apart[0]} has other weights than rank 0 at step {state.step}, no "
-                            f"checkpoint was written; look at its hardware, then start the same command again to go "
-                            f"on from the newest one in {self.out}")  # fmt: skip
+            raise UserError(
+                f"out_dir: rank {apart[0]} has other weights than rank 0 at step {state.step}, no "
+                "checkpoint was written; look at its hardware, then start the same "
+                "command again to go "
+                f"on from the newest one in {self.out}"
+            )
 
 
 def agreed(value: Any, accelerator: Accelerator) -> Any:

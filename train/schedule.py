@@ -8,7 +8,9 @@ from train.config import OptimConfig
 
 
 def learning_rate(step: int, steps: int, cfg: OptimConfig) -> float:
-    """Rate of update number `step` (0-based) of `steps`: linear warm-up, then cosine, linear or constant."""
+    """Rate of update number `step` (0-based) of `steps`: linear warm-up, then cosine, linear
+    or constant.
+    """
     warm = round(cfg.warmup * steps)
     if step < warm:
         return cfg.lr * (step + 1) / (warm + 1)

@@ -1,9 +1,10 @@
-"""A target that no single device can hold, spread over the ranks: FSDP2's fully_shard on each of its layers, or
-DeepSpeed's ZeRO-3 where the launch asks for it (train/zero3.py).
+"""A target that no single device can hold, spread over the ranks: FSDP2's fully_shard on each
+of its layers, or DeepSpeed's ZeRO-3 where the launch asks for it (train/zero3.py).
 
-Only the stacked layers are sharded. Embedding, final norm and LM head stay whole on every rank, because a head's loss
-calls them outside the target's own forward. Nothing of the target is trained, so the forward gathers one layer at a
-time and nothing is ever reduced; the head is replicated, and its gradient is exchanged as always.
+Only the stacked layers are sharded. Embedding, final norm and LM head stay whole on every
+rank, because a head's loss calls them outside the target's own forward. Nothing of the target
+is trained, so the forward gathers one layer at a time and nothing is ever reduced; the head is
+replicated, and its gradient is exchanged as always.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from train import zero3
 
 
 def layer_stacks(target: Target) -> list[tuple[str, nn.ModuleList]]:
-    """The stacked layers of a target's body by name: outermost module lists that hold neither embedding nor LM head."""
+    """The stacked layers of a target's body by name: outermost module lists that hold neither
+    embedding nor LM head.
+    """
     whole = (target.model.get_input_embeddings(), target.model.get_output_embeddings())
     kept = {id(p) for part in whole if part is not None for p in part.parameters()}
     found: list[tuple[str, nn.ModuleList]] = []
@@ -33,36 +36,52 @@ def layer_stacks(target: Target) -> list[tuple[str, nn.ModuleList]]:
 
 
 def shard_target(target: Target, head: Head, device: torch.device) -> str:
-    """Shard the layers of a loaded target over all ranks, in place, and move its head; returns a line about it.
+    """Shard the layers of a loaded target over all ranks, in place, and move its head; returns
+    a line about it.
 
-    The weights may still lie on the CPU: layer by layer they move to `device` as shards. Raises UserError for one
-    process, a target without stacked layers, or a head that changes its target.
+    The weights may still lie on the CPU: layer by layer they move to `device` as shards.
+    Raises UserError for one process, a target without stacked layers, or a head that changes
+    its target.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        raise UserError("shard_target: needs several processes; start it with torchrun or accelerate launch, or leave "
-                        "it out")
+        raise UserError(
+            "shard_target: needs several processes; start it with torchrun or accelerate "
+            "launch, or leave "
+            "it out"
+        )
     if head.trains_target:
-        raise UserError(f"shard_target: {type(head).kind} changes the target while it learns, and sharded weights are "
-                        "frozen; leave it out")
+        raise UserError(
+            f"shard_target: {type(head).kind} changes the target while it learns, and "
+            "sharded weights are "
+            "frozen; leave it out"
+        )
     stacks = layer_stacks(target)
     if not stacks:
-        raise UserError(f"shard_target: {type(target.body).__name__} has no stacked layers; leave it out")
+        raise UserError(
+            f"shard_target: {type(target.body).__name__} has no stacked layers; leave it out"
+        )
     _ = target.head  # asked of the whole model
-    whole, spread = (sum(p.numel() * p.element_size() for part in parts for p in part.parameters())
-                     for parts in ([target.model], [stack for _, stack in stacks]))
+    whole, spread = (
+        sum(p.numel() * p.element_size() for part in parts for p in part.parameters())
+        for parts in ([target.model], [stack for _, stack in stacks])
+    )
     if zero3.asked():
         how = zero3.shard_layers(target, [stack for _, stack in stacks], device)
     else:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for _, stack in stacks:
             for layer in stack:
-                # Not the body itself: transformers finds what hidden states it may hand out by its class name.
+                # Not the body itself: transformers finds what hidden states it may hand out by
+                # its class name.
                 fully_shard(layer, mesh=mesh, reshard_after_forward=True)
         how = f"by FSDP2 over {mesh.size()} ranks"
     target.model.to(device)
     head.to(device)
     target.sharded = True
-    return f"target: {spread / 2**20:,.0f} MiB of layers {how}, {(whole - spread) / 2**20:,.0f} MiB on every one"
+    return (
+        f"target: {spread / 2**20:,.0f} MiB of layers {how}, "
+        f"{(whole - spread) / 2**20:,.0f} MiB on every one"
+    )

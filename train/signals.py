@@ -1,7 +1,9 @@
-"""Ctrl-C, SIGTERM, SIGUSR1 and SIGUSR2 ask a run to stop after the step it is in; a second one stops it at once.
+"""Ctrl-C, SIGTERM, SIGUSR1 and SIGUSR2 ask a run to stop after the step it is in; a second one
+stops it at once.
 
-A launcher may pass on a signal that the process has had already (a terminal's Ctrl-C, a scheduler that signals every
-process): what comes within a second of the first is the same wish.
+A launcher may pass on a signal that the process has had already (a terminal's Ctrl-C, a
+scheduler that signals every process): what comes within a second of the first is the same
+wish.
 """
 
 from __future__ import annotations
@@ -17,7 +19,12 @@ from typing import Any
 from conf.errors import Interrupted
 from train.launcher import follow
 
-CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGUSR1: 75, signal.SIGUSR2: 75}  # 75: start it again
+CODES = {
+    signal.SIGINT: 130,
+    signal.SIGTERM: 75,
+    signal.SIGUSR1: 75,
+    signal.SIGUSR2: 75,
+}  # 75: start it again
 ECHO = 1.0  # seconds
 
 
@@ -49,7 +56,11 @@ class Stop:
         self.asked, self._heard = number, time.monotonic()
         if os.environ.get("RANK", "0") == "0":
             with contextlib.suppress(OSError):  # a full disk behind stderr
-                print("stopping after this step; once more to stop at once", file=sys.stderr, flush=True)
+                print(
+                    "stopping after this step; once more to stop at once",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
 
 def interruption(number: int, step: int, saved: bool) -> Interrupted:

@@ -1,19 +1,23 @@
-"""How a run would scale: a simulation on paper from measured step parts, for numbers of GPUs that nobody lent us.
+"""How a run would scale: a simulation on paper from measured step parts, for numbers of GPUs
+that nobody lent us.
 
-    python train/simulate.py target=smollm2 head=eagle3 data.path=FILE gpus=[8,64,512] ranks=runs/ranks/ranks.json
+    python train/simulate.py target=smollm2 head=eagle3 data.path=FILE gpus=[8,64,512]
+        ranks=runs/ranks/ranks.json
 
 Takes the keys of scripts/validate.py. What it assumes is printed and written with the result:
 
-- compute: FLOPs per token, counted by torch on a real micro-batch, x tokens of a rank / `flops` (achieved, not peak);
-- imbalance: all ranks wait for the one with the most padded tokens. No assumption: read off the planned batches;
-- exchange: the head's float32 gradient once per step, as a reduce-scatter inside each node, a ring among the nodes and
-  an all-gather, at `node_bandwidth` and `net_bandwidth` per GPU with `latency` per hop. `overlap` of the backward pass
-  (`backward` of the compute) hides it;
+- compute: FLOPs per token, counted by torch on a real micro-batch, x tokens of a rank /
+`flops` (achieved, not peak);
+- imbalance: all ranks wait for the one with the most padded tokens. No assumption: read off
+the planned batches;
+- exchange: the head's float32 gradient once per step, as a reduce-scatter inside each node, a
+  ring among the nodes and an all-gather, at `node_bandwidth` and `net_bandwidth` per GPU with
+  `latency` per hop. `overlap` of the backward pass (`backward` of the compute) hides it;
 - features: with data.features what every GPU must read per second from storage.
 
-Not simulated: stragglers other than by length, network contention, evaluation, checkpoints. With ranks=FILE (from
-train/bench_ranks.py) the same formula first predicts that measurement, with its own compute and exchange times.
-Writes OUT_DIR/scaling.json.
+Not simulated: stragglers other than by length, network contention, evaluation, checkpoints.
+With ranks=FILE (from train/bench_ranks.py) the same formula first predicts that measurement,
+with its own compute and exchange times. Writes OUT_DIR/scaling.json.
 """
 
 from __future__ import annotations
@@ -69,9 +73,16 @@ class SimulateConfig(ValidateConfig):
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
         keys = ("per_node", "flops", "node_bandwidth", "net_bandwidth")
-        found = [f"{k}: {getattr(self, k)} is not above 0; give more" for k in keys if not getattr(self, k) > 0]
-        found += [f"{k}: {getattr(self, k)} is outside [0, 1]; it is a share" for k in ("backward", "overlap")
-                  if not 0 <= getattr(self, k) <= 1]
+        found = [
+            f"{k}: {getattr(self, k)} is not above 0; give more"
+            for k in keys
+            if not getattr(self, k) > 0
+        ]
+        found += [
+            f"{k}: {getattr(self, k)} is outside [0, 1]; it is a share"
+            for k in ("backward", "overlap")
+            if not 0 <= getattr(self, k) <= 1
+        ]
         found += [f"gpus: {n} is below 1; give 1 or more" for n in self.gpus if n < 1]
         return found + super().validate()
 
@@ -86,18 +97,29 @@ def exchange_seconds(count: int, size: float, cfg: SimulateConfig) -> float:
 
 
 def step_seconds(compute: float, imbalance: float, exchange: float, hidden: float) -> float:
-    """All ranks wait for the slowest; what of the exchange does not fit under `hidden` seconds is added."""
+    """All ranks wait for the slowest; what of the exchange does not fit under `hidden` seconds
+    is added.
+    """
     return compute * imbalance + max(0.0, exchange - hidden)
 
 
 def imbalance(rows: Rows, per_rank: int, count: int, cfg: SimulateConfig, steps: int = 32) -> float:
-    """Mean over steps of (most padded tokens of a rank / mean of the ranks). Data smaller than a batch is repeated."""
+    """Mean over steps of (most padded tokens of a rank / mean of the ranks). Data smaller than
+    a batch is repeated.
+    """
     lengths = rows.lengths[~rows.held]
     copies = math.ceil(4 * per_rank * count / lengths.numel())
     big = lengths.repeat(copies)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), big.cumsum(0)])
-    fake = Rows(rows.name, torch.zeros(0), torch.zeros(0), offsets, torch.arange(big.numel()),
-                torch.zeros(big.numel(), dtype=torch.bool), [])
+    fake = Rows(
+        rows.name,
+        torch.zeros(0),
+        torch.zeros(0),
+        offsets,
+        torch.arange(big.numel()),
+        torch.zeros(big.numel(), dtype=torch.bool),
+        [],
+    )
     plan = Plan(fake, per_rank * count, cfg.data.window, cfg.seed)
     found = []
     for k in range(min(steps, plan.per_epoch)):
@@ -111,7 +133,9 @@ def cost_of_a_token(cfg: SimulateConfig) -> tuple[float, float, Rows, int]:
     """(FLOPs per token, gradient bytes, rows, feature bytes per token) of the configured run."""
     typed = head_config(cfg.head)
     target = load_target(cfg.target, cfg.dtype, cfg.device or None)
-    rows = load_rows(cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length)
+    rows = load_rows(
+        cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
+    )
     torch.manual_seed(hash_u63(cfg.seed, "head"))
     head = measured_head(typed, target, rows)
     batch = rows.batch(Plan(rows, 2, cfg.data.window, cfg.seed).batch(0)).to(target.device)
@@ -134,31 +158,66 @@ def simulate(cfg: SimulateConfig) -> dict[str, Any]:
         uneven = imbalance(rows, cfg.batch_size, count, cfg)
         exchange = exchange_seconds(count, size, cfg)
         step = step_seconds(compute, uneven, exchange, hidden)
-        lines.append({"gpus": count, "tokens_per_second": count * tokens / step, "efficiency": compute / step,
-                      "imbalance": uneven, "exchange_seconds": exchange, "step_seconds": step,
-                      "feature_bytes_per_second_per_gpu": stored * tokens / step})
-    names = ("per_node", "flops", "node_bandwidth", "net_bandwidth", "latency", "backward", "overlap", "batch_size")
+        lines.append(
+            {
+                "gpus": count,
+                "tokens_per_second": count * tokens / step,
+                "efficiency": compute / step,
+                "imbalance": uneven,
+                "exchange_seconds": exchange,
+                "step_seconds": step,
+                "feature_bytes_per_second_per_gpu": stored * tokens / step,
+            }
+        )
+    names = (
+        "per_node",
+        "flops",
+        "node_bandwidth",
+        "net_bandwidth",
+        "latency",
+        "backward",
+        "overlap",
+        "batch_size",
+    )
     return {
-        "simulated": True, "assumptions": {k: getattr(cfg, k) for k in names}, "flops_per_token": per_token,
-        "gradient_bytes": size, "tokens_per_gpu_and_step": tokens, "compute_seconds": compute, "gpus": lines,
+        "simulated": True,
+        "assumptions": {k: getattr(cfg, k) for k in names},
+        "flops_per_token": per_token,
+        "gradient_bytes": size,
+        "tokens_per_gpu_and_step": tokens,
+        "compute_seconds": compute,
+        "gpus": lines,
         "check": check(cfg, rows) if cfg.ranks else None,
-        "command": "python train/simulate.py " + " ".join(a for a in sys.argv[1:] if not a.startswith("data.")),
+        "command": "python train/simulate.py "
+        + " ".join(a for a in sys.argv[1:] if not a.startswith("data.")),
         "commit": git_commit(),
     }
 
 
 def check(cfg: SimulateConfig, rows: Rows) -> dict[str, float]:
-    """The formula on two processes of one machine, with measured compute and exchange, against the measured ratio."""
+    """The formula on two processes of one machine, with measured compute and exchange, against
+    the measured ratio.
+    """
     try:
         found = json.loads(Path(cfg.ranks).read_text())
         compute, exchange = found["step_seconds"]["alone"], found["all_reduce_seconds"]
         uneven = imbalance(rows, found["rows_per_process"], 2, cfg)
         measured = found["ratio"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"ranks: {cfg.ranks} is no result of train/bench_ranks.py ({type(error).__name__})") from None
-    predicted = compute / step_seconds(compute, uneven, exchange, cfg.overlap * cfg.backward * compute)
-    return {"predicted_ratio": predicted, "measured_ratio": measured, "error": predicted / measured - 1,
-            "imbalance": uneven, "compute_seconds": compute, "exchange_seconds": exchange}
+        raise UserError(
+            f"ranks: {cfg.ranks} is no result of train/bench_ranks.py ({type(error).__name__})"
+        ) from None
+    predicted = compute / step_seconds(
+        compute, uneven, exchange, cfg.overlap * cfg.backward * compute
+    )
+    return {
+        "predicted_ratio": predicted,
+        "measured_ratio": measured,
+        "error": predicted / measured - 1,
+        "imbalance": uneven,
+        "compute_seconds": compute,
+        "exchange_seconds": exchange,
+    }
 
 
 @entry("simulate", SimulateConfig)
@@ -171,17 +230,34 @@ def main(cfg: SimulateConfig) -> None:
     path = Path(cfg.out_dir) / "scaling.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
-    table = Table("GPUs", "tokens/s", "efficiency", "imbalance", "exchange ms", "step ms", "features GB/s", box=None)
+    table = Table(
+        "GPUs",
+        "tokens/s",
+        "efficiency",
+        "imbalance",
+        "exchange ms",
+        "step ms",
+        "features GB/s",
+        box=None,
+    )
     for line in report["gpus"]:
-        table.add_row(str(line["gpus"]), f"{line['tokens_per_second']:,.0f}", f"{line['efficiency']:.0%}",
-                      f"{line['imbalance']:.3f}", f"{line['exchange_seconds'] * 1e3:.2f}",
-                      f"{line['step_seconds'] * 1e3:.2f}",
-                      f"{line['feature_bytes_per_second_per_gpu'] * line['gpus'] / 1e9:,.1f}")
+        table.add_row(
+            str(line["gpus"]),
+            f"{line['tokens_per_second']:,.0f}",
+            f"{line['efficiency']:.0%}",
+            f"{line['imbalance']:.3f}",
+            f"{line['exchange_seconds'] * 1e3:.2f}",
+            f"{line['step_seconds'] * 1e3:.2f}",
+            f"{line['feature_bytes_per_second_per_gpu'] * line['gpus'] / 1e9:,.1f}",
+        )
     Console().print(table)
     if report["check"]:
         c = report["check"]
-        print(f"check on two processes: {c['predicted_ratio']:.3f} predicted, {c['measured_ratio']:.3f} measured "
-              f"({c['error']:+.1%})")
+        print(
+            f"check on two processes: {c['predicted_ratio']:.3f} predicted, "
+            f"{c['measured_ratio']:.3f} measured "
+            f"({c['error']:+.1%})"
+        )
     print(f"simulated, not measured; {path}")
 
 

@@ -1,7 +1,9 @@
-"""The state of a run on disk: checkpoints/step-N, complete or absent, each file known by its sha256.
+"""The state of a run on disk: checkpoints/step-N, complete or absent, each file known by its
+sha256.
 
-A checkpoint is a folder whose manifest verifies. It holds the head (so it can be decoded with), the optimizer's
-moments and a few integers: the order of the data and the learning rate are functions of the step.
+A checkpoint is a folder whose manifest verifies. It holds the head (so it can be decoded
+with), the optimizer's moments and a few integers: the order of the data and the learning rate
+are functions of the step.
 """
 
 from __future__ import annotations
@@ -25,16 +27,23 @@ from heads.base import Head
 from heads.checkpoint import CARD, read_card, recover, staged, text_of, write_card
 from train.config import is_logistics
 
-WEIGHTS, OPTIMIZER, STATE, MANIFEST = "head.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
+WEIGHTS, OPTIMIZER, STATE, MANIFEST = (
+    "head.safetensors",
+    "optimizer.safetensors",
+    "state.json",
+    "manifest.json",
+)
 MARGIN = 1 << 20  # bytes that a save leaves free
 
 
 @dataclass
 class State:
-    """Where a run stands. step: updates done. evaluated: step of the last evaluation. best: {step, accepted_length}.
+    """Where a run stands. step: updates done. evaluated: step of the last evaluation. best:
+    {step, accepted_length}.
 
-    window: sums since the last line of metrics. meaning: what the run learns, see `meaning`. seen: what the updates so
-    far took, tokens and supervised tokens of all ranks, wall seconds and CPU seconds of rank 0 without evaluations.
+    window: sums since the last line of metrics. meaning: what the run learns, see `meaning`.
+    seen: what the updates so far took, tokens and supervised tokens of all ranks, wall seconds
+    and CPU seconds of rank 0 without evaluations.
     """
 
     step: int = 0
@@ -52,8 +61,9 @@ class State:
 
 @dataclass
 class Snapshot:
-    """All that a checkpoint holds, in host memory. state: as JSON. head, moments: by name, on the CPU. saved: what the
-    head's from_json needs. copied: when the copies from a GPU are done."""
+    """All that a checkpoint holds, in host memory. state: as JSON. head, moments: by name, on
+    the CPU. saved: what the head's from_json needs. copied: when the copies from a GPU are
+    done."""
 
     state: dict[str, Any]
     head: dict[str, torch.Tensor]
@@ -69,7 +79,11 @@ class Snapshot:
 
     @property
     def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for part in (self.head, self.moments) for t in part.values())
+        return sum(
+            t.numel() * t.element_size()
+            for part in (self.head, self.moments)
+            for t in part.values()
+        )
 
     def ready(self) -> None:
         """Wait for copies that are still under way."""
@@ -78,21 +92,32 @@ class Snapshot:
 
 
 def save(folder: Path, snapshot: Snapshot) -> Path:
-    """Write checkpoints/step-N under `folder`. Raises OSError, RuntimeError or SafetensorError when the disk refuses;
-    older checkpoints are untouched then."""
+    """Write checkpoints/step-N under `folder`. Raises OSError, RuntimeError or SafetensorError
+    when the disk refuses; older checkpoints are untouched then."""
     final = folder / "checkpoints" / f"step-{snapshot.step}"
     final.parent.mkdir(parents=True, exist_ok=True)
     free, need = shutil.disk_usage(final.parent).free, snapshot.bytes + MARGIN
     if free < need:
-        raise OSError(errno.ENOSPC, f"No space left on device: {free:,} bytes free, {need:,} needed")
+        raise OSError(
+            errno.ENOSPC, f"No space left on device: {free:,} bytes free, {need:,} needed"
+        )
     with staged(final) as stage:
         save_file(snapshot.head, stage / WEIGHTS)
         state = snapshot.state
-        write_card(stage, WEIGHTS, snapshot.kind, snapshot.saved, snapshot.identity,
-                   {"step": state["step"], "best": state["best"], "training": state["seen"]})
+        write_card(
+            stage,
+            WEIGHTS,
+            snapshot.kind,
+            snapshot.saved,
+            snapshot.identity,
+            {"step": state["step"], "best": state["best"], "training": state["seen"]},
+        )
         save_file(snapshot.moments, stage / OPTIMIZER)
         (stage / STATE).write_text(json.dumps(state, indent=1) + "\n")
-        files = {p.name: {"bytes": p.stat().st_size, "sha256": sha256_file(p)} for p in sorted(stage.iterdir())}
+        files = {
+            p.name: {"bytes": p.stat().st_size, "sha256": sha256_file(p)}
+            for p in sorted(stage.iterdir())
+        }
         manifest = {"step": snapshot.step, "files": files}
         (stage / MANIFEST).write_text(text_of({**manifest, "sha256": _sha256(manifest)}))
     return final
@@ -103,9 +128,10 @@ def _sha256(manifest: dict[str, Any]) -> str:
 
 
 def retire(folder: Path, keep: int, step: int) -> None:
-    """Remove all but the newest `keep` checkpoints, once one of those that stay has been read back and is sound; else
-    the newest sound one stays too. A damaged one of a later step than `step`, which the run has passed over, does not
-    count and goes first. A failure to remove is no failure of the run."""
+    """Remove all but the newest `keep` checkpoints, once one of those that stay has been read
+    back and is sound; else the newest sound one stays too. A damaged one of a later step than
+    `step`, which the run has passed over, does not count and goes first. A failure to remove
+    is no failure of the run."""
     found = checkpoints(folder)
     kept = [p for p in found if step_of(p) <= step][: max(2, keep)]
     rest = [p for p in found if p not in kept and (step_of(p) <= step or damage(p))]
@@ -123,7 +149,9 @@ def step_of(checkpoint: Path) -> int:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Checkpoint folders, newest first, sound or not."""
-    found = [p for p in (folder / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", p.name)]
+    found = [
+        p for p in (folder / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", p.name)
+    ]
     return sorted(found, key=step_of, reverse=True)
 
 
@@ -136,7 +164,9 @@ def damage(checkpoint: Path) -> str | None:
         files, stated = manifest["files"], manifest.pop("sha256", None)
         if set(manifest) != {"step", "files"} or manifest["step"] != step_of(checkpoint):
             return f"{path}: is not the manifest of {checkpoint.name}"
-        whole = manifest if stated is None else {**manifest, "sha256": stated}  # none: written by an early version
+        whole = (
+            manifest if stated is None else {**manifest, "sha256": stated}
+        )  # none: written by an early version
         if text != text_of(whole) or stated not in (None, _sha256(manifest)):
             return f"{path}: damaged (sha256 differs from the one it states)"
         for name, wanted in files.items():
@@ -150,7 +180,9 @@ def damage(checkpoint: Path) -> str | None:
         missing = {WEIGHTS, CARD, OPTIMIZER, STATE} - set(files)
         return f"{path}: does not list {', '.join(sorted(missing))}" if missing else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return f"{path}: {'is missing' if isinstance(error, FileNotFoundError) else 'is unreadable'}"
+        return (
+            f"{path}: {'is missing' if isinstance(error, FileNotFoundError) else 'is unreadable'}"
+        )
 
 
 def newest(folder: Path) -> tuple[Path | None, list[str]]:
@@ -177,12 +209,16 @@ def read(checkpoint: Path) -> State:
     try:
         return State(**json.loads((checkpoint / STATE).read_text()))
     except (TypeError, ValueError) as error:
-        raise UserError(f"{checkpoint / STATE}: this version cannot read it ({error}); use the version that wrote it, "
-                        "or choose another out_dir") from None
+        raise UserError(
+            f"{checkpoint / STATE}: this version cannot read it ({error}); use the "
+            "version that wrote it, "
+            "or choose another out_dir"
+        ) from None
 
 
 def restore(checkpoint: Path, head: Head, optimizer: torch.optim.Optimizer) -> None:
-    """Load weights, calibration and moments into a head and optimizer of the same configuration.
+    """Load weights, calibration and moments into a head and optimizer of the same
+    configuration.
 
     Raises UserError when they do not fit.
     """
@@ -192,33 +228,46 @@ def restore(checkpoint: Path, head: Head, optimizer: torch.optim.Optimizer) -> N
         for key, value in load_file(checkpoint / OPTIMIZER).items():
             index, _, name = key.partition(".")
             moments.setdefault(int(index), {})[name] = value
-        optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
+        optimizer.load_state_dict(
+            {"state": moments, "param_groups": optimizer.state_dict()["param_groups"]}
+        )
         head.restore_json(json.loads((checkpoint / CARD).read_text())["head"])
     except (KeyError, ValueError, RuntimeError, OSError, SafetensorError) as error:
         line = str(error).splitlines()[0]
-        raise UserError(f"{checkpoint}: does not fit this run ({line}); choose another out_dir") from None
+        raise UserError(
+            f"{checkpoint}: does not fit this run ({line}); choose another out_dir"
+        ) from None
 
 
-def check_meaning(saved: dict[str, Any], now: dict[str, Any], folder: Path, default: dict[str, Any]) -> list[str]:
-    """Lines about the logistics that changed. Raises UserError naming every key whose change alters what is learned.
+def check_meaning(
+    saved: dict[str, Any], now: dict[str, Any], folder: Path, default: dict[str, Any]
+) -> list[str]:
+    """Lines about the logistics that changed. Raises UserError naming every key whose change
+    alters what is learned.
 
-    A key that the checkpoint does not know came with a later version: at its default it changes nothing, but for those
-    of which `implied` knows what earlier versions did.
+    A key that the checkpoint does not know came with a later version: at its default it
+    changes nothing, but for those of which `implied` knows what earlier versions did.
     """
     saved = {**implied(saved, now), **saved}
     new = {k for k in now if k not in saved and k in default and now[k] == default[k]}
     changed = [k for k in {**saved, **now} if saved.get(k) != now.get(k) and k not in new]
-    refused = [f"{k}: {_show(saved.get(k))} in the checkpoint, {_show(now.get(k))} now"
-               for k in changed if not is_logistics(k)]
+    refused = [
+        f"{k}: {_show(saved.get(k))} in the checkpoint, {_show(now.get(k))} now"
+        for k in changed
+        if not is_logistics(k)
+    ]
     if refused:
-        raise UserError(f"out_dir: {folder} holds a run that learns something else ({'; '.join(refused)}); "
-                        "restore these values or choose another out_dir")
+        raise UserError(
+            f"out_dir: {folder} holds a run that learns something else ({'; '.join(refused)}); "
+            "restore these values or choose another out_dir"
+        )
     return [f"{k}: {_show(saved.get(k))} -> {_show(now.get(k))}" for k in changed]
 
 
 def implied(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """Keys that a checkpoint lacks, and what its version did: parallel heads learned from the target's law where its
-    most probable token lies in the draft vocabulary, before head.loss.mask said so."""
+    """Keys that a checkpoint lacks, and what its version did: parallel heads learned from the
+    target's law where its most probable token lies in the draft vocabulary, before
+    head.loss.mask said so."""
     key, parallel = "head.loss.mask", ("medusa", "medusa2", "hydra_heads")
     law = any(saved.get(f"head.loss.{term}") for term in ("soft", "tv", "lk"))
     if key not in now or key in saved or not law or not saved.get("head.draft_vocab"):

@@ -1,9 +1,10 @@
-"""Check a training run before spending on it: scripts/validate.py is the command, this is the work.
+"""Check a training run before spending on it: scripts/validate.py is the command, this is the
+work.
 
     python scripts/validate.py experiment=NAME data.path=FILE
 
-Takes the keys of the training scripts, for every kind of head. Exit code 0: all checks passed; 1: one failed, and says
-why; 2: a mistake to mend in the configuration or the data.
+Takes the keys of the training scripts, for every kind of head. Exit code 0: all checks passed;
+1: one failed, and says why; 2: a mistake to mend in the configuration or the data.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # train/ stands first and would shadow libraries
+sys.path[0] = str(
+    Path(__file__).resolve().parents[1]
+)  # train/ stands first and would shadow libraries
 
 import torch
 from omegaconf import OmegaConf
@@ -58,7 +61,9 @@ def main(cfg: ValidateConfig) -> int:
     kind = HEADS[typed.kind]
     print(f"[ok] configuration: {typed.kind}, every key known and in range", flush=True)
     target = load_target(cfg.target, cfg.dtype, cfg.device or None)
-    rows = load_rows(cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length)
+    rows = load_rows(
+        cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
+    )
     plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed)
     counted = rows.counts(target.vocab_size)
     if note := fit_vocabulary(typed, counted):
@@ -67,7 +72,9 @@ def main(cfg: ValidateConfig) -> int:
     def fresh(counts: Tensor | None = None, **changes: Any) -> tuple[Target, Head]:
         """A target and a fresh head; a head that tunes its target gets a target of its own."""
         torch.manual_seed(hash_u63(cfg.seed, "head"))
-        mine = load_target(cfg.target, cfg.dtype, cfg.device or None) if kind.trains_target else target
+        mine = (
+            load_target(cfg.target, cfg.dtype, cfg.device or None) if kind.trains_target else target
+        )
         known = {f.name for f in dataclasses.fields(typed)}
         wanted = dataclasses.replace(typed, **{k: v for k, v in changes.items() if k in known})
         return mine, kind.for_target(mine, wanted, counted if counts is None else counts)
@@ -90,7 +97,12 @@ def main(cfg: ValidateConfig) -> int:
     else:
         tell(checks.leak(mine, head, batch))
     tell(checks.overfit(fresh, rows.prompt(int(plan.train[0]))))
-    print(f"{len(failed)} of 6 checks failed: {', '.join(failed)}" if failed else "all 6 checks passed", flush=True)
+    print(
+        f"{len(failed)} of 6 checks failed: {', '.join(failed)}"
+        if failed
+        else "all 6 checks passed",
+        flush=True,
+    )
     return 1 if failed else 0
 
 

@@ -1,1 +1,3 @@
-"""Loading: models, tokenizers and what they say about themselves. The algorithm of decoding is one folder up."""
+"""Loading: models, tokenizers and what they say about themselves. The algorithm of decoding is
+one folder up.
+"""

@@ -1,6 +1,6 @@
-"""Who a target is: content hashes of its weights, tokenizer and chat template, so that a head, a data file or
-a report can say which model it belongs to and refuse another one. Names and paths are for people; only hashes
-compare."""
+"""Who a target is: content hashes of its weights, tokenizer and chat template, so that a head,
+a data file or a report can say which model it belongs to and refuse another one. Names and
+paths are for people; only hashes compare."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Identity:
     template_sha256: str
 
     def differences(self, other: Identity) -> list[str]:
-        """One line for each hash in which `self` and `other` differ (name and path do not count); [] when
-        same."""
+        """One line for each hash in which `self` and `other` differ (name and path do not
+        count); [] when same."""
         lines = []
         for key in HASHES:
             mine, theirs = getattr(self, key), getattr(other, key)
@@ -45,13 +45,17 @@ class Identity:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Identity:
-        """The inverse of `to_json`; further keys are ignored. Raises KeyError when a field is missing."""
+        """The inverse of `to_json`; further keys are ignored. Raises KeyError when a field is
+        missing.
+        """
         return cls(**{key: str(data[key]) for key in cls.__dataclass_fields__})
 
 
 def cache_root() -> Path:
     """Folder for converted targets: $OUTRIDER_CACHE, else ~/.cache/outrider."""
-    return Path(os.environ.get("OUTRIDER_CACHE") or Path.home() / ".cache" / "outrider").expanduser()
+    return Path(
+        os.environ.get("OUTRIDER_CACHE") or Path.home() / ".cache" / "outrider"
+    ).expanduser()
 
 
 def _stat_key(path: Path) -> list[int]:
@@ -66,8 +70,8 @@ def sha256_file(path: Path) -> str:
 
 
 def sha256_remembered(files: Sequence[Path]) -> list[str]:
-    """sha256 of each file, remembered in the cache folder, keyed by size, both times and inode: a changed file is
-    hashed again. Raises OSError when one cannot be read."""
+    """sha256 of each file, remembered in the cache folder, keyed by size, both times and
+    inode: a changed file is hashed again. Raises OSError when one cannot be read."""
     memo_path = cache_root() / "hashes.json"
     found, new = [], {}
     with _MEMO:
@@ -100,9 +104,10 @@ def _memo(path: Path) -> dict[str, Any]:
 
 
 def sha256_weights(folder: Path) -> str:
-    """sha256 over the names and contents of every *.safetensors file of `folder`, in name order (the index
-    file does not count). Hashes of large files are remembered in the cache folder, keyed by size, both times
-    and inode: a changed file is hashed again. Raises UserError when the folder holds no safetensors."""
+    """sha256 over the names and contents of every *.safetensors file of `folder`, in name
+    order (the index file does not count). Hashes of large files are remembered in the cache
+    folder, keyed by size, both times and inode: a changed file is hashed again. Raises
+    UserError when the folder holds no safetensors."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UserError(
@@ -115,8 +120,9 @@ def sha256_weights(folder: Path) -> str:
 
 
 def sha256_state(state: dict[str, Any]) -> str:
-    """sha256 over name, dtype, shape and bytes of every tensor of a state dict, in name order. For models
-    without files (target=tiny): hash before casting, so that the run's dtype does not change the identity."""
+    """sha256 over name, dtype, shape and bytes of every tensor of a state dict, in name order.
+    For models without files (target=tiny): hash before casting, so that the run's dtype does
+    not change the identity."""
     import torch
 
     total = hashlib.sha256()
@@ -128,9 +134,9 @@ def sha256_state(state: dict[str, Any]) -> str:
 
 
 def sha256_tokenizer(tokenizer: Any) -> str:
-    """sha256 of what decides text <-> ids: the whole fast tokenizer (vocabulary, merges, splitting, added
-    tokens), or the vocabulary of a slow one, and the special ids. Padding and truncation settings do not
-    count."""
+    """sha256 of what decides text <-> ids: the whole fast tokenizer (vocabulary, merges,
+    splitting, added tokens), or the vocabulary of a slow one, and the special ids. Padding and
+    truncation settings do not count."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         core = json.loads(backend.to_str())
@@ -138,7 +144,9 @@ def sha256_tokenizer(tokenizer: Any) -> str:
             core.pop(key, None)
     else:
         core = tokenizer.get_vocab()
-    special = {name: getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk")}
+    special = {
+        name: getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk")
+    }
     text = json.dumps([core, special], sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
 

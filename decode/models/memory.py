@@ -1,7 +1,8 @@
 """How much memory decoding will take, told before anything is loaded: weights, cache, tree.
 
-The weights' bytes come from the headers of the safetensors files, the cache's from the model's configuration, the
-tree's from its logits and the law made of them. Attention's own scratch is small beside these and covered by `SLACK`.
+The weights' bytes come from the headers of the safetensors files, the cache's from the model's
+configuration, the tree's from its logits and the law made of them. Attention's own scratch is
+small beside these and covered by `SLACK`.
 
 Shape letters: B rows, L slots, N nodes, V vocabulary.
 """
@@ -25,7 +26,8 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be decoded. tokens: longest prompt and answer together, per row. nodes: of the largest draft tree.
+    """What will be decoded. tokens: longest prompt and answer together, per row. nodes: of the
+    largest draft tree.
     drafters: bytes of their weights."""
 
     rows: int = 1
@@ -49,7 +51,10 @@ class Need:
         return int((self.weights + self.cache + self.tree + self.drafters) * SLACK)
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {size(getattr(self, name))}" for name in ("weights", "cache", "tree", "drafters"))
+        parts = ", ".join(
+            f"{name} {size(getattr(self, name))}"
+            for name in ("weights", "cache", "tree", "drafters")
+        )
         return f"{size(self.total)} ({parts}, and {SLACK - 1:.0%} to spare)"
 
 
@@ -59,8 +64,9 @@ def size(count: int) -> str:
 
 
 def parameters(folder: Path) -> tuple[int, int]:
-    """(parameters, of them in matrices) of the safetensors files in a folder, by their headers. (0, 0) when there are
-    none or they cannot be read: loading will say what is wrong with them."""
+    """(parameters, of them in matrices) of the safetensors files in a folder, by their
+    headers. (0, 0) when there are none or they cannot be read: loading will say what is wrong
+    with them."""
     total = matrices = 0
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -84,9 +90,14 @@ def parameters(folder: Path) -> tuple[int, int]:
 
 
 def estimate(
-    config: Any, weights: tuple[int, int], dtype: str, plan: Plan, quantized_bits: float | None = None
+    config: Any,
+    weights: tuple[int, int],
+    dtype: str,
+    plan: Plan,
+    quantized_bits: float | None = None,
 ) -> Need:
-    """What a model takes. config: transformers' (of the text part). weights: (parameters, of them in matrices).
+    """What a model takes. config: transformers' (of the text part). weights: (parameters, of
+    them in matrices).
 
     quantized_bits: bits per weight of the matrices, scales included; the rest stays in dtype.
     """
@@ -102,14 +113,15 @@ def estimate(
     rows = plan.rows * (2 if plan.guidance else 1)
     cache = 2 * int(config.num_hidden_layers) * rows * slots * pairs * head * bits // 8
     vocab = int(config.vocab_size)
-    # Logits in the model's dtype, a float32 copy and the law of the rows that verification asks for.
+    # Logits in the model's dtype, a float32 copy and the law of the rows that verification
+    # asks for.
     tree = rows * (plan.nodes + 1) * vocab * (bits // 8 + 8) if plan.tokens else 0
     return Need(int((total - matrices) * bits + small) // 8, cache, tree, plan.drafters)
 
 
 def available(device: str) -> int | None:
-    """Bytes free on a device: CUDA's own count; for the CPU the system's, or the control group's where that is less.
-    None where it cannot be known."""
+    """Bytes free on a device: CUDA's own count; for the CPU the system's, or the control
+    group's where that is less. None where it cannot be known."""
     if device.startswith("cuda"):
         import torch
 
@@ -145,8 +157,13 @@ def _system() -> int | None:
 
 def _group() -> int | None:
     """What the process's memory control group still allows."""
-    for limit, used in (("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-                        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes")):
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ):
         try:
             most = int(Path(limit).read_text())
             return max(most - int(Path(used).read_text()) + _reclaimable(Path(limit).parent), 0)

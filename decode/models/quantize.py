@@ -1,7 +1,9 @@
-"""Quantised targets through the libraries that machines have: bitsandbytes or torchao, by transformers' own loaders.
+"""Quantised targets through the libraries that machines have: bitsandbytes or torchao, by
+transformers' own loaders.
 
-A quantised model is another law than the one in full precision: "lossless" then means with respect to the quantised
-one. Heads trained on the original weights fit it (the weights' hash is that of the files) and accept a little less.
+A quantised model is another law than the one in full precision: "lossless" then means with
+respect to the quantised one. Heads trained on the original weights fit it (the weights' hash
+is that of the files) and accept a little less.
 """
 
 from __future__ import annotations
@@ -40,20 +42,29 @@ def config(kind: str, dtype: Any) -> Any:
     """
     library = KINDS[kind][0]
     if importlib.util.find_spec(library) is None:
-        raise UserError(f"target.quantize: {kind} needs the library {library}, which is not installed; "
-                        f"pip install {library}, or set target.quantize=none")  # fmt: skip
+        raise UserError(
+            f"target.quantize: {kind} needs the library {library}, which is not installed; "
+            f"pip install {library}, or set target.quantize=none"
+        )
     try:
         if library == "bitsandbytes":
             from transformers import BitsAndBytesConfig
 
             if kind == "bnb-int8":
                 return BitsAndBytesConfig(load_in_8bit=True)
-            return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+            return BitsAndBytesConfig(
+                load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+            )
         from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
         from transformers import TorchAoConfig
 
-        return TorchAoConfig(Int8WeightOnlyConfig() if kind == "torchao-int8" else Int4WeightOnlyConfig())
+        return TorchAoConfig(
+            Int8WeightOnlyConfig() if kind == "torchao-int8" else Int4WeightOnlyConfig()
+        )
     except (ImportError, AttributeError, RuntimeError, ValueError) as error:
         line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"target.quantize: {kind} does not work with this version of {library} ({line}); update it, "
-                        "or set target.quantize=none") from error  # fmt: skip
+        raise UserError(
+            f"target.quantize: {kind} does not work with this version of {library} "
+            f"({line}); update it, "
+            "or set target.quantize=none"
+        ) from error

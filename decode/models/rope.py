@@ -1,9 +1,11 @@
-"""Rotary embeddings that depend on the length of a text: one set of frequencies up to a switch, others beyond it.
+"""Rotary embeddings that depend on the length of a text: one set of frequencies up to a
+switch, others beyond it.
 
-transformers chooses the set of `longrope` (Phi-3-128k, Phi-3.5, Phi-4-mini) by the largest position of the whole pass,
-so a longer neighbour in the batch, or padding, would change every row; `RowwiseRope` lets every row choose by itself.
-A row that outgrows the switch must be read again, for its cached keys were rotated by the other set. Where
-transformers' own `generate` does not do so (nor for `dynamic`), texts end at the switch: see facts.context_length.
+transformers chooses the set of `longrope` (Phi-3-128k, Phi-3.5, Phi-4-mini) by the largest
+position of the whole pass, so a longer neighbour in the batch, or padding, would change every
+row; `RowwiseRope` lets every row choose by itself. A row that outgrows the switch must be read
+again, for its cached keys were rotated by the other set. Where transformers' own `generate`
+does not do so (nor for `dynamic`), texts end at the switch: see facts.context_length.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ def parameter_sets(config: Any) -> list[dict[str, Any]]:
 
 
 def switch(config: Any) -> int | None:
-    """Longest text, in tokens, that is rotated by the first set of frequencies; None: there is but one set."""
+    """Longest text, in tokens, that is rotated by the first set of frequencies; None: there is
+    but one set.
+    """
     lengths = []
     for given in parameter_sets(config):
         kind = given.get("rope_type", given.get("type"))
@@ -42,9 +46,9 @@ def switch(config: Any) -> int | None:
 
 
 def rowwise(model: Any, config: Any) -> RowwiseRope | None:
-    """How to decode `model` beyond its switch; None: it has none, or its own `generate` does not read a text again that
-    outgrows it. Models that do so prepare the inputs of `generate` themselves and know the switch as a key of their
-    config."""
+    """How to decode `model` beyond its switch; None: it has none, or its own `generate` does
+    not read a text again that outgrows it. Models that do so prepare the inputs of `generate`
+    themselves and know the switch as a key of their config."""
     from transformers import GenerationMixin
 
     length = switch(config)
@@ -58,7 +62,8 @@ def rowwise(model: Any, config: Any) -> RowwiseRope | None:
 
 @dataclass
 class RowwiseRope:
-    """modules: the rotary ones of a model, which choose by the largest position of a pass. config: the text config.
+    """modules: the rotary ones of a model, which choose by the largest position of a pass.
+    config: the text config.
     length: the switch, in tokens."""
 
     modules: list[Any]
@@ -67,7 +72,9 @@ class RowwiseRope:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """While the block runs, each row of a pass chooses by its own largest position. The model is left as it was."""
+        """While the block runs, each row of a pass chooses by its own largest position. The
+        model is left as it was.
+        """
         kept = [vars(module).get("forward") for module in self.modules]
         for module in self.modules:
             module.forward = self._by_row(module.forward)
@@ -82,9 +89,14 @@ class RowwiseRope:
 
     @contextlib.contextmanager
     def switched_at(self, length: int) -> Iterator[None]:
-        """The switch comes after `length` tokens while the block runs: for a probe that must be short."""
+        """The switch comes after `length` tokens while the block runs: for a probe that must
+        be short.
+        """
         kept = self.length
-        spaces = [vars(self.config), *(given for given in parameter_sets(self.config) if ORIGINAL in given)]
+        spaces = [
+            vars(self.config),
+            *(given for given in parameter_sets(self.config) if ORIGINAL in given),
+        ]
         before = [space[ORIGINAL] for space in spaces]
         for space in spaces:
             space[ORIGINAL] = length
@@ -97,7 +109,9 @@ class RowwiseRope:
                 space[ORIGINAL] = value
 
     def _by_row(self, inner: Any) -> Any:
-        def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        def forward(
+            x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+        ) -> tuple[Tensor, ...]:
             """x gives dtype and device. position_ids: [B, T]. Returns cos and sin [B, T, hd]."""
             is_long = position_ids.amax(-1) >= self.length
             if bool(is_long.all()) or not bool(is_long.any()):

@@ -1,6 +1,6 @@
-"""A target from configuration alone: a small random language model of any stock architecture and a byte
-tokenizer. No files, no network. `target=tiny` and the tests use it; the law of such a model is arbitrary but
-fixed by the seed, which is all that losslessness needs."""
+"""A target from configuration alone: a small random language model of any stock architecture
+and a byte tokenizer. No files, no network. `target=tiny` and the tests use it; the law of such
+a model is arbitrary but fixed by the seed, which is all that losslessness needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch
 from conf.errors import UserError
 
 END, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"  # ids 0, 1, 2
-FIRST_BYTE = 3  # ids 3..258 are the 256 bytes; further ids up to the vocabulary size are reserved words
+FIRST_BYTE = (
+    3  # ids 3..258 are the 256 bytes; further ids up to the vocabulary size are reserved words
+)
 MIN_VOCAB = 260
 
 CHATML = (
@@ -30,11 +32,11 @@ CHATML_WITH_SPANS = (
 
 
 def byte_tokenizer(vocab: int = MIN_VOCAB, template: str = CHATML) -> Any:
-    """A real PreTrainedTokenizerFast with one token for each byte: lossless on any text, no BOS, ChatML
-    template.
+    """A real PreTrainedTokenizerFast with one token for each byte: lossless on any text, no
+    BOS, ChatML template.
 
-    Ids: 0 end of text (and padding), 1 start of turn, 2 end of turn (EOS), 3 + b = byte b, from 259 on
-    reserved words that no text encodes to. Raises UserError when `vocab` < 260."""
+    Ids: 0 end of text (and padding), 1 start of turn, 2 end of turn (EOS), 3 + b = byte b,
+    from 259 on reserved words that no text encodes to. Raises UserError when `vocab` < 260."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -47,7 +49,9 @@ def byte_tokenizer(vocab: int = MIN_VOCAB, template: str = CHATML) -> Any:
     core = Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
-    core.add_special_tokens([AddedToken(w, special=True, normalized=False) for w in (END, START, STOP)])
+    core.add_special_tokens(
+        [AddedToken(w, special=True, normalized=False) for w in (END, START, STOP)]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token=STOP,
@@ -58,8 +62,9 @@ def byte_tokenizer(vocab: int = MIN_VOCAB, template: str = CHATML) -> Any:
 
 
 def _byte_letters() -> list[str]:
-    """The printable letter that byte-level BPE writes for each byte 0..255 (GPT-2's table: printable Latin-1
-    bytes stand for themselves, the others for the letters from U+0100 on, in order)."""
+    """The printable letter that byte-level BPE writes for each byte 0..255 (GPT-2's table:
+    printable Latin-1 bytes stand for themselves, the others for the letters from U+0100 on, in
+    order)."""
     spans = [("!", "~"), ("¡", "¬"), ("®", "ÿ")]
     printable = {byte for first, last in spans for byte in range(ord(first), ord(last) + 1)}
     letters, shifted = [], 256
@@ -86,13 +91,13 @@ def tiny_model(
     attn: str = "auto",
     **overrides: Any,
 ) -> Any:
-    """A random causal LM of a stock transformers architecture, float32, eval mode, the same for the same
-    arguments.
+    """A random causal LM of a stock transformers architecture, float32, eval mode, the same
+    for the same arguments.
 
-    `init_std` 0.2 at hidden 64 gives logits of spread about 1.6: a law with clear preferences and few
-    near-ties, where the usual 0.02 would make every token about equally likely. `overrides` go to the
-    architecture's config class. The caller's random state is untouched. Raises UserError for an unknown
-    architecture or a bad shape."""
+    `init_std` 0.2 at hidden 64 gives logits of spread about 1.6: a law with clear preferences
+    and few near-ties, where the usual 0.02 would make every token about equally likely.
+    `overrides` go to the architecture's config class. The caller's random state is untouched.
+    Raises UserError for an unknown architecture or a bad shape."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -101,9 +106,13 @@ def tiny_model(
             f"target.arch: no architecture {arch!r} in transformers; try llama, qwen2, gpt2, gemma2"
         )
     if hidden % heads:
-        raise UserError(f"target.hidden: {hidden} is no multiple of target.heads={heads}; choose one that is")
+        raise UserError(
+            f"target.hidden: {hidden} is no multiple of target.heads={heads}; choose one that is"
+        )
     if heads % kv_heads:
-        raise UserError(f"target.kv_heads: {kv_heads} does not divide target.heads={heads}; choose a divisor")
+        raise UserError(
+            f"target.kv_heads: {kv_heads} does not divide target.heads={heads}; choose a divisor"
+        )
     shape: dict[str, Any] = {
         "vocab_size": vocab,
         "hidden_size": hidden,
@@ -119,7 +128,10 @@ def tiny_model(
         "pad_token_id": 0,
     }
     config = AutoConfig.for_model(arch, **{**shape, **overrides})
-    if "head_dim" not in overrides and getattr(config, "head_dim", None) not in (None, hidden // heads):
+    if "head_dim" not in overrides and getattr(config, "head_dim", None) not in (
+        None,
+        hidden // heads,
+    ):
         config.head_dim = hidden // heads  # some families default to a head size of their own
     if attn != "auto":
         config._attn_implementation = attn

@@ -1,12 +1,15 @@
-"""Attention of training-time test (EAGLE-3, Li et al. 2025; HASS, Zhang et al. 2024), exact and without big masks.
+"""Attention of training-time test (EAGLE-3, Li et al. 2025; HASS, Zhang et al. 2024), exact
+and without big masks.
 
-At step s a row attends to the step-0 keys up to itself and to *its own* keys of steps 1..s: what a drafter has in its
-cache after s drafted tokens. The first part is plain causal attention by the flash kernel; the second is one number per
-row and step; both softmaxes are merged by their log-sum-exp. The backward pass of the first part then needs only the
-merged output and log-sum-exp; it runs sample by sample on dense blocks, which the CPU's matrix unit likes several times
-better than the flash kernel's own.
+At step s a row attends to the step-0 keys up to itself and to *its own* keys of steps 1..s:
+what a drafter has in its cache after s drafted tokens. The first part is plain causal
+attention by the flash kernel; the second is one number per row and step; both softmaxes are
+merged by their log-sum-exp. The backward pass of the first part then needs only the merged
+output and log-sum-exp; it runs sample by sample on dense blocks, which the CPU's matrix unit
+likes several times better than the flash kernel's own.
 
-Shape letters: B rows, T positions, n packed rows, H query heads, Hkv key heads, hd head size, S later steps.
+Shape letters: B rows, T positions, n packed rows, H query heads, Hkv key heads, hd head size,
+S later steps.
 """
 
 from __future__ import annotations
@@ -24,24 +27,33 @@ BLOCK = 1 << 24  # scores that the backward pass holds at the same time
 
 
 class Memory:
-    """Keys and values of one training pass. shape: (B, T) of step 0. rows: [n] flat positions that later steps go on
-    with. position: [B, T] places of packed tokens in their documents, None: rows are documents. `step` is set by the
-    caller. starts: flat positions where documents begin, ascending; the padding may be one more."""
+    """Keys and values of one training pass. shape: (B, T) of step 0. rows: [n] flat positions
+    that later steps go on with. position: [B, T] places of packed tokens in their documents,
+    None: rows are documents. `step` is set by the caller. starts: flat positions where
+    documents begin, ascending; the padding may be one more."""
 
-    def __init__(self, shape: tuple[int, int], rows: Tensor, position: Tensor | None = None) -> None:
+    def __init__(
+        self, shape: tuple[int, int], rows: Tensor, position: Tensor | None = None
+    ) -> None:
         self.shape, self.rows, self.step = shape, rows, 0
         self.hidden: Tensor | None = None  # [B, T, T] bool, packed: slots that a row must not see
         self.starts = list(range(0, shape[0] * shape[1], shape[1]))
         if position is not None:
             number = (position == 0).cumsum(1)
-            future = torch.ones(shape[1], shape[1], dtype=torch.bool, device=position.device).triu(1)
+            future = torch.ones(shape[1], shape[1], dtype=torch.bool, device=position.device).triu(
+                1
+            )
             self.hidden = (number[:, :, None] != number[:, None, :]) | future
             self.starts = (position.reshape(-1) == 0).nonzero()[:, 0].tolist()
-        self.first: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> [B, H, T, hd] each, groups expanded
+        self.first: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # layer -> [B, H, T, hd] each, groups expanded
         self.later: dict[int, list[Tensor]] = {}  # layer -> [n, H, hd] keys and values in turns
 
     def at(self, step: int) -> Memory:
-        """A memory for `step` that adds nothing to this one: what a step finds can then be told to it again."""
+        """A memory for `step` that adds nothing to this one: what a step finds can then be
+        told to it again.
+        """
         found = copy.copy(self)
         found.step, found.first = step, dict(self.first)
         found.later = {layer: list(own) for layer, own in self.later.items()}
@@ -58,8 +70,8 @@ def ttt_attention(
     memory: Memory | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface. Step 0: query [B, H, T, hd] -> [B, T, H, hd]; later: [1, H, n, hd] ->
-    [1, n, H, hd]. Rows are right-padded, so step 0 is causal without a mask."""
+    """transformers' attention interface. Step 0: query [B, H, T, hd] -> [B, T, H, hd]; later:
+    [1, H, n, hd] -> [1, n, H, hd]. Rows are right-padded, so step 0 is causal without a mask."""
     assert memory is not None, "ttt_attention needs the memory of its training pass"
     layer, groups = cast(int, module.layer_idx), query.shape[1] // key.shape[1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -68,10 +80,14 @@ def ttt_attention(
     if memory.step == 0:
         memory.first[layer] = (key, value)
         if query.device.type == "cpu":
-            out = _merged(query.transpose(1, 2).flatten(0, 1), memory, None, scale, (key, value), [])
+            out = _merged(
+                query.transpose(1, 2).flatten(0, 1), memory, None, scale, (key, value), []
+            )
             return out.view(*memory.shape, *out.shape[1:]), None
         seen = None if memory.hidden is None else ~memory.hidden[:, None]
-        out = F.scaled_dot_product_attention(query, key, value, seen, is_causal=seen is None, scale=scale)
+        out = F.scaled_dot_product_attention(
+            query, key, value, seen, is_causal=seen is None, scale=scale
+        )
         return out.transpose(1, 2), None
     own = memory.later.setdefault(layer, [])
     own += [key[0].transpose(0, 1), value[0].transpose(0, 1)]
@@ -84,8 +100,11 @@ def ttt_attention(
 ALL_ATTENTION_FUNCTIONS.register(NAME, ttt_attention)
 
 
-def dense(query: Tensor, memory: Memory, scale: float, first: tuple[Tensor, Tensor], own: list[Tensor]) -> Tensor:
-    """The same by plain operations; the reference, and the path of devices without the CPU's flash kernel.
+def dense(
+    query: Tensor, memory: Memory, scale: float, first: tuple[Tensor, Tensor], own: list[Tensor]
+) -> Tensor:
+    """The same by plain operations; the reference, and the path of devices without the CPU's
+    flash kernel.
 
     query, own: [n, H, hd]; first: [B, H, T, hd] each -> [n, H, hd].
     """
@@ -96,10 +115,14 @@ def dense(query: Tensor, memory: Memory, scale: float, first: tuple[Tensor, Tens
     scores = (padded @ key.transpose(-1, -2)).to(wide) * scale
     future: Tensor = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
     future = future if memory.hidden is None else memory.hidden[:, None]
-    scores = scores.masked_fill(future, -torch.inf).transpose(1, 2).flatten(0, 1)[memory.rows]  # [n, H, T]
+    scores = (
+        scores.masked_fill(future, -torch.inf).transpose(1, 2).flatten(0, 1)[memory.rows]
+    )  # [n, H, T]
     diagonal = torch.stack([(query * k).sum(-1, dtype=wide) for k in own[0::2]], -1) * scale
     law = torch.cat([scores, diagonal], -1).softmax(-1).to(value.dtype)
-    context = law.new_zeros(rows_b * length, *law.shape[1:-1], length).index_copy(0, memory.rows, law[..., :length])
+    context = law.new_zeros(rows_b * length, *law.shape[1:-1], length).index_copy(
+        0, memory.rows, law[..., :length]
+    )
     context = context.view(rows_b, length, -1, length).transpose(1, 2) @ value
     out = context.transpose(1, 2).flatten(0, 1)[memory.rows]
     for i, v in enumerate(own[1::2]):
@@ -108,7 +131,12 @@ def dense(query: Tensor, memory: Memory, scale: float, first: tuple[Tensor, Tens
 
 
 def _merged(
-    query: Tensor, memory: Memory, rows: Tensor | None, scale: float, first: tuple[Tensor, Tensor], own: list[Tensor]
+    query: Tensor,
+    memory: Memory,
+    rows: Tensor | None,
+    scale: float,
+    first: tuple[Tensor, Tensor],
+    own: list[Tensor],
 ) -> Tensor:
     """As `dense`; rows [n] of `query`, None: all B * T of them."""
     return _Merged.apply(query, memory, rows, scale, *first, *own)  # type: ignore[no-any-return]
@@ -116,13 +144,23 @@ def _merged(
 
 class _Merged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, memory: Memory, rows: Tensor | None, scale: float, key: Tensor, value: Tensor,
-                *own: Tensor) -> Tensor:  # fmt: skip
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        memory: Memory,
+        rows: Tensor | None,
+        scale: float,
+        key: Tensor,
+        value: Tensor,
+        *own: Tensor,
+    ) -> Tensor:
         wide = torch.promote_types(query.dtype, torch.float32)
         padded = _unpack(query, memory.shape, rows)
         mask = None
         if memory.hidden is not None:
-            mask = torch.zeros(memory.hidden.shape, dtype=query.dtype).masked_fill_(memory.hidden, -torch.inf)[:, None]
+            mask = torch.zeros(memory.hidden.shape, dtype=query.dtype).masked_fill_(
+                memory.hidden, -torch.inf
+            )[:, None]
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             padded, key, value, 0.0, mask is None, attn_mask=mask, scale=scale
         )
@@ -149,20 +187,35 @@ class _Merged(torch.autograd.Function):
         )
         found: list[Tensor] = []
         for law, k, v in zip(laws, own[0::2], own[1::2], strict=True):
-            score = law * ((grad * v).sum(-1, dtype=total.dtype) - delta).mul_(ctx.scale).to(law.dtype)
+            score = law * ((grad * v).sum(-1, dtype=total.dtype) - delta).mul_(ctx.scale).to(
+                law.dtype
+            )
             into_query.addcmul_(score[..., None], k)
             found += [score[..., None] * query, law[..., None] * grad]
         return (into_query, None, None, None, into_key, into_value, *found)
 
 
 def _causal_gradients(
-    query: Tensor, key: Tensor, value: Tensor, grad: Tensor, lse: Tensor, delta: Tensor, shape: tuple[int, int],
-    rows: Tensor | None, scale: float, starts: list[int],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of the causal part: dS = P (dO V' - delta), P = exp(S - lse) with the *merged* lse [n, H] and delta.
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    shape: tuple[int, int],
+    rows: Tensor | None,
+    scale: float,
+    starts: list[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the causal part: dS = P (dO V' - delta), P = exp(S - lse) with the *merged*
+    lse [n, H] and delta.
     starts: where documents begin, which do not see each other."""
     count, length = shape
-    into_query, into_key, into_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    into_query, into_key, into_value = (
+        torch.empty_like(query),
+        torch.zeros_like(key),
+        torch.zeros_like(value),
+    )
     ends = torch.tensor([*starts[1:], count * length])
     bounds = ends.tolist() if rows is None else torch.searchsorted(rows, ends).tolist()
     slots, start = torch.arange(length), 0
@@ -177,7 +230,10 @@ def _causal_gradients(
         heads = max(1, BLOCK // (len(at) * reach))
         for h in range(0, query.shape[1], heads):
             part = slice(h, h + heads)
-            q, g = (query[start:stop, part] * scale).transpose(0, 1), grad[start:stop, part].transpose(0, 1)
+            q, g = (
+                (query[start:stop, part] * scale).transpose(0, 1),
+                grad[start:stop, part].transpose(0, 1),
+            )
             k, v = key[b, part, seen], value[b, part, seen]
             law = torch.sub(torch.bmm(q, k.mT), lse[start:stop, part].T[..., None]).exp_()
             law = law.masked_fill_(future, 0.0).to(q.dtype)

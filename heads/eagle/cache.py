@@ -14,30 +14,48 @@ from heads.eagle.net import EagleNet
 
 
 class DraftCache:
-    """Keys and values [layers, rows, Hkv, slots, hd] of the draft layers; slot = position, rows end where they end."""
+    """Keys and values [layers, rows, Hkv, slots, hd] of the draft layers; slot = position,
+    rows end where they end.
+    """
 
-    def __init__(self, net: EagleNet, rows: int, slots: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, net: EagleNet, rows: int, slots: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         c = net.config
-        shape = [c.num_hidden_layers, rows, int(c.num_key_value_heads or 0), slots, int(c.head_dim or 0)]
+        shape = [
+            c.num_hidden_layers,
+            rows,
+            int(c.num_key_value_heads or 0),
+            slots,
+            int(c.head_dim or 0),
+        ]
         # Zeros: a hidden slot has weight 0, and 0 * NaN would still be NaN.
         self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         self.rows, self.reach, self.start = slice(0, 0), 0, 0
         self.slots: tuple[Tensor, Tensor] | None = None
 
     def aim(self, rows: slice, lengths: list[int], ahead: int, new: int) -> Tensor:
-        """The next pass writes `new` entries per row of `rows` from slot length + ahead on: returns [b or 1, new]."""
+        """The next pass writes `new` entries per row of `rows` from slot length + ahead on:
+        returns [b or 1, new].
+        """
         device = self.keys.device
         self.rows, self.reach, self.start = rows, max(lengths) + ahead + new, lengths[0] + ahead
         even = len(lengths) == 1 or min(lengths) == max(lengths)
         if even:
             self.slots = None
             return torch.arange(self.start, self.start + new, device=device)[None]
-        place = torch.tensor(lengths, device=device)[:, None] + torch.arange(ahead, ahead + new, device=device)
+        place = torch.tensor(lengths, device=device)[:, None] + torch.arange(
+            ahead, ahead + new, device=device
+        )
         self.slots = (torch.arange(rows.start, rows.stop, device=device)[:, None], place)
         return place
 
-    def update(self, key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """transformers' cache interface: write [b, Hkv, new, hd], return what the rows may look at."""
+    def update(
+        self, key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """transformers' cache interface: write [b, Hkv, new, hd], return what the rows may
+        look at.
+        """
         out = []
         for buffer, new in ((self.keys[layer], key), (self.values[layer], value)):
             if self.slots is None:

@@ -16,9 +16,11 @@ class EagleConfig(HeadConfig):
     kind: str = "eagle3"
     # decoder layers of the drafter
     layers: int = 1
-    # class of these layers: llama (what serving engines run) or target (the target's own; not exported)
+    # class of these layers: llama (what serving engines run) or target (the target's own; not
+    # exported)
     layer: str = "llama"
-    # eagle3: target features to fuse, hidden_states[k] of transformers; empty = 2, L // 2, L - 3
+    # eagle3: target features to fuse, hidden_states[k] of transformers; empty = 2, L // 2, L -
+    #     3
     taps: list[int] = field(default_factory=list)
     # number of frequent tokens the head predicts; 0 = the whole vocabulary
     draft_vocab: int = 8192
@@ -32,7 +34,8 @@ class EagleConfig(HeadConfig):
     feature_loss: float = 0.0
     # distil only the target's so many most probable tokens (HASS: 10); 0 = all
     top_k: int = 0
-    # spread of uniform noise on the input features, scaled by 512 / tokens of the row; 0 = none, EAGLE-1: 0.2
+    # spread of uniform noise on the input features, scaled by 512 / tokens of the row; 0 =
+    # none, EAGLE-1: 0.2
     noise: float = 0.0
     # weights at the start: random, or layer = copied from a layer of the target
     init: str = "random"
@@ -44,13 +47,15 @@ class EagleConfig(HeadConfig):
     norm_output: bool = False
     # eagle3: one norm over the tapped features side by side; for imported heads
     norm_joined: bool = False
-    # eagle3: the first layer adds to the normed feature instead of the feature; for imported heads
+    # eagle3: the first layer adds to the normed feature instead of the feature; for imported
+    #     heads
     norm_before_residual: bool = False
     # eagle1: fc has a bias; for imported heads, and serving engines drop it
     fc_bias: bool = False
     # supervised tokens whose logits exist at the same time
     chunk: int = 512
-    # keep only what goes from step to step and compute the rest again in the backward pass: less memory, slower
+    # keep only what goes from step to step and compute the rest again in the backward pass:
+    # less memory, slower
     activation_checkpointing: bool = False
     # shape of the draft when the drafter is named without @chain or @tree
     shape: str = "chain"
@@ -79,23 +84,45 @@ class EagleConfig(HeadConfig):
                 ("width", 1, MOST_WIDTH),
             ),
         )
-        choices = {"kind": ("eagle1", "eagle3"), "layer": ("llama", "target"), "init": ("random", "layer"),
-                   "shape": ("chain", "tree"),
-                   "tree_draw": ("fixed", "sampled")}  # fmt: skip
-        found += [f"{key}: {getattr(self, key)!r}; choose {' or '.join(good)}" for key, good in choices.items()
-                  if getattr(self, key) not in good]  # fmt: skip
+        choices = {
+            "kind": ("eagle1", "eagle3"),
+            "layer": ("llama", "target"),
+            "init": ("random", "layer"),
+            "shape": ("chain", "tree"),
+            "tree_draw": ("fixed", "sampled"),
+        }
+        found += [
+            f"{key}: {getattr(self, key)!r}; choose {' or '.join(good)}"
+            for key, good in choices.items()
+            if getattr(self, key) not in good
+        ]
         if not 0 < self.step_decay <= 1:
             found.append(f"step_decay: {self.step_decay} is outside (0, 1]; 0.8 is usual")
-        only3 = [k for k in ("taps", "norm_before_fc", "norm_output", "norm_joined", "norm_before_residual")
-                 if getattr(self, k)]  # fmt: skip
+        only3 = [
+            k
+            for k in (
+                "taps",
+                "norm_before_fc",
+                "norm_output",
+                "norm_joined",
+                "norm_before_residual",
+            )
+            if getattr(self, k)
+        ]
         if self.kind == "eagle1" and only3:
-            found += [f"{key}: belongs to eagle3; leave it out, or use head=eagle3" for key in only3]
+            found += [
+                f"{key}: belongs to eagle3; leave it out, or use head=eagle3" for key in only3
+            ]
         if self.kind == "eagle3" and self.fc_bias:
             found.append("fc_bias: belongs to eagle1; leave it out, or use head=eagle1")
         if self.norm_joined and self.norm_before_fc:
-            found.append("norm_joined: norm_before_fc norms the features already; use one of the two")
+            found.append(
+                "norm_joined: norm_before_fc norms the features already; use one of the two"
+            )
         if self.kind == "eagle3" and self.feature_loss:
-            found.append("feature_loss: EAGLE-3 has no feature of the target to match; use 0, or head=eagle1")
+            found.append(
+                "feature_loss: EAGLE-3 has no feature of the target to match; use 0, or head=eagle1"
+            )
         if self.kind == "eagle1" and self.init == "layer":
             found.append("init: a layer of the target can start eagle3 only; use head.init=random")
         return found

@@ -1,8 +1,10 @@
-"""Drafting with an EAGLE head: a chain, a dynamic tree (EAGLE-2), or a static tree sampled without replacement.
+"""Drafting with an EAGLE head: a chain, a dynamic tree (EAGLE-2), or a static tree sampled
+without replacement.
 
-`observe` runs the newly committed rows, with the target's true features, through the layer and extends its cache;
-`propose` goes on from the last row with the drafter's own outputs, in slots behind the committed ones that the next
-`observe` overwrites. So nothing is rolled back, and the state after k observes is that of one observe of all.
+`observe` runs the newly committed rows, with the target's true features, through the layer and
+extends its cache; `propose` goes on from the last row with the drafter's own outputs, in slots
+behind the committed ones that the next `observe` overwrites. So nothing is rolled back, and
+the state after k observes is that of one observe of all.
 
 Shape letters: B live rows, D width, Vd draft vocabulary, W tokens read together, S slots.
 """
@@ -42,7 +44,9 @@ class Layers(Protocol):
 
 
 class EagleDrafter:
-    """A chain or tree drafter over a copy of the head's weights in the target's dtype. See decode.drafters.Drafter."""
+    """A chain or tree drafter over a copy of the head's weights in the target's dtype. See
+    decode.drafters.Drafter.
+    """
 
     def __init__(self, head: Layers, target: Target, shape: str) -> None:
         cfg, dtype = head.cfg, target.dtype
@@ -52,7 +56,12 @@ class EagleDrafter:
         self.static: TreeShape | None = None
         if shape == "tree" and cfg.tree_draw == "sampled":
             self.static = shapes.tree(head.calibration, cfg.nodes, cfg.depth)
-        self.net = copy.deepcopy(head.net).to(device=target.device, dtype=dtype).eval().requires_grad_(False)
+        self.net = (
+            copy.deepcopy(head.net)
+            .to(device=target.device, dtype=dtype)
+            .eval()
+            .requires_grad_(False)
+        )
         self.net.attend(attention.NAME)
         self.proj = head.projection(target).detach().to(dtype)
         self.ids, self.embed, self.device = head.ids(), target.embed, target.device
@@ -62,8 +71,14 @@ class EagleDrafter:
         self.state = self.h[:0]
 
     def reset(self, rows: int, max_len: int) -> None:
-        """Forget everything; room for `rows` rows of `max_len` committed tokens and a draft behind them."""
-        scratch = self.max_depth if self.shape == "chain" else max(self.max_nodes, self.max_depth * self.width)
+        """Forget everything; room for `rows` rows of `max_len` committed tokens and a draft
+        behind them.
+        """
+        scratch = (
+            self.max_depth
+            if self.shape == "chain"
+            else max(self.max_nodes, self.max_depth * self.width)
+        )
         slots = max_len + scratch + self.max_depth + 2
         self.cache = DraftCache(self.net, rows, slots, self.proj.dtype, self.device)
         self.rope = self.net.rope(slots, self.proj.dtype, self.device)
@@ -71,7 +86,9 @@ class EagleDrafter:
         self.lengths = []
 
     def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
-        """Append rows; what they hold comes with observe. Makes room where reset was told of less."""
+        """Append rows; what they hold comes with observe. Makes room where reset was told of
+        less.
+        """
         have, need = len(self.lengths), len(self.lengths) + len(prompts)
         if need > self.h.shape[0]:
             raise ValueError(f"begin: {need} rows, but reset made room for {self.h.shape[0]}")
@@ -80,7 +97,9 @@ class EagleDrafter:
 
     @torch.inference_mode()
     def observe(self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice) -> None:
-        """tokens [b, n_max], feats [b, n_max, F, D], n [b]: row i is (feature before token i, token i)."""
+        """tokens [b, n_max], feats [b, n_max, F, D], n [b]: row i is (feature before token i,
+        token i).
+        """
         if feats is None:
             raise ValueError("EAGLE drafts from the target's features; none were given")
         lengths, counts = self.lengths[rows], n.tolist()
@@ -88,9 +107,13 @@ class EagleDrafter:
         places = self.cache.aim(rows, lengths, 0, new)
         mask = None
         if new > 1 and max(lengths) or new == 1 and places.shape[0] > 1:
-            mask = (torch.arange(self.cache.reach, device=self.device) <= places[..., None])[:, None]
+            mask = (torch.arange(self.cache.reach, device=self.device) <= places[..., None])[
+                :, None
+            ]
         g = self.net.start(feats[:, :new].to(self.proj.dtype))
-        last = torch.tensor([i * new + max(c, 1) - 1 for i, c in enumerate(counts)], device=self.device)
+        last = torch.tensor(
+            [i * new + max(c, 1) - 1 for i, c in enumerate(counts)], device=self.device
+        )
         h = self._pass(self.embed(tokens[:, :new]), g, places, mask, last)
         if min(counts) == 0:  # a row without news keeps its state
             h = torch.where(n[:, None] > 0, h, self.h[rows])
@@ -118,12 +141,27 @@ class EagleDrafter:
             return grow.sampled(self, self.static, levels, budget, sampling, rng)
         return grow.dynamic(self, levels, budget, self.width, self.max_nodes)
 
-    def _pass(self, e: Tensor, g: Tensor, places: Tensor, mask: Tensor | None, keep: Tensor | None = None,
-              depth: Tensor | None = None) -> Tensor:  # fmt: skip
-        """One pass of the layers; positions are the places, or `depth` where slots and positions differ."""
+    def _pass(
+        self,
+        e: Tensor,
+        g: Tensor,
+        places: Tensor,
+        mask: Tensor | None,
+        keep: Tensor | None = None,
+        depth: Tensor | None = None,
+    ) -> Tensor:
+        """One pass of the layers; positions are the places, or `depth` where slots and
+        positions differ.
+        """
         at = places if depth is None else depth
-        return self.net.advance(e, g, (self.rope[0][at], self.rope[1][at]), keep, attention_mask=mask,
-                                past_key_values=self.cache)  # fmt: skip
+        return self.net.advance(
+            e,
+            g,
+            (self.rope[0][at], self.rope[1][at]),
+            keep,
+            attention_mask=mask,
+            past_key_values=self.cache,
+        )
 
     # -- growing (decode.grow.Steps)
 
@@ -145,11 +183,15 @@ class EagleDrafter:
         if seen is not None:
             mask, depth = self._tree_mask(seen, ends), (ends + level - 1).expand(-1, new)
         elif places.shape[0] > 1:
-            mask = (torch.arange(self.cache.reach, device=self.device) <= places[..., None])[:, None]
+            mask = (torch.arange(self.cache.reach, device=self.device) <= places[..., None])[
+                :, None
+            ]
         return self._pass(self.embed(tokens), self.net.feed(above), places, mask, depth=depth)
 
     def _tree_mask(self, ancestors: Tensor, ends: Tensor) -> Tensor:
-        """[B or 1, 1, W, S] bool: committed slots and the ancestors' (the node's own included). ends: [B or 1, 1]."""
+        """[B or 1, 1, W, S] bool: committed slots and the ancestors' (the node's own
+        included). ends: [B or 1, 1].
+        """
         reach = self.cache.reach
         slot = torch.arange(reach, device=self.device)
         mask = (slot < ends)[:, None].expand(ancestors.shape[0], ancestors.shape[1], reach).clone()

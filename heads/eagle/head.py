@@ -1,12 +1,15 @@
-"""EAGLE-1, EAGLE-3 and HASS heads: one decoder layer that predicts the target's features or tokens step by step.
+"""EAGLE-1, EAGLE-3 and HASS heads: one decoder layer that predicts the target's features or
+tokens step by step.
 
-Row t reads (f_t, e_{t+1}) and predicts x_{t+2} (heads/eagle/net.py). With `steps` > 1 the training-time test of EAGLE-3
-(for EAGLE-1: the harmonised context of HASS) runs the drafter on its own outputs: at step s row t reads its previous
-output and e_{t+1+s}, attends to the rows up to t of step 0 and to its own later keys, and predicts x_{t+2+s}; the loss
-of step s counts step_decay ** s. A token is supervised by its own loss mask (the predicted token's, at t + 2 + s).
-Trained by train/eagle.py; conf/head/eagle1.yaml and eagle3.yaml hold the keys.
+Row t reads (f_t, e_{t+1}) and predicts x_{t+2} (heads/eagle/net.py). With `steps` > 1 the
+training-time test of EAGLE-3 (for EAGLE-1: the harmonised context of HASS) runs the drafter on
+its own outputs: at step s row t reads its previous output and e_{t+1+s}, attends to the rows
+up to t of step 0 and to its own later keys, and predicts x_{t+2+s}; the loss of step s counts
+step_decay ** s. A token is supervised by its own loss mask (the predicted token's, at t + 2 +
+s). Trained by train/eagle.py; conf/head/eagle1.yaml and eagle3.yaml hold the keys.
 
-Shape letters: B rows, T positions, D width, S steps, Vd draft vocabulary, F taps, n supervised tokens, R packed rows.
+Shape letters: B rows, T positions, D width, S steps, Vd draft vocabulary, F taps, n supervised
+tokens, R packed rows.
 """
 
 from __future__ import annotations
@@ -39,8 +42,8 @@ from heads.recompute import plainly, recomputed
 
 @dataclass(kw_only=True)
 class EagleSaved(Saved):
-    """See Saved. layer: shape of the draft layers. final: number of the target's hidden state behind its
-    final norm."""
+    """See Saved. layer: shape of the draft layers. final: number of the target's hidden state
+    behind its final norm."""
 
     config: EagleConfig
     layer: LayerShape
@@ -73,7 +76,9 @@ class EagleHead(Head):
     takes_stored_law: ClassVar[bool] = True
     net: EagleNet
 
-    def __init__(self, cfg: EagleConfig, net: EagleNet, taps: tuple[int, ...], vocab_size: int, final: int) -> None:
+    def __init__(
+        self, cfg: EagleConfig, net: EagleNet, taps: tuple[int, ...], vocab_size: int, final: int
+    ) -> None:
         super().__init__(cfg)
         self.cfg: EagleConfig = cfg
         self.net, self.taps, self.vocab_size, self.final = net, taps, vocab_size, final
@@ -81,22 +86,34 @@ class EagleHead(Head):
             self.d2t = torch.zeros(cfg.draft_vocab, dtype=torch.int64)
 
     @classmethod
-    def build(cls, cfg: EagleConfig, shape: dict[str, Any], taps: tuple[int, ...], vocab_size: int, final: int,
-              own: Own | None = None) -> Self:  # fmt: skip
+    def build(
+        cls,
+        cfg: EagleConfig,
+        shape: dict[str, Any],
+        taps: tuple[int, ...],
+        vocab_size: int,
+        final: int,
+        own: Own | None = None,
+    ) -> Self:
         """The module with weights that mean nothing yet."""
         raise TypeError("a subclass defines it")
 
     @classmethod
     def for_target(cls, target: Target, cfg: EagleConfig, counts: Tensor | None = None) -> Self:
-        """See Head. Raises UserError for taps outside the target, a draft vocabulary larger than the tokens seen, or a
-        layer that cannot be copied."""
+        """See Head. Raises UserError for taps outside the target, a draft vocabulary larger
+        than the tokens seen, or a layer that cannot be copied."""
         taps = cls.choose_taps(target, cfg)
         for tap in taps:
             if not 0 <= tap <= target.num_layers:
-                raise UserError(f"head.taps: {tap} is not among the target's hidden states 0..{target.num_layers}; "
-                                "0 = embeddings, the last = output after the final norm")  # fmt: skip
+                raise UserError(
+                    f"head.taps: {tap} is not among the target's hidden states "
+                    f"0..{target.num_layers}; "
+                    "0 = embeddings, the last = output after the final norm"
+                )
         spec = own(target, cfg.layers) if cfg.layer == "target" else None
-        head = cls.build(cfg, layer_config(target, cfg.layers), taps, target.vocab_size, target.num_layers, spec)
+        head = cls.build(
+            cfg, layer_config(target, cfg.layers), taps, target.vocab_size, target.num_layers, spec
+        )
         reset_weights(head.net, float(getattr(target.config, "initializer_range", 0.02) or 0.02))
         if spec is not None:
             try_own(head.net)
@@ -107,7 +124,8 @@ class EagleHead(Head):
             source = cfg.init_layer if cfg.init_layer >= 0 else target.num_layers + cfg.init_layer
             if not 0 <= source < target.num_layers:
                 raise UserError(
-                    f"head.init_layer: {cfg.init_layer} is not among the target's {target.num_layers} layers"
+                    f"head.init_layer: {cfg.init_layer} is not among the target's "
+                    f"{target.num_layers} layers"
                 )
             copy_layer(head.net, target, source)
         head.init_head(target)
@@ -133,16 +151,34 @@ class EagleHead(Head):
 
     def config_json(self) -> dict[str, Any]:
         """See Head; also the draft layer's shape, the taps with their convention."""
-        return {**super().config_json(), "layer": self._shape, "vocab_size": self.vocab_size, "taps": list(self.taps),
-                "tap_convention": "hidden_states[k] of transformers; num_layers = output after the final norm",
-                "final": self.final}  # fmt: skip
+        return {
+            **super().config_json(),
+            "layer": self._shape,
+            "vocab_size": self.vocab_size,
+            "taps": list(self.taps),
+            "tap_convention": "hidden_states[k] of transformers; num_layers = output "
+            "after the final norm",
+            "final": self.final,
+        }
 
     @property
     def _shape(self) -> dict[str, Any]:
         config = self.net.config
-        keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-                "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings")  # fmt: skip
-        return {**{k: getattr(config, k) for k in keys}, "rope_parameters": dict(config.rope_parameters or {})}
+        keys = (
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "hidden_act",
+            "rms_norm_eps",
+            "max_position_embeddings",
+        )
+        return {
+            **{k: getattr(config, k) for k in keys},
+            "rope_parameters": dict(config.rope_parameters or {}),
+        }
 
     def projection(self, target: Target) -> Tensor:
         """[Vd, D] the weight that turns net.read(h) into draft logits."""
@@ -151,43 +187,66 @@ class EagleHead(Head):
     # -- training
 
     def forward(self, batch: Batch, target: Target) -> LossOut:
-        """The loss summed over supervised tokens and steps. The vocabulary is met only where a token is supervised,
-        and the target's law there is computed once for all steps."""
+        """The loss summed over supervised tokens and steps. The vocabulary is met only where a
+        token is supervised, and the target's law there is computed once for all steps."""
         flat, depth = self._supervised(batch)
         feats, hidden, valid = self._unroll(batch, target, flat, depth)
         tokens, ids = batch.ids.reshape(-1)[flat], self.ids()
         place = tokens if ids is None else vocab.places(ids, tokens)
-        weights = torch.tensor([self.cfg.step_decay**s for s in range(self.cfg.steps)], device=flat.device)
+        weights = torch.tensor(
+            [self.cfg.step_decay**s for s in range(self.cfg.steps)], device=flat.device
+        )
         law, stored, terms = None, getattr(target, "stored_law", None), self.cfg.loss
         if terms.needs_law and stored:
             law = stored_law(stored(), flat - 1, ids, self.vocab_size, place, terms.mask)
         elif terms.needs_law:
             law = target_law(
-                target, self.law_rows(target), feats, flat - 1, ids, place, terms.mask, self.cfg.top_k
+                target,
+                self.law_rows(target),
+                feats,
+                flat - 1,
+                ids,
+                place,
+                terms.mask,
+                self.cfg.top_k,
             )
         read = self.net.read(torch.stack(hidden))
-        total, losses, hits = chunked_loss(read, self.projection(target), place, valid, law, self.cfg.loss, weights,
-                                           self.cfg.chunk)  # fmt: skip
+        total, losses, hits = chunked_loss(
+            read, self.projection(target), place, valid, law, self.cfg.loss, weights, self.cfg.chunk
+        )
         stats = {f"loss_{s}": losses[s] for s in range(self.cfg.steps)}
         stats |= {f"top1_{s}": hits[s] for s in range(self.cfg.steps)}
         if self.cfg.feature_loss:
-            wanted = feats[flat - 1].to(total.dtype)  # row t of step s guesses f_{t+1+s}, one before its token
+            wanted = feats[flat - 1].to(
+                total.dtype
+            )  # row t of step s guesses f_{t+1+s}, one before its token
             for s, h in enumerate(hidden):
-                error = F.smooth_l1_loss(h.to(total.dtype), wanted, reduction="none").mean(-1) * valid[s]
+                error = (
+                    F.smooth_l1_loss(h.to(total.dtype), wanted, reduction="none").mean(-1)
+                    * valid[s]
+                )
                 total = total + self.cfg.feature_loss * weights[s] * error.sum()
-                stats[f"feature_{s}"] = torch.stack([error.detach().sum().double(), valid[s].sum().double()])
-        return LossOut(total, torch.tensor(float(flat.numel()), dtype=torch.float64, device=flat.device), stats)
+                stats[f"feature_{s}"] = torch.stack(
+                    [error.detach().sum().double(), valid[s].sum().double()]
+                )
+        return LossOut(
+            total, torch.tensor(float(flat.numel()), dtype=torch.float64, device=flat.device), stats
+        )
 
     def _supervised(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Flat position and position in the document, [n] each, of the supervised tokens that some row can predict."""
+        """Flat position and position in the document, [n] each, of the supervised tokens that
+        some row can predict.
+        """
         flat = (batch.loss_mask & batch.mask).reshape(-1).nonzero()[:, 0]
         at = batch.depth()[flat]
         return flat[at > 1], at[at > 1]
 
-    def _unroll(self, batch: Batch, target: Target, flat: Tensor, depth: Tensor,
-                levels: int = 0) -> tuple[Tensor, list[Tensor], Tensor]:  # fmt: skip
-        """Features of the last tap [B * T, D]; per step h [n, D] of the row that predicts each supervised token; and
-        which of these rows exist, [S, n]. S: `levels`, or as many steps as training has."""
+    def _unroll(
+        self, batch: Batch, target: Target, flat: Tensor, depth: Tensor, levels: int = 0
+    ) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Features of the last tap [B * T, D]; per step h [n, D] of the row that predicts each
+        supervised token; and which of these rows exist, [S, n]. S: `levels`, or as many steps
+        as training has."""
         (count, length), cfg, steps = batch.ids.shape, self.cfg, levels or self.cfg.steps
         reads = self.taps if self.final in self.taps else (*self.taps, self.final)
         feats = target.features(batch.ids, batch.mask, reads, position=batch.position).detach()
@@ -204,20 +263,30 @@ class EagleHead(Head):
         e = target.embed(batch.ids).detach()
         cos, sin = self.net.rope(length + steps, e.dtype, e.device)
         place = batch.depth()
-        first = (cos[None, :length], sin[None, :length]) if batch.position is None else (cos[batch.position],
-                                                                                         sin[batch.position])
+        first = (
+            (cos[None, :length], sin[None, :length])
+            if batch.position is None
+            else (cos[batch.position], sin[batch.position])
+        )
         hidden, flat_e, at = [], e.flatten(0, 1), place[keep]
 
         def start(memory: Memory) -> tuple[Tensor, Memory]:
             g, memory = self.net.start(feats[:, :, : len(self.taps)]), memory.at(0)
             if cfg.noise and self.training:
                 g = g + self._noise(batch, g)
-            return self.net.advance(torch.cat([e[:, 1:], e[:, -1:]], 1), g, first, keep, memory=memory), memory
+            return self.net.advance(
+                torch.cat([e[:, 1:], e[:, -1:]], 1), g, first, keep, memory=memory
+            ), memory
 
         def go_on(h: Tensor, memory: Memory, step: int) -> tuple[Tensor, Memory]:
-            memory, e_next = memory.at(step), flat_e[(keep + 1 + step).clamp(max=flat_e.shape[0] - 1)]
+            memory, e_next = (
+                memory.at(step),
+                flat_e[(keep + 1 + step).clamp(max=flat_e.shape[0] - 1)],
+            )
             rope = (cos[at + step][None], sin[at + step][None])
-            return self.net.advance(e_next[None], self.net.feed(h)[None], rope, memory=memory)[0], memory
+            return self.net.advance(e_next[None], self.net.feed(h)[None], rope, memory=memory)[
+                0
+            ], memory
 
         again = recomputed if cfg.activation_checkpointing else plainly
         h, memory = again(start, Memory((count, length), keep, batch.position))
@@ -229,8 +298,9 @@ class EagleHead(Head):
         return feats[:, :, reads.index(self.final)].flatten(0, 1), hidden, valid
 
     def _noise(self, batch: Batch, g: Tensor) -> Tensor:
-        """Uniform noise (u - 1/2) * noise * 512 / T per sample (EAGLE-1). Drawn from the sample's number and the bits
-        of one weight: new at every update, the same on any number of ranks and after a resume."""
+        """Uniform noise (u - 1/2) * noise * 512 / T per sample (EAGLE-1). Drawn from the
+        sample's number and the bits of one weight: new at every update, the same on any number
+        of ranks and after a resume."""
         first = next(self.net.parameters()).detach().flatten()[:2].cpu().numpy().tobytes()
         out = torch.zeros(g.shape, dtype=torch.float32)
         for sample, (b, start, size) in zip(batch.sample_ids.tolist(), batch.spans(), strict=True):
@@ -242,11 +312,15 @@ class EagleHead(Head):
 
     @property
     def levels(self) -> int:
-        """See Head: every level that may be drafted. Beyond the steps of training the states are the head's own."""
+        """See Head: every level that may be drafted. Beyond the steps of training the states
+        are the head's own.
+        """
         return max(self.cfg.steps, self.cfg.depth)
 
     @torch.no_grad()
-    def forced(self, batch: Batch, target: Target, levels: int) -> Iterator[tuple[Tensor, int, Tensor]]:
+    def forced(
+        self, batch: Batch, target: Target, levels: int
+    ) -> Iterator[tuple[Tensor, int, Tensor]]:
         """See Head; also for more levels than training has steps."""
         flat, depth = self._supervised(batch)
         _, hidden, valid = self._unroll(batch, target, flat, depth, levels)
@@ -259,7 +333,9 @@ class EagleHead(Head):
 
     def drafter(self, target: Target, shape: str | None = None) -> Drafter:
         """See Head."""
-        return EagleDrafter(self, target, shape or (self.cfg.shape if target.support == "tree" else "chain"))
+        return EagleDrafter(
+            self, target, shape or (self.cfg.shape if target.support == "tree" else "chain")
+        )
 
 
 class Eagle1Head(EagleHead):
@@ -268,8 +344,15 @@ class Eagle1Head(EagleHead):
     kind = "eagle1"
 
     @classmethod
-    def build(cls, cfg: EagleConfig, shape: dict[str, Any], taps: tuple[int, ...], vocab_size: int, final: int,
-              own: Own | None = None) -> Self:  # fmt: skip
+    def build(
+        cls,
+        cfg: EagleConfig,
+        shape: dict[str, Any],
+        taps: tuple[int, ...],
+        vocab_size: int,
+        final: int,
+        own: Own | None = None,
+    ) -> Self:
         """See EagleHead."""
         return cls(cfg, Eagle1Net(shape, cfg.fc_bias, own), taps, vocab_size, final)
 
@@ -284,24 +367,45 @@ class Eagle1Head(EagleHead):
 
 
 class Eagle3Head(EagleHead):
-    """EAGLE-3: fused features of three layers, an LM head of its own over the draft vocabulary, tokens alone."""
+    """EAGLE-3: fused features of three layers, an LM head of its own over the draft
+    vocabulary, tokens alone.
+    """
 
     kind = "eagle3"
     net: Eagle3Net
 
     @classmethod
-    def build(cls, cfg: EagleConfig, shape: dict[str, Any], taps: tuple[int, ...], vocab_size: int, final: int,
-              own: Own | None = None) -> Self:  # fmt: skip
+    def build(
+        cls,
+        cfg: EagleConfig,
+        shape: dict[str, Any],
+        taps: tuple[int, ...],
+        vocab_size: int,
+        final: int,
+        own: Own | None = None,
+    ) -> Self:
         """See EagleHead."""
-        net = Eagle3Net(shape, len(taps), cfg.draft_vocab or vocab_size, cfg.norm_before_fc, cfg.norm_output,
-                        cfg.norm_joined, cfg.norm_before_residual, own)  # fmt: skip
+        net = Eagle3Net(
+            shape,
+            len(taps),
+            cfg.draft_vocab or vocab_size,
+            cfg.norm_before_fc,
+            cfg.norm_output,
+            cfg.norm_joined,
+            cfg.norm_before_residual,
+            own,
+        )
         return cls(cfg, net, taps, vocab_size, final)
 
     @classmethod
     def choose_taps(cls, target: Target, cfg: EagleConfig) -> tuple[int, ...]:
-        """The configured ones, else hidden states 2, L // 2 and L - 3, as serving engines assume."""
+        """The configured ones, else hidden states 2, L // 2 and L - 3, as serving engines
+        assume.
+        """
         deep = target.num_layers
-        return tuple(cfg.taps) or tuple(min(max(1, tap), max(1, deep - 1)) for tap in (2, deep // 2, deep - 3))
+        return tuple(cfg.taps) or tuple(
+            min(max(1, tap), max(1, deep - 1)) for tap in (2, deep // 2, deep - 3)
+        )
 
     def init_head(self, target: Target) -> None:
         """See start_output."""

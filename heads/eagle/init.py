@@ -1,4 +1,5 @@
-"""Where a fresh EAGLE head starts: random weights, a layer of the target, the target's own output side.
+"""Where a fresh EAGLE head starts: random weights, a layer of the target, the target's own
+output side.
 
 Shape letters: D width, Vd draft vocabulary.
 """
@@ -20,8 +21,8 @@ SPREAD = 1.5  # of a fresh EAGLE-3 head's logits
 
 
 def reset_weights(net: EagleNet, std: float) -> None:
-    """Normal weights of spread `std`, norms at one, in place; norms and biases of the target's own layers stay as their
-    class makes them."""
+    """Normal weights of spread `std`, norms at one, in place; norms and biases of the target's
+    own layers stay as their class makes them."""
     for name, weight in net.named_parameters():
         if net.own is not None and name.startswith("layers.") and weight.dim() == 1:
             continue
@@ -35,17 +36,23 @@ def reset_weights(net: EagleNet, std: float) -> None:
 
 @torch.no_grad()
 def copy_layer(net: EagleNet, target: Target, source: int, key: str = "head.init_layer") -> None:
-    """Start the first draft layer as layer `source` of the target (and further layers as those after it).
+    """Start the first draft layer as layer `source` of the target (and further layers as those
+    after it).
 
-    A wide projection gets the target's weights on the feature half and zeros on the embedding half. EAGLE-3's fc starts
-    as the identity on the highest feature. Raises UserError when the target's layers are not built like a Llama's.
+    A wide projection gets the target's weights on the feature half and zeros on the embedding
+    half. EAGLE-3's fc starts as the identity on the highest feature. Raises UserError when the
+    target's layers are not built like a Llama's.
     """
     stack: Any = getattr(backbone(target), "layers", None)
     for i in range(len(net.layers)):
         layer: Any = net.layers[i]
         number = min(source + i, target.num_layers - 1)
         given: Any = stack[number] if stack is not None else None
-        before = layer.input_layernorm if layer.input_layernorm is not None else getattr(net, "hidden_norm", None)
+        before = (
+            layer.input_layernorm
+            if layer.input_layernorm is not None
+            else getattr(net, "hidden_norm", None)
+        )
         if isinstance(layer, OwnLayer):
             layer.copy_from(given)
             if layer.input_layernorm is None and before is not None:
@@ -55,16 +62,27 @@ def copy_layer(net: EagleNet, target: Target, source: int, key: str = "head.init
             names = [n for n, _ in layer.named_modules() if n.endswith("_proj")]
             found = {n: given.get_submodule(n).weight for n in names}
         except AttributeError:
-            raise UserError(f"{key}: the target's layers ({type(given).__name__}) have no separate q, k, v, o and "
-                            "gate, up, down projections to copy; use head.init=random") from None  # fmt: skip
+            raise UserError(
+                f"{key}: the target's layers ({type(given).__name__}) have no separate "
+                "q, k, v, o and "
+                "gate, up, down projections to copy; use head.init=random"
+            ) from None
         for name, weight in found.items():
             mine = layer.get_submodule(name).weight
-            if weight.shape[0] != mine.shape[0] or mine.shape[1] not in (weight.shape[1], 2 * weight.shape[1]):
-                raise UserError(f"{key}: the target's {name} is {tuple(weight.shape)}, the draft's {tuple(mine.shape)}"
-                                "; use head.init=random")  # fmt: skip
+            if weight.shape[0] != mine.shape[0] or mine.shape[1] not in (
+                weight.shape[1],
+                2 * weight.shape[1],
+            ):
+                raise UserError(
+                    f"{key}: the target's {name} is {tuple(weight.shape)}, the draft's "
+                    f"{tuple(mine.shape)}"
+                    "; use head.init=random"
+                )
             mine.zero_()
             mine[:, -weight.shape[1] :] = weight.float()
-        layer.post_attention_layernorm.weight.copy_(norm_weight(given.post_attention_layernorm, target))
+        layer.post_attention_layernorm.weight.copy_(
+            norm_weight(given.post_attention_layernorm, target)
+        )
         if before is not None:
             before.weight.copy_(norm_weight(given.input_layernorm, target))
     width, fc = net.width, cast(Linear, net.fc)
@@ -74,7 +92,9 @@ def copy_layer(net: EagleNet, target: Target, source: int, key: str = "head.init
 
 @torch.no_grad()
 def norm_weight(norm: Any, target: Target) -> Tensor:
-    """The factor [D] by which a norm scales, whatever its convention (Gemma stores it minus one): asked of it."""
+    """The factor [D] by which a norm scales, whatever its convention (Gemma stores it minus
+    one): asked of it.
+    """
     width = target.hidden_size
     x = torch.ones(width, dtype=target.dtype, device=target.device)
     x[1::2] = -1  # mean 0 and mean square 1: LayerNorm and RMSNorm leave it as it is
@@ -83,12 +103,15 @@ def norm_weight(norm: Any, target: Target) -> Tensor:
 
 @torch.no_grad()
 def start_output(net: Eagle3Net, rows: Tensor, target: Target) -> None:
-    """The LM head starts as the target's `rows` [Vd, D], the final norm as the target's, shrunk until random outputs
-    give logits of spread SPREAD: at full size a fresh head is sure of random tokens (SmolLM2: a cross-entropy of 17
-    where guessing gives 9) and unlearns that first."""
+    """The LM head starts as the target's `rows` [Vd, D], the final norm as the target's,
+    shrunk until random outputs give logits of spread SPREAD: at full size a fresh head is sure
+    of random tokens (SmolLM2: a cross-entropy of 17 where guessing gives 9) and unlearns that
+    first."""
     net.lm_head.weight.copy_(rows)
     names = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
-    norm = next((n for name in names if (n := getattr(backbone(target), name, None)) is not None), None)
+    norm = next(
+        (n for name in names if (n := getattr(backbone(target), name, None)) is not None), None
+    )
     if isinstance(norm, nn.Module):
         net.norm.weight.copy_(norm_weight(norm, target))
     spread = (net.lm_head.weight * net.norm.weight).square().sum(1).mean().sqrt()

@@ -1,10 +1,13 @@
-"""The decoder layer of EAGLE drafters: transformers' own Llama classes, shaped after the target, with wide projections.
+"""The decoder layer of EAGLE drafters: transformers' own Llama classes, shaped after the
+target, with wide projections.
 
-Serving engines run a Llama-style layer whatever the target is, so that is what is trained: head count, head size,
-grouping, rotary base and scaling, MLP width, activation and norm epsilon are the target's; there is no bias. Weights
-are float32; every module computes in the dtype of its input.
+Serving engines run a Llama-style layer whatever the target is, so that is what is trained:
+head count, head size, grouping, rotary base and scaling, MLP width, activation and norm
+epsilon are the target's; there is no bias. Weights are float32; every module computes in the
+dtype of its input.
 
-Shape letters: B rows, T positions, n rows of a packed pass, D width, H query heads, hd head size.
+Shape letters: B rows, T positions, n rows of a packed pass, D width, H query heads, hd head
+size.
 """
 
 from __future__ import annotations
@@ -18,7 +21,12 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
 
 from conf.errors import UserError
 from conf.typed import SHORT
@@ -41,29 +49,39 @@ def layer_config(target: Target, layers: int) -> dict[str, Any]:
 
     wide = target.model.get_input_embeddings().weight.shape[1]
     if wide != width:
-        raise UserError(f"head: the target's embeddings are {wide} wide and its hidden states {width}: EAGLE puts them "
-                        "side by side; use head=medusa")  # fmt: skip
+        raise UserError(
+            f"head: the target's embeddings are {wide} wide and its hidden states "
+            f"{width}: EAGLE puts them "
+            "side by side; use head=medusa"
+        )
     heads = get("num_attention_heads", default=1)
     rope = dict(get("rope_parameters", default={}))
-    rope = dict(rope.get("full_attention") or rope)  # families with a sliding window keep one set per layer type
+    rope = dict(
+        rope.get("full_attention") or rope
+    )  # families with a sliding window keep one set per layer type
     rope.pop("partial_rotary_factor", None)  # a Llama layer rotates whole heads
     return {
         "hidden_size": width,
-        "intermediate_size": get("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=4 * width),
+        "intermediate_size": get(
+            "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=4 * width
+        ),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": get("num_key_value_heads", default=heads),
         "head_dim": get("head_dim", default=width // heads),
         "hidden_act": get("hidden_act", "hidden_activation", "activation_function", default="silu"),
-        "rms_norm_eps": get("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", default=1e-6),
+        "rms_norm_eps": get(
+            "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", default=1e-6
+        ),
         "max_position_embeddings": min(target.context_length, 1 << 20),
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **rope},
-    }  # fmt: skip
+    }
 
 
 @dataclass
 class LayerShape:
-    """What layer_config gives, as a file tells it: the keys of a LlamaConfig that shape draft layers.
+    """What layer_config gives, as a file tells it: the keys of a LlamaConfig that shape draft
+    layers.
 
     rope_parameters: as transformers names them, by rope_type.
     """
@@ -94,7 +112,8 @@ class LayerShape:
             return found
         if self.num_attention_heads % self.num_key_value_heads:
             found.append(
-                f"num_key_value_heads: {self.num_key_value_heads} does not divide {self.num_attention_heads}"
+                f"num_key_value_heads: {self.num_key_value_heads} does not divide "
+                f"{self.num_attention_heads}"
             )
         if self.head_dim % 2:
             found.append(f"head_dim: {self.head_dim} is odd, and rotary positions turn pairs")
@@ -107,8 +126,8 @@ class LayerShape:
         return found or self._turns()
 
     def _turns(self) -> list[str]:
-        """What is wrong with the rotary positions: transformers has a rule for every type, so they
-        are tried."""
+        """What is wrong with the rotary positions: transformers has a rule for every type, so
+        they are tried."""
         kind = self.rope_parameters.get("rope_type", "default")
         if not isinstance(kind, str) or kind not in ("default", *ROPE_INIT_FUNCTIONS):
             return [
@@ -136,7 +155,8 @@ class LayerShape:
             )
         if self.num_hidden_layers != layers:
             found.append(
-                f"{key}.num_hidden_layers: {self.num_hidden_layers}, the head's config says {layers}"
+                f"{key}.num_hidden_layers: {self.num_hidden_layers}, the head's config "
+                f"says {layers}"
             )
         return found
 
@@ -146,17 +166,24 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., in] -> [.., out], in x's dtype."""
-        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        return F.linear(
+            x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
+        )
 
 
 class RMSNorm(LlamaRMSNorm):
-    """LlamaRMSNorm with a backward pass that re-uses the output; statistics in float32 or better."""
+    """LlamaRMSNorm with a backward pass that re-uses the output; statistics in float32 or
+    better.
+    """
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[.., D] -> [.., D], in the input's dtype."""
         if not torch.is_grad_enabled():  # decoding: one call instead of a graph node
             return F.rms_norm(
-                hidden_states, self.weight.shape, self.weight.to(hidden_states.dtype), self.variance_epsilon
+                hidden_states,
+                self.weight.shape,
+                self.weight.to(hidden_states.dtype),
+                self.variance_epsilon,
             )
         return _Norm.apply(hidden_states, self.weight, self.variance_epsilon)  # type: ignore[no-any-return]
 
@@ -180,25 +207,33 @@ class _Norm(torch.autograd.Function):
             into_weight = (grad * unit).flatten(0, -2).sum(0, dtype=wide).to(weight.dtype)
         if ctx.needs_input_grad[0]:
             inner = grad * weight.to(grad.dtype)
-            mean = (inner * unit).sum(-1, keepdim=True, dtype=wide).div_(unit.shape[-1]).to(unit.dtype)
+            mean = (
+                (inner * unit).sum(-1, keepdim=True, dtype=wide).div_(unit.shape[-1]).to(unit.dtype)
+            )
             into_x = torch.addcmul(inner, unit, mean, value=-1).mul_(scale)
         return into_x, into_weight, None
 
 
 def owned(module: nn.Module) -> nn.Module:
-    """Replace the plain linear layers and norms of a transformers module by the classes above, in place."""
+    """Replace the plain linear layers and norms of a transformers module by the classes above,
+    in place.
+    """
     for name, child in list(module.named_children()):
         if type(child) is nn.Linear:
-            setattr(module, name, Linear(child.in_features, child.out_features, child.bias is not None))
+            setattr(
+                module, name, Linear(child.in_features, child.out_features, child.bias is not None)
+            )
         else:
             owned(child)
     return module
 
 
 class DraftLayer(nn.Module):
-    """One layer. wide: the attention reads 2 D (normed embedding beside normed feature: EAGLE-3's first layer).
+    """One layer. wide: the attention reads 2 D (normed embedding beside normed feature:
+    EAGLE-3's first layer).
 
-    norm: the input norm of an ordinary layer; absent in EAGLE-1's first layer, and a wide layer is given its input.
+    norm: the input norm of an ordinary layer; absent in EAGLE-1's first layer, and a wide
+        layer is given its input.
     """
 
     def __init__(self, config: LlamaConfig, index: int, wide: bool, norm: bool) -> None:
@@ -208,18 +243,26 @@ class DraftLayer(nn.Module):
         if wide:
             for name in ("q_proj", "k_proj", "v_proj"):
                 setattr(
-                    self.self_attn, name, nn.Linear(2 * width, getattr(self.self_attn, name).out_features, bias=False)
+                    self.self_attn,
+                    name,
+                    nn.Linear(2 * width, getattr(self.self_attn, name).out_features, bias=False),
                 )
         owned(self.self_attn)
         self.mlp = owned(LlamaMLP(config))
         self.input_layernorm = RMSNorm(width, eps) if norm else None
         self.post_attention_layernorm = RMSNorm(width, eps)
 
-    def forward(self, residual: Tensor, x: Tensor, rope: Rope, keep: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """residual [.., D], x [.., D or 2 D]; keep: flat row numbers [n] that go on after the attention: [n, D]."""
+    def forward(
+        self, residual: Tensor, x: Tensor, rope: Rope, keep: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        """residual [.., D], x [.., D or 2 D]; keep: flat row numbers [n] that go on after the
+        attention: [n, D].
+        """
         attended = self.self_attn(hidden_states=x, position_embeddings=rope, **kwargs)[0]
         if keep is not None:
-            residual, attended = (take(t.reshape(-1, t.shape[-1]), keep) for t in (residual, attended))
+            residual, attended = (
+                take(t.reshape(-1, t.shape[-1]), keep) for t in (residual, attended)
+            )
         residual = residual + attended
         return residual + self.mlp(self.post_attention_layernorm(residual))
 
@@ -233,7 +276,9 @@ def rope_table(config: LlamaConfig, length: int, dtype: torch.dtype, device: tor
 
 
 def take(x: Tensor, rows: Tensor) -> Tensor:
-    """x[rows] for distinct `rows` [n] of x [N, ..]: its backward copies where index_select would add row by row."""
+    """x[rows] for distinct `rows` [n] of x [N, ..]: its backward copies where index_select
+    would add row by row.
+    """
     return _Take.apply(x, rows)  # type: ignore[no-any-return]
 
 

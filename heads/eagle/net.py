@@ -1,14 +1,16 @@
-"""The networks of EAGLE-1 and EAGLE-3: what training and decoding both run, so that they cannot drift apart.
+"""The networks of EAGLE-1 and EAGLE-3: what training and decoding both run, so that they
+cannot drift apart.
 
-Row t takes the target's features at t and the embedding of token t + 1, and predicts token t + 2; its rotary position
-is t. Its output `h` is the next row's feature when the drafter goes on by itself.
+Row t takes the target's features at t and the embedding of token t + 1, and predicts token t +
+2; its rotary position is t. Its output `h` is the next row's feature when the drafter goes on
+by itself.
 
-EAGLE-1 (Li et al. 2401.15077): x = fc(e, f); layers without an input norm at the first; h is the guess at f_{t+1}, read
-by the target's own frozen LM head.
-EAGLE-3 (Li et al. 2503.01840): g = fc(low, middle, high) for rows of the target only; the first layer's attention reads
-(norm(e), norm(g)) and adds to g itself; h is the next g; a final norm and an LM head of its own over a draft
-vocabulary.
-EAGLE-3.1: norm_before_fc norms each feature before fc; norm_output hands on the normed h.
+EAGLE-1 (Li et al. 2401.15077): x = fc(e, f); layers without an input norm at the first; h is
+the guess at f_{t+1}, read by the target's own frozen LM head. EAGLE-3 (Li et al. 2503.01840):
+g = fc(low, middle, high) for rows of the target only; the first layer's attention reads
+(norm(e), norm(g)) and adds to g itself; h is the next g; a final norm and an LM head of its
+own over a draft vocabulary. EAGLE-3.1: norm_before_fc norms each feature before fc;
+norm_output hands on the normed h.
 
 Shape letters: D width, Vd draft vocabulary, F tapped features.
 """
@@ -29,7 +31,9 @@ from heads.eagle.own_layer import FIX, KEY, CountingCache, Own, OwnLayer
 
 
 class EagleNet(nn.Module):
-    """Base of both. shape: keys of a LlamaConfig (layer_config). Weights are float32 at first; see DraftLayer."""
+    """Base of both. shape: keys of a LlamaConfig (layer_config). Weights are float32 at first;
+    see DraftLayer.
+    """
 
     config: LlamaConfig
     layers: nn.ModuleList
@@ -49,7 +53,11 @@ class EagleNet(nn.Module):
 
     def rope(self, length: int, dtype: torch.dtype, device: torch.device) -> Rope:
         """cos and sin [length, rotated width] of positions 0 .. length - 1."""
-        return self.own.rope(length, dtype, device) if self.own else rope_table(self.config, length, dtype, device)
+        return (
+            self.own.rope(length, dtype, device)
+            if self.own
+            else rope_table(self.config, length, dtype, device)
+        )
 
     def stack(self, wide: bool, norm: bool) -> nn.ModuleList:
         """The layers; wide, norm: of the first one, see DraftLayer."""
@@ -63,8 +71,12 @@ class EagleNet(nn.Module):
         """Target features [.., F, D] -> the first feature g [.., D]."""
         raise TypeError("a subclass defines it")
 
-    def advance(self, e: Tensor, g: Tensor, rope: Rope, keep: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """Embeddings and features [.., D] -> h [.., D], or [n, D] with `keep` (see DraftLayer)."""
+    def advance(
+        self, e: Tensor, g: Tensor, rope: Rope, keep: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        """Embeddings and features [.., D] -> h [.., D], or [n, D] with `keep` (see
+        DraftLayer).
+        """
         raise TypeError("a subclass defines it")
 
     def feed(self, h: Tensor) -> Tensor:
@@ -84,9 +96,13 @@ class EagleNet(nn.Module):
 
 
 class Eagle1Net(EagleNet):
-    """fc [D, 2 D] over (embedding, feature), layers; the LM head is the target's. fc_bias: with a bias in fc."""
+    """fc [D, 2 D] over (embedding, feature), layers; the LM head is the target's. fc_bias:
+    with a bias in fc.
+    """
 
-    def __init__(self, shape: dict[str, Any], fc_bias: bool = False, own: Own | None = None) -> None:
+    def __init__(
+        self, shape: dict[str, Any], fc_bias: bool = False, own: Own | None = None
+    ) -> None:
         super().__init__(shape, own)
         width = self.config.hidden_size
         self.fc = Linear(2 * width, width, bias=fc_bias)
@@ -96,7 +112,9 @@ class Eagle1Net(EagleNet):
         """The target's output feature itself."""
         return feats[..., 0, :]
 
-    def advance(self, e: Tensor, g: Tensor, rope: Rope, keep: Tensor | None = None, **kwargs: Any) -> Tensor:
+    def advance(
+        self, e: Tensor, g: Tensor, rope: Rope, keep: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
         """See EagleNet."""
         x = self.fc(torch.cat([e, g], -1))
         h = self.layers[0](x, x, rope, keep if len(self.layers) == 1 else None, **kwargs)
@@ -104,20 +122,31 @@ class Eagle1Net(EagleNet):
 
 
 class Eagle3Net(EagleNet):
-    """fc [D, F D] without bias, layers of which the first is wide, final norm, lm_head [Vd, D].
+    """fc [D, F D] without bias, layers of which the first is wide, final norm, lm_head [Vd,
+    D].
 
-    norm_joined: one norm over the features side by side before fc. norm_before_residual: the first layer adds to
-    norm(g), not to g. Neither is trained here; both occur in published heads.
+    norm_joined: one norm over the features side by side before fc. norm_before_residual: the
+    first layer adds to norm(g), not to g. Neither is trained here; both occur in published
+    heads.
     """
 
     def __init__(
-        self, shape: dict[str, Any], features: int, vocab: int, norm_before_fc: bool, norm_output: bool,
-        norm_joined: bool = False, norm_before_residual: bool = False, own: Own | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        shape: dict[str, Any],
+        features: int,
+        vocab: int,
+        norm_before_fc: bool,
+        norm_output: bool,
+        norm_joined: bool = False,
+        norm_before_residual: bool = False,
+        own: Own | None = None,
+    ) -> None:
         super().__init__(shape, own)
         width, eps = self.config.hidden_size, self.config.rms_norm_eps
         self.fc = Linear(features * width, width, bias=False)
-        self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in range(features)) if norm_before_fc else None
+        self.fc_norm = (
+            nn.ModuleList(RMSNorm(width, eps) for _ in range(features)) if norm_before_fc else None
+        )
         self.input_norm = RMSNorm(features * width, eps) if norm_joined else None
         self.embed_norm, self.hidden_norm = RMSNorm(width, eps), RMSNorm(width, eps)
         self.layers = self.stack(True, False)
@@ -130,10 +159,14 @@ class Eagle3Net(EagleNet):
         if self.input_norm is not None:
             feats = self.input_norm(feats.flatten(-2)).unflatten(-1, feats.shape[-2:])
         if self.fc_norm is not None:
-            return self.fc(torch.cat([norm(feats[..., i, :]) for i, norm in enumerate(self.fc_norm)], -1))
+            return self.fc(
+                torch.cat([norm(feats[..., i, :]) for i, norm in enumerate(self.fc_norm)], -1)
+            )
         return self.fc(feats.flatten(-2))
 
-    def advance(self, e: Tensor, g: Tensor, rope: Rope, keep: Tensor | None = None, **kwargs: Any) -> Tensor:
+    def advance(
+        self, e: Tensor, g: Tensor, rope: Rope, keep: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
         """See EagleNet."""
         normed = self.hidden_norm(g)
         x = torch.cat([self.embed_norm(e), normed], -1)
@@ -152,8 +185,8 @@ class Eagle3Net(EagleNet):
 
 @torch.no_grad()
 def try_own(net: EagleNet) -> None:
-    """Run both kinds of training pass and a decoding pass over a few random rows. Raises UserError when the target's
-    layer class does not take them."""
+    """Run both kinds of training pass and a decoding pass over a few random rows. Raises
+    UserError when the target's layer class does not take them."""
     memory, generator = Memory((1, 3), torch.arange(3)), torch.Generator().manual_seed(0)
     e, g = torch.randn(2, 1, 3, net.width, generator=generator)
     cos, sin = net.rope(4, e.dtype, e.device)
@@ -162,13 +195,21 @@ def try_own(net: EagleNet) -> None:
         for step in range(2):
             memory.step = step
             rope = (cos[None, step : step + 3], sin[None, step : step + 3])
-            h = net.advance(e, g, rope, torch.arange(3) if step == 0 else None, memory=memory).reshape(1, 3, -1)
+            h = net.advance(
+                e, g, rope, torch.arange(3) if step == 0 else None, memory=memory
+            ).reshape(1, 3, -1)
         net.attend(attention.NAME)
-        net.advance(e, g, (cos[None, :3], sin[None, :3]), past_key_values=(cache := CountingCache()))
+        net.advance(
+            e, g, (cos[None, :3], sin[None, :3]), past_key_values=(cache := CountingCache())
+        )
         net.attend(NAME)
     except Exception as error:  # classes of other people, see OwnLayer
         line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{KEY}; {name} does not take the inputs of a drafter ({line}); {FIX}") from None
+        raise UserError(
+            f"{KEY}; {name} does not take the inputs of a drafter ({line}); {FIX}"
+        ) from None
     used = len(memory.first) == len(memory.later) == cache.written == len(net.layers)
     if not (used and bool(h.isfinite().all())):
-        raise UserError(f"{KEY}; {name} does not use the attention or the cache that it is told to; {FIX}")
+        raise UserError(
+            f"{KEY}; {name} does not use the attention or the cache that it is told to; {FIX}"
+        )

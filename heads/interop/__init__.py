@@ -1,7 +1,7 @@
 """Heads in other programs' formats: LAYOUTS is the only table where formats meet their files.
 
-    config, tensors = find_layout("vllm", head).write(head, target, facts, torch.float32)
-    head = detect(foreign, "auto").read(foreign, target)
+config, tensors = find_layout("vllm", head).write(head, target, facts, torch.float32)
+head = detect(foreign, "auto").read(foreign, target)
 """
 
 from __future__ import annotations
@@ -17,22 +17,44 @@ from heads.interop.medusa import MedusaOriginal, MedusaVllm
 from heads.interop.reading import MANIFEST, Foreign, exported, read_folder
 from heads.interop.speculators import Speculators
 
-__all__ = ["FORMATS", "LAYOUTS", "MANIFEST", "Facts", "Foreign", "Layout", "detect", "exported", "find_layout",
-           "read_folder"]  # fmt: skip
+__all__ = [
+    "FORMATS",
+    "LAYOUTS",
+    "MANIFEST",
+    "Facts",
+    "Foreign",
+    "Layout",
+    "detect",
+    "exported",
+    "find_layout",
+    "read_folder",
+]
 
 LAYOUTS: dict[tuple[str, str], Layout] = {
     (layout.format, layout.kind): layout
-    for layout in (MedusaVllm(), MedusaOriginal(), Eagle1Vllm(), Eagle1Sglang(), Eagle1Original(), Eagle3Vllm(),
-                   Eagle3Sglang(), Eagle3Original(), Speculators())
+    for layout in (
+        MedusaVllm(),
+        MedusaOriginal(),
+        Eagle1Vllm(),
+        Eagle1Sglang(),
+        Eagle1Original(),
+        Eagle3Vllm(),
+        Eagle3Sglang(),
+        Eagle3Original(),
+        Speculators(),
+    )
 }
 FORMATS = ("vllm", "speculators", "sglang", "medusa", "eagle", "transformers")
 UNSERVED = {
-    "hydra_heads": "no engine serves Hydra heads (each reads the tokens drafted before it); the nearest that is "
-                   "served: head=medusa (format=vllm or medusa), or head=eagle3",
-    "medusa2": "its heads belong to the target as they tuned it, and an engine would run the untuned one; the nearest "
-               "that is served: the Medusa heads of its first stage (head=medusa, format=vllm)",
-    "small_lm": "a separate draft is an ordinary model: export it with format=transformers, which vLLM and SGLang "
-                "serve",
+    "hydra_heads": "no engine serves Hydra heads (each reads the tokens drafted before "
+    "it); the nearest that is "
+    "served: head=medusa (format=vllm or medusa), or head=eagle3",
+    "medusa2": "its heads belong to the target as they tuned it, and an engine would run "
+    "the untuned one; the nearest "
+    "that is served: the Medusa heads of its first stage (head=medusa, format=vllm)",
+    "small_lm": "a separate draft is an ordinary model: export it with "
+    "format=transformers, which vLLM and SGLang "
+    "serve",
 }
 
 
@@ -45,25 +67,41 @@ def find_layout(format: str, head: Head) -> Layout:
         return found
     works = [f for f, kind in LAYOUTS if kind == head.kind]
     if format == "transformers":
-        reason = f"only separate draft models are plain transformers folders, this is a {head.kind} head"
+        reason = (
+            f"only separate draft models are plain transformers folders, this is a {head.kind} head"
+        )
     else:
         reason = f"it has no layout for {head.kind} heads"
-    raise UserError(f"format={format}: {reason}; the nearest that is served: format={' or '.join(works) or 'none'}")
+    raise UserError(
+        f"format={format}: {reason}; the nearest that is served: "
+        f"format={' or '.join(works) or 'none'}"
+    )
 
 
 def detect(foreign: Foreign, format: str) -> Layout:
-    """The layout of a folder; `format` other than "auto" must agree with what it holds. Raises UserError otherwise."""
+    """The layout of a folder; `format` other than "auto" must agree with what it holds. Raises
+    UserError otherwise.
+    """
     kind, natural = _kind(foreign)
     chosen = natural if format == "auto" else format
     if (chosen, kind) not in LAYOUTS:
         works = [f for f, k in LAYOUTS if k == kind]
-        raise UserError(f"format={format}: {foreign.folder} holds a {kind} head, and {format} has no layout for it; "
-                        f"use format={' or '.join(works)}, or auto")
+        raise UserError(
+            f"format={format}: {foreign.folder} holds a {kind} head, and {format} has no "
+            "layout for it; "
+            f"use format={' or '.join(works)}, or auto"
+        )
     if format != "auto" and format != natural and "speculators" in (format, natural):
-        raise UserError(f"format={format}: {foreign.folder} is in the format {natural}; use format={natural}, or auto")
+        raise UserError(
+            f"format={format}: {foreign.folder} is in the format {natural}; use "
+            f"format={natural}, or auto"
+        )
     if kind == "medusa" and chosen != natural and format != "auto":
-        raise UserError(f"format={format}: the names in {foreign.folder} are those of format={natural}; use that, or "
-                        "auto")
+        raise UserError(
+            f"format={format}: the names in {foreign.folder} are those of "
+            f"format={natural}; use that, or "
+            "auto"
+        )
     return LAYOUTS[chosen, kind]
 
 
@@ -84,11 +122,20 @@ def _kind(foreign: Foreign) -> tuple[str, str]:
         if three:
             return "eagle3", "eagle" if arch == "LlamaForCausalLM" else _ours(foreign, "vllm")
         return "eagle1", "sglang" if arch == "LlamaForCausalLMEagle" else _ours(foreign, "eagle")
-    if any(n.endswith(("embed_tokens.weight", "wte.weight")) for n in names) and "model_type" in config:
-        raise UserError(f"{foreign.folder}: a whole language model, not a head; it needs no import: name the folder as "
-                        "a drafter")
+    if (
+        any(n.endswith(("embed_tokens.weight", "wte.weight")) for n in names)
+        and "model_type" in config
+    ):
+        raise UserError(
+            f"{foreign.folder}: a whole language model, not a head; it needs no import: "
+            "name the folder as "
+            "a drafter"
+        )
     shown = ", ".join(sorted(names)[:4])
-    raise UserError(f"{foreign.folder}: no known head ({shown}, ..); Medusa, EAGLE-1, EAGLE-3 and speculators are read")
+    raise UserError(
+        f"{foreign.folder}: no known head ({shown}, ..); Medusa, EAGLE-1, EAGLE-3 and "
+        "speculators are read"
+    )
 
 
 def _ours(foreign: Foreign, default: str) -> str:

@@ -1,11 +1,11 @@
 """EAGLE-1 heads for vLLM, SGLang and in the layout of the original repository.
 
-vLLM's loader drops fc.bias without a word; SGLang and the original code have one always, so it is written there as
-zeros.
-The LM head is the target's, over the whole vocabulary: a draft vocabulary is a matter of our engine and is not
-exported.
+vLLM's loader drops fc.bias without a word; SGLang and the original code have one always, so it
+is written there as zeros. The LM head is the target's, over the whole vocabulary: a draft
+vocabulary is a matter of our engine and is not exported.
 
-Shape letters: D width, V vocabulary, A query heads x head size, G key heads x head size, I width of the MLP.
+Shape letters: D width, V vocabulary, A query heads x head size, G key heads x head size, I
+width of the MLP.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ LAYER = "net.layers.0."
 
 
 def body(theirs: str, wide: str) -> list[Row]:
-    """The rows that EAGLE-1 and EAGLE-3 share. theirs: prefix of the layer; wide: width of what the attention reads."""
+    """The rows that EAGLE-1 and EAGLE-3 share. theirs: prefix of the layer; wide: width of
+    what the attention reads.
+    """
     ours = LAYER
     return [
         Row(f"{theirs}self_attn.q_proj.weight", f"{ours}self_attn.q_proj.weight", f"A {wide}"),
@@ -38,40 +40,67 @@ def body(theirs: str, wide: str) -> list[Row]:
         Row(f"{theirs}mlp.gate_proj.weight", f"{ours}mlp.gate_proj.weight", "I D"),
         Row(f"{theirs}mlp.up_proj.weight", f"{ours}mlp.up_proj.weight", "I D"),
         Row(f"{theirs}mlp.down_proj.weight", f"{ours}mlp.down_proj.weight", "D I"),
-        Row(f"{theirs}post_attention_layernorm.weight", f"{ours}post_attention_layernorm.weight", "D"),
+        Row(
+            f"{theirs}post_attention_layernorm.weight",
+            f"{ours}post_attention_layernorm.weight",
+            "D",
+        ),
     ]
 
 
 def layer_sizes(layer: dict[str, Any], vocab: int) -> dict[str, int]:
     """The letters of a draft layer."""
     size = layer["head_dim"]
-    return {"D": layer["hidden_size"], "V": vocab, "I": layer["intermediate_size"],
-            "A": layer["num_attention_heads"] * size, "G": layer["num_key_value_heads"] * size}
+    return {
+        "D": layer["hidden_size"],
+        "V": vocab,
+        "I": layer["intermediate_size"],
+        "A": layer["num_attention_heads"] * size,
+        "G": layer["num_key_value_heads"] * size,
+    }
 
 
 def layer_refusals(head: Any) -> list[str]:
     """Why no engine can run this draft layer."""
     found, layer = [], head.config_json()["layer"]
     if head.cfg.layer != "llama":
-        found.append("head.layer: target; engines run Llama-style layers for every target; the nearest that is served: "
-                     "train with head.layer=llama")
+        found.append(
+            "head.layer: target; engines run Llama-style layers for every target; the "
+            "nearest that is served: "
+            "train with head.layer=llama"
+        )
     if layer["num_hidden_layers"] != 1:
-        found.append(f"head.layers: {layer['num_hidden_layers']} layers; engines differ on further layers (names and "
-                     "norms), and only one is checked here; the nearest that is served: train with head.layers=1")
+        found.append(
+            f"head.layers: {layer['num_hidden_layers']} layers; engines differ on "
+            "further layers (names and "
+            "norms), and only one is checked here; the nearest that is served: train "
+            "with head.layers=1"
+        )
     if layer["hidden_act"] != "silu":
-        found.append(f"head: its MLP uses {layer['hidden_act']}, as the target's does; the engines' Llama layers know "
-                     "silu alone; the nearest that is served: head=medusa with format=vllm")
+        found.append(
+            f"head: its MLP uses {layer['hidden_act']}, as the target's does; the "
+            "engines' Llama layers know "
+            "silu alone; the nearest that is served: head=medusa with format=vllm"
+        )
     return found
 
 
 def check_layer(foreign: Foreign, layer: dict[str, Any], target: Target) -> None:
     """A draft layer that this repository can run with this target. Raises UserError otherwise."""
     if layer["num_hidden_layers"] != 1:
-        refuse(foreign, [f"num_hidden_layers: {layer['num_hidden_layers']}; draft heads of one layer are read"])
+        refuse(
+            foreign,
+            [f"num_hidden_layers: {layer['num_hidden_layers']}; draft heads of one layer are read"],
+        )
     said = foreign.config.get("target_hidden_size")
     if layer["hidden_size"] != target.hidden_size or said not in (None, target.hidden_size):
-        refuse(foreign, [f"hidden_size: {layer['hidden_size']} (target_hidden_size {said}); the target's is "
-                         f"{target.hidden_size}: give the target that the head was trained for"])
+        refuse(
+            foreign,
+            [
+                f"hidden_size: {layer['hidden_size']} (target_hidden_size {said}); the target's is "
+                f"{target.hidden_size}: give the target that the head was trained for"
+            ],
+        )
 
 
 class Eagle1Vllm(Layout):
@@ -84,51 +113,85 @@ class Eagle1Vllm(Layout):
         """See Layout."""
         found = super().refusals(head, facts) + layer_refusals(head)
         if head.cfg.fc_bias and not self.bias and bool(head.net.fc.bias.any()):
-            found.append("head.fc_bias: vLLM drops the bias of fc without a word, and this one is not zero; the "
-                         "nearest that is served: format=sglang, or a head trained here (no bias)")
+            found.append(
+                "head.fc_bias: vLLM drops the bias of fc without a word, and this one is "
+                "not zero; the "
+                "nearest that is served: format=sglang, or a head trained here (no bias)"
+            )
         return found
 
     def rows(self, sizes: Sizes) -> list[Row]:
         """See Layout."""
         own = Row("fc.bias", "net.fc.bias" if sizes["own_bias"] else "", "D", when="bias")
-        return [Row("fc.weight", "net.fc.weight", "D 2*D"), own, *body("layers.0.", "D"),
-                Row("embed_tokens.weight", "", "V D", when="embed", optional=True),
-                Row("lm_head.weight", "", "V D", when="embed", optional=True)]
+        return [
+            Row("fc.weight", "net.fc.weight", "D 2*D"),
+            own,
+            *body("layers.0.", "D"),
+            Row("embed_tokens.weight", "", "V D", when="embed", optional=True),
+            Row("lm_head.weight", "", "V D", when="embed", optional=True),
+        ]
 
     def sizes(self, head: Any, facts: Facts) -> dict[str, int]:
         """See Layout."""
-        return {**layer_sizes(head.config_json()["layer"], facts.vocab), "bias": int(self.bias),
-                "own_bias": int(head.cfg.fc_bias), "embed": 0}
+        return {
+            **layer_sizes(head.config_json()["layer"], facts.vocab),
+            "bias": int(self.bias),
+            "own_bias": int(head.cfg.fc_bias),
+            "embed": 0,
+        }
 
     def extras(self, head: Any, target: Target) -> dict[str, Tensor]:
         """See Layout."""
         fc = head.net.fc
-        return {"fc.bias": torch.zeros(fc.weight.shape[0])} if self.bias and not head.cfg.fc_bias else {}
+        return (
+            {"fc.bias": torch.zeros(fc.weight.shape[0])}
+            if self.bias and not head.cfg.fc_bias
+            else {}
+        )
 
     def config(self, head: Any, facts: Facts, dtype: str) -> dict[str, Any]:
         """See Layout."""
         scale = {} if facts.scale == 1 else {"logit_scale": facts.scale}
-        return {"architectures": [self.architecture], **llama.fields(head.config_json()["layer"], facts, dtype),
-                **({"bias": True} if self.bias else {}), **scale}
+        return {
+            "architectures": [self.architecture],
+            **llama.fields(head.config_json()["layer"], facts, dtype),
+            **({"bias": True} if self.bias else {}),
+            **scale,
+        }
 
     def read(self, foreign: Foreign, target: Target) -> Head:
         """See Layout. A bias of zeros is dropped, another one kept (head.fc_bias)."""
         layer = llama.layer(foreign, foreign.config)
         check_layer(foreign, layer, target)
-        tensors = {k: v for k, v in foreign.tensors.items() if not k.endswith("rotary_emb.inv_freq")}
+        tensors = {
+            k: v for k, v in foreign.tensors.items() if not k.endswith("rotary_emb.inv_freq")
+        }
         there = "fc.bias" in tensors
         wants = bool(foreign.config.get("bias", there))
         if there and foreign.config.get("bias") is False:
-            refuse(foreign, ["fc.bias: a bias where none is expected: bias in config.json is false"])
+            refuse(
+                foreign, ["fc.bias: a bias where none is expected: bias in config.json is false"]
+            )
         keep = there and bool(tensors["fc.bias"].any())
-        sizes = {**layer_sizes(layer, target.vocab_size), "bias": int(wants), "own_bias": int(keep), "embed": 1}
+        sizes = {
+            **layer_sizes(layer, target.vocab_size),
+            "bias": int(wants),
+            "own_bias": int(keep),
+            "embed": 1,
+        }
         state = self.checked(foreign, sizes, tensors)
-        for name, own in (("embed_tokens.weight", target.model.get_input_embeddings().weight),
-                          ("lm_head.weight", target.lm_head_weight)):
+        for name, own in (
+            ("embed_tokens.weight", target.model.get_input_embeddings().weight),
+            ("lm_head.weight", target.lm_head_weight),
+        ):
             if name in tensors:
                 check_same(foreign, name, tensors[name], own)
-        cfg = EagleConfig(kind="eagle1", draft_vocab=0, steps=1, step_decay=1.0, feature_loss=1.0, fc_bias=keep)
-        head = Eagle1Head.build(cfg, layer, (target.num_layers,), target.vocab_size, target.num_layers)
+        cfg = EagleConfig(
+            kind="eagle1", draft_vocab=0, steps=1, step_decay=1.0, feature_loss=1.0, fc_bias=keep
+        )
+        head = Eagle1Head.build(
+            cfg, layer, (target.num_layers,), target.vocab_size, target.num_layers
+        )
         head.load_state_dict(state)
         return head.to(target.device)
 
@@ -141,7 +204,9 @@ class Eagle1Sglang(Eagle1Vllm):
 
 
 class Eagle1Original(Eagle1Vllm):
-    """The original repository: the embedding always comes from the target, fc has a bias by default."""
+    """The original repository: the embedding always comes from the target, fc has a bias by
+    default.
+    """
 
     format, engine, serves = "eagle", "the original EAGLE code", engines.EAGLE_CODE
     architecture, bias = "LlamaForCausalLM", True
@@ -150,5 +215,8 @@ class Eagle1Original(Eagle1Vllm):
 def draft_vocab_note(head: Any) -> str:
     """What the export says of a draft vocabulary that engines do not know; "" without one."""
     size = head.cfg.draft_vocab
-    return f"trained with a draft vocabulary of {size}; engines score the whole vocabulary" if size else ""
-
+    return (
+        f"trained with a draft vocabulary of {size}; engines score the whole vocabulary"
+        if size
+        else ""
+    )

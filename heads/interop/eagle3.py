@@ -1,11 +1,13 @@
-"""EAGLE-3 heads for vLLM and SGLang (one file serves both) and in the layout of the original repository.
+"""EAGLE-3 heads for vLLM and SGLang (one file serves both) and in the layout of the original
+repository.
 
-Names that differ in meaning: what this repository calls norm_before_fc (a norm for each tapped feature, EAGLE-3.1) is
-`fc_norm` there; their `norm_before_fc` is one norm over the features side by side (head.norm_joined here).
+Names that differ in meaning: what this repository calls norm_before_fc (a norm for each tapped
+feature, EAGLE-3.1) is `fc_norm` there; their `norm_before_fc` is one norm over the features
+side by side (head.norm_joined here).
 
-Inner layers: our tap k is hidden_states[k], the input of layer k. vLLM reads the top-level list as k and sorts it;
-SGLang
-reads the nested list and adds one. Heads with the default taps name no layers at all, others both lists: k and k - 1.
+Inner layers: our tap k is hidden_states[k], the input of layer k. vLLM reads the top-level
+list as k and sorts it; SGLang reads the nested list and adds one. Heads with the default taps
+name no layers at all, others both lists: k and k - 1.
 
 Shape letters: as in eagle1.py, and F tapped features, Vd draft vocabulary.
 """
@@ -27,8 +29,12 @@ from heads.interop.layout import Facts, Layout, check_draft_map, check_same, ref
 from heads.interop.reading import Foreign
 from heads.interop.table import Row, Sizes
 
-NORMS = {"norm_before_fc": "fc_norm", "norm_joined": "norm_before_fc", "norm_output": "norm_output",
-         "norm_before_residual": "norm_before_residual"}  # fmt: skip  # ours -> theirs
+NORMS = {
+    "norm_before_fc": "fc_norm",
+    "norm_joined": "norm_before_fc",
+    "norm_output": "norm_output",
+    "norm_before_residual": "norm_before_residual",
+}  # ours -> theirs
 
 
 class Eagle3Vllm(Layout):
@@ -44,15 +50,24 @@ class Eagle3Vllm(Layout):
         found = super().refusals(head, facts) + layer_refusals(head)
         unknown = [key for key in NORMS if getattr(head.cfg, key) and key not in self.norms]
         if unknown:
-            found.append(f"head.{unknown[0]}: {self.engine} has no such norm; the nearest that is served: format=vllm, "
-                         f"or train with head.{unknown[0]}=false")
+            found.append(
+                f"head.{unknown[0]}: {self.engine} has no such norm; the nearest that is "
+                "served: format=vllm, "
+                f"or train with head.{unknown[0]}=false"
+            )
         taps = head.taps
         if list(taps) != sorted(set(taps)):
-            found.append(f"head.taps: {list(taps)} do not ascend, and engines sort them; the nearest that is served: "
-                         "train with ascending taps")
+            found.append(
+                f"head.taps: {list(taps)} do not ascend, and engines sort them; the "
+                "nearest that is served: "
+                "train with ascending taps"
+            )
         if facts.layers in taps:
-            found.append(f"head.taps: {facts.layers} is the output after the final norm here, and before it in "
-                         f"engines; the nearest that is served: train with taps below {facts.layers}")
+            found.append(
+                f"head.taps: {facts.layers} is the output after the final norm here, and "
+                "before it in "
+                f"engines; the nearest that is served: train with taps below {facts.layers}"
+            )
         return found
 
     def rows(self, sizes: Sizes) -> list[Row]:
@@ -73,10 +88,15 @@ class Eagle3Vllm(Layout):
 
     def sizes(self, head: Any, facts: Facts) -> dict[str, int]:
         """See Layout."""
-        return {**layer_sizes(head.config_json()["layer"], facts.vocab), "F": len(head.taps),
-                "Vd": head.cfg.draft_vocab or facts.vocab, "map": int(head.cfg.draft_vocab > 0),
-                "fc_norm": int(head.cfg.norm_before_fc), "input_norm": int(head.cfg.norm_joined),
-                "embed": int(self.embeds)}
+        return {
+            **layer_sizes(head.config_json()["layer"], facts.vocab),
+            "F": len(head.taps),
+            "Vd": head.cfg.draft_vocab or facts.vocab,
+            "map": int(head.cfg.draft_vocab > 0),
+            "fc_norm": int(head.cfg.norm_before_fc),
+            "input_norm": int(head.cfg.norm_joined),
+            "embed": int(self.embeds),
+        }
 
     def extras(self, head: Any, target: Target) -> dict[str, Tensor]:
         """See Layout."""
@@ -88,15 +108,24 @@ class Eagle3Vllm(Layout):
         taps = list(head.taps)
         ids: dict[str, Any] = {}
         if tuple(taps) != facts.default_taps:
-            ids = {"eagle_aux_hidden_state_layer_ids": taps,
-                   "eagle_config": {"eagle_aux_hidden_state_layer_ids": [k - 1 for k in taps]}}
-        return {"architectures": ["LlamaForCausalLMEagle3"],
-                **llama.fields(head.config_json()["layer"], facts, dtype),
-                "draft_vocab_size": head.cfg.draft_vocab or facts.vocab, "target_hidden_size": facts.hidden,
-                "num_aux_hidden_states": len(taps), **{t: getattr(head.cfg, o) for o, t in NORMS.items()}, **ids}
+            ids = {
+                "eagle_aux_hidden_state_layer_ids": taps,
+                "eagle_config": {"eagle_aux_hidden_state_layer_ids": [k - 1 for k in taps]},
+            }
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            **llama.fields(head.config_json()["layer"], facts, dtype),
+            "draft_vocab_size": head.cfg.draft_vocab or facts.vocab,
+            "target_hidden_size": facts.hidden,
+            "num_aux_hidden_states": len(taps),
+            **{t: getattr(head.cfg, o) for o, t in NORMS.items()},
+            **ids,
+        }
 
     def taps(self, foreign: Foreign, target: Target) -> tuple[int, ...]:
-        """The taps that a config means: vLLM's list, else the nested one as vLLM reads it, else the default."""
+        """The taps that a config means: vLLM's list, else the nested one as vLLM reads it,
+        else the default.
+        """
         config = foreign.config
         nested = config.get("eagle_config")
         given = config.get("eagle_aux_hidden_state_layer_ids")
@@ -106,11 +135,20 @@ class Eagle3Vllm(Layout):
         if not given:
             return (2, deep // 2, deep - 3)
         if not isinstance(given, list) or not all(isinstance(k, int) for k in given):
-            refuse(foreign, [f"eagle_aux_hidden_state_layer_ids: {given!r}; expected a list of whole numbers"])
+            refuse(
+                foreign,
+                [f"eagle_aux_hidden_state_layer_ids: {given!r}; expected a list of whole numbers"],
+            )
         wrong = [k for k in given if not 0 <= k < deep]
         if wrong or given != sorted(set(given)):
-            refuse(foreign, [f"eagle_aux_hidden_state_layer_ids: {given}; expected ascending numbers among the "
-                             f"target's layers 0..{deep - 1}"])
+            refuse(
+                foreign,
+                [
+                    f"eagle_aux_hidden_state_layer_ids: {given}; expected ascending "
+                    "numbers among the "
+                    f"target's layers 0..{deep - 1}"
+                ],
+            )
         return tuple(given)
 
     def described(self, foreign: Foreign) -> dict[str, Any]:
@@ -131,7 +169,9 @@ class Eagle3Vllm(Layout):
                 tensors[name] = tensor
         there = "d2t" in tensors
         if "lm_head.weight" not in tensors and not there:
-            tensors["lm_head.weight"] = (target.lm_head_weight.detach() * target.head.scale).float().cpu()
+            tensors["lm_head.weight"] = (
+                (target.lm_head_weight.detach() * target.head.scale).float().cpu()
+            )
         taps = self.taps(foreign, target)
         size = tensors["d2t"].numel() if there else target.vocab_size
         said = config.get("draft_vocab_size")
@@ -141,14 +181,25 @@ class Eagle3Vllm(Layout):
         nested = config.get("eagle_config")
         if isinstance(nested, dict) and "norm_before_fc" in nested:
             flags["norm_joined"] = bool(nested["norm_before_fc"])
-        sizes = {**layer_sizes(layer, target.vocab_size), "F": len(taps), "Vd": size, "map": int(there),
-                 "fc_norm": int(flags["norm_before_fc"]), "input_norm": int(flags["norm_joined"]), "embed": 1}
+        sizes = {
+            **layer_sizes(layer, target.vocab_size),
+            "F": len(taps),
+            "Vd": size,
+            "map": int(there),
+            "fc_norm": int(flags["norm_before_fc"]),
+            "input_norm": int(flags["norm_joined"]),
+            "embed": 1,
+        }
         state = self.checked(foreign, sizes, tensors)
         if there:
             check_draft_map(foreign, tensors, target.vocab_size)
         if "embed_tokens.weight" in tensors:
-            check_same(foreign, "embed_tokens.weight", tensors["embed_tokens.weight"],
-                       target.model.get_input_embeddings().weight)
+            check_same(
+                foreign,
+                "embed_tokens.weight",
+                tensors["embed_tokens.weight"],
+                target.model.get_input_embeddings().weight,
+            )
         cfg = EagleConfig(kind="eagle3", taps=list(taps), draft_vocab=size if there else 0, **flags)
         head = Eagle3Head.build(cfg, layer, taps, target.vocab_size, target.num_layers)
         head.load_state_dict(state)
@@ -165,8 +216,11 @@ class Eagle3Sglang(Eagle3Vllm):
         """See Layout."""
         found = super().refusals(head, facts)
         if 0 in head.taps:
-            found.append("head.taps: SGLang cannot name the embeddings (its number would be -1); the nearest that is "
-                         "served: format=vllm, or train with taps from 1 on")
+            found.append(
+                "head.taps: SGLang cannot name the embeddings (its number would be -1); "
+                "the nearest that is "
+                "served: format=vllm, or train with taps from 1 on"
+            )
         return found
 
 
@@ -180,12 +234,18 @@ class Eagle3Original(Eagle3Vllm):
         """See Layout."""
         found = super().refusals(head, facts)
         if tuple(head.taps) != facts.default_taps:
-            found.append(f"head.taps: {list(head.taps)}; the original code reads {list(facts.default_taps)} always; "
-                         "the nearest that is served: format=vllm")
+            found.append(
+                f"head.taps: {list(head.taps)}; the original code reads "
+                f"{list(facts.default_taps)} always; "
+                "the nearest that is served: format=vllm"
+            )
         return found
 
     def config(self, head: Any, facts: Facts, dtype: str) -> dict[str, Any]:
         """See Layout."""
         keys = ("target_hidden_size", "num_aux_hidden_states", *NORMS.values())
         config = super().config(head, facts, dtype)
-        return {**{k: v for k, v in config.items() if k not in keys}, "architectures": ["LlamaForCausalLM"]}
+        return {
+            **{k: v for k, v in config.items() if k not in keys},
+            "architectures": ["LlamaForCausalLM"],
+        }

@@ -1,6 +1,8 @@
-"""What a layout is: the tables, the config.json and the refusals of one kind of head in one engine's format.
+"""What a layout is: the tables, the config.json and the refusals of one kind of head in one
+engine's format.
 
-`write` and `read` are all that scripts use. A new format is one file with a subclass and a line in LAYOUTS.
+`write` and `read` are all that scripts use. A new format is one file with a subclass and a
+line in LAYOUTS.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from heads.interop.table import Row, Sizes, problems, to_ours, to_theirs
 
 @dataclass(frozen=True)
 class Facts:
-    """What an export says about the target. name: what the engine loads it by. architecture: its transformers class."""
+    """What an export says about the target. name: what the engine loads it by. architecture:
+    its transformers class.
+    """
 
     name: str
     architecture: str
@@ -37,18 +41,30 @@ class Facts:
     def of(cls, target: Target, name: str) -> Facts:
         """Read off a loaded target."""
         given = getattr(target.model.config, "architectures", None) or [type(target.model).__name__]
-        return cls(name, str(given[0]), target.hidden_size, target.vocab_size, target.num_layers, target.context_length,
-                   getattr(target.config, "bos_token_id", None), list(target.eos_ids), float(target.head.scale))
+        return cls(
+            name,
+            str(given[0]),
+            target.hidden_size,
+            target.vocab_size,
+            target.num_layers,
+            target.context_length,
+            getattr(target.config, "bos_token_id", None),
+            list(target.eos_ids),
+            float(target.head.scale),
+        )
 
     @property
     def default_taps(self) -> tuple[int, ...]:
-        """The inner layers that vLLM, SGLang and the original EAGLE code read when a config names none."""
+        """The inner layers that vLLM, SGLang and the original EAGLE code read when a config
+        names none.
+        """
         return (2, self.layers // 2, self.layers - 3)
 
 
 class Layout:
-    """One kind of head in one format. needs: tensors of the target that an export holds (for the message when the
-    target is not there); serves: architectures of targets that the engine takes (None: not restricted)."""
+    """One kind of head in one format. needs: tensors of the target that an export holds (for
+    the message when the target is not there); serves: architectures of targets that the engine
+    takes (None: not restricted)."""
 
     format: ClassVar[str] = ""
     kind: ClassVar[str] = ""
@@ -57,12 +73,21 @@ class Layout:
     serves: ClassVar[frozenset[str] | None] = None
 
     def refusals(self, head: Any, facts: Facts) -> list[str]:
-        """Why this head cannot go into this layout, each with the nearest thing that works; [] when it can."""
+        """Why this head cannot go into this layout, each with the nearest thing that works; []
+        when it can.
+        """
         found = []
         if self.serves is not None and facts.architecture not in self.serves:
-            near = ", ".join(sorted(n for n in self.serves if n.startswith(("Llama", "Qwen", "Mistral", "Gemma")))[:6])
-            found.append(f"target: {self.engine} serves no {self.kind} head on {facts.architecture}; it does on {near} "
-                         "and others: choose another format, or decode with this repository's own engine")
+            near = ", ".join(
+                sorted(
+                    n for n in self.serves if n.startswith(("Llama", "Qwen", "Mistral", "Gemma"))
+                )[:6]
+            )
+            found.append(
+                f"target: {self.engine} serves no {self.kind} head on "
+                f"{facts.architecture}; it does on {near} "
+                "and others: choose another format, or decode with this repository's own engine"
+            )
         return found
 
     def needs(self, head: Any) -> list[str]:
@@ -89,26 +114,43 @@ class Layout:
         """Our tensors as the table names them; `dtype` is what they will be written in."""
         return head.state_dict()
 
-    def write(self, head: Any, target: Target, facts: Facts, dtype: torch.dtype) -> tuple[dict, dict[str, Tensor]]:
+    def write(
+        self, head: Any, target: Target, facts: Facts, dtype: torch.dtype
+    ) -> tuple[dict, dict[str, Tensor]]:
         """(config.json, tensors). Raises UserError with every refusal."""
         refused = self.refusals(head, facts)
         if refused:
             raise UserError(f"format={self.format}: " + "; ".join(refused))
         sizes = self.sizes(head, facts)
-        tensors = to_theirs(self.rows(sizes), sizes, self.state(head, target, dtype)) | self.extras(head, target)
-        out = {k: v.detach().to("cpu", dtype if v.is_floating_point() else v.dtype).clone().contiguous()
-               for k, v in tensors.items()}
+        tensors = to_theirs(self.rows(sizes), sizes, self.state(head, target, dtype)) | self.extras(
+            head, target
+        )
+        out = {
+            k: v.detach()
+            .to("cpu", dtype if v.is_floating_point() else v.dtype)
+            .clone()
+            .contiguous()
+            for k, v in tensors.items()
+        }
         wrong = problems(self.rows(sizes), sizes, out)
         if wrong:
-            raise UserError(f"format={self.format}: the head does not fit the layout ({'; '.join(wrong[:3])})")
+            raise UserError(
+                f"format={self.format}: the head does not fit the layout ({'; '.join(wrong[:3])})"
+            )
         return self.config(head, facts, str(dtype).removeprefix("torch.")), out
 
     def read(self, foreign: Foreign, target: Target) -> Head:
-        """A head of ours for a folder in this layout. Raises UserError that lists all that does not fit."""
+        """A head of ours for a folder in this layout. Raises UserError that lists all that
+        does not fit.
+        """
         raise TypeError("a subclass defines it")
 
-    def checked(self, foreign: Foreign, sizes: Sizes, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Our state from their tensors in float32. Raises UserError that names every tensor that does not fit."""
+    def checked(
+        self, foreign: Foreign, sizes: Sizes, tensors: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Our state from their tensors in float32. Raises UserError that names every tensor
+        that does not fit.
+        """
         found = problems(self.rows(sizes), sizes, tensors)
         if found:
             refuse(foreign, found)
@@ -121,46 +163,89 @@ def refuse(foreign: Foreign, found: list[str]) -> None:
     if len(found) == 1:
         raise UserError(f"{foreign.folder}: {found[0]}")
     shown = found[:20] + ([f"and {len(found) - 20} more"] if len(found) > 20 else [])
-    raise UserError(f"{foreign.folder}: {len(found)} problems:" + "".join(f"\n  {line}" for line in shown))
+    raise UserError(
+        f"{foreign.folder}: {len(found)} problems:" + "".join(f"\n  {line}" for line in shown)
+    )
 
 
-def number(foreign: Foreign, config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def number(
+    foreign: Foreign, config: Mapping[str, Any], key: str, default: int | None = None
+) -> int:
     """A whole number of a config. Raises UserError when it is missing or absurd."""
     value = config.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 31:
-        raise UserError(f"{foreign.folder / 'config.json'}: {key} is {value!r}; expected a whole number above 0")
+        raise UserError(
+            f"{foreign.folder / 'config.json'}: {key} is {value!r}; expected a whole number above 0"
+        )
     return value
 
 
 def check_draft_map(foreign: Foreign, tensors: Mapping[str, Tensor], vocab: int) -> None:
-    """d2t [Vd] must hold offsets: target id = i + d2t[i], ascending, below V; t2d [V] must say the same.
+    """d2t [Vd] must hold offsets: target id = i + d2t[i], ascending, below V; t2d [V] must say
+    the same.
 
     Raises UserError; names absolute ids where the file shows them.
     """
     d2t = tensors["d2t"]
     ids = d2t + torch.arange(d2t.numel())
-    absolute = d2t.numel() == len(torch.unique(d2t)) and bool((d2t >= 0).all()) and bool((d2t < vocab).all())
+    absolute = (
+        d2t.numel() == len(torch.unique(d2t))
+        and bool((d2t >= 0).all())
+        and bool((d2t < vocab).all())
+    )
     t2d = tensors.get("t2d")
     if t2d is not None and int(t2d.sum()) != d2t.numel():
-        refuse(foreign, [f"t2d: marks {int(t2d.sum())} tokens, d2t has {d2t.numel()}; the two are of different heads"])
+        refuse(
+            foreign,
+            [
+                f"t2d: marks {int(t2d.sum())} tokens, d2t has {d2t.numel()}; the two are "
+                "of different heads"
+            ],
+        )
     if absolute and t2d is not None and bool(t2d[d2t].all()) and not torch.equal(ids, d2t):
-        refuse(foreign, ["d2t: holds absolute token ids; offsets are expected (target id = i + d2t[i]): subtract 0, "
-                         "1, 2, .."])
+        refuse(
+            foreign,
+            [
+                "d2t: holds absolute token ids; offsets are expected (target id = i + "
+                "d2t[i]): subtract 0, "
+                "1, 2, .."
+            ],
+        )
     if bool((ids < 0).any()) or bool((ids >= vocab).any()):
         hint = "; these look like absolute token ids: subtract 0, 1, 2, .." if absolute else ""
         refuse(foreign, [f"d2t: i + d2t[i] leaves the vocabulary of {vocab}{hint}"])
     if bool((ids[1:] <= ids[:-1]).any()):
-        refuse(foreign, ["d2t: the target ids i + d2t[i] do not ascend; a token stands there twice or out of order"])
+        refuse(
+            foreign,
+            [
+                "d2t: the target ids i + d2t[i] do not ascend; a token stands there "
+                "twice or out of order"
+            ],
+        )
     if absolute and d2t.numel() >= 16 and bool((d2t[1:] > d2t[:-1]).all()):
-        refuse(foreign, ["d2t: rises with every entry, as absolute token ids do; offsets are expected: subtract 0, 1, "
-                         "2, .."])
+        refuse(
+            foreign,
+            [
+                "d2t: rises with every entry, as absolute token ids do; offsets are "
+                "expected: subtract 0, 1, "
+                "2, .."
+            ],
+        )
     if t2d is not None and not bool(t2d[ids].all()):
         refuse(foreign, ["t2d: does not mark the tokens of d2t; the two are of different heads"])
 
 
 def check_same(foreign: Foreign, name: str, theirs: Tensor, ours: Tensor) -> None:
-    """A copy of the target's tensor in the file must be the target's, up to the rounding of its dtype."""
+    """A copy of the target's tensor in the file must be the target's, up to the rounding of
+    its dtype.
+    """
     error = (theirs.float() - ours.float()).norm() / ours.float().norm().clamp(min=1e-9)
     if not float(error) < 0.01:
-        refuse(foreign, [f"{name}: differs from the target's own (relative error {float(error):.3g}); this repository "
-                         "drafts with the target's: give the target that the head was trained for"])
+        refuse(
+            foreign,
+            [
+                f"{name}: differs from the target's own (relative error "
+                f"{float(error):.3g}); this repository "
+                "drafts with the target's: give the target that the head was trained for"
+            ],
+        )

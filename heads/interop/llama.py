@@ -1,4 +1,6 @@
-"""The config.json of a Llama layer, as the EAGLE layouts share it: from a head's draft layer, and back."""
+"""The config.json of a Llama layer, as the EAGLE layouts share it: from a head's draft layer,
+and back.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +15,43 @@ from heads.interop.reading import Foreign
 
 
 def fields(layer: dict[str, Any], facts: Facts, dtype: str) -> dict[str, Any]:
-    """Keys of a LlamaConfig. The rotary base stands there twice: old engines read rope_theta and rope_scaling."""
+    """Keys of a LlamaConfig. The rotary base stands there twice: old engines read rope_theta
+    and rope_scaling.
+    """
     rope = dict(layer["rope_parameters"])
     scaled = {k: v for k, v in rope.items() if k != "rope_theta"}
-    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-            "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings")  # fmt: skip
-    return {"model_type": "llama", **{k: layer[k] for k in keys}, "vocab_size": facts.vocab,
-            "rope_theta": rope.get("rope_theta", 10000.0), "rope_parameters": rope,
-            "rope_scaling": None if rope.get("rope_type") in (None, "default") else scaled,
-            "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "bos_token_id": facts.bos,
-            "eos_token_id": facts.eos[0] if len(facts.eos) == 1 else facts.eos, "torch_dtype": dtype}
+    keys = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "hidden_act",
+        "rms_norm_eps",
+        "max_position_embeddings",
+    )
+    return {
+        "model_type": "llama",
+        **{k: layer[k] for k in keys},
+        "vocab_size": facts.vocab,
+        "rope_theta": rope.get("rope_theta", 10000.0),
+        "rope_parameters": rope,
+        "rope_scaling": None if rope.get("rope_type") in (None, "default") else scaled,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": facts.bos,
+        "eos_token_id": facts.eos[0] if len(facts.eos) == 1 else facts.eos,
+        "torch_dtype": dtype,
+    }
 
 
 def layer(foreign: Foreign, config: dict[str, Any]) -> dict[str, Any]:
     """The draft layer (heads.eagle.layer.layer_config) that a LlamaConfig describes.
 
-    Raises UserError for a key that is missing or absurd, and for layers that this repository cannot run.
+    Raises UserError for a key that is missing or absurd, and for layers that this repository
+    cannot run.
     """
     where = foreign.folder / "config.json"
     width = number(foreign, config, "hidden_size")
@@ -50,13 +73,20 @@ def layer(foreign: Foreign, config: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"{where}: rope_theta is {rope['rope_theta']!r}; expected a number above 0")
     if "type" in rope:  # the key's older name
         rope["rope_type"] = rope.pop("type")
-    shape = {"hidden_size": width, "intermediate_size": number(foreign, config, "intermediate_size"),
-            "num_hidden_layers": number(foreign, config, "num_hidden_layers", 1), "num_attention_heads": heads,
-            "num_key_value_heads": number(foreign, config, "num_key_value_heads", heads),
-            "head_dim": number(foreign, config | {"head_dim": config.get("head_dim") or width // heads}, "head_dim"),
-            "hidden_act": act, "rms_norm_eps": float(eps),
-            "max_position_embeddings": number(foreign, config, "max_position_embeddings", 2048),
-            "rope_parameters": rope}  # fmt: skip
+    shape = {
+        "hidden_size": width,
+        "intermediate_size": number(foreign, config, "intermediate_size"),
+        "num_hidden_layers": number(foreign, config, "num_hidden_layers", 1),
+        "num_attention_heads": heads,
+        "num_key_value_heads": number(foreign, config, "num_key_value_heads", heads),
+        "head_dim": number(
+            foreign, config | {"head_dim": config.get("head_dim") or width // heads}, "head_dim"
+        ),
+        "hidden_act": act,
+        "rms_norm_eps": float(eps),
+        "max_position_embeddings": number(foreign, config, "max_position_embeddings", 2048),
+        "rope_parameters": rope,
+    }
     known, found = from_json(shape, LayerShape)
     if found:
         raise UserError(

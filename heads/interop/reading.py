@@ -1,9 +1,8 @@
 """A folder that somebody else wrote, read with care: JSON, safetensors, and pickles through
 torch.load(weights_only=True).
 
-Nothing in the folder is trusted: sizes come from the tensors, names stay inside the folder, and what is missing, cut
-off
-or damaged is named.
+Nothing in the folder is trusted: sizes come from the tensors, names stay inside the folder,
+and what is missing, cut off or damaged is named.
 """
 
 from __future__ import annotations
@@ -30,7 +29,9 @@ PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt", "model.bin")
 
 @dataclass
 class Foreign:
-    """config: its config.json ({} without one). files: the weight files read. manifest: ours, when we exported it."""
+    """config: its config.json ({} without one). files: the weight files read. manifest: ours,
+    when we exported it.
+    """
 
     folder: Path
     config: dict[str, Any]
@@ -41,14 +42,22 @@ class Foreign:
     @property
     def dtype(self) -> str:
         """The floating-point type of the weights by name; float32 when they are mixed."""
-        kinds = {str(t.dtype).removeprefix("torch.") for t in self.tensors.values() if t.is_floating_point()}
+        kinds = {
+            str(t.dtype).removeprefix("torch.")
+            for t in self.tensors.values()
+            if t.is_floating_point()
+        }
         return kinds.pop() if len(kinds) == 1 else "float32"
 
 
 def read_folder(folder: Path) -> Foreign:
-    """Read config and weights. Raises UserError that names the missing, cut-off or damaged file."""
+    """Read config and weights. Raises UserError that names the missing, cut-off or damaged
+    file.
+    """
     if not folder.is_dir():
-        raise UserError(f"from: {folder} is no folder; give the folder of a head (config.json and its weights)")
+        raise UserError(
+            f"from: {folder} is no folder; give the folder of a head (config.json and its weights)"
+        )
     config = _json(folder / "config.json") if (folder / "config.json").is_file() else {}
     manifest = exported(folder)
     if manifest is not None:
@@ -59,7 +68,10 @@ def read_folder(folder: Path) -> Foreign:
         more = _read(folder / name)
         twice = sorted(set(more) & set(tensors))
         if twice:
-            raise UserError(f"{folder / name}: holds {twice[0]} a second time; the shards are of different heads")
+            raise UserError(
+                f"{folder / name}: holds {twice[0]} a second time; the shards are of "
+                "different heads"
+            )
         tensors |= more
     if not tensors:
         raise UserError(f"{folder}: its weights hold no tensor; fetch the head again")
@@ -67,20 +79,28 @@ def read_folder(folder: Path) -> Foreign:
 
 
 def exported(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a folder that scripts/export.py wrote, None for any other. Raises UserError for damaged JSON."""
+    """The manifest of a folder that scripts/export.py wrote, None for any other. Raises
+    UserError for damaged JSON.
+    """
     if not (folder / MANIFEST).is_file():
         return None
     value = _json(folder / MANIFEST)
-    return value if "engine_format" in value else None  # converted targets carry a file of this name too
+    return (
+        value if "engine_format" in value else None
+    )  # converted targets carry a file of this name too
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: no readable JSON ({error}); fetch or export the head again") from None
+        raise UserError(
+            f"{path}: no readable JSON ({error}); fetch or export the head again"
+        ) from None
     if not isinstance(value, dict):
-        raise UserError(f"{path}: a {type(value).__name__}, not a JSON object; fetch or export the head again")
+        raise UserError(
+            f"{path}: a {type(value).__name__}, not a JSON object; fetch or export the head again"
+        )
     return value
 
 
@@ -97,8 +117,11 @@ def _weight_files(folder: Path) -> list[str]:
     parts = (".safetensors", ".bin", ".pt", ".incomplete", ".tmp")
     partial = sorted(p.name for p in folder.iterdir() if p.suffix in parts)
     there = f"; it has {', '.join(partial[:3])}" if partial else ""
-    raise UserError(f"{folder}: holds no weights ({', '.join((*SAFE, *PICKLES))}){there}: half-written, or not a head; "
-                    "fetch or export it again")
+    raise UserError(
+        f"{folder}: holds no weights ({', '.join((*SAFE, *PICKLES))}){there}: "
+        "half-written, or not a head; "
+        "fetch or export it again"
+    )
 
 
 def _shards(folder: Path, index: str) -> list[str]:
@@ -108,9 +131,15 @@ def _shards(folder: Path, index: str) -> list[str]:
     names = sorted({str(v) for v in where.values()})
     for name in names:
         if Path(name).name != name or name.startswith("."):
-            raise UserError(f"{folder / index}: names {name!r}, a file outside the folder; do not trust this head")
+            raise UserError(
+                f"{folder / index}: names {name!r}, a file outside the folder; do not "
+                "trust this head"
+            )
         if not (folder / name).is_file():
-            raise UserError(f"{folder}: {name} is missing, which {index} names: half-written; fetch the head again")
+            raise UserError(
+                f"{folder}: {name} is missing, which {index} names: half-written; fetch "
+                "the head again"
+            )
     return names
 
 
@@ -119,20 +148,30 @@ def _read(path: Path) -> dict[str, Tensor]:
         try:
             return load_file(path)
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{path}: cannot be read ({error}); cut off or damaged: fetch the head again") from None
+            raise UserError(
+                f"{path}: cannot be read ({error}); cut off or damaged: fetch the head again"
+            ) from None
     try:
         value = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds here, all of them about this file
         code = re.search(r"GLOBAL (\S+)", str(error))
         if code:
-            raise UserError(f"{path}: refused: unpickling it would call {code[1]}; ask for a safetensors "
-                            "file") from None
-        raise UserError(f"{path}: cannot be read ({str(error).splitlines()[0][:120]}); cut off or damaged: fetch the "
-                        "head again, as safetensors where there is one") from None
+            raise UserError(
+                f"{path}: refused: unpickling it would call {code[1]}; ask for a safetensors file"
+            ) from None
+        raise UserError(
+            f"{path}: cannot be read ({str(error).splitlines()[0][:120]}); cut off or "
+            "damaged: fetch the "
+            "head again, as safetensors where there is one"
+        ) from None
     if isinstance(value, dict) and isinstance(value.get("state_dict"), dict):
         value = value["state_dict"]
-    if not isinstance(value, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in value.items()):
-        raise UserError(f"{path}: holds no plain mapping of names to tensors; ask for a safetensors file")
+    if not isinstance(value, dict) or not all(
+        isinstance(k, str) and isinstance(v, Tensor) for k, v in value.items()
+    ):
+        raise UserError(
+            f"{path}: holds no plain mapping of names to tensors; ask for a safetensors file"
+        )
     return {k: v.contiguous() for k, v in value.items()}
 
 
@@ -144,11 +183,20 @@ def _check_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     for name, wanted in files.items():
         path = folder / name
         if Path(name).name != name:
-            raise UserError(f"{folder / MANIFEST}: names {name!r}, a file outside the folder; do not trust this head")
+            raise UserError(
+                f"{folder / MANIFEST}: names {name!r}, a file outside the folder; do not "
+                "trust this head"
+            )
         if not path.is_file():
-            raise UserError(f"{folder}: {name} is missing, which {MANIFEST} names: half-written; export the head again")
+            raise UserError(
+                f"{folder}: {name} is missing, which {MANIFEST} names: half-written; "
+                "export the head again"
+            )
         with open(path, "rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if not isinstance(wanted, dict) or found != wanted.get("sha256"):
-            raise UserError(f"{path}: damaged (sha256 differs from {MANIFEST}); export the head again, or remove "
-                            f"{MANIFEST} if the change was meant")
+            raise UserError(
+                f"{path}: damaged (sha256 differs from {MANIFEST}); export the head "
+                "again, or remove "
+                f"{MANIFEST} if the change was meant"
+            )

@@ -1,7 +1,9 @@
-"""EAGLE-3 heads in the format of the speculators package: one folder that `vllm serve FOLDER` takes as the model.
+"""EAGLE-3 heads in the format of the speculators package: one folder that `vllm serve FOLDER`
+takes as the model.
 
-The folder names its target (verifier), carries the target's embedding, and lists the inner layers always, counted as
-hidden_states[k]. norm_before_residual is written out: vLLM takes true when it is absent.
+The folder names its target (verifier), carries the target's embedding, and lists the inner
+layers always, counted as hidden_states[k]. norm_before_residual is written out: vLLM takes
+true when it is absent.
 """
 
 from __future__ import annotations
@@ -26,7 +28,11 @@ VERSION = "0.9.0"
 class Speculators(Eagle3Vllm):
     """speculators_model_type eagle3."""
 
-    format, engine, serves = "speculators", f"vLLM 0.32 with speculators {VERSION}", engines.SPECULATORS_TARGETS
+    format, engine, serves = (
+        "speculators",
+        f"vLLM 0.32 with speculators {VERSION}",
+        engines.SPECULATORS_TARGETS,
+    )
     prefix: ClassVar[str] = "layers.0."
     embeds: ClassVar[bool] = True
 
@@ -38,8 +44,11 @@ class Speculators(Eagle3Vllm):
         """See Layout."""
         found = super().refusals(head, facts)
         if not facts.name:
-            found.append("verifier: the folder must name its target, and this one has no files; the nearest that "
-                         "works: verifier=FOLDER_OR_REPOSITORY, or format=vllm")
+            found.append(
+                "verifier: the folder must name its target, and this one has no files; "
+                "the nearest that "
+                "works: verifier=FOLDER_OR_REPOSITORY, or format=vllm"
+            )
         return found
 
     def extras(self, head: Any, target: Target) -> dict[str, Tensor]:
@@ -49,34 +58,55 @@ class Speculators(Eagle3Vllm):
 
     def config(self, head: Any, facts: Facts, dtype: str) -> dict[str, Any]:
         """See Layout."""
-        proposal = {"proposal_type": "greedy", "speculative_tokens": head.cfg.depth, "verifier_accept_k": 1,
-                    "accept_tolerance": 0.0}
-        return {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
-                "speculators_version": VERSION,
-                "speculators_config": {"algorithm": "eagle3", "proposal_methods": [proposal],
-                                       "default_proposal_method": "greedy",
-                                       "verifier": {"name_or_path": facts.name, "architectures": [facts.architecture]}},
-                "transformer_layer_config": fields(head.config_json()["layer"], facts, dtype),
-                "draft_vocab_size": head.cfg.draft_vocab or facts.vocab, "target_hidden_size": facts.hidden,
-                "eagle_aux_hidden_state_layer_ids": list(head.taps),
-                **{theirs: getattr(head.cfg, ours) for ours, theirs in NORMS.items()}, "torch_dtype": dtype}
+        proposal = {
+            "proposal_type": "greedy",
+            "speculative_tokens": head.cfg.depth,
+            "verifier_accept_k": 1,
+            "accept_tolerance": 0.0,
+        }
+        return {
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "speculators_version": VERSION,
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "proposal_methods": [proposal],
+                "default_proposal_method": "greedy",
+                "verifier": {"name_or_path": facts.name, "architectures": [facts.architecture]},
+            },
+            "transformer_layer_config": fields(head.config_json()["layer"], facts, dtype),
+            "draft_vocab_size": head.cfg.draft_vocab or facts.vocab,
+            "target_hidden_size": facts.hidden,
+            "eagle_aux_hidden_state_layer_ids": list(head.taps),
+            **{theirs: getattr(head.cfg, ours) for ours, theirs in NORMS.items()},
+            "torch_dtype": dtype,
+        }
 
     def described(self, foreign: Foreign) -> dict[str, Any]:
         """See Eagle3Vllm."""
         inner = foreign.config.get("transformer_layer_config")
         if not isinstance(inner, dict):
-            raise UserError(f"{foreign.folder / 'config.json'}: transformer_layer_config is missing; export the head "
-                            "again")
+            raise UserError(
+                f"{foreign.folder / 'config.json'}: transformer_layer_config is missing; "
+                "export the head "
+                "again"
+            )
         if inner.get("model_type", "llama") != "llama":
-            raise UserError(f"{foreign.folder / 'config.json'}: its layer is a {inner['model_type']} layer; Llama "
-                            "layers are read")
+            raise UserError(
+                f"{foreign.folder / 'config.json'}: its layer is a {inner['model_type']} "
+                "layer; Llama "
+                "layers are read"
+            )
         return inner
 
     def read(self, foreign: Foreign, target: Target) -> Head:
         """See Layout."""
         kind = foreign.config.get("speculators_model_type")
         if kind != "eagle3":
-            raise UserError(f"{foreign.folder / 'config.json'}: speculators_model_type is {kind!r}; eagle3 is read")
+            raise UserError(
+                f"{foreign.folder / 'config.json'}: speculators_model_type is {kind!r}; "
+                "eagle3 is read"
+            )
         head = super().read(foreign, target)
         depth = _first(
             foreign.config, "speculators_config", "proposal_methods", 0, "speculative_tokens"

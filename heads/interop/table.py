@@ -1,12 +1,10 @@
-"""One table per layout says which tensor of theirs is which of ours. Export and import both read it, so that they
-cannot
-drift apart.
+"""One table per layout says which tensor of theirs is which of ours. Export and import both
+read it, so that they cannot drift apart.
 
     Row("blocks.{k}.layers.{l}.weight", "block_weight", "D D")
 
-Placeholders that stand in `theirs` alone are leading dimensions of our tensor: block_weight [K, L, D, D] here. Shapes
-are
-letters from a mapping of sizes, also products of them ("A 2*D").
+Placeholders that stand in `theirs` alone are leading dimensions of our tensor: block_weight
+[K, L, D, D] here. Shapes are letters from a mapping of sizes, also products of them ("A 2*D").
 """
 
 from __future__ import annotations
@@ -28,8 +26,9 @@ DTYPES = {"float": FLOATS, "int64": (torch.int64,), "bool": (torch.bool,)}
 
 @dataclass(frozen=True)
 class Row:
-    """theirs: name in the file. ours: name in the head's state, "" for what follows from the target or from other
-    tensors. when: a size that must not be 0 for the row to exist. optional: a file may lack it."""
+    """theirs: name in the file. ours: name in the head's state, "" for what follows from the
+    target or from other tensors. when: a size that must not be 0 for the row to exist.
+    optional: a file may lack it."""
 
     theirs: str
     ours: str
@@ -52,7 +51,10 @@ class Spot:
 
 def size_of(text: str, sizes: Sizes) -> tuple[int, ...]:
     """ "A 2*D" -> (A, 2 D)."""
-    return tuple(math.prod(int(p) if p.isdigit() else sizes[p] for p in dim.split("*")) for dim in text.split())
+    return tuple(
+        math.prod(int(p) if p.isdigit() else sizes[p] for p in dim.split("*"))
+        for dim in text.split()
+    )
 
 
 def spots(rows: Iterable[Row], sizes: Sizes) -> Iterator[Spot]:
@@ -65,7 +67,13 @@ def spots(rows: Iterable[Row], sizes: Sizes) -> Iterator[Spot]:
         for values in itertools.product(*(range(sizes[COUNTS[n]]) for n in names)):
             given = dict(zip(names, values, strict=True))
             index = tuple(given[n] for n in names if n not in mine) if row.ours else ()
-            yield Spot(row.theirs.format(**given), row.ours.format(**given), index, size_of(row.shape, sizes), row)
+            yield Spot(
+                row.theirs.format(**given),
+                row.ours.format(**given),
+                index,
+                size_of(row.shape, sizes),
+                row,
+            )
 
 
 def to_theirs(rows: Iterable[Row], sizes: Sizes, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -87,8 +95,12 @@ def to_ours(rows: Iterable[Row], sizes: Sizes, tensors: Mapping[str, Tensor]) ->
     return state
 
 
-def problems(rows: Iterable[Row], sizes: Sizes, tensors: Mapping[str, Tensor], passed: Iterable[str] = ()) -> list[str]:
-    """What of a file does not fit the table, one line each. passed: further names that may stand there unread."""
+def problems(
+    rows: Iterable[Row], sizes: Sizes, tensors: Mapping[str, Tensor], passed: Iterable[str] = ()
+) -> list[str]:
+    """What of a file does not fit the table, one line each. passed: further names that may
+    stand there unread.
+    """
     wanted = {s.name: s for s in spots(rows, sizes)}
     found = []
     for name, spot in wanted.items():
@@ -106,6 +118,10 @@ def problems(rows: Iterable[Row], sizes: Sizes, tensors: Mapping[str, Tensor], p
             found.append(f"{name}: holds NaN or infinite values")
     for name in tensors:
         if name not in wanted and name not in passed:
-            hint = "a bias where this layout has none" if name.endswith("bias") else "no tensor of this layout"
+            hint = (
+                "a bias where this layout has none"
+                if name.endswith("bias")
+                else "no tensor of this layout"
+            )
             found.append(f"{name}: unknown, {hint}")
     return found

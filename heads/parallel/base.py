@@ -1,10 +1,13 @@
-"""What Medusa and Hydra heads share: K heads on the target's last feature, one draft vocabulary, one loss, one tree.
+"""What Medusa and Hydra heads share: K heads on the target's last feature, one draft
+vocabulary, one loss, one tree.
 
-Head i (0-based) at position t predicts x_{t+i+2}; the target's own LM head predicts x_{t+1} from the same feature f_t,
-taken after its final norm. A subclass says how head i comes from f_t to its hidden state (`states`); from there on all
-is the same: a vocabulary projection that starts as the LM head's rows, the chunked loss, calibration on held-out rows.
+Head i (0-based) at position t predicts x_{t+i+2}; the target's own LM head predicts x_{t+1}
+from the same feature f_t, taken after its final norm. A subclass says how head i comes from
+f_t to its hidden state (`states`); from there on all is the same: a vocabulary projection that
+starts as the LM head's rows, the chunked loss, calibration on held-out rows.
 
-Shape letters: B rows, T positions, D width, K heads, Vd draft vocabulary, n supervised tokens, r low rank.
+Shape letters: B rows, T positions, D width, K heads, Vd draft vocabulary, n supervised tokens,
+r low rank.
 """
 
 from __future__ import annotations
@@ -59,7 +62,9 @@ class ParallelConfig(HeadConfig):
         )
         found = outside(self, bounds)
         if self.kind not in self.KINDS:
-            found.append(f"kind: {self.kind!r} is not {' or '.join(self.KINDS)}; use head={self.KINDS[0]}")
+            found.append(
+                f"kind: {self.kind!r} is not {' or '.join(self.KINDS)}; use head={self.KINDS[0]}"
+            )
         if not 0 < self.decay <= 1:
             found.append(f"decay: {self.decay} is outside (0, 1]; 0.8 is usual")
         if self.shape not in ("chain", "tree"):
@@ -71,7 +76,9 @@ class ParallelConfig(HeadConfig):
 
 @dataclass(kw_only=True)
 class ParallelSaved(Saved):
-    """See Saved. width: of the target's features. taps: the hidden state that the heads read, one."""
+    """See Saved. width: of the target's features. taps: the hidden state that the heads read,
+    one.
+    """
 
     config: ParallelConfig
     width: int
@@ -94,20 +101,31 @@ class ParallelSaved(Saved):
 
 
 class ParallelHead(Head):
-    """Base of K heads. proj: [K, Vd, D] (absent with share_lm_head). d2t: [Vd] int64 offsets of the draft vocabulary
-    (the identity map is not stored)."""
+    """Base of K heads. proj: [K, Vd, D] (absent with share_lm_head). d2t: [Vd] int64 offsets
+    of the draft vocabulary (the identity map is not stored)."""
 
     Config: ClassVar[type[HeadConfig]] = ParallelConfig
     Saved: ClassVar[type[ParallelSaved]] = ParallelSaved
     packs: ClassVar[bool] = True
     proj: nn.Parameter | None
 
-    def __init__(self, cfg: Any, width: int, vocab_size: int, tap: int, device: torch.device | str | None = None):
+    def __init__(
+        self,
+        cfg: Any,
+        width: int,
+        vocab_size: int,
+        tap: int,
+        device: torch.device | str | None = None,
+    ):
         super().__init__(cfg)
         self.taps = (tap,)
         self.width, self.vocab_size = width, vocab_size
         size = cfg.draft_vocab or vocab_size
-        own = None if cfg.share_lm_head else nn.Parameter(torch.zeros(cfg.heads, size, width, device=device))
+        own = (
+            None
+            if cfg.share_lm_head
+            else nn.Parameter(torch.zeros(cfg.heads, size, width, device=device))
+        )
         self.register_parameter("proj", own)
         if cfg.draft_vocab:
             self.d2t = torch.zeros(size, dtype=torch.int64, device=device)
@@ -120,10 +138,14 @@ class ParallelHead(Head):
 
     @classmethod
     def for_target(cls, target: Target, cfg: Any, counts: Tensor | None = None) -> Self:
-        """Fresh heads, equal to the target's LM head. Raises UserError when the draft vocabulary is too large."""
+        """Fresh heads, equal to the target's LM head. Raises UserError when the draft
+        vocabulary is too large.
+        """
         head = cls.build(target, cfg)
         if cfg.draft_vocab:
-            head.d2t = vocab.to_d2t(head.choose_vocabulary(counts, cfg.draft_vocab).to(target.device))
+            head.d2t = vocab.to_d2t(
+                head.choose_vocabulary(counts, cfg.draft_vocab).to(target.device)
+            )
         if head.proj is not None:
             head.proj.data.copy_(head._lm_rows(target).float())
         return head
@@ -143,12 +165,18 @@ class ParallelHead(Head):
 
     def config_json(self) -> dict[str, Any]:
         """See Head; also the tap with its convention."""
-        return {**super().config_json(), "width": self.width, "vocab_size": self.vocab_size, "taps": list(self.taps),
-                "tap_convention": "hidden_states[k] of transformers; num_layers = output after the final norm"}
+        return {
+            **super().config_json(),
+            "width": self.width,
+            "vocab_size": self.vocab_size,
+            "taps": list(self.taps),
+            "tap_convention": "hidden_states[k] of transformers; num_layers = output "
+            "after the final norm",
+        }
 
     def _lm_rows(self, target: Target) -> Tensor:
-        """The LM head's rows of the draft vocabulary with the final scale inside; a softcap or a bias is left out (a
-        softcap keeps the order of tokens, which is what a draft needs)."""
+        """The LM head's rows of the draft vocabulary with the final scale inside; a softcap or
+        a bias is left out (a softcap keeps the order of tokens, which is what a draft needs)."""
         ids = self.ids()
         rows = target.lm_head_weight if ids is None else target.lm_head_weight[ids]
         return rows.detach() if target.head.scale == 1 else rows.detach() * target.head.scale
@@ -162,48 +190,67 @@ class ParallelHead(Head):
         return self._shared
 
     def states(self, batch: Batch, target: Target, feats: Tensor, reads: Tensor) -> Tensor:
-        """Hidden state [K, n, D] of head k for supervised token j, read at flat position reads[k, j].
+        """Hidden state [K, n, D] of head k for supervised token j, read at flat position
+        reads[k, j].
 
-        feats: [B * T, D] features; a position of `reads` [K, n] that does not exist is clamped to a real one.
+        feats: [B * T, D] features; a position of `reads` [K, n] that does not exist is clamped
+            to a real one.
         """
         raise TypeError(f"{type(self).__name__} must define states")
 
     def low_rank(self, batch: Batch, flat: Tensor) -> tuple[Tensor, Tensor] | None:
-        """A term m W^T that all heads add to their logits at the supervised tokens `flat` [n]: m [n, r] and W [Vd, r].
+        """A term m W^T that all heads add to their logits at the supervised tokens `flat` [n]:
+        m [n, r] and W [Vd, r].
         Default: none."""
         return None
 
     def forward(self, batch: Batch, target: Target) -> LossOut:
         """Loss over the supervised tokens alone: they are gathered before the first matmul.
 
-        The count is the number of supervised tokens, so the loss is the sum over heads of decay^i times their mean.
+        The count is the number of supervised tokens, so the loss is the sum over heads of
+        decay^i times their mean.
         """
         return self.loss(batch, target, *self._features(batch, target))
 
-    def loss(self, batch: Batch, target: Target, feats: Tensor, rows: Tensor, steps: Tensor) -> LossOut:
+    def loss(
+        self, batch: Batch, target: Target, feats: Tensor, rows: Tensor, steps: Tensor
+    ) -> LossOut:
         """forward, given what _features found."""
         place, valid, reads = self._reads(batch, rows, steps)
         x = self.states(batch, target, feats, reads)
         flat = rows * batch.ids.shape[1] + steps
         law, terms = None, self.cfg.loss
         if terms.needs_law:
-            law = target_law(target, self.law_rows(target), feats, flat - 1, self.ids(), place, terms.mask)
+            law = target_law(
+                target, self.law_rows(target), feats, flat - 1, self.ids(), place, terms.mask
+            )
         weights = torch.tensor([self.cfg.decay**i for i in range(self.cfg.heads)], device=x.device)
-        total, losses, hits = chunked_loss(x, self.projection(target), place, valid, law, self.cfg.loss, weights,
-                                           self.cfg.chunk, self.low_rank(batch, flat))
+        total, losses, hits = chunked_loss(
+            x,
+            self.projection(target),
+            place,
+            valid,
+            law,
+            self.cfg.loss,
+            weights,
+            self.cfg.chunk,
+            self.low_rank(batch, flat),
+        )
         stats = {f"loss_{i}": losses[i] for i in range(self.cfg.heads)}
         stats |= {f"top1_{i}": hits[i] for i in range(self.cfg.heads)}
-        return LossOut(total, torch.tensor(float(rows.numel()), dtype=torch.float64, device=x.device), stats)
+        return LossOut(
+            total, torch.tensor(float(rows.numel()), dtype=torch.float64, device=x.device), stats
+        )
 
     def _features(self, batch: Batch, target: Target) -> tuple[Tensor, Tensor, Tensor]:
-        """Flat features [B * T, D] and (row [n], place [n]) of the supervised tokens; the first of a document has no
-        past."""
+        """Flat features [B * T, D] and (row [n], place [n]) of the supervised tokens; the
+        first of a document has no past."""
         feats = target.features(batch.ids, batch.mask, self.taps, position=batch.position)[:, :, 0]
         return feats.reshape(-1, feats.shape[-1]), *supervised(batch)
 
     def _reads(self, batch: Batch, rows: Tensor, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """For each supervised token: its place in the draft vocabulary [n], which heads can see it [K, n], and the
-        flat position that head i reads, i + 2 before the token: [K, n]."""
+        """For each supervised token: its place in the draft vocabulary [n], which heads can
+        see it [K, n], and the flat position that head i reads, i + 2 before the token: [K, n]."""
         flat = rows * batch.ids.shape[1] + steps
         tokens = batch.ids.reshape(-1)[flat]
         ids = self.ids()
@@ -212,7 +259,9 @@ class ParallelHead(Head):
         return place, batch.depth()[flat] >= back, (flat - back).clamp(min=0)
 
     @torch.no_grad()
-    def forced(self, batch: Batch, target: Target, levels: int) -> Iterator[tuple[Tensor, int, Tensor]]:
+    def forced(
+        self, batch: Batch, target: Target, levels: int
+    ) -> Iterator[tuple[Tensor, int, Tensor]]:
         """See Head; at most as many levels as there are heads."""
         feats, rows, steps = self._features(batch, target)
         _, valid, reads = self._reads(batch, rows, steps)
@@ -235,7 +284,9 @@ class ParallelHead(Head):
         return int(self.cfg.heads)
 
     def tree(self, nodes: int | None = None) -> TreeShape:
-        """The static tree of `nodes` nodes (default: the config's): measured if calibrated, else a generic one."""
+        """The static tree of `nodes` nodes (default: the config's): measured if calibrated,
+        else a generic one.
+        """
         return shapes.tree(self.calibration, nodes or self.cfg.nodes, self.cfg.heads)
 
 

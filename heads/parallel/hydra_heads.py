@@ -1,16 +1,21 @@
-"""Hydra heads (Ankner et al. 2024, arXiv 2402.05109): Medusa heads that read the tokens drafted before them.
+"""Hydra heads (Ankner et al. 2024, arXiv 2402.05109): Medusa heads that read the tokens
+drafted before them.
 
-Head i (0-based) reads c = (f_t, e_{t+1} .. e_{t+i+1}), the target's output feature and the embeddings of the tokens
-between it and the guess, and predicts x_{t+i+2}. In training these are the true tokens, in drafting the last committed
-one and those of the node's own path. A head is a first block R c + SiLU(W c + b), then L - 1 blocks x + SiLU(W x + b),
-then a vocabulary projection. R starts as the identity on the feature, all W and b at 0 and the projection as the LM
-head's rows, so a fresh head equals the LM head. Embeddings are brought to unit mean square, the size of features.
+Head i (0-based) reads c = (f_t, e_{t+1} .. e_{t+i+1}), the target's output feature and the
+embeddings of the tokens between it and the guess, and predicts x_{t+i+2}. In training these
+are the true tokens, in drafting the last committed one and those of the node's own path. A
+head is a first block R c + SiLU(W c + b), then L - 1 blocks x + SiLU(W x + b), then a
+vocabulary projection. R starts as the identity on the feature, all W and b at 0 and the
+projection as the LM head's rows, so a fresh head equals the LM head. Embeddings are brought to
+unit mean square, the size of features.
 
-Hydra++: prefix_layers = 1 puts a Llama-style decoder layer over the target's features in front of all heads
-(heads/parallel/prefix.py); it sees the whole past, and starts as the identity.
-Trained by train/hydra_heads.py; conf/head/hydra_heads.yaml holds the keys. (Hydra alone means the config library.)
+Hydra++: prefix_layers = 1 puts a Llama-style decoder layer over the target's features in front
+of all heads (heads/parallel/prefix.py); it sees the whole past, and starts as the identity.
+Trained by train/hydra_heads.py; conf/head/hydra_heads.yaml holds the keys. (Hydra alone means
+the config library.)
 
-Shape letters: B rows, T positions, D width, E width of an embedding, K heads, L blocks, n supervised tokens, P parents.
+Shape letters: B rows, T positions, D width, E width of an embedding, K heads, L blocks, n
+supervised tokens, P parents.
 """
 
 from __future__ import annotations
@@ -57,8 +62,8 @@ class HydraHeadsConfig(ParallelConfig):
 
 @dataclass(kw_only=True)
 class HydraHeadsSaved(ParallelSaved):
-    """See ParallelSaved. embed_scale: what embeddings are multiplied by. prefix: shape of the prefix
-    layers, None without any."""
+    """See ParallelSaved. embed_scale: what embeddings are multiplied by. prefix: shape of the
+    prefix layers, None without any."""
 
     config: HydraHeadsConfig
     embed_width: int
@@ -84,8 +89,9 @@ class HydraHeadsSaved(ParallelSaved):
 
 
 class HydraHeads(ParallelHead):
-    """K Hydra heads: enter[i] [2 D, D + (i + 1) E] holds R above W of head i's first block, enter_bias [K, D];
-    block_weight [K, L - 1, D, D] and block_bias [K, L - 1, D] (absent for L = 1); the rest as in ParallelHead."""
+    """K Hydra heads: enter[i] [2 D, D + (i + 1) E] holds R above W of head i's first block,
+    enter_bias [K, D]; block_weight [K, L - 1, D, D] and block_bias [K, L - 1, D] (absent for L
+    = 1); the rest as in ParallelHead."""
 
     kind = "hydra_heads"
     Config = HydraHeadsConfig
@@ -93,8 +99,16 @@ class HydraHeads(ParallelHead):
     block_weight: nn.Parameter | None
     block_bias: nn.Parameter | None
 
-    def __init__(self, cfg: Any, width: int, vocab_size: int, tap: int, device: torch.device | str | None = None,
-                 embed_width: int = 0, prefix: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        cfg: Any,
+        width: int,
+        vocab_size: int,
+        tap: int,
+        device: torch.device | str | None = None,
+        embed_width: int = 0,
+        prefix: dict[str, Any] | None = None,
+    ) -> None:
         super().__init__(cfg, width, vocab_size, tap, device)
         self.cfg: HydraHeadsConfig = cfg
         self.embed_width, self.embed_scale = embed_width or width, 1.0
@@ -105,8 +119,13 @@ class HydraHeads(ParallelHead):
             self.enter.append(nn.Parameter(first))
         self.enter_bias = nn.Parameter(torch.zeros(cfg.heads, width, device=device))
         more = cfg.blocks - 1
-        for name, size in (("block_weight", (cfg.heads, more, width, width)), ("block_bias", (cfg.heads, more, width))):
-            self.register_parameter(name, nn.Parameter(torch.zeros(size, device=device)) if more else None)
+        for name, size in (
+            ("block_weight", (cfg.heads, more, width, width)),
+            ("block_bias", (cfg.heads, more, width)),
+        ):
+            self.register_parameter(
+                name, nn.Parameter(torch.zeros(size, device=device)) if more else None
+            )
         self.prefix = None
         if prefix:
             self.prefix = Prefix(prefix) if device is None else Prefix(prefix).to(device)
@@ -114,9 +133,20 @@ class HydraHeads(ParallelHead):
     @classmethod
     def build(cls, target: Target, cfg: Any) -> Self:
         """See ParallelHead."""
-        some = target.embed(torch.arange(min(target.vocab_size, 4096), device=target.device)).detach().float()
-        head = cls(cfg, target.hidden_size, target.vocab_size, target.num_layers, target.device, some.shape[-1],
-                   layer_config(target, cfg.prefix_layers) if cfg.prefix_layers else None)
+        some = (
+            target.embed(torch.arange(min(target.vocab_size, 4096), device=target.device))
+            .detach()
+            .float()
+        )
+        head = cls(
+            cfg,
+            target.hidden_size,
+            target.vocab_size,
+            target.num_layers,
+            target.device,
+            some.shape[-1],
+            layer_config(target, cfg.prefix_layers) if cfg.prefix_layers else None,
+        )
         head.embed_scale = float(some.square().mean().clamp(min=LARGEST_SCALE**-2).rsqrt())
         return head
 
@@ -132,18 +162,35 @@ class HydraHeads(ParallelHead):
         return head
 
     def config_json(self) -> dict[str, Any]:
-        """See ParallelHead; also the width of embeddings, what they are multiplied by, and the prefix layers' shape."""
-        return {**super().config_json(), "embed_width": self.embed_width, "embed_scale": self.embed_scale,
-                "prefix": self.prefix.shape if self.prefix else None}
+        """See ParallelHead; also the width of embeddings, what they are multiplied by, and the
+        prefix layers' shape.
+        """
+        return {
+            **super().config_json(),
+            "embed_width": self.embed_width,
+            "embed_scale": self.embed_scale,
+            "prefix": self.prefix.shape if self.prefix else None,
+        }
 
     def states(self, batch: Batch, target: Target, feats: Tensor, reads: Tensor) -> Tensor:
-        """See ParallelHead: head i reads the feature at t = reads[i] and the true tokens t + 1 .. t + i + 1."""
+        """See ParallelHead: head i reads the feature at t = reads[i] and the true tokens t + 1
+        .. t + i + 1.
+        """
         ids = batch.ids.reshape(-1)
         entered = []
-        x = feats[reads] if self.prefix is None else self.prefix.at(feats.view(*batch.ids.shape, -1), reads, batch)
+        x = (
+            feats[reads]
+            if self.prefix is None
+            else self.prefix.at(feats.view(*batch.ids.shape, -1), reads, batch)
+        )
         for i, at in enumerate(reads):
-            ahead = at[:, None] + torch.arange(1, i + 2, device=at.device)  # beyond the end only where t does not exist
-            e = target.embed(ids[ahead.clamp(max=ids.numel() - 1)]).detach().to(feats.dtype) * self.embed_scale
+            ahead = at[:, None] + torch.arange(
+                1, i + 2, device=at.device
+            )  # beyond the end only where t does not exist
+            e = (
+                target.embed(ids[ahead.clamp(max=ids.numel() - 1)]).detach().to(feats.dtype)
+                * self.embed_scale
+            )
             entered.append(first_block(x[i], e.flatten(1), self.enter[i], self.enter_bias[i]))
         return self.hidden(torch.stack(entered))
 
@@ -159,11 +206,15 @@ class HydraHeads(ParallelHead):
     def drafter(self, target: Target, shape: str | None = None) -> Drafter:
         """See Head."""
         kind = shape or (self.cfg.shape if target.support == "tree" else "chain")
-        return HydraDrafter(self, target, TreeShape.chain(self.cfg.heads) if kind == "chain" else self.tree(), kind)
+        return HydraDrafter(
+            self, target, TreeShape.chain(self.cfg.heads) if kind == "chain" else self.tree(), kind
+        )
 
 
 def first_block(feature: Tensor, embeddings: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """R c + SiLU(W c + b) of c = (feature [.., D], embeddings [.., (i + 1) E]); weight is R above W: [.., D]."""
+    """R c + SiLU(W c + b) of c = (feature [.., D], embeddings [.., (i + 1) E]); weight is R
+    above W: [.., D].
+    """
     both = F.linear(torch.cat([feature, embeddings], -1), weight.to(feature.dtype))
     carried, gate = both.chunk(2, -1)
     return carried + F.silu(gate + bias.to(feature.dtype))
@@ -177,8 +228,12 @@ class HydraDrafter(LevelDrafter):
         self.embed, self.scale, dtype = target.embed, head.embed_scale, target.dtype
         self.enter = [w.detach().to(dtype, copy=True) for w in head.enter[: shape.depth]]
         self.enter_bias = head.enter_bias.detach().to(dtype, copy=True)
-        self.weight = None if head.block_weight is None else head.block_weight.detach().to(dtype, copy=True)
-        self.bias = None if head.block_bias is None else head.block_bias.detach().to(dtype, copy=True)
+        self.weight = (
+            None if head.block_weight is None else head.block_weight.detach().to(dtype, copy=True)
+        )
+        self.bias = (
+            None if head.block_bias is None else head.block_bias.detach().to(dtype, copy=True)
+        )
         self.prefix = None if head.prefix is None else PrefixState(head.prefix, target, shape.depth)
 
     def reset(self, rows: int, max_len: int) -> None:
@@ -194,7 +249,9 @@ class HydraDrafter(LevelDrafter):
             self.prefix.begin(len(prompts))
 
     @torch.inference_mode()
-    def observe(self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice = slice(None)) -> None:
+    def observe(
+        self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice = slice(None)
+    ) -> None:
         """See LastFeature; with prefix layers the kept feature is their output."""
         if self.prefix is None or feats is None:
             return super().observe(tokens, feats, n, rows)
@@ -210,7 +267,9 @@ class HydraDrafter(LevelDrafter):
     def level(self, d: int, path: Tensor, common: Any) -> Tensor:
         """See LevelDrafter."""
         e = (self.embed(path).to(self.feats.dtype) * self.scale).flatten(2)  # [B, P, (d + 1) E]
-        x = first_block(self.feats[:, None].expand(-1, path.shape[1], -1), e, self.enter[d], self.enter_bias[d])
+        x = first_block(
+            self.feats[:, None].expand(-1, path.shape[1], -1), e, self.enter[d], self.enter_bias[d]
+        )
         if self.weight is not None and self.bias is not None:
             for weight, bias in zip(self.weight[d], self.bias[d], strict=True):
                 x = x + F.silu(F.linear(x, weight, bias))

@@ -1,15 +1,19 @@
-"""Medusa heads (Cai et al. 2024): K small heads on the target's last feature, each guessing one token further ahead.
+"""Medusa heads (Cai et al. 2024): K small heads on the target's last feature, each guessing
+one token further ahead.
 
-Head i (0-based) reads f_t, the target's output feature after its final norm at position t, and predicts x_{t+i+2};
-the target's own LM head predicts x_{t+1} from the same feature. A head is L residual blocks x + SiLU(W x + b) and a
-vocabulary projection. W = 0, b = 0 and a projection copied from the LM head make every fresh head equal the LM head.
+Head i (0-based) reads f_t, the target's output feature after its final norm at position t, and
+predicts x_{t+i+2}; the target's own LM head predicts x_{t+1} from the same feature. A head is
+L residual blocks x + SiLU(W x + b) and a vocabulary projection. W = 0, b = 0 and a projection
+copied from the LM head make every fresh head equal the LM head.
 
-Markov term (markov_rank = r > 0; the idea is DSpark's): every head's logits for token x_s get W1[x_{s-1}] W2 added,
-W1 [V, r], W2 [r, Vd], shared by the heads. Training reads the true previous token, drafting the drafted one, so a
-draft is made level by level. W2 starts at 0: a fresh head still equals the LM head.
-Trained by train/medusa.py; conf/head/medusa.yaml holds the keys.
+Markov term (markov_rank = r > 0; the idea is DSpark's): every head's logits for token x_s get
+W1[x_{s-1}] W2 added, W1 [V, r], W2 [r, Vd], shared by the heads. Training reads the true
+previous token, drafting the drafted one, so a draft is made level by level. W2 starts at 0: a
+fresh head still equals the LM head. Trained by train/medusa.py; conf/head/medusa.yaml holds
+the keys.
 
-Shape letters: B rows, T positions, D width, K heads, L blocks, Vd draft vocabulary, n supervised tokens, r rank.
+Shape letters: B rows, T positions, D width, K heads, L blocks, Vd draft vocabulary, n
+supervised tokens, r rank.
 """
 
 from __future__ import annotations
@@ -57,11 +61,20 @@ class TuneConfig:
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        rules = {"rank": (0 <= self.rank <= MOST, "32 is usual"), "alpha": (0 < self.alpha <= MOST, "16 is usual"),
-                 "dropout": (0 <= self.dropout < 1, "0.05 is usual"), "head_lr": (self.head_lr > 0, "4 is usual"),
-                 "head_weight": (self.head_weight >= 0, "0.2 is usual"), "ramp": (0 <= self.ramp <= 1, "0.1 is usual"),
-                 "distil": (self.distil >= 0, "1 is usual")}
-        return [f"{k}: {getattr(self, k)} is out of range; {fix}" for k, (good, fix) in rules.items() if not good]
+        rules = {
+            "rank": (0 <= self.rank <= MOST, "32 is usual"),
+            "alpha": (0 < self.alpha <= MOST, "16 is usual"),
+            "dropout": (0 <= self.dropout < 1, "0.05 is usual"),
+            "head_lr": (self.head_lr > 0, "4 is usual"),
+            "head_weight": (self.head_weight >= 0, "0.2 is usual"),
+            "ramp": (0 <= self.ramp <= 1, "0.1 is usual"),
+            "distil": (self.distil >= 0, "1 is usual"),
+        }
+        return [
+            f"{k}: {getattr(self, k)} is out of range; {fix}"
+            for k, (good, fix) in rules.items()
+            if not good
+        ]
 
 
 @dataclass
@@ -74,17 +87,24 @@ class MedusaConfig(ParallelConfig):
     markov_rank: int = 0
     # Medusa-2 alone
     tune: TuneConfig = field(default_factory=TuneConfig)
-    # Medusa-2: keep the input of every layer of the target alone and compute the rest again in the backward pass
+    # Medusa-2: keep the input of every layer of the target alone and compute the rest again in
+    # the backward pass
     activation_checkpointing: bool = False
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
         wrong = outside(self, (("markov_rank", 0, MOST),))
         if self.activation_checkpointing and self.kind != "medusa2":
-            wrong.append("activation_checkpointing: true with kind medusa, which keeps next to nothing; leave it out")
+            wrong.append(
+                "activation_checkpointing: true with kind medusa, which keeps next to "
+                "nothing; leave it out"
+            )
         if (self.kind == "medusa2") != bool(self.tune.rank):
             rank = self.tune.rank
-            wrong.append(f"tune.rank: {rank} with kind {self.kind}; head=medusa2 needs 1 or more, head=medusa 0")
+            wrong.append(
+                f"tune.rank: {rank} with kind {self.kind}; head=medusa2 needs 1 or more, "
+                "head=medusa 0"
+            )
         return super().validate() + wrong
 
 
@@ -96,8 +116,9 @@ class MedusaSaved(ParallelSaved):
 
 
 class MedusaHead(ParallelHead):
-    """K Medusa heads as stacked tensors: block_weight [K, L, D, D], block_bias [K, L, D], markov_in [V, r] and
-    markov_out [Vd, r] (None without a Markov term); the rest as in ParallelHead."""
+    """K Medusa heads as stacked tensors: block_weight [K, L, D, D], block_bias [K, L, D],
+    markov_in [V, r] and markov_out [Vd, r] (None without a Markov term); the rest as in
+    ParallelHead."""
 
     kind = "medusa"
     Config = MedusaConfig
@@ -105,16 +126,28 @@ class MedusaHead(ParallelHead):
     markov_in: nn.Parameter | None
     markov_out: nn.Parameter | None
 
-    def __init__(self, cfg: Any, width: int, vocab_size: int, tap: int, device: torch.device | str | None = None):
+    def __init__(
+        self,
+        cfg: Any,
+        width: int,
+        vocab_size: int,
+        tap: int,
+        device: torch.device | str | None = None,
+    ):
         super().__init__(cfg, width, vocab_size, tap, device)
         self.cfg: MedusaConfig = cfg
-        self.block_weight = nn.Parameter(torch.zeros(cfg.heads, cfg.blocks, width, width, device=device))
+        self.block_weight = nn.Parameter(
+            torch.zeros(cfg.heads, cfg.blocks, width, width, device=device)
+        )
         self.block_bias = nn.Parameter(torch.zeros(cfg.heads, cfg.blocks, width, device=device))
         rank, size = cfg.markov_rank, cfg.draft_vocab or vocab_size
-        # Unit rows on the token's side: what the zero side learns from is then of one size for all tokens.
+        # Unit rows on the token's side: what the zero side learns from is then of one size for
+        # all tokens.
         given = F.normalize(torch.randn(vocab_size, rank, device=device), dim=-1) if rank else None
         self.register_parameter("markov_in", None if given is None else nn.Parameter(given))
-        self.register_parameter("markov_out", nn.Parameter(torch.zeros(size, rank, device=device)) if rank else None)
+        self.register_parameter(
+            "markov_out", nn.Parameter(torch.zeros(size, rank, device=device)) if rank else None
+        )
 
     def hidden(self, x: Tensor) -> Tensor:
         """The residual blocks. x: [K, n, D] in any float dtype -> the same shape and dtype."""
@@ -128,7 +161,9 @@ class MedusaHead(ParallelHead):
         return self.hidden(feats[reads])
 
     def low_rank(self, batch: Batch, flat: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The Markov term: the token before a supervised one is the same for all heads, so m W2 is computed once."""
+        """The Markov term: the token before a supervised one is the same for all heads, so m
+        W2 is computed once.
+        """
         if self.markov_in is None or self.markov_out is None:
             return None
         return F.embedding(batch.ids.reshape(-1)[flat - 1], self.markov_in), self.markov_out

@@ -1,16 +1,21 @@
-"""Medusa-2 (Cai et al. 2024): Medusa heads and a LoRA on the target, trained together; the target itself changes.
+"""Medusa-2 (Cai et al. 2024): Medusa heads and a LoRA on the target, trained together; the
+target itself changes.
 
-The heads read the adapted target's features, and their gradient reaches the adapter. What keeps the target itself is
-self-distillation: KL from the law without the adapter to the law with it, at the supervised tokens. The loss is
+The heads read the adapted target's features, and their gradient reaches the adapter. What
+keeps the target itself is self-distillation: KL from the law without the adapter to the law
+with it, at the supervised tokens. The loss is
 
-    distil * KL + head_weight * ramp(step) * Medusa's loss,   ramp = sin(pi / 2 * min(1, step / (ramp * steps)))
+    distil * KL + head_weight * ramp(step) * Medusa's loss,   ramp = sin(pi / 2 * min(1, step /
+                                                              (ramp * steps)))
 
-and the heads' learning rate is head_lr times the adapter's. The head's state holds the adapter, so a checkpoint keeps
-both together. Loading one merges the adapter into the target and gives the target an identity of its own: from then on
-"lossless" refers to the tuned target, and other heads of the original target are refused.
-Trained by train/medusa.py head=medusa2; conf/head/medusa2.yaml holds the keys.
+and the heads' learning rate is head_lr times the adapter's. The head's state holds the
+adapter, so a checkpoint keeps both together. Loading one merges the adapter into the target
+and gives the target an identity of its own: from then on "lossless" refers to the tuned
+target, and other heads of the original target are refused. Trained by train/medusa.py
+head=medusa2; conf/head/medusa2.yaml holds the keys.
 
-Shape letters: B rows, T positions, D width, V vocabulary, n supervised tokens, m tokens of a chunk.
+Shape letters: B rows, T positions, D width, V vocabulary, n supervised tokens, m tokens of a
+chunk.
 """
 
 from __future__ import annotations
@@ -58,8 +63,8 @@ class Medusa2Saved(MedusaSaved):
 
 
 class Medusa2Head(MedusaHead):
-    """MedusaHead and adapter: {layer/lora_A, layer/lora_B: float32}, the very tensors of the target's LoRA layers while
-    it trains, or their record once they are merged."""
+    """MedusaHead and adapter: {layer/lora_A, layer/lora_B: float32}, the very tensors of the
+    target's LoRA layers while it trains, or their record once they are merged."""
 
     kind = "medusa2"
     Saved: ClassVar[type[MedusaSaved]] = Medusa2Saved
@@ -75,13 +80,17 @@ class Medusa2Head(MedusaHead):
     ) -> None:
         super().__init__(cfg, width, vocab_size, tap, device)
         self.adapter = nn.ParameterDict()
-        self.layers: list[tuple[str, Any]] = []  # the target's LoRA layers by name; a plain list, so not our modules
+        self.layers: list[
+            tuple[str, Any]
+        ] = []  # the target's LoRA layers by name; a plain list, so not our modules
         self.strength = 1.0
         self.stated = ""  # content hash of the adapter by the card that this head was loaded from
 
     @classmethod
     def for_target(cls, target: Target, cfg: Any, counts: Tensor | None = None) -> Self:
-        """See Head. Puts the adapter into the target. Raises UserError for a target whose weights cannot train."""
+        """See Head. Puts the adapter into the target. Raises UserError for a target whose
+        weights cannot train.
+        """
         head = super().for_target(target, cfg, counts)
         if cfg.tune.start:
             head._start_from(cfg.tune.start, target)
@@ -101,8 +110,11 @@ class Medusa2Head(MedusaHead):
 
     def config_json(self) -> dict[str, Any]:
         """See MedusaHead; also the adapter's shapes and content."""
-        return {**super().config_json(), "adapter": {k: list(v.shape) for k, v in self.adapter.items()},
-                "adapter_sha256": self.adapter_sha256()}
+        return {
+            **super().config_json(),
+            "adapter": {k: list(v.shape) for k, v in self.adapter.items()},
+            "adapter_sha256": self.adapter_sha256(),
+        }
 
     def adapter_sha256(self) -> str:
         """Content hash of the adapter's weights and strength."""
@@ -121,8 +133,11 @@ class Medusa2Head(MedusaHead):
             self.load_state_dict(first.state_dict())
         except RuntimeError as error:
             line = " ".join(str(error).split())[:200]
-            raise UserError(f"head.tune.start: the heads in {path} are built differently ({line}); give this run the "
-                            "same head.* keys") from None
+            raise UserError(
+                f"head.tune.start: the heads in {path} are built differently ({line}); "
+                "give this run the "
+                "same head.* keys"
+            ) from None
         self.coverage = getattr(first, "coverage", 1.0)
 
     def _inject(self, target: Target) -> None:
@@ -131,11 +146,18 @@ class Medusa2Head(MedusaHead):
         dtype = target.dtype
         if dtype not in TRAINABLE:
             name = str(dtype).removeprefix("torch.")
-            raise UserError(f"dtype: a LoRA cannot be trained on a target loaded as {name}; use bfloat16 or float32")
+            raise UserError(
+                f"dtype: a LoRA cannot be trained on a target loaded as {name}; use "
+                "bfloat16 or float32"
+            )
         tune, found = self.cfg.tune, _linear_layers(target)
-        config = LoraConfig(r=tune.rank, lora_alpha=tune.alpha, lora_dropout=tune.dropout,
-                            target_modules=list(tune.targets) or list(found),
-                            fan_in_fan_out=not any(isinstance(part, nn.Linear) for part in found.values()))
+        config = LoraConfig(
+            r=tune.rank,
+            lora_alpha=tune.alpha,
+            lora_dropout=tune.dropout,
+            target_modules=list(tune.targets) or list(found),
+            fan_in_fan_out=not any(isinstance(part, nn.Linear) for part in found.values()),
+        )
         try:
             inject_adapter_in_model(config, target.model, ADAPTER)
         except ValueError as error:
@@ -143,8 +165,11 @@ class Medusa2Head(MedusaHead):
         self.layers = _lora_layers(target)
         for name, layer in self.layers:
             if not layer.get_base_layer().weight.is_floating_point():
-                raise UserError(f"target: {name} is stored as {layer.get_base_layer().weight.dtype}, which takes no "
-                                "gradient; load weights that are not quantised")
+                raise UserError(
+                    f"target: {name} is stored as {layer.get_base_layer().weight.dtype}, "
+                    "which takes no "
+                    "gradient; load weights that are not quantised"
+                )
         own = {}
         for key, weight in _weights(self.layers).items():
             weight.data = weight.data.float()  # master weights, as the heads'
@@ -183,8 +208,8 @@ class Medusa2Head(MedusaHead):
     def attach(self, target: Target) -> None:
         """See Head: merge the adapter into the target, once.
 
-        Raises UserError for a target with another adapter, and for an adapter that is not the card's or
-        has no place in the target; the target is then as it was.
+        Raises UserError for a target with another adapter, and for an adapter that is not the
+        card's or has no place in the target; the target is then as it was.
         """
         sha = self.adapter_sha256()
         if self.stated and self.stated != sha:
@@ -195,8 +220,13 @@ class Medusa2Head(MedusaHead):
         if live:  # the target of a running training
             now = _weights(live)
             same = set(now) == set(self.adapter)
-            if not same or not all(torch.equal(now[k].cpu(), v.cpu()) for k, v in self.adapter.items()):
-                raise UserError("target: carries an adapter with other weights; load the head into a fresh target")
+            if not same or not all(
+                torch.equal(now[k].cpu(), v.cpu()) for k, v in self.adapter.items()
+            ):
+                raise UserError(
+                    "target: carries an adapter with other weights; load the head into a "
+                    "fresh target"
+                )
             return
         record = {k: v.detach().clone() for k, v in self.adapter.items()}
         wanted = _adapter_sizes(target, self.cfg.tune.targets, self.cfg.tune.rank)
@@ -211,7 +241,9 @@ class Medusa2Head(MedusaHead):
             parent, _, last = name.rpartition(".")
             setattr(target.model.get_submodule(parent), last, layer.get_base_layer())
         self.layers = []
-        self.adapter = nn.ParameterDict({k: nn.Parameter(v, requires_grad=False) for k, v in record.items()})
+        self.adapter = nn.ParameterDict(
+            {k: nn.Parameter(v, requires_grad=False) for k, v in record.items()}
+        )
         target.model.requires_grad_(False).eval()
         target.tuning = f"LoRA {sha[:12]}"
         if target.identity is not None:
@@ -223,8 +255,10 @@ class Medusa2Head(MedusaHead):
         """See Head: the adapter at the run's learning rate, the heads at head_lr times it."""
         adapter = {id(p) for p in self.adapter.values()}
         mine = [p for p in self.parameters() if p.requires_grad and id(p) not in adapter]
-        return [{"params": mine, "lr_scale": self.cfg.tune.head_lr},
-                {"params": list(self.adapter.values()), "lr_scale": 1.0}]
+        return [
+            {"params": mine, "lr_scale": self.cfg.tune.head_lr},
+            {"params": list(self.adapter.values()), "lr_scale": 1.0},
+        ]
 
     def begin_step(self, step: int, steps: int) -> None:
         """See Head: the ramp of the heads' loss."""
@@ -239,30 +273,45 @@ class Medusa2Head(MedusaHead):
         out = self.loss(batch, target, feats, rows, steps)
         flat = rows * batch.ids.shape[1] + steps
         divergence = _divergence(feats, base, flat - 1, target, self.cfg.chunk)
-        total = self.cfg.tune.distil * divergence + self.cfg.tune.head_weight * self.strength * out.sum
-        return LossOut(total, out.count, {**out.stats, "kl": torch.stack([divergence.detach().double(), out.count])})
+        total = (
+            self.cfg.tune.distil * divergence + self.cfg.tune.head_weight * self.strength * out.sum
+        )
+        return LossOut(
+            total,
+            out.count,
+            {**out.stats, "kl": torch.stack([divergence.detach().double(), out.count])},
+        )
 
     def _features(self, batch: Batch, target: Target) -> tuple[Tensor, Tensor, Tensor]:
         with layers_recomputed(target.model, self.cfg.activation_checkpointing):
-            feats = target.features(batch.ids, batch.mask, self.taps, torch.is_grad_enabled(), batch.position)[:, :, 0]
+            feats = target.features(
+                batch.ids, batch.mask, self.taps, torch.is_grad_enabled(), batch.position
+            )[:, :, 0]
         return feats.reshape(-1, feats.shape[-1]), *supervised(batch)
 
 
 def tuned_identity(base: Identity, adapter_sha256: str) -> Identity:
     """Who the target is once the adapter is merged into it."""
     weights = hashlib.sha256(f"{base.weights_sha256} + lora {adapter_sha256}".encode()).hexdigest()
-    return replace(base, name=f"{base.name} tuned by Medusa-2 {adapter_sha256[:8]}", weights_sha256=weights)
+    return replace(
+        base, name=f"{base.name} tuned by Medusa-2 {adapter_sha256[:8]}", weights_sha256=weights
+    )
 
 
 def _linear_layers(target: Target) -> dict[str, nn.Module]:
-    """Every linear layer of the target but the LM head, by name; experts kept as one stacked weight are left alone."""
-    return {name: part for name, part in target.model.named_modules()
-            if isinstance(part, nn.Linear | Conv1D) and part is not target.lm_head}
+    """Every linear layer of the target but the LM head, by name; experts kept as one stacked
+    weight are left alone.
+    """
+    return {
+        name: part
+        for name, part in target.model.named_modules()
+        if isinstance(part, nn.Linear | Conv1D) and part is not target.lm_head
+    }
 
 
 def _adapter_sizes(target: Target, targets: list[str], rank: int) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the matrices of an adapter on the layers that `targets` names, by peft's rule: a
-    whole name or its end behind a dot. No targets: all linear layers."""
+    """Name -> shape of the matrices of an adapter on the layers that `targets` names, by
+    peft's rule: a whole name or its end behind a dot. No targets: all linear layers."""
     sizes: dict[str, tuple[int, ...]] = {}
     for name, part in _linear_layers(target).items():
         if targets and not any(f".{name}".endswith(f".{t}") for t in targets):
@@ -278,20 +327,30 @@ def _lora_layers(target: Target) -> list[tuple[str, Any]]:
     """The target's LoRA layers of this head, by name."""
     from peft.tuners.lora import LoraLayer
 
-    return [(name, part) for name, part in target.model.named_modules()
-            if isinstance(part, LoraLayer) and ADAPTER in part.lora_A]
+    return [
+        (name, part)
+        for name, part in target.model.named_modules()
+        if isinstance(part, LoraLayer) and ADAPTER in part.lora_A
+    ]
 
 
 def _weights(layers: list[tuple[str, Any]]) -> dict[str, nn.Parameter]:
     """Their trained matrices; a dot may not stand in a key of a ParameterDict."""
-    return {f"{name.replace('.', '/')}/{side}": getattr(layer, side)[ADAPTER].weight
-            for name, layer in layers for side in ("lora_A", "lora_B")}
+    return {
+        f"{name.replace('.', '/')}/{side}": getattr(layer, side)[ADAPTER].weight
+        for name, layer in layers
+        for side in ("lora_A", "lora_B")
+    }
 
 
 def _divergence(feats: Tensor, base: Tensor, flat: Tensor, target: Target, chunk: int) -> Tensor:
-    """Sum over `flat` [n] of KL(p_base || p_tuned), laws over V from features [B * T, D]. In chunks: the gradient with
-    respect to a chunk's features is taken where its logits are, so [n, V] never exists; softcap and bias included."""
-    value, total = feats.new_zeros((), dtype=torch.float32), feats.new_zeros((), dtype=torch.float32)
+    """Sum over `flat` [n] of KL(p_base || p_tuned), laws over V from features [B * T, D]. In
+    chunks: the gradient with respect to a chunk's features is taken where its logits are, so
+    [n, V] never exists; softcap and bias included."""
+    value, total = (
+        feats.new_zeros((), dtype=torch.float32),
+        feats.new_zeros((), dtype=torch.float32),
+    )
     for part in flat.split(chunk):
         old = target.unembed(base[part]).float().log_softmax(-1)
         leaf = feats[part].detach().requires_grad_(torch.is_grad_enabled())

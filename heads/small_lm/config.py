@@ -1,4 +1,6 @@
-"""Keys of a separate small draft model (heads/small_lm/head.py); conf/head/small_lm.yaml holds their values."""
+"""Keys of a separate small draft model (heads/small_lm/head.py); conf/head/small_lm.yaml holds
+their values.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,18 @@ class LoraKeys:
     alpha: int = 16
     # dropout before it
     dropout: float = 0.0
-    # names of the layers it is put on, such as q_proj; empty = all linear layers but the LM head
+    # names of the layers it is put on, such as q_proj; empty = all linear layers but the LM
+    # head
     targets: list[str] = field(default_factory=list)
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
         found = outside(self, (("rank", 0, MOST), ("alpha", 0, MOST)))
-        return found + ([] if 0 <= self.dropout < 1 else [f"dropout: {self.dropout} is outside [0, 1); 0 is usual"])
+        return found + (
+            []
+            if 0 <= self.dropout < 1
+            else [f"dropout: {self.dropout} is outside [0, 1); 0 is usual"]
+        )
 
 
 @dataclass
@@ -33,9 +40,11 @@ class SmallLMConfig(HeadConfig):
     """Keys of a separate small draft model."""
 
     kind: str = "small_lm"
-    # cut the draft from the target: its so many layers; 0 = start from another model (head.path or head.name)
+    # cut the draft from the target: its so many layers; 0 = start from another model
+    # (head.path or head.name)
     from_target_layers: int = 0
-    # which layers of the target: first, or even = evenly spaced, the first and the last among them
+    # which layers of the target: first, or even = evenly spaced, the first and the last among
+    # them
     spacing: str = "even"
     # start from this folder of a smaller causal language model with the target's tokenizer
     path: str = ""
@@ -43,9 +52,11 @@ class SmallLMConfig(HeadConfig):
     name: str = ""
     # branch, tag or commit of head.name
     revision: str = "main"
-    # embedding and LM head: shared = frozen, tied = trained as one matrix, own = trained as the model has them
+    # embedding and LM head: shared = frozen, tied = trained as one matrix, own = trained as
+    # the model has them
     embedding: str = "shared"
-    # number of frequent tokens the drafter proposes (the LM head's other rows are not computed); 0 = all
+    # number of frequent tokens the drafter proposes (the LM head's other rows are not
+    # computed); 0 = all
     draft_vocab: int = 0
     # adapters in place of full weights
     lora: LoraKeys = field(default_factory=LoraKeys)
@@ -53,7 +64,8 @@ class SmallLMConfig(HeadConfig):
     loss: LossWeights = field(default_factory=lambda: LossWeights(hard=0.0, soft=1.0))
     # supervised tokens whose logits exist at the same time
     chunk: int = 256
-    # keep the input of every layer alone and compute the rest again in the backward pass: less memory, slower
+    # keep the input of every layer alone and compute the rest again in the backward pass: less
+    # memory, slower
     activation_checkpointing: bool = False
     # shape of the draft when the drafter is named without @chain or @tree
     shape: str = "chain"
@@ -77,15 +89,32 @@ class SmallLMConfig(HeadConfig):
                 ("width", 1, MOST_WIDTH),
             ),
         )
-        choices = {"kind": ("small_lm",), "spacing": ("first", "even"), "embedding": ("shared", "tied", "own"),
-                   "shape": ("chain", "tree"), "tree_draw": ("fixed", "sampled")}
-        found += [f"{key}: {getattr(self, key)!r}; choose {' or '.join(good)}" for key, good in choices.items()
-                  if getattr(self, key) not in good]
+        choices = {
+            "kind": ("small_lm",),
+            "spacing": ("first", "even"),
+            "embedding": ("shared", "tied", "own"),
+            "shape": ("chain", "tree"),
+            "tree_draw": ("fixed", "sampled"),
+        }
+        found += [
+            f"{key}: {getattr(self, key)!r}; choose {' or '.join(good)}"
+            for key, good in choices.items()
+            if getattr(self, key) not in good
+        ]
         sources = sum(map(bool, (self.from_target_layers, self.path, self.name)))
         if sources != 1:
-            how = "is set beside another source" if sources else "is 0, head.path and head.name are empty"
-            found.append(f"from_target_layers: {how}; give the draft one source: head.from_target_layers=N, "
-                         "head.path=FOLDER or head.name=REPOSITORY")
+            how = (
+                "is set beside another source"
+                if sources
+                else "is 0, head.path and head.name are empty"
+            )
+            found.append(
+                f"from_target_layers: {how}; give the draft one source: head.from_target_layers=N, "
+                "head.path=FOLDER or head.name=REPOSITORY"
+            )
         if self.lora.rank and self.embedding != "shared":
-            found.append(f"embedding: {self.embedding} would train it beside a LoRA; use shared, or lora.rank=0")
+            found.append(
+                f"embedding: {self.embedding} would train it beside a LoRA; use shared, "
+                "or lora.rank=0"
+            )
         return found

@@ -1,7 +1,8 @@
-"""Cutting a small model out of a large one: some of its layers, between its own embedding and its own LM head.
+"""Cutting a small model out of a large one: some of its layers, between its own embedding and
+its own LM head.
 
-No architecture is known by name: the layers are the module list as long as the model is deep, and every weight keeps
-its name but for the layer's number.
+No architecture is known by name: the layers are the module list as long as the model is deep,
+and every weight keeps its name but for the layer's number.
 """
 
 from __future__ import annotations
@@ -17,26 +18,38 @@ from decode.target import Target
 
 
 def chosen_layers(total: int, count: int, spacing: str) -> list[int]:
-    """Which `count` of `total` layers: the first ones, or evenly spaced with the first and the last among them (as
-    DistilBERT does, Sanh et al. 2019). Raises UserError for a count outside 1 .. total - 1."""
+    """Which `count` of `total` layers: the first ones, or evenly spaced with the first and the
+    last among them (as DistilBERT does, Sanh et al. 2019). Raises UserError for a count
+    outside 1 .. total - 1."""
     if not 0 < count < total:
-        raise UserError(f"head.from_target_layers: {count} of the target's {total} layers; give 1 to {total - 1}")
+        raise UserError(
+            f"head.from_target_layers: {count} of the target's {total} layers; give 1 to "
+            f"{total - 1}"
+        )
     if spacing == "first" or count == 1:
         return list(range(count))
     return [round(i * (total - 1) / (count - 1)) for i in range(count)]
 
 
 def cut(target: Target, layers: list[int]) -> tuple[Any, dict[str, Tensor]]:
-    """(a float32 model of the target's class with these layers, the target's tensors by the new model's names).
+    """(a float32 model of the target's class with these layers, the target's tensors by the
+    new model's names).
 
     Raises UserError for a model that is not built as a stack of layers.
     """
     whole, total = target.model, target.num_layers
-    stacks = [n for n, m in whole.named_modules() if isinstance(m, nn.ModuleList) and len(m) == total]
+    stacks = [
+        n for n, m in whole.named_modules() if isinstance(m, nn.ModuleList) and len(m) == total
+    ]
     if len(stacks) != 1:
-        raise UserError(f"head.from_target_layers: {type(whole).__name__} has {len(stacks)} lists of {total} layers, "
-                        "not one; give a smaller model instead (head.path or head.name)")
-    model = empty(cut_config(target, layers), type(whole) if whole.config is target.config else None)
+        raise UserError(
+            f"head.from_target_layers: {type(whole).__name__} has {len(stacks)} lists of "
+            f"{total} layers, "
+            "not one; give a smaller model instead (head.path or head.name)"
+        )
+    model = empty(
+        cut_config(target, layers), type(whole) if whole.config is target.config else None
+    )
     prefix, place = stacks[0] + ".", {old: new for new, old in enumerate(layers)}
     given: dict[str, Tensor] = {}
     for name, tensor in whole.state_dict(keep_vars=True).items():
@@ -52,19 +65,24 @@ def cut(target: Target, layers: list[int]) -> tuple[Any, dict[str, Tensor]]:
 
 
 def cut_config(target: Target, layers: list[int]) -> Any:
-    """The target's config for these of its layers; lists with an entry per layer are thinned alike."""
+    """The target's config for these of its layers; lists with an entry per layer are thinned
+    alike.
+    """
     config = copy.deepcopy(target.config)
     for key, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == target.num_layers:
             setattr(config, key, [value[i] for i in layers])
     config.num_hidden_layers = len(layers)
-    config._attn_implementation = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+    config._attn_implementation = (
+        "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+    )
     config.dtype = target.dtype
     return config
 
 
 def empty(config: Any, kind: type | None = None) -> Any:
-    """A float32 model of `config` whose weights mean nothing. The caller's random state is untouched.
+    """A float32 model of `config` whose weights mean nothing. The caller's random state is
+    untouched.
 
     Raises UserError for a config that describes no causal language model.
     """
@@ -77,20 +95,28 @@ def empty(config: Any, kind: type | None = None) -> Any:
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     except (ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError) as error:
         line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"head: the draft's config builds no causal language model ({line})") from None
+        raise UserError(
+            f"head: the draft's config builds no causal language model ({line})"
+        ) from None
 
 
 def fill(model: nn.Module, given: dict[str, Tensor], what: str) -> None:
-    """Copy `given` into the model by name; tied weights may be absent. Raises UserError when names or shapes differ."""
+    """Copy `given` into the model by name; tied weights may be absent. Raises UserError when
+    names or shapes differ.
+    """
     same = aliases(model)
     try:
         found = model.load_state_dict(given, strict=False)
     except RuntimeError as error:
-        raise UserError(f"{what} does not fit its own config ({' '.join(str(error).split())[:200]})") from None
+        raise UserError(
+            f"{what} does not fit its own config ({' '.join(str(error).split())[:200]})"
+        ) from None
     missing = [k for k in found.missing_keys if k not in same]
     if missing or found.unexpected_keys:
         odd = [*missing, *found.unexpected_keys]
-        raise UserError(f"{what} does not fit its own config (weights {', '.join(odd[:3])}); give another model")
+        raise UserError(
+            f"{what} does not fit its own config (weights {', '.join(odd[:3])}); give another model"
+        )
 
 
 def aliases(model: nn.Module) -> dict[str, str]:

@@ -1,10 +1,12 @@
-"""A separate small language model as a drafter, distilled from the target (Leviathan et al. 2022; DistillSpec 2023).
+"""A separate small language model as a drafter, distilled from the target (Leviathan et al.
+2022; DistillSpec 2023).
 
-It is cut from the target (its first layers, or evenly spaced ones, under the target's own embedding and LM head) or
-starts from any smaller causal language model with the same tokenizer. Unlike the other heads it reads no features: it
-is a whole language model, so the finished head is an ordinary transformers folder that works as `assistant_model=`
-elsewhere. With `lora.rank` only a LoRA learns, which is merged when the head is saved.
-Trained by train/draft.py; conf/head/small_lm.yaml holds the keys.
+It is cut from the target (its first layers, or evenly spaced ones, under the target's own
+embedding and LM head) or starts from any smaller causal language model with the same
+tokenizer. Unlike the other heads it reads no features: it is a whole language model, so the
+finished head is an ordinary transformers folder that works as `assistant_model=` elsewhere.
+With `lora.rank` only a LoRA learns, which is merged when the head is saved. Trained by
+train/draft.py; conf/head/small_lm.yaml holds the keys.
 
 Shape letters: B rows, T positions, D width, n supervised tokens, Vd draft vocabulary.
 """
@@ -39,9 +41,9 @@ MODEL = "model.safetensors"
 
 @dataclass(kw_only=True)
 class SmallLMSaved(Saved):
-    """See Saved. model: its transformers config. layers: those of the target it was cut from, [] for
-    another model. merged: whether its LoRA is in the weights. draft_ids: the draft vocabulary, [] for
-    the whole one."""
+    """See Saved. model: its transformers config. layers: those of the target it was cut from,
+    [] for another model. merged: whether its LoRA is in the weights. draft_ids: the draft
+    vocabulary, [] for the whole one."""
 
     config: SmallLMConfig
     model: dict[str, Any]
@@ -62,7 +64,8 @@ class SmallLMSaved(Saved):
             found.append(f"draft_ids: are not different tokens of 0..{size - 1} in order")
         if len(self.layers) != self.config.from_target_layers:
             found.append(
-                f"layers: {len(self.layers)}, config.from_target_layers is {self.config.from_target_layers}"
+                f"layers: {len(self.layers)}, config.from_target_layers is "
+                f"{self.config.from_target_layers}"
             )
         elif self.layers != sorted({i for i in self.layers if 0 <= i < deep}):
             found.append(f"layers: {self.layers[:9]} are not layers of 0..{deep - 1} in order")
@@ -87,9 +90,11 @@ class SmallLMSaved(Saved):
 
 
 class SmallLM(Head):
-    """net: the causal language model, trained weights in float32, frozen ones in the target's dtype.
+    """net: the causal language model, trained weights in float32, frozen ones in the target's
+    dtype.
 
-    Frozen weights of a draft cut from the target are the target's own tensors and not stored in checkpoints.
+    Frozen weights of a draft cut from the target are the target's own tensors and not stored
+    in checkpoints.
     chosen: [Vd] int64 ascending tokens that the drafter proposes, None for all.
     """
 
@@ -97,14 +102,18 @@ class SmallLM(Head):
     Config = SmallLMConfig
     reads_features: ClassVar[bool] = False
 
-    def __init__(self, cfg: SmallLMConfig, net: Any, target: Target, given: dict[str, Tensor] | None) -> None:
+    def __init__(
+        self, cfg: SmallLMConfig, net: Any, target: Target, given: dict[str, Tensor] | None
+    ) -> None:
         """given: the target's tensors by net's names, when it was cut from it."""
         super().__init__(cfg)
         self.cfg: SmallLMConfig = cfg
         self.finish = Target(net).head  # freezes everything for a moment
         if not self.finish.exact:
-            raise UserError("head: the draft's logits do not follow from its last hidden state "
-                            f"({self.finish.reason}); choose another model")
+            raise UserError(
+                "head: the draft's logits do not follow from its last hidden state "
+                f"({self.finish.reason}); choose another model"
+            )
         self.net = net
         self.dtype, self.tokenizer = target.dtype, target.tokenizer
         self.layers: list[int] = []
@@ -120,8 +129,8 @@ class SmallLM(Head):
 
     @classmethod
     def for_target(cls, target: Target, cfg: SmallLMConfig, counts: Tensor | None = None) -> Self:
-        """See Head. Raises UserError for a count of layers outside the target's, a source that cannot be loaded, or
-        one with another tokenizer (the first difference is named)."""
+        """See Head. Raises UserError for a count of layers outside the target's, a source that
+        cannot be loaded, or one with another tokenizer (the first difference is named)."""
         if cfg.from_target_layers:
             layers = chosen_layers(target.num_layers, cfg.from_target_layers, cfg.spacing)
             net, given = cut(target, layers)
@@ -134,8 +143,12 @@ class SmallLM(Head):
             head.chosen = head.choose_vocabulary(known, cfg.draft_vocab).to(target.device)
         size, whole = parameters(net := head.net), parameters(target.model)
         if size >= whole:
-            print(f"warning: the draft ({type(net).__name__}, {size:,} parameters) is no smaller than its target "
-                  f"({whole:,}): drafting K tokens then costs K target passes and can never pay", file=sys.stderr)
+            print(
+                f"warning: the draft ({type(net).__name__}, {size:,} parameters) is no "
+                "smaller than its target "
+                f"({whole:,}): drafting K tokens then costs K target passes and can never pay",
+                file=sys.stderr,
+            )
         return head
 
     @classmethod
@@ -162,8 +175,8 @@ class SmallLM(Head):
     def misfits(
         cls, saved: dict[str, Any], target: Target, stored: dict[str, tuple[int, ...]]
     ) -> list[str]:
-        """See Head. A draft that was cut from the target has the target's sizes: load_state_dict
-        compares them."""
+        """See Head. A draft that was cut from the target has the target's sizes:
+        load_state_dict compares them."""
         known = SmallLMSaved.read(saved, target, cls.kind)
         if known.layers:
             return []
@@ -177,8 +190,8 @@ class SmallLM(Head):
 
     @torch.no_grad()
     def attach(self, target: Target) -> None:
-        """See Head: one pass over two tokens. A model's config says more than sizes, and what it says can
-        be wrong. Raises UserError then."""
+        """See Head: one pass over two tokens. A model's config says more than sizes, and what
+        it says can be wrong. Raises UserError then."""
         try:
             sound = bool(self.hidden(torch.tensor([[0, 1]], device=target.device)).isfinite().all())
         except Exception as error:  # other people's code: whatever it raises, the file is wrong
@@ -207,43 +220,71 @@ class SmallLM(Head):
     # -- training
 
     def forward(self, batch: Batch, target: Target) -> LossOut:
-        """Loss over the supervised tokens, each predicted from all tokens before it. No rollout: a draft step sees
-        committed tokens and its own guesses, which are the target's wherever they are kept."""
+        """Loss over the supervised tokens, each predicted from all tokens before it. No
+        rollout: a draft step sees committed tokens and its own guesses, which are the target's
+        wherever they are kept."""
         rows, at = (batch.loss_mask & batch.mask).nonzero(as_tuple=True)
         flat = (rows * batch.ids.shape[1] + at)[at > 0]
         place = batch.ids.reshape(-1)[flat]
         x = self.hidden(batch.ids).flatten(0, 1)[flat - 1]
-        x = x * self.finish.scale if self.finish.scale != 1 else x  # a softcap keeps the order and is left out
+        x = (
+            x * self.finish.scale if self.finish.scale != 1 else x
+        )  # a softcap keeps the order and is left out
         out = self.net.get_output_embeddings()
         bias = getattr(out, "bias", None)
         extra = None if bias is None else (x.new_ones(flat.numel(), 1), bias[: self.vocab, None])
         inside = torch.where(place < self.vocab, place, -1)
         law, terms = None, self.cfg.loss
         if terms.needs_law:
-            feats = target.features(batch.ids, batch.mask, (target.num_layers,))[:, :, 0].flatten(0, 1)
+            feats = target.features(batch.ids, batch.mask, (target.num_layers,))[:, :, 0].flatten(
+                0, 1
+            )
             weight, bias = target.lm_head_weight.detach(), getattr(target.lm_head, "bias", None)
-            both = None if self.vocab == target.vocab_size else torch.arange(self.vocab, device=place.device)
+            both = (
+                None
+                if self.vocab == target.vocab_size
+                else torch.arange(self.vocab, device=place.device)
+            )
             if both is not None and terms.mask != "argmax":
                 weight, bias = weight[: self.vocab], None if bias is None else bias[: self.vocab]
             law = target_law(target, (weight, bias), feats, flat - 1, both, inside, terms.mask)
         total, losses, hits = chunked_loss(
-            x[None], out.weight[: self.vocab], inside, torch.ones_like(flat, dtype=torch.bool)[None], law,
-            self.cfg.loss, torch.ones(1, device=x.device), self.cfg.chunk, extra)  # fmt: skip
+            x[None],
+            out.weight[: self.vocab],
+            inside,
+            torch.ones_like(flat, dtype=torch.bool)[None],
+            law,
+            self.cfg.loss,
+            torch.ones(1, device=x.device),
+            self.cfg.chunk,
+            extra,
+        )
         count = torch.tensor(float(flat.numel()), dtype=torch.float64, device=x.device)
         return LossOut(total, count, {"loss_0": losses[0], "top1_0": hits[0]})
 
     def hidden(self, ids: Tensor) -> Tensor:
-        """[B, T, D] the draft's last hidden states, after its final norm, computed in the target's dtype: the master
-        weights are cast for the pass, so that training and drafting do the same arithmetic."""
+        """[B, T, D] the draft's last hidden states, after its final norm, computed in the
+        target's dtype: the master weights are cast for the pass, so that training and drafting
+        do the same arithmetic."""
         body = self.net.base_model
-        cast = {n: p if p.dtype == self.dtype else p.to(self.dtype) for n, p in body.named_parameters()}
-        kwargs = {"input_ids": ids.clamp(max=self.vocab - 1), "use_cache": False, "return_dict": True}
+        cast = {
+            n: p if p.dtype == self.dtype else p.to(self.dtype) for n, p in body.named_parameters()
+        }
+        kwargs = {
+            "input_ids": ids.clamp(max=self.vocab - 1),
+            "use_cache": False,
+            "return_dict": True,
+        }
         with layers_recomputed(body, self.cfg.activation_checkpointing):
             return torch.func.functional_call(body, cast, kwargs=kwargs).last_hidden_state  # type: ignore[no-any-return]
 
     @torch.no_grad()
-    def forced(self, batch: Batch, target: Target, levels: int) -> Iterator[tuple[Tensor, int, Tensor]]:
-        """See Head. A separate model's law does not depend on the level: the same logits serve all."""
+    def forced(
+        self, batch: Batch, target: Target, levels: int
+    ) -> Iterator[tuple[Tensor, int, Tensor]]:
+        """See Head. A separate model's law does not depend on the level: the same logits serve
+        all.
+        """
         out = self.net.get_output_embeddings()
         keep: Any = slice(0, self.vocab) if self.chosen is None else self.chosen
         weight, bias = out.weight[keep].to(self.dtype), getattr(out, "bias", None)
@@ -254,7 +295,9 @@ class SmallLM(Head):
         for part in flat[at > 0].split(self.cfg.chunk):
             z = self.finish.finish(nn.functional.linear(x[part - 1], weight, bias))
             for level in range(levels):
-                deep = part % batch.ids.shape[1] >= 2 + level  # the anchor, two before the first level, must exist
+                deep = (
+                    part % batch.ids.shape[1] >= 2 + level
+                )  # the anchor, two before the first level, must exist
                 yield part[deep], level, z[deep]
 
     @property
@@ -263,8 +306,9 @@ class SmallLM(Head):
         return self.cfg.depth
 
     def measure(self, table: Tensor) -> dict[str, Any]:
-        """See Head; a draft is right to a depth when the ranks of so many tokens in a row are those of its path. Also
-        the teacher-forced accepted length of a chain (bonus token counted)."""
+        """See Head; a draft is right to a depth when the ranks of so many tokens in a row are
+        those of its path. Also the teacher-forced accepted length of a chain (bonus token
+        counted)."""
         chain = (table == 0).cumprod(1).sum(1).double().mean()
         return {**super().measure(table), "teacher_forced": 1 + float(chain)}
 
@@ -278,21 +322,41 @@ class SmallLM(Head):
         """See Head."""
         cfg, draft = self.cfg, Target(self.plain(), self.tokenizer)
         shape = shape or (cfg.shape if target.support == "tree" else "chain")
-        static = shapes.tree(self.calibration, cfg.nodes, cfg.depth) if cfg.tree_draw == "sampled" else None
-        return DraftModel(draft, cfg.depth, f"{self.kind}@{shape}", shape=shape, nodes=cfg.nodes, width=cfg.width,
-                          ids=self.chosen, static=static, vocab_size=target.vocab_size)  # fmt: skip
+        static = (
+            shapes.tree(self.calibration, cfg.nodes, cfg.depth)
+            if cfg.tree_draw == "sampled"
+            else None
+        )
+        return DraftModel(
+            draft,
+            cfg.depth,
+            f"{self.kind}@{shape}",
+            shape=shape,
+            nodes=cfg.nodes,
+            width=cfg.width,
+            ids=self.chosen,
+            static=static,
+            vocab_size=target.vocab_size,
+        )
 
     # -- on disk
 
     def config_json(self) -> dict[str, Any]:
-        """See Head; also the model's own config, the layers it was cut from, the draft vocabulary."""
-        return {**super().config_json(), "model": self.net.config.to_diff_dict(), "layers": self.layers,
-                "merged": False, "draft_ids": [] if self.chosen is None else self.chosen.tolist(),
-                "parameters": parameters(self.net)}  # fmt: skip
+        """See Head; also the model's own config, the layers it was cut from, the draft
+        vocabulary.
+        """
+        return {
+            **super().config_json(),
+            "model": self.net.config.to_diff_dict(),
+            "layers": self.layers,
+            "merged": False,
+            "draft_ids": [] if self.chosen is None else self.chosen.tolist(),
+            "parameters": parameters(self.net),
+        }
 
     def write(self, folder: Path, finished: bool) -> tuple[str, dict[str, Any]]:
-        """See Head. A finished draft is an ordinary transformers folder: config, generation config, tokenizer, weights
-        in the target's dtype with any LoRA merged."""
+        """See Head. A finished draft is an ordinary transformers folder: config, generation
+        config, tokenizer, weights in the target's dtype with any LoRA merged."""
         if not finished:
             return super().write(folder, finished)
         net = self.plain()
@@ -316,15 +380,22 @@ class SmallLM(Head):
         return whole
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Also from the names of a finished folder. Raises RuntimeError when names or shapes do not fit."""
+        """Also from the names of a finished folder. Raises RuntimeError when names or shapes
+        do not fit.
+        """
         bare = not any(name.startswith("net.") for name in state_dict)
         state = {f"net.{k}" if bare else k: v for k, v in state_dict.items()}
         if bare:
-            state = {k: v for k, v in state.items() if k not in self.outside}  # the target's own: they are there
+            state = {
+                k: v for k, v in state.items() if k not in self.outside
+            }  # the target's own: they are there
         found = super().load_state_dict(state, strict=False, assign=assign)
         missing = [k for k in found.missing_keys if k not in self.outside]
         if strict and (missing or found.unexpected_keys):
-            raise RuntimeError(f"weights {', '.join([*missing, *found.unexpected_keys][:3])} are missing or unknown")
+            raise RuntimeError(
+                f"weights {', '.join([*missing, *found.unexpected_keys][:3])} are "
+                "missing or unknown"
+            )
         return found
 
 

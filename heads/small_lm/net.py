@@ -1,4 +1,6 @@
-"""The model of a separate small draft: where it is loaded from, what of it learns, its LoRA (heads/small_lm/head.py)."""
+"""The model of a separate small draft: where it is loaded from, what of it learns, its LoRA
+(heads/small_lm/head.py).
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,24 @@ ADAPTER = "draft"  # peft's name of the LoRA
 
 
 def load_base(cfg: SmallLMConfig, target: Target) -> Any:
-    """The float32 model that head.path or head.name means. Raises UserError when it cannot be loaded or its tokenizer
-    is another one."""
+    """The float32 model that head.path or head.name means. Raises UserError when it cannot be
+    loaded or its tokenizer is another one."""
     kind = "local" if cfg.path else "hub"
     try:
         source = TargetConfig(kind=kind, path=cfg.path, name=cfg.name, revision=cfg.revision)
         base = load_target(source, "float32", "cpu")
     except UserError as error:
-        raise UserError(str(error).replace("target.", "head.").replace("target:", "head:")) from None
+        raise UserError(
+            str(error).replace("target.", "head.").replace("target:", "head:")
+        ) from None
     if target.tokenizer is not None:
         verdict = compare(target.tokenizer, base.tokenizer, target.vocab_size, base.vocab_size)
         if not verdict.compatible:
-            raise UserError(f"head.{'path' if cfg.path else 'name'}: {cfg.path or cfg.name}: another tokenizer than "
-                            f"the target's: {verdict.reason}; choose a draft of the same family")
+            raise UserError(
+                f"head.{'path' if cfg.path else 'name'}: {cfg.path or cfg.name}: another "
+                "tokenizer than "
+                f"the target's: {verdict.reason}; choose a draft of the same family"
+            )
     return base.model
 
 
@@ -41,13 +48,17 @@ def parameters(model: nn.Module) -> int:
 
 
 def freeze(net: Any, cfg: SmallLMConfig, dtype: torch.dtype, given: dict[str, Tensor]) -> set[str]:
-    """Decide what of `net` learns; frozen weights become the target's own tensors (`given`, by net's names) where they
-    come from it, else `dtype`. Returns the names (in the head's state_dict, "net." in front) that are not the head's to
-    store. Raises UserError where embedding and LM head cannot be tied."""
+    """Decide what of `net` learns; frozen weights become the target's own tensors (`given`, by
+    net's names) where they come from it, else `dtype`. Returns the names (in the head's
+    state_dict, "net." in front) that are not the head's to store. Raises UserError where
+    embedding and LM head cannot be tied."""
     into, out = net.get_input_embeddings(), net.get_output_embeddings()
     if cfg.embedding == "tied" and out.weight is not into.weight:
         if out.weight.shape != into.weight.shape:
-            raise UserError("head.embedding: the draft's embedding and LM head differ in shape; use own or shared")
+            raise UserError(
+                "head.embedding: the draft's embedding and LM head differ in shape; use "
+                "own or shared"
+            )
         into.weight = out.weight
         net.config.tie_word_embeddings = True
     words = {id(into.weight), id(out.weight)}
@@ -63,7 +74,9 @@ def freeze(net: Any, cfg: SmallLMConfig, dtype: torch.dtype, given: dict[str, Te
         mine = given.get(names[0])
         if mine is not None:
             outside |= {f"net.{name}" for name in names}
-        fresh = nn.Parameter((weight.to(dtype) if mine is None else mine).detach(), requires_grad=False)
+        fresh = nn.Parameter(
+            (weight.to(dtype) if mine is None else mine).detach(), requires_grad=False
+        )
         for name in names:
             holder, _, last = name.rpartition(".")
             setattr(net.get_submodule(holder), last, fresh)
@@ -71,14 +84,18 @@ def freeze(net: Any, cfg: SmallLMConfig, dtype: torch.dtype, given: dict[str, Te
 
 
 def inject(net: Any, keys: LoraKeys, outside: set[str]) -> set[str]:
-    """Put a LoRA on `net`, in float32. Returns `outside` and the new names of the layers in it that are wrapped now.
-    Raises UserError for layers that do not exist."""
+    """Put a LoRA on `net`, in float32. Returns `outside` and the new names of the layers in it
+    that are wrapped now. Raises UserError for layers that do not exist."""
     from peft import LoraConfig, inject_adapter_in_model
 
     out, outside = net.get_output_embeddings(), set(outside)
     names = [n for n, m in net.named_modules() if isinstance(m, nn.Linear) and m is not out]
-    config = LoraConfig(r=keys.rank, lora_alpha=keys.alpha, lora_dropout=keys.dropout,
-                        target_modules=list(keys.targets) or names)  # fmt: skip
+    config = LoraConfig(
+        r=keys.rank,
+        lora_alpha=keys.alpha,
+        lora_dropout=keys.dropout,
+        target_modules=list(keys.targets) or names,
+    )
     before = {id(p): name for name, p in net.named_parameters(remove_duplicate=False)}
     try:
         inject_adapter_in_model(config, net, ADAPTER)
@@ -93,10 +110,13 @@ def inject(net: Any, keys: LoraKeys, outside: set[str]) -> set[str]:
 
 
 def merged(net: Any, lora: LoraKeys, outside: set[str], dtype: torch.dtype) -> Any:
-    """A copy of `net` in `dtype` with its LoRA merged: what drafts, and what is saved. Weights that are the target's
-    own (`outside`) are not copied."""
-    own = {id(p): p for n, p in net.named_parameters(remove_duplicate=False) if f"net.{n}" in outside
-           and not p.requires_grad}  # fmt: skip
+    """A copy of `net` in `dtype` with its LoRA merged: what drafts, and what is saved. Weights
+    that are the target's own (`outside`) are not copied."""
+    own = {
+        id(p): p
+        for n, p in net.named_parameters(remove_duplicate=False)
+        if f"net.{n}" in outside and not p.requires_grad
+    }
     made = copy.deepcopy(net, memo=own if not lora.rank else {})  # type: ignore[arg-type]
     if lora.rank:
         from peft.tuners.lora import LoraLayer

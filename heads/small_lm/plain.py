@@ -1,4 +1,6 @@
-"""Any transformers folder or Hugging Face repository as a separate draft model, checked against the target first."""
+"""Any transformers folder or Hugging Face repository as a separate draft model, checked
+against the target first.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,12 @@ OURS = (
 
 
 class PlainModel(Head):
-    """A causal language model that was not trained here, behind the calls that decoding and tuning ask
-    of a head.
+    """A causal language model that was not trained here, behind the calls that decoding and
+    tuning ask of a head.
 
-    Where T > 0 its tree is drawn from its own law on a static shape, as a trained head's is; the shape
-    assumes that every level is accepted alike (heads.shapes.even), since nobody has measured the model.
+    Where T > 0 its tree is drawn from its own law on a static shape, as a trained head's is;
+    the shape assumes that every level is accepted alike (heads.shapes.even), since nobody has
+    measured the model.
     """
 
     kind = "small_lm"
@@ -68,8 +71,9 @@ class PlainModel(Head):
 
 
 def is_plain(path: str) -> bool:
-    """Whether `path` is an ordinary model folder, or reads like the name of a repository (and its first part is no
-    folder here or of ours, which would rather be a misspelt path: the hub is not asked for those)."""
+    """Whether `path` is an ordinary model folder, or reads like the name of a repository (and
+    its first part is no folder here or of ours, which would rather be a misspelt path: the hub
+    is not asked for those)."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return (folder / "config.json").is_file() and not (folder / CARD).is_file()
@@ -78,9 +82,11 @@ def is_plain(path: str) -> bool:
 
 
 def plain_model(path: str, target: Target) -> PlainModel:
-    """The causal language model in a folder or repository, in the target's dtype on its device.
+    """The causal language model in a folder or repository, in the target's dtype on its
+    device.
 
-    Raises UserError when it cannot be loaded or does not share the target's tokenizer (the first difference is named).
+    Raises UserError when it cannot be loaded or does not share the target's tokenizer (the
+    first difference is named).
     """
     try:
         draft = load_target(_source(path), target.dtype, target.device)
@@ -90,13 +96,15 @@ def plain_model(path: str, target: Target) -> PlainModel:
         verdict = compare(target.tokenizer, draft.tokenizer, target.vocab_size, draft.vocab_size)
         if not verdict.compatible:
             raise UserError(
-                f"drafters: {path}: another tokenizer than the target's: {verdict.reason}; choose a draft "
+                f"drafters: {path}: another tokenizer than the target's: "
+                f"{verdict.reason}; choose a draft "
                 "of the same family"
             )
     size, whole = parameters(draft.model), parameters(target.model)
     if size >= whole:
         print(
-            f"warning: {path} ({size:,} parameters) is no smaller than its target ({whole:,}); drafting with it can "
+            f"warning: {path} ({size:,} parameters) is no smaller than its target "
+            f"({whole:,}); drafting with it can "
             "hardly pay, see the break-even figure",
             file=sys.stderr,
         )
@@ -104,7 +112,8 @@ def plain_model(path: str, target: Target) -> PlainModel:
 
 
 def plain_folder(path: str) -> Path:
-    """The folder with the files of an ordinary model: itself, or where the repository lies here.
+    """The folder with the files of an ordinary model: itself, or where the repository lies
+    here.
 
     Raises UserError when it cannot be fetched.
     """

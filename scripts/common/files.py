@@ -1,4 +1,6 @@
-"""Whole files or none: staged, synced, renamed. And what a figure needs to be believed: versions, machine, command."""
+"""Whole files or none: staged, synced, renamed. And what a figure needs to be believed:
+versions, machine, command.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Replace `path` with `data`: a reader sees the old file or the new one, also after a power cut."""
+    """Replace `path` with `data`: a reader sees the old file or the new one, also after a
+    power cut.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     stage = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -48,8 +52,8 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def here(path: Path) -> Path:
-    """`path`; where it is relative and not found, the repository's file of that name, so that the prompts that come
-    with it are found from any folder."""
+    """`path`; where it is relative and not found, the repository's file of that name, so that
+    the prompts that come with it are found from any folder."""
     return path if path.exists() or not (ROOT / path).is_file() else ROOT / path
 
 
@@ -87,12 +91,16 @@ def command() -> str:
     import shlex
 
     script = Path(sys.argv[0])
-    name = script.resolve().relative_to(ROOT) if script.resolve().is_relative_to(ROOT) else script.name
+    name = (
+        script.resolve().relative_to(ROOT) if script.resolve().is_relative_to(ROOT) else script.name
+    )
     return shlex.join(["python", str(name), *sys.argv[1:]])
 
 
 def commit() -> str:
-    """The commit of the working tree, "+" appended when tracked files were changed; "unknown" without git."""
+    """The commit of the working tree, "+" appended when tracked files were changed; "unknown"
+    without git.
+    """
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
         return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")

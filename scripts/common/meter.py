@@ -7,12 +7,18 @@ import time
 
 
 class Meter:
-    """Progress on stderr: a bar on a terminal, else a line per block. Counts conversations, tokens/s, time
-    left."""
+    """Progress on stderr: a bar on a terminal, else a line per block. Counts conversations,
+    tokens/s, time left."""
 
     def __init__(self, total: int, done: int, guess: int, every: float = 0.0):
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+        )
 
         self.total, self.first, self.done, self.tokens = total, done, done, 0
         self.console = Console(stderr=True)
@@ -20,9 +26,14 @@ class Meter:
         self.every = every  # at least so many seconds between two lines
         self.per_row = 1.0 * guess  # tokens spent for a finished conversation, junk included
         self.bar = Progress(
-            TextColumn("synthesize"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"),
-            TimeElapsedColumn(), console=self.console, disable=not self.console.is_terminal,
-        )  # fmt: skip
+            TextColumn("synthesize"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeElapsedColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
         self.task = self.bar.add_task("", total=total, completed=done, rate="")
 
     def __enter__(self) -> Meter:
@@ -36,7 +47,11 @@ class Meter:
         """Tokens per second and time left, in words."""
         elapsed = max(time.monotonic() - self.started, 1e-9)
         text = f"{self.tokens / elapsed:.0f} tokens/s"
-        left = max(0.0, (self.total - self.first) * self.per_row - self.tokens) * elapsed / max(1, self.tokens)
+        left = (
+            max(0.0, (self.total - self.first) * self.per_row - self.tokens)
+            * elapsed
+            / max(1, self.tokens)
+        )
         text += f", {int(left) // 60}:{int(left) % 60:02d} left"
         return text
 
@@ -52,6 +67,12 @@ class Meter:
         self.done = done
         self.per_row = self.tokens / max(1, done - self.first)
         self.bar.update(self.task, completed=done, rate=self.rate())
-        if not self.console.is_terminal and (time.monotonic() - self.told >= self.every or done == self.total):
+        if not self.console.is_terminal and (
+            time.monotonic() - self.told >= self.every or done == self.total
+        ):
             self.told = time.monotonic()
-            print(f"synthesize: {done}/{self.total} conversations, {self.rate()}", file=sys.stderr, flush=True)
+            print(
+                f"synthesize: {done}/{self.total} conversations, {self.rate()}",
+                file=sys.stderr,
+                flush=True,
+            )

@@ -1,4 +1,6 @@
-"""Finished parts of a long run, kept until the run is through: the same command again goes on where it was stopped."""
+"""Finished parts of a long run, kept until the run is through: the same command again goes on
+where it was stopped.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from scripts.common import files
 class Parts:
     """JSON values by name in `folder` (None: in memory alone).
 
-    key: what the parts depend on (settings, hashes). A folder that was written under another key is emptied.
+    key: what the parts depend on (settings, hashes). A folder that was written under another
+        key is emptied.
     """
 
     def __init__(self, folder: Path | None, key: Any = None) -> None:

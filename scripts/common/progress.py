@@ -1,4 +1,6 @@
-"""Progress of long work: a bar on a terminal; in a log file, where a bar shows nothing, a plain line now and then."""
+"""Progress of long work: a bar on a terminal; in a log file, where a bar shows nothing, a
+plain line now and then.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,21 @@ EVERY = 30.0  # seconds
 
 def columns(width: int) -> tuple[ProgressColumn, ...]:
     """What a bar shows: name, bar, done of all, time spent, time left."""
-    return (TextColumn(f"[bold]{{task.description:<{width}}}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=False))  # fmt: skip
+    return (
+        TextColumn(f"[bold]{{task.description:<{width}}}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(elapsed_when_finished=False),
+    )
 
 
 class Steps(Progress):
-    """rich's Progress that also writes "NAME: DONE of ALL, TIME so far, about TIME left" to stderr every `every`
-    seconds of work, where its console is no terminal. A task's fields `name` and `note` stand in the line, the
-    description instead of a missing name. A task that goes on with earlier work takes its pace from its own."""
+    """rich's Progress that also writes "NAME: DONE of ALL, TIME so far, about TIME left" to
+    stderr every `every` seconds of work, where its console is no terminal. A task's fields
+    `name` and `note` stand in the line, the description instead of a missing name. A task that
+    goes on with earlier work takes its pace from its own."""
 
     def __init__(
         self,
@@ -46,7 +55,12 @@ class Steps(Progress):
         console = console or get_console()
         self.plain = not quiet and not console.is_terminal
         # Without a terminal a transient bar would leave nothing but an empty line.
-        super().__init__(*shown, console=console, disable=quiet or (self.plain and transient), transient=transient)
+        super().__init__(
+            *shown,
+            console=console,
+            disable=quiet or (self.plain and transient),
+            transient=transient,
+        )
         self.every, self.now, self.last = every, now, now()
         self.began: dict[TaskID, tuple[float, float]] = {}
         self.told: set[TaskID] = set()
@@ -77,13 +91,20 @@ class Steps(Progress):
         start, before = self.began[task_id]
         done, spent = task.completed - before, now - start
         note = f" ({task.fields['note']})" if task.fields.get("note") else ""
-        line = f"{task.fields.get('name') or task.description}: {task.completed:.0f} of {task.total:.0f}{note}, "
+        line = (
+            f"{task.fields.get('name') or task.description}: {task.completed:.0f} of "
+            f"{task.total:.0f}{note}, "
+        )
         line += f"{clock(spent)} so far"
         if finished:
             self.told.discard(task_id)
         else:
             self.told.add(task_id)
-            line += f", about {clock(spent * (task.total - task.completed) / done)} left" if done > 0 else ""
+            line += (
+                f", about {clock(spent * (task.total - task.completed) / done)} left"
+                if done > 0
+                else ""
+            )
         self.last = now
         print(line, file=sys.stderr, flush=True)
 
@@ -93,4 +114,8 @@ def clock(seconds: float) -> str:
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
-    return f"{whole // 60}:{whole % 60:02d} min" if whole < 3600 else f"{whole // 3600}:{whole % 3600 // 60:02d} h"
+    return (
+        f"{whole // 60}:{whole % 60:02d} min"
+        if whole < 3600
+        else f"{whole // 3600}:{whole % 3600 // 60:02d} h"
+    )

@@ -1,4 +1,6 @@
-"""What `scripts/chat.py` shows: text that grows token by token, drafted tokens apart, and the footer's figures."""
+"""What `scripts/chat.py` shows: text that grows token by token, drafted tokens apart, and the
+footer's figures.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,16 @@ from decode.stats import accepted_length, split
 
 
 class Stream:
-    """Token ids to text as they come. Some characters take several tokens: they appear with their last one."""
+    """Token ids to text as they come. Some characters take several tokens: they appear with
+    their last one.
+    """
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
         self.ids: list[int] = []
-        self.context = 0  # decoding starts here: some tokenizers need the token before to place a space
+        self.context = (
+            0  # decoding starts here: some tokenizers need the token before to place a space
+        )
         self.shown = 0  # ids whose text has been returned
 
     def push(self, token: int) -> str:
@@ -30,7 +36,9 @@ class Stream:
         return after[len(before) :]
 
     def _text(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
 
 
 class Tally:
@@ -43,7 +51,9 @@ class Tally:
         self.last = 0.0
 
     def add(self, tokens: list[int], drafted: list[bool]) -> None:
-        """One call of the engine's `on_tokens`: the first is the prefill's token, each later one a cycle."""
+        """One call of the engine's `on_tokens`: the first is the prefill's token, each later
+        one a cycle.
+        """
         out = self.generation
         self.last = time.perf_counter() - self.began
         if not out.token_ids:
@@ -55,13 +65,19 @@ class Tally:
         out.from_draft += drafted
 
     def footer(self, finished: Generation | None = None, note: str = "") -> str:
-        """Accepted length (over complete cycles, bonus token counted), decoding speed, tokens from drafts."""
+        """Accepted length (over complete cycles, bonus token counted), decoding speed, tokens
+        from drafts.
+        """
         out = finished or self.generation
         cycles = split(out)
         mean = accepted_length([cycles.clean + cycles.loop]).mean
         seconds = self.last - self.first
         speed = f"{(len(out.token_ids) - 1) / seconds:.1f}" if seconds > 0 else "-"
         length = "-" if math.isnan(mean) else f"{mean:.2f}"
-        parts = [f"accepted length {length}", f"{speed} tokens/s", f"{len(out.token_ids)} tokens",
-                 f"{sum(out.from_draft)} from accepted drafts"]  # fmt: skip
+        parts = [
+            f"accepted length {length}",
+            f"{speed} tokens/s",
+            f"{len(out.token_ids)} tokens",
+            f"{sum(out.from_draft)} from accepted drafts",
+        ]
         return " · ".join([*parts, note] if note else parts)

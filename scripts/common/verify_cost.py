@@ -1,4 +1,5 @@
-"""What verification costs beside the target's pass: both rules, with and without top-p, timed by turns.
+"""What verification costs beside the target's pass: both rules, with and without top-p, timed
+by turns.
 
 Shape letters: B rows, N nodes per tree, V vocabulary.
 """
@@ -17,13 +18,15 @@ from decode.target import Target
 from decode.tree import DraftTree, Proposal, TreeShape
 from decode.verify import RULES
 
-# A sampled tree of 64 nodes, eight chains of eight: every level and every sibling costs a residual.
+# A sampled tree of 64 nodes, eight chains of eight: every level and every sibling costs a
+# residual.
 EIGHT_BY_EIGHT = [(r, *(0,) * d) for r in range(8) for d in range(8)]
 
 
 def sampled_tree(logits: torch.Tensor, shape: TreeShape, seed: int) -> DraftTree:
-    """The children of the root drawn without replacement from the target's own law; below them draws from the same
-    law, which is a plausible but poor draft there. logits: [B, V] target logits after the last committed token.
+    """The children of the root drawn without replacement from the target's own law; below them
+    draws from the same law, which is a plausible but poor draft there. logits: [B, V] target
+    logits after the last committed token.
     """
     rows, n = logits.shape[0], len(shape)
     generator = torch.Generator(device=logits.device).manual_seed(seed)
@@ -31,26 +34,37 @@ def sampled_tree(logits: torch.Tensor, shape: TreeShape, seed: int) -> DraftTree
     siblings = max(p[-1] for p in shape.paths) + 1
     ranks = torch.tensor([p[-1] for p in shape.paths], device=logits.device)
     drawn = torch.multinomial(law, n, replacement=True, generator=generator)
-    first = torch.multinomial(law, siblings, generator=generator)  # distinct, as draws without replacement are
+    first = torch.multinomial(
+        law, siblings, generator=generator
+    )  # distinct, as draws without replacement are
     tops = torch.tensor([len(p) == 1 for p in shape.paths], device=logits.device)
     tokens = torch.where(tops, first[:, ranks], drawn)
     proposal = Proposal(law[:, None], torch.zeros(rows, n, dtype=torch.int64, device=logits.device))
-    return DraftTree.static(shape, tokens, None, torch.ones(rows, n, dtype=torch.bool, device=logits.device), proposal)
+    return DraftTree.static(
+        shape, tokens, None, torch.ones(rows, n, dtype=torch.bool, device=logits.device), proposal
+    )
 
 
-def verify_cost(target: Target, prompts: list[list[int]], rounds: int = 12, seed: int = 0) -> dict[str, Any]:
-    """Milliseconds of a tree pass (B rows, 64 nodes) and, as a share of it, of verifying its logits.
+def verify_cost(
+    target: Target, prompts: list[list[int]], rounds: int = 12, seed: int = 0
+) -> dict[str, Any]:
+    """Milliseconds of a tree pass (B rows, 64 nodes) and, as a share of it, of verifying its
+    logits.
 
     prompts: one real prompt per row: random tokens would give flat laws that no text has.
-    Returns medians over `rounds`, paired within a round, with the lowest and highest share seen.
+    Returns medians over `rounds`, paired within a round, with the lowest and highest share
+    seen.
     """
     device = target.device
     shape = TreeShape.of(EIGHT_BY_EIGHT)
     rows = len(prompts)
     cache = target.new_cache(rows, max(map(len, prompts)) + 1, len(shape))
-    start = target.prefill(cache, [torch.tensor(ids, device=device) for ids in prompts]).logits[:, 0]
+    start = target.prefill(cache, [torch.tensor(ids, device=device) for ids in prompts]).logits[
+        :, 0
+    ]
     last = start.argmax(-1)
-    # The tree is drawn from the law after that first token, so that walks go as deep as a good draft's.
+    # The tree is drawn from the law after that first token, so that walks go as deep as a good
+    # draft's.
     after = target.score(cache, last, DraftTree.empty(rows, device)).logits[:, 0]
     tree = sampled_tree(after, shape, seed)
     laws = {"T=1": Sampling(1.0), "T=1, top-p 0.9": Sampling(1.0, top_p=0.9)}
@@ -76,15 +90,21 @@ def verify_cost(target: Target, prompts: list[list[int]], rounds: int = 12, seed
     shares = {name: np.array(s) / np.array(passes) for name, s in spent.items()}
     return {
         "rows": [
-            {"case": name, "share": float(np.median(s)), "lowest": float(s.min()), "highest": float(s.max()),
-             "ms": 1000 * float(np.median(spent[name])), "law_rows": computed[name]}
+            {
+                "case": name,
+                "share": float(np.median(s)),
+                "lowest": float(s.min()),
+                "highest": float(s.max()),
+                "ms": 1000 * float(np.median(spent[name])),
+                "law_rows": computed[name],
+            }
             for name, s in shares.items()
         ],
         "tree_pass_ms": 1000 * float(np.median(passes)),
         "batch_size": rows,
         "nodes": len(shape),
         "vocab": target.vocab_size,
-    }  # fmt: skip
+    }
 
 
 def _clock(device: torch.device) -> float:

@@ -1,1 +1,3 @@
-"""Proofs: exact enumeration, certificates and the statistics behind them. decode/verify.py is what they judge."""
+"""Proofs: exact enumeration, certificates and the statistics behind them. decode/verify.py is
+what they judge.
+"""

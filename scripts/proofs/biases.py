@@ -1,8 +1,10 @@
-"""Wrong laws by family: what a decoder that leans somewhere would emit instead of the law it owes.
+"""Wrong laws by family: what a decoder that leans somewhere would emit instead of the law it
+owes.
 
-Each family makes random members (a key, a threshold, a share ...); a member turns the laws of a block into others. What
-a decoder emits with bias e is (1 - e) p + e r. scripts/proofs/power.py asks how much of each a run would find, and
-`biased_rule` makes real decoders of them, which the certificate must reject.
+Each family makes random members (a key, a threshold, a share ...); a member turns the laws of
+a block into others. What a decoder emits with bias e is (1 - e) p + e r.
+scripts/proofs/power.py asks how much of each a run would find, and `biased_rule` makes real
+decoders of them, which the certificate must reject.
 
 Shape letters: R laws, V vocabulary, F ranks looked at.
 """
@@ -26,8 +28,8 @@ RANKS = 1024  # best tokens among which ranks are told apart
 
 @dataclass
 class Laws:
-    """[R, V] each: the law owed, that of the step before (0 where none), that of another row (0 where none), and the
-    law before truncation."""
+    """[R, V] each: the law owed, that of the step before (0 where none), that of another row
+    (0 where none), and the law before truncation."""
 
     law: Tensor
     before: Tensor
@@ -36,7 +38,9 @@ class Laws:
 
 
 Member = Callable[[Laws], Tensor]
-Family = Callable[[np.random.Generator, int], Member]  # of a generator and the size of the vocabulary
+Family = Callable[
+    [np.random.Generator, int], Member
+]  # of a generator and the size of the vocabulary
 
 
 def _threshold(rng: np.random.Generator) -> float:
@@ -48,8 +52,13 @@ def _normal(weights: Tensor) -> Tensor:
 
 
 def tail_by_hash(rng: np.random.Generator, size: int) -> Member:
-    """Half of the ids, by a hash, never come from the tail; the other half take their mass there."""
-    limit, mine = _threshold(rng), directions.keyed_signs(size, int(rng.integers(2**62)), 1)[:, 0] > 0
+    """Half of the ids, by a hash, never come from the tail; the other half take their mass
+    there.
+    """
+    limit, mine = (
+        _threshold(rng),
+        directions.keyed_signs(size, int(rng.integers(2**62)), 1)[:, 0] > 0,
+    )
 
     def change(laws: Laws) -> Tensor:
         p = laws.law
@@ -106,7 +115,9 @@ def rare_to_frequent(rng: np.random.Generator, size: int) -> Member:
 
 
 def frequent_suppressed(rng: np.random.Generator, size: int) -> Member:
-    """A token that is frequent in these laws never comes, or a few that together hold some share of them."""
+    """A token that is frequent in these laws never comes, or a few that together hold some
+    share of them.
+    """
     many, wanted, known = bool(rng.integers(2)), float(rng.uniform(0.05, 0.2)), dict[str, Tensor]()
     first = int(rng.integers(8))
 
@@ -180,10 +191,11 @@ FAMILIES: dict[str, Family] = {
 
 
 class BiasedRule:
-    """Plain decoding from (1 - e) p + e r: ignores the draft and draws each token from the biased law.
+    """Plain decoding from (1 - e) p + e r: ignores the draft and draws each token from the
+    biased law.
 
-    total: mean total variation to reach; e follows from what the laws so far allow, and never exceeds 1. reached: the
-    mean that came out.
+    total: mean total variation to reach; e follows from what the laws so far allow, and never
+    exceeds 1. reached: the mean that came out.
     """
 
     def __init__(self, member: Member, sampling: Sampling, total: float) -> None:
@@ -219,4 +231,3 @@ class BiasedRule:
 def biased_rule(family: str, seed: int, size: int, sampling: Sampling, total: float) -> BiasedRule:
     """A decoder of one member of `family`, which member `seed` says."""
     return BiasedRule(FAMILIES[family](np.random.default_rng(seed), size), sampling, total)
-

@@ -1,15 +1,17 @@
-"""The layers of a losslessness certificate, run one after another, and the verdict they add up to.
+"""The layers of a losslessness certificate, run one after another, and the verdict they add up
+to.
 
-exact       every branch of the verification rule on random toy worlds, half of them under the user's own sampling
-            settings, and of the whole decode loop on a toy model
-greedy      token equality with Hugging Face `generate` at T = 0 on the user's target and drafter, and every token
-            against the very logits it was verified with
+exact       every branch of the verification rule on random toy worlds, half of them under the
+            user's own sampling settings, and of the whole decode loop on a toy model
+greedy      token equality with Hugging Face `generate` at T = 0 on the user's target and
+            drafter, and every token against the very logits it was verified with
 sampling    every emitted token placed in the law of the logits it was verified with (T > 0)
 passes      these laws against those of plain decoding
 controls    known wrong code through the same layers: each must fail (certificate_controls.py)
 
-"not lossless" when a layer fails; "undecided" when none does but a control got through or none was run, or the sample
-could have missed a bias above `detect` of some family, or hardly met a draft; "lossless" otherwise.
+"not lossless" when a layer fails; "undecided" when none does but a control got through or none
+was run, or the sample could have missed a bias above `detect` of some family, or hardly met a
+draft; "lossless" otherwise.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ Watch = Callable[[str, int, int], None]  # what is running, done, total
 
 @dataclass(frozen=True)
 class Plan:
-    """How much to run; the keys of scripts/certify.py say what each means. guidance: None when off."""
+    """How much to run; the keys of scripts/certify.py say what each means. guidance: None when
+    off.
+    """
 
     sampling: Sampling
     verify: str
@@ -61,15 +65,22 @@ class Plan:
 
     def setting(self) -> Setting:
         """What the sampling layer and its controls share."""
-        return Setting(self.sampling, self.tokens, self.max_new_tokens, self.batch_size, self.seed, self.verify,
-                       self.guidance)  # fmt: skip
+        return Setting(
+            self.sampling,
+            self.tokens,
+            self.max_new_tokens,
+            self.batch_size,
+            self.seed,
+            self.verify,
+            self.guidance,
+        )
 
 
 @dataclass
 class World:
-    """What every layer on the user's own target works with. noise: see Plain.rounding; tie: largest difference of a
-    token's distance to the best one that counts as rounding; theirs: the reference's greedy tokens for the prompts
-    `chosen`."""
+    """What every layer on the user's own target works with. noise: see Plain.rounding; tie:
+    largest difference of a token's distance to the best one that counts as rounding; theirs:
+    the reference's greedy tokens for the prompts `chosen`."""
 
     target: Target
     plain: Plain
@@ -88,7 +99,9 @@ class Findings:
     power: dict[str, Any] = field(default_factory=dict)
 
 
-def open_world(target: Target, prompts: Sequence[Sequence[int]], plan: Plan, watch: Watch, parts: Parts) -> World:
+def open_world(
+    target: Target, prompts: Sequence[Sequence[int]], plan: Plan, watch: Watch, parts: Parts
+) -> World:
     """Measure rounding and let the reference write its greedy answers."""
     target.probe()
     plain = Plain(target)
@@ -96,49 +109,93 @@ def open_world(target: Target, prompts: Sequence[Sequence[int]], plan: Plan, wat
     spread = 1.0 if plan.guidance is None else abs(plan.guidance) + abs(1 - plan.guidance)
     chosen = [prompts[i % len(prompts)] for i in range(plan.greedy_prompts)]
     asked = [Request(list(p), plan.greedy_tokens, id=i) for i, p in enumerate(chosen)]
-    theirs = reference_tokens(plain, asked, greedy_of(plan.sampling), plan.batch_size, plan.guidance,
-                              ticker(watch, "reference", len(chosen)), parts)  # fmt: skip
+    theirs = reference_tokens(
+        plain,
+        asked,
+        greedy_of(plan.sampling),
+        plan.batch_size,
+        plan.guidance,
+        ticker(watch, "reference", len(chosen)),
+        parts,
+    )
     return World(target, plain, prompts, chosen, noise, SAFETY * noise["gap"] * spread, theirs)
 
 
 def layers(world: World, drafter: Drafter, plan: Plan, watch: Watch, parts: Parts) -> Findings:
     """The layers of this drafter and these settings."""
     found = Findings([parts.once("exact", lambda: exact_layer(plan, watch))])
-    greedy = greedy_layer(world.plain, world.target, drafter, world.chosen, plan.greedy_tokens, plan.batch_size,
-                          plan.verify, world.tie, plan.sampling, plan.guidance, world.theirs,
-                          ticker(watch, "greedy", len(world.chosen)), parts)  # fmt: skip
+    greedy = greedy_layer(
+        world.plain,
+        world.target,
+        drafter,
+        world.chosen,
+        plan.greedy_tokens,
+        plan.batch_size,
+        plan.verify,
+        world.tie,
+        plan.sampling,
+        plan.guidance,
+        world.theirs,
+        ticker(watch, "greedy", len(world.chosen)),
+        parts,
+    )
     found.layers.append(_greedy_json(greedy, world.noise["gap"], world.tie))
     if plan.sampling.greedy:
-        found.power = {"tokens": 0, "alpha": plan.alpha, "min_detectable": None, "reason": "T = 0 has no law to sample"}
+        found.power = {
+            "tokens": 0,
+            "alpha": plan.alpha,
+            "min_detectable": None,
+            "reason": "T = 0 has no law to sample",
+        }
         return found
     watch("sampling", 0, plan.tokens)
-    own = sampling_layer(world.plain, world.target, drafter, world.prompts, plan.setting(), None,
-                         lambda done: watch("sampling", done, plan.tokens), parts)  # fmt: skip
+    own = sampling_layer(
+        world.plain,
+        world.target,
+        drafter,
+        world.prompts,
+        plan.setting(),
+        None,
+        lambda done: watch("sampling", done, plan.tokens),
+        parts,
+    )
     layer = sampling_json(own, plan.alpha)
     texts = texts_of(parts.lines("sampling")[:1], world.prompts)
     found.layers += [layer, passes_layer(world, plan, own, texts, parts)]
     found.power = {
-        "tokens": len(own.u), "alpha": plan.alpha, "detect": plan.detect,
+        "tokens": len(own.u),
+        "alpha": plan.alpha,
+        "detect": plan.detect,
         "cycles_with_a_draft": own.proposals if drafter.max_depth else None,
-        **parts.once(f"power-{len(own.u)}-{plan.alpha}-{plan.detect}",
-                     lambda: power_of(world, plan, own, texts, len(layer["tests"]), watch)),
-    }  # fmt: skip
+        **parts.once(
+            f"power-{len(own.u)}-{plan.alpha}-{plan.detect}",
+            lambda: power_of(world, plan, own, texts, len(layer["tests"]), watch),
+        ),
+    }
     return found
 
 
 Texts = list[tuple[list[int], int]]  # ids, and where the answer begins
 
 
-def passes_layer(world: World, plan: Plan, own: Sample, texts: Texts, parts: Parts) -> dict[str, Any]:
+def passes_layer(
+    world: World, plan: Plan, own: Sample, texts: Texts, parts: Parts
+) -> dict[str, Any]:
     """The verifier's laws beside those of plain decoding, by place in the cycle."""
-    plainly = parts.once("plainly", lambda: passes.yardstick(world.plain, texts[: passes.TEXTS], plan.sampling,
-                                                             plan.guidance))  # fmt: skip
+    plainly = parts.once(
+        "plainly",
+        lambda: passes.yardstick(world.plain, texts[: passes.TEXTS], plan.sampling, plan.guidance),
+    )
     first = np.r_[True, own.sequence[1:] != own.sequence[:-1]]
     return passes.passes_json(own.depth, first, own.passes, plainly)
 
 
-def power_of(world: World, plan: Plan, own: Sample, texts: Texts, tests: int, watch: Watch) -> dict[str, Any]:
-    """What a run of this length finds, measured on its own first laws (of a plain pass: rounding changes nothing)."""
+def power_of(
+    world: World, plan: Plan, own: Sample, texts: Texts, tests: int, watch: Watch
+) -> dict[str, Any]:
+    """What a run of this length finds, measured on its own first laws (of a plain pass:
+    rounding changes nothing).
+    """
     assert own.tally is not None
     watch("power", 0, 1)
     left, answers = power.laws_wanted(world.target.vocab_size), list[power.Answer]()
@@ -152,33 +209,52 @@ def power_of(world: World, plan: Plan, own: Sample, texts: Texts, tests: int, wa
         answers.append(power.Answer(law, whole, ids[start : start + len(law)]))
         left -= len(law)
     bank = Bank(world.target.vocab_size, plan.seed, world.target.device)
-    found = power.measure(power.Power(answers, bank, len(own.u), plan.alpha, tests), plan.detect, plan.seed)
+    found = power.measure(
+        power.Power(answers, bank, len(own.u), plan.alpha, tests), plan.detect, plan.seed
+    )
     watch("power", 1, 1)
     return found
 
 
-def verdict(layers: Sequence[dict[str, Any]], negative: Sequence[dict[str, Any]], power: dict[str, Any],
-            detect: float) -> tuple[str, list[str]]:  # fmt: skip
+def verdict(
+    layers: Sequence[dict[str, Any]],
+    negative: Sequence[dict[str, Any]],
+    power: dict[str, Any],
+    detect: float,
+) -> tuple[str, list[str]]:
     """The three-valued verdict and its reasons, from what certificate.json holds."""
     failed = [f"layer {layer['name']}: {layer['why']}" for layer in layers if not layer["passed"]]
     if failed:
         return "not lossless", failed
-    open_points = [f"control not rejected by layer {c['layer']}: {c['name']}" for c in negative if not c["rejected"]]
+    open_points = [
+        f"control not rejected by layer {c['layer']}: {c['name']}"
+        for c in negative
+        if not c["rejected"]
+    ]
     if not negative:
-        open_points.append("no negative control was run, so nothing shows that the layers see anything; set "
-                           "controls=run, or controls=FOLDER of a certificate that ran them")  # fmt: skip
+        open_points.append(
+            "no negative control was run, so nothing shows that the layers see anything; set "
+            "controls=run, or controls=FOLDER of a certificate that ran them"
+        )
     least = power.get("min_detectable")
     if power.get("tokens") and (least is None or not least <= detect):
-        words = "are too few to find a bias of any size" if least is None else (
-            f"could miss a bias of {least:.3f} (total variation), more than detect={detect}")  # fmt: skip
+        words = (
+            "are too few to find a bias of any size"
+            if least is None
+            else (f"could miss a bias of {least:.3f} (total variation), more than detect={detect}")
+        )
         open_points.append(f"{power['tokens']} tokens {words}; set tokens higher")
     for name in power.get("blind", ()) if power.get("tokens") else ():
-        open_points.append(f"a bias of {detect:g} {name!r} is found with probability "
-                           f"{power['families'][name]['at_detect']:.2f} only; set tokens higher")  # fmt: skip
+        open_points.append(
+            f"a bias of {detect:g} {name!r} is found with probability "
+            f"{power['families'][name]['at_detect']:.2f} only; set tokens higher"
+        )
     drafts = power.get("cycles_with_a_draft")
     if drafts is not None and drafts < FEWEST_DRAFTS:
-        open_points.append(f"the drafter proposed something in {drafts} cycles only, fewer than {FEWEST_DRAFTS}; "
-                           "set tokens higher, or take prompts that it has something to say about")  # fmt: skip
+        open_points.append(
+            f"the drafter proposed something in {drafts} cycles only, fewer than {FEWEST_DRAFTS}; "
+            "set tokens higher, or take prompts that it has something to say about"
+        )
     return ("undecided", open_points) if open_points else ("lossless", [])
 
 
@@ -198,7 +274,9 @@ def ticker(watch: Watch, name: str, total: int) -> Callable[[int], None]:
 
 
 def exact_layer(plan: Plan, watch: Watch) -> dict[str, Any]:
-    """Random toy worlds, half of them under the user's sampling settings, and the whole loop on toy models."""
+    """Random toy worlds, half of them under the user's sampling settings, and the whole loop
+    on toy models.
+    """
     rule, generator = rule_named(plan.verify), torch.Generator().manual_seed(plan.seed)
     worst = loop = 0.0
     leaves = 0
@@ -211,22 +289,40 @@ def exact_layer(plan: Plan, watch: Watch) -> dict[str, Any]:
         watch("exact", i + 1, plan.cases)
     tree = TreeShape.of([(0,), (1,), (0, 0)])
     toys: list[tuple[Any, TreeShape | None]] = [(DraftModel(toy_model(seed=5, layers=1), 2), None)]
-    toys += [(TableDrafter(tree, scheme, 8), tree) for scheme in ("top", "iid", "without", "hybrid")]
+    toys += [
+        (TableDrafter(tree, scheme, 8), tree) for scheme in ("top", "iid", "without", "hybrid")
+    ]
     for toy, shape in toys:
         target = toy_model()
         settings = _toy_settings(plan.sampling, 8)
-        settings = dataclasses.replace(settings, repetition_penalty=plan.sampling.repetition_penalty)
-        loop = max(loop, engine_law(target, toy, [3, 1, 4], 3, settings, plan.verify, shape, plan.guidance).error)
+        settings = dataclasses.replace(
+            settings, repetition_penalty=plan.sampling.repetition_penalty
+        )
+        loop = max(
+            loop,
+            engine_law(
+                target, toy, [3, 1, 4], 3, settings, plan.verify, shape, plan.guidance
+            ).error,
+        )
     passed = worst <= CASE_LIMIT and loop <= LOOP_LIMIT
     return {
-        "name": "exact", "passed": passed, "cases": plan.cases, "branches": leaves, "max_error": worst,
-        "limit": CASE_LIMIT, "loop_max_error": loop, "loop_limit": LOOP_LIMIT, "verify": plan.verify,
+        "name": "exact",
+        "passed": passed,
+        "cases": plan.cases,
+        "branches": leaves,
+        "max_error": worst,
+        "limit": CASE_LIMIT,
+        "loop_max_error": loop,
+        "loop_limit": LOOP_LIMIT,
+        "verify": plan.verify,
         "why": "" if passed else f"output law off by {max(worst, loop):.3g}",
-    }  # fmt: skip
+    }
 
 
 def _toy_settings(s: Sampling, vocab: int) -> Sampling:
-    """The user's settings where a toy vocabulary can have them: foreign processors name tokens it lacks."""
+    """The user's settings where a toy vocabulary can have them: foreign processors name tokens
+    it lacks.
+    """
     return Sampling(s.temperature, min(s.top_k, vocab), s.top_p, s.min_p)
 
 
@@ -235,15 +331,30 @@ def _toy_settings(s: Sampling, vocab: int) -> Sampling:
 
 def _greedy_json(greedy: Greedy, noise: float, tolerance: float) -> dict[str, Any]:
     ties = len(greedy.divergences) - greedy.defects
-    why = f"{greedy.defects} of {greedy.prompts} outputs differ from generate beyond rounding" if greedy.defects else ""
+    why = (
+        f"{greedy.defects} of {greedy.prompts} outputs differ from generate beyond rounding"
+        if greedy.defects
+        else ""
+    )
     if greedy.astray:
-        why = f"{greedy.astray} emitted tokens are not the best one of the logits they were verified against"
+        why = (
+            f"{greedy.astray} emitted tokens are not the best one of the logits they "
+            "were verified against"
+        )
     return {
-        "name": "greedy", "passed": not why, "why": why, "prompts": greedy.prompts, "tokens": greedy.tokens,
-        "drafted_tokens": greedy.accepted, "rounding_ties": ties, "defects": greedy.defects,
-        "not_the_verifiers_best": greedy.astray, "rounding": noise, "tie_margin": tolerance,
+        "name": "greedy",
+        "passed": not why,
+        "why": why,
+        "prompts": greedy.prompts,
+        "tokens": greedy.tokens,
+        "drafted_tokens": greedy.accepted,
+        "rounding_ties": ties,
+        "defects": greedy.defects,
+        "not_the_verifiers_best": greedy.astray,
+        "rounding": noise,
+        "tie_margin": tolerance,
         "divergences": greedy.divergences[:50],
-    }  # fmt: skip
+    }
 
 
 def sampling_json(sample: Sample, alpha: float) -> dict[str, Any]:
@@ -254,15 +365,33 @@ def sampling_json(sample: Sample, alpha: float) -> dict[str, Any]:
     if sample.astray:
         why = f"{sample.astray} answers hold other tokens than verification chose"
     elif sample.outside:
-        why = f"{sample.outside} emitted tokens have probability 0 under the law they were verified against"
+        why = (
+            f"{sample.outside} emitted tokens have probability 0 under the law they were "
+            "verified against"
+        )
     elif p < alpha:
         worst = tests[0]
-        why = f"{worst.name} of {worst.stratum}: p = {worst.p:.3g}, all tests together {p:.3g} < alpha = {alpha:g}"
+        why = (
+            f"{worst.name} of {worst.stratum}: p = {worst.p:.3g}, all tests together "
+            f"{p:.3g} < alpha = {alpha:g}"
+        )
     return {
-        "name": "sampling", "passed": not why, "why": why, "tokens": len(sample.u), "alpha": alpha, "p": p,
-        "tests": [dataclasses.asdict(t) for t in tests], "drafted_share": sample.drafted,
+        "name": "sampling",
+        "passed": not why,
+        "why": why,
+        "tokens": len(sample.u),
+        "alpha": alpha,
+        "p": p,
+        "tests": [dataclasses.asdict(t) for t in tests],
+        "drafted_share": sample.drafted,
         "cycles_with_a_draft": sample.proposals,
-        "outside_the_law": sample.outside, "at_the_edge_within_rounding": sample.edge, "expected_there": sample.sliver,
-        "histograms": {k: np.histogram(v, pit.CELLS, (0, 1))[0].tolist() for k, v in sample.strata().items()},
-        "distribution": [round(float((sample.u[:, 0] <= x).mean()), 6) for x in np.linspace(0, 1, 101)],
-    }  # fmt: skip
+        "outside_the_law": sample.outside,
+        "at_the_edge_within_rounding": sample.edge,
+        "expected_there": sample.sliver,
+        "histograms": {
+            k: np.histogram(v, pit.CELLS, (0, 1))[0].tolist() for k, v in sample.strata().items()
+        },
+        "distribution": [
+            round(float((sample.u[:, 0] <= x).mean()), 6) for x in np.linspace(0, 1, 101)
+        ],
+    }

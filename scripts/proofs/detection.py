@@ -1,7 +1,9 @@
-"""Does the certificate see? Biased decoders that it must reject, and sound ones that it must pass, on a tiny target.
+"""Does the certificate see? Biased decoders that it must reject, and sound ones that it must
+pass, on a tiny target.
 
-The sound decoder is drafted for by the target's own first layer, so that tokens are accepted, rejected and drawn as
-bonus alike; the biased ones are those of scripts/proofs/biases.py, and two that an earlier certificate let through.
+The sound decoder is drafted for by the target's own first layer, so that tokens are accepted,
+rejected and drawn as bonus alike; the biased ones are those of scripts/proofs/biases.py, and
+two that an earlier certificate let through.
 """
 
 from __future__ import annotations
@@ -69,20 +71,31 @@ def verdict(found: Sample, alpha: float) -> dict[str, Any]:
 
 
 def family(bench: Bench, name: str, member: int, tokens: int = TOKENS) -> dict[str, Any]:
-    """What the layer says of one member of one family of biases, at mean total variation TOTAL."""
+    """What the layer says of one member of one family of biases, at mean total variation
+    TOTAL.
+    """
     rule = biases.biased_rule(name, member, VOCAB, Sampling(1.0), TOTAL)
     found = verdict(bench.sample(Sampling(1.0), tokens, member, rule), ALPHA)
     return {"decoder": name, "member": member, "variation": rule.reached, **found}
 
 
 def biased(parts: Parts, tick: Tick) -> dict[str, Any]:
-    """Biased decoders of every family at mean total variation 0.05, and the two that an earlier certificate passed."""
+    """Biased decoders of every family at mean total variation 0.05, and the two that an
+    earlier certificate passed.
+    """
     exact, rough = Bench("float32"), Bench("bfloat16")
     work: list[tuple[str, Callable[[], dict[str, Any]]]] = []
 
     def merged() -> dict[str, Any]:
-        found = verdict(exact.sample(Sampling(1.0), TOKENS, 0, wrong_rules.merges_neighbours(0.02)), ALPHA)
-        return {"decoder": "every second tail token merged into its neighbour", "member": 0, "variation": None, **found}
+        found = verdict(
+            exact.sample(Sampling(1.0), TOKENS, 0, wrong_rules.merges_neighbours(0.02)), ALPHA
+        )
+        return {
+            "decoder": "every second tail token merged into its neighbour",
+            "member": 0,
+            "variation": None,
+            **found,
+        }
 
     def uncut() -> dict[str, Any]:
         found = verdict(rough.sample(CUT, TOKENS, 0, wrong_rules.ignores_truncation), ALPHA)
@@ -108,7 +121,9 @@ def biased(parts: Parts, tick: Tick) -> dict[str, Any]:
 
 
 def sound(parts: Parts, tick: Tick, seeds: int = SEEDS) -> dict[str, Any]:
-    """The sound engine under so many seeds: how often it is rejected, against the binomial law of that."""
+    """The sound engine under so many seeds: how often it is rejected, against the binomial law
+    of that.
+    """
     benches = {dtype: Bench(dtype) for dtype in ("float32", "bfloat16")}
     rows = parts.lines("sound")
     for seed in range(len(rows), seeds):
@@ -116,10 +131,20 @@ def sound(parts: Parts, tick: Tick, seeds: int = SEEDS) -> dict[str, Any]:
         sampling, dtype = SETTINGS[seed % len(SETTINGS)]
         found = benches[dtype].sample(sampling, SOUND_TOKENS, 1000 + seed)
         words = f"T = {sampling.temperature:g}, top-p {sampling.top_p:g}, {dtype}"
-        rows.append({"seed": seed, "settings": words, "drafted": found.drafted, **verdict(found, SOUND_ALPHA)})
+        rows.append(
+            {
+                "seed": seed,
+                "settings": words,
+                "drafted": found.drafted,
+                **verdict(found, SOUND_ALPHA),
+            }
+        )
         parts.add("sound", rows[-1])
     rejected, p = sum(r["rejected"] for r in rows), np.array([r["p"] for r in rows])
-    at_most = sum(math.comb(seeds, k) * SOUND_ALPHA**k * (1 - SOUND_ALPHA) ** (seeds - k) for k in range(rejected))
+    at_most = sum(
+        math.comb(seeds, k) * SOUND_ALPHA**k * (1 - SOUND_ALPHA) ** (seeds - k)
+        for k in range(rejected)
+    )
     return {
         "target": f"tiny, {VOCAB} tokens",
         "tokens": SOUND_TOKENS,

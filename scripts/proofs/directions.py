@@ -1,18 +1,22 @@
-"""Direction tests: does the decoder lean towards tokens of some kind, whatever their place in the order of probability?
+"""Direction tests: does the decoder lean towards tokens of some kind, whatever their place in
+the order of probability?
 
-A direction gives every token a score d_t(x) in [-1, 1] that is fixed before token t is drawn: it may look at the law,
-at ids, at earlier tokens and at a key, not at x_t. If x_t ~ p_t, then
+A direction gives every token a score d_t(x) in [-1, 1] that is fixed before token t is drawn:
+it may look at the law, at ids, at earlier tokens and at a key, not at x_t. If x_t ~ p_t, then
 
-    S = sum_t d_t(x_t) - E_p d_t     with     sum_t Var_p d_t     and     sum_t of the third cumulants
+    S = sum_t d_t(x_t) - E_p d_t     with     sum_t Var_p d_t     and     sum_t of the third
+                                     cumulants
 
-is a martingale with known conditional variance: S over its root is normal in the limit, whatever the laws, and a gamma
-law with the same three cumulants says its tail (`tail`). Directions are kept on how a law is read, not on what is read:
-ids, ranks, tails, other laws at hand.
+is a martingale with known conditional variance: S over its root is normal in the limit,
+whatever the laws, and a gamma law with the same three cumulants says its tail (`tail`).
+Directions are kept on how a law is read, not on what is read: ids, ranks, tails, other laws at
+hand.
 
-Learned directions score a token by what earlier tokens of the run told: what occurred more often than its laws said
-gets a positive score. They find any bias that is fixed in the ids or in the ranks, at the price of learning it, and are
-judged by betting: the product of 1 + c (d_t(x_t) - E_p d_t) is a martingale that starts at 1 and stays positive, so it
-ever reaches 1 / a with probability a at most (Ville 1939): exact for every n, without any limit theorem.
+Learned directions score a token by what earlier tokens of the run told: what occurred more
+often than its laws said gets a positive score. They find any bias that is fixed in the ids or
+in the ranks, at the price of learning it, and are judged by betting: the product of 1 + c
+(d_t(x_t) - E_p d_t) is a martingale that starts at 1 and stays positive, so it ever reaches 1
+/ a with probability a at most (Ville 1939): exact for every n, without any limit theorem.
 
 Shape letters: R tokens, V vocabulary, K directions, F ranks looked at, G strata, C stakes.
 """
@@ -31,18 +35,24 @@ from scripts.proofs.pit import FEW, Test
 TAILS = (0.1, 0.02, 0.005)  # tokens below these probabilities form a tail
 TAIL = 0.02  # the tail whose ids are looked at
 LEARNED_TAILS = (0.1, 0.02)
-STARTS = np.geomspace(0.3, 0.003, 512)  # where a tail may start from which ranks are counted: parity needs them close
+STARTS = np.geomspace(
+    0.3, 0.003, 512
+)  # where a tail may start from which ranks are counted: parity needs them close
 HASHES, TAIL_HASHES, TAIL_BITS = 16, 8, 2
 ENOUGH = 50.0  # variance from which on the limit law is trusted
 STAKES = (1.0, 0.5, 0.25, 0.125, 0.0625)
-SHRINK, REACH = 40.0, 0.45  # a learned score is (observed - expected) / (expected + SHRINK), cut at REACH
+SHRINK, REACH = (
+    40.0,
+    0.45,
+)  # a learned score is (observed - expected) / (expected + SHRINK), cut at REACH
 
 
 @dataclass
 class Block:
-    """What is known before each of R consecutive tokens. law [R, V] float32; before: the law of the step before in the
-    same answer, others: the mean law of the rows decoded at the same time, both [R, V] and 0 where there is none;
-    recent [R, *] the last tokens of the same answer, theirs [R, *] the last ones of the other rows, -1 padded."""
+    """What is known before each of R consecutive tokens. law [R, V] float32; before: the law
+    of the step before in the same answer, others: the mean law of the rows decoded at the same
+    time, both [R, V] and 0 where there is none; recent [R, *] the last tokens of the same
+    answer, theirs [R, *] the last ones of the other rows, -1 padded."""
 
     law: Tensor
     before: Tensor
@@ -52,7 +62,9 @@ class Block:
 
 
 class Bank:
-    """The directions over one vocabulary. key: any int, drawn after the first answers: no decoder knew it."""
+    """The directions over one vocabulary. key: any int, drawn after the first answers: no
+    decoder knew it.
+    """
 
     def __init__(self, vocab_size: int, key: int, device: torch.device | str = "cpu") -> None:
         ids = torch.arange(vocab_size)
@@ -71,9 +83,12 @@ class Bank:
             *(f"tail, id bit {b}" for b in range(min(TAIL_BITS, bits))),
             *(f"rank bit {b}" for b in range(self.ranks.shape[1])),
             *(f"tail below {t:g}, rank parity" for t in TAILS),
-            "log-probability", "law of the step before", "laws of the other rows",
-            "tokens of the same answer", "last tokens of the other rows",
-        ]  # fmt: skip
+            "log-probability",
+            "law of the step before",
+            "laws of the other rows",
+            "tokens of the same answer",
+            "last tokens of the other rows",
+        ]
 
     def open(self, block: Block) -> Scores:
         """The scores of every token of the vocabulary at each of the block's places."""
@@ -81,7 +96,9 @@ class Bank:
 
 
 class Scores:
-    """d_t of one block, read in whatever way each direction is cheapest. All answers are [R, K] float32."""
+    """d_t of one block, read in whatever way each direction is cheapest. All answers are [R,
+    K] float32.
+    """
 
     def __init__(self, bank: Bank, block: Block) -> None:
         p = block.law
@@ -89,11 +106,19 @@ class Scores:
         self.tail = p < TAIL
         self.mass, self.order = p.topk(bank.few, -1)  # [R, F]
         self.below = torch.stack([self.mass < t for t in TAILS])  # [T, R, F]
-        starts = torch.tensor(-STARTS, dtype=p.dtype, device=p.device).expand(len(p), -1).contiguous()
-        self.start = torch.searchsorted(-self.mass, starts, right=True)  # [R, S] ranks before each tail
+        starts = (
+            torch.tensor(-STARTS, dtype=p.dtype, device=p.device).expand(len(p), -1).contiguous()
+        )
+        self.start = torch.searchsorted(
+            -self.mass, starts, right=True
+        )  # [R, S] ranks before each tail
         self.turn = (1 - 2 * (self.start & 1)).float()
         log = p.clamp(min=1e-30).log()
-        self.dense = [(log / 8 + 1).clamp(-1, 1), _contrast(block.before, p), _contrast(block.others, p)]
+        self.dense = [
+            (log / 8 + 1).clamp(-1, 1),
+            _contrast(block.before, p),
+            _contrast(block.others, p),
+        ]
         self.sets = [_once(block.recent), _once(block.theirs)]
 
     def ranks_of(self, tokens: Tensor) -> Tensor:
@@ -110,9 +135,15 @@ class Scores:
         tail, head = law * self.tail, law.gather(1, self.order)
         tails = head * self.below  # [T, R, F]
         parity = tails @ self.bank.ranks[:, 0]  # [T, R]
-        shares = [(law.gather(1, ids.clamp(min=0)) * (ids >= 0)).sum(-1, keepdim=True) for ids in self.sets]
+        shares = [
+            (law.gather(1, ids.clamp(min=0)) * (ids >= 0)).sum(-1, keepdim=True)
+            for ids in self.sets
+        ]
         first = [law @ self.bank.ids, tail @ self.bank.tail_ids, head @ self.bank.ranks]
-        sizes = [m.sum(-1, keepdim=True).expand_as(f) for m, f in zip((law, tail, head), first, strict=True)]
+        sizes = [
+            m.sum(-1, keepdim=True).expand_as(f)
+            for m, f in zip((law, tail, head), first, strict=True)
+        ]
         first.append(parity.T)
         sizes.append(tails.sum(-1).T)
         third = list(first)
@@ -121,7 +152,11 @@ class Scores:
             first.append(weighted.sum(-1, keepdim=True))
             sizes.append((weighted := weighted * d).sum(-1, keepdim=True))
             third.append((weighted * d).sum(-1, keepdim=True))
-        return torch.cat([*first, *shares], 1), torch.cat([*sizes, *shares], 1), torch.cat([*third, *shares], 1)
+        return (
+            torch.cat([*first, *shares], 1),
+            torch.cat([*sizes, *shares], 1),
+            torch.cat([*third, *shares], 1),
+        )
 
     def at(self, tokens: Tensor) -> Tensor:
         """d of `tokens` [R]."""
@@ -129,14 +164,19 @@ class Scores:
         rank = self.ranks_of(tokens)
         seen, rank = (rank < bank.few)[:, None], rank.clamp(max=bank.few - 1)
         ranks = bank.ranks[rank] * seen
-        inside = self.below.gather(2, rank[None, :, None].expand(len(TAILS), -1, 1))[:, :, 0].T * ranks[:, :1]
+        inside = (
+            self.below.gather(2, rank[None, :, None].expand(len(TAILS), -1, 1))[:, :, 0].T
+            * ranks[:, :1]
+        )
         parts = [bank.ids[tokens], bank.tail_ids[tokens] * self.tail.gather(1, one), ranks, inside]
         parts += [d.gather(1, one) for d in self.dense]
         parts += [(ids == one).any(1, keepdim=True).float() for ids in self.sets]
         return torch.cat(parts, 1)
 
     def parities(self, law: Tensor) -> tuple[Tensor, Tensor]:
-        """The direction 1, -1, 1, -1 ... from the start of each tail on: E d and E d^2 under `law`, [R, S]."""
+        """The direction 1, -1, 1, -1 ... from the start of each tail on: E d and E d^2 under
+        `law`, [R, S].
+        """
         head = law.gather(1, self.order)
         found = []
         for weighted in (head * self.bank.ranks[:, 0], head):
@@ -153,15 +193,18 @@ class Scores:
 
 @dataclass
 class Learner:
-    """One learned direction over some kind of bins (token ids, ranks). over, expected: [bins] observed minus expected
-    and expected counts so far; wealth: [C] logarithms of what each stake has become."""
+    """One learned direction over some kind of bins (token ids, ranks). over, expected: [bins]
+    observed minus expected and expected counts so far; wealth: [C] logarithms of what each
+    stake has become."""
 
     over: Tensor
     expected: Tensor
     wealth: np.ndarray = field(default_factory=lambda: np.zeros(len(STAKES)))
 
     def score(self) -> Tensor:
-        """d of every bin: how much more often than expected, in proportion, drawn towards 0 while little is known."""
+        """d of every bin: how much more often than expected, in proportion, drawn towards 0
+        while little is known.
+        """
         return (self.over / (self.expected + SHRINK)).clamp(-REACH, REACH)
 
     def bet(self, mean: Tensor, own: Tensor) -> None:
@@ -178,18 +221,24 @@ class Learner:
         """The stakes played side by side, each with its share."""
         top = float(self.wealth.max())
         total = top + math.log(np.exp(self.wealth - top).mean())
-        return Test(f"learned direction, {name}", "all tokens", n, total, math.exp(-max(total, 0.0)))
+        return Test(
+            f"learned direction, {name}", "all tokens", n, total, math.exp(-max(total, 0.0))
+        )
 
 
 class Tally:
-    """All direction tests of a run, block by block. groups: names of the G strata, the first of them all tokens."""
+    """All direction tests of a run, block by block. groups: names of the G strata, the first
+    of them all tokens.
+    """
 
     def __init__(self, bank: Bank, groups: tuple[str, ...]) -> None:
         size, device = bank.ids.shape[0], bank.ids.device
         self.bank, self.groups = bank, groups
         self.sums = np.zeros((3, len(groups), len(bank.names)))  # S, variance, third cumulant
         self.count = np.zeros(len(groups), dtype=np.int64)
-        self.powers = torch.zeros(3, size, dtype=torch.float64, device=device)  # sums of p, p^2, p^3 by id
+        self.powers = torch.zeros(
+            3, size, dtype=torch.float64, device=device
+        )  # sums of p, p^2, p^3 by id
         self.parity = np.zeros((3, len(STARTS)))
         bins = {"token ids": size, "ranks": bank.few + 1, "ranks in the tail": bank.few + 1}
         bins |= {f"token ids in the tail below {t:g}": size for t in LEARNED_TAILS}
@@ -226,7 +275,9 @@ class Tally:
         learner.learn(torch.bincount(tokens[inside], minlength=p.shape[1]).to(p.dtype), p.sum(0))
 
     def _by_rank(self, name: str, mass: Tensor, rank: Tensor, start: Tensor) -> None:
-        """Bins count from `start` [R] on; what lies before it or beyond the ranks looked at shares the last bin."""
+        """Bins count from `start` [R] on; what lies before it or beyond the ranks looked at
+        shares the last bin.
+        """
         learner, few = self.learners[name], self.bank.few
         place = torch.arange(few, device=mass.device) - start[:, None]
         place = torch.where(place < 0, few, place)
@@ -240,7 +291,9 @@ class Tally:
         learner.learn(torch.bincount(own, minlength=few + 1).to(mass.dtype), expected)
 
     def tests(self) -> list[Test]:
-        """Every direction in every stratum that has variance enough, single tokens, and the learned directions."""
+        """Every direction in every stratum that has variance enough, single tokens, and the
+        learned directions.
+        """
         found = []
         for g, group in enumerate(self.groups):
             for k, name in enumerate(self.bank.names):
@@ -253,16 +306,28 @@ class Tally:
         return [*found, *self._parity(n), *self._single(n), *learned]
 
     def _parity(self, n: int) -> list[Test]:
-        """Parity of the ranks in a tail, wherever that starts: one test, the smallest p-value of all."""
+        """Parity of the ranks in a tail, wherever that starts: one test, the smallest p-value
+        of all.
+        """
         known = [sums for sums in self.parity.T if sums[1] >= ENOUGH]
         if not known:
             return []
         z = max(abs(s) / math.sqrt(variance) for s, variance, _ in known)
         p = min(tail(*sums) for sums in known)
-        return [Test("rank parity from the start of a tail", "all tokens", n, float(z), min(1.0, p * len(known)))]
+        return [
+            Test(
+                "rank parity from the start of a tail",
+                "all tokens",
+                n,
+                float(z),
+                min(1.0, p * len(known)),
+            )
+        ]
 
     def _single(self, n: int) -> list[Test]:
-        """Every token that is frequent enough to be counted by itself: one test, the smallest p-value of all."""
+        """Every token that is frequent enough to be counted by itself: one test, the smallest
+        p-value of all.
+        """
         p1, p2, p3 = self.powers.cpu().numpy()
         over = self.learners["token ids"].over.cpu().numpy()
         variance, third = p1 - p2, p1 - 3 * p2 + 2 * p3
@@ -276,9 +341,17 @@ class Tally:
 
     def state(self) -> dict[str, np.ndarray]:
         """Everything that `restore` needs."""
-        known = {"sums": self.sums, "count": self.count, "powers": self.powers.cpu().numpy(), "parity": self.parity}
+        known = {
+            "sums": self.sums,
+            "count": self.count,
+            "powers": self.powers.cpu().numpy(),
+            "parity": self.parity,
+        }
         for i, learner in enumerate(self.learners.values()):
-            known[f"over {i}"], known[f"expected {i}"] = learner.over.cpu().numpy(), learner.expected.cpu().numpy()
+            known[f"over {i}"], known[f"expected {i}"] = (
+                learner.over.cpu().numpy(),
+                learner.expected.cpu().numpy(),
+            )
             known[f"wealth {i}"] = learner.wealth
         return known
 
@@ -294,7 +367,9 @@ class Tally:
 
 
 def tail(s: float, variance: float, third: float) -> float:
-    """Two-sided p-value of a sum with mean 0, this variance and third cumulant: the gamma law that has all three."""
+    """Two-sided p-value of a sum with mean 0, this variance and third cumulant: the gamma law
+    that has all three.
+    """
     z, skew = s / math.sqrt(variance), third / variance**1.5
     if skew < 0:
         z, skew = -z, -skew
@@ -318,7 +393,9 @@ def keyed_signs(size: int, key: int, count: int) -> Tensor:
 def hashed(size: int, key: int) -> np.ndarray:
     """[size] uint64: SplitMix64 of every id under `key`."""
     with np.errstate(over="ignore"):
-        x = np.arange(size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key & (2**64 - 1))
+        x = np.arange(size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(
+            key & (2**64 - 1)
+        )
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return x ^ (x >> np.uint64(31))
@@ -329,7 +406,9 @@ def _signs(bits: Tensor) -> Tensor:
 
 
 def _contrast(other: Tensor, law: Tensor) -> Tensor:
-    """(other - law) / (other + law): 1 where only the other law has mass; 0 everywhere where there is none."""
+    """(other - law) / (other + law): 1 where only the other law has mass; 0 everywhere where
+    there is none.
+    """
     some = other.sum(-1, keepdim=True) > 0
     return torch.where(some, (other - law) / (other + law + 1e-30), 0.0)
 
@@ -339,5 +418,7 @@ def _once(ids: Tensor) -> Tensor:
     if ids.shape[1] == 0:
         return ids.new_full((ids.shape[0], 1), -1)
     ordered = ids.sort(-1).values
-    again = torch.cat([torch.zeros_like(ordered[:, :1], dtype=torch.bool), ordered[:, 1:] == ordered[:, :-1]], 1)
+    again = torch.cat(
+        [torch.zeros_like(ordered[:, :1], dtype=torch.bool), ordered[:, 1:] == ordered[:, :-1]], 1
+    )
     return torch.where(again, -1, ordered)

@@ -1,8 +1,10 @@
-"""The exact output law of the whole decode loop on a toy model: every branch of drafting, verification, stopping.
+"""The exact output law of the whole decode loop on a toy model: every branch of drafting,
+verification, stopping.
 
-All branches of one round run as one batch of requests; a request's id is the number of its branch. Where a script
-does not say how a random choice went, the first possible outcome is taken and the others join the next round.
-The law that comes out is compared with the product of independent plain passes, one sequence at a time.
+All branches of one round run as one batch of requests; a request's id is the number of its
+branch. Where a script does not say how a random choice went, the first possible outcome is
+taken and the others join the next round. The law that comes out is compared with the product
+of independent plain passes, one sequence at a time.
 
 Shape letters: B live rows, V vocabulary, S outcomes of one choice.
 """
@@ -29,12 +31,16 @@ CHUNK = 512  # branches in one batch
 
 
 class _Cycle:
-    """The coins of one cycle: every choice has an address, so that a replay meets the same ones in any batch."""
+    """The coins of one cycle: every choice has an address, so that a replay meets the same
+    ones in any batch.
+    """
 
     def __init__(self, walk: _Walk, branches: list[int], cycles: list[int]) -> None:
         self.walk, self.branches, self.cycles = walk, branches, cycles
         self.asked: dict[tuple[int, str, int], int] = {}
-        self.levels: list[int] | None = None  # draft levels that matter, per row; deeper draws are padding
+        self.levels: list[int] | None = (
+            None  # draft levels that matter, per row; deeper draws are padding
+        )
 
     def _choose(self, purpose: str, law: Tensor, rows: Tensor, node: Tensor) -> Tensor:
         law = law.to(torch.float64)
@@ -92,8 +98,8 @@ class _Walk:
 
 
 class Counted:
-    """A drafter that tells the coins which of its draws are padding (levels beyond a row's budget). What lowers
-    budgets goes around it."""
+    """A drafter that tells the coins which of its draws are padding (levels beyond a row's
+    budget). What lowers budgets goes around it."""
 
     def __init__(self, drafter: Drafter, nodes_at: TreeShape | None) -> None:
         self.inner, self.nodes_at = drafter, nodes_at
@@ -108,10 +114,12 @@ class Counted:
 
 
 class TableDrafter:
-    """A static tree drawn from a fixed random table of laws (the next token given its parent). No model.
+    """A static tree drawn from a fixed random table of laws (the next token given its parent).
+    No model.
 
-    scheme: "top" (deterministic), "iid", "without" (replacement) or "hybrid" (the best candidate, then draws from what
-    is left). It proposes below the last committed token of each row.
+    scheme: "top" (deterministic), "iid", "without" (replacement) or "hybrid" (the best
+    candidate, then draws from what is left). It proposes below the last committed token of
+    each row.
     """
 
     taps: tuple[int, ...] = ()
@@ -121,7 +129,9 @@ class TableDrafter:
         self.shape = "tree" if any(max(p) for p in shape.paths) else "chain"
         self.max_nodes, self.max_depth = len(shape), shape.depth
         generator = torch.Generator().manual_seed(seed)
-        self.table = torch.randn(vocab, vocab, dtype=torch.float64, generator=generator).mul(1.5).softmax(-1)
+        self.table = (
+            torch.randn(vocab, vocab, dtype=torch.float64, generator=generator).mul(1.5).softmax(-1)
+        )
         self.last: list[int] = []
 
     def reset(self, rows: int, max_len: int) -> None:
@@ -131,7 +141,9 @@ class TableDrafter:
         self.last += [int(p[-1]) for p in prompts]
 
     def observe(self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice) -> None:
-        for b, new, count in zip(range(rows.start, rows.stop), tokens.tolist(), n.tolist(), strict=True):
+        for b, new, count in zip(
+            range(rows.start, rows.stop), tokens.tolist(), n.tolist(), strict=True
+        ):
             self.last[b] = new[count - 1]
 
     def select(self, rows: list[int]) -> None:
@@ -161,24 +173,39 @@ class TableDrafter:
             slots[:, i + 1] = token
         row = (torch.tensor(parents, dtype=torch.int64) + 1).expand(rows, n)
         proposal = Proposal(law, row, replacement=self.scheme == "iid")
-        return DraftTree.static(self.tree, slots[:, 1:], self.tree.size_at(budget), sampled, proposal)
+        return DraftTree.static(
+            self.tree, slots[:, 1:], self.tree.size_at(budget), sampled, proposal
+        )
 
 
-def toy_model(vocab: int = 8, seed: int = 0, hidden: int = 16, layers: int = 2, **changes: Any) -> Target:
+def toy_model(
+    vocab: int = 8, seed: int = 0, hidden: int = 16, layers: int = 2, **changes: Any
+) -> Target:
     """A two-layer float64 llama with `vocab` tokens and no tokenizer; token 0 ends a sequence."""
     from decode.models.tiny import tiny_model
 
     model = tiny_model(
-        "llama", layers=layers, hidden=hidden, heads=2, kv_heads=1, vocab=vocab, context=64, init_std=0.35, seed=seed,
-        eos_token_id=0, **changes,
-    )  # fmt: skip
+        "llama",
+        layers=layers,
+        hidden=hidden,
+        heads=2,
+        kv_heads=1,
+        vocab=vocab,
+        context=64,
+        init_std=0.35,
+        seed=seed,
+        eos_token_id=0,
+        **changes,
+    )
     model.generation_config.eos_token_id = 0
     return Target(model.double())
 
 
 @dataclass
 class EngineLaw:
-    """error: largest difference of any output's probability. outputs: outputs with mass. branches: runs of the loop."""
+    """error: largest difference of any output's probability. outputs: outputs with mass.
+    branches: runs of the loop.
+    """
 
     error: float
     outputs: int
@@ -186,10 +213,18 @@ class EngineLaw:
 
 
 def engine_law(
-    target: Target, drafter: Drafter, prompt: list[int], length: int, sampling: Sampling,
-    verify: str | Rule = "traversal", shape: TreeShape | None = None, guidance: float | None = None,
-) -> EngineLaw:  # fmt: skip
-    """Exact law of `length` tokens after `prompt`, against plain passes. shape: the static tree when not a chain."""
+    target: Target,
+    drafter: Drafter,
+    prompt: list[int],
+    length: int,
+    sampling: Sampling,
+    verify: str | Rule = "traversal",
+    shape: TreeShape | None = None,
+    guidance: float | None = None,
+) -> EngineLaw:
+    """Exact law of `length` tokens after `prompt`, against plain passes. shape: the static
+    tree when not a chain.
+    """
     law: dict[tuple[int, ...], float] = {}
     todo: list[dict[Address, int]] = [{}]
     branches = 0
@@ -197,8 +232,16 @@ def engine_law(
         scripts, todo = todo[:CHUNK], todo[CHUNK:]
         walk = _Walk(scripts)
         requests = [Request(prompt, length, id=i) for i in range(len(scripts))]
-        run = generate(target, Counted(drafter, shape), requests, sampling, batch_size=len(scripts), verify=verify,
-                       guidance=guidance, coins=walk.coins)  # fmt: skip
+        run = generate(
+            target,
+            Counted(drafter, shape),
+            requests,
+            sampling,
+            batch_size=len(scripts),
+            verify=verify,
+            guidance=guidance,
+            coins=walk.coins,
+        )
         for out, weight in zip(run.generations, walk.weight, strict=True):
             law[tuple(out.token_ids)] = law.get(tuple(out.token_ids), 0.0) + weight
         todo += walk.new
@@ -209,9 +252,15 @@ def engine_law(
 
 
 @torch.no_grad()
-def plain_law(target: Target, prompt: list[int], length: int, sampling: Sampling,
-              guidance: float | None = None) -> dict[tuple[int, ...], float]:  # fmt: skip
-    """The target's own law of up to `length` tokens (a stop token ends them), by one plain pass per prefix, two with
+def plain_law(
+    target: Target,
+    prompt: list[int],
+    length: int,
+    sampling: Sampling,
+    guidance: float | None = None,
+) -> dict[tuple[int, ...], float]:
+    """The target's own law of up to `length` tokens (a stop token ends them), by one plain
+    pass per prefix, two with
     guidance: the second one sees the prompt's last token and what follows it."""
     done: dict[tuple[int, ...], float] = {}
     todo: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
@@ -222,10 +271,20 @@ def plain_law(target: Target, prompt: list[int], length: int, sampling: Sampling
             continue
         logits = target.model(torch.tensor([[*prompt, *prefix]]), use_cache=False).logits[0, -1]
         if guidance is not None:
-            free = target.model(torch.tensor([[prompt[-1], *prefix]]), use_cache=False).logits[0, -1].log_softmax(-1)
+            free = (
+                target.model(torch.tensor([[prompt[-1], *prefix]]), use_cache=False)
+                .logits[0, -1]
+                .log_softmax(-1)
+            )
             logits = free + guidance * (logits.log_softmax(-1) - free)
         for token in {*prompt, *prefix} if sampling.repetition_penalty != 1 else ():
             penalty = sampling.repetition_penalty
-            logits[token] = logits[token] * penalty if logits[token] < 0 else logits[token] / penalty
-        todo += [((*prefix, x), mass * p) for x, p in enumerate(naive_law(logits, sampling).tolist()) if p]
+            logits[token] = (
+                logits[token] * penalty if logits[token] < 0 else logits[token] / penalty
+            )
+        todo += [
+            ((*prefix, x), mass * p)
+            for x, p in enumerate(naive_law(logits, sampling).tolist())
+            if p
+        ]
     return done

@@ -1,8 +1,10 @@
-"""Walk every branch of drafting and verification, many at once, and add up the exact law of what comes out.
+"""Walk every branch of drafting and verification, many at once, and add up the exact law of
+what comes out.
 
-`Branches` stands in for decode.rng.Rng. A row replays a script of outcomes; where the script ends it takes the first
-possible outcome and notes the alternatives, which become rows of the next round. The code under test runs unchanged.
-The tests and scripts/certify.py use it; engine_law.py does the same for the whole decode loop.
+`Branches` stands in for decode.rng.Rng. A row replays a script of outcomes; where the script
+ends it takes the first possible outcome and notes the alternatives, which become rows of the
+next round. The code under test runs unchanged. The tests and scripts/certify.py use it;
+engine_law.py does the same for the whole decode loop.
 
 Shape letters: B rows (branches), N nodes, V vocabulary, Vd draft vocabulary.
 """
@@ -36,7 +38,9 @@ class Branches:
         for p, row in zip(law, rows.tolist(), strict=True):
             done, script = self.taken[row], self.scripts[row]
             options = p.nonzero()[:, 0].tolist()
-            if len(options) == 1:  # no choice: not noted, since a batch may ask a row that is already done
+            if (
+                len(options) == 1
+            ):  # no choice: not noted, since a batch may ask a row that is already done
                 out.append(options[0])
                 continue
             if len(done) < len(script):
@@ -66,10 +70,12 @@ class Branches:
 
 @dataclass
 class Case:
-    """A toy world: target and draft logits for every context of up to `shape.depth` tokens over V tokens.
+    """A toy world: target and draft logits for every context of up to `shape.depth` tokens
+    over V tokens.
 
-    scheme: how siblings are drafted: "top" (deterministic), "iid", "without" (replacement) or "hybrid" (one
-    deterministic candidate, the rest drawn from what is left). draft_vocab: ids the drafter knows.
+    scheme: how siblings are drafted: "top" (deterministic), "iid", "without" (replacement) or
+    "hybrid" (one deterministic candidate, the rest drawn from what is left). draft_vocab: ids
+    the drafter knows.
     """
 
     vocab: int
@@ -88,6 +94,7 @@ class Case:
     def random(generator: torch.Generator, max_nodes: int = 4, max_vocab: int = 4) -> Case:
         def pick(n: int) -> int:
             return int(torch.randint(n, (), generator=generator))
+
         vocab = 2 + pick(max_vocab - 1)
         scheme = ("top", "iid", "without", "hybrid")[pick(4)]
         known = vocab if pick(3) or vocab < 3 else vocab - 1
@@ -96,7 +103,9 @@ class Case:
         paths: list[tuple[int, ...]] = []
         chain_only = pick(3) == 0
         for _ in range(nodes):
-            above = (paths[-1] if paths else ()) if chain_only else ((), *paths)[pick(len(paths) + 1)]
+            above = (
+                (paths[-1] if paths else ()) if chain_only else ((), *paths)[pick(len(paths) + 1)]
+            )
             rank = sum(len(p) == len(above) + 1 and p[:-1] == above for p in paths)
             if rank < width and len(above) < 4:
                 paths.append((*above, rank))
@@ -104,20 +113,36 @@ class Case:
         contexts = (vocab + 1) ** (shape.depth + 1)
         sharp = (0.5, 2.0, 6.0)[pick(3)]
         target = torch.randn(contexts, vocab, dtype=torch.float64, generator=generator) * sharp
-        draft = torch.randn(contexts, known, dtype=torch.float64, generator=generator) * (0.5, 2.0)[pick(2)]
+        draft = (
+            torch.randn(contexts, known, dtype=torch.float64, generator=generator)
+            * (0.5, 2.0)[pick(2)]
+        )
         kind = pick(6)
         if kind == 0:  # p = q
             target = torch.randn(contexts, vocab, dtype=torch.float64, generator=generator)
             draft = target[:, -known:].clone()
         if kind == 1:  # mass on few tokens, often none shared
-            target = target.masked_fill(torch.rand(target.shape, generator=generator) < 0.5, -torch.inf)
+            target = target.masked_fill(
+                torch.rand(target.shape, generator=generator) < 0.5, -torch.inf
+            )
             target[:, 0] = torch.where(target.isneginf().all(1), 0.0, target[:, 0])
         if kind == 2:  # exact ties
             target = target.round()
         ids = None if known == vocab else torch.arange(vocab - known, vocab)
-        sampling = (Sampling(1.0), Sampling(0.7), Sampling(1.0, top_k=2), Sampling(1.0, top_p=0.8),
-                    Sampling(1.3, top_k=min(3, vocab), top_p=0.9), Sampling(0.0), Sampling(1.0, min_p=0.2))[pick(7)]
-        size = None if pick(3) or not len(shape) else int(shape.size_at(torch.tensor([pick(shape.depth + 1)])))
+        sampling = (
+            Sampling(1.0),
+            Sampling(0.7),
+            Sampling(1.0, top_k=2),
+            Sampling(1.0, top_p=0.8),
+            Sampling(1.3, top_k=min(3, vocab), top_p=0.9),
+            Sampling(0.0),
+            Sampling(1.0, min_p=0.2),
+        )[pick(7)]
+        size = (
+            None
+            if pick(3) or not len(shape)
+            else int(shape.size_at(torch.tensor([pick(shape.depth + 1)])))
+        )
         return Case(vocab, shape, scheme, sampling, target, draft, ids, size)
 
     def propose(self, rng: Branches, rows: int) -> tuple[DraftTree, Tensor]:
@@ -193,7 +218,9 @@ Mangle = Callable[[DraftTree], DraftTree]
 
 @dataclass
 class Outcome:
-    """error: largest difference of any sequence's probability. accepted: expected accepted draft tokens."""
+    """error: largest difference of any sequence's probability. accepted: expected accepted
+    draft tokens.
+    """
 
     error: float
     accepted: float
@@ -201,9 +228,11 @@ class Outcome:
 
 
 def enumerate_case(case: Case, verifier: Verifier, mangle: Mangle | None = None) -> Outcome:
-    """Exact law of the emitted tokens, continued by the target to full length, against the target's own law.
+    """Exact law of the emitted tokens, continued by the target to full length, against the
+    target's own law.
 
-    mangle: what a wrong drafter does to its tree after drawing it (scripts/proofs/controls/catalogue.py).
+    mangle: what a wrong drafter does to its tree after drawing it
+        (scripts/proofs/controls/catalogue.py).
     """
     length = case.shape.depth + 1
     law: dict[tuple[int, ...], float] = {}

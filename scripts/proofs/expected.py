@@ -1,7 +1,8 @@
-"""The accepted length a rule is expected to give on one scored draft: every coin averaged out, none thrown.
+"""The accepted length a rule is expected to give on one scored draft: every coin averaged out,
+none thrown.
 
-The mean over drafts is that of the realised accepted length, with far less noise, and both rules can be asked about the
-same draft. Shape letters: B rows, N nodes, R rows in hand.
+The mean over drafts is that of the realised accepted length, with far less noise, and both
+rules can be asked about the same draft. Shape letters: B rows, N nodes, R rows in hand.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from decode.verify import Siblings, Verdict, children, traversal
 
 
 def accepted(tree: DraftTree, law: Law, rule: str) -> Tensor:
-    """[B] float64: expected number of accepted draft tokens of each row given its draft. rule: "rejection" or
-    "traversal"; on deterministic trees both are the sum of the nodes' path probabilities."""
+    """[B] float64: expected number of accepted draft tokens of each row given its draft. rule:
+    "rejection" or "traversal"; on deterministic trees both are the sum of the nodes' path
+    probabilities."""
     if tree.sampled is None or tree.proposal is None or rule == "rejection":
         return _top_down(tree, law)
     return _leaf_to_root(tree, law)
@@ -29,7 +31,9 @@ def _top_down(tree: DraftTree, law: Law) -> Tensor:
     count, n = tree.tokens.shape
     reach = torch.zeros(count, n + 1, dtype=torch.float64)
     reach[:, 0] = 1
-    depth = torch.cat([tree.layout.depth.new_full((tree.layout.depth.shape[0], 1), -1), tree.layout.depth], 1)
+    depth = torch.cat(
+        [tree.layout.depth.new_full((tree.layout.depth.shape[0], 1), -1), tree.layout.depth], 1
+    )
     present = torch.arange(n + 1) <= tree.size[:, None]
     for level in range(tree.layout.levels):
         rows, slots = ((depth == level - 1) & present & (reach > 0)).nonzero(as_tuple=True)
@@ -39,7 +43,9 @@ def _top_down(tree: DraftTree, law: Law) -> Tensor:
             support = law.at(rows, slots)
             for j in range(kids.shape[1]):
                 old = there[:, j]
-                reach[rows[old], kids[old, j] + 1] = (left * support.of(tree.tokens[rows, kids[:, j]]).double())[old]
+                reach[rows[old], kids[old, j] + 1] = (
+                    left * support.of(tree.tokens[rows, kids[:, j]]).double()
+                )[old]
             continue
         siblings, certain = Siblings(tree, law, rows, slots, kids), torch.ones_like(left)
         for j in range(kids.shape[1]):
@@ -73,10 +79,11 @@ def _leaf_to_root(tree: DraftTree, law: Law) -> Tensor:
 
 
 class Watched:
-    """A rule that verifies by `verify` and notes, per request, what each rule is expected to accept on the same draft.
+    """A rule that verifies by `verify` and notes, per request, what each rule is expected to
+    accept on the same draft.
 
-    Cycles whose draft is shorter than `nodes` (the length limit) are left out. seen: request -> list of
-    [rejection, traversal, realised].
+    Cycles whose draft is shorter than `nodes` (the length limit) are left out. seen: request
+    -> list of [rejection, traversal, realised].
     """
 
     def __init__(self, verify: Any, nodes: int, both: bool) -> None:

@@ -1,8 +1,10 @@
-"""Worlds at the edges of floating point, for the exact law of one verification (enumerator.py).
+"""Worlds at the edges of floating point, for the exact law of one verification
+(enumerator.py).
 
-A lossless verifier is right for any proposal law it is handed. The worlds of `Case.random` are moderate; here a law may
-hold zeros and denormals, be one-hot or off one by rounding, drafts are certain and wrong over several levels, and the
-target's logits lie up to 300 temperatures apart, stored in any floating dtype.
+A lossless verifier is right for any proposal law it is handed. The worlds of `Case.random` are
+moderate; here a law may hold zeros and denormals, be one-hot or off one by rounding, drafts
+are certain and wrong over several levels, and the target's logits lie up to 300 temperatures
+apart, stored in any floating dtype.
 
 Shape letters: B rows (branches), N nodes, K siblings, V vocabulary, Vd draft vocabulary.
 """
@@ -33,7 +35,8 @@ SHAPES = (
     ((0,), (1,), (1, 0), (1, 1)),
     ((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 1)),
 )
-# A draft law: what the tokens behind its favourite share, in the order of its preference. None: drawn at random.
+# A draft law: what the tokens behind its favourite share, in the order of its preference.
+# None: drawn at random.
 REMAINDERS: tuple[tuple[float, ...] | None, ...] = (
     None,
     (0.0, 0.0, 0.0),  # one-hot
@@ -49,11 +52,11 @@ REMAINDERS: tuple[tuple[float, ...] | None, ...] = (
 class Extreme(Case):
     """A `Case` whose `draft` [contexts, Vd] holds laws in float32 or float64, not logits.
 
-    target: logits of any floating dtype; the largest of a context is 0, so that dividing by a small temperature rounds
-    only what has next to no probability.
-    scheme: "without" draws as decode.grow does, with stand-ins where a law has run out of tokens; "iid" draws with
-    replacement; "hybrid" takes one deterministic candidate, outside the draft vocabulary where there is such a token,
-    and draws the others from what is left.
+    target: logits of any floating dtype; the largest of a context is 0, so that dividing by a
+    small temperature rounds only what has next to no probability.
+    scheme: "without" draws as decode.grow does, with stand-ins where a law has run out of
+    tokens; "iid" draws with replacement; "hybrid" takes one deterministic candidate, outside
+    the draft vocabulary where there is such a token, and draws the others from what is left.
     """
 
     def propose(self, rng: Branches, rows: int) -> tuple[DraftTree, Tensor]:
@@ -78,7 +81,9 @@ class Extreme(Case):
         return DraftTree.static(self.shape, tokens, None, sampled, proposal), context
 
     def _children(self, law: Tensor, kids: Sequence[int], rng: Branches) -> tuple[Tensor, Tensor]:
-        """Tokens [B, K] and which of them were drawn [B, K], from the law [B, Vd] of their parent."""
+        """Tokens [B, K] and which of them were drawn [B, K], from the law [B, Vd] of their
+        parent.
+        """
         rows, width = law.shape
         ids = torch.arange(width) if self.draft_vocab is None else self.draft_vocab
         coins: Any = _Drafts(rng)
@@ -131,7 +136,9 @@ class Extreme(Case):
 
 
 class _Drafts:
-    """Draws a token also where a law has no mass left, as decode.rng does: which one is looked at later."""
+    """Draws a token also where a law has no mass left, as decode.rng does: which one is looked
+    at later.
+    """
 
     def __init__(self, rng: Branches) -> None:
         self.rng = rng
@@ -144,7 +151,9 @@ class _Drafts:
 
 
 def _logits(vocab: int, pick: Any) -> Tensor:
-    """[V] float64 at temperature one: one token or two at 0, the others some gap below, or out of reach."""
+    """[V] float64 at temperature one: one token or two at 0, the others some gap below, or out
+    of reach.
+    """
     logits = torch.tensor([-GAPS[pick(len(GAPS))] for _ in range(vocab)], dtype=torch.float64)
     if pick(4) == 0:
         logits[pick(vocab)] = -torch.inf

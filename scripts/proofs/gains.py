@@ -1,7 +1,9 @@
-"""What a way of drafting or verifying is worth on real text: accepted lengths at one temperature, paired by prompt.
+"""What a way of drafting or verifying is worth on real text: accepted lengths at one
+temperature, paired by prompt.
 
 Three questions, each a pair of drafters or rules with as many nodes on both sides:
-rule         traversal against rejection on the same sampled drafts (expected, coins averaged out)
+rule         traversal against rejection on the same sampled drafts (expected, coins averaged
+             out)
 chain        a sampled chain against the most probable one
 tree         siblings drawn without replacement against the most probable ones
 """
@@ -27,11 +29,15 @@ from scripts.common.parts import Parts
 from scripts.proofs.expected import Watched
 from scripts.proofs.greedy import Advance
 
-Values = dict[str, list[list[float]]]  # request -> cycles -> [rejection, traversal, realised] accepted draft tokens
+Values = dict[
+    str, list[list[float]]
+]  # request -> cycles -> [rejection, traversal, realised] accepted draft tokens
 
 
 class MostProbable:
-    """A drafter that drafts as at T = 0 whatever the target's temperature: every candidate is a point mass."""
+    """A drafter that drafts as at T = 0 whatever the target's temperature: every candidate is
+    a point mass.
+    """
 
     def __init__(self, drafter: Drafter) -> None:
         self.inner = drafter
@@ -44,15 +50,32 @@ class MostProbable:
 
 
 def lanes(path: str, target: Target) -> dict[str, Drafter]:
-    """The drafters to compare for the head folder `path`: sampled and most probable chain, and so for trees."""
+    """The drafters to compare for the head folder `path`: sampled and most probable chain, and
+    so for trees.
+    """
     head = load_head(find_head(path), target)
     head.draw_trees("sampled")
     chain, tree = head.drafter(target, "chain"), head.drafter(target, "tree")
-    return {"sampled chain": chain, "chain": MostProbable(chain), "tree": MostProbable(tree), "sampled tree": tree}
+    return {
+        "sampled chain": chain,
+        "chain": MostProbable(chain),
+        "tree": MostProbable(tree),
+        "sampled tree": tree,
+    }
 
 
-def measure(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], sampling: Sampling, tokens: int,
-            batch_size: int, seed: int, parts: Parts, name: str, advance: Advance) -> Values:  # fmt: skip
+def measure(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    tokens: int,
+    batch_size: int,
+    seed: int,
+    parts: Parts,
+    name: str,
+    advance: Advance,
+) -> Values:
     """Decode every prompt once with traversal; a chunk of prompts is a part."""
     found: Values = {}
     for row in parts.lines(name):
@@ -60,9 +83,25 @@ def measure(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], 
     done = len(parts.lines(name)) * batch_size
     advance(min(done, len(prompts)))
     for start in range(done, len(prompts), batch_size):
-        asked = [Request(list(p), tokens, id=start + i) for i, p in enumerate(prompts[start : start + batch_size])]
-        rule = Watched(functools.partial(verify, rule="traversal"), drafter.max_nodes, name.startswith("sampled"))
-        generate(target, drafter, asked, sampling, batch_size=batch_size, seed=seed, verify=rule, eos_ids=())
+        asked = [
+            Request(list(p), tokens, id=start + i)
+            for i, p in enumerate(prompts[start : start + batch_size])
+        ]
+        rule = Watched(
+            functools.partial(verify, rule="traversal"),
+            drafter.max_nodes,
+            name.startswith("sampled"),
+        )
+        generate(
+            target,
+            drafter,
+            asked,
+            sampling,
+            batch_size=batch_size,
+            seed=seed,
+            verify=rule,
+            eos_ids=(),
+        )
         row = {str(r.id): rule.seen.get(r.id, []) for r in asked}
         parts.add(name, row)
         found.update(row)
@@ -71,17 +110,26 @@ def measure(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], 
 
 
 def _cycles(values: Values, column: int) -> list[list[Any]]:
-    """As decode.stats wants them. A cycle's accepted length counts the bonus token; stats adds it."""
-    return [[Cycle(0, row[column], (), False, 0) for row in values[k]] for k in sorted(values, key=int)]  # type: ignore[arg-type]
+    """As decode.stats wants them. A cycle's accepted length counts the bonus token; stats adds
+    it.
+    """
+    return [
+        [Cycle(0, row[column], (), False, 0) for row in values[k]]  # type: ignore[arg-type]
+        for k in sorted(values, key=int)
+    ]
 
 
 def compare(found: dict[str, Values], seed: int = 0) -> dict[str, Any]:
-    """Expected accepted length (bonus token counted) of every lane and the paired differences, with intervals."""
+    """Expected accepted length (bonus token counted) of every lane and the paired differences,
+    with intervals.
+    """
     means = {
         name: stats.accepted_length(_cycles(v, 1 if name.startswith("sampled") else 0), seed).json()
         for name, v in found.items()
     }
-    realised = {name: stats.accepted_length(_cycles(v, 2), seed).json() for name, v in found.items()}
+    realised = {
+        name: stats.accepted_length(_cycles(v, 2), seed).json() for name, v in found.items()
+    }
     pairs: dict[str, Any] = {}
 
     def pair(title: str, a: Values, b: Values, i: int, j: int) -> None:
@@ -95,4 +143,9 @@ def compare(found: dict[str, Values], seed: int = 0) -> dict[str, Any]:
             pair(f"sampled over most probable {shape}, traversal", sampled, plain, 1, 0)
             pair(f"sampled over most probable {shape}, rejection", sampled, plain, 0, 0)
     cycles = {name: sum(map(len, v.values())) for name, v in found.items()}
-    return {"accepted_length": means, "accepted_length_realised": realised, "differences": pairs, "cycles": cycles}
+    return {
+        "accepted_length": means,
+        "accepted_length_realised": realised,
+        "differences": pairs,
+        "cycles": cycles,
+    }

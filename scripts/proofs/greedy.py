@@ -1,7 +1,8 @@
-"""The target as Hugging Face runs it, and the greedy layer of a certificate: token equality with its `generate`.
+"""The target as Hugging Face runs it, and the greedy layer of a certificate: token equality
+with its `generate`.
 
-The reference is always a plain pass of the Hugging Face model with its own attention, no cache and no tree; rounding is
-measured, not assumed (see `rounding`).
+The reference is always a plain pass of the Hugging Face model with its own attention, no cache
+and no tree; rounding is measured, not assumed (see `rounding`).
 
 Shape letters: T sequence length, V vocabulary.
 """
@@ -40,17 +41,21 @@ class Plain:
 
     @torch.no_grad()
     def logits(self, sequences: Sequence[tuple[list[int], int]]) -> list[Tensor]:
-        """For each (ids, start): logits [len(ids) - start, V] that predict ids[start:], in one pass, right-padded.
+        """For each (ids, start): logits [len(ids) - start, V] that predict ids[start:], in one
+        pass, right-padded.
 
-        Where a rotary embedding has a switch every text has passes of its own: one for the places up to the switch and
-        one for those beyond.
+        Where a rotary embedding has a switch every text has passes of its own: one for the
+        places up to the switch and one for those beyond.
         """
         switch = self.target.switch
         if switch is not None:
             parts = [_sides(ids, start, switch) for ids, start in sequences]
             if len(parts) > 1 or len(parts[0]) > 1:
                 return [torch.cat([self.logits([part])[0] for part in either]) for either in parts]
-        longest, first = max(len(ids) for ids, _ in sequences) - 1, min(start for _, start in sequences) - 1
+        longest, first = (
+            max(len(ids) for ids, _ in sequences) - 1,
+            min(start for _, start in sequences) - 1,
+        )
         batch = torch.zeros(len(sequences), longest, dtype=torch.int64)
         mask = torch.zeros_like(batch)
         for b, (ids, _) in enumerate(sequences):
@@ -61,16 +66,24 @@ class Plain:
             if "logits_to_keep" in inspect.signature(model.forward).parameters:
                 keep["logits_to_keep"] = longest - first
             device = self.target.device
-            out = model(batch.to(device), attention_mask=mask.to(device), use_cache=False, **keep).logits
+            out = model(
+                batch.to(device), attention_mask=mask.to(device), use_cache=False, **keep
+            ).logits
         skip = longest - out.shape[1]
-        return [out[b, start - 1 - skip : len(ids) - 1 - skip] for b, (ids, start) in enumerate(sequences)]
+        return [
+            out[b, start - 1 - skip : len(ids) - 1 - skip]
+            for b, (ids, start) in enumerate(sequences)
+        ]
 
-    def in_batches(self, sequences: Sequence[tuple[list[int], int]],
-                   guidance: float | None = None) -> Iterator[tuple[int, Tensor]]:  # fmt: skip
-        """(index, logits) of every sequence, as many at once as the memory budget allows, alike lengths together.
+    def in_batches(
+        self, sequences: Sequence[tuple[list[int], int]], guidance: float | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """(index, logits) of every sequence, as many at once as the memory budget allows,
+        alike lengths together.
 
-        guidance: classifier-free guidance as in transformers (Sanchez et al. 2306.17806): log-probabilities moved away
-        from those of an unconditional pass, which sees the prompt's last token and what was generated.
+        guidance: classifier-free guidance as in transformers (Sanchez et al. 2306.17806):
+        log-probabilities moved away from those of an unconditional pass, which sees the
+        prompt's last token and what was generated.
         """
         order = sorted(range(len(sequences)), key=lambda i: len(sequences[i][0]))
         while order:
@@ -83,14 +96,22 @@ class Plain:
             chunk, order = order[:size], order[size:]
             found = self.logits([sequences[i] for i in chunk])
             if guidance is not None:
-                free = self.logits([(ids[start - 1 :], 1) for ids, start in (sequences[i] for i in chunk)])
+                free = self.logits(
+                    [(ids[start - 1 :], 1) for ids, start in (sequences[i] for i in chunk)]
+                )
                 found = [_guided(a, b, guidance) for a, b in zip(found, free, strict=True)]
             yield from zip(chunk, found, strict=True)
 
     def stepped(self, ids: list[int], start: int, guidance: float | None = None) -> Tensor:
-        """What `in_batches` says of one text, [len(ids) - start, V], by a cached step per token: plain decoding."""
+        """What `in_batches` says of one text, [len(ids) - start, V], by a cached step per
+        token: plain decoding.
+        """
         found = self._steps(ids, start)
-        return found if guidance is None else _guided(found, self._steps(ids[start - 1 :], 1), guidance)
+        return (
+            found
+            if guidance is None
+            else _guided(found, self._steps(ids[start - 1 :], 1), guidance)
+        )
 
     @torch.no_grad()
     def _steps(self, ids: list[int], start: int) -> Tensor:
@@ -106,11 +127,12 @@ class Plain:
 
     @torch.no_grad()
     def rounding(self, prompts: Sequence[Sequence[int]], steps: int = 16) -> dict[str, float]:
-        """What rounding does in this model and dtype, the engine left out: two plain ways to compute the same logits,
-        one pass over the whole text and one cached step per token, compared.
+        """What rounding does in this model and dtype, the engine left out: two plain ways to
+        compute the same logits, one pass over the whole text and one cached step per token,
+        compared.
 
-        logit: largest difference of any logit. gap: largest difference of the distance to the best logit, over the BEST
-        tokens of either: what can turn a greedy choice.
+        logit: largest difference of any logit. gap: largest difference of the distance to the
+        best logit, over the BEST tokens of either: what can turn a greedy choice.
         """
         worst = gap = 0.0
         for prompt in prompts:
@@ -146,7 +168,9 @@ def _guided(given: Tensor, free: Tensor, guidance: float) -> Tensor:
 
 
 def _sides(ids: list[int], start: int, switch: int) -> list[tuple[list[int], int]]:
-    """The text and start as they are, or cut in two where places on either side of `switch` tokens are asked for."""
+    """The text and start as they are, or cut in two where places on either side of `switch`
+    tokens are asked for.
+    """
     if start <= switch < len(ids) - 1:
         return [(ids[: switch + 1], start), (ids, switch + 1)]
     return [(ids, start)]
@@ -154,8 +178,10 @@ def _sides(ids: list[int], start: int, switch: int) -> list[tuple[list[int], int
 
 @dataclass
 class Greedy:
-    """divergences: {prompt, position, ours, theirs, margin, kind: "rounding tie" | "defect"}, first one per prompt.
-    astray: emitted tokens that are not the best one of the very logits they were verified against."""
+    """divergences: {prompt, position, ours, theirs, margin, kind: "rounding tie" | "defect"},
+    first one per prompt.
+    astray: emitted tokens that are not the best one of the very logits they were verified
+        against."""
 
     prompts: int
     tokens: int
@@ -168,17 +194,30 @@ class Greedy:
         return sum(d["kind"] == "defect" for d in self.divergences)
 
 
-def greedy_layer(plain: Plain, target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], tokens: int,
-                 batch_size: int, verify: str | Rule, tolerance: float, sampling: Sampling | None = None,
-                 guidance: float | None = None, theirs: list[list[int]] | None = None,
-                 advance: Advance = lambda n: None, parts: Parts | None = None) -> Greedy:  # fmt: skip
+def greedy_layer(
+    plain: Plain,
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    batch_size: int,
+    verify: str | Rule,
+    tolerance: float,
+    sampling: Sampling | None = None,
+    guidance: float | None = None,
+    theirs: list[list[int]] | None = None,
+    advance: Advance = lambda n: None,
+    parts: Parts | None = None,
+) -> Greedy:
     """Token equality at T = 0 with Hugging Face `generate`, every first divergence classified.
 
-    A divergence is a rounding tie when a plain pass puts the two tokens and the best one within `tolerance` of each
-    other; anything else is a defect. An answer that differs from the reference's is generated again by itself first,
-    since left padding moves the last bits of a batch. Besides, and whatever rounding does, every emitted token must be
-    the best one (lowest id among equals) of the logits it was verified against. sampling: where the repetition penalty
-    and the processors come from. theirs: the reference's tokens, when known already. parts: keeps what is done.
+    A divergence is a rounding tie when a plain pass puts the two tokens and the best one
+    within `tolerance` of each other; anything else is a defect. An answer that differs from
+    the reference's is generated again by itself first, since left padding moves the last bits
+    of a batch. Besides, and whatever rounding does, every emitted token must be the best one
+    (lowest id among equals) of the logits it was verified against. sampling: where the
+    repetition penalty and the processors come from. theirs: the reference's tokens, when known
+    already. parts: keeps what is done.
     """
     sampling = greedy_of(sampling or Sampling())
     parts = parts or Parts(None)
@@ -190,41 +229,72 @@ def greedy_layer(plain: Plain, target: Target, drafter: Drafter, prompts: Sequen
     while len(ours) < len(requests):
         chunk = requests[len(ours) : len(ours) + CHUNK * batch_size]
         seen = Recorder(verify, chunk, functools.partial(_is_best, sampling))
-        run = generate(target, drafter, chunk, sampling, batch_size=batch_size, verify=seen, guidance=guidance,
-                       coins=seen.coins)  # fmt: skip
+        run = generate(
+            target,
+            drafter,
+            chunk,
+            sampling,
+            batch_size=batch_size,
+            verify=seen,
+            guidance=guidance,
+            coins=seen.coins,
+        )
         for g, line in zip(run.generations, seen.emitted(run, chunk), strict=True):
-            good = sum(e.call.kept[e.index] and e.token == t for e, t in zip(line, g.token_ids, strict=False))
+            good = sum(
+                e.call.kept[e.index] and e.token == t
+                for e, t in zip(line, g.token_ids, strict=False)
+            )
             ours.append([g.token_ids, sum(g.from_draft), len(g.token_ids) - good])
             parts.add("greedy", ours[-1])
         advance(len(chunk))
-    result = Greedy(len(prompts), sum(len(o[0]) for o in ours), sum(o[1] for o in ours),
-                    sum(o[2] for o in ours))  # fmt: skip
+    result = Greedy(
+        len(prompts), sum(len(o[0]) for o in ours), sum(o[1] for o in ours), sum(o[2] for o in ours)
+    )
     for i, (out, wanted) in enumerate(zip((o[0] for o in ours), theirs, strict=True)):
         if out == wanted:
             continue
         alone = reference_tokens(plain, [requests[i]], sampling, 1, guidance)[0]
         if out != alone:
             known = Generation(list(prompts[i]), out)
-            result.divergences.append(_classify(plain, i, known, alone, tolerance, sampling, guidance))
+            result.divergences.append(
+                _classify(plain, i, known, alone, tolerance, sampling, guidance)
+            )
     return result
 
 
-def _is_best(sampling: Sampling, logits: Tensor, tokens: Tensor, histories: list[list[int]]) -> list[bool]:
-    """Whether each token [K] is the best one of its logits [K, V]; in the decoder's precision: nothing to forgive."""
+def _is_best(
+    sampling: Sampling, logits: Tensor, tokens: Tensor, histories: list[list[int]]
+) -> list[bool]:
+    """Whether each token [K] is the best one of its logits [K, V]; in the decoder's precision:
+    nothing to forgive.
+    """
     scores = logits if logits.dtype == torch.float64 else logits.float()
     scores = pit.processed(scores, sampling, histories)
-    return [bool(x) for x in (scores == scores.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1) == tokens]
+    return [
+        bool(x)
+        for x in (scores == scores.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1) == tokens
+    ]
 
 
 def greedy_of(sampling: Sampling) -> Sampling:
     """The same settings at T = 0, where truncation has nothing to cut."""
-    return Sampling(0.0, repetition_penalty=sampling.repetition_penalty, processors=sampling.processors)
+    return Sampling(
+        0.0, repetition_penalty=sampling.repetition_penalty, processors=sampling.processors
+    )
 
 
-def reference_tokens(plain: Plain, requests: Sequence[Request], sampling: Sampling, batch_size: int = 1,
-                     guidance: float | None = None, advance: Advance = lambda n: None,
-                     parts: Parts | None = None) -> list[list[int]]:  # fmt: skip
-    """What Hugging Face `generate` writes. Guided rows go one by one: it cannot batch unlike prompts there."""
+def reference_tokens(
+    plain: Plain,
+    requests: Sequence[Request],
+    sampling: Sampling,
+    batch_size: int = 1,
+    guidance: float | None = None,
+    advance: Advance = lambda n: None,
+    parts: Parts | None = None,
+) -> list[list[int]]:
+    """What Hugging Face `generate` writes. Guided rows go one by one: it cannot batch unlike
+    prompts there.
+    """
     parts = parts or Parts(None)
     size = 1 if guidance is not None else batch_size
     found = parts.lines("reference")
@@ -240,16 +310,39 @@ def reference_tokens(plain: Plain, requests: Sequence[Request], sampling: Sampli
     return found
 
 
-def _classify(plain: Plain, prompt: int, out: Generation, wanted: list[int], tolerance: float,
-              sampling: Sampling, guidance: float | None = None) -> dict[str, Any]:  # fmt: skip
-    at = next((k for k, (a, b) in enumerate(zip(out.token_ids, wanted, strict=False)) if a != b), None)
+def _classify(
+    plain: Plain,
+    prompt: int,
+    out: Generation,
+    wanted: list[int],
+    tolerance: float,
+    sampling: Sampling,
+    guidance: float | None = None,
+) -> dict[str, Any]:
+    at = next(
+        (k for k, (a, b) in enumerate(zip(out.token_ids, wanted, strict=False)) if a != b), None
+    )
     if at is None:  # one stopped where the other went on
         short = min(len(out.token_ids), len(wanted))
-        return {"prompt": prompt, "position": short, "ours": None, "theirs": None, "margin": None, "kind": "defect"}
+        return {
+            "prompt": prompt,
+            "position": short,
+            "ours": None,
+            "theirs": None,
+            "margin": None,
+            "kind": "defect",
+        }
     a, b = out.token_ids[at], wanted[at]
     ids, start = [*out.prompt_ids, *out.token_ids[:at], a], len(out.prompt_ids)
     logits = next(plain.in_batches([(ids, start)], guidance))[1][-1:].double()
     scores = pit.processed(logits, sampling, [ids[:-1]])[0]
     margin = float(scores.max() - torch.minimum(scores[a], scores[b]))
     kind = "rounding tie" if margin <= tolerance else "defect"
-    return {"prompt": prompt, "position": at, "ours": a, "theirs": b, "margin": margin, "kind": kind}
+    return {
+        "prompt": prompt,
+        "position": at,
+        "ours": a,
+        "theirs": b,
+        "margin": margin,
+        "kind": kind,
+    }

@@ -1,13 +1,16 @@
-"""How far the laws that verification used lie from those of plain decoding, and how far two plain computations do.
+"""How far the laws that verification used lie from those of plain decoding, and how far two
+plain computations do.
 
-The sampling layer judges the rule on the verifier's own logits. This one judges these logits: masks, positions, cache
-and commit. Two numbers per token, against a pass of the Hugging Face model over the finished text:
+The sampling layer judges the rule on the verifier's own logits. This one judges these logits:
+masks, positions, cache and commit. Two numbers per token, against a pass of the Hugging Face
+model over the finished text:
 
 variation   total variation between the two laws
-shift       largest change of a log-probability (before truncation), over the tokens that have LIKELY or more
+shift       largest change of a log-probability (before truncation), over the tokens that have
+            LIKELY or more
 
-The yardstick is what rounding does to the same texts when Hugging Face itself computes them in two ways: one pass over
-the whole text, and one cached step per token.
+The yardstick is what rounding does to the same texts when Hugging Face itself computes them in
+two ways: one pass over the whole text, and one cached step per token.
 
 Shape letters: R tokens, V vocabulary, n sample size.
 """
@@ -27,9 +30,13 @@ from scripts.proofs.greedy import Plain
 
 LIKELY = 0.01
 TEXTS = 6  # answers that are computed in two plain ways
-MEAN, FAR = 2.0, 4.0  # a stratum's mean, and a single shift, beyond so many times the yardstick's are no rounding
+MEAN, FAR = (
+    2.0,
+    4.0,
+)  # a stratum's mean, and a single shift, beyond so many times the yardstick's are no rounding
 FLOOR = 1e-5  # mean total variation that is never called a difference
-STRAYS = 0.002  # share of tokens that may be shifted far: the yardstick's largest is one of a few hundred
+# Share of tokens that may be shifted far: the yardstick's largest is one of a few hundred.
+STRAYS = 0.002
 ROWS = 128
 STRATA = ("after the prompt", "first of a cycle", "place 1", "place 2", "place 3 and on")
 
@@ -58,17 +65,27 @@ def yardstick(
         past = [ids[:j] for j in range(start, len(ids))] if sampling.uses_history else []
         found.append(distances(plain.stepped(ids, start, guidance), whole, sampling, past))
     every = np.concatenate(found)
-    return {"tokens": len(every), "variation": float(every[:, 0].mean()), "largest_shift": float(every[:, 1].max())}
+    return {
+        "tokens": len(every),
+        "variation": float(every[:, 0].mean()),
+        "largest_shift": float(every[:, 1].max()),
+    }
 
 
 def strata(depth: np.ndarray, first: np.ndarray) -> dict[str, np.ndarray]:
-    """Masks [n] of STRATA. depth: place in the cycle; first: the token that follows the prompt."""
+    """Masks [n] of STRATA. depth: place in the cycle; first: the token that follows the
+    prompt.
+    """
     masks = (first, (depth == 0) & ~first, depth == 1, depth == 2, depth >= 3)
     return dict(zip(STRATA, masks, strict=True))
 
 
-def passes_json(depth: np.ndarray, first: np.ndarray, measured: np.ndarray, plainly: dict[str, Any]) -> dict[str, Any]:
-    """The layer's entry of certificate.json. measured: [n, 2] of `distances`; plainly: see `yardstick`."""
+def passes_json(
+    depth: np.ndarray, first: np.ndarray, measured: np.ndarray, plainly: dict[str, Any]
+) -> dict[str, Any]:
+    """The layer's entry of certificate.json. measured: [n, 2] of `distances`; plainly: see
+    `yardstick`.
+    """
     limit = max(MEAN * plainly["variation"], FLOOR)
     shift = max(FAR * plainly["largest_shift"], FLOOR)
     rows, why = [], ""
@@ -76,11 +93,14 @@ def passes_json(depth: np.ndarray, first: np.ndarray, measured: np.ndarray, plai
         if not mask.any():
             continue
         tv, far = measured[mask, 0], int((measured[mask, 1] > shift).sum())
-        sure = float(tv.mean() - 3 * tv.std() / np.sqrt(len(tv)))  # a few tokens at a truncation's edge are no bug
+        sure = float(
+            tv.mean() - 3 * tv.std() / np.sqrt(len(tv))
+        )  # a few tokens at a truncation's edge are no bug
         row = {"stratum": name, "tokens": len(tv), "variation": float(tv.mean()), "far": far}
         if not why and sure > limit:
             why = (
-                f"{name}: the verifier's laws lie {row['variation']:.2g} (mean total variation) from plain decoding's, "
+                f"{name}: the verifier's laws lie {row['variation']:.2g} (mean total "
+                "variation) from plain decoding's, "
                 f"two plain computations {plainly['variation']:.2g}"
             )
         if not why and far > max(2, STRAYS * len(tv)):
@@ -90,8 +110,14 @@ def passes_json(depth: np.ndarray, first: np.ndarray, measured: np.ndarray, plai
             )
         rows.append(row)
     return {
-        "name": "passes", "passed": not why, "why": why, "tokens": len(measured),
-        "variation": float(measured[:, 0].mean()), "largest_shift": float(measured[:, 1].max()),
-        "far": sum(row["far"] for row in rows), "strata": rows, "two_plain_computations": plainly,
+        "name": "passes",
+        "passed": not why,
+        "why": why,
+        "tokens": len(measured),
+        "variation": float(measured[:, 0].mean()),
+        "largest_shift": float(measured[:, 1].max()),
+        "far": sum(row["far"] for row in rows),
+        "strata": rows,
+        "two_plain_computations": plainly,
         "limits": {"variation": limit, "shift": shift},
-    }  # fmt: skip
+    }

@@ -1,10 +1,12 @@
 """Probability integral transforms of emitted tokens and the tests of their uniformity.
 
-If token x_t is drawn from the law p_t given everything before it, then U_t = F(x_t-) + V_t p_t(x_t), with the tokens in
-any order that was fixed before the draw and V_t an independent uniform, is uniform given everything before it: the U_t
-of a whole run are independent uniforms, whatever the laws (Rosenblatt 1952; Brockwell 2007 for the randomised form).
+If token x_t is drawn from the law p_t given everything before it, then U_t = F(x_t-) + V_t
+p_t(x_t), with the tokens in any order that was fixed before the draw and V_t an independent
+uniform, is uniform given everything before it: the U_t of a whole run are independent
+uniforms, whatever the laws (Rosenblatt 1952; Brockwell 2007 for the randomised form).
 
-The law is written here a second time, from its documentation and not from decode/sampling.py: a bug there shows.
+The law is written here a second time, from its documentation and not from decode/sampling.py:
+a bug there shows.
 
 Shape letters: R tokens, V vocabulary, O orders of the tokens, n sample size.
 """
@@ -21,17 +23,24 @@ from torch import Tensor
 
 from decode.sampling import Sampling
 
-CELLS, PAIR_CELLS, SMALLEST = 20, 8, 200  # cells of the chi-squares; strata below SMALLEST are not tested
+CELLS, PAIR_CELLS, SMALLEST = (
+    20,
+    8,
+    200,
+)  # cells of the chi-squares; strata below SMALLEST are not tested
 FEW = 512  # best tokens that nearly every truncation's edge lies among
-TOLERANCE = 1e-6  # of a score, relative: what float32 loses between a logit and the edge of a truncation
+TOLERANCE = (
+    1e-6  # of a score, relative: what float32 loses between a logit and the edge of a truncation
+)
 
 
 @dataclass
 class Places:
     """Where tokens stand in their laws, ordered by probability (descending, ties by token id).
 
-    below: mass of the tokens before them; mass: their own; top: largest mass of the law; all [R] float64. outside: [R]
-    bool, own mass 0. edge: [R] bool, inside only because the edge of a truncation gave way by float32's tolerance;
+    below: mass of the tokens before them; mass: their own; top: largest mass of the law; all
+    [R] float64. outside: [R] bool, own mass 0. edge: [R] bool, inside only because the edge of
+    a truncation gave way by float32's tolerance;
     sliver: [R] float64, the mass that the law gains there. law: [R, V] float64.
     """
 
@@ -47,10 +56,12 @@ class Places:
 def places(
     logits: Tensor, tokens: Tensor, sampling: Sampling, histories: Sequence[Sequence[int]] = ()
 ) -> Places:
-    """Places of `tokens` [R] in the laws of `logits` [R, V]. histories: R id lists, for what depends on them.
+    """Places of `tokens` [R] in the laws of `logits` [R, V]. histories: R id lists, for what
+    depends on them.
 
-    The decoder cuts its law in float32 and this in float64, so a token may fall in there and out here. Such a token is
-    placed in the law that is wider by the tolerance, and counted: see `edge_test`.
+    The decoder cuts its law in float32 and this in float64, so a token may fall in there and
+    out here. Such a token is placed in the law that is wider by the tolerance, and counted:
+    see `edge_test`.
     """
     scores = processed(logits.double(), sampling, histories) / sampling.temperature
     strict, wide = _edges(scores, sampling)
@@ -77,8 +88,12 @@ def law_of(logits: Tensor, sampling: Sampling, histories: Sequence[Sequence[int]
     return scores.masked_fill(scores < strict, -torch.inf).softmax(-1)
 
 
-def processed(scores: Tensor, sampling: Sampling, histories: Sequence[Sequence[int]] = ()) -> Tensor:
-    """`scores` [R, V] after the logits processors and the repetition penalty, each row with its own history."""
+def processed(
+    scores: Tensor, sampling: Sampling, histories: Sequence[Sequence[int]] = ()
+) -> Tensor:
+    """`scores` [R, V] after the logits processors and the repetition penalty, each row with
+    its own history.
+    """
     if not sampling.uses_history:
         return scores
     rows = []
@@ -93,21 +108,26 @@ def processed(scores: Tensor, sampling: Sampling, histories: Sequence[Sequence[i
 
 
 def _edges(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """[R, 1] twice: the lowest score that top-k, top-p and min-p let through (-inf without them), exactly, and when
-    every score may be off by the tolerance."""
+    """[R, 1] twice: the lowest score that top-k, top-p and min-p let through (-inf without
+    them), exactly, and when every score may be off by the tolerance."""
     none = torch.full_like(scores[:, :1], -torch.inf)
     if not (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
         return none, none
     strict, wide = none, none
     size = scores.shape[1]
-    ordered = scores.topk(min(size, max(FEW, sampling.top_k)), -1).values  # a whole sort costs ten times as much
+    ordered = scores.topk(
+        min(size, max(FEW, sampling.top_k)), -1
+    ).values  # a whole sort costs ten times as much
     off = TOLERANCE * (1 + scores.masked_fill(scores.isneginf(), 0).abs().amax(-1, keepdim=True))
     if sampling.top_k:
         strict = ordered[:, sampling.top_k - 1 : sampling.top_k]
         wide = strict - off
     if sampling.top_p < 1:
         total = scores.masked_fill(scores < strict, -torch.inf).logsumexp(-1, keepdim=True)
-        both = [_nucleus(scores, ordered, strict, total, share) for share in (sampling.top_p, sampling.top_p + 2 * off)]
+        both = [
+            _nucleus(scores, ordered, strict, total, share)
+            for share in (sampling.top_p, sampling.top_p + 2 * off)
+        ]
         strict, wide = torch.maximum(strict, both[0]), torch.maximum(wide, both[1] - off)
     if sampling.min_p:
         least = ordered[:, :1] + math.log(sampling.min_p)
@@ -115,12 +135,18 @@ def _edges(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     return strict, wide
 
 
-def _nucleus(scores: Tensor, ordered: Tensor, edge: Tensor, total: Tensor, share: float | Tensor) -> Tensor:
-    """The lowest score [R, 1] of the fewest tokens, none below `edge`, that hold `share` of exp(total)."""
+def _nucleus(
+    scores: Tensor, ordered: Tensor, edge: Tensor, total: Tensor, share: float | Tensor
+) -> Tensor:
+    """The lowest score [R, 1] of the fewest tokens, none below `edge`, that hold `share` of
+    exp(total).
+    """
     law = (ordered.masked_fill(ordered < edge, -torch.inf) - total).exp()
     count = (law.cumsum(-1) - law < share).sum(-1, keepdim=True).clamp(min=1)
     found = ordered.gather(1, count - 1)
-    rows = (law.sum(-1, keepdim=True) < share)[:, 0].nonzero()[:, 0]  # more tokens than were ordered
+    rows = (law.sum(-1, keepdim=True) < share)[:, 0].nonzero()[
+        :, 0
+    ]  # more tokens than were ordered
     if rows.numel() and ordered.shape[1] < scores.shape[1]:
         every = scores[rows].sort(-1, descending=True).values
         some = share[rows] if isinstance(share, Tensor) else share
@@ -130,7 +156,9 @@ def _nucleus(scores: Tensor, ordered: Tensor, edge: Tensor, total: Tensor, share
 
 @dataclass(frozen=True)
 class Test:
-    """One test of one stratum. p: probability of a value at least as extreme when every U is uniform."""
+    """One test of one stratum. p: probability of a value at least as extreme when every U is
+    uniform.
+    """
 
     name: str
     stratum: str
@@ -140,7 +168,9 @@ class Test:
 
 
 def kolmogorov(u: np.ndarray) -> tuple[float, float]:
-    """D and p of the one-sample Kolmogorov-Smirnov test against the uniform law (Stephens' finite-n argument)."""
+    """D and p of the one-sample Kolmogorov-Smirnov test against the uniform law (Stephens'
+    finite-n argument).
+    """
     n = len(u)
     x = np.sort(u)
     steps = np.arange(1, n + 1) / n
@@ -170,12 +200,20 @@ def poisson(count: int, mean: float) -> float:
     """Probability of at least `count` events where `mean` are expected."""
     if count == 0:
         return 1.0
-    return float(torch.special.gammainc(*torch.tensor([count, max(mean, 1e-300)], dtype=torch.float64)))
+    return float(
+        torch.special.gammainc(*torch.tensor([count, max(mean, 1e-300)], dtype=torch.float64))
+    )
 
 
 def edge_test(count: int, mean: float, n: int) -> list[Test]:
-    """Tokens at the edge of a truncation against as many as the wider law expects: forgiving them has a price."""
-    return [Test("tokens at a truncation's edge", "all tokens", n, count, poisson(count, mean))] if count else []
+    """Tokens at the edge of a truncation against as many as the wider law expects: forgiving
+    them has a price.
+    """
+    return (
+        [Test("tokens at a truncation's edge", "all tokens", n, count, poisson(count, mean))]
+        if count
+        else []
+    )
 
 
 def uniformity(u: np.ndarray, stratum: str, order: str = "by probability") -> list[Test]:
@@ -187,10 +225,14 @@ def uniformity(u: np.ndarray, stratum: str, order: str = "by probability") -> li
     ]
 
 
-def independence(u: np.ndarray, joined: np.ndarray, stratum: str, order: str = "by probability") -> list[Test]:
-    """Two tokens at once, t - 1 and t where joined[t]: each may be right by itself. Correlation, and a chi-square.
+def independence(
+    u: np.ndarray, joined: np.ndarray, stratum: str, order: str = "by probability"
+) -> list[Test]:
+    """Two tokens at once, t - 1 and t where joined[t]: each may be right by itself.
+    Correlation, and a chi-square.
 
-    joined[t] may depend on token t - 1 (a cycle goes on because that was accepted), whose transform is then not uniform
+    joined[t] may depend on token t - 1 (a cycle goes on because that was accepted), whose
+    transform is then not uniform
     here: both tests take it as it came and ask whether the second is uniform given it.
     """
     at = np.flatnonzero(joined[1:]) + 1
@@ -210,5 +252,7 @@ def independence(u: np.ndarray, joined: np.ndarray, stratum: str, order: str = "
 
 
 def overall(tests: Sequence[Test]) -> float:
-    """The p-value of all tests together (Bonferroni, which asks nothing of how they depend on one another)."""
+    """The p-value of all tests together (Bonferroni, which asks nothing of how they depend on
+    one another).
+    """
     return min(1.0, len(tests) * min((t.p for t in tests), default=1.0))

@@ -1,9 +1,11 @@
-"""What a run of n tokens would have found: the power of its tests against random biases of many families.
+"""What a run of n tokens would have found: the power of its tests against random biases of
+many families.
 
-The laws are those of the run itself, some hundred of them. A bias e moves each law to (1 - e) p + e r, so the mean
-shift of every statistic is e times one that is summed exactly over the tokens of these laws: the average over ever more
-redrawn tokens, without redrawing (tests/test_power.py redraws them and compares). A bias counts as found with the power
-of the one test that finds it best: all tests together find it at least as often.
+The laws are those of the run itself, some hundred of them. A bias e moves each law to (1 - e)
+p + e r, so the mean shift of every statistic is e times one that is summed exactly over the
+tokens of these laws: the average over ever more redrawn tokens, without redrawing
+(tests/test_power.py redraws them and compares). A bias counts as found with the power of the
+one test that finds it best: all tests together find it at least as often.
 
 Shape letters: R laws, V vocabulary, K directions, L answers, C cells.
 """
@@ -21,7 +23,17 @@ from torch import Tensor
 
 from scripts.proofs import pit
 from scripts.proofs.biases import FAMILIES, Laws, Member
-from scripts.proofs.directions import ENOUGH, LEARNED_TAILS, REACH, SHRINK, STAKES, STARTS, Bank, Block, Scores
+from scripts.proofs.directions import (
+    ENOUGH,
+    LEARNED_TAILS,
+    REACH,
+    SHRINK,
+    STAKES,
+    STARTS,
+    Bank,
+    Block,
+    Scores,
+)
 
 SIZE = 2**24  # numbers in the laws that are looked at
 FEWEST, MOST = 128, 1024  # laws
@@ -36,7 +48,9 @@ LIMITS = (2.0, *LEARNED_TAILS)  # the first lets every token in
 
 @dataclass
 class Answer:
-    """The laws of consecutive tokens of one answer: law, before truncation [R, V] float32, and token ids [R]."""
+    """The laws of consecutive tokens of one answer: law, before truncation [R, V] float32, and
+    token ids [R].
+    """
 
     law: Tensor
     whole: Tensor
@@ -50,9 +64,10 @@ def laws_wanted(vocab_size: int) -> int:
 
 @dataclass
 class _Shift:
-    """Means over the laws of what full bias e = 1 does. mean: [K] of every direction; parity: [S] of ranks from the
-    start of each tail; cells: [C] of U by probability; ids: [D, L, V] of ids, in all laws and in the tails that are
-    learned, sums per answer; total: variation; impossible: mass outside the law."""
+    """Means over the laws of what full bias e = 1 does. mean: [K] of every direction; parity:
+    [S] of ranks from the start of each tail; cells: [C] of U by probability; ids: [D, L, V] of
+    ids, in all laws and in the tails that are learned, sums per answer; total: variation;
+    impossible: mass outside the law."""
 
     mean: Tensor
     parity: Tensor
@@ -65,17 +80,26 @@ class _Shift:
 class Power:
     """Power of a run of `n` tokens at level alpha / tests, from the laws of `answers`."""
 
-    def __init__(self, answers: Sequence[Answer], bank: Bank, n: int, alpha: float, tests: int) -> None:
+    def __init__(
+        self, answers: Sequence[Answer], bank: Bank, n: int, alpha: float, tests: int
+    ) -> None:
         self.answers, self.bank, self.n, self.level = list(answers), bank, n, alpha / max(tests, 1)
         self.count = sum(len(a.law) for a in self.answers)
-        self.owner = torch.tensor([i for i, a in enumerate(self.answers) for _ in range(len(a.law))])
+        self.owner = torch.tensor(
+            [i for i, a in enumerate(self.answers) for _ in range(len(a.law))]
+        )
         self.blocks = list(self._blocks())
         moments = [s.moments(s.law) for s, _, _ in self.blocks]
-        self.variance = sum((m2 - m1**2).double().sum(0) for m1, m2, _ in moments).cpu().numpy() / self.count  # type: ignore[union-attr]
+        spread = torch.stack([(m2 - m1**2).double().sum(0) for m1, m2, _ in moments]).sum(0)
+        self.variance = spread.cpu().numpy() / self.count
         self.mean = [m1 for m1, _, _ in moments]
-        inside = [torch.stack([s.law * (s.law < limit) for limit in LIMITS]) for s, _, _ in self.blocks]
+        inside = [
+            torch.stack([s.law * (s.law < limit) for limit in LIMITS]) for s, _, _ in self.blocks
+        ]
         self.rate = torch.stack([p.double().sum(1) for p in inside]).sum(0) / self.count  # [D, V]
-        self.spread = self.rate - torch.stack([(p.double() ** 2).sum(1) for p in inside]).sum(0) / self.count
+        self.spread = (
+            self.rate - torch.stack([(p.double() ** 2).sum(1) for p in inside]).sum(0) / self.count
+        )
         self.z = _quantile(1 - self.level / 2)
         pairs = [s.parities(s.law) for s, _, _ in self.blocks]
         self.parity = [m1 for m1, _ in pairs]
@@ -88,7 +112,9 @@ class Power:
             other = self.answers[(i + 1) % len(self.answers)]
             for a in range(0, len(answer.law), ROWS):
                 law = answer.law[a : a + ROWS]
-                before = torch.cat([answer.law[a - 1 : a] if a else torch.zeros_like(law[:1]), law[:-1]])
+                before = torch.cat(
+                    [answer.law[a - 1 : a] if a else torch.zeros_like(law[:1]), law[:-1]]
+                )
                 there = [o for o in self.answers if o is not answer]
                 mixed, lone = torch.zeros_like(law), torch.zeros_like(law)
                 if there:
@@ -99,7 +125,11 @@ class Power:
                     lone[: len(some)] = some
                 none = torch.full((len(law), 1), -1, device=law.device)
                 block = Block(law, before, mixed, none, none)
-                yield self.bank.open(block), Laws(law, before, lone, answer.whole[a : a + ROWS]), torch.tensor(i)
+                yield (
+                    self.bank.open(block),
+                    Laws(law, before, lone, answer.whole[a : a + ROWS]),
+                    torch.tensor(i),
+                )
 
     def shift(self, member: Member) -> _Shift:
         """What the member does to the statistics at e = 1."""
@@ -107,9 +137,13 @@ class Power:
             torch.zeros(len(self.bank.names), dtype=torch.float64),
             torch.zeros(len(STARTS), dtype=torch.float64),
             torch.zeros(pit.CELLS, dtype=torch.float64),
-            torch.zeros(len(LIMITS), len(self.answers), len(self.bank.ids), device=self.bank.ids.device),
+            torch.zeros(
+                len(LIMITS), len(self.answers), len(self.bank.ids), device=self.bank.ids.device
+            ),
         )
-        for (scores, laws, number), mean, parity in zip(self.blocks, self.mean, self.parity, strict=True):
+        for (scores, laws, number), mean, parity in zip(
+            self.blocks, self.mean, self.parity, strict=True
+        ):
             p, r = laws.law, member(laws)
             found.mean += (scores.mean(r) - mean).double().sum(0).cpu()
             found.parity += (scores.parities(r)[0] - parity).double().sum(0).cpu()
@@ -119,24 +153,37 @@ class Power:
             found.total += float((r - p).abs().sum()) / 2
             found.impossible += float((r * (p == 0)).sum())
         found.total, found.impossible = found.total / self.count, found.impossible / self.count
-        found.mean, found.parity, found.cells = (x / self.count for x in (found.mean, found.parity, found.cells))
+        found.mean, found.parity, found.cells = (
+            x / self.count for x in (found.mean, found.parity, found.cells)
+        )
         return found
 
     def curve(self, member: Member) -> tuple[np.ndarray, float]:
-        """Power at every mean total variation of GRID (nan beyond reach), and the largest that the member can reach."""
+        """Power at every mean total variation of GRID (nan beyond reach), and the largest that
+        the member can reach.
+        """
         s = self.shift(member)
         share = GRID / max(s.total, 1e-12)
         share = np.where(share <= 1, share, np.nan)[:, None]
-        return np.fmax.reduce([
-            self._directions(s, share), self._cells(s, share), self._single(s, share), self._learned(s, share),
-            1 - (1 - np.clip(share[:, 0] * s.impossible, 0, 1)) ** self.n,
-        ]), s.total  # fmt: skip
+        return np.fmax.reduce(
+            [
+                self._directions(s, share),
+                self._cells(s, share),
+                self._single(s, share),
+                self._learned(s, share),
+                1 - (1 - np.clip(share[:, 0] * s.impossible, 0, 1)) ** self.n,
+            ]
+        ), s.total
 
     def _directions(self, s: _Shift, share: np.ndarray) -> np.ndarray:
         own = self._best(s.mean.numpy(), self.variance, share, self.level)
-        return np.fmax(own, self._best(s.parity.numpy(), self.parity_variance, share, self.level / len(STARTS)))
+        return np.fmax(
+            own, self._best(s.parity.numpy(), self.parity_variance, share, self.level / len(STARTS))
+        )
 
-    def _best(self, mean: np.ndarray, variance: np.ndarray, share: np.ndarray, level: float) -> np.ndarray:
+    def _best(
+        self, mean: np.ndarray, variance: np.ndarray, share: np.ndarray, level: float
+    ) -> np.ndarray:
         """Of tests whose sums are normal."""
         known = self.n * variance >= ENOUGH
         if not known.any():
@@ -151,29 +198,41 @@ class Power:
         kolmogorov = _normal_cdf(2 * (share[:, 0] * math.sqrt(n) * farthest - needed))
         free = pit.CELLS - 1
         center = n * share[:, 0] ** 2 * pit.CELLS * (cells**2).sum()
-        critical = free + self.z * math.sqrt(2 * free) + self.z**2  # a bound from above (Laurent and Massart 2000)
-        return np.fmax(kolmogorov, _normal_cdf((free + center - critical) / np.sqrt(2 * (free + 2 * center))))
+        critical = (
+            free + self.z * math.sqrt(2 * free) + self.z**2
+        )  # a bound from above (Laurent and Massart 2000)
+        return np.fmax(
+            kolmogorov, _normal_cdf((free + center - critical) / np.sqrt(2 * (free + 2 * center)))
+        )
 
     def _single(self, s: _Shift, share: np.ndarray) -> np.ndarray:
         spread = self.spread[0].cpu().numpy()
         many = max(int((self.n * spread >= ENOUGH).sum()), 1)
-        return self._best(s.ids[0].sum(0).cpu().numpy() / self.count, spread, share, self.level / many)
+        return self._best(
+            s.ids[0].sum(0).cpu().numpy() / self.count, spread, share, self.level / many
+        )
 
     def _learned(self, s: _Shift, share: np.ndarray) -> np.ndarray:
         """The bets on token ids, in all laws or in a tail."""
         if len(self.answers) < 2:
             return np.full(len(share), np.nan)
-        every = [self._bets(ids, rate, spread, share) for ids, rate, spread in
-                 zip(s.ids, self.rate, self.spread, strict=True)]  # fmt: skip
+        every = [
+            self._bets(ids, rate, spread, share)
+            for ids, rate, spread in zip(s.ids, self.rate, self.spread, strict=True)
+        ]
         return np.fmax.reduce(every)
 
     def _bets(self, ids: Tensor, rate: Tensor, spread: Tensor, share: np.ndarray) -> np.ndarray:
-        """ids: [L, V] shifts, summed over each answer; rate, spread: [V] mean of p and of p (1 - p). What an id gains
-        is measured between answers: within one it is partly chance."""
+        """ids: [L, V] shifts, summed over each answer; rate, spread: [V] mean of p and of p (1
+        - p). What an id gains is measured between answers: within one it is partly chance."""
         counts = torch.bincount(self.owner, minlength=len(self.answers)).double()
         whole = ids.double().sum(0)
-        square = ((whole**2 - (ids.double() ** 2).sum(0)) / (counts.sum() ** 2 - (counts**2).sum()))
-        times = (torch.arange(STEPS, dtype=torch.float64, device=square.device) + 0.5)[:, None] * self.n / STEPS
+        square = (whole**2 - (ids.double() ** 2).sum(0)) / (counts.sum() ** 2 - (counts**2).sum())
+        times = (
+            (torch.arange(STEPS, dtype=torch.float64, device=square.device) + 0.5)[:, None]
+            * self.n
+            / STEPS
+        )
         weight = 1 / (times * rate + SHRINK)
         lean = torch.minimum(square.clamp(min=0).sqrt(), rate)
         power = []
@@ -184,24 +243,34 @@ class Power:
             whole_score = e * lean * times * weight
             expected = whole_score.clamp(max=REACH)
             kept = expected / whole_score.clamp(min=1e-30)
-            gain = float((e**2 * square * times * weight * kept).sum()) * self.n / STEPS  # chance cancels where signed
-            noise = float((spread * (expected**2 + times * spread * weight**2)).sum()) * self.n / STEPS
+            gain = (
+                float((e**2 * square * times * weight * kept).sum()) * self.n / STEPS
+            )  # chance cancels where signed
+            noise = (
+                float((spread * (expected**2 + times * spread * weight**2)).sum()) * self.n / STEPS
+            )
             if noise <= 0:
                 power.append(0.0)
                 continue
             needed = math.log(len(STAKES) / self.level)
-            growth = [(c * gain - c**2 * noise / 2 - needed) / (c * math.sqrt(noise)) for c in STAKES]
+            growth = [
+                (c * gain - c**2 * noise / 2 - needed) / (c * math.sqrt(noise)) for c in STAKES
+            ]
             power.append(float(_normal_cdf(np.array(max(growth)))))
         return np.array(power)
 
 
 def _cells(scores: Scores, law: Tensor) -> Tensor:
-    """[C] what `law` does to the cells of U by probability: mass in each minus 1 / C, summed over the block. Tokens
-    beyond the ranks looked at are one."""
+    """[C] what `law` does to the cells of U by probability: mass in each minus 1 / C, summed
+    over the block. Tokens beyond the ranks looked at are one."""
     own, new = scores.mass.double(), law.gather(1, scores.order).double()
     ends = [torch.cat([x, (1 - x.sum(-1, keepdim=True)).clamp(min=0)], 1) for x in (own, new)]
     edges = [torch.cat([torch.zeros_like(x[:, :1]), x.cumsum(-1)], 1) for x in ends]
-    cut = torch.linspace(0, 1, pit.CELLS + 1, dtype=torch.float64, device=law.device).expand(len(own), -1).contiguous()
+    cut = (
+        torch.linspace(0, 1, pit.CELLS + 1, dtype=torch.float64, device=law.device)
+        .expand(len(own), -1)
+        .contiguous()
+    )
     at = (torch.searchsorted(edges[0], cut, right=True) - 1).clamp(0, own.shape[1])
     start, width = edges[0].gather(1, at), ends[0].gather(1, at)
     part = torch.where(width > 0, (cut - start) / width.clamp(min=1e-300), 0.0).clamp(0, 1)
@@ -213,26 +282,33 @@ def _cells(scores: Scores, law: Tensor) -> Tensor:
 def measure(power: Power, detect: float, seed: int, members: int | None = None) -> dict[str, Any]:
     """The power of every family, as certificate.json holds it.
 
-    min_detectable: smallest mean total variation from which on a random member of every family is found with power
-    0.99. A family that cannot move so much counts with the most it can. blind: families found with less than 0.8 at
-    `detect`.
+    min_detectable: smallest mean total variation from which on a random member of every family
+    is found with power 0.99. A family that cannot move so much counts with the most it can.
+    blind: families found with less than 0.8 at `detect`.
     """
     members = members or MEMBERS
     rows: dict[str, Any] = {}
     for number, (name, family) in enumerate(FAMILIES.items()):
         rng = np.random.default_rng([seed, number])
         found = [power.curve(family(rng, len(power.bank.ids))) for _ in range(members)]
-        rows[name] = _family(np.array([c for c, _ in found]), np.array([r for _, r in found]), detect)
+        rows[name] = _family(
+            np.array([c for c, _ in found]), np.array([r for _, r in found]), detect
+        )
     least = [row["min_detectable"] for row in rows.values()]
     return {
         "power": WANTED,
         "min_detectable": None if None in least else max(least),
-        "measure": "mean total variation between the emitted and the target's law, random members of every family",
+        "measure": "mean total variation between the emitted and the target's law, "
+        "random members of every family",
         "members": members,
         "laws": power.count,
         "grid": [round(float(x), 5) for x in GRID],
         "families": rows,
-        "blind": [name for name, row in rows.items() if row["at_detect"] is not None and row["at_detect"] < LEAST],
+        "blind": [
+            name
+            for name, row in rows.items()
+            if row["at_detect"] is not None and row["at_detect"] < LEAST
+        ],
     }
 
 
@@ -253,10 +329,12 @@ def _family(curves: np.ndarray, reach: np.ndarray, detect: float) -> dict[str, A
         return None if not math.isfinite(y) else round(float(y), 4)
 
     return {
-        "min_detectable": least, "largest": round(float(reach.max()), 4), "at_detect": at(detect),
+        "min_detectable": least,
+        "largest": round(float(reach.max()), 4),
+        "at_detect": at(detect),
         "power_at": {f"{x:g}": at(x) for x in SHOWN},
         "curve": [None if not math.isfinite(y) else round(float(y), 4) for y in mean],
-    }  # fmt: skip
+    }
 
 
 def _normal_cdf(x: np.ndarray) -> np.ndarray:

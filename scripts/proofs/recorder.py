@@ -1,8 +1,10 @@
-"""Watches verification from inside the decode loop: every emitted token with the very logits it was verified against.
+"""Watches verification from inside the decode loop: every emitted token with the very logits
+it was verified against.
 
-A recorder stands in the place of the rule (`generate(..., verify=recorder, coins=recorder.coins)`), lets the rule
-decide and notes what it decided. A test of the rule on these logits is free of rounding in the model: the law that was
-owed and the token that came out are those of one pass.
+A recorder stands in the place of the rule (`generate(..., verify=recorder,
+coins=recorder.coins)`), lets the rule decide and notes what it decided. A test of the rule on
+these logits is free of rounding in the model: the law that was owed and the token that came
+out are those of one pass.
 
 Shape letters: B rows, N nodes, K tokens of one call, V vocabulary.
 """
@@ -27,8 +29,10 @@ from decode.verify import verify as run_verify
 
 @dataclass
 class Call:
-    """One verification. requests: ids of its rows; last: their last committed tokens before it (-1: the prefill's);
-    tokens: committed by it, per row; start: where each row's tokens begin among the K; kept: see Recorder."""
+    """One verification. requests: ids of its rows; last: their last committed tokens before it
+    (-1: the prefill's);
+    tokens: committed by it, per row; start: where each row's tokens begin among the K; kept:
+        see Recorder."""
 
     requests: list[int]
     last: list[int]
@@ -61,11 +65,14 @@ Keep = Callable[[Tensor, Tensor, list[list[int]]], Any]
 class Recorder:
     """A rule that remembers. calls: all verifications so far, in order.
 
-    keep(logits [K, V], tokens [K], histories) says what stays of a call; without it the logits themselves do, in the
-    model's own dtype. The histories (all ids before each token) are there only with keep.
+    keep(logits [K, V], tokens [K], histories) says what stays of a call; without it the logits
+    themselves do, in the model's own dtype. The histories (all ids before each token) are
+    there only with keep.
     """
 
-    def __init__(self, rule: str | Rule, requests: Sequence[Request], keep: Keep | None = None) -> None:
+    def __init__(
+        self, rule: str | Rule, requests: Sequence[Request], keep: Keep | None = None
+    ) -> None:
         self.rule: Rule = rule if callable(rule) else functools.partial(run_verify, rule=rule)
         self.keep, self.calls = keep, list[Call]()
         self.texts = {r.id: list(r.prompt) for r in requests}
@@ -85,13 +92,17 @@ class Recorder:
         call = Call(self.asked, [], [], [], None)
         histories: list[list[int]] = []
         drafted = tree.tokens.tolist()
-        ends = zip(verdict.path.tolist(), verdict.length.tolist(), verdict.bonus.tolist(), strict=True)
+        ends = zip(
+            verdict.path.tolist(), verdict.length.tolist(), verdict.bonus.tolist(), strict=True
+        )
         for b, (path, length, bonus) in enumerate(ends):
             text = self.texts[self.asked[b]]
             call.last.append(text[-1] if self.asked[b] in self.begun else -1)
             call.start.append(len(rows))
             call.tokens.append([*(drafted[b][node] for node in path[:length]), bonus])
-            for slot, token in zip([0, *(node + 1 for node in path[:length])], call.tokens[-1], strict=True):
+            for slot, token in zip(
+                [0, *(node + 1 for node in path[:length])], call.tokens[-1], strict=True
+            ):
                 rows.append(b)
                 slots.append(slot)
                 if self.keep is not None:
@@ -105,11 +116,15 @@ class Recorder:
         return verdict
 
     def emitted(self, run: Run, requests: Sequence[Request]) -> list[list[Emitted]]:
-        """The tokens of every generation, without what a stop token or the length limit cut off."""
+        """The tokens of every generation, without what a stop token or the length limit cut
+        off.
+        """
         found: dict[int, list[Emitted]] = {r.id: [] for r in requests}
         for call in self.calls:
             for row, request in enumerate(call.requests):
-                found[request] += [Emitted(call, row, place) for place in range(len(call.tokens[row]))]
+                found[request] += [
+                    Emitted(call, row, place) for place in range(len(call.tokens[row]))
+                ]
         return [
             found[request.id][: len(generation.token_ids)]
             for request, generation in zip(requests, run.generations, strict=True)
@@ -118,4 +133,7 @@ class Recorder:
 
 def astray(lines: Sequence[Sequence[Emitted]], run: Run) -> int:
     """Generations that hold something else than verification chose."""
-    return sum([e.token for e in line] != g.token_ids for line, g in zip(lines, run.generations, strict=True))
+    return sum(
+        [e.token for e in line] != g.token_ids
+        for line, g in zip(lines, run.generations, strict=True)
+    )

@@ -1,8 +1,9 @@
-"""The sample that a certificate judges: every emitted token, placed in the law it was verified against, and that law
-beside plain decoding's.
+"""The sample that a certificate judges: every emitted token, placed in the law it was verified
+against, and that law beside plain decoding's.
 
-Two questions are asked of each token, so that rounding enters one of them only. Is it a draw from the law of the logits
-that verification had (recorder.py, pit.py, directions.py)? How far do these logits lie from a plain pass's (passes.py)?
+Two questions are asked of each token, so that rounding enters one of them only. Is it a draw
+from the law of the logits that verification had (recorder.py, pit.py, directions.py)? How far
+do these logits lie from a plain pass's (passes.py)?
 
 Shape letters: R tokens, V vocabulary, O orders, G strata, n sample size.
 """
@@ -65,11 +66,13 @@ COLUMNS = (
 class Sample:
     """n emitted tokens in the order of their requests.
 
-    u: [n, O] transforms, one column per order; top: largest mass of each law; depth: place in its cycle (0 = first
-    token of a cycle, or the prefill's); sequence: which request; groups: [n, G] bool; outside: tokens without mass;
-    edge: tokens at a truncation's edge within float32's tolerance, sliver: how many the laws expect there; passes:
-    [n, 2] of passes.distances; drafted: share that were accepted draft tokens; proposals: cycles that had a draft to
-    verify; astray: answers that hold something else than verification chose; tally: the direction tests.
+    u: [n, O] transforms, one column per order; top: largest mass of each law; depth: place in
+    its cycle (0 = first token of a cycle, or the prefill's); sequence: which request; groups:
+    [n, G] bool; outside: tokens without mass;
+    edge: tokens at a truncation's edge within float32's tolerance, sliver: how many the laws
+    expect there; passes: [n, 2] of passes.distances; drafted: share that were accepted draft
+    tokens; proposals: cycles that had a draft to verify; astray: answers that hold something
+    else than verification chose; tally: the direction tests.
     """
 
     u: np.ndarray
@@ -87,7 +90,8 @@ class Sample:
     tally: directions.Tally | None
 
     def strata(self) -> dict[str, np.ndarray]:
-        """The transforms by probability of all tokens and, where both are large enough, of first and later tokens of a
+        """The transforms by probability of all tokens and, where both are large enough, of
+        first and later tokens of a
         cycle: for figures."""
         first, u = self.depth == 0, self.u[:, 0]
         cut = {"first of a cycle": u[first], "later in a cycle": u[~first]}
@@ -96,14 +100,26 @@ class Sample:
     def tests(self) -> list[pit.Test]:
         """Every test of the sample.
 
-        The strata are known before the token: that a cycle got as far as place d says nothing about the token there,
-        given those before it (docs/lossless.md). Whether the token itself was an accepted draft token would."""
-        found = [t for i, order in enumerate(ORDERS) for t in pit.uniformity(self.u[:, i], GROUPS[0], order)]
+        The strata are known before the token: that a cycle got as far as place d says nothing
+        about the token there, given those before it (docs/lossless.md). Whether the token
+        itself was an accepted draft token would."""
+        found = [
+            t
+            for i, order in enumerate(ORDERS)
+            for t in pit.uniformity(self.u[:, i], GROUPS[0], order)
+        ]
         for g, group in enumerate(GROUPS[1:], 1):
             u = self.u[self.groups[:, g], 0]
             found += pit.uniformity(u, group) if len(u) >= pit.SMALLEST else []
-        same = np.r_[False, self.sequence[1:] == self.sequence[:-1]] if len(self.u) else np.zeros(0, dtype=bool)
-        for name, joined in (("inside a cycle", same & (self.depth > 0)), ("between cycles", same & (self.depth == 0))):
+        same = (
+            np.r_[False, self.sequence[1:] == self.sequence[:-1]]
+            if len(self.u)
+            else np.zeros(0, dtype=bool)
+        )
+        for name, joined in (
+            ("inside a cycle", same & (self.depth > 0)),
+            ("between cycles", same & (self.depth == 0)),
+        ):
             for i, order in enumerate(ORDERS[:3]):
                 found += pit.independence(self.u[:, i], joined, f"two tokens {name}", order)
         found += pit.edge_test(self.edge, self.sliver, len(self.u))
@@ -124,14 +140,23 @@ class Setting:
     chunk: int = 2
 
 
-def sampling_layer(plain: Plain, target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], how: Setting,
-                   stop: Callable[[Sample], bool] | None = None, advance: Advance = lambda n: None,
-                   parts: Parts | None = None) -> Sample:  # fmt: skip
-    """Decode until `how.tokens` tokens are out (the prompts again and again, each time with other random numbers),
-    place every one of them in the law it was verified against, and compare that law with a plain pass's.
+def sampling_layer(
+    plain: Plain,
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    how: Setting,
+    stop: Callable[[Sample], bool] | None = None,
+    advance: Advance = lambda n: None,
+    parts: Parts | None = None,
+) -> Sample:
+    """Decode until `how.tokens` tokens are out (the prompts again and again, each time with
+    other random numbers), place every one of them in the law it was verified against, and
+    compare that law with a plain pass's.
 
-    Exactly that many are used, cut in the order of the requests, so that neither a stop token nor the budget selects.
-    stop(sample so far) ends early: for controls that are known to fail already. parts: keeps what is done.
+    Exactly that many are used, cut in the order of the requests, so that neither a stop token
+    nor the budget selects. stop(sample so far) ends early: for controls that are known to fail
+    already. parts: keeps what is done.
     """
     parts = parts or Parts(None)
     rows = _known(parts, how.tokens)
@@ -149,7 +174,9 @@ def sampling_layer(plain: Plain, target: Target, drafter: Drafter, prompts: Sequ
 
 
 def _known(parts: Parts, tokens: int) -> list[dict[str, Any]]:
-    """The chunks done so far. One that an earlier run cut short, because it wanted fewer tokens, is done again."""
+    """The chunks done so far. One that an earlier run cut short, because it wanted fewer
+    tokens, is done again.
+    """
     rows = list({row["number"]: row for row in parts.lines("sampling")}.values())
     short = sum(row["size"] for row in rows) < tokens
     return rows[:-1] if rows and short and not rows[-1]["whole"] else rows
@@ -159,7 +186,9 @@ def _tally(rows: Sequence[dict[str, Any]], target: Target) -> directions.Tally |
     """The direction tests after the last chunk."""
     if not rows:
         return None
-    found = directions.Tally(directions.Bank(target.vocab_size, rows[0]["key"], target.device), GROUPS)
+    found = directions.Tally(
+        directions.Bank(target.vocab_size, rows[0]["key"], target.device), GROUPS
+    )
     with np.load(io.BytesIO(base64.b64decode(rows[-1]["tally"]))) as known:
         found.restore(dict(known))
     return found
@@ -172,7 +201,9 @@ def _packed(tally: directions.Tally) -> str:
 
 
 def _key(generations: Sequence[Generation]) -> int:
-    """The key of all pseudo-random orders and directions: a hash of the first answers, which no decoder knew before."""
+    """The key of all pseudo-random orders and directions: a hash of the first answers, which
+    no decoder knew before.
+    """
     text = json.dumps([g.token_ids for g in generations]).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8])
 
@@ -189,17 +220,34 @@ def _chunk(
     """The next requests: what is kept of their tokens, as many as are still wanted."""
     number = sum(row["requests"] for row in rows)
     wanted = how.tokens - sum(row["size"] for row in rows)
-    asked = [Request(list(prompts[(number + i) % len(prompts)]), how.max_new_tokens, id=number + i)
-             for i in range(how.chunk * how.batch_size)]  # fmt: skip
+    asked = [
+        Request(list(prompts[(number + i) % len(prompts)]), how.max_new_tokens, id=number + i)
+        for i in range(how.chunk * how.batch_size)
+    ]
     seen = Recorder(how.verify, asked)
-    run = generate(target, drafter, asked, how.sampling, batch_size=how.batch_size, seed=how.seed, verify=seen,
-                   guidance=how.guidance, coins=seen.coins)  # fmt: skip
+    run = generate(
+        target,
+        drafter,
+        asked,
+        how.sampling,
+        batch_size=how.batch_size,
+        seed=how.seed,
+        verify=seen,
+        guidance=how.guidance,
+        coins=seen.coins,
+    )
     lines = seen.emitted(run, asked)
     key = rows[0]["key"] if rows else _key(run.generations)
-    tally = tally or directions.Tally(directions.Bank(target.vocab_size, key, target.device), GROUPS)
+    tally = tally or directions.Tally(
+        directions.Bank(target.vocab_size, key, target.device), GROUPS
+    )
     judge = _Judge(how, key, tally, np.random.default_rng([how.seed, 20240601, number]))
     texts = [([*g.prompt_ids, *g.token_ids], len(g.prompt_ids)) for g in run.generations]
-    counts = np.clip(wanted - np.r_[0, np.cumsum([len(line) for line in lines])[:-1]], 0, [len(line) for line in lines])
+    counts = np.clip(
+        wanted - np.r_[0, np.cumsum([len(line) for line in lines])[:-1]],
+        0,
+        [len(line) for line in lines],
+    )
     used = [i for i, count in enumerate(counts) if count]
     near: dict[int, np.ndarray] = {}
     for i, logits in plain.in_batches([texts[i] for i in used], how.guidance):
@@ -215,8 +263,16 @@ def _chunk(
             columns[name] += found[name]
     judge.close()
     size = int(counts.sum())
-    row = {"number": number, "requests": len(asked), "size": size, "whole": size == sum(map(len, lines)), "key": key,
-           "astray": astray(lines, run), "tally": _packed(tally), **columns}  # fmt: skip
+    row = {
+        "number": number,
+        "requests": len(asked),
+        "size": size,
+        "whole": size == sum(map(len, lines)),
+        "key": key,
+        "astray": astray(lines, run),
+        "tally": _packed(tally),
+        **columns,
+    }
     return row, tally
 
 
@@ -225,9 +281,13 @@ def _logits(line: Sequence[Emitted]) -> Tensor:
 
 
 class _Judge:
-    """Places the tokens of a chunk, answer by answer; the direction tests take them in blocks of ROWS."""
+    """Places the tokens of a chunk, answer by answer; the direction tests take them in blocks
+    of ROWS.
+    """
 
-    def __init__(self, how: Setting, key: int, tally: directions.Tally, coin: np.random.Generator) -> None:
+    def __init__(
+        self, how: Setting, key: int, tally: directions.Tally, coin: np.random.Generator
+    ) -> None:
         self.how, self.tally, self.coin = how, tally, coin
         size, device = tally.bank.ids.shape[0], tally.bank.ids.device
         keyed = [directions.hashed(size, key + 1 + k).argsort().argsort() for k in range(KEYED)]
@@ -236,7 +296,11 @@ class _Judge:
 
     def answer(self, g: Generation, line: Sequence[Emitted]) -> dict[str, list[Any]]:
         """The columns of the tokens `line`, which begin the generation `g`."""
-        ids, start, tokens = [*g.prompt_ids, *g.token_ids], len(g.prompt_ids), [e.token for e in line]
+        ids, start, tokens = (
+            [*g.prompt_ids, *g.token_ids],
+            len(g.prompt_ids),
+            [e.token for e in line],
+        )
         depth = _depths(g)[: len(line)]
         columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
         before: Tensor | None = None
@@ -257,9 +321,14 @@ class _Judge:
             for name in ("top", "outside", "edge", "sliver"):
                 columns[name] += getattr(p, name).astype(float).tolist()
         starts = {c.start for c in g.cycles if c.proposed > 0}
-        columns["depth"], columns["groups"] = depth.tolist(), (groups @ (1 << np.arange(len(GROUPS)))).tolist()
+        columns["depth"], columns["groups"] = (
+            depth.tolist(),
+            (groups @ (1 << np.arange(len(GROUPS)))).tolist(),
+        )
         columns["drafted"] = [int(d) for d in g.from_draft[: len(line)]]
-        columns["draft"] = [int(t in starts) for t in range(len(line))]  # a cycle with a draft begins here
+        columns["draft"] = [
+            int(t in starts) for t in range(len(line))
+        ]  # a cycle with a draft begins here
         columns["tokens"] = tokens
         return columns
 
@@ -276,17 +345,27 @@ class _Judge:
     def _block(
         self, law: Tensor, before: Tensor | None, line: Sequence[Emitted], ids: list[int], at: int
     ) -> directions.Block:
-        """What is known before each token of `line`, the first of which is number `at` of the text `ids`."""
+        """What is known before each token of `line`, the first of which is number `at` of the
+        text `ids`.
+        """
         before = torch.zeros_like(law[:1]) if before is None else before
         others = torch.stack([self._mean(e) for e in line])
-        recent = torch.tensor([([-1] * RECENT + ids[: at + i])[-RECENT:] for i in range(len(line))], device=law.device)
+        recent = torch.tensor(
+            [([-1] * RECENT + ids[: at + i])[-RECENT:] for i in range(len(line))], device=law.device
+        )
         rows = [[t for r, t in enumerate(e.call.last) if r != e.row] for e in line]
         most = max(map(len, rows))
-        theirs = torch.tensor([r + [-1] * (most - len(r)) for r in rows], dtype=torch.int64, device=law.device)
-        return directions.Block(law, torch.cat([before, law[:-1]]), others, recent, theirs.reshape(len(line), most))
+        theirs = torch.tensor(
+            [r + [-1] * (most - len(r)) for r in rows], dtype=torch.int64, device=law.device
+        )
+        return directions.Block(
+            law, torch.cat([before, law[:-1]]), others, recent, theirs.reshape(len(line), most)
+        )
 
     def _mean(self, e: Emitted) -> Tensor:
-        """The mean law of the call's rows, near enough: a direction may be any function of the past."""
+        """The mean law of the call's rows, near enough: a direction may be any function of the
+        past.
+        """
         if id(e.call) not in self.mean:
             logits = e.call.kept[e.call.start].float() / self.how.sampling.temperature
             mean = logits.softmax(-1).mean(0)
@@ -308,10 +387,19 @@ def _groups(g: Generation, depth: np.ndarray) -> np.ndarray:
     previous = np.maximum(cycle - 1, 0)
     first = (depth == 0) & (cycle > 1)
     every = np.ones(len(depth), dtype=bool)
-    return np.stack([
-        every, first & (proposed[previous] > accepted[previous]), first & whole[previous],
-        depth == 1, depth == 2, depth >= 3, (depth > 0) & (depth == proposed[cycle]), ~every,
-    ], 1)  # fmt: skip
+    return np.stack(
+        [
+            every,
+            first & (proposed[previous] > accepted[previous]),
+            first & whole[previous],
+            depth == 1,
+            depth == 2,
+            depth >= 3,
+            (depth > 0) & (depth == proposed[cycle]),
+            ~every,
+        ],
+        1,
+    )
 
 
 def _depths(generation: Generation) -> np.ndarray:
@@ -326,19 +414,36 @@ def gather(rows: Sequence[dict[str, Any]], tally: directions.Tally | None) -> Sa
 
     def column(name: str, width: int = 0) -> np.ndarray:
         shape = (-1, width) if width else (-1,)
-        return np.concatenate([np.array(row[name], dtype=float).reshape(shape) for row in rows]) if rows else np.zeros(
-            (0, width) if width else 0)  # fmt: skip
+        return (
+            np.concatenate([np.array(row[name], dtype=float).reshape(shape) for row in rows])
+            if rows
+            else np.zeros((0, width) if width else 0)
+        )
 
     u = column("u", len(ORDERS))
     outside, edge, proposals = (int(column(name).sum()) for name in ("outside", "edge", "draft"))
     groups = (column("groups").astype(np.int64)[:, None] >> np.arange(len(GROUPS))) & 1
     drafted = float(column("drafted").sum()) / max(len(u), 1)
-    return Sample(u, column("top"), column("depth"), column("sequence"), groups.astype(bool), outside, edge,
-                  float(column("sliver").sum()), column("passes", 2), drafted, proposals,
-                  sum(row["astray"] for row in rows), tally)  # fmt: skip
+    return Sample(
+        u,
+        column("top"),
+        column("depth"),
+        column("sequence"),
+        groups.astype(bool),
+        outside,
+        edge,
+        float(column("sliver").sum()),
+        column("passes", 2),
+        drafted,
+        proposals,
+        sum(row["astray"] for row in rows),
+        tally,
+    )
 
 
-def texts_of(rows: Sequence[dict[str, Any]], prompts: Sequence[Sequence[int]]) -> list[tuple[list[int], int]]:
+def texts_of(
+    rows: Sequence[dict[str, Any]], prompts: Sequence[Sequence[int]]
+) -> list[tuple[list[int], int]]:
     """(ids, start) of the answers in `rows`, as far as their tokens were used."""
     found: dict[int, list[int]] = {}
     for row in rows:

@@ -1,4 +1,6 @@
-"""The exact layers as figures: what scripts/prove.py runs and docs/results/lossless.json holds. No model is needed."""
+"""The exact layers as figures: what scripts/prove.py runs and docs/results/lossless.json
+holds. No model is needed.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,16 @@ BLOCK = 50  # cases between two saves
 
 
 def enumeration(count: int, seed: int, parts: Parts, tick: Tick) -> dict[str, Any]:
-    """Exact law of one verification on random worlds (up to 5 tokens, 8 nodes), every branch walked, both rules."""
+    """Exact law of one verification on random worlds (up to 5 tokens, 8 nodes), every branch
+    walked, both rules.
+    """
     blocks = parts.lines("enumeration")
     while BLOCK * len(blocks) < count:
         tick("enumeration", BLOCK * len(blocks), count)
         generator = torch.Generator().manual_seed((seed * 1_000_003 + len(blocks)) % SEEDS)
-        blocks.append([_case(Case.random(generator, max_nodes=5, max_vocab=5)) for _ in range(BLOCK)])
+        blocks.append(
+            [_case(Case.random(generator, max_nodes=5, max_vocab=5)) for _ in range(BLOCK)]
+        )
         parts.add("enumeration", blocks[-1])
     tick("enumeration", count, count)
     rows = [row for block in blocks for row in block][:count]
@@ -45,19 +51,28 @@ def enumeration(count: int, seed: int, parts: Parts, tick: Tick) -> dict[str, An
     for kind in sorted({r["kind"] for r in rows}):
         mine = [r for r in rows if r["kind"] == kind]
         kinds[kind] = {
-            "cases": len(mine), "max_error": max(r["error"] for r in mine),
+            "cases": len(mine),
+            "max_error": max(r["error"] for r in mine),
             "accepted_rejection": sum(r["rejection"] for r in mine) / len(mine),
             "accepted_traversal": sum(r["traversal"] for r in mine) / len(mine),
-        }  # fmt: skip
+        }
     worse = [r for r in rows if r["traversal"] < r["rejection"] - 1e-12]
     loss = max((r["rejection"] - r["traversal"] for r in worse), default=0.0)
-    less = {"chains": sum("chain" in r["kind"] for r in worse), "trees": sum("tree" in r["kind"] for r in worse)}
+    less = {
+        "chains": sum("chain" in r["kind"] for r in worse),
+        "trees": sum("tree" in r["kind"] for r in worse),
+    }
     return {
-        "cases": len(rows), "branches": sum(r["leaves"] for r in rows), "max_error": max(r["error"] for r in rows),
-        "limit": 1e-12, "max_vocab": max(r["vocab"] for r in rows), "max_nodes": max(r["nodes"] for r in rows),
-        "kinds": kinds, "traversal_accepts_less": {**less, "largest": loss},
+        "cases": len(rows),
+        "branches": sum(r["leaves"] for r in rows),
+        "max_error": max(r["error"] for r in rows),
+        "limit": 1e-12,
+        "max_vocab": max(r["vocab"] for r in rows),
+        "max_nodes": max(r["nodes"] for r in rows),
+        "kinds": kinds,
+        "traversal_accepts_less": {**less, "largest": loss},
         "settings": dict(Counter(r["settings"] for r in rows)),
-    }  # fmt: skip
+    }
 
 
 def _case(case: Case) -> dict[str, Any]:
@@ -68,17 +83,28 @@ def _case(case: Case) -> dict[str, Any]:
     chain = all(not any(p) for p in case.shape.paths)
     s = case.sampling
     offs = {"top_k": 0, "top_p": 1, "min_p": 0}
-    words = [f"T={s.temperature:g}", *(f"{k}={getattr(s, k):g}" for k, off in offs.items() if getattr(s, k) != off)]
-    return {"kind": f"{case.scheme} {'chain' if chain else 'tree'}", "vocab": case.vocab, "nodes": len(case.shape),
-            "error": max(errors), "leaves": sum(o.leaves for o in found.values()), "settings": " ".join(words),
-            **{name: o.accepted for name, o in found.items()}}  # fmt: skip
+    words = [
+        f"T={s.temperature:g}",
+        *(f"{k}={getattr(s, k):g}" for k, off in offs.items() if getattr(s, k) != off),
+    ]
+    return {
+        "kind": f"{case.scheme} {'chain' if chain else 'tree'}",
+        "vocab": case.vocab,
+        "nodes": len(case.shape),
+        "error": max(errors),
+        "leaves": sum(o.leaves for o in found.values()),
+        "settings": " ".join(words),
+        **{name: o.accepted for name, o in found.items()},
+    }
 
 
 TREE = TreeShape.of([(0,), (1,), (0, 0)])
 
 
 def engine(parts: Parts, tick: Tick) -> dict[str, Any]:
-    """Exact law of the whole loop (prefill, drafting, verification, commit, stopping): two layers, fp64, 8 tokens."""
+    """Exact law of the whole loop (prefill, drafting, verification, commit, stopping): two
+    layers, fp64, 8 tokens.
+    """
     pair = TreeShape.chain(2)
 
     def adaptive(vocab: int) -> Any:
@@ -87,25 +113,48 @@ def engine(parts: Parts, tick: Tick) -> dict[str, Any]:
     toys: dict[str, tuple[Callable[[], Any], TreeShape | None]] = {
         "none": (NoDraft, None),
         "draft model, sampled chain": (lambda: DraftModel(toy_model(8, seed=5, layers=1), 2), None),
-        **{f"tree, {scheme}": (lambda scheme=scheme: TableDrafter(TREE, scheme, 8), TREE)  # type: ignore[misc]
-           for scheme in ("top", "iid", "without", "hybrid")},
+        **{
+            f"tree, {scheme}": (lambda scheme=scheme: TableDrafter(TREE, scheme, 8), TREE)  # type: ignore[misc]
+            for scheme in ("top", "iid", "without", "hybrid")
+        },
         "adaptive chain": (lambda: adaptive(8), pair),
-    }  # fmt: skip
-    laws = {"T=1": (Sampling(1.0), None), "T=0.8 top_p=0.9": (Sampling(0.8, top_p=0.9), None),
-            "T=1 repetition_penalty=1.3": (Sampling(1.0, repetition_penalty=1.3), None),
-            "T=1 guidance=1.5": (Sampling(1.0), 1.5), "T=0": (Sampling(0.0), None)}  # fmt: skip
+    }
+    laws = {
+        "T=1": (Sampling(1.0), None),
+        "T=0.8 top_p=0.9": (Sampling(0.8, top_p=0.9), None),
+        "T=1 repetition_penalty=1.3": (Sampling(1.0, repetition_penalty=1.3), None),
+        "T=1 guidance=1.5": (Sampling(1.0), 1.5),
+        "T=0": (Sampling(0.0), None),
+    }
     work = [(t, law, rule) for t in toys for law in laws for rule in RULES]
     rows = parts.lines("engine")
     for i, (toy, law, rule) in enumerate(work[len(rows) :], len(rows)):
         tick("engine", i, len(work))
         make, shape = toys[toy]
-        found = engine_law(toy_model(), make(), [3, 1, 4], 3, laws[law][0], rule, shape, laws[law][1])
-        rows.append({"drafter": toy, "law": law, "verify": rule, "error": found.error, "outputs": found.outputs,
-                     "branches": found.branches})  # fmt: skip
+        found = engine_law(
+            toy_model(), make(), [3, 1, 4], 3, laws[law][0], rule, shape, laws[law][1]
+        )
+        rows.append(
+            {
+                "drafter": toy,
+                "law": law,
+                "verify": rule,
+                "error": found.error,
+                "outputs": found.outputs,
+                "branches": found.branches,
+            }
+        )
         parts.add("engine", rows[-1])
     tick("engine", len(work), len(work))
-    return {"max_error": max(r["error"] for r in rows), "limit": 1e-9, "runs": len(rows), "vocab": 8, "length": 3,
-            "branches": sum(r["branches"] for r in rows), "rows": rows}  # fmt: skip
+    return {
+        "max_error": max(r["error"] for r in rows),
+        "limit": 1e-9,
+        "runs": len(rows),
+        "vocab": 8,
+        "length": 3,
+        "branches": sum(r["branches"] for r in rows),
+        "rows": rows,
+    }
 
 
 def negative_controls(parts: Parts, tick: Tick) -> dict[str, Any]:
@@ -114,15 +163,26 @@ def negative_controls(parts: Parts, tick: Tick) -> dict[str, Any]:
     for i, c in enumerate(known[len(rows) :], len(rows)):
         tick("controls", i, len(known))
         wrong, right = c.wrong(), c.right()
-        rows.append({"name": c.name, "layer": c.layer, "seen": c.seen, "rejected": wrong > c.limit >= right,
-                     "measured": wrong, "correct_code": right, "limit": c.limit})  # fmt: skip
+        rows.append(
+            {
+                "name": c.name,
+                "layer": c.layer,
+                "seen": c.seen,
+                "rejected": wrong > c.limit >= right,
+                "measured": wrong,
+                "correct_code": right,
+                "limit": c.limit,
+            }
+        )
         parts.add("controls", rows[-1])
     tick("controls", len(known), len(known))
     return {"controls": len(rows), "rejected": sum(r["rejected"] for r in rows), "rows": rows}
 
 
 def tests(name: str, selection: str, parts: Parts, tick: Tick) -> dict[str, Any]:
-    """Slow tests that record figures of their own (pytest's record_property), one process per test."""
+    """Slow tests that record figures of their own (pytest's record_property), one process per
+    test.
+    """
     listed = _pytest("--collect-only", "-q", "-m", "slow", selection).stdout.splitlines()
     file = selection.partition("::")[0]
     names = [f"{file}::{line.partition('::')[2]}" for line in listed if "::" in line]
@@ -134,7 +194,9 @@ def tests(name: str, selection: str, parts: Parts, tick: Tick) -> dict[str, Any]
             done = _pytest("-q", "-m", "slow", f"--junitxml={report}", test)
             case = next(ET.parse(report).getroot().iter("testcase"))
         found = {p.get("name"): json.loads(p.get("value") or "null") for p in case.iter("property")}
-        rows.append({"test": test, "passed": done.returncode == 0, **{str(k): v for k, v in found.items()}})
+        rows.append(
+            {"test": test, "passed": done.returncode == 0, **{str(k): v for k, v in found.items()}}
+        )
         parts.add(name, rows[-1])
     tick(name, len(names), len(names))
     return {"passed": all(r["passed"] for r in rows) and bool(rows), "rows": rows}

@@ -22,13 +22,21 @@ PROSE = ("evidence", "result")  # columns whose text may run over several lines
 
 def summary(paper: dict[str, Any], out: Path) -> str:
     """A few lines for the terminal."""
-    drafter, target = paper["identities"]["drafter"]["name"], paper["identities"]["target"].get("name", "target")
+    drafter, target = (
+        paper["identities"]["drafter"]["name"],
+        paper["identities"]["target"].get("name", "target"),
+    )
     lines = [f"{paper['verdict'].upper()}: {drafter} on {target}, {_settings(paper)}"]
-    lines += [f"  {layer['name']:<9} {'passed' if layer['passed'] else 'FAILED'}  {_evidence(layer)}"
-              for layer in paper["layers"]]  # fmt: skip
+    lines += [
+        f"  {layer['name']:<9} {'passed' if layer['passed'] else 'FAILED'}  {_evidence(layer)}"
+        for layer in paper["layers"]
+    ]
     caught = sum(c["rejected"] for c in paper["negative_controls"])
-    lines.append(f"  controls  {caught} of {len(paper['negative_controls'])} rejected{_origin(paper)}"
-                 if paper["negative_controls"] else "  controls  not run")  # fmt: skip
+    lines.append(
+        f"  controls  {caught} of {len(paper['negative_controls'])} rejected{_origin(paper)}"
+        if paper["negative_controls"]
+        else "  controls  not run"
+    )
     lines += [f"  - {reason}" for reason in paper["reasons"]]
     lines.append(f"  {out / 'certificate.html'}  ({paper['seconds']:.0f} s)")
     return "\n".join(lines)
@@ -37,31 +45,55 @@ def summary(paper: dict[str, Any], out: Path) -> str:
 def _origin(paper: dict[str, Any]) -> str:
     """Where the controls come from, when not from this run."""
     origin = paper["controls"]
-    return f", in the certificate {origin['from']} of {origin['created']}" if "created" in origin else ""
+    return (
+        f", in the certificate {origin['from']} of {origin['created']}"
+        if "created" in origin
+        else ""
+    )
 
 
 def _settings(paper: dict[str, Any]) -> str:
     s = paper["settings"]
     words = [f"T = {s['temperature']:g}"]
-    words += [f"{k} = {s[k]:g}" for k, off in (("top_k", 0), ("top_p", 1), ("min_p", 0), ("repetition_penalty", 1),
-                                                        ("guidance_scale", 1)) if s[k] != off]  # fmt: skip
+    words += [
+        f"{k} = {s[k]:g}"
+        for k, off in (
+            ("top_k", 0),
+            ("top_p", 1),
+            ("min_p", 0),
+            ("repetition_penalty", 1),
+            ("guidance_scale", 1),
+        )
+        if s[k] != off
+    ]
     words += list(s["processors"])
     return ", ".join([*words, f"verify = {s['verify']}", paper["identities"]["target"]["dtype"]])
 
 
 def _evidence(layer: dict[str, Any]) -> str:
     if layer["name"] == "exact":
-        return (f"{layer['cases']} toy worlds, {layer['branches']} branches: law off by at most "
-                f"{layer['max_error']:.1e}; the whole loop by {layer['loop_max_error']:.1e}")  # fmt: skip
+        return (
+            f"{layer['cases']} toy worlds, {layer['branches']} branches: law off by at most "
+            f"{layer['max_error']:.1e}; the whole loop by {layer['loop_max_error']:.1e}"
+        )
     if layer["name"] == "greedy":
-        return (f"{layer['prompts']} prompts, {layer['tokens']} tokens ({layer['drafted_tokens']} drafted): "
-                f"{layer['rounding_ties']} rounding ties, {layer['defects']} defects, "
-                f"{layer['not_the_verifiers_best']} not the verifier's own best")  # fmt: skip
+        return (
+            f"{layer['prompts']} prompts, {layer['tokens']} tokens "
+            f"({layer['drafted_tokens']} drafted): "
+            f"{layer['rounding_ties']} rounding ties, {layer['defects']} defects, "
+            f"{layer['not_the_verifiers_best']} not the verifier's own best"
+        )
     if layer["name"] == "passes":
-        return (f"mean total variation between the verifier's and plain decoding's law {layer['variation']:.2g}; two "
-                f"plain computations {layer['two_plain_computations']['variation']:.2g}")  # fmt: skip
-    return (f"{layer['tokens']} tokens ({layer['drafted_share']:.0%} drafted), {len(layer['tests'])} tests: "
-            f"p = {layer['p']:.3g} at alpha = {layer['alpha']:g}")  # fmt: skip
+        return (
+            "mean total variation between the verifier's and plain decoding's law "
+            f"{layer['variation']:.2g}; two "
+            f"plain computations {layer['two_plain_computations']['variation']:.2g}"
+        )
+    return (
+        f"{layer['tokens']} tokens ({layer['drafted_share']:.0%} drafted), "
+        f"{len(layer['tests'])} tests: "
+        f"p = {layer['p']:.3g} at alpha = {layer['alpha']:g}"
+    )
 
 
 def page(paper: dict[str, Any]) -> str:
@@ -74,8 +106,7 @@ def page(paper: dict[str, Any]) -> str:
         drawn = [plots.svg(_figure(draw, sampling), name) for name, draw in PANELS.items()]
         drawn.append(plots.svg(_figure(_power, paper["power"]), "power"))
         figures = '<h2>Transforms of the emitted tokens, and what the run would have found</h2><div class="grid">'
-        figures += "".join(
-            f'<div class="panel">{svg}</div>' for svg in drawn) + "</div>"  # fmt: skip
+        figures += "".join(f'<div class="panel">{svg}</div>' for svg in drawn) + "</div>"
         passes = next(layer for layer in paper["layers"] if layer["name"] == "passes")
         for table in (_families(paper["power"]), _strata(passes), _tests(sampling)):
             figures += f'<div class="panel" style="margin-top:16px">{table}</div>'
@@ -102,32 +133,58 @@ def _cards(paper: dict[str, Any]) -> str:
     power, controls = paper["power"], paper["negative_controls"]
     least = power.get("min_detectable")
     caught = f"{sum(c['rejected'] for c in controls)} / {len(controls)}"
-    cards = [(caught, "negative controls rejected") if controls else ("not run", "negative controls")]
+    cards = [
+        (caught, "negative controls rejected") if controls else ("not run", "negative controls")
+    ]
     if power["tokens"]:
-        cards += [(f"{power['tokens']:,}", "emitted tokens tested"),
-                  ("none" if least is None else f"{least:.1%}", "total variation found with power 0.99, any family"),
-                  (f"{power['alpha']:g}", "false-alarm rate, all tests together")]  # fmt: skip
-    return "".join(f'<div class="card"><b>{esc(a)}</b><span>{esc(b)}</span></div>' for a, b in cards)
+        cards += [
+            (f"{power['tokens']:,}", "emitted tokens tested"),
+            (
+                "none" if least is None else f"{least:.1%}",
+                "total variation found with power 0.99, any family",
+            ),
+            (f"{power['alpha']:g}", "false-alarm rate, all tests together"),
+        ]
+    return "".join(
+        f'<div class="card"><b>{esc(a)}</b><span>{esc(b)}</span></div>' for a, b in cards
+    )
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
-    style = [' class="wrap"' if h in PROSE else "" for h in head] or [""] * max(map(len, rows), default=0)
+    style = [' class="wrap"' if h in PROSE else "" for h in head] or [""] * max(
+        map(len, rows), default=0
+    )
     top = "".join(f"<th{s}>{esc(h)}</th>" for s, h in zip(style, head, strict=False))
-    body = "".join("<tr>" + "".join(f"<td{s}>{esc(c)}</td>" for s, c in zip(style, row, strict=True)) + "</tr>"
-                   for row in rows)  # fmt: skip
+    body = "".join(
+        "<tr>" + "".join(f"<td{s}>{esc(c)}</td>" for s, c in zip(style, row, strict=True)) + "</tr>"
+        for row in rows
+    )
     return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _layers(paper: dict[str, Any]) -> str:
-    return _table(["layer", "result", "evidence"], [
-        [layer["name"], "passed" if layer["passed"] else "FAILED: " + layer["why"], _evidence(layer)]
-        for layer in paper["layers"]])  # fmt: skip
+    return _table(
+        ["layer", "result", "evidence"],
+        [
+            [
+                layer["name"],
+                "passed" if layer["passed"] else "FAILED: " + layer["why"],
+                _evidence(layer),
+            ]
+            for layer in paper["layers"]
+        ],
+    )
 
 
 def _tests(layer: dict[str, Any]) -> str:
-    rows = [[t["name"], t["stratum"], f"{t['n']:,}", f"{t['statistic']:.4g}", f"{t['p']:.3g}"] for t in layer["tests"]]
-    return _table([f"test ({SHOWN} of {len(layer['tests'])}, smallest p)", "tokens", "n", "statistic", "p"],
-                  rows[:SHOWN])  # fmt: skip
+    rows = [
+        [t["name"], t["stratum"], f"{t['n']:,}", f"{t['statistic']:.4g}", f"{t['p']:.3g}"]
+        for t in layer["tests"]
+    ]
+    return _table(
+        [f"test ({SHOWN} of {len(layer['tests'])}, smallest p)", "tokens", "n", "statistic", "p"],
+        rows[:SHOWN],
+    )
 
 
 def _families(power: dict[str, Any]) -> str:
@@ -137,18 +194,36 @@ def _families(power: dict[str, Any]) -> str:
         return "–" if x is None else f"{x:.0%}"
 
     shown = list(next(iter(power["families"].values()))["power_at"])
-    rows = [[name, *(percent(row["power_at"][x]) for x in shown), percent(row["at_detect"]),
-             "none" if row["min_detectable"] is None else f"{row['min_detectable']:.1%}"]
-            for name, row in power["families"].items()]  # fmt: skip
-    head = ["bias (found with this probability)", *(f"total variation {x}" for x in shown), f"{power['detect']:g}"]
+    rows = [
+        [
+            name,
+            *(percent(row["power_at"][x]) for x in shown),
+            percent(row["at_detect"]),
+            "none" if row["min_detectable"] is None else f"{row['min_detectable']:.1%}",
+        ]
+        for name, row in power["families"].items()
+    ]
+    head = [
+        "bias (found with this probability)",
+        *(f"total variation {x}" for x in shown),
+        f"{power['detect']:g}",
+    ]
     return _table([*head, "found with 99 % from"], rows)
 
 
 def _strata(layer: dict[str, Any]) -> str:
     plainly = layer["two_plain_computations"]
-    rows = [[s["stratum"], f"{s['tokens']:,}", f"{s['variation']:.2g}", str(s["far"])] for s in layer["strata"]]
-    rows.append(["two plain computations", f"{plainly['tokens']:,}", f"{plainly['variation']:.2g}", "0"])
-    return _table(["verifier's law beside plain decoding's", "tokens", "mean total variation", "shifted far"], rows)
+    rows = [
+        [s["stratum"], f"{s['tokens']:,}", f"{s['variation']:.2g}", str(s["far"])]
+        for s in layer["strata"]
+    ]
+    rows.append(
+        ["two plain computations", f"{plainly['tokens']:,}", f"{plainly['variation']:.2g}", "0"]
+    )
+    return _table(
+        ["verifier's law beside plain decoding's", "tokens", "mean total variation", "shifted far"],
+        rows,
+    )
 
 
 def _controls(paper: dict[str, Any]) -> str:
@@ -165,7 +240,10 @@ def _controls(paper: dict[str, Any]) -> str:
             return f"mean total variation {c['variation']:.2g}, two plain computations {c['two_plain']:.2g}"
         return f"{c['measured']:.3g} (correct code {c['correct_code']:.2g}, limit {c['limit']:g})"
 
-    rows = [[c["name"], c["layer"], "yes" if c["rejected"] else "NO", evidence(c)] for c in paper["negative_controls"]]
+    rows = [
+        [c["name"], c["layer"], "yes" if c["rejected"] else "NO", evidence(c)]
+        for c in paper["negative_controls"]
+    ]
     return _table(["wrong code", "caught by", "rejected", "evidence"], rows)
 
 
@@ -175,13 +253,18 @@ def _facts(paper: dict[str, Any]) -> str:
     versions = dict(paper["versions"])
     groups = {
         "target": target,
-        "drafter": {"name": paper["identities"]["drafter"]["name"], **paper["shape"],
-                    **{f"sha256 {k}": v for k, v in files.items()}},
+        "drafter": {
+            "name": paper["identities"]["drafter"]["name"],
+            **paper["shape"],
+            **{f"sha256 {k}": v for k, v in files.items()},
+        },
         "settings": paper["settings"],
         "versions": {**versions.pop("versions"), **versions},
-    }  # fmt: skip
-    return "".join(f'<div class="panel"><h3>{esc(name)}</h3>{_table([], [[k, str(v)] for k, v in g.items()])}</div>'
-                   for name, g in groups.items())  # fmt: skip
+    }
+    return "".join(
+        f'<div class="panel"><h3>{esc(name)}</h3>{_table([], [[k, str(v)] for k, v in g.items()])}</div>'
+        for name, g in groups.items()
+    )
 
 
 def _figure(draw: Any, layer: dict[str, Any]) -> Figure:
@@ -194,8 +277,13 @@ def _figure(draw: Any, layer: dict[str, Any]) -> Figure:
 def _histogram(ax: Axes, layer: dict[str, Any]) -> None:
     for i, (name, counts) in enumerate(layer["histograms"].items()):
         total, cells = sum(counts), len(counts)
-        ax.stairs(np.array(counts) * cells / total, np.linspace(0, 1, cells + 1), label=name, linewidth=1.8,
-                  color=plots.COLORS[i])  # fmt: skip
+        ax.stairs(
+            np.array(counts) * cells / total,
+            np.linspace(0, 1, cells + 1),
+            label=name,
+            linewidth=1.8,
+            color=plots.COLORS[i],
+        )
     total = sum(layer["histograms"]["all tokens"])
     width = 3 * math.sqrt(cells / total)
     ax.axhspan(1 - width, 1 + width, color=plots.MUTED, alpha=0.15, linewidth=0)

@@ -1,4 +1,6 @@
-"""The table of figures in docs/lossless.md, rendered from docs/results/lossless.json; a test compares the two."""
+"""The table of figures in docs/lossless.md, rendered from docs/results/lossless.json; a test
+compares the two.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +9,48 @@ from typing import Any
 
 from scripts.common import files
 
-PAGE, RESULTS = files.ROOT / "docs" / "lossless.md", files.ROOT / "docs" / "results" / "lossless.json"
+PAGE, RESULTS = (
+    files.ROOT / "docs" / "lossless.md",
+    files.ROOT / "docs" / "results" / "lossless.json",
+)
 BEGIN, END = "<!-- figures: written by scripts/prove.py -->", "<!-- end of figures -->"
 
 
 def slim(paper: dict[str, Any]) -> dict[str, Any]:
     """A certificate without folders of this machine and without its plots' data."""
-    layers = [{k: v for k, v in layer.items() if k not in ("histograms", "distribution", "divergences")}
-              for layer in paper["layers"]]  # fmt: skip
+    layers = [
+        {k: v for k, v in layer.items() if k not in ("histograms", "distribution", "divergences")}
+        for layer in paper["layers"]
+    ]
     settings = {k: v for k, v in paper["settings"].items() if k not in ("out", "quiet")}
     target = {k: v for k, v in paper["identities"]["target"].items() if k != "path"}
-    kept = ("verdict", "reasons", "created", "command", "negative_controls", "controls", "power", "shape", "versions")
-    return {**{k: paper[k] for k in kept}, "layers": layers, "settings": settings,
-            "identities": {**paper["identities"], "target": target}}  # fmt: skip
+    kept = (
+        "verdict",
+        "reasons",
+        "created",
+        "command",
+        "negative_controls",
+        "controls",
+        "power",
+        "shape",
+        "versions",
+    )
+    return {
+        **{k: paper[k] for k in kept},
+        "layers": layers,
+        "settings": settings,
+        "identities": {**paper["identities"], "target": target},
+    }
 
 
 def render(known: dict[str, Any]) -> str:
     """The block between the markers, both included."""
     rows = [row for name, write in ROWS.items() if name in known for row in write(known[name])]
-    table = ["| what | how much | found |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)]
+    table = [
+        "| what | how much | found |",
+        "|---|---|---|",
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]
     parts = [BEGIN, "", *table, ""]
     if "certificates" in known:
         parts += [*_certificates(known["certificates"]), ""]
@@ -37,7 +62,9 @@ def render(known: dict[str, Any]) -> str:
 
 
 def refresh() -> None:
-    """Put the block of the committed JSON into the page. Raises ValueError when the markers are missing."""
+    """Put the block of the committed JSON into the page. Raises ValueError when the markers
+    are missing.
+    """
     head, begin, rest = PAGE.read_text().partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
@@ -51,22 +78,37 @@ def _enumeration(e: dict[str, Any]) -> list[tuple[str, str, str]]:
     fewer = f"on {less['chains']} chains and {less['trees']} trees"
     if less["chains"] or less["trees"]:
         fewer += f", by at most {less['largest']:.1e}"
-    size = f"{e['cases']:,} random worlds, up to {e['max_vocab']} tokens and {e['max_nodes']} nodes, "
-    return [("one verification, every branch", f"{size}{e['branches']:,} branches", found),
-            ("traversal against rejection", "the same worlds", f"accepts less {fewer}")]  # fmt: skip
+    size = (
+        f"{e['cases']:,} random worlds, up to {e['max_vocab']} tokens and {e['max_nodes']} nodes, "
+    )
+    return [
+        ("one verification, every branch", f"{size}{e['branches']:,} branches", found),
+        ("traversal against rejection", "the same worlds", f"accepts less {fewer}"),
+    ]
 
 
 def _engine(e: dict[str, Any]) -> list[tuple[str, str, str]]:
     much = f"{e['runs']} drafters × laws × rules, outputs of {e['length']} of {e['vocab']} tokens, "
-    return [("the whole loop, every branch", f"{much}{e['branches']:,} branches",
-             f"law off by at most {e['max_error']:.1e} (limit {e['limit']:g})")]  # fmt: skip
+    return [
+        (
+            "the whole loop, every branch",
+            f"{much}{e['branches']:,} branches",
+            f"law off by at most {e['max_error']:.1e} (limit {e['limit']:g})",
+        )
+    ]
 
 
 def _scalar(e: dict[str, Any]) -> list[tuple[str, str, str]]:
     counts = [n for row in e["rows"] for n in row.get("examples", {}).values()]
     sizes = ", ".join(row_size for row in e["rows"] for row_size in row.get("examples", {}))
     found = "same path, same bonus token" if e["passed"] else "DIFFER"
-    return [("batched rules against the scalar reference", f"{sum(counts):,} examples at B = {sizes}", found)]
+    return [
+        (
+            "batched rules against the scalar reference",
+            f"{sum(counts):,} examples at B = {sizes}",
+            found,
+        )
+    ]
 
 
 def _tiny(e: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -89,39 +131,69 @@ def _greedy(e: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 def _biased(e: dict[str, Any]) -> list[tuple[str, str, str]]:
     size = f"{e['decoders']} of total variation {e['variation']:g} and two that one order of the tokens cannot see"
-    return [("biased decoders, certificate's sampling layer", f"{size}, {e['tokens']:,} tokens each",
-             f"{e['rejected']} rejected at alpha = {e['alpha']:g}")]  # fmt: skip
+    return [
+        (
+            "biased decoders, certificate's sampling layer",
+            f"{size}, {e['tokens']:,} tokens each",
+            f"{e['rejected']} rejected at alpha = {e['alpha']:g}",
+        )
+    ]
 
 
 def _sound(e: dict[str, Any]) -> list[tuple[str, str, str]]:
-    found = f"{e['rejected']} rejected at alpha = {e['alpha']:g}, smallest p = {e['smallest_p']:.2g}"
-    return [("sound decoder, the same layer", f"{e['seeds']} seeds, {e['tokens']:,} tokens each", found)]
+    found = (
+        f"{e['rejected']} rejected at alpha = {e['alpha']:g}, smallest p = {e['smallest_p']:.2g}"
+    )
+    return [
+        ("sound decoder, the same layer", f"{e['seeds']} seeds, {e['tokens']:,} tokens each", found)
+    ]
 
 
 def _caught(e: dict[str, Any]) -> list[tuple[str, str, str]]:
     return [("known wrong code (below)", f"{e['controls']} controls", f"{e['rejected']} rejected")]
 
 
-ROWS = {"enumeration": _enumeration, "engine": _engine, "scalar": _scalar, "controls": _caught,
-        "biased": _biased, "sound": _sound,
-        "greedy_tiny": _tiny, "greedy": _greedy}  # fmt: skip
+ROWS = {
+    "enumeration": _enumeration,
+    "engine": _engine,
+    "scalar": _scalar,
+    "controls": _caught,
+    "biased": _biased,
+    "sound": _sound,
+    "greedy_tiny": _tiny,
+    "greedy": _greedy,
+}
 
 
 def _certificates(e: dict[str, Any]) -> list[str]:
-    lines = ["| certificate | settings | tokens | p (alpha) | smallest bias found | typical acceptance | wrong draft "
-             "law | verdict |", "|---|---|---:|---:|---:|---:|---:|---|"]  # fmt: skip
+    lines = [
+        "| certificate | settings | tokens | p (alpha) | smallest bias found | typical "
+        "acceptance | wrong draft "
+        "law | verdict |",
+        "|---|---|---:|---:|---:|---:|---:|---|",
+    ]
     for paper in e["rows"]:
         s, power = paper["settings"], paper["power"]
         sampling = next((layer for layer in paper["layers"] if layer["name"] == "sampling"), None)
         p = f"{sampling['p']:.2g} ({sampling['alpha']:g})" if sampling else "–"
-        by = {c["name"]: f"p = {c['p']:.1e} after {c['tokens']:,}" for c in paper["negative_controls"]
-              if c["layer"] == "sampling"}  # fmt: skip
+        by = {
+            c["name"]: f"p = {c['p']:.1e} after {c['tokens']:,}"
+            for c in paper["negative_controls"]
+            if c["layer"] == "sampling"
+        }
         least = f"{power['min_detectable']:.1%}" if power.get("min_detectable") else "–"
-        words = f"T = {s['temperature']:g}" + (f", top-p {s['top_p']:g}" if s["top_p"] != 1 else "") + f", {s['dtype']}"
+        words = (
+            f"T = {s['temperature']:g}"
+            + (f", top-p {s['top_p']:g}" if s["top_p"] != 1 else "")
+            + f", {s['dtype']}"
+        )
         verdict = ": ".join([paper["verdict"], *paper["reasons"][:1]])
-        lines.append(f"| {s['drafter']} | {words} | {power['tokens']:,} | {p} | {least} | "
-                     f"{by.get('typical acceptance', '–')} | {by.get('draft scored with the wrong law', '–')} | "
-                     f"{verdict} |")  # fmt: skip
+        lines.append(
+            f"| {s['drafter']} | {words} | {power['tokens']:,} | {p} | {least} | "
+            f"{by.get('typical acceptance', '–')} | "
+            f"{by.get('draft scored with the wrong law', '–')} | "
+            f"{verdict} |"
+        )
     return lines
 
 
@@ -129,17 +201,30 @@ def _gains(e: dict[str, Any]) -> list[str]:
     def interval(x: dict[str, Any]) -> str:
         return f"{x['mean']:+.3f} [{x['low']:+.3f}, {x['high']:+.3f}]"
 
-    lines = [f"Accepted length at T = {e['temperature']:g}, {e['prompts']} prompts × {e['max_new_tokens']} tokens "
-             f"({e['target']['name']}, {e['dtype']}), expected over the coins; 95 % intervals by prompt:", "",
-             "| head | comparison | difference in accepted length |", "|---|---|---:|"]  # fmt: skip
+    lines = [
+        f"Accepted length at T = {e['temperature']:g}, {e['prompts']} prompts × "
+        f"{e['max_new_tokens']} tokens "
+        f"({e['target']['name']}, {e['dtype']}), expected over the coins; 95 % intervals by prompt:",
+        "",
+        "| head | comparison | difference in accepted length |",
+        "|---|---|---:|",
+    ]
     for path, found in e["heads"].items():
         means = ", ".join(f"{k} {v['mean']:.3f}" for k, v in found["accepted_length"].items())
-        lines += [f"| {path} | {title} | {interval(x)} |" for title, x in found["differences"].items()]
+        lines += [
+            f"| {path} | {title} | {interval(x)} |" for title, x in found["differences"].items()
+        ]
         lines.append(f"| {path} | accepted lengths | {means} |")
     return lines
 
 
 def _controls(e: dict[str, Any]) -> list[str]:
-    return ["| known wrong code | caught by | measured there | correct code |", "|---|---|---:|---:|",
-            *(f"| {r['name']} | {r['layer'] if r['rejected'] else 'NOTHING'} | {r['measured']:.2g} | "
-              f"{r['correct_code']:.1g} |" for r in e["rows"])]  # fmt: skip
+    return [
+        "| known wrong code | caught by | measured there | correct code |",
+        "|---|---|---:|---:|",
+        *(
+            f"| {r['name']} | {r['layer'] if r['rejected'] else 'NOTHING'} | {r['measured']:.2g} | "
+            f"{r['correct_code']:.1g} |"
+            for r in e["rows"]
+        ),
+    ]

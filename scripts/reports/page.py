@@ -1,4 +1,6 @@
-"""report.html: one file without network that one can open, mail, or hang on a wall. Drawn from report.json alone."""
+"""report.html: one file without network that one can open, mail, or hang on a wall. Drawn from
+report.json alone.
+"""
 
 from __future__ import annotations
 
@@ -56,31 +58,68 @@ dt { font-weight:600 } dd { margin:0; color:var(--soft) }
 """
 
 DEFINITIONS = [
-    ("accepted length", "tokens that one target pass commits: accepted draft tokens and the bonus token. Mean over all "
-     "cycles that neither a stop token or the limit cut nor lie inside a loop. The token drawn at prefill is in none."),
-    ("accepted at d", "of the cycles that proposed depth d and accepted d − 1, the share that accepted d."),
-    ("speedup", "tokens per second over those of plain decoding (none) in the same run, prompts interleaved, "
-     "decoding alone; end to end includes the prefill."),
-    ("draft ms, verify ms", "per cycle: time to propose; time to score the draft in the target, verify and commit it."),
-    ("loop", "an 8-gram seen three times in an answer. A small model that repeats itself flatters every drafter, so "
-     "cycles inside loops are counted apart."),
-    ("breaks even at", "the accepted length at which cycles as long as this drafter's are as fast as plain decoding."),
-    ("peak memory", "while the row ran, of the whole process with all rows' weights (on a GPU: allocated there)."),
+    (
+        "accepted length",
+        "tokens that one target pass commits: accepted draft tokens and the bonus token. "
+        "Mean over all "
+        "cycles that neither a stop token or the limit cut nor lie inside a loop. The "
+        "token drawn at prefill is in none.",
+    ),
+    (
+        "accepted at d",
+        "of the cycles that proposed depth d and accepted d − 1, the share that accepted d.",
+    ),
+    (
+        "speedup",
+        "tokens per second over those of plain decoding (none) in the same run, prompts "
+        "interleaved, "
+        "decoding alone; end to end includes the prefill.",
+    ),
+    (
+        "draft ms, verify ms",
+        "per cycle: time to propose; time to score the draft in the target, verify and commit it.",
+    ),
+    (
+        "loop",
+        "an 8-gram seen three times in an answer. A small model that repeats itself "
+        "flatters every drafter, so "
+        "cycles inside loops are counted apart.",
+    ),
+    (
+        "breaks even at",
+        "the accepted length at which cycles as long as this drafter's are as fast as "
+        "plain decoding.",
+    ),
+    (
+        "peak memory",
+        "while the row ran, of the whole process with all rows' weights (on a GPU: "
+        "allocated there).",
+    ),
     ("brackets", "95 % bootstrap intervals over prompts."),
-]  # fmt: skip
+]
 
 
 def page(report: dict[str, Any]) -> str:
     """The whole page as text."""
     head, sub = headline(report)
-    drawn = {name: (plots.svg(plots.panel(name, report), name), described(name, report)) for name in plots.PANELS}
+    drawn = {
+        name: (plots.svg(plots.panel(name, report), name), described(name, report))
+        for name in plots.PANELS
+    }
     for name, (draw, words) in more_plots.present(more_plots.EVALUATE, report).items():
-        drawn[name] = (plots.svg(plots.figure(draw, report, plots.height(name, report)), name), words)
+        drawn[name] = (
+            plots.svg(plots.figure(draw, report, plots.height(name, report)), name),
+            words,
+        )
     lines = [(n, n.startswith(("NOT", "UNSTEADY"))) for n in table.notes(report)]
     lines += [(f"skipped {s['name']}: {s['reason']}", True) for s in report["skipped"]]
     notes = "".join(f'<p class="note{" warn" if bad else ""}">{esc(n)}</p>' for n, bad in lines)
     terms = "".join(f"<dt>{esc(k)}</dt><dd>{esc(v)}</dd>" for k, v in DEFINITIONS)
-    return shell(head, "Outrider score report", sub, f"""<div class="cards">{cards(report)}</div>
+    return shell(
+        head,
+        "Outrider score report",
+        sub,
+        f"""<div class="cards">{cards(report)}</div>
 <h2>Scores</h2><div class="panel">{scores(report)}</div>{notes}
 {ranking(report)}
 <h2>Figures</h2><div class="grid">{figures(drawn)}</div>
@@ -92,7 +131,8 @@ def page(report: dict[str, Any]) -> str:
 {pairs(report)}
 <h2>What the words mean</h2><div class="panel"><dl>{terms}</dl></div>
 <h2>Settings and environment</h2><div class="facts">{facts(report)}</div>
-<p class="note">Made {esc(report["created"])} by <code>{esc(report["command"])}</code></p>""")
+<p class="note">Made {esc(report["created"])} by <code>{esc(report["command"])}</code></p>""",
+    )
 
 
 def shell(head: str, kicker: str, sub: str, body: str) -> str:
@@ -108,27 +148,41 @@ def shell(head: str, kicker: str, sub: str, body: str) -> str:
 
 def figures(drawn: dict[str, tuple[str, str]]) -> str:
     """Panels of inline SVG; what each one shows stands as its text alternative."""
-    return "".join(f'<figure class="panel" role="img" aria-label="{esc(words)}">{svg}</figure>'
-                   for svg, words in drawn.values())  # fmt: skip
+    return "".join(
+        f'<figure class="panel" role="img" aria-label="{esc(words)}">{svg}</figure>'
+        for svg, words in drawn.values()
+    )
 
 
 def described(name: str, report: dict[str, Any]) -> str:
     """A figure in words, with the numbers that it shows."""
     rows = report["drafters"]
     if name in ("speedup", "accepted_length"):
-        told = [f"{r['label']} {table.interval(r[name], 2, '×' if name == 'speedup' else '')}" for r in rows
-                if r.get(name) and r[name]["mean"] is not None]
-        return ("Speed against plain decoding: " if name == "speedup" else "Tokens per target pass: ") + "; ".join(told)
-    words = {"acceptance_by_position": "Acceptance by depth in the draft, a line per drafter.",
-             "accepted_length_by_category": "Accepted length by category with intervals, a dot per drafter.",
-             "accepted_length_per_prompt": "Histogram of the accepted length of every prompt, a strip per drafter.",
-             "time_per_token": "Milliseconds per token by part: target, drafter, law, verification, cache, Python."}
+        told = [
+            f"{r['label']} {table.interval(r[name], 2, '×' if name == 'speedup' else '')}"
+            for r in rows
+            if r.get(name) and r[name]["mean"] is not None
+        ]
+        return (
+            "Speed against plain decoding: " if name == "speedup" else "Tokens per target pass: "
+        ) + "; ".join(told)
+    words = {
+        "acceptance_by_position": "Acceptance by depth in the draft, a line per drafter.",
+        "accepted_length_by_category": "Accepted length by category with intervals, a "
+        "dot per drafter.",
+        "accepted_length_per_prompt": "Histogram of the accepted length of every prompt, "
+        "a strip per drafter.",
+        "time_per_token": "Milliseconds per token by part: target, drafter, law, "
+        "verification, cache, Python.",
+    }
     return words.get(name, name.replace("_", " "))
 
 
 def best_of(report: dict[str, Any]) -> dict[str, Any] | None:
     """The fastest row that drafts."""
-    rows = [r for r in report["drafters"] if r["shape"] != "none" and r["speedup"]["mean"] is not None]
+    rows = [
+        r for r in report["drafters"] if r["shape"] != "none" and r["speedup"]["mean"] is not None
+    ]
     return max(rows, key=lambda r: r["speedup"]["mean"], default=None)
 
 
@@ -144,7 +198,11 @@ def headline(report: dict[str, Any]) -> tuple[str, str]:
     if low is not None and low > 1:
         return f"{best['label']} makes {report['target']['name']} {speed:.2f}× as fast", sub
     if high is not None and high < 1:
-        return f"No drafter pays here: the fastest, {best['label']}, runs at {speed:.2f}× plain decoding", sub
+        return (
+            f"No drafter pays here: the fastest, {best['label']}, runs at {speed:.2f}× "
+            "plain decoding",
+            sub,
+        )
     return f"{best['label']}: {speed:.2f}× plain decoding, not clearly faster on this machine", sub
 
 
@@ -154,10 +212,20 @@ def cards(report: dict[str, Any]) -> str:
     facts = []
     if best:
         if report["plain_pass_ms"]["steady"]:
-            facts.append((table.number(best["speedup"]["mean"]) + "×", f"decoding speed, {best['label']}"))
-        longest = max((r for r in rows if r["shape"] != "none" and r["accepted_length"]["mean"]),
-                      key=lambda r: r["accepted_length"]["mean"], default=best)  # fmt: skip
-        facts.append((table.number(longest["accepted_length"]["mean"]), f"tokens per target pass, {longest['label']}"))
+            facts.append(
+                (table.number(best["speedup"]["mean"]) + "×", f"decoding speed, {best['label']}")
+            )
+        longest = max(
+            (r for r in rows if r["shape"] != "none" and r["accepted_length"]["mean"]),
+            key=lambda r: r["accepted_length"]["mean"],
+            default=best,
+        )
+        facts.append(
+            (
+                table.number(longest["accepted_length"]["mean"]),
+                f"tokens per target pass, {longest['label']}",
+            )
+        )
         facts.append((table.number(best["tokens_per_second"], 1), f"tokens/s, {best['label']}"))
     checked = [r["lossless"] for r in rows if r.get("lossless") and r["name"] != "none"]
     if checked:
@@ -166,12 +234,18 @@ def cards(report: dict[str, Any]) -> str:
         words = "answers equal plain decoding, token by token"
         facts.append((f"{same}/{total}", words + (f"; {near} more up to rounding" if near else "")))
     facts.append((f"{sum(r['tokens'] for r in rows):,}", "tokens measured"))
-    return "".join(f'<div class="card"><b>{esc(a)}</b><span>{esc(b)}</span></div>' for a, b in facts)
+    return "".join(
+        f'<div class="card"><b>{esc(a)}</b><span>{esc(b)}</span></div>' for a, b in facts
+    )
 
 
 def scores(report: dict[str, Any]) -> str:
     columns, colors, best = table.columns_of(report), plots.color_of(report), best_of(report)
-    lines = ["<table><thead><tr>", *(f"<th>{esc(name)}</th>" for name, _ in columns), "</tr></thead><tbody>"]
+    lines = [
+        "<table><thead><tr>",
+        *(f"<th>{esc(name)}</th>" for name, _ in columns),
+        "</tr></thead><tbody>",
+    ]
     for row in report["drafters"]:
         lines.append('<tr class="best">' if row is best else "<tr>")
         for i, (_, cell) in enumerate(columns):
@@ -183,15 +257,25 @@ def scores(report: dict[str, Any]) -> str:
     return "".join([*lines, "</tbody></table>"])
 
 
-def plain_table(columns: list[tuple[str, Any]], rows: list[dict[str, Any]], prose: Sequence[str] = ()) -> str:
-    """A table of cells; what stands in brackets is set small. prose: columns whose text may run over several lines."""
+def plain_table(
+    columns: list[tuple[str, Any]], rows: list[dict[str, Any]], prose: Sequence[str] = ()
+) -> str:
+    """A table of cells; what stands in brackets is set small. prose: columns whose text may
+    run over several lines.
+    """
     style = [' class="wrap"' if name in prose else "" for name, _ in columns]
     head = "".join(f"<th{s}>{esc(name)}</th>" for s, (name, _) in zip(style, columns, strict=True))
     body = []
     for row in rows:
         cells = [cell(row).partition(" [") for _, cell in columns]
-        body.append("<tr>" + "".join(f"<td{s}>{esc(v)}{f' <small>[{esc(rest)}</small>' if b else ''}</td>"
-                                     for s, (v, b, rest) in zip(style, cells, strict=True)) + "</tr>")  # fmt: skip
+        body.append(
+            "<tr>"
+            + "".join(
+                f"<td{s}>{esc(v)}{f' <small>[{esc(rest)}</small>' if b else ''}</td>"
+                for s, (v, b, rest) in zip(style, cells, strict=True)
+            )
+            + "</tr>"
+        )
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
 
 
@@ -202,25 +286,38 @@ def ranking(report: dict[str, Any]) -> str:
         return ""
     label = {r["name"]: r["label"] for r in report["drafters"]}
     told = "not to be told from"
-    columns = [("drafter", lambda r: f"{r['rank']}. {r['label']}"),
-               ("speedup", lambda r: table.interval(r["speedup"], 2, "×")),
-               (told, lambda r: ", ".join(label[n] for n in r["tied_with"]) or "–")]  # fmt: skip
-    why = ("A rank is claimed only where the 95 % interval of the paired speed ratio lies on one side of 1 and no "
-           "choice of ten prompts fewer, of 20,000 tried, turns it round.")  # fmt: skip
+    columns = [
+        ("drafter", lambda r: f"{r['rank']}. {r['label']}"),
+        ("speedup", lambda r: table.interval(r["speedup"], 2, "×")),
+        (told, lambda r: ", ".join(label[n] for n in r["tied_with"]) or "–"),
+    ]
+    why = (
+        "A rank is claimed only where the 95 % interval of the paired speed ratio lies "
+        "on one side of 1 and no "
+        "choice of ten prompts fewer, of 20,000 tried, turns it round."
+    )
     return f'<h2>Ranking</h2><div class="panel">{plain_table(columns, found, (told,))}</div><p class="note">{why}</p>'
 
 
 def depths(report: dict[str, Any]) -> str:
-    """Acceptance at every depth, conditional and unconditional, and which of the siblings was accepted in trees."""
+    """Acceptance at every depth, conditional and unconditional, and which of the siblings was
+    accepted in trees.
+    """
     rows = [r for r in report["drafters"] if r["acceptance_by_position"]]
     if not rows:
         return ""
     most = range(1, 1 + min(table.DEPTHS, max(len(r["acceptance_by_position"]) for r in rows)))
     parts = []
     for title, cell in (
-        ("Accepted at d, given that d − 1 was, %", lambda r, d: table.by_depth(r, "conditional", d)),
+        (
+            "Accepted at d, given that d − 1 was, %",
+            lambda r, d: table.by_depth(r, "conditional", d),
+        ),
         ("Accepted up to d, of all cycles, %", lambda r, d: table.by_depth(r, "unconditional", d)),
-        ("Place of the accepted candidate among its siblings, trees: 1st 2nd 3rd 4th, %", table.ranks),
+        (
+            "Place of the accepted candidate among its siblings, trees: 1st 2nd 3rd 4th, %",
+            table.ranks,
+        ),
     ):
         shown = [r for r in rows if any(cell(r, d) != "–" for d in most)]
         if shown:
@@ -235,16 +332,24 @@ def _flipped(cell: Any, d: int, row: dict[str, Any]) -> str:
 
 
 def times(report: dict[str, Any]) -> str:
-    """Where the time of a token goes, drafter by drafter, and what the speedup would be without a part of it."""
+    """Where the time of a token goes, drafter by drafter, and what the speedup would be
+    without a part of it.
+    """
     rows = [r for r in report["drafters"] if r.get("breakdown")]
     if not rows:
         return ""
     sources = "; ".join(dict.fromkeys(r["breakdown"]["source"] for r in rows))
-    why = ("Milliseconds of decoding per token, and shares. Python: the loop between the parts; in rows of "
-           "transformers everything but the passes. Free drafter, target alone: what the speedup would be if drafting "
-           f"took no time, or nothing but the target's passes took any. Source: {sources}.")  # fmt: skip
-    return f'<h2>Where the time goes</h2><div class="panel">{plain_table(table.TIMES, rows)}</div>' \
-           f'<p class="note">{esc(why)}</p>'  # fmt: skip
+    why = (
+        "Milliseconds of decoding per token, and shares. Python: the loop between the "
+        "parts; in rows of "
+        "transformers everything but the passes. Free drafter, target alone: what the "
+        "speedup would be if drafting "
+        f"took no time, or nothing but the target's passes took any. Source: {sources}."
+    )
+    return (
+        f'<h2>Where the time goes</h2><div class="panel">{plain_table(table.TIMES, rows)}</div>'
+        f'<p class="note">{esc(why)}</p>'
+    )
 
 
 def batches(report: dict[str, Any]) -> str:
@@ -260,17 +365,30 @@ def batches(report: dict[str, Any]) -> str:
 
     def verdict(row: dict[str, Any]) -> str:
         at = stops_paying(row["points"])["stops_at"]
-        return f"not up to {sizes[-1]}" if at is None else "never pays" if at == sizes[0] else f"batch {at}"
+        return (
+            f"not up to {sizes[-1]}"
+            if at is None
+            else "never pays"
+            if at == sizes[0]
+            else f"batch {at}"
+        )
 
     columns: list[tuple[str, Any]] = [("drafter", lambda r: r["label"])]
     columns += [(f"batch {size}", functools.partial(cell, size)) for size in sizes]
-    columns += [("stops paying at", verdict),
-                ("clearly pays up to", lambda r: str(stops_paying(r["points"])["pays_up_to"] or "–"))]  # fmt: skip
+    columns += [
+        ("stops paying at", verdict),
+        ("clearly pays up to", lambda r: str(stops_paying(r["points"])["pays_up_to"] or "–")),
+    ]
     rows = [{"label": label, "points": points} for label, points in found.items()]
-    why = ("Speedup against plain decoding in batches of the same size. Stops paying at: the smallest measured size "
-           "from which on none is faster. Clearly: the interval lies above 1 up to there.")  # fmt: skip
-    return f'<h2>Speedup against batch size</h2><div class="panel">{plain_table(columns, rows)}</div>' \
-           f'<p class="note">{why}</p>'  # fmt: skip
+    why = (
+        "Speedup against plain decoding in batches of the same size. Stops paying at: "
+        "the smallest measured size "
+        "from which on none is faster. Clearly: the interval lies above 1 up to there."
+    )
+    return (
+        f'<h2>Speedup against batch size</h2><div class="panel">{plain_table(columns, rows)}</div>'
+        f'<p class="note">{why}</p>'
+    )
 
 
 def others(report: dict[str, Any]) -> str:
@@ -278,13 +396,18 @@ def others(report: dict[str, Any]) -> str:
     parts = []
     for one in report.get("others") or []:
         wide = table.columns_of(one)
-        parts.append(f'<p class="note">{esc(table.title(one))} · <a href="{esc(one["folder"])}/report.html">report</a>'
-                     f"</p>{plain_table(wide, one['drafters'])}")  # fmt: skip
+        parts.append(
+            f'<p class="note">{esc(table.title(one))} · <a '
+            f'href="{esc(one["folder"])}/report.html">report</a>'
+            f"</p>{plain_table(wide, one['drafters'])}"
+        )
     return f'<h2>Other settings</h2><div class="panel">{"".join(parts)}</div>' if parts else ""
 
 
 def pairs(report: dict[str, Any]) -> str:
-    """Paired differences between the drafters that draft; nothing when there are fewer than two."""
+    """Paired differences between the drafters that draft; nothing when there are fewer than
+    two.
+    """
     found = [p for p in report["pairs"] if p.get("accepted_length_difference")]
     if not found:
         return ""
@@ -293,17 +416,29 @@ def pairs(report: dict[str, Any]) -> str:
     body = "".join(
         f"<tr><td>{esc(label[p['a']])} against {esc(label[p['b']])}</td>"
         f"<td>{esc(table.interval(p['accepted_length_difference']))}</td>"
-        f"<td>{esc(table.interval(p['speed_ratio'], 2, '×'))}</td></tr>" for p in found)  # fmt: skip
+        f"<td>{esc(table.interval(p['speed_ratio'], 2, '×'))}</td></tr>"
+        for p in found
+    )
     return f'<h2>Paired comparisons</h2><div class="panel"><table>{head}{body}</table></div>'
 
 
 def facts(report: dict[str, Any]) -> str:
-    settings = {k: v for k, v in report["settings"].items() if k not in ("target", "drafters", "device")}
-    settings["prompts"] = f"{settings['prompts']['path']} (sha256 {settings['prompts']['sha256'][:12]})"
-    target = {k: (v[:16] if k.endswith("sha256") else v) for k, v in report["target"].items() if k != "path"}
+    settings = {
+        k: v for k, v in report["settings"].items() if k not in ("target", "drafters", "device")
+    }
+    settings["prompts"] = (
+        f"{settings['prompts']['path']} (sha256 {settings['prompts']['sha256'][:12]})"
+    )
+    target = {
+        k: (v[:16] if k.endswith("sha256") else v)
+        for k, v in report["target"].items()
+        if k != "path"
+    }
     env = {**report["environment"], **report["environment"]["versions"]}
     env.pop("versions")
-    return "".join(f'<div class="panel"><table>{_rows(part)}</table></div>' for part in (target, settings, env))
+    return "".join(
+        f'<div class="panel"><table>{_rows(part)}</table></div>' for part in (target, settings, env)
+    )
 
 
 def _rows(values: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """The figures of a report, drawn from report.json alone: nothing is recomputed here.
 
-Each panel is a function (axes, report) so that the same drawing serves the page (inline SVG) and figure.png.
+Each panel is a function (axes, report) so that the same drawing serves the page (inline SVG)
+and figure.png.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from matplotlib.figure import Figure
 
 from scripts.scoring.names import clipped
 
-THEMED = {"#1d2433": "ink", "#667085": "muted", "#e6e8ee": "line", "#98a1b3": "faint", "#b9bfcc": "faint"}
+THEMED = {
+    "#1d2433": "ink",
+    "#667085": "muted",
+    "#e6e8ee": "line",
+    "#98a1b3": "faint",
+    "#b9bfcc": "faint",
+}
 FEW = 5  # a share of fewer trials is not drawn
 CROWD = 4  # more drafters than these get one line each
 DEEPEST = 5  # ranks are drawn down to this depth
@@ -61,7 +68,9 @@ STYLE: Any = {
 
 
 def color_of(report: dict[str, Any]) -> dict[str, str]:
-    """Drafter name -> colour: grey for rows that draft nothing, the palette in order for the others."""
+    """Drafter name -> colour: grey for rows that draft nothing, the palette in order for the
+    others.
+    """
     drafting = [d["name"] for d in report["drafters"] if d["shape"] != "none"]
     palette = {name: COLORS[i % len(COLORS)] for i, name in enumerate(drafting)}
     return {d["name"]: palette.get(d["name"], "#98a1b3") for d in report["drafters"]}
@@ -97,11 +106,20 @@ def _bars(ax: Axes, report: dict[str, Any], key: str, title: str, unit: str, lab
 
 
 def speedup(ax: Axes, report: dict[str, Any]) -> None:
-    _bars(ax, report, "speedup", "Speed against plain decoding", "×", "times `none`, decoding alone")
+    _bars(
+        ax, report, "speedup", "Speed against plain decoding", "×", "times `none`, decoding alone"
+    )
 
 
 def accepted_length(ax: Axes, report: dict[str, Any]) -> None:
-    _bars(ax, report, "accepted_length", "Tokens per target pass", "", "accepted length, bonus token included")
+    _bars(
+        ax,
+        report,
+        "accepted_length",
+        "Tokens per target pass",
+        "",
+        "accepted length, bonus token included",
+    )
 
 
 def by_position(ax: Axes, report: dict[str, Any]) -> None:
@@ -113,14 +131,26 @@ def by_position(ax: Axes, report: dict[str, Any]) -> None:
             continue
         x = [p["position"] for p in points]
         deepest = max(deepest, *x)
-        ax.plot(x, [p["conditional"] for p in points], "o-", color=colors[d["name"]], label=d["label"], ms=5)
+        ax.plot(
+            x,
+            [p["conditional"] for p in points],
+            "o-",
+            color=colors[d["name"]],
+            label=d["label"],
+            ms=5,
+        )
         if both:
-            ax.plot(x, [p["unconditional"] for p in points], "--", color=colors[d["name"]], alpha=0.55)
+            ax.plot(
+                x, [p["unconditional"] for p in points], "--", color=colors[d["name"]], alpha=0.55
+            )
     ax.set_ylim(0, 1.02)
     ax.set_xticks(range(1, deepest + 1))
     ax.set_title("Acceptance by position")
-    ax.set_xlabel("depth in the draft (solid: given the parent was accepted; dashed: of all cycles)" if both else
-                  "depth in the draft (given that the parent was accepted)")  # fmt: skip
+    ax.set_xlabel(
+        "depth in the draft (solid: given the parent was accepted; dashed: of all cycles)"
+        if both
+        else "depth in the draft (given that the parent was accepted)"
+    )
     ax.yaxis.set_major_formatter(lambda v, _: f"{v:.0%}")
     legend(ax)
 
@@ -136,8 +166,17 @@ def by_category(ax: Axes, report: dict[str, Any]) -> None:
                 continue
             at = y + 0.38 - step * (i + 0.5)
             if cell["low"] is not None:
-                ax.plot([cell["low"], cell["high"]], [at, at], color=colors[d["name"]], alpha=0.45, lw=3)
-            ax.plot(cell["mean"], at, "o", color=colors[d["name"]], ms=5.5, label=None if y else d["label"])
+                ax.plot(
+                    [cell["low"], cell["high"]], [at, at], color=colors[d["name"]], alpha=0.45, lw=3
+                )
+            ax.plot(
+                cell["mean"],
+                at,
+                "o",
+                color=colors[d["name"]],
+                ms=5.5,
+                label=None if y else d["label"],
+            )
     for y in range(1, len(names)):
         ax.axhline(y - 0.5, color=MUTED, linewidth=0.4, alpha=0.4)
     ax.axvline(1.0, color=MUTED, linewidth=1, linestyle=(0, (3, 3)))
@@ -167,7 +206,15 @@ def _strips(ax: Axes, report: dict[str, Any], key: str, title: str, label: str) 
         most = max(int(np.histogram(drawn[d["name"]], edges)[0].max()) for d in rows)
         for y, d in enumerate(rows):
             counts = np.histogram(drawn[d["name"]], edges)[0] * (0.8 / most)
-            ax.stairs(y - 0.4 + counts, edges, baseline=y - 0.4, fill=True, color=colors[d["name"]], alpha=0.8, lw=0)
+            ax.stairs(
+                y - 0.4 + counts,
+                edges,
+                baseline=y - 0.4,
+                fill=True,
+                color=colors[d["name"]],
+                alpha=0.8,
+                lw=0,
+            )
             ax.axhline(y - 0.4, color=MUTED, linewidth=0.5, alpha=0.5)
             middle = float(np.median(drawn[d["name"]]))
             ax.plot([middle, middle], [y - 0.4, y + 0.4], color=INK, linewidth=1.3)
@@ -186,7 +233,9 @@ def stacked(ax: Axes, rows: Sequence[tuple[str, dict[str, float]]]) -> None:
         left = 0.0
         for part, (label, color) in PARTS.items():
             width = max(parts.get(part) or 0.0, 0.0)
-            ax.barh(y, width, left=left, height=0.62, color=color, label=None if part in seen else label)
+            ax.barh(
+                y, width, left=left, height=0.62, color=color, label=None if part in seen else label
+            )
             seen.add(part)
             left += width
         ax.text(left + 0.012 * far, y, f"{left:.1f}", va="center", color=INK)
@@ -198,11 +247,15 @@ def stacked(ax: Axes, rows: Sequence[tuple[str, dict[str, float]]]) -> None:
 
 
 def time_per_token(ax: Axes, report: dict[str, Any]) -> None:
-    stacked(ax, [(d["label"], d["ms_per_token"]) for d in report["drafters"] if d.get("ms_per_token")])
+    stacked(
+        ax, [(d["label"], d["ms_per_token"]) for d in report["drafters"] if d.get("ms_per_token")]
+    )
 
 
 def legend(ax: Axes, columns: int = 3) -> None:
-    """Below the panel, in as many columns as its width holds: a wider one would squeeze the drawing."""
+    """Below the panel, in as many columns as its width holds: a wider one would squeeze the
+    drawing.
+    """
     handles, labels = ax.get_legend_handles_labels()
     if not handles:
         return
@@ -210,8 +263,15 @@ def legend(ax: Axes, columns: int = 3) -> None:
     columns = min(columns, len(labels))
     while columns > 1 and sum(_width(labels, columns)) > WIDE - 0.4:
         columns -= 1
-    ax.figure.legend(handles, labels, loc="outside lower left", ncols=columns, handlelength=1.4, columnspacing=1.2,
-                     borderaxespad=0.3)  # fmt: skip
+    ax.figure.legend(
+        handles,
+        labels,
+        loc="outside lower left",
+        ncols=columns,
+        handlelength=1.4,
+        columnspacing=1.2,
+        borderaxespad=0.3,
+    )
 
 
 def _width(labels: Sequence[str], columns: int) -> list[float]:
@@ -244,10 +304,14 @@ def height(name: str, report: dict[str, Any]) -> float:
 
 
 def ranked(report: dict[str, Any]) -> list[tuple[dict[str, Any], int, list[float]]]:
-    """(tree drafter, depth, share of all cycles that accepted the candidate of each rank there)."""
+    """(tree drafter, depth, share of all cycles that accepted the candidate of each rank
+    there).
+    """
     found = []
     for d in drafting(report):
-        for p, counts in zip(d["acceptance_by_position"], d.get("acceptance_by_rank") or [], strict=False):
+        for p, counts in zip(
+            d["acceptance_by_position"], d.get("acceptance_by_rank") or [], strict=False
+        ):
             if d["shape"] == "tree" and sum(counts) and p["position"] <= DEEPEST:
                 found.append((d, p["position"], [c / d["cycles"] for c in counts]))
     return found
@@ -258,7 +322,9 @@ def panel(name: str, report: dict[str, Any]) -> Figure:
     return figure(PANELS[name], report, height(name, report))
 
 
-def figure(draw: Callable[[Axes, dict[str, Any]], None], report: dict[str, Any], tall: float = 3.8) -> Figure:
+def figure(
+    draw: Callable[[Axes, dict[str, Any]], None], report: dict[str, Any], tall: float = 3.8
+) -> Figure:
     """Any drawing as a figure of its own."""
     with matplotlib.rc_context(STYLE):
         made = Figure(figsize=(WIDE, tall), layout="constrained")
@@ -271,7 +337,9 @@ def overview(report: dict[str, Any], title: str) -> bytes:
     names = list(PANELS)
     tall = [max(height(n, report) for n in names[i : i + 2]) for i in range(0, len(names), 2)]
     with matplotlib.rc_context(STYLE):
-        sheet = Figure(figsize=(2 * WIDE + 0.8, sum(tall) + 0.7), layout="constrained", facecolor="white")
+        sheet = Figure(
+            figsize=(2 * WIDE + 0.8, sum(tall) + 0.7), layout="constrained", facecolor="white"
+        )
         sheet.get_layout_engine().set(w_pad=0.15, h_pad=0.15)  # type: ignore[union-attr,call-arg]
         sheet.suptitle(title, x=0.02, ha="left", fontsize=14, fontweight="bold", color=INK)
         parts: Any = sheet.subfigures(len(tall), 2, height_ratios=tall, squeeze=False)
@@ -288,13 +356,20 @@ def png(figure: Figure, dpi: int = 130) -> bytes:
 
 
 def svg(figure: Figure, salt: str) -> str:
-    """Inline SVG whose ids are its own (several stand on one page) and whose bytes hold no date."""
+    """Inline SVG whose ids are its own (several stand on one page) and whose bytes hold no
+    date.
+    """
     buffer = io.StringIO()
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": salt}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
+        figure.savefig(
+            buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True
+        )
     text = buffer.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)
     text = re.sub(r'\b(id="|url\(#|href="#)', rf"\g<1>{salt}-", text)
-    for color, name in THEMED.items():  # the page's own colours, so that figures follow a dark theme
+    for (
+        color,
+        name,
+    ) in THEMED.items():  # the page's own colours, so that figures follow a dark theme
         text = text.replace(color, f"var(--{name})")
     return re.sub(r' (?:width|height)="[^"]*pt"', "", text, count=2)  # the page sets the width

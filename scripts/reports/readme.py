@@ -1,9 +1,10 @@
-"""The tables of README.md and docs/tuning.md, from JSON: `make readme`, that is `python -m scripts.reports.readme`.
+"""The tables of README.md and docs/tuning.md, from JSON: `make readme`, that is `python -m
+scripts.reports.readme`.
 
-Copies what the tables need from reports/demo/t0 and t1 to docs/results/demo-t0.json and demo-t1.json, from
-reports/scoreboard/t0 and t1 to scoreboard-t0.json and scoreboard-t1.json, and puts the tables between the markers of
-README.md. Without reports it renders the committed JSON again. Only a full demo may stand in the README: the
-figures of FAST=1 mean little.
+Copies what the tables need from reports/demo/t0 and t1 to docs/results/demo-t0.json and
+demo-t1.json, from reports/scoreboard/t0 and t1 to scoreboard-t0.json and scoreboard-t1.json,
+and puts the tables between the markers of README.md. Without reports it renders the committed
+JSON again. Only a full demo may stand in the README: the figures of FAST=1 mean little.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def slim(report: dict[str, Any]) -> dict[str, Any]:
     kept = {k: v for k, v in report.items() if k != "skipped_turns"}
     kept["target"] = {k: v for k, v in report["target"].items() if k != "path"}
     kept["settings"] = {k: v for k, v in report["settings"].items() if k != "target"}
-    kept["drafters"] = [{k: v for k, v in row.items() if k not in DROPPED} for row in report["drafters"]]
+    kept["drafters"] = [
+        {k: v for k, v in row.items() if k not in DROPPED} for row in report["drafters"]
+    ]
     for row in kept["drafters"]:
         if row["lossless"]:
             row["lossless"] = {k: v for k, v in row["lossless"].items() if k != "differences"}
@@ -38,7 +41,10 @@ def slim(report: dict[str, Any]) -> dict[str, Any]:
 def results() -> str:
     """The block between the markers, from the JSON under docs/results."""
     blocks = []
-    for kind, heading in (("scoreboard", "Recipes, trained longer"), ("demo", "What `make demo` shows")):
+    for kind, heading in (
+        ("scoreboard", "Recipes, trained longer"),
+        ("demo", "What `make demo` shows"),
+    ):
         found = sorted(RESULTS.glob(f"{kind}-t*.json"))
         blocks += [f"### {heading}", ""] if found else []
         for path in found:
@@ -49,20 +55,33 @@ def results() -> str:
     engines = RESULTS / "engines.json"
     if engines.exists():
         report = json.loads(engines.read_text())
-        blocks += [f"**exported heads, {engine_case.title(report)}** (`make engines`)", "",
-                   engine_case.markdown(report), ""]  # fmt: skip
+        blocks += [
+            f"**exported heads, {engine_case.title(report)}** (`make engines`)",
+            "",
+            engine_case.markdown(report),
+            "",
+        ]
     return "\n".join([BEGIN, "", *blocks, END])
 
 
 def render(text: str) -> str:
-    """README text with a fresh block of results. Raises ValueError when the markers are missing."""
+    """README text with a fresh block of results. Raises ValueError when the markers are
+    missing.
+    """
     return _between(text, BEGIN, END, results(), README.name)
 
 
 def render_tuning(text: str) -> str:
-    """The page about tuning with a fresh table. Raises ValueError when the markers are missing."""
+    """The page about tuning with a fresh table. Raises ValueError when the markers are
+    missing.
+    """
     known = json.loads((RESULTS / "tune.json").read_text())
-    return _between(text, *TUNED, "\n".join([TUNED[0], "", tune_table.markdown(known), "", TUNED[1]]), TUNING.name)
+    return _between(
+        text,
+        *TUNED,
+        "\n".join([TUNED[0], "", tune_table.markdown(known), "", TUNED[1]]),
+        TUNING.name,
+    )
 
 
 def _between(text: str, first: str, last: str, block: str, name: str) -> str:
@@ -83,7 +102,9 @@ def main() -> int:
             files.write_json(RESULTS / f"demo-{name}.json", slim(json.loads(source.read_text())))
         source = files.ROOT / "reports" / "scoreboard" / name / "report.json"
         if source.exists():
-            files.write_json(RESULTS / f"scoreboard-{name}.json", slim(json.loads(source.read_text())))
+            files.write_json(
+                RESULTS / f"scoreboard-{name}.json", slim(json.loads(source.read_text()))
+            )
     if not all((RESULTS / f"demo-{name}.json").exists() for name in ("t0", "t1")):
         print("error: docs/results: no results of the demo; run make demo first", file=sys.stderr)
         return 2

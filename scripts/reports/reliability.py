@@ -1,18 +1,21 @@
-"""The reliability figures: docs/results/reliability.json, one row for each figure, and the README's table of them.
+"""The reliability figures: docs/results/reliability.json, one row for each figure, and the
+README's table of them.
 
 A slow test measures something and calls
 
     record("kill9", what="kill -9 at random points of saving and stepping, then resume",
-           result="50/50 resume, final weights bitwise equal", met=good == 50, trials=50, good=good)
+           result="50/50 resume, final weights bitwise equal", met=good == 50, trials=50,
+           good=good)
 
-once, *before* it asserts, so that a missed figure is written down too. Rows are keyed by name and merge: a row that was
-measured again replaces the old one and no other, also when several test processes record at once. Each row carries its
-own commit, date, command and machine. Fast tests record nothing: their share is too small to be a figure.
+once, *before* it asserts, so that a missed figure is written down too. Rows are keyed by name
+and merge: a row that was measured again replaces the old one and no other, also when several
+test processes record at once. Each row carries its own commit, date, command and machine. Fast
+tests record nothing: their share is too small to be a figure.
 
-`python -m scripts.reports.reliability` puts the table into README.md; `make slow` and `make readme` call it. Behind it,
-results of train/bench_ranks.py (runs/ranks/ranks.json) become the row of two processes first: a speed is measured by a
-benchmark on a quiet machine, never by a test.
-$OUTRIDER_RELIABILITY names another JSON file, for trials.
+`python -m scripts.reports.reliability` puts the table into README.md; `make slow` and `make
+readme` call it. Behind it, results of train/bench_ranks.py (runs/ranks/ranks.json) become the
+row of two processes first: a speed is measured by a benchmark on a quiet machine, never by a
+test. $OUTRIDER_RELIABILITY names another JSON file, for trials.
 """
 
 from __future__ import annotations
@@ -41,8 +44,9 @@ PACKAGES = ("torch", "transformers", "accelerate")
 def record(name: str, *, what: str, result: str, met: bool, **figures: Any) -> None:
     """Write or replace the row `name`.
 
-    what: what was done, for the first column of the table. result: what came of it, for the second. met: whether it
-    reached the bar. figures: whatever else should be kept, as JSON (trials, limits, seeds, seconds).
+    what: what was done, for the first column of the table. result: what came of it, for the
+    second. met: whether it reached the bar. figures: whatever else should be kept, as JSON
+    (trials, limits, seeds, seconds).
     """
     row = {"what": what, "result": result, "met": met, **figures, **_provenance()}
     with _held(path := _path()):
@@ -60,8 +64,11 @@ def read(path: Path | None = None) -> dict[str, dict[str, Any]]:
 def markdown(rows: dict[str, dict[str, Any]]) -> str:
     """The table: what was done, what came of it, when and at which commit."""
     lines = ["| fault or change | result | date | commit |", "|---|---|---|---|"]
-    lines += [f"| {r['what']} | {r['result']}{'' if r['met'] else ' (**missed**)'} | {r['date']} | `{r['commit']}` |"
-              for _, r in sorted(rows.items())]  # fmt: skip
+    lines += [
+        f"| {r['what']} | {r['result']}{'' if r['met'] else ' (**missed**)'} | "
+        f"{r['date']} | `{r['commit']}` |"
+        for _, r in sorted(rows.items())
+    ]
     return "\n".join(lines)
 
 
@@ -93,17 +100,29 @@ def _held(path: Path) -> Iterator[None]:
 def _provenance() -> dict[str, str]:
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
     command = f"python -m pytest -m slow {test.partition('[')[0]}" if test else files.command()
-    machine = [files._processor(), f"{os.cpu_count()} CPUs", f"python {platform.python_version()}",
-               *(f"{p} {version(p)}" for p in PACKAGES)]  # fmt: skip
-    return {"date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": commit(), "command": command,
-            "machine": ", ".join(machine)}  # fmt: skip
+    machine = [
+        files._processor(),
+        f"{os.cpu_count()} CPUs",
+        f"python {platform.python_version()}",
+        *(f"{p} {version(p)}" for p in PACKAGES),
+    ]
+    return {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "commit": commit(),
+        "command": command,
+        "machine": ", ".join(machine),
+    }
 
 
 def commit() -> str:
-    """The commit of the code, "+" appended when tracked code was changed; pages and results are no code."""
+    """The commit of the code, "+" appended when tracked code was changed; pages and results
+    are no code.
+    """
     try:
         head = files._git("rev-parse", "--short=12", "HEAD")
-        changed = files._git("status", "--porcelain", "--untracked-files=no", "--", ":!docs", ":!*.md")
+        changed = files._git(
+            "status", "--porcelain", "--untracked-files=no", "--", ":!docs", ":!*.md"
+        )
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return head + ("+" if changed else "")
@@ -111,11 +130,20 @@ def commit() -> str:
 
 def two_processes(found: list[dict[str, Any]]) -> None:
     """The row of two processes, from what train/bench_ranks.py wrote for each head."""
-    texts = [f"{f['head']} {f['ratio']:.2f} [{f['ratio_low']:.2f}, {f['ratio_high']:.2f}]" for f in found]
-    row = {"what": "two processes on two cores against two independent runs side by side: tokens/s (SmolLM2)",
-           "result": f"{', '.join(texts)} of their sum", "met": all(f["ratio"] >= 0.9 for f in found), "bar": 0.9,
-           "measured": found, **_provenance(), "commit": found[0]["environment"]["commit"],
-           "command": found[0]["command"]}  # fmt: skip
+    texts = [
+        f"{f['head']} {f['ratio']:.2f} [{f['ratio_low']:.2f}, {f['ratio_high']:.2f}]" for f in found
+    ]
+    row = {
+        "what": "two processes on two cores against two independent runs side by side: "
+        "tokens/s (SmolLM2)",
+        "result": f"{', '.join(texts)} of their sum",
+        "met": all(f["ratio"] >= 0.9 for f in found),
+        "bar": 0.9,
+        "measured": found,
+        **_provenance(),
+        "commit": found[0]["environment"]["commit"],
+        "command": found[0]["command"],
+    }
     with _held(path := _path()):
         files.write_json(path, dict(sorted({**read(path), "two-processes": row}.items())))
 

@@ -1,4 +1,6 @@
-"""The score table: for the terminal (rich), for Markdown, for the page. One list of columns serves all three."""
+"""The score table: for the terminal (rich), for Markdown, for the page. One list of columns
+serves all three.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,18 @@ def interval(cell: dict[str, Any] | None, digits: int = 2, unit: str = "") -> st
 
 def positions(row: Row, most: int = 4) -> str:
     """Conditional acceptance at the first depths, as percentages."""
-    cells = [f"{p['conditional']:.0%}" for p in row["acceptance_by_position"][:most] if p["conditional"] is not None]
+    cells = [
+        f"{p['conditional']:.0%}"
+        for p in row["acceptance_by_position"][:most]
+        if p["conditional"] is not None
+    ]
     return " ".join(cells) or "–"
 
 
 def equality(row: Row) -> str:
-    """How many answers equal those of `none` token by token; "+n" more differ only within rounding."""
+    """How many answers equal those of `none` token by token; "+n" more differ only within
+    rounding.
+    """
     found = row.get("lossless")
     if not found:
         return "–"
@@ -80,7 +88,10 @@ COSTS: list[tuple[str, Callable[[Row], str]]] = [
     ("parameters", lambda r: millions(r.get("parameters"))),
     ("trained on, tokens", lambda r: millions(trained(r, "tokens_seen"))),
     ("minutes", minutes),
-    ("peak memory, GiB", lambda r: number(r["peak_bytes"] / 2**30 if r.get("peak_bytes") else None, 2)),
+    (
+        "peak memory, GiB",
+        lambda r: number(r["peak_bytes"] / 2**30 if r.get("peak_bytes") else None, 2),
+    ),
     ("draft ms", lambda r: "–" if unseen(r) else interval(r.get("draft_ms_interval"), 1)),
     ("verify ms", lambda r: interval(r.get("verify_ms_interval"), 1)),
     ("breaks even at", lambda r: number(r.get("break_even"))),
@@ -96,7 +107,11 @@ def by_depth(row: Row, key: str, depth: int) -> str:
     if not found or not cell or cell["mean"] is None:
         return "–"
     text = f"{100 * cell['mean']:.0f}"
-    return text if cell["low"] is None else f"{text} [{100 * cell['low']:.0f}, {100 * cell['high']:.0f}]"
+    return (
+        text
+        if cell["low"] is None
+        else f"{text} [{100 * cell['low']:.0f}, {100 * cell['high']:.0f}]"
+    )
 
 
 def ranks(row: Row, depth: int, most: int = 4) -> str:
@@ -109,8 +124,14 @@ def ranks(row: Row, depth: int, most: int = 4) -> str:
 
 
 # Where the time of a decoded token goes, and what would be left to win.
-PARTS = {"target": "target", "drafter": "drafter", "law": "law", "verify": "verification", "cache": "cache",
-         "python": "Python"}  # fmt: skip
+PARTS = {
+    "target": "target",
+    "drafter": "drafter",
+    "law": "law",
+    "verify": "verification",
+    "cache": "cache",
+    "python": "Python",
+}
 
 
 def part(row: Row, name: str) -> str:
@@ -129,8 +150,16 @@ def without(row: Row, name: str) -> str:
 
 TIMES: list[tuple[str, Callable[[Row], str]]] = [
     ("drafter", lambda r: r["label"]),
-    ("ms per token", lambda r: number(sum(r["breakdown"]["ms_per_token"].values()) if r.get("breakdown") else None)),
-    *((label, functools.partial(lambda name, r: part(r, name), name)) for name, label in PARTS.items()),
+    (
+        "ms per token",
+        lambda r: number(
+            sum(r["breakdown"]["ms_per_token"].values()) if r.get("breakdown") else None
+        ),
+    ),
+    *(
+        (label, functools.partial(lambda name, r: part(r, name), name))
+        for name, label in PARTS.items()
+    ),
     ("speedup", lambda r: "–" if r["speedup"]["mean"] is None else f"{r['speedup']['mean']:.2f}×"),
     ("with a free drafter", lambda r: without(r, "drafter")),
     ("target alone", lambda r: without(r, "all_but_target")),
@@ -152,11 +181,15 @@ def title(report: dict[str, Any]) -> str:
 
 
 def show(report: dict[str, Any], console: Console | None = None) -> None:
-    """Print the table, and what it leaves out; a narrow terminal gets fewer columns and no brackets."""
+    """Print the table, and what it leaves out; a narrow terminal gets fewer columns and no
+    brackets.
+    """
     console = console or Console()
     if not console.is_terminal:  # a log file has no width
         console = Console(width=150)
-    table = Table(title=title(report), title_justify="left", title_style="bold", header_style="bold")
+    table = Table(
+        title=title(report), title_justify="left", title_style="bold", header_style="bold"
+    )
     columns = columns_of(report)
     if console.width < 120:
         columns = [(n, _bare(cell)) for n, cell in columns if n not in WIDE_ONLY]
@@ -168,7 +201,9 @@ def show(report: dict[str, Any], console: Console | None = None) -> None:
     for line in notes(report):
         console.print(line, style="dim", highlight=False)
     for skipped in report["skipped"]:
-        console.print(f"skipped {skipped['name']}: {skipped['reason']}", style="yellow", highlight=False)
+        console.print(
+            f"skipped {skipped['name']}: {skipped['reason']}", style="yellow", highlight=False
+        )
 
 
 def _bare(cell: Callable[[Row], str]) -> Callable[[Row], str]:
@@ -177,50 +212,84 @@ def _bare(cell: Callable[[Row], str]) -> Callable[[Row], str]:
 
 def notes(report: dict[str, Any]) -> list[str]:
     """What a reader of the table must know."""
-    resampled = "prompts" if report["settings"]["batch_size"] == 1 else "prompts (times: chunks of prompts)"
+    resampled = (
+        "prompts" if report["settings"]["batch_size"] == 1 else "prompts (times: chunks of prompts)"
+    )
     lines = [
-        "accepted length counts the bonus token, over cycles that no stop token or limit cut and that lie in no loop; "
-        f"brackets: 95 % bootstrap over {resampled}; speedup: against none in the same interleaved run, decoding alone."
+        "accepted length counts the bonus token, over cycles that no stop token or limit "
+        "cut and that lie in no loop; "
+        f"brackets: 95 % bootstrap over {resampled}; speedup: against none in the same "
+        "interleaved run, decoding alone."
     ]
     if report["target"].get("tuning"):
-        lines.append(f"The target is not the original: a head has tuned it ({report['target']['tuning']}). All rows, "
-                     "and the word lossless, refer to the tuned target.")  # fmt: skip
+        lines.append(
+            "The target is not the original: a head has tuned it "
+            f"({report['target']['tuning']}). All rows, "
+            "and the word lossless, refer to the tuned target."
+        )
     pace = report["plain_pass_ms"]
     if not pace["steady"]:
-        lines.append(f"UNSTEADY: a plain pass took {pace['low']:.0f} to {pace['high']:.0f} ms in this run; the machine "
-                     "was busy with other work, so take no speed from it.")  # fmt: skip
-    wrong = [r["name"] for r in report["drafters"] if (r.get("lossless") or {}).get("beyond_rounding")]
+        lines.append(
+            f"UNSTEADY: a plain pass took {pace['low']:.0f} to {pace['high']:.0f} ms in "
+            "this run; the machine "
+            "was busy with other work, so take no speed from it."
+        )
+    wrong = [
+        r["name"] for r in report["drafters"] if (r.get("lossless") or {}).get("beyond_rounding")
+    ]
     if wrong:
         wrong = [r["label"] for r in report["drafters"] if r["name"] in wrong]
-        lines.append(f"NOT LOSSLESS beyond rounding: {', '.join(wrong)}; see `lossless` in report.json.")
+        lines.append(
+            f"NOT LOSSLESS beyond rounding: {', '.join(wrong)}; see `lossless` in report.json."
+        )
     plain = {r["name"]: r for r in report["drafters"]}
     for row in report["drafters"]:
         limit, length = row.get("break_even"), row["accepted_length"]["mean"]
         if limit is not None and length is not None and length < limit:
-            lines.append(f"{row['label']} does not pay here: its cycles take {limit:.2f} plain tokens' time and give "
-                         f"{length:.2f} tokens.")  # fmt: skip
+            lines.append(
+                f"{row['label']} does not pay here: its cycles take {limit:.2f} plain "
+                "tokens' time and give "
+                f"{length:.2f} tokens."
+            )
         if (row.get("parameters") or 0) >= (report["target"].get("parameters") or float("inf")):
-            lines.append(f"{row['label']} is no smaller than its target ({millions(row['parameters'])} parameters); it "
-                         f"would have to reach an accepted length of {number(limit)}.")  # fmt: skip
+            lines.append(
+                f"{row['label']} is no smaller than its target "
+                f"({millions(row['parameters'])} parameters); it "
+                f"would have to reach an accepted length of {number(limit)}."
+            )
     groups = [g for g in dict.fromkeys(r.get("group", "") for r in report["drafters"]) if g]
     if groups:
-        lines.append(f"Another target: {', '.join(groups)}. For its rows speedup and lossless refer to its own plain "
-                     "decoding.")  # fmt: skip
-    once = [c for c, cell in next(iter(plain.values()))["by_category"].items() if cell["prompts"] == 1]
+        lines.append(
+            f"Another target: {', '.join(groups)}. For its rows speedup and lossless "
+            "refer to its own plain "
+            "decoding."
+        )
+    once = [
+        c for c, cell in next(iter(plain.values()))["by_category"].items() if cell["prompts"] == 1
+    ]
     if once:
         lines.append(f"Seen once, so without an interval: {', '.join(once)}.")
     if any(r["kind"] == "reference" and r["max_depth"] for r in report["drafters"]):
-        lines.append("hf_ rows are transformers' own loops: their cycles are read off the target's passes, verify ms "
-                     "is the pass alone, and a dash stands where nothing can be seen from outside.")  # fmt: skip
+        lines.append(
+            "hf_ rows are transformers' own loops: their cycles are read off the "
+            "target's passes, verify ms "
+            "is the pass alone, and a dash stands where nothing can be seen from outside."
+        )
     if report["skipped_turns"]:
-        lines.append(f"{len(report['skipped_turns'])} later turns outgrew the context and were left out for all.")
+        lines.append(
+            f"{len(report['skipped_turns'])} later turns outgrew the context and were "
+            "left out for all."
+        )
     return lines
 
 
 def markdown(report: dict[str, Any]) -> str:
     """The same table in Markdown."""
     columns = columns_of(report)
-    lines = ["| " + " | ".join(name for name, _ in columns) + " |", "|---|" + "---:|" * (len(columns) - 1)]
+    lines = [
+        "| " + " | ".join(name for name, _ in columns) + " |",
+        "|---|" + "---:|" * (len(columns) - 1),
+    ]
     for row in report["drafters"]:
         lines.append("| " + " | ".join(cell(row) for _, cell in columns) + " |")
     return "\n".join(lines)

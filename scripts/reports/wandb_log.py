@@ -1,5 +1,5 @@
-"""A report's figures and headline numbers to Weights & Biases, only when asked for. Offline runs work as wandb has them
-(WANDB_MODE=offline)."""
+"""A report's figures and headline numbers to Weights & Biases, only when asked for. Offline
+runs work as wandb has them (WANDB_MODE=offline)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def to_wandb(report: dict[str, Any], out: Path, job: str) -> None:
     try:
         import wandb
     except ImportError:
-        raise UserError("wandb: the library is not installed; pip install wandb, or set wandb=false") from None
+        raise UserError(
+            "wandb: the library is not installed; pip install wandb, or set wandb=false"
+        ) from None
     rows = report.get("drafters") or report.get("rows") or []
     try:
         with wandb.init(project="outrider", job_type=job, config=report["settings"]) as run:
@@ -27,7 +29,9 @@ def to_wandb(report: dict[str, Any], out: Path, job: str) -> None:
             run.log({p.stem: wandb.Image(str(p)) for p in sorted((out / "figures").glob("*.png"))})
     except (wandb.Error, OSError) as error:
         line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"wandb: {line}; the report is in {out}; set wandb=false or WANDB_MODE=offline") from error
+        raise UserError(
+            f"wandb: {line}; the report is in {out}; set wandb=false or WANDB_MODE=offline"
+        ) from error
 
 
 def flat(value: dict[str, Any], prefix: str = "") -> dict[str, float]:

@@ -1,11 +1,14 @@
-"""Outside references: Hugging Face's own speculative decoding, with a draft model (`assistant_model=`) or by prompt
-lookup, on the same loaded weights and behind the same call as our engine.
+"""Outside references: Hugging Face's own speculative decoding, with a draft model
+(`assistant_model=`) or by prompt lookup, on the same loaded weights and behind the same call
+as our engine.
 
-Two settings each. Fair: our K on a constant schedule, no confidence threshold. Defaults: what transformers does when
-nobody says anything. Either way nothing is carried over from one prompt to the next. transformers takes one row at a
-time here, so larger batches run one after the other.
+Two settings each. Fair: our K on a constant schedule, no confidence threshold. Defaults: what
+transformers does when nobody says anything. Either way nothing is carried over from one prompt
+to the next. transformers takes one row at a time here, so larger batches run one after the
+other.
 
-What a pass committed is read off the target itself: where each of its passes starts in the cache.
+What a pass committed is read off the target itself: where each of its passes starts in the
+cache.
 """
 
 from __future__ import annotations
@@ -29,12 +32,18 @@ from scripts.scoring.reference import FirstToken, room, settings, without_wishes
 LOOKUP_TOKENS, LOOKUP_GRAM = 10, 3  # our n-gram drafter's
 DEFAULT_TOKENS = 20  # transformers' own number of assistant tokens
 # How long the assistant drafts.
-DRAFTING = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+DRAFTING = (
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold",
+)
 
 
 @dataclass(frozen=True)
 class Assisted:
-    """hf_assisted or hf_prompt_lookup. draft: the assistant, None for prompt lookup. tokens: K, None: the defaults."""
+    """hf_assisted or hf_prompt_lookup. draft: the assistant, None for prompt lookup. tokens:
+    K, None: the defaults.
+    """
 
     target: Target
     draft: Target | None
@@ -48,8 +57,15 @@ class Assisted:
             found = [self._one(r, model, helper, sampling, seed, timing) for r in requests]
         return Run(found, timing, law_rows=0)
 
-    def _one(self, request: Request, model: Any, helper: Any, sampling: Sampling, seed: int,
-             timing: Timing) -> Generation:  # fmt: skip
+    def _one(
+        self,
+        request: Request,
+        model: Any,
+        helper: Any,
+        sampling: Sampling,
+        seed: int,
+        timing: Timing,
+    ) -> Generation:
         begin, device = time.perf_counter(), self.target.device
         ids = torch.tensor([list(request.prompt)], device=device)
         limit = room(self.target, request)
@@ -58,7 +74,10 @@ class Assisted:
         if helper is None:
             config.prompt_lookup_num_tokens = LOOKUP_TOKENS
             if self.tokens is not None:
-                config.prompt_lookup_num_tokens, config.max_matching_ngram_size = self.tokens, LOOKUP_GRAM
+                config.prompt_lookup_num_tokens, config.max_matching_ngram_size = (
+                    self.tokens,
+                    LOOKUP_GRAM,
+                )
         else:
             extra["assistant_model"] = helper
         first, passes = FirstToken(), _Passes()
@@ -71,9 +90,14 @@ class Assisted:
             torch.random.fork_rng(devices=devices),
         ):
             torch.manual_seed((seed * 1_000_003 + request.id) % SEEDS)
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config,
-                                 logits_processor=processors, stopping_criteria=StoppingCriteriaList([first]),
-                                 **extra)  # fmt: skip
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=config,
+                logits_processor=processors,
+                stopping_criteria=StoppingCriteriaList([first]),
+                **extra,
+            )
         tokens = out[0, ids.shape[1] :].tolist()
         end = time.perf_counter()
         timing.total_s += end - begin
@@ -92,8 +116,9 @@ class Assisted:
 
     @contextlib.contextmanager
     def _settings(self, helper: Any) -> Iterator[None]:
-        """The assistant's generation config, which is where transformers looks for K; restored afterwards. What its own
-        one says about drafting counts under the defaults, and nothing else of it does."""
+        """The assistant's generation config, which is where transformers looks for K; restored
+        afterwards. What its own one says about drafting counts under the defaults, and nothing
+        else of it does."""
         if helper is None:
             yield
             return
@@ -107,10 +132,14 @@ class Assisted:
         with without_wishes(helper, **fields):
             yield
 
-    def _cycles(self, passes: list[_Pass], prompt: int, total: int, limit: int, stop: str) -> list[Cycle]:
-        """One cycle for every pass after the first, which belongs to the prefill. A pass reads the last token and the
-        candidates; the next one starts where it has stopped accepting."""
-        ends = [p.start + 1 - prompt for p in passes[1:]] + [total]  # tokens generated when the pass begins
+    def _cycles(
+        self, passes: list[_Pass], prompt: int, total: int, limit: int, stop: str
+    ) -> list[Cycle]:
+        """One cycle for every pass after the first, which belongs to the prefill. A pass reads
+        the last token and the candidates; the next one starts where it has stopped accepting."""
+        ends = [p.start + 1 - prompt for p in passes[1:]] + [
+            total
+        ]  # tokens generated when the pass begins
         cycles = []
         for p, before, after in zip(passes[1:], ends, ends[1:], strict=False):
             committed, proposed = after - before, p.tokens - 1
@@ -146,17 +175,24 @@ class _Passes:
             cache = kwargs.get("past_key_values")
             ids = kwargs.get("input_ids", args[0] if args else None)
             start = int(cache.get_seq_length()) if cache is not None else 0
-            self.target.append(_Pass(start, 0 if ids is None else ids.shape[1], time.perf_counter()))
+            self.target.append(
+                _Pass(start, 0 if ids is None else ids.shape[1], time.perf_counter())
+            )
 
         def after(module: Any, args: Any, out: Any) -> None:
             self.target[-1].seconds = time.perf_counter() - self.target[-1].began
 
-        hooks = [model.register_forward_pre_hook(before, with_kwargs=True), model.register_forward_hook(after)]
+        hooks = [
+            model.register_forward_pre_hook(before, with_kwargs=True),
+            model.register_forward_hook(after),
+        ]
         plain = helper.generate if helper is not None else None
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             began = time.perf_counter()
-            config = kwargs.get("generation_config")  # transformers' own call gives settings beside it, and warns of it
+            config = kwargs.get(
+                "generation_config"
+            )  # transformers' own call gives settings beside it, and warns of it
             for key in [k for k in kwargs if k != "generation_config" and hasattr(config, k)]:
                 setattr(config, key, kwargs.pop(key))
             out = plain(*args, **kwargs)  # type: ignore[misc]
@@ -175,18 +211,25 @@ class _Passes:
 
 
 def assistants(spec: str, target: Target, draft: Any) -> list[tuple[str, Assisted, int]]:
-    """(name, reference, K) of the two rows that `spec` stands for. draft: the decode.draft_model.DraftModel of
-    hf_assisted@DIR, None for hf_prompt_lookup.
+    """(name, reference, K) of the two rows that `spec` stands for. draft: the
+    decode.draft_model.DraftModel of hf_assisted@DIR, None for hf_prompt_lookup.
 
     Raises UserError for a draft that transformers itself would refuse.
     """
     if draft is None:
-        return [(spec, Assisted(target, None, LOOKUP_TOKENS), LOOKUP_TOKENS),
-                (f"{spec} (defaults)", Assisted(target, None, None), LOOKUP_TOKENS)]  # fmt: skip
+        return [
+            (spec, Assisted(target, None, LOOKUP_TOKENS), LOOKUP_TOKENS),
+            (f"{spec} (defaults)", Assisted(target, None, None), LOOKUP_TOKENS),
+        ]
     sizes = [m.model.config.get_text_config().vocab_size for m in (target, draft.draft)]
     if sizes[0] != sizes[1]:
-        raise UserError(f"drafters: {spec}: transformers takes no assistant with {sizes[1]} rows of vocabulary for a "
-                        f"target with {sizes[0]}; leave this reference out")  # fmt: skip
+        raise UserError(
+            f"drafters: {spec}: transformers takes no assistant with {sizes[1]} rows of "
+            "vocabulary for a "
+            f"target with {sizes[0]}; leave this reference out"
+        )
     k = draft.max_depth
-    return [(spec, Assisted(target, draft.draft, k), k),
-            (f"{spec} (defaults)", Assisted(target, draft.draft, None), DEFAULT_TOKENS)]  # fmt: skip
+    return [
+        (spec, Assisted(target, draft.draft, k), k),
+        (f"{spec} (defaults)", Assisted(target, draft.draft, None), DEFAULT_TOKENS),
+    ]

@@ -1,8 +1,9 @@
-"""Where the time of a row goes, and what would be left to win: parts of the decoding time by decode.records.Timing.
+"""Where the time of a row goes, and what would be left to win: parts of the decoding time by
+decode.records.Timing.
 
-On a GPU the host runs ahead of the device, so the timers of the measured run say when work was handed out, not when it
-was done. There a few prompts are decoded once more with a clock that waits for the device at every part; those seconds
-enter no speed figure.
+On a GPU the host runs ahead of the device, so the timers of the measured run say when work was
+handed out, not when it was done. There a few prompts are decoded once more with a clock that
+waits for the device at every part; those seconds enter no speed figure.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from scripts.scoring import contest
 MEASURED = "timers of the measured run"
 
 
-def breakdown(timings: Sequence[Timing], tokens: float, speedup: float | None = None,
-              source: str = MEASURED) -> dict[str, Any] | None:  # fmt: skip
-    """report.json's `breakdown`: seconds of decoding by part, their sum (the wall time), shares, milliseconds per
-    token. tokens: what was decoded in that time. without: what `speedup` would be if a part took no time (`drafter`),
-    or nothing but the target's passes took any (`all_but_target`). None where nothing was decoded."""
+def breakdown(
+    timings: Sequence[Timing], tokens: float, speedup: float | None = None, source: str = MEASURED
+) -> dict[str, Any] | None:
+    """report.json's `breakdown`: seconds of decoding by part, their sum (the wall time),
+    shares, milliseconds per token. tokens: what was decoded in that time. without: what
+    `speedup` would be if a part took no time (`drafter`), or nothing but the target's passes
+    took any (`all_but_target`). None where nothing was decoded."""
     wall = sum(t.decode_s for t in timings)
     if not tokens or wall <= 0:
         return None
@@ -42,18 +45,28 @@ def breakdown(timings: Sequence[Timing], tokens: float, speedup: float | None = 
     return out
 
 
-def again(rows: Sequence[dict[str, Any]], target: Target, prompts: Sequence[Prompt], lanes: Sequence[contest.Lane],
-          settings: contest.Settings) -> None:  # fmt: skip
-    """Replace the `breakdown` of report.json's `rows` by that of `prompts`, decoded once more with a clock that waits.
-    Rows of transformers lose theirs: their parts cannot be waited for from outside. So do all without `prompts`."""
+def again(
+    rows: Sequence[dict[str, Any]],
+    target: Target,
+    prompts: Sequence[Prompt],
+    lanes: Sequence[contest.Lane],
+    settings: contest.Settings,
+) -> None:
+    """Replace the `breakdown` of report.json's `rows` by that of `prompts`, decoded once more
+    with a clock that waits. Rows of transformers lose theirs: their parts cannot be waited for
+    from outside. So do all without `prompts`."""
     ours = [lane for lane in lanes if lane.kind != "reference"]
     waiting = dataclasses.replace(settings, wait=True)
     every: list[contest.Lap] = []
     if prompts:
-        every = contest.run_contest(target, target.tokenizer, prompts, ours, waiting, quiet=True).laps
+        every = contest.run_contest(
+            target, target.tokenizer, prompts, ours, waiting, quiet=True
+        ).laps
     source = f"{len(prompts)} prompts decoded once more, waiting for the device at every part"
     for row in rows:
         laps = [lap for lap in every if lap.drafter == row["name"]]
-        tokens = sum(lap.tokens - (len(lap.prompts) if lap.first is None else lap.first) for lap in laps)
+        tokens = sum(
+            lap.tokens - (len(lap.prompts) if lap.first is None else lap.first) for lap in laps
+        )
         told = breakdown([lap.timing for lap in laps], tokens, row["speedup"]["mean"], source)
         row["breakdown"], row["ms_per_token"] = told, told["ms_per_token"] if told else {}

@@ -1,7 +1,9 @@
-"""Choosing among drafters: from folders, repositories and families to rows, and from measured rows to a ranking.
+"""Choosing among drafters: from folders, repositories and families to rows, and from measured
+rows to a ranking.
 
-A rank is claimed only where it was measured: a row stands behind another one when the 95 % interval of their paired
-speed ratio lies on one side of 1. Rows that none is clearly faster than share a rank.
+A rank is claimed only where it was measured: a row stands behind another one when the 95 %
+interval of their paired speed ratio lies on one side of 1. Rows that none is clearly faster
+than share a rank.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ WITHOUT_SHAPE = ("none", "ngram", "hf_generate", "hf_prompt_lookup")
 def expand(names: Sequence[str], runs: str, trees: bool) -> tuple[list[str], list[dict[str, str]]]:
     """(drafters to load, [{name, reason}] of names that mean nothing).
 
-    A name is a drafter as it is written elsewhere, a run, head or model folder, a repository, a folder of such folders,
-    or a family (a kind of head: every run below `runs` of that kind). Folders are tried as chain and, with `trees`, as
-    tree.
+    A name is a drafter as it is written elsewhere, a run, head or model folder, a repository,
+    a folder of such folders, or a family (a kind of head: every run below `runs` of that
+    kind). Folders are tried as chain and, with `trees`, as tree.
     """
     specs: list[str] = []
     skipped: list[dict[str, str]] = []
@@ -65,7 +67,10 @@ def _family(kind: str, runs: str, skipped: list[dict[str, str]]) -> list[str]:
         if card["kind"] == kind:
             found.append(str(folder))
     if not found:
-        raise UserError(f"candidates: {kind}: no run of this kind below {runs}; set runs=FOLDER, or name the run")
+        raise UserError(
+            f"candidates: {kind}: no run of this kind below {runs}; set runs=FOLDER, or "
+            "name the run"
+        )
     return found
 
 
@@ -75,8 +80,11 @@ def _folders(name: str) -> list[str]:
         return [name]  # what it lacks is said when it is loaded
     found = [str(child) for child in _children(folder) if _is_run(child) or is_plain(str(child))]
     if not found:
-        raise UserError(f"candidates: {name}: neither a drafter nor a folder of drafters; give run folders, head "
-                        "folders or model folders")
+        raise UserError(
+            f"candidates: {name}: neither a drafter nor a folder of drafters; give run "
+            "folders, head "
+            "folders or model folders"
+        )
     return found
 
 
@@ -87,27 +95,47 @@ def _is_run(folder: Path) -> bool:
 
 
 def _children(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith(".")) if folder.is_dir() else []
+    return (
+        sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+        if folder.is_dir()
+        else []
+    )
 
 
 def ranking(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows that draft, the fastest first: {name, label, rank, speedup, beaten_by, tied_with}. beaten_by: rows that are
-    clearly faster; tied_with: rows of the same rank from which this one cannot be told apart."""
+    """Rows that draft, the fastest first: {name, label, rank, speedup, beaten_by, tied_with}.
+    beaten_by: rows that are clearly faster; tied_with: rows of the same rank from which this
+    one cannot be told apart."""
     parted = set(claims(report))
 
     def faster(a: str, b: str) -> bool:
         """Whether a is clearly faster than b."""
         return (a, b) in parted
 
-    rows = [r for r in report["drafters"] if r["kind"] != "reference" and r["tokens_per_second"] is not None]
+    rows = [
+        r
+        for r in report["drafters"]
+        if r["kind"] != "reference" and r["tokens_per_second"] is not None
+    ]
     rows.sort(key=lambda r: -r["tokens_per_second"])
     found = []
     for row in rows:
         beaten = [r["name"] for r in rows if faster(r["name"], row["name"])]
-        tied = [r["name"] for r in rows if r is not row and r["name"] not in beaten
-                and not faster(row["name"], r["name"])]  # fmt: skip
-        found.append({"name": row["name"], "label": row["label"], "rank": 1 + len(beaten), "speedup": row["speedup"],
-                      "beaten_by": beaten, "tied_with": tied})  # fmt: skip
+        tied = [
+            r["name"]
+            for r in rows
+            if r is not row and r["name"] not in beaten and not faster(row["name"], r["name"])
+        ]
+        found.append(
+            {
+                "name": row["name"],
+                "label": row["label"],
+                "rank": 1 + len(beaten),
+                "speedup": row["speedup"],
+                "beaten_by": beaten,
+                "tied_with": tied,
+            }
+        )
     return sorted(found, key=lambda row: row["rank"])  # stable: the faster first
 
 
@@ -116,8 +144,16 @@ def lines(found: Sequence[dict[str, Any]]) -> list[str]:
     out, label = [], {row["name"]: row["label"] for row in found}
     for row in found:
         s = row["speedup"]
-        spread = "" if s["low"] is None or s["low"] == s["high"] else f" [{s['low']:.2f}, {s['high']:.2f}]"
+        spread = (
+            ""
+            if s["low"] is None or s["low"] == s["high"]
+            else f" [{s['low']:.2f}, {s['high']:.2f}]"
+        )
         mean = "–" if s["mean"] is None else f"{s['mean']:.2f}×"
-        tied = f", not to be told from {', '.join(label[n] for n in row['tied_with'])}" if row["tied_with"] else ""
+        tied = (
+            f", not to be told from {', '.join(label[n] for n in row['tied_with'])}"
+            if row["tied_with"]
+            else ""
+        )
         out.append(f"{row['rank']}. {row['label']}: {mean}{spread}{tied}")
     return out

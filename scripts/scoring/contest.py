@@ -1,8 +1,10 @@
-"""The measured run: every drafter on every prompt, taking turns so that drift of the machine hits all alike.
+"""The measured run: every drafter on every prompt, taking turns so that drift of the machine
+hits all alike.
 
-For each chunk of prompts the drafters run one after another, and the one that begins moves on with every chunk.
-Drafters are grouped by the target they draft for (a head that was trained with its target brings another one); every
-group has a `none` of its own, whose answers become the history of later turns of that group.
+For each chunk of prompts the drafters run one after another, and the one that begins moves on
+with every chunk. Drafters are grouped by the target they draft for (a head that was trained
+with its target brings another one); every group has a `none` of its own, whose answers become
+the history of later turns of that group.
 """
 
 from __future__ import annotations
@@ -39,11 +41,12 @@ class Settings:
 
 @dataclass
 class Lane:
-    """A row of the table. run(requests, settings) -> Run. name: as the user wrote it, made unique; label: short.
+    """A row of the table. run(requests, settings) -> Run. name: as the user wrote it, made
+    unique; label: short.
 
-    target: whom it drafts for, None: the report's target. group: name of that target, "" for the report's. base: the
-    row of its group's plain decoding. facts: parameters, bytes, training cost, where known. draft: what its name asks
-    for, None for outside references.
+    target: whom it drafts for, None: the report's target. group: name of that target, "" for
+    the report's. base: the row of its group's plain decoding. facts: parameters, bytes,
+    training cost, where known. draft: what its name asks for, None for outside references.
     """
 
     name: str
@@ -73,8 +76,9 @@ class Answer:
 
 @dataclass
 class Lap:
-    """One timed call: a chunk of prompts at the same turn, run by one drafter. tokens: all, prefill's included; first:
-    those of the prefill (None: one for each prompt). peak: bytes of memory at most."""
+    """One timed call: a chunk of prompts at the same turn, run by one drafter. tokens: all,
+    prefill's included; first: those of the prefill (None: one for each prompt). peak: bytes of
+    memory at most."""
 
     drafter: str
     prompts: tuple[str, ...]
@@ -87,19 +91,27 @@ class Lap:
 
 @dataclass
 class Contest:
-    """Everything measured. skipped_turns: (prompt id, turn, why) of turns that no drafter could run."""
+    """Everything measured. skipped_turns: (prompt id, turn, why) of turns that no drafter
+    could run.
+    """
 
     answers: list[Answer] = field(default_factory=list)
     laps: list[Lap] = field(default_factory=list)
     skipped_turns: list[dict[str, Any]] = field(default_factory=list)
 
 
-def run_contest(target: Target, tokenizer: Any, prompts: Sequence[Prompt], lanes: Sequence[Lane], settings: Settings,
-                quiet: bool = False) -> Contest:  # fmt: skip
+def run_contest(
+    target: Target,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    lanes: Sequence[Lane],
+    settings: Settings,
+    quiet: bool = False,
+) -> Contest:
     """Run every lane on every prompt.
 
-    Raises UserError when the first turn of a prompt does not fit the context; a later turn that does not fit,
-    because the history grew, is skipped for all drafters and noted.
+    Raises UserError when the first turn of a prompt does not fit the context; a later turn
+    that does not fit, because the history grew, is skipped for all drafters and noted.
     """
     contest = Contest()
     groups = list(dict.fromkeys(lane.group for lane in lanes))
@@ -108,8 +120,10 @@ def run_contest(target: Target, tokenizer: Any, prompts: Sequence[Prompt], lanes
     first = [chat_ids(tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in prompts]
     for prompt, ids in zip(prompts, first, strict=True):
         if len(ids) >= target.context_length:
-            raise UserError(f"prompts: {prompt.id} has {len(ids)} tokens and the target's context holds "
-                            f"{target.context_length}; shorten or remove that prompt")  # fmt: skip
+            raise UserError(
+                f"prompts: {prompt.id} has {len(ids)} tokens and the target's context holds "
+                f"{target.context_length}; shorten or remove that prompt"
+            )
     _warm_up(lanes, first[0], settings)
     size = settings.batch_size
     chunks = [list(prompts[i : i + size]) for i in range(0, len(prompts), size)]
@@ -121,7 +135,9 @@ def run_contest(target: Target, tokenizer: Any, prompts: Sequence[Prompt], lanes
                 live: list[Prompt] = []
                 requests: dict[str, list[Request]] = {g: [] for g in groups}
                 for p in chunk:
-                    if turn >= len(p.turns) or any(len(history[g][p.id]) < 2 * turn for g in groups):
+                    if turn >= len(p.turns) or any(
+                        len(history[g][p.id]) < 2 * turn for g in groups
+                    ):
                         continue
                     ids_of = {}
                     for g in groups:
@@ -129,16 +145,23 @@ def run_contest(target: Target, tokenizer: Any, prompts: Sequence[Prompt], lanes
                         ids_of[g] = chat_ids(tokenizer, history[g][p.id])
                     longest = max(map(len, ids_of.values()))
                     if longest >= target.context_length:
-                        contest.skipped_turns.append({"prompt_id": p.id, "turn": turn, "tokens": longest})
+                        contest.skipped_turns.append(
+                            {"prompt_id": p.id, "turn": turn, "tokens": longest}
+                        )
                         continue
                     live.append(p)
                     for g in groups:
                         number_of = request_id(numbers[p.id], turn)
-                        requests[g].append(Request(ids_of[g], settings.max_new_tokens, id=number_of))
+                        requests[g].append(
+                            Request(ids_of[g], settings.max_new_tokens, id=number_of)
+                        )
                 for k in range(len(lanes)):
                     lane = lanes[(k + number) % len(lanes)]
-                    progress.update(task, description=clipped(lane.label, 28),
-                                    note=f"prompt {number * size + 1} of {len(prompts)}, {lane.label}")  # fmt: skip
+                    progress.update(
+                        task,
+                        description=clipped(lane.label, 28),
+                        note=f"prompt {number * size + 1} of {len(prompts)}, {lane.label}",
+                    )
                     if live:
                         start_peak(target.device)
                         run = lane.run(requests[lane.group], settings)
@@ -152,16 +175,21 @@ def run_contest(target: Target, tokenizer: Any, prompts: Sequence[Prompt], lanes
 def request_id(prompt: int, turn: int) -> int:
     """The id of a turn's request: different for all turns of 2**34 prompts.
 
-    The first 64 turns count up from 64 * prompt, as they always did; later ones go far above those.
+    The first 64 turns count up from 64 * prompt, as they always did; later ones go far above
+    those.
     """
     later, place = divmod(turn, 64)
     return (later << 40) + 64 * prompt + place
 
 
-def _note(contest: Contest, lane: Lane, live: Sequence[Prompt], turn: int, run: Run, most: int | None) -> None:
+def _note(
+    contest: Contest, lane: Lane, live: Sequence[Prompt], turn: int, run: Run, most: int | None
+) -> None:
     tokens = sum(len(g.token_ids) for g in run.generations)
     first = sum(g.cycles[0].start if g.cycles else len(g.token_ids) for g in run.generations)
-    contest.laps.append(Lap(lane.name, tuple(p.id for p in live), turn, run.timing, tokens, first, most))
+    contest.laps.append(
+        Lap(lane.name, tuple(p.id for p in live), turn, run.timing, tokens, first, most)
+    )
     for p, generation in zip(live, run.generations, strict=True):
         contest.answers.append(Answer(lane.name, p.id, turn, p.category, generation))
 
@@ -173,6 +201,8 @@ def _remember(tokenizer: Any, history: History, live: Sequence[Prompt], run: Run
 
 
 def _warm_up(lanes: Sequence[Lane], ids: list[int], settings: Settings) -> None:
-    greedy = Settings(Sampling(), min(WARM_UP_TOKENS, settings.max_new_tokens), 1, settings.seed, settings.verify)
+    greedy = Settings(
+        Sampling(), min(WARM_UP_TOKENS, settings.max_new_tokens), 1, settings.seed, settings.verify
+    )
     for lane in lanes:
         lane.run([Request(ids, greedy.max_new_tokens)], greedy)

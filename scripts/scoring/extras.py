@@ -1,4 +1,6 @@
-"""What stands beside a drafter on disk and belongs into a report: what tuning measured, how the head learned."""
+"""What stands beside a drafter on disk and belongs into a report: what tuning measured, how
+the head learned.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ from scripts.scoring.contest import Lane
 
 
 def extras(lanes: Iterable[Lane]) -> dict[str, Any]:
-    """{"tuning": label -> curves, rows, latency; "learning": label -> evaluations by step} of a report's drafters; a
-    drafter that is no head, and one without a tuning or a log, is left out. Never raises for what lies there."""
+    """{"tuning": label -> curves, rows, latency; "learning": label -> evaluations by step} of
+    a report's drafters; a drafter that is no head, and one without a tuning or a log, is left
+    out. Never raises for what lies there."""
     tuning: dict[str, Any] = {}
     learning: dict[str, Any] = {}
     for lane in lanes:
@@ -26,7 +29,8 @@ def extras(lanes: Iterable[Lane]) -> dict[str, Any]:
             if folder is None:
                 continue
             found = tuned.read(folder)
-        except UserError:  # it was sound when the lane was made: what happened to it since costs no measured report
+        except UserError:
+            # Sound when the lane was made: what happened to it since costs no measured report.
             continue
         label = names.label(lane.draft.source)
         told = measured(found.evidence) if found else None
@@ -39,36 +43,54 @@ def extras(lanes: Iterable[Lane]) -> dict[str, Any]:
 
 
 def measured(evidence: dict[str, Any]) -> dict[str, Any] | None:
-    """Curves, rows and latency of decode.json's evidence, every number checked; None where anything is amiss: the file
-    is foreign, and a report can do without it."""
+    """Curves, rows and latency of decode.json's evidence, every number checked; None where
+    anything is amiss: the file is foreign, and a report can do without it."""
     try:
-        curves = {kind: [{k: float(v) for k, v in p.items()} for p in evidence["curves"].get(kind, ())]
-                  for kind in ("chain", "tree")}  # fmt: skip
-        batch = [{k: float(p[k]) for k in ("batch_size", "speedup")} for p in evidence["curves"].get("batch", ())]
-        target = {str(int(b)): [[float(n), float(ms)] for n, ms in knots]
-                  for b, knots in evidence["latency"]["target"].items()}  # fmt: skip
+        curves = {
+            kind: [{k: float(v) for k, v in p.items()} for p in evidence["curves"].get(kind, ())]
+            for kind in ("chain", "tree")
+        }
+        batch = [
+            {k: float(p[k]) for k in ("batch_size", "speedup")}
+            for p in evidence["curves"].get("batch", ())
+        ]
+        target = {
+            str(int(b)): [[float(n), float(ms)] for n, ms in knots]
+            for b, knots in evidence["latency"]["target"].items()
+        }
         rows = []
         for row in evidence["rows"]:
             size = row["settings"]
-            speed = {k: None if v is None else float(v) for k, v in row["measured"]["speedup"].items()}
-            rows.append({
-                "name": str(row["name"]), "kind": "chain" if row["kind"] == "chain" else "tree",
-                "settings": {k: int(size[k]) for k in ("depth", "nodes") if size.get(k)},
-                "predicted_at_pace": float(row["predicted_at_pace"]),
-                "measured": {"tokens_per_second": float(row["measured"]["tokens_per_second"]),
-                             "speedup": {k: speed.get(k) for k in ("mean", "low", "high")}},
-            })  # fmt: skip
+            speed = {
+                k: None if v is None else float(v) for k, v in row["measured"]["speedup"].items()
+            }
+            rows.append(
+                {
+                    "name": str(row["name"]),
+                    "kind": "chain" if row["kind"] == "chain" else "tree",
+                    "settings": {k: int(size[k]) for k in ("depth", "nodes") if size.get(k)},
+                    "predicted_at_pace": float(row["predicted_at_pace"]),
+                    "measured": {
+                        "tokens_per_second": float(row["measured"]["tokens_per_second"]),
+                        "speedup": {k: speed.get(k) for k in ("mean", "low", "high")},
+                    },
+                }
+            )
         for kind, key in (("chain", "depth"), ("tree", "nodes")):
             if any(not {key, "speedup"} <= p.keys() for p in curves[kind]):
                 return None
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None
-    return {"curves": {**curves, "batch": batch}, "latency": {"target": target}, "rows": rows} if target else None
+    return (
+        {"curves": {**curves, "batch": batch}, "latency": {"target": target}, "rows": rows}
+        if target
+        else None
+    )
 
 
 def evaluations(folder: Path) -> list[dict[str, Any]]:
-    """Decoded accepted length by step, from metrics.jsonl of the run that a head folder belongs to; the last of each
-    step. [] without a log."""
+    """Decoded accepted length by step, from metrics.jsonl of the run that a head folder
+    belongs to; the last of each step. [] without a log."""
     for place in (folder, folder.parent, folder.parent.parent):
         log = place / "metrics.jsonl"
         if log.is_file():
@@ -79,16 +101,20 @@ def evaluations(folder: Path) -> list[dict[str, Any]]:
     try:
         for line in log.read_text().splitlines():
             entry = json.loads(line)
-            if entry.get("event") == "eval" and isinstance(entry.get("accepted_length"), int | float):
-                found[int(entry["step"])] = {k: entry.get(k) for k in ("step", "accepted_length", "low", "high")}
+            if entry.get("event") == "eval" and isinstance(
+                entry.get("accepted_length"), int | float
+            ):
+                found[int(entry["step"])] = {
+                    k: entry.get(k) for k in ("step", "accepted_length", "low", "high")
+                }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass  # a log that is being written may end in half a line
     return [found[step] for step in sorted(found)]
 
 
 def batches(reports: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Measured speedup by batch size of every drafter, the smallest batch first, at the temperature of the first
-    report; {} for a single size."""
+    """Measured speedup by batch size of every drafter, the smallest batch first, at the
+    temperature of the first report; {} for a single size."""
     known = list(reports)
     same = [r for r in known if r["settings"]["temperature"] == known[0]["settings"]["temperature"]]
     if len(same) < 2:
@@ -97,17 +123,22 @@ def batches(reports: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]
     for report in same:
         for row in report["drafters"]:
             if row["shape"] != "none" and row["speedup"]["mean"] is not None:
-                point = {"batch_size": report["settings"]["batch_size"], "speedup": row["speedup"]["mean"],
-                         "low": row["speedup"]["low"], "high": row["speedup"]["high"],
-                         "tokens_per_second": row["tokens_per_second"]}  # fmt: skip
+                point = {
+                    "batch_size": report["settings"]["batch_size"],
+                    "speedup": row["speedup"]["mean"],
+                    "low": row["speedup"]["low"],
+                    "high": row["speedup"]["high"],
+                    "tokens_per_second": row["tokens_per_second"],
+                }
                 out.setdefault(row["label"], []).append(point)
     return {label: sorted(points, key=lambda p: p["batch_size"]) for label, points in out.items()}
 
 
 def stops_paying(points: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Up to which of the measured batch sizes a drafter pays, of `batches`: pays_up_to, the largest one up to which
-    every size is clearly faster than plain decoding (interval above 1); stops_at, the smallest one from which on none
-    is faster. None where no measured size is."""
+    """Up to which of the measured batch sizes a drafter pays, of `batches`: pays_up_to, the
+    largest one up to which every size is clearly faster than plain decoding (interval above
+    1); stops_at, the smallest one from which on none is faster. None where no measured size
+    is."""
     known = sorted(points, key=lambda p: p["batch_size"])
     up_to = stops = None
     for p in known:

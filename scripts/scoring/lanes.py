@@ -1,4 +1,6 @@
-"""From names to rows of the table: drafters, references, and the targets that heads bring with them."""
+"""From names to rows of the table: drafters, references, and the targets that heads bring with
+them.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,14 @@ GENERATE, LOOKUP = "hf_generate", "hf_prompt_lookup"
 Skipped = dict[str, str]
 
 
-def lanes_of(specs: Sequence[str], target: Target, fresh: Callable[[], Target] | None = None
-             ) -> tuple[list[Lane], list[Skipped]]:  # fmt: skip
-    """(rows that load, [{name, reason}] of those that do not). `none` is put in front when it is not listed.
+def lanes_of(
+    specs: Sequence[str], target: Target, fresh: Callable[[], Target] | None = None
+) -> tuple[list[Lane], list[Skipped]]:
+    """(rows that load, [{name, reason}] of those that do not). `none` is put in front when it
+    is not listed.
 
-    fresh: loads the target once more, for heads that were trained with it (Medusa-2): each of those gets a target and a
-    `none` of its own. Without it they tune `target` itself.
+    fresh: loads the target once more, for heads that were trained with it (Medusa-2): each of
+    those gets a target and a `none` of its own. Without it they tune `target` itself.
     """
     lanes: list[Lane] = []
     skipped: list[Skipped] = []
@@ -53,11 +57,26 @@ def lanes_of(specs: Sequence[str], target: Target, fresh: Callable[[], Target] |
     return lanes, skipped
 
 
-def _lanes(spec: str, target: Target, fresh: Callable[[], Target] | None,
-           tuned: dict[str, tuple[str, Target]]) -> list[Lane]:  # fmt: skip
+def _lanes(
+    spec: str,
+    target: Target,
+    fresh: Callable[[], Target] | None,
+    tuned: dict[str, tuple[str, Target]],
+) -> list[Lane]:
     if spec == GENERATE:
-        return [Lane(spec, spec, "reference", "none", 0, 0, lambda requests, s: hf_generate(
-            target, requests, s.sampling, batch_size=s.batch_size, seed=s.seed))]  # fmt: skip
+        return [
+            Lane(
+                spec,
+                spec,
+                "reference",
+                "none",
+                0,
+                0,
+                lambda requests, s: hf_generate(
+                    target, requests, s.sampling, batch_size=s.batch_size, seed=s.seed
+                ),
+            )
+        ]
     if spec == LOOKUP:
         return [_assisted(*row) for row in assistants(spec, target, None)]
     if spec == names.ASSISTED:
@@ -66,8 +85,11 @@ def _lanes(spec: str, target: Target, fresh: Callable[[], Target] | None,
         assistant = parse(spec.removeprefix(f"{names.ASSISTED}@")).source
         card = _card(parse(assistant))
         if card is not None and card["kind"] != "small_lm":
-            raise UserError(f"drafters: {spec}: {assistant} is no language model of its own, which transformers needs "
-                            "as an assistant; give a separate draft model")  # fmt: skip
+            raise UserError(
+                f"drafters: {spec}: {assistant} is no language model of its own, which "
+                "transformers needs "
+                "as an assistant; give a separate draft model"
+            )
         draft = resolve_drafter(f"{assistant}@chain", target)
         return [_assisted(*row) for row in assistants(spec, target, draft)]
     asked = parse(spec)
@@ -94,36 +116,73 @@ def _lanes(spec: str, target: Target, fresh: Callable[[], Target] | None,
 
 
 def _drafting(spec: str, drafter: Drafter, target: Target) -> Lane:
-    shape = "none" if not drafter.max_nodes else "chain" if drafter.max_nodes == drafter.max_depth else "tree"
+    shape = (
+        "none"
+        if not drafter.max_nodes
+        else "chain"
+        if drafter.max_nodes == drafter.max_depth
+        else "tree"
+    )
     elements, size = own_elements(drafter, target)
 
     def run(requests: Sequence[Request], s: Settings) -> Run:
-        return generate(target, drafter, requests, s.sampling, batch_size=s.batch_size, seed=s.seed, verify=s.verify,
-                        clock=clock(target) if s.wait else time.perf_counter)  # fmt: skip
+        return generate(
+            target,
+            drafter,
+            requests,
+            s.sampling,
+            batch_size=s.batch_size,
+            seed=s.seed,
+            verify=s.verify,
+            clock=clock(target) if s.wait else time.perf_counter,
+        )
 
-    return Lane(spec, spec, getattr(drafter, "kind", spec), shape, drafter.max_depth, drafter.max_nodes, run, target,
-                facts={"parameters": elements, "bytes": size})  # fmt: skip
+    return Lane(
+        spec,
+        spec,
+        getattr(drafter, "kind", spec),
+        shape,
+        drafter.max_depth,
+        drafter.max_nodes,
+        run,
+        target,
+        facts={"parameters": elements, "bytes": size},
+    )
 
 
 def _assisted(name: str, reference: Assisted, k: int) -> Lane:
     # nodes 0: its cycles are read off from outside, so it stands in no comparison of drafters
-    return Lane(name, name, "reference", "none", k, 0, lambda requests, s: reference(requests, s.sampling, s.seed))
+    return Lane(
+        name,
+        name,
+        "reference",
+        "none",
+        k,
+        0,
+        lambda requests, s: reference(requests, s.sampling, s.seed),
+    )
 
 
 def _card(draft: Draft) -> dict[str, Any] | None:
-    """The card of the head that `draft` asks for; None where it asks for no head. Raises UserError when damaged."""
+    """The card of the head that `draft` asks for; None where it asks for no head. Raises
+    UserError when damaged.
+    """
     folder = head_folder(draft)
     return None if folder is None else read_card(folder)
 
 
 def _tuned_by(card: dict[str, Any] | None) -> str:
-    """Which training of its target a head belongs to; "" for heads of a frozen one and for all that are no heads."""
+    """Which training of its target a head belongs to; "" for heads of a frozen one and for all
+    that are no heads.
+    """
     kind = HEADS.get(card["kind"]) if card else None
     return str(card["sha256"]) if card and kind is not None and kind.trains_target else ""
 
 
 def training(card: dict[str, Any] | None) -> dict[str, Any]:
-    """What the training of a head took, as its card says it in numbers; {} where nobody wrote it down."""
+    """What the training of a head took, as its card says it in numbers; {} where nobody wrote
+    it down.
+    """
     found = card["extra"].get("training") if card else None
     if not isinstance(found, dict):
         return {}

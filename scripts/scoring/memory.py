@@ -1,4 +1,6 @@
-"""How much memory a row of the table takes: what its drafter holds beside the target, and the peak while it ran."""
+"""How much memory a row of the table takes: what its drafter holds beside the target, and the
+peak while it ran.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,12 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def own_elements(drafter: Any, target: Any) -> tuple[int, int]:
-    """(elements, bytes) of the floating-point weights that a drafter keeps and its target does not. K/V caches and
-    whatever else is made for a run do not count: ask before the first one."""
-    theirs = {p.untyped_storage().data_ptr() for p in [*target.model.parameters(), *target.model.buffers()]}
+    """(elements, bytes) of the floating-point weights that a drafter keeps and its target does
+    not. K/V caches and whatever else is made for a run do not count: ask before the first one."""
+    theirs = {
+        p.untyped_storage().data_ptr()
+        for p in [*target.model.parameters(), *target.model.buffers()]
+    }
     found: dict[int, Tensor] = {}
     _walk(drafter, found, set(), 4)
     mine = [t for pointer, t in found.items() if pointer not in theirs]
@@ -38,7 +43,9 @@ def _walk(value: Any, found: dict[int, Tensor], seen: set[int], depth: int) -> N
     elif isinstance(value, list | tuple):
         for item in value:
             _walk(item, found, seen, depth - 1)
-    elif type(value).__module__.partition(".")[0] in ("decode", "heads") and hasattr(value, "__dict__"):
+    elif type(value).__module__.partition(".")[0] in ("decode", "heads") and hasattr(
+        value, "__dict__"
+    ):
         for name, item in vars(value).items():
             if name not in ("cache", "masks", "target", "embed", "rope", "h", "state"):
                 _walk(item, found, seen, depth - 1)
@@ -54,7 +61,9 @@ def start_peak(device: torch.device) -> None:
 
 
 def peak(device: torch.device) -> int | None:
-    """Bytes at the peak since start_peak: allocated on the GPU, or resident of the whole process. None: unknown."""
+    """Bytes at the peak since start_peak: allocated on the GPU, or resident of the whole
+    process. None: unknown.
+    """
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     try:

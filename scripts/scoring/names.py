@@ -14,13 +14,18 @@ ASSISTED = "hf_assisted"  # stands before the name of a draft: transformers deco
 
 
 def labels(names: Sequence[str]) -> list[str]:
-    """/data/runs/medusa/head@tree -> medusa@tree, hf_assisted@runs/draft -> hf_assisted@draft; of names that would be
-    told by the same label each takes as much of its path as it needs, and the whole of it at last."""
+    """/data/runs/medusa/head@tree -> medusa@tree, hf_assisted@runs/draft -> hf_assisted@draft;
+    of names that would be told by the same label each takes as much of its path as it needs,
+    and the whole of it at last."""
     levels = [_levels(name) for name in names]
     place = [0] * len(names)
     while True:
         found = [steps[at] for steps, at in zip(levels, place, strict=True)]
-        longer = [i for i, label in enumerate(found) if found.count(label) > 1 and place[i] + 1 < len(levels[i])]
+        longer = [
+            i
+            for i, label in enumerate(found)
+            if found.count(label) > 1 and place[i] + 1 < len(levels[i])
+        ]
         if not longer:
             return found
         for i in longer:
@@ -52,5 +57,7 @@ def _levels(name: str) -> list[str]:
     for source in (told, parts):
         for count in range(1, deepest + 1):
             short = [folders[-count - (folders[-1] in INSIDE) :] for folders in source]
-            found.append("@".join("/".join(folders) for folders in short).replace("//", "/") + extra)
+            found.append(
+                "@".join("/".join(folders) for folders in short).replace("//", "/") + extra
+            )
     return list(dict.fromkeys([*found, name]))

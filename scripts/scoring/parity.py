@@ -1,4 +1,6 @@
-"""The parity gate of every trained head of a report: heads/parity.py on the report's own prompts, at T = 0."""
+"""The parity gate of every trained head of a report: heads/parity.py on the report's own
+prompts, at T = 0.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,9 @@ def gates(
     tokens: int,
     quiet: bool = False,
 ) -> dict[str, Parity]:
-    """Folder -> what the gate found, for every head that some lane drafts with, on that lane's own target; `count`
-    prompts (0: no gate), answers of `tokens`. Each head is saved once more and read back.
+    """Folder -> what the gate found, for every head that some lane drafts with, on that lane's
+    own target; `count` prompts (0: no gate), answers of `tokens`. Each head is saved once more
+    and read back.
 
     Raises UserError for a head that has vanished or changed since its lane was made.
     """

@@ -1,7 +1,8 @@
-"""Outside reference: Hugging Face `generate` on the same loaded weights, behind the same call as our engine.
+"""Outside reference: Hugging Face `generate` on the same loaded weights, behind the same call
+as our engine.
 
-It is a row of the table like any other (drafter name `hf_generate`), so "no slower than generate" is measured in
-the same interleaved run.
+It is a row of the table like any other (drafter name `hf_generate`), so "no slower than
+generate" is measured in the same interleaved run.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ class FirstToken(StoppingCriteria):
 
 @contextlib.contextmanager
 def without_wishes(model: Any, **fields: Any) -> Iterator[None]:
-    """The model with no generation_config of its own but `fields`. `generate` fills every setting that a run leaves
-    open from there: repetition_penalty, suppress_tokens or num_beams of the model would become part of the law."""
+    """The model with no generation_config of its own but `fields`. `generate` fills every
+    setting that a run leaves open from there: repetition_penalty, suppress_tokens or num_beams
+    of the model would become part of the law."""
     kept = model.generation_config
     model.generation_config = GenerationConfig(**fields)
     try:
@@ -52,21 +54,30 @@ def without_wishes(model: Any, **fields: Any) -> Iterator[None]:
 
 
 def room(target: Target, request: Request) -> int:
-    """Most tokens the engine would write for this request: its limit or the end of the context."""
+    """Most tokens the engine would write for this request: its limit or the end of the
+    context.
+    """
     return min(request.max_new_tokens, target.context_length - len(request.prompt))
 
 
 def hf_generate(
-    target: Target, requests: Sequence[Request], sampling: Sampling, *, batch_size: int = 1, seed: int = 0,
+    target: Target,
+    requests: Sequence[Request],
+    sampling: Sampling,
+    *,
+    batch_size: int = 1,
+    seed: int = 0,
     guidance: float | None = None,
-) -> Run:  # fmt: skip
-    """Decode `requests` with target.model.generate under the same settings, left-padded in batches.
+) -> Run:
+    """Decode `requests` with target.model.generate under the same settings, left-padded in
+    batches.
 
     guidance: classifier-free guidance from the prompt's last token; it wants batch_size 1.
 
-    A token drawn after the first is a cycle of length one, as for `none`. Random numbers come from torch's global
-    generator, seeded per batch and restored afterwards: samples differ from our engine's, their law does not.
-    Rows run one by one where their padding could reach the end of the context or the switch of a rotary embedding.
+    A token drawn after the first is a cycle of length one, as for `none`. Random numbers come
+    from torch's global generator, seeded per batch and restored afterwards: samples differ
+    from our engine's, their law does not. Rows run one by one where their padding could reach
+    the end of the context or the switch of a rotary embedding.
     """
     timing, generations = Timing(), []
     for start in range(0, len(requests), batch_size):
@@ -77,7 +88,9 @@ def hf_generate(
     return Run(generations, timing, law_rows=0)
 
 
-def settings(target: Target, sampling: Sampling, max_new_tokens: int) -> tuple[GenerationConfig, LogitsProcessorList]:
+def settings(
+    target: Target, sampling: Sampling, max_new_tokens: int
+) -> tuple[GenerationConfig, LogitsProcessorList]:
     """Our settings in transformers' words."""
     config = GenerationConfig(
         max_new_tokens=max_new_tokens,
@@ -97,14 +110,22 @@ def settings(target: Target, sampling: Sampling, max_new_tokens: int) -> tuple[G
 
 
 def _batch(
-    target: Target, batch: Sequence[Request], sampling: Sampling, seed: int, timing: Timing,
+    target: Target,
+    batch: Sequence[Request],
+    sampling: Sampling,
+    seed: int,
+    timing: Timing,
     guidance: float | None = None,
-) -> list[Generation]:  # fmt: skip
+) -> list[Generation]:
     begin = time.perf_counter()
     longest, limit = max(len(r.prompt) for r in batch), max(room(target, r) for r in batch)
     pad = target.eos_ids[0] if target.eos_ids else 0
-    ids = torch.tensor([[pad] * (longest - len(r.prompt)) + list(r.prompt) for r in batch], device=target.device)
-    mask = torch.tensor([[0] * (longest - len(r.prompt)) + [1] * len(r.prompt) for r in batch], device=target.device)
+    ids = torch.tensor(
+        [[pad] * (longest - len(r.prompt)) + list(r.prompt) for r in batch], device=target.device
+    )
+    mask = torch.tensor(
+        [[0] * (longest - len(r.prompt)) + [1] * len(r.prompt) for r in batch], device=target.device
+    )
     config, processors = settings(target, sampling, limit)
     if guidance is not None:
         config.guidance_scale = guidance
@@ -119,7 +140,10 @@ def _batch(
     ):
         torch.manual_seed((seed * 1_000_003 + batch[0].id) % SEEDS)
         out = model.generate(
-            ids, attention_mask=mask, generation_config=config, logits_processor=processors,
+            ids,
+            attention_mask=mask,
+            generation_config=config,
+            logits_processor=processors,
             stopping_criteria=StoppingCriteriaList([first]),
         )
     rows = out[:, longest:].tolist()
@@ -157,7 +181,10 @@ def _trim(request: Request, tokens: list[int], eos: tuple[int, ...]) -> Generati
     return Generation(
         list(request.prompt),
         tokens,
-        [Cycle(proposed=0, accepted=0, ranks=(), cut=False, start=i) for i in range(1, len(tokens))],
+        [
+            Cycle(proposed=0, accepted=0, ranks=(), cut=False, start=i)
+            for i in range(1, len(tokens))
+        ],
         [False] * len(tokens),
         "eos" if stop else "length",
     )

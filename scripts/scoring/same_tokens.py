@@ -1,10 +1,12 @@
-"""At T = 0 every drafter must write what `none` writes. Where it does not, how close were the two best logits?
+"""At T = 0 every drafter must write what `none` writes. Where it does not, how close were the
+two best logits?
 
-Scoring a tree and scoring one token are different sums in floating point: a near tie may fall either way. So each first
-difference is looked up in the target itself: how far below the best logit either choice lies. A few units in the last
-place are rounding. Where it is more, what rounding does to such distances in this model and dtype is measured (two
-plain ways to compute the same logits, see live.Plain.rounding): a distance beyond twice that is an error in our code,
-and is called so.
+Scoring a tree and scoring one token are different sums in floating point: a near tie may fall
+either way. So each first difference is looked up in the target itself: how far below the best
+logit either choice lies. A few units in the last place are rounding. Where it is more, what
+rounding does to such distances in this model and dtype is measured (two plain ways to compute
+the same logits, see live.Plain.rounding): a distance beyond twice that is an error in our
+code, and is called so.
 """
 
 from __future__ import annotations
@@ -18,20 +20,28 @@ from decode.target import Target
 from scripts.proofs.greedy import Plain
 from scripts.scoring.contest import Answer, Contest, Lane
 
-# Gap, in units in the last place of the larger logit, up to which two evaluation orders may disagree unmeasured.
+# Gap, in units in the last place of the larger logit, up to which two evaluation orders may
+# disagree unmeasured.
 ROUNDING_ULPS = {torch.bfloat16: 2, torch.float16: 4, torch.float32: 64, torch.float64: 64}
 LOOKED_UP = 100
-PROBED, SAFETY = 4, 2  # prompts on which rounding is measured; a largest value over so few is no bound
+PROBED, SAFETY = (
+    4,
+    2,
+)  # prompts on which rounding is measured; a largest value over so few is no bound
 
 
 def lossless(contest: Contest, lanes: list[Lane], target: Target) -> dict[str, dict[str, Any]]:
-    """Per drafter: {checked, equal, within_rounding, beyond_rounding, differences: [...]} against its own `none`.
-    measured_rounding: the distance that counts as rounding, where it had to be measured, else None."""
+    """Per drafter: {checked, equal, within_rounding, beyond_rounding, differences: [...]}
+    against its own `none`.
+    measured_rounding: the distance that counts as rounding, where it had to be measured, else
+        None."""
     found: dict[str, dict[str, Any]] = {}
     measured: dict[int, float] = {}
     for lane in lanes:
         baseline = {(a.prompt_id, a.turn): a for a in contest.answers if a.drafter == lane.base}
-        pairs = [(baseline[a.prompt_id, a.turn], a) for a in contest.answers if a.drafter == lane.name]
+        pairs = [
+            (baseline[a.prompt_id, a.turn], a) for a in contest.answers if a.drafter == lane.name
+        ]
         unequal = [(n, a) for n, a in pairs if n.generation.token_ids != a.generation.token_ids]
         own = lane.target or target
         differences = [_difference(n, a, own) for n, a in unequal[:LOOKED_UP]]
@@ -57,17 +67,28 @@ def lossless(contest: Contest, lanes: list[Lane], target: Target) -> dict[str, d
 @torch.inference_mode()
 def _difference(none: Answer, other: Answer, target: Target) -> dict[str, Any]:
     a, b = none.generation.token_ids, other.generation.token_ids
-    place = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    place = next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
     found: dict[str, Any] = {"prompt_id": none.prompt_id, "turn": none.turn, "position": place}
     if place >= min(len(a), len(b)):  # one is a prefix of the other: no rounding explains that
-        return {**found, "none": None, "other": None, "margin": None, "gap": None, "margin_ulps": None,
-                "within_rounding": False}  # fmt: skip
+        return {
+            **found,
+            "none": None,
+            "other": None,
+            "margin": None,
+            "gap": None,
+            "margin_ulps": None,
+            "within_rounding": False,
+        }
     ids = torch.tensor([[*none.generation.prompt_ids, *a[:place]]], device=target.device)
     logits = target.model(ids).logits[0, -1].float()
     best = logits.topk(2)
     high, low = best.values.tolist()
     ulp = torch.finfo(target.dtype).eps * 2.0 ** math.floor(math.log2(max(abs(high), 1e-30)))
-    gap = max(high - logits[[a[place], b[place]]].min().item(), 0.0)  # how far below the best either choice lies
+    gap = max(
+        high - logits[[a[place], b[place]]].min().item(), 0.0
+    )  # how far below the best either choice lies
     return {
         **found,
         "none": a[place],

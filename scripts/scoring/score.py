@@ -1,8 +1,10 @@
-"""From what was measured to report.json. Every metric is decode.stats' own; this file only groups and pairs.
+"""From what was measured to report.json. Every metric is decode.stats' own; this file only
+groups and pairs.
 
-The accepted length counts the bonus token and is taken over clean cycles: not cut by a stop token or the limit, not
-inside a loop; those two are reported apart. The unit that is resampled for intervals is the prompt with all its
-turns (for times with batch_size > 1: the chunk of prompts that ran together).
+The accepted length counts the bonus token and is taken over clean cycles: not cut by a stop
+token or the limit, not inside a loop; those two are reported apart. The unit that is resampled
+for intervals is the prompt with all its turns (for times with batch_size > 1: the chunk of
+prompts that ran together).
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from decode.engine import Cycle
 from scripts.scoring.breakdown import breakdown
 from scripts.scoring.contest import Answer, Contest, Lane, Lap
 
-UNSTEADY = 1.5  # 90th over 10th percentile of the time of a plain pass; a quiet machine stays below 1.2
+UNSTEADY = (
+    1.5  # 90th over 10th percentile of the time of a plain pass; a quiet machine stays below 1.2
+)
 
 
 class Scores:
@@ -31,49 +35,83 @@ class Scores:
         self.laps: dict[str, dict[tuple[str, ...], list[Lap]]] = {lane.name: {} for lane in lanes}
         for answer in contest.answers:
             self.answers[answer.drafter].setdefault(answer.prompt_id, []).append(answer)
-        for lap in contest.laps:  # a chunk whose shorter prompts are through keeps its first prompt's unit
+        for lap in (
+            contest.laps
+        ):  # a chunk whose shorter prompts are through keeps its first prompt's unit
             units = self.laps[lap.drafter]
             unit = next((u for u in units if lap.turn and set(lap.prompts) <= set(u)), lap.prompts)
             units.setdefault(unit, []).append(lap)
         self.prompts = list(next(iter(self.answers.values()), {}))
-        self.category = {p: rows[0].category for rows_of in self.answers.values() for p, rows in rows_of.items()}
+        self.category = {
+            p: rows[0].category for rows_of in self.answers.values() for p, rows in rows_of.items()
+        }
 
     def clean(self, name: str, prompts: Sequence[str]) -> list[list[Cycle]]:
         """[prompt][cycle]: the cycles that count."""
-        return [list(itertools.chain.from_iterable(stats.split(a.generation).clean for a in self.answers[name][p]))
-                for p in prompts]  # fmt: skip
+        return [
+            list(
+                itertools.chain.from_iterable(
+                    stats.split(a.generation).clean for a in self.answers[name][p]
+                )
+            )
+            for p in prompts
+        ]
 
     def units(self, category: str | None = None) -> list[tuple[str, ...]]:
         """The timed units whose prompts are all of `category` (None: every unit)."""
         units = next(iter(self.laps.values()), {})
-        return [u for u in units if category is None or all(self.category[p] == category for p in u)]
+        return [
+            u for u in units if category is None or all(self.category[p] == category for p in u)
+        ]
 
-    def work(self, name: str, units: Sequence[tuple[str, ...]], whole: bool) -> tuple[list[float], list[float]]:
-        """(tokens, seconds) per unit: end to end, or of decoding alone (the prefill's token is not its work)."""
+    def work(
+        self, name: str, units: Sequence[tuple[str, ...]], whole: bool
+    ) -> tuple[list[float], list[float]]:
+        """(tokens, seconds) per unit: end to end, or of decoding alone (the prefill's token is
+        not its work).
+        """
         tokens, seconds = [], []
         for unit in units:
             laps = self.laps[name][unit]
             tokens.append(float(sum(lap.tokens - (0 if whole else _first(lap)) for lap in laps)))
-            seconds.append(sum(lap.timing.total_s if whole else lap.timing.decode_s for lap in laps))
+            seconds.append(
+                sum(lap.timing.total_s if whole else lap.timing.decode_s for lap in laps)
+            )
         return tokens, seconds
 
-    def speedup(self, a: str, b: str, units: Sequence[tuple[str, ...]], whole: bool = False) -> dict[str, Any]:
+    def speedup(
+        self, a: str, b: str, units: Sequence[tuple[str, ...]], whole: bool = False
+    ) -> dict[str, Any]:
         """Tokens per second of `a` over those of `b`, paired by unit."""
         with np.errstate(invalid="ignore", divide="ignore"):
-            ratio = stats.ratio_of_rates(*self.work(a, units, whole), *self.work(b, units, whole), self.seed)
+            ratio = stats.ratio_of_rates(
+                *self.work(a, units, whole), *self.work(b, units, whole), self.seed
+            )
         return plain(ratio.json())
 
-    def cycle_ms(self, name: str, phases: Sequence[str], units: Sequence[tuple[str, ...]]) -> dict[str, Any]:
+    def cycle_ms(
+        self, name: str, phases: Sequence[str], units: Sequence[tuple[str, ...]]
+    ) -> dict[str, Any]:
         """Milliseconds per cycle spent in `phases`, resampled by unit."""
         laps = [self.laps[name][unit] for unit in units]
-        spent = [1000 * sum(getattr(lap.timing, f"{p}_s") for lap in one for p in phases) for one in laps]
+        spent = [
+            1000 * sum(getattr(lap.timing, f"{p}_s") for lap in one for p in phases) for one in laps
+        ]
         passes = [float(sum(lap.timing.cycles for lap in one)) for one in laps]
         return plain(stats.ratio_interval(spent, passes, self.seed).json())  # type: ignore[no-any-return]
 
     def break_even(self, lane: Lane, units: Sequence[tuple[str, ...]]) -> float | None:
-        """Accepted length at which the drafter's cycles, as long as they were, would be as fast as plain decoding."""
-        spent = [sum(lap.timing.decode_s for u in units for lap in self.laps[n][u]) for n in (lane.name, lane.base)]
-        passes = [sum(lap.timing.cycles for u in units for lap in self.laps[n][u]) for n in (lane.name, lane.base)]
+        """Accepted length at which the drafter's cycles, as long as they were, would be as
+        fast as plain decoding.
+        """
+        spent = [
+            sum(lap.timing.decode_s for u in units for lap in self.laps[n][u])
+            for n in (lane.name, lane.base)
+        ]
+        passes = [
+            sum(lap.timing.cycles for u in units for lap in self.laps[n][u])
+            for n in (lane.name, lane.base)
+        ]
         tokens = sum(self.work(lane.base, units, False)[0])
         if not lane.nodes or not all(passes) or not tokens or not spent[1]:
             return None
@@ -81,7 +119,9 @@ class Scores:
 
     def _rows(self, lane: Lane, units: Sequence[tuple[str, ...]]) -> float:
         """Rows that a target pass of this drafter serves on average."""
-        cycles = sum(len(a.generation.cycles) for u in units for p in u for a in self.answers[lane.name][p])
+        cycles = sum(
+            len(a.generation.cycles) for u in units for p in u for a in self.answers[lane.name][p]
+        )
         passes = sum(lap.timing.cycles for u in units for lap in self.laps[lane.name][u])
         return cycles / passes if passes and cycles else 1.0
 
@@ -100,60 +140,93 @@ class Scores:
         loop = [c for p in splits for c in p.loop]
         timings = [lap.timing for laps in self.laps[name].values() for lap in laps]
         passes = sum(t.cycles for t in timings)
-        seconds = {phase: sum(getattr(t, f"{phase}_s") for t in timings) for phase in ("draft", "target")}
+        seconds = {
+            phase: sum(getattr(t, f"{phase}_s") for t in timings) for phase in ("draft", "target")
+        }
         checked = sum(t.verify_s + t.commit_s for t in timings)
         decoded = sum(self.work(name, units, False)[0])
         speedup = self.speedup(name, lane.base, units)
         parts = breakdown(timings, decoded, speedup["mean"])
-        everything = [[c for a in self.answers[name][p] for c in a.generation.cycles] for p in self.prompts]
-        return plain({
-            "name": name,
-            "kind": lane.kind,
-            "shape": lane.shape,
-            "label": lane.label,
-            "max_depth": lane.depth,
-            "max_nodes": lane.nodes,
-            "tokens": sum(len(a.generation.token_ids) for a in answers),
-            "cycles": len(flat),
-            "accepted_length": stats.accepted_length(clean, self.seed).json(),
-            "acceptance_by_position": self._positions(flat, clean),
-            "acceptance_by_rank": stats.acceptance_by_rank(flat),
-            "cut_cycles": {"cycles": len(cut), "draft_tokens_accepted": sum(c.accepted for c in cut)},
-            "loop_cycles": {"cycles": len(loop), "accepted_length": _mean([c.accepted + 1 for c in loop])},
-            "accepted_length_all_cycles": stats.accepted_length(everything, self.seed).json(),
-            "by_category": {c: self._category(lane, c) for c in sorted(set(self.category.values()))},
-            "tokens_per_second": self.rate(name, units, False),
-            "tokens_per_second_interval": stats.ratio_interval(*self.work(name, units, False), self.seed).json(),
-            "speedup": speedup,
-            "end_to_end": {"tokens_per_second": self.rate(name, units, True),
-                           "speedup": self.speedup(name, lane.base, units, whole=True)},
-            "group": lane.group,
-            "base": lane.base,
-            "break_even": self.break_even(lane, units),
-            "parameters": lane.facts.get("parameters"),
-            "bytes": lane.facts.get("bytes"),
-            "training": lane.facts.get("training"),
-            "peak_bytes": max((lap.peak or 0 for laps in self.laps[name].values() for lap in laps), default=0) or None,
-            "draft_ms_interval": self.cycle_ms(name, ("draft",), units),
-            "verify_ms_interval": self.cycle_ms(name, ("target", "verify", "commit"), units),
-            "draft_ms": _per(seconds["draft"], passes),
-            "verify_ms": _per(seconds["target"] + checked, passes),
-            "target_ms": _per(seconds["target"], passes),
-            "target_passes": passes,
-            "prefill_seconds": sum(t.prefill_s for t in timings),
-            "ms_per_token": parts["ms_per_token"] if parts else {},
-            "breakdown": parts,
-            "per_prompt": [self._prompt(lane, p, cycles) for p, cycles in zip(self.prompts, clean, strict=True)],
-            "units": [{"prompts": list(unit), "tokens": tokens, "seconds": spent} for unit, tokens, spent in
-                      zip(units, *self.work(name, units, False), strict=True)],
-        })  # fmt: skip
+        everything = [
+            [c for a in self.answers[name][p] for c in a.generation.cycles] for p in self.prompts
+        ]
+        return plain(
+            {
+                "name": name,
+                "kind": lane.kind,
+                "shape": lane.shape,
+                "label": lane.label,
+                "max_depth": lane.depth,
+                "max_nodes": lane.nodes,
+                "tokens": sum(len(a.generation.token_ids) for a in answers),
+                "cycles": len(flat),
+                "accepted_length": stats.accepted_length(clean, self.seed).json(),
+                "acceptance_by_position": self._positions(flat, clean),
+                "acceptance_by_rank": stats.acceptance_by_rank(flat),
+                "cut_cycles": {
+                    "cycles": len(cut),
+                    "draft_tokens_accepted": sum(c.accepted for c in cut),
+                },
+                "loop_cycles": {
+                    "cycles": len(loop),
+                    "accepted_length": _mean([c.accepted + 1 for c in loop]),
+                },
+                "accepted_length_all_cycles": stats.accepted_length(everything, self.seed).json(),
+                "by_category": {
+                    c: self._category(lane, c) for c in sorted(set(self.category.values()))
+                },
+                "tokens_per_second": self.rate(name, units, False),
+                "tokens_per_second_interval": stats.ratio_interval(
+                    *self.work(name, units, False), self.seed
+                ).json(),
+                "speedup": speedup,
+                "end_to_end": {
+                    "tokens_per_second": self.rate(name, units, True),
+                    "speedup": self.speedup(name, lane.base, units, whole=True),
+                },
+                "group": lane.group,
+                "base": lane.base,
+                "break_even": self.break_even(lane, units),
+                "parameters": lane.facts.get("parameters"),
+                "bytes": lane.facts.get("bytes"),
+                "training": lane.facts.get("training"),
+                "peak_bytes": max(
+                    (lap.peak or 0 for laps in self.laps[name].values() for lap in laps), default=0
+                )
+                or None,
+                "draft_ms_interval": self.cycle_ms(name, ("draft",), units),
+                "verify_ms_interval": self.cycle_ms(name, ("target", "verify", "commit"), units),
+                "draft_ms": _per(seconds["draft"], passes),
+                "verify_ms": _per(seconds["target"] + checked, passes),
+                "target_ms": _per(seconds["target"], passes),
+                "target_passes": passes,
+                "prefill_seconds": sum(t.prefill_s for t in timings),
+                "ms_per_token": parts["ms_per_token"] if parts else {},
+                "breakdown": parts,
+                "per_prompt": [
+                    self._prompt(lane, p, cycles)
+                    for p, cycles in zip(self.prompts, clean, strict=True)
+                ],
+                "units": [
+                    {"prompts": list(unit), "tokens": tokens, "seconds": spent}
+                    for unit, tokens, spent in zip(
+                        units, *self.work(name, units, False), strict=True
+                    )
+                ],
+            }
+        )
 
     def _positions(self, flat: list[Cycle], clean: list[list[Cycle]]) -> list[dict[str, Any]]:
         if not flat:
             return []
-        found, spread = stats.acceptance_by_position(flat), stats.position_intervals(clean, self.seed)
-        return [{**p.json(), "conditional_interval": c.json(), "unconditional_interval": u.json()}
-                for p, (c, u) in zip(found, spread, strict=True)]  # fmt: skip
+        found, spread = (
+            stats.acceptance_by_position(flat),
+            stats.position_intervals(clean, self.seed),
+        )
+        return [
+            {**p.json(), "conditional_interval": c.json(), "unconditional_interval": u.json()}
+            for p, (c, u) in zip(found, spread, strict=True)
+        ]
 
     def _category(self, lane: Lane, category: str) -> dict[str, Any]:
         name = lane.name
@@ -174,15 +247,17 @@ class Scores:
             "prompt_id": prompt,
             "category": self.category[prompt],
             "accepted_length": _mean([c.accepted + 1 for c in cycles]),
-            "speedup": self.speedup(lane.name, lane.base, [alone])["mean"] if alone in self.laps[lane.name] else None,
+            "speedup": self.speedup(lane.name, lane.base, [alone])["mean"]
+            if alone in self.laps[lane.name]
+            else None,
             "cycles": len(cycles),
             "tokens": sum(len(a.generation.token_ids) for a in answers),
             "finish": [a.generation.finish for a in answers],
         }
 
     def steadiness(self) -> dict[str, Any]:
-        """Milliseconds per target pass of `none` by timed unit. Unsteady: something else was using the machine, and
-        speeds mean little however they are interleaved."""
+        """Milliseconds per target pass of `none` by timed unit. Unsteady: something else was
+        using the machine, and speeds mean little however they are interleaved."""
         spent = []
         for laps in self.laps["none"].values():
             passes = sum(lap.timing.cycles for lap in laps)
@@ -193,13 +268,21 @@ class Scores:
         return {"low": low, "median": median, "high": high, "steady": high <= UNSTEADY * low}
 
     def pairs(self) -> list[dict[str, Any]]:
-        """Paired differences of accepted length between drafters that draft, and speed ratios between all."""
+        """Paired differences of accepted length between drafters that draft, and speed ratios
+        between all.
+        """
         out = []
         for a, b in itertools.combinations(self.lanes, 2):
-            pair: dict[str, Any] = {"a": a.name, "b": b.name,
-                                    "speed_ratio": self.speedup(a.name, b.name, self.units())}  # fmt: skip
+            pair: dict[str, Any] = {
+                "a": a.name,
+                "b": b.name,
+                "speed_ratio": self.speedup(a.name, b.name, self.units()),
+            }
             if a.nodes and b.nodes:
-                clean_a, clean_b = self.clean(a.name, self.prompts), self.clean(b.name, self.prompts)
+                clean_a, clean_b = (
+                    self.clean(a.name, self.prompts),
+                    self.clean(b.name, self.prompts),
+                )
                 difference = stats.paired_difference(clean_a, clean_b, self.seed)
                 pair["accepted_length_difference"] = plain(difference.json())
             out.append(pair)
@@ -207,29 +290,37 @@ class Scores:
 
 
 def output_lines(contest: Contest) -> list[dict[str, Any]]:
-    """The lines of outputs.jsonl. cut, loop: places in `cycles` of those that are counted apart."""
+    """The lines of outputs.jsonl. cut, loop: places in `cycles` of those that are counted
+    apart.
+    """
     lines = []
     for a in contest.answers:
         g = a.generation
         looping = stats.loop_starts(g.token_ids)
-        lines.append({
-            "drafter": a.drafter,
-            "prompt_id": a.prompt_id,
-            "turn": a.turn,
-            "category": a.category,
-            "prompt_ids": list(g.prompt_ids),
-            "token_ids": g.token_ids,
-            "cycles": [_length(c, i, g.cycles, len(g.token_ids)) for i, c in enumerate(g.cycles)],
-            "proposed": [c.proposed for c in g.cycles],
-            "cut": [i for i, c in enumerate(g.cycles) if c.cut],
-            "loop": [i for i, c in enumerate(g.cycles) if not c.cut and looping[c.start]],
-            "finish": g.finish,
-        })  # fmt: skip
+        lines.append(
+            {
+                "drafter": a.drafter,
+                "prompt_id": a.prompt_id,
+                "turn": a.turn,
+                "category": a.category,
+                "prompt_ids": list(g.prompt_ids),
+                "token_ids": g.token_ids,
+                "cycles": [
+                    _length(c, i, g.cycles, len(g.token_ids)) for i, c in enumerate(g.cycles)
+                ],
+                "proposed": [c.proposed for c in g.cycles],
+                "cut": [i for i, c in enumerate(g.cycles) if c.cut],
+                "loop": [i for i, c in enumerate(g.cycles) if not c.cut and looping[c.start]],
+                "finish": g.finish,
+            }
+        )
     return lines
 
 
 def _length(cycle: Cycle, index: int, cycles: list[Cycle], total: int) -> int:
-    """Tokens that the cycle committed; fewer than accepted + 1 where a stop token or the limit cut it."""
+    """Tokens that the cycle committed; fewer than accepted + 1 where a stop token or the limit
+    cut it.
+    """
     end = cycles[index + 1].start if index + 1 < len(cycles) else total
     return end - cycle.start
 

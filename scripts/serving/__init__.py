@@ -1,1 +1,3 @@
-"""Serving: heads in other engines' formats, and the checks that those engines draft what was trained."""
+"""Serving: heads in other engines' formats, and the checks that those engines draft what was
+trained.
+"""

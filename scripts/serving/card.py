@@ -1,5 +1,5 @@
-"""The model card and the manifest of an export: what it is, what it was measured to do, how to serve it, and the
-hashes."""
+"""The model card and the manifest of an export: what it is, what it was measured to do, how to
+serve it, and the hashes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,19 @@ from scripts.common import files
 
 FORMAT = 1
 METHOD = {"medusa": "medusa", "eagle1": "eagle", "eagle3": "eagle3", "small_lm": "draft_model"}
-NAMES = {"medusa": "Medusa heads", "eagle1": "an EAGLE-1 head", "eagle3": "an EAGLE-3 head",
-         "small_lm": "a draft model"}  # fmt: skip
+NAMES = {
+    "medusa": "Medusa heads",
+    "eagle1": "an EAGLE-1 head",
+    "eagle3": "an EAGLE-3 head",
+    "small_lm": "a draft model",
+}
 
 
 @dataclass
 class About:
-    """All that card and manifest tell. settings: heads.tuned.Tuned or None. check: the self-check's figures."""
+    """All that card and manifest tell. settings: heads.tuned.Tuned or None. check: the
+    self-check's figures.
+    """
 
     format: str
     head: Any
@@ -37,11 +43,17 @@ class About:
 
     @property
     def depth(self) -> int:
-        """K of the serve command: all heads for Medusa, what tune chose for a chain, else the head's own depth."""
+        """K of the serve command: all heads for Medusa, what tune chose for a chain, else the
+        head's own depth.
+        """
         if self.head.kind == "medusa":
             return int(self.head.cfg.heads)
         chain = self.settings.chain if self.settings is not None else None
-        return int(chain.depth) if chain is not None and chain.depth else int(getattr(self.head.cfg, "depth", 5))
+        return (
+            int(chain.depth)
+            if chain is not None and chain.depth
+            else int(getattr(self.head.cfg, "depth", 5))
+        )
 
 
 def serve(about: About) -> list[tuple[str, str]]:
@@ -51,9 +63,12 @@ def serve(about: About) -> list[tuple[str, str]]:
     spec = {"model": folder, "method": METHOD[kind], "num_speculative_tokens": steps}
     vllm = f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(spec))}"
     algorithm = {"eagle1": "EAGLE", "eagle3": "EAGLE3", "small_lm": "STANDALONE"}.get(kind)
-    sglang = (f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm {algorithm} "
-              f"--speculative-draft-model-path {shlex.quote(folder)} --speculative-num-steps {steps} "
-              f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {steps + 1}")  # fmt: skip
+    sglang = (
+        f"python -m sglang.launch_server --model-path {shlex.quote(target)} "
+        f"--speculative-algorithm {algorithm} "
+        f"--speculative-draft-model-path {shlex.quote(folder)} --speculative-num-steps {steps} "
+        f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {steps + 1}"
+    )
     if about.format == "speculators":
         return [(VLLM, f"vllm serve {shlex.quote(folder)}"), (f"{VLLM}, other settings", vllm)]
     if about.format == "transformers":
@@ -68,41 +83,92 @@ def page(about: About) -> str:
     card, facts, head = about.card, about.facts, about.head
     identity = card.get("target") or {}
     extra, calibration = card.get("extra") or {}, getattr(head, "calibration", {}) or {}
-    tags = ["speculative-decoding", head.kind, *(["speculators"] if about.format == "speculators" else [])]
+    tags = [
+        "speculative-decoding",
+        head.kind,
+        *(["speculators"] if about.format == "speculators" else []),
+    ]
     front = ["---", "tags:", *(f"- {t}" for t in tags)]
     if facts.name and "/" in facts.name and not Path(facts.name).is_absolute():
         front.append(f"base_model: {facts.name}")
     what = NAMES[head.kind]
-    lines = [*front, "---", "", f"# {what[0].upper()}{what[1:]} for {identity.get('name', facts.name)}", "",
-             f"Exported in the format `{about.format}`. A drafter changes the speed of a model, never its answers.", ""]
+    lines = [
+        *front,
+        "---",
+        "",
+        f"# {what[0].upper()}{what[1:]} for {identity.get('name', facts.name)}",
+        "",
+        f"Exported in the format `{about.format}`. A drafter changes the speed of a "
+        "model, never its answers.",
+        "",
+    ]
     for engine, command in serve(about):
         lines += [f"Serve ({engine}):", "", "```", command, "```", ""]
     if about.format == "medusa":
-        lines += ["The original code reads `medusa_lm_head.pt`, a pickle, which is not written here; one line makes "
-                  "it:", "",
-                  "```", "python -c \"import torch; from safetensors.torch import load_file; "
-                  "torch.save(load_file('medusa_lm_head.safetensors'), 'medusa_lm_head.pt')\"", "```", ""]
+        lines += [
+            "The original code reads `medusa_lm_head.pt`, a pickle, which is not written "
+            "here; one line makes "
+            "it:",
+            "",
+            "```",
+            'python -c "import torch; from safetensors.torch import load_file; '
+            "torch.save(load_file('medusa_lm_head.safetensors'), 'medusa_lm_head.pt')\"",
+            "```",
+            "",
+        ]
     if about.format == "eagle":
-        lines += ["The original code takes this folder as `ea_model_path`; embeddings come from the target.", ""]
-    lines += ["## Target", "", "| | |", "|---|---|", f"| name | {identity.get('name', facts.name)} |",
-              f"| architecture | {facts.architecture} |"]
-    lines += [f"| {k.replace('_', ' ')} | `{identity[k]}` |" for k in identity if k.endswith("sha256")]
+        lines += [
+            "The original code takes this folder as `ea_model_path`; embeddings come "
+            "from the target.",
+            "",
+        ]
+    lines += [
+        "## Target",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| name | {identity.get('name', facts.name)} |",
+        f"| architecture | {facts.architecture} |",
+    ]
+    lines += [
+        f"| {k.replace('_', ' ')} | `{identity[k]}` |" for k in identity if k.endswith("sha256")
+    ]
     lines += ["", "## Head", "", "| | |", "|---|---|", f"| weights | {about.dtype} |"]
     lines += [f"| {name} | {value} |" for name, value in described(head)]
     run = about.run
     lines += ["", "## Training", "", f"- data: {run.get('data', 'not recorded beside the head')}"]
-    lines += [f"- {key}: {run[key]}" for key in ("batches", "draft vocabulary", "target", "commit") if run.get(key)]
+    lines += [
+        f"- {key}: {run[key]}"
+        for key in ("batches", "draft vocabulary", "target", "commit")
+        if run.get(key)
+    ]
     if extra.get("step"):
         lines.append(f"- optimizer steps: {extra['step']}")
     lines.append(f"- recipe: `{json.dumps(card['head'].get('config', {}), sort_keys=True)}`")
-    lines += ["", "## Acceptance", "", *acceptance(extra, calibration), "", "## Decode settings", "", *decoding(about)]
+    lines += [
+        "",
+        "## Acceptance",
+        "",
+        *acceptance(extra, calibration),
+        "",
+        "## Decode settings",
+        "",
+        *decoding(about),
+    ]
     found = about.check
     error = found.get("largest_logit_difference")
-    lines += ["", "## Check", "",
-              f"The folder was read again by an independent reader: {found['draft_tokens_equal']} draft tokens behind "
-              f"{found['prompts']} prompts equal the head's" +
-              ("." if error is None else f", logits within {error:.2g}."), "",
-              "`outrider.json` holds the hashes of every file, of the target, tokenizer and template.", ""]
+    lines += [
+        "",
+        "## Check",
+        "",
+        "The folder was read again by an independent reader: "
+        f"{found['draft_tokens_equal']} draft tokens behind "
+        f"{found['prompts']} prompts equal the head's"
+        + ("." if error is None else f", logits within {error:.2g}."),
+        "",
+        "`outrider.json` holds the hashes of every file, of the target, tokenizer and template.",
+        "",
+    ]
     return "\n".join(lines)
 
 
@@ -114,12 +180,20 @@ def described(head: Any) -> list[tuple[str, Any]]:
         rows += [("heads", cfg.heads), ("blocks of each", cfg.blocks)]
     taps = tuple(getattr(head, "taps", ()))
     if taps:
-        rows.append(("target features", f"hidden_states {list(taps)}; 0 = embeddings, the last = after the final norm"))
+        rows.append(
+            (
+                "target features",
+                f"hidden_states {list(taps)}; 0 = embeddings, the last = after the final norm",
+            )
+        )
     size = getattr(cfg, "draft_vocab", 0)
     if size:
         cover = getattr(head, "coverage", 1.0)
-        note = {"medusa": "widened to the whole one: other tokens get the mean row, which is never the best",
-                "eagle1": "the engine scores the whole one"}.get(head.kind, f"{cover:.1%} of the supervised tokens")
+        note = {
+            "medusa": "widened to the whole one: other tokens get the mean row, which is "
+            "never the best",
+            "eagle1": "the engine scores the whole one",
+        }.get(head.kind, f"{cover:.1%} of the supervised tokens")
         rows.append(("draft vocabulary", f"{size:,} tokens ({note})"))
     return rows
 
@@ -129,13 +203,17 @@ def acceptance(extra: dict[str, Any], calibration: dict[str, Any]) -> list[str]:
     lines = []
     best = extra.get("best")
     if isinstance(best, dict) and isinstance(best.get("accepted_length"), int | float):
-        lines.append(f"- decoded on held-out prompts: accepted length {best['accepted_length']:.2f} "
-                     f"(bonus token counted, step {best.get('step')})")
+        lines.append(
+            f"- decoded on held-out prompts: accepted length {best['accepted_length']:.2f} "
+            f"(bonus token counted, step {best.get('step')})"
+        )
     table = calibration.get("acceptance") or []
     if table:
         rates = " ".join(f"{row[0]:.0%}" for row in table[:8])
-        lines.append(f"- teacher-forced, right token is the head's first choice, by depth: {rates} "
-                     f"({calibration.get('positions', '?')} positions)")
+        lines.append(
+            f"- teacher-forced, right token is the head's first choice, by depth: {rates} "
+            f"({calibration.get('positions', '?')} positions)"
+        )
     return lines or ["- not measured"]
 
 
@@ -143,8 +221,13 @@ def decoding(about: About) -> list[str]:
     """What tune found for this head, if it ran."""
     found = about.settings
     if found is None:
-        return ["- not tuned; `python scripts/tune.py drafter=...` finds K for a machine and prompts"]
-    lines = [f"- tuned here: {found.best}" + ("" if found.pays else " (slower than plain decoding when measured)")]
+        return [
+            "- not tuned; `python scripts/tune.py drafter=...` finds K for a machine and prompts"
+        ]
+    lines = [
+        f"- tuned here: {found.best}"
+        + ("" if found.pays else " (slower than plain decoding when measured)")
+    ]
     if found.chain is not None:
         lines.append(f"- for engines, which draft chains: {found.chain}")
     if found.break_even:
@@ -154,7 +237,9 @@ def decoding(about: About) -> list[str]:
 
 
 def run_record(source: Path) -> dict[str, Any]:
-    """What metrics.jsonl of the head's run folder says of its start (data, batches, commit); {} without one."""
+    """What metrics.jsonl of the head's run folder says of its start (data, batches, commit);
+    {} without one.
+    """
     for folder in source.parents[:3]:
         try:
             with open(folder / "metrics.jsonl") as file:
@@ -166,11 +251,17 @@ def run_record(source: Path) -> dict[str, Any]:
     return {}
 
 
-def manifest(about: About, stage: Path, command: str, environment: dict[str, Any]) -> dict[str, Any]:
-    """outrider.json: who it is for, from what it was made, and the sha256 of every file beside it."""
+def manifest(
+    about: About, stage: Path, command: str, environment: dict[str, Any]
+) -> dict[str, Any]:
+    """outrider.json: who it is for, from what it was made, and the sha256 of every file beside
+    it.
+    """
     ids = about.head.ids()
     names = sorted(p.name for p in stage.iterdir())
-    vocabulary = None if ids is None else hashlib.sha256(json.dumps(ids.tolist()).encode()).hexdigest()
+    vocabulary = (
+        None if ids is None else hashlib.sha256(json.dumps(ids.tolist()).encode()).hexdigest()
+    )
     return {
         "format": FORMAT,
         "engine_format": about.format,
@@ -179,13 +270,23 @@ def manifest(about: About, stage: Path, command: str, environment: dict[str, Any
         "commit": environment["commit"],
         "versions": environment["versions"],
         "kind": about.head.kind,
-        "source": {"card_sha256": about.card["sha256"], "weights_sha256": about.card["weights"]["sha256"]},
+        "source": {
+            "card_sha256": about.card["sha256"],
+            "weights_sha256": about.card["weights"]["sha256"],
+        },
         "target": about.card.get("target"),
         "vocabulary_map": {"tokens": 0 if ids is None else int(ids.numel()), "sha256": vocabulary},
         "dtype": about.dtype,
         "draft_tokens": about.depth,
         "serve": [{"engine": engine, "command": line} for engine, line in serve(about)],
-        "training": {k: v for k, v in about.run.items() if k in ("data", "batches", "commit", "draft vocabulary")},
+        "training": {
+            k: v
+            for k, v in about.run.items()
+            if k in ("data", "batches", "commit", "draft vocabulary")
+        },
         "check": about.check,
-        "files": {n: {"bytes": (stage / n).stat().st_size, "sha256": files.sha256(stage / n)} for n in names},
+        "files": {
+            n: {"bytes": (stage / n).stat().st_size, "sha256": files.sha256(stage / n)}
+            for n in names
+        },
     }

@@ -1,8 +1,8 @@
 """One engine case: our answers and cycles beside the engine's, counted the same way.
 
-How the counts meet: an engine takes a whole draft in every step and counts all that it accepts, also behind a stop
-token or
-the length limit, and then stops. So our run goes on behind both, and the cycles that begin before the stop are counted.
+How the counts meet: an engine takes a whole draft in every step and counts all that it
+accepts, also behind a stop token or the length limit, and then stops. So our run goes on
+behind both, and the cycles that begin before the stop are counted.
 """
 
 from __future__ import annotations
@@ -35,33 +35,63 @@ TIE = 1e-3  # logits that lie this near may change places with the order of sums
 class Runs:
     """Our side. Plain answers are made once; a head's chain once per head."""
 
-    def __init__(self, target: Target, prompts: Sequence[Sequence[int]], limit: int, batch: int, work: Path) -> None:
-        self.target, self.prompts, self.limit, self.batch, self.work = target, prompts, limit, batch, work
+    def __init__(
+        self, target: Target, prompts: Sequence[Sequence[int]], limit: int, batch: int, work: Path
+    ) -> None:
+        self.target, self.prompts, self.limit, self.batch, self.work = (
+            target,
+            prompts,
+            limit,
+            batch,
+            work,
+        )
         self.plain = [g.token_ids for g in self._run("plain", NoDraft(), limit, None)]
 
-    def _run(self, name: str, drafter: Any, limit: int, eos: Sequence[int] | None) -> list[Generation]:
-        """Answers of a drafter; from WORK when they were made before. name: what they depend on beside the prompts."""
+    def _run(
+        self, name: str, drafter: Any, limit: int, eos: Sequence[int] | None
+    ) -> list[Generation]:
+        """Answers of a drafter; from WORK when they were made before. name: what they depend
+        on beside the prompts.
+        """
         who = self.target.identity.weights_sha256 if self.target.identity else ""
         key = json.dumps([who, name, limit, eos, [list(p) for p in self.prompts]])
         file = self.work / f"ours.{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
         if not file.is_file():
             requests = [Request(list(p), limit, id=i) for i, p in enumerate(self.prompts)]
-            run = generate(self.target, drafter, requests, Sampling(), batch_size=self.batch, eos_ids=eos)
-            rows = [[g.prompt_ids, g.token_ids, [[c.proposed, c.accepted, c.cut, c.start] for c in g.cycles]]
-                    for g in run.generations]  # fmt: skip
+            run = generate(
+                self.target, drafter, requests, Sampling(), batch_size=self.batch, eos_ids=eos
+            )
+            rows = [
+                [
+                    g.prompt_ids,
+                    g.token_ids,
+                    [[c.proposed, c.accepted, c.cut, c.start] for c in g.cycles],
+                ]
+                for g in run.generations
+            ]
             files.write_json(file, rows)
-        return [Generation(prompt, tokens, [Cycle(p, a, (), cut, start) for p, a, cut, start in cycles])
-                for prompt, tokens, cycles in json.loads(file.read_text())]  # fmt: skip
+        return [
+            Generation(prompt, tokens, [Cycle(p, a, (), cut, start) for p, a, cut, start in cycles])
+            for prompt, tokens, cycles in json.loads(file.read_text())
+        ]
 
     def same(self, theirs: Sequence[Sequence[int]]) -> dict[str, Any]:
-        """The engine's answers against plain decoding: equal ones, those that part at a tie, and the others."""
+        """The engine's answers against plain decoding: equal ones, those that part at a tie,
+        and the others.
+        """
         out: dict[str, Any] = {"answers": len(self.plain), "equal": 0, "ties": 0, "different": []}
         for i, (mine, other) in enumerate(zip(self.plain, theirs, strict=True)):
             if mine == list(other):
                 out["equal"] += 1
                 continue
-            at = next((k for k, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b), None)
-            gap = None if at is None else self._gap([*self.prompts[i], *mine[:at]], mine[at], other[at])
+            at = next(
+                (k for k, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b), None
+            )
+            gap = (
+                None
+                if at is None
+                else self._gap([*self.prompts[i], *mine[:at]], mine[at], other[at])
+            )
             if gap is not None and gap < TIE:
                 out["ties"] += 1
             else:
@@ -75,14 +105,24 @@ class Runs:
 
     def plain_case(self, answer: dict[str, Any]) -> dict[str, Any]:
         """The engine without a drafter."""
-        return {"same_tokens": self.same(answer["tokens"]), "tokens_per_second": rate(answer["laps"])}
+        return {
+            "same_tokens": self.same(answer["tokens"]),
+            "tokens_per_second": rate(answer["laps"]),
+        }
 
-    def case(self, head: Any, name: str, depth: int, answer: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
-        """The engine with a drafter against our chain of the same depth. name: what tells this head from others."""
+    def case(
+        self, head: Any, name: str, depth: int, answer: dict[str, Any], plain: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The engine with a drafter against our chain of the same depth. name: what tells this
+        head from others.
+        """
         drafter = comparable(head, torch.float32) if head.kind != "small_lm" else head
         drafter = drafter.drafter(self.target, "chain")
         drafter.max_depth = drafter.max_nodes = depth
-        counted = [self.counted(g) for g in self._run(f"{name} K={depth}", drafter, self.limit + depth + 1, ())]
+        counted = [
+            self.counted(g)
+            for g in self._run(f"{name} K={depth}", drafter, self.limit + depth + 1, ())
+        ]
         mine = stats.accepted_length(counted)
         cycles = [c for row in counted for c in row]
         counters = {name.split(":")[-1]: value for name, value in answer["counters"].items()}
@@ -91,21 +131,29 @@ class Runs:
         theirs = 1 + counters["spec_decode_num_accepted_tokens"] / drafts
         positions = [sum(c.accepted > d for c in cycles) for d in range(depth)]
         laps, base = answer["laps"], plain["laps"]
-        (work, spent), (plain_work, plain_spent) = ([[lap[i] for lap in rows] for i in (0, 1)] for rows in (laps, base))
+        (work, spent), (plain_work, plain_spent) = (
+            [[lap[i] for lap in rows] for i in (0, 1)] for rows in (laps, base)
+        )
         ratio = stats.ratio_of_rates(work, spent, plain_work, plain_spent).json() if laps else None
         return {
             "same_tokens": self.same(answer["tokens"]),
-            "accepted_length": {"ours": mine.json(), "engine": theirs,
-                                "within": mine.low is not None and mine.low <= theirs <= (mine.high or 0)},
+            "accepted_length": {
+                "ours": mine.json(),
+                "engine": theirs,
+                "within": mine.low is not None and mine.low <= theirs <= (mine.high or 0),
+            },
             "cycles": {"ours": len(cycles), "engine": int(drafts)},
             "accepted_by_position": {"ours": positions, "engine": [int(h) for h in hits]},
             "tokens_per_second": rate(laps),
             "speed_against_plain": ratio,
-        }  # fmt: skip
+        }
 
     def counted(self, generation: Generation) -> list[Cycle]:
         """The cycles that an engine would have run: those that begin before the stop."""
-        stop = next((i + 1 for i, t in enumerate(generation.token_ids) if t in self.target.eos_ids), self.limit)
+        stop = next(
+            (i + 1 for i, t in enumerate(generation.token_ids) if t in self.target.eos_ids),
+            self.limit,
+        )
         return [c for c in generation.cycles if c.start < min(stop, self.limit)]
 
 
@@ -115,19 +163,30 @@ def rate(laps: Sequence[Sequence[float]]) -> float | None:
 
 
 @torch.no_grad()
-def package(python: Path, folder: Path, head: Any, target: Target, prompt: Sequence[int], work: Path) -> dict[str, Any]:
-    """The speculators package on an exported folder: its draft logits against ours (three steps, teacher-forced), and
-    what it saves against what we wrote, tensor by tensor. Raises UserError when it cannot load the folder."""
+def package(
+    python: Path, folder: Path, head: Any, target: Target, prompt: Sequence[int], work: Path
+) -> dict[str, Any]:
+    """The speculators package on an exported folder: its draft logits against ours (three
+    steps, teacher-forced), and what it saves against what we wrote, tensor by tensor. Raises
+    UserError when it cannot load the folder."""
     ids = torch.tensor([list(prompt)[:96]])
     mask = torch.ones_like(ids, dtype=torch.bool)
     feats = target.features(ids, mask, head.taps)
-    given, out, saved = work / "package.in.safetensors", work / "package.out.safetensors", work / "package.saved"
-    save_file({"features": feats[:, :-1].flatten(2).contiguous(), "ids": ids[:, 1:].contiguous()}, given)
+    given, out, saved = (
+        work / "package.in.safetensors",
+        work / "package.out.safetensors",
+        work / "package.saved",
+    )
+    save_file(
+        {"features": feats[:, :-1].flatten(2).contiguous(), "ids": ids[:, 1:].contiguous()}, given
+    )
     log = work / "package.log"
     with open(log, "w") as file:
         worker = Path(__file__).with_name("run_speculators.py")
         command = [str(part) for part in (python, worker, folder, given, out, saved)]
-        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+        code = subprocess.run(
+            command, stdout=file, stderr=subprocess.STDOUT, check=False
+        ).returncode
     if code:
         lines = [line for line in log.read_text().splitlines() if line.strip()] or ["no output"]
         raise UserError(f"speculators: cannot load {folder} ({lines[-1][:200]}); all of it: {log}")
@@ -141,16 +200,34 @@ def package(python: Path, folder: Path, head: Any, target: Target, prompt: Seque
             error = max(error, float((logits - wanted).abs().max()))
             largest, rows = max(largest, float(logits.abs().max())), rows + len(flat)
     before, after = load_file(folder / "model.safetensors"), load_file(saved / "model.safetensors")
-    same = before.keys() == after.keys() and all(torch.equal(t, after[k]) for k, t in before.items())
+    same = before.keys() == after.keys() and all(
+        torch.equal(t, after[k]) for k, t in before.items()
+    )
     foreign = read_folder(saved)
     again = detect(foreign, "auto").read(foreign, target).state_dict()
-    return {"rows": rows, "largest_logit_difference": error, "largest_logit": largest, "relative": error / largest,
-            "saved_tensors_bitwise_equal": same,
-            "imported_tensors_bitwise_equal": all(torch.equal(v, again[k]) for k, v in head.state_dict().items())}
+    return {
+        "rows": rows,
+        "largest_logit_difference": error,
+        "largest_logit": largest,
+        "relative": error / largest,
+        "saved_tensors_bitwise_equal": same,
+        "imported_tensors_bitwise_equal": all(
+            torch.equal(v, again[k]) for k, v in head.state_dict().items()
+        ),
+    }
 
 
-COLUMNS = ("served by vLLM", "K", "same tokens as plain decoding", "accepted length here", "in vLLM",
-           "accepted by position here", "in vLLM", "tokens/s", "against plain vLLM")  # fmt: skip
+COLUMNS = (
+    "served by vLLM",
+    "K",
+    "same tokens as plain decoding",
+    "accepted length here",
+    "in vLLM",
+    "accepted by position here",
+    "in vLLM",
+    "tokens/s",
+    "against plain vLLM",
+)
 
 
 def cells(report: dict[str, Any]) -> list[list[str]]:
@@ -159,17 +236,29 @@ def cells(report: dict[str, Any]) -> list[list[str]]:
     for row in report["cases"]:
         same = row["same_tokens"]
         tie = f" +{same['ties']}≈" if same["ties"] else ""
-        line = [row["case"], str(row.get("draft_tokens", "")), f"{same['equal']}/{same['answers']}{tie}"]
+        line = [
+            row["case"],
+            str(row.get("draft_tokens", "")),
+            f"{same['equal']}/{same['answers']}{tie}",
+        ]
         if "accepted_length" in row:
             mine, counts = row["accepted_length"]["ours"], row["accepted_by_position"]
-            both = [" ".join(f"{100 * hit / row['cycles'][side]:.1f}%" for hit in counts[side])
-                    for side in ("ours", "engine")]  # fmt: skip
-            line += [f"{mine['mean']:.3f} [{mine['low']:.3f}, {mine['high']:.3f}]",
-                     f"{row['accepted_length']['engine']:.3f}", *both]  # fmt: skip
+            both = [
+                " ".join(f"{100 * hit / row['cycles'][side]:.1f}%" for hit in counts[side])
+                for side in ("ours", "engine")
+            ]
+            line += [
+                f"{mine['mean']:.3f} [{mine['low']:.3f}, {mine['high']:.3f}]",
+                f"{row['accepted_length']['engine']:.3f}",
+                *both,
+            ]
         else:
             line += ["–"] * 4
         speed, ratio = row["tokens_per_second"], row.get("speed_against_plain")
-        line += ["–" if speed is None else f"{speed:.1f}", f"{ratio['mean']:.2f}×" if ratio else "–"]
+        line += [
+            "–" if speed is None else f"{speed:.1f}",
+            f"{ratio['mean']:.2f}×" if ratio else "–",
+        ]
         out.append(line)
     return out
 
@@ -177,8 +266,11 @@ def cells(report: dict[str, Any]) -> list[list[str]]:
 def title(report: dict[str, Any]) -> str:
     """Where and how it was measured."""
     said = report["settings"]
-    return (f"vLLM {report['engine']['vllm']} on the CPU · float32 · greedy (T = 0) · {said['num_prompts']} prompts × "
-            f"{said['max_new_tokens']} tokens")
+    return (
+        f"vLLM {report['engine']['vllm']} on the CPU · float32 · greedy (T = 0) · "
+        f"{said['num_prompts']} prompts × "
+        f"{said['max_new_tokens']} tokens"
+    )
 
 
 def markdown(report: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
-"""The self-check of an export: what the engine would draft from the folder (scripts/serving/reader.py) against
-what the
-source head drafts through its own drafter, on real prompts with the real target.
+"""The self-check of an export: what the engine would draft from the folder
+(scripts/serving/reader.py) against what the source head drafts through its own drafter, on
+real prompts with the real target.
 
 Shape letters: n committed tokens, F features, D width, K drafted tokens, V vocabulary.
 """
@@ -27,7 +27,9 @@ TOLERANCE = 5e-4  # of the largest logit; float32 against float32 in another ord
 
 @dataclass
 class Check:
-    """prompts, drafted tokens compared, the largest difference of a logit and the largest logit."""
+    """prompts, drafted tokens compared, the largest difference of a logit and the largest
+    logit.
+    """
 
     prompts: int
     tokens: int
@@ -36,12 +38,18 @@ class Check:
 
     def json(self) -> dict[str, Any]:
         """For the manifest and the model card."""
-        return {"prompts": self.prompts, "draft_tokens_equal": self.tokens, "largest_logit_difference": self.error,
-                "largest_logit": self.largest}
+        return {
+            "prompts": self.prompts,
+            "draft_tokens_equal": self.tokens,
+            "largest_logit_difference": self.error,
+            "largest_logit": self.largest,
+        }
 
 
 def comparable(head: Any, dtype: torch.dtype) -> Any:
-    """A copy of the head as an engine has it: rounded to the exported dtype, EAGLE-1 over the whole vocabulary."""
+    """A copy of the head as an engine has it: rounded to the exported dtype, EAGLE-1 over the
+    whole vocabulary.
+    """
     twin = copy.deepcopy(head)
     for weight in twin.parameters():
         weight.data = weight.data.to(dtype).float()
@@ -51,14 +59,27 @@ def comparable(head: Any, dtype: torch.dtype) -> Any:
 
 
 @torch.inference_mode()
-def check_export(folder: Path, format: str, head: Any, target: Target, prompts: Sequence[Tensor],
-                 dtype: torch.dtype) -> Check:  # fmt: skip
-    """Compare drafts behind every prompt (1-D int64, two tokens or more). Raises UserError at the first difference."""
+def check_export(
+    folder: Path,
+    format: str,
+    head: Any,
+    target: Target,
+    prompts: Sequence[Tensor],
+    dtype: torch.dtype,
+) -> Check:
+    """Compare drafts behind every prompt (1-D int64, two tokens or more). Raises UserError at
+    the first difference.
+    """
     if target.dtype != torch.float32:
         raise ValueError("check_export: load the target in float32")
     twin = comparable(head, dtype)
-    served = Exported(folder, format, target.model.get_input_embeddings().weight, target.lm_head_weight,
-                      target.num_layers)  # fmt: skip
+    served = Exported(
+        folder,
+        format,
+        target.model.get_input_embeddings().weight,
+        target.lm_head_weight,
+        target.num_layers,
+    )
     drafter = twin.drafter(target, "chain")
     count = drafter.max_depth
     out = Check(len(prompts), 0, 0.0, 0.0)
@@ -69,16 +90,30 @@ def check_export(folder: Path, format: str, head: Any, target: Target, prompts: 
         def features(taps: tuple[int, ...], prompt: Tensor = prompt, mask: Tensor = mask) -> Tensor:
             return target.features(prompt[None], mask, taps)[0].cpu()
 
-        following = target.unembed(target.features(prompt[None], mask, (target.num_layers,))[0, -1, 0]).argmax()
+        following = target.unembed(
+            target.features(prompt[None], mask, (target.num_layers,))[0, -1, 0]
+        ).argmax()
         ids = torch.cat([prompt, following[None]])
-        wanted, rows = source_drafts(drafter, ids, features(tuple(drafter.taps)).to(target.device), count)
+        wanted, rows = source_drafts(
+            drafter, ids, features(tuple(drafter.taps)).to(target.device), count
+        )
         got = served.draft(ids.cpu(), features, count)
-        compare(f"prompt {number + 1}", wanted.cpu(), rows.cpu(), head_ids(twin), got.tokens, got.logits, out)
+        compare(
+            f"prompt {number + 1}",
+            wanted.cpu(),
+            rows.cpu(),
+            head_ids(twin),
+            got.tokens,
+            got.logits,
+            out,
+        )
     return out
 
 
 def source_drafts(drafter: Any, ids: Tensor, feats: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Greedy tokens [K] and draft logits [K, Vd] of a chain drafter behind ids [n + 1]; feats [n, F, D]."""
+    """Greedy tokens [K] and draft logits [K, Vd] of a chain drafter behind ids [n + 1]; feats
+    [n, F, D].
+    """
     n = len(ids) - 1
     drafter.reset(1, n + 1)
     drafter.begin([ids[:-1]], Sampling())
@@ -95,7 +130,9 @@ def source_drafts(drafter: Any, ids: Tensor, feats: Tensor, count: int) -> tuple
         if net is not None:
             del net.read
     if net is not None:
-        return tree.tokens[0], torch.cat([h.reshape(-1, h.shape[-1]) for h in seen]) @ drafter.proj.T
+        return tree.tokens[0], torch.cat(
+            [h.reshape(-1, h.shape[-1]) for h in seen]
+        ) @ drafter.proj.T
     return tree.tokens[0], drafter.logits(count)[:, 0]
 
 
@@ -105,23 +142,40 @@ def head_ids(head: Any) -> Tensor | None:
     return None if ids is None else ids.cpu()
 
 
-def compare(where: str, tokens: Tensor, rows: Tensor, ids: Tensor | None, theirs: Tensor, logits: Tensor,
-            out: Check) -> None:  # fmt: skip
-    """Add one draft to `out`. Raises UserError when tokens or logits differ by more than rounding."""
+def compare(
+    where: str,
+    tokens: Tensor,
+    rows: Tensor,
+    ids: Tensor | None,
+    theirs: Tensor,
+    logits: Tensor,
+    out: Check,
+) -> None:
+    """Add one draft to `out`. Raises UserError when tokens or logits differ by more than
+    rounding.
+    """
     if len(tokens) != len(theirs):
-        raise UserError(f"export: {where}: the export drafts {len(theirs)} tokens, the head {len(tokens)}")
+        raise UserError(
+            f"export: {where}: the export drafts {len(theirs)} tokens, the head {len(tokens)}"
+        )
     for depth in range(len(tokens)):
         row = logits[depth] if ids is None else logits[depth][ids]
         error, largest = float((row - rows[depth]).abs().max()), float(rows[depth].abs().max())
         out.error, out.largest = max(out.error, error), max(out.largest, largest)
         room = TOLERANCE * max(1.0, largest)
         if not error <= room:
-            raise UserError(f"export: {where}, draft token {depth + 1}: the export's logits differ from the head's by "
-                            f"{error:.3g} (allowed {room:.3g}); nothing was written")
+            raise UserError(
+                f"export: {where}, draft token {depth + 1}: the export's logits differ "
+                "from the head's by "
+                f"{error:.3g} (allowed {room:.3g}); nothing was written"
+            )
         if int(tokens[depth]) != int(theirs[depth]):
             best = rows[depth].topk(2).values
             if float(best[0] - best[1]) > 2 * room:
-                raise UserError(f"export: {where}, draft token {depth + 1}: the export drafts {int(theirs[depth])}, "
-                                f"the head {int(tokens[depth])}; nothing was written")
+                raise UserError(
+                    f"export: {where}, draft token {depth + 1}: the export drafts "
+                    f"{int(theirs[depth])}, "
+                    f"the head {int(tokens[depth])}; nothing was written"
+                )
             return  # a tie within rounding: what follows stands behind different tokens
         out.tokens += 1

@@ -1,4 +1,6 @@
-"""A separate draft model as a plain transformers folder: copied file by file, then loaded again and compared."""
+"""A separate draft model as a plain transformers folder: copied file by file, then loaded
+again and compared.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +20,42 @@ from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
 
-KEPT = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-        "added_tokens.json", "chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model")  # fmt: skip
+KEPT = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
 
 
 def save(tensors: dict[str, Tensor], path: Path) -> None:
-    """A safetensors file that everybody may read, with the metadata that transformers asks for."""
+    """A safetensors file that everybody may read, with the metadata that transformers asks
+    for.
+    """
     save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(0o644)
 
 
 @torch.inference_mode()
-def write(source: Path, stage: Path, head: Any, target: Target, prompts: Sequence[Tensor],
-          dtype: str | None) -> dict[str, Any]:  # fmt: skip
-    """Copy the folder, reload it through transformers and compare greedy drafts with the head's own drafter.
+def write(
+    source: Path,
+    stage: Path,
+    head: Any,
+    target: Target,
+    prompts: Sequence[Tensor],
+    dtype: str | None,
+) -> dict[str, Any]:
+    """Copy the folder, reload it through transformers and compare greedy drafts with the
+    head's own drafter.
 
-    Returns what the manifest says of the check. Raises UserError when they differ by more than rounding.
+    Returns what the manifest says of the check. Raises UserError when they differ by more than
+    rounding.
     """
     from transformers import AutoModelForCausalLM
 
@@ -42,24 +64,38 @@ def write(source: Path, stage: Path, head: Any, target: Target, prompts: Sequenc
             shutil.copyfile(source / name, stage / name)
     weights = sorted(p for p in source.glob("model*.safetensors"))
     if not weights or not (stage / "config.json").is_file():
-        raise UserError(f"drafter: {source} is no transformers folder (config.json, model.safetensors); train it again")
+        raise UserError(
+            f"drafter: {source} is no transformers folder (config.json, "
+            "model.safetensors); train it again"
+        )
     if (source / "model.safetensors.index.json").is_file():
-        shutil.copyfile(source / "model.safetensors.index.json", stage / "model.safetensors.index.json")
+        shutil.copyfile(
+            source / "model.safetensors.index.json", stage / "model.safetensors.index.json"
+        )
     for file in weights:
         tensors = load_file(file)
         if dtype is not None:
-            tensors = {k: v.to(torch_dtype(dtype)) if v.is_floating_point() else v for k, v in tensors.items()}
+            tensors = {
+                k: v.to(torch_dtype(dtype)) if v.is_floating_point() else v
+                for k, v in tensors.items()
+            }
         save(tensors, stage / file.name)
     config = json.loads((stage / "config.json").read_text())
     if dtype is not None:
         key = "dtype" if "dtype" in config else "torch_dtype"
         (stage / "config.json").write_text(json.dumps({**config, key: dtype}, indent=1) + "\n")
     stored = dtype or str(config.get("dtype") or config.get("torch_dtype") or "float32")
-    model: Any = AutoModelForCausalLM.from_pretrained(stage, dtype=torch.float32, use_safetensors=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        stage, dtype=torch.float32, use_safetensors=True
+    )
     model = model.to(target.device).eval()
     drafter = head.drafter(target, "chain")
     ids = head.ids()
-    out: dict[str, Any] = {"prompts": len(prompts), "draft_tokens_equal": 0, "largest_logit_difference": None}
+    out: dict[str, Any] = {
+        "prompts": len(prompts),
+        "draft_tokens_equal": 0,
+        "largest_logit_difference": None,
+    }
     out["dtype"] = stored
     for number, prompt in enumerate(prompts):
         prompt = prompt.to(target.device)
@@ -67,7 +103,11 @@ def write(source: Path, stage: Path, head: Any, target: Target, prompts: Sequenc
         drafter.begin([prompt[:-1]], Sampling())
         drafter.observe(prompt[None, 1:], None, torch.tensor([len(prompt) - 1]), slice(0, 1))
         zero = torch.zeros(1, dtype=torch.int64, device=target.device)
-        wanted = drafter.propose(zero + drafter.max_depth, Sampling(), Rng(0, zero, zero)).tokens[0].tolist()
+        wanted = (
+            drafter.propose(zero + drafter.max_depth, Sampling(), Rng(0, zero, zero))
+            .tokens[0]
+            .tolist()
+        )
         tokens = prompt.tolist()
         for depth, token in enumerate(wanted):
             row = model(torch.tensor([tokens], device=target.device)).logits[0, -1]
@@ -76,12 +116,17 @@ def write(source: Path, stage: Path, head: Any, target: Target, prompts: Sequenc
             mine = int(best.indices[0]) if ids is None else int(ids[best.indices[0]])
             slack = 1e-3 * float(best.values[0].abs()) * (1 if stored == "float32" else 50)
             if mine != token and float(best.values[0] - best.values[1]) > slack:
-                raise UserError(f"export: prompt {number + 1}, draft token {depth + 1}: the export drafts {mine}, the "
-                                f"drafter {token}; nothing was written")
+                raise UserError(
+                    f"export: prompt {number + 1}, draft token {depth + 1}: the export "
+                    f"drafts {mine}, the "
+                    f"drafter {token}; nothing was written"
+                )
             if mine != token:
                 break
             out["draft_tokens_equal"] += 1
             tokens.append(token)
     if not out["draft_tokens_equal"]:
-        raise UserError("export: no draft token of the export equals the drafter's; nothing was written")
+        raise UserError(
+            "export: no draft token of the export equals the drafter's; nothing was written"
+        )
     return out

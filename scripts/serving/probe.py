@@ -1,9 +1,9 @@
-"""What only behaviour shows: does an imported head draft well as its files say, or does another known convention fit?
+"""What only behaviour shows: does an imported head draft well as its files say, or does
+another known convention fit?
 
-The target answers a few prompts; the head's first two draft levels are compared with these answers, teacher-forced,
-once as
-written and once under every convention that some program uses. A convention fits when it accepts more over the same
-positions by four standard errors.
+The target answers a few prompts; the head's first two draft levels are compared with these
+answers, teacher-forced, once as written and once under every convention that some program
+uses. A convention fits when it accepts more over the same positions by four standard errors.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ AS_WRITTEN = "as_written"
 
 @dataclass
 class Reading:
-    """One convention. accepted: mean draft tokens accepted of the first two. logp: mean log-probability of the target's
-    tokens. better: by how many standard errors that is above the head as written."""
+    """One convention. accepted: mean draft tokens accepted of the first two. logp: mean
+    log-probability of the target's tokens. better: by how many standard errors that is above
+    the head as written."""
 
     name: str
     about: str
@@ -43,7 +44,9 @@ class Reading:
 
 
 def conventions(head: Any) -> Iterator[tuple[str, str, Any]]:
-    """(name, what it means, a copy of the head read so) for every other convention that this kind of head occurs in."""
+    """(name, what it means, a copy of the head read so) for every other convention that this
+    kind of head occurs in.
+    """
     if head.kind == "eagle3":
         yield from _eagle3(head)
     elif head.kind == "eagle1":
@@ -77,7 +80,11 @@ def _eagle3(head: Any) -> Iterator[tuple[str, str, Any]]:
         twin = copy.deepcopy(head)
         parts = twin.net.fc.weight.data.chunk(count, 1)
         twin.net.fc.weight.data = torch.cat([parts[i] for i in order], 1)
-        yield f"fc_{''.join(map(str, order))}", f"fc's column blocks in the order {list(order)}", twin
+        yield (
+            f"fc_{''.join(map(str, order))}",
+            f"fc's column blocks in the order {list(order)}",
+            twin,
+        )
     twin = copy.deepcopy(head)
     for name in ("q_proj", "k_proj", "v_proj"):
         weight = getattr(twin.net.layers[0].self_attn, name).weight
@@ -109,11 +116,15 @@ def answers(target: Target, prompts: Sequence[Sequence[int]], tokens: int) -> Ba
 
 @contextlib.contextmanager
 def remembered(target: Target, batch: Batch) -> Iterator[None]:
-    """Features of this batch from one pass over all layers, however many conventions ask for them."""
+    """Features of this batch from one pass over all layers, however many conventions ask for
+    them.
+    """
     every = target.features(batch.ids, batch.mask, range(target.num_layers + 1))
     plain = target.features
 
-    def features(ids: Tensor, mask: Tensor, taps: Sequence[int], *more: Any, **kwargs: Any) -> Tensor:
+    def features(
+        ids: Tensor, mask: Tensor, taps: Sequence[int], *more: Any, **kwargs: Any
+    ) -> Tensor:
         if ids is not batch.ids:
             return plain(ids, mask, taps, *more, **kwargs)
         return torch.stack([every[:, :, tap] for tap in taps], 2)
@@ -127,9 +138,9 @@ def remembered(target: Target, batch: Batch) -> Iterator[None]:
 
 @torch.inference_mode()
 def accepted(head: Any, batch: Batch, target: Target) -> tuple[Tensor, Tensor]:
-    """Two [n] tensors: how many of its first two draft tokens are accepted at every supervised token that a draft can
-    begin
-    with; and the log-probability of that token and of the next one, added up (0 outside the draft vocabulary)."""
+    """Two [n] tensors: how many of its first two draft tokens are accepted at every supervised
+    token that a draft can begin with; and the log-probability of that token and of the next
+    one, added up (0 outside the draft vocabulary)."""
     tokens, ids = batch.ids.reshape(-1), head.ids()
     place = tokens if ids is None else vocab.places(ids, tokens)
     hit = torch.zeros(2, tokens.numel() + 1, dtype=torch.bool, device=tokens.device)
@@ -165,8 +176,8 @@ def probe(head: Any, batch: Batch, target: Target) -> list[Reading]:
 
 
 def fitting(readings: Sequence[Reading]) -> Reading:
-    """The convention that fits: the one as written, unless another is clearly better. Where none drafts, their order
-    is noise and nothing can be told."""
+    """The convention that fits: the one as written, unless another is clearly better. Where
+    none drafts, their order is noise and nothing can be told."""
     written = readings[0]
     if max(r.accepted for r in readings) < LOW:
         return written

@@ -1,12 +1,12 @@
-"""How a serving engine reads an exported head, written from the engines' forward passes and from nothing of heads/: the
-self-check of every export, and the oracle of the import tests.
+"""How a serving engine reads an exported head, written from the engines' forward passes and
+from nothing of heads/: the self-check of every export, and the oracle of the import tests.
 
-It reads config.json and the tensors as the engine would (its layer numbers, its flags, its renamings) and computes
-greedy
-drafts in float32 without a cache. What an engine ignores, it ignores: Medusa biases without medusa_fc_bias, vLLM's
-fc.bias.
+It reads config.json and the tensors as the engine would (its layer numbers, its flags, its
+renamings) and computes greedy drafts in float32 without a cache. What an engine ignores, it
+ignores: Medusa biases without medusa_fc_bias, vLLM's fc.bias.
 
-Shape letters: n committed tokens that have a feature, D width, F features, K drafted tokens, V vocabulary, T rows.
+Shape letters: n committed tokens that have a feature, D width, F features, K drafted tokens, V
+vocabulary, T rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-Features = Callable[[tuple[int, ...]], Tensor]  # taps -> [n, F, D], taps counted as hidden_states[k]
+Features = Callable[
+    [tuple[int, ...]], Tensor
+]  # taps -> [n, F, D], taps counted as hidden_states[k]
 
 
 @dataclass
@@ -34,12 +36,20 @@ class Drafts:
 
 
 class Exported:
-    """An exported folder as `format`'s engine sees it. embed, lm_head: the target's [V, D]; layers: its layers."""
+    """An exported folder as `format`'s engine sees it. embed, lm_head: the target's [V, D];
+    layers: its layers.
+    """
 
-    def __init__(self, folder: Path, format: str, embed: Tensor, lm_head: Tensor, layers: int) -> None:
+    def __init__(
+        self, folder: Path, format: str, embed: Tensor, lm_head: Tensor, layers: int
+    ) -> None:
         self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         self.format, self.layers = format, layers
-        raw = {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
+        raw = {
+            k: v
+            for file in sorted(folder.glob("*.safetensors"))
+            for k, v in load_file(file).items()
+        }
         self.tensors = {k: v.float() if v.is_floating_point() else v for k, v in raw.items()}
         self.embed, self.lm_head = embed.float().cpu(), lm_head.float().cpu()
 
@@ -64,14 +74,18 @@ class Exported:
                 name = f"blocks.{k}.layers.{number}" if native else f"{k}.{number}.linear"
                 z = self.tensors[f"{name}.weight"] @ y
                 y = y + F.silu(z + self.tensors[f"{name}.bias"] if biased else z)
-            rows.append(self.tensors[f"lm_heads.{k}.weight" if native else f"{k}.{blocks}.weight"] @ y)
+            rows.append(
+                self.tensors[f"lm_heads.{k}.weight" if native else f"{k}.{blocks}.weight"] @ y
+            )
         logits = torch.stack(rows)
         return Drafts(logits.argmax(-1), logits)
 
     # -- EAGLE
 
     def taps(self) -> tuple[int, ...]:
-        """Which inner layers the engine hands over, in ascending order, counted as hidden_states[k]."""
+        """Which inner layers the engine hands over, in ascending order, counted as
+        hidden_states[k].
+        """
         nested = (self.config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
         top = self.config.get("eagle_aux_hidden_state_layer_ids")
         default = (2, self.layers // 2, self.layers - 3)
@@ -93,7 +107,13 @@ class Exported:
                 x = norm(x, self.tensors["input_norm.weight"], eps)
             if flag("fc_norm"):
                 parts = x.chunk(len(self.taps()), -1)
-                x = torch.cat([norm(p, self.tensors[f"fc_norm.{i}.weight"], eps) for i, p in enumerate(parts)], -1)
+                x = torch.cat(
+                    [
+                        norm(p, self.tensors[f"fc_norm.{i}.weight"], eps)
+                        for i, p in enumerate(parts)
+                    ],
+                    -1,
+                )
             hidden = x @ self.tensors["fc.weight"].T
         else:
             hidden = features((self.layers,))[:, 0].float()
@@ -125,7 +145,11 @@ class Exported:
         return Drafts(torch.tensor(out), torch.stack(logits))
 
     def _layer(self, three: bool) -> Callable[[str], Tensor]:
-        prefix = "midlayer." if any(name.startswith("midlayer.") for name in self.tensors) else "layers.0."
+        prefix = (
+            "midlayer."
+            if any(name.startswith("midlayer.") for name in self.tensors)
+            else "layers.0."
+        )
         return lambda name: self.tensors[prefix + name]
 
     def _residual_normed(self) -> bool:
@@ -156,7 +180,9 @@ def rotary(shape: dict[str, Any], length: int) -> tuple[Tensor, Tensor]:
         from transformers import LlamaConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        config = LlamaConfig(**{k: v for k, v in shape.items() if k not in ("architectures", "model_type")})
+        config = LlamaConfig(
+            **{k: v for k, v in shape.items() if k not in ("architectures", "model_type")}
+        )
         frequency, factor = ROPE_INIT_FUNCTIONS[scaled["rope_type"]](config, torch.device("cpu"))
     else:
         frequency = float(shape["rope_theta"]) ** (-torch.arange(0, size, 2).float() / size)
@@ -166,13 +192,17 @@ def rotary(shape: dict[str, Any], length: int) -> tuple[Tensor, Tensor]:
     return angle.cos() * factor, angle.sin() * factor
 
 
-def attention(x: Tensor, get: Callable[[str], Tensor], shape: dict[str, Any], cos: Tensor, sin: Tensor) -> Tensor:
+def attention(
+    x: Tensor, get: Callable[[str], Tensor], shape: dict[str, Any], cos: Tensor, sin: Tensor
+) -> Tensor:
     """Causal attention of one Llama layer over rows x [T, ..] at positions 0 .. T - 1."""
     length, size = x.shape[0], int(shape["head_dim"])
     heads, groups = int(shape["num_attention_heads"]), int(shape["num_key_value_heads"])
 
     def split(name: str, count: int) -> Tensor:
-        return (x @ get(f"self_attn.{name}_proj.weight").T).view(length, count, size).transpose(0, 1)
+        return (
+            (x @ get(f"self_attn.{name}_proj.weight").T).view(length, count, size).transpose(0, 1)
+        )
 
     def turn(y: Tensor) -> Tensor:
         left, right = y.chunk(2, -1)

@@ -1,10 +1,12 @@
-"""Runs inside the speculators package's own environment (no import of this repository): load, draft logits, save.
+"""Runs inside the speculators package's own environment (no import of this repository): load,
+draft logits, save.
 
-    .venv-speculators/bin/python scripts/serving/run_speculators.py FOLDER INPUTS.safetensors ANSWER.safetensors SAVED
+    .venv-speculators/bin/python scripts/serving/run_speculators.py FOLDER INPUTS.safetensors
+    ANSWER.safetensors SAVED
 
-INPUTS: features [1, T, F * D] float32 and ids [1, T] int64, the token behind each feature. ANSWER: logits.{step} [T,
-Vd] of
-three teacher-forced steps. SAVED: the folder that the package writes back.
+INPUTS: features [1, T, F * D] float32 and ids [1, T] int64, the token behind each feature.
+ANSWER: logits.{step} [T, Vd] of three teacher-forced steps. SAVED: the folder that the package
+writes back.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def main(folder: str, inputs: str, answer: str, saved: str) -> None:
-    """Load the folder as the package does, run its forward pass, write the logits and the folder."""
+    """Load the folder as the package does, run its forward pass, write the logits and the
+    folder.
+    """
     import torch
     from safetensors.torch import load_file, save_file
     from speculators import SpeculatorModel, SpeculatorModelConfig
@@ -26,10 +30,17 @@ def main(folder: str, inputs: str, answer: str, saved: str) -> None:
     model = SpeculatorModel.from_pretrained(folder, config=config).eval()
     data = load_file(inputs)
     seen: list[torch.Tensor] = []
-    model.lm_head.register_forward_hook(lambda module, given, out: seen.append(out.detach()[0].clone()))
+    model.lm_head.register_forward_hook(
+        lambda module, given, out: seen.append(out.detach()[0].clone())
+    )
     with torch.no_grad():
         ids = data["ids"]
-        model(hidden_states=data["features"], input_ids=ids, document_ids=torch.zeros_like(ids), ttt_steps=3)
+        model(
+            hidden_states=data["features"],
+            input_ids=ids,
+            document_ids=torch.zeros_like(ids),
+            ttt_steps=3,
+        )
     save_file({f"logits.{i}": rows.float().contiguous() for i, rows in enumerate(seen)}, answer)
     model.save_pretrained(saved)
 

@@ -28,12 +28,17 @@ UNLIKE = 0.5  # below this share of answers with the same tokens here, something
 
 
 def from_server(cfg: SynthesizeConfig, path: Path) -> None:
-    """Write or continue `path`. Raises UserError, or Interrupted (130 after Ctrl-C, 75 after SIGTERM)."""
+    """Write or continue `path`. Raises UserError, or Interrupted (130 after Ctrl-C, 75 after
+    SIGTERM).
+    """
     questions = Questions(Path(cfg.prompts).expanduser())
     bad, of = questions.bad, len(questions) + len(questions.bad)
     if len(bad) > cfg.max_failed * of:
-        raise UserError(f"{questions.path}:{bad[0][0]}: {bad[0][1]}; {len(bad)} of {of} questions are malformed, above "
-                        f"max_failed={cfg.max_failed:g}; mend them or raise it")
+        raise UserError(
+            f"{questions.path}:{bad[0][0]}: {bad[0][1]}; {len(bad)} of {of} questions "
+            "are malformed, above "
+            f"max_failed={cfg.max_failed:g}; mend them or raise it"
+        )
     for line, reason in bad[:5]:
         _say(f"left out {questions.path}:{line}: {reason}")
     total = min(cfg.num_conversations or len(questions), len(questions))
@@ -43,7 +48,9 @@ def from_server(cfg: SynthesizeConfig, path: Path) -> None:
 
 async def _ask(cfg: SynthesizeConfig, path: Path, questions: Questions, total: int) -> None:
     key = os.environ.get(cfg.api_key_env, "") if cfg.api_key_env else ""
-    server = OpenAIServer(cfg.base_url.rstrip("/"), key, cfg.timeout, cfg.retries, cfg.backoff, cfg.concurrency)
+    server = OpenAIServer(
+        cfg.base_url.rstrip("/"), key, cfg.timeout, cfg.retries, cfg.backoff, cfg.concurrency
+    )
     server.on_trouble = _Told()
     caught: list[int] = []
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
@@ -64,15 +71,33 @@ async def _ask(cfg: SynthesizeConfig, path: Path, questions: Questions, total: i
             ledger = Ledger(path, _settings(cfg, questions, tokenizer, model))
             ledger.open()
             if ledger.settled > total:
-                raise UserError(f"num_conversations: {path} already holds the answers to {ledger.settled} questions, "
-                                f"{total} asked; give another name")
+                raise UserError(
+                    f"num_conversations: {path} already holds the answers to "
+                    f"{ledger.settled} questions, "
+                    f"{total} asked; give another name"
+                )
             if ledger.settled == total:
                 return _say(f"{path} already holds the answers to {total} questions; nothing to do")
-            body = {"model": model, "max_tokens": cfg.max_new_tokens, "temperature": cfg.answer_temperature,
-                    "top_p": cfg.answer_top_p, "stream": False, **cfg.extra_body}
-            work = Regenerator(server, questions, ledger, total, cfg.concurrency, body, cfg.seed, cfg.max_failed,
-                               lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
-                               tuple(t for t in tokenizer.all_special_tokens if t))
+            body = {
+                "model": model,
+                "max_tokens": cfg.max_new_tokens,
+                "temperature": cfg.answer_temperature,
+                "top_p": cfg.answer_top_p,
+                "stream": False,
+                **cfg.extra_body,
+            }
+            work = Regenerator(
+                server,
+                questions,
+                ledger,
+                total,
+                cfg.concurrency,
+                body,
+                cfg.seed,
+                cfg.max_failed,
+                lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
+                tuple(t for t in tokenizer.all_special_tokens if t),
+            )
             with Meter(total, ledger.settled, cfg.max_new_tokens // 2 + 1, every=10.0) as meter:
                 work.on_row, work.on_commit = meter.add, meter.block
                 await work.run()
@@ -81,19 +106,33 @@ async def _ask(cfg: SynthesizeConfig, path: Path, questions: Questions, total: i
         if not caught:
             raise
         held = f"holds {ledger.rows} rows" if ledger else "was not begun"
-        raise Interrupted(f"interrupted: {path} {held}; the same command continues",
-                          code=130 if caught[0] == signal.SIGINT else 75) from None
+        raise Interrupted(
+            f"interrupted: {path} {held}; the same command continues",
+            code=130 if caught[0] == signal.SIGINT else 75,
+        ) from None
     finally:
         for number, handler in before.items():
             loop.remove_signal_handler(number)
             signal.signal(number, handler)
 
 
-def _settings(cfg: SynthesizeConfig, questions: Questions, tokenizer: Any, model: str) -> dict[str, Any]:
-    """What decides the rows. The address is no part of it: another server of the same model may continue."""
+def _settings(
+    cfg: SynthesizeConfig, questions: Questions, tokenizer: Any, model: str
+) -> dict[str, Any]:
+    """What decides the rows. The address is no part of it: another server of the same model
+    may continue.
+    """
     keys = ("backend", "seed", "max_new_tokens", "answer_temperature", "answer_top_p", "extra_body")
-    return {"format": FORMAT, **{k: getattr(cfg, k) for k in keys}, "model": model, "prompts": questions.sha256,
-            "target": {"tokenizer": sha256_tokenizer(tokenizer), "template": sha256_template(tokenizer)}}
+    return {
+        "format": FORMAT,
+        **{k: getattr(cfg, k) for k in keys},
+        "model": model,
+        "prompts": questions.sha256,
+        "target": {
+            "tokenizer": sha256_tokenizer(tokenizer),
+            "template": sha256_template(tokenizer),
+        },
+    }
 
 
 class _Told:
@@ -111,30 +150,51 @@ class _Told:
 
 def _closing(path: Path, server: OpenAIServer, work: Regenerator, meter: Meter) -> None:
     rate = meter.tokens / max(time.monotonic() - meter.started, 1e-9)
-    text = f"{work.ledger.rows} conversations in {path}; {meter.tokens} tokens at {rate:.0f} tokens/s"
+    text = (
+        f"{work.ledger.rows} conversations in {path}; {meter.tokens} tokens at {rate:.0f} tokens/s"
+    )
     if work.ledger.failed:
         (line, reason), count = work.ledger.failed[0], len(work.ledger.failed)
-        text += f"; {count} questions without an answer, the first {work.questions.path}:{line}: {reason}"
+        text += (
+            f"; {count} questions without an answer, the first "
+            f"{work.questions.path}:{line}: {reason}"
+        )
     if server.troubles:
-        text += "; tried again after " + ", ".join(f"{n} x {why}" for why, n in server.troubles.most_common(4))
+        text += "; tried again after " + ", ".join(
+            f"{n} x {why}" for why, n in server.troubles.most_common(4)
+        )
     _say(text)
     counted = sum(work.tokens_alike.values())
     if not counted:
-        return _say("the server counts no tokens: whether the target's tokenizer makes the same ones is unknown")
+        return _say(
+            "the server counts no tokens: whether the target's tokenizer makes the same "
+            "ones is unknown"
+        )
     alike = work.tokens_alike[True] / counted
-    _say(f"{alike:.1%} of the answers have the server's tokens when the target's tokenizer reads them")
+    _say(
+        f"{alike:.1%} of the answers have the server's tokens when the target's "
+        "tokenizer reads them"
+    )
     if alike < UNLIKE:
-        _say("warning: so few mean that the server's model has another tokenizer than target, or that the server cuts "
-             "something out of its answers (reasoning, for one)")
+        _say(
+            "warning: so few mean that the server's model has another tokenizer than "
+            "target, or that the server cuts "
+            "something out of its answers (reasoning, for one)"
+        )
 
 
 def _check_space(cfg: SynthesizeConfig, path: Path, total: int) -> None:
     # About 5 bytes a token, and the questions again.
-    need = 5 * total * cfg.max_new_tokens + Path(cfg.prompts).expanduser().stat().st_size + (1 << 20)
+    need = (
+        5 * total * cfg.max_new_tokens + Path(cfg.prompts).expanduser().stat().st_size + (1 << 20)
+    )
     free = shutil.disk_usage(path.parent).free
     if free < need:
-        raise UserError(f"out: {path.parent} has {free >> 20} MB free, up to {need >> 20} MB are needed; free space "
-                        "there or give another folder")
+        raise UserError(
+            f"out: {path.parent} has {free >> 20} MB free, up to {need >> 20} MB are "
+            "needed; free space "
+            "there or give another folder"
+        )
 
 
 def _say(text: str) -> None:

@@ -1,5 +1,5 @@
-"""A JSONL file that only grows, with a record of how far it is sound: for data too large to be rewritten block by
-block."""
+"""A JSONL file that only grows, with a record of how far it is sound: for data too large to be
+rewritten block by block."""
 
 from __future__ import annotations
 
@@ -14,23 +14,32 @@ from scripts.synthesis.write import damaged, json_line, read_record
 
 
 class Ledger:
-    """FILE, and FILE.meta.json beside it: the settings, how many questions are settled, how many rows and bytes that
-    makes, their sha256, and the questions that stayed without an answer as [line, reason].
+    """FILE, and FILE.meta.json beside it: the settings, how many questions are settled, how
+    many rows and bytes that makes, their sha256, and the questions that stayed without an
+    answer as [line, reason].
 
     What a kill left behind the recorded bytes is cut off on the next start."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        self.path, self.meta, self.settings = path, path.with_name(path.name + ".meta.json"), settings
+        self.path, self.meta, self.settings = (
+            path,
+            path.with_name(path.name + ".meta.json"),
+            settings,
+        )
         self.settled = self.bytes = self.rows = 0
         self.failed: list[list[Any]] = []
         self.digest = hashlib.sha256()
 
     def open(self) -> None:
-        """Continue what is there. Raises UserError: other settings (each is named), a foreign or damaged file."""
+        """Continue what is there. Raises UserError: other settings (each is named), a foreign
+        or damaged file.
+        """
         if (record := read_record(self.path, self.meta, self.settings)) is None:
             return
         try:
-            self.settled, self.bytes, self.rows = (int(record[k]) for k in ("settled", "bytes", "rows"))
+            self.settled, self.bytes, self.rows = (
+                int(record[k]) for k in ("settled", "bytes", "rows")
+            )
             self.failed = [[int(line), str(reason)] for line, reason in record["failed"]]
             wanted = str(record["sha256"])
         except (ValueError, KeyError, TypeError) as error:
@@ -45,12 +54,17 @@ class Ledger:
                 self.digest.update(part)
                 left -= len(part)
             if left or self.digest.hexdigest() != wanted:
-                raise UserError(f"out: {self.path} was changed since it was written; delete it and {self.meta.name} to "
-                                "start again")  # fmt: skip
+                raise UserError(
+                    f"out: {self.path} was changed since it was written; delete it and "
+                    f"{self.meta.name} to "
+                    "start again"
+                )
             file.truncate(self.bytes)
 
     def append(self, rows: list[dict[str, Any]], failed: list[list[Any]], settled: int) -> None:
-        """Add rows; the first `settled` questions are done with now. Raises OSError; the record is the old one then."""
+        """Add rows; the first `settled` questions are done with now. Raises OSError; the
+        record is the old one then.
+        """
         data = "".join(map(json_line, rows)).encode()
         if not self.meta.exists():  # first, so that no kill leaves a file without a record
             self._record()
@@ -65,5 +79,10 @@ class Ledger:
         self._record()
 
     def _record(self) -> None:
-        record = {"settings": self.settings, "settled": self.settled, "rows": self.rows, "bytes": self.bytes}
+        record = {
+            "settings": self.settings,
+            "settled": self.settled,
+            "rows": self.rows,
+            "bytes": self.bytes,
+        }
         write_json(self.meta, {**record, "sha256": self.digest.hexdigest(), "failed": self.failed})

@@ -1,4 +1,6 @@
-"""The questions of conversations that a server's model shall answer anew: checked once, read from disk when due."""
+"""The questions of conversations that a server's model shall answer anew: checked once, read
+from disk when due.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,13 @@ from conf.jsonl import is_whole, parse_line
 
 
 class Questions:
-    """The conversations of a JSONL file without their answers. Holds 16 bytes a row, not the text.
+    """The conversations of a JSONL file without their answers. Holds 16 bytes a row, not the
+    text.
 
-    Forms: {"messages"} and ShareGPT {"conversations"} (system and user turns are kept), {"turns": [..]}, {"prompt"}.
-    bad: (line, reason) of rows that cannot be asked. Raises UserError when the file cannot be read or asks nothing."""
+    Forms: {"messages"} and ShareGPT {"conversations"} (system and user turns are kept),
+    {"turns": [..]}, {"prompt"}.
+    bad: (line, reason) of rows that cannot be asked. Raises UserError when the file cannot be
+        read or asks nothing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -28,11 +33,16 @@ class Questions:
                     self._add(number, at, line)
                     at += len(line)
         except OSError as error:
-            raise UserError(f"prompts: cannot read {path} ({error.strerror}); give a JSONL file") from None
+            raise UserError(
+                f"prompts: cannot read {path} ({error.strerror}); give a JSONL file"
+            ) from None
         self.sha256 = digest.hexdigest()
         if not self.starts:
             first = f" ({path}:{self.bad[0][0]}: {self.bad[0][1]})" if self.bad else ""
-            raise UserError(f"prompts: {path} holds no question{first}; give rows with messages, turns or prompt")
+            raise UserError(
+                f"prompts: {path} holds no question{first}; give rows with messages, "
+                "turns or prompt"
+            )
 
     def _add(self, number: int, at: int, line: bytes) -> None:
         if not line.strip():
@@ -49,17 +59,23 @@ class Questions:
         return len(self.starts)
 
     def __getitem__(self, n: int) -> list[dict[str, str]]:
-        """System and user turns of question n. Raises UserError when the file was changed meanwhile."""
+        """System and user turns of question n. Raises UserError when the file was changed
+        meanwhile.
+        """
         try:
             with self.path.open("rb") as file:
                 file.seek(self.starts[n])
                 return turns_of(file.readline())
         except (OSError, ValueError) as error:
-            raise UserError(f"{self.path}:{self.lines[n]}: changed while it was read ({error}); start again") from None
+            raise UserError(
+                f"{self.path}:{self.lines[n]}: changed while it was read ({error}); start again"
+            ) from None
 
 
 def turns_of(line: bytes) -> list[dict[str, str]]:
-    """The system turn, if any, and the user turns of a row. Raises ValueError in a user's words."""
+    """The system turn, if any, and the user turns of a row. Raises ValueError in a user's
+    words.
+    """
     row = parse_line(line)
     if not isinstance(row, dict):
         raise ValueError("is not an object {..}")

@@ -1,9 +1,10 @@
-"""Many questions to a server at a time, the answers in the questions' order on file. `scripts/synthesize.py
-backend=openai` is the command.
+"""Many questions to a server at a time, the answers in the questions' order on file.
+`scripts/synthesize.py backend=openai` is the command.
 
-A drafter learns the target's own words, so the server must serve the target. What comes back is text, and training
-tokenizes it again through the target's chat template. Where that gives other tokens than the model drew, the row is
-still the target's text, but not its draw token for token; `tokens_alike` counts how often the two agree."""
+A drafter learns the target's own words, so the server must serve the target. What comes back
+is text, and training tokenizes it again through the target's chat template. Where that gives
+other tokens than the model drew, the row is still the target's text, but not its draw token
+for token; `tokens_alike` counts how often the two agree."""
 
 from __future__ import annotations
 
@@ -34,11 +35,14 @@ class Failed:
 
 @dataclass
 class Regenerator:
-    """Asks a server the questions from ledger.settled up to `total` and writes the rows in their order.
+    """Asks a server the questions from ledger.settled up to `total` and writes the rows in
+    their order.
 
-    body: what every request holds besides messages and seed. share: of the questions that may stay without an answer.
-    tokenize: text -> ids of the target's tokenizer. specials: texts that would change the chat's structure. on_row:
-    told the tokens of each answered row, 0 for one that failed. on_commit: told how many are settled."""
+    body: what every request holds besides messages and seed. share: of the questions that may
+        stay without an answer.
+    tokenize: text -> ids of the target's tokenizer. specials: texts that would change the
+    chat's structure. on_row: told the tokens of each answered row, 0 for one that failed.
+    on_commit: told how many are settled."""
 
     server: OpenAIServer
     questions: Questions
@@ -60,8 +64,8 @@ class Regenerator:
     _failures: int = 0
 
     async def run(self) -> None:
-        """Ask until all are settled. Raises UserError when too many fail. Whatever ends it, the answers without a gap
-        before them are on file."""
+        """Ask until all are settled. Raises UserError when too many fail. Whatever ends it,
+        the answers without a gap before them are on file."""
         self._done: dict[int, dict[str, Any] | Failed] = {}
         self._next = self.ledger.settled  # the oldest question that is still open
         self._todo = iter(range(self.ledger.settled, self.total))
@@ -78,11 +82,17 @@ class Regenerator:
             raise group.exceptions[0] from None
         finally:
             self._commit(finished)
-        if self.ledger.settled < self.total:  # all that was left failed, and nothing else was answered
+        if (
+            self.ledger.settled < self.total
+        ):  # all that was left failed, and nothing else was answered
             left = self._done[self.ledger.settled]
             reason = left.reason if isinstance(left, Failed) else ""
-            raise UserError(f"base_url: no answer to {self.questions.path}:{self.questions.lines[self.ledger.settled]} "
-                            f"({reason}) and what follows it; look at the server, the same command goes on from here")
+            raise UserError(
+                "base_url: no answer to "
+                f"{self.questions.path}:{self.questions.lines[self.ledger.settled]} "
+                f"({reason}) and what follows it; look at the server, the same command "
+                "goes on from here"
+            )
 
     async def _work(self) -> None:
         for n in self._todo:
@@ -93,7 +103,11 @@ class Regenerator:
             try:
                 row, tokens = await self._converse(n)
                 self._done[n] = row
-                self.answered, self._in_a_row, self._proved = self.answered + 1, 0, max(self._proved, mine)
+                self.answered, self._in_a_row, self._proved = (
+                    self.answered + 1,
+                    0,
+                    max(self._proved, mine),
+                )
                 self.on_row(tokens)
             except (Refused, GivenUp) as error:
                 self._fail(n, error)
@@ -106,25 +120,36 @@ class Regenerator:
         self._failures, self._in_a_row = self._failures + 1, self._in_a_row + 1
         hint = "the same command goes on from here"
         if self._in_a_row >= IN_A_ROW and (isinstance(error, GivenUp) or not self.answered):
-            raise UserError(f"base_url: {self._in_a_row} questions in a row without an answer, the last {where} "
-                            f"({error}); look at the server, {hint}") from None
+            raise UserError(
+                f"base_url: {self._in_a_row} questions in a row without an answer, the "
+                f"last {where} "
+                f"({error}); look at the server, {hint}"
+            ) from None
         of = self.total + len(self.questions.bad)
         if self._failures > self.share * of:
-            raise UserError(f"{where}: {error}; {self._failures} of {of} questions have no answer, above "
-                            f"max_failed={self.share:g}; look at the server or raise it, {hint}") from None
+            raise UserError(
+                f"{where}: {error}; {self._failures} of {of} questions have no answer, above "
+                f"max_failed={self.share:g}; look at the server or raise it, {hint}"
+            ) from None
         self._done[n] = Failed(str(error), self._begun)
         self.on_row(0)
 
     async def _converse(self, n: int) -> tuple[dict[str, Any], int]:
-        """The row of question n and its tokens. An answer that was cut ends its conversation: what the user said next
-        was said to a whole one, and no end-of-turn token stands between."""
+        """The row of question n and its tokens. An answer that was cut ends its conversation:
+        what the user said next was said to a whole one, and no end-of-turn token stands
+        between."""
         messages: list[dict[str, str]] = []
         tokens, finished = 0, False
         for message in self.questions[n]:
             messages.append(message)
             if message["role"] == "system":
                 continue
-            seed = int.from_bytes(hashlib.sha256(repr((self.seed, n, len(messages))).encode()).digest()[:4]) >> 1
+            seed = (
+                int.from_bytes(
+                    hashlib.sha256(repr((self.seed, n, len(messages))).encode()).digest()[:4]
+                )
+                >> 1
+            )
             answer = await self.server.chat({**self.body, "messages": messages, "seed": seed})
             text = answer.text.strip()
             if any(s in text for s in self.specials):
@@ -137,8 +162,9 @@ class Regenerator:
         return {"messages": messages, "complete": finished}, tokens
 
     def _count(self, answer: Answer) -> int:
-        """Tokens of an answer, and whether the target's tokenizer makes the same of its text: the same ids where the
-        server told them, else as many as it counted (the end-of-turn token may be among them)."""
+        """Tokens of an answer, and whether the target's tokenizer makes the same of its text:
+        the same ids where the server told them, else as many as it counted (the end-of-turn
+        token may be among them)."""
         here, there = self.tokenize(answer.text), answer.token_ids
         if there is not None:
             self.tokens_alike[there[: len(here)] == here and len(there) - len(here) in (0, 1)] += 1
@@ -147,9 +173,9 @@ class Regenerator:
         return max(answer.tokens, 0) or len(here)
 
     def _commit(self, finished: bool) -> None:
-        """Write what is settled without a gap. A failure counts as settled once a question that was begun after it was
-        answered, or at the end if the server still speaks: until then it may be the server's fault, and a second run
-        should ask again."""
+        """Write what is settled without a gap. A failure counts as settled once a question
+        that was begun after it was answered, or at the end if the server still speaks: until
+        then it may be the server's fault, and a second run should ask again."""
         rows: list[dict[str, Any]] = []
         failed: list[list[Any]] = []
         at = self.ledger.settled

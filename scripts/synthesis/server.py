@@ -1,9 +1,10 @@
-"""Talking to a server that speaks the OpenAI API (vLLM, SGLang, llama.cpp, a hosted one): one question, one answer,
-with retries.
+"""Talking to a server that speaks the OpenAI API (vLLM, SGLang, llama.cpp, a hosted one): one
+question, one answer, with retries.
 
-A rate limit (429) pauses every request and uses up no try; other passing troubles (5xx, a broken or slow answer, no
-connection) are tried again with growing waits. The key comes from an environment variable, goes to this server alone
-and is cut out of everything that is printed. Redirects are not followed."""
+A rate limit (429) pauses every request and uses up no try; other passing troubles (5xx, a
+broken or slow answer, no connection) are tried again with growing waits. The key comes from an
+environment variable, goes to this server alone and is cut out of everything that is printed.
+Redirects are not followed."""
 
 from __future__ import annotations
 
@@ -20,7 +21,20 @@ from typing import Any
 
 from conf.errors import UserError
 
-PASSING = (408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529)  # statuses that are worth another try
+PASSING = (
+    408,
+    409,
+    425,
+    429,
+    500,
+    502,
+    503,
+    504,
+    520,
+    522,
+    524,
+    529,
+)  # statuses that are worth another try
 LONGEST_WAIT = 60.0  # seconds between two tries, unless the server asks for more
 LONGEST_PAUSE = 600.0  # seconds that a server's Retry-After is believed
 MAX_BYTES = 16 << 20  # a longer answer is no answer
@@ -44,7 +58,8 @@ class Again(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """text: as the server sent it. finished: the model ended it, no limit did. tokens: the server's count, -1 unknown.
+    """text: as the server sent it. finished: the model ended it, no limit did. tokens: the
+    server's count, -1 unknown.
     token_ids: where the server sent them (vLLM with return_token_ids)."""
 
     text: str
@@ -55,8 +70,9 @@ class Answer:
 
 @dataclass
 class OpenAIServer:
-    """One server. Use as `async with`. timeout: seconds for a whole answer. retries: tries after the first. backoff:
-    first wait, seconds; it doubles. on_trouble: told (reason, seconds until the next try)."""
+    """One server. Use as `async with`. timeout: seconds for a whole answer. retries: tries
+    after the first. backoff: first wait, seconds; it doubles. on_trouble: told (reason,
+    seconds until the next try)."""
 
     base_url: str
     key: str
@@ -73,16 +89,21 @@ class OpenAIServer:
     async def __aenter__(self) -> OpenAIServer:
         import httpx
 
-        limits = httpx.Limits(max_connections=self.connections, max_keepalive_connections=self.connections)
+        limits = httpx.Limits(
+            max_connections=self.connections, max_keepalive_connections=self.connections
+        )
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=self.timeout, follow_redirects=False)
+        self._client = httpx.AsyncClient(
+            headers=headers, limits=limits, timeout=self.timeout, follow_redirects=False
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._client.aclose()
 
     async def model(self, wanted: str) -> str:
-        """The name of the model to ask: `wanted` if the server has it, the only one if `wanted` is empty.
+        """The name of the model to ask: `wanted` if the server has it, the only one if
+        `wanted` is empty.
 
         Raises UserError: no server, another model, several to choose from."""
         try:
@@ -93,13 +114,20 @@ class OpenAIServer:
                 return wanted  # some servers have no list
             raise UserError(f"model: {self.base_url} lists no models; set model=NAME") from None
         except GivenUp as error:
-            raise UserError(f"base_url: nothing usable at {self.base_url} ({error}); start the server, or mend the "
-                            "address (it usually ends with /v1)") from None
+            raise UserError(
+                f"base_url: nothing usable at {self.base_url} ({error}); start the "
+                "server, or mend the "
+                "address (it usually ends with /v1)"
+            ) from None
         shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
         if wanted and wanted not in names:
-            raise UserError(f"model: {self.base_url} does not serve {wanted!r}; it serves {shown or 'nothing'}")
+            raise UserError(
+                f"model: {self.base_url} does not serve {wanted!r}; it serves {shown or 'nothing'}"
+            )
         if not wanted and len(names) != 1:
-            raise UserError(f"model: {self.base_url} serves {shown or 'nothing'}; choose one with model=NAME")
+            raise UserError(
+                f"model: {self.base_url} serves {shown or 'nothing'}; choose one with model=NAME"
+            )
         return wanted or names[0]
 
     async def alive(self) -> bool:
@@ -113,10 +141,14 @@ class OpenAIServer:
             return False
 
     async def chat(self, body: dict[str, Any]) -> Answer:
-        """The answer to one chat request. Raises Refused, GivenUp, or UserError when no request can succeed."""
+        """The answer to one chat request. Raises Refused, GivenUp, or UserError when no
+        request can succeed.
+        """
         return await self._patiently("POST", "/chat/completions", body, read_answer)
 
-    async def _patiently(self, method: str, path: str, body: Any, read: Callable[[Any], Any] = lambda v: v) -> Any:
+    async def _patiently(
+        self, method: str, path: str, body: Any, read: Callable[[Any], Any] = lambda v: v
+    ) -> Any:
         tries = 0
         while True:
             while (left := self._resume_at - time.monotonic()) > 0:
@@ -130,12 +162,16 @@ class OpenAIServer:
                 self.troubles[str(error).partition(",")[0][:60]] += 1
                 if error.limited:
                     if time.monotonic() - self._heard > self.timeout + error.wait:
-                        raise GivenUp(f"{error}, and nothing else for {self.timeout:.0f} s") from None
+                        raise GivenUp(
+                            f"{error}, and nothing else for {self.timeout:.0f} s"
+                        ) from None
                 else:
                     tries += 1
                     if tries > self.retries:
                         raise GivenUp(f"{error}, {tries} tries") from None
-                own = min(LONGEST_WAIT, self.backoff * 2 ** min(tries, 16)) * random.uniform(0.5, 1.0)
+                own = min(LONGEST_WAIT, self.backoff * 2 ** min(tries, 16)) * random.uniform(
+                    0.5, 1.0
+                )
                 wait = max(own, error.wait)
                 self.on_trouble(str(error), wait)
                 if error.limited:
@@ -157,9 +193,13 @@ class OpenAIServer:
         except (TimeoutError, httpx.TimeoutException):
             raise Again(f"no whole answer within timeout={self.timeout:g} s") from None
         except httpx.UnsupportedProtocol as error:
-            raise UserError(f"base_url: {self._safe(str(error))}; give http://HOST:PORT/v1") from None
+            raise UserError(
+                f"base_url: {self._safe(str(error))}; give http://HOST:PORT/v1"
+            ) from None
         except httpx.ConnectError as error:
-            raise Again(f"no connection ({self._safe(str(error)) or type(error).__name__})") from None
+            raise Again(
+                f"no connection ({self._safe(str(error)) or type(error).__name__})"
+            ) from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:  # cut off, no HTTP, wrong length
             raise Again(f"a broken connection ({type(error).__name__})") from None
         return self._judged(reply.status_code, reply.headers, bytes(content), path)
@@ -175,13 +215,21 @@ class OpenAIServer:
         if status in PASSING or status >= 500:
             raise Again(f"status {said}", retry_after(headers.get("retry-after")), status == 429)
         if status in (401, 403):
-            raise UserError(f"api_key_env: {url} refuses the key ({said}); set the environment variable that "
-                            "api_key_env names") from None
+            raise UserError(
+                f"api_key_env: {url} refuses the key ({said}); set the environment variable that "
+                "api_key_env names"
+            ) from None
         if 300 <= status < 400:
-            raise UserError(f"base_url: {url} redirects to {self._safe(str(headers.get('location')))[:200]}; give the "
-                            "final address") from None
+            raise UserError(
+                f"base_url: {url} redirects to "
+                f"{self._safe(str(headers.get('location')))[:200]}; give the "
+                "final address"
+            ) from None
         if status == 404 and path != "/models":
-            raise UserError(f"base_url: {url} is not there ({said}); mend base_url (it usually ends with /v1) or model")
+            raise UserError(
+                f"base_url: {url} is not there ({said}); mend base_url (it usually ends "
+                "with /v1) or model"
+            )
         raise Refused(f"status {said}")
 
     def _safe(self, text: str) -> str:
@@ -193,7 +241,9 @@ class OpenAIServer:
 
 
 def read_answer(reply: Any) -> Answer:
-    """The first choice of a chat completion. Raises Again for a form that is none, Refused for an empty answer."""
+    """The first choice of a chat completion. Raises Again for a form that is none, Refused for
+    an empty answer.
+    """
     try:
         choice = reply["choices"][0]
         text, reason = choice["message"]["content"], choice["finish_reason"]
@@ -209,11 +259,18 @@ def read_answer(reply: Any) -> Answer:
         raise Refused("the answer is empty")
     ids = choice.get("token_ids")
     whole = isinstance(ids, list) and all(isinstance(i, int) for i in ids)
-    return Answer(str(text), reason == "stop", tokens if isinstance(tokens, int) else -1, ids if whole else None)
+    return Answer(
+        str(text),
+        reason == "stop",
+        tokens if isinstance(tokens, int) else -1,
+        ids if whole else None,
+    )
 
 
 def retry_after(value: str | None) -> float:
-    """Seconds in a Retry-After header, which holds seconds or a date; 0 where it holds neither."""
+    """Seconds in a Retry-After header, which holds seconds or a date; 0 where it holds
+    neither.
+    """
     if not value:
         return 0.0
     try:

@@ -1,11 +1,14 @@
-"""What a cycle costs and what it brings: latencies fitted to measurements, never assumed, and tokens/s from them.
+"""What a cycle costs and what it brings: latencies fitted to measurements, never assumed, and
+tokens/s from them.
 
-A cycle is: propose, one target pass over the last token and the draft, law and verification, cache, Python. Its time is
-the sum of fitted parts (`CostModel.cycle`); with acceptance by position and rank, or with replayed cycles
-(scripts/tuning/replay.py), it gives tokens/s, speedup and the break-even accepted length of any K, tree and batch.
+A cycle is: propose, one target pass over the last token and the draft, law and verification,
+cache, Python. Its time is the sum of fitted parts (`CostModel.cycle`); with acceptance by
+position and rank, or with replayed cycles (scripts/tuning/replay.py), it gives tokens/s,
+speedup and the break-even accepted length of any K, tree and batch.
 
-The closed formulas at the end are those of the literature. They assume that every draft token is accepted independently
-with one probability and that verification is as cheap as a plain step: rules of thumb, and marked so wherever shown.
+The closed formulas at the end are those of the literature. They assume that every draft token
+is accepted independently with one probability and that verification is as cheap as a plain
+step: rules of thumb, and marked so wherever shown.
 
 Shape letters: none; everything is small and on the host. Times are milliseconds.
 """
@@ -19,22 +22,27 @@ from typing import Any
 
 import numpy as np
 
-INDEPENDENCE = "independence approximation: one acceptance rate for every position, verification as cheap as one step"
+INDEPENDENCE = (
+    "independence approximation: one acceptance rate for every position, "
+    "verification as cheap as one step"
+)
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Milliseconds over nodes, for each measured batch size: piecewise linear through monotone medians.
+    """Milliseconds over nodes, for each measured batch size: piecewise linear through monotone
+    medians.
 
-    knots[B]: ascending (nodes, ms). Between batch sizes the two nearest curves are interpolated; beyond the last knot
-    the last slope goes on.
+    knots[B]: ascending (nodes, ms). Between batch sizes the two nearest curves are
+    interpolated; beyond the last knot the last slope goes on.
     """
 
     knots: dict[int, list[tuple[float, float]]]
 
     @staticmethod
     def fit(samples: Iterable[tuple[int, int, float]], monotone: bool = True) -> Curve:
-        """samples: (batch, nodes, ms). Medians per point; a larger tree is never cheaper (pool adjacent violators).
+        """samples: (batch, nodes, ms). Medians per point; a larger tree is never cheaper (pool
+        adjacent violators).
 
         Raises ValueError without samples."""
         groups: dict[int, dict[int, list[float]]] = {}
@@ -62,7 +70,9 @@ class Curve:
         return max(a + (b - a) * (batch - low) / (high - low), 0.0)
 
     def line(self, batch: int) -> tuple[float, float]:
-        """(ms of a single token, ms per further node): the straight line nearest to the knots of a batch size."""
+        """(ms of a single token, ms per further node): the straight line nearest to the knots
+        of a batch size.
+        """
         x, y = np.array(self.knots[batch], float).T
         if len(x) < 2:
             return float(y[0]), 0.0
@@ -75,7 +85,9 @@ class Curve:
 
 @dataclass(frozen=True)
 class Linear:
-    """ms = weights . features, no weight below zero (a part of a cycle cannot cost less than nothing)."""
+    """ms = weights . features, no weight below zero (a part of a cycle cannot cost less than
+    nothing).
+    """
 
     names: tuple[str, ...]
     weights: tuple[float, ...]
@@ -86,7 +98,9 @@ class Linear:
         y = np.asarray(ms, float)
         table = np.array([[row.get(n, 0.0) for n in names] for row in rows], float)
         scale = 1 / np.maximum(y, 1e-9)
-        return Linear(tuple(names), tuple(nonnegative(table * scale[:, None], np.ones(len(y))).tolist()))
+        return Linear(
+            tuple(names), tuple(nonnegative(table * scale[:, None], np.ones(len(y))).tolist())
+        )
 
     def __call__(self, **features: float) -> float:
         return sum(w * features.get(n, 0.0) for n, w in zip(self.names, self.weights, strict=True))
@@ -97,14 +111,18 @@ class Linear:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a cycle's price depends on. depth: levels drafted. width: nodes expanded per level. nodes: verified."""
+    """What a cycle's price depends on. depth: levels drafted. width: nodes expanded per level.
+    nodes: verified.
+    """
 
     depth: int
     nodes: int
     width: int = 1
 
     def features(self) -> dict[str, float]:
-        """What the drafter's time is fitted to. passes: levels after the first; expanded: tokens read in them."""
+        """What the drafter's time is fitted to. passes: levels after the first; expanded:
+        tokens read in them.
+        """
         passes = max(self.depth - 1, 0)
         return {"one": 1.0, "passes": passes, "expanded": passes * self.width, "nodes": self.nodes}
 
@@ -129,7 +147,13 @@ class Price:
         return self.target + self.drafter + self.verify + self.cache + self.python
 
     def to_json(self) -> dict[str, float]:
-        return dict(zip(PARTS, (self.target, self.drafter, self.verify, self.cache, self.python), strict=True))
+        return dict(
+            zip(
+                PARTS,
+                (self.target, self.drafter, self.verify, self.cache, self.python),
+                strict=True,
+            )
+        )
 
 
 NOTHING = Shape(0, 0)
@@ -137,9 +161,10 @@ NOTHING = Shape(0, 0)
 
 @dataclass(frozen=True)
 class CostModel:
-    """Fitted parts. target, verify, cache, python: of the loop itself. propose, observe: of one drafter, by kind
-    ("chain", "tree") and batch size. extra: kind -> what cycles of that kind took beyond the parts' sum, per level
-    (verification deeper than the root, commits of several tokens): fitted on calibration runs.
+    """Fitted parts. target, verify, cache, python: of the loop itself. propose, observe: of
+    one drafter, by kind ("chain", "tree") and batch size. extra: kind -> what cycles of that
+    kind took beyond the parts' sum, per level (verification deeper than the root, commits of
+    several tokens): fitted on calibration runs.
     """
 
     target: Curve
@@ -151,24 +176,35 @@ class CostModel:
     extra: dict[str, float] = field(default_factory=dict)
 
     def cycle(self, batch: int, shape: Shape, kind: str = "none", tokens: float = 1.0) -> Price:
-        """One cycle of `batch` rows, each with a draft of `shape`, of which `tokens` a row are committed."""
-        loop = [curve(batch, shape.nodes) for curve in (self.target, self.verify, self.cache, self.python)]
+        """One cycle of `batch` rows, each with a draft of `shape`, of which `tokens` a row are
+        committed.
+        """
+        loop = [
+            curve(batch, shape.nodes)
+            for curve in (self.target, self.verify, self.cache, self.python)
+        ]
         drafter = 0.0
         if kind in self.propose:
             if shape.depth:
                 drafter += _nearest(self.propose[kind], batch)(**shape.features())
             drafter += _nearest(self.observe[kind], batch)(one=1.0, tokens=tokens)
-        return Price(loop[0], drafter, loop[1] + self.extra.get(kind, 0.0) * shape.depth, loop[2], loop[3])
+        return Price(
+            loop[0], drafter, loop[1] + self.extra.get(kind, 0.0) * shape.depth, loop[2], loop[3]
+        )
 
     def plain(self, batch: int = 1) -> float:
         """Milliseconds of a cycle of plain decoding."""
         return self.cycle(batch, NOTHING).ms
 
     def break_even(self, batch: int, shape: Shape, kind: str, tokens: float = 1.0) -> float:
-        """Accepted length (tokens per cycle, bonus included) at which drafting is as fast as plain decoding."""
+        """Accepted length (tokens per cycle, bonus included) at which drafting is as fast as
+        plain decoding.
+        """
         return max(self.cycle(batch, shape, kind, tokens).ms / self.plain(batch), 1.0)
 
-    def predict(self, batch: int, shape: Shape, kind: str, accepted_length: float) -> dict[str, Any]:
+    def predict(
+        self, batch: int, shape: Shape, kind: str, accepted_length: float
+    ) -> dict[str, Any]:
         """Tokens per second of `batch` rows that commit `accepted_length` tokens per cycle."""
         price = self.cycle(batch, shape, kind, accepted_length)
         plain = self.plain(batch)
@@ -183,31 +219,47 @@ class CostModel:
 
     def to_json(self) -> dict[str, Any]:
         drafter = {
-            part: {k: {str(b): f.to_json() for b, f in by.items()} for k, by in getattr(self, part).items()}
+            part: {
+                k: {str(b): f.to_json() for b, f in by.items()}
+                for k, by in getattr(self, part).items()
+            }
             for part in ("propose", "observe")
         }
-        loop = {part: getattr(self, part).to_json() for part in ("target", "verify", "cache", "python")}
+        loop = {
+            part: getattr(self, part).to_json() for part in ("target", "verify", "cache", "python")
+        }
         lines = {str(b): self.target.line(b) for b in self.target.knots}
-        return {**loop, **drafter, "extra_ms_per_level": self.extra,
-                "target_line": {b: {"ms": a, "ms_per_node": s} for b, (a, s) in lines.items()}}  # fmt: skip
+        return {
+            **loop,
+            **drafter,
+            "extra_ms_per_level": self.extra,
+            "target_line": {b: {"ms": a, "ms_per_node": s} for b, (a, s) in lines.items()},
+        }
 
 
 # -- from acceptance tables to accepted length
 
 
 def length_of_chain(unconditional: Sequence[float], k: int) -> float:
-    """Accepted length of a chain of k: one plus the chance of reaching every level. unconditional[d]: cycles that
-    accept d + 1 levels or more, as a share of all cycles (report.json's acceptance_by_position)."""
+    """Accepted length of a chain of k: one plus the chance of reaching every level.
+    unconditional[d]: cycles that accept d + 1 levels or more, as a share of all cycles
+    (report.json's acceptance_by_position)."""
     return 1.0 + sum(unconditional[:k])
 
 
 def length_of_tree(acceptance: Sequence[Sequence[float]], tree: Iterable[Sequence[int]]) -> float:
-    """Accepted length of a static tree from rank-wise acceptance a[level][rank], levels taken as independent."""
+    """Accepted length of a static tree from rank-wise acceptance a[level][rank], levels taken
+    as independent.
+    """
     total = 1.0
     for path in tree:
         value = 1.0
         for level, rank in enumerate(path):
-            value *= acceptance[level][rank] if level < len(acceptance) and rank < len(acceptance[level]) else 0.0
+            value *= (
+                acceptance[level][rank]
+                if level < len(acceptance) and rank < len(acceptance[level])
+                else 0.0
+            )
         total += value
     return total
 
@@ -239,7 +291,9 @@ def nonnegative(table: np.ndarray, y: np.ndarray, rounds: int = 2000) -> np.ndar
             new = max(weights[j] + table[:, j] @ rest / norm, 0.0)
             rest -= (new - weights[j]) * table[:, j]
             weights[j] = new
-        if np.abs(weights - before).max(initial=0.0) <= 1e-9 * max(np.abs(weights).max(initial=0.0), 1e-12):
+        if np.abs(weights - before).max(initial=0.0) <= 1e-9 * max(
+            np.abs(weights).max(initial=0.0), 1e-12
+        ):
             break
     return weights
 
@@ -266,13 +320,15 @@ def _nearest(by_batch: dict[int, Linear], batch: int) -> Linear:
 
 
 def expected_tokens(a: float, k: int) -> float:
-    """Expected tokens per cycle, bonus included, of a chain of k whose tokens are accepted independently with
-    probability a: (1 - a^(k+1)) / (1 - a) (Leviathan et al. 2022, eq. 1)."""
+    """Expected tokens per cycle, bonus included, of a chain of k whose tokens are accepted
+    independently with probability a: (1 - a^(k+1)) / (1 - a) (Leviathan et al. 2022, eq. 1)."""
     return float(k + 1) if a >= 1 else (1 - a ** (k + 1)) / (1 - a)
 
 
 def closed_speedup(a: float, k: int, c: float) -> float:
-    """Speedup over plain decoding when one draft token costs c target passes (same paper, theorem 3.8)."""
+    """Speedup over plain decoding when one draft token costs c target passes (same paper,
+    theorem 3.8).
+    """
     return expected_tokens(a, k) / (c * k + 1)
 
 
@@ -282,7 +338,9 @@ def best_k(a: float, c: float, most: int = 64) -> int:
 
 
 def acceptance_needed(length: float, k: int) -> float | None:
-    """The acceptance rate at which a chain of k reaches an accepted length under independence; None when none does."""
+    """The acceptance rate at which a chain of k reaches an accepted length under independence;
+    None when none does.
+    """
     if length <= 1:
         return 0.0
     if length > k + 1:

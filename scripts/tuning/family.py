@@ -1,7 +1,9 @@
-"""The kinds of drafters as the tuner sees them: what can be set, what must be recorded, what may be chosen.
+"""The kinds of drafters as the tuner sees them: what can be set, what must be recorded, what
+may be chosen.
 
-Chains and n-grams have K; parallel heads a static tree over the ranks of their heads; drafters that go on from their
-own tokens (EAGLE, a separate model) a chain or a dynamic tree of some depth, width and size.
+Chains and n-grams have K; parallel heads a static tree over the ranks of their heads; drafters
+that go on from their own tokens (EAGLE, a separate model) a chain or a dynamic tree of some
+depth, width and size.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ DRAWN = (8, 16, 32, 64)  # nodes of the drawn trees that are measured
 
 @dataclass(frozen=True)
 class Bounds:
-    """How far the search goes. depth: of chains and dynamic trees (heads have their own limit)."""
+    """How far the search goes. depth: of chains and dynamic trees (heads have their own
+    limit).
+    """
 
     depth: int = 8
     nodes: int = 64
@@ -42,8 +46,10 @@ class Bounds:
 
 @dataclass
 class Family:
-    """One drafter and what can be set about it. kinds: among "chain" and "tree". head: None for n-grams.
-    folder: where its settings go, None for n-grams and for repositories, which have no place for them.
+    """One drafter and what can be set about it. kinds: among "chain" and "tree". head: None
+    for n-grams.
+    folder: where its settings go, None for n-grams and for repositories, which have no place
+        for them.
 
     notes: what the search leaves out, and why.
     """
@@ -65,7 +71,8 @@ class Family:
         path, shape = draft.source, draft.shape
         if path == NONE or draft != Draft(path, shape):
             raise UserError(
-                f"drafter: {spec}; give ngram, a run folder, a head folder or a smaller model, with "
+                f"drafter: {spec}; give ngram, a run folder, a head folder or a smaller "
+                "model, with "
                 "@chain or @tree at most"
             )
         if path == NGRAM:
@@ -78,7 +85,10 @@ class Family:
         if not kinds:
             raise UserError(f"drafter: {spec}: this target takes chains only; write {path}@chain")
         if made.drawn():
-            made.notes.append("trees drawn from the drafter's own law cannot be replayed: a few sizes are measured")
+            made.notes.append(
+                "trees drawn from the drafter's own law cannot be replayed: a few sizes "
+                "are measured"
+            )
         return made
 
     @property
@@ -94,15 +104,22 @@ class Family:
 
     @property
     def drawn_chain(self) -> bool:
-        """Whether chains are drawn from a law, so that replay cannot say what would be accepted."""
+        """Whether chains are drawn from a law, so that replay cannot say what would be
+        accepted.
+        """
         return self.head is not None and not self.sampling.greedy
 
     @property
     def drawn_tree(self) -> bool:
-        return getattr(getattr(self.head, "cfg", None), "tree_draw", "fixed") == "sampled" and not self.sampling.greedy
+        return (
+            getattr(getattr(self.head, "cfg", None), "tree_draw", "fixed") == "sampled"
+            and not self.sampling.greedy
+        )
 
     def drawn(self) -> list[Settings]:
-        """Trees whose candidates are drawn, where there are such trees: they are measured without a prediction."""
+        """Trees whose candidates are drawn, where there are such trees: they are measured
+        without a prediction.
+        """
         if "tree" not in self.kinds or not self.drawn_tree:
             return []
         sizes = sorted({min(n, self.bounds.nodes) for n in DRAWN})
@@ -140,18 +157,33 @@ class Family:
         """Settings spread over the bounds, to fit the drafter's time to."""
         found: list[Settings] = []
         if "chain" in self.kinds:
-            found += [Settings("chain", depth=k) for k in sorted({1, (self.deepest + 1) // 2, self.deepest})]
+            found += [
+                Settings("chain", depth=k)
+                for k in sorted({1, (self.deepest + 1) // 2, self.deepest})
+            ]
         if "tree" in self.kinds and self.drawn_tree:
             found += self.drawn()
         elif "tree" in self.kinds and self.parallel:
             sizes = sorted({min(n, self.bounds.nodes) for n in (4, 16, 64)})
-            found += [self._static(d, n) for n in sizes for d in sorted({2, self.deepest}) if d <= self.deepest]
+            found += [
+                self._static(d, n)
+                for n in sizes
+                for d in sorted({2, self.deepest})
+                if d <= self.deepest
+            ]
         elif "tree" in self.kinds:
             b = self.bounds
             half = (max(b.depth // 2, 1), max(b.width // 2, 1))
-            spread = ((1, b.width, b.width), (2, 2, 4), (b.depth, b.width, 64), (b.depth, half[1], 16),
-                      (half[0], b.width, 32))  # fmt: skip
-            found += [Settings("tree", depth=d, nodes=min(n, b.nodes), width=w) for d, w, n in spread]
+            spread = (
+                (1, b.width, b.width),
+                (2, 2, 4),
+                (b.depth, b.width, 64),
+                (b.depth, half[1], 16),
+                (half[0], b.width, 32),
+            )
+            found += [
+                Settings("tree", depth=d, nodes=min(n, b.nodes), width=w) for d, w, n in spread
+            ]
         return [Probe(s.shape, self.shape(s), self.drafter(s)) for s in dict.fromkeys(found)]
 
     def _static(self, depth: int, nodes: int) -> Settings:
@@ -167,16 +199,23 @@ class Family:
         if self.head is None:
             return {"chain": self.drafter(Settings("chain", depth=self.deepest))}
         if self.parallel:
-            return {} if self.drawn_chain and (self.kinds == ["chain"] or self.drawn_tree) else {
-                "tree": self.drafter(self._static(self.deepest, SUPERSET))}  # fmt: skip
+            return (
+                {}
+                if self.drawn_chain and (self.kinds == ["chain"] or self.drawn_tree)
+                else {"tree": self.drafter(self._static(self.deepest, SUPERSET))}
+            )
         b, out = self.bounds, {}
         if "chain" in self.kinds and not self.drawn_chain:
             out["chain"] = self.drafter(Settings("chain", depth=b.depth))
         if "tree" in self.kinds and not self.drawn_tree:
-            out["tree"] = self.drafter(Settings("tree", depth=b.depth, nodes=b.nodes, width=b.width))
+            out["tree"] = self.drafter(
+                Settings("tree", depth=b.depth, nodes=b.nodes, width=b.width)
+            )
         return out
 
-    def record(self, prompts: Sequence[list[int]], tokens: int, seed: int, tick: Tick) -> dict[str, list[Text]]:
+    def record(
+        self, prompts: Sequence[list[int]], tokens: int, seed: int, tick: Tick
+    ) -> dict[str, list[Text]]:
         """What `recorders` draft at every position of the target's plain answers."""
         recorders = self.recorders()
         out: dict[str, list[Text]] = {name: [] for name in recorders}
@@ -184,9 +223,13 @@ class Family:
             limit = min(tokens, self.target.context_length - len(ids))
             if recorders:
                 shadow = Shadow(recorders)
-                run = generate(self.target, shadow, [Request(ids, tokens, id=i * 64)], self.sampling, seed=seed)
+                run = generate(
+                    self.target, shadow, [Request(ids, tokens, id=i * 64)], self.sampling, seed=seed
+                )
                 for name in recorders:
-                    out[name].append(Text(run.generations[0].token_ids, limit, shadow.drafts[name][0]))
+                    out[name].append(
+                        Text(run.generations[0].token_ids, limit, shadow.drafts[name][0])
+                    )
             tick()
         if self.drawn_chain and "chain" in self.kinds:
             deep = self.drafter(Settings("chain", depth=self.deepest))
@@ -198,7 +241,9 @@ class Family:
 
     # -- choosing
 
-    def candidates(self, model: CostModel, batch: int, texts: dict[str, list[Text]]) -> list[Candidate]:
+    def candidates(
+        self, model: CostModel, batch: int, texts: dict[str, list[Text]]
+    ) -> list[Candidate]:
         """Every setting within the bounds with what is expected of it."""
         out: list[Candidate] = []
         if "chain" in self.kinds:
@@ -213,12 +258,16 @@ class Family:
         if "tree" in self.kinds and self.parallel:
             assert self.head is not None
             calibration: dict[str, Any] = getattr(self.head, "calibration", {})
-            out += search.static_trees(model, batch, texts["tree"], calibration, self.deepest, self.bounds.nodes)
+            out += search.static_trees(
+                model, batch, texts["tree"], calibration, self.deepest, self.bounds.nodes
+            )
         elif "tree" in self.kinds:
             b = self.bounds
             widths = [w for w in (1, 2, 3, 4, 6, 8, 10, 12, 16) if 1 < w <= b.width]
             nodes = [n for n in range(2, b.nodes + 1) if n <= 16 or n % 4 == 0]
-            out += search.dynamic_trees(model, batch, texts["tree"], range(1, b.depth + 1), nodes, widths)
+            out += search.dynamic_trees(
+                model, batch, texts["tree"], range(1, b.depth + 1), nodes, widths
+            )
         return out
 
     def _straight(self, model: CostModel, batch: int, texts: list[Text]) -> list[Candidate]:
@@ -234,7 +283,9 @@ class Family:
         return out
 
     def acceptance(self, texts: dict[str, list[Text]]) -> dict[str, Any]:
-        """Acceptance by position and rank at every position of the texts: what the search went by."""
+        """Acceptance by position and rank at every position of the texts: what the search went
+        by.
+        """
         if not texts or self.unconditional and "tree" not in texts:
             return {"unconditional": self.unconditional}
         name = "tree" if "tree" in texts else "chain"
@@ -247,7 +298,9 @@ class Family:
                 if len(p) > d:
                     counts[p[d]] += 1
             by_rank.append([c / total for c in counts])
-        return {"positions": len(found), "recorded": name, "by_level_and_rank": by_rank,
-                "reached": [sum(level) for level in by_rank]}  # fmt: skip
-
-
+        return {
+            "positions": len(found),
+            "recorded": name,
+            "by_level_and_rank": by_rank,
+            "reached": [sum(level) for level in by_rank],
+        }

@@ -1,11 +1,13 @@
-"""Draft everything once, replay any setting: how many tokens each chain or tree would have had accepted.
+"""Draft everything once, replay any setting: how many tokens each chain or tree would have had
+accepted.
 
-The target decodes plainly while drafters draft at every position without being verified (`Shadow`). Where candidates
-are deterministic (greedy chains, top-k trees at any temperature, n-grams), a cycle that starts at some position accepts
-just those that agree with the text, so the accepted length of every smaller chain or tree follows from one run.
+The target decodes plainly while drafters draft at every position without being verified
+(`Shadow`). Where candidates are deterministic (greedy chains, top-k trees at any temperature,
+n-grams), a cycle that starts at some position accepts just those that agree with the text, so
+the accepted length of every smaller chain or tree follows from one run.
 
-A cycle starts where the last one ended, which is not a random position: `walk` steps through each text as the engine
-would, stop token and length limit included.
+A cycle starts where the last one ended, which is not a random position: `walk` steps through
+each text as the engine would, stop token and length limit included.
 """
 
 from __future__ import annotations
@@ -24,13 +26,15 @@ from decode.sampling import Sampling
 from decode.tree import DraftTree
 from heads.shapes import Path
 
-Kept = tuple[int, int]  # draft tokens accepted, nodes drafted: of a cycle that starts at some position
+Kept = tuple[
+    int, int
+]  # draft tokens accepted, nodes drafted: of a cycle that starts at some position
 
 
 @dataclass(frozen=True)
 class Draft:
-    """One draft at one position. tokens, parents: node by node, parents first. score: the drafter's own order of nodes
-    (cumulative log-probability), None for static shapes."""
+    """One draft at one position. tokens, parents: node by node, parents first. score: the
+    drafter's own order of nodes (cumulative log-probability), None for static shapes."""
 
     tokens: list[int]
     parents: list[int]
@@ -39,23 +43,34 @@ class Draft:
 
 @dataclass
 class Clock:
-    """Seconds of single calls. propose: (rows, seconds). observe: (rows, most tokens of a row, seconds)."""
+    """Seconds of single calls. propose: (rows, seconds). observe: (rows, most tokens of a row,
+    seconds).
+    """
 
     propose: list[tuple[int, float]] = field(default_factory=list)
     observe: list[tuple[int, int, float]] = field(default_factory=list)
 
 
 class Shadow:
-    """Lets several drafters of one head draft at every position, and proposes nothing to the target itself.
+    """Lets several drafters of one head draft at every position, and proposes nothing to the
+    target itself.
 
-    drafts[name][request][t]: the draft behind t generated tokens (t >= 1). clocks[name]: what each call took.
+    drafts[name][request][t]: the draft behind t generated tokens (t >= 1). clocks[name]: what
+    each call took.
     """
 
     name, shape = "shadow", "none"
     max_nodes = max_depth = 0
 
-    def __init__(self, inners: dict[str, Drafter], keep: bool = True, sync: Callable[[], float] = time.perf_counter):
-        """keep: whether to remember the drafts, or only what they cost. sync: a clock that waits for the device."""
+    def __init__(
+        self,
+        inners: dict[str, Drafter],
+        keep: bool = True,
+        sync: Callable[[], float] = time.perf_counter,
+    ):
+        """keep: whether to remember the drafts, or only what they cost. sync: a clock that
+        waits for the device.
+        """
         self.inners, self.keep, self.clock = inners, keep, sync
         taps = {tuple(d.taps) for d in inners.values()}
         assert len(taps) == 1, "drafters that read different features cannot share a run"
@@ -84,7 +99,9 @@ class Shadow:
             start = self.clock()
             drafter.observe(tokens, feats, n, rows)
             if not fresh:
-                self.clocks[name].observe.append((len(self.live), int(n.max()), self.clock() - start))
+                self.clocks[name].observe.append(
+                    (len(self.live), int(n.max()), self.clock() - start)
+                )
         for b in range(rows.start, rows.stop):
             self.length[b] += 1
 
@@ -107,8 +124,11 @@ class Shadow:
 def _draft(tree: DraftTree, row: int) -> Draft:
     size = int(tree.size[row])
     score: Any = getattr(tree, "score", None)
-    return Draft(tree.tokens[row, :size].tolist(), tree.parents[row, :size].tolist(),
-                 None if score is None else score[row, :size].tolist())  # fmt: skip
+    return Draft(
+        tree.tokens[row, :size].tolist(),
+        tree.parents[row, :size].tolist(),
+        None if score is None else score[row, :size].tolist(),
+    )
 
 
 # -- what a draft would have had accepted
@@ -142,7 +162,9 @@ def ranks(draft: Draft) -> list[Path]:
 
 @dataclass(frozen=True)
 class Text:
-    """One answer. tokens: all generated ones. limit: most tokens it might have had. drafts: by generated tokens."""
+    """One answer. tokens: all generated ones. limit: most tokens it might have had. drafts: by
+    generated tokens.
+    """
 
     tokens: list[int]
     limit: int
@@ -151,14 +173,26 @@ class Text:
 
 def paths(texts: Iterable[Text]) -> list[dict[int, Path]]:
     """Per text: position -> ranks of the candidates that agree with what followed."""
-    return [{t: ranks(d)[m[-1]] if (m := matched(d, text.tokens[t:])) else () for t, d in text.drafts.items()}
-            for text in texts]  # fmt: skip
+    return [
+        {
+            t: ranks(d)[m[-1]] if (m := matched(d, text.tokens[t:])) else ()
+            for t, d in text.drafts.items()
+        }
+        for text in texts
+    ]
 
 
 def chain_of(texts: Sequence[Text], k: int) -> list[dict[int, Kept]]:
-    """Per text: what a chain of the first k tokens of each draft would give. Drafts must be chains."""
-    return [{t: (len(matched(d, text.tokens[t : t + k])), min(k, len(d.tokens))) for t, d in text.drafts.items()}
-            for text in texts]  # fmt: skip
+    """Per text: what a chain of the first k tokens of each draft would give. Drafts must be
+    chains.
+    """
+    return [
+        {
+            t: (len(matched(d, text.tokens[t : t + k])), min(k, len(d.tokens)))
+            for t, d in text.drafts.items()
+        }
+        for text in texts
+    ]
 
 
 def static_of(found: Sequence[dict[int, Path]], tree: Sequence[Path]) -> list[dict[int, Kept]]:
@@ -172,8 +206,9 @@ def static_of(found: Sequence[dict[int, Path]], tree: Sequence[Path]) -> list[di
 
 
 class Beams:
-    """Dynamic trees replayed from the largest one: fewer levels and fewer nodes exactly, a smaller width closely (of
-    the largest tree's candidates those are taken that a beam of that width would have seen)."""
+    """Dynamic trees replayed from the largest one: fewer levels and fewer nodes exactly, a
+    smaller width closely (of the largest tree's candidates those are taken that a beam of that
+    width would have seen)."""
 
     def __init__(self, texts: Sequence[Text]) -> None:
         self.texts = texts
@@ -186,25 +221,37 @@ class Beams:
                 {t: self._orders(d, text.tokens[t:], depth, width) for t, d in text.drafts.items()}
                 for text in self.texts
             ]
-        return [{t: (_prefix(orders, nodes), min(nodes, total)) for t, (orders, total) in one.items()}
-                for one in self.known[depth, width]]  # fmt: skip
+        return [
+            {t: (_prefix(orders, nodes), min(nodes, total)) for t, (orders, total) in one.items()}
+            for one in self.known[depth, width]
+        ]
 
     @staticmethod
-    def _orders(draft: Draft, follows: Sequence[int], depth: int, width: int) -> tuple[list[int], int]:
+    def _orders(
+        draft: Draft, follows: Sequence[int], depth: int, width: int
+    ) -> tuple[list[int], int]:
         """(place of every accepted node in the order of scores, nodes there are)."""
         assert draft.score is not None, "a dynamic tree comes with its scores"
         level: list[int] = []
         allowed: list[bool] = []
         for path, parent in zip(ranks(draft), draft.parents, strict=True):
             level.append(len(path) - 1)
-            allowed.append(len(path) <= depth and path[-1] < width and (parent < 0 or allowed[parent]))
+            allowed.append(
+                len(path) <= depth and path[-1] < width and (parent < 0 or allowed[parent])
+            )
         score = draft.score
         for d in range(max(level, default=-1)):  # only the best `width` of a level are expanded
-            here = sorted((i for i, x in enumerate(level) if x == d and allowed[i]), key=lambda i: -score[i])
+            here = sorted(
+                (i for i, x in enumerate(level) if x == d and allowed[i]), key=lambda i: -score[i]
+            )
             beam = set(here[:width])
             for i, parent in enumerate(draft.parents):
                 if level[i] > d:
-                    allowed[i] = allowed[i] and (level[i] > d + 1 or parent in beam) and (parent < 0 or allowed[parent])
+                    allowed[i] = (
+                        allowed[i]
+                        and (level[i] > d + 1 or parent in beam)
+                        and (parent < 0 or allowed[parent])
+                    )
         order = sorted((i for i, ok in enumerate(allowed) if ok), key=lambda i: -score[i])
         place = {node: i for i, node in enumerate(order)}
         agreed = matched(draft, follows)
@@ -220,7 +267,8 @@ def _prefix(orders: Sequence[int], nodes: int) -> int:
 
 @dataclass(frozen=True)
 class Step:
-    """One cycle of a replay. start: generated tokens before it. nodes: drafted. tokens: committed, bonus included.
+    """One cycle of a replay. start: generated tokens before it. nodes: drafted. tokens:
+    committed, bonus included.
 
     clean: neither a stop token nor the limit cut it."""
 
@@ -232,7 +280,9 @@ class Step:
 
 
 def walk(text: Text, kept: dict[int, Kept], depth: int) -> list[Step]:
-    """The cycles of one text, as the engine would make them with a draft of at most `depth` levels."""
+    """The cycles of one text, as the engine would make them with a draft of at most `depth`
+    levels.
+    """
     steps, t = [], 1
     while t < len(text.tokens):
         budget = min(text.limit - t - 1, depth)

@@ -1,10 +1,12 @@
-"""Which settings are worth measuring: every chain, static and dynamic tree within bounds, priced by the cost model.
+"""Which settings are worth measuring: every chain, static and dynamic tree within bounds,
+priced by the cost model.
 
-Static trees come from a dynamic programme over (levels, nodes): the value of a node is the chance that its whole path
-is right, no child is worth more than its parent, so the best tree of n nodes is the best one of n - 1 and the most
-valuable node at its border, exactly (heads/shapes.py). One such sequence per depth limit covers every (levels, nodes).
-Each setting's accepted length is replayed on the recorded texts (trees on texts they were not grown from) and its time
-follows from the latency curves: a larger tree is kept only while it pays.
+Static trees come from a dynamic programme over (levels, nodes): the value of a node is the
+chance that its whole path is right, no child is worth more than its parent, so the best tree
+of n nodes is the best one of n - 1 and the most valuable node at its border, exactly
+(heads/shapes.py). One such sequence per depth limit covers every (levels, nodes). Each
+setting's accepted length is replayed on the recorded texts (trees on texts they were not grown
+from) and its time follows from the latency curves: a larger tree is kept only while it pays.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ PRIOR = 60.0  # recorded positions that the head's own calibration (or independe
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setting with what is expected of it. shape: a full draft. steps: replayed cycles per text (for a batch of one).
+    """A setting with what is expected of it. shape: a full draft. steps: replayed cycles per
+    text (for a batch of one).
     rates: accepted at or beyond each level where nothing can be replayed (sampled drafts)."""
 
     settings: Settings
@@ -35,21 +38,30 @@ class Candidate:
     expected: dict[str, Any] = field(hash=False)
 
 
-def evaluate(model: CostModel, batch: int, shape: Shape, kind: str, cycles: Sequence[Sequence[Step]]) -> dict[str, Any]:
-    """Predicted tokens/s of replayed cycles: every cycle is priced by the nodes it drafted; `batch` rows run together,
-    those that finish give way to waiting ones."""
+def evaluate(
+    model: CostModel, batch: int, shape: Shape, kind: str, cycles: Sequence[Sequence[Step]]
+) -> dict[str, Any]:
+    """Predicted tokens/s of replayed cycles: every cycle is priced by the nodes it drafted;
+    `batch` rows run together, those that finish give way to waiting ones."""
     tokens = sum(s.tokens for steps in cycles for s in steps)
     count = sum(len(steps) for steps in cycles)
     if not count:
-        return {"accepted_length": 1.0, "tokens_per_second": 0.0, "speedup": 0.0, "cycle_ms": 0.0, "break_even": 1.0,
-                "parts_ms": {}}  # fmt: skip
+        return {
+            "accepted_length": 1.0,
+            "tokens_per_second": 0.0,
+            "speedup": 0.0,
+            "cycle_ms": 0.0,
+            "break_even": 1.0,
+            "parts_ms": {},
+        }
     mean = tokens / count
     total, passes = 0.0, 0
     parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     full = shape.nodes
     for width, live in _passes(cycles, batch):
         drafted = Shape(shape.depth if width else 0, width, shape.width)
-        # A dynamic or static draft costs the drafter its whole shape even where the last levels are cut.
+        # A dynamic or static draft costs the drafter its whole shape even where the last
+        # levels are cut.
         price = model.cycle(live, drafted if width != full else shape, kind, mean)
         total += price.ms
         passes += 1
@@ -104,7 +116,9 @@ def chains(model: CostModel, batch: int, texts: Sequence[Text], deepest: int) ->
 
 
 def sampled_chains(model: CostModel, batch: int, unconditional: Sequence[float]) -> list[Candidate]:
-    """Chains drawn from the drafter's law (T > 0) cannot be replayed: acceptance by position comes from real cycles."""
+    """Chains drawn from the drafter's law (T > 0) cannot be replayed: acceptance by position
+    comes from real cycles.
+    """
     from scripts.tuning.cost import length_of_chain
 
     out = []
@@ -118,9 +132,11 @@ def sampled_chains(model: CostModel, batch: int, unconditional: Sequence[float])
 # -- static trees
 
 
-def value_of(found: Sequence[dict[int, Path]], calibration: dict[str, Any], heads: int) -> Callable[[Path], float]:
-    """The chance that a path is right: recorded hits, smoothed by the head's calibration where it knows the path, else
-    by the product of its rank-wise acceptance."""
+def value_of(
+    found: Sequence[dict[int, Path]], calibration: dict[str, Any], heads: int
+) -> Callable[[Path], float]:
+    """The chance that a path is right: recorded hits, smoothed by the head's calibration where
+    it knows the path, else by the product of its rank-wise acceptance."""
     hits: Counter[Path] = Counter()
     total = 0
     for one in found:
@@ -150,10 +166,16 @@ def value_of(found: Sequence[dict[int, Path]], calibration: dict[str, Any], head
 
 
 def static_trees(
-    model: CostModel, batch: int, texts: Sequence[Text], calibration: dict[str, Any], heads: int, most: int
+    model: CostModel,
+    batch: int,
+    texts: Sequence[Text],
+    calibration: dict[str, Any],
+    heads: int,
+    most: int,
 ) -> list[Candidate]:
-    """The best tree for every (levels, nodes). Its accepted length is replayed with trees grown from the other half of
-    the texts, so that a tree is not flattered by the hits it was fitted to."""
+    """The best tree for every (levels, nodes). Its accepted length is replayed with trees
+    grown from the other half of the texts, so that a tree is not flattered by the hits it was
+    fitted to."""
     found = replay.paths(texts)
     halves = [list(range(i, len(texts), 2)) for i in (0, 1)] if len(texts) > 1 else [[0]]
     out = []
@@ -162,7 +184,9 @@ def static_trees(
         folds = []
         for half in halves:
             rest = [found[i] for i in range(len(texts)) if i not in half] or found
-            folds.append([p for p, _ in shapes.grow(value_of(rest, calibration, heads), most, depth)])
+            folds.append(
+                [p for p, _ in shapes.grow(value_of(rest, calibration, heads), most, depth)]
+            )
         for nodes in range(1, len(whole) + 1):
             tree = whole[:nodes]
             levels = max(map(len, tree))
@@ -171,10 +195,19 @@ def static_trees(
             cycles = []
             for half, fold in zip(halves, folds, strict=True):
                 kept = replay.static_of([found[i] for i in half], fold[:nodes])
-                cycles += [replay.walk(texts[i], one, levels) for i, one in zip(half, kept, strict=True)]
+                cycles += [
+                    replay.walk(texts[i], one, levels) for i, one in zip(half, kept, strict=True)
+                ]
             shape = Shape(levels, nodes)
-            settings = Settings("tree", depth=levels, nodes=nodes, paths=tuple(sorted(tree, key=lambda p: (len(p), p))))
-            out.append(Candidate(settings, "tree", shape, evaluate(model, batch, shape, "tree", cycles)))
+            settings = Settings(
+                "tree",
+                depth=levels,
+                nodes=nodes,
+                paths=tuple(sorted(tree, key=lambda p: (len(p), p))),
+            )
+            out.append(
+                Candidate(settings, "tree", shape, evaluate(model, batch, shape, "tree", cycles))
+            )
     return out
 
 
@@ -182,9 +215,13 @@ def static_trees(
 
 
 def dynamic_trees(
-    model: CostModel, batch: int, texts: Sequence[Text], depths: Sequence[int], nodes: Sequence[int],
+    model: CostModel,
+    batch: int,
+    texts: Sequence[Text],
+    depths: Sequence[int],
+    nodes: Sequence[int],
     widths: Sequence[int],
-) -> list[Candidate]:  # fmt: skip
+) -> list[Candidate]:
     """Trees grown by the drafter's own probabilities, for every (levels, nodes, width)."""
     beams, out = replay.Beams(texts), []
     for depth in depths:
@@ -193,10 +230,18 @@ def dynamic_trees(
                 if n < depth or n > width + max(depth - 1, 0) * width * width:
                     continue
                 kept: list[dict[int, Kept]] = beams.of(depth, n, width)
-                cycles = [replay.walk(text, one, depth) for text, one in zip(texts, kept, strict=True)]
+                cycles = [
+                    replay.walk(text, one, depth) for text, one in zip(texts, kept, strict=True)
+                ]
                 shape = Shape(depth, n, width)
-                out.append(Candidate(Settings("tree", depth=depth, nodes=n, width=width), "tree", shape,
-                                     evaluate(model, batch, shape, "tree", cycles)))  # fmt: skip
+                out.append(
+                    Candidate(
+                        Settings("tree", depth=depth, nodes=n, width=width),
+                        "tree",
+                        shape,
+                        evaluate(model, batch, shape, "tree", cycles),
+                    )
+                )
     return out
 
 
@@ -204,8 +249,8 @@ def dynamic_trees(
 
 
 def best_few(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
-    """The fastest by prediction, then others that are really different: the best of the other kind, and of each kind
-    those whose size or depth differs by a quarter from all that are in."""
+    """The fastest by prediction, then others that are really different: the best of the other
+    kind, and of each kind those whose size or depth differs by a quarter from all that are in."""
     ranked = sorted(candidates, key=lambda c: -c.expected["tokens_per_second"])
     chosen: list[Candidate] = []
     for kind in dict.fromkeys(c.kind for c in ranked):
@@ -221,16 +266,24 @@ def best_few(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
 def _differs(a: Candidate, b: Candidate) -> bool:
     if a.kind != b.kind:
         return True
-    pairs = ((a.shape.nodes, b.shape.nodes), (a.shape.depth, b.shape.depth), (a.shape.width, b.shape.width))
+    pairs = (
+        (a.shape.nodes, b.shape.nodes),
+        (a.shape.depth, b.shape.depth),
+        (a.shape.width, b.shape.width),
+    )
     return any(max(x, y) >= 1.25 * min(x, y) for x, y in pairs)
 
 
 def grid(candidates: Sequence[Candidate], per_kind: int) -> list[Candidate]:
-    """An even subset of everything that could be chosen, whatever is expected of it: sizes in powers of two, every
-    depth of a chain. At most `per_kind` of a kind, spread over the list."""
+    """An even subset of everything that could be chosen, whatever is expected of it: sizes in
+    powers of two, every depth of a chain. At most `per_kind` of a kind, spread over the list."""
     out: list[Candidate] = []
     for kind in dict.fromkeys(c.kind for c in candidates):
-        every = [c for c in candidates if c.kind == kind and (kind == "chain" or _power_of_two(c.shape.nodes))]
+        every = [
+            c
+            for c in candidates
+            if c.kind == kind and (kind == "chain" or _power_of_two(c.shape.nodes))
+        ]
         step = max(len(every) / per_kind, 1.0)
         out += [every[int(i * step)] for i in range(min(per_kind, len(every)))]
     return out

@@ -1,8 +1,10 @@
-"""Write what is missing of the golden files, or the tokens anew where that is what a change is about:
+"""Write what is missing of the golden files, or the tokens anew where that is what a change is
+about:
 
 python -m tests.golden             # tokens.json from the committed folders
 python -m tests.golden smollm2     # smollm2.json, minutes
-python -m tests.golden folders     # target/, data.jsonl, heads/*, run/: only what is not there yet
+python -m tests.golden folders     # target/, data.jsonl, heads/*, run/: only what is not there
+                                   yet
 """
 
 from __future__ import annotations
@@ -80,7 +82,9 @@ def config(kind: str, out: Path, *more: str) -> Any:
 
 
 def make_target() -> None:
-    """A tiny model that has read the data for a while: its law has preferences that heads can learn."""
+    """A tiny model that has read the data for a while: its law has preferences that heads can
+    learn.
+    """
     chats(cases.DATA, 24)
     model = tiny_model(layers=2, hidden=16, heads=2, kv_heads=1, vocab=260, context=256)
     tokenizer = byte_tokenizer()

@@ -1,9 +1,11 @@
-"""The golden tokens: what every kind of drafter writes on a committed tiny target with committed heads.
+"""The golden tokens: what every kind of drafter writes on a committed tiny target with
+committed heads.
 
-Weights are read from files and computed with in float64, and random numbers are addressed integers, so tokens do not
-depend on the machine, its threads or the versions of libraries, short of a tie within 1e-12. The heads and the run
-folder were written by the version that began this file; they are never written again, because what they are for is to
-be read by every later one.
+Weights are read from files and computed with in float64, and random numbers are addressed
+integers, so tokens do not depend on the machine, its threads or the versions of libraries,
+short of a tie within 1e-12. The heads and the run folder were written by the version that
+began this file; they are never written again, because what they are for is to be read by every
+later one.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ def target() -> Target:
 
 
 def written(spec: str, target: Target, long: int = LONG) -> dict[str, Any]:
-    """What `spec` writes, by temperature: tokens of each prompt, and the draft tokens accepted in each cycle."""
+    """What `spec` writes, by temperature: tokens of each prompt, and the draft tokens accepted
+    in each cycle.
+    """
     found = {}
     requests = [
         Request(target.tokenizer(text)["input_ids"], long, id=i) for i, text in enumerate(PROMPTS)

@@ -1,12 +1,14 @@
-"""Python reads this file at its start when this folder is on PYTHONPATH: no process of the tests connects beyond
-loopback.
+"""Python reads this file at its start when this folder is on PYTHONPATH: no process of the
+tests connects beyond loopback.
 
-Every attempt (connect, sendto, name look-up) raises Blocked and is noted in the file that OUTRIDER_NET_LOG names, so
-that a library which swallows the error is caught as well. pip alone is let through: it talks to the package index.
-OUTRIDER_ABSENT=NAME[,NAME] hides installed packages, as if they had never been installed.
+Every attempt (connect, sendto, name look-up) raises Blocked and is noted in the file that
+OUTRIDER_NET_LOG names, so that a library which swallows the error is caught as well. pip alone
+is let through: it talks to the package index. OUTRIDER_ABSENT=NAME[,NAME] hides installed
+packages, as if they had never been installed.
 
-The hook sees what Python's socket module does. Programs and libraries with sockets of their own it does not see:
-tests/test_network.py runs the quick start in a network namespace without any network as well.
+The hook sees what Python's socket module does. Programs and libraries with sockets of their
+own it does not see: tests/test_network.py runs the quick start in a network namespace without
+any network as well.
 """
 
 import importlib.machinery
@@ -29,7 +31,8 @@ def is_local(host):
     name = host.decode(errors="replace") if isinstance(host, bytes | bytearray) else str(host)
     name = name.partition("%")[0].lower()
     return name in ("localhost", "::1", "::ffff:127.0.0.1", os.uname().nodename.lower()) or (
-        name.startswith("127.") and name.replace(".", "").isdigit())
+        name.startswith("127.") and name.replace(".", "").isdigit()
+    )
 
 
 def is_number(host):
@@ -44,7 +47,11 @@ def judge(event, args):
         address = args[1]
         if not isinstance(address, tuple) or not address:
             return None  # a unix socket, or one that is connected already
-        return None if is_local(address[0]) or address[0] == "0.0.0.0" else f"{address[0]}:{address[1]}"
+        return (
+            None
+            if is_local(address[0]) or address[0] == "0.0.0.0"
+            else f"{address[0]}:{address[1]}"
+        )
     if event in ("socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr"):
         return None if is_local(args[0]) or is_number(args[0]) else str(args[0])
     return None
@@ -80,7 +87,11 @@ def hide(names):
 
         @staticmethod
         def find_spec(fullname, path=None, target=None):
-            return None if fullname.partition(".")[0] in names else real.find_spec(fullname, path, target)
+            return (
+                None
+                if fullname.partition(".")[0] in names
+                else real.find_spec(fullname, path, target)
+            )
 
         find_distributions = real.find_distributions
         invalidate_caches = real.invalidate_caches
@@ -90,7 +101,9 @@ def hide(names):
 
 def install():
     """Guard this process, once."""
-    if not getattr(sys, "_outrider_guarded", False) and not is_pip(getattr(sys, "orig_argv", sys.argv)):
+    if not getattr(sys, "_outrider_guarded", False) and not is_pip(
+        getattr(sys, "orig_argv", sys.argv)
+    ):
         sys._outrider_guarded = True
         sys.addaudithook(hook)
     if absent := os.environ.get(ABSENT):

@@ -1,6 +1,8 @@
-"""Peak memory of a training step, predicted from two small passes: what is held, and what grows with the rows.
+"""Peak memory of a training step, predicted from two small passes: what is held, and what
+grows with the rows.
 
-On a GPU it is the allocator's peak; on a CPU the resident memory of this process, which the kernel records.
+On a GPU it is the allocator's peak; on a CPU the resident memory of this process, which the
+kernel records.
 """
 
 from __future__ import annotations
@@ -24,11 +26,15 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def on_gpu(device: torch.device) -> dict[str, int]:
-    """The GPU's memory for a line of metrics: held now and the most so far, bytes; {} on a CPU."""
+    """The GPU's memory for a line of metrics: held now and the most so far, bytes; {} on a
+    CPU.
+    """
     if device.type != "cuda":
         return {}
-    return {"gpu_memory_bytes": torch.cuda.memory_allocated(device),
-            "gpu_peak_memory_bytes": torch.cuda.max_memory_allocated(device)}
+    return {
+        "gpu_memory_bytes": torch.cuda.memory_allocated(device),
+        "gpu_peak_memory_bytes": torch.cuda.max_memory_allocated(device),
+    }
 
 
 def held_bytes(device: torch.device) -> int:
@@ -39,7 +45,9 @@ def held_bytes(device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Let the peak begin again at what is held. Without permission, or outside Linux, nothing happens."""
+    """Let the peak begin again at what is held. Without permission, or outside Linux, nothing
+    happens.
+    """
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -61,9 +69,9 @@ def _status(key: str) -> int:
 
 @dataclass
 class Peak:
-    """held: target and head, on a CPU also the snapshot of a checkpoint. moments: of the optimizer. step: of the widest
-    micro-batch, with the gradients. saving: what writing a checkpoint adds. loading: the most before the first step.
-    All in bytes."""
+    """held: target and head, on a CPU also the snapshot of a checkpoint. moments: of the
+    optimizer. step: of the widest micro-batch, with the gradients. saving: what writing a
+    checkpoint adds. loading: the most before the first step. All in bytes."""
 
     held: int
     moments: int
@@ -79,7 +87,9 @@ class Peak:
 
 
 def widest(cfg: Any, rows: Rows, plan: Plan, world: int = 1) -> list[int]:
-    """The micro-batch with the most padded tokens among the steps of the run, at most one epoch of them."""
+    """The micro-batch with the most padded tokens among the steps of the run, at most one
+    epoch of them.
+    """
     best: tuple[int, list[int]] = (0, [])
     for step in range(min(cfg.steps, plan.per_epoch)):
         for rank in range(world):
@@ -90,8 +100,9 @@ def widest(cfg: Any, rows: Rows, plan: Plan, world: int = 1) -> list[int]:
 
 
 def predict(cfg: Any, target: Any, head: Head, rows: Rows, plan: Plan) -> Peak:
-    """The peak of a run in one process, without evaluation. Two passes over rows of the widest micro-batch, a quarter
-    and half of them, give what grows with the rows; a first one fills the caches of the libraries."""
+    """The peak of a run in one process, without evaluation. Two passes over rows of the widest
+    micro-batch, a quarter and half of them, give what grows with the rows; a first one fills
+    the caches of the libraries."""
     device, loading = target.device, peak_bytes(target.device)
     part = widest(cfg, rows, plan)
     longest = sorted(part, key=lambda row: -int(rows.lengths[row]))
@@ -114,6 +125,10 @@ def predict(cfg: Any, target: Any, head: Head, rows: Rows, plan: Plan) -> Peak:
         step += 4 * trained  # the gradients so far, beside those of this micro-batch
     held, saving = found[small][1], 0
     if device.type != "cuda":
-        held += 12 * trained if cfg.async_save and 0 < cfg.save_every < cfg.steps else 0  # train/saving.py
+        held += (
+            12 * trained if cfg.async_save and 0 < cfg.save_every < cfg.steps else 0
+        )  # train/saving.py
         saving = 8 * trained  # safetensors copies the moments; no gradient is held then
-    return Peak(held, 8 * trained, round(step), saving, loading, len(part), int(rows.lengths[longest[0]]))
+    return Peak(
+        held, 8 * trained, round(step), saving, loading, len(part), int(rows.lengths[longest[0]])
+    )

@@ -1,8 +1,10 @@
-"""The matrix products that a training step of a head cannot do without, as work to be timed (train/bench.py).
+"""The matrix products that a training step of a head cannot do without, as work to be timed
+(train/bench.py).
 
-Products of weights: forward, gradient of the input (not where the input is given) and gradient of the weight (not where
-it is frozen). Attention: two products forward, four backward, over the causal half. Nothing else counts: no softmax,
-norm, rotary position, activation, mask or cast.
+Products of weights: forward, gradient of the input (not where the input is given) and gradient
+of the weight (not where it is frozen). Attention: two products forward, four backward, over
+the causal half. Nothing else counts: no softmax, norm, rotary position, activation, mask or
+cast.
 
 Shape letters: m rows, D width, Vd draft vocabulary, H heads, S steps.
 """
@@ -24,7 +26,9 @@ from heads.parallel.medusa import MedusaHead
 
 @dataclass(frozen=True)
 class Product:
-    """rows x wide times wide x out. times: how many of forward, input's gradient, weight's gradient are needed."""
+    """rows x wide times wide x out. times: how many of forward, input's gradient, weight's
+    gradient are needed.
+    """
 
     rows: int
     wide: int
@@ -33,7 +37,8 @@ class Product:
 
 
 def products(head: Head, target: Target, batch: Batch) -> tuple[Callable[[], None], int]:
-    """(work that does the products of one training pass over `batch`, its floating-point operations).
+    """(work that does the products of one training pass over `batch`, its floating-point
+    operations).
 
     Raises UserError for a kind of head without a list.
     """
@@ -43,11 +48,24 @@ def products(head: Head, target: Target, batch: Batch) -> tuple[Callable[[], Non
     elif isinstance(head, EagleHead) and head.cfg.layer == "llama":
         listed, attended = _eagle(head, batch)
     else:
-        raise UserError(f"head: {head.kind} has no list of its matrix products; use head=medusa, eagle1 or eagle3")
-    made = {p: (torch.randn(p.rows, p.wide, device=target.device, dtype=target.dtype),
-                torch.randn(p.out, p.wide, device=target.device, dtype=target.dtype)) for p in set(listed)}
-    blocks = {a: tuple(torch.randn(*size, device=target.device, dtype=target.dtype)
-                       for size in ((a[0], a[1], a[3]), (a[0], a[3], a[2]))) for a in set(attended)}
+        raise UserError(
+            f"head: {head.kind} has no list of its matrix products; use head=medusa, "
+            "eagle1 or eagle3"
+        )
+    made = {
+        p: (
+            torch.randn(p.rows, p.wide, device=target.device, dtype=target.dtype),
+            torch.randn(p.out, p.wide, device=target.device, dtype=target.dtype),
+        )
+        for p in set(listed)
+    }
+    blocks = {
+        a: tuple(
+            torch.randn(*size, device=target.device, dtype=target.dtype)
+            for size in ((a[0], a[1], a[3]), (a[0], a[3], a[2]))
+        )
+        for a in set(attended)
+    }
 
     def work() -> None:
         for p in listed:
@@ -81,13 +99,17 @@ def _medusa(head: MedusaHead, target: Target, batch: Batch) -> list[Product]:
     taught = target.vocab_size if cfg.loss.mask == "argmax" else cfg.draft_vocab or head.vocab_size
     for rows in _split(int(batch.loss_mask.sum()), cfg.chunk):
         out += [Product(rows, width, taught, 1)] * cfg.loss.needs_law
-        out += [*[Product(rows, width, width)] * cfg.blocks, Product(rows, width, cfg.draft_vocab or head.vocab_size)
-                ] * cfg.heads
+        out += [
+            *[Product(rows, width, width)] * cfg.blocks,
+            Product(rows, width, cfg.draft_vocab or head.vocab_size),
+        ] * cfg.heads
     return out
 
 
 def _eagle(head: EagleHead, batch: Batch) -> tuple[list[Product], list[tuple[int, int, int, int]]]:
-    """Layers at every step, logits of the supervised tokens; attention blocks as (heads, queries, keys, head size)."""
+    """Layers at every step, logits of the supervised tokens; attention blocks as (heads,
+    queries, keys, head size).
+    """
     cfg, c = head.cfg, head.net.config
     width, size = c.hidden_size, int(c.head_dim or 0)
     queries, kv = c.num_attention_heads * size, 2 * int(c.num_key_value_heads or 0) * size
@@ -100,8 +122,13 @@ def _eagle(head: EagleHead, batch: Batch) -> tuple[list[Product], list[tuple[int
 
     def layer(rows: int, wide: int, first: bool) -> list[Product]:
         seen = every if first else rows
-        return [Product(seen, wide, kv), Product(rows, wide, queries), Product(rows, queries, width),
-                Product(rows, width, 2 * c.intermediate_size), Product(rows, c.intermediate_size, width)]
+        return [
+            Product(seen, wide, kv),
+            Product(rows, wide, queries),
+            Product(rows, queries, width),
+            Product(rows, width, 2 * c.intermediate_size),
+            Product(rows, c.intermediate_size, width),
+        ]
 
     listed = [Product(every, len(head.taps) * width if wide3 else 2 * width, width, 2)]
     for step in range(cfg.steps):
@@ -114,7 +141,9 @@ def _eagle(head: EagleHead, batch: Batch) -> tuple[list[Product], list[tuple[int
         taught = head.vocab_size if cfg.loss.mask == "argmax" else vocab
         listed += [Product(rows, width, taught, 1)] * cfg.loss.needs_law
     attended = []
-    for keep, length in zip(needed.view_as(batch.ids).sum(1).tolist(), batch.mask.sum(1).tolist(), strict=True):
+    for keep, length in zip(
+        needed.view_as(batch.ids).sum(1).tolist(), batch.mask.sum(1).tolist(), strict=True
+    ):
         block = (c.num_attention_heads, keep, max(1, length // 2), size)
         attended += [block] * (cfg.steps * c.num_hidden_layers if keep else 0)
     return listed, attended

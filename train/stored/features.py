@@ -1,8 +1,10 @@
-"""The target's features read from disk in place of a forward pass: what train/cache_features.py wrote.
+"""The target's features read from disk in place of a forward pass: what
+train/cache_features.py wrote.
 
-A cache is a folder of shards (safetensors: one tensor [tokens, D] per tap, rows end to end) and manifest.json with the
-sha256 of every shard and the identity of what is stored: target, tokenizer, chat template, tokens, taps, dtypes. A
-training run with data.features=FOLDER reads its features there; embeddings and LM head remain the target's own.
+A cache is a folder of shards (safetensors: one tensor [tokens, D] per tap, rows end to end)
+and manifest.json with the sha256 of every shard and the identity of what is stored: target,
+tokenizer, chat template, tokens, taps, dtypes. A training run with data.features=FOLDER reads
+its features there; embeddings and LM head remain the target's own.
 
 Shape letters: B rows, T positions, F taps, D width of the features.
 """
@@ -32,12 +34,20 @@ from train.texts.batches import Rows
 FORMAT = 1
 PLAN, MANIFEST = "plan.json", "manifest.json"
 SHARD = re.compile(r"shard-\d{5}\.safetensors")
-KEYS = ("target.weights_sha256", "target.tokenizer_sha256", "target.template_sha256", "data.tokens_sha256", "dtype")
+KEYS = (
+    "target.weights_sha256",
+    "target.tokenizer_sha256",
+    "target.template_sha256",
+    "data.tokens_sha256",
+    "dtype",
+)
 AGAIN = "write the features again: scripts/cache_features.py with this run's target and data"
 
 
 def tokens_sha256(rows: Rows) -> str:
-    """What features depend on: the ids and where rows begin. The loss mask and the held-out choice do not matter."""
+    """What features depend on: the ids and where rows begin. The loss mask and the held-out
+    choice do not matter.
+    """
     total = hashlib.sha256(rows.ids.numpy().data)
     total.update(rows.offsets.numpy().data)
     return total.hexdigest()
@@ -73,9 +83,13 @@ class Shard:
 
 
 class FeatureStore:
-    """An opened cache. taps: stored hidden states. stored: their dtype. offsets: [R + 1] of the data's rows."""
+    """An opened cache. taps: stored hidden states. stored: their dtype. offsets: [R + 1] of
+    the data's rows.
+    """
 
-    def __init__(self, folder: Path, card: dict[str, Any], shards: list[Shard], offsets: Tensor) -> None:
+    def __init__(
+        self, folder: Path, card: dict[str, Any], shards: list[Shard], offsets: Tensor
+    ) -> None:
         self.folder, self.shards, self.offsets = folder, shards, offsets
         self.taps: tuple[int, ...] = tuple(card["taps"])
         self.stored: str = card["stored"]
@@ -86,23 +100,35 @@ class FeatureStore:
         self._open: dict[int, Any] = {}
 
     @classmethod
-    def open(cls, folder: Path, identity: dict[str, Any], taps: Sequence[int], rows: Rows) -> FeatureStore:
-        """Check and open a cache. Raises UserError, naming the file: unfinished, damaged or foreign files, features of
-        another target or of other data, taps that are not stored."""
+    def open(
+        cls, folder: Path, identity: dict[str, Any], taps: Sequence[int], rows: Rows
+    ) -> FeatureStore:
+        """Check and open a cache. Raises UserError, naming the file: unfinished, damaged or
+        foreign files, features of another target or of other data, taps that are not stored."""
         card, shards = read_manifest(folder)
         path = folder / MANIFEST
         theirs = card["identity"]
-        wrong = [f"{k} {str(theirs.get(k))[:12]} is not {str(identity.get(k))[:24]} of this run" for k in KEYS
-                 if theirs.get(k) != identity.get(k)]
+        wrong = [
+            f"{k} {str(theirs.get(k))[:12]} is not {str(identity.get(k))[:24]} of this run"
+            for k in KEYS
+            if theirs.get(k) != identity.get(k)
+        ]
         if wrong:
-            raise UserError(f"{path}: holds features of something else ({'; '.join(wrong)}); {AGAIN}")
+            raise UserError(
+                f"{path}: holds features of something else ({'; '.join(wrong)}); {AGAIN}"
+            )
         missing = [t for t in taps if t not in card["taps"]]
         if missing:
-            raise UserError(f"{path}: holds the hidden states {card['taps']}, the head reads {list(taps)}; {AGAIN}, "
-                            "and with taps=[..] or heads=[..] of this head")
+            raise UserError(
+                f"{path}: holds the hidden states {card['taps']}, the head reads "
+                f"{list(taps)}; {AGAIN}, "
+                "and with taps=[..] or heads=[..] of this head"
+            )
         problems = damage(shards)
         if problems:
-            raise UserError(f"{problems[0]}; the command that wrote the features mends this file alone")
+            raise UserError(
+                f"{problems[0]}; the command that wrote the features mends this file alone"
+            )
         store = cls(folder, card, shards, rows.offsets)
         for number in range(len(shards)):
             store._file(number)
@@ -121,7 +147,10 @@ class FeatureStore:
             wanted = {f"tap.{t}": (tokens, self.width) for t in self.taps}
             wanted |= dict.fromkeys(("law.ids", "law.p"), (tokens, self.law)) if self.law else {}
             if any(shapes.get(name) != shape for name, shape in wanted.items()):
-                raise UserError(f"{shard.path}: does not hold {tokens} tokens of the states {list(self.taps)}; {AGAIN}")
+                raise UserError(
+                    f"{shard.path}: does not hold {tokens} tokens of the states "
+                    f"{list(self.taps)}; {AGAIN}"
+                )
             self._open[number] = file
         return self._open[number]
 
@@ -152,36 +181,69 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], list[Shard]]:
         if card["sha256"] != card_sha256(card):
             raise UserError(f"{path}: damaged (sha256 differs from the one it states); {AGAIN}")
         if card["identity"]["format"] != FORMAT:
-            raise UserError(f"{path}: format {card['identity']['format']}, this version reads {FORMAT}; {AGAIN}")
+            raise UserError(
+                f"{path}: format {card['identity']['format']}, this version reads {FORMAT}; {AGAIN}"
+            )
         bad = [name for name in card["shards"] if not SHARD.fullmatch(name)]
         if bad:
             raise UserError(f"{path}: names a file that is no shard ({bad[0]!r}); {AGAIN}")
-        shards = [Shard(folder / name, (int(e["rows"][0]), int(e["rows"][1])), int(e["bytes"]), str(e["sha256"]))
-                  for name, e in sorted(card["shards"].items())]
+        shards = [
+            Shard(
+                folder / name,
+                (int(e["rows"][0]), int(e["rows"][1])),
+                int(e["bytes"]),
+                str(e["sha256"]),
+            )
+            for name, e in sorted(card["shards"].items())
+        ]
         bounds = [s.rows[0] for s in shards] + [card["rows"]]
         if bounds[:1] != [0] or [s.rows[1] for s in shards] != bounds[1:]:
-            raise UserError(f"{path}: its shards do not cover the rows 0 to {card['rows']} once; {AGAIN}")
-        if text != json.dumps(card, indent=1) + "\n":  # reads the same, but it is not what was written
+            raise UserError(
+                f"{path}: its shards do not cover the rows 0 to {card['rows']} once; {AGAIN}"
+            )
+        if (
+            text != json.dumps(card, indent=1) + "\n"
+        ):  # reads the same, but it is not what was written
             raise UserError(f"{path}: damaged (changed after it was written); {AGAIN}")
     except FileNotFoundError:
         if (folder / PLAN).is_file():
-            raise UserError(f"{folder}: the features are not complete; start the command that wrote them again, it "
-                            "continues") from None
-        raise UserError(f"data.features: {folder} has no {MANIFEST}; scripts/cache_features.py writes one") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+            raise UserError(
+                f"{folder}: the features are not complete; start the command that wrote "
+                "them again, it "
+                "continues"
+            ) from None
+        raise UserError(
+            f"data.features: {folder} has no {MANIFEST}; scripts/cache_features.py writes one"
+        ) from None
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        IndexError,
+        RecursionError,
+    ) as error:
         raise UserError(f"{path}: unreadable ({type(error).__name__}); {AGAIN}") from None
     return card, shards
 
 
 def damage(shards: Sequence[Shard]) -> list[str]:
-    """What is wrong with shards, naming each file; [] when size and sha256 are as written. Hashes are remembered by
-    size, times and inode, so that only a changed file is read again."""
+    """What is wrong with shards, naming each file; [] when size and sha256 are as written.
+    Hashes are remembered by size, times and inode, so that only a changed file is read again."""
 
     def check(shard: Shard) -> str | None:
         try:
             if shard.path.stat().st_size != shard.bytes:
-                return f"{shard.path}: {shard.path.stat().st_size:,} bytes, {shard.bytes:,} were written"
-            return None if sha256_remembered([shard.path])[0] == shard.sha256 else f"{shard.path}: sha256 differs"
+                return (
+                    f"{shard.path}: {shard.path.stat().st_size:,} bytes, {shard.bytes:,} were "
+                    "written"
+                )
+            return (
+                None
+                if sha256_remembered([shard.path])[0] == shard.sha256
+                else f"{shard.path}: sha256 differs"
+            )
         except OSError as error:
             return f"{shard.path}: cannot be read ({error.strerror})"
 
@@ -190,7 +252,9 @@ def damage(shards: Sequence[Shard]) -> list[str]:
 
 
 class CachedTarget:
-    """A target whose features come from a store: for one batch, all that a head's forward asks of a target."""
+    """A target whose features come from a store: for one batch, all that a head's forward asks
+    of a target.
+    """
 
     def __init__(self, target: Target, store: FeatureStore, batch: Batch) -> None:
         """batch: on the CPU."""
@@ -200,24 +264,41 @@ class CachedTarget:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
 
-    def features(self, ids: Tensor, mask: Tensor, taps: Sequence[int], grad: bool = False,
-                 position: Tensor | None = None) -> Tensor:  # fmt: skip
-        """As Target.features: [B, T, F, D], zeros in the padding, and for the last state where its law is stored."""
+    def features(
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        taps: Sequence[int],
+        grad: bool = False,
+        position: Tensor | None = None,
+    ) -> Tensor:
+        """As Target.features: [B, T, F, D], zeros in the padding, and for the last state where
+        its law is stored.
+        """
         if grad:
             raise ValueError("features: stored ones carry no gradient")
         target = self._target
-        out = torch.zeros(*ids.shape, len(taps), self._store.width, dtype=target.dtype,
-                          pin_memory=target.device.type == "cuda")
+        out = torch.zeros(
+            *ids.shape,
+            len(taps),
+            self._store.width,
+            dtype=target.dtype,
+            pin_memory=target.device.type == "cuda",
+        )
         for row, (b, start, size) in self._places:
             there = [i for i, tap in enumerate(taps) if tap in self._store.taps]
-            out[b, start : start + size, there] = self._store.row(row, [taps[i] for i in there]).to(out.dtype)
+            out[b, start : start + size, there] = self._store.row(row, [taps[i] for i in there]).to(
+                out.dtype
+            )
         self._shape = ids.shape
         return out.to(target.device, non_blocking=True)
 
     @property
     def stored_law(self) -> Any:
-        """A call that gives the k most probable tokens of the batch whose features were asked for last, and their
-        probabilities: int64 and the target's dtype, [B * T, k] each. None where the store has no law."""
+        """A call that gives the k most probable tokens of the batch whose features were asked
+        for last, and their
+        probabilities: int64 and the target's dtype, [B * T, k] each. None where the store has
+            no law."""
         return self._law if self._store.law else None
 
     def _law(self) -> tuple[Tensor, Tensor]:
@@ -236,12 +317,16 @@ class Freed(nn.Module):
     """Stands where a layer was."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises RuntimeError: without its layers the target has no features but the stored ones."""
+        """Raises RuntimeError: without its layers the target has no features but the stored
+        ones.
+        """
         raise RuntimeError("the target's layers were freed because data.features was given")
 
 
 def free_layers(target: Target) -> int:
-    """Drop the stacked layers of a target's body, keep embedding, norms and LM head. Returns the bytes let go."""
+    """Drop the stacked layers of a target's body, keep embedding, norms and LM head. Returns
+    the bytes let go.
+    """
     freed = 0
     for name, stack in layer_stacks(target):
         freed += sum(p.numel() * p.element_size() for p in stack.parameters())
@@ -251,18 +336,23 @@ def free_layers(target: Target) -> int:
 
 
 class Source:
-    """What a head's forward gets as its target, by batch: the target itself, or with data.features one that reads the
-    store. note: a line about it. pack: tokens of a packed sequence, 0 = not packed. meaning: what of it changes what is
-    learned (see train.state.check_meaning)."""
+    """What a head's forward gets as its target, by batch: the target itself, or with
+    data.features one that reads the store. note: a line about it. pack: tokens of a packed
+    sequence, 0 = not packed. meaning: what of it changes what is learned (see
+    train.state.check_meaning)."""
 
     def __init__(self, cfg: Any, head: Head, target: Target, rows: Rows) -> None:
-        """Opens the store, and frees the target's layers where no evaluation needs them. Raises UserError for a store
-        that does not fit, or a head that changes its target."""
+        """Opens the store, and frees the target's layers where no evaluation needs them.
+        Raises UserError for a store that does not fit, or a head that changes its target."""
         self.target, self.note = target, ""
         self.store: FeatureStore | None = None
         self.pack = cfg.data.max_length if cfg.data.packing else 0
         if self.pack:
-            reason = f"{type(head).kind} heads do not keep packed documents apart" if not head.packs else target.packs()
+            reason = (
+                f"{type(head).kind} heads do not keep packed documents apart"
+                if not head.packs
+                else target.packs()
+            )
             if reason:
                 raise UserError(f"data.packing: {reason}; leave it out")
         self.meaning: dict[str, Any] = {}
@@ -274,11 +364,21 @@ class Source:
         card, _ = read_manifest(folder)
         law = int(card.get("law_top_k", 0))
         taps = head.taps if final in head.taps or law else (*head.taps, final)
-        if law and (final in head.taps or not head.takes_stored_law or getattr(head.cfg, "top_k", 0) not in (0, law)):
-            raise UserError(f"data.features: {folder} holds the law of the {law} most probable tokens in place of the "
-                            f"last hidden state, which this {type(head).kind} head reads; write it with law_top_k=0")
+        if law and (
+            final in head.taps
+            or not head.takes_stored_law
+            or getattr(head.cfg, "top_k", 0) not in (0, law)
+        ):
+            raise UserError(
+                f"data.features: {folder} holds the law of the {law} most probable "
+                "tokens in place of the "
+                f"last hidden state, which this {type(head).kind} head reads; write it "
+                "with law_top_k=0"
+            )
         _ = target.head  # asks the layers how logits follow; later they may be gone
-        self.store = FeatureStore.open(folder, identity_of(target, rows, computed_in(cfg)), taps, rows)
+        self.store = FeatureStore.open(
+            folder, identity_of(target, rows, computed_in(cfg)), taps, rows
+        )
         freed = 0 if cfg.eval.every or cfg.eval.parity else free_layers(target)
         self.note = f"features: {folder}, {len(self.store.shards)} files in {self.store.stored}"
         self.note += f"; the target's layers are freed ({freed / 2**20:,.0f} MiB)" if freed else ""
@@ -295,5 +395,8 @@ class Source:
 def refuse(kind: type[Head]) -> None:
     """Raises UserError for a kind of head that cannot learn from stored features."""
     if kind.trains_target:
-        raise UserError(f"data.features: {kind.kind} changes the target while it learns, stored features would be "
-                        "those of a model that is no more; leave data.features out")
+        raise UserError(
+            f"data.features: {kind.kind} changes the target while it learns, stored "
+            "features would be "
+            "those of a model that is no more; leave data.features out"
+        )

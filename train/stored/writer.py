@@ -1,4 +1,5 @@
-"""The files of a feature cache: which hidden states, how many rows in each, written so that a kill leaves no half file.
+"""The files of a feature cache: which hidden states, how many rows in each, written so that a
+kill leaves no half file.
 
 Used by train/cache_features.py; train/stored/features.py reads what this writes.
 """
@@ -31,25 +32,36 @@ from train.texts.batches import Rows
 
 
 def taps_of(cfg: Any, target: Target) -> tuple[int, ...]:
-    """Every tap that the heads of `cfg` read, and the output of the final norm, from which all logits follow; with
-    law_top_k the latter is left out, if no head reads it."""
+    """Every tap that the heads of `cfg` read, and the output of the final norm, from which all
+    logits follow; with law_top_k the latter is left out, if no head reads it."""
     wanted = set(cfg.taps) if cfg.law_top_k else {target.num_layers, *cfg.taps}
     for name in cfg.heads:
         kind: Any = HEADS[name]
         features.refuse(kind)
-        own = set(kind.choose_taps(target, kind.Config(kind=name))) if hasattr(kind, "choose_taps") else set()
+        own = (
+            set(kind.choose_taps(target, kind.Config(kind=name)))
+            if hasattr(kind, "choose_taps")
+            else set()
+        )
         if cfg.law_top_k and (not own or target.num_layers in own):
-            raise UserError(f"law_top_k: {name} reads the last hidden state itself; leave law_top_k out, or store for "
-                            "heads=[eagle3] alone")
+            raise UserError(
+                f"law_top_k: {name} reads the last hidden state itself; leave law_top_k "
+                "out, or store for "
+                "heads=[eagle3] alone"
+            )
         wanted |= own
     for tap in wanted:
         if not 0 <= tap <= target.num_layers:
-            raise UserError(f"taps: {tap} is not among the target's hidden states 0..{target.num_layers}")
+            raise UserError(
+                f"taps: {tap} is not among the target's hidden states 0..{target.num_layers}"
+            )
     return tuple(sorted(wanted))
 
 
 def bounds_of(rows: Rows, per_token: int, shard_bytes: int) -> list[int]:
-    """First row of every shard, and the number of rows: whole rows, as many as fit, at least one."""
+    """First row of every shard, and the number of rows: whole rows, as many as fit, at least
+    one.
+    """
     bounds, start = [0], 0
     for row in range(rows.lines.numel()):
         if row > bounds[-1] and (int(rows.offsets[row + 1]) - start) * per_token > shard_bytes:
@@ -59,25 +71,41 @@ def bounds_of(rows: Rows, per_token: int, shard_bytes: int) -> list[int]:
 
 
 class Writer:
-    """Writes one folder. All that decides its bytes stands in plan.json before the first shard does."""
+    """Writes one folder. All that decides its bytes stands in plan.json before the first shard
+    does.
+    """
 
     def __init__(self, cfg: Any, target: Target, rows: Rows) -> None:
         """cfg: keys of scripts/cache_features.py."""
-        self.cfg, self.target, self.rows, self.folder = cfg, target, rows, Path(cfg.out).expanduser()
+        self.cfg, self.target, self.rows, self.folder = (
+            cfg,
+            target,
+            rows,
+            Path(cfg.out).expanduser(),
+        )
         self.taps, self.store = taps_of(cfg, target), cfg.store or cfg.dtype
         size = torch_dtype(self.store).itemsize
         self.per_token = len(self.taps) * target.hidden_size * size + cfg.law_top_k * (4 + size)
         self.bounds = bounds_of(rows, self.per_token, cfg.shard_mb << 20)
-        self.plan = {"identity": identity_of(target, rows, features.computed_in(cfg)), "taps": list(self.taps),
-                     "stored": self.store, "width": target.hidden_size, "rows": rows.lines.numel(),
-                     "tokens": rows.ids.numel(), "bounds": self.bounds, "batch_tokens": cfg.batch_tokens}
+        self.plan = {
+            "identity": identity_of(target, rows, features.computed_in(cfg)),
+            "taps": list(self.taps),
+            "stored": self.store,
+            "width": target.hidden_size,
+            "rows": rows.lines.numel(),
+            "tokens": rows.ids.numel(),
+            "bounds": self.bounds,
+            "batch_tokens": cfg.batch_tokens,
+        }
         if cfg.law_top_k:
             self.plan["law_top_k"] = cfg.law_top_k
         self.count = len(self.bounds) - 1
 
     def tokens(self, number: int) -> int:
         """Tokens of a shard."""
-        return int(self.rows.offsets[self.bounds[number + 1]] - self.rows.offsets[self.bounds[number]])
+        return int(
+            self.rows.offsets[self.bounds[number + 1]] - self.rows.offsets[self.bounds[number]]
+        )
 
     def path(self, number: int) -> Path:
         return self.folder / f"shard-{number:05d}.safetensors"
@@ -86,7 +114,9 @@ class Writer:
         """What was written about a shard when it was complete."""
         try:
             card = json.loads(self.path(number).with_suffix(".json").read_text())
-            return Shard(self.path(number), (card["rows"][0], card["rows"][1]), card["bytes"], card["sha256"])
+            return Shard(
+                self.path(number), (card["rows"][0], card["rows"][1]), card["bytes"], card["sha256"]
+            )
         except (OSError, ValueError, KeyError, TypeError, IndexError):
             return None
 
@@ -97,37 +127,58 @@ class Writer:
         return bool(good and shard and not features.damage([shard]))
 
     def prepare(self) -> str:
-        """Compare with what lies in the folder, check the free space; what will be written, in words. Writes nothing.
+        """Compare with what lies in the folder, check the free space; what will be written, in
+        words. Writes nothing.
 
         Raises UserError for a folder with other features, or too little space.
         """
         whole = self.rows.ids.numel() * self.per_token
-        text = (f"features: {self.rows.ids.numel():,} tokens x {len(self.taps)} hidden states {list(self.taps)} x "
-                f"{self.target.hidden_size} x {self.store}"
-                + (f" and the {self.cfg.law_top_k} most probable tokens" if self.cfg.law_top_k else "")
-                + f" = {whole:,} bytes in {self.count} files")
+        text = (
+            f"features: {self.rows.ids.numel():,} tokens x {len(self.taps)} hidden "
+            f"states {list(self.taps)} x "
+            f"{self.target.hidden_size} x {self.store}"
+            + (f" and the {self.cfg.law_top_k} most probable tokens" if self.cfg.law_top_k else "")
+            + f" = {whole:,} bytes in {self.count} files"
+        )
         path = self.folder / PLAN
         if path.is_file():
             try:
                 old = json.loads(path.read_text())
             except (OSError, ValueError):
-                raise UserError(f"{path}: unreadable; remove the folder or choose another out") from None
+                raise UserError(
+                    f"{path}: unreadable; remove the folder or choose another out"
+                ) from None
             mine, theirs = _flat(self.plan), _flat(old)
-            differ = [f"{k} {str(theirs.get(k))[:24]} there, {str(mine.get(k))[:24]} asked for"
-                      for k in sorted({*mine, *theirs}) if mine.get(k) != theirs.get(k)]
+            differ = [
+                f"{k} {str(theirs.get(k))[:24]} there, {str(mine.get(k))[:24]} asked for"
+                for k in sorted({*mine, *theirs})
+                if mine.get(k) != theirs.get(k)
+            ]
             if differ:
-                raise UserError(f"out: {self.folder} holds other features ({'; '.join(differ)}); choose another "
-                                "folder, or remove this one")
+                raise UserError(
+                    f"out: {self.folder} holds other features ({'; '.join(differ)}); "
+                    "choose another "
+                    "folder, or remove this one"
+                )
         elif self.folder.is_dir() and any(self.folder.iterdir()):
-            raise UserError(f"out: {self.folder} holds other files; choose an empty or a new folder")
-        there = sum(self.path(i).stat().st_size for i in range(self.count) if self.entry(i) and self.path(i).is_file())
+            raise UserError(
+                f"out: {self.folder} holds other files; choose an empty or a new folder"
+            )
+        there = sum(
+            self.path(i).stat().st_size
+            for i in range(self.count)
+            if self.entry(i) and self.path(i).is_file()
+        )
         near = self.folder.absolute()
         while not near.exists():
             near = near.parent
         free, need = shutil.disk_usage(near).free, whole - there + (1 << 20)
         if free < need:
-            raise UserError(f"out: {near} has {free:,} bytes free, {need:,} are needed; free space, store fewer taps, "
-                            "or give another folder")
+            raise UserError(
+                f"out: {near} has {free:,} bytes free, {need:,} are needed; free space, "
+                "store fewer taps, "
+                "or give another folder"
+            )
         return f"{text}, {there:,} there already, {free:,} free on {near}"
 
     def begin(self) -> None:
@@ -153,14 +204,20 @@ class Writer:
             os.close(handle)
 
     def shard(self, number: int) -> Iterator[int]:
-        """Compute and write a shard; yields tokens as they are done. Raises UserError for features that are not finite,
-        naming the row, and OSError when the disk refuses; then nothing of it remains."""
+        """Compute and write a shard; yields tokens as they are done. Raises UserError for
+        features that are not finite, naming the row, and OSError when the disk refuses; then
+        nothing of it remains."""
         first, last = self.bounds[number], self.bounds[number + 1]
         kind, offsets = torch_dtype(self.store), self.rows.offsets
         count, law = self.tokens(number), self.cfg.law_top_k
-        out = {f"tap.{t}": torch.empty(count, self.target.hidden_size, dtype=kind) for t in self.taps}
+        out = {
+            f"tap.{t}": torch.empty(count, self.target.hidden_size, dtype=kind) for t in self.taps
+        }
         if law:
-            out |= {"law.p": torch.empty(count, law, dtype=kind), "law.ids": torch.empty(count, law, dtype=torch.int32)}
+            out |= {
+                "law.p": torch.empty(count, law, dtype=kind),
+                "law.ids": torch.empty(count, law, dtype=torch.int32),
+            }
         order = first + self.rows.lengths[first:last].argsort(stable=True)
         for part in self._batches(order):
             batch = self.rows.batch(part).to(self.target.device)
@@ -170,14 +227,24 @@ class Writer:
             for b, row in enumerate(part):
                 start, size = int(offsets[row] - offsets[first]), int(self.rows.lengths[row])
                 if not bool(found[b, :size].isfinite().all()):
-                    raise UserError(f"{self.rows.where(row)}: features are not finite in {self.cfg.dtype}, stored in "
-                                    f"{self.store}; look at the row, or set dtype or store to a wider type")
+                    raise UserError(
+                        f"{self.rows.where(row)}: features are not finite in "
+                        f"{self.cfg.dtype}, stored in "
+                        f"{self.store}; look at the row, or set dtype or store to a wider type"
+                    )
                 for i, tap in enumerate(self.taps):
                     out[f"tap.{tap}"][start : start + size] = found[b, :size, i]
                 for piece in range(0, size if law else 0, 512):
                     end = min(size, piece + 512)
-                    p = self.target.unembed(wide[b, piece:end, -1]).float().softmax(-1).topk(law, -1)
-                    out["law.p"][start + piece : start + end] = p.values.to(device="cpu", dtype=kind)
+                    p = (
+                        self.target.unembed(wide[b, piece:end, -1])
+                        .float()
+                        .softmax(-1)
+                        .topk(law, -1)
+                    )
+                    out["law.p"][start + piece : start + end] = p.values.to(
+                        device="cpu", dtype=kind
+                    )
                     out["law.ids"][start + piece : start + end] = p.indices.to("cpu", torch.int32)
             yield int(self.rows.lengths[part].sum())
         path = self.path(number)
@@ -188,10 +255,16 @@ class Writer:
             sync(stage)
             os.replace(stage, path)
         except SafetensorError as error:  # how the library reports a disk that refuses
-            raise UserError(f"{path}: cannot be written ({error}); free space, then start the same command") from None
+            raise UserError(
+                f"{path}: cannot be written ({error}); free space, then start the same command"
+            ) from None
         finally:
             stage.unlink(missing_ok=True)
-        card = {"rows": [first, last], "bytes": path.stat().st_size, "sha256": sha256_remembered([path])[0]}
+        card = {
+            "rows": [first, last],
+            "bytes": path.stat().st_size,
+            "sha256": sha256_remembered([path])[0],
+        }
         _write(path.with_suffix(".json"), json.dumps(card) + "\n")
 
     def _batches(self, order: Tensor) -> Iterator[list[int]]:
@@ -211,7 +284,11 @@ class Writer:
             return False
         found = [self.entry(i) for i in range(self.count)]
         card = {k: v for k, v in self.plan.items() if k not in ("bounds", "batch_tokens")}
-        card["shards"] = {s.path.name: {"rows": list(s.rows), "bytes": s.bytes, "sha256": s.sha256} for s in found if s}
+        card["shards"] = {
+            s.path.name: {"rows": list(s.rows), "bytes": s.bytes, "sha256": s.sha256}
+            for s in found
+            if s
+        }
         card["sha256"] = card_sha256(card)
         _write(self.folder / MANIFEST, json.dumps(card, indent=1) + "\n")
         for claim in self.folder.glob(".claim-*"):

@@ -1,1 +1,3 @@
-"""Training texts: rows of chats, their tokens on disk, batches that depend on (seed, step) alone."""
+"""Training texts: rows of chats, their tokens on disk, batches that depend on (seed, step)
+alone.
+"""

@@ -1,8 +1,10 @@
-"""Training rows as tokens, and which of them form batch k: a pure function of (seed, epoch, k).
+"""Training rows as tokens, and which of them form batch k: a pure function of (seed, epoch,
+k).
 
-Nothing iterates, so nothing is rewound on resume, and the number of ranks does not change the order. Tokens are cached
-by content (data, tokenizer, template, settings), so a second run starts at once; they are read by mapping that file, so
-they need not fit into memory (train/texts/tokens.py).
+Nothing iterates, so nothing is rewound on resume, and the number of ranks does not change the
+order. Tokens are cached by content (data, tokenizer, template, settings), so a second run
+starts at once; they are read by mapping that file, so they need not fit into memory
+(train/texts/tokens.py).
 """
 
 from __future__ import annotations
@@ -29,16 +31,21 @@ from train.texts.rows import BadRow, Row, encode, read_jsonl, read_records, read
 from train.texts.tokens import HASHED, PART, Counted, TokenWriter, mapped, sha256_of
 
 VERSION = 1  # of the token cache: raise it when rows are encoded differently
-LEFT_OUT = "left_out.txt"  # in the run folder: file:line and reason of every row that is not trained on
-ROW = ('write {"messages": [{"role": "user", "content": ".."}, {"role": "assistant", "content": ".."}]}, ShareGPT\'s '
-       '{"conversations": [..]} or {"text": ".."}')
+LEFT_OUT = (
+    "left_out.txt"  # in the run folder: file:line and reason of every row that is not trained on
+)
+ROW = (
+    'write {"messages": [{"role": "user", "content": ".."}, {"role": "assistant", '
+    '"content": ".."}]}, ShareGPT\'s '
+    '{"conversations": [..]} or {"text": ".."}'
+)
 MIN_TEXT_PROMPT = 16  # tokens of a plain text that serve as its prompt
 
 
 @dataclass
 class Rows:
-    """Token rows, end to end. ids: [S] int32. loss: [S] bool. offsets: [R + 1] int64. lines: [R] int64 (with `name`:
-    where a row comes from). held: [R] bool, kept out of training."""
+    """Token rows, end to end. ids: [S] int32. loss: [S] bool. offsets: [R + 1] int64. lines:
+    [R] int64 (with `name`: where a row comes from). held: [R] bool, kept out of training."""
 
     name: str
     ids: Tensor
@@ -60,21 +67,27 @@ class Rows:
     def reasons(self, most: int = 4) -> str:
         """Why rows were left out, in how many cases each."""
         bare = (re.sub(r"^.*?:\d+: | \(.*", "", problem).strip() for problem in self.bad)
-        kinds = Counter(re.sub(r"'[^']*'", "'..'", re.sub(r"\d+", "N", problem)) for problem in bare)
+        kinds = Counter(
+            re.sub(r"'[^']*'", "'..'", re.sub(r"\d+", "N", problem)) for problem in bare
+        )
         shown = ", ".join(f"{n} x {why}" for why, n in kinds.most_common(most))
         return shown + (f", {len(kinds) - most} more kinds" if len(kinds) > most else "")
 
     def list_bad(self, folder: Path) -> None:
-        """Leave the list of the rows that were left out in a run folder; none where there are none. Best effort."""
+        """Leave the list of the rows that were left out in a run folder; none where there are
+        none. Best effort.
+        """
         with contextlib.suppress(OSError):
             if self.bad:
-                (folder / LEFT_OUT).write_text("".join(line + "\n" for line in self.bad), errors="backslashreplace")
+                (folder / LEFT_OUT).write_text(
+                    "".join(line + "\n" for line in self.bad), errors="backslashreplace"
+                )
             else:
                 (folder / LEFT_OUT).unlink(missing_ok=True)
 
     def batch(self, rows: Sequence[int], pack: int = 0) -> Batch:
-        """Those rows, right-padded to the longest; pack: or packed end to end into sequences of so many tokens (or of
-        the longest row, if that is more)."""
+        """Those rows, right-padded to the longest; pack: or packed end to end into sequences
+        of so many tokens (or of the longest row, if that is more)."""
         lengths = self.lengths[list(rows)]
         if pack:
             return self._packed(list(rows), max(pack, int(lengths.max())))
@@ -82,7 +95,9 @@ class Rows:
         place = torch.arange(width)
         mask = place < lengths[:, None]
         flat = (self.offsets[list(rows)][:, None] + place).clamp(max=self.ids.numel() - 1)
-        return Batch(self.ids[flat].long() * mask, mask, self.loss[flat] & mask, torch.tensor(list(rows)))
+        return Batch(
+            self.ids[flat].long() * mask, mask, self.loss[flat] & mask, torch.tensor(list(rows))
+        )
 
     def _packed(self, rows: list[int], width: int) -> Batch:
         """First fit decreasing: every row goes into the first sequence that has room for it."""
@@ -98,23 +113,36 @@ class Rows:
             room[spot] -= sizes[i]
         longest = width - min(room)
         ids = torch.zeros(len(bins), longest, dtype=torch.int64)
-        mask, loss = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
+        mask, loss = (
+            torch.zeros_like(ids, dtype=torch.bool),
+            torch.zeros_like(ids, dtype=torch.bool),
+        )
         position = torch.zeros_like(ids)
         for b, chosen in enumerate(bins):
             start = 0
             for i in chosen:
                 part = slice(start, start := start + sizes[i])
                 flat = slice(int(self.offsets[rows[i]]), int(self.offsets[rows[i] + 1]))
-                ids[b, part], mask[b, part], loss[b, part] = self.ids[flat].long(), True, self.loss[flat]
+                ids[b, part], mask[b, part], loss[b, part] = (
+                    self.ids[flat].long(),
+                    True,
+                    self.loss[flat],
+                )
                 position[b, part] = torch.arange(sizes[i])
             position[b, start:] = torch.arange(longest - start)
-        return Batch(ids, mask, loss, torch.tensor([rows[i] for chosen in bins for i in chosen]), position)
+        return Batch(
+            ids, mask, loss, torch.tensor([rows[i] for chosen in bins for i in chosen]), position
+        )
 
     def prompt(self, row: int) -> list[int]:
-        """The tokens before the first supervised one; of a plain text at least MIN_TEXT_PROMPT."""
+        """The tokens before the first supervised one; of a plain text at least
+        MIN_TEXT_PROMPT.
+        """
         start, end = int(self.offsets[row]), int(self.offsets[row + 1])
         first = int(self.loss[start:end].to(torch.uint8).argmax())
-        return self.ids[start : start + (first if first > 1 else min(MIN_TEXT_PROMPT, end - start - 1))].tolist()
+        return self.ids[
+            start : start + (first if first > 1 else min(MIN_TEXT_PROMPT, end - start - 1))
+        ].tolist()
 
     def counts(self, vocab_size: int) -> Tensor:
         """[V] int64 occurrences among the supervised tokens of the training rows."""
@@ -136,9 +164,10 @@ class Rows:
 class Plan:
     """Which training rows form which batch.
 
-    An epoch is a permutation drawn from (seed, epoch); windows of `window` batches are sorted by length, cut into
-    batches, and the batches of a window are shuffled. The incomplete batch at the end is left out; another permutation
-    leaves out others. Raises UserError when there are fewer rows than one batch.
+    An epoch is a permutation drawn from (seed, epoch); windows of `window` batches are sorted
+    by length, cut into batches, and the batches of a window are shuffled. The incomplete batch
+    at the end is left out; another permutation leaves out others. Raises UserError when there
+    are fewer rows than one batch.
     """
 
     def __init__(self, rows: Rows, batch_size: int, window: int, seed: int) -> None:
@@ -146,7 +175,10 @@ class Plan:
         self.train = (~rows.held).nonzero()[:, 0]
         self.per_epoch = self.train.numel() // batch_size
         if not self.per_epoch:
-            raise UserError(f"batch_size: {batch_size} rows, but only {self.train.numel()} rows to train on; lower it")
+            raise UserError(
+                f"batch_size: {batch_size} rows, but only {self.train.numel()} rows to "
+                "train on; lower it"
+            )
         self._epoch = functools.lru_cache(maxsize=2)(self._order)
 
     def batch(self, step: int) -> list[int]:
@@ -156,7 +188,9 @@ class Plan:
 
     def _order(self, epoch: int) -> Tensor:
         generator = torch.Generator().manual_seed(hash_u63(self.seed, epoch))
-        order = torch.randperm(self.train.numel(), generator=generator)[: self.per_epoch * self.batch_size]
+        order = torch.randperm(self.train.numel(), generator=generator)[
+            : self.per_epoch * self.batch_size
+        ]
         order = self.train[order]
         batches = []
         for part in order.split(self.window * self.batch_size):
@@ -165,10 +199,11 @@ class Plan:
         return torch.cat(batches)
 
     def micro_batches(self, step: int, rank: int, world: int, micro: int) -> list[list[int]]:
-        """The rows of one rank at one step, cut into micro-batches of at most `micro` rows (0 = all at once).
+        """The rows of one rank at one step, cut into micro-batches of at most `micro` rows (0
+        = all at once).
 
-        Ranks take every world-th row of the sorted batch, so their padded sizes are alike. batch_size is a multiple of
-        world, so all ranks have equally many micro-batches.
+        Ranks take every world-th row of the sorted batch, so their padded sizes are alike.
+        batch_size is a multiple of world, so all ranks have equally many micro-batches.
         """
         mine = self.batch(step)[rank::world]
         size = micro or len(mine)
@@ -181,7 +216,11 @@ class Plan:
             for rank in range(world):
                 for rows in self.micro_batches(step, rank, world, micro):
                     lengths = self.rows.lengths[rows]
-                    size = self.rows.batch(rows, pack).ids.numel() if pack else int(lengths.max()) * len(rows)
+                    size = (
+                        self.rows.batch(rows, pack).ids.numel()
+                        if pack
+                        else int(lengths.max()) * len(rows)
+                    )
                     real, padded = real + int(lengths.sum()), padded + size
         return 1 - real / padded
 
@@ -200,35 +239,61 @@ def held_out_batches(rows: Rows, limit: int, size: int = 8) -> Iterator[Batch]:
             yield rows.batch(part.tolist())
 
 
-def load_rows(cfg: DataConfig, tokenizer: Any, eos_ids: Sequence[int], vocab_size: int, context: int) -> Rows:
+def load_rows(
+    cfg: DataConfig, tokenizer: Any, eos_ids: Sequence[int], vocab_size: int, context: int
+) -> Rows:
     """Read, check and tokenize the data, or take the tokens from the cache.
 
-    Raises UserError: no such file or data set, too many malformed rows (the first is named by file:line), no row at
-    all, token ids outside the target's vocabulary.
+    Raises UserError: no such file or data set, too many malformed rows (the first is named by
+    file:line), no row at all, token ids outside the target's vocabulary.
     """
     max_length = min(cfg.max_length, context)
     source, name, content = _source(cfg)
-    identity = [VERSION, cfg.kind, content, sha256_tokenizer(tokenizer), sha256_template(tokenizer), sorted(eos_ids),
-                max_length, cfg.held_out]
+    identity = [
+        VERSION,
+        cfg.kind,
+        content,
+        sha256_tokenizer(tokenizer),
+        sha256_template(tokenizer),
+        sorted(eos_ids),
+        max_length,
+        cfg.held_out,
+    ]
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
     path = cache_root() / "tokens" / f"{key}.safetensors" if cfg.cache else None
     rows = _from_cache(path, name) if path else None
     if rows is None:
-        rows = _tokenize(source, name, tokenizer, eos_ids, max_length, cfg.held_out, path, cfg.streaming)
+        rows = _tokenize(
+            source, name, tokenizer, eos_ids, max_length, cfg.held_out, path, cfg.streaming
+        )
     total = rows.lines.numel() + len(rows.bad)
     if not total:
-        raise UserError(f"data.path: {name} holds no rows; give a file with messages, conversations or text")
+        raise UserError(
+            f"data.path: {name} holds no rows; give a file with messages, conversations or text"
+        )
     if len(rows.bad) == total:
-        raise UserError(f"{rows.bad[0]}; none of the {total} rows can be used ({rows.reasons()}): " + ROW)
+        raise UserError(
+            f"{rows.bad[0]}; none of the {total} rows can be used ({rows.reasons()}): " + ROW
+        )
     if len(rows.bad) > cfg.max_bad_fraction * total:
-        raise UserError(f"{rows.bad[0]}; {len(rows.bad)} of {total} rows are unusable ({rows.reasons()}), above "
-                        f"data.max_bad_fraction={cfg.max_bad_fraction}; mend them or raise it (a run that starts lists "
-                        f"all of them in {LEFT_OUT})")
+        raise UserError(
+            f"{rows.bad[0]}; {len(rows.bad)} of {total} rows are unusable "
+            f"({rows.reasons()}), above "
+            f"data.max_bad_fraction={cfg.max_bad_fraction}; mend them or raise it (a run "
+            "that starts lists "
+            f"all of them in {LEFT_OUT})"
+        )
     if rows.ids.numel() and int(rows.ids.max()) >= vocab_size:
-        raise UserError(f"target: its tokenizer makes id {int(rows.ids.max())}, its vocabulary has {vocab_size} "
-                        "entries; use the tokenizer of this model")
+        raise UserError(
+            f"target: its tokenizer makes id {int(rows.ids.max())}, its vocabulary has "
+            f"{vocab_size} "
+            "entries; use the tokenizer of this model"
+        )
     if not bool(rows.loss.any()):
-        raise UserError(f"data.path: no token of {name} is supervised; the chat template marks no assistant text")
+        raise UserError(
+            f"data.path: no token of {name} is supervised; the chat template marks no "
+            "assistant text"
+        )
     return rows
 
 
@@ -237,8 +302,15 @@ def _source(cfg: DataConfig) -> tuple[Iterator[Row | BadRow], str, str]:
     if cfg.kind in ("jsonl", "text"):
         path = Path(cfg.path).expanduser()
         if not path.is_file():
-            raise UserError(f"data.path: no such file {path}; give a {'JSONL' if cfg.kind == 'jsonl' else 'text'} file")
-        return (read_jsonl if cfg.kind == "jsonl" else read_text)(path), str(path), sha256_file(path)
+            raise UserError(
+                f"data.path: no such file {path}; give a "
+                f"{'JSONL' if cfg.kind == 'jsonl' else 'text'} file"
+            )
+        return (
+            (read_jsonl if cfg.kind == "jsonl" else read_text)(path),
+            str(path),
+            sha256_file(path),
+        )
     import datasets
 
     name = cfg.path or cfg.name
@@ -253,12 +325,19 @@ def _source(cfg: DataConfig) -> tuple[Iterator[Row | BadRow], str, str]:
             data = datasets.load_dataset(cfg.name, split=cfg.split, revision=cfg.revision)
     except Exception as error:  # hub, network, parsing: all about what the user named
         line = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise UserError(f"data.name: cannot load {name} ({line}); check name, split and network") from None
-    return read_records(data, f"{name}[{cfg.split}]"), f"{name}[{cfg.split}]", str(data._fingerprint)
+        raise UserError(
+            f"data.name: cannot load {name} ({line}); check name, split and network"
+        ) from None
+    return (
+        read_records(data, f"{name}[{cfg.split}]"),
+        f"{name}[{cfg.split}]",
+        str(data._fingerprint),
+    )
 
 
 def _streamed(cfg: DataConfig, name: str) -> tuple[Iterator[Row | BadRow], str, str]:
-    """As _source, file after file and row after row, without a copy on this machine. The content hash is that of the
+    """As _source, file after file and row after row, without a copy on this machine. The
+    content hash is that of the
     files: of their bytes in a local folder, of their names at a resolved commit on the hub."""
     import datasets
 
@@ -282,14 +361,25 @@ def _unbroken(rows: Iterator[Row | BadRow], name: str) -> Iterator[Row | BadRow]
         raise
     except Exception as error:  # network, parquet, decompression: all about what the user named
         line = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise UserError(f"data.name: {name} cannot be read beyond row {count} ({line}); start the same command again, "
-                        "or set data.streaming=false") from None
+        raise UserError(
+            f"data.name: {name} cannot be read beyond row {count} ({line}); start the "
+            "same command again, "
+            "or set data.streaming=false"
+        ) from None
 
 
-def _tokenize(source: Iterator[Row | BadRow], name: str, tokenizer: Any, eos_ids: Sequence[int], max_length: int,
-              held_out: float, path: Path | None, must_keep: bool) -> Rows:
-    """Encode every row. path: the token cache to leave, if any; must_keep: a cache that cannot be written is an error,
-    otherwise the run goes on with the tokens in memory."""
+def _tokenize(
+    source: Iterator[Row | BadRow],
+    name: str,
+    tokenizer: Any,
+    eos_ids: Sequence[int],
+    max_length: int,
+    held_out: float,
+    path: Path | None,
+    must_keep: bool,
+) -> Rows:
+    """Encode every row. path: the token cache to leave, if any; must_keep: a cache that cannot
+    be written is an error, otherwise the run goes on with the tokens in memory."""
     bad: list[str] = []
     told = Counted(name)
     with TokenWriter(path.parent if path else None) as writer:
@@ -310,16 +400,24 @@ def _tokenize(source: Iterator[Row | BadRow], name: str, tokenizer: Any, eos_ids
                 writer.write(path, {"bad": [line.removeprefix(name) for line in bad]})
         except OSError as error:
             if path is None or writer.spilled or must_keep or error.filename is None:
-                raise UserError(f"data.cache: the tokens do not go to {path.parent if path else 'memory'} "
-                                f"({error.strerror or error}); free space there or set OUTRIDER_CACHE") from None
+                raise UserError(
+                    f"data.cache: the tokens do not go to {path.parent if path else 'memory'} "
+                    f"({error.strerror or error}); free space there or set OUTRIDER_CACHE"
+                ) from None
             return Rows(name, **writer.tensors(), bad=bad)
         kept = _from_cache(path, name) if path is not None else None
         return kept or Rows(name, **writer.tensors(), bad=bad)
 
 
 def _share(row: Row) -> float:
-    """A number in [0, 1) from what the row asks: the same question falls on the same side, whatever the file."""
-    asked = row.text if row.chat is None else "\n".join(m["content"] for m in row.chat if m["role"] == "user")
+    """A number in [0, 1) from what the row asks: the same question falls on the same side,
+    whatever the file.
+    """
+    asked = (
+        row.text
+        if row.chat is None
+        else "\n".join(m["content"] for m in row.chat if m["role"] == "user")
+    )
     return int.from_bytes(hashlib.sha256(asked.encode()).digest()[:8]) / 2**64
 
 

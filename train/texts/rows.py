@@ -1,8 +1,9 @@
 """From raw rows to token ids and a loss mask; a row that cannot be used says why.
 
-The mask comes from the chat template itself: from its generation tags where it has them, otherwise from prefix
-differences (the text rendered up to an assistant turn, with and without that turn). Text is never searched for.
-An assistant span ends with its end-of-turn token: what the template writes after it, the target never generates.
+The mask comes from the chat template itself: from its generation tags where it has them,
+otherwise from prefix differences (the text rendered up to an assistant turn, with and without
+that turn). Text is never searched for. An assistant span ends with its end-of-turn token: what
+the template writes after it, the target never generates.
 """
 
 from __future__ import annotations
@@ -15,9 +16,18 @@ from typing import Any
 from conf.errors import UserError
 from conf.jsonl import MAX_LINE, is_array, no_array, parse_line
 
-ROLES = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool",
-         "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant",
-         "model": "assistant"}
+ROLES = {
+    "system": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bard": "assistant",
+    "bing": "assistant",
+    "model": "assistant",
+}
 Message = dict[str, str]
 
 
@@ -34,7 +44,9 @@ class BadRow(Exception):
 
 @dataclass
 class Row:
-    """A usable raw row. chat: messages, or None for plain `text`. complete: the last answer reached its end."""
+    """A usable raw row. chat: messages, or None for plain `text`. complete: the last answer
+    reached its end.
+    """
 
     where: str
     chat: list[Message] | None
@@ -43,12 +55,15 @@ class Row:
 
 
 def read_jsonl(path: Path) -> Iterator[Row | BadRow]:
-    """Rows of a JSONL file, one per line that is not blank; `where` is file:line. Raises UserError without a file, and
-    for one that holds a single JSON array, as ShareGPT is handed around."""
+    """Rows of a JSONL file, one per line that is not blank; `where` is file:line. Raises
+    UserError without a file, and for one that holds a single JSON array, as ShareGPT is handed
+    around."""
     try:
         stream = path.open("rb")
     except OSError as error:
-        raise UserError(f"data.path: cannot read {path} ({error.strerror}); give an existing JSONL file") from None
+        raise UserError(
+            f"data.path: cannot read {path} ({error.strerror}); give an existing JSONL file"
+        ) from None
     with stream:
         if is_array(iter(lambda: stream.readline(MAX_LINE), b"")):
             raise UserError(f"data.path: {no_array(path)}")
@@ -59,11 +74,15 @@ def read_jsonl(path: Path) -> Iterator[Row | BadRow]:
 
 
 def read_text(path: Path) -> Iterator[Row | BadRow]:
-    """Paragraph groups of a plain text file, split at blank lines; `where` names the first line of each."""
+    """Paragraph groups of a plain text file, split at blank lines; `where` names the first
+    line of each.
+    """
     try:
         lines = path.read_bytes().splitlines(keepends=True)
     except OSError as error:
-        raise UserError(f"data.path: cannot read {path} ({error.strerror}); give an existing text file") from None
+        raise UserError(
+            f"data.path: cannot read {path} ({error.strerror}); give an existing text file"
+        ) from None
     start, part = 1, b""
     for number, line in enumerate([*lines, b"\n"], 1):
         if line.strip():
@@ -87,7 +106,9 @@ def _checked(where: str, get: Any) -> Row | BadRow:
 
 
 def interpret(record: Any, where: str) -> Row:
-    """The Row in a record with `messages`, ShareGPT `conversations` or `text`. Raises ValueError in a user's words."""
+    """The Row in a record with `messages`, ShareGPT `conversations` or `text`. Raises
+    ValueError in a user's words.
+    """
     if not isinstance(record, dict):
         raise ValueError("is not an object {..}")
     turns = record.get("messages") or record.get("conversations")
@@ -136,10 +157,13 @@ def _clean(text: str, what: str) -> str:
     return text
 
 
-def encode(row: Row, tokenizer: Any, eos_ids: Iterable[int], max_length: int) -> list[tuple[list[int], list[bool]]]:
+def encode(
+    row: Row, tokenizer: Any, eos_ids: Iterable[int], max_length: int
+) -> list[tuple[list[int], list[bool]]]:
     """Token ids and loss mask of a row; a plain text may give several windows of max_length.
 
-    Raises BadRow when nothing, or everything, of a chat is supervised, and UserError without a chat template.
+    Raises BadRow when nothing, or everything, of a chat is supervised, and UserError without a
+    chat template.
     """
     if row.chat is None:
         ids = tokenizer(row.text, add_special_tokens=False)["input_ids"]
@@ -147,26 +171,37 @@ def encode(row: Row, tokenizer: Any, eos_ids: Iterable[int], max_length: int) ->
         return [(w, [False] + [True] * (len(w) - 1)) for w in windows if len(w) > 1]
     template = tokenizer.chat_template or ""
     if not template:
-        raise UserError(f"target: its tokenizer has no chat template, which {row.where} needs; take the "
-                        'instruction-tuned version of the model, or train on plain text ({"text": ".."}, data=text)')
+        raise UserError(
+            f"target: its tokenizer has no chat template, which {row.where} needs; take the "
+            'instruction-tuned version of the model, or train on plain text ({"text": '
+            '".."}, data=text)'
+        )
     try:
         tagged = "{% generation" in template or "{%- generation" in template
         ids, mask = _by_tags(row.chat, tokenizer) if tagged else _by_prefix(row.chat, tokenizer)
     except ValueError as error:
         raise BadRow(row.where, str(error)) from None
-    except Exception as error:  # templates raise jinja errors of many kinds for turns they do not like
-        raise BadRow(row.where, f"the chat template refuses it ({str(error).splitlines()[0][:120]})") from None
+    except (
+        Exception
+    ) as error:  # templates raise jinja errors of many kinds for turns they do not like
+        raise BadRow(
+            row.where, f"the chat template refuses it ({str(error).splitlines()[0][:120]})"
+        ) from None
     mask = _end_at_eos(ids, mask, frozenset(eos_ids), row.complete)
     ids, mask = ids[:max_length], mask[:max_length]
     if not any(mask):
         raise BadRow(row.where, f"no supervised token within data.max_length={max_length} tokens")
     if all(mask):
-        raise BadRow(row.where, "every token is supervised: the template marks the prompt as the assistant's")
+        raise BadRow(
+            row.where, "every token is supervised: the template marks the prompt as the assistant's"
+        )
     return [(ids, mask)]
 
 
 def _by_tags(chat: list[Message], tokenizer: Any) -> tuple[list[int], list[bool]]:
-    out = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    out = tokenizer.apply_chat_template(
+        chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
     return list(out["input_ids"]), [bool(m) for m in out["assistant_masks"]]
 
 
@@ -179,11 +214,14 @@ def _by_prefix(chat: list[Message], tokenizer: Any) -> tuple[list[int], list[boo
         if message["role"] != "assistant":
             continue
         before, after = render(chat[:i], True), render(chat[: i + 1])
-        # Some templates render earlier turns differently (they drop the reasoning): such a turn is not supervised.
+        # Some templates render earlier turns differently (they drop the reasoning): such a
+        # turn is not supervised.
         if after.startswith(before) and whole.startswith(after):
             spans.append((len(before), len(after)))
     if not spans:
-        raise ValueError("the chat template does not render an assistant turn as prompt plus answer")
+        raise ValueError(
+            "the chat template does not render an assistant turn as prompt plus answer"
+        )
     if getattr(tokenizer, "is_fast", False):
         out = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
         ids, offsets = out["input_ids"], out["offset_mapping"]
@@ -193,7 +231,9 @@ def _by_prefix(chat: list[Message], tokenizer: Any) -> tuple[list[int], list[boo
                 at += 1
             mask[t] = at < len(spans) and start >= spans[at][0] and end <= spans[at][1]
         return ids, mask
-    ids = tokenizer(whole, add_special_tokens=False)["input_ids"]  # no offsets: count tokens of the two prefixes
+    ids = tokenizer(whole, add_special_tokens=False)[
+        "input_ids"
+    ]  # no offsets: count tokens of the two prefixes
     mask = [False] * len(ids)
     for start, end in spans:
         cuts = [tokenizer(whole[:c], add_special_tokens=False)["input_ids"] for c in (start, end)]
@@ -202,9 +242,11 @@ def _by_prefix(chat: list[Message], tokenizer: Any) -> tuple[list[int], list[boo
     return ids, mask
 
 
-def _end_at_eos(ids: list[int], mask: list[bool], eos: frozenset[int], complete: bool) -> list[bool]:
-    """Every span ends with its first end-of-turn token. An answer that was cut off has no end: there the token is the
-    template's word, not the target's, and is not supervised."""
+def _end_at_eos(
+    ids: list[int], mask: list[bool], eos: frozenset[int], complete: bool
+) -> list[bool]:
+    """Every span ends with its first end-of-turn token. An answer that was cut off has no end:
+    there the token is the template's word, not the target's, and is not supervised."""
     out, ended, last = list(mask), False, -1
     for t, on in enumerate(mask):
         if not on:

@@ -1,9 +1,10 @@
-"""Token rows that need not fit into memory: collected in bounded memory, kept in one safetensors file, read from it by
-mapping.
+"""Token rows that need not fit into memory: collected in bounded memory, kept in one
+safetensors file, read from it by mapping.
 
-Why a file of our own and no shuffle buffer: a batch must be a function of (seed, epoch, k) alone, so any row may be due
-at any step. Five bytes a token on disk give that to data of any size, and the pages in use are the system's cache: it
-takes them back when memory is short. The mapping is read-only, so that it is not counted against memory either.
+Why a file of our own and no shuffle buffer: a batch must be a function of (seed, epoch, k)
+alone, so any row may be due at any step. Five bytes a token on disk give that to data of any
+size, and the pages in use are the system's cache: it takes them back when memory is short. The
+mapping is read-only, so that it is not counted against memory either.
 """
 
 from __future__ import annotations
@@ -24,18 +25,25 @@ import torch
 from torch import Tensor
 
 SPILL = 1 << 21  # tokens held in memory before they go to disk
-# In the file the widest types come first, so that each tensor starts at a multiple of its own size.
-KINDS = {"offsets": ("I64", np.int64), "lines": ("I64", np.int64), "ids": ("I32", np.int32), "loss": ("BOOL", np.bool_),
-         "held": ("BOOL", np.bool_)}  # fmt: skip
+# In the file the widest types come first, so that each tensor starts at a multiple of its own
+# size.
+KINDS = {
+    "offsets": ("I64", np.int64),
+    "lines": ("I64", np.int64),
+    "ids": ("I32", np.int32),
+    "loss": ("BOOL", np.bool_),
+    "held": ("BOOL", np.bool_),
+}
 HASHED = ("ids", "loss", "offsets", "held")  # in this order: what makes two data sets the same
 PART = 1 << 20  # bytes handled at a time
 
 
 class TokenWriter:
-    """Rows as they are made. folder: where tokens may spill to; None keeps all of them in memory.
+    """Rows as they are made. folder: where tokens may spill to; None keeps all of them in
+    memory.
 
-    Besides the unspilled tokens it holds 17 bytes a row. Use as a context manager, which removes what was spilled.
-    Raises OSError when the disk refuses."""
+    Besides the unspilled tokens it holds 17 bytes a row. Use as a context manager, which
+    removes what was spilled. Raises OSError when the disk refuses."""
 
     def __init__(self, folder: Path | None) -> None:
         self.ids, self.loss = array("i"), bytearray()
@@ -71,7 +79,9 @@ class TokenWriter:
 
     @property
     def spilled(self) -> bool:
-        """Whether the rows are more than memory holds: `tensors` cannot give them, `write` can."""
+        """Whether the rows are more than memory holds: `tensors` cannot give them, `write`
+        can.
+        """
         return bool(self._files)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -80,8 +90,11 @@ class TokenWriter:
 
     def _array(self, name: str) -> Any:
         """What of a tensor is in memory."""
-        return np.frombuffer(getattr(self, name), dtype=KINDS[name][1]) if len(getattr(self, name)) else np.empty(
-            0, KINDS[name][1])  # fmt: skip
+        return (
+            np.frombuffer(getattr(self, name), dtype=KINDS[name][1])
+            if len(getattr(self, name))
+            else np.empty(0, KINDS[name][1])
+        )
 
     def write(self, path: Path, about: dict[str, Any]) -> None:
         """Leave the rows as `path`: staged, synced, renamed. about: JSON kept with them.
@@ -89,12 +102,21 @@ class TokenWriter:
         Raises OSError; then there is no such file."""
         if self.spilled:
             self._spill()
-        sizes = {"ids": 4 * self.offsets[-1], "loss": self.offsets[-1], "offsets": 8 * len(self.offsets),
-                 "lines": 8 * len(self.lines), "held": len(self.held)}  # fmt: skip
+        sizes = {
+            "ids": 4 * self.offsets[-1],
+            "loss": self.offsets[-1],
+            "offsets": 8 * len(self.offsets),
+            "lines": 8 * len(self.lines),
+            "held": len(self.held),
+        }
         entries, at = {}, 0
         for name, (kind, dtype) in KINDS.items():
             shape = [sizes[name] // np.dtype(dtype).itemsize]
-            entries[name] = {"dtype": kind, "shape": shape, "data_offsets": [at, at := at + sizes[name]]}
+            entries[name] = {
+                "dtype": kind,
+                "shape": shape,
+                "data_offsets": [at, at := at + sizes[name]],
+            }
         meta = {"rows": json.dumps({"sha256": self.sha256(), **about})}
         head = json.dumps({"__metadata__": meta, **entries}).encode()
         head += b" " * (-len(head) % 8)
@@ -128,7 +150,9 @@ class TokenWriter:
 
 
 def sha256_of(tensors: dict[str, Tensor]) -> str:
-    """Content hash of ids, loss mask, row bounds and the held-out choice, without a copy of them."""
+    """Content hash of ids, loss mask, row bounds and the held-out choice, without a copy of
+    them.
+    """
     total = hashlib.sha256()
     for name in HASHED:
         total.update(tensors[name].contiguous().numpy().data)
@@ -136,8 +160,8 @@ def sha256_of(tensors: dict[str, Tensor]) -> str:
 
 
 def mapped(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """The tensors of a file of TokenWriter, mapped read-only, and what it says about itself; None when there is none or
-    it is damaged. Nothing may be written into them."""
+    """The tensors of a file of TokenWriter, mapped read-only, and what it says about itself;
+    None when there is none or it is damaged. Nothing may be written into them."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -167,7 +191,9 @@ def _map(path: Path, dtype: Any, offset: int, count: int) -> Tensor:
 
 
 class Counted:
-    """How many rows were read so far, told on stderr now and then: tokenizing much text takes long."""
+    """How many rows were read so far, told on stderr now and then: tokenizing much text takes
+    long.
+    """
 
     def __init__(self, name: str, every: int = 20000) -> None:
         self.name, self.every, self.rows = name, every, 0
@@ -176,4 +202,8 @@ class Counted:
         """A row was read; the rows hold so many tokens by now."""
         self.rows += 1
         if self.rows % self.every == 0 and os.environ.get("RANK", "0") == "0":
-            print(f"{self.name}: {self.rows:,} rows read, {tokens:,} tokens", file=sys.stderr, flush=True)
+            print(
+                f"{self.name}: {self.rows:,} rows read, {tokens:,} tokens",
+                file=sys.stderr,
+                flush=True,
+            )

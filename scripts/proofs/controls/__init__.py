@@ -1,1 +1,3 @@
-"""Negative controls: known wrong code that every proof must reject. Nothing outside the proofs may import it."""
+"""Negative controls: known wrong code that every proof must reject. Nothing outside the proofs
+may import it.
+"""

@@ -16,7 +16,9 @@ ONE = Sampling(1.0)
 
 @dataclass(frozen=True)
 class Control:
-    """wrong() is what the layer measures on the wrong code, right() on the correct code; above `limit` means caught."""
+    """wrong() is what the layer measures on the wrong code, right() on the correct code; above
+    `limit` means caught.
+    """
 
     name: str
     layer: str

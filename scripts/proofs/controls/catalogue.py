@@ -1,12 +1,15 @@
-"""Negative controls: every known wrong rule with the layer that must catch it, and that measure on correct code.
+"""Negative controls: every known wrong rule with the layer that must catch it, and that
+measure on correct code.
 
-A test of losslessness that has never failed proves little; one that fails each of these proves something.
+A test of losslessness that has never failed proves little; one that fails each of these proves
+something.
 
 scripts/certify.py runs them on the user's machine; tests/test_negative_controls.py keeps them.
 
-Layers: "enumeration" (exact law of one verification), "engine enumeration" (exact law of the whole loop),
-"scripted uniforms" (what lives below the exact law: one number used twice, u = 0, a sum of 0), "acceptance floor" (what
-is lossless and worthless). The layers "greedy" and "sampling" run on the user's target: see live.py.
+Layers: "enumeration" (exact law of one verification), "engine enumeration" (exact law of the
+whole loop), "scripted uniforms" (what lives below the exact law: one number used twice, u = 0,
+a sum of 0), "acceptance floor" (what is lossless and worthless). The layers "greedy" and
+"sampling" run on the user's target: see live.py.
 """
 
 from __future__ import annotations
@@ -34,7 +37,15 @@ from scripts.proofs.enumerator import Case, Mangle, Verifier, enumerate_case
 
 EXACT, LOOP = 1e-9, 1e-9
 
-__all__ = ["Control", "Mangled", "cases", "commits_wrong_rows", "controls", "law_error", "rule_named"]
+__all__ = [
+    "Control",
+    "Mangled",
+    "cases",
+    "commits_wrong_rows",
+    "controls",
+    "law_error",
+    "rule_named",
+]
 
 CHAIN = TreeShape.chain(2)
 STAR = TreeShape.of([(0,), (1,), (2,)])
@@ -42,7 +53,9 @@ PAIR = TreeShape.of([(0,), (1,), (0, 0), (1, 0)])  # two chains
 BUSHY = TreeShape.of([(0,), (1,), (0, 0), (0, 1)])
 
 
-def cases(shape: TreeShape, scheme: str, sampling: Sampling, vocab: int = 4, count: int = 4) -> list[Case]:
+def cases(
+    shape: TreeShape, scheme: str, sampling: Sampling, vocab: int = 4, count: int = 4
+) -> list[Case]:
     """`count` random worlds of one shape and scheme, always the same ones."""
     generator = torch.Generator().manual_seed(7)
     contexts = (vocab + 1) ** (shape.depth + 1)
@@ -59,17 +72,26 @@ def law_error(worlds: Sequence[Case], rule: Verifier, mangle: Mangle | None = No
 
 
 def _enumerated(
-    name: str, seen: str, shape: TreeShape, scheme: str, sampling: Sampling, rule: Rule | None = None,
+    name: str,
+    seen: str,
+    shape: TreeShape,
+    scheme: str,
+    sampling: Sampling,
+    rule: Rule | None = None,
     mangle: Mangle | None = None,
-) -> Control:  # fmt: skip
-    worlds = cases(shape, scheme, sampling, *((3, 2) if shape is PAIR and scheme == "iid" else (4, 4)))
+) -> Control:
+    worlds = cases(
+        shape, scheme, sampling, *((3, 2) if shape is PAIR and scheme == "iid" else (4, 4))
+    )
     base = [rule_named(r) for r in RULES]
     return Control(
-        name, "enumeration", seen,
+        name,
+        "enumeration",
+        seen,
         lambda: min(law_error(worlds, r, mangle) for r in ([rule] if rule else base)),
         lambda: max(law_error(worlds, r) for r in base),
         EXACT,
-    )  # fmt: skip
+    )
 
 
 WARM, CUT = Sampling(0.6), Sampling(1.0, top_p=0.8)
@@ -79,35 +101,158 @@ def _enumeration() -> list[Control]:
     r, d = wrong_rules, wrong_drafters
     return [
         _enumerated("typical acceptance", "Medusa", BUSHY, "top", ONE, r.typical_acceptance),
-        _enumerated("argmax token after the draft at T > 0", "Medusa, fast mode", BUSHY, "top", ONE, r.argmax_bonus),
-        _enumerated("draws per path, longest path wins", "Medusa, nucleus", PAIR, "top", CUT, r.draws_per_path),
+        _enumerated(
+            "argmax token after the draft at T > 0",
+            "Medusa, fast mode",
+            BUSHY,
+            "top",
+            ONE,
+            r.argmax_bonus,
+        ),
+        _enumerated(
+            "draws per path, longest path wins",
+            "Medusa, nucleus",
+            PAIR,
+            "top",
+            CUT,
+            r.draws_per_path,
+        ),
         _enumerated("best of two chains", "best-of-n drafts", PAIR, "iid", ONE, r.best_of_chains),
-        _enumerated("warped draft scored un-warped", "several engines", CHAIN, "iid", ONE, None, d.scored_unwarped),
-        _enumerated("draft law rounded to bfloat16", "several engines", CHAIN, "iid", ONE, None, d.scored_in_bfloat16),
-        _enumerated("residual not renormalised", "recursive rejection", STAR, "without", ONE, r.residual_unnormalised),
-        _enumerated("residual stale after a rejected sibling", "recursive rejection", STAR, "without", ONE,
-                    r.residual_stale),
-        _enumerated("rejected token stays in the residual", "EAGLE-style trees", STAR, "top", ONE,
-                    r.rejected_token_stays),
-        _enumerated("drawn without replacement, scored with", "SpecInfer on RSD trees", STAR, "without", ONE, None,
-                    d.without_scored_as_with),
-        _enumerated("drawn with replacement, scored without", "the reverse", STAR, "iid", ONE, None,
-                    d.with_scored_as_without),
-        _enumerated("deterministic candidate scored with its softmax", "top-k trees", BUSHY, "top", ONE, None,
-                    d.candidates_scored_softly),
-        _enumerated("bonus token from the un-warped law", "several engines", CHAIN, "iid", WARM, r.bonus_unwarped),
-        _enumerated("top-p applied again to the residual", "litgpt", CHAIN, "iid", CUT, r.top_p_twice),
-        _enumerated("temperature applied twice", "mutation", CHAIN, "iid", WARM, r.temperature_twice),
-        _enumerated("softmax acceptance at T = 0", "litgpt", CHAIN, "top", Sampling(0.0), r.softmax_acceptance),
-        _enumerated("bonus token from the wrong node", "mutation", CHAIN, "iid", ONE, r.bonus_from_wrong_node),
+        _enumerated(
+            "warped draft scored un-warped",
+            "several engines",
+            CHAIN,
+            "iid",
+            ONE,
+            None,
+            d.scored_unwarped,
+        ),
+        _enumerated(
+            "draft law rounded to bfloat16",
+            "several engines",
+            CHAIN,
+            "iid",
+            ONE,
+            None,
+            d.scored_in_bfloat16,
+        ),
+        _enumerated(
+            "residual not renormalised",
+            "recursive rejection",
+            STAR,
+            "without",
+            ONE,
+            r.residual_unnormalised,
+        ),
+        _enumerated(
+            "residual stale after a rejected sibling",
+            "recursive rejection",
+            STAR,
+            "without",
+            ONE,
+            r.residual_stale,
+        ),
+        _enumerated(
+            "rejected token stays in the residual",
+            "EAGLE-style trees",
+            STAR,
+            "top",
+            ONE,
+            r.rejected_token_stays,
+        ),
+        _enumerated(
+            "drawn without replacement, scored with",
+            "SpecInfer on RSD trees",
+            STAR,
+            "without",
+            ONE,
+            None,
+            d.without_scored_as_with,
+        ),
+        _enumerated(
+            "drawn with replacement, scored without",
+            "the reverse",
+            STAR,
+            "iid",
+            ONE,
+            None,
+            d.with_scored_as_without,
+        ),
+        _enumerated(
+            "deterministic candidate scored with its softmax",
+            "top-k trees",
+            BUSHY,
+            "top",
+            ONE,
+            None,
+            d.candidates_scored_softly,
+        ),
+        _enumerated(
+            "bonus token from the un-warped law",
+            "several engines",
+            CHAIN,
+            "iid",
+            WARM,
+            r.bonus_unwarped,
+        ),
+        _enumerated(
+            "top-p applied again to the residual", "litgpt", CHAIN, "iid", CUT, r.top_p_twice
+        ),
+        _enumerated(
+            "temperature applied twice", "mutation", CHAIN, "iid", WARM, r.temperature_twice
+        ),
+        _enumerated(
+            "softmax acceptance at T = 0",
+            "litgpt",
+            CHAIN,
+            "top",
+            Sampling(0.0),
+            r.softmax_acceptance,
+        ),
+        _enumerated(
+            "bonus token from the wrong node",
+            "mutation",
+            CHAIN,
+            "iid",
+            ONE,
+            r.bonus_from_wrong_node,
+        ),
         _enumerated("law off by one row", "mutation", CHAIN, "iid", ONE, r.law_of_the_child),
-        _enumerated("traversal with a stale residual", "vllm-ascend #7807", CHAIN, "iid", ONE, r.traversal_stale),
-        _enumerated("traversal with the plain ratio", "vllm-ascend #7807", CHAIN, "iid", ONE, r.traversal_ratio),
-        _enumerated("unlikely sampled token dropped before verification", "DSpark, appendix A", CHAIN, "iid", ONE, None,
-                    d.drops_unlikely),
-        _enumerated("sampled siblings re-ranked by q", "DSpark, appendix A", STAR, "without", ONE, None,
-                    d.reranks_siblings),
-    ]  # fmt: skip
+        _enumerated(
+            "traversal with a stale residual",
+            "vllm-ascend #7807",
+            CHAIN,
+            "iid",
+            ONE,
+            r.traversal_stale,
+        ),
+        _enumerated(
+            "traversal with the plain ratio",
+            "vllm-ascend #7807",
+            CHAIN,
+            "iid",
+            ONE,
+            r.traversal_ratio,
+        ),
+        _enumerated(
+            "unlikely sampled token dropped before verification",
+            "DSpark, appendix A",
+            CHAIN,
+            "iid",
+            ONE,
+            None,
+            d.drops_unlikely,
+        ),
+        _enumerated(
+            "sampled siblings re-ranked by q",
+            "DSpark, appendix A",
+            STAR,
+            "without",
+            ONE,
+            None,
+            d.reranks_siblings,
+        ),
+    ]
 
 
 # --- the whole loop
@@ -154,19 +299,38 @@ def _loop() -> list[Control]:
         return target
 
     def adaptive(wrap: Callable[[Drafter], Any]) -> float:
-        drafter = wrap(Counted(TableDrafter(CHAIN, "iid", 3), CHAIN))  # below the rule: it sees the depth of each row
+        drafter = wrap(
+            Counted(TableDrafter(CHAIN, "iid", 3), CHAIN)
+        )  # below the rule: it sees the depth of each row
         return engine_law(toy_model(vocab=3), drafter, [1, 2], 5, ONE, shape=CHAIN).error
 
     right = lambda: measure(same, None)
     return [
-        Control("cache keeps the wrong rows", "engine enumeration", "mutation",
-                lambda: measure(commits_wrong_rows, None), right, LOOP),
-        Control("mask lets siblings see each other", "engine enumeration", "mutation",
-                lambda: measure(same, wrong_drafters.leaks_siblings), right, LOOP),
-        Control("draft length adapted to the tokens just drafted", "engine enumeration", "DSpark, appendix A",
-                lambda: adaptive(wrong_drafters.Anticipating), lambda: adaptive(lambda d: Adaptive(d, cost=0.27)),
-                LOOP),
-    ]  # fmt: skip
+        Control(
+            "cache keeps the wrong rows",
+            "engine enumeration",
+            "mutation",
+            lambda: measure(commits_wrong_rows, None),
+            right,
+            LOOP,
+        ),
+        Control(
+            "mask lets siblings see each other",
+            "engine enumeration",
+            "mutation",
+            lambda: measure(same, wrong_drafters.leaks_siblings),
+            right,
+            LOOP,
+        ),
+        Control(
+            "draft length adapted to the tokens just drafted",
+            "engine enumeration",
+            "DSpark, appendix A",
+            lambda: adaptive(wrong_drafters.Anticipating),
+            lambda: adaptive(lambda d: Adaptive(d, cost=0.27)),
+            LOOP,
+        ),
+    ]
 
 
 def controls() -> list[Control]:

@@ -1,7 +1,9 @@
-"""The negative controls of a certificate: known wrong code through the same layers. Each must fail there.
+"""The negative controls of a certificate: known wrong code through the same layers. Each must
+fail there.
 
-They depend on the target, the settings, the rule and the code, not on the drafter: the ones that need a draft take the
-target itself as its own draft model. So one certificate may run them and others, of other drafters, name it.
+They depend on the target, the settings, the rule and the code, not on the drafter: the ones
+that need a draft take the target itself as its own draft model. So one certificate may run
+them and others, of other drafters, name it.
 """
 
 from __future__ import annotations
@@ -39,16 +41,24 @@ def run(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict[str, 
 
 
 def identity(target: Target, plan: Plan, processors: Any) -> dict[str, Any]:
-    """What the outcome of the controls depends on. code: hash of all source files under test and of the layers."""
+    """What the outcome of the controls depends on. code: hash of all source files under test
+    and of the layers.
+    """
     s, known = plan.sampling, target.identity
     return {
         "weights_sha256": known.weights_sha256 if known else None,
         "tokenizer_sha256": known.tokenizer_sha256 if known else None,
         "dtype": str(target.dtype).removeprefix("torch."),
-        "temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p, "min_p": s.min_p,
-        "repetition_penalty": s.repetition_penalty, "processors": processors, "guidance_scale": plan.guidance,
-        "verify": plan.verify, "code": code_sha256(),
-    }  # fmt: skip
+        "temperature": s.temperature,
+        "top_k": s.top_k,
+        "top_p": s.top_p,
+        "min_p": s.min_p,
+        "repetition_penalty": s.repetition_penalty,
+        "processors": processors,
+        "guidance_scale": plan.guidance,
+        "verify": plan.verify,
+        "code": code_sha256(),
+    }
 
 
 def code_sha256() -> str:
@@ -59,11 +69,14 @@ def code_sha256() -> str:
     return digest.hexdigest()
 
 
-def borrow(path: str, wanted: dict[str, Any], plan: Plan) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def borrow(
+    path: str, wanted: dict[str, Any], plan: Plan
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The controls of another certificate (its folder or file), and where they come from.
 
-    A control counts as rejected here only if it was rejected on no more tokens than this run's, at this run's alpha.
-    Raises UserError when there is no such certificate, it ran no controls, or they are of something else.
+    A control counts as rejected here only if it was rejected on no more tokens than this
+    run's, at this run's alpha. Raises UserError when there is no such certificate, it ran no
+    controls, or they are of something else.
     """
     place = Path(path).expanduser()
     place = place / "certificate.json" if place.is_dir() else place
@@ -71,18 +84,32 @@ def borrow(path: str, wanted: dict[str, Any], plan: Plan) -> tuple[list[dict[str
         raw = place.read_bytes()
         paper = json.loads(raw)
         listed, origin = list(paper["negative_controls"]), dict(paper["controls"])
-        rejected = [c["rejected"] and (c["p"] is None or (c["p"] < plan.alpha and c["tokens"] <= plan.tokens))
-                    for c in listed]  # fmt: skip
+        rejected = [
+            c["rejected"]
+            and (c["p"] is None or (c["p"] < plan.alpha and c["tokens"] <= plan.tokens))
+            for c in listed
+        ]
     except OSError as error:
-        raise UserError(f"controls: {place}: {error.strerror}; set run, none or a certificate's folder") from None
+        raise UserError(
+            f"controls: {place}: {error.strerror}; set run, none or a certificate's folder"
+        ) from None
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"controls: {place} is no certificate of this version; set controls=run") from None
+        raise UserError(
+            f"controls: {place} is no certificate of this version; set controls=run"
+        ) from None
     if origin.get("from") != "this run" or not listed:
-        raise UserError(f"controls: {place} ran no controls of its own; name the certificate that did, or controls=run")
+        raise UserError(
+            f"controls: {place} ran no controls of its own; name the certificate that "
+            "did, or controls=run"
+        )
     if different := [k for k, v in wanted.items() if origin.get("identity", {}).get(k) != v]:
         raise UserError(f"controls: {place} differs in {', '.join(different)}; set controls=run")
     taken = [{**c, "rejected": bool(r)} for c, r in zip(listed, rejected, strict=True)]
-    return taken, {"from": str(path), "sha256": hashlib.sha256(raw).hexdigest(), "created": paper.get("created")}
+    return taken, {
+        "from": str(path),
+        "sha256": hashlib.sha256(raw).hexdigest(),
+        "created": paper.get("created"),
+    }
 
 
 def _sampling(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict[str, Any]]:
@@ -90,21 +117,37 @@ def _sampling(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict
         return []
     helper = DraftModel(world.target, 3, name="the target itself")
     how = dataclasses.replace(plan.setting(), chunk=1)
-    cut = plan.sampling if plan.sampling.top_p < 1 else dataclasses.replace(plan.sampling, top_p=0.9)
+    cut = (
+        plan.sampling if plan.sampling.top_p < 1 else dataclasses.replace(plan.sampling, top_p=0.9)
+    )
 
-    def run(key: str, name: str, who: Any, verify: Any, sampling: Any = plan.sampling) -> dict[str, Any]:
+    def run(
+        key: str, name: str, who: Any, verify: Any, sampling: Any = plan.sampling
+    ) -> dict[str, Any]:
         known = [row for row in parts.lines(key) if row["p"] < min(CONTROL_P, plan.alpha)]
         if known:  # one that got through is tried again, maybe with more tokens
             return known[0]
         title = f"control: {name}"
         watch(title, 0, plan.tokens)
-        bad = sampling_layer(world.plain, world.target, who, world.prompts,
-                             dataclasses.replace(how, verify=verify, sampling=sampling),
-                             lambda s: _p(s) < min(CONTROL_P, plan.alpha), lambda done: watch(title, done, plan.tokens),
-                             Parts(None))  # fmt: skip
+        bad = sampling_layer(
+            world.plain,
+            world.target,
+            who,
+            world.prompts,
+            dataclasses.replace(how, verify=verify, sampling=sampling),
+            lambda s: _p(s) < min(CONTROL_P, plan.alpha),
+            lambda done: watch(title, done, plan.tokens),
+            Parts(None),
+        )
         watch(title, plan.tokens, plan.tokens)  # it may stop early
-        row = {"name": name, "layer": "sampling", "rejected": _p(bad) < plan.alpha, "p": _p(bad),
-               "tokens": len(bad.u), "drafter": helper.name}  # fmt: skip
+        row = {
+            "name": name,
+            "layer": "sampling",
+            "rejected": _p(bad) < plan.alpha,
+            "p": _p(bad),
+            "tokens": len(bad.u),
+            "drafter": helper.name,
+        }
         parts.add(key, row)
         return row
 
@@ -112,10 +155,14 @@ def _sampling(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict
     return [
         run("typical", "typical acceptance", helper, wrong_rules.typical_acceptance),
         run("mislaid", "draft scored with the wrong law", mangled, plan.verify),
-        run("merged", "every second token below 0.2 merged with its neighbour", helper,
-            wrong_rules.merges_neighbours(0.2)),
+        run(
+            "merged",
+            "every second token below 0.2 merged with its neighbour",
+            helper,
+            wrong_rules.merges_neighbours(0.2),
+        ),
         run("uncut", "top-p ignored", helper, wrong_rules.ignores_truncation, cut),
-    ]  # fmt: skip
+    ]
 
 
 def _p(sample: Sample) -> float:
@@ -134,19 +181,32 @@ def _passes(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict[s
         def tried() -> dict[str, Any]:
             chunks = Parts(None)
             bad = sampling_layer(world.plain, target, who, world.prompts, how, parts=chunks)
-            layer = passes_layer(world, plan, bad, texts_of(chunks.lines("sampling"), world.prompts), parts)
-            return {"name": name, "layer": "passes", "rejected": not layer["passed"], "p": None,
-                    "variation": layer["variation"], "two_plain": layer["two_plain_computations"]["variation"],
-                    "tokens": layer["tokens"], "drafter": who.name}  # fmt: skip
+            layer = passes_layer(
+                world, plan, bad, texts_of(chunks.lines("sampling"), world.prompts), parts
+            )
+            return {
+                "name": name,
+                "layer": "passes",
+                "rejected": not layer["passed"],
+                "p": None,
+                "variation": layer["variation"],
+                "two_plain": layer["two_plain_computations"]["variation"],
+                "tokens": layer["tokens"],
+                "drafter": who.name,
+            }
 
         row = parts.once(key, tried)
         watch(f"control: {name}", 1, 1)
         return row
 
     chain = DraftModel(world.target, 3, name="the target itself")
-    found = [run("passes-rows", "cache keeps the wrong rows", commits_wrong_rows(world.target), chain)]
+    found = [
+        run("passes-rows", "cache keeps the wrong rows", commits_wrong_rows(world.target), chain)
+    ]
     if world.target.support == "tree":
-        tree = DraftModel(world.target, 2, name="the target itself, a tree", shape="tree", nodes=6, width=2)
+        tree = DraftModel(
+            world.target, 2, name="the target itself, a tree", shape="tree", nodes=6, width=2
+        )
         leaky = Mangled(tree, wrong_drafters.leaks_siblings)
         found.append(run("passes-leak", "mask lets siblings see each other", world.target, leaky))
     return found
@@ -158,9 +218,17 @@ def _static(watch: Watch, parts: Parts) -> list[dict[str, Any]]:
         watch("controls", i, len(known))
         wrong, right = control.wrong(), control.right()
         found.append(
-            {"name": control.name, "layer": control.layer, "rejected": wrong > control.limit >= right, "p": None,
-             "measured": wrong, "correct_code": right, "limit": control.limit, "seen": control.seen}
-        )  # fmt: skip
+            {
+                "name": control.name,
+                "layer": control.layer,
+                "rejected": wrong > control.limit >= right,
+                "p": None,
+                "measured": wrong,
+                "correct_code": right,
+                "limit": control.limit,
+                "seen": control.seen,
+            }
+        )
         parts.add("static", found[-1])
     watch("controls", len(known), len(known))
     return found
@@ -170,15 +238,30 @@ def _greedy(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict[s
     helper = DraftModel(world.target, 3, name="the target itself")
 
     def run(key: str, name: str, who: Target, verify: Any) -> dict[str, Any]:
-        known = [row for row in parts.lines(key) if row["rejected"] or row["prompts"] == len(world.chosen)]
+        known = [
+            row
+            for row in parts.lines(key)
+            if row["rejected"] or row["prompts"] == len(world.chosen)
+        ]
         if known:
             return known[0]
         watch(f"control: {name}", 0, 1)
         for count in sorted({min(GREEDY_PROMPTS, len(world.chosen)), len(world.chosen)}):
             # in 16 bits many first differences are ties: look at more
             few: Sequence[Sequence[int]] = world.chosen[:count]
-            bad = greedy_layer(world.plain, who, helper, few, plan.greedy_tokens, plan.batch_size, verify, world.tie,
-                               plan.sampling, plan.guidance, world.theirs[: len(few)])  # fmt: skip
+            bad = greedy_layer(
+                world.plain,
+                who,
+                helper,
+                few,
+                plan.greedy_tokens,
+                plan.batch_size,
+                verify,
+                world.tie,
+                plan.sampling,
+                plan.guidance,
+                world.theirs[: len(few)],
+            )
             if bad.defects or bad.astray:
                 break
         watch(f"control: {name}", 1, 1)

@@ -1,7 +1,8 @@
-"""Known drafting mistakes: the tree is drawn as told, then something happens to it. mangle(tree) -> tree.
+"""Known drafting mistakes: the tree is drawn as told, then something happens to it.
+mangle(tree) -> tree.
 
-scripts/proofs/controls/catalogue.py says where each was seen and which layer catches it. Nothing outside the controls may import
-this file.
+scripts/proofs/controls/catalogue.py says where each was seen and which layer catches it.
+Nothing outside the controls may import this file.
 
 Shape letters: B rows, N nodes, Vd draft vocabulary.
 """
@@ -21,8 +22,8 @@ from decode.tree import DraftTree
 
 
 class Anticipating(Adaptive):
-    """Adapts the draft length to the draft itself: a token less likely than the row's acceptance so far is dropped, and
-    all behind it."""
+    """Adapts the draft length to the draft itself: a token less likely than the row's
+    acceptance so far is dropped, and all behind it."""
 
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
         tree = self.inner.propose(budget, sampling, rng)
@@ -37,7 +38,9 @@ class Anticipating(Adaptive):
 def _claimed(tree: DraftTree, law: Callable[[Tensor], Tensor]) -> DraftTree:
     if tree.proposal is None:
         return tree
-    return dataclasses.replace(tree, proposal=dataclasses.replace(tree.proposal, law=law(tree.proposal.law)))
+    return dataclasses.replace(
+        tree, proposal=dataclasses.replace(tree.proposal, law=law(tree.proposal.law))
+    )
 
 
 def scored_unwarped(tree: DraftTree) -> DraftTree:
@@ -63,7 +66,9 @@ def with_scored_as_without(tree: DraftTree) -> DraftTree:
 
 
 def candidates_scored_softly(tree: DraftTree) -> DraftTree:
-    """Deterministic candidates (top-k) scored with their softmax probability instead of a point mass."""
+    """Deterministic candidates (top-k) scored with their softmax probability instead of a
+    point mass.
+    """
     return dataclasses.replace(tree, sampled=torch.ones_like(tree.tokens, dtype=torch.bool))
 
 
@@ -77,7 +82,9 @@ def drops_unlikely(tree: DraftTree) -> DraftTree:
 
 
 def reranks_siblings(tree: DraftTree) -> DraftTree:
-    """Anticipates: sampled siblings are re-ordered by their own q before verification (trees of one level)."""
+    """Anticipates: sampled siblings are re-ordered by their own q before verification (trees
+    of one level).
+    """
     order = (-_own_q(tree)).argsort(dim=1, stable=True)
     return dataclasses.replace(tree, tokens=tree.tokens.gather(1, order))
 
@@ -86,7 +93,9 @@ def _own_q(tree: DraftTree) -> Tensor:
     """q(x) of every node's own token, [B, N]."""
     assert tree.proposal is not None
     rows, n = tree.tokens.shape
-    law = tree.proposal.law.gather(1, tree.proposal.row[:, :, None].expand(-1, -1, tree.proposal.law.shape[2]))
+    law = tree.proposal.law.gather(
+        1, tree.proposal.row[:, :, None].expand(-1, -1, tree.proposal.law.shape[2])
+    )
     flat = tree.proposal.read(law.reshape(rows * n, -1), tree.tokens.reshape(-1, 1), 0)
     return flat.reshape(rows, n)
 

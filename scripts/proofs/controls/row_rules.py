@@ -1,5 +1,5 @@
-"""What the wrong rules are written with: one row of a tree at a time, and correct top-down rejection with places where
-one thing can be done wrongly.
+"""What the wrong rules are written with: one row of a tree at a time, and correct top-down
+rejection with places where one thing can be done wrongly.
 
 Shape letters: B rows, V vocabulary.
 """
@@ -20,7 +20,9 @@ Path = tuple[list[int], int]  # accepted nodes, bonus token
 
 
 class Row:
-    """One row of a tree with the laws and coins it needs. Slot 0 follows the last committed token."""
+    """One row of a tree with the laws and coins it needs. Slot 0 follows the last committed
+    token.
+    """
 
     def __init__(self, tree: DraftTree, law: Law, rng: Coins, row: int) -> None:
         self.law, self.rng, self.size = law, rng, int(tree.size[row])
@@ -45,9 +47,13 @@ class Row:
         return self.tree.sampled is not None and bool(self.tree.sampled[self.row, node])
 
     def q(self, node: int, before: list[int]) -> Tensor:
-        """The law [V] that `node` was drawn from, its earlier siblings `before` removed where that is the scheme."""
+        """The law [V] that `node` was drawn from, its earlier siblings `before` removed where
+        that is the scheme.
+        """
         if not self.sampled(node):
-            return torch.nn.functional.one_hot(torch.tensor(self.tokens[node]), self.law.vocab_size).double()
+            return torch.nn.functional.one_hot(
+                torch.tensor(self.tokens[node]), self.law.vocab_size
+            ).double()
         proposal = self.tree.proposal
         assert proposal is not None
         q = proposal.law[self.row, proposal.row[self.row, node]].to(torch.float64)[None]

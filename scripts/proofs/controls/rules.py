@@ -1,8 +1,10 @@
-"""Known wrong verification rules, each small and explicit: what a losslessness test must catch.
+"""Known wrong verification rules, each small and explicit: what a losslessness test must
+catch.
 
-They were all shipped or published somewhere; scripts/proofs/controls/catalogue.py says where and which layer catches each. A rule
-here has the same call as decode.verify's: rule(tree, law, rng) -> Verdict; it works row by row, for reading.
-Nothing outside the controls may import this file.
+They were all shipped or published somewhere; scripts/proofs/controls/catalogue.py says where
+and which layer catches each. A rule here has the same call as decode.verify's: rule(tree, law,
+rng) -> Verdict; it works row by row, for reading. Nothing outside the controls may import this
+file.
 
 Shape letters: B rows, N nodes, V vocabulary, Vd draft vocabulary.
 """
@@ -43,7 +45,9 @@ def argmax_bonus(row: Row) -> Path:
 
 @by_row
 def draws_per_path(row: Row) -> Path:
-    """Every root-to-leaf path gets draws of its own, shared prefixes too; the longest match wins."""
+    """Every root-to-leaf path gets draws of its own, shared prefixes too; the longest match
+    wins.
+    """
     leaves = [i for i in range(row.size) if not row.kids(i + 1)]
     best: list[int] = []
     for leaf in leaves:
@@ -95,7 +99,9 @@ def residual_stale(row: Row) -> Path:
     return descend(
         row,
         update=lambda r, q, _: r,
-        final=lambda row, slot, r, rejected: norm((r - row.q(row.kids(slot)[0], [])).clamp(min=0)) if rejected else r,
+        final=lambda row, slot, r, rejected: (
+            norm((r - row.q(row.kids(slot)[0], [])).clamp(min=0)) if rejected else r
+        ),
     )
 
 
@@ -107,8 +113,12 @@ def rejected_token_stays(row: Row) -> Path:
 
 @by_row
 def bonus_unwarped(row: Row) -> Path:
-    """The bonus token of a wholly accepted draft comes from the law before temperature and truncation."""
-    return descend(row, final=lambda row, slot, r, rejected: r if rejected or not slot else row.raw(slot))
+    """The bonus token of a wholly accepted draft comes from the law before temperature and
+    truncation.
+    """
+    return descend(
+        row, final=lambda row, slot, r, rejected: r if rejected or not slot else row.raw(slot)
+    )
 
 
 @by_row
@@ -118,7 +128,11 @@ def top_p_twice(row: Row) -> Path:
     def cut(row: Row, slot: int, r: Tensor, rejected: bool) -> Tensor:
         if not rejected or not r.sum() > 0:
             return r
-        return Sampling(1.0, top_p=min(row.law.sampling.top_p, 0.8)).support(r.log()[None]).dense(len(r))[0]
+        return (
+            Sampling(1.0, top_p=min(row.law.sampling.top_p, 0.8))
+            .support(r.log()[None])
+            .dense(len(r))[0]
+        )
 
     return descend(row, final=cut)
 
@@ -135,7 +149,9 @@ def temperature_twice(row: Row) -> Path:
 
 @by_row
 def softmax_acceptance(row: Row) -> Path:
-    """litgpt at T = 0: the argmax candidate is accepted with its softmax probability; the residual's argmax follows."""
+    """litgpt at T = 0: the argmax candidate is accepted with its softmax probability; the
+    residual's argmax follows.
+    """
     slot = 0
     nodes: list[int] = []
     while True:
@@ -154,7 +170,9 @@ def softmax_acceptance(row: Row) -> Path:
 
 @by_row
 def bonus_from_wrong_node(row: Row) -> Path:
-    """The bonus token is drawn from the law of the accepted node's parent: off by one row of logits."""
+    """The bonus token is drawn from the law of the accepted node's parent: off by one row of
+    logits.
+    """
 
     def parent(row: Row, slot: int, r: Tensor, rejected: bool) -> Tensor:
         return r if slot == 0 else row.p(row.parents[slot - 1] + 1)
@@ -170,7 +188,9 @@ def law_of_the_child(row: Row) -> Path:
 
 @by_row
 def residual_unguarded(row: Row) -> Path:
-    """gpt-fast and others: the residual is divided by its sum, which rounding may leave at 0: NaN."""
+    """gpt-fast and others: the residual is divided by its sum, which rounding may leave at 0:
+    NaN.
+    """
     r = row.p(0)
     before: list[int] = []
     for node in row.kids(0):
@@ -215,12 +235,16 @@ def traversal_stale(row: Row) -> Path:
 
 @by_row
 def traversal_ratio(row: Row) -> Path:
-    """vllm-ascend #7807, the other half: a node is kept with its own ratio, not with S / (S + 1 - w)."""
+    """vllm-ascend #7807, the other half: a node is kept with its own ratio, not with S / (S +
+    1 - w).
+    """
     return _traverse(row, ratio_only=True)
 
 
 def merges_neighbours(limit: float) -> Rule:
-    """Ordered by probability, every second token below `limit` hands its mass to the one before it."""
+    """Ordered by probability, every second token below `limit` hands its mass to the one
+    before it.
+    """
 
     @by_row
     def merged(row: Row) -> Path:

@@ -1,8 +1,10 @@
-"""Single-edit mutants of Python source, by operators on its syntax tree: what scripts/mutants.py tries.
+"""Single-edit mutants of Python source, by operators on its syntax tree: what
+scripts/mutants.py tries.
 
-Each mutant replaces one span of text; the rest of the file stays as it is, comments and line numbers included. Left
-alone is what cannot change a computed value: docstrings, annotations, imports, and what stands inside a `raise` or an
-`assert`. (Offutt et al. 1996 and Jia & Harman 2011 describe such operators and what a mutation score is worth.)
+Each mutant replaces one span of text; the rest of the file stays as it is, comments and line
+numbers included. Left alone is what cannot change a computed value: docstrings, annotations,
+imports, and what stands inside a `raise` or an `assert`. (Offutt et al. 1996 and Jia & Harman
+2011 describe such operators and what a mutation score is worth.)
 """
 
 from __future__ import annotations
@@ -82,10 +84,11 @@ UNSWAPPED = ("cat", "stack", "gather", "index_select", "repeat_interleave", "ful
 
 @dataclass(frozen=True)
 class Mutant:
-    """One edit. file: relative to the repository; scope: the function it lies in; line: its first line, counted from 1;
-    operator: what was done; old, new: the whole lines before and after, without indentation; start, stop, text: the
-    bytes of the file that it replaces, and by what; statement: first and last line of the statement around it (of the
-    statement's head where it has a body)."""
+    """One edit. file: relative to the repository; scope: the function it lies in; line: its
+    first line, counted from 1;
+    operator: what was done; old, new: the whole lines before and after, without indentation;
+    start, stop, text: the bytes of the file that it replaces, and by what; statement: first
+    and last line of the statement around it (of the statement's head where it has a body)."""
 
     file: str
     scope: str
@@ -152,7 +155,9 @@ class _Source:
 
 
 def mutants(root: Path, file: str, scopes: Sequence[str] = ()) -> list[Mutant]:
-    """All mutants of `file` below `root`, in the order of the source. scopes: only within these functions."""
+    """All mutants of `file` below `root`, in the order of the source. scopes: only within
+    these functions.
+    """
     text = (root / file).read_text()
     source, tree = _Source(text), ast.parse(text)
     found: dict[tuple[int, int, str], Mutant] = {}
@@ -166,8 +171,9 @@ def mutants(root: Path, file: str, scopes: Sequence[str] = ()) -> list[Mutant]:
 
 
 def choose(pool: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
-    """`count` of a file's mutants, the operators in turn and each from a seeded shuffle: so that the many mutated
-    constants do not crowd out the rest. The same choice for the same source."""
+    """`count` of a file's mutants, the operators in turn and each from a seeded shuffle: so
+    that the many mutated constants do not crowd out the rest. The same choice for the same
+    source."""
     chance = random.Random(f"{seed} {pool[0].file}" if pool else seed)
     by_operator: dict[str, list[Mutant]] = {}
     for mutant in pool:
@@ -203,7 +209,9 @@ def _mutant(
 
 
 def _nodes(tree: ast.Module) -> Iterator[tuple[str, tuple[int, int], ast.AST]]:
-    """Every node that may be edited, with the function (Class.function) and the lines of the statement around it."""
+    """Every node that may be edited, with the function (Class.function) and the lines of the
+    statement around it.
+    """
     todo: list[tuple[str, tuple[int, int], ast.AST]] = [("", (0, 0), tree)]
     while todo:
         scope, lines, node = todo.pop()

@@ -1,12 +1,14 @@
-"""A process that has the large libraries in memory and none of ours: it forks a child for every trial of a mutant, and
-the child imports our code from the folder it runs in. Reads a job per line of stdin, writes a result per line.
+"""A process that has the large libraries in memory and none of ours: it forks a child for
+every trial of a mutant, and the child imports our code from the folder it runs in. Reads a job
+per line of stdin, writes a result per line.
 
-    python -m scripts.proofs.mutants.nursery      (in a copy of the repository; scripts/mutants.py starts it)
+    python -m scripts.proofs.mutants.nursery      (in a copy of the repository;
+                                                  scripts/mutants.py starts it)
 
-A job: {"layer": "enumeration" | "tests" | "certificate", "file": the mutated file, "settings": numbers of the
-certificates, "known": what correct code found for each, "trace": report executed lines, "seconds": CPU limit}.
-A result: {"caught": bool, "why": str, "layer": str, "lines": {file: [numbers]}, "known": parts by setting,
-"seconds": float}.
+A job: {"layer": "enumeration" | "tests" | "certificate", "file": the mutated file, "settings":
+numbers of the certificates, "known": what correct code found for each, "trace": report
+executed lines, "seconds": CPU limit}. A result: {"caught": bool, "why": str, "layer": str,
+"lines": {file: [numbers]}, "known": parts by setting, "seconds": float}.
 """
 
 from __future__ import annotations
@@ -22,9 +24,22 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-LIBRARIES = ("torch", "transformers", "pytest", "hypothesis", "numpy", "scipy.stats", "matplotlib.pyplot", "omegaconf",
-             "hydra", "rich.progress", "transformers.models.llama.modeling_llama", "datasets",
-             "transformers.models.mistral.modeling_mistral", "transformers.generation")  # fmt: skip
+LIBRARIES = (
+    "torch",
+    "transformers",
+    "pytest",
+    "hypothesis",
+    "numpy",
+    "scipy.stats",
+    "matplotlib.pyplot",
+    "omegaconf",
+    "hydra",
+    "rich.progress",
+    "transformers.models.llama.modeling_llama",
+    "datasets",
+    "transformers.models.mistral.modeling_mistral",
+    "transformers.generation",
+)
 # parts of a certificate that the code under test has no hand in, or no layer looks at
 REFERENCE = ("noise", "reference", "plainly", "power")
 WATCHED = ("decode", "heads")  # folders whose lines are reported

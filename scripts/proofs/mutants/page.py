@@ -1,21 +1,26 @@
-"""The table of scripts/mutants.py: which layer rejected how many mutants, and those that got through."""
+"""The table of scripts/mutants.py: which layer rejected how many mutants, and those that got
+through.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-# "equivalent": nothing that can be observed changes. "not the law": speed, acceptance, records or words change alone.
+# "equivalent": nothing that can be observed changes. "not the law": speed, acceptance, records
+# or words change alone.
 KINDS = ("equivalent", "not the law")
 LAYERS = ("enumeration", "tests", "certificate")
 Row = dict[str, Any]
 
 
 def summary(rows: Sequence[Row], reasons: dict[str, dict[str, str]]) -> dict[str, Any]:
-    """Counts by module and in all. Rows get their kind ("law" where no reason says otherwise) and reason.
+    """Counts by module and in all. Rows get their kind ("law" where no reason says otherwise)
+    and reason.
 
-    open: keys of mutants that nothing rejected, without a reason. missed: those that change the law and that no
-    certificate rejects. contradicted: reasons for mutants that a certificate rejects.
+    open: keys of mutants that nothing rejected, without a reason. missed: those that change
+    the law and that no certificate rejects. contradicted: reasons for mutants that a
+    certificate rejects.
     """
     for row in rows:
         given = reasons.get(row["key"], {})
@@ -61,7 +66,8 @@ def line(found: dict[str, Any]) -> str:
     """The result in a sentence."""
     a = found["all"]
     return (
-        f"{_share(a['something'], a['judged'])} rejected by something; of those that change the law "
+        f"{_share(a['something'], a['judged'])} rejected by something; of those that "
+        "change the law "
         f"{_share(a['law by certificate'], a['law'])} by the certificate"
     )
 
@@ -72,24 +78,31 @@ def page(found: dict[str, Any]) -> str:
     text = [
         "# Mutants",
         "",
-        "One wrong edit at a time in the code that guards the law, and which layer rejects it. Written by",
-        f"`{found['command']}` (commit `{found['environment']['commit']}`); all mutants with what rejected them are in",
-        "[results/mutants.json](results/mutants.json), the reasons for those that do not change the law in",
+        "One wrong edit at a time in the code that guards the law, and which layer "
+        "rejects it. Written by",
+        f"`{found['command']}` (commit `{found['environment']['commit']}`); all mutants "
+        "with what rejected them are in",
+        "[results/mutants.json](results/mutants.json), the reasons for those that do not "
+        "change the law in",
         "[results/mutants-harmless.json](results/mutants-harmless.json).",
         "",
-        f"- Rejected by something: {_share(a['something'], a['judged'])}, {a['equivalent']} equivalent ones left out.",
+        f"- Rejected by something: {_share(a['something'], a['judged'])}, "
+        f"{a['equivalent']} equivalent ones left out.",
         f"- Of those that change the law, rejected by a certificate of {found['tokens']:,} tokens: "
         f"{_share(a['law by certificate'], a['law'])}; of those that run to the end of it: "
         f"{_share(a['silent law by certificate'], a['silent law'])}.",
         "",
-        "| module | mutants | equivalent | enumeration | unit tests | certificate | something | law, certificate |",
+        "| module | mutants | equivalent | enumeration | unit tests | certificate | "
+        "something | law, certificate |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name, c in [*found["modules"].items(), ("**all**", a)]:
         name = name if name.startswith("*") else f"`{name}`"
         text.append(
-            f"| {name} | {c['mutants']} | {c['equivalent']} | {c['enumeration']} | {c['tests']} | {c['certificate']} "
-            f"| {_share(c['something'], c['judged'])} | {_share(c['law by certificate'], c['law'])} |"
+            f"| {name} | {c['mutants']} | {c['equivalent']} | {c['enumeration']} | "
+            f"{c['tests']} | {c['certificate']} "
+            f"| {_share(c['something'], c['judged'])} | "
+            f"{_share(c['law by certificate'], c['law'])} |"
         )
     for title, key in (
         ("Nothing rejects", "open"),

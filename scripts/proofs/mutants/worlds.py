@@ -1,6 +1,8 @@
-"""What a mutant is tried on: exact worlds, unit tests, certificates of a tiny target (mutants.py, mutant_nursery.py).
+"""What a mutant is tried on: exact worlds, unit tests, certificates of a tiny target
+(mutants.py, mutant_nursery.py).
 
-Imported inside a copy of the code, one edit of which may be wrong: nothing here trusts decode/ to be right.
+Imported inside a copy of the code, one edit of which may be wrong: nothing here trusts decode/
+to be right.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ PENALTY = Sampling(1.0, repetition_penalty=1.3)
 
 
 def enumeration(cases: int = 80, extremes: int = 1) -> None:
-    """The exact law of one verification on random and on extreme worlds, and of the whole loop with every drafter."""
+    """The exact law of one verification on random and on extreme worlds, and of the whole loop
+    with every drafter.
+    """
     generator = torch.Generator().manual_seed(11)
     for number in range(cases):
         _exact(Case.random(generator), EXACT, f"world {number}")
@@ -64,7 +68,9 @@ def _exact(case: Case, limit: float, name: str) -> None:
 
 
 def small_lm(target: Target, shape: TreeShape | None = None) -> DraftModel:
-    """A smaller model of the target's vocabulary: a chain, or a tree drawn over some of its tokens."""
+    """A smaller model of the target's vocabulary: a chain, or a tree drawn over some of its
+    tokens.
+    """
     vocab = target.vocab_size
     model = tiny_model(layers=1, hidden=16, heads=2, kv_heads=1, vocab=vocab, init_std=0.35, seed=5)
     draft = Target(model.to(target.dtype))
@@ -203,7 +209,8 @@ CERTIFIED = (
 
 
 def certify(setting: Certified, tokens: int, parts: Parts) -> dict[str, str]:
-    """The layers of the certificate that reject, with their reasons; the others are spared where the exact one does.
+    """The layers of the certificate that reject, with their reasons; the others are spared
+    where the exact one does.
     parts: may hold what correct code found already, and receives what this run finds."""
     plan, target = dataclasses.replace(setting.plan(), tokens=tokens), setting.target()
     exact = parts.once("exact", lambda: certificate.exact_layer(plan, _unwatched))
