@@ -1,7 +1,7 @@
 """Speed ratios, each with its spread, both sides measured by turns in one run.
 
-    python scripts/bench.py                       # all of BENCHES; merges into
-                                                  docs/results/bench.json
+    # all of BENCHES; merges into docs/results/bench.json
+    python scripts/bench.py
     python scripts/bench.py only=[tree_score]     # some of them
 
 A bench is a function (target loader, cfg) -> dict with at least `ratio` {mean, low, high} or

@@ -1,8 +1,8 @@
 """Write the target's features of a data set once; training with data.features=FOLDER then runs
 no target.
 
-    accelerate launch scripts/cache_features.py target=smollm2 data.path=FILE out=runs/features
-    heads=[eagle3]
+    accelerate launch scripts/cache_features.py target=smollm2 data.path=FILE \\
+        out=runs/features heads=[eagle3]
 
 Bytes and free space are told before anything is written; any number of processes share the
 work; the same command resumes, and mends damaged files. `--help` lists the keys. The work is

@@ -1,9 +1,9 @@
 """Certify that decoding with a drafter leaves the target's law unchanged: this target,
 drafter, shape and settings.
 
-    python scripts/certify.py target=smollm2 drafter=runs/medusa@tree temperature=1
+    python scripts/certify.py target=smollm2 drafter=runs/medusa@tree temperature=1 \\
         out=certificates/medusa
-    python scripts/certify.py target=tiny drafter=ngram temperature=1 tokens=50000
+    python scripts/certify.py target=tiny drafter=ngram temperature=1 tokens=50000 \\
         out=certificates/tiny
 
 Writes OUT/certificate.json and OUT/certificate.html (one file with its plots). Exit code 0:

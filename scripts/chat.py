@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-if (
-    __name__ == "__main__"
-):  # run as a file: scripts/ comes first on the path and would shadow libraries
+# Run as a file: scripts/ comes first on the path and would shadow libraries.
+if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from conf.errors import UserError

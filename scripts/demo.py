@@ -2,8 +2,8 @@
 learn from it, all are scored.
 
     make demo            # half an hour on two CPU cores
-    make demo FAST=1     # the same steps with tiny budgets, a few minutes; the figures mean
-                         little
+    # the same steps with tiny budgets, a few minutes; the figures mean little
+    make demo FAST=1
 
 Each step prints its command. Stop it at any time: the same command goes on where it stopped,
 and a finished step is not done again. Leaves data.jsonl, medusa and eagle3 in runs/demo, and

@@ -1,8 +1,8 @@
 """Mutation score of the layers that guard losslessness: one wrong edit at a time, who notices?
 
-    python scripts/mutants.py                           # all modules; half an hour to an hour
-                                                        on one core
-    python scripts/mutants.py 'modules=[decode/rng.py]' mutants=20 out=/tmp/rng.json
+    # all modules; half an hour to an hour on one core
+    python scripts/mutants.py
+    python scripts/mutants.py 'modules=[decode/rng.py]' mutants=20 out=/tmp/rng.json \\
         page=/tmp/rng.md
 
 Every mutant is one edit of one file (scripts/proofs/mutants/mutate.py), made in a copy of the

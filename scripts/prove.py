@@ -1,8 +1,8 @@
 """The figures behind docs/lossless.md, every one by this command.
 
-    python scripts/prove.py                        # all that needs no trained head; merges
-                                                   into docs/results
-    python scripts/prove.py 'only=[greedy]'
+    # all that needs no trained head; merges into docs/results
+    python scripts/prove.py
+    python scripts/prove.py 'only=[greedy]' \\
         'drafters=[ngram,runs/medusa@chain,runs/medusa@tree]'
     python scripts/prove.py 'only=[gains]' 'heads=[runs/medusa]'
     python scripts/prove.py 'only=[certificates]' 'certificates=[certificates/medusa]'

@@ -1,10 +1,10 @@
 """Let the target write its own training conversations: JSONL rows {"messages": [...],
 "complete": bool}.
 
-    python scripts/synthesize.py target=smollm2 out=runs/demo/data.jsonl num_conversations=600
-        seed=0
-    python scripts/synthesize.py backend=openai base_url=http://localhost:8000/v1
-        prompts=FILE.jsonl target=hub \\ target.name=NAME out=runs/data.jsonl
+    python scripts/synthesize.py target=smollm2 out=runs/demo/data.jsonl \\
+        num_conversations=600 seed=0
+    python scripts/synthesize.py backend=openai base_url=http://localhost:8000/v1 \\
+        prompts=FILE.jsonl target=hub target.name=NAME out=runs/data.jsonl
 
 The first command invents the questions as well. The second takes them from a file and lets a
 server answer them (vLLM, SGLang: any that speaks the OpenAI API), many at a time; it must
@@ -27,9 +27,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-if (
-    __name__ == "__main__"
-):  # run as a file: scripts/ comes first on the path and would shadow libraries
+# Run as a file: scripts/ comes first on the path and would shadow libraries.
+if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from conf.errors import Interrupted, UserError

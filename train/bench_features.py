@@ -1,7 +1,7 @@
 """What stored features save: whole training steps online and from a cache, taking turns on the
 same batches.
 
-    python train/bench_features.py target=smollm2 head=eagle3 data.path=FILE
+    python train/bench_features.py target=smollm2 head=eagle3 data.path=FILE \\
         data.features=FOLDER steps=8 out_dir=FOLDER
 
 Takes the keys of scripts/validate.py for any head; `steps` is the number of rounds after a

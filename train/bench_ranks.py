@@ -1,8 +1,8 @@
 """How much two processes lose to one another: their tokens/s against two independent runs side
 by side.
 
-    OMP_NUM_THREADS=1 python train/bench_ranks.py target=smollm2 head=medusa data.path=FILE
-        steps=16 batch_size=8 \\ rounds=3 out_dir=runs/ranks
+    OMP_NUM_THREADS=1 python train/bench_ranks.py target=smollm2 head=medusa data.path=FILE \\
+        steps=16 batch_size=8 rounds=3 out_dir=runs/ranks
 
 Takes the keys of scripts/validate.py. Each round runs (a) two independent training runs of one
 process at the same time and (b) one run of two processes, in turns; batch_size rows per

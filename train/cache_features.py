@@ -1,9 +1,10 @@
 """Write the target's features of a data set once, so that training reads them instead of
 running the target.
 
-    accelerate launch scripts/cache_features.py target=smollm2 data.path=FILE out=runs/features
-    heads=[eagle3] accelerate launch train/eagle.py target=smollm2 data.path=FILE
-    data.features=runs/features out_dir=runs/eagle3 ...
+    accelerate launch scripts/cache_features.py target=smollm2 data.path=FILE \\
+        out=runs/features heads=[eagle3]
+    accelerate launch train/eagle.py target=smollm2 data.path=FILE \\
+        data.features=runs/features out_dir=runs/eagle3 ...
 
 Prints the bytes and checks the free space before it writes anything. Any number of processes
 may write one folder, with or without a launcher, also on several machines that share it; each

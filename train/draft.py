@@ -1,8 +1,8 @@
 """Train a separate small draft model for a frozen target, cut from it or started from a
 smaller relative.
 
-    accelerate launch train/draft.py target=smollm2 head=small_lm head.from_target_layers=6
-        data=jsonl data.path=FILE \\ out_dir=runs/draft steps=N
+    accelerate launch train/draft.py target=smollm2 head=small_lm head.from_target_layers=6 \\
+        data=jsonl data.path=FILE out_dir=runs/draft steps=N
 
 OUT/head is an ordinary transformers folder: `AutoModelForCausalLM.from_pretrained` and
 `assistant_model=` take it. The same command again resumes. Data: chats in JSONL, a `datasets`

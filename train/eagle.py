@@ -1,7 +1,7 @@
 """Train an EAGLE head (EAGLE-3, EAGLE-1, HASS) on a frozen target.
 
-    accelerate launch train/eagle.py target=smollm2 head=eagle3 data=jsonl data.path=FILE
-    out_dir=runs/eagle3 steps=N
+    accelerate launch train/eagle.py target=smollm2 head=eagle3 data=jsonl data.path=FILE \\
+        out_dir=runs/eagle3 steps=N
 
 The same command again resumes. Data: chats in JSONL, a `datasets` data set (data=hub), or
 plain text (data=text). Exit codes: 0 done, 1 training and decoding disagree (parity gate), 2 a

@@ -1,8 +1,8 @@
 """Train Hydra heads (sequentially dependent Medusa heads, Ankner et al. 2024) on a frozen
 target.
 
-    accelerate launch train/hydra_heads.py target=smollm2 data=jsonl data.path=FILE
-    out_dir=runs/hydra_heads steps=N
+    accelerate launch train/hydra_heads.py target=smollm2 data=jsonl data.path=FILE \\
+        out_dir=runs/hydra_heads steps=N
 
 The same command again resumes. Data: chats in JSONL, a `datasets` data set (data=hub), or
 plain text (data=text). Exit codes: 0 done, 1 training and decoding disagree (parity gate), 2 a

@@ -1,7 +1,7 @@
 """Train Medusa heads on a frozen target.
 
-    accelerate launch train/medusa.py target=smollm2 data=jsonl data.path=FILE
-    out_dir=runs/medusa steps=N
+    accelerate launch train/medusa.py target=smollm2 data=jsonl data.path=FILE \\
+        out_dir=runs/medusa steps=N
 
 The same command again resumes. Data: chats in JSONL, a `datasets` data set (data=hub), or
 plain text (data=text). Exit codes: 0 done, 1 training and decoding disagree (parity gate), 2 a

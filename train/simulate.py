@@ -1,7 +1,7 @@
 """How a run would scale: a simulation on paper from measured step parts, for numbers of GPUs
 that nobody lent us.
 
-    python train/simulate.py target=smollm2 head=eagle3 data.path=FILE gpus=[8,64,512]
+    python train/simulate.py target=smollm2 head=eagle3 data.path=FILE gpus=[8,64,512] \\
         ranks=runs/ranks/ranks.json
 
 Takes the keys of scripts/validate.py. What it assumes is printed and written with the result:

@@ -2,8 +2,8 @@
 every trial of a mutant, and the child imports our code from the folder it runs in. Reads a job
 per line of stdin, writes a result per line.
 
-    python -m scripts.proofs.mutants.nursery      (in a copy of the repository;
-                                                  scripts/mutants.py starts it)
+    python -m scripts.proofs.mutants.nursery (in a copy of the repository; \\
+        scripts/mutants.py starts it)
 
 A job: {"layer": "enumeration" | "tests" | "certificate", "file": the mutated file, "settings":
 numbers of the certificates, "known": what correct code found for each, "trace": report
