@@ -7,16 +7,16 @@
     python scripts/prove.py 'only=[gains]' 'heads=[runs/medusa]'
     python scripts/prove.py 'only=[certificates]' 'certificates=[certificates/medusa]'
 
-enumeration    exact law of one verification on random worlds       engine   exact law of the
-               whole loop
-controls       known wrong code and the layer that catches it       scalar   batched rules
-               against the scalar reference
-greedy_tiny    a thousand prompts on six small architectures        greedy   the target against
-               Hugging Face generate
-biased         wrong decoders that a certificate must reject        sound    sound ones that it
-               must pass, 200 seeds
-gains          accepted lengths at T = 1, paired by prompt          certificates   what
-               certify.py found
+enumeration    exact law of one verification on random worlds
+engine         exact law of the whole loop
+controls       known wrong code and the layer that catches it
+scalar         batched rules against the scalar reference
+greedy_tiny    a thousand prompts on six small architectures
+greedy         the target against Hugging Face generate
+biased         wrong decoders that a certificate must reject
+sound          sound ones that it must pass, 200 seeds
+gains          accepted lengths at T = 1, paired by prompt
+certificates   what certify.py found
 
 Every section goes on where it was stopped: parts wait in STATE, for as long as the code under
 test stays the same. Entries keep command, commit and machine.
