@@ -246,19 +246,27 @@ def gain(cfg: ProveConfig, tick: Tick) -> dict[str, Any]:
 
 def certificates(cfg: ProveConfig, tick: Tick) -> dict[str, Any]:
     """Certificates of scripts/certify.py, without folders of this machine and without the
-    plots' data.
+    plots' data. Those of other drafters and settings that OUT holds already are kept.
     """
-    rows = []
+    known = json.loads(Path(cfg.out).read_text()) if Path(cfg.out).exists() else {}
+    rows = {_certified(row): row for row in known.get("certificates", {}).get("rows", [])}
     for folder in cfg.certificates:
         path = Path(folder) / "certificate.json"
         try:
-            paper = json.loads(path.read_text())
+            paper = lossless_page.slim(json.loads(path.read_text()))
         except (OSError, ValueError) as error:
             raise UserError(
                 f"certificates: {path}: {error}; give a folder that certify.py wrote"
             ) from None
-        rows.append(lossless_page.slim(paper))
-    return {"rows": rows}
+        rows[_certified(paper)] = paper
+    return {"rows": list(rows.values())}
+
+
+def _certified(paper: dict[str, Any]) -> tuple[Any, ...]:
+    """What a certificate is about: a later one of the same replaces it."""
+    settings = paper["settings"]
+    names = ("drafter", "temperature", "top_k", "top_p", "min_p", "verify", "dtype")
+    return tuple(settings[name] for name in names)
 
 
 def _about(target: Target) -> dict[str, str]:
