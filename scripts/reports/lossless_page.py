@@ -16,12 +16,20 @@ PAGE, RESULTS = (
 BEGIN, END = "<!-- figures: written by scripts/prove.py -->", "<!-- end of figures -->"
 
 
+DOUBTFUL = 12  # tests of a certificate that the results keep
+
+
 def slim(paper: dict[str, Any]) -> dict[str, Any]:
-    """A certificate without folders of this machine and without its plots' data."""
+    """A certificate without folders of this machine and without its plots' data; of its tests,
+    the most doubtful.
+    """
     layers = [
         {k: v for k, v in layer.items() if k not in ("histograms", "distribution", "divergences")}
         for layer in paper["layers"]
     ]
+    for layer in layers:
+        if "tests" in layer:
+            layer["tests"] = sorted(layer["tests"], key=lambda test: test["p"])[:DOUBTFUL]
     settings = {k: v for k, v in paper["settings"].items() if k not in ("out", "quiet")}
     target = {k: v for k, v in paper["identities"]["target"].items() if k != "path"}
     kept = (
