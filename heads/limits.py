@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from conf.typed import SHORT
+
 MOST_NODES, MOST_DEPTH, MOST_WIDTH = 1024, 64, 256  # of a draft
 MOST_LAYERS = 256  # of a stack: heads, blocks, decoder layers
 MOST = 2**31 - 1  # of anything else that is counted
@@ -19,7 +21,7 @@ def outside(values: Any, bounds: Iterable[tuple[str, int, int]]) -> list[str]:
     for key, low, high in bounds:
         value = getattr(values, key)
         if value < low:
-            found.append(f"{key}: {value} is below {low}; give {low} or more")
+            found.append(f"{key}: {SHORT.repr(value)} is below {low}; give {low} or more")
         elif value > high:
-            found.append(f"{key}: {value} is above {high}; give {high} or less")
+            found.append(f"{key}: {SHORT.repr(value)} is above {high}; give {high} or less")
     return found

@@ -266,7 +266,7 @@ def _certified(paper: dict[str, Any]) -> tuple[Any, ...]:
     """What a certificate is about: a later one of the same replaces it."""
     settings = paper["settings"]
     names = ("drafter", "temperature", "top_k", "top_p", "min_p", "verify", "dtype")
-    return tuple(settings[name] for name in names)
+    return tuple(settings.get(name) for name in names)
 
 
 def _about(target: Target) -> dict[str, str]:

@@ -15,6 +15,7 @@ from conf.errors import Interrupted, UserError
 from conf.schema import compose
 from decode.models.load import TargetConfig, load_target
 from decode.sampling import Sampling
+from scripts.common.files import sole_writer
 from scripts.synthesis import write as synthesis
 from scripts.synthesis.write import Store, Writer, clean_question, differences, fingerprint, junk
 from scripts.synthesize import SynthesizeConfig, synthesize
@@ -193,7 +194,7 @@ def test_foreign_damaged_and_held_files(tmp_path) -> None:
     with pytest.raises(UserError, match="damaged"):
         synthesize(config(path))
     with (
-        synthesis.sole_writer(tmp_path / "b.jsonl"),
+        sole_writer(tmp_path / "b.jsonl"),
         pytest.raises(UserError, match="another process"),
     ):
         synthesize(config(tmp_path / "b.jsonl"))

@@ -58,7 +58,8 @@ class EagleSaved(Saved):
         found = vocab.problems(self.vocab_size, self.config.draft_vocab, target.vocab_size)
         found = found or shapes.problems(self.calibration, MOST_DEPTH, size)
         found += self.layer.fits(target, self.config.layers, "layer")
-        most = 1 if self.config.kind == "eagle1" else deep + 1
+        # EAGLE-3 reads three by default; a shallow target's stand there more than once.
+        most = 1 if self.config.kind == "eagle1" else max(3, deep + 1)
         if not 0 < len(self.taps) <= most or not all(0 <= tap <= deep for tap in self.taps):
             found.append(
                 f"taps: {self.taps[:9]}; 1 to {most} of the hidden states 0..{deep} are read"

@@ -189,7 +189,8 @@ def _tally(rows: Sequence[dict[str, Any]], target: Target) -> directions.Tally |
     found = directions.Tally(
         directions.Bank(target.vocab_size, rows[0]["key"], target.device), GROUPS
     )
-    with np.load(io.BytesIO(base64.b64decode(rows[-1]["tally"]))) as known:
+    tally = io.BytesIO(base64.b64decode(rows[-1]["tally"]))
+    with np.load(tally, allow_pickle=False) as known:
         found.restore(dict(known))
     return found
 
