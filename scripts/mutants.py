@@ -86,7 +86,7 @@ MODULES: dict[str, tuple[str, ...]] = {
 ASIDE = ("verify_chain", "_inverse", "_refuse_state", "_picture", "Law.check")
 COPIED = ("conf", "decode", "heads", "scripts", "tests", "train")
 LAYERS = ("enumeration", "tests", "certificate")
-SETTINGS = 5  # of certificates: those of mutant_worlds.CERTIFIED
+SETTINGS = 5  # of certificates: those of worlds.CERTIFIED
 TRACED = 2000  # tokens of a certificate that shows which lines it executes
 OURS = ("decode/**/*.py", "heads/**/*.py", "scripts/proofs/mutants/*.py")
 DEPENDS = {
@@ -157,7 +157,7 @@ def chosen(cfg: MutantsConfig) -> list[Mutant]:
 
 
 class Nursery:
-    """A copy of the code and a process that tries it (mutant_nursery.py)."""
+    """A copy of the code and a process that tries it (nursery.py)."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

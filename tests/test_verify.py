@@ -218,6 +218,21 @@ def test_laziness() -> None:
     assert (int(verdict.length[0]), int(verdict.bonus[0]), law.computed) == (0, 15, 1)
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_tree_may_say_node_by_node_that_it_is_deterministic(rule: str) -> None:
+    """`sampled` given and false everywhere needs no proposal; a proposal without `sampled` is never looked at."""
+    shape, tokens = TreeShape.of([[0], [1]]), torch.tensor([[3, 5]])
+    logits = torch.full((1, 3, 8), -100.0)
+    logits[0, :, 5] = 0.0
+    laws = Proposal(torch.full((1, 1, 8), 0.125), torch.zeros(1, 2, dtype=torch.int64))
+    for sampled, proposal in ((torch.zeros(1, 2, dtype=torch.bool), None), (None, laws)):
+        tree = DraftTree.static(shape, tokens, None, sampled, proposal)
+        tree.validate(8)
+        rng = Rng(0, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+        verdict = verify(tree, Law(Sampling(1.0), logits, tree), rng, rule)
+        assert (verdict.path.tolist(), verdict.bonus.tolist()) == ([[1]], [5])
+
+
 def test_unknown_rule() -> None:
     tree = DraftTree.empty(1)
     with pytest.raises(UserError, match="rejection, traversal"):

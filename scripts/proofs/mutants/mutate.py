@@ -67,6 +67,8 @@ _PAIRS = (
     ("rows", "slots"),
 )
 OPPOSITE = {a: b for pair in _PAIRS for a, b in (pair, pair[::-1])}
+# keywords whose value is left alone: a guard of zip, and shapes that only end in an error
+LEFT = ("strict", "keepdim", "as_tuple")
 # methods that a mutant leaves out
 DROPPED = (
     "clamp",
@@ -239,8 +241,8 @@ def _parts(node: ast.AST) -> list[ast.AST]:
         return [part for part in node.body if isinstance(part, ast.FunctionDef | ast.ClassDef)]
     if isinstance(node, ast.AnnAssign):
         return [node.value] if node.value else []
-    if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.keyword) and node.arg == "strict"):
-        return []  # words, and a guard of zip
+    if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.keyword) and node.arg in LEFT):
+        return []
     return list(ast.iter_child_nodes(node))
 
 
@@ -267,10 +269,10 @@ def _edits(source: _Source, node: ast.AST) -> Iterator[Edit]:
         yield source.swap(node, source.whole(node.operand), "negation")
     elif isinstance(node, ast.Constant):
         yield from _constant(source, node)
-    elif isinstance(node, ast.IfExp):
+    elif isinstance(node, ast.IfExp) and not _compared(node.test):
         first, second = source.text(node.body), source.text(node.orelse)
         yield source.swap(node, f"{second} if {source.text(node.test)} else {first}", "condition")
-    elif isinstance(node, ast.If) and not all(isinstance(part, ast.Raise) for part in node.body):
+    elif isinstance(node, ast.If) and not (_compared(node.test) or _guards(node)):
         yield source.swap(node.test, f"not ({source.text(node.test)})", "condition")
     elif isinstance(node, ast.Slice):
         if node.upper is not None:
@@ -287,6 +289,16 @@ def _edits(source: _Source, node: ast.AST) -> Iterator[Edit]:
         )
         if local and not docstring:  # a name that is never bound only ends in a NameError
             yield source.swap(node, "pass", "statement")
+
+
+def _compared(test: ast.AST) -> bool:
+    """Whether mutated comparisons turn this condition round already."""
+    return isinstance(test, ast.Compare) and len(test.ops) == 1
+
+
+def _guards(node: ast.If) -> bool:
+    """Whether all that depends on the condition is an error."""
+    return all(isinstance(part, ast.Raise) for part in node.body)
 
 
 def _constant(source: _Source, node: ast.Constant) -> Iterator[Edit]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import sys
 import tempfile
 import time
@@ -42,6 +43,7 @@ LIBRARIES = (
 )
 # parts of a certificate that the code under test has no hand in, or no layer looks at
 REFERENCE = ("noise", "reference", "plainly", "power")
+WAIT = 20  # times its limit of CPU that a trial may take by the clock
 WATCHED = ("decode", "heads")  # folders whose lines are reported
 
 
@@ -79,6 +81,7 @@ def _child(job: dict[str, Any], answer: Path) -> None:
     code = 1
     try:
         resource.setrlimit(resource.RLIMIT_CPU, (job["seconds"], job["seconds"]))
+        signal.alarm(WAIT * job["seconds"])  # one that waits for ever uses no CPU
         null = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(null, stream)

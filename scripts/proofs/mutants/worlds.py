@@ -1,5 +1,5 @@
 """What a mutant is tried on: exact worlds, unit tests, certificates of a tiny target
-(mutants.py, mutant_nursery.py).
+(nursery.py forks the trials).
 
 Imported inside a copy of the code, one edit of which may be wrong: nothing here trusts decode/
 to be right.
