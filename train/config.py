@@ -31,6 +31,7 @@ LOGISTICS = (
     "async_save",
     "keep",
     "log_every",
+    "bad_steps",
     "micro_batch",
     "wandb",
     "wandb_project",
@@ -62,6 +63,15 @@ LOGISTICS = (
 )
 
 
+# Keys that change what is learned and may all the same differ when a run is resumed: from there
+# on the run is that of the new value.
+REPLANNED = {
+    "data.skip": "the order of the rows is drawn anew",
+    "optim.lr": "the rate follows the new peak",
+    "steps": "the schedule is that of a run of so many steps",
+}
+
+
 @dataclass
 class DataConfig:
     """Where the training text comes from."""
@@ -89,6 +99,8 @@ class DataConfig:
     last_turn_only: bool = False
     # further arguments of the chat template, such as {enable_thinking: false}
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    # lines of the file (rows of a data set) that are not trained on, though they can be read
+    skip: list[int] = field(default_factory=list)
     # stop when a larger share of the rows is malformed
     max_bad_fraction: float = 0.001
     # rows are sorted by length inside windows of this many batches; 1 = no sorting across
@@ -116,6 +128,8 @@ class DataConfig:
             found.append("path: is empty; set data.path=FILE")
         if self.kind == "hub" and not (self.name or self.path):
             found.append("name: is empty; set data.name=REPOSITORY or data.path=FOLDER")
+        if any(line < 0 for line in self.skip):
+            found.append(f"skip: {min(self.skip)} is below 0; give lines as messages name them")
         if self.turns not in ("chat", "rows"):
             found.append(f"turns: {self.turns!r}; choose chat or rows")
         taken = {"tokenize", "tools", "add_generation_prompt", "return_dict", "chat_template"}
@@ -276,6 +290,9 @@ class TrainConfig:
     keep: int = 2
     # write a line of metrics every so many steps
     log_every: int = 10
+    # stop at this many steps in a row with rows whose loss or gradient is not finite; in fewer
+    # such rows are left out; 1 = stop at the first
+    bad_steps: int = 8
     # off, online or offline; metrics.jsonl is written in any case
     wandb: str = "off"
     # Weights & Biases project
@@ -290,6 +307,7 @@ class TrainConfig:
             ("save_every", 0),
             ("keep", 2),
             ("log_every", 1),
+            ("bad_steps", 1),
         )
         found = [
             f"{k}: {getattr(self, k)} is below {low}; give {low} or more"

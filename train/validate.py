@@ -64,7 +64,7 @@ def main(cfg: ValidateConfig) -> int:
     rows = load_rows(
         cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
     )
-    plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed)
+    plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed, cfg.data.skip)
     counted = rows.counts(target.vocab_size)
     if note := fit_vocabulary(typed, counted):
         print(f"     {note}", flush=True)
