@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -274,9 +275,9 @@ class TrainConfig:
     # rows of one forward pass of a rank; 0 = all of its rows
     micro_batch: int = 0
     # dtype of the target and of the matmuls; master weights are float32: float32, bfloat16,
-    # float16
+    # float64
     dtype: str = "bfloat16"
-    # cpu, cuda, or empty for what is there
+    # cpu, cuda, cuda:N (one process), or empty for what is there
     device: str = ""
     # spread the target's layers over the ranks (FSDP2), for targets that do not fit on one
     # device
@@ -318,8 +319,13 @@ class TrainConfig:
             found.append("out_dir: is empty; set out_dir=runs/NAME")
         if self.dtype not in DTYPES:
             found.append(f"dtype: {self.dtype!r}; choose {', '.join(DTYPES)}")
-        if self.device.split(":")[0] not in ("", "cpu", "cuda"):
-            found.append(f"device: {self.device!r}; choose cpu, cuda or nothing")
+        if self.dtype == "float16":
+            found.append(
+                "dtype: float16 overflows, since losses are sums and nothing scales them; choose "
+                "bfloat16"
+            )
+        if not re.fullmatch(r"(cpu|cuda(:\d+)?)?", self.device):
+            found.append(f"device: {self.device!r}; choose cpu, cuda, cuda:N or nothing")
         if self.wandb not in WANDB:
             found.append(f"wandb: {self.wandb!r}; choose {', '.join(WANDB)}")
         return found

@@ -15,21 +15,18 @@ from __future__ import annotations
 import time
 import traceback
 from contextlib import nullcontext
-from datetime import timedelta
 from pathlib import Path
 from signal import SIGTERM
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor
 
 from conf.errors import UserError
 from decode.models.load import load_target
 from heads.base import Head
 from heads.checkpoint import save_head
-from train import rendezvous
 from train import state as disk
 from train.clock import PARTS, Clock, shares
 from train.config import TrainConfig, defaults
@@ -44,6 +41,7 @@ from train.facts import (
     self_check,
 )
 from train.gate import gate
+from train.launch_keys import start
 from train.lock import Lock, locked
 from train.log import Log
 from train.measure.memory import on_gpu, peak_bytes
@@ -57,7 +55,6 @@ from train.signals import Stop, interruption
 from train.state import State
 from train.stored.features import Source
 from train.texts.batches import Plan, hash_u63, load_rows
-from train.zero3 import plain_launch
 
 
 def fit(cfg: TrainConfig, kind: type[Head]) -> None:
@@ -66,11 +63,7 @@ def fit(cfg: TrainConfig, kind: type[Head]) -> None:
     Raises UserError for what the user can mend (also a non-finite loss, a full disk, too
     little memory) and Interrupted after a signal, when everything is saved.
     """
-    patience = InitProcessGroupKwargs(
-        timeout=timedelta(minutes=10), init_method=rendezvous.init_method()
-    )
-    with plain_launch(cfg):
-        accelerator = Accelerator(cpu=cfg.device == "cpu", kwargs_handlers=[patience])
+    accelerator = start(cfg)
     check_ranks(cfg, accelerator.num_processes)
     hold = locked(Path(cfg.out_dir)) if accelerator.is_main_process else nullcontext()
     try:
