@@ -248,3 +248,70 @@ def test_what_a_part_refuses(data: Path, tmp_path: Path) -> None:
     assert (
         sum(part.rows for part in encoded(read_lines(data), work, 1, nowhere, lambda: None)) == 60
     )
+
+
+MANY, STEPS = int(os.environ.get("OUTRIDER_CHATS", "50000")), 1  # 500,000 take 20 minutes
+
+
+@pytest.mark.slow
+def test_many_chats_by_two_ranks_killed_in_the_middle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two real ranks on this machine's cores; all of the first attempt is killed, the second
+    goes on where it was, and a third start finds everything done."""
+    import subprocess
+
+    from scripts.common.files import ROOT
+    from scripts.reports.reliability import record
+    from tests.training import overrides
+
+    monkeypatch.undo()
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("OUTRIDER_CACHE", str(cache))
+    data = chats(tmp_path / "many.jsonl", MANY)
+    keys = ("data.cache=true", "steps=1", "batch_size=4", "data.max_length=512")
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
+        "train/medusa.py",
+        *overrides(data, tmp_path / "run", *keys),
+    ]
+    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+
+    def start(said: str) -> subprocess.Popen[bytes]:
+        with (tmp_path / said).open("wb") as file:
+            return subprocess.Popen(
+                command, cwd=ROOT, env=env, stderr=file, stdout=file, start_new_session=True
+            )
+
+    def kept() -> int:
+        return len(list((cache / "token-parts").glob("*/part-*")))
+
+    begun = time.monotonic()
+    first = start("first")
+    chunks = -(-MANY // tokenizing.CHUNK)
+    while kept() < chunks // 2 and first.poll() is None:
+        time.sleep(0.1)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    halves, found = [time.monotonic() - begun], kept()
+    for said in ("second", "third"):
+        begun = time.monotonic()
+        code = start(said).wait()
+        halves.append(time.monotonic() - begun)
+        assert code == 0, (tmp_path / said).read_text()[-800:]
+    rows = load(data, max_length=512)
+    met = chunks // 2 <= found and rows.lengths.numel() == MANY and halves[2] < halves[1]
+    record(
+        "tokenizing",
+        what=f"{MANY:,} made-up chats tokenized by two ranks on two cores, all killed in the "
+        "middle, started again",
+        met=met,
+        chats=MANY,
+        tokens=rows.ids.numel(),
+        parts_kept=found,
+        parts=chunks,
+        seconds={"killed": halves[0], "second start": halves[1], "full cache": halves[2]},
+        result=f"{found} of {chunks} parts kept; {halves[0]:.0f} s, then {halves[1]:.0f} s to "
+        f"the end of the run, {halves[2]:.0f} s with a full cache",
+    )
+    assert met, (halves, found, chunks)
