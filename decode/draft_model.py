@@ -21,10 +21,11 @@ from torch import Tensor
 
 from conf.errors import UserError
 from decode import grow
+from decode.grow import Form
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target, TreeCache
-from decode.tree import DraftTree, TreeShape
+from decode.tree import DraftTree
 
 
 class DraftModel:
@@ -43,23 +44,19 @@ class DraftModel:
     def __init__(
         self,
         draft: Target,
-        depth: int = 5,
+        form: Form | int = 5,
         name: str = "draft",
         *,
-        shape: str = "chain",
-        nodes: int = 24,
-        width: int = 4,
         ids: Tensor | None = None,
-        static: TreeShape | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        """nodes, width: of a tree. ids: [Vd] ascending tokens it may propose, None for all.
-        static: the shape of a tree sampled at T > 0, None: the dynamic tree there too.
-        vocab_size: the target's, None: the draft's own.
+        """form: what it drafts; a number: a chain of so many levels. ids: [Vd] ascending tokens
+        it may propose, None for all. vocab_size: the target's, None: the draft's own.
 
         Raises UserError for a tree with a draft that takes chains only, or whose LM head
         cannot be read apart."""
-        if shape == "tree" and draft.support != "tree":
+        form = Form.chain(form) if isinstance(form, int) else form
+        if form.shape == "tree" and draft.support != "tree":
             raise UserError(
                 f"drafters: {name}: the draft takes chains only "
                 f"({draft.probe().reason}); use its chain"
@@ -68,11 +65,8 @@ class DraftModel:
             raise UserError(
                 f"drafters: {name}: the draft's logits do not follow from its last hidden state"
             )
-        self.draft, self.name, self.shape = draft, name, shape
-        self.max_depth = depth
-        self.width, self.static = width, static if shape == "tree" else None
-        self.max_nodes = depth if shape == "chain" else max(nodes, len(static or ()))
-        self.nodes = nodes
+        self.draft, self.name, self.form, self.shape = draft, name, form, form.shape
+        self.max_depth, self.max_nodes = form.depth, form.nodes
         self.device, self.masks = draft.device, draft.new_masks()
         rows, bias = draft.lm_head_weight, getattr(draft.lm_head, "bias", None)
         common = min(draft.vocab_size, vocab_size or draft.vocab_size)
@@ -91,7 +85,7 @@ class DraftModel:
         self.limit = min(max_len, self.draft.span)
         scratch = self.max_depth
         if self.shape == "tree":
-            scratch = max(self.max_depth * self.width, len(self.static or ()))
+            scratch = max(self.max_depth * self.form.width, len(self.form.static or ()))
         self.cache = self.draft.new_cache(rows, self.limit, scratch + self.max_depth)
         self.first: list[
             Tensor
@@ -170,9 +164,10 @@ class DraftModel:
         self.levels_read: list[int] = []  # the level of every token read in this cycle
         if self.shape == "chain":
             return grow.chain(self, levels, budget, sampling, rng)
-        if self.static is not None and not sampling.greedy:
-            return grow.sampled(self, self.static, levels, budget, sampling, rng)
-        return grow.dynamic(self, levels, budget, min(self.width, self.proj.shape[0]), self.nodes)
+        if self.form.static is not None and not sampling.greedy:
+            return grow.sampled(self, self.form.static, levels, budget, sampling, rng)
+        width = min(self.form.width, self.proj.shape[0])
+        return grow.dynamic(self, levels, budget, width, self.form.nodes)
 
     def select(self, rows: list[int]) -> None:
         """See decode.drafters.Drafter."""

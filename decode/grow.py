@@ -12,6 +12,7 @@ nodes, M candidates.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -20,6 +21,35 @@ from torch import Tensor
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.tree import DraftTree, Layout, Proposal, TreeShape
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a draft looks like, settled before a drafter is made.
+
+    shape: "chain" or "tree". depth: levels. nodes: of a tree, at most. static: the nodes of a
+    chain or of a static tree; None: a dynamic one at any temperature. width: nodes that a
+    dynamic tree expands per level, 0 for drafters that have none. drawn: where T > 0 a tree's
+    candidates are drawn, siblings without replacement (a chain's are in any case).
+    """
+
+    shape: str
+    depth: int
+    nodes: int
+    static: TreeShape | None
+    width: int = 0
+    drawn: bool = True
+
+    @staticmethod
+    def chain(depth: int) -> Form:
+        """A chain of `depth` levels."""
+        return Form("chain", depth, depth, TreeShape.chain(depth))
+
+    @staticmethod
+    def tree(depth: int, nodes: int = 24, width: int = 4, static: TreeShape | None = None) -> Form:
+        """A dynamic tree; where T > 0 `static` in its place, drawn."""
+        most = max(nodes, len(static or ()))
+        return Form("tree", depth, most, static, width, static is not None)
 
 
 class Steps(Protocol):

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decode.grow import siblings
+from decode.grow import Form, siblings
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
@@ -32,7 +32,6 @@ class Guesses(Protocol):
     """
 
     kind: ClassVar[str]
-    cfg: Any
     taps: tuple[int, ...]
     width: int
     proj: Any
@@ -56,10 +55,12 @@ class LastFeature:
     """What both keep of a row: the feature that predicted its last committed token (`feats`
     [B, D]) and that token (`last` [B]). See decode.drafters.Drafter."""
 
-    def __init__(self, head: Guesses, target: Target, shape: TreeShape, kind: str) -> None:
-        self.name, self.kind, self.shape = f"{head.kind}@{kind}", head.kind, kind
-        self.drawn = head.cfg.tree_draw == "sampled"  # at T > 0 the siblings of a tree
-        self.taps, self.max_nodes, self.max_depth = head.taps, len(shape), shape.depth
+    def __init__(self, head: Guesses, target: Target, form: Form) -> None:
+        assert form.static is not None, "K heads have no dynamic trees"
+        shape = form.static
+        self.name, self.kind = f"{head.kind}@{form.shape}", head.kind
+        self.form, self.shape, self.taps = form, form.shape, head.taps
+        self.max_nodes, self.max_depth = form.nodes, form.depth
         self.vocab, self.device = head.ids(), target.device
         self.cuts = {
             d: TreeShape(tuple(p for p in shape.paths if len(p) <= d))
@@ -106,9 +107,9 @@ class LastFeature:
 class MedusaDrafter(LastFeature):
     """All levels at once: the heads read the last feature alone."""
 
-    def __init__(self, head: Blocks, target: Target, shape: TreeShape, kind: str) -> None:
-        super().__init__(head, target, shape, kind)
-        depth = shape.depth
+    def __init__(self, head: Blocks, target: Target, form: Form) -> None:
+        super().__init__(head, target, form)
+        shape, depth = self.cuts[form.depth], form.depth
         self.weight = head.block_weight.detach()[:depth].to(target.dtype, copy=True).transpose(2, 3)
         self.bias = head.block_bias.detach()[:depth, :, None].to(target.dtype, copy=True)
         rank = [[p[-1] for p in shape.paths], [len(p) - 1 for p in shape.paths]]
@@ -135,7 +136,7 @@ class MedusaDrafter(LastFeature):
             return DraftTree.empty(rows, device)
         shape = self.cuts[depth]
         logits = self.logits(depth)
-        if self.drawn and self.shape == "tree" and not sampling.greedy:
+        if self.form.drawn and self.shape == "tree" and not sampling.greedy:
             return self._sampled_tree(logits, shape, shape.size_at(budget), sampling, rng)
         if self.shape == "chain" and not sampling.greedy:
             return self._sampled(logits, shape.size_at(budget), sampling, rng)
@@ -185,8 +186,9 @@ class LevelDrafter(LastFeature):
     `level`.
     """
 
-    def __init__(self, head: Guesses, target: Target, shape: TreeShape, kind: str) -> None:
-        super().__init__(head, target, shape, kind)
+    def __init__(self, head: Guesses, target: Target, form: Form) -> None:
+        super().__init__(head, target, form)
+        shape = self.cuts[form.depth]
         slot = {path: i + 1 for i, path in enumerate(shape.paths)} | {(): 0}
         self.levels: list[tuple[range, int, Tensor, Tensor, Tensor, list[list[int]]]] = []
         laws: list[int] = []  # by node: number of its parent among all parents
@@ -233,7 +235,7 @@ class LevelDrafter(LastFeature):
         if depth <= 0:
             return DraftTree.empty(rows, self.device)
         shape, common = self.cuts[depth], self.open(depth)
-        sampled = not sampling.greedy and (self.drawn or self.shape == "chain")
+        sampled = not sampling.greedy and (self.form.drawn or self.shape == "chain")
         tokens = torch.zeros(rows, 1 + len(shape), dtype=torch.int64, device=self.device)
         tokens[:, 0], drafted = self.last, tokens[:, 1:]
         drawn = torch.ones(rows, len(shape), dtype=torch.bool, device=self.device)
@@ -265,10 +267,10 @@ class MarkovDrafter(LevelDrafter):
     once, for all levels.
     """
 
-    def __init__(self, head: Blocks, target: Target, shape: TreeShape, kind: str) -> None:
-        super().__init__(head, target, shape, kind)
+    def __init__(self, head: Blocks, target: Target, form: Form) -> None:
+        super().__init__(head, target, form)
         assert head.markov_in is not None and head.markov_out is not None
-        self.parallel = MedusaDrafter(head, target, shape, kind)
+        self.parallel = MedusaDrafter(head, target, form)
         self.markov_in = head.markov_in.detach().to(target.dtype, copy=True)
         self.markov_out = head.markov_out.detach().to(target.dtype, copy=True)
 
