@@ -21,7 +21,7 @@ from torch import Tensor
 
 from conf.errors import UserError
 from decode import grow
-from decode.grow import Form
+from decode.grow import Form, Nodes
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target, TreeCache
@@ -153,21 +153,12 @@ class DraftModel:
     @torch.inference_mode()
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
         """See decode.drafters.Drafter."""
-        rows, context = self.state.shape[0], self.draft.span
+        context = self.draft.span
         if any(self.blind) or max(self._cache.lengths, default=0) + self.max_depth > context:
             lengths = zip(self.blind, self._cache.lengths, strict=True)
             room = [0 if blind else context + 1 - have for blind, have in lengths]
             budget = torch.minimum(budget, torch.tensor(room, device=budget.device)).clamp(min=0)
-        levels = min(self.max_depth, int(budget.max())) if rows else 0
-        if levels <= 0:
-            return DraftTree.empty(rows, budget.device)
-        self.levels_read: list[int] = []  # the level of every token read in this cycle
-        if self.shape == "chain":
-            return grow.chain(self, levels, budget, sampling, rng)
-        if self.form.static is not None and not sampling.greedy:
-            return grow.sampled(self, self.form.static, levels, budget, sampling, rng)
-        width = min(self.form.width, self.proj.shape[0])
-        return grow.dynamic(self, levels, budget, width, self.form.nodes)
+        return grow.draft(self, self.form, budget, sampling, rng)
 
     def select(self, rows: list[int]) -> None:
         """See decode.drafters.Drafter."""
@@ -175,18 +166,27 @@ class DraftModel:
         self.state = self.state[rows]
         self.blind = [self.blind[r] for r in rows]
 
-    # -- growing (decode.grow.Steps)
+    # -- growing (decode.grow.Source)
 
     def draft_ids(self) -> Tensor | None:
-        """See decode.grow.Steps."""
+        """See decode.grow.Source."""
         return self._ids
 
-    def logits(self, state: Tensor) -> Tensor:
-        """See decode.grow.Steps."""
+    def open(self, levels: int) -> Tensor:
+        """See decode.grow.Source."""
+        self.levels_read: list[int] = []  # the level of every token read in this cycle
+        return self._logits(self.state[:, None])
+
+    def level(self, nodes: Nodes) -> Tensor:
+        """See decode.grow.Source; a token's own pass sees what is above it."""
+        return self._logits(self._extend(nodes.tokens, nodes.seen, nodes.level))
+
+    def _logits(self, state: Tensor) -> Tensor:
+        """[.., D] -> [.., Vd]."""
         return self.draft.head.finish(F.linear(state, self.proj, self.bias))
 
-    def extend(self, tokens: Tensor, above: Tensor, seen: Tensor | None, level: int) -> Tensor:
-        """See decode.grow.Steps; the token's own pass sees what is above it."""
+    def _extend(self, tokens: Tensor, seen: Tensor | None, level: int) -> Tensor:
+        """Read drafted tokens [B, W] of one level: their states [B, W, D]."""
         start, new = len(self.levels_read), tokens.shape[1]
         self.levels_read += [level] * new
         lengths, cache = self._cache.physical, self._cache

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decode import attention, grow
-from decode.grow import Form
+from decode.grow import Form, Nodes
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
@@ -61,7 +61,6 @@ class EagleDrafter:
         self.lengths: list[int] = []
         self.drafted = 0  # tokens read behind the committed ones in this cycle
         self.reset(1, 1)
-        self.state = self.h[:0]
 
     def reset(self, rows: int, max_len: int) -> None:
         """Forget everything; room for `rows` rows of `max_len` committed tokens and a draft
@@ -123,16 +122,7 @@ class EagleDrafter:
     @torch.inference_mode()
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
         """A draft no deeper than budget [B]."""
-        count = len(self.lengths)
-        levels = min(self.max_depth, int(budget.max())) if count else 0
-        if levels <= 0:
-            return DraftTree.empty(count, self.device)
-        self.state, self.drafted = self.h[:count], 0
-        if self.shape == "chain":
-            return grow.chain(self, levels, budget, sampling, rng)
-        if self.form.static is not None and not sampling.greedy:
-            return grow.sampled(self, self.form.static, levels, budget, sampling, rng)
-        return grow.dynamic(self, levels, budget, self.width, self.max_nodes)
+        return grow.draft(self, self.form, budget, sampling, rng)
 
     def _pass(
         self,
@@ -156,18 +146,30 @@ class EagleDrafter:
             past_key_values=self.cache,
         )
 
-    # -- growing (decode.grow.Steps)
+    # -- growing (decode.grow.Source)
 
     def draft_ids(self) -> Tensor | None:
-        """See decode.grow.Steps."""
+        """See decode.grow.Source."""
         return self.ids
 
-    def logits(self, state: Tensor) -> Tensor:
-        """See decode.grow.Steps."""
+    def open(self, levels: int) -> Tensor:
+        """See decode.grow.Source."""
+        self.state, self.drafted = self.h[: len(self.lengths), None], 0
+        return self._logits(self.state)
+
+    def level(self, nodes: Nodes) -> Tensor:
+        """See decode.grow.Source; a token is read beside the state that it follows."""
+        above = nodes.of_parents(self.state)
+        self.state = self._extend(nodes.tokens, above, nodes.seen, nodes.level)
+        return self._logits(self.state)
+
+    def _logits(self, state: Tensor) -> Tensor:
+        """[.., D] -> [.., Vd]."""
         return F.linear(self.net.read(state), self.proj)
 
-    def extend(self, tokens: Tensor, above: Tensor, seen: Tensor | None, level: int) -> Tensor:
-        """See decode.grow.Steps; a token is read beside the state that it follows."""
+    def _extend(self, tokens: Tensor, above: Tensor, seen: Tensor | None, level: int) -> Tensor:
+        """Read drafted tokens [B, W] of one level that follow the states `above` [B, W, D]:
+        their states [B, W, D]."""
         start, new = self.drafted, tokens.shape[1]
         self.drafted += new
         places = self.cache.aim(slice(0, len(self.lengths)), self.lengths, start, new)

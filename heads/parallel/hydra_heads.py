@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from decode.drafters import Drafter
-from decode.grow import Form
+from decode.grow import Form, Nodes
 from decode.sampling import Sampling
 from decode.target import Target
 from heads.base import Batch
@@ -37,7 +37,7 @@ from heads.limits import MOST_LAYERS, outside
 from heads.losses import LossWeights
 from heads.names import Draft
 from heads.parallel.base import ParallelConfig, ParallelHead, ParallelSaved
-from heads.parallel.drafter import LevelDrafter
+from heads.parallel.drafter import LastFeature
 from heads.parallel.prefix import Prefix, PrefixState
 
 LARGEST_SCALE = 1e6  # of embeddings that are next to zero
@@ -218,7 +218,7 @@ def first_block(feature: Tensor, embeddings: Tensor, weight: Tensor, bias: Tenso
     return carried + F.silu(gate + bias.to(feature.dtype))
 
 
-class HydraDrafter(LevelDrafter):
+class HydraDrafter(LastFeature):
     """Each level reads the embeddings of its parents' own paths."""
 
     def __init__(self, head: HydraHeads, target: Target, form: Form) -> None:
@@ -262,8 +262,19 @@ class HydraDrafter(LevelDrafter):
         if self.prefix is not None:
             self.prefix.select(rows)
 
-    def level(self, d: int, path: Tensor, common: Any) -> Tensor:
-        """See LevelDrafter."""
+    def open(self, levels: int) -> Tensor:
+        """See decode.grow.Source."""
+        self.path = self.last[:, None, None]  # [B, P, d + 1], from the last committed token on
+        return self._logits(0)
+
+    def level(self, nodes: Nodes) -> Tensor:
+        """See decode.grow.Source."""
+        self.path = torch.cat([nodes.of_parents(self.path), nodes.tokens[..., None]], 2)
+        return self._logits(nodes.level)
+
+    def _logits(self, d: int) -> Tensor:
+        """What head d guesses behind each path: [B, P, Vd]."""
+        path = self.path
         e = (self.embed(path).to(self.feats.dtype) * self.scale).flatten(2)  # [B, P, (d + 1) E]
         x = first_block(
             self.feats[:, None].expand(-1, path.shape[1], -1), e, self.enter[d], self.enter_bias[d]
