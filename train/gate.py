@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from conf.errors import CheckFailed
 from decode.target import Target
 from heads.base import Head
-from heads.checkpoint import load_head
 from heads.parity import check
+from heads.registry import load_head
 from train.config import TrainConfig
 from train.log import Log
 from train.texts.batches import Rows
