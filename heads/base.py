@@ -1,8 +1,8 @@
 """What every draft head is: a module that hangs on a frozen target, whose forward *is* its
 training loss.
 
-A new head is one file with a subclass of Head, one line in heads.HEADS and one YAML under
-conf/head.
+A new head is one file with a subclass of Head, one line in heads.registry and one YAML
+under conf/head.
 
 Shape letters: B rows, T positions, D width of the target's features.
 """
@@ -37,7 +37,7 @@ __all__ = ["Batch", "Head", "HeadConfig", "LossOut", "Saved", "differing"]
 class HeadConfig:
     """The keys every head has; `head=` YAMLs choose the rest."""
 
-    # which head: a key of heads.HEADS
+    # which head: a key of heads.registry.HEADS
     kind: str = ""
     # tree at temperature > 0: sampled = drawn without replacement on a static tree, fixed =
     # the most probable tokens
