@@ -56,6 +56,8 @@ def mask(rows: Rows, plan: Plan, tokenizer: Any, shown: int = 2) -> Check:
         f"{int(rows.loss.sum()):,} of {rows.ids.numel():,} tokens supervised ({share:.0%})",
         0 < share < 1,
     )
+    if told := rows.supervision():
+        check.say(told)
     for row in plan.train[:shown].tolist():
         part = slice(int(rows.offsets[row]), int(rows.offsets[row + 1]))
         ids, on = rows.ids[part].tolist(), rows.loss[part].tolist()

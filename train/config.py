@@ -82,6 +82,13 @@ class DataConfig:
     # share of rows kept out of training for decoded acceptance, chosen by a hash of their
     # prompt
     held_out: float = 0.03
+    # chat: a chat is a row; rows: one row for each assistant turn, ending with it, as reasoning
+    # models see a chat when they answer (templates drop the reasoning of earlier turns)
+    turns: str = "chat"
+    # supervise the last assistant turn of a chat alone
+    last_turn_only: bool = False
+    # further arguments of the chat template, such as {enable_thinking: false}
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     # stop when a larger share of the rows is malformed
     max_bad_fraction: float = 0.001
     # rows are sorted by length inside windows of this many batches; 1 = no sorting across
@@ -109,6 +116,11 @@ class DataConfig:
             found.append("path: is empty; set data.path=FILE")
         if self.kind == "hub" and not (self.name or self.path):
             found.append("name: is empty; set data.name=REPOSITORY or data.path=FOLDER")
+        if self.turns not in ("chat", "rows"):
+            found.append(f"turns: {self.turns!r}; choose chat or rows")
+        taken = {"tokenize", "tools", "add_generation_prompt", "return_dict", "chat_template"}
+        if wrong := sorted(taken & set(self.chat_template_kwargs)):
+            found.append(f"chat_template_kwargs: {wrong[0]} is set here; leave it out")
         if self.max_length < 8:
             found.append(f"max_length: {self.max_length} is below 8; give 8 or more tokens")
         if not 0 <= self.held_out < 1:

@@ -71,6 +71,8 @@ def facts_of(
         f"epoch, {cfg.steps} steps, "
         f"{plan.waste(cfg.micro_batch, world, pack=pack):.1%} padding",
     }
+    if told := rows.supervision():
+        facts["turns"] = told
     if getattr(head, "coverage", 1.0) < 1:
         facts["draft vocabulary"] = f"covers {head.coverage:.2%} of the supervised tokens"
     for problem in rows.bad[:5]:

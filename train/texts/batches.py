@@ -27,10 +27,10 @@ from conf.errors import UserError
 from decode.models.identity import cache_root, sha256_file, sha256_template, sha256_tokenizer
 from heads.base import Batch
 from train.config import DataConfig
-from train.texts.rows import BadRow, Row, encode, read_jsonl, read_records, read_text
+from train.texts.rows import BadRow, Reading, Row, encode, read_jsonl, read_records, read_text
 from train.texts.tokens import HASHED, PART, Counted, TokenWriter, mapped, sha256_of
 
-VERSION = 1  # of the token cache: raise it when rows are encoded differently
+VERSION = 2  # of the token cache: raise it when rows are encoded differently
 LEFT_OUT = (
     "left_out.txt"  # in the run folder: file:line and reason of every row that is not trained on
 )
@@ -45,7 +45,9 @@ MIN_TEXT_PROMPT = 16  # tokens of a plain text that serve as its prompt
 @dataclass
 class Rows:
     """Token rows, end to end. ids: [S] int32. loss: [S] bool. offsets: [R + 1] int64. lines:
-    [R] int64 (with `name`: where a row comes from). held: [R] bool, kept out of training."""
+    [R] int64 (with `name`: where a row comes from). held: [R] bool, kept out of training.
+    turns: of how many assistant turns, how many the chat template shows, and how many are
+    supervised."""
 
     name: str
     ids: Tensor
@@ -54,6 +56,7 @@ class Rows:
     lines: Tensor
     held: Tensor
     bad: list[str]
+    turns: tuple[int, int, int] = (0, 0, 0)
 
     @functools.cached_property
     def lengths(self) -> Tensor:
@@ -72,6 +75,17 @@ class Rows:
         )
         shown = ", ".join(f"{n} x {why}" for why, n in kinds.most_common(most))
         return shown + (f", {len(kinds) - most} more kinds" if len(kinds) > most else "")
+
+    def supervision(self) -> str:
+        """How many assistant turns are supervised, and why others are not; "" without chats."""
+        turns, shown, kept = self.turns
+        reasons = [
+            f"{turns - shown:,} not shown apart by the chat template" if shown < turns else "",
+            f"{shown - kept:,} beyond data.max_length" if kept < shown else "",
+        ]
+        why = ", ".join(filter(None, reasons))
+        told = f"{kept:,} of {turns:,} assistant turns supervised"
+        return (told + (f" ({why})" if why else "")) if turns else ""
 
     def list_bad(self, folder: Path) -> None:
         """Leave the list of the rows that were left out in a run folder; none where there are
@@ -247,7 +261,13 @@ def load_rows(
     Raises UserError: no such file or data set, too many malformed rows (the first is named by
     file:line), no row at all, token ids outside the target's vocabulary.
     """
-    max_length = min(cfg.max_length, context)
+    how = Reading(
+        min(cfg.max_length, context),
+        frozenset(eos_ids),
+        cfg.turns,
+        cfg.last_turn_only,
+        cfg.chat_template_kwargs,
+    )
     source, name, content = _source(cfg)
     identity = [
         VERSION,
@@ -255,17 +275,20 @@ def load_rows(
         content,
         sha256_tokenizer(tokenizer),
         sha256_template(tokenizer),
-        sorted(eos_ids),
-        max_length,
+        sorted(how.eos),
+        how.max_length,
         cfg.held_out,
+        how.turns,
+        how.last_turn_only,
+        how.kwargs,
     ]
-    key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+    key = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[
+        :32
+    ]
     path = cache_root() / "tokens" / f"{key}.safetensors" if cfg.cache else None
     rows = _from_cache(path, name) if path else None
     if rows is None:
-        rows = _tokenize(
-            source, name, tokenizer, eos_ids, max_length, cfg.held_out, path, cfg.streaming
-        )
+        rows = _tokenize(source, name, tokenizer, how, cfg.held_out, path, cfg.streaming)
     total = rows.lines.numel() + len(rows.bad)
     if not total:
         raise UserError(
@@ -372,8 +395,7 @@ def _tokenize(
     source: Iterator[Row | BadRow],
     name: str,
     tokenizer: Any,
-    eos_ids: Sequence[int],
-    max_length: int,
+    how: Reading,
     held_out: float,
     path: Path | None,
     must_keep: bool,
@@ -381,6 +403,7 @@ def _tokenize(
     """Encode every row. path: the token cache to leave, if any; must_keep: a cache that cannot
     be written is an error, otherwise the run goes on with the tokens in memory."""
     bad: list[str] = []
+    turns = [0, 0, 0]
     told = Counted(name)
     with TokenWriter(path.parent if path else None) as writer:
         try:
@@ -389,24 +412,30 @@ def _tokenize(
                 try:
                     if isinstance(row, BadRow):
                         raise row
-                    parts = encode(row, tokenizer, eos_ids, max_length)
+                    parts = encode(row, tokenizer, how)
                 except BadRow as problem:
                     bad.append(str(problem))
                     continue
                 line, held = int(row.where.rpartition(":")[2]), _share(row) < held_out
-                for part, mask in parts:
-                    writer.add(part, mask, line, held)
+                for part in parts:
+                    writer.add(part.ids, part.loss, line, held)
+                    turns = [a + b for a, b in zip(turns, part.turns, strict=True)]
             if path is not None:
-                writer.write(path, {"bad": [line.removeprefix(name) for line in bad]})
+                writer.write(path, {"bad": [b.removeprefix(name) for b in bad], "turns": turns})
         except OSError as error:
             if path is None or writer.spilled or must_keep or error.filename is None:
                 raise UserError(
                     f"data.cache: the tokens do not go to {path.parent if path else 'memory'} "
                     f"({error.strerror or error}); free space there or set OUTRIDER_CACHE"
                 ) from None
-            return Rows(name, **writer.tensors(), bad=bad)
+            return Rows(name, **writer.tensors(), bad=bad, turns=_three(turns))
         kept = _from_cache(path, name) if path is not None else None
-        return kept or Rows(name, **writer.tensors(), bad=bad)
+        return kept or Rows(name, **writer.tensors(), bad=bad, turns=_three(turns))
+
+
+def _three(turns: Sequence[int]) -> tuple[int, int, int]:
+    asked, shown, kept = turns
+    return asked, shown, kept
 
 
 def _share(row: Row) -> float:
@@ -427,6 +456,7 @@ def _from_cache(path: Path, name: str) -> Rows | None:
         return None
     tensors, about = found
     try:
-        return Rows(name, **tensors, bad=[name + line for line in about["bad"]])
-    except (KeyError, TypeError):
+        bad = [name + line for line in about["bad"]]
+        return Rows(name, **tensors, bad=bad, turns=_three(about["turns"]))
+    except (KeyError, TypeError, ValueError):
         return None
