@@ -139,14 +139,13 @@ def test_the_reading_path_becomes_no_longer(head: str) -> None:
 
 
 def test_targets_heads_and_drafters_are_typed() -> None:
-    """In the packages that have them: no `Any` for what the project is about."""
+    """No `Any` for what the project is about."""
     loose = [
         f"{path.relative_to(ROOT)}:{function.lineno} {one.arg}"
         for path in SOURCES
         for function in functions(path)
         for one in parameters(function)
-        if path.relative_to(ROOT).parts[0] in ("decode", "heads")
-        and one.arg in ("target", "head", "drafter", "draft")
+        if one.arg in ("target", "head", "drafter", "draft")
         and (one.annotation is None or ast.unparse(one.annotation) == "Any")
     ]
     assert not loose
