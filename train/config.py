@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,7 @@ LOGISTICS = (
     "async_save",
     "keep",
     "log_every",
+    "bad_steps",
     "micro_batch",
     "wandb",
     "wandb_project",
@@ -62,6 +64,15 @@ LOGISTICS = (
 )
 
 
+# Keys that change what is learned and may all the same differ when a run is resumed: from there
+# on the run is that of the new value.
+REPLANNED = {
+    "data.skip": "the order of the rows is drawn anew",
+    "optim.lr": "the rate follows the new peak",
+    "steps": "the schedule is that of a run of so many steps",
+}
+
+
 @dataclass
 class DataConfig:
     """Where the training text comes from."""
@@ -89,6 +100,8 @@ class DataConfig:
     last_turn_only: bool = False
     # further arguments of the chat template, such as {enable_thinking: false}
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    # lines of the file (rows of a data set) that are not trained on, though they can be read
+    skip: list[int] = field(default_factory=list)
     # stop when a larger share of the rows is malformed
     max_bad_fraction: float = 0.001
     # rows are sorted by length inside windows of this many batches; 1 = no sorting across
@@ -116,6 +129,8 @@ class DataConfig:
             found.append("path: is empty; set data.path=FILE")
         if self.kind == "hub" and not (self.name or self.path):
             found.append("name: is empty; set data.name=REPOSITORY or data.path=FOLDER")
+        if any(line < 0 for line in self.skip):
+            found.append(f"skip: {min(self.skip)} is below 0; give lines as messages name them")
         if self.turns not in ("chat", "rows"):
             found.append(f"turns: {self.turns!r}; choose chat or rows")
         taken = {"tokenize", "tools", "add_generation_prompt", "return_dict", "chat_template"}
@@ -260,9 +275,9 @@ class TrainConfig:
     # rows of one forward pass of a rank; 0 = all of its rows
     micro_batch: int = 0
     # dtype of the target and of the matmuls; master weights are float32: float32, bfloat16,
-    # float16
+    # float64
     dtype: str = "bfloat16"
-    # cpu, cuda, or empty for what is there
+    # cpu, cuda, cuda:N (one process), or empty for what is there
     device: str = ""
     # spread the target's layers over the ranks (FSDP2), for targets that do not fit on one
     # device
@@ -276,6 +291,9 @@ class TrainConfig:
     keep: int = 2
     # write a line of metrics every so many steps
     log_every: int = 10
+    # stop at this many steps in a row with rows whose loss or gradient is not finite; in fewer
+    # such rows are left out; 1 = stop at the first
+    bad_steps: int = 8
     # off, online or offline; metrics.jsonl is written in any case
     wandb: str = "off"
     # Weights & Biases project
@@ -290,6 +308,7 @@ class TrainConfig:
             ("save_every", 0),
             ("keep", 2),
             ("log_every", 1),
+            ("bad_steps", 1),
         )
         found = [
             f"{k}: {getattr(self, k)} is below {low}; give {low} or more"
@@ -300,8 +319,13 @@ class TrainConfig:
             found.append("out_dir: is empty; set out_dir=runs/NAME")
         if self.dtype not in DTYPES:
             found.append(f"dtype: {self.dtype!r}; choose {', '.join(DTYPES)}")
-        if self.device.split(":")[0] not in ("", "cpu", "cuda"):
-            found.append(f"device: {self.device!r}; choose cpu, cuda or nothing")
+        if self.dtype == "float16":
+            found.append(
+                "dtype: float16 overflows, since losses are sums and nothing scales them; choose "
+                "bfloat16"
+            )
+        if not re.fullmatch(r"(cpu|cuda(:\d+)?)?", self.device):
+            found.append(f"device: {self.device!r}; choose cpu, cuda, cuda:N or nothing")
         if self.wandb not in WANDB:
             found.append(f"wandb: {self.wandb!r}; choose {', '.join(WANDB)}")
         return found

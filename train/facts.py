@@ -66,7 +66,8 @@ def facts_of(
         "data": f"{plan.train.numel():,} rows to train on, {held:,} held out, "
         f"{rows.ids.numel():,} tokens, "
         f"{supervised:,} supervised ({supervised / rows.ids.numel():.0%}), "
-        f"{len(rows.bad)} rows left out",
+        f"{len(rows.bad)} rows left out"
+        + (f", {plan.skipped} skipped as data.skip says" if cfg.data.skip else ""),
         "batches": f"{cfg.batch_size} rows over {world} rank(s), {plan.per_epoch:,} per "
         f"epoch, {cfg.steps} steps, "
         f"{plan.waste(cfg.micro_batch, world, pack=pack):.1%} padding",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,10 +74,15 @@ class Run:
         """Whether all steps are done."""
         return self.state.step == self.cfg.steps
 
+    @functools.cached_property
+    def trained(self) -> list[torch.nn.Parameter]:
+        """The parameters that the optimizer updates."""
+        return [p for p in self.head.parameters() if p.requires_grad]
+
     @property
     def gradients(self) -> list[torch.Tensor]:
         """The gradients of the trained parameters that have one."""
-        return [p.grad for p in self.head.parameters() if p.grad is not None]
+        return [p.grad for p in self.trained if p.grad is not None]
 
     def due(self, every: int) -> bool:
         """Whether this step is a multiple of `every` (0 = never), or the last."""

@@ -182,11 +182,16 @@ class Plan:
     by length, cut into batches, and the batches of a window are shuffled. The incomplete batch
     at the end is left out; another permutation leaves out others. Raises UserError when there
     are fewer rows than one batch.
+
+    skip: lines whose rows are not trained on. skipped: how many rows that were.
     """
 
-    def __init__(self, rows: Rows, batch_size: int, window: int, seed: int) -> None:
+    def __init__(
+        self, rows: Rows, batch_size: int, window: int, seed: int, skip: Sequence[int] = ()
+    ) -> None:
         self.rows, self.batch_size, self.window, self.seed = rows, batch_size, window, seed
-        self.train = (~rows.held).nonzero()[:, 0]
+        named = torch.isin(rows.lines, torch.tensor([*skip], dtype=torch.int64))
+        self.train, self.skipped = (~rows.held & ~named).nonzero()[:, 0], int(named.sum())
         self.per_epoch = self.train.numel() // batch_size
         if not self.per_epoch:
             raise UserError(
