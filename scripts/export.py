@@ -28,8 +28,8 @@ from decode.target import Target
 from heads import find_head, load_head, tuned
 from heads.base import Head
 from heads.checkpoint import read_card, recover, staged
+from heads.folders import is_plain
 from heads.interop import FORMATS, LAYOUTS, MANIFEST, Facts, exported, find_layout
-from heads.small_lm.plain import is_plain
 from scripts.common import files
 from scripts.common.prompts import chat_ids, load_prompts
 from scripts.serving import card as export_card

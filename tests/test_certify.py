@@ -16,24 +16,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decode import verify as rules_of_verification
 from decode.drafters import Drafter, DraftModel, NoDraft
 from decode.engine import Generation, Request, generate
+from decode.grow import Form
 from decode.models.processors import named_processors
 from decode.models.tiny import tiny_model
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import TreeShape
-from decode.verify import RULES
+from decode.verify import RULES, Siblings, verify
 from scripts import certify
 from scripts.common.parts import Parts
-from scripts.proofs import certificate, passes, pit, power
+from scripts.proofs import certificate, enumerator, passes, pit, power
 from scripts.proofs.controls import certificates as certificate_controls
 from scripts.proofs.controls import drafters as wrong_drafters
 from scripts.proofs.controls import rules as wrong_rules
 from scripts.proofs.controls.catalogue import Mangled, commits_wrong_rows
 from scripts.proofs.engine_law import TableDrafter, engine_law, toy_model
-from scripts.proofs.enumerator import naive_law
+from scripts.proofs.enumerator import Branches, Case, naive_law
 from scripts.proofs.greedy import (
     Plain,
     Reading,
@@ -361,7 +363,7 @@ def passes_of(judge: Plain, found: Any, prompts: Any, guidance: float | None = N
 def test_wrong_masks_and_caches_show_in_the_laws_that_were_used(world: Any) -> None:
     plain, own, prompts = world
     how = Setting(Sampling(1.0), 400, 40, 16)
-    tree = DraftModel(own.draft, 2, shape="tree", nodes=6, width=2)
+    tree = DraftModel(own.draft, Form.tree(2, nodes=6, width=2))
     leaky = Mangled(tree, wrong_drafters.leaks_siblings)
     cases = [
         (plain.target, own, True),
@@ -538,11 +540,54 @@ def no_exact_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         "branches": 1,
         "max_error": 0.0,
         "limit": 1e-12,
+        "edge_cases": 1,
+        "edge_max_error": 0.0,
+        "edge_limit": 1e-6,
         "loop_max_error": 0.0,
         "loop_limit": 1e-9,
         "verify": "traversal",
     }
     monkeypatch.setattr(certificate, "exact_layer", lambda plan, watch: layer)
+
+
+def exact(temperature: float, cases: int = 40) -> dict[str, Any]:
+    plan = certificate.Plan(
+        Sampling(temperature), "traversal", 1, 1, 1, cases, 1, 1, alpha=1e-4, detect=0.1, seed=0
+    )
+    return certificate.exact_layer(plan, lambda name, done, total: None)
+
+
+def test_exact_layer_looks_at_the_edges_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verifier in float32 that goes on with what is not finite is right, up to its rounding,
+    in every moderate world.
+    """
+    assert exact(0.2)["passed"] and exact(0.0)["edge_cases"] == 0
+
+    class Narrow:
+        float64 = torch.float32
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+    monkeypatch.setattr(rules_of_verification, "torch", Narrow())
+    monkeypatch.setattr(Siblings, "close", lambda self: None)
+    layer = exact(0.2)
+    assert layer["edge_max_error"] > 0.1 > 1e-6 > layer["max_error"]
+    assert not layer["passed"]
+
+
+def test_enumeration_does_not_pass_over_nan() -> None:
+    case = Case.random(torch.Generator().manual_seed(1))
+    case = dataclasses.replace(case, sampling=Sampling(1.0), scheme="iid")
+
+    class Astray(Branches):
+        def __init__(self, scripts: list[list[int]]) -> None:
+            super().__init__(scripts)
+            self.weight[-1] = torch.nan
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(enumerator, "Branches", Astray)
+        assert enumerator.enumerate_case(case, verify).error == math.inf
 
 
 def test_an_interrupted_certificate_says_how_to_go_on(

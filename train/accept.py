@@ -14,6 +14,7 @@ from decode.sampling import Sampling
 from decode.stats import acceptance_by_position, accepted_length, split
 from decode.target import Target
 from heads.base import Head
+from heads.names import Draft
 from train.config import EvalConfig
 from train.facts import is_no_memory
 from train.signals import Stop
@@ -66,7 +67,7 @@ def decoded_acceptance(
         head.calibrate(
             (b.to(target.device) for b in held_out_batches(rows, cfg.calibration_rows)), target
         )
-        drafter = head.drafter(target, cfg.shape or None)
+        drafter = head.drafter(target, Draft(shape=cfg.shape))
         shape = drafter.shape
         decoded = [
             *generate(

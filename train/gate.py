@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import CheckFailed
-from heads.checkpoint import load_head
 from heads.parity import check
+from heads.registry import load_head
 from train.run import Run
 from train.texts.batches import Rows
 

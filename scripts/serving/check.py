@@ -23,6 +23,7 @@ from decode.sampling import Sampling
 from decode.target import Target
 from heads.base import Head
 from heads.eagle.drafter import EagleDrafter
+from heads.names import Draft
 from heads.parallel.drafter import MedusaDrafter
 from scripts.serving.reader import Exported
 
@@ -84,7 +85,7 @@ def check_export(
         target.lm_head_weight,
         target.num_layers,
     )
-    drafter = twin.drafter(target, "chain")
+    drafter = twin.drafter(target, Draft(shape="chain"))
     count = drafter.max_depth
     out = Check(len(prompts), 0, 0.0, 0.0)
     for number, prompt in enumerate(prompts):
