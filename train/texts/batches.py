@@ -274,13 +274,20 @@ def hash_u63(*values: int | str) -> int:
     return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8]) >> 1
 
 
-def held_out_batches(rows: Rows, limit: int, size: int = 8) -> Iterator[Batch]:
-    """Up to `limit` held-out rows, sorted by length, `size` at a time."""
+def held_out_batches(rows: Rows, limit: int, size: int = 8, tokens: int = 0) -> Iterator[Batch]:
+    """Up to `limit` held-out rows, sorted by length, at most `size` at a time and at most so
+    many padded tokens (0 = no limit; one row in any case)."""
     chosen = rows.held.nonzero()[:limit, 0]
     chosen = chosen[rows.lengths[chosen].argsort(stable=True)]
-    for part in chosen.split(size):
-        if part.numel():
-            yield rows.batch(part.tolist())
+    part: list[int] = []
+    for row in chosen.tolist():
+        full = tokens and int(rows.lengths[row]) * (len(part) + 1) > tokens
+        if part and (len(part) == size or full):
+            yield rows.batch(part)
+            part = []
+        part.append(row)
+    if part:
+        yield rows.batch(part)
 
 
 def load_rows(
