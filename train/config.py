@@ -52,6 +52,8 @@ LOGISTICS = (
     "data.max_bad_fraction",
     "data.cache",
     "data.streaming",
+    "data.workers",
+    "data.wait",
     "data.features",
     "data.packing",
     "head.activation_checkpointing",
@@ -113,6 +115,10 @@ class DataConfig:
     # keep the tokens in the cache folder for the next run, and read them from there: they need
     # not fit into memory
     cache: bool = True
+    # processes that tokenize; 0 = as many as there are cores
+    workers: int = 0
+    # minutes to wait for another process or rank that prepares data; 0 = no limit
+    wait: float = 0.0
     # put rows end to end into sequences of up to max_length tokens; none sees another, and the
     # batches stay the same
     packing: bool = False
@@ -150,6 +156,10 @@ class DataConfig:
             )
         if self.streaming and not self.cache:
             found.append("streaming: needs data.cache=true, where the tokens are kept")
+        if self.workers < 0:
+            found.append(f"workers: {self.workers} is below 0; 0 takes all cores")
+        if not 0 <= self.wait < math.inf:
+            found.append(f"wait: {self.wait} is no number of minutes; 0 waits without limit")
         if self.window < 1:
             found.append(f"window: {self.window} is below 1; give 1 or more batches")
         return found

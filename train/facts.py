@@ -59,7 +59,7 @@ def facts_of(
 ) -> dict[str, Any]:
     """Lines of the header: name -> text."""
     held, pack = int(rows.held.sum()), cfg.data.max_length if cfg.data.packing else 0
-    supervised = int(rows.loss.sum())
+    supervised = rows.supervised
     facts = {
         "target": f"{target.identity.name if target.identity else 'unnamed'}, {cfg.dtype}, "
         + ("trained with the head" if head.trains_target else "frozen"),

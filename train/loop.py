@@ -55,6 +55,7 @@ from train.signals import Stop, interruption
 from train.state import State
 from train.stored.features import Source
 from train.texts.batches import Plan, hash_u63, load_rows
+from train.waiting import meet, turn
 
 
 def fit(cfg: TrainConfig, kind: type[Head]) -> None:
@@ -116,10 +117,15 @@ def _begin(
     """
     out, main, world = Path(cfg.out_dir), accelerator.is_main_process, accelerator.num_processes
     target = load_target(cfg.target, cfg.dtype, "cpu" if cfg.shard_target else accelerator.device)
-    with accelerator.main_process_first():  # the others find the tokens in the cache
-        rows = load_rows(
-            cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
-        )
+
+    def heed() -> None:
+        if stop.asked:
+            raise interruption(stop.asked, 0, False)
+
+    rows = load_rows(
+        cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length, heed
+    )
+    meet("rows", cfg.data.wait, heed)  # in the first collective nobody may wait for tokens
     if main:
         rows.list_bad(out)
     plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed, cfg.data.skip)
@@ -142,8 +148,10 @@ def _begin(
 
     if cfg.data.packing:
         target.packs()  # remembered; the ranks of a sharded target must ask it together
-    with accelerator.main_process_first():  # the others find the files' hashes in the cache
+    # Files that this machine has not read yet are hashed once; the others find it in the cache.
+    with turn("features", cfg.data.wait, heed) if cfg.data.features else nullcontext():
         source = Source(cfg, head, target, rows)
+    meet("features", cfg.data.wait, heed)
     meaning = {**meaning_of(cfg, target, rows), **source.meaning}
     state, notes = _resume(cfg, head, optimizer, meaning, accelerator)
 

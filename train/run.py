@@ -12,6 +12,7 @@ from torch import nn
 
 from decode.target import Target
 from heads.base import Head
+from heads.parity import Room
 from train.clock import Clock
 from train.config import TrainConfig
 from train.log import Log
@@ -74,6 +75,12 @@ class Run:
         """Whether all steps are done."""
         return self.state.step == self.cfg.steps
 
+    @property
+    def room(self) -> Room:
+        """What a pass of calibration or of the parity gate may take: no more than one of
+        training, and eight rows at most."""
+        return room_of(self.cfg, self.world)
+
     @functools.cached_property
     def trained(self) -> list[torch.nn.Parameter]:
         """The parameters that the optimizer updates."""
@@ -92,3 +99,9 @@ class Run:
         """Wait for the save in flight, and leave the terminal tidy."""
         self.saver.close()
         self.log.close()
+
+
+def room_of(cfg: TrainConfig, world: int) -> Room:
+    """Rows of a training pass of each of `world` ranks, eight at most, and their tokens."""
+    rows = min(8, cfg.micro_batch or max(1, cfg.batch_size // world))
+    return Room(rows, rows * cfg.data.max_length)

@@ -93,8 +93,8 @@ class Encoded(NamedTuple):
     turns: tuple[int, int, int] = (0, 0, 0)
 
 
-def read_jsonl(path: Path) -> Iterator[Row | BadRow]:
-    """Rows of a JSONL file, one per line that is not blank; `where` is file:line. Raises
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Line numbers and lines of a JSONL file that are not blank, for `raw_row`. Raises
     UserError without a file, and for one that holds a single JSON array, as ShareGPT is handed
     around."""
     try:
@@ -109,7 +109,19 @@ def read_jsonl(path: Path) -> Iterator[Row | BadRow]:
         stream.seek(0)
         for number, line in enumerate(stream, 1):
             if line.strip():
-                yield _checked(f"{path}:{number}", lambda line=line: parse_line(line))  # type: ignore[misc]
+                yield number, line
+
+
+def raw_row(name: str, number: int, line: bytes) -> Row | BadRow:
+    """The row in a line of the JSONL file `name`."""
+    return _checked(f"{name}:{number}", lambda: parse_line(line))
+
+
+def read_jsonl(path: Path) -> Iterator[Row | BadRow]:
+    """Rows of a JSONL file, one per line that is not blank; `where` is file:line. Raises
+    UserError as read_lines does."""
+    for number, line in read_lines(path):
+        yield raw_row(str(path), number, line)
 
 
 def read_text(path: Path) -> Iterator[Row | BadRow]:
