@@ -169,7 +169,8 @@ class Head(nn.Module):
 
     def form(self, target: Target, draft: Draft | None = None) -> Form:
         """What a drafter drafts: what is asked for, and this head's own keys where that leaves
-        them open. A dynamic tree of so many nodes is made wide enough to have them.
+        them open. A dynamic tree of so many nodes is made wide enough to have them; a rank that
+        the draft vocabulary has no token for is left out.
 
         Raises UserError for more levels than the head guesses."""
         asked, cfg, most = draft or Draft(), self.cfg, self.deepest
@@ -186,6 +187,9 @@ class Head(nn.Module):
         drawn = (cfg.tree_draw if asked.draw == DEFAULT_DRAW else asked.draw) == "sampled"
         nodes = len(asked.paths or ()) or asked.nodes or cfg.nodes
         static = TreeShape.of(asked.paths) if asked.paths else self.tree(nodes, depth)
+        ids = self.ids()
+        known = target.vocab_size if ids is None else ids.numel()
+        static = TreeShape(tuple(path for path in static.paths if max(path) < known))
         if most is not None:
             return Form("tree", static.depth, len(static), static, drawn=drawn)
         width = asked.width or cfg.width
