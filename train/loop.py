@@ -134,7 +134,9 @@ def _begin(
     head = kind.for_target(target, cfg.head, counts)
     if cfg.dtype == "float64":
         head.double()
-    sharding = shard_target(target, head, accelerator.device) if cfg.shard_target else ""
+    sharding = ""
+    if cfg.shard_target:
+        sharding = shard_target(target, head, accelerator.device, cfg.shard_group)
     optimizer = torch.optim.AdamW(
         head.parameter_groups(),
         lr=cfg.optim.lr,
