@@ -22,7 +22,6 @@ from heads.parallel.medusa import MedusaHead
 from heads.parallel.medusa2 import Medusa2Head
 from heads.small_lm.head import SmallLM
 from heads.small_lm.plain import is_plain, plain_folder, plain_model
-from heads.tuned import Settings
 
 __all__ = [
     "HEADS",
@@ -30,6 +29,7 @@ __all__ = [
     "Head",
     "HeadConfig",
     "LossOut",
+    "asked",
     "drafter_folder",
     "drafting_head",
     "find_head",
@@ -67,7 +67,7 @@ def resolve_drafter(spec: str, target: Target) -> Drafter:
     else, for a tree on a target that takes chains only, for a head of another target, and for
     a model with another tokenizer.
     """
-    draft = names.parse(spec)
+    draft = asked(spec)
     drafter: Drafter
     if draft.source == names.NONE:
         drafter = NoDraft()
@@ -78,29 +78,30 @@ def resolve_drafter(spec: str, target: Target) -> Drafter:
     if draft.adaptive:
         drafter = Adaptive(drafter)
     if draft.watch != names.NO_WATCH:
-        drafter = watched(drafter, spec, draft.watch == "fallback")
+        drafter = watched(drafter, spec, draft)
     drafter.name = spec
     return drafter
 
 
+def asked(spec: str) -> Draft:
+    """What a drafter's name asks for, with what scripts/tune.py has left for it.
+
+    Raises UserError for a name that is none, and for a file of settings that is damaged or
+    another head's.
+    """
+    draft = names.parse(spec)
+    folder = settings_folder(draft)
+    left = None if folder is None else tuned.read(folder)
+    return draft if left is None else left.draft(draft)
+
+
 def _on_disk(draft: Draft, spec: str, target: Target) -> Drafter:
     """The drafter of a head or of a plain model, before anything is wrapped around it."""
-    head = drafting_head(draft.source, target)
     if draft.shape == "tree" and target.support != "tree":
         raise UserError(
             f"drafters: {spec}: this target takes chains only; write {draft.source}@chain"
         )
-    if draft.draw != names.DEFAULT_DRAW:
-        head.draw_trees(draft.draw)
-    folder = settings_folder(draft)
-    left = None if folder is None else tuned.read(folder)
-    choice = left.choose(draft.shape) if left else None
-    if draft.depth is not None or draft.nodes is not None:
-        choice = Settings(draft.shape, draft.depth, draft.nodes)
-    shape = draft.shape or None
-    drafter = tuned.drafter(head, target, choice) if choice else head.drafter(target, shape)
-    drafter.break_even = left.break_even if left else None  # type: ignore[attr-defined]
-    return drafter
+    return drafting_head(draft.source, target).drafter(target, draft)
 
 
 def drafting_head(source: str, target: Target) -> Head:
@@ -114,19 +115,19 @@ def drafting_head(source: str, target: Target) -> Head:
     return load_head(find_head(source), target)
 
 
-def watched(drafter: Drafter, spec: str, fallback: bool) -> Monitor:
+def watched(drafter: Drafter, spec: str, draft: Draft) -> Monitor:
     """`drafter` under a monitor of its acceptance that warns on stderr, once per run, or falls
     back.
 
     Raises UserError where nobody has measured its break-even.
     """
-    limit = getattr(drafter, "break_even", None)
-    if limit is None:
+    fallback = draft.watch == "fallback"
+    if draft.break_even is None:
         raise UserError(
             f"drafters: {spec}: its break-even is not known on this machine; run "
             "scripts/tune.py first"
         )
-    monitor = Monitor(drafter, limit, fallback=fallback)
+    monitor = Monitor(drafter, draft.break_even, fallback=fallback)
     monitor.name = spec
 
     def told(alert: Alert) -> None:

@@ -21,10 +21,13 @@ from torch import Tensor, nn
 from conf.errors import UserError
 from conf.typed import from_json
 from decode.drafters import Drafter
+from decode.grow import Form
 from decode.models.identity import Identity
 from decode.target import Target
+from decode.tree import TreeShape
 from heads import shapes, vocab
 from heads.forced import ranks
+from heads.names import DEFAULT_DRAW, Draft
 
 
 @dataclass(frozen=True)
@@ -230,16 +233,47 @@ class Head(nn.Module):
         """The training loss of one micro-batch."""
         raise TypeError(f"{type(self).__name__} must define forward")
 
-    def drafter(self, target: Target, shape: str | None = None) -> Drafter:
-        """A drafter over a copy of these weights in the target's dtype. shape: "chain", "tree"
-        or None (its own).
-        """
+    def drafter(self, target: Target, draft: Draft | None = None) -> Drafter:
+        """A drafter over a copy of these weights in the target's dtype. draft: what is asked
+        of it (`form`), None: nothing. Raises UserError as `form` does."""
         raise TypeError(f"{type(self).__name__} must define drafter")
 
-    def draw_trees(self, how: str) -> None:
-        """From now on the tree drafters of this head take their candidates so where T > 0:
-        "sampled" = drawn, siblings without replacement; "fixed" = the most probable ones."""
-        self.cfg.tree_draw = how
+    def form(self, target: Target, draft: Draft | None = None) -> Form:
+        """What a drafter drafts: what is asked for, and this head's own keys where that leaves
+        them open. A dynamic tree of so many nodes is made wide enough to have them.
+
+        Raises UserError for more levels than the head guesses."""
+        asked, cfg, most = draft or Draft(), self.cfg, self.deepest
+        longest = max(map(len, asked.paths)) if asked.paths else asked.depth or 0
+        if most is not None and longest > most:
+            raise UserError(
+                f"decode settings: {longest} levels, but the head guesses {most}; give "
+                f"{most} or fewer"
+            )
+        shape = asked.shape or (cfg.shape if target.support == "tree" else "chain")
+        depth = asked.depth or most or cfg.depth
+        if shape == "chain":
+            return Form.chain(depth)
+        drawn = (cfg.tree_draw if asked.draw == DEFAULT_DRAW else asked.draw) == "sampled"
+        nodes = len(asked.paths or ()) or asked.nodes or cfg.nodes
+        static = TreeShape.of(asked.paths) if asked.paths else self.tree(nodes, depth)
+        if most is not None:
+            return Form("tree", static.depth, len(static), static, drawn=drawn)
+        width = asked.width or cfg.width
+        if asked.nodes and not asked.width:
+            width = max(width, shapes.least_width(nodes, depth))
+        return Form.tree(depth, nodes, width, static if drawn else None)
+
+    @property
+    def deepest(self) -> int | None:
+        """Most levels of a draft; such a head has no dynamic trees. Default: None, as deep as
+        one likes."""
+        return None
+
+    def tree(self, nodes: int, depth: int) -> TreeShape:
+        """The static tree of `nodes` nodes and `depth` levels: measured if calibrated, else a
+        generic one."""
+        return shapes.tree(self.calibration, nodes, depth)
 
     def forced(
         self, batch: Batch, target: Target, levels: int

@@ -43,6 +43,7 @@ from decode.target import Target
 from decode.tree import DraftTree
 from heads.base import Batch, Head
 from heads.forced import Forced, judge
+from heads.names import Draft
 
 SLACK = 0.05  # of accepted length, below which a difference is not held against a head in 16 bits
 SHARE = 0.02  # of cycles that may differ in 16 bits beyond what counts as rounding; none in float32
@@ -178,7 +179,7 @@ def check(
         for i, p in enumerate(prompts)
         if 0 < len(p) < target.context_length
     ]
-    depth = int(head.drafter(target, "chain").max_depth)
+    depth = int(head.drafter(target, Draft(shape="chain")).max_depth)
     found = Parity(depth, len(asked))
     if not asked:
         return found
@@ -228,7 +229,7 @@ def check(
 
 def _decode(head: Head, target: Target, asked: list[Request], batch_size: int) -> list[Generation]:
     return generate(
-        target, head.drafter(target, "chain"), asked, Sampling(), batch_size=batch_size
+        target, head.drafter(target, Draft(shape="chain")), asked, Sampling(), batch_size=batch_size
     ).generations
 
 
@@ -312,7 +313,7 @@ def _law_distance(
     """Per level [mean, largest] total variation between the laws that the drafter of
     `decoding` draws from at T = 1 and those of the training pass of `head` over the drawn
     tokens; [] when the drafter states none."""
-    witness = _Witness(decoding.drafter(target, "chain"))
+    witness = _Witness(decoding.drafter(target, Draft(shape="chain")))
     depth = witness.max_depth
     # Some rows leave earlier, so that the state of the others is moved.
     short = [

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from decode import verify as rules_of_verification
 from decode.drafters import Drafter, DraftModel, NoDraft
 from decode.engine import Generation, Request, generate
+from decode.grow import Form
 from decode.models.processors import named_processors
 from decode.models.tiny import tiny_model
 from decode.rng import Rng
@@ -355,7 +356,7 @@ def passes_of(judge: Plain, found: Any, prompts: Any, guidance: float | None = N
 def test_wrong_masks_and_caches_show_in_the_laws_that_were_used(world: Any) -> None:
     plain, own, prompts = world
     how = Setting(Sampling(1.0), 400, 40, 16)
-    tree = DraftModel(own.draft, 2, shape="tree", nodes=6, width=2)
+    tree = DraftModel(own.draft, Form.tree(2, nodes=6, width=2))
     leaky = Mangled(tree, wrong_drafters.leaks_siblings)
     cases = [
         (plain.target, own, True),

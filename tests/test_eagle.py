@@ -22,6 +22,7 @@ from heads.eagle.config import EagleConfig
 from heads.eagle.drafter import EagleDrafter
 from heads.eagle.head import EagleHead
 from heads.losses import LossWeights
+from heads.names import Draft
 from tests.archs import VOCAB, build
 
 GREEDY = Sampling()
@@ -64,7 +65,7 @@ def drafter_state(
     features.
     """
     feats = target.features(ids[None], torch.ones_like(ids[None], dtype=torch.bool), head.taps)
-    drafter = head.drafter(target, shape)
+    drafter = head.drafter(target, Draft(shape=shape))
     assert isinstance(drafter, EagleDrafter)
     drafter.reset(1, 64)
     drafter.begin([ids[: cut[0]]], GREEDY)
@@ -262,7 +263,11 @@ def test_every_architecture_decodes_losslessly(arch: str) -> None:
         for shape in ("chain", "tree"):
             for size in (1, 2):
                 run = generate(
-                    target, head.drafter(target, shape), requests, GREEDY, batch_size=size
+                    target,
+                    head.drafter(target, Draft(shape=shape)),
+                    requests,
+                    GREEDY,
+                    batch_size=size,
                 )
                 assert [g.token_ids for g in run.generations] == want, (kind, shape, size)
                 assert sum(c.proposed for g in run.generations for c in g.cycles) > 0
@@ -311,7 +316,7 @@ def test_rows_do_not_see_each_other() -> None:
             drafter_state(head, target, batch.ids[b, :n], [int(n)], shape)
             for b, n in enumerate(lengths)
         ]
-        many = head.drafter(target, shape)
+        many = head.drafter(target, Draft(shape=shape))
         many.reset(3, 40)
         many.begin([batch.ids[b, :3] for b in range(3)], GREEDY)
         many.observe(batch.ids[:, 1:3], feats[:, :2], torch.full((3,), 2), slice(0, 3))

@@ -26,6 +26,7 @@ from heads.eagle.config import EagleConfig
 from heads.eagle.head import Eagle3Head
 from heads.eagle.layer import RMSNorm, layer_config
 from heads.losses import LossWeights, target_law
+from heads.names import Draft
 from tests.archs import VOCAB
 from tests.test_eagle import GREEDY, batch_of, drafter_state, head_of, target_of
 from tests.training import chats, overrides, tiny_target
@@ -69,7 +70,11 @@ def test_overfitting_one_sample_shows_in_decoding(kind: str, shape: str) -> None
         (out.sum / out.count).backward()
         optimizer.step()
     run = generate(
-        target, head.drafter(target, shape), [Request([5, 9, 7], 40)], GREEDY, eos_ids=()
+        target,
+        head.drafter(target, Draft(shape=shape)),
+        [Request([5, 9, 7], 40)],
+        GREEDY,
+        eos_ids=(),
     )
     assert run.generations[0].token_ids == batch.ids[0, 3:].tolist()
     found = accepted_length([[c for c in run.generations[0].cycles if not c.cut]])
@@ -90,7 +95,7 @@ def test_a_calibrated_tree_goes_below_the_steps_of_training(kind: str) -> None:
     head.calibrate([one_sample(target)], target)
     assert len(head.calibration["acceptance"]) == 4
     head.calibration["paths"] = [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]
-    assert head.drafter(target, "tree").static.depth == 4  # type: ignore[attr-defined]
+    assert head.drafter(target, Draft(shape="tree")).form.static.depth == 4  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
@@ -272,7 +277,14 @@ def test_sampled_output_does_not_depend_on_the_batch(shape: str) -> None:
     requests = [Request([5 + i, 6, 7 + i][: 2 + i % 2], 12, id=i) for i in range(3)]
     sampling = Sampling(temperature=1.0, top_p=0.9)
     runs = [
-        generate(target, head.drafter(target, shape), requests, sampling, batch_size=size, seed=4)
+        generate(
+            target,
+            head.drafter(target, Draft(shape=shape)),
+            requests,
+            sampling,
+            batch_size=size,
+            seed=4,
+        )
         for size in (1, 3)
     ]
     assert [g.token_ids for g in runs[0].generations] == [g.token_ids for g in runs[1].generations]

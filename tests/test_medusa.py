@@ -15,6 +15,7 @@ from decode.tree import TreeShape
 from heads import shapes, vocab
 from heads.base import Batch
 from heads.losses import LossWeights
+from heads.names import Draft
 from heads.parallel.medusa import MedusaConfig, MedusaHead
 from tests.training import check_budgets, random_batch, tiny_target
 
@@ -148,26 +149,30 @@ def test_drafter_reads_the_feature_that_predicted_the_last_token(target, shape) 
     feats = target.features(tokens[None], torch.ones(1, 10, dtype=torch.bool), head.taps)[0]
     drafts = []
     for cuts in ([], [3], [2, 5, 8]):
-        drafter = drive(head.drafter(target, shape), tokens, feats, cuts)
+        drafter = drive(head.drafter(target, Draft(shape=shape)), tokens, feats, cuts)
         rng = Rng(0, torch.zeros(1).long(), torch.zeros(1).long())
         drafts.append(drafter.propose(torch.tensor([3]), Sampling(), rng))
     assert all(d.tokens.equal(drafts[0].tokens) for d in drafts)
     f = feats[8, 0]  # position 8 predicted the last token, which stands at 9
     h = f + torch.nn.functional.silu(head.block_weight[:, 0] @ f + head.block_bias[:, 0])
     order = (head.proj @ h[:, :, None])[:, :, 0].argsort(-1, descending=True)
-    paths = TreeShape.chain(3).paths if shape == "chain" else head.tree().paths
+    paths = (
+        TreeShape.chain(3).paths
+        if shape == "chain"
+        else head.tree(head.cfg.nodes, head.cfg.heads).paths
+    )
     assert drafts[0].tokens[0].tolist() == [int(order[len(p) - 1, p[-1]]) for p in paths]
     drafts[0].validate(target.vocab_size, drafter.max_nodes)
 
 
 def test_budget_cuts_rows_and_select_keeps_their_order(target) -> None:
     head = trained_like(target)
-    check_budgets(head, head.drafter(target, "tree"), torch.zeros(3, 2).long())
+    check_budgets(head, head.drafter(target, Draft(shape="tree")), torch.zeros(3, 2).long())
 
 
 def test_chain_is_sampled_from_the_warped_law_at_temperature(target) -> None:
     head = trained_like(target, MedusaConfig(heads=2, draft_vocab=50))
-    drafter = head.drafter(target, "chain")
+    drafter = head.drafter(target, Draft(shape="chain"))
     rows = 4000
     drafter.reset(rows, 8)
     drafter.begin([torch.tensor([5])] * rows, Sampling())
@@ -193,9 +198,8 @@ def test_siblings_of_a_sampled_tree_are_drawn_without_replacement(target) -> Non
     takes the top ranks.
     """
     head = trained_like(target, MedusaConfig(heads=2, draft_vocab=12, nodes=6))
-    drafter = head.drafter(target, "tree")
-    head.draw_trees("fixed")
-    fixed = head.drafter(target, "tree")
+    drafter = head.drafter(target, Draft(shape="tree"))
+    fixed = head.drafter(target, Draft(shape="tree", draw="fixed"))
     rows = 6000
     for one in (fixed, drafter):
         one.reset(rows, 8)
@@ -214,7 +218,11 @@ def test_siblings_of_a_sampled_tree_are_drawn_without_replacement(target) -> Non
     tree = drafter.propose(depth, warp, rng)
     tree.validate(target.vocab_size, drafter.max_nodes)
     assert bool(tree.sampled.all()) and tree.proposal.replacement is False
-    paths, ids, law = head.tree().paths, head.ids(), warp.draft_law(drafter.logits(2)[:, 0])[0]
+    paths, ids, law = (
+        head.tree(head.cfg.nodes, head.cfg.heads).paths,
+        head.ids(),
+        warp.draft_law(drafter.logits(2)[:, 0])[0],
+    )
     first, second = (tree.tokens[:, paths.index((rank,))] for rank in (0, 1))
     share = torch.bincount(first, minlength=260)[ids] / rows
     assert (share - law).abs().max() < 4 * (0.25 / rows) ** 0.5
@@ -249,8 +257,12 @@ def test_how_trees_are_drawn_by_name(target, tmp_path) -> None:
         ("old@sampled", True),
     ):
         drafter = resolve_drafter(f"{tmp_path}/{spec}", target)
-        assert (drafter.name, drafter.shape, drafter.drawn) == (f"{tmp_path}/{spec}", "tree", drawn)
-    assert not resolve_drafter(f"{tmp_path}/m@fixed@adaptive", target).inner.drawn
+        assert (drafter.name, drafter.shape, drafter.form.drawn) == (
+            f"{tmp_path}/{spec}",
+            "tree",
+            drawn,
+        )
+    assert not resolve_drafter(f"{tmp_path}/m@fixed@adaptive", target).inner.form.drawn
     for spec, words in (
         ("m@chain@sampled", "drawn where T > 0 anyway"),
         ("m@chain@fixed", "drawn where T > 0 anyway"),
@@ -273,7 +285,7 @@ def test_engine_is_lossless_with_it_in_greedy_and_runs_at_temperature(
     requests = [Request([5, 6, 7, 8 + i], 12, id=i) for i in range(3)]
     sampling = Sampling(temperature=temperature)
     got = generate(
-        target, head.drafter(target, shape), requests, sampling, batch_size=2
+        target, head.drafter(target, Draft(shape=shape)), requests, sampling, batch_size=2
     ).generations
     assert all(len(g.token_ids) == 12 or g.finish == "eos" for g in got)
     if temperature == 0:
@@ -286,7 +298,7 @@ def test_acceptance_of_a_perfect_first_head(target) -> None:
     draft token is accepted.
     """
     head = MedusaHead.for_target(target, MedusaConfig(heads=1, draft_vocab=0))
-    drafter = head.drafter(target, "chain")
+    drafter = head.drafter(target, Draft(shape="chain"))
     # A fresh head 0 repeats the LM head's guess: it is right exactly when the target says the
     # same token twice.
     run = generate(target, drafter, [Request([5, 6, 7], 40)], Sampling()).generations[0]

@@ -24,6 +24,7 @@ from decode.sampling import Sampling
 from heads import HEADS, load_head, save_head, vocab
 from heads.base import Batch
 from heads.losses import LossWeights
+from heads.names import Draft
 from heads.parallel.hydra_heads import HydraHeads, HydraHeadsConfig
 from heads.parallel.medusa import MedusaConfig, MedusaHead
 from tests.training import chats, check_budgets, overrides, random_batch, tiny_target
@@ -184,7 +185,7 @@ def test_draft_is_the_definition_and_does_not_depend_on_the_pieces(target, cfg, 
     feats = target.features(tokens[None], torch.ones(1, 10, dtype=torch.bool), head.taps)[0]
     rng = Rng(0, torch.zeros(1).long(), torch.zeros(1).long())
     drafts = [
-        drive(head.drafter(target, shape), tokens, feats, cuts).propose(
+        drive(head.drafter(target, Draft(shape=shape)), tokens, feats, cuts).propose(
             torch.tensor([3]), Sampling(), rng
         )
         for cuts in ([], [3], [2, 5, 8])
@@ -206,7 +207,11 @@ def test_draft_is_the_definition_and_does_not_depend_on_the_pieces(target, cfg, 
 @each
 def test_chain_at_temperature_is_drawn_from_the_law_it_states(target, cfg) -> None:
     head = trained_like(target, dataclasses.replace(cfg, draft_vocab=40))
-    drafter, rows, warp = head.drafter(target, "chain"), 500, Sampling(temperature=0.7, top_k=6)
+    drafter, rows, warp = (
+        head.drafter(target, Draft(shape="chain")),
+        500,
+        Sampling(temperature=0.7, top_k=6),
+    )
     drafter.reset(rows, 8)
     drafter.begin([torch.tensor([5])] * rows, warp)
     feats = torch.randn(1, 1, 1, head.width).expand(rows, 1, 1, -1)
@@ -236,7 +241,9 @@ def logits_by_hand_over(head, target, i, f, tokens, ids):
 @each
 def test_budget_cuts_rows_and_select_keeps_their_order(target, cfg) -> None:
     head = trained_like(target, cfg)
-    check_budgets(head, head.drafter(target, "tree"), torch.tensor([[3, 4], [5, 6], [7, 8]]))
+    check_budgets(
+        head, head.drafter(target, Draft(shape="tree")), torch.tensor([[3, 4], [5, 6], [7, 8]])
+    )
 
 
 @each
@@ -244,7 +251,7 @@ def test_rows_of_a_batch_draft_as_they_would_alone(target, cfg) -> None:
     """Rows of different lengths, observed in ragged pieces; one leaves in between."""
     head, batch = trained_like(target, cfg), random_batch(3, 14)
     feats = target.features(batch.ids, batch.mask, head.taps)
-    every = head.drafter(target, "tree")
+    every = head.drafter(target, Draft(shape="tree"))
     every.reset(3, 64)
     every.begin([row[:1] for row in batch.ids], Sampling())
     rows, at = [0, 1, 2], [0, 0, 0]
@@ -261,7 +268,9 @@ def test_rows_of_a_batch_draft_as_they_would_alone(target, cfg) -> None:
     rng = Rng(0, torch.arange(2), torch.zeros(2).long())
     got = every.propose(torch.full((2,), 3), Sampling(), rng)
     for b, r in enumerate(rows):
-        alone = drive(head.drafter(target, "tree"), batch.ids[r, : at[r] + 1], feats[r], [])
+        alone = drive(
+            head.drafter(target, Draft(shape="tree")), batch.ids[r, : at[r] + 1], feats[r], []
+        )
         want = alone.propose(
             torch.tensor([3]), Sampling(), Rng(0, torch.zeros(1).long(), torch.zeros(1).long())
         )
@@ -276,11 +285,19 @@ def test_greedy_output_is_the_targets(target, cfg, shape, batch_size) -> None:
     requests = [Request([5, 6, 7, 8 + i][: 2 + i], 14, id=i) for i in range(3)]
     want = generate(target, NoDraft(), requests, Sampling()).generations
     got = generate(
-        target, head.drafter(target, shape), requests, Sampling(), batch_size=batch_size
+        target,
+        head.drafter(target, Draft(shape=shape)),
+        requests,
+        Sampling(),
+        batch_size=batch_size,
     ).generations
     assert [g.token_ids for g in got] == [g.token_ids for g in want]
     hot = generate(
-        target, head.drafter(target, shape), requests, Sampling(1.0), batch_size=batch_size
+        target,
+        head.drafter(target, Draft(shape=shape)),
+        requests,
+        Sampling(1.0),
+        batch_size=batch_size,
     ).generations
     assert all(len(g.token_ids) == 14 or g.finish == "eos" for g in hot)
 
@@ -311,7 +328,7 @@ def test_overfit_on_one_sample_is_accepted_nearly_whole(target, cfg, shape) -> N
         float(out.stats[f"top1_{i}"][0] / out.stats[f"top1_{i}"][1]) > 0.95 for i in range(3)
     )
     head.calibrate([batch], target)
-    drafter = head.drafter(target, shape)
+    drafter = head.drafter(target, Draft(shape=shape))
     drafter.reset(1, 64)
     drafter.begin([ids[0, :4]], Sampling())
     feats = target.features(ids, batch.mask, head.taps)
@@ -350,7 +367,9 @@ def test_saved_and_loaded_head_drafts_the_same(target, cfg, tmp_path: Path) -> N
     assert loaded.cfg == head.cfg and loaded.calibration == head.calibration
     requests = [Request([5, 6, 7], 20)]
     runs = [
-        generate(target, h.drafter(target, "tree"), requests, Sampling()).generations[0]
+        generate(target, h.drafter(target, Draft(shape="tree")), requests, Sampling()).generations[
+            0
+        ]
         for h in (head, loaded)
     ]
     assert runs[0].cycles == runs[1].cycles
@@ -413,7 +432,7 @@ def test_drawn_candidates_follow_their_own_laws(target, cfg, shape) -> None:
     feats = torch.randn(1, 1, 1, head.width, generator=torch.Generator().manual_seed(0))
 
     def drafted(requests: torch.Tensor):
-        drafter, count = head.drafter(target, shape), len(requests)
+        drafter, count = head.drafter(target, Draft(shape=shape)), len(requests)
         drafter.reset(count, 8)
         drafter.begin([torch.tensor([5])] * count, Sampling())
         one = torch.ones(count).long()

@@ -164,8 +164,8 @@ def test_moving_target_and_idle_parameters_are_caught() -> None:
 class DraftsNonsense(MedusaHead):
     """Trains well and drafts with other weights: what teacher-forced accuracy cannot see."""
 
-    def drafter(self, target, shape=None):
-        drafter = super().drafter(target, shape)
+    def drafter(self, target, draft=None):
+        drafter = super().drafter(target, draft)
         drafter.proj = drafter.proj.roll(1, 1)
         return drafter
 

@@ -125,7 +125,7 @@ def check_budgets(head: Any, drafter: Any, tokens: torch.Tensor) -> None:
     drafter.observe(tokens, torch.randn(3, 2, 1, head.width), torch.tensor([2, 1, 2]), slice(0, 3))
     rng = Rng(0, torch.arange(3), torch.zeros(3).long())
     tree = drafter.propose(torch.tensor([3, 0, 1]), Sampling(), rng)
-    roots = sum(len(p) == 1 for p in head.tree().paths)
+    roots = sum(len(p) == 1 for p in head.tree(head.cfg.nodes, head.cfg.heads).paths)
     assert tree.size.tolist() == [drafter.max_nodes, 0, roots]
     assert drafter.propose(torch.zeros(3).long(), Sampling(), rng).width == 0
     drafter.select([2, 0])

@@ -14,6 +14,7 @@ from decode.sampling import Sampling
 from decode.stats import acceptance_by_position, accepted_length, split
 from decode.target import Target
 from heads.base import Head
+from heads.names import Draft
 from train.config import EvalConfig
 from train.signals import Stop
 from train.texts.batches import Rows, held_out_batches
@@ -52,7 +53,7 @@ def decoded_acceptance(
         accelerator.num_processes == 1 or target.sharded
     )  # the ranks of a sharded target only run it together
     mine = requests if alone else requests[accelerator.process_index :: accelerator.num_processes]
-    drafter = head.drafter(target, cfg.shape or None)
+    drafter = head.drafter(target, Draft(shape=cfg.shape))
 
     def heed(*_: Any) -> None:
         if stop is not None and stop.asked and not target.sharded:

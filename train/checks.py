@@ -21,6 +21,7 @@ from decode.sampling import Sampling
 from decode.target import Target
 from heads.base import Batch, Head
 from heads.losses import LossWeights
+from heads.names import Draft
 from train.measure import memory
 from train.texts.batches import Plan, Rows
 
@@ -214,7 +215,7 @@ def overfit(fresh: Fresh, prompt: list[int], updates: int = 300, lr: float = 2e-
     """
     check = Check("one-sample overfit")
     target, probe = fresh(None)
-    drafter = probe.drafter(target, "chain")
+    drafter = probe.drafter(target, Draft(shape="chain"))
     ask = Request(prompt[-64:], 8 * (drafter.max_depth + 1))
     text = generate(target, NoDraft(), [ask], Sampling(), eos_ids=()).generations[0].token_ids
     ids = torch.tensor([[*ask.prompt, *text]], device=target.device)
@@ -243,7 +244,7 @@ def overfit(fresh: Fresh, prompt: list[int], updates: int = 300, lr: float = 2e-
         if min(right) > 0.995:
             break
     head.eval()
-    drafter = head.drafter(target, "chain")
+    drafter = head.drafter(target, Draft(shape="chain"))
     run = generate(target, drafter, [ask], Sampling(), eos_ids=()).generations[0]
     clean = [c.accepted for c in run.cycles if not c.cut] or [0]
     least = NEAR * (

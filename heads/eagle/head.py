@@ -37,6 +37,7 @@ from heads.eagle.net import Eagle1Net, Eagle3Net, EagleNet, try_own
 from heads.eagle.own_layer import Own, own
 from heads.limits import MOST_DEPTH
 from heads.losses import chunked_loss, stored_law, target_law
+from heads.names import Draft
 from heads.recompute import plainly, recomputed
 
 
@@ -332,11 +333,9 @@ class EagleHead(Head):
                 ok = valid[step, part]
                 yield flat[part][ok], step, self.net.read(h[part][ok]) @ proj.T
 
-    def drafter(self, target: Target, shape: str | None = None) -> Drafter:
+    def drafter(self, target: Target, draft: Draft | None = None) -> Drafter:
         """See Head."""
-        return EagleDrafter(
-            self, target, shape or (self.cfg.shape if target.support == "tree" else "chain")
-        )
+        return EagleDrafter(self, target, self.form(target, draft))
 
 
 class Eagle1Head(EagleHead):

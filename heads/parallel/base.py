@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from decode.target import Target
-from decode.tree import TreeShape
 from heads import shapes, vocab
 from heads.base import Batch, Head, HeadConfig, LossOut, Saved
 from heads.limits import MOST, MOST_DEPTH, MOST_LAYERS, MOST_NODES, outside
@@ -283,11 +282,10 @@ class ParallelHead(Head):
         """See Head."""
         return int(self.cfg.heads)
 
-    def tree(self, nodes: int | None = None) -> TreeShape:
-        """The static tree of `nodes` nodes (default: the config's): measured if calibrated,
-        else a generic one.
-        """
-        return shapes.tree(self.calibration, nodes or self.cfg.nodes, self.cfg.heads)
+    @property
+    def deepest(self) -> int:
+        """See Head."""
+        return int(self.cfg.heads)
 
 
 def supervised(batch: Batch) -> tuple[Tensor, Tensor]:

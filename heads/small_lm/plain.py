@@ -15,9 +15,11 @@ from decode.drafters import Drafter
 from decode.models.load import TargetConfig, load_target, source_folder
 from decode.models.tokenizers import compare
 from decode.target import Target
+from decode.tree import TreeShape
 from heads import shapes
 from heads.base import Head
 from heads.checkpoint import CARD
+from heads.names import Draft
 from heads.small_lm.config import SmallLMConfig
 from heads.small_lm.net import parameters
 
@@ -50,24 +52,14 @@ class PlainModel(Head):
         self.draft = draft
         self.calibration: dict[str, Any] = shapes.even(self.cfg.depth)
 
-    def drafter(self, target: Target, shape: str | None = None) -> Drafter:
+    def drafter(self, target: Target, draft: Draft | None = None) -> Drafter:
         """See Head; over the model itself, not a copy."""
-        cfg = self.cfg
-        static = (
-            shapes.tree(self.calibration, cfg.nodes, cfg.depth)
-            if cfg.tree_draw == "sampled"
-            else None
-        )
-        return DraftModel(
-            self.draft,
-            cfg.depth,
-            cfg.path,
-            shape=shape or cfg.shape,
-            nodes=cfg.nodes,
-            width=cfg.width,
-            static=static,
-            vocab_size=target.vocab_size,
-        )
+        form = self.form(target, draft)
+        return DraftModel(self.draft, form, self.cfg.path, vocab_size=target.vocab_size)
+
+    def tree(self, nodes: int, depth: int) -> TreeShape:
+        """See Head; of any size, for every level counts alike."""
+        return shapes.tree(shapes.even(depth, nodes), nodes, depth)
 
 
 def is_plain(path: str) -> bool:

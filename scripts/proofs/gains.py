@@ -25,6 +25,7 @@ from decode.target import Target
 from decode.tree import DraftTree
 from decode.verify import verify
 from heads import find_head, load_head
+from heads.names import Draft
 from scripts.common.parts import Parts
 from scripts.proofs.expected import Watched
 from scripts.proofs.greedy import Advance
@@ -54,8 +55,8 @@ def lanes(path: str, target: Target) -> dict[str, Drafter]:
     so for trees.
     """
     head = load_head(find_head(path), target)
-    head.draw_trees("sampled")
-    chain, tree = head.drafter(target, "chain"), head.drafter(target, "tree")
+    chain = head.drafter(target, Draft(shape="chain"))
+    tree = head.drafter(target, Draft(shape="tree", draw="sampled"))
     return {
         "sampled chain": chain,
         "chain": MostProbable(chain),

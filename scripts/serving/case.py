@@ -26,6 +26,7 @@ from decode.sampling import Sampling
 from decode.target import Target
 from heads.base import Batch
 from heads.interop import detect, read_folder
+from heads.names import Draft
 from scripts.common import files
 from scripts.serving.check import comparable
 
@@ -116,9 +117,8 @@ class Runs:
         """The engine with a drafter against our chain of the same depth. name: what tells this
         head from others.
         """
-        drafter = comparable(head, torch.float32) if head.kind != "small_lm" else head
-        drafter = drafter.drafter(self.target, "chain")
-        drafter.max_depth = drafter.max_nodes = depth
+        twin = comparable(head, torch.float32) if head.kind != "small_lm" else head
+        drafter = twin.drafter(self.target, Draft(shape="chain", depth=depth))
         counted = [
             self.counted(g)
             for g in self._run(f"{name} K={depth}", drafter, self.limit + depth + 1, ())

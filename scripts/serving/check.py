@@ -20,6 +20,7 @@ from conf.errors import UserError
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
+from heads.names import Draft
 from scripts.serving.reader import Exported
 
 TOLERANCE = 5e-4  # of the largest logit; float32 against float32 in another order of sums
@@ -80,7 +81,7 @@ def check_export(
         target.lm_head_weight,
         target.num_layers,
     )
-    drafter = twin.drafter(target, "chain")
+    drafter = twin.drafter(target, Draft(shape="chain"))
     count = drafter.max_depth
     out = Check(len(prompts), 0, 0.0, 0.0)
     for number, prompt in enumerate(prompts):

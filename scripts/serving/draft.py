@@ -19,6 +19,7 @@ from decode.models.load import torch_dtype
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
+from heads.names import Draft
 
 KEPT = (
     "config.json",
@@ -89,7 +90,7 @@ def write(
         stage, dtype=torch.float32, use_safetensors=True
     )
     model = model.to(target.device).eval()
-    drafter = head.drafter(target, "chain")
+    drafter = head.drafter(target, Draft(shape="chain"))
     ids = head.ids()
     out: dict[str, Any] = {
         "prompts": len(prompts),
