@@ -14,6 +14,7 @@ from decode.monitor import Alert, Monitor
 from decode.target import Target
 from heads import names, tuned
 from heads.base import Batch, Head, HeadConfig, LossOut
+from heads.block.head import DFlashHead, DSparkHead
 from heads.checkpoint import CARD, load_head, save_head
 from heads.eagle.head import Eagle1Head, Eagle3Head
 from heads.names import Draft
@@ -47,6 +48,8 @@ HEADS: dict[str, type[Head]] = {
     "hydra_heads": HydraHeads,
     "eagle1": Eagle1Head,
     "eagle3": Eagle3Head,
+    "dflash": DFlashHead,
+    "dspark": DSparkHead,
     "small_lm": SmallLM,
 }
 

@@ -240,7 +240,8 @@ class Head(nn.Module):
 
     def form(self, target: Target, draft: Draft | None = None) -> Form:
         """What a drafter drafts: what is asked for, and this head's own keys where that leaves
-        them open. A dynamic tree of so many nodes is made wide enough to have them.
+        them open. A head without the key `width` has no dynamic trees; one of so many nodes is
+        made wide enough to have them.
 
         Raises UserError for more levels than the head guesses."""
         asked, cfg, most = draft or Draft(), self.cfg, self.deepest
@@ -257,7 +258,7 @@ class Head(nn.Module):
         drawn = (cfg.tree_draw if asked.draw == DEFAULT_DRAW else asked.draw) == "sampled"
         nodes = len(asked.paths or ()) or asked.nodes or cfg.nodes
         static = TreeShape.of(asked.paths) if asked.paths else self.tree(nodes, depth)
-        if most is not None:
+        if not hasattr(cfg, "width"):
             return Form("tree", static.depth, len(static), static, drawn=drawn)
         width = asked.width or cfg.width
         if asked.nodes and not asked.width:
@@ -266,8 +267,7 @@ class Head(nn.Module):
 
     @property
     def deepest(self) -> int | None:
-        """Most levels of a draft; such a head has no dynamic trees. Default: None, as deep as
-        one likes."""
+        """Most levels of a draft. Default: None, as deep as one likes."""
         return None
 
     def tree(self, nodes: int, depth: int) -> TreeShape:

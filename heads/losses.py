@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -212,7 +212,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 x, w = hidden[k, part], cast if shared else cast[k]
                 tried = valid[k, part]
                 z = x @ w.T if common is None else torch.addmm(common, x, w.T)
-                loss, grad, row, hit = _kernel(z, p, spot, inside, usable, terms)
+                loss, grad, row, hit, *_ = kernel(z, p, spot, inside, usable, terms)
                 loss, row = loss * tried, (row * tried * head_weights[k]).to(hidden.dtype)[:, None]
                 summed = loss.sum(dtype=torch.float64)
                 total += summed * head_weights[k]
@@ -246,12 +246,33 @@ class _ChunkedLoss(torch.autograd.Function):
         return *found, None, None, None, None, None, None
 
 
-def _kernel(
-    z: Tensor, p: Tensor | None, spot: Tensor, inside: Tensor, usable: Tensor, terms: LossWeights
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One head, one chunk. z: [m, Vd] logits. Returns loss [m] wide, gradient [m, Vd] in z's
-    dtype that is still to be multiplied by the row factors [m], and hit [m]. Every pass over
-    [m, Vd] costs as much as a third of a matmul."""
+class Judged(NamedTuple):
+    """What `kernel` finds in a chunk. loss: [m] wide. grad: [m, Vd] in the logits' dtype, with
+    respect to them, still to be multiplied by the row factors `row` [m]. hit: [m] bool. own:
+    [m] log-probability of the token at `spot`. rate: [m] sum min(p, q), None where no term
+    asks for it."""
+
+    loss: Tensor
+    grad: Tensor
+    row: Tensor
+    hit: Tensor
+    own: Tensor
+    rate: Tensor | None
+
+
+def kernel(
+    z: Tensor,
+    p: Tensor | None,
+    spot: Tensor,
+    inside: Tensor,
+    usable: Tensor,
+    terms: LossWeights,
+    rated: bool = False,
+) -> Judged:
+    """One head, one chunk. z: [m, Vd] logits. p: [m, Vd] the target's law, None where no term
+    needs it. spot: [m, 1] int64 place of the data's token. inside, usable: [m] bool, it lies
+    in the draft vocabulary, p is to be learned from. rated: `rate` is wanted in any case.
+    Every pass over [m, Vd] costs as much as a third of a matmul."""
     wide = torch.float64 if z.dtype == torch.float64 else torch.float32
     q = torch.softmax(z, -1)
     top, best = q.max(-1, keepdim=True)
@@ -259,14 +280,16 @@ def _kernel(
     # From the largest probability, not from the target's: its rounding is relative, so lse is
     # good to 2^-9 at worst.
     lse = z.gather(1, best)[:, 0].to(wide) - top[:, 0].to(wide).log()
+    own = z.gather(1, spot)[:, 0].to(wide) - lse
     loss, in_vocab, has_law = torch.zeros_like(lse), inside.to(wide), usable.to(wide)
     if terms.hard:
-        loss += terms.hard * in_vocab * (lse - z.gather(1, spot)[:, 0].to(wide))
+        loss -= terms.hard * in_vocab * own
     if p is None:
-        return loss, _less(q, spot, torch.ones_like(q[:, :1])), terms.hard * in_vocab, hit
+        grad = _less(q, spot, torch.ones_like(q[:, :1]))
+        return Judged(loss, grad, terms.hard * in_vocab, hit, own, None)
     parts: list[tuple[Tensor, Tensor]] = []  # (gradient, its row factors)
-    if terms.tv or terms.lk:
-        rate = torch.minimum(p, q).sum(-1, dtype=wide)
+    rate = torch.minimum(p, q).sum(-1, dtype=wide) if terms.tv or terms.lk or rated else None
+    if rate is not None and (terms.tv or terms.lk):
         safe = rate.clamp(min=1e-6)
         loss += has_law * (terms.tv * (1 - rate) - terms.lk * safe.log())
         gain = q * (q < p)  # d rate / d z = q (1[q < p] - sum q 1[q < p])
@@ -278,10 +301,10 @@ def _kernel(
     if terms.hard:
         parts.append((_less(q, spot, torch.ones_like(q[:, :1])), terms.hard * in_vocab))
     if len(parts) == 1:
-        return loss, *parts[0], hit
-    grad = sum(part.mul_(row.to(q.dtype)[:, None]) for part, row in parts)
-    assert isinstance(grad, Tensor)
-    return loss, grad, torch.ones_like(loss), hit
+        return Judged(loss, *parts[0], hit, own, rate)
+    mixed = sum(part.mul_(row.to(q.dtype)[:, None]) for part, row in parts)
+    assert isinstance(mixed, Tensor)
+    return Judged(loss, mixed, torch.ones_like(loss), hit, own, rate)
 
 
 def _less(q: Tensor, spot: Tensor, amount: Tensor) -> Tensor:
