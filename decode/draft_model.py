@@ -21,10 +21,11 @@ from torch import Tensor
 
 from conf.errors import UserError
 from decode import grow
+from decode.cache import TreeCache
 from decode.grow import Form, Nodes
 from decode.rng import Rng
 from decode.sampling import Sampling
-from decode.target import Target, TreeCache
+from decode.target import Target
 from decode.tree import DraftTree
 
 

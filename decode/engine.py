@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
+from decode.cache import TreeCache
 from decode.drafters import Drafter
 from decode.records import Cycle, Generation, Request, Run, Timing
 from decode.rng import Rng
 from decode.sampling import Law, Sampling
-from decode.target import Step, Target, TreeCache
+from decode.scorer import Step
+from decode.target import Target
 from decode.tree import DraftTree
 from decode.verify import Coins, Verdict
 from decode.verify import verify as run_verify

@@ -3,7 +3,6 @@ makes the drafter that a name asks for (heads.names)."""
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
@@ -13,16 +12,13 @@ from decode.drafters import Drafter, NGram, NoDraft
 from decode.monitor import Alert, Monitor
 from decode.target import Target
 from heads import names, tuned
-from heads.base import Batch, Head, HeadConfig, LossOut
-from heads.block.head import DFlashHead, DSparkHead
-from heads.checkpoint import CARD, load_head, save_head
-from heads.eagle.head import Eagle1Head, Eagle3Head
+from heads.base import Head, HeadConfig
+from heads.batch import Batch, LossOut
+from heads.checkpoint import save_head
+from heads.folders import find_head, head_in, is_plain
 from heads.names import Draft
-from heads.parallel.hydra_heads import HydraHeads
-from heads.parallel.medusa import MedusaHead
-from heads.parallel.medusa2 import Medusa2Head
-from heads.small_lm.head import SmallLM
-from heads.small_lm.plain import is_plain, plain_folder, plain_model
+from heads.registry import HEADS, load_head
+from heads.small_lm.plain import plain_folder, plain_model
 
 __all__ = [
     "HEADS",
@@ -41,17 +37,6 @@ __all__ = [
     "save_head",
     "settings_folder",
 ]
-
-HEADS: dict[str, type[Head]] = {
-    "medusa": MedusaHead,
-    "medusa2": Medusa2Head,
-    "hydra_heads": HydraHeads,
-    "eagle1": Eagle1Head,
-    "eagle3": Eagle3Head,
-    "dflash": DFlashHead,
-    "dspark": DSparkHead,
-    "small_lm": SmallLM,
-}
 
 
 def resolve_drafter(spec: str, target: Target) -> Drafter:
@@ -169,37 +154,3 @@ def drafter_folder(draft: Draft) -> Path | None:
     """The folder with the files that a drafter is loaded from, also of a repository; None for
     none and ngram. Raises UserError where there is no such drafter."""
     return plain_folder(draft.source) if is_plain(draft.source) else head_folder(draft)
-
-
-def head_in(path: str) -> Path | None:
-    """The head folder that `path` means: itself, or of a run folder head/ (final), else best/,
-    else the newest checkpoint. None when there is none."""
-    folder = Path(path).expanduser()
-    steps = [p for p in folder.glob("checkpoints/step-*") if re.fullmatch(r"step-\d+", p.name)]
-    newest = sorted(steps, key=lambda p: int(p.name[5:]), reverse=True)
-    places = (folder, folder / "head", folder / "best", *newest)
-    return next((place for place in places if (place / CARD).is_file()), None)
-
-
-def find_head(path: str) -> Path:
-    """As `head_in`. Raises UserError when there is none."""
-    place = head_in(path)
-    if place is not None:
-        return place
-    if is_plain(path):
-        raise UserError(
-            f"drafters: {path}: an ordinary language model, not a head that was trained "
-            "here; give a "
-            "run folder or a head folder"
-        )
-    if Path(path).expanduser().is_dir():
-        raise UserError(
-            f"drafters: {path}: the folder holds no head (no {CARD}, head/, best/ or "
-            "checkpoints/); "
-            "finish the training run, or give another folder"
-        )
-    raise UserError(
-        f"drafters: {path}: neither none, ngram nor an existing folder; give a run "
-        "folder, a head folder, "
-        "or a model with the target's tokenizer"
-    )

@@ -41,7 +41,8 @@ from decode.engine import Cycle, Generation, Request, generate
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import DraftTree
-from heads.base import Batch, Head
+from heads.base import Head
+from heads.batch import Batch
 from heads.forced import Forced, judge
 from heads.names import Draft
 

@@ -24,10 +24,12 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 from conf.errors import UserError
 from conf.schema import entry
 from decode.models.load import DTYPES, TargetConfig, load_target, torch_dtype
+from decode.target import Target
 from heads import find_head, load_head, tuned
+from heads.base import Head
 from heads.checkpoint import read_card, recover, staged
+from heads.folders import is_plain
 from heads.interop import FORMATS, LAYOUTS, MANIFEST, Facts, exported, find_layout
-from heads.small_lm.plain import is_plain
 from scripts.common import files
 from scripts.common.prompts import chat_ids, load_prompts
 from scripts.serving import card as export_card
@@ -97,20 +99,23 @@ def main(cfg: ExportConfig) -> int:
         raise UserError(f"out: {out} holds the drafter itself; give another folder")
     card = read_card(source)
     target = target_of(cfg, card)
-    head: Any = load_head(source, target)
-    settings = tuned.read(source)
+    head = load_head(source, target)
     imported = card["extra"].get("imported")
     stored = imported.get("dtype") if isinstance(imported, dict) else None
     dtype = torch_dtype(cfg.dtype or (stored if stored in DTYPES else "float32"))
     facts = Facts.of(
         target, cfg.verifier or (cfg.target.name if cfg.target.kind == "hub" else name_of(target))
     )
+    about = export_card.About(
+        cfg.format, head, card, facts, tuned.read(source), out, export_card.run_record(source)
+    )
     if head.kind == "small_lm" and cfg.format == "transformers":
         with staged(out) as stage:
             check = export_draft.write(
                 source, stage, head, target, check_prompts(cfg, target), cfg.dtype
             )
-            finish(stage, out, cfg, card, head, facts, settings, check, str(check.pop("dtype")))
+            written = str(check.pop("dtype"))
+            finish(stage, replace(about, check=check, dtype=written))
         return said(out, cfg, check["draft_tokens_equal"])
     layout = find_layout(cfg.format, head)
     head = first_heads(head, cfg.heads)
@@ -121,13 +126,12 @@ def main(cfg: ExportConfig) -> int:
         found: Check = check_export(
             stage, cfg.format, head, target, check_prompts(cfg, target), dtype
         )
-        finish(
-            stage, out, cfg, card, head, facts, settings, found.json(), str(config["torch_dtype"])
-        )
+        written = str(config["torch_dtype"])
+        finish(stage, replace(about, head=head, check=found.json(), dtype=written))
     return said(out, cfg, found.tokens)
 
 
-def target_of(cfg: ExportConfig, card: dict[str, Any]) -> Any:
+def target_of(cfg: ExportConfig, card: dict[str, Any]) -> Target:
     """The target in float32. Raises UserError that also says what the export needs it for."""
     try:
         return load_target(cfg.target, "float32", cfg.device)
@@ -148,7 +152,7 @@ def target_of(cfg: ExportConfig, card: dict[str, Any]) -> Any:
         ) from None
 
 
-def name_of(target: Any) -> str:
+def name_of(target: Target) -> str:
     """The folder of the target; "" where there is none (target=tiny)."""
     return target.identity.path if target.identity is not None else ""
 
@@ -179,7 +183,7 @@ def free_place(out: Path, overwrite: bool) -> Path:
     return out
 
 
-def check_prompts(cfg: ExportConfig, target: Any) -> list[Any]:
+def check_prompts(cfg: ExportConfig, target: Target) -> list[Any]:
     """Token ids of the prompts, the ends of long ones, spread over the file."""
     import torch
 
@@ -192,7 +196,7 @@ def check_prompts(cfg: ExportConfig, target: Any) -> list[Any]:
     return [torch.tensor(i[-room:]) for i in ids[: cfg.num_prompts]]
 
 
-def first_heads(head: Any, count: int | None) -> Any:
+def first_heads(head: Head, count: int | None) -> Head:
     """A copy of a Medusa head with its first `count` heads."""
     if count is None or head.kind != "medusa":
         if count is not None:
@@ -213,29 +217,8 @@ def first_heads(head: Any, count: int | None) -> Any:
     return small
 
 
-def finish(
-    stage: Path,
-    out: Path,
-    cfg: ExportConfig,
-    card: dict[str, Any],
-    head: Any,
-    facts: Facts,
-    settings: Any,
-    check: dict[str, Any],
-    dtype: str,
-) -> None:
+def finish(stage: Path, about: export_card.About) -> None:
     """The card, and last the manifest with the hashes of every other file."""
-    about = export_card.About(
-        cfg.format,
-        head,
-        card,
-        facts,
-        settings,
-        check,
-        dtype,
-        out,
-        export_card.run_record(find_head(cfg.drafter)),
-    )
     files.write_text(stage / "README.md", export_card.page(about))
     files.write_json(
         stage / MANIFEST, export_card.manifest(about, stage, files.command(), files.environment())

@@ -36,7 +36,14 @@ from scripts.proofs.controls import rules as wrong_rules
 from scripts.proofs.controls.catalogue import Mangled, commits_wrong_rows
 from scripts.proofs.engine_law import TableDrafter, engine_law, toy_model
 from scripts.proofs.enumerator import Branches, Case, naive_law
-from scripts.proofs.greedy import Plain, _classify, greedy_layer, greedy_of, reference_tokens
+from scripts.proofs.greedy import (
+    Plain,
+    Reading,
+    _classify,
+    greedy_layer,
+    greedy_of,
+    reference_tokens,
+)
 from scripts.proofs.sampled import Setting, _depths, sampling_layer
 
 TREE = TreeShape.of([(0,), (1,), (0, 0)])
@@ -385,7 +392,7 @@ def test_greedy_layer_passes_sound_code_and_names_defects(world: Any) -> None:
     plain, own, prompts = world
 
     def run(target: Target, verify: Any) -> Any:
-        return greedy_layer(plain, target, own, prompts, 24, 4, verify, 1e-4)
+        return greedy_layer(plain, target, own, prompts, Reading(24, 4, 1e-4, verify))
 
     good = run(plain.target, "traversal")
     assert good.divergences == [] and good.accepted > 0 and good.tokens > 6 and good.astray == 0
@@ -404,9 +411,8 @@ def test_greedy_layer_knows_processors_penalty_and_guidance(world: Any) -> None:
     for sampling, guidance in settings:
 
         def run(target: Target, how: Sampling, scale: float | None, theirs: Any = None) -> Any:
-            return greedy_layer(
-                plain, target, own, prompts, 16, 4, "traversal", 1e-4, how, scale, theirs
-            )
+            reading = Reading(16, 4, 1e-4, sampling=how, guidance=scale)
+            return greedy_layer(plain, target, own, prompts, reading, theirs)
 
         assert run(plain.target, sampling, guidance).divergences == []
         asked = [Request(p, 16, id=i) for i, p in enumerate(prompts)]
@@ -424,7 +430,7 @@ def test_left_padding_of_the_reference_is_told_from_a_defect(world: Any) -> None
     asked = [Request(p, 12, id=i) for i, p in enumerate(prompts)]
     theirs = reference_tokens(plain, asked, Sampling(0.0), 4)
     theirs[2] = [t + 1 for t in theirs[2]]  # as if padding had moved it
-    found = greedy_layer(plain, plain.target, own, prompts, 12, 4, "traversal", 1e-4, theirs=theirs)
+    found = greedy_layer(plain, plain.target, own, prompts, Reading(12, 4, 1e-4), theirs)
     assert found.divergences == []
 
 
@@ -433,14 +439,18 @@ def test_a_tie_within_rounding_is_no_defect() -> None:
     plain = Plain(target)
     best, second = plain.logits([([3, 4, 5, 0], 3)])[0][0].topk(2).indices.tolist()
     out, short = Generation([3, 4, 5], [second, 9]), Generation([3, 4, 5], [best])
-    found = _classify(plain, 0, out, [best, 9], 1e-4, Sampling(0.0))
+    found = _classify(plain, 0, out, [best, 9], Reading(12, 1, 1e-4, sampling=Sampling(0.0)))
     assert found["kind"] == "defect" and found["margin"] > 1e-4 and found["position"] == 0
     assert (
-        _classify(plain, 0, short, [best, 9], 1e-4, Sampling(0.0))["kind"] == "defect"
+        _classify(plain, 0, short, [best, 9], Reading(12, 1, 1e-4, sampling=Sampling(0.0)))["kind"]
+        == "defect"
     )  # stopped too early
     with torch.no_grad():
         target.model.lm_head.weight[second] = target.model.lm_head.weight[best]  # now the two tie
-    assert _classify(plain, 0, out, [best, 9], 1e-4, Sampling(0.0))["kind"] == "rounding tie"
+    assert (
+        _classify(plain, 0, out, [best, 9], Reading(12, 1, 1e-4, sampling=Sampling(0.0)))["kind"]
+        == "rounding tie"
+    )
 
 
 def test_plain_logits_do_not_depend_on_padding(world: Any) -> None:

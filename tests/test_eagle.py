@@ -16,7 +16,7 @@ from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
 from heads import HEADS, vocab
-from heads.base import Batch
+from heads.batch import Batch
 from heads.eagle.attention import Memory, _merged, dense
 from heads.eagle.config import EagleConfig
 from heads.eagle.drafter import EagleDrafter

@@ -21,7 +21,7 @@ from decode.sampling import Sampling
 from decode.stats import accepted_length
 from decode.target import Target
 from heads import HEADS, load_head, resolve_drafter, save_head, vocab
-from heads.base import Batch
+from heads.batch import Batch
 from heads.eagle.config import EagleConfig
 from heads.eagle.head import Eagle3Head
 from heads.eagle.layer import RMSNorm, layer_config

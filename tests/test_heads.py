@@ -184,6 +184,6 @@ def test_a_run_folder_means_its_final_head_then_its_best_then_its_newest_checkpo
 
 
 def test_an_unknown_kind_is_refused(target, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("heads.HEADS", {})
+    monkeypatch.setattr("heads.registry.HEADS", {})
     with pytest.raises(UserError, match="unknown kind of head 'medusa'"):
         load_head(saved, target)

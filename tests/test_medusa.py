@@ -13,7 +13,7 @@ from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.tree import TreeShape
 from heads import shapes, vocab
-from heads.base import Batch
+from heads.batch import Batch
 from heads.losses import LossWeights
 from heads.names import Draft
 from heads.parallel.medusa import MedusaConfig, MedusaHead

@@ -157,7 +157,13 @@ def test_gains_on_a_small_target(tmp_path: Path) -> None:
     for name, d in drafters.items():
         parts = Parts(tmp_path / name, 1)
         found[name] = gains.measure(
-            target, d, prompts, Sampling(1.0), 24, 2, 0, parts, name, lambda n: None
+            target,
+            d,
+            prompts,
+            gains.Decoding(Sampling(1.0), tokens=24, batch_size=2, seed=0),
+            parts,
+            name,
+            lambda n: None,
         )
     result = gains.compare(found)
     assert set(result["differences"]) == {

@@ -61,9 +61,10 @@ def watched(data: Path, out: Path, *more: str) -> tuple[dict[int, float], list[t
     grads: list[torch.Tensor] = []
     step = torch.optim.AdamW.step
 
-    def report(cfg, state, *rest):
-        found[state.step] = state.window["loss"][0] / state.window["loss"][1]
-        original(cfg, state, *rest)
+    def report(run, *rest):
+        total, count = run.state.window["loss"]
+        found[run.state.step] = total / count
+        original(run, *rest)
 
     def first(self, closure=None):
         if not grads:

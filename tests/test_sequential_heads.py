@@ -22,7 +22,7 @@ from decode.engine import Request, generate
 from decode.rng import Rng
 from decode.sampling import Sampling
 from heads import HEADS, load_head, save_head, vocab
-from heads.base import Batch
+from heads.batch import Batch
 from heads.losses import LossWeights
 from heads.names import Draft
 from heads.parallel.hydra_heads import HydraHeads, HydraHeadsConfig

@@ -21,7 +21,8 @@ from accelerate import PartialState
 
 from conf.errors import Interrupted, UserError
 from heads import HEADS, load_head, resolve_drafter
-from heads.base import Head, HeadConfig, LossOut
+from heads.base import Head, HeadConfig
+from heads.batch import LossOut
 from heads.checkpoint import read_card
 from tests.faults import finish
 from tests.training import overrides, run, run_config, sigterm_at_update, tiny_target

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from heads import HEADS, vocab
-from heads.base import Batch
+from heads.batch import Batch
 from heads.parallel.hydra_heads import HydraHeads, HydraHeadsConfig
 from heads.parallel.medusa import MedusaConfig, MedusaHead
 from tests.training import TINY, chats, random_batch, tiny_target

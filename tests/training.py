@@ -21,7 +21,7 @@ from decode.models.load import TargetConfig, load_target
 from decode.rng import Rng
 from decode.sampling import Sampling
 from heads import HEADS
-from heads.base import Batch
+from heads.batch import Batch
 from train.config import MedusaRun
 from train.loop import fit
 

@@ -16,12 +16,17 @@ from decode.target import Target
 from heads.base import Head
 from heads.names import Draft
 from train.config import EvalConfig
+from train.facts import is_no_memory
 from train.signals import Stop
 from train.texts.batches import Rows, held_out_batches
 
 
 class _Asked(Exception):
     """A signal came while prompts were being decoded."""
+
+
+class NoRoom(Exception):
+    """Decoding did not fit into the memory of some rank; raised on every rank."""
 
 
 def decoded_acceptance(
@@ -41,26 +46,29 @@ def decoded_acceptance(
     the head on held-out rows, which shapes its tree.
     stop: a signal ends the decoding, and the result is None on every rank; a sharded target
         decodes to the end.
+    Raises NoRoom on every rank when some rank ran out of memory.
     """
     chosen = rows.held.nonzero()[: cfg.prompts, 0].tolist()
     if not chosen:
         return {}
-    head.calibrate(
-        (b.to(target.device) for b in held_out_batches(rows, cfg.calibration_rows)), target
-    )
     requests = [Request(rows.prompt(row), cfg.max_new_tokens, id=row) for row in chosen]
     alone = (
         accelerator.num_processes == 1 or target.sharded
     )  # the ranks of a sharded target only run it together
     mine = requests if alone else requests[accelerator.process_index :: accelerator.num_processes]
-    drafter = head.drafter(target, Draft(shape=cfg.shape))
 
     def heed(*_: Any) -> None:
         if stop is not None and stop.asked and not target.sharded:
             raise _Asked
 
-    decoded: list[Generation | None]
+    decoded: list[Generation | _Asked | NoRoom]
+    shape = ""
     try:
+        head.calibrate(
+            (b.to(target.device) for b in held_out_batches(rows, cfg.calibration_rows)), target
+        )
+        drafter = head.drafter(target, Draft(shape=cfg.shape))
+        shape = drafter.shape
         decoded = [
             *generate(
                 target,
@@ -72,9 +80,16 @@ def decoded_acceptance(
                 on_tokens=heed,
             ).generations
         ]
-    except _Asked:
-        decoded = [None]
-    every = [g for g in (decoded if alone else gather_object(decoded)) if g is not None]
+    except _Asked as asked:
+        decoded = [asked]
+    except (RuntimeError, MemoryError) as error:
+        if target.sharded or not is_no_memory(error):  # other ranks would wait for this one
+            raise
+        decoded = [NoRoom()]
+    gathered = decoded if alone else gather_object(decoded)
+    if any(isinstance(g, NoRoom) for g in gathered):
+        raise NoRoom
+    every = [g for g in gathered if isinstance(g, Generation)]
     if len(every) < len(requests):
         return None
     parts = [split(g) for g in every]
@@ -83,7 +98,7 @@ def decoded_acceptance(
     if not any(clean):
         return {}
     return {
-        "shape": drafter.shape,
+        "shape": shape,
         "accepted_length": length.mean,
         "low": length.low,
         "high": length.high,

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from conf.errors import UserError
+from decode.target import Target
 from heads import HEADS
 from heads.base import Head
 from train.config import TrainConfig, flat
 from train.texts.batches import Plan, Rows
 
 
-def meaning_of(cfg: TrainConfig, target: Any, rows: Rows) -> dict[str, Any]:
+def meaning_of(cfg: TrainConfig, target: Target, rows: Rows) -> dict[str, Any]:
     """What the run learns, from what, and its logistics, flat; disk.check_meaning knows which
     is which.
     """
@@ -44,7 +45,7 @@ def fit_vocabulary(cfg: Any, counts: torch.Tensor) -> str:
     )
 
 
-def measured_head(cfg: Any, target: Any, rows: Rows) -> Head:
+def measured_head(cfg: Any, target: Target, rows: Rows) -> Head:
     """A fresh head for a measurement, its draft vocabulary fitted to the data as training
     would; what that changes is told on stderr."""
     counts = rows.counts(target.vocab_size)
@@ -54,7 +55,7 @@ def measured_head(cfg: Any, target: Any, rows: Rows) -> Head:
 
 
 def facts_of(
-    cfg: TrainConfig, target: Any, rows: Rows, plan: Plan, head: Head, world: int
+    cfg: TrainConfig, target: Target, rows: Rows, plan: Plan, head: Head, world: int
 ) -> dict[str, Any]:
     """Lines of the header: name -> text."""
     held, pack = int(rows.held.sum()), cfg.data.max_length if cfg.data.packing else 0

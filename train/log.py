@@ -23,6 +23,7 @@ from rich.table import Table
 from torch import nn
 
 from train.config import TrainConfig, flat, meaning_hash
+from train.state import State
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "safetensors")
 
@@ -30,7 +31,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "datasets", "safetensors")
 class Log:
     """The record of a run. `main`: whether this process speaks; the others get silent methods."""
 
-    def __init__(self, cfg: TrainConfig, main: bool, step: int) -> None:
+    def __init__(self, cfg: TrainConfig, main: bool, state: State) -> None:
         self.cfg, self.main = cfg, main
         self.console = Console(stderr=True, quiet=not main)
         self.path = Path(cfg.out_dir) / "metrics.jsonl"
@@ -40,10 +41,10 @@ class Log:
         self._told = False
         if main:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _forget_after(self.path, step)
-            self.run = self._wandb(step)
+            _forget_after(self.path, state)
+            self.run = self._wandb()
 
-    def _wandb(self, step: int) -> Any:
+    def _wandb(self) -> Any:
         """A wandb run, or None: not asked for, not installed, or not able to start. Training
         does not depend on it.
         """
@@ -184,18 +185,20 @@ class Log:
                 self._without_wandb("not finished", error)
 
 
-def _forget_after(path: Path, step: int) -> None:
-    """Drop the metrics of steps that the resumed run will do again, and a line that a kill cut
-    short.
+def _forget_after(path: Path, state: State) -> None:
+    """Drop the metrics of steps and evaluations that the resumed run will do again, and a line
+    that a kill cut short.
     """
     if not path.exists():
         return
     kept = []
     for line in path.read_text(errors="replace").splitlines():
         try:
-            if json.loads(line)["step"] <= step:
+            known = json.loads(line)
+            done = state.evaluated if known.get("event") == "eval" else state.step
+            if known["step"] <= done:
                 kept.append(line)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             continue
     stage = path.with_name(".tmp-metrics.jsonl")
     stage.write_text("".join(line + "\n" for line in kept))

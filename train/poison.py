@@ -4,39 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import json
-from pathlib import Path
 
-from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch import Tensor
 
 from conf.errors import UserError
-from heads.base import Head
-from train.config import TrainConfig
-from train.texts.batches import Rows
+from train.run import Run
 
 
-def stop_poisoned(
-    cfg: TrainConfig,
-    step: int,
-    rows: Rows,
-    poisoned: list[int],
-    used: list[int],
-    head: Head,
-    accelerator: Accelerator,
-) -> None:
-    """Write what is known and raise UserError on every rank, so that none updates."""
-    mine = [rows.where(r) for r in (poisoned or used)]
-    every = [(bool(poisoned), mine)]
-    if accelerator.num_processes > 1:
+def stop_poisoned(run: Run, micro: list[list[int]], sound: Tensor) -> None:
+    """Write what is known and raise UserError on every rank, so that none updates. micro: rows
+    of this rank's passes; sound: [M] bool, which of their losses are finite.
+    """
+    step, folder = run.state.step, run.out / f"bad_step-{run.state.step}"
+    guilty = [
+        row for rows, good in zip(micro, sound.tolist(), strict=True) if not good for row in rows
+    ]
+    mine = [run.rows.where(r) for r in (guilty or [row for rows in micro for row in rows])]
+    every = [(bool(guilty), mine)]
+    if run.world > 1:
         every = gather_object(every)
     blamed = [w for sure, part in every if sure for w in part] or [
         w for _, part in every for w in part
     ]
-    if accelerator.is_main_process:
+    if run.main:
         norms = {
-            n: str(float(p.grad.norm())) for n, p in head.named_parameters() if p.grad is not None
+            n: str(float(p.grad.norm()))
+            for n, p in run.head.named_parameters()
+            if p.grad is not None
         }
-        folder = Path(cfg.out_dir) / f"bad_step-{step}"
         report = {"step": step, "rows": blamed, "gradient_norms": norms}
         with contextlib.suppress(OSError):  # a full disk must not hide what is told below
             folder.mkdir(parents=True, exist_ok=True)
@@ -44,6 +40,5 @@ def stop_poisoned(
     shown = ", ".join(blamed[:4]) + (f" and {len(blamed) - 4} more" if len(blamed) > 4 else "")
     raise UserError(
         f"{shown}: loss or gradient is not finite at step {step}, no weight was changed; "
-        "look at them "
-        f"or lower optim.lr (all rows are in {cfg.out_dir}/bad_step-{step}/report.json)"
+        f"look at them or lower optim.lr (all rows are in {folder}/report.json)"
     )

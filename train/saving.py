@@ -40,9 +40,9 @@ REFUSED = (OSError, RuntimeError, SafetensorError, MemoryError, UserError)
 
 
 class Saver:
-    """The checkpoints of a run. written: step of the newest one that is known to be on disk,
-    -1 for none; the same on every rank, as is `failures`, the saves in a row that were
-    refused."""
+    """The checkpoints of a run. begun: step of the newest save, finished or not; written: of the
+    newest one that is known to be on disk; -1 for none. Both are the same on every rank, as is
+    `failures`, the saves in a row that were refused."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Saver:
             log,
             stop,
         )
-        self.lock, self.written, self.failures = lock, written, 0
+        self.lock, self.begun, self.written, self.failures = lock, written, written, 0
         self._flying = -1  # step of the save that is being written
         self._thread: threading.Thread | None = None
         self._problem = ""
@@ -82,6 +82,7 @@ class Saver:
         problem = self.settle()
         if self.failures == RETRIES and not wait:
             return problem
+        self.begun = state.step
         self._agree(state, head)
         self._flying, self._problem = state.step, "it was not finished"
         beside = self.cfg.async_save and not wait

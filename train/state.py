@@ -58,6 +58,12 @@ class State:
         for name, amount in amounts.items():
             self.seen[name] = self.seen.get(name, 0.0) + amount
 
+    def add_to_window(self, found: dict[str, list[float]]) -> None:
+        """Count a step's statistics, name -> [sum, count], for the next line of metrics."""
+        for name, (total, count) in found.items():
+            old = self.window.get(name, [0.0, 0.0])
+            self.window[name] = [old[0] + total, old[1] + count]
+
 
 @dataclass
 class Snapshot:

@@ -27,7 +27,8 @@ from conf.errors import UserError
 from decode.drafters import Drafter
 from decode.target import Target
 from heads import shapes, vocab
-from heads.base import Batch, Head, LossOut, Saved
+from heads.base import Head, Saved
+from heads.batch import Batch, LossOut
 from heads.eagle.attention import Memory
 from heads.eagle.config import EagleConfig
 from heads.eagle.drafter import EagleDrafter

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from decode.target import Target
 from heads import shapes, vocab
-from heads.base import Batch, Head, HeadConfig, LossOut, Saved
+from heads.base import Head, HeadConfig, Saved
+from heads.batch import Batch, LossOut
 from heads.limits import MOST, MOST_DEPTH, MOST_LAYERS, MOST_NODES, outside
 from heads.losses import LossWeights, chunked_loss, target_law
 

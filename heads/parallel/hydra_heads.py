@@ -31,7 +31,7 @@ from decode.drafters import Drafter
 from decode.grow import Form, Nodes
 from decode.sampling import Sampling
 from decode.target import Target
-from heads.base import Batch
+from heads.batch import Batch
 from heads.eagle.layer import LayerShape, layer_config
 from heads.limits import MOST_LAYERS, outside
 from heads.losses import LossWeights

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from decode.drafters import Drafter
 from decode.target import Target
-from heads.base import Batch
+from heads.batch import Batch
 from heads.limits import MOST, outside
 from heads.names import Draft
 from heads.parallel.base import ParallelConfig, ParallelHead, ParallelSaved

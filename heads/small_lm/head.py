@@ -28,7 +28,8 @@ from conf.typed import SHORT
 from decode.drafters import Drafter, DraftModel
 from decode.target import Target
 from heads import shapes
-from heads.base import Batch, Head, LossOut, Saved, differing
+from heads.base import Head, Saved, differing
+from heads.batch import Batch, LossOut
 from heads.limits import MOST, MOST_DEPTH, MOST_LAYERS
 from heads.losses import chunked_loss, target_law
 from heads.names import Draft

@@ -37,7 +37,7 @@ from scripts.proofs.directions import Bank
 from scripts.proofs.engine_law import TableDrafter, engine_law, toy_model
 from scripts.proofs.enumerator import Case, enumerate_case
 from scripts.proofs.extremes import Extreme
-from scripts.proofs.greedy import Greedy, Plain, greedy_layer, greedy_of, reference_tokens
+from scripts.proofs.greedy import Greedy, Plain, Reading, greedy_layer, greedy_of, reference_tokens
 from scripts.proofs.sampled import Sample, Setting, sampling_layer, texts_of
 
 CASE_LIMIT, LOOP_LIMIT = 1e-12, 1e-9
@@ -78,6 +78,12 @@ class Plan:
             self.seed,
             self.verify,
             self.guidance,
+        )
+
+    def reading(self, tie: float) -> Reading:
+        """The greedy layer's. tie: see World."""
+        return Reading(
+            self.greedy_tokens, self.batch_size, tie, self.verify, self.sampling, self.guidance
         )
 
 
@@ -134,12 +140,7 @@ def layers(world: World, drafter: Drafter, plan: Plan, watch: Watch, parts: Part
         world.target,
         drafter,
         world.chosen,
-        plan.greedy_tokens,
-        plan.batch_size,
-        plan.verify,
-        world.tie,
-        plan.sampling,
-        plan.guidance,
+        plan.reading(world.tie),
         world.theirs,
         ticker(watch, "greedy", len(world.chosen)),
         parts,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -65,14 +66,23 @@ def lanes(path: str, target: Target) -> dict[str, Drafter]:
     }
 
 
+@dataclass(frozen=True)
+class Decoding:
+    """How prompts are decoded: tokens of the longest answer, prompts at a time, and the seed
+    that addresses all random numbers.
+    """
+
+    sampling: Sampling
+    tokens: int
+    batch_size: int
+    seed: int
+
+
 def measure(
     target: Target,
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    tokens: int,
-    batch_size: int,
-    seed: int,
+    how: Decoding,
     parts: Parts,
     name: str,
     advance: Advance,
@@ -81,12 +91,12 @@ def measure(
     found: Values = {}
     for row in parts.lines(name):
         found.update(row)
-    done = len(parts.lines(name)) * batch_size
+    done = len(parts.lines(name)) * how.batch_size
     advance(min(done, len(prompts)))
-    for start in range(done, len(prompts), batch_size):
+    for start in range(done, len(prompts), how.batch_size):
         asked = [
-            Request(list(p), tokens, id=start + i)
-            for i, p in enumerate(prompts[start : start + batch_size])
+            Request(list(p), how.tokens, id=start + i)
+            for i, p in enumerate(prompts[start : start + how.batch_size])
         ]
         rule = Watched(
             functools.partial(verify, rule="traversal"),
@@ -97,9 +107,9 @@ def measure(
             target,
             drafter,
             asked,
-            sampling,
-            batch_size=batch_size,
-            seed=seed,
+            how.sampling,
+            batch_size=how.batch_size,
+            seed=how.seed,
             verify=rule,
             eos_ids=(),
         )

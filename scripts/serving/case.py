@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 
 from conf.errors import UserError
 from decode import stats
-from decode.drafters import NoDraft
+from decode.drafters import Drafter, NoDraft
 from decode.engine import Cycle, Generation, Request, generate
 from decode.sampling import Sampling
 from decode.target import Target
-from heads.base import Batch
+from heads.base import Batch, Head
 from heads.interop import detect, read_folder
 from heads.names import Draft
 from scripts.common import files
@@ -49,7 +49,7 @@ class Runs:
         self.plain = [g.token_ids for g in self._run("plain", NoDraft(), limit, None)]
 
     def _run(
-        self, name: str, drafter: Any, limit: int, eos: Sequence[int] | None
+        self, name: str, drafter: Drafter, limit: int, eos: Sequence[int] | None
     ) -> list[Generation]:
         """Answers of a drafter; from WORK when they were made before. name: what they depend
         on beside the prompts.
@@ -112,7 +112,7 @@ class Runs:
         }
 
     def case(
-        self, head: Any, name: str, depth: int, answer: dict[str, Any], plain: dict[str, Any]
+        self, head: Head, name: str, depth: int, answer: dict[str, Any], plain: dict[str, Any]
     ) -> dict[str, Any]:
         """The engine with a drafter against our chain of the same depth. name: what tells this
         head from others.
@@ -164,7 +164,7 @@ def rate(laps: Sequence[Sequence[float]]) -> float | None:
 
 @torch.no_grad()
 def package(
-    python: Path, folder: Path, head: Any, target: Target, prompt: Sequence[int], work: Path
+    python: Path, folder: Path, head: Head, target: Target, prompt: Sequence[int], work: Path
 ) -> dict[str, Any]:
     """The speculators package on an exported folder: its draft logits against ours (three
     steps, teacher-forced), and what it saves against what we wrote, tensor by tensor. Raises

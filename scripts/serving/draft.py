@@ -19,6 +19,7 @@ from decode.models.load import torch_dtype
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
+from heads.base import Head
 from heads.names import Draft
 
 KEPT = (
@@ -47,7 +48,7 @@ def save(tensors: dict[str, Tensor], path: Path) -> None:
 def write(
     source: Path,
     stage: Path,
-    head: Any,
+    head: Head,
     target: Target,
     prompts: Sequence[Tensor],
     dtype: str | None,

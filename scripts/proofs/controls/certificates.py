@@ -255,12 +255,7 @@ def _greedy(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict[s
                 who,
                 helper,
                 few,
-                plan.greedy_tokens,
-                plan.batch_size,
-                verify,
-                world.tie,
-                plan.sampling,
-                plan.guidance,
+                dataclasses.replace(plan.reading(world.tie), verify=verify),
                 world.theirs[: len(few)],
             )
             if bad.defects or bad.astray:

@@ -22,6 +22,7 @@ from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import TreeShape
 from decode.verify import RULES
+from heads.base import Head
 from heads.eagle.head import Eagle3Head, EagleConfig
 from heads.names import Draft
 from heads.parallel.medusa import MedusaConfig, MedusaHead
@@ -100,7 +101,7 @@ def eagle(target: Target, shape: TreeShape) -> Drafter:
     return _drafter(head, target, shape)
 
 
-def _drafter(head: Any, target: Target, shape: TreeShape) -> Drafter:
+def _drafter(head: Head, target: Target, shape: TreeShape) -> Drafter:
     generator = torch.Generator().manual_seed(3)
     for weight in head.parameters():
         weight.data += 0.1 * torch.randn(weight.shape, generator=generator)
