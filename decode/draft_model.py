@@ -176,13 +176,13 @@ class DraftModel:
     def open(self, levels: int) -> Tensor:
         """See decode.grow.Source."""
         self.levels_read: list[int] = []  # the level of every token read in this cycle
-        return self._logits(self.state[:, None])
+        return self.logits(self.state[:, None])
 
     def level(self, nodes: Nodes) -> Tensor:
         """See decode.grow.Source; a token's own pass sees what is above it."""
-        return self._logits(self._extend(nodes.tokens, nodes.seen, nodes.level))
+        return self.logits(self._extend(nodes.tokens, nodes.seen, nodes.level))
 
-    def _logits(self, state: Tensor) -> Tensor:
+    def logits(self, state: Tensor) -> Tensor:
         """[.., D] -> [.., Vd]."""
         return self.draft.head.finish(F.linear(state, self.proj, self.bias))
 

@@ -8,6 +8,7 @@ import ast
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -84,6 +85,52 @@ def test_no_new_circles_of_files() -> None:
     }
     new = [sorted(circle) for circle in circles if not any(circle <= old for old in CIRCLES)]
     assert not new, f"files that import each other: {new}"
+
+
+# Functions with more parameters than PARAMETERS that are still allowed.
+PARAMETERS = 8
+LONG = {
+    "train/evaluation.py:evaluate",
+    "train/loop.py:_step",
+    "scripts/export.py:finish",
+    "scripts/proofs/gains.py:measure",
+    "scripts/proofs/greedy.py:greedy_layer",
+}
+
+
+def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    tree = ast.walk(ast.parse(path.read_text()))
+    return [node for node in tree if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
+    """Those that have a name, without self, cls and the ctx of an autograd function."""
+    given = function.args.posonlyargs + function.args.args + function.args.kwonlyargs
+    return given[1:] if given and given[0].arg in ("self", "cls", "ctx") else given
+
+
+def test_no_function_has_more_than_eight_parameters() -> None:
+    long = {
+        f"{path.relative_to(ROOT)}:{function.name}"
+        for path in SOURCES
+        for function in functions(path)
+        if len(parameters(function)) > PARAMETERS
+    }
+    assert long <= LONG, f"give these fewer parameters: {sorted(long - LONG)}"
+
+
+def test_targets_heads_and_drafters_are_typed() -> None:
+    """In the packages that have them: no `Any` for what the project is about."""
+    loose = [
+        f"{path.relative_to(ROOT)}:{function.lineno} {one.arg}"
+        for path in SOURCES
+        for function in functions(path)
+        for one in parameters(function)
+        if path.relative_to(ROOT).parts[0] in ("decode", "heads")
+        and one.arg in ("target", "head", "drafter", "draft")
+        and (one.annotation is None or ast.unparse(one.annotation) == "Any")
+    ]
+    assert not loose
 
 
 def test_the_formatter_decides_the_layout() -> None:

@@ -298,7 +298,7 @@ def test_a_draft_is_what_plain_passes_say(pair: Any, name: str) -> None:
                 torch.testing.assert_close(tree.proposal.law[b, tree.proposal.row[b, i]], law)
             else:
                 rank = int((law > law[tree.tokens[b, i]]).sum())
-                assert rank == 0 if name == "chain" else rank < drafter.width
+                assert rank == 0 if name == "chain" else rank < drafter.form.width
     if name == "dynamic":
         assert tree.width == 9 and tree.layout.levels > 1
 

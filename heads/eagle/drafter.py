@@ -155,15 +155,15 @@ class EagleDrafter:
     def open(self, levels: int) -> Tensor:
         """See decode.grow.Source."""
         self.state, self.drafted = self.h[: len(self.lengths), None], 0
-        return self._logits(self.state)
+        return self.logits(self.state)
 
     def level(self, nodes: Nodes) -> Tensor:
         """See decode.grow.Source; a token is read beside the state that it follows."""
         above = nodes.of_parents(self.state)
         self.state = self._extend(nodes.tokens, above, nodes.seen, nodes.level)
-        return self._logits(self.state)
+        return self.logits(self.state)
 
-    def _logits(self, state: Tensor) -> Tensor:
+    def logits(self, state: Tensor) -> Tensor:
         """[.., D] -> [.., Vd]."""
         return F.linear(self.net.read(state), self.proj)
 

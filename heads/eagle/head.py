@@ -37,7 +37,7 @@ from heads.eagle.layer import LayerShape, layer_config, take
 from heads.eagle.net import Eagle1Net, Eagle3Net, EagleNet, try_own
 from heads.eagle.own_layer import Own, own
 from heads.limits import MOST_DEPTH
-from heads.losses import chunked_loss, stored_law, target_law
+from heads.losses import Taught, chunked_loss, stored_law, target_law
 from heads.names import Draft
 from heads.recompute import plainly, recomputed
 
@@ -215,7 +215,7 @@ class EagleHead(Head):
             )
         read = self.net.read(torch.stack(hidden))
         total, losses, hits = chunked_loss(
-            read, self.projection(target), place, valid, law, self.cfg.loss, weights, self.cfg.chunk
+            read, self.projection(target), Taught(place, valid, law), terms, weights, self.cfg.chunk
         )
         stats = {f"loss_{s}": losses[s] for s in range(self.cfg.steps)}
         stats |= {f"top1_{s}": hits[s] for s in range(self.cfg.steps)}
@@ -343,6 +343,7 @@ class Eagle1Head(EagleHead):
     """EAGLE-1: embedding and LM head are the target's and frozen; learns features and tokens."""
 
     kind = "eagle1"
+    net: Eagle1Net
 
     @classmethod
     def build(

@@ -24,7 +24,7 @@ from heads import shapes, vocab
 from heads.base import Head, HeadConfig, Saved
 from heads.batch import Batch, LossOut
 from heads.limits import MOST, MOST_DEPTH, MOST_LAYERS, MOST_NODES, outside
-from heads.losses import LossWeights, chunked_loss, target_law
+from heads.losses import LossWeights, Taught, chunked_loss, target_law
 
 
 @dataclass
@@ -228,9 +228,7 @@ class ParallelHead(Head):
         total, losses, hits = chunked_loss(
             x,
             self.projection(target),
-            place,
-            valid,
-            law,
+            Taught(place, valid, law),
             self.cfg.loss,
             weights,
             self.cfg.chunk,

@@ -110,25 +110,12 @@ class LastFeature:
         return grow.draft(self, self.form, budget, sampling, rng)
 
 
-class MedusaDrafter(LastFeature):
-    """Medusa's: the heads read the last feature alone."""
-
-    def __init__(self, head: Blocks, target: Target, form: Form) -> None:
-        super().__init__(head, target, form)
-        depth = form.depth
-        self.weight = head.block_weight.detach()[:depth].to(target.dtype, copy=True).transpose(2, 3)
-        self.bias = head.block_bias.detach()[:depth, :, None].to(target.dtype, copy=True)
+class AtOnce(LastFeature):
+    """Heads that read the last feature alone, so that all levels are known at once."""
 
     def logits(self, depth: int) -> Tensor:
         """[depth, B, Vd]: head i's guess at the token i + 1 after the last committed one."""
-        x = self.feats.expand(depth, *self.feats.shape)
-        for layer in range(self.weight.shape[1]):
-            x = x + F.silu(torch.baddbmm(self.bias[:depth, layer], x, self.weight[:depth, layer]))
-        return (
-            x @ self.proj.T
-            if self.proj.dim() == 2
-            else torch.bmm(x, self.proj[:depth].transpose(1, 2))
-        )
+        raise TypeError("a subclass defines it")
 
     def open(self, levels: int) -> Tensor:
         """See decode.grow.Source."""
@@ -138,6 +125,27 @@ class MedusaDrafter(LastFeature):
     def level(self, nodes: Nodes) -> Tensor:
         """See decode.grow.Source: the same for all nodes of a level."""
         return self.known[nodes.level][:, None]
+
+
+class MedusaDrafter(AtOnce):
+    """Medusa's."""
+
+    def __init__(self, head: Blocks, target: Target, form: Form) -> None:
+        super().__init__(head, target, form)
+        depth = form.depth
+        self.weight = head.block_weight.detach()[:depth].to(target.dtype, copy=True).transpose(2, 3)
+        self.bias = head.block_bias.detach()[:depth, :, None].to(target.dtype, copy=True)
+
+    def logits(self, depth: int) -> Tensor:
+        """See AtOnce."""
+        x = self.feats.expand(depth, *self.feats.shape)
+        for layer in range(self.weight.shape[1]):
+            x = x + F.silu(torch.baddbmm(self.bias[:depth, layer], x, self.weight[:depth, layer]))
+        return (
+            x @ self.proj.T
+            if self.proj.dim() == 2
+            else torch.bmm(x, self.proj[:depth].transpose(1, 2))
+        )
 
 
 class MarkovDrafter(MedusaDrafter):

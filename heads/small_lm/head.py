@@ -31,7 +31,7 @@ from heads import shapes
 from heads.base import Head, Saved, differing
 from heads.batch import Batch, LossOut
 from heads.limits import MOST, MOST_DEPTH, MOST_LAYERS
-from heads.losses import chunked_loss, target_law
+from heads.losses import Taught, chunked_loss, target_law
 from heads.names import Draft
 from heads.recompute import layers_recomputed
 from heads.small_lm.config import SmallLMConfig
@@ -253,9 +253,7 @@ class SmallLM(Head):
         total, losses, hits = chunked_loss(
             x[None],
             out.weight[: self.vocab],
-            inside,
-            torch.ones_like(flat, dtype=torch.bool)[None],
-            law,
+            Taught(inside, torch.ones_like(flat, dtype=torch.bool)[None], law),
             self.cfg.loss,
             torch.ones(1, device=x.device),
             self.cfg.chunk,
