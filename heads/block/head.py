@@ -359,8 +359,9 @@ def means(token: int, target: Target) -> bool:
     named = {getattr(tokenizer, f"{n}_token_id", None) for n in ("bos", "eos", "unk", "pad")}
     if token in named or token in target.eos_ids:
         return True
-    word = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
-    return word is not None and token not in tokenizer.all_special_ids
+    if tokenizer is None or token >= len(tokenizer):
+        return False
+    return token not in tokenizer.all_special_ids
 
 
 def _by_slot(on: Tensor, found: Found) -> dict[str, Tensor]:
