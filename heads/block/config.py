@@ -35,8 +35,8 @@ class BlockConfig(HeadConfig):
     share_lm_head: bool = False
     # rank of a term of the token before the guessed one, added to the logits; 0 = none
     markov_rank: int = 0
-    # id of a reserved token that stands for the mask in exported heads; -1 = the first that is
-    # free
+    # id of a reserved token whose embedding in the target stands for the mask, as in engines;
+    # -1 = a trained vector
     mask_token: int = -1
     # blocks per document in training, redrawn every epoch; 0 = as many as predict every
     # supervised token twice

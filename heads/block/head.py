@@ -122,6 +122,11 @@ class BlockHead(Head):
             nn.init.normal_(weight, 0.0, std) if weight.dim() > 1 else nn.init.ones_(weight)
         table = target.model.get_input_embeddings().weight
         nn.init.normal_(net.mask, 0.0, float(table[:4096].float().square().mean().sqrt()))
+        if self.cfg.mask_token >= 0:
+            net.mask.copy_(
+                target.embed(torch.tensor([self.cfg.mask_token], device=target.device))[0]
+            )
+            net.mask.requires_grad_(False)
         rows = self.target_rows(target)[0] * target.head.scale
         if net.lm_head is not None:
             net.lm_head.weight.copy_(rows)
