@@ -25,7 +25,7 @@ from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import DraftTree
 from heads.eagle.cache import DraftCache
-from heads.eagle.net import EagleNet
+from heads.eagle.net import Eagle3Net, EagleNet
 
 
 class Layers(Protocol):
@@ -196,3 +196,25 @@ class EagleDrafter:
             spot = ends + torch.arange(ancestors.shape[2], device=self.device)
             mask.scatter_(2, spot[:, None].expand_as(ancestors), ancestors)
         return mask[:, None]
+
+
+class ParallelEagleDrafter(EagleDrafter):
+    """P-EAGLE: rows of masks behind the committed ones, so that all levels are known at once."""
+
+    net: Eagle3Net
+
+    def open(self, levels: int) -> Tensor:
+        """See decode.grow.Source."""
+        count, more = len(self.lengths), levels - 1
+        state = self.h[:count, None]
+        if more:
+            places = self.cache.aim(slice(0, count), self.lengths, 0, more)
+            mask = torch.arange(self.cache.reach, device=self.device) <= places[..., None]
+            e, g = self.net.masked((count, more), state.dtype)
+            state = torch.cat([state, self._pass(e, g, places, mask[:, None])], 1)
+        self.known = self.logits(state)
+        return self.known[:, :1]
+
+    def level(self, nodes: Nodes) -> Tensor:
+        """See decode.grow.Source: the same for all nodes of a level."""
+        return self.known[:, nodes.level, None]

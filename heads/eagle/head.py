@@ -5,8 +5,9 @@ Row t reads (f_t, e_{t+1}) and predicts x_{t+2} (heads/eagle/net.py). With `step
 training-time test of EAGLE-3 (for EAGLE-1: the harmonised context of HASS) runs the drafter on
 its own outputs: at step s row t reads its previous output and e_{t+1+s}, attends to the rows
 up to t of step 0 and to its own later keys, and predicts x_{t+2+s}; the loss of step s counts
-step_decay ** s. A token is supervised by its own loss mask (the predicted token's, at t + 2 +
-s). Trained by train/eagle.py; conf/head/eagle1.yaml and eagle3.yaml hold the keys.
+step_decay ** s. With `parallel` a row reads a trained mask there in place of its output and
+the token (P-EAGLE). A token is supervised by its own loss mask (the predicted token's, at t +
+2 + s). Trained by train/eagle.py; conf/head/eagle1.yaml and eagle3.yaml hold the keys.
 
 Shape letters: B rows, T positions, D width, S steps, Vd draft vocabulary, F taps, n supervised
 tokens, R packed rows.
@@ -17,7 +18,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,7 @@ from heads.base import Head, Saved
 from heads.batch import Batch, LossOut
 from heads.eagle.attention import Memory
 from heads.eagle.config import EagleConfig
-from heads.eagle.drafter import EagleDrafter
+from heads.eagle.drafter import EagleDrafter, ParallelEagleDrafter
 from heads.eagle.init import copy_layer, reset_weights, start_output
 from heads.eagle.layer import LayerShape, layer_config, take
 from heads.eagle.net import Eagle1Net, Eagle3Net, EagleNet, try_own
@@ -286,10 +287,11 @@ class EagleHead(Head):
                 memory.at(step),
                 flat_e[(keep + 1 + step).clamp(max=flat_e.shape[0] - 1)],
             )
+            g = self.net.feed(h)
+            if cfg.parallel:
+                e_next, g = cast(Eagle3Net, self.net).masked(h.shape[:1], h.dtype)
             rope = (cos[at + step][None], sin[at + step][None])
-            return self.net.advance(e_next[None], self.net.feed(h)[None], rope, memory=memory)[
-                0
-            ], memory
+            return self.net.advance(e_next[None], g[None], rope, memory=memory)[0], memory
 
         again = recomputed if cfg.activation_checkpointing else plainly
         h, memory = again(start, Memory((count, length), keep, batch.position))
@@ -336,7 +338,8 @@ class EagleHead(Head):
 
     def drafter(self, target: Target, draft: Draft | None = None) -> Drafter:
         """See Head."""
-        return EagleDrafter(self, target, self.form(target, draft))
+        kind = ParallelEagleDrafter if self.cfg.parallel else EagleDrafter
+        return kind(self, target, self.form(target, draft))
 
 
 class Eagle1Head(EagleHead):
@@ -397,6 +400,8 @@ class Eagle3Head(EagleHead):
             cfg.norm_before_residual,
             own,
         )
+        if cfg.parallel:
+            net.add_mask(len(taps))
         return cls(cfg, net, taps, vocab_size, final)
 
     @classmethod

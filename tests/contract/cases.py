@@ -103,6 +103,10 @@ CASES = {
         ),
         ("least", 1.5),
     ),
+    "p-eagle": Case(
+        EagleConfig(layers=2, parallel=True, draft_vocab=60, depth=4, nodes=7, width=3),
+        ("steps", 1),
+    ),
     "small_lm": Case(
         SmallLMConfig(from_target_layers=1, draft_vocab=60, depth=3, nodes=7, width=3),
         ("spacing", "wide"),
