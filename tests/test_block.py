@@ -25,6 +25,7 @@ from heads import HEADS
 from heads.batch import Batch
 from heads.block import head as block_head
 from heads.block.anchors import Anchors, draw
+from heads.block.confidence import temperatures
 from heads.block.config import BlockConfig
 from heads.block.drafter import BlockDrafter
 from heads.block.loss import SMOOTH, Task, block_loss
@@ -521,6 +522,26 @@ def test_confidence_learns_the_overlap_of_the_laws(target) -> None:
         last = float(out.stats["confidence"][0] / out.stats["confidence"][1])
         first = last if step == 0 else first
     assert last < first - 0.01
+
+
+def test_temperatures_make_the_chances_honest_from_left_to_right(target) -> None:
+    g = torch.Generator().manual_seed(0)
+    true = 2 * torch.randn(4000, 3, generator=g, dtype=torch.float64)
+    on = torch.rand(4000, 3, generator=g).argsort(1) >= 0  # all
+    on[2000:, 2] = False
+    got = temperatures(true * torch.tensor([4.0, 1.0, 0.5]), true.sigmoid(), on)
+    assert got == pytest.approx([4.0, 1.0, 0.5], rel=0.2)
+    assert temperatures(true[:0], true[:0], on[:0]) == [1.0, 1.0, 1.0]
+    head = made(target, "dspark", loss=LossWeights(0.1, 0, 1.8))
+    ids = torch.randint(3, 260, (2, 20), generator=g)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    head.calibrate([Batch(ids, mask, mask, torch.arange(2))], target)
+    assert len(head.calibration["confidence"]) == head.cfg.slots
+    saved = head.config_json()
+    HEADS["dspark"].from_json(saved, target)
+    saved["calibration"]["confidence"] = [math.nan]
+    with pytest.raises(UserError, match="calibration.confidence: is no list of temperatures"):
+        HEADS["dspark"].from_json(saved, target)
 
 
 # --- mistakes

@@ -53,6 +53,7 @@ class BlockDrafter:
         self.proj = head.projection(target).detach().to(target.dtype)
         self.ids, self.embed = head.ids(), target.embed
         self.least = head.cfg.least if form.shape == "chain" else 0.0
+        self.temperatures: list[float] = head.calibration.get("confidence") or [1.0]
         self.reset(1, 1)
 
     def reset(self, rows: int, max_len: int) -> None:
@@ -142,7 +143,8 @@ class BlockDrafter:
         near = self.net.before(tokens, self.logits.dtype)
         if self.least:
             side = None if near is None else near[:, 0]
-            self.chances.append(self.net.chance(self.state[:, level], side))
+            flat = self.temperatures[min(level, len(self.temperatures) - 1)]
+            self.chances.append(self.net.chance(self.state[:, level], side) / flat)
         known = self.logits[:, level, None]
         if near is None or self.net.markov_out is None:
             return known

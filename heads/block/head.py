@@ -17,7 +17,7 @@ taps, Vd draft vocabulary, n supervised slots.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -31,7 +31,9 @@ from decode.grow import Form
 from decode.target import Target
 from heads import shapes, vocab
 from heads.base import Batch, Head, LossOut, Saved
+from heads.block import confidence
 from heads.block.anchors import Anchors, draw, every
+from heads.block.confidence import temperatures
 from heads.block.config import BlockConfig
 from heads.block.drafter import BlockDrafter
 from heads.block.loss import Found, Task, block_loss, decaying
@@ -63,6 +65,7 @@ class BlockSaved(Saved):
         deep, size = target.num_layers, self.config.draft_vocab or self.vocab_size
         found = vocab.problems(self.vocab_size, self.config.draft_vocab, target.vocab_size)
         found = found or shapes.problems(self.calibration, MOST_DEPTH, size)
+        found += confidence.problems(self.calibration)
         found += self.layer.fits(target, self.config.layers, "layer")
         if not self.taps or self.taps != sorted({t for t in self.taps if 0 <= t < deep}):
             found.append(f"taps: {self.taps[:9]} are not hidden states of 0..{deep - 1} in order")
@@ -180,6 +183,21 @@ class BlockHead(Head):
     def forward(self, batch: Batch, target: Target) -> LossOut:
         """The loss summed over the supervised slots of the drawn blocks, which are the count."""
         cfg = self.cfg
+        on, chances, total, found = self._judged(batch, target)
+        count = torch.tensor(float(found.loss.numel()), dtype=torch.float64, device=on.device)
+        stats = _by_slot(on, found)
+        if chances is not None:
+            z = chances.to(total.dtype)
+            wrong = F.binary_cross_entropy_with_logits(z, found.rate, reduction="none")
+            weights = decaying(on, cfg.decay, wrong.dtype)
+            total = total + cfg.confidence * (wrong * weights).sum()
+            stats["confidence"] = torch.stack([wrong.detach().double().sum(), count])
+        return LossOut(total, count, stats)
+
+    def _judged(self, batch: Batch, target: Target) -> tuple[Tensor, Tensor | None, Tensor, Found]:
+        """Of the drawn blocks: which slots are supervised [N, K], the confidence head's logits
+        [n] there, None without such a head, the loss of the tokens and what was found."""
+        cfg = self.cfg
         anchors = draw(batch, cfg.anchors, cfg.slots, self.drawn)
         feats, taught = self._features(batch, target)
         hidden = self._slots(batch, target, feats, anchors, cfg.slots)
@@ -194,15 +212,8 @@ class BlockHead(Head):
         near = self.net.before(tokens[flat - 1], hidden.dtype)
         pair = None if near is None else (near, self.net.markov_out)
         total, found = block_loss(hidden, self.projection(target), pair, task)  # type: ignore[arg-type]
-        count = torch.tensor(float(flat.numel()), dtype=torch.float64, device=flat.device)
-        stats = _by_slot(on, found)
-        if cfg.confidence:
-            z = self.net.chance(hidden, near).to(total.dtype)
-            error = F.binary_cross_entropy_with_logits(z, found.rate, reduction="none")
-            weights = decaying(on, cfg.decay, error.dtype)
-            total = total + cfg.confidence * (error * weights).sum()
-            stats["confidence"] = torch.stack([error.detach().double().sum(), count])
-        return LossOut(total, count, stats)
+        chances = self.net.chance(hidden, near) if cfg.confidence else None
+        return on, chances, total, found
 
     def _features(self, batch: Batch, target: Target) -> tuple[Tensor, Tensor | None]:
         """Tapped features [B, T, F, D], and the last ones [B * T, D] where the target's law
@@ -267,6 +278,24 @@ class BlockHead(Head):
     def levels(self) -> int:
         """See Head."""
         return self.cfg.slots
+
+    @torch.no_grad()
+    def calibrate(self, batches: Iterable[Batch], target: Target) -> None:
+        """See Head; also the temperatures of the confidence head."""
+        kept = list(batches)
+        super().calibrate(kept, target)
+        if not (self.cfg.confidence and self.calibration):
+            return
+        parts = []
+        for batch in kept:
+            on, chances, _, found = self._judged(batch, target)
+            assert chances is not None
+            part = torch.zeros(2, *on.shape, dtype=torch.float64, device=on.device)
+            part[0, on], part[1, on] = chances.double(), found.rate.double()
+            parts.append((part, on))
+        logits, rate = torch.cat([part for part, _ in parts], 1)
+        fitted = temperatures(logits, rate, torch.cat([on for _, on in parts]))
+        self.calibration["confidence"] = fitted
 
     @torch.no_grad()
     def forced(
