@@ -88,6 +88,7 @@ class Head(nn.Module):
     packs: whether its loss keeps packed documents apart.
     takes_stored_law: whether it can learn from the k most probable tokens in place of the
         target's last feature.
+    why: a draft may not be deeper than `deepest`, for the error about it.
     """
 
     kind: ClassVar[str] = ""
@@ -96,6 +97,7 @@ class Head(nn.Module):
     reads_features: ClassVar[bool] = True
     packs: ClassVar[bool] = False
     takes_stored_law: ClassVar[bool] = False
+    why: ClassVar[str] = ""
     taps: tuple[int, ...] = ()
     d2t: Tensor | None
 
@@ -177,11 +179,11 @@ class Head(nn.Module):
         longest = max(map(len, asked.paths)) if asked.paths else asked.depth or 0
         if most is not None and longest > most:
             raise UserError(
-                f"decode settings: {longest} levels, but the head guesses {most}; give "
+                f"decode settings: {longest} levels, but the head guesses {most}{self.why}; give "
                 f"{most} or fewer"
             )
         shape = asked.shape or (cfg.shape if target.support == "tree" else "chain")
-        depth = asked.depth or most or cfg.depth
+        depth = asked.depth or self.usual
         if shape == "chain":
             return Form.chain(depth)
         drawn = (cfg.tree_draw if asked.draw == DEFAULT_DRAW else asked.draw) == "sampled"
@@ -198,6 +200,11 @@ class Head(nn.Module):
     def deepest(self) -> int | None:
         """Most levels of a draft. Default: None, as deep as one likes."""
         return None
+
+    @property
+    def usual(self) -> int:
+        """Levels of a draft where nobody asks for a number of them."""
+        return self.deepest or int(self.cfg.depth)
 
     def tree(self, nodes: int, depth: int) -> TreeShape:
         """The static tree of `nodes` nodes and `depth` levels: measured if calibrated, else a

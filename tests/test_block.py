@@ -28,8 +28,8 @@ from heads.block.anchors import Anchors, draw
 from heads.block.confidence import temperatures
 from heads.block.config import BlockConfig
 from heads.block.drafter import BlockDrafter
-from heads.block.loss import SMOOTH, Task, block_loss
-from heads.losses import LossWeights
+from heads.block.loss import SMOOTH, Slots
+from heads.losses import LossWeights, Taught, row_loss
 from heads.names import Draft
 from scripts.proofs.engine_law import engine_law, toy_model
 from tests.training import overrides, tiny_target
@@ -139,8 +139,8 @@ def mask_is_a_loop_over_blocks(target, kind: str) -> None:
         for b in range(2)
     ]
     anchors = Anchors.of(chosen, torch.device("cpu"))
-    feats, _ = head._features(batch, target)
-    got = head._slots(batch, target, feats, anchors, head.cfg.slots)
+    feats = target.features(batch.ids, batch.mask, head.taps, position=batch.position)
+    got = next(head._unroll(batch, target, feats, [anchors], head.cfg.slots))
     for b, places in enumerate(chosen):
         for a, place in enumerate(places):
             before = feats[b, place - int(batch.position[b, place]) : place]
@@ -156,7 +156,7 @@ def loss_is_its_definition(target, kind: str) -> None:
     net, cfg = head.net, head.cfg
     net.confidence, cfg.confidence = None, 0.0
     anchors = draw(batch, 0, cfg.slots, head.drawn)
-    feats, _ = head._features(batch, target)
+    feats = target.features(batch.ids, batch.mask, head.taps, position=batch.position)
     fall = [math.exp(-k / 3.0) for k in range(cfg.slots)]
     total, count = 0.0, 0
     for b in range(2):
@@ -245,8 +245,8 @@ class Watched:
         tree = self.inner.propose(*args)
         if not tree.width:  # nothing may be drafted any more
             return tree
-        known = [self.inner.logits[b].clone() for b in range(len(self.inner.lengths))]
-        self.found += list(zip(self.inner.lengths, self.inner.last.tolist(), known, strict=False))
+        known = [self.inner.known[b].clone() for b in range(len(self.inner.lengths))]
+        self.found += list(zip(self.inner.lengths, self.inner.h.tolist(), known, strict=False))
         return tree
 
 
@@ -266,9 +266,9 @@ def test_every_round_of_a_decode_drafts_what_the_training_pass_has(target, kind:
     assert len(places) >= len(answer.cycles) - 1 and all(
         int(ids[0, place]) == token for place, token, _ in drafter.found
     )
-    feats, _ = head._features(batch, target)
+    feats = target.features(batch.ids, batch.mask, head.taps)
     anchors = Anchors.of([places], torch.device("cpu"))
-    hidden = head._slots(batch, target, feats, anchors, head.cfg.slots)[0]
+    hidden = next(head._unroll(batch, target, feats, [anchors], head.cfg.slots))[0]
     for a, (_, _, known) in enumerate(drafter.found):
         want = hidden[a] @ head.projection(target).T
         torch.testing.assert_close(known, want[: len(known)], rtol=0, atol=1e-9)
@@ -287,7 +287,7 @@ def test_slots_of_a_causal_block_do_not_depend_on_how_many_follow(target) -> Non
             drafter.begin([ids[0, :1]], Sampling())
             drafter.observe(ids[:, 1:], feats[:, :-1], torch.tensor([4]), slice(0, 1))
             drafter.open(depth)
-            found.append(drafter.logits[0, :2])
+            found.append(drafter.known[0, :2])
         for other in found[1:]:
             torch.testing.assert_close(other, found[0], rtol=0, atol=1e-12)
         if not same:  # fewer rows would be other logits: they are never run
@@ -298,7 +298,7 @@ def test_slots_of_a_causal_block_do_not_depend_on_how_many_follow(target) -> Non
             drafter.begin([ids[0, :1]], Sampling())
             drafter.observe(ids[:, 1:], feats[:, :-1], torch.tensor([4]), slice(0, 1))
             drafter.open(2)
-            assert float((drafter.logits[0] - found[0]).abs().max()) > 1e-4
+            assert float((drafter.known[0] - found[0]).abs().max()) > 1e-4
 
 
 def test_the_cache_holds_the_committed_positions_but_the_anchor(target) -> None:
@@ -348,7 +348,7 @@ class Foreseeing(BlockDrafter):
         tree = super().propose(budget, sampling, rng)
         if not tree.width:
             return tree
-        side = self.net.before(tree.tokens, self.logits.dtype)
+        side = self.net.before(tree.tokens, self.known.dtype)
         likely = self.net.chance(self.state[:, : tree.width], side).sigmoid() > self.limit
         return dataclasses.replace(tree, size=tree.size.minimum(likely.long().cumprod(1).sum(1)))
 
@@ -398,7 +398,7 @@ def test_the_tree_at_temperature_0_is_best_first(target, kind: str) -> None:
     def grow(path: tuple[int, ...], score: float) -> None:
         if len(path) == 3:
             return
-        z = drafter.logits[0, len(path)]
+        z = drafter.known[0, len(path)]
         if head.net.markov_in is not None:
             z = z + head.net.markov_out @ head.net.markov_in[path[-1] if path else 9]
         best = z.log_softmax(0).topk(4)
@@ -476,8 +476,19 @@ def test_loss_and_gradient_with_weights_by_the_block() -> None:
     usable = torch.ones(n, dtype=torch.bool)
     for decay in (2.0, None):
         for chunk in (1, 6, 100):
-            task = Task(on, place, lambda part: (p[part], usable[part]), terms, decay, True, chunk)
-            total, found = block_loss(given[0], given[1], (given[2], given[3]), task)
+            slots = Slots(on, decay)
+            whole = torch.ones(1, n, dtype=torch.bool)
+            taught = Taught(
+                place,
+                whole,
+                lambda part: (p[part], usable[part]),
+                slots.weigh,
+                slots.parts(chunk),
+                True,
+            )
+            one = torch.ones(1, dtype=torch.float64)
+            pair = (given[2], given[3])
+            total, found = row_loss(given[0][None], given[1], taught, terms, one, low_rank=pair)
             got = torch.autograd.grad(total, given)
             z = given[0] @ given[1].T + given[2] @ given[3].T
             q, inside = z.softmax(-1), place >= 0
@@ -499,8 +510,8 @@ def test_loss_and_gradient_with_weights_by_the_block() -> None:
                 weight[:] = fall / fall.mean()
             want = (loss * weight[on]).sum()
             torch.testing.assert_close(total, want, rtol=0, atol=1e-10)
-            torch.testing.assert_close(found.rate, rate.detach(), rtol=0, atol=1e-12)
-            torch.testing.assert_close(found.loss, loss.detach(), rtol=0, atol=1e-10)
+            torch.testing.assert_close(found.rate[0], rate.detach(), rtol=0, atol=1e-12)
+            torch.testing.assert_close(found.loss[0], loss.detach(), rtol=0, atol=1e-10)
             wanted = torch.autograd.grad(want, given)
             for one, other in zip(got, wanted, strict=True):
                 torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
@@ -570,8 +581,8 @@ def test_mistakes_in_the_configuration_are_named(tmp_path: Path, keys, said: str
 @pytest.mark.parametrize(
     "keys, said",
     [
-        ({"taps": [1, 4]}, r"head\.taps: 4 is the target's last layer"),
-        ({"taps": [9]}, r"head\.taps: 9 is not among the hidden states 0\.\.3"),
+        ({"taps": [1, 4]}, r"head\.taps: 4 is not among .* below the target's last layer"),
+        ({"taps": [9]}, r"head\.taps: 9 is not among the hidden states 0\.\.3 below"),
         ({"mask_token": 7}, r"head\.mask_token: the tokenizer uses 7; give a reserved token"),
         ({"mask_token": 99999}, r"head\.mask_token: 99999 is not in the target's vocabulary"),
         ({"draft_vocab": 300}, r"head\.draft_vocab: 300 is larger than the"),
@@ -583,7 +594,9 @@ def test_what_does_not_fit_the_target_is_named(target, keys, said: str) -> None:
 
 
 def test_more_slots_than_a_bidirectional_head_was_trained_with(target) -> None:
-    with pytest.raises(UserError, match=r"decode settings: 4 levels, .* see each other .* 3 or"):
+    with pytest.raises(
+        UserError, match=r"decode settings: 4 levels, .* guesses 3, whose rows see each other"
+    ):
         made(target, "dflash").drafter(target, Draft(shape="chain", depth=4))
     made(target, "causal").drafter(target, Draft(shape="chain", depth=12))
 

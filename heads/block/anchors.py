@@ -38,11 +38,6 @@ class Anchors:
             place[b, : len(row)] = torch.tensor(row, dtype=torch.int64)
         return cls(place.to(device), (torch.arange(width) < size).to(device))
 
-    def split(self, size: int) -> list[Anchors]:
-        """At most `size` anchors of every row at a time."""
-        parts = zip(self.place.split(size, 1), self.real.split(size, 1), strict=True)
-        return [Anchors(place, real) for place, real in parts]
-
     def context(self, batch: Batch) -> Tensor:
         """[B, A, T] bool: the features that a block may read, those of its own document before
         the anchor. Compared are positions: the anchor's own feature is not there yet."""
@@ -87,13 +82,10 @@ def draw(batch: Batch, count: int, slots: int, seed: tuple[int, int]) -> Anchors
     return Anchors.of(chosen, batch.ids.device)
 
 
-def every(batch: Batch, slots: int) -> Anchors:
-    """All anchors with a supervised token among the next `slots`."""
-    supervised = (batch.loss_mask & batch.mask).cpu()
+def every(batch: Batch, most: int) -> list[Anchors]:
+    """All anchors that there can be, at most so many of every row at a time."""
     chosen: list[list[int]] = [[] for _ in range(batch.ids.shape[0])]
     for b, start, size in batch.spans():
-        near = supervised[b, start : start + size].float()
-        ahead = torch.nn.functional.pad(near[1:], (0, slots))
-        some = ahead.unfold(0, slots, 1).amax(1) > 0
-        chosen[b] += [start + t for t in some.nonzero()[:, 0].tolist() if 0 < t < size - 1]
-    return Anchors.of(chosen, batch.ids.device)
+        chosen[b] += range(start + 1, start + size - 1)
+    parts = range(0, max(1, *map(len, chosen)), most)
+    return [Anchors.of([row[i : i + most] for row in chosen], batch.ids.device) for i in parts]

@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from heads.base import HeadConfig
-from heads.limits import MOST, MOST_DEPTH, MOST_LAYERS, MOST_NODES, MOST_WIDTH, outside
+from heads.limits import MOST, MOST_DEPTH, MOST_LAYERS, MOST_NODES, MOST_WIDTH, outside, unlisted
 from heads.losses import LossWeights
-
-WEIGHTS = ("decay", "dpace")
 
 
 @dataclass
@@ -92,15 +90,11 @@ class BlockConfig(HeadConfig):
         found = outside(self, bounds)
         choices = {
             "kind": self.KINDS,
-            "weights": WEIGHTS,
+            "weights": ("decay", "dpace"),
             "shape": ("chain", "tree"),
             "tree_draw": ("fixed", "sampled"),
         }
-        found += [
-            f"{key}: {getattr(self, key)!r}; choose {' or '.join(good)}"
-            for key, good in choices.items()
-            if getattr(self, key) not in good
-        ]
+        found += unlisted(self, choices)
         if not self.decay > 0:
             found.append(f"decay: {self.decay} is not above 0; block / 2 is usual")
         if not 0 <= self.least < 1:

@@ -24,7 +24,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, rotate_half
 
 from heads.block.config import BlockConfig
-from heads.eagle.layer import Linear, RMSNorm, Rope, owned
+from heads.eagle.layer import Linear, RMSNorm, Rope, owned, rope_table
 
 Keys = tuple[Tensor, Tensor]  # keys and values, [B, Hkv, n, hd] each
 Attend = Callable[[int, Tensor, Keys], Tensor]  # layer, queries, the rows' own keys
@@ -70,6 +70,7 @@ class BlockNet(nn.Module):
     the target's; markov_in [V, r], markov_out [Vd, r] and confidence [D + r] where there are
     such. shape: keys of a LlamaConfig (heads.eagle.layer.layer_config)."""
 
+    own = None  # layers of the target's class, which only EAGLE has
     scale: Tensor
 
     def __init__(self, cfg: BlockConfig, shape: dict[str, Any], features: int, size: int) -> None:
@@ -88,6 +89,10 @@ class BlockNet(nn.Module):
         self.markov_out = nn.Parameter(torch.zeros(vocab, rank)) if rank else None
         self.confidence = Linear(width + rank, 1) if cfg.confidence else None
         self.register_buffer("scale", torch.ones(features))
+
+    def rope(self, length: int, dtype: torch.dtype, device: torch.device) -> Rope:
+        """cos and sin [length, hd] of positions 0 .. length - 1."""
+        return rope_table(self.config, length, dtype, device)
 
     def fuse(self, feats: Tensor) -> Tensor:
         """Target features [.., F, D] -> c [.., D]."""
@@ -112,6 +117,12 @@ class BlockNet(nn.Module):
     def before(self, tokens: Tensor, dtype: torch.dtype) -> Tensor | None:
         """The side of the tokens of the Markov term [.., r]; None without one."""
         return None if self.markov_in is None else F.embedding(tokens, self.markov_in).to(dtype)
+
+    def after(self, logits: Tensor, before: Tensor | None) -> Tensor:
+        """Logits [.., Vd] with the Markov term of the tokens before (their side, [.., r])."""
+        if before is None or self.markov_out is None:
+            return logits
+        return logits + F.linear(before, self.markov_out.to(logits.dtype))
 
     def chance(self, h: Tensor, before: Tensor | None) -> Tensor:
         """Logit [..] that the target accepts what follows from h [.., D] and the token before

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from heads.base import HeadConfig
-from heads.limits import MOST, MOST_DEPTH, MOST_LAYERS, MOST_NODES, MOST_WIDTH, outside
+from heads.limits import MOST, MOST_DEPTH, MOST_LAYERS, MOST_NODES, MOST_WIDTH, outside, unlisted
 from heads.losses import LossWeights
 
 
@@ -94,11 +94,7 @@ class EagleConfig(HeadConfig):
             "shape": ("chain", "tree"),
             "tree_draw": ("fixed", "sampled"),
         }
-        found += [
-            f"{key}: {getattr(self, key)!r}; choose {' or '.join(good)}"
-            for key, good in choices.items()
-            if getattr(self, key) not in good
-        ]
+        found += unlisted(self, choices)
         if not 0 < self.step_decay <= 1:
             found.append(f"step_decay: {self.step_decay} is outside (0, 1]; 0.8 is usual")
         only3 = [

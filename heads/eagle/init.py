@@ -20,7 +20,7 @@ from heads.eagle.own_layer import OwnLayer, backbone
 SPREAD = 1.5  # of a fresh EAGLE-3 head's logits
 
 
-def reset_weights(net: EagleNet, std: float) -> None:
+def reset_weights(net: Any, std: float) -> None:
     """Normal weights of spread `std`, norms at one, in place; norms and biases of the target's
     own layers stay as their class makes them."""
     for name, weight in net.named_parameters():
