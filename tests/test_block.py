@@ -7,6 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,11 +24,11 @@ from decode.sampling import Sampling
 from decode.tree import DraftTree, TreeShape
 from heads import HEADS
 from heads.batch import Batch
-from heads.block import head as block_head
 from heads.block.anchors import Anchors, draw
 from heads.block.confidence import temperatures
 from heads.block.config import BlockConfig
 from heads.block.drafter import BlockDrafter
+from heads.block.head import DFlashHead
 from heads.block.loss import SMOOTH, Slots
 from heads.losses import LossWeights, Taught, row_loss
 from heads.names import Draft
@@ -555,6 +556,34 @@ def test_temperatures_make_the_chances_honest_from_left_to_right(target) -> None
         HEADS["dspark"].from_json(saved, target)
 
 
+class Stored:
+    """A target whose whole law comes from a store in place of its last feature."""
+
+    def __init__(self, target: Any, batch: Batch) -> None:
+        self.target, self.batch = target, batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.target, name)
+
+    def features(self, ids: Tensor, mask: Tensor, taps: Any, **keys: Any) -> Tensor:
+        assert self.target.num_layers not in taps, "there is no such feature"
+        return self.target.features(ids, mask, taps, **keys)
+
+    def stored_law(self) -> tuple[Tensor, Tensor]:
+        batch, deep = self.batch, self.target.num_layers
+        last = self.target.features(batch.ids, batch.mask, (deep,), position=batch.position)
+        found = self.target.unembed(last[:, :, 0]).softmax(-1).flatten(0, 1).sort(-1, True)
+        return found.indices, found.values
+
+
+def test_a_stored_law_teaches_as_the_target_does(target) -> None:
+    head, batch = made(target, "dspark", loss=LossWeights(0.1, 0, 1.8)), packed()
+    with torch.no_grad():
+        outs = [head(batch, source) for source in (target, Stored(target, batch))]
+    torch.testing.assert_close(outs[0].sum, outs[1].sum, rtol=1e-9, atol=0)
+    assert float(outs[0].count) == float(outs[1].count) > 0
+
+
 # --- mistakes
 
 
@@ -603,7 +632,8 @@ def test_more_slots_than_a_bidirectional_head_was_trained_with(target) -> None:
 
 @pytest.mark.parametrize("layers, taps", [(30, (2, 15, 28)), (4, (2,)), (2, (1,)), (1, (0,))])
 def test_usual_taps_lie_below_the_last_layer(layers: int, taps: tuple[int, ...]) -> None:
-    assert block_head.choose_taps([], layers) == taps
+    target = SimpleNamespace(num_layers=layers)
+    assert DFlashHead.choose_taps(target, BlockConfig()) == taps
 
 
 @each

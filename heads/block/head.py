@@ -77,7 +77,7 @@ class BlockHead(LayeredHead):
         """See Head. Raises UserError for taps outside the target or on its last layer, a mask
         token that means something, or a draft vocabulary larger than the tokens seen."""
         seed = int(torch.randint(1 << 62, ()))
-        taps = choose_taps(cfg.taps, target.num_layers)
+        taps = cls.choose_taps(target, cfg)
         if cfg.mask_token >= 0:
             vocab.check_reserved(cfg.mask_token, target, counts, "head.mask_token")
         net = BlockNet(cfg, layer_config(target, cfg.layers), len(taps), target.vocab_size)
@@ -86,6 +86,20 @@ class BlockHead(LayeredHead):
         head.begin(target, counts)
         head._start(target, counts)
         return head
+
+    @classmethod
+    def choose_taps(cls, target: Target, cfg: BlockConfig) -> tuple[int, ...]:
+        """The configured taps, else three that are evenly spread over the outputs of layers 1
+        to deep - 3 (of shallow targets those that there are)."""
+        deep = target.num_layers
+        for tap in cfg.taps:
+            if not 0 <= tap < deep:
+                raise UserError(
+                    f"head.taps: {tap} is not among the hidden states 0..{deep - 1} below the "
+                    "target's last layer, which is read behind its final norm; give some of them"
+                )
+        usual = {min(max(1, round(2 + i * (deep - 4) / 2)), deep - 1) for i in range(3)}
+        return tuple(sorted(set(cfg.taps) or usual))
 
     @torch.no_grad()
     def _start(self, target: Target, counts: Tensor | None) -> None:
@@ -263,17 +277,3 @@ class DSparkHead(BlockHead):
     """Slots from the anchor's row on."""
 
     kind = "dspark"
-
-
-def choose_taps(given: list[int], deep: int) -> tuple[int, ...]:
-    """The configured taps, else three that are evenly spread over the outputs of layers 1 to
-    deep - 3 (of shallow targets those that there are). Raises UserError for others than the
-    states 0 .. deep - 1."""
-    for tap in given:
-        if not 0 <= tap < deep:
-            raise UserError(
-                f"head.taps: {tap} is not among the hidden states 0..{deep - 1} below the "
-                "target's last layer, which is read behind its final norm; give some of them"
-            )
-    usual = [round(2 + i * (deep - 4) / 2) for i in range(3)]
-    return tuple(sorted(given and set(given) or {min(max(1, t), deep - 1) for t in usual}))
