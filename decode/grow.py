@@ -59,17 +59,20 @@ class Nodes:
 
     level: theirs, 1 for children of the last committed token. tokens: [B, P] int64 target ids.
     above: [P] or [B, P] int64, which of the nodes of the call before (of level 1: of the one
-    committed token) each hangs below. seen: [B, P, R] bool, which of the R nodes of all calls
-    so far, these P last, each is or hangs below; None: all of them, in a chain.
+    committed token) each hangs below; None: the one at its own place. seen: [B, P, R] bool,
+    which of the R nodes of all calls so far, these P last, each is or hangs below; None: all of
+    them, in a chain.
     """
 
     level: int
     tokens: Tensor
-    above: Tensor
+    above: Tensor | None
     seen: Tensor | None
 
     def of_parents(self, values: Tensor) -> Tensor:
         """What the nodes of the call before had, [B, P', ..], at their children: [B, P, ..]."""
+        if self.above is None:
+            return values
         if self.above.dim() == 1:
             return values[:, self.above]
         rows = torch.arange(values.shape[0], device=values.device)
@@ -122,17 +125,19 @@ def static(
             logits = source.level(parents)
         else:
             logits = source.open(shape.depth)
+        nodes: slice | Tensor = level.nodes
         if sampling is None:
-            best = _best(logits, level.width).expand(-1, len(level.kids), -1)
-            place = best[:, level.parent, level.rank]  # [B, n]
-            tokens[:, level.nodes] = place if ids is None else ids[place]
-            continue
-        law = sampling.draft_law(logits.flatten(0, 1)).view(logits.shape)
-        laws.append(law)
-        wide = (count, len(level.kids), law.shape[2])
-        nodes, place, fresh = siblings(law.expand(wide), logits.expand(wide), level.kids, rng)
+            place = _best(logits, level)
+        else:
+            laws.append(sampling.draft_law(logits.flatten(0, 1)).view(logits.shape))
+            wide = (count, len(level.kids), logits.shape[2])
+            law = laws[-1].expand(wide)
+            if level.width == 1:
+                place = _drawn(law, level, rng)
+            else:
+                nodes, place, fresh = siblings(law, logits.expand(wide), level.kids, rng)
+                drawn[:, nodes] = fresh
         tokens[:, nodes] = place if ids is None else ids[place]
-        drawn[:, nodes] = fresh
     size = shape.size_at(budget)
     if sampling is None:
         return DraftTree.static(shape, tokens, size)
@@ -141,11 +146,19 @@ def static(
     return DraftTree.static(shape, tokens, size, drawn, Proposal(law, row, ids))
 
 
-def _best(logits: Tensor, width: int) -> Tensor:
-    """[.., width] places of the best logits [.., Vd], the best first."""
-    if width == 1:
-        return logits.argmax(-1, keepdim=True)
-    return logits.topk(width, -1).indices
+def _best(logits: Tensor, level: _Level) -> Tensor:
+    """[B, n] places of the most probable children of P parents: logits [B, P or 1, Vd]."""
+    if level.width == 1:
+        return logits.argmax(-1).expand(-1, len(level.kids))
+    best = logits.topk(level.width, -1).indices.expand(-1, len(level.kids), -1)
+    return best[:, level.parent, level.rank]
+
+
+def _drawn(law: Tensor, level: _Level, rng: Rng) -> Tensor:
+    """[B, P] places drawn for parents with one child each: law [B, P, Vd]."""
+    count, parents, width = law.shape
+    row = torch.arange(count, device=law.device).repeat_interleave(parents)
+    return rng.draft(law.reshape(-1, width), row, level.number.repeat(count)).view(count, parents)
 
 
 @dataclass(frozen=True)
@@ -153,19 +166,20 @@ class _Level:
     """How the nodes of one level of a static shape hang below those of the level before that
     have children, the P parents (the committed token alone at depth 0).
 
-    nodes: theirs. width: most children of one. kids: the children of each parent in draw
-    order. parent, rank: [n] int64 place of a node's parent among the parents, and its own
-    among its siblings. parents: [P] their node numbers. above, seen: as in `Nodes`.
+    nodes, number: theirs, [n]. width: most children of one. kids: the children of each parent
+    in draw order. parent, rank: [n] int64 place of a node's parent among the parents, and its
+    own among its siblings. parents: [P] their node numbers. above, seen: as in `Nodes`.
     """
 
     depth: int
     nodes: slice
+    number: Tensor
     width: int
-    kids: list[list[int]]
+    kids: tuple[tuple[int, ...], ...]
     parent: Tensor
     rank: Tensor
-    parents: Tensor
-    above: Tensor
+    parents: slice | Tensor
+    above: Tensor | None
     seen: Tensor | None
 
 
@@ -179,31 +193,39 @@ def _levels(shape: TreeShape, device: torch.device) -> tuple[_Level, ...]:
         nodes = shape.level(depth)
         paths = [shape.paths[i] for i in nodes]
         parents = list(dict.fromkeys(path[:-1] for path in paths))
-        kids = [[i for i in nodes if shape.paths[i][:-1] == parent] for parent in parents]
+        kids = [tuple(i for i in nodes if shape.paths[i][:-1] == parent) for parent in parents]
         numbers = [number[parent] for parent in parents] if depth else []
         read += numbers
         seen = None
         if depth and shape != TreeShape.chain(len(shape)):
             mask = shape.layout(device).mask[:, 1:, 1:]
             seen = mask[:, numbers][:, :, read]
-        under = torch.tensor([parents.index(path[:-1]) for path in paths], device=device)
-        rank = torch.tensor([path[-1] for path in paths], device=device)
         above = [before.index(path[:-1]) for path in parents] if depth else [0]
+        same = above == list(range(len(before)))
         found.append(
             _Level(
-                depth,
-                slice(nodes.start, nodes.stop),
-                max(map(len, kids)),
-                kids,
-                under,
-                rank,
-                torch.tensor(numbers, dtype=torch.int64, device=device),
-                torch.tensor(above, device=device),
-                seen,
+                depth=depth,
+                nodes=slice(nodes.start, nodes.stop),
+                number=torch.tensor(nodes, device=device),
+                width=max(map(len, kids)),
+                kids=tuple(kids),
+                parent=torch.tensor([parents.index(path[:-1]) for path in paths], device=device),
+                rank=torch.tensor([path[-1] for path in paths], device=device),
+                parents=_indices(numbers, device),
+                above=None if same else torch.tensor(above, device=device),
+                seen=seen,
             )
         )
         before = parents if depth else [()]
     return tuple(found)
+
+
+def _indices(numbers: list[int], device: torch.device) -> slice | Tensor:
+    """Neighbours as a slice, which costs no gathering."""
+    first = numbers[0] if numbers else 0
+    if numbers == list(range(first, first + len(numbers))):
+        return slice(first, first + len(numbers))
+    return torch.tensor(numbers, device=device)
 
 
 @functools.lru_cache(maxsize=256)
@@ -284,43 +306,52 @@ def rerank(
 
 def siblings(
     law: Tensor, logits: Tensor, kids: Sequence[Sequence[int]], rng: Rng
-) -> tuple[list[int], Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Draw the children of P parents, the elder ones of all parents first, without replacement
     among siblings.
 
     law, logits: [B, P, Vd] of the parents' children. kids: for each parent the numbers of its
     children in draw order, which address the random numbers. Returns the numbers of all
-    children, their places in the draft vocabulary [B, K] int64 and [B, K] bool, false where
-    the law had no token left and the best remaining logit was taken.
+    children [K] int64, their places in the draft vocabulary [B, K] int64 and [B, K] bool, false
+    where the law had no token left and the best remaining logit was taken.
     """
     count, width = law.shape[0], law.shape[2]
-    order = sorted(
-        range(len(kids)), key=lambda j: -len(kids[j])
-    )  # so that those with more children stand in front
+    order, numbers = _turns(tuple(map(tuple, kids)), law.device)
     left, every = law[:, order], torch.arange(count, device=law.device)  # a copy
-    nodes: list[int] = []
     places: list[Tensor] = []
     fresh: list[Tensor] = []
-    for rank in range(len(kids[order[0]])):
-        who = [j for j in order if len(kids[j]) > rank]
-        numbers, some = [kids[j][rank] for j in who], left[:, : len(who)]
-        address = torch.tensor(numbers, device=law.device).repeat(count)
-        place = rng.draft(some.reshape(-1, width), every.repeat_interleave(len(who)), address).view(
-            count, -1
-        )
+    for number in numbers:
+        some = left[:, : len(number)]
+        row, address = every.repeat_interleave(len(number)), number.repeat(count)
+        place = rng.draft(some.reshape(-1, width), row, address).view(count, -1)
         # A law without mass gives some place without. One of NaN counts as drawn from: then
         # the tree is refused.
         there = ~(some.gather(2, place[..., None])[..., 0] <= 0)
         if law.device.type != "cpu" or not bool(there.all()):
-            spare = logits[:, who].float()
+            spare = logits[:, order[: len(number)]].float()
             for old in places:
-                spare.scatter_(2, old[:, : len(who), None], -torch.inf)
+                spare.scatter_(2, old[:, : len(number), None], -torch.inf)
             place = torch.where(there, place, spare.argmax(-1))
-        some.scatter_(2, place[..., None], 0.0)
-        nodes += numbers
         places.append(place)
         fresh.append(there)
-    return nodes, torch.cat(places, 1), torch.cat(fresh, 1)
+        if len(places) < len(numbers):
+            some.scatter_(2, place[..., None], 0.0)
+    return torch.cat(numbers), torch.cat(places, 1), torch.cat(fresh, 1)
+
+
+@functools.lru_cache(maxsize=1024)
+def _turns(
+    kids: tuple[tuple[int, ...], ...], device: torch.device
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """[P] the parents, those with more children in front, and for each rank the numbers of the
+    children of that rank, in the order of their parents."""
+    order = sorted(range(len(kids)), key=lambda j: -len(kids[j]))
+    ranks = range(len(kids[order[0]]))
+    numbers = [[kids[j][rank] for j in order if len(kids[j]) > rank] for rank in ranks]
+    return (
+        torch.tensor(order, device=device),
+        tuple(torch.tensor(row, device=device) for row in numbers),
+    )
 
 
 def tree_layout(parents: Tensor, depth: Tensor, levels: int) -> Layout:

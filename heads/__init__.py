@@ -1,5 +1,21 @@
-"""Draft heads: HEADS is the only place where their names meet their classes; resolve_drafter
-makes the drafter that a name asks for (heads.names)."""
+"""Draft heads: modules that hang on a frozen target and learn to guess what it says next.
+
+The contract is heads.base.Head: `forward(batch, target)` is the training loss, summed, with
+its count; `forced` is what a draft would be on the text's own tokens; `drafter(target, draft)`
+makes a drafter over a copy of the weights, of the form that was asked for (names.Draft, then
+decode.grow.Form); `for_target`, `config_json` and `from_json` make a head and bring it back.
+Vocabulary, calibration, disk and the laws of the loss are the base's. The target is frozen
+unless `trains_target` says otherwise.
+
+To add a head: a file with a subclass of Head (or of parallel.base.ParallelHead), a line in
+registry.HEADS, a YAML in conf/head. tests/contract then asks of it what it asks of all; its
+toy.py is such a file. A drafter of it implements decode.grow.Source.
+
+A drafter's name is read by names.parse and nowhere else; `asked` adds what scripts/tune.py
+left, `resolve_drafter` makes the drafter. Not to be changed: the names of stored tensors and
+keys (tests/golden holds heads of earlier versions), and `forced` without `drafter` or the
+other way round (parity.py compares them).
+"""
 
 from __future__ import annotations
 

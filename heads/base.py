@@ -1,8 +1,8 @@
 """What every draft head is: a module that hangs on a frozen target, whose forward *is* its
 training loss.
 
-A new head is one file with a subclass of Head, one line in heads.HEADS and one YAML under
-conf/head.
+A new head is one file with a subclass of Head, one line in heads.registry and one YAML
+under conf/head.
 
 Shape letters: B rows, T positions, D width of the target's features.
 """
@@ -37,7 +37,7 @@ __all__ = ["Batch", "Head", "HeadConfig", "LossOut", "Saved", "differing"]
 class HeadConfig:
     """The keys every head has; `head=` YAMLs choose the rest."""
 
-    # which head: a key of heads.HEADS
+    # which head: a key of heads.registry.HEADS
     kind: str = ""
     # tree at temperature > 0: sampled = drawn without replacement on a static tree, fixed =
     # the most probable tokens
@@ -172,7 +172,8 @@ class Head(nn.Module):
     def form(self, target: Target, draft: Draft | None = None) -> Form:
         """What a drafter drafts: what is asked for, and this head's own keys where that leaves
         them open. A head without the key `width` has no dynamic trees; one of so many nodes is
-        made wide enough to have them.
+        made wide enough to have them. A rank that the draft vocabulary has no token for is left
+        out.
 
         Raises UserError for more levels than the head guesses."""
         asked, cfg, most = draft or Draft(), self.cfg, self.deepest
@@ -189,6 +190,9 @@ class Head(nn.Module):
         drawn = (cfg.tree_draw if asked.draw == DEFAULT_DRAW else asked.draw) == "sampled"
         nodes = len(asked.paths or ()) or asked.nodes or cfg.nodes
         static = TreeShape.of(asked.paths) if asked.paths else self.tree(nodes, depth)
+        ids = self.ids()
+        known = target.vocab_size if ids is None else ids.numel()
+        static = TreeShape(tuple(path for path in static.paths if max(path) < known))
         if not hasattr(cfg, "width"):
             return Form("tree", static.depth, len(static), static, drawn=drawn)
         width = asked.width or cfg.width

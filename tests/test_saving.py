@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from conf.errors import Interrupted, UserError
+from heads import HEADS
 from heads import checkpoint as heads_checkpoint
 from tests.faults import digest
 from tests.training import run, run_config
@@ -493,6 +494,44 @@ def test_an_evaluation_without_memory_is_told_and_the_run_goes_on(
     said = capsys.readouterr().err
     assert "step 3: not evaluated: it does not fit into memory; set eval.batch_size" in said
     assert (out / "head").exists() and disk.read(out / "checkpoints/step-6").evaluated == 3
+
+
+def test_passes_of_evaluation_and_gate_take_no_more_than_one_of_training(
+    data, tmp_path, monkeypatch
+) -> None:
+    """Rows and padded tokens of every pass of a run, by a head that looks."""
+    sizes: list[tuple[int, int]] = []
+    kind = HEADS["medusa"]
+    forced = kind.forced
+
+    def looked(self: Any, batch: Any, *rest: Any) -> Any:
+        sizes.append(tuple(batch.ids.shape))
+        return forced(self, batch, *rest)
+
+    monkeypatch.setattr(kind, "forced", looked)
+    monkeypatch.setattr(curve, "_png", lambda known: b"")
+    keys = ("data.held_out=0.5", "steps=2", "eval.every=2", "eval.prompts=2", "eval.parity=3")
+    keys += ("eval.max_new_tokens=6", "data.max_length=100", "batch_size=8")
+    for micro, most in (("1", 1), ("3", 3), ("0", 8)):
+        sizes.clear()
+        run(data, tmp_path / micro, *keys, f"micro_batch={micro}")
+        assert max(rows for rows, _ in sizes) <= most
+        assert all(rows == 1 or rows * width <= most * 100 for rows, width in sizes)
+        assert len(sizes) > 3
+
+
+def test_a_tracker_knows_runs_by_folder_target_and_data(data, tmp_path) -> None:
+    from train.log import identity_of
+
+    def name(out: str, **meaning: Any) -> str:
+        cfg = run_config(data, tmp_path / out)
+        return identity_of(cfg, {"target.weights_sha256": "a", "seed": 0, **meaning})
+
+    same = name("run")
+    assert name("run", **{"optim.lr": 3, "steps": 9, "data.path": "moved"}) == same
+    others = [name("other"), name("run", **{"target.weights_sha256": "b"}), name("run", seed=1)]
+    others.append(name("run", **{"data.sha256": "c"}))
+    assert len({same, *others}) == 5
 
 
 def test_no_memory_names_what_can_still_be_lowered(data, tmp_path) -> None:

@@ -91,6 +91,18 @@ def test_settings_leave_the_head_untouched(target: Target) -> None:
     assert head.drafter(target, Draft(shape="chain", depth=7)).max_depth == 7
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_tree_has_no_more_ranks_than_the_draft_has_tokens(
+    target: Target, temperature: float
+) -> None:
+    counts = torch.arange(target.vocab_size)
+    head = HEADS["medusa"].for_target(target, MedusaConfig(heads=2, draft_vocab=3), counts)
+    drafter = head.drafter(target, Draft(shape="tree", paths=tuple((i,) for i in range(5))))
+    assert drafter.max_nodes == 3
+    run = generate(target, drafter, [Request([5, 6, 7], 6)], Sampling(temperature), eos_ids=())
+    assert len(run.generations[0].token_ids) == 6
+
+
 def test_more_levels_than_heads_are_refused(medusa: Path, target: Target) -> None:
     with pytest.raises(UserError, match="7 levels, but the head guesses 3"):
         resolve_drafter(f"{medusa}@chain:7", target)

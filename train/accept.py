@@ -15,6 +15,7 @@ from decode.stats import acceptance_by_position, accepted_length, split
 from decode.target import Target
 from heads.base import Head
 from heads.names import Draft
+from heads.parity import Room
 from train.config import EvalConfig
 from train.facts import is_no_memory
 from train.signals import Stop
@@ -37,6 +38,7 @@ def decoded_acceptance(
     seed: int,
     accelerator: Accelerator,
     stop: Stop | None = None,
+    room: Room | None = None,
 ) -> dict[str, Any] | None:
     """Accepted length (bonus token counted) and acceptance by position on held-out prompts; {}
     without any.
@@ -46,6 +48,7 @@ def decoded_acceptance(
     the head on held-out rows, which shapes its tree.
     stop: a signal ends the decoding, and the result is None on every rank; a sharded target
         decodes to the end.
+    room: of a pass of the calibration.
     Raises NoRoom on every rank when some rank ran out of memory.
     """
     chosen = rows.held.nonzero()[: cfg.prompts, 0].tolist()
@@ -62,11 +65,10 @@ def decoded_acceptance(
             raise _Asked
 
     decoded: list[Generation | _Asked | NoRoom]
-    shape = ""
+    shape, room = "", room or Room()
     try:
-        head.calibrate(
-            (b.to(target.device) for b in held_out_batches(rows, cfg.calibration_rows)), target
-        )
+        batches = held_out_batches(rows, cfg.calibration_rows, room.rows, room.tokens)
+        head.calibrate((b.to(target.device) for b in batches), target)
         drafter = head.drafter(target, Draft(shape=cfg.shape))
         shape = drafter.shape
         decoded = [

@@ -51,11 +51,13 @@ def mask(rows: Rows, plan: Plan, tokenizer: Any, shown: int = 2) -> Check:
     a machine can see.
     """
     check = Check("loss mask")
-    share = int(rows.loss.sum()) / max(rows.loss.numel(), 1)
+    share = rows.supervised / max(rows.loss.numel(), 1)
     check.say(
-        f"{int(rows.loss.sum()):,} of {rows.ids.numel():,} tokens supervised ({share:.0%})",
+        f"{rows.supervised:,} of {rows.ids.numel():,} tokens supervised ({share:.0%})",
         0 < share < 1,
     )
+    if told := rows.supervision():
+        check.say(told)
     for row in plan.train[:shown].tolist():
         part = slice(int(rows.offsets[row]), int(rows.offsets[row + 1]))
         ids, on = rows.ids[part].tolist(), rows.loss[part].tolist()

@@ -35,7 +35,14 @@ def evaluate(run: Run) -> int:
     run.head.eval()
     try:
         found = decoded_acceptance(
-            run.head, run.target, run.rows, run.cfg.eval, run.cfg.seed, run.accelerator, run.stop
+            run.head,
+            run.target,
+            run.rows,
+            run.cfg.eval,
+            run.cfg.seed,
+            run.accelerator,
+            run.stop,
+            run.room,
         )
         if found == {}:
             log.say(

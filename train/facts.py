@@ -59,18 +59,21 @@ def facts_of(
 ) -> dict[str, Any]:
     """Lines of the header: name -> text."""
     held, pack = int(rows.held.sum()), cfg.data.max_length if cfg.data.packing else 0
-    supervised = int(rows.loss.sum())
+    supervised = rows.supervised
     facts = {
         "target": f"{target.identity.name if target.identity else 'unnamed'}, {cfg.dtype}, "
         + ("trained with the head" if head.trains_target else "frozen"),
         "data": f"{plan.train.numel():,} rows to train on, {held:,} held out, "
         f"{rows.ids.numel():,} tokens, "
         f"{supervised:,} supervised ({supervised / rows.ids.numel():.0%}), "
-        f"{len(rows.bad)} rows left out",
+        f"{len(rows.bad)} rows left out"
+        + (f", {plan.skipped} skipped as data.skip says" if cfg.data.skip else ""),
         "batches": f"{cfg.batch_size} rows over {world} rank(s), {plan.per_epoch:,} per "
         f"epoch, {cfg.steps} steps, "
         f"{plan.waste(cfg.micro_batch, world, pack=pack):.1%} padding",
     }
+    if told := rows.supervision():
+        facts["turns"] = told
     if getattr(head, "coverage", 1.0) < 1:
         facts["draft vocabulary"] = f"covers {head.coverage:.2%} of the supervised tokens"
     for problem in rows.bad[:5]:

@@ -43,6 +43,7 @@ def gate(run: Run) -> None:
         run.target,
         prompts_of(run.rows, cfg.parity),
         cfg.max_new_tokens,
+        room=run.room,
         reload=lambda: load_head(run.out / "head", run.target),
     )
     if run.main:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import platform
@@ -22,7 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from torch import nn
 
-from train.config import TrainConfig, flat, meaning_hash
+from train.config import REPLANNED, TrainConfig, flat, is_logistics, meaning_hash
 from train.state import State
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "safetensors")
@@ -42,9 +43,9 @@ class Log:
         if main:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _forget_after(self.path, state)
-            self.run = self._wandb()
+            self.run = self._wandb(state.meaning)
 
-    def _wandb(self) -> Any:
+    def _wandb(self, meaning: dict[str, Any]) -> Any:
         """A wandb run, or None: not asked for, not installed, or not able to start. Training
         does not depend on it.
         """
@@ -60,7 +61,7 @@ class Log:
                 name=Path(self.cfg.out_dir).name,
                 config=flat(self.cfg),
                 resume="allow",
-                id=meaning_hash(self.cfg)[:16],
+                id=identity_of(self.cfg, meaning)[:16],
             )
         except Exception as error:  # network, account, folder: none of them may stop a run
             self._without_wandb("not used", error)
@@ -183,6 +184,14 @@ class Log:
                 self.run.finish()
             except Exception as error:  # the run itself is done and saved
                 self._without_wandb("not finished", error)
+
+
+def identity_of(cfg: TrainConfig, meaning: dict[str, Any]) -> str:
+    """What tells runs apart for a tracker: the folder, and what is learned from which target
+    and data. Keys that may follow when a run is resumed do not count."""
+    kept = {k: v for k, v in meaning.items() if not is_logistics(k) and k not in REPLANNED}
+    place = str(Path(cfg.out_dir).expanduser().resolve())
+    return hashlib.sha256(json.dumps([place, kept], sort_keys=True).encode()).hexdigest()
 
 
 def _forget_after(path: Path, state: State) -> None:

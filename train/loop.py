@@ -15,21 +15,18 @@ from __future__ import annotations
 import time
 import traceback
 from contextlib import nullcontext
-from datetime import timedelta
 from pathlib import Path
 from signal import SIGTERM
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor
 
 from conf.errors import UserError
 from decode.models.load import load_target
 from heads.base import Head
 from heads.checkpoint import save_head
-from train import rendezvous
 from train import state as disk
 from train.clock import PARTS, Clock, shares
 from train.config import TrainConfig, defaults
@@ -44,10 +41,12 @@ from train.facts import (
     self_check,
 )
 from train.gate import gate
+from train.launch_keys import start
 from train.lock import Lock, locked
 from train.log import Log
 from train.measure.memory import on_gpu, peak_bytes
-from train.poison import stop_poisoned
+from train.passes import Totals, add, one_pass
+from train.poison import without_poisoned
 from train.run import Run
 from train.saving import RETRIES, Saver, agreed, asked_anywhere
 from train.schedule import learning_rate
@@ -56,7 +55,7 @@ from train.signals import Stop, interruption
 from train.state import State
 from train.stored.features import Source
 from train.texts.batches import Plan, hash_u63, load_rows
-from train.zero3 import plain_launch
+from train.waiting import meet, turn
 
 
 def fit(cfg: TrainConfig, kind: type[Head]) -> None:
@@ -65,11 +64,7 @@ def fit(cfg: TrainConfig, kind: type[Head]) -> None:
     Raises UserError for what the user can mend (also a non-finite loss, a full disk, too
     little memory) and Interrupted after a signal, when everything is saved.
     """
-    patience = InitProcessGroupKwargs(
-        timeout=timedelta(minutes=10), init_method=rendezvous.init_method()
-    )
-    with plain_launch(cfg):
-        accelerator = Accelerator(cpu=cfg.device == "cpu", kwargs_handlers=[patience])
+    accelerator = start(cfg)
     check_ranks(cfg, accelerator.num_processes)
     hold = locked(Path(cfg.out_dir)) if accelerator.is_main_process else nullcontext()
     try:
@@ -122,13 +117,18 @@ def _begin(
     """
     out, main, world = Path(cfg.out_dir), accelerator.is_main_process, accelerator.num_processes
     target = load_target(cfg.target, cfg.dtype, "cpu" if cfg.shard_target else accelerator.device)
-    with accelerator.main_process_first():  # the others find the tokens in the cache
-        rows = load_rows(
-            cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
-        )
+
+    def heed() -> None:
+        if stop.asked:
+            raise interruption(stop.asked, 0, False)
+
+    rows = load_rows(
+        cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length, heed
+    )
+    meet("rows", cfg.data.wait, heed)  # in the first collective nobody may wait for tokens
     if main:
         rows.list_bad(out)
-    plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed)
+    plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed, cfg.data.skip)
 
     torch.manual_seed(hash_u63(cfg.seed, "head"))
     counts = rows.counts(target.vocab_size)
@@ -148,8 +148,10 @@ def _begin(
 
     if cfg.data.packing:
         target.packs()  # remembered; the ranks of a sharded target must ask it together
-    with accelerator.main_process_first():  # the others find the files' hashes in the cache
+    # Files that this machine has not read yet are hashed once; the others find it in the cache.
+    with turn("features", cfg.data.wait, heed) if cfg.data.features else nullcontext():
         source = Source(cfg, head, target, rows)
+    meet("features", cfg.data.wait, heed)
     meaning = {**meaning_of(cfg, target, rows), **source.meaning}
     state, notes = _resume(cfg, head, optimizer, meaning, accelerator)
 
@@ -199,10 +201,12 @@ def _resume(
         return State(meaning=meaning), notes
     state = disk.read(Path(path))
     changes = disk.check_meaning(state.meaning, meaning, out, defaults(cfg))
+    anew = disk.replanned(state.meaning, meaning, defaults(cfg))
     disk.restore(Path(path), head, optimizer)
     state.meaning = meaning
     notes = [*notes, f"resuming {out} at step {state.step} of {cfg.steps}"]
-    return state, notes + [f"changed, which is allowed: {line}" for line in changes]
+    notes += [f"changed, which is allowed: {line}" for line in changes]
+    return state, notes + [f"changed from step {state.step} on: {line}" for line in anew]
 
 
 # Between two steps
@@ -249,8 +253,11 @@ def _step(run: Run) -> int:
 
     totals, sound = _passes(run, micro)
     found, norm_here, fine, signalled = _exchange(run, totals, sound)
-    if not fine:
-        stop_poisoned(run, micro, sound)
+    if fine:
+        state.unsound = 0
+    else:
+        totals = without_poisoned(run, micro, sound, totals)
+        found, norm_here, _, signalled = _exchange(run, totals, torch.ones_like(sound))
 
     # DDP has averaged the gradients over the ranks; what is wanted is their sum over the
     # global count.
@@ -280,36 +287,24 @@ def _step(run: Run) -> int:
     return run.stop.asked if run.world == 1 else int(signalled and (run.stop.asked or SIGTERM))
 
 
-def _passes(run: Run, micro: list[list[int]]) -> tuple[dict[str, Tensor], Tensor]:
+def _passes(run: Run, micro: list[list[int]]) -> tuple[Totals, Tensor]:
     """Forward and backward passes of this rank's micro-batches; gradients add up. Returns the
     sums [2] (total, count) of every statistic by name, and which losses are finite, [M] bool:
-    both on the device, since asking there would wait for it each time.
+    both on the device.
     """
-    totals: dict[str, Tensor] = {}
+    totals: Totals = {}
     sound: list[Tensor] = []
-    for i, chosen in enumerate(micro):
-        with run.clock.part("data"):
-            batch = run.rows.batch(chosen, run.source.pack)
-        with run.clock.part("target"):
-            target = run.source(batch)
+    for i, rows in enumerate(micro):
         apart = run.accelerator.no_sync(run.model) if i + 1 < len(micro) else nullcontext()
-        with run.clock.part("head"), apart:
-            batch = batch.to(run.device)
-            out = run.model(batch, target)
-            run.accelerator.backward(out.sum)
-        sound.append(out.sum.detach().isfinite())
-        tokens = batch.mask.sum().to(torch.float64)
-        for name, value in {
-            "loss": torch.stack([out.sum.detach().double(), out.count.double()]),
-            "tokens": torch.stack([tokens, torch.ones_like(tokens)]),
-            **out.stats,
-        }.items():
-            totals[name] = totals[name] + value if name in totals else value
+        with apart:
+            sums, finite = one_pass(run, rows)
+        sound.append(finite)
+        add(totals, sums)
     return totals, torch.stack(sound)
 
 
 def _exchange(
-    run: Run, totals: dict[str, Tensor], sound: Tensor
+    run: Run, totals: Totals, sound: Tensor
 ) -> tuple[dict[str, list[float]], float, bool, bool]:
     """What the ranks tell each other after their passes, in one exchange and one wait for the
     device: (statistics over all ranks, norm of the gradients here, whether every loss and norm
@@ -351,6 +346,7 @@ def _report(run: Run, norm: float, rate: float) -> None:
                 **shares(sums),
                 **on_gpu(run.device),
                 **seen(state),
+                **({"skipped_rows": state.skipped} if state.skipped else {}),
             },
         )
         state.window = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from decode.target import Target
 from heads.base import Head
+from heads.parity import Room
 from train.clock import Clock
 from train.config import TrainConfig
 from train.log import Log
@@ -74,9 +76,20 @@ class Run:
         return self.state.step == self.cfg.steps
 
     @property
+    def room(self) -> Room:
+        """What a pass of calibration or of the parity gate may take: no more than one of
+        training, and eight rows at most."""
+        return room_of(self.cfg, self.world)
+
+    @functools.cached_property
+    def trained(self) -> list[torch.nn.Parameter]:
+        """The parameters that the optimizer updates."""
+        return [p for p in self.head.parameters() if p.requires_grad]
+
+    @property
     def gradients(self) -> list[torch.Tensor]:
         """The gradients of the trained parameters that have one."""
-        return [p.grad for p in self.head.parameters() if p.grad is not None]
+        return [p.grad for p in self.trained if p.grad is not None]
 
     def due(self, every: int) -> bool:
         """Whether this step is a multiple of `every` (0 = never), or the last."""
@@ -86,3 +99,9 @@ class Run:
         """Wait for the save in flight, and leave the terminal tidy."""
         self.saver.close()
         self.log.close()
+
+
+def room_of(cfg: TrainConfig, world: int) -> Room:
+    """Rows of a training pass of each of `world` ranks, eight at most, and their tokens."""
+    rows = min(8, cfg.micro_batch or max(1, cfg.batch_size // world))
+    return Room(rows, rows * cfg.data.max_length)
