@@ -584,6 +584,34 @@ def test_a_stored_law_teaches_as_the_target_does(target) -> None:
     assert float(outs[0].count) == float(outs[1].count) > 0
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_shortest_documents(target, size: int) -> None:
+    """One block stands in a document of three tokens: its anchor has a token before it, whose
+    feature is there, and one behind it."""
+    head, ids = made(target, "dflash"), torch.tensor([[5, 6, 7][:size]])
+    on = torch.ones_like(ids, dtype=torch.bool)
+    batch = Batch(ids, on, on, torch.zeros(1, dtype=torch.int64))
+    out = head(batch, target)
+    out.sum.backward()
+    found = [(flat.tolist(), level) for flat, level, _ in head.forced(batch, target, 2)]
+    assert found == [([2] if size == 3 else [], 0), ([], 1)]
+    assert float(out.count) == (size == 3) and bool(out.sum.isfinite())
+
+
+@pytest.mark.parametrize(
+    "keys", [{"block": 40}, {"draft_vocab": 1}, {"chunk": 1, "weights": "dpace"}, {"decay": 1e-9}]
+)
+def test_extremes_of_the_configuration_train_and_draft(target, keys: dict[str, Any]) -> None:
+    head = made(target, "dflash", layers=1, **keys)
+    batch = packed()
+    assert bool(head(batch, target).sum.isfinite())
+    head.calibrate([batch], target)
+    for shape in ("chain", "tree"):
+        drafter = head.drafter(target, Draft(shape=shape))
+        run = generate(target, drafter, [Request([5], 6)], Sampling(1e-4), eos_ids=())
+        assert len(run.generations[0].token_ids) == 6
+
+
 # --- mistakes
 
 
@@ -597,6 +625,8 @@ def test_a_stored_law_teaches_as_the_target_does(target) -> None:
         (["head.weights=dpace", "head.loss.hard=0", "head.loss.soft=1"], "head.weights: dpace"),
         (["head.kind=eagle3"], "head.kind: 'eagle3'; choose dflash or dspark"),
         (["head.decay=0"], "head.decay: 0"),
+        (["head.confidence=nan"], "head.confidence: nan is not a number"),
+        (["head.least=1"], "head.least: 1.0 is outside [0, 1)"),
         (["head.markov_rank=-1"], "head.markov_rank: -1 is below 0"),
     ],
 )
