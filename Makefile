@@ -14,10 +14,11 @@ export TOKENIZERS_PARALLELISM ?= false
 # OpenMP threads that wait by spinning cost a factor of ten and more where other work shares the cores.
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: demo test slow bench readme lint test-old engines clean help
+.PHONY: demo heads test slow bench readme lint test-old engines clean help
 
 help:
 	@echo "make demo [FAST=1]  data, Medusa and EAGLE-3 heads, score tables at T = 0 and T = 1, report"
+	@echo "make heads [DATA=FILE]  one head of every recipe on the same conversations"
 	@echo "make test | slow    lint, types, fast tests | the slow tests"
 	@echo "make bench          side-by-side speed ratios, written to docs/results"
 	@echo "make readme         the README's tables from the demo's reports"
@@ -36,6 +37,9 @@ help:
 
 demo: .venv
 	@$(PY) scripts/demo.py fast=$(if $(filter-out 0,$(FAST)),true,false)
+
+heads: .venv
+	@$(PY) scripts/train_heads.py 'path="$(DATA)"'
 
 lint: .venv
 	@$(PY) -m ruff check .

@@ -260,7 +260,8 @@ def dynamic(source: Source, levels: int, budget: Tensor, width: int, nodes: int)
         ancestors = torch.cat([ancestors, own], 2)
         token, total = tokens[-1].gather(1, beam), scores[-1].gather(1, beam)
         logits = source.level(Nodes(level, token, above, ancestors))
-        score, place = torch.log_softmax(logits.float(), -1).topk(width, -1)  # [B, W, W]
+        found = torch.log_softmax(logits.float(), -1).topk(width, -1)
+        score, place = (t.expand(-1, width, -1) for t in found)  # [B, W, W]
         scores.append((total[..., None] + score).flatten(1))
         tokens.append((place if ids is None else ids[place]).flatten(1))
         origins.append((start + beam).repeat_interleave(width, 1))

@@ -88,6 +88,7 @@ class Head(nn.Module):
     packs: whether its loss keeps packed documents apart.
     takes_stored_law: whether it can learn from the k most probable tokens in place of the
         target's last feature.
+    why: a draft may not be deeper than `deepest`, for the error about it.
     """
 
     kind: ClassVar[str] = ""
@@ -96,6 +97,7 @@ class Head(nn.Module):
     reads_features: ClassVar[bool] = True
     packs: ClassVar[bool] = False
     takes_stored_law: ClassVar[bool] = False
+    why: ClassVar[str] = ""
     taps: tuple[int, ...] = ()
     d2t: Tensor | None
 
@@ -169,19 +171,20 @@ class Head(nn.Module):
 
     def form(self, target: Target, draft: Draft | None = None) -> Form:
         """What a drafter drafts: what is asked for, and this head's own keys where that leaves
-        them open. A dynamic tree of so many nodes is made wide enough to have them; a rank that
-        the draft vocabulary has no token for is left out.
+        them open. A head without the key `width` has no dynamic trees; one of so many nodes is
+        made wide enough to have them. A rank that the draft vocabulary has no token for is left
+        out.
 
         Raises UserError for more levels than the head guesses."""
         asked, cfg, most = draft or Draft(), self.cfg, self.deepest
         longest = max(map(len, asked.paths)) if asked.paths else asked.depth or 0
         if most is not None and longest > most:
             raise UserError(
-                f"decode settings: {longest} levels, but the head guesses {most}; give "
+                f"decode settings: {longest} levels, but the head guesses {most}{self.why}; give "
                 f"{most} or fewer"
             )
         shape = asked.shape or (cfg.shape if target.support == "tree" else "chain")
-        depth = asked.depth or most or cfg.depth
+        depth = asked.depth or self.usual
         if shape == "chain":
             return Form.chain(depth)
         drawn = (cfg.tree_draw if asked.draw == DEFAULT_DRAW else asked.draw) == "sampled"
@@ -190,7 +193,7 @@ class Head(nn.Module):
         ids = self.ids()
         known = target.vocab_size if ids is None else ids.numel()
         static = TreeShape(tuple(path for path in static.paths if max(path) < known))
-        if most is not None:
+        if not hasattr(cfg, "width"):
             return Form("tree", static.depth, len(static), static, drawn=drawn)
         width = asked.width or cfg.width
         if asked.nodes and not asked.width:
@@ -199,9 +202,13 @@ class Head(nn.Module):
 
     @property
     def deepest(self) -> int | None:
-        """Most levels of a draft; such a head has no dynamic trees. Default: None, as deep as
-        one likes."""
+        """Most levels of a draft. Default: None, as deep as one likes."""
         return None
+
+    @property
+    def usual(self) -> int:
+        """Levels of a draft where nobody asks for a number of them."""
+        return self.deepest or int(self.cfg.depth)
 
     def tree(self, nodes: int, depth: int) -> TreeShape:
         """The static tree of `nodes` nodes and `depth` levels: measured if calibrated, else a

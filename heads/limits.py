@@ -3,7 +3,7 @@ for is compared with these before anything of that size is made."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from conf.typed import SHORT
@@ -25,3 +25,12 @@ def outside(values: Any, bounds: Iterable[tuple[str, int, int]]) -> list[str]:
         elif value > high:
             found.append(f"{key}: {SHORT.repr(value)} is above {high}; give {high} or less")
     return found
+
+
+def unlisted(values: Any, choices: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Problems of the words in `values` that are none of their choices, "key: value; fix"."""
+    return [
+        f"{key}: {getattr(values, key)!r}; choose {' or '.join(good)}"
+        for key, good in choices.items()
+        if getattr(values, key) not in good
+    ]

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -147,11 +147,35 @@ class Taught:
     place: [n] int64, the token's place in the draft vocabulary, -1 outside. valid: [K, n]
     bool, head k has a feature for token j. law: gives the target's law over the draft
     vocabulary, renormalised, and which tokens have a usable one; None where no term needs it.
+    weigh: gives weights [m] to the tokens of a chunk by the log-probabilities [m] of the
+    data's tokens, minus infinity outside the draft vocabulary; None: all are 1. parts: the
+    chunks where they may not begin anywhere. rated: the overlap of both laws is wanted.
     """
 
     place: Tensor
     valid: Tensor
     law: LawFn | None = None
+    weigh: Callable[[slice, Tensor], Tensor] | None = None
+    parts: list[slice] | None = None
+    rated: bool = False
+
+    def chunks(self, size: int) -> list[slice]:
+        """The tokens that are met at once."""
+        if self.parts is not None:
+            return self.parts
+        n = self.place.numel()
+        return [slice(start, min(start + size, n)) for start in range(0, n, size)]
+
+
+class Rows(NamedTuple):
+    """What was found of n tokens by K heads, [K, n] each, without gradient. loss: unweighted,
+    0 where a head has no feature. hit: the head's best token is the data's. counted: there is
+    a loss. rate: sum min(p, q) where the law is usable, 0 where it was not asked for."""
+
+    loss: Tensor
+    hit: Tensor
+    counted: Tensor
+    rate: Tensor
 
 
 def chunked_loss(
@@ -175,8 +199,24 @@ def chunked_loss(
     of the argmax and tries). A valid token outside the draft vocabulary gives no loss but
     counts as a miss.
     """
+    total, rows = row_loss(hidden, weight, taught, terms, head_weights, chunk, low_rank)
+    losses = torch.stack([rows.loss.sum(1, dtype=torch.float64), rows.counted.sum(1)], 1)
+    return total, losses, torch.stack([rows.hit.sum(1), taught.valid.sum(1)], 1).double()
+
+
+def row_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    taught: Taught,
+    terms: LossWeights,
+    head_weights: Tensor,
+    chunk: int = 512,
+    low_rank: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Rows]:
+    """As `chunked_loss`; what was found token by token."""
     near, far = (None, None) if low_rank is None else (low_rank[0].to(hidden.dtype), low_rank[1])
-    return _ChunkedLoss.apply(hidden, weight, near, far, taught, terms, head_weights, chunk)  # type: ignore[no-any-return]
+    total, *rows = _ChunkedLoss.apply(hidden, weight, near, far, taught, terms, head_weights, chunk)  # type: ignore[no-untyped-call]
+    return total, Rows(*rows)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -191,7 +231,7 @@ class _ChunkedLoss(torch.autograd.Function):
         terms: LossWeights,
         head_weights: Tensor,
         chunk: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         place, valid, law = taught.place, taught.valid, taught.law
         heads, n, _ = hidden.shape
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -199,15 +239,14 @@ class _ChunkedLoss(torch.autograd.Function):
         cast = weight.detach().to(hidden.dtype)
         cast_far = None if far is None else far.detach().to(hidden.dtype)
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        losses = torch.zeros(heads, 2, dtype=torch.float64, device=hidden.device)
-        hits = torch.zeros(heads, 2, dtype=torch.float64, device=hidden.device)
+        losses, rates = torch.zeros(2, heads, n, dtype=wide, device=hidden.device)
+        hits, counted = torch.zeros(2, heads, n, dtype=torch.bool, device=hidden.device)
         needs = ctx.needs_input_grad
         grad_hidden = torch.empty_like(hidden) if needs[0] else None
         grad_weight = torch.zeros_like(weight) if needs[1] else None
         grad_near = torch.zeros_like(near) if near is not None and needs[2] else None
         grad_far = torch.zeros_like(far) if far is not None and needs[3] else None
-        for start in range(0, n, chunk):
-            part = slice(start, min(start + chunk, n))
+        for part in taught.chunks(chunk):
             inside = place[part] >= 0
             spot = place[part].clamp(min=0)[:, None]
             p, usable = law(part) if law is not None else (None, inside)
@@ -217,13 +256,21 @@ class _ChunkedLoss(torch.autograd.Function):
                 x, w = hidden[k, part], cast if shared else cast[k]
                 tried = valid[k, part]
                 z = x @ w.T if common is None else torch.addmm(common, x, w.T)
-                loss, grad, row, hit = _kernel(z, p, spot, inside, usable, terms)
-                loss, row = loss * tried, (row * tried * head_weights[k]).to(hidden.dtype)[:, None]
-                summed = loss.sum(dtype=torch.float64)
-                total += summed * head_weights[k]
-                counted = tried & ((inside & bool(terms.hard)) | (usable & terms.needs_law))
-                losses[k] += torch.stack([summed, counted.sum()])
-                hits[k] += torch.stack([(hit & inside & tried).sum(), tried.sum()])
+                loss, grad, row, hit, own, rate = kernel(
+                    z, p, spot, inside, usable, terms, taught.rated
+                )
+                loss, row = loss * tried, row * tried * head_weights[k]
+                losses[k, part], hits[k, part] = loss, hit & inside & tried
+                counted[k, part] = tried & (
+                    (inside & bool(terms.hard)) | (usable & terms.needs_law)
+                )
+                if rate is not None:
+                    rates[k, part] = rate * usable
+                if taught.weigh is not None:
+                    weights = taught.weigh(part, own.masked_fill(~inside, -torch.inf))
+                    loss, row = loss * weights, row * weights
+                total += loss.sum(dtype=torch.float64) * head_weights[k]
+                row = row.to(hidden.dtype)[:, None]
                 if grad_hidden is not None:
                     torch.mul(grad @ w, row, out=grad_hidden[k, part])
                 if grad_weight is not None:
@@ -238,8 +285,8 @@ class _ChunkedLoss(torch.autograd.Function):
         grads = (grad_hidden, grad_weight, grad_near, grad_far)
         ctx.save_for_backward(*(g for g in grads if g is not None))
         ctx.has = [g is not None for g in grads]
-        ctx.mark_non_differentiable(losses, hits)
-        return total.to(wide), losses, hits
+        ctx.mark_non_differentiable(losses, hits, counted, rates)
+        return total.to(wide), losses, hits, counted, rates
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -251,12 +298,33 @@ class _ChunkedLoss(torch.autograd.Function):
         return *found, None, None, None, None
 
 
-def _kernel(
-    z: Tensor, p: Tensor | None, spot: Tensor, inside: Tensor, usable: Tensor, terms: LossWeights
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One head, one chunk. z: [m, Vd] logits. Returns loss [m] wide, gradient [m, Vd] in z's
-    dtype that is still to be multiplied by the row factors [m], and hit [m]. Every pass over
-    [m, Vd] costs as much as a third of a matmul."""
+class Judged(NamedTuple):
+    """What `kernel` finds in a chunk. loss: [m] wide. grad: [m, Vd] in the logits' dtype, with
+    respect to them, still to be multiplied by the row factors `row` [m]. hit: [m] bool. own:
+    [m] log-probability of the token at `spot`. rate: [m] sum min(p, q), None where no term
+    asks for it."""
+
+    loss: Tensor
+    grad: Tensor
+    row: Tensor
+    hit: Tensor
+    own: Tensor
+    rate: Tensor | None
+
+
+def kernel(
+    z: Tensor,
+    p: Tensor | None,
+    spot: Tensor,
+    inside: Tensor,
+    usable: Tensor,
+    terms: LossWeights,
+    rated: bool = False,
+) -> Judged:
+    """One head, one chunk. z: [m, Vd] logits. p: [m, Vd] the target's law, None where no term
+    needs it. spot: [m, 1] int64 place of the data's token. inside, usable: [m] bool, it lies
+    in the draft vocabulary, p is to be learned from. rated: `rate` is wanted in any case.
+    Every pass over [m, Vd] costs as much as a third of a matmul."""
     wide = torch.float64 if z.dtype == torch.float64 else torch.float32
     q = torch.softmax(z, -1)
     top, best = q.max(-1, keepdim=True)
@@ -264,14 +332,16 @@ def _kernel(
     # From the largest probability, not from the target's: its rounding is relative, so lse is
     # good to 2^-9 at worst.
     lse = z.gather(1, best)[:, 0].to(wide) - top[:, 0].to(wide).log()
+    own = z.gather(1, spot)[:, 0].to(wide) - lse
     loss, in_vocab, has_law = torch.zeros_like(lse), inside.to(wide), usable.to(wide)
     if terms.hard:
-        loss += terms.hard * in_vocab * (lse - z.gather(1, spot)[:, 0].to(wide))
+        loss -= terms.hard * in_vocab * own
     if p is None:
-        return loss, _less(q, spot, torch.ones_like(q[:, :1])), terms.hard * in_vocab, hit
+        grad = _less(q, spot, torch.ones_like(q[:, :1]))
+        return Judged(loss, grad, terms.hard * in_vocab, hit, own, None)
     parts: list[tuple[Tensor, Tensor]] = []  # (gradient, its row factors)
-    if terms.tv or terms.lk:
-        rate = torch.minimum(p, q).sum(-1, dtype=wide)
+    rate = torch.minimum(p, q).sum(-1, dtype=wide) if terms.tv or terms.lk or rated else None
+    if rate is not None and (terms.tv or terms.lk):
         safe = rate.clamp(min=1e-6)
         loss += has_law * (terms.tv * (1 - rate) - terms.lk * safe.log())
         gain = q * (q < p)  # d rate / d z = q (1[q < p] - sum q 1[q < p])
@@ -283,10 +353,10 @@ def _kernel(
     if terms.hard:
         parts.append((_less(q, spot, torch.ones_like(q[:, :1])), terms.hard * in_vocab))
     if len(parts) == 1:
-        return loss, *parts[0], hit
-    grad = sum(part.mul_(row.to(q.dtype)[:, None]) for part, row in parts)
-    assert isinstance(grad, Tensor)
-    return loss, grad, torch.ones_like(loss), hit
+        return Judged(loss, *parts[0], hit, own, rate)
+    mixed = sum(part.mul_(row.to(q.dtype)[:, None]) for part, row in parts)
+    assert isinstance(mixed, Tensor)
+    return Judged(loss, mixed, torch.ones_like(loss), hit, own, rate)
 
 
 def _less(q: Tensor, spot: Tensor, amount: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from pathlib import Path
 from conf.errors import UserError
 from decode.target import Target
 from heads.base import Head
+from heads.block.head import DFlashHead, DSparkHead
 from heads.checkpoint import CARD, load_as, read_card
 from heads.eagle.head import Eagle1Head, Eagle3Head
 from heads.parallel.hydra_heads import HydraHeads
@@ -20,6 +21,8 @@ HEADS: dict[str, type[Head]] = {
     "hydra_heads": HydraHeads,
     "eagle1": Eagle1Head,
     "eagle3": Eagle3Head,
+    "dflash": DFlashHead,
+    "dspark": DSparkHead,
     "small_lm": SmallLM,
 }
 

@@ -8,6 +8,8 @@ draft vocabulary (a bool mask).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -75,3 +77,19 @@ def places(ids: Tensor, tokens: Tensor) -> Tensor:
     """Draft ids of target `tokens` (any shape), -1 outside. ids: ascending [Vd]."""
     spot = torch.searchsorted(ids, tokens).clamp_(max=ids.numel() - 1)
     return torch.where(ids[spot] == tokens, spot, -1)
+
+
+def check_reserved(token: int, target: Any, counts: Tensor | None, key: str) -> None:
+    """Raises UserError unless a token of `target` stands in no text: a special one without a
+    role, or one that the tokenizer does not have. counts: [V] int64 of the data, or None."""
+    tokenizer: Any = target.tokenizer
+    named = {getattr(tokenizer, f"{n}_token_id", None) for n in ("bos", "eos", "unk", "pad")}
+    fix = "give a reserved token that no text has, or -1"
+    if token >= target.vocab_size:
+        size = target.vocab_size
+        raise UserError(f"{key}: {token} is not in the target's vocabulary of {size}; {fix}")
+    ordinary = tokenizer is not None and token < len(tokenizer)
+    ordinary = ordinary and token not in tokenizer.all_special_ids
+    counted = counts is not None and int(counts[token])
+    if ordinary or counted or token in named or token in target.eos_ids:
+        raise UserError(f"{key}: the tokenizer uses {token}; {fix}")

@@ -13,11 +13,9 @@ runs/demo-full or runs/demo-fast and comes back with it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shlex
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -29,9 +27,10 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 from rich.console import Console
 from rich.markup import escape
 
-from conf.errors import Interrupted, UserError
 from conf.schema import entry
 from scripts.common import files
+from scripts.common import steps as common
+from scripts.common.steps import Step
 from scripts.reports import table
 
 RUNS, REPORTS = Path("runs/demo"), Path("reports/demo")
@@ -87,16 +86,6 @@ FAST = Budget(
     prompts=8,
     tokens=24,
 )
-
-
-@dataclass(frozen=True)
-class Step:
-    """One command, the files it reads and the file that it leaves when it is done."""
-
-    title: str
-    args: list[str]
-    reads: list[Path]
-    leaves: Path
 
 
 def steps(budget: Budget, fast: bool) -> list[Step]:
@@ -187,7 +176,7 @@ def main(cfg: DemoConfig) -> int:
         line = escape(shlex.join(step.args))
         console.print(f"{head}\n      [dim]python {line}[/dim]", highlight=False, soft_wrap=True)
         began = time.perf_counter()
-        run(step)
+        common.run(step, "demo", RUNS)
         remember(step)
         console.print(f"      {time.perf_counter() - began:.0f} s", highlight=False)
     spent = time.perf_counter() - started
@@ -211,44 +200,14 @@ def swap(budget: str) -> None:
     files.write_text(mark, budget + "\n")
 
 
-def fingerprint(step: Step) -> str:
-    """Changes with the command and with what it reads."""
-    stats = [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for p in step.reads if p.exists()]
-    return hashlib.sha256(json.dumps([step.args, stats]).encode()).hexdigest()
-
-
 def done(step: Step) -> bool:
-    try:
-        marks = json.loads((RUNS / "done.json").read_text())
-    except (OSError, ValueError):
-        return False
-    return step.leaves.exists() and marks.get(str(step.leaves)) == fingerprint(step)
+    """Whether a step need not run again."""
+    return common.done(step, RUNS)
 
 
 def remember(step: Step) -> None:
-    path = RUNS / "done.json"
-    marks = json.loads(path.read_text()) if path.exists() else {}
-    files.write_json(path, {**marks, str(step.leaves): fingerprint(step)})
-
-
-def run(step: Step) -> None:
-    """Run a step as the user would. Its own messages have said why it failed."""
-    env = {
-        "GOMP_SPINCOUNT": "1000",
-        **os.environ,
-    }  # waiting threads that spin starve each other on shared cores
-    code = subprocess.call([sys.executable, *step.args], env=env)
-    if code in (130, 75, -2, -15):
-        raise Interrupted("demo: stopped; the same command goes on from here")
-    if code:
-        raise UserError(
-            f"demo: `python {shlex.join(step.args)}` ended with exit code {code}; see "
-            "its message above"
-        )
-    if not step.leaves.exists():
-        raise UserError(
-            f"demo: {step.leaves} is missing after its step; remove {RUNS} and start again"
-        )
+    """Note that a step is done."""
+    common.remember(step, RUNS)
 
 
 if __name__ == "__main__":

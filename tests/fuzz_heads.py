@@ -14,6 +14,7 @@ import torch
 from decode.engine import Request, generate
 from decode.sampling import Sampling
 from heads import HEADS, load_head, save_head
+from heads.block.config import BlockConfig
 from heads.checkpoint import CARD, _card_sha256, text_of
 from heads.eagle.config import EagleConfig
 from heads.names import Draft
@@ -32,6 +33,18 @@ CONFIGS: dict[str, Any] = {
     "eagle3": EagleConfig(kind="eagle3", draft_vocab=64, taps=[1, 2], depth=2, nodes=4, width=2),
     "eagle3 own": EagleConfig(
         kind="eagle3", layer="target", draft_vocab=0, depth=2, nodes=4, width=2
+    ),
+    "dflash": BlockConfig(block=3, draft_vocab=64, depth=2, nodes=4, width=2),
+    "dspark": BlockConfig(
+        kind="dspark",
+        block=2,
+        causal=True,
+        share_lm_head=True,
+        draft_vocab=64,
+        markov_rank=2,
+        confidence=1.0,
+        nodes=4,
+        width=2,
     ),
     "small_lm": SmallLMConfig(from_target_layers=1, draft_vocab=64, depth=2, nodes=4, width=2),
     "small_lm lora": SmallLMConfig(

@@ -99,6 +99,8 @@ VARIANTS = {
     "eagle1-hass": {"steps": 3, "top_k": 5},
     "eagle3": {"steps": 3},
     "eagle3-own": {"layer": "target"},
+    "dflash": {},
+    "dspark": {"markov_rank": 4, "confidence": 1.0},
 }
 
 

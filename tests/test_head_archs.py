@@ -14,6 +14,7 @@ from decode.engine import Request, generate
 from decode.sampling import Sampling
 from decode.target import Target
 from heads import HEADS, load_head, save_head
+from heads.block.config import BlockConfig
 from heads.losses import LossWeights
 from heads.names import Draft
 from heads.parallel.hydra_heads import HydraHeadsConfig
@@ -24,6 +25,15 @@ from tests.training import random_batch
 CASES = {
     "hydra": HydraHeadsConfig(heads=2, blocks=2, draft_vocab=0, prefix_layers=1, nodes=6),
     "markov": MedusaConfig(heads=2, draft_vocab=40, markov_rank=4, nodes=6, loss=LossWeights(0, 1)),
+    "dspark": BlockConfig(
+        kind="dspark",
+        block=3,
+        draft_vocab=40,
+        markov_rank=4,
+        nodes=6,
+        width=3,
+        loss=LossWeights(0, 1),
+    ),
     "medusa2": MedusaConfig(
         kind="medusa2", heads=2, draft_vocab=0, nodes=6, tune=TuneConfig(rank=2)
     ),

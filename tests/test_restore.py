@@ -13,11 +13,13 @@ import torch
 
 from conf.schema import compose
 from heads import HEADS
+from heads.block.config import BlockConfig
 from heads.eagle.config import EagleConfig
 from heads.parallel.hydra_heads import HydraHeadsConfig
 from heads.parallel.medusa import MedusaConfig, TuneConfig
 from heads.small_lm.config import SmallLMConfig
 from tests.training import chats, overrides, random_batch, tiny_target
+from train.block import BlockRun
 from train.config import DraftRun, EagleRun, MedusaRun
 from train.hydra_heads import HydraHeadsRun
 from train.loop import fit
@@ -28,6 +30,8 @@ CONFIGS: dict[str, Any] = {
     "hydra_heads": HydraHeadsConfig(heads=2, draft_vocab=40),
     "eagle1": EagleConfig(kind="eagle1", draft_vocab=40),
     "eagle3": EagleConfig(kind="eagle3", draft_vocab=40),
+    "dflash": BlockConfig(draft_vocab=40),
+    "dspark": BlockConfig(kind="dspark", draft_vocab=40, markov_rank=2, confidence=1.0),
     "small_lm": SmallLMConfig(from_target_layers=1, draft_vocab=40),
 }
 RUNS: dict[str, tuple[str, type, list[str]]] = {
@@ -36,6 +40,8 @@ RUNS: dict[str, tuple[str, type, list[str]]] = {
     "hydra_heads": ("hydra_heads", HydraHeadsRun, []),
     "eagle1": ("eagle", EagleRun, ["head=eagle1", "head.draft_vocab=0"]),
     "eagle3": ("eagle", EagleRun, ["head=eagle3", "head.draft_vocab=0"]),
+    "dflash": ("block", BlockRun, ["head=dflash", "head.draft_vocab=0"]),
+    "dspark": ("block", BlockRun, ["head=dspark", "head.draft_vocab=0"]),
     "small_lm": ("draft", DraftRun, ["target.layers=2", "head.from_target_layers=1"]),
 }
 EVERY_KIND = [k if k == "eagle3" else pytest.param(k, marks=pytest.mark.slow) for k in RUNS]

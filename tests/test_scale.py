@@ -21,6 +21,7 @@ from scripts.reports.reliability import record
 from tests.faults import finish
 from tests.training import TINY
 from train import cache_features, loop
+from train.block import BlockRun
 from train.config import EagleRun, MedusaRun
 from train.loop import fit
 
@@ -31,8 +32,10 @@ STEPS, MANY = 4, 100
 
 
 def configured(data: Path, out: Path, *more: str) -> Any:
-    """A run in float64 on a tiny target; EAGLE-3 when head=eagle3 is among the overrides."""
-    eagle = "head=eagle3" in more
+    """A run in float64 on a tiny target: of EAGLE-3 or DSpark when head=eagle3 or head=dspark
+    is among the overrides, else of Medusa."""
+    known = {"head=eagle3": ("eagle", EagleRun), "head=dspark": ("block", BlockRun)}
+    name, schema = next((known[k] for k in more if k in known), ("medusa", MedusaRun))
     args = [
         "target=tiny",
         *(f"target.{k}={v}" for k, v in SHAPE.items()),
@@ -53,7 +56,7 @@ def configured(data: Path, out: Path, *more: str) -> Any:
         "optim.lr=3e-3",
         *more,
     ]
-    return compose("eagle" if eagle else "medusa", EagleRun if eagle else MedusaRun, args)
+    return compose(name, schema, args)
 
 
 def watched(data: Path, out: Path, *more: str) -> tuple[dict[int, float], list[torch.Tensor]]:
@@ -173,12 +176,17 @@ def assert_within(found: dict[str, tuple[float, float]], losses: float, gradient
     assert found and not wrong, f"losses and first gradients apart: {wrong}"
 
 
-def layouts(data: Path, out: Path, steps: int, dtype: str) -> dict[str, tuple[float, float]]:
-    """How far every layout of one EAGLE-3 run is from the plain one, and the sharded target
+KEYS = {"eagle3": ["head.steps=2"], "dspark": ["head.block=3", "head.markov_rank=4"]}
+
+
+def layouts(
+    data: Path, out: Path, steps: int, dtype: str, kind: str = "eagle3"
+) -> dict[str, tuple[float, float]]:
+    """How far every layout of one run of a head is from the plain one, and the sharded target
     from whole ones.
     """
-    head = ["head=eagle3", "head.steps=2", f"steps={steps}", f"dtype={dtype}"]
-    features = stored(data, out / "features", f"dtype={dtype}")
+    head = [f"head={kind}", *KEYS[kind], f"steps={steps}", f"dtype={dtype}"]
+    features = stored(data, out / "features", f"dtype={dtype}", f"heads=[{kind}]")
     plain = watched(data, out / "plain", *head)
     if steps > 1:
         assert plain[0][steps] < plain[0][1]
@@ -221,7 +229,6 @@ def stored(data: Path, out: Path, *more: str) -> Path:
         "data.held_out=0.1",
         "data.cache=false",
         "device=cpu",
-        "heads=[eagle3]",
         *more,
     ]
     with pytest.raises(SystemExit) as caught:
@@ -230,8 +237,9 @@ def stored(data: Path, out: Path, *more: str) -> Path:
     return out
 
 
-def test_layouts_give_the_same_losses(data: Path, tmp_path: Path) -> None:
-    assert_within(layouts(data, tmp_path, STEPS, "float64"), 1e-9, 1e-9)
+@pytest.mark.parametrize("kind", ["eagle3", pytest.param("dspark", marks=pytest.mark.slow)])
+def test_layouts_give_the_same_losses(data: Path, tmp_path: Path, kind: str) -> None:
+    assert_within(layouts(data, tmp_path, STEPS, "float64", kind), 1e-9, 1e-9)
 
 
 BARS = {

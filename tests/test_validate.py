@@ -36,6 +36,8 @@ KINDS = {
     "hydra_heads": ["head.heads=2"],
     "eagle1": [],
     "eagle3": ["head.steps=2"],
+    "dflash": ["head.block=4", "target.layers=2"],
+    "dspark": ["head.block=3", "target.layers=2"],
     "small_lm": ["head.from_target_layers=1", "target.layers=2"],
 }
 MEDUSA = MedusaConfig(heads=2, draft_vocab=0)

@@ -19,6 +19,7 @@ from decode.sampling import Law, Sampling
 from decode.tree import DraftTree, Proposal, TreeShape
 from decode.verify import RULES, rejection, verify_chain
 from heads import HEADS
+from heads.block.config import BlockConfig
 from heads.eagle.config import EagleConfig
 from heads.names import Draft
 from heads.parallel.hydra_heads import HydraHeadsConfig
@@ -248,6 +249,8 @@ KINDS = {
     "hydra_heads": HydraHeadsConfig(heads=3, blocks=1, draft_vocab=64),
     "eagle1": EagleConfig(kind="eagle1", draft_vocab=64, depth=3),
     "eagle3": EagleConfig(kind="eagle3", draft_vocab=64, depth=3),
+    "dflash": BlockConfig(block=4, draft_vocab=64),
+    "dspark": BlockConfig(kind="dspark", block=3, draft_vocab=64, markov_rank=4),
     "small_lm": None,
 }
 

@@ -33,7 +33,14 @@ from train.log import git_commit
 from train.validate import ValidateConfig, head_config
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = {"medusa": "medusa", "hydra_heads": "hydra_heads", "eagle1": "eagle", "eagle3": "eagle"}
+SCRIPTS = {
+    "medusa": "medusa",
+    "hydra_heads": "hydra_heads",
+    "eagle1": "eagle",
+    "eagle3": "eagle",
+    "dflash": "block",
+    "dspark": "block",
+}
 EXCHANGE = """
 import json, sys, time, torch, torch.distributed as dist
 cuda = torch.cuda.is_available() and sys.argv[2] != "cpu"

@@ -1,16 +1,21 @@
-"""What an EAGLE drafter remembers: keys and values of its layers per row.
+"""What drafters with attention layers remember: keys and values of its layers per row.
 
 Shape letters: b rows of a pass, Hkv key heads, hd head size.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
-from heads.eagle.net import EagleNet
+
+class Layers(Protocol):
+    """What a cache is shaped after: the config of the draft layers."""
+
+    config: LlamaConfig
 
 
 class DraftCache:
@@ -19,7 +24,7 @@ class DraftCache:
     """
 
     def __init__(
-        self, net: EagleNet, rows: int, slots: int, dtype: torch.dtype, device: torch.device
+        self, net: Layers, rows: int, slots: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         c = net.config
         shape = [

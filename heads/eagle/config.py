@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from heads.base import HeadConfig
-from heads.limits import MOST, MOST_DEPTH, MOST_LAYERS, MOST_NODES, MOST_WIDTH, outside
+from heads.limits import MOST, MOST_DEPTH, MOST_LAYERS, MOST_NODES, MOST_WIDTH, outside, unlisted
 from heads.losses import LossWeights
 
 
@@ -41,6 +41,9 @@ class EagleConfig(HeadConfig):
     init: str = "random"
     # init=layer: which layer, counted from 0; negative counts from the end
     init_layer: int = -3
+    # eagle3: from the second step on read a trained mask in place of the token and of own
+    # outputs, so that one pass drafts all levels (P-EAGLE)
+    parallel: bool = False
     # eagle3: norm every tapped feature before fusing them (EAGLE-3.1)
     norm_before_fc: bool = False
     # eagle3: hand the normed output on to the next step (EAGLE-3.1)
@@ -91,17 +94,14 @@ class EagleConfig(HeadConfig):
             "shape": ("chain", "tree"),
             "tree_draw": ("fixed", "sampled"),
         }
-        found += [
-            f"{key}: {getattr(self, key)!r}; choose {' or '.join(good)}"
-            for key, good in choices.items()
-            if getattr(self, key) not in good
-        ]
+        found += unlisted(self, choices)
         if not 0 < self.step_decay <= 1:
             found.append(f"step_decay: {self.step_decay} is outside (0, 1]; 0.8 is usual")
         only3 = [
             k
             for k in (
                 "taps",
+                "parallel",
                 "norm_before_fc",
                 "norm_output",
                 "norm_joined",
@@ -113,6 +113,10 @@ class EagleConfig(HeadConfig):
             found += [
                 f"{key}: belongs to eagle3; leave it out, or use head=eagle3" for key in only3
             ]
+        if self.parallel and self.steps < 2:
+            found.append("steps: 1, but a parallel head's mask is read from the second on; set 2")
+        if self.parallel and self.norm_output:
+            found.append("norm_output: with parallel=true no output is handed on; leave it out")
         if self.kind == "eagle3" and self.fc_bias:
             found.append("fc_bias: belongs to eagle1; leave it out, or use head=eagle1")
         if self.norm_joined and self.norm_before_fc:

@@ -12,7 +12,7 @@ Shape letters: B live rows, D width, Vd draft vocabulary, W tokens read together
 from __future__ import annotations
 
 import copy
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import DraftTree
 from heads.eagle.cache import DraftCache
-from heads.eagle.net import EagleNet
+from heads.eagle.net import Eagle3Net, EagleNet
 
 
 class Layers(Protocol):
@@ -33,33 +33,32 @@ class Layers(Protocol):
 
     kind: ClassVar[str]
     taps: tuple[int, ...]
-    net: EagleNet
+    net: Any
 
     def ids(self) -> Tensor | None: ...
     def projection(self, target: Target) -> Tensor: ...
 
 
-class EagleDrafter:
+class LayeredDrafter:
     """A chain or tree drafter over a copy of the head's weights in the target's dtype. See
-    decode.drafters.Drafter.
+    decode.drafters.Drafter. What draft layers share: their cache, and one state `h` per row.
     """
 
     def __init__(self, head: Layers, target: Target, form: Form) -> None:
         dtype = target.dtype
         self.name, self.form, self.shape = f"{head.kind}@{form.shape}", form, form.shape
         self.taps, self.max_depth, self.max_nodes = head.taps, form.depth, form.nodes
-        self.net = (
+        self.net: Any = (
             copy.deepcopy(head.net)
             .to(device=target.device, dtype=dtype)
             .eval()
             .requires_grad_(False)
         )
-        self.net.attend(attention.NAME)
         self.proj = head.projection(target).detach().to(dtype)
         self.width = min(form.width, self.proj.shape[0])
         self.ids, self.embed, self.device = head.ids(), target.embed, target.device
         self.lengths: list[int] = []
-        self.drafted = 0  # tokens read behind the committed ones in this cycle
+        self.most_rows = 0  # that are read at once behind the committed ones, whatever is drafted
         self.reset(1, 1)
 
     def reset(self, rows: int, max_len: int) -> None:
@@ -71,11 +70,15 @@ class EagleDrafter:
             if self.shape == "chain"
             else max(self.max_nodes, self.max_depth * self.width)
         )
-        slots = max_len + scratch + self.max_depth + 2
+        slots = max_len + max(scratch, self.most_rows) + self.max_depth + 2
         self.cache = DraftCache(self.net, rows, slots, self.proj.dtype, self.device)
         self.rope = self.net.rope(slots, self.proj.dtype, self.device)
-        self.h = torch.zeros(rows, self.proj.shape[1], dtype=self.proj.dtype, device=self.device)
+        self.h = self.blank(rows)
         self.lengths = []
+
+    def blank(self, rows: int) -> Tensor:
+        """The state of so many rows, empty."""
+        raise TypeError("a subclass defines it")
 
     def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
         """Append rows; what they hold comes with observe. Makes room where reset was told of
@@ -86,6 +89,45 @@ class EagleDrafter:
             raise ValueError(f"begin: {need} rows, but reset made room for {self.h.shape[0]}")
         self.lengths += [0] * len(prompts)
         self.h[have:need] = 0
+
+    def select(self, rows: list[int]) -> None:
+        """Keep these live rows in this order."""
+        if rows != list(range(len(rows))):
+            self.cache.select(rows, max((self.lengths[r] for r in rows), default=0))
+            self.h[: len(rows)] = self.h[rows]
+        self.lengths = [self.lengths[r] for r in rows]
+
+    @torch.inference_mode()
+    def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
+        """A draft no deeper than budget [B]."""
+        return grow.draft(self, self.form, budget, sampling, rng)
+
+    def draft_ids(self) -> Tensor | None:
+        """See decode.grow.Source."""
+        return self.ids
+
+    def open(self, levels: int) -> Tensor:
+        """See decode.grow.Source."""
+        raise TypeError("a subclass defines it")
+
+    def level(self, nodes: Nodes) -> Tensor:
+        """See decode.grow.Source."""
+        raise TypeError("a subclass defines it")
+
+
+class EagleDrafter(LayeredDrafter):
+    """h: [B, D], what the layers gave at the last committed token."""
+
+    net: EagleNet
+
+    def __init__(self, head: Layers, target: Target, form: Form) -> None:
+        super().__init__(head, target, form)
+        self.net.attend(attention.NAME)
+        self.drafted = 0  # tokens read behind the committed ones in this cycle
+
+    def blank(self, rows: int) -> Tensor:
+        """See LayeredDrafter."""
+        return torch.zeros(rows, self.proj.shape[1], dtype=self.proj.dtype, device=self.device)
 
     @torch.inference_mode()
     def observe(self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice) -> None:
@@ -112,18 +154,6 @@ class EagleDrafter:
         self.h[rows] = h
         self.lengths[rows] = [a + b for a, b in zip(lengths, counts, strict=True)]
 
-    def select(self, rows: list[int]) -> None:
-        """Keep these live rows in this order."""
-        if rows != list(range(len(rows))):
-            self.cache.select(rows, max((self.lengths[r] for r in rows), default=0))
-            self.h[: len(rows)] = self.h[rows]
-        self.lengths = [self.lengths[r] for r in rows]
-
-    @torch.inference_mode()
-    def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
-        """A draft no deeper than budget [B]."""
-        return grow.draft(self, self.form, budget, sampling, rng)
-
     def _pass(
         self,
         e: Tensor,
@@ -147,10 +177,6 @@ class EagleDrafter:
         )
 
     # -- growing (decode.grow.Source)
-
-    def draft_ids(self) -> Tensor | None:
-        """See decode.grow.Source."""
-        return self.ids
 
     def open(self, levels: int) -> Tensor:
         """See decode.grow.Source."""
@@ -196,3 +222,25 @@ class EagleDrafter:
             spot = ends + torch.arange(ancestors.shape[2], device=self.device)
             mask.scatter_(2, spot[:, None].expand_as(ancestors), ancestors)
         return mask[:, None]
+
+
+class ParallelEagleDrafter(EagleDrafter):
+    """P-EAGLE: rows of masks behind the committed ones, so that all levels are known at once."""
+
+    net: Eagle3Net
+
+    def open(self, levels: int) -> Tensor:
+        """See decode.grow.Source."""
+        count, more = len(self.lengths), levels - 1
+        state = self.h[:count, None]
+        if more:
+            places = self.cache.aim(slice(0, count), self.lengths, 0, more)
+            mask = torch.arange(self.cache.reach, device=self.device) <= places[..., None]
+            e, g = self.net.masked((count, more), state.dtype)
+            state = torch.cat([state, self._pass(e, g, places, mask[:, None])], 1)
+        self.known = self.logits(state)
+        return self.known[:, :1]
+
+    def level(self, nodes: Nodes) -> Tensor:
+        """See decode.grow.Source: the same for all nodes of a level."""
+        return self.known[:, nodes.level, None]

@@ -5,8 +5,9 @@ Row t reads (f_t, e_{t+1}) and predicts x_{t+2} (heads/eagle/net.py). With `step
 training-time test of EAGLE-3 (for EAGLE-1: the harmonised context of HASS) runs the drafter on
 its own outputs: at step s row t reads its previous output and e_{t+1+s}, attends to the rows
 up to t of step 0 and to its own later keys, and predicts x_{t+2+s}; the loss of step s counts
-step_decay ** s. A token is supervised by its own loss mask (the predicted token's, at t + 2 +
-s). Trained by train/eagle.py; conf/head/eagle1.yaml and eagle3.yaml hold the keys.
+step_decay ** s. With `parallel` a row reads a trained mask there in place of its output and
+the token (P-EAGLE). A token is supervised by its own loss mask (the predicted token's, at t +
+2 + s). Trained by train/eagle.py; conf/head/eagle1.yaml and eagle3.yaml hold the keys.
 
 Shape letters: B rows, T positions, D width, S steps, Vd draft vocabulary, F taps, n supervised
 tokens, R packed rows.
@@ -16,8 +17,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,67 +27,46 @@ from torch import Tensor
 from conf.errors import UserError
 from decode.drafters import Drafter
 from decode.target import Target
-from heads import shapes, vocab
-from heads.base import Head, Saved
+from heads import vocab
 from heads.batch import Batch, LossOut
 from heads.eagle.attention import Memory
 from heads.eagle.config import EagleConfig
-from heads.eagle.drafter import EagleDrafter
-from heads.eagle.init import copy_layer, reset_weights, start_output
-from heads.eagle.layer import LayerShape, layer_config, take
+from heads.eagle.drafter import EagleDrafter, ParallelEagleDrafter
+from heads.eagle.init import copy_layer, start_output
+from heads.eagle.layer import layer_config, take
 from heads.eagle.net import Eagle1Net, Eagle3Net, EagleNet, try_own
 from heads.eagle.own_layer import Own, own
-from heads.limits import MOST_DEPTH
-from heads.losses import Taught, chunked_loss, stored_law, target_law
+from heads.layered import LayeredHead, LayeredSaved
+from heads.losses import Taught, chunked_loss
 from heads.names import Draft
 from heads.recompute import plainly, recomputed
 
 
 @dataclass(kw_only=True)
-class EagleSaved(Saved):
-    """See Saved. layer: shape of the draft layers. final: number of the target's hidden state
-    behind its final norm."""
+class EagleSaved(LayeredSaved):
+    """See LayeredSaved."""
 
     config: EagleConfig
-    layer: LayerShape
-    vocab_size: int
-    taps: list[int]
-    final: int
-    tap_convention: str = ""
 
     def fits(self, target: Target) -> list[str]:
         """See Saved."""
-        deep, size = target.num_layers, self.config.draft_vocab or self.vocab_size
-        found = vocab.problems(self.vocab_size, self.config.draft_vocab, target.vocab_size)
-        found = found or shapes.problems(self.calibration, MOST_DEPTH, size)
-        found += self.layer.fits(target, self.config.layers, "layer")
+        found, deep = super().fits(target), target.num_layers
         # EAGLE-3 reads three by default; a shallow target's stand there more than once.
         most = 1 if self.config.kind == "eagle1" else max(3, deep + 1)
         if not 0 < len(self.taps) <= most or not all(0 <= tap <= deep for tap in self.taps):
             found.append(
                 f"taps: {self.taps[:9]}; 1 to {most} of the hidden states 0..{deep} are read"
             )
-        if self.final != deep:
-            found.append(f"final: {self.final}, the target has {deep} layers")
         return found
 
 
-class EagleHead(Head):
+class EagleHead(LayeredHead):
     """What EAGLE-1 and EAGLE-3 share. net: the network."""
 
     Config = EagleConfig
-    packs: ClassVar[bool] = True
-    takes_stored_law: ClassVar[bool] = True
+    Saved: ClassVar[type[EagleSaved]] = EagleSaved
+    cfg: EagleConfig
     net: EagleNet
-
-    def __init__(
-        self, cfg: EagleConfig, net: EagleNet, taps: tuple[int, ...], vocab_size: int, final: int
-    ) -> None:
-        super().__init__(cfg)
-        self.cfg: EagleConfig = cfg
-        self.net, self.taps, self.vocab_size, self.final = net, taps, vocab_size, final
-        if cfg.draft_vocab:
-            self.d2t = torch.zeros(cfg.draft_vocab, dtype=torch.int64)
 
     @classmethod
     def build(
@@ -117,12 +97,9 @@ class EagleHead(Head):
         head = cls.build(
             cfg, layer_config(target, cfg.layers), taps, target.vocab_size, target.num_layers, spec
         )
-        reset_weights(head.net, float(getattr(target.config, "initializer_range", 0.02) or 0.02))
+        head.begin(target, counts)
         if spec is not None:
             try_own(head.net)
-        if cfg.draft_vocab:
-            head.d2t = vocab.to_d2t(head.choose_vocabulary(counts, cfg.draft_vocab))
-        head.to(target.device)
         if cfg.init == "layer":
             source = cfg.init_layer if cfg.init_layer >= 0 else target.num_layers + cfg.init_layer
             if not 0 <= source < target.num_layers:
@@ -143,49 +120,11 @@ class EagleHead(Head):
         """Give the output side of a fresh head the target's weights. Default: nothing."""
 
     @classmethod
-    def from_json(cls, saved: dict[str, Any], target: Target) -> Self:
-        """See Head. Raises UserError for values that are no such head."""
-        known = EagleSaved.read(saved, target, cls.kind)
-        cfg, taps, layer = known.config, tuple(known.taps), asdict(known.layer)
+    def restored(cls, known: EagleSaved, layer: dict[str, Any], target: Target) -> Self:
+        """See LayeredHead."""
+        cfg = known.config
         spec = own(target, cfg.layers) if cfg.layer == "target" else None
-        head = cls.build(cfg, layer, taps, known.vocab_size, known.final, spec)
-        head.coverage, head.calibration = known.coverage, known.calibration
-        return head
-
-    def config_json(self) -> dict[str, Any]:
-        """See Head; also the draft layer's shape, the taps with their convention."""
-        return {
-            **super().config_json(),
-            "layer": self._shape,
-            "vocab_size": self.vocab_size,
-            "taps": list(self.taps),
-            "tap_convention": "hidden_states[k] of transformers; num_layers = output "
-            "after the final norm",
-            "final": self.final,
-        }
-
-    @property
-    def _shape(self) -> dict[str, Any]:
-        config = self.net.config
-        keys = (
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "hidden_act",
-            "rms_norm_eps",
-            "max_position_embeddings",
-        )
-        return {
-            **{k: getattr(config, k) for k in keys},
-            "rope_parameters": dict(config.rope_parameters or {}),
-        }
-
-    def projection(self, target: Target) -> Tensor:
-        """[Vd, D] the weight that turns net.read(h) into draft logits."""
-        raise TypeError("a subclass defines it")
+        return cls.build(cfg, layer, tuple(known.taps), known.vocab_size, known.final, spec)
 
     # -- training
 
@@ -199,20 +138,8 @@ class EagleHead(Head):
         weights = torch.tensor(
             [self.cfg.step_decay**s for s in range(self.cfg.steps)], device=flat.device
         )
-        law, stored, terms = None, getattr(target, "stored_law", None), self.cfg.loss
-        if terms.needs_law and stored:
-            law = stored_law(stored(), flat - 1, ids, self.vocab_size, place, terms.mask)
-        elif terms.needs_law:
-            law = target_law(
-                target,
-                self.law_rows(target),
-                feats,
-                flat - 1,
-                ids,
-                place,
-                terms.mask,
-                self.cfg.top_k,
-            )
+        terms = self.cfg.loss
+        law = self.law(target, feats, flat - 1, place) if terms.needs_law else None
         read = self.net.read(torch.stack(hidden))
         total, losses, hits = chunked_loss(
             read, self.projection(target), Taught(place, valid, law), terms, weights, self.cfg.chunk
@@ -286,10 +213,11 @@ class EagleHead(Head):
                 memory.at(step),
                 flat_e[(keep + 1 + step).clamp(max=flat_e.shape[0] - 1)],
             )
+            g = self.net.feed(h)
+            if cfg.parallel:
+                e_next, g = cast(Eagle3Net, self.net).masked(h.shape[:1], h.dtype)
             rope = (cos[at + step][None], sin[at + step][None])
-            return self.net.advance(e_next[None], self.net.feed(h)[None], rope, memory=memory)[
-                0
-            ], memory
+            return self.net.advance(e_next[None], g[None], rope, memory=memory)[0], memory
 
         again = recomputed if cfg.activation_checkpointing else plainly
         h, memory = again(start, Memory((count, length), keep, batch.position))
@@ -337,7 +265,8 @@ class EagleHead(Head):
 
     def drafter(self, target: Target, draft: Draft | None = None) -> Drafter:
         """See Head."""
-        return EagleDrafter(self, target, self.form(target, draft))
+        kind = ParallelEagleDrafter if self.cfg.parallel else EagleDrafter
+        return kind(self, target, self.form(target, draft))
 
 
 class Eagle1Head(EagleHead):
@@ -363,10 +292,6 @@ class Eagle1Head(EagleHead):
     def choose_taps(cls, target: Target, cfg: EagleConfig) -> tuple[int, ...]:
         """The output after the final norm, which the LM head reads."""
         return (target.num_layers,)
-
-    def projection(self, target: Target) -> Tensor:
-        """See EagleHead; frozen."""
-        return self.target_rows(target)[0] * target.head.scale
 
 
 class Eagle3Head(EagleHead):
@@ -398,6 +323,8 @@ class Eagle3Head(EagleHead):
             cfg.norm_before_residual,
             own,
         )
+        if cfg.parallel:
+            net.add_mask(len(taps))
         return cls(cfg, net, taps, vocab_size, final)
 
     @classmethod
@@ -413,7 +340,3 @@ class Eagle3Head(EagleHead):
     def init_head(self, target: Target) -> None:
         """See start_output."""
         start_output(self.net, self.target_rows(target)[0] * target.head.scale, target)
-
-    def projection(self, target: Target) -> Tensor:
-        """See EagleHead; trained."""
-        return self.net.lm_head.weight

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from decode.target import Target
-from heads.eagle.layer import Linear
+from heads.eagle.layer import Linear, RMSNorm
 from heads.eagle.net import Eagle3Net, EagleNet
 from heads.eagle.own_layer import OwnLayer, backbone
 
 SPREAD = 1.5  # of a fresh EAGLE-3 head's logits
 
 
-def reset_weights(net: EagleNet, std: float) -> None:
+def reset_weights(net: Any, std: float) -> None:
     """Normal weights of spread `std`, norms at one, in place; norms and biases of the target's
     own layers stay as their class makes them."""
     for name, weight in net.named_parameters():
@@ -103,16 +103,21 @@ def norm_weight(norm: Any, target: Target) -> Tensor:
 
 @torch.no_grad()
 def start_output(net: Eagle3Net, rows: Tensor, target: Target) -> None:
-    """The LM head starts as the target's `rows` [Vd, D], the final norm as the target's,
-    shrunk until random outputs give logits of spread SPREAD: at full size a fresh head is sure
-    of random tokens (SmolLM2: a cross-entropy of 17 where guessing gives 9) and unlearns that
-    first."""
+    """The LM head starts as the target's `rows` [Vd, D], the final norm as start_norm says."""
     net.lm_head.weight.copy_(rows)
+    start_norm(net.norm, net.lm_head.weight, target)
+
+
+@torch.no_grad()
+def start_norm(final: RMSNorm, rows: Tensor, target: Target) -> None:
+    """The final norm starts as the target's, shrunk until random outputs give logits of spread
+    SPREAD under an LM head of `rows` [Vd, D]: at full size a fresh head is sure of random
+    tokens (SmolLM2: a cross-entropy of 17 where guessing gives 9) and unlearns that first."""
     names = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
     norm = next(
         (n for name in names if (n := getattr(backbone(target), name, None)) is not None), None
     )
     if isinstance(norm, nn.Module):
-        net.norm.weight.copy_(norm_weight(norm, target))
-    spread = (net.lm_head.weight * net.norm.weight).square().sum(1).mean().sqrt()
-    net.norm.weight.mul_((SPREAD / spread).clamp(max=1.0))
+        final.weight.copy_(norm_weight(norm, target))
+    spread = (rows * final.weight).square().sum(1).mean().sqrt()
+    final.weight.mul_((SPREAD / spread).clamp(max=1.0))

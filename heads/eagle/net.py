@@ -17,6 +17,7 @@ Shape letters: D width, Vd draft vocabulary, F tapped features.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -125,6 +126,9 @@ class Eagle3Net(EagleNet):
     """fc [D, F D] without bias, layers of which the first is wide, final norm, lm_head [Vd,
     D].
 
+    masked: what P-EAGLE (2602.01469) reads from depth 1 on; its mask may attend where a row of
+    training-time test may.
+
     norm_joined: one norm over the features side by side before fc. norm_before_residual: the
     first layer adds to norm(g), not to g. Neither is trained here; both occur in published
     heads.
@@ -153,6 +157,19 @@ class Eagle3Net(EagleNet):
         self.norm = RMSNorm(width, eps)
         self.lm_head = Linear(width, vocab, bias=False)
         self.norm_output, self.norm_before_residual = norm_output, norm_before_residual
+        self.mask_embed: nn.Parameter | None = None
+        self.mask_feats: nn.Parameter | None = None
+
+    def add_mask(self, features: int) -> None:
+        """P-EAGLE's mask: an embedding [1, D] and tapped features [F, D]."""
+        self.mask_embed = nn.Parameter(torch.zeros(1, self.width))
+        self.mask_feats = nn.Parameter(torch.zeros(features, self.width))
+
+    def masked(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(embeddings, features) of masks, [*shape, D] each."""
+        assert self.mask_embed is not None and self.mask_feats is not None
+        g = self.start(self.mask_feats.to(dtype))
+        return tuple(t.to(dtype).expand(*shape, -1) for t in (self.mask_embed[0], g))  # type: ignore[return-value]
 
     def start(self, feats: Tensor) -> Tensor:
         """The fused features."""

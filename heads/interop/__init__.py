@@ -49,6 +49,10 @@ UNSERVED = {
     "hydra_heads": "no engine serves Hydra heads (each reads the tokens drafted before "
     "it); the nearest that is "
     "served: head=medusa (format=vllm or medusa), or head=eagle3",
+    "dflash": "block heads are not written in engines' layouts yet; the nearest that is served: "
+    "head=eagle3 (format=vllm, sglang or speculators)",
+    "dspark": "block heads are not written in engines' layouts yet; the nearest that is served: "
+    "head=eagle3 (format=vllm, sglang or speculators)",
     "medusa2": "its heads belong to the target as they tuned it, and an engine would run "
     "the untuned one; the nearest "
     "that is served: the Medusa heads of its first stage (head=medusa, format=vllm)",

@@ -55,6 +55,11 @@ class Eagle3Vllm(Layout[Eagle3Head]):
                 "served: format=vllm, "
                 f"or train with head.{unknown[0]}=false"
             )
+        if head.cfg.parallel:
+            found.append(
+                "head.parallel: masks are not written in this layout yet; the nearest that is "
+                "served: train with head.parallel=false"
+            )
         taps = head.taps
         if list(taps) != sorted(set(taps)):
             found.append(

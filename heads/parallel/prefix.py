@@ -101,7 +101,7 @@ class PrefixState:
     def reset(self, rows: int, max_len: int) -> None:
         """Forget everything; room for `rows` rows of `max_len` committed tokens."""
         slots = max_len + self.ahead + 2  # a padded observation may stick out
-        self.cache = DraftCache(self.net, rows, slots, self.dtype, self.device)  # type: ignore[arg-type]
+        self.cache = DraftCache(self.net, rows, slots, self.dtype, self.device)
         self.rope = rope_table(self.net.config, slots, self.dtype, self.device)
         self.lengths = []
 

@@ -9,7 +9,7 @@ depth, width and size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path as File
 from typing import Any
 
@@ -81,6 +81,8 @@ class Family:
         kinds = [k for k in ("chain", "tree") if shape in ("", k)]
         if target.support != "tree":
             kinds = [k for k in kinds if k == "chain"]
+        if head.deepest is not None:
+            bounds = replace(bounds, depth=min(bounds.depth, head.deepest))
         made = cls(spec, target, sampling, bounds, kinds, head, folder)
         if not kinds:
             raise UserError(f"drafter: {spec}: this target takes chains only; write {path}@chain")
@@ -131,12 +133,13 @@ class Family:
             return Settings("chain", depth=NGram().max_depth)
         cfg = self.head.cfg
         kind = cfg.shape if cfg.shape in self.kinds else self.kinds[0]
+        form = self.head.form(self.target, Draft(shape=kind))
         if kind == "chain":
-            return Settings("chain", depth=cfg.heads if self.parallel else cfg.depth)
+            return Settings("chain", depth=form.depth)
         if self.parallel:
             tree = self.head.tree(cfg.nodes, self.deepest)
             return Settings("tree", depth=tree.depth, nodes=len(tree), paths=tree.paths)
-        return Settings("tree", depth=cfg.depth, nodes=cfg.nodes, width=cfg.width)
+        return Settings("tree", depth=form.depth, nodes=cfg.nodes, width=cfg.width)
 
     def shape(self, settings: Settings) -> Shape:
         """What a full draft of `settings` costs by."""

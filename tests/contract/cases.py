@@ -18,6 +18,7 @@ from decode.tree import DraftTree
 from heads import HEADS
 from heads.base import Head, HeadConfig
 from heads.batch import Batch
+from heads.block.config import BlockConfig
 from heads.eagle.config import EagleConfig
 from heads.parallel.hydra_heads import HydraHeadsConfig
 from heads.parallel.medusa import MedusaConfig, TuneConfig
@@ -74,6 +75,37 @@ CASES = {
             width=3,
         ),
         ("width", 0),
+    ),
+    "dflash": Case(
+        BlockConfig(block=4, layers=2, draft_vocab=60, nodes=7, width=3), ("weights", "even")
+    ),
+    "dflash-causal": Case(
+        BlockConfig(
+            block=3, layers=1, causal=True, weights="dpace", draft_vocab=60, nodes=7, width=3
+        ),
+        ("block", 1),
+    ),
+    "dflash-frozen-head": Case(
+        BlockConfig(block=4, layers=1, share_lm_head=True, draft_vocab=0, nodes=7, width=3),
+        ("depth", 4),
+    ),
+    "dspark": Case(
+        BlockConfig(
+            kind="dspark",
+            block=3,
+            layers=2,
+            markov_rank=4,
+            confidence=1.0,
+            least=0.1,
+            draft_vocab=60,
+            nodes=7,
+            width=3,
+        ),
+        ("least", 1.5),
+    ),
+    "p-eagle": Case(
+        EagleConfig(layers=2, parallel=True, draft_vocab=60, depth=4, nodes=7, width=3),
+        ("steps", 1),
     ),
     "small_lm": Case(
         SmallLMConfig(from_target_layers=1, draft_vocab=60, depth=3, nodes=7, width=3),

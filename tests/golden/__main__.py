@@ -23,6 +23,7 @@ from decode.models.tiny import byte_tokenizer, tiny_model
 from heads import HEADS
 from tests.golden import cases
 from tests.training import chats
+from train.block import BlockRun
 from train.config import DraftRun, EagleRun, MedusaRun
 from train.hydra_heads import HydraHeadsRun
 from train.loop import fit
@@ -51,6 +52,12 @@ RUNS: dict[str, tuple[str, type, list[str]]] = {
         "draft",
         DraftRun,
         ["head.from_target_layers=1", "head.depth=3", "head.nodes=6", "optim.lr=0.01"],
+    ),
+    "dflash": ("block", BlockRun, ["head.block=4", "head.layers=1", "head.nodes=6", *SMALL]),
+    "dspark": (
+        "block",
+        BlockRun,
+        ["head=dspark", "head.block=3", "head.markov_rank=4", "head.nodes=6", *SMALL],
     ),
 }
 

@@ -38,6 +38,8 @@ KINDS = (
     "eagle1",
     "eagle3",
     "small_lm",
+    "dflash",
+    "dspark",
 )  # folders under heads/
 FREE = ("none", "ngram")
 SHAPES = ("@chain", "@tree", "@tree@fixed")

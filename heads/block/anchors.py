@@ -1,0 +1,91 @@
+"""Where the blocks of a training pass begin, and what their rows predict.
+
+A block begins at an anchor, a token whose own feature does not exist yet when its successors
+are drafted. Anchors are drawn anew whenever a row comes up, from the run's seed, the step and
+the row's number alone: a row comes up once in an epoch, so the draw is a function of seed,
+epoch and row, the same on any number of ranks, packed or not, and after a resume.
+
+Shape letters: B rows, T positions, A anchors of a row, K slots.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from heads.base import Batch
+
+TWICE = 2  # how often a supervised token is predicted in an epoch, on average
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """place: [B, A] int64, ascending in a row. real: [B, A] bool, the others fill up rows."""
+
+    place: Tensor
+    real: Tensor
+
+    @classmethod
+    def of(cls, chosen: list[list[int]], device: torch.device) -> Anchors:
+        """Rows of places, filled up to the longest one, at least one."""
+        width = max(1, *map(len, chosen)) if chosen else 1
+        place = torch.zeros(len(chosen), width, dtype=torch.int64)
+        size = torch.tensor([len(row) for row in chosen])[:, None]
+        for b, row in enumerate(chosen):
+            place[b, : len(row)] = torch.tensor(row, dtype=torch.int64)
+        return cls(place.to(device), (torch.arange(width) < size).to(device))
+
+    def context(self, batch: Batch) -> Tensor:
+        """[B, A, T] bool: the features that a block may read, those of its own document before
+        the anchor. Compared are positions: the anchor's own feature is not there yet."""
+        count, length = batch.ids.shape
+        position = batch.depth().view(count, length)
+        seen = position[:, None] < position.gather(1, self.place)[..., None]
+        if batch.position is None:
+            return seen
+        document = (batch.position == 0).cumsum(1)
+        return seen & (document[:, None] == document.gather(1, self.place)[..., None])
+
+    def labels(self, batch: Batch, slots: int) -> tuple[Tensor, Tensor]:
+        """(flat place of the token that each slot predicts, [B, A, K], whether it is there:
+        in the same document and real)."""
+        count, length = batch.ids.shape
+        ahead = torch.arange(1, slots + 1, device=self.place.device)
+        place = self.place[..., None] + ahead
+        inside = place < length
+        row = torch.arange(count, device=self.place.device)[:, None, None]
+        flat = row * length + place.clamp(max=length - 1)
+        position = batch.depth()
+        same = position[flat] == position.view(count, length).gather(1, self.place)[..., None] + (
+            ahead
+        )
+        return flat, inside & same & batch.mask.reshape(-1)[flat] & self.real[..., None]
+
+
+def draw(batch: Batch, count: int, slots: int, seed: tuple[int, int]) -> Anchors:
+    """At most `count` anchors of each document (0: as many as predict every supervised token
+    TWICE), without replacement among those whose next token is supervised. seed: of the run,
+    and the step."""
+    supervised = (batch.loss_mask & batch.mask).cpu()
+    chosen: list[list[int]] = [[] for _ in range(batch.ids.shape[0])]
+    for sample, (b, start, size) in zip(batch.sample_ids.tolist(), batch.spans(), strict=True):
+        # The first token of a document has no feature before it.
+        fit = supervised[b, start + 2 : start + size].nonzero()[:, 0] + start + 1
+        wanted = count or -(-TWICE * fit.numel() // slots)
+        key = hashlib.sha256(repr((*seed, sample)).encode()).digest()[:8]
+        generator = torch.Generator().manual_seed(int.from_bytes(key) >> 1)
+        some = torch.randperm(fit.numel(), generator=generator)[:wanted]
+        chosen[b] += fit[some].sort().values.tolist()
+    return Anchors.of(chosen, batch.ids.device)
+
+
+def every(batch: Batch, most: int) -> list[Anchors]:
+    """All anchors that there can be, at most so many of every row at a time."""
+    chosen: list[list[int]] = [[] for _ in range(batch.ids.shape[0])]
+    for b, start, size in batch.spans():
+        chosen[b] += range(start + 1, start + size - 1)
+    parts = range(0, max(1, *map(len, chosen)), most)
+    return [Anchors.of([row[i : i + most] for row in chosen], batch.ids.device) for i in parts]

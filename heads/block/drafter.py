@@ -1,0 +1,106 @@
+"""Drafting with a block head (decode.grow draws the draft).
+
+`observe` projects the features of newly committed tokens to keys and values and appends them;
+the cache holds exactly the committed positions but the anchor's, whose feature does not exist
+yet, and nothing is ever computed again. `open` runs one block at the anchor; its keys stand
+behind the committed ones, where the next `observe` overwrites them. All levels are known then,
+but for the Markov term: with one the children of a node come from its own token.
+
+Shape letters: B live rows, D width, F taps, R rows of a block, P nodes of a level, Vd draft
+vocabulary, S cache slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from decode.attention import tree_attention
+from decode.grow import Form, Nodes
+from decode.rng import Rng
+from decode.sampling import Sampling
+from decode.target import Target
+from decode.tree import DraftTree
+from heads.block.net import BlockNet, Keys
+from heads.eagle.drafter import LayeredDrafter
+
+
+class BlockDrafter(LayeredDrafter):
+    """h: [B] int64, the last committed tokens."""
+
+    net: BlockNet
+
+    def __init__(self, head: Any, target: Target, form: Form) -> None:
+        """head: a BlockHead."""
+        super().__init__(head, target, form)
+        self.cfg, self.most_rows = head.cfg, max(head.cfg.block, form.depth + 1)
+        self.least = head.cfg.least if form.shape == "chain" else 0.0
+        self.temperatures: list[float] = head.calibration.get("confidence") or [1.0]
+
+    def blank(self, rows: int) -> Tensor:
+        """See LayeredDrafter."""
+        return torch.zeros(rows, dtype=torch.int64, device=self.device)
+
+    @torch.inference_mode()
+    def observe(self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice) -> None:
+        """tokens [b, n_max], feats [b, n_max, F, D], n [b]: feature i stands before token i."""
+        if feats is None:
+            raise ValueError("a block head drafts from the target's features; none were given")
+        lengths, counts = self.lengths[rows], n.tolist()
+        new = max(counts)
+        places = self.cache.aim(rows, lengths, 0, new)
+        c = self.net.fuse(feats[:, :new].to(self.proj.dtype))
+        rope = (self.rope[0][places], self.rope[1][places])
+        for layer, (key, value) in enumerate(self.net.context(c, rope)):
+            self.cache.update(key, value, layer)
+        newest = tokens.gather(1, (n[:, None] - 1).clamp(min=0))[:, 0]
+        self.h[rows] = torch.where(n > 0, newest, self.h[rows])
+        self.lengths[rows] = [a + b for a, b in zip(lengths, counts, strict=True)]
+
+    @torch.inference_mode()
+    def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
+        """A draft no deeper than budget [B]. A slot is left out by what was drawn before it:
+        its own token is not known yet when its chance is taken."""
+        tree = super().propose(budget, sampling, rng)
+        if not (self.least and tree.width):
+            return tree
+        likely = torch.stack(self.chances, 1).sigmoid().cumprod(1) >= self.least
+        return replace(tree, size=tree.size.minimum(likely.cumprod(1).sum(1)))
+
+    def open(self, levels: int) -> Tensor:
+        """See decode.grow.Source: the block. A block whose rows see each other has all that it
+        was trained with."""
+        count, before = len(self.lengths), self.cfg.before
+        rows = before + levels if self.cfg.causal else self.cfg.block
+        places = self.cache.aim(slice(0, count), self.lengths, 0, rows)
+        seen = places if self.cfg.causal else places[:, -1:].expand(-1, rows)
+        mask = (torch.arange(self.cache.reach, device=self.device) <= seen[..., None])[:, None]
+
+        def attend(layer: int, query: Tensor, own: Keys) -> Tensor:
+            key, value = self.cache.update(*own, layer)
+            return tree_attention(self.net, query, key, value, mask)[0].transpose(1, 2)
+
+        x = self.net.rows(self.embed(self.h[:count]), rows)
+        h = self.net.run(x, (self.rope[0][places], self.rope[1][places]), attend)
+        self.state = h[:, before : before + levels]
+        self.known = F.linear(self.state, self.proj)
+        self.chances: list[Tensor] = []
+        return self._after(self.h[:count, None], 0)
+
+    def level(self, nodes: Nodes) -> Tensor:
+        """See decode.grow.Source."""
+        return self._after(nodes.tokens, nodes.level)
+
+    def _after(self, tokens: Tensor, level: int) -> Tensor:
+        """Logits behind `tokens` [B, P] of one level: [B, P, Vd], [B, 1, Vd] without a Markov
+        term."""
+        near = self.net.before(tokens, self.proj.dtype)
+        if self.least:
+            side = None if near is None else near[:, 0]
+            flat = self.temperatures[min(level, len(self.temperatures) - 1)]
+            self.chances.append(self.net.chance(self.state[:, level], side) / flat)
+        return self.net.after(self.known[:, level, None], near)

@@ -1,0 +1,279 @@
+"""Block heads: DFlash (arXiv 2602.06036), its causal kind (JetSpec's mask, 2606.18394) and
+DSpark (2607.05147). One pass drafts a whole block.
+
+A block begins at an anchor x_t, the newest token, whose own feature does not exist yet; its
+rows read the target's features of positions below t and each other (heads/block/net.py). Slot
+k = 1 .. K predicts x_{t+k}: of DFlash row k, behind the anchor's own; of DSpark row k - 1.
+With `causal` a row sees no later one, so a head drafts any number of slots. With a Markov term
+the logits of slot k get W1[x_{t+k-1}] W2 added: the law of a token is then conditional on the
+one before, the data's in training and the drafted one in drafting.
+
+A slot is supervised by the loss mask of the token that it predicts, and so are all slots
+before it in the block. Trained by train/block.py.
+
+Shape letters: B rows, T positions, A blocks of a row, R rows of a block, K slots, D width, F
+taps, Vd draft vocabulary, n supervised slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from conf.errors import UserError
+from decode.drafters import Drafter
+from decode.target import Target
+from heads import vocab
+from heads.batch import Batch, LossOut
+from heads.block import confidence
+from heads.block.anchors import Anchors, draw, every
+from heads.block.config import BlockConfig
+from heads.block.drafter import BlockDrafter
+from heads.block.loss import Slots, decaying
+from heads.block.net import BlockNet, Keys, attend_blocks
+from heads.eagle.init import start_norm
+from heads.eagle.layer import layer_config
+from heads.layered import LayeredHead, LayeredSaved
+from heads.losses import Rows, Taught, row_loss
+from heads.names import Draft
+
+MEASURED = 64  # tokens by which the size of the tapped features is measured
+FORCED = 64  # blocks of a row that a forced pass runs at a time
+
+
+@dataclass(kw_only=True)
+class BlockSaved(LayeredSaved):
+    """See LayeredSaved."""
+
+    config: BlockConfig
+
+    def fits(self, target: Target) -> list[str]:
+        """See Saved."""
+        found, deep = super().fits(target), target.num_layers
+        if not self.taps or self.taps != sorted({t for t in self.taps if 0 <= t < deep}):
+            found.append(f"taps: {self.taps[:9]} are not hidden states of 0..{deep - 1} in order")
+        return found + confidence.problems(self.calibration)
+
+
+class BlockHead(LayeredHead):
+    """net: the network. drawn: what the draw of anchors starts from, the run's and the step."""
+
+    Config = BlockConfig
+    Saved: ClassVar[type[BlockSaved]] = BlockSaved
+    cfg: BlockConfig
+    net: BlockNet
+    why = ", whose rows see each other (head.causal=true takes any)"
+    drawn = (0, 0)
+
+    # -- making one
+
+    @classmethod
+    def for_target(cls, target: Target, cfg: BlockConfig, counts: Tensor | None = None) -> Self:
+        """See Head. Raises UserError for taps outside the target or on its last layer, a mask
+        token that means something, or a draft vocabulary larger than the tokens seen."""
+        seed = int(torch.randint(1 << 62, ()))
+        taps = cls.choose_taps(target, cfg)
+        if cfg.mask_token >= 0:
+            vocab.check_reserved(cfg.mask_token, target, counts, "head.mask_token")
+        net = BlockNet(cfg, layer_config(target, cfg.layers), len(taps), target.vocab_size)
+        head = cls(cfg, net, taps, target.vocab_size, target.num_layers)
+        head.drawn = (seed, 0)
+        head.begin(target, counts)
+        head._start(target, counts)
+        return head
+
+    @classmethod
+    def choose_taps(cls, target: Target, cfg: BlockConfig) -> tuple[int, ...]:
+        """The configured taps, else three that are evenly spread over the outputs of layers 1
+        to deep - 3 (of shallow targets those that there are)."""
+        deep = target.num_layers
+        for tap in cfg.taps:
+            if not 0 <= tap < deep:
+                raise UserError(
+                    f"head.taps: {tap} is not among the hidden states 0..{deep - 1} below the "
+                    "target's last layer, which is read behind its final norm; give some of them"
+                )
+        usual = {min(max(1, round(2 + i * (deep - 4) / 2)), deep - 1) for i in range(3)}
+        return tuple(sorted(set(cfg.taps) or usual))
+
+    @torch.no_grad()
+    def _start(self, target: Target, counts: Tensor | None) -> None:
+        """The mask as large as an embedding; the output side the target's; each tap divided by
+        its usual size, so that all are learned from alike."""
+        net, token = self.net, self.cfg.mask_token
+        table = target.model.get_input_embeddings().weight
+        nn.init.normal_(net.mask, 0.0, float(table[:4096].float().square().mean().sqrt()))
+        if token >= 0:
+            net.mask.copy_(target.embed(torch.tensor([token], device=target.device))[0])
+            net.mask.requires_grad_(False)
+        rows = self.target_rows(target)[0] * target.head.scale
+        if net.lm_head is not None:
+            net.lm_head.weight.copy_(rows)
+        start_norm(net.norm, rows.float(), target)
+        if net.markov_in is not None and net.markov_out is not None:
+            # Unit rows on one side: what the zero side learns from is of one size for all.
+            net.markov_in.copy_(F.normalize(net.markov_in, dim=-1))
+            nn.init.zeros_(net.markov_out)
+        some = torch.arange(target.vocab_size) if counts is None else counts.argsort().flip(0)
+        ids = some[None, :MEASURED].to(target.device)
+        feats = target.features(ids, torch.ones_like(ids, dtype=torch.bool), self.taps)
+        size = feats.float().square().mean(-1).sqrt()[0].median(0).values
+        net.scale.copy_(size.clamp(min=1e-3))
+
+    @classmethod
+    def restored(cls, known: BlockSaved, layer: dict[str, Any], target: Target) -> Self:
+        """See LayeredHead."""
+        net = BlockNet(known.config, layer, len(known.taps), known.vocab_size)
+        return cls(known.config, net, tuple(known.taps), known.vocab_size, known.final)
+
+    # -- training
+
+    def begin_step(self, step: int, steps: int) -> None:
+        """See Head: the anchors of this step."""
+        self.drawn = (self.drawn[0], step)
+
+    def forward(self, batch: Batch, target: Target) -> LossOut:
+        """The loss summed over the supervised slots of the drawn blocks, which are the count."""
+        on, chances, total, rows = self._judged(batch, target)
+        number = on.nonzero()[:, 1]
+        count = torch.bincount(number, minlength=self.cfg.slots).double()
+        stats: dict[str, Tensor] = {}
+        for name, values in (("loss", rows.loss[0]), ("top1", rows.hit[0])):
+            sums = torch.bincount(number, values.double(), minlength=self.cfg.slots)
+            stats |= {f"{name}_{k}": t for k, t in enumerate(torch.stack([sums, count], 1))}
+        if chances is not None:
+            z, rate = chances.to(total.dtype), rows.rate[0]
+            wrong = F.binary_cross_entropy_with_logits(z, rate, reduction="none")
+            weights = decaying(on, self.cfg.decay, wrong.dtype)
+            total = total + self.cfg.confidence * (wrong * weights).sum()
+            stats["confidence"] = torch.stack([wrong.detach().double().sum(), count.sum()])
+        return LossOut(total, count.sum(), stats)
+
+    def _judged(self, batch: Batch, target: Target) -> tuple[Tensor, Tensor | None, Tensor, Rows]:
+        """Of the drawn blocks: which slots are supervised [N, K], the confidence head's logits
+        [n] there, None without such a head, the loss of the tokens and what was found."""
+        cfg, needs_law = self.cfg, self.cfg.loss.needs_law or bool(self.cfg.confidence)
+        anchors = draw(batch, cfg.anchors, cfg.slots, self.drawn)
+        last = needs_law and not getattr(target, "stored_law", None)
+        reads = (*self.taps, self.final) if last else self.taps
+        feats = target.features(batch.ids, batch.mask, reads, position=batch.position).detach()
+        hidden = next(self._unroll(batch, target, feats, [anchors], cfg.slots))
+        flat, there = anchors.labels(batch, cfg.slots)
+        on = (there & batch.loss_mask.reshape(-1)[flat]).cumprod(2).bool().flatten(0, 1)
+        flat, hidden = flat.flatten(0, 1)[on], hidden.flatten(0, 1)[on]
+        tokens, ids = batch.ids.reshape(-1), self.ids()
+        place = tokens[flat] if ids is None else vocab.places(ids, tokens[flat])
+        law = None
+        if needs_law:
+            law = self.law(target, feats[:, :, -1].flatten(0, 1), flat - 1, place)
+        slots = Slots(on, cfg.decay if cfg.weights == "decay" else None)
+        whole = torch.ones_like(place, dtype=torch.bool)[None]
+        parts, rated = slots.parts(cfg.chunk), bool(cfg.confidence)
+        taught = Taught(place, whole, law, slots.weigh, parts, rated)
+        near = self.net.before(tokens[flat - 1], hidden.dtype)
+        pair = None if near is None else (near, cast(Tensor, self.net.markov_out))
+        proj, one = self.projection(target), torch.ones(1, device=hidden.device)
+        total, rows = row_loss(hidden[None], proj, taught, cfg.loss, one, low_rank=pair)
+        chances = self.net.chance(hidden, near) if cfg.confidence else None
+        return on, chances, total, rows
+
+    def _unroll(
+        self, batch: Batch, target: Target, feats: Tensor, parts: list[Anchors], slots: int
+    ) -> Iterator[Tensor]:
+        """What the LM head reads at every slot of the blocks, [B, A, K, D], for one part of the
+        anchors after the other. feats: [B, T, F or more, D]. A block whose rows see each other
+        has all that it was trained with."""
+        net, (count, length) = self.net, batch.ids.shape
+        rows = slots + self.cfg.before if self.cfg.causal else self.cfg.block
+        cos, sin = net.rope(length + rows, feats.dtype, feats.device)
+        position = batch.depth().view(count, length)
+        c = net.fuse(feats[:, :, : len(self.taps)])
+        context = net.context(c, (cos[position], sin[position]))
+        embedded, behind = target.embed(batch.ids).detach(), torch.arange(rows, device=c.device)
+        for anchors in parts:
+            first = embedded.gather(1, anchors.place[..., None].expand(-1, -1, c.shape[-1]))
+            at = position.gather(1, anchors.place)[..., None] + behind
+            seen = anchors.context(batch)
+
+            def attend(layer: int, query: Tensor, own: Keys, seen: Tensor = seen) -> Tensor:
+                return attend_blocks(query, context[layer], own, seen, self.cfg.causal)
+
+            rope = (cos[at].flatten(1, 2), sin[at].flatten(1, 2))
+            h = net.run(net.rows(first, rows).flatten(1, 2), rope, attend)
+            h = h.unflatten(1, (-1, rows))
+            yield h[:, :, self.cfg.before : self.cfg.before + slots]
+
+    @property
+    def levels(self) -> int:
+        """See Head."""
+        return self.cfg.slots
+
+    @torch.no_grad()
+    def calibrate(self, batches: Iterable[Batch], target: Target) -> None:
+        """See Head; also the temperatures of the confidence head."""
+        kept = list(batches)
+        super().calibrate(kept, target)
+        if not (self.cfg.confidence and self.calibration):
+            return
+        parts = []
+        for batch in kept:
+            on, chances, _, rows = self._judged(batch, target)
+            assert chances is not None
+            part = torch.zeros(2, *on.shape, dtype=torch.float64, device=on.device)
+            part[0, on], part[1, on] = chances.double(), rows.rate[0].double()
+            parts.append((part, on))
+        logits, rate = torch.cat([part for part, _ in parts], 1)
+        fitted = confidence.temperatures(logits, rate, torch.cat([on for _, on in parts]))
+        self.calibration["confidence"] = fitted
+
+    @torch.no_grad()
+    def forced(
+        self, batch: Batch, target: Target, levels: int
+    ) -> Iterator[tuple[Tensor, int, Tensor]]:
+        """See Head; of blocks whose rows see each other at most as many levels as slots."""
+        net, slots = self.net, levels if self.cfg.causal else min(levels, self.cfg.slots)
+        proj = self.projection(target).to(target.dtype)
+        tokens, supervised = batch.ids.reshape(-1), (batch.loss_mask & batch.mask).reshape(-1)
+        feats = target.features(batch.ids, batch.mask, self.taps, position=batch.position)
+        parts = every(batch, FORCED)
+        hidden = self._unroll(batch, target, feats, parts, slots)
+        for anchors, h in zip(parts, hidden, strict=True):
+            flat, there = anchors.labels(batch, slots)
+            on = there & supervised[flat]
+            for level in range(slots):
+                some = flat[:, :, level][on[:, :, level]]
+                z = h[:, :, level][on[:, :, level]] @ proj.T
+                yield some, level, net.after(z, net.before(tokens[some - 1], z.dtype))
+
+    # -- drafting
+
+    @property
+    def deepest(self) -> int | None:
+        """See Head: with rows that see each other, as many as a block was trained with."""
+        return None if self.cfg.causal else self.cfg.slots
+
+    @property
+    def usual(self) -> int:
+        """See Head."""
+        return self.cfg.depth or self.cfg.slots
+
+    def drafter(self, target: Target, draft: Draft | None = None) -> Drafter:
+        """See Head."""
+        return BlockDrafter(self, target, self.form(target, draft))
+
+
+class DFlashHead(BlockHead):
+    """Slots behind the anchor's row."""
+
+    kind = "dflash"
+
+
+class DSparkHead(BlockHead):
+    """Slots from the anchor's row on."""
+
+    kind = "dspark"

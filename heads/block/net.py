@@ -1,0 +1,157 @@
+"""The network of block heads: what training and decoding both run, so that they cannot drift
+apart.
+
+The target's tapped features of a committed token are fused once, c = norm(fc(h / scale)), for
+all layers (DFlash, arXiv 2602.06036). A layer's keys and values are projected from c and from
+the block's own rows by the same matrices; queries come from the rows alone. Rotary positions
+are those of the text. The first row of a block is the anchor's embedding, all others a trained
+mask vector. Layers are those of Qwen3: pre-norm, queries and keys normed per head; the keys'
+norm has no weight (fixed at one), since some engines read one weight for all layers.
+
+Shape letters: B rows, n positions or rows, D width, H query heads, Hkv key heads, hd head
+size, F taps, Vd draft vocabulary, r rank, A blocks, R rows of a block, T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, rotate_half
+
+from heads.block.config import BlockConfig
+from heads.eagle.layer import Linear, RMSNorm, Rope, owned, rope_table
+
+Keys = tuple[Tensor, Tensor]  # keys and values, [B, Hkv, n, hd] each
+Attend = Callable[[int, Tensor, Keys], Tensor]  # layer, queries, the rows' own keys
+
+
+class BlockLayer(nn.Module):
+    """One layer. Weights are float32; it computes in its input's dtype."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        width, eps, size = config.hidden_size, config.rms_norm_eps, int(config.head_dim or 0)
+        self.size, self.eps = size, eps
+        near, far = config.num_attention_heads * size, int(config.num_key_value_heads or 0) * size
+        self.q_proj = Linear(width, near, bias=False)
+        self.k_proj = Linear(width, far, bias=False)
+        self.v_proj = Linear(width, far, bias=False)
+        self.o_proj = Linear(near, width, bias=False)
+        self.q_norm = RMSNorm(size, eps)
+        self.mlp = owned(LlamaMLP(config))
+        self.input_layernorm = RMSNorm(width, eps)
+        self.post_attention_layernorm = RMSNorm(width, eps)
+
+    def keys(self, x: Tensor, rope: Rope) -> Keys:
+        """[B, n, D] -> keys and values of fused features or of normed rows."""
+        key = F.rms_norm(self._heads(self.k_proj(x)), (self.size,), eps=self.eps)
+        return turned(key, rope), self._heads(self.v_proj(x))
+
+    def forward(self, x: Tensor, rope: Rope, attend: Callable[[Tensor, Keys], Tensor]) -> Tensor:
+        """Rows [B, n, D] -> [B, n, D]. attend: (queries [B, H, n, hd], own keys) -> the same
+        shape as the queries."""
+        normed = self.input_layernorm(x)
+        query = turned(self.q_norm(self._heads(self.q_proj(normed))), rope)
+        found = attend(query, self.keys(normed, rope))
+        x = x + self.o_proj(found.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.size)).transpose(1, 2)
+
+
+class BlockNet(nn.Module):
+    """mask: [D]. scale: [F], by which tapped features are divided. lm_head [Vd, D], None for
+    the target's; markov_in [V, r], markov_out [Vd, r] and confidence [D + r] where there are
+    such. shape: keys of a LlamaConfig (heads.eagle.layer.layer_config)."""
+
+    own = None  # layers of the target's class, which only EAGLE has
+    scale: Tensor
+
+    def __init__(self, cfg: BlockConfig, shape: dict[str, Any], features: int, size: int) -> None:
+        """size: V."""
+        super().__init__()
+        self.config = LlamaConfig(**shape)
+        width, eps = self.config.hidden_size, self.config.rms_norm_eps
+        vocab, rank = cfg.draft_vocab or size, cfg.markov_rank
+        self.fc = Linear(features * width, width, bias=False)
+        self.hidden_norm = RMSNorm(width, eps)
+        self.mask = nn.Parameter(torch.zeros(width))
+        self.layers = nn.ModuleList(BlockLayer(self.config) for _ in range(cfg.layers))
+        self.norm = RMSNorm(width, eps)
+        self.lm_head = None if cfg.share_lm_head else Linear(width, vocab, bias=False)
+        self.markov_in = nn.Parameter(torch.zeros(size, rank)) if rank else None
+        self.markov_out = nn.Parameter(torch.zeros(vocab, rank)) if rank else None
+        self.confidence = Linear(width + rank, 1) if cfg.confidence else None
+        self.register_buffer("scale", torch.ones(features))
+
+    def rope(self, length: int, dtype: torch.dtype, device: torch.device) -> Rope:
+        """cos and sin [length, hd] of positions 0 .. length - 1."""
+        return rope_table(self.config, length, dtype, device)
+
+    def fuse(self, feats: Tensor) -> Tensor:
+        """Target features [.., F, D] -> c [.., D]."""
+        scaled = feats / self.scale.to(feats.dtype)[:, None]
+        return self.hidden_norm(self.fc(scaled.flatten(-2)))
+
+    def context(self, c: Tensor, rope: Rope) -> list[Keys]:
+        """c [B, n, D] -> every layer's keys and values."""
+        return [layer.keys(c, rope) for layer in self.layers]  # type: ignore[operator]
+
+    def rows(self, anchors: Tensor, size: int) -> Tensor:
+        """Embeddings of anchors [.., D] -> the rows of their blocks [.., size, D]."""
+        mask = self.mask.to(anchors.dtype).expand(*anchors.shape[:-1], size - 1, -1)
+        return torch.cat([anchors[..., None, :], mask], -2)
+
+    def run(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        """Rows [B, n, D] -> what the LM head reads, [B, n, D]."""
+        for i, layer in enumerate(self.layers):
+            x = layer(x, rope, lambda query, own, i=i: attend(i, query, own))
+        return self.norm(x)
+
+    def before(self, tokens: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """The side of the tokens of the Markov term [.., r]; None without one."""
+        return None if self.markov_in is None else F.embedding(tokens, self.markov_in).to(dtype)
+
+    def after(self, logits: Tensor, before: Tensor | None) -> Tensor:
+        """Logits [.., Vd] with the Markov term of the tokens before (their side, [.., r])."""
+        if before is None or self.markov_out is None:
+            return logits
+        return logits + F.linear(before, self.markov_out.to(logits.dtype))
+
+    def chance(self, h: Tensor, before: Tensor | None) -> Tensor:
+        """Logit [..] that the target accepts what follows from h [.., D] and the token before
+        (its side of the Markov term)."""
+        assert self.confidence is not None
+        return self.confidence(h if before is None else torch.cat([h, before], -1))[..., 0]
+
+
+def turned(x: Tensor, rope: Rope) -> Tensor:
+    """[B, heads, n, hd] at the rotary positions of [B or 1, n, hd] cos and sin."""
+    cos, sin = (t[:, None] for t in rope)
+    return x * cos + rotate_half(x) * sin
+
+
+def attend_blocks(query: Tensor, far: Keys, own: Keys, seen: Tensor, causal: bool) -> Tensor:
+    """Attention of A blocks per row to the features before their anchors and to their own
+    rows, by one softmax. query: [B, H, A * R, hd]. far: keys and values of T features. own:
+    those of the A * R rows. seen: [B, A, T] bool. -> [B, H, A * R, hd]."""
+    (count, heads, _, size), (blocks, length) = query.shape, seen.shape[1:]
+    kv, rows = far[0].shape[1], query.shape[2] // blocks
+    q = (query * size**-0.5).reshape(count, kv, heads // kv, blocks, rows, size)
+    mine = [t.reshape(count, kv, blocks, rows, size) for t in own]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    to_far = (q.flatten(2, 4) @ far[0].mT).view(*q.shape[:5], length).to(wide)
+    to_far = to_far.masked_fill(~seen[:, None, None, :, None], -torch.inf)
+    to_own = (q @ mine[0][:, :, None].mT).to(wide)
+    if causal:
+        later = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
+        to_own = to_own.masked_fill(later, -torch.inf)
+    law = torch.cat([to_far, to_own], -1).softmax(-1).to(query.dtype)
+    out = (law[..., :length].flatten(2, 4) @ far[1]).view(q.shape)
+    return (out + law[..., length:] @ mine[1][:, :, None]).reshape(query.shape)

@@ -1,0 +1,153 @@
+"""Train one head of every recipe on the same conversations, for the tables that compare them.
+
+    make heads                                  # self-written conversations, smollm2
+    make heads DATA=conversations.jsonl         # shared ones
+    python scripts/train_heads.py path=conversations.jsonl flops=2e14 out=runs/heads
+
+With `flops` every head gets as many steps as cost so much arithmetic beyond the target's own;
+else all get `steps`. Each step prints its command; stop it at any time: the same command goes
+on where it stopped, and a head that is done is not trained again. Leaves OUT/NAME for every
+recipe and OUT/heads.json: the conversations' sha256, steps and FLOPs of every head.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+
+from conf.schema import compose, entry
+from decode.models.identity import sha256_file
+from decode.models.load import load_target
+from scripts.common import files
+from scripts.common.steps import Step, done, remember, run
+from train.block import BlockRun
+from train.config import EagleRun, MedusaRun
+from train.facts import measured_head
+from train.hydra_heads import HydraHeadsRun
+from train.measure.flops import draft_flops
+from train.texts.batches import Plan, hash_u63, load_rows
+
+# name -> (entry point, its schema, keys)
+RECIPES: dict[str, tuple[str, type, list[str]]] = {
+    "medusa": ("medusa", MedusaRun, []),
+    "hydra_heads": ("hydra_heads", HydraHeadsRun, []),
+    "eagle3": (
+        "eagle",
+        EagleRun,
+        ["head=eagle3", "head.norm_before_fc=true", "head.norm_output=true"],
+    ),
+    "p_eagle": ("eagle", EagleRun, ["head=p_eagle"]),
+    "dflash": ("block", BlockRun, ["head=dflash"]),
+    "dflash_causal": ("block", BlockRun, ["head=dflash_causal"]),
+    "dspark": ("block", BlockRun, ["head=dspark"]),
+}
+
+
+@dataclass
+class HeadsConfig:
+    """Keys of scripts/train_heads.py."""
+
+    # folder of the heads
+    out: str = "runs/heads"
+    # conversations in JSONL; empty = the target writes OUT/data.jsonl
+    path: str = ""
+    # how many it writes
+    conversations: int = 600
+    # recipes, in this order; empty = all
+    heads: list[str] = field(default_factory=list)
+    # steps of every head
+    steps: int = 200
+    # floating point operations of a head's training beyond the target's, in place of steps;
+    # 0 = steps
+    flops: float = 0.0
+    # further keys of every training command, such as target=tiny or seed=1
+    more: list[str] = field(default_factory=list)
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        found = [
+            f"heads: {name!r} is no recipe; choose among {', '.join(RECIPES)}"
+            for name in self.heads
+            if name not in RECIPES
+        ]
+        found += [] if self.out else ["out: is empty; set out=runs/heads"]
+        for key in ("steps", "conversations"):
+            if getattr(self, key) < 1:
+                found.append(f"{key}: {getattr(self, key)} is below 1; give 1 or more")
+        if not self.flops >= 0:
+            found.append(f"flops: {self.flops} is below 0; 0 = by steps")
+        return found
+
+
+def keys(cfg: HeadsConfig, name: str, data: Path, steps: int) -> list[str]:
+    """The command line of a recipe behind its script."""
+    return [
+        "target=smollm2",
+        *RECIPES[name][2],
+        "data=jsonl",
+        f"data.path={data}",
+        "data.max_length=320",
+        "head.draft_vocab=4096",
+        "batch_size=16",
+        f"out_dir={Path(cfg.out) / name}",
+        f"steps={steps}",
+        "eval.every=0",
+        "eval.parity=2",
+        *cfg.more,
+    ]
+
+
+def counted(cfg: HeadsConfig, name: str, data: Path) -> float:
+    """Floating point operations of a step of a recipe beyond the target's."""
+    config, schema, _ = RECIPES[name]
+    run_cfg: Any = compose(config, schema, keys(cfg, name, data, 1))
+    target = load_target(run_cfg.target, run_cfg.dtype, "cpu")
+    args = (target.tokenizer, target.eos_ids, target.vocab_size, target.context_length)
+    rows = load_rows(run_cfg.data, *args)
+    plan = Plan(rows, run_cfg.batch_size, run_cfg.data.window, run_cfg.seed)
+    torch.manual_seed(hash_u63(run_cfg.seed, "head"))
+    return draft_flops(target, measured_head(run_cfg.head, target, rows), rows, plan)
+
+
+@entry("train_heads", HeadsConfig)
+def main(cfg: HeadsConfig) -> None:
+    """Run the steps that are not done yet."""
+    os.chdir(files.ROOT)
+    out, data = Path(cfg.out), Path(cfg.path).expanduser()
+    out.mkdir(parents=True, exist_ok=True)
+    if not cfg.path:
+        data = out / "data.jsonl"
+        target = next((k for k in reversed(cfg.more) if k.startswith("target=")), "target=smollm2")
+        write = ["scripts/synthesize.py", target, f"out={data}", "seed=0"]
+        write.append(f"num_conversations={cfg.conversations}")
+        _do(Step("the target writes conversations", write, [], data), out)
+    found: dict[str, Any] = {"data_sha256": sha256_file(data), "heads": {}}
+    for name in cfg.heads or RECIPES:
+        flops = counted(cfg, name, data)
+        steps = max(1, round(cfg.flops / flops)) if cfg.flops else cfg.steps
+        args = [f"train/{RECIPES[name][0]}.py", *keys(cfg, name, data, steps)]
+        _do(Step(f"{name}, {steps} steps", args, [data], out / name / "head" / "head.json"), out)
+        found["heads"][name] = {"steps": steps, "flops_per_step": flops, "flops": flops * steps}
+        files.write_json(out / "heads.json", found)
+
+
+def _do(step: Step, out: Path) -> None:
+    if done(step, out):
+        print(f"{step.title}: done already ({step.leaves})", flush=True)
+        return
+    print(f"{step.title}\n  python {shlex.join(step.args)}", flush=True)
+    run(step, "heads", out)
+    remember(step, out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Train a block head (DFlash, its causal kind, DSpark) on a frozen target.
+
+    accelerate launch train/block.py target=smollm2 head=dflash data=jsonl data.path=FILE \\
+        out_dir=runs/dflash steps=N
+
+The same command again resumes. Data: chats in JSONL, a `datasets` data set (data=hub), or
+plain text (data=text). Exit codes: 0 done, 1 training and decoding disagree (parity gate), 2 a
+mistake to mend, 130 stopped by Ctrl-C and 75 by SIGTERM, SIGUSR1 or SIGUSR2 (saved: start it
+again). `python` ends with them, `accelerate launch` cannot (train/launcher.py). What happens
+at each fault: docs/reliability.md.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path[0] = str(
+    Path(__file__).resolve().parents[1]
+)  # train/ stands first and would shadow libraries
+
+from conf.schema import entry
+from heads import HEADS
+from heads.block.config import BlockConfig
+from train import launcher
+from train.config import TrainConfig
+from train.loop import fit
+
+
+@dataclass
+class BlockRun(TrainConfig):
+    """A run of a block head: conf/block.yaml."""
+
+    head: BlockConfig = field(default_factory=BlockConfig)
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        found, most = super().validate(), self.data.max_length
+        if self.head.anchors > most:
+            found.append(
+                f"head.anchors: {self.head.anchors} blocks in rows of at most {most} tokens "
+                f"(data.max_length); give {most} or less, or 0"
+            )
+        return found
+
+
+@entry("block", BlockRun)
+def main(cfg: BlockRun) -> None:
+    """Run one training job."""
+    fit(cfg, HEADS[cfg.head.kind])
+
+
+if __name__ == "__main__":
+    launcher.run(main)
