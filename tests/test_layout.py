@@ -159,29 +159,6 @@ def test_the_formatter_decides_the_layout() -> None:
     assert wide < 0.03 * len(lines), f"{wide} of {len(lines)} lines are wider than 95 columns"
 
 
-FINISHED = ("train", "scripts")  # rooms in which these two rules hold everywhere
-
-
-def test_functions_take_at_most_eight_things_and_say_what_they_take() -> None:
-    wrong = []
-    for path in (p for p in SOURCES if p.relative_to(ROOT).parts[0] in FINISHED):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                continue
-            given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-            where = f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
-            if sum(a.arg not in ("self", "cls") for a in given) > 8:
-                wrong.append(f"{where}: more than 8 parameters")
-            wrong += [
-                f"{where}: {a.arg} is Any"
-                for a in given
-                if a.arg in ("target", "head", "drafter")
-                and a.annotation is not None
-                and ast.unparse(a.annotation) == "Any"
-            ]
-    assert not wrong, "\n".join(wrong)
-
-
 def code_of(path: str) -> str:
     """A file in lower case without its docstrings and comments."""
     tree = ast.parse((ROOT / path).read_text())

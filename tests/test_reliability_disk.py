@@ -172,14 +172,14 @@ def watched(out: Path, fill: Callable[[], None], empty: Callable[[], None]) -> N
     whenever a save ends, what the next start would take is noted."""
     step, save = loop._step, disk.save
 
-    def stepping(cfg: Any, state: Any, *rest: Any) -> int:
-        change = {FULL: fill, SPACE: empty}.get(state.step)
+    def stepping(run: Any) -> int:
+        change = {FULL: fill, SPACE: empty}.get(run.state.step)
         if change:
             for thread in threading.enumerate():  # the save before belongs to the time before
                 if thread.name == "save":
                     thread.join()
             change()
-        return step(cfg, state, *rest)
+        return step(run)
 
     def saving(folder: Path, snapshot: Any) -> Path:
         try:

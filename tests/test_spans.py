@@ -312,3 +312,17 @@ def test_one_row_per_turn_falls_on_one_side_and_loses_none(tmp_path: Path) -> No
 def test_a_template_that_shows_nothing_is_refused() -> None:
     with pytest.raises(UserError, match="no chat template"):
         encode(Row("f:1", chat("a")), byte_tokenizer(template=""), Reading(64, EOS))
+
+
+@pytest.mark.parametrize("before, kept", [(" ", [1, 2]), ("\n", [])])
+def test_a_token_over_the_border_belongs_to_the_turn_with_a_space_alone(
+    before: str, kept: list[int]
+) -> None:
+    """As a sentencepiece token that begins with the space before an answer; a line break before
+    it is the header's."""
+    from train.texts.rows import _inside
+
+    whole = f"user: q\nbot:{before}hello<e>"
+    start = whole.index("hello")
+    offsets = [(0, start - 1), (start - 1, start + 5), (start + 5, len(whole))]
+    assert _inside([5, 6, 2], offsets, whole, (start, start + 5), EOS) == kept

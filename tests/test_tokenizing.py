@@ -133,7 +133,7 @@ def test_waiting_for_a_turn_is_bounded_and_can_be_interrupted(
 
 def test_without_locks_everybody_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError("no locks here")
+        raise RuntimeError("no locks here")
 
     monkeypatch.setattr(waiting.FileLock, "acquire", refuse)
     done = []
@@ -235,6 +235,13 @@ def _runs(pid: int) -> bool:
         return False
 
 
+def _below(pid: int) -> list[int]:
+    """The processes that a process of ours has started, and theirs."""
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    mine = [int(child) for child in text.split()]
+    return [*mine, *(p for child in mine for p in _below(child))]
+
+
 def test_what_a_part_refuses(data: Path, tmp_path: Path) -> None:
     """Another number of rows, a file that says nothing: made again. A full disk: not kept."""
     work = Work(str(data), byte_tokenizer(), Reading(512, frozenset(EOS)), 0.0)
@@ -291,7 +298,8 @@ def test_many_chats_by_two_ranks_killed_in_the_middle(
     chunks = -(-MANY // tokenizing.CHUNK)
     while kept() < chunks // 2 and first.poll() is None:
         time.sleep(0.1)
-    os.killpg(first.pid, signal.SIGKILL)
+    for pid in [first.pid, *_below(first.pid)]:  # the launcher's workers have groups of their own
+        os.kill(pid, signal.SIGKILL)
     first.wait()
     halves, found = [time.monotonic() - begun], kept()
     for said in ("second", "third"):

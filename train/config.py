@@ -39,6 +39,7 @@ LOGISTICS = (
     "eval",
     "device",
     "shard_target",
+    "shard_group",
     "target.path",
     "target.name",
     "target.revision",
@@ -292,6 +293,9 @@ class TrainConfig:
     # spread the target's layers over the ranks (FSDP2), for targets that do not fit on one
     # device
     shard_target: bool = False
+    # with shard_target: so many neighbouring ranks hold a copy together, such as those of a
+    # node; 0 = all ranks hold one
+    shard_group: int = 0
     # save a checkpoint every so many steps, and at the end; 0 = only at the end
     save_every: int = 500
     # write checkpoints in a thread beside the training; costs host memory of three times the
@@ -319,6 +323,7 @@ class TrainConfig:
             ("keep", 2),
             ("log_every", 1),
             ("bad_steps", 1),
+            ("shard_group", 0),
         )
         found = [
             f"{k}: {getattr(self, k)} is below {low}; give {low} or more"

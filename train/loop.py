@@ -17,7 +17,6 @@ import traceback
 from contextlib import nullcontext
 from pathlib import Path
 from signal import SIGTERM
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -29,7 +28,7 @@ from heads.base import Head
 from heads.checkpoint import save_head
 from train import state as disk
 from train.clock import PARTS, Clock, shares
-from train.config import TrainConfig, defaults
+from train.config import TrainConfig
 from train.evaluation import evaluate, seen
 from train.facts import (
     check_ranks,
@@ -48,11 +47,10 @@ from train.measure.memory import on_gpu, peak_bytes
 from train.passes import Totals, add, one_pass
 from train.poison import without_poisoned
 from train.run import Run
-from train.saving import RETRIES, Saver, agreed, asked_anywhere
+from train.saving import RETRIES, Saver, asked_anywhere, resumed
 from train.schedule import learning_rate
 from train.sharding import shard_target
 from train.signals import Stop, interruption
-from train.state import State
 from train.stored.features import Source
 from train.texts.batches import Plan, hash_u63, load_rows
 from train.waiting import meet, turn
@@ -136,7 +134,9 @@ def _begin(
     head = kind.for_target(target, cfg.head, counts)
     if cfg.dtype == "float64":
         head.double()
-    sharding = shard_target(target, head, accelerator.device) if cfg.shard_target else ""
+    sharding = ""
+    if cfg.shard_target:
+        sharding = shard_target(target, head, accelerator.device, cfg.shard_group)
     optimizer = torch.optim.AdamW(
         head.parameter_groups(),
         lr=cfg.optim.lr,
@@ -153,7 +153,7 @@ def _begin(
         source = Source(cfg, head, target, rows)
     meet("features", cfg.data.wait, heed)
     meaning = {**meaning_of(cfg, target, rows), **source.meaning}
-    state, notes = _resume(cfg, head, optimizer, meaning, accelerator)
+    state, notes = resumed(cfg, head, optimizer, meaning, accelerator)
 
     log = Log(cfg, main, state)
     for note in notes:
@@ -180,33 +180,6 @@ def _begin(
         Saver(cfg, accelerator, lock, log, stop, state.step or -1),
         Clock(accelerator.device),
     )
-
-
-def _resume(
-    cfg: TrainConfig,
-    head: Head,
-    optimizer: torch.optim.Optimizer,
-    meaning: dict[str, Any],
-    accelerator: Accelerator,
-) -> tuple[State, list[str]]:
-    """The state to start from, restored into head and optimizer, and what to tell the user."""
-    out = Path(cfg.out_dir)
-    found: tuple[str | None, list[str]] = (None, [])
-    if accelerator.is_main_process:
-        disk.tidy(out)
-        checkpoint, problems = disk.newest(out)
-        found = (str(checkpoint) if checkpoint else None, [f"passed over: {p}" for p in problems])
-    path, notes = agreed(found, accelerator)
-    if path is None:
-        return State(meaning=meaning), notes
-    state = disk.read(Path(path))
-    changes = disk.check_meaning(state.meaning, meaning, out, defaults(cfg))
-    anew = disk.replanned(state.meaning, meaning, defaults(cfg))
-    disk.restore(Path(path), head, optimizer)
-    state.meaning = meaning
-    notes = [*notes, f"resuming {out} at step {state.step} of {cfg.steps}"]
-    notes += [f"changed, which is allowed: {line}" for line in changes]
-    return state, notes + [f"changed from step {state.step} on: {line}" for line in anew]
 
 
 # Between two steps

@@ -28,7 +28,7 @@ from conf.errors import UserError
 from decode.models.identity import Identity
 from heads.base import Head
 from train import state as disk
-from train.config import TrainConfig
+from train.config import TrainConfig, defaults
 from train.lock import Lock
 from train.log import Log
 from train.signals import Stop
@@ -217,6 +217,33 @@ class Saver:
                 "command again to go "
                 f"on from the newest one in {self.out}"
             )
+
+
+def resumed(
+    cfg: TrainConfig,
+    head: Head,
+    optimizer: torch.optim.Optimizer,
+    meaning: dict[str, Any],
+    accelerator: Accelerator,
+) -> tuple[State, list[str]]:
+    """The state to start from, restored into head and optimizer, and what to tell the user."""
+    out = Path(cfg.out_dir)
+    found: tuple[str | None, list[str]] = (None, [])
+    if accelerator.is_main_process:
+        disk.tidy(out)
+        checkpoint, problems = disk.newest(out)
+        found = (str(checkpoint) if checkpoint else None, [f"passed over: {p}" for p in problems])
+    path, notes = agreed(found, accelerator)
+    if path is None:
+        return State(meaning=meaning), notes
+    state = disk.read(Path(path))
+    changes = disk.check_meaning(state.meaning, meaning, out, defaults(cfg))
+    anew = disk.replanned(state.meaning, meaning, defaults(cfg))
+    disk.restore(Path(path), head, optimizer)
+    state.meaning = meaning
+    notes = [*notes, f"resuming {out} at step {state.step} of {cfg.steps}"]
+    notes += [f"changed, which is allowed: {line}" for line in changes]
+    return state, notes + [f"changed from step {state.step} on: {line}" for line in anew]
 
 
 def agreed(value: Any, accelerator: Accelerator) -> Any:

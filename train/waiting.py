@@ -44,7 +44,7 @@ def turn(name: str, minutes: float, heed: Callable[[], None] = nothing) -> Itera
                 held = True
             except Timeout:
                 patience.wait()
-            except (OSError, NotImplementedError):
+            except (OSError, RuntimeError):  # filelock says so where a file system cannot lock
                 break
         yield
     finally:

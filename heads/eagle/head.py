@@ -231,13 +231,14 @@ class EagleHead(LayeredHead):
     def _noise(self, batch: Batch, g: Tensor) -> Tensor:
         """Uniform noise (u - 1/2) * noise * 512 / T per sample (EAGLE-1). Drawn from the
         sample's number and the bits of one weight: new at every update, the same on any number
-        of ranks and after a resume."""
+        of ranks and after a resume. The device draws it: other devices, other numbers."""
         first = next(self.net.parameters()).detach().flatten()[:2].cpu().numpy().tobytes()
-        out = torch.zeros(g.shape, dtype=torch.float32)
+        out = torch.zeros(g.shape, dtype=torch.float32, device=g.device)
+        generator = torch.Generator(device=g.device)
         for sample, (b, start, size) in zip(batch.sample_ids.tolist(), batch.spans(), strict=True):
             seed = hashlib.sha256(repr((sample, first)).encode()).digest()[:8]
-            generator = torch.Generator().manual_seed(int.from_bytes(seed) >> 1)
-            drawn = torch.rand(size, g.shape[-1], generator=generator) - 0.5
+            generator.manual_seed(int.from_bytes(seed) >> 1)
+            drawn = torch.rand(size, g.shape[-1], generator=generator, device=g.device) - 0.5
             out[b, start : start + size] = drawn * (self.cfg.noise * 512 / size)
         return out.to(g)
 

@@ -350,14 +350,14 @@ def _inside(
     eos: frozenset[int],
 ) -> list[int]:
     """The tokens of a span of characters and the end-of-turn token behind it. A token that
-    begins or ends with the blank beside the span belongs to it."""
+    begins with the space before the span, or ends with the blank behind it, belongs to it."""
     if span is None:
         return []
     start, end = span
     first = bisect_left(offsets, start, key=lambda pair: pair[1])
     while first < len(offsets) and offsets[first][1] <= start:
         first += 1
-    if first < len(offsets) and whole[offsets[first][0] : start].strip():
+    if first < len(offsets) and whole[offsets[first][0] : start].strip(" "):
         first += 1
     last = first
     while last < len(offsets) and offsets[last][0] < end:
