@@ -98,8 +98,7 @@ def by_hand(head, target, feats: Tensor, anchor: int) -> Tensor:
         return x * cos[0, at] + half * sin[0, at]
 
     fused = [
-        rms(net.fc.weight @ (f / net.scale[:, None]).flatten(), net.hidden_norm.weight, eps)
-        for f in feats
+        rms(net.fc.weight @ (f / net.scale).flatten(), net.hidden_norm.weight, eps) for f in feats
     ]
     first = target.embed(torch.tensor([anchor]))[0]
     rows = [first, *[net.mask] * (cfg.block - 1)]
@@ -418,6 +417,36 @@ def test_the_tree_at_temperature_0_is_best_first(target, kind: str) -> None:
             path, at = (tokens[at], *path), parents[at]
         got.add(path)
     assert got == want
+
+
+def test_features_that_are_large_everywhere_do_not_drown_the_others(target) -> None:
+    """Some dimensions of a target's hidden states may be huge at every position: what a fresh
+    head fuses of two positions must differ all the same."""
+    head = made(target, "dflash")
+    torch.manual_seed(0)
+    fresh = DFlashHead.for_target(Loud(target), BlockConfig(block=4, draft_vocab=0))
+    ids = torch.randint(3, 260, (1, 40), generator=torch.Generator().manual_seed(1))
+    on = torch.ones_like(ids, dtype=torch.bool)
+    with torch.no_grad():
+        c = fresh.double().net.fuse(Loud(target).features(ids, on, head.taps))[0, 1:]
+        alike = torch.nn.functional.normalize(c, dim=-1)
+        alike = (alike @ alike.T).fill_diagonal_(0).sum() / (39 * 38)
+    assert float(alike) < 0.5
+
+
+class Loud:
+    """A target with four dimensions that are the same and large everywhere."""
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.target, name)
+
+    def features(self, ids: Tensor, mask: Tensor, taps: Any, **keys: Any) -> Tensor:
+        found = self.target.features(ids, mask, taps, **keys).clone()
+        found[..., :4] += 1000
+        return found
 
 
 # --- anchors

@@ -103,8 +103,9 @@ class BlockHead(LayeredHead):
 
     @torch.no_grad()
     def _start(self, target: Target, counts: Tensor | None) -> None:
-        """The mask as large as an embedding; the output side the target's; each tap divided by
-        its usual size, so that all are learned from alike."""
+        """The mask as large as an embedding; the output side the target's; every feature
+        divided by its usual size: a few are hundreds of times larger than the others and the
+        same everywhere, and would be all that is left behind a norm."""
         net, token = self.net, self.cfg.mask_token
         table = target.model.get_input_embeddings().weight
         nn.init.normal_(net.mask, 0.0, float(table[:4096].float().square().mean().sqrt()))
@@ -122,8 +123,7 @@ class BlockHead(LayeredHead):
         some = torch.arange(target.vocab_size) if counts is None else counts.argsort().flip(0)
         ids = some[None, :MEASURED].to(target.device)
         feats = target.features(ids, torch.ones_like(ids, dtype=torch.bool), self.taps)
-        size = feats.float().square().mean(-1).sqrt()[0].median(0).values
-        net.scale.copy_(size.clamp(min=1e-3))
+        net.scale.copy_(feats[0].float().abs().median(0).values.clamp(min=1e-3))
 
     @classmethod
     def restored(cls, known: BlockSaved, layer: dict[str, Any], target: Target) -> Self:

@@ -66,7 +66,7 @@ class BlockLayer(nn.Module):
 
 
 class BlockNet(nn.Module):
-    """mask: [D]. scale: [F], by which tapped features are divided. lm_head [Vd, D], None for
+    """mask: [D]. scale: [F, D], by which tapped features are divided. lm_head [Vd, D], None for
     the target's; markov_in [V, r], markov_out [Vd, r] and confidence [D + r] where there are
     such. shape: keys of a LlamaConfig (heads.eagle.layer.layer_config)."""
 
@@ -88,7 +88,7 @@ class BlockNet(nn.Module):
         self.markov_in = nn.Parameter(torch.zeros(size, rank)) if rank else None
         self.markov_out = nn.Parameter(torch.zeros(vocab, rank)) if rank else None
         self.confidence = Linear(width + rank, 1) if cfg.confidence else None
-        self.register_buffer("scale", torch.ones(features))
+        self.register_buffer("scale", torch.ones(features, width))
 
     def rope(self, length: int, dtype: torch.dtype, device: torch.device) -> Rope:
         """cos and sin [length, hd] of positions 0 .. length - 1."""
@@ -96,7 +96,7 @@ class BlockNet(nn.Module):
 
     def fuse(self, feats: Tensor) -> Tensor:
         """Target features [.., F, D] -> c [.., D]."""
-        scaled = feats / self.scale.to(feats.dtype)[:, None]
+        scaled = feats / self.scale.to(feats.dtype)
         return self.hidden_norm(self.fc(scaled.flatten(-2)))
 
     def context(self, c: Tensor, rope: Rope) -> list[Keys]:
