@@ -95,11 +95,11 @@ SHARED = (
 )
 READING = {
     "Medusa": (
-        5540,
+        5590,
         ("heads/parallel/base.py", "heads/parallel/medusa.py", "heads/parallel/drafter.py"),
     ),
     "EAGLE": (
-        6590,
+        6650,
         tuple(
             f"heads/eagle/{name}.py"
             for name in ("head", "config", "net", "layer", "attention", "cache", "init", "drafter")
