@@ -15,6 +15,7 @@ from torch import Tensor
 
 from conf.errors import UserError
 from conf.typed import SHORT
+from decode.target import Target
 
 
 def choose(counts: Tensor, size: int, key: str = "head.draft_vocab") -> Tensor:
@@ -79,7 +80,7 @@ def places(ids: Tensor, tokens: Tensor) -> Tensor:
     return torch.where(ids[spot] == tokens, spot, -1)
 
 
-def check_reserved(token: int, target: Any, counts: Tensor | None, key: str) -> None:
+def check_reserved(token: int, target: Target, counts: Tensor | None, key: str) -> None:
     """Raises UserError unless a token of `target` stands in no text: a special one without a
     role, or one that the tokenizer does not have. counts: [V] int64 of the data, or None."""
     tokenizer: Any = target.tokenizer

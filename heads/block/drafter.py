@@ -13,7 +13,6 @@ vocabulary, S cache slots.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +25,7 @@ from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import DraftTree
 from heads.block.net import BlockNet, Keys
-from heads.eagle.drafter import LayeredDrafter
+from heads.eagle.drafter import LayeredDrafter, Layers
 
 
 class BlockDrafter(LayeredDrafter):
@@ -34,8 +33,7 @@ class BlockDrafter(LayeredDrafter):
 
     net: BlockNet
 
-    def __init__(self, head: Any, target: Target, form: Form) -> None:
-        """head: a BlockHead."""
+    def __init__(self, head: Layers, target: Target, form: Form) -> None:
         super().__init__(head, target, form)
         self.cfg, self.most_rows = head.cfg, max(head.cfg.block, form.depth + 1)
         self.least = head.cfg.least if form.shape == "chain" else 0.0
