@@ -53,6 +53,7 @@ SHARE = 0.02  # of cycles that may differ in 16 bits beyond what counts as round
 # every level, one with late rotary positions first 0.01, then 0.05); float32: the most
 # allowed.
 LAW, RISE, EXACT = 0.1, 3.0, 1e-3
+FEWEST = 3  # whole drafts that an answer has room for
 PROBES = 3  # cycles per prompt whose laws are compared
 
 
@@ -89,7 +90,7 @@ class Parity:
 
     def json(self) -> dict[str, Any]:
         """Plain values for metrics.jsonl and reports."""
-        lengths = {k: v.json() for k, v in self.lengths.items()}
+        lengths = {k: v.json() for k, v in self.lengths.items()} if self.cycles else {}
         return {
             "passed": self.passed,
             "depth": self.depth,
@@ -104,6 +105,11 @@ class Parity:
 
     def lines(self) -> list[str]:
         """The table for people."""
+        if not (self.cycles or self.problems):
+            return [
+                f"parity, chain of {self.depth}, T = 0, {self.prompts} prompts: every answer "
+                "ended before a whole draft fitted in; nothing was compared"
+            ]
         out = [
             f"parity, chain of {self.depth}, T = 0, {self.prompts} prompts, "
             f"{self.cycles} cycles; accepted length:"
@@ -178,19 +184,20 @@ def check(
     room: Room | None = None,
     reload: Callable[[], Head] | None = None,
 ) -> Parity:
-    """Run the gate for `head` on token `prompts`. batch_size: prompts decoded at a time. room:
-    of a training pass. reload: gives the head as it was saved and read back.
+    """Run the gate for `head` on token `prompts`. max_new_tokens: of an answer; a head that
+    drafts deep writes more. batch_size: prompts decoded at a time. room: of a training pass.
+    reload: gives the head as it was saved and read back.
 
     Raises UserError when the saved head cannot be read.
     """
     head.eval()
-    asked = [
-        Request(p, max_new_tokens, id=i)
-        for i, p in enumerate(prompts)
-        if 0 < len(p) < target.context_length
-    ]
     room = room or Room()
     depth = int(head.drafter(target, Draft(shape="chain")).max_depth)
+    # Cycles at the end of an answer are cut: of shorter ones none would be left to compare.
+    limit = max(max_new_tokens, FEWEST * (depth + 1))
+    asked = [
+        Request(p, limit, id=i) for i, p in enumerate(prompts) if 0 < len(p) < target.context_length
+    ]
     found = Parity(depth, len(asked))
     if not asked:
         return found

@@ -11,6 +11,7 @@ from decode.models.load import TargetConfig, load_target
 from decode.models.tiny import byte_tokenizer
 from decode.sampling import Sampling
 from decode.stats import accepted_length, split
+from heads.names import Draft
 from scripts import chat
 from scripts.common.talk import Stream, Tally
 
@@ -69,12 +70,8 @@ def test_tally_of_a_stopped_answer_agrees_with_the_engine() -> None:
 
 
 def test_a_tuned_drafter_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    def tuned(spec: str, target: object) -> NGram:
-        drafter = NGram()
-        drafter.break_even = 9.0  # type: ignore[attr-defined]
-        return drafter
-
-    monkeypatch.setattr(chat, "resolve_drafter", tuned)
+    monkeypatch.setattr(chat, "asked", lambda spec: Draft(spec, break_even=9.0))
+    monkeypatch.setattr(chat, "resolve_drafter", lambda spec, target: NGram())
     shown = {}
     for mode in ("off", "warn", "fallback"):
         target = TargetConfig(kind="tiny", context=512)

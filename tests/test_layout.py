@@ -96,11 +96,11 @@ SHARED = (
 )
 READING = {
     "Medusa": (
-        5578,
+        5580,
         ("heads/parallel/base.py", "heads/parallel/medusa.py", "heads/parallel/drafter.py"),
     ),
     "EAGLE": (
-        6635,
+        6640,
         tuple(
             f"heads/eagle/{name}.py"
             for name in ("head", "config", "net", "layer", "attention", "cache", "init", "drafter")

@@ -72,6 +72,18 @@ def run(head: Head, target: Target, folder: Path, tokens: int = 12) -> parity.Pa
     )
 
 
+def test_answers_are_long_enough_for_the_draft(target: Target, tmp_path: Path) -> None:
+    """Cycles at the end of an answer are cut. Once a draft of seven passed eight tokens unseen."""
+    found = run(other("medusa", target), target, tmp_path / "head", tokens=1)
+    sound(found)
+
+
+def test_a_gate_that_saw_nothing_says_so() -> None:
+    found = parity.Parity(depth=7, prompts=3)
+    assert "nothing was compared" in found.lines()[0] and len(found.lines()) == 1
+    assert "NaN" not in json.dumps(found.json())
+
+
 def sound(found: parity.Parity) -> None:
     assert found.passed, found.problems
     assert found.identical and found.cycles > 5
