@@ -170,7 +170,7 @@ def test_drawn_trees_are_measured_where_nothing_can_be_replayed(
     assert all(r["measured"]["tokens_per_second"] > 0 and r["error"] is not None for r in trees)
     left = json.loads((head / DECODE).read_text())
     drafter: Any = resolve_drafter(f"{head}@tree", target)
-    assert left["tree"]["nodes"] == drafter.max_nodes and drafter.drawn
+    assert left["tree"]["nodes"] == drafter.max_nodes and drafter.form.drawn
 
 
 @pytest.mark.parametrize(
