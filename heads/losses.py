@@ -298,20 +298,6 @@ class _ChunkedLoss(torch.autograd.Function):
         return *found, None, None, None, None
 
 
-class Judged(NamedTuple):
-    """What `kernel` finds in a chunk. loss: [m] wide. grad: [m, Vd] in the logits' dtype, with
-    respect to them, still to be multiplied by the row factors `row` [m]. hit: [m] bool. own:
-    [m] log-probability of the token at `spot`. rate: [m] sum min(p, q), None where no term
-    asks for it."""
-
-    loss: Tensor
-    grad: Tensor
-    row: Tensor
-    hit: Tensor
-    own: Tensor
-    rate: Tensor | None
-
-
 def kernel(
     z: Tensor,
     p: Tensor | None,
@@ -320,11 +306,15 @@ def kernel(
     usable: Tensor,
     terms: LossWeights,
     rated: bool = False,
-) -> Judged:
-    """One head, one chunk. z: [m, Vd] logits. p: [m, Vd] the target's law, None where no term
-    needs it. spot: [m, 1] int64 place of the data's token. inside, usable: [m] bool, it lies
-    in the draft vocabulary, p is to be learned from. rated: `rate` is wanted in any case.
-    Every pass over [m, Vd] costs as much as a third of a matmul."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """One head, one chunk: loss [m] wide; its gradient [m, Vd] with respect to the logits, in
+    their dtype, still to be multiplied by the row factors [m]; hit [m] bool; log-probability
+    of the data's token [m]; sum min(p, q) [m], None where nobody asks for it.
+
+    z: [m, Vd] logits. p: [m, Vd] the target's law, None where no term needs it. spot: [m, 1]
+    int64 place of the data's token. inside, usable: [m] bool, it lies in the draft vocabulary,
+    p is to be learned from. rated: the overlap is wanted in any case. Every pass over [m, Vd]
+    costs as much as a third of a matmul."""
     wide = torch.float64 if z.dtype == torch.float64 else torch.float32
     q = torch.softmax(z, -1)
     top, best = q.max(-1, keepdim=True)
@@ -338,7 +328,7 @@ def kernel(
         loss -= terms.hard * in_vocab * own
     if p is None:
         grad = _less(q, spot, torch.ones_like(q[:, :1]))
-        return Judged(loss, grad, terms.hard * in_vocab, hit, own, None)
+        return loss, grad, terms.hard * in_vocab, hit, own, None
     parts: list[tuple[Tensor, Tensor]] = []  # (gradient, its row factors)
     rate = torch.minimum(p, q).sum(-1, dtype=wide) if terms.tv or terms.lk or rated else None
     if rate is not None and (terms.tv or terms.lk):
@@ -353,10 +343,10 @@ def kernel(
     if terms.hard:
         parts.append((_less(q, spot, torch.ones_like(q[:, :1])), terms.hard * in_vocab))
     if len(parts) == 1:
-        return Judged(loss, *parts[0], hit, own, rate)
+        return loss, *parts[0], hit, own, rate
     mixed = sum(part.mul_(row.to(q.dtype)[:, None]) for part, row in parts)
     assert isinstance(mixed, Tensor)
-    return Judged(loss, mixed, torch.ones_like(loss), hit, own, rate)
+    return loss, mixed, torch.ones_like(loss), hit, own, rate
 
 
 def _less(q: Tensor, spot: Tensor, amount: Tensor) -> Tensor:

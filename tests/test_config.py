@@ -279,7 +279,7 @@ def test_a_head_of_another_command_is_refused_in_one_line() -> None:
             ENTRIES["medusa"],
             ["experiment=smollm2_eagle3_smoke", "data.path=f", "out_dir=o"],
         )
-    with pytest.raises(UserError, match="no such option; choose one of eagle1, eagle3$"):
+    with pytest.raises(UserError, match="no such option; choose one of eagle1, eagle3, p_eagle$"):
         compose("eagle", ENTRIES["eagle"], ["head=eagle4", "data.path=f", "out_dir=o", "steps=1"])
 
 

@@ -13,7 +13,6 @@ vocabulary, S cache slots.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,16 +24,8 @@ from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import DraftTree
-from heads.block.config import BlockConfig
 from heads.block.net import BlockNet, Keys
 from heads.eagle.drafter import LayeredDrafter, Layers
-
-
-class Blocks(Layers, Protocol):
-    """What the drafter needs of its head."""
-
-    cfg: BlockConfig
-    calibration: dict[str, Any]
 
 
 class BlockDrafter(LayeredDrafter):
@@ -42,7 +33,7 @@ class BlockDrafter(LayeredDrafter):
 
     net: BlockNet
 
-    def __init__(self, head: Blocks, target: Target, form: Form) -> None:
+    def __init__(self, head: Layers, target: Target, form: Form) -> None:
         super().__init__(head, target, form)
         self.cfg, self.most_rows = head.cfg, max(head.cfg.block, form.depth + 1)
         self.least = head.cfg.least if form.shape == "chain" else 0.0

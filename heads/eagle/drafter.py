@@ -32,6 +32,8 @@ class Layers(Protocol):
     """What a drafter reads of a head (heads/eagle/head.py)."""
 
     kind: ClassVar[str]
+    cfg: Any
+    calibration: dict[str, Any]
     taps: tuple[int, ...]
     net: Any
 
