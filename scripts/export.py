@@ -3,11 +3,13 @@
     python scripts/export.py target=smollm2 drafter=runs/eagle3 format=vllm out=exports/eagle3
 
 Formats: vllm, speculators (one folder for `vllm serve`), sglang, medusa and eagle (the
-original repositories), transformers (separate drafts). OUT holds config.json and weights in
-the engine's own terms, README.md (the model card with the serve command) and outrider.json
-(hashes of everything). The exported folder is read again by an independent reader and must
-draft what the head drafts, token by token and logit by logit, on real prompts; otherwise it is
-removed and the exit code is 2. docs/serving.md tells how to serve and what to look at.
+original repositories), transformers (separate drafts), gguf (llama.cpp: EAGLE-3, separate
+drafts, and with drafter=none the target itself). OUT holds the weights in the engine's own
+terms, README.md (the model card with the serve command), expected.json (what a server of it
+must answer and accept: scripts/engines.py check) and outrider.json (hashes of everything). The
+exported folder is read again by an independent reader and must draft what the head drafts,
+token by token and logit by logit, on real prompts; otherwise it is removed and the exit code
+is 2. docs/serving.md tells how to serve and what to look at.
 """
 
 from __future__ import annotations
@@ -26,13 +28,15 @@ from conf.schema import entry
 from decode.models.load import DTYPES, TargetConfig, load_target, torch_dtype
 from heads import find_head, load_head, tuned
 from heads.checkpoint import read_card, recover, staged
-from heads.interop import FORMATS, LAYOUTS, MANIFEST, Facts, exported, find_layout
-from heads.small_lm.plain import is_plain
+from heads.interop import FORMATS, LAYOUTS, MANIFEST, Facts, exported, find_layout, gguf_write
+from heads.names import NONE
+from heads.small_lm.plain import is_plain, plain_model
 from scripts.common import files
 from scripts.common.prompts import chat_ids, load_prompts
 from scripts.serving import card as export_card
+from scripts.serving import contract, gguf_export
 from scripts.serving import draft as export_draft
-from scripts.serving.check import Check, check_export
+from scripts.serving.check import Check, check_export, comparable
 
 PROMPT_TOKENS = 192  # the self-check recomputes whole prompts at every draft step
 
@@ -41,9 +45,10 @@ PROMPT_TOKENS = 192  # the self-check recomputes whole prompts at every draft st
 class ExportConfig:
     """Keys of scripts/export.py."""
 
-    # run folder or head folder to export
+    # run folder or head folder to export; with format=gguf also an ordinary model folder, or
+    # none for the target itself
     drafter: str
-    # vllm, speculators, sglang, medusa, eagle or transformers
+    # vllm, speculators, sglang, medusa, eagle, transformers or gguf
     format: str
     # folder to write
     out: str
@@ -51,7 +56,8 @@ class ExportConfig:
     target: TargetConfig = field(default_factory=TargetConfig)
     # replace an earlier export in `out`, as a whole
     overwrite: bool = False
-    # float32, bfloat16 or float16; null = as the head was imported, else float32
+    # float32, bfloat16 or float16, with format=gguf also q8_0 and no bfloat16; null = as the
+    # head was imported, else float32
     dtype: str | None = None
     # Medusa: export the first so many heads (vLLM drafts with all that it is given); null =
     # all
@@ -59,10 +65,15 @@ class ExportConfig:
     # name or folder by which the engine loads the target; empty = its repository, else its
     # folder
     verifier: str = ""
-    # prompts of the self-check, JSONL as scripts/evaluate.py reads it
+    # with format=gguf: a GGUF file of the target whose tokenizer is taken; empty = made from
+    # the target's own, where llama.cpp's name for it is known
+    tokenizer_from: str = ""
+    # prompts of the self-check and of expected.json, JSONL as scripts/evaluate.py reads it
     prompts: str = "scripts/prompts/demo.jsonl"
     # how many of them
     num_prompts: int = 8
+    # most tokens of an answer in expected.json
+    max_new_tokens: int = 32
     # cpu, cuda, cuda:1; null = the GPU when there is one
     device: str | None = None
 
@@ -71,21 +82,43 @@ class ExportConfig:
         found = []
         if self.format not in FORMATS:
             found.append(f"format: {self.format} is unknown; choose among {', '.join(FORMATS)}")
-        if self.dtype is not None and self.dtype not in DTYPES:
-            found.append(f"dtype: {self.dtype} is none of {', '.join(DTYPES)}")
-        if self.num_prompts < 1:
+        known = gguf_write.DTYPES if self.format == "gguf" else DTYPES
+        if self.dtype is not None and self.dtype not in known:
             found.append(
-                f"num_prompts: {self.num_prompts} is below 1; the self-check needs one or more"
+                f"dtype: {self.dtype} is none of {', '.join(known)}, which format={self.format} "
+                "takes"
             )
+        if self.tokenizer_from and self.format != "gguf":
+            found.append("tokenizer_from: is for format=gguf; leave it out")
+        for key in ("num_prompts", "max_new_tokens"):
+            if getattr(self, key) < 1:
+                found.append(
+                    f"{key}: {getattr(self, key)} is below 1; the self-check needs one or more"
+                )
         if self.heads is not None and self.heads < 1:
             found.append(f"heads: {self.heads} is below 1; give 1 or more, or null for all")
         return found
+
+
+@dataclass(frozen=True)
+class Job:
+    """One export of a head: what was asked and what was loaded for it."""
+
+    cfg: ExportConfig
+    out: Path
+    card: dict[str, Any]
+    target: Any
+    head: Any
+    facts: Facts
+    settings: Any
 
 
 @entry("export", ExportConfig)
 def main(cfg: ExportConfig) -> int:
     """Write, check, move into place."""
     out = free_place(Path(cfg.out).expanduser(), cfg.overwrite)
+    if cfg.format == "gguf" and (cfg.drafter == NONE or is_plain(cfg.drafter)):
+        return whole_model(cfg, out)
     if is_plain(cfg.drafter):
         raise UserError(
             f"drafter: {cfg.drafter}: an ordinary transformers model, which engines "
@@ -98,22 +131,25 @@ def main(cfg: ExportConfig) -> int:
     card = read_card(source)
     target = target_of(cfg, card)
     head: Any = load_head(source, target)
-    settings = tuned.read(source)
     imported = card["extra"].get("imported")
     stored = imported.get("dtype") if isinstance(imported, dict) else None
-    dtype = torch_dtype(cfg.dtype or (stored if stored in DTYPES else "float32"))
     facts = Facts.of(
         target, cfg.verifier or (cfg.target.name if cfg.target.kind == "hub" else name_of(target))
     )
+    job = Job(cfg, out, card, target, head, facts, tuned.read(source))
+    if cfg.format == "gguf":
+        return gguf(job, source)
     if head.kind == "small_lm" and cfg.format == "transformers":
         with staged(out) as stage:
             check = export_draft.write(
                 source, stage, head, target, check_prompts(cfg, target), cfg.dtype
             )
-            finish(stage, out, cfg, card, head, facts, settings, check, str(check.pop("dtype")))
+            finish(stage, job, head, check, str(check.pop("dtype")))
         return said(out, cfg, check["draft_tokens_equal"])
     layout = find_layout(cfg.format, head)
     head = first_heads(head, cfg.heads)
+    job = replace(job, head=head)
+    dtype = torch_dtype(cfg.dtype or (stored if stored in DTYPES else "float32"))
     config, tensors = layout.write(head, target, facts, dtype)
     with staged(out) as stage:
         files.write_json(stage / "config.json", config)
@@ -121,10 +157,54 @@ def main(cfg: ExportConfig) -> int:
         found: Check = check_export(
             stage, cfg.format, head, target, check_prompts(cfg, target), dtype
         )
-        finish(
-            stage, out, cfg, card, head, facts, settings, found.json(), str(config["torch_dtype"])
-        )
+        finish(stage, job, comparable(head, dtype), found.json(), str(config["torch_dtype"]))
     return said(out, cfg, found.tokens)
+
+
+def gguf(job: Job, source: Path) -> int:
+    """A head or a separate draft that was trained here, as one GGUF file."""
+    cfg, kind = job.cfg, gguf_kind(job.cfg)
+    prompts = check_prompts(cfg, job.target)
+    with staged(job.out) as stage:
+        if job.head.kind == "small_lm":
+            found = gguf_export.write_draft(stage, source, job.head, job.target, prompts, kind)
+            twin = job.head
+        else:
+            twin, found = gguf_export.write_head(stage, job.head, job.target, prompts, kind)
+        finish(stage, job, twin, found.json(), kind.dtype)
+    return said(job.out, cfg, found.tokens)
+
+
+def whole_model(cfg: ExportConfig, out: Path) -> int:
+    """The target itself (drafter=none), or an ordinary model as its separate draft, as one
+    GGUF file."""
+    kind = gguf_kind(cfg)
+    target = load_target(cfg.target, "float32", cfg.device)
+    prompts = check_prompts(cfg, target)
+    with staged(out) as stage:
+        if cfg.drafter == NONE:
+            name, model = gguf_export.TARGET, target.model
+        else:
+            name, model = gguf_export.DRAFT, plain_model(cfg.drafter, target).draft.model
+        found = gguf_export.write_model(stage / name, model, target, prompts, kind)
+        identity = target.identity.to_json() if target.identity is not None else None
+        files.write_text(stage / "README.md", gguf_export.page(name, cfg.drafter, kind, found))
+        about = {
+            "engine_format": "gguf",
+            "kind": "target" if cfg.drafter == NONE else "small_lm",
+            "dtype": kind.dtype,
+            "target": identity,
+            "check": found.json(),
+        }
+        files.write_json(stage / MANIFEST, gguf_export.manifest(about, stage))
+    print(f"{out}: {name}, its logits behind {found.prompts} prompts are the model's")
+    return 0
+
+
+def gguf_kind(cfg: ExportConfig) -> gguf_export.Kind:
+    """How the numbers are stored."""
+    source = Path(cfg.tokenizer_from).expanduser() if cfg.tokenizer_from else None
+    return gguf_export.Kind(cfg.dtype or "float32", source)
 
 
 def target_of(cfg: ExportConfig, card: dict[str, Any]) -> Any:
@@ -213,28 +293,28 @@ def first_heads(head: Any, count: int | None) -> Any:
     return small
 
 
-def finish(
-    stage: Path,
-    out: Path,
-    cfg: ExportConfig,
-    card: dict[str, Any],
-    head: Any,
-    facts: Facts,
-    settings: Any,
-    check: dict[str, Any],
-    dtype: str,
-) -> None:
-    """The card, and last the manifest with the hashes of every other file."""
+def finish(stage: Path, job: Job, twin: Any, check: dict[str, Any], dtype: str) -> None:
+    """The card, the contract, and last the manifest with the hashes of every other file.
+
+    twin: the head with the exported numbers.
+    """
+    cfg = job.cfg
     about = export_card.About(
         cfg.format,
-        head,
-        card,
-        facts,
-        settings,
+        job.head,
+        job.card,
+        job.facts,
+        job.settings,
         check,
         dtype,
-        out,
+        job.out,
         export_card.run_record(find_head(cfg.drafter)),
+    )
+    prompts = [ids.tolist() for ids in check_prompts(cfg, job.target)]
+    chain = twin.drafter(job.target, "chain")
+    files.write_json(
+        stage / contract.NAME,
+        contract.expected(job.target, chain, prompts, about.depth, cfg.max_new_tokens),
     )
     files.write_text(stage / "README.md", export_card.page(about))
     files.write_json(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from heads.interop import Facts
-from heads.interop.engines import SGLANG, VLLM
+from heads.interop.engines import LLAMACPP, SGLANG, VLLM
 from scripts.common import files
 
 FORMAT = 1
@@ -69,6 +69,14 @@ def serve(about: About) -> list[tuple[str, str]]:
         f"--speculative-draft-model-path {shlex.quote(folder)} --speculative-num-steps {steps} "
         f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {steps + 1}"
     )
+    if about.format == "gguf":
+        spec = "draft-eagle3" if kind == "eagle3" else "draft-simple"
+        draft = shlex.quote(f"{folder}/draft.gguf")
+        command = (
+            f"llama-server -m TARGET.gguf -md {draft} --spec-type {spec} "
+            f"--spec-draft-n-max {steps} --spec-draft-p-min 0"
+        )
+        return [(LLAMACPP, command)]
     if about.format == "speculators":
         return [(VLLM, f"vllm serve {shlex.quote(folder)}"), (f"{VLLM}, other settings", vllm)]
     if about.format == "transformers":
