@@ -70,10 +70,10 @@ def serve(about: About) -> list[tuple[str, str]]:
         f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {steps + 1}"
     )
     if about.format == "gguf":
-        spec = "draft-eagle3" if kind == "eagle3" else "draft-simple"
+        method = "draft-eagle3" if kind == "eagle3" else "draft-simple"
         draft = shlex.quote(f"{folder}/draft.gguf")
         command = (
-            f"llama-server -m TARGET.gguf -md {draft} --spec-type {spec} "
+            f"llama-server -m TARGET.gguf -md {draft} --spec-type {method} "
             f"--spec-draft-n-max {steps} --spec-draft-p-min 0"
         )
         return [(LLAMACPP, command)]

@@ -15,13 +15,13 @@ from typing import Any
 from conf.errors import UserError
 from conf.jsonl import parse_line
 from decode import stats
-from decode.drafters import NoDraft
 from decode.engine import Cycle, Request, generate
 from decode.sampling import Sampling
 from decode.target import Target
 
 NAME = "expected.json"
 FORMAT = 1
+EDGE = 0.02  # by which the end of an answer alone may move a rate
 
 
 def expected(
@@ -33,15 +33,14 @@ def expected(
     """
     drafter.max_depth = drafter.max_nodes = depth
     requests = [Request(list(p), limit, id=i) for i, p in enumerate(prompts)]
-    plain = generate(target, NoDraft(), requests, Sampling(), batch_size=len(requests))
     run = generate(target, drafter, requests, Sampling(), batch_size=len(requests))
     rows = []
-    for request, base, found in zip(requests, plain.generations, run.generations, strict=True):
+    for request, found in zip(requests, run.generations, strict=True):
         rows.append(
             {
                 "ids": list(request.prompt),
-                "tokens": base.token_ids,
-                "text": _text(target, base.token_ids),
+                "tokens": found.token_ids,
+                "text": _text(target, found.token_ids),
                 "proposed": [c.proposed for c in found.cycles],
                 "accepted": [c.accepted for c in found.cycles],
             }
@@ -65,13 +64,15 @@ def _text(target: Target, tokens: Sequence[int]) -> str:
 
 
 def rates(cycles: Sequence[Sequence[Cycle]]) -> dict[str, Any]:
-    """Accepted length and unconditional acceptance by position with 95 % intervals."""
-    flat = [c for row in cycles for c in row]
+    """Accepted length and unconditional acceptance by position with 95 % intervals, over the
+    cycles that drafted: engines count no others."""
+    drafted = [[c for c in row if c.proposed] for row in cycles]
+    flat = [c for row in drafted for c in row]
     return {
         "cycles": len(flat),
-        "accepted_length": stats.accepted_length(cycles).json(),
+        "accepted_length": stats.accepted_length(drafted).json(),
         "accepted_by_position": hits(flat),
-        "acceptance_by_position": [whole.json() for _, whole in stats.position_intervals(cycles)],
+        "acceptance_by_position": [whole.json() for _, whole in stats.position_intervals(drafted)],
     }
 
 
@@ -110,31 +111,36 @@ def load(path: Path) -> dict[str, Any]:
     return value
 
 
-def verdict(contract: dict[str, Any], answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def verdict(
+    contract: dict[str, Any],
+    answers: Sequence[dict[str, Any]],
+    counters: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """What a server did against the contract.
 
-    answers: per prompt `tokens` (None where it sends none), `text`, and where it tells them
-    `drafts`, `draft_tokens` and `accepted` counts. served: answers and acceptance agree.
-    parts: where they part first, in words; [] when they do not.
+    answers: per prompt `tokens` (None where it sends none), `text`, and `draft_tokens` and
+    `accepted` where it tells them; then every prompt's counts must be the contract's. counters:
+    what the server's own counters rose by, in their place: its rates must lie in the intervals,
+    since engines differ at the end of an answer. served: answers and acceptance agree. parts:
+    where answers part, in words; [] when they do not.
     """
     parts = []
-    equal = 0
     for number, (row, answer) in enumerate(zip(contract["prompts"], answers, strict=True), 1):
         where = _parting(row, answer, set(contract["stop"]))
-        equal += where is None
         if where is not None:
             parts.append(f"prompt {number}: {where}")
-    counted = [a for a in answers if a.get("accepted") is not None]
-    out: dict[str, Any] = {
+    acceptance = None
+    if all(a.get("accepted") is not None for a in answers):
+        acceptance = _by_prompt(contract, answers, counters)
+    elif counters is not None:
+        acceptance = _by_counters(contract, counters)
+    return {
         "answers": len(answers),
-        "equal": equal,
+        "equal": len(answers) - len(parts),
         "parts": parts,
-        "acceptance": None,
+        "acceptance": acceptance,
+        "served": not parts and acceptance is not None and acceptance["equal"],
     }
-    if len(counted) == len(answers):
-        out["acceptance"] = _acceptance(contract, answers)
-    out["served"] = equal == len(answers) and bool((out["acceptance"] or {}).get("equal"))
-    return out
 
 
 def _parting(row: dict[str, Any], answer: dict[str, Any], stop: set[int]) -> str | None:
@@ -166,22 +172,54 @@ def _parting(row: dict[str, Any], answer: dict[str, Any], stop: set[int]) -> str
     return f"token {at + 1} is {said[0]} instead of {said[1]}"
 
 
-def _acceptance(contract: dict[str, Any], answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Accepted draft tokens, prompt by prompt, against the contract's."""
-    mine = [sum(row["accepted"]) for row in contract["prompts"]]
-    theirs = [int(a["accepted"]) for a in answers]
-    offered = [sum(row["proposed"]) for row in contract["prompts"]]
-    drafted = [int(a["draft_tokens"]) for a in answers]
-    different = [
-        number
-        for number, pair in enumerate(
-            zip(zip(mine, offered, strict=True), zip(theirs, drafted, strict=True), strict=True), 1
-        )
-        if pair[0] != pair[1]
-    ]
+def _by_prompt(
+    contract: dict[str, Any], answers: Sequence[dict[str, Any]], counters: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Drafted and accepted tokens of every prompt against the contract's."""
+    rows = contract["prompts"]
+    mine = [(sum(row["proposed"]), sum(row["accepted"])) for row in rows]
+    theirs = [(int(a["draft_tokens"]), int(a["accepted"])) for a in answers]
+    unlike = [i for i, (a, b) in enumerate(zip(mine, theirs, strict=True), 1) if a != b]
+    hits = (counters or {}).get("accepted_by_position", [])
+    wanted = contract["accepted_by_position"]
+    place = next((d for d, (a, b) in enumerate(zip(wanted, hits, strict=False), 1) if a != b), None)
     return {
-        "accepted": {"expected": sum(mine), "server": sum(theirs)},
-        "drafted": {"expected": sum(offered), "server": sum(drafted)},
-        "different_prompts": different,
-        "equal": not different,
+        "drafted": {"expected": sum(a for a, _ in mine), "server": sum(a for a, _ in theirs)},
+        "accepted": {"expected": sum(b for _, b in mine), "server": sum(b for _, b in theirs)},
+        "unlike_prompts": unlike,
+        "position": place if unlike else None,
+        "equal": not unlike,
     }
+
+
+def _by_counters(contract: dict[str, Any], counters: dict[str, Any]) -> dict[str, Any]:
+    """A server's rates against the contract's intervals."""
+    drafts = counters["drafts"]
+    length = contract["accepted_length"]
+    found = 1 + counters["accepted_tokens"] / drafts
+    place = None
+    rows = zip(contract["acceptance_by_position"], counters["accepted_by_position"], strict=False)
+    for position, (wanted, hits) in enumerate(rows, 1):
+        if place is None and not _inside(hits / drafts, wanted):
+            place = position
+    cycles = contract["cycles"]
+    return {
+        "drafted": {
+            "expected": sum(sum(row["proposed"]) for row in contract["prompts"]),
+            "server": counters["draft_tokens"],
+        },
+        "accepted": {
+            "expected": sum(sum(row["accepted"]) for row in contract["prompts"]),
+            "server": counters["accepted_tokens"],
+        },
+        "accepted_length": {"expected": length, "server": found, "cycles": cycles},
+        "unlike_prompts": None,
+        "position": place,
+        "equal": place is None and _inside(found, length),
+    }
+
+
+def _inside(value: float, interval: dict[str, Any]) -> bool:
+    """Whether a rate lies in an interval; with one prompt there is none, and all do."""
+    low, high = interval["low"], interval["high"]
+    return low is None or high is None or low - EDGE <= value <= high + EDGE

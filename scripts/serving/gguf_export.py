@@ -47,11 +47,19 @@ def write_head(
         raise UserError("format=gguf: " + "; ".join(refused))
     words = gguf_write.tokenizer_fields(target, kind.tokenizer_from)
     gguf_write.write(stage / DRAFT, gguf_write.eagle3(head, target, words), kind.dtype)
-    twin = copy.deepcopy(head)
-    for weight in twin.parameters():
-        weight.data = gguf_write.rounded(weight.data.float().cpu(), kind.dtype).to(weight.device)
+    twin = rounded_head(head, kind.dtype)
     served = Served(stage / DRAFT, target.model.get_input_embeddings().weight)
     return twin, check_drafts(served, twin, target, prompts)
+
+
+def rounded_head(head: Any, dtype: str) -> Any:
+    """A copy of a head (a separate draft: the head itself) with the numbers of such a file."""
+    if head.kind == "small_lm":
+        return head
+    twin = copy.deepcopy(head)
+    for weight in twin.parameters():
+        weight.data = gguf_write.rounded(weight.data.float().cpu(), dtype).to(weight.device)
+    return twin
 
 
 def write_draft(
