@@ -38,6 +38,7 @@ DTYPES = {"float32": (0, "F32"), "float16": (1, "F16"), "q8_0": (7, "Q8_0")}  # 
 TARGETS = ("LlamaForCausalLM",)
 NORMAL, CONTROL, DEFINED, UNUSED = 1, 3, 4, 5  # tokenizer.ggml.token_type
 LARGEST = 65504.0  # of float16
+NO_MERGE = "Ā Ā"  # llama.cpp wants one; the pair makes no word, so its bytes stay apart
 BLOCK = 32  # values of a Q8_0 block
 # What a byte-level tokenizer does before its merges -> tokenizer.ggml.pre
 SPLITS = {
@@ -278,14 +279,12 @@ def tokenizer_fields(target: Target, source: Path | None) -> Fields:
             GGUFValueType.ARRAY,
             [kinds.get(i, UNUSED) for i in range(size)],
         ),
-        "tokenizer.ggml.merges": (GGUFValueType.ARRAY, merges),
+        "tokenizer.ggml.merges": (GGUFValueType.ARRAY, merges or [NO_MERGE]),
         "tokenizer.ggml.add_bos_token": (
             GGUFValueType.BOOL,
             first == [tokenizer.bos_token_id],
         ),
     }
-    if not merges:
-        del fields["tokenizer.ggml.merges"]
     numbers = {
         "bos": tokenizer.bos_token_id,
         "eos": tokenizer.eos_token_id,

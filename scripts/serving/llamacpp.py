@@ -103,9 +103,10 @@ def _first_line(process: subprocess.Popen[str], until: float) -> dict[str, Any] 
 
 def _reason(process: subprocess.Popen[str], log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    wrong = [line for line in lines if re.search(r"error|failed|exception|abort", line, re.I)]
+    wrong = [line for line in lines if re.search(r"error:|error loading|abort", line, re.I)]
     state = "is not ready" if process.poll() is None else f"ended with code {process.poll()}"
-    return f"the server {state} ({((wrong or lines or ['no output'])[-1]).strip()[:200]})"
+    first = (wrong or lines[-1:] or ["no output"])[0]
+    return f"the server {state} ({first.strip()[:200]})"
 
 
 def drafts(log: Path, start: int = 0) -> list[tuple[int, list[tuple[int, float]]]]:

@@ -9,6 +9,7 @@ every count must be equal, and every draft token too (they stand in its log).
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -134,8 +135,7 @@ def case(
     prompts = bench.runs.prompts
     requests = [Request(list(p), bench.limit, id=i) for i, p in enumerate(prompts)]
     target = bench.runs.target
-    run = generate(target, drafter, requests, Sampling(), batch_size=bench.runs.batch)
-    mine = [[c for c in g.cycles if c.proposed] for g in run.generations]
+    mine = ours(bench, drafter, depth, requests, answer["stamp"])
     replies = answer["replies"]
     theirs = [cycles_of(r) for r in replies]
     unlike = [
@@ -175,6 +175,25 @@ def case(
             for i in traced
         ],
     }
+
+
+def ours(
+    bench: Bench, drafter: Any, depth: int, requests: Sequence[Request], stamp: Sequence[Any]
+) -> list[list[Cycle]]:
+    """Our cycles that drafted, prompt by prompt; from WORK when they were counted before.
+    stamp: what they depend on."""
+    key = hashlib.sha256(json.dumps([stamp, depth]).encode()).hexdigest()[:16]
+    kept = bench.work / f"ours.chain.{key}.json"
+    if not kept.is_file():
+        run = generate(
+            bench.runs.target, drafter, requests, Sampling(), batch_size=bench.runs.batch
+        )
+        rows = [[[c.proposed, c.accepted, c.start] for c in g.cycles] for g in run.generations]
+        files.write_json(kept, rows)
+    return [
+        [Cycle(p, a, (), False, at) for p, a, at in row if p]
+        for row in json.loads(kept.read_text())
+    ]
 
 
 def cycles_of(reply: dict[str, Any]) -> list[Cycle]:

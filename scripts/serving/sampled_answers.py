@@ -5,6 +5,8 @@ as they come, so that a killed run goes on where it was.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -227,9 +229,9 @@ def plain_laws(
 
     def laws(answers: Sequence[Answer]) -> Iterator[tuple[int, Tensor]]:
         for i, answer in enumerate(answers):
-            key = f"{answer.wave}.{answer.number}.{answer.level}.{len(answer.tokens)}"
+            text = [*answer.prompt, *answer.tokens]
+            key = hashlib.sha256(json.dumps([text, len(answer.prompt)]).encode()).hexdigest()
             if key not in known:
-                text = [*answer.prompt, *answer.tokens]
                 (found,) = asyncio.run(ask([(text, len(answer.prompt))]))
                 known[key] = [[[t, v] for t, v in law.items()] for law in found]
                 parts.add("laws", {"key": key, "laws": known[key]})
