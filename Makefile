@@ -93,8 +93,10 @@ test-old: .venv-old/.installed
 	@$(LLAMACPP) -m pip install $(PIP_FLAGS) xllamacpp==2026.10.11549
 	@touch $@
 
-# What each part needs: llamacpp a wheel of 34 MB and 1 GB of memory; vllm (with speculators)
-# 6 GB of disk, the CPU index of torch and 4 GB of memory. Without ONLY both run.
+# What each part needs: ONLY=llamacpp a wheel of 34 MB; ONLY=vllm (with speculators) several GB
+# of disk and the CPU index of torch. Without ONLY both run. Neither needs a GPU or a compiler.
+# Heads: llamacpp an EAGLE-3 without the norms of 3.1 (recipe smollm2_eagle3_portable) or a
+# separate draft, vllm any of Medusa, EAGLE-1, EAGLE-3 and a separate draft.
 ifeq ($(ONLY),llamacpp)
 engines: .venv .venv-llamacpp/.installed
 	@$(PY) scripts/engines.py llamacpp

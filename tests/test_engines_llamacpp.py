@@ -177,6 +177,27 @@ def test_a_real_server_drafts_what_the_head_drafts(target, tmp_path: Path, keys:
 
 @needs_engine
 @pytest.mark.slow
+def test_a_real_server_takes_a_separate_draft(target, draft, tmp_path: Path) -> None:
+    import torch
+
+    from decode.drafters import DraftModel
+
+    kind = gguf_export.Kind("float32")
+    some = [torch.tensor(p) for p in PROMPTS[:2]]
+    for name, model in (("target.gguf", target), ("draft.gguf", draft)):
+        gguf_export.write_model(tmp_path / name, model.model, target, some, kind)
+    wanted = contract.expected(target, DraftModel(draft, DEPTH), PROMPTS, DEPTH, LIMIT)
+    settings = llamacpp.Settings(
+        str(tmp_path / "target.gguf"), str(tmp_path / "draft.gguf"), "SIMPLE", DEPTH, context=256
+    )
+    with llamacpp.running(PYTHON, settings, tmp_path, "simple") as server:
+        found = contract_check.checked(wanted, Address(server.url))
+    assert found["served"] and found["equal"] == len(PROMPTS), found
+    assert found["acceptance"]["accepted"]["expected"] > 0
+
+
+@needs_engine
+@pytest.mark.slow
 def test_a_case_names_the_first_draft_that_differs(target, tmp_path: Path) -> None:
     head, other = random_head(target, "eagle3"), random_head(target, "eagle3", seed=5)
     (tmp_path / "work").mkdir()
