@@ -21,10 +21,12 @@ from torch import Tensor
 
 from conf.errors import UserError
 from decode import grow
+from decode.cache import TreeCache
+from decode.grow import Form, Nodes
 from decode.rng import Rng
 from decode.sampling import Sampling
-from decode.target import Target, TreeCache
-from decode.tree import DraftTree, TreeShape
+from decode.target import Target
+from decode.tree import DraftTree
 
 
 class DraftModel:
@@ -43,23 +45,19 @@ class DraftModel:
     def __init__(
         self,
         draft: Target,
-        depth: int = 5,
+        form: Form | int = 5,
         name: str = "draft",
         *,
-        shape: str = "chain",
-        nodes: int = 24,
-        width: int = 4,
         ids: Tensor | None = None,
-        static: TreeShape | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        """nodes, width: of a tree. ids: [Vd] ascending tokens it may propose, None for all.
-        static: the shape of a tree sampled at T > 0, None: the dynamic tree there too.
-        vocab_size: the target's, None: the draft's own.
+        """form: what it drafts; a number: a chain of so many levels. ids: [Vd] ascending tokens
+        it may propose, None for all. vocab_size: the target's, None: the draft's own.
 
         Raises UserError for a tree with a draft that takes chains only, or whose LM head
         cannot be read apart."""
-        if shape == "tree" and draft.support != "tree":
+        form = Form.chain(form) if isinstance(form, int) else form
+        if form.shape == "tree" and draft.support != "tree":
             raise UserError(
                 f"drafters: {name}: the draft takes chains only "
                 f"({draft.probe().reason}); use its chain"
@@ -68,11 +66,8 @@ class DraftModel:
             raise UserError(
                 f"drafters: {name}: the draft's logits do not follow from its last hidden state"
             )
-        self.draft, self.name, self.shape = draft, name, shape
-        self.max_depth = depth
-        self.width, self.static = width, static if shape == "tree" else None
-        self.max_nodes = depth if shape == "chain" else max(nodes, len(static or ()))
-        self.nodes = nodes
+        self.draft, self.name, self.form, self.shape = draft, name, form, form.shape
+        self.max_depth, self.max_nodes = form.depth, form.nodes
         self.device, self.masks = draft.device, draft.new_masks()
         rows, bias = draft.lm_head_weight, getattr(draft.lm_head, "bias", None)
         common = min(draft.vocab_size, vocab_size or draft.vocab_size)
@@ -91,7 +86,7 @@ class DraftModel:
         self.limit = min(max_len, self.draft.span)
         scratch = self.max_depth
         if self.shape == "tree":
-            scratch = max(self.max_depth * self.width, len(self.static or ()))
+            scratch = max(self.max_depth * self.form.width, len(self.form.static or ()))
         self.cache = self.draft.new_cache(rows, self.limit, scratch + self.max_depth)
         self.first: list[
             Tensor
@@ -159,20 +154,12 @@ class DraftModel:
     @torch.inference_mode()
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
         """See decode.drafters.Drafter."""
-        rows, context = self.state.shape[0], self.draft.span
+        context = self.draft.span
         if any(self.blind) or max(self._cache.lengths, default=0) + self.max_depth > context:
             lengths = zip(self.blind, self._cache.lengths, strict=True)
             room = [0 if blind else context + 1 - have for blind, have in lengths]
             budget = torch.minimum(budget, torch.tensor(room, device=budget.device)).clamp(min=0)
-        levels = min(self.max_depth, int(budget.max())) if rows else 0
-        if levels <= 0:
-            return DraftTree.empty(rows, budget.device)
-        self.levels_read: list[int] = []  # the level of every token read in this cycle
-        if self.shape == "chain":
-            return grow.chain(self, levels, budget, sampling, rng)
-        if self.static is not None and not sampling.greedy:
-            return grow.sampled(self, self.static, levels, budget, sampling, rng)
-        return grow.dynamic(self, levels, budget, min(self.width, self.proj.shape[0]), self.nodes)
+        return grow.draft(self, self.form, budget, sampling, rng)
 
     def select(self, rows: list[int]) -> None:
         """See decode.drafters.Drafter."""
@@ -180,18 +167,27 @@ class DraftModel:
         self.state = self.state[rows]
         self.blind = [self.blind[r] for r in rows]
 
-    # -- growing (decode.grow.Steps)
+    # -- growing (decode.grow.Source)
 
     def draft_ids(self) -> Tensor | None:
-        """See decode.grow.Steps."""
+        """See decode.grow.Source."""
         return self._ids
 
+    def open(self, levels: int) -> Tensor:
+        """See decode.grow.Source."""
+        self.levels_read: list[int] = []  # the level of every token read in this cycle
+        return self.logits(self.state[:, None])
+
+    def level(self, nodes: Nodes) -> Tensor:
+        """See decode.grow.Source; a token's own pass sees what is above it."""
+        return self.logits(self._extend(nodes.tokens, nodes.seen, nodes.level))
+
     def logits(self, state: Tensor) -> Tensor:
-        """See decode.grow.Steps."""
+        """[.., D] -> [.., Vd]."""
         return self.draft.head.finish(F.linear(state, self.proj, self.bias))
 
-    def extend(self, tokens: Tensor, above: Tensor, seen: Tensor | None, level: int) -> Tensor:
-        """See decode.grow.Steps; the token's own pass sees what is above it."""
+    def _extend(self, tokens: Tensor, seen: Tensor | None, level: int) -> Tensor:
+        """Read drafted tokens [B, W] of one level: their states [B, W, D]."""
         start, new = len(self.levels_read), tokens.shape[1]
         self.levels_read += [level] * new
         lengths, cache = self._cache.physical, self._cache

@@ -14,16 +14,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 from conf.errors import UserError
+from decode.cache import TreeCache
 from decode.drafters import Drafter
 from decode.records import Cycle, Generation, Request, Run, Timing
 from decode.rng import Rng
 from decode.sampling import Law, Sampling
-from decode.target import Step, Target, TreeCache
+from decode.scorer import Step
+from decode.target import Target
 from decode.tree import DraftTree
 from decode.verify import Coins, Verdict
 from decode.verify import verify as run_verify
@@ -31,8 +34,10 @@ from decode.verify import verify as run_verify
 __all__ = [
     "CoinSource",
     "Cycle",
+    "Engine",
     "Generation",
     "OnTokens",
+    "Options",
     "Request",
     "Rule",
     "Run",
@@ -47,45 +52,28 @@ CoinSource = Callable[[int, Tensor, Tensor], Rng]
 Clock = Callable[[], float]
 
 
+class Options(TypedDict, total=False):
+    """How requests are decoded; see `Engine` for each."""
+
+    batch_size: int
+    seed: int
+    verify: str | Rule
+    guidance: float | None
+    on_tokens: OnTokens | None
+    eos_ids: Sequence[int] | None
+    coins: CoinSource
+    clock: Clock
+
+
 def generate(
     target: Target,
     drafter: Drafter,
     requests: Sequence[Request],
     sampling: Sampling,
-    *,
-    batch_size: int = 1,
-    seed: int = 0,
-    verify: str | Rule = "traversal",
-    guidance: float | None = None,
-    on_tokens: OnTokens | None = None,
-    eos_ids: Sequence[int] | None = None,
-    coins: CoinSource = Rng,
-    clock: Clock = time.perf_counter,
+    **options: Unpack[Options],
 ) -> Run:
-    """Decode every request; `batch_size` rows run at a time.
-
-    on_tokens(request index, new token ids, from_draft) streams. eos_ids defaults to the
-    target's.
-    verify: the name of a rule, or the rule itself (how scripts/certify.py runs known wrong
-    ones). coins(seed, request ids [B], cycles [B]) makes the random numbers of one cycle; an
-    enumerator in its place walks every branch. clock: seconds; one that waits for the device
-    makes the parts of the timing exact on a GPU, and the whole slower. Raises UserError for a
-    prompt that is empty, fills the context or leaves the vocabulary, or logits without a law.
-    """
-    return _Engine(
-        target,
-        drafter,
-        requests,
-        sampling,
-        batch_size,
-        seed,
-        verify,
-        guidance,
-        on_tokens,
-        frozenset(target.eos_ids if eos_ids is None else eos_ids),
-        coins,
-        clock,
-    ).run()
+    """Decode every request. options: those of `Engine`, by name. Raises UserError as it does."""
+    return Engine(target, drafter, requests, sampling, **options).run()
 
 
 @dataclass
@@ -107,32 +95,43 @@ class _Row:
         return self.request.uncond or self.request.prompt[-1:]
 
 
-class _Engine:
-    def __init__(
-        self,
-        target: Target,
-        drafter: Drafter,
-        requests: Sequence[Request],
-        sampling: Sampling,
-        batch_size: int,
-        seed: int,
-        rule: str | Rule,
-        guidance: float | None,
-        on_tokens: OnTokens | None,
-        eos: frozenset[int],
-        coins: CoinSource,
-        clock: Clock,
-    ) -> None:
-        sampling.check_vocab(target.vocab_size)
-        self.clock = clock
-        self.target, self.drafter, self.sampling = target, drafter, sampling
-        self.batch_size, self.seed, self.guidance, self.coins = batch_size, seed, guidance, coins
-        self.verify: Rule = rule if callable(rule) else functools.partial(run_verify, rule=rule)
-        self.on_tokens, self.eos = on_tokens, eos
+@dataclass
+class Engine:
+    """One run of the loop over all requests.
+
+    batch_size: rows that run at a time. verify: the name of a rule, or the rule itself (how
+    scripts/certify.py runs known wrong ones). on_tokens(request index, new token ids,
+    from_draft) streams. eos_ids: the target's where None. coins(seed, request ids [B], cycles
+    [B]) makes the random numbers of one cycle; an enumerator in its place walks every branch.
+    clock: seconds; one that waits for the device makes the parts of the timing exact on a GPU,
+    and the whole slower.
+
+    Raises UserError for a prompt that is empty, fills the context or leaves the vocabulary,
+    and, while it runs, for logits without a law.
+    """
+
+    target: Target
+    drafter: Drafter
+    requests: Sequence[Request]
+    sampling: Sampling
+    batch_size: int = 1
+    seed: int = 0
+    verify: str | Rule = "traversal"
+    guidance: float | None = None
+    on_tokens: OnTokens | None = None
+    eos_ids: Sequence[int] | None = None
+    coins: CoinSource = Rng
+    clock: Clock = time.perf_counter
+
+    def __post_init__(self) -> None:
+        self.sampling.check_vocab(self.target.vocab_size)
+        rule = self.verify
+        self.rule: Rule = rule if callable(rule) else functools.partial(run_verify, rule=rule)
+        self.eos = frozenset(self.target.eos_ids if self.eos_ids is None else self.eos_ids)
         self.timing, self.law_rows = Timing(), 0
         self.all = [
             _Row(i, r, Generation(list(r.prompt)), self._limit(i, r))
-            for i, r in enumerate(requests)
+            for i, r in enumerate(self.requests)
         ]
         self.queue = deque(row for row in self.all if row.limit > 0)
         self.rows: list[_Row] = []
@@ -166,6 +165,7 @@ class _Engine:
 
     @torch.inference_mode()
     def run(self) -> Run:
+        """Decode them all."""
         start = self.clock()
         if self.queue:
             longest = max(
@@ -206,7 +206,7 @@ class _Engine:
                 uncond = self._tensors([*row.uncond, *row.out.token_ids] for row in new)
             step = self.target.prefill(cache, prompts, self.drafter.taps, uncond)
             law = self._law(step.logits, DraftTree.empty(count, self.target.device), new)
-            verdict = self.verify(law.tree, law, self._rng(new))
+            verdict = self.rule(law.tree, law, self._rng(new))
             law.check()
             self.law_rows += law.computed
             first = verdict.bonus.tolist()
@@ -288,7 +288,7 @@ class _Engine:
     def _verify(self, tree: DraftTree, step: Step, rng: Rng) -> Verdict:
         with self.timing.part("law", self.clock):
             law = self._law(step.logits, tree, self.rows)
-        verdict = self.verify(tree, law, rng)
+        verdict = self.rule(tree, law, rng)
         with self.timing.part("law", self.clock):
             law.check()
         self.timing.law_s += law.seconds

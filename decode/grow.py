@@ -1,17 +1,19 @@
-"""Growing a draft with an autoregressive drafter: a chain, a dynamic tree (EAGLE-2), or a
-static tree sampled without replacement. What reads a token and what remembers it is the
-drafter's own (`Steps`).
+"""Drawing a draft, level by level: the one loop behind every chain and every static tree, and
+the dynamic tree (EAGLE-2). What is known of the next token is the drafter's own (`Source`).
 
-Drafted tokens are numbered in the order in which they are read, over all levels of a cycle;
-the drafter keeps them behind its committed tokens and forgets them with the cycle.
+Where T > 0 a chain's tokens are drawn from the drafter's own law under the target's settings,
+and so are those of a tree, siblings one after the other without replacement; which nodes exist
+does not depend on what was drawn. Else the most probable tokens are taken, each a point mass.
 
-Shape letters: B live rows, D width of a state, Vd draft vocabulary, W tokens read together, N
-nodes, M candidates.
+Shape letters: B live rows, P parents, Vd draft vocabulary, W width of a level, N nodes, M
+candidates.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -22,95 +24,251 @@ from decode.sampling import Sampling
 from decode.tree import DraftTree, Layout, Proposal, TreeShape
 
 
-class Steps(Protocol):
-    """state: [B, D], what the next token after the committed ones is predicted from."""
+@dataclass(frozen=True)
+class Form:
+    """What a draft looks like, settled before a drafter is made.
 
-    device: torch.device
-    state: Tensor
+    shape: "chain" or "tree". depth: levels. nodes: of a tree, at most. static: the nodes of a
+    chain or of a static tree; None: a dynamic one at any temperature. width: nodes that a
+    dynamic tree expands per level, 0 for drafters that have none. drawn: where T > 0 a tree's
+    candidates are drawn, siblings without replacement (a chain's are in any case).
+    """
+
+    shape: str
+    depth: int
+    nodes: int
+    static: TreeShape | None
+    width: int = 0
+    drawn: bool = True
+
+    @staticmethod
+    def chain(depth: int) -> Form:
+        """A chain of `depth` levels."""
+        return Form("chain", depth, depth, TreeShape.chain(depth))
+
+    @staticmethod
+    def tree(depth: int, nodes: int = 24, width: int = 4, static: TreeShape | None = None) -> Form:
+        """A dynamic tree; where T > 0 `static` in its place, drawn."""
+        most = max(nodes, len(static or ()))
+        return Form("tree", depth, most, static, width, static is not None)
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """P drafted nodes of one level, whose children come next.
+
+    level: theirs, 1 for children of the last committed token. tokens: [B, P] int64 target ids.
+    above: [P] or [B, P] int64, which of the nodes of the call before (of level 1: of the one
+    committed token) each hangs below; None: the one at its own place. seen: [B, P, R] bool,
+    which of the R nodes of all calls so far, these P last, each is or hangs below; None: all of
+    them, in a chain.
+    """
+
+    level: int
+    tokens: Tensor
+    above: Tensor | None
+    seen: Tensor | None
+
+    def of_parents(self, values: Tensor) -> Tensor:
+        """What the nodes of the call before had, [B, P', ..], at their children: [B, P, ..]."""
+        if self.above is None:
+            return values
+        if self.above.dim() == 1:
+            return values[:, self.above]
+        rows = torch.arange(values.shape[0], device=values.device)
+        return values[rows[:, None], self.above]
+
+
+class Source(Protocol):
+    """What a drafter knows of the next token."""
 
     def draft_ids(self) -> Tensor | None:
         """[Vd] int64 ascending target ids of the draft vocabulary, None for the whole one."""
 
-    def logits(self, state: Tensor) -> Tensor:
-        """[.., D] -> [.., Vd]."""
+    def open(self, levels: int) -> Tensor:
+        """Begin a draft of at most so many levels: logits [B, 1, Vd] of the token after the
+        last committed one."""
         ...
 
-    def extend(self, tokens: Tensor, above: Tensor, seen: Tensor | None, level: int) -> Tensor:
-        """Read W drafted tokens [B, W] that follow the states `above` [B, W, D]: their states
-        [B, W, D].
-
-        seen: [B, W, R] bool, which of the R tokens read in this cycle (these W last) each may
-            look at; None: all, W is
-        1. level: 1 for children of the last committed token.
-        """
+    def level(self, nodes: Nodes) -> Tensor:
+        """Logits [B, P, Vd] of the children of P nodes, or [B, 1, Vd] where they all have the
+        same."""
         ...
 
 
-def chain(steps: Steps, levels: int, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
-    """T = 0: the most probable token; T > 0: drawn from the drafter's own law under the
-    target's settings.
-    """
-    state, ids = steps.state, steps.draft_ids()
-    rows = state.shape[0]
-    every = torch.arange(rows, device=steps.device)
-    tokens: list[Tensor] = []
+def draft(source: Source, form: Form, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
+    """A draft of `form` for every row, at most budget [B] levels deep."""
+    levels = min(form.depth, int(budget.max())) if budget.numel() else 0
+    if levels <= 0:
+        return DraftTree.empty(budget.numel(), budget.device)
+    drawn = not sampling.greedy and (form.drawn or form.shape == "chain")
+    if form.static is None or (form.width and not drawn):
+        return dynamic(source, levels, budget, form.width, form.nodes)
+    return static(source, form.static.cut(levels), budget, sampling if drawn else None, rng)
+
+
+def static(
+    source: Source, shape: TreeShape, budget: Tensor, sampling: Sampling | None, rng: Rng
+) -> DraftTree:
+    """Chains and static trees. sampling: what is drawn under, None: nothing is, the children
+    of a node are its most probable tokens. Where a law has run out of tokens the next best one
+    stands in as a deterministic candidate."""
+    ids = source.draft_ids()
+    count, device = budget.shape[0], budget.device
+    tokens = torch.empty(count, len(shape), dtype=torch.int64, device=device)
+    drawn = torch.ones(count, len(shape), dtype=torch.bool, device=device)
     laws: list[Tensor] = []
-    for level in range(levels):
-        logits = steps.logits(state)
-        if sampling.greedy:
-            place = logits.argmax(-1)
+    for level in _levels(shape, device):
+        if level.depth:
+            seen = None if level.seen is None else level.seen.expand(count, -1, -1)
+            parents = Nodes(level.depth, tokens[:, level.parents], level.above, seen)
+            logits = source.level(parents)
         else:
-            laws.append(sampling.draft_law(logits))
-            place = rng.draft(laws[-1], every, torch.full_like(every, level))
-        tokens.append(place if ids is None else ids[place])
-        if level + 1 < levels:
-            state = steps.extend(tokens[-1][:, None], state[:, None], None, level + 1)[:, 0]
-    drafted, size = torch.stack(tokens, 1), budget.clamp(0, levels)
-    if sampling.greedy:
-        return DraftTree.chain(drafted, size)
-    row = torch.arange(levels, device=steps.device).expand(rows, levels)
-    return DraftTree.chain(
-        drafted,
-        size,
-        torch.ones_like(drafted, dtype=torch.bool),
-        Proposal(torch.stack(laws, 1), row, ids),
+            logits = source.open(shape.depth)
+        nodes: slice | Tensor = level.nodes
+        if sampling is None:
+            place = _best(logits, level)
+        else:
+            laws.append(sampling.draft_law(logits.flatten(0, 1)).view(logits.shape))
+            wide = (count, len(level.kids), logits.shape[2])
+            law = laws[-1].expand(wide)
+            if level.width == 1:
+                place = _drawn(law, level, rng)
+            else:
+                nodes, place, fresh = siblings(law, logits.expand(wide), level.kids, rng)
+                drawn[:, nodes] = fresh
+        tokens[:, nodes] = place if ids is None else ids[place]
+    size = shape.size_at(budget)
+    if sampling is None:
+        return DraftTree.static(shape, tokens, size)
+    law = torch.cat(laws, 1)
+    row = _law_rows(shape, device)[int(law.shape[1] > shape.depth)].expand(count, -1)
+    return DraftTree.static(shape, tokens, size, drawn, Proposal(law, row, ids))
+
+
+def _best(logits: Tensor, level: _Level) -> Tensor:
+    """[B, n] places of the most probable children of P parents: logits [B, P or 1, Vd]."""
+    if level.width == 1:
+        return logits.argmax(-1).expand(-1, len(level.kids))
+    best = logits.topk(level.width, -1).indices.expand(-1, len(level.kids), -1)
+    return best[:, level.parent, level.rank]
+
+
+def _drawn(law: Tensor, level: _Level, rng: Rng) -> Tensor:
+    """[B, P] places drawn for parents with one child each: law [B, P, Vd]."""
+    count, parents, width = law.shape
+    row = torch.arange(count, device=law.device).repeat_interleave(parents)
+    return rng.draft(law.reshape(-1, width), row, level.number.repeat(count)).view(count, parents)
+
+
+@dataclass(frozen=True)
+class _Level:
+    """How the nodes of one level of a static shape hang below those of the level before that
+    have children, the P parents (the committed token alone at depth 0).
+
+    nodes, number: theirs, [n]. width: most children of one. kids: the children of each parent
+    in draw order. parent, rank: [n] int64 place of a node's parent among the parents, and its
+    own among its siblings. parents: [P] their node numbers. above, seen: as in `Nodes`.
+    """
+
+    depth: int
+    nodes: slice
+    number: Tensor
+    width: int
+    kids: tuple[tuple[int, ...], ...]
+    parent: Tensor
+    rank: Tensor
+    parents: slice | Tensor
+    above: Tensor | None
+    seen: Tensor | None
+
+
+@functools.lru_cache(maxsize=256)
+def _levels(shape: TreeShape, device: torch.device) -> tuple[_Level, ...]:
+    number = {path: i for i, path in enumerate(shape.paths)}
+    before: list[tuple[int, ...]] = [()]  # parents of the level before
+    read: list[int] = []  # nodes that were parents so far
+    found = []
+    for depth in range(shape.depth):
+        nodes = shape.level(depth)
+        paths = [shape.paths[i] for i in nodes]
+        parents = list(dict.fromkeys(path[:-1] for path in paths))
+        kids = [tuple(i for i in nodes if shape.paths[i][:-1] == parent) for parent in parents]
+        numbers = [number[parent] for parent in parents] if depth else []
+        read += numbers
+        seen = None
+        if depth and shape != TreeShape.chain(len(shape)):
+            mask = shape.layout(device).mask[:, 1:, 1:]
+            seen = mask[:, numbers][:, :, read]
+        above = [before.index(path[:-1]) for path in parents] if depth else [0]
+        same = above == list(range(len(before)))
+        found.append(
+            _Level(
+                depth=depth,
+                nodes=slice(nodes.start, nodes.stop),
+                number=torch.tensor(nodes, device=device),
+                width=max(map(len, kids)),
+                kids=tuple(kids),
+                parent=torch.tensor([parents.index(path[:-1]) for path in paths], device=device),
+                rank=torch.tensor([path[-1] for path in paths], device=device),
+                parents=_indices(numbers, device),
+                above=None if same else torch.tensor(above, device=device),
+                seen=seen,
+            )
+        )
+        before = parents if depth else [()]
+    return tuple(found)
+
+
+def _indices(numbers: list[int], device: torch.device) -> slice | Tensor:
+    """Neighbours as a slice, which costs no gathering."""
+    first = numbers[0] if numbers else 0
+    if numbers == list(range(first, first + len(numbers))):
+        return slice(first, first + len(numbers))
+    return torch.tensor(numbers, device=device)
+
+
+@functools.lru_cache(maxsize=256)
+def _law_rows(shape: TreeShape, device: torch.device) -> tuple[Tensor, Tensor]:
+    """[N] int64: the law that each node is drawn from, where a level has one, and where every
+    parent has its own."""
+    parents = list(dict.fromkeys(path[:-1] for path in shape.paths))
+    return (
+        torch.tensor([len(path) - 1 for path in shape.paths], device=device),
+        torch.tensor([parents.index(path[:-1]) for path in shape.paths], device=device),
     )
 
 
-def dynamic(steps: Steps, levels: int, budget: Tensor, width: int, nodes: int) -> DraftTree:
+def dynamic(source: Source, levels: int, budget: Tensor, width: int, nodes: int) -> DraftTree:
     """EAGLE-2 (Li et al. 2406.16858): expand the `width` best nodes of every level by
     cumulative log-probability, then keep the `nodes` best candidates of all levels. Candidates
     are the most probable tokens, so each is a point mass."""
-    device, ids = steps.device, steps.draft_ids()
-    count = steps.state.shape[0]
-    score, place = torch.log_softmax(steps.logits(steps.state).float(), -1).topk(
-        width, -1
-    )  # [B, W]
+    device, ids = budget.device, source.draft_ids()
+    logits = source.open(levels)
+    count, width = logits.shape[0], min(width, logits.shape[2])
+    score, place = torch.log_softmax(logits[:, 0].float(), -1).topk(width, -1)  # [B, W]
     scores, tokens = [score], [place if ids is None else ids[place]]
     origins = [torch.full_like(place, -1)]
     beam = torch.arange(width, device=device).expand(count, width)
-    above = steps.state[:, None].expand(-1, width, -1)
+    above = torch.zeros(width, dtype=torch.int64, device=device)
     ancestors = torch.zeros(count, width, 0, dtype=torch.bool, device=device)
     own = torch.eye(width, dtype=torch.bool, device=device).expand(count, width, width)
     start = 0
     for level in range(1, levels):
-        # The beam: W candidates of the last level, `beam` their numbers in it, `above` the
-        # states they follow.
+        # The beam: W candidates of the last level, `beam` their numbers in it, `above` which
+        # of the beam before they hang below.
         ancestors = torch.cat([ancestors, own], 2)
         token, total = tokens[-1].gather(1, beam), scores[-1].gather(1, beam)
-        state = steps.extend(token, above, ancestors, level)
-        score, place = torch.log_softmax(steps.logits(state).float(), -1).topk(
-            width, -1
-        )  # [B, W, W]
+        logits = source.level(Nodes(level, token, above, ancestors))
+        score, place = torch.log_softmax(logits.float(), -1).topk(width, -1)  # [B, W, W]
         scores.append((total[..., None] + score).flatten(1))
         tokens.append((place if ids is None else ids[place]).flatten(1))
         origins.append((start + beam).repeat_interleave(width, 1))
         start += scores[-2].shape[1]
         if level + 1 < levels:
             beam = scores[-1].topk(width, -1).indices
-            up = beam // width
-            above = state.gather(1, up[..., None].expand(-1, -1, state.shape[-1]))
-            ancestors = ancestors.gather(1, up[..., None].expand(-1, -1, ancestors.shape[2]))
+            above = beam // width
+            ancestors = ancestors.gather(1, above[..., None].expand(-1, -1, ancestors.shape[2]))
     depth = torch.tensor(
         [0] * width + [d for d in range(1, levels) for _ in range(width**2)], device=device
     )
@@ -145,87 +303,54 @@ def rerank(
     )
 
 
-def sampled(
-    steps: Steps, shape: TreeShape, levels: int, budget: Tensor, sampling: Sampling, rng: Rng
-) -> DraftTree:
-    """A static tree whose siblings are drawn one after the other from the drafter's law,
-    without replacement; which nodes exist does not depend on what was drawn. Where a law has
-    run out of tokens the next best one stands in as a deterministic candidate."""
-    device, ids = steps.device, steps.draft_ids()
-    count = steps.state.shape[0]
-    shape = TreeShape(tuple(p for p in shape.paths if len(p) <= levels))
-    layout = shape.layout(device)
-    tokens = torch.zeros(count, len(shape), dtype=torch.int64, device=device)
-    drawn = torch.ones(count, len(shape), dtype=torch.bool, device=device)
-    laws: list[Tensor] = []  # by level
-    law_row = torch.zeros(len(shape), dtype=torch.int64)
-    kids = [[i for i in row if i >= 0] for row in layout.children[0].tolist()]  # by slot
-    read: list[int] = []  # nodes read so far
-    states = {0: steps.state}
-    for level in range(shape.depth):
-        parents = [0] if level == 0 else [i + 1 for i in shape.level(level - 1) if kids[i + 1]]
-        if level:
-            nodes = [slot - 1 for slot in parents]
-            read += nodes
-            above = torch.stack([states[int(layout.parents[0, i]) + 1] for i in nodes], 1)
-            slots = torch.tensor(read, device=device) + 1
-            seen = layout.mask[0][torch.tensor(parents, device=device)][:, slots].expand(
-                count, -1, -1
-            )
-            state = steps.extend(tokens[:, nodes], above, seen, level)
-            states |= {slot: state[:, j] for j, slot in enumerate(parents)}
-        else:
-            state = steps.state[:, None]
-        logits = steps.logits(state)
-        law = sampling.draft_law(logits.flatten(0, 1)).view(logits.shape)
-        nodes, place, fresh = siblings(law, logits, [kids[slot] for slot in parents], rng)
-        tokens[:, nodes], drawn[:, nodes] = (place if ids is None else ids[place]), fresh
-        for row, slot in enumerate(parents, start=sum(one.shape[1] for one in laws)):
-            law_row[kids[slot]] = row
-        laws.append(law)
-    proposal = Proposal(torch.cat(laws, 1), law_row.to(device).expand(count, -1), ids)
-    return DraftTree.static(shape, tokens, shape.size_at(budget), drawn, proposal)
-
-
 def siblings(
     law: Tensor, logits: Tensor, kids: Sequence[Sequence[int]], rng: Rng
-) -> tuple[list[int], Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Draw the children of P parents, the elder ones of all parents first, without replacement
     among siblings.
 
     law, logits: [B, P, Vd] of the parents' children. kids: for each parent the numbers of its
     children in draw order, which address the random numbers. Returns the numbers of all
-    children, their places in the draft vocabulary [B, K] int64 and [B, K] bool, false where
-    the law had no token left and the best remaining logit was taken.
+    children [K] int64, their places in the draft vocabulary [B, K] int64 and [B, K] bool, false
+    where the law had no token left and the best remaining logit was taken.
     """
     count, width = law.shape[0], law.shape[2]
-    order = sorted(
-        range(len(kids)), key=lambda j: -len(kids[j])
-    )  # so that those with more children stand in front
+    order, numbers = _turns(tuple(map(tuple, kids)), law.device)
     left, every = law[:, order], torch.arange(count, device=law.device)  # a copy
-    nodes: list[int] = []
     places: list[Tensor] = []
     fresh: list[Tensor] = []
-    for rank in range(len(kids[order[0]])):
-        who = [j for j in order if len(kids[j]) > rank]
-        numbers, some = [kids[j][rank] for j in who], left[:, : len(who)]
-        address = torch.tensor(numbers, device=law.device).repeat(count)
-        place = rng.draft(some.reshape(-1, width), every.repeat_interleave(len(who)), address).view(
-            count, -1
-        )
+    for number in numbers:
+        some = left[:, : len(number)]
+        row, address = every.repeat_interleave(len(number)), number.repeat(count)
+        place = rng.draft(some.reshape(-1, width), row, address).view(count, -1)
         # A law without mass gives some place without. One of NaN counts as drawn from: then
         # the tree is refused.
         there = ~(some.gather(2, place[..., None])[..., 0] <= 0)
         if law.device.type != "cpu" or not bool(there.all()):
-            spare = logits[:, who].float()
+            spare = logits[:, order[: len(number)]].float()
             for old in places:
-                spare.scatter_(2, old[:, : len(who), None], -torch.inf)
+                spare.scatter_(2, old[:, : len(number), None], -torch.inf)
             place = torch.where(there, place, spare.argmax(-1))
-        some.scatter_(2, place[..., None], 0.0)
-        nodes += numbers
         places.append(place)
         fresh.append(there)
-    return nodes, torch.cat(places, 1), torch.cat(fresh, 1)
+        if len(places) < len(numbers):
+            some.scatter_(2, place[..., None], 0.0)
+    return torch.cat(numbers), torch.cat(places, 1), torch.cat(fresh, 1)
+
+
+@functools.lru_cache(maxsize=1024)
+def _turns(
+    kids: tuple[tuple[int, ...], ...], device: torch.device
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """[P] the parents, those with more children in front, and for each rank the numbers of the
+    children of that rank, in the order of their parents."""
+    order = sorted(range(len(kids)), key=lambda j: -len(kids[j]))
+    ranks = range(len(kids[order[0]]))
+    numbers = [[kids[j][rank] for j in order if len(kids[j]) > rank] for rank in ranks]
+    return (
+        torch.tensor(order, device=device),
+        tuple(torch.tensor(row, device=device) for row in numbers),
+    )
 
 
 def tree_layout(parents: Tensor, depth: Tensor, levels: int) -> Layout:

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,10 +26,8 @@ from conf.errors import UserError
 from decode import attention
 from decode.cache import LayerShape
 from decode.masks import FULL, Reach
+from decode.scorer import Head, Probe, Scorer
 from decode.tree import DraftTree
-
-if TYPE_CHECKING:
-    from decode.target import Target
 
 # Largest accepted difference of one token's logits, relative to their spread (root mean
 # squares). A mask that lets one wrong token in costs tens of percent in a trained model; half
@@ -46,39 +43,6 @@ LONGEST_WINDOW = 1024  # tokens; the longest one that is probed at its own lengt
 FAILURES = (ValueError, TypeError, RuntimeError, AttributeError, KeyError, IndexError)
 
 
-@dataclass(frozen=True)
-class Head:
-    """logits = cap * tanh(scale * lm_head(h) / cap), cap None: no cap. exact: the model's
-    logits agree.
-    """
-
-    scale: float = 1.0
-    cap: float | None = None
-    exact: bool = False
-    reason: str = ""
-
-    def finish(self, logits: Tensor) -> Tensor:
-        if self.scale != 1.0:
-            logits = logits * self.scale
-        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
-
-
-@dataclass
-class Probe:
-    """support "tree" or "chain" (and why), K/V shapes per layer, reach per layer type, mask
-    rows per node.
-
-    tested: tokens of the longest text whose logits were compared with a plain pass's.
-    """
-
-    support: str
-    shapes: list[LayerShape | None]
-    reaches: dict[str, Reach] = field(default_factory=lambda: {"full_attention": FULL})
-    tile: int = 1
-    reason: str = ""
-    tested: int = 0
-
-
 def difference(found: Tensor, wanted: Tensor) -> float:
     """Largest over tokens of rms(found - wanted) / rms(wanted - mean), both [..., V]. NaN is
     infinite.
@@ -89,13 +53,13 @@ def difference(found: Tensor, wanted: Tensor) -> float:
     return float(error.nan_to_num(nan=float("inf")).max()) if error.numel() else 0.0
 
 
-def _ids(target: Target, *shape: int) -> Tensor:
+def _ids(target: Scorer, *shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(20240607)
     return torch.randint(0, target.vocab_size, shape, generator=generator).to(target.device)
 
 
 @torch.no_grad()
-def probe_head(target: Target) -> Head:
+def probe_head(target: Scorer) -> Head:
     """Find scale and softcap among the numbers in the model's config; the model's own logits
     decide.
     """
@@ -129,7 +93,7 @@ def probe_head(target: Target) -> Head:
     )
 
 
-def probe_target(target: Target) -> Probe:
+def probe_target(target: Scorer) -> Probe:
     """Raises UserError when neither trees nor chains can be scored, with the reason."""
     shapes = _layer_shapes(target)
     lengths = _prompt_lengths(target)
@@ -202,7 +166,7 @@ def _line(error: Exception) -> str:
 
 
 @torch.no_grad()
-def _layer_shapes(target: Target) -> list[LayerShape | None]:
+def _layer_shapes(target: Scorer) -> list[LayerShape | None]:
     """(Hkv, key size, value size) per layer, None for layers without own keys. Refuses
     recurrent state.
     """
@@ -296,7 +260,7 @@ def _shortened(value: Any) -> Any:
     return min(value, WINDOW) if _lengths(value) else value
 
 
-def _windows(target: Target) -> dict[str, int]:
+def _windows(target: Scorer) -> dict[str, int]:
     """Every window that the config names, unless it says that no layer uses it, and its length
     in tokens.
     """
@@ -314,7 +278,7 @@ def _windows(target: Target) -> dict[str, int]:
 
 
 @torch.no_grad()
-def _prompt_lengths(target: Target) -> tuple[int, ...]:
+def _prompt_lengths(target: Scorer) -> tuple[int, ...]:
     """Tokens of the two prompts: two windows and more where a window stays what it is while
     the probe runs.
 
@@ -342,7 +306,7 @@ def _prompt_lengths(target: Target) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def _short_windows(target: Target, only: str | None = None) -> Iterator[None]:
+def _short_windows(target: Scorer, only: str | None = None) -> Iterator[None]:
     """Windows of WINDOW tokens in config and modules, restored on exit. only: those of this
     name.
     """
@@ -365,7 +329,7 @@ def _short_windows(target: Target, only: str | None = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _short(target: Target) -> Iterator[None]:
+def _short(target: Scorer) -> Iterator[None]:
     """Windows of WINDOW tokens and a rotary switch after SWITCH, restored on exit."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_short_windows(target))
@@ -384,7 +348,7 @@ class _Expected:
     longest: tokens of the longest text compared so far.
     """
 
-    def __init__(self, target: Target, lengths: tuple[int, ...]):
+    def __init__(self, target: Scorer, lengths: tuple[int, ...]):
         self.target, self.longest = target, 0
         self.own = target.model.config._attn_implementation
         # Three tokens over and over, as text repeats itself: sparse attention that ranks its
@@ -423,13 +387,13 @@ class _Expected:
         tree = DraftTree(self.tokens, parents, torch.tensor([5, 2], device=device))
         text = [torch.cat([p, self.last[b : b + 1]]) for b, p in enumerate(self.prompts)]
         found, wanted = [], []
-        with _using(target, probe):
-            cache = target.new_cache(2, max(map(len, self.prompts)) + DEEPEST, 5)
-            firsts = [target.prefill(cache, [p]).logits[0, 0] for p in self.prompts]
-            step = target.score(cache, self.last, tree)
-            cache.commit(torch.tensor(kept, device=device), torch.tensor([2, 1], device=device))
-            cache.select([1])
-            after = target.score(cache, self.then, DraftTree.empty(1, device)).logits[0, 0]
+        trial = target.assuming(probe)
+        cache = trial.new_cache(2, max(map(len, self.prompts)) + DEEPEST, 5)
+        firsts = [trial.prefill(cache, [p]).logits[0, 0] for p in self.prompts]
+        step = trial.score(cache, self.last, tree)
+        cache.commit(torch.tensor(kept, device=device), torch.tensor([2, 1], device=device))
+        cache.select([1])
+        after = trial.score(cache, self.then, DraftTree.empty(1, device)).logits[0, 0]
         own = target.model.config._attn_implementation
         target.model.set_attn_implementation(self.own)
         try:
@@ -444,14 +408,3 @@ class _Expected:
         finally:
             target.model.set_attn_implementation(own)
         return difference(torch.stack(found), torch.stack(wanted))
-
-
-@contextlib.contextmanager
-def _using(target: Target, probe: Probe) -> Iterator[None]:
-    """Let the target decode under an assumption about itself."""
-    saved = target._probe, target._masks
-    target._probe, target._masks = probe, None
-    try:
-        yield
-    finally:
-        target._probe, target._masks = saved

@@ -1,87 +1,38 @@
-"""Target: any Hugging Face causal language model, frozen, behind a few methods. It holds no
-cache and asks for no name: `decode/probe.py` finds out what the model can do when the first
-cache is made.
+"""Target: any Hugging Face causal language model, frozen, behind a few methods. It asks for no
+name: `decode/probe.py` finds out what the model can do when the first cache is made.
 
-Shape letters: B live rows, T tokens, N tree nodes, V vocabulary, D hidden size.
-Tap k is `hidden_states[k]` of transformers: 0 = embeddings, k = input of layer k, num_layers =
-output after the final norm. Taps are always read by number from the full list: selecting them
-in the call means another layer in 5.19 than in 5.23.
+Shape letters: B rows, T tokens, D hidden size. Taps: see decode/scorer.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from conf.errors import UserError
-from decode.cache import TreeCache
-from decode.masks import TreeMasks
-from decode.models import facts, rope
-from decode.models.facts import UNBOUNDED
-from decode.probe import TOLERANCE, Probe, difference, probe_head, probe_target
-from decode.probe import Head as HeadProbe
-from decode.tree import DraftTree
+from decode.probe import TOLERANCE, difference, probe_head, probe_target
+from decode.scorer import Head, Probe, Scorer
 
 
-@dataclass
-class Step:
-    """One pass of the target.
+class Target(Scorer):
+    """A scorer that is probed at first use: a model that can score neither trees nor chains
+    (recurrent state, no K/V cache) raises UserError with the reason then.
 
-    logits: score: [B, N + 1, V], row 0 follows the last committed token, row i + 1 follows
-        node i; rows of padding nodes are meaningless. prefill: [B, 1, V] at each row's last
-        prompt token. Model dtype; float32 under guidance.
-    feats: score: [B, N + 1, taps, D], prefill: [B, T, taps, D] right-padded; None without
-        taps. With guidance those of the conditional rows.
-    """
-
-    logits: Tensor
-    feats: Tensor | None = None
-
-
-class Target:
-    """A frozen causal language model (eval mode, no gradients to its weights).
-
-    vocab_size, hidden_size, num_layers, context_length (tokens; 2**31 - 1 where the model has
-    no limit), eos_ids (ascending), dtype, device. support: "tree" or "chain"; the first use
-    probes the model, and a model that can do neither (recurrent state, no K/V cache) raises
-    UserError with the reason.
-
-    switch: longest text that is rotated by the first of two sets of frequencies, None: there
-    is one set (decode.models.rope). A row that has grown to that many committed tokens must
-    leave and be prefilled again: see `headroom`.
+    tuning: what has changed the weights since loading; the identity then says so too.
+    borrowed: a head that was trained for just these weights has been loaded. sharded: its
+    layers are spread over processes, which must all run it at the same time.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, identity: Any = None, source: Any = None):
-        self.model = model.eval().requires_grad_(False)
+        super().__init__(model, tokenizer)
         self.tokenizer, self.identity, self.source = tokenizer, identity, source
-        self.tuning = (
-            ""  # what has changed the weights since loading; the identity then says so too
-        )
-        self.borrowed = False  # a head that was trained for just these weights has been loaded
-        self.sharded = (
-            False  # its layers are spread over processes, which must all run it at the same time
-        )
-        self.config = model.config.get_text_config(decoder=True)
-        self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
-        self.hidden_size: int = self.config.hidden_size
-        self.num_layers: int = self.config.num_hidden_layers
-        self.rope: rope.RowwiseRope | None = rope.rowwise(model, self.config)
-        self.context_length: int = facts.context_length(self.config, self.switch)
-        self.eos_ids: tuple[int, ...] = facts.eos_ids(model, tokenizer)
-        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-        self.body = facts.body(model)
+        self.tuning = ""
+        self.borrowed = self.sharded = False
         self._loaded_attention = model.config._attn_implementation
-        self._probe: Probe | None = None
         self._packs: str | None = None
-        self._head: HeadProbe | None = None
-        self._masks: TreeMasks | None = None
 
     @contextlib.contextmanager
     def as_loaded(self) -> Iterator[Any]:
@@ -98,35 +49,6 @@ class Target:
         finally:
             self.model.set_attn_implementation(used)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.get_input_embeddings().weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.get_input_embeddings().weight.device
-
-    @property
-    def support(self) -> str:
-        return self.probe().support
-
-    @property
-    def switch(self) -> int | None:
-        return self.rope.length if self.rope else None
-
-    @property
-    def span(self) -> int:
-        """Longest text whose committed tokens never need to be read again."""
-        return min(self.context_length, self.switch or self.context_length)
-
-    def headroom(self, length: int) -> int:
-        """Most levels of a draft behind `length` committed tokens and the last one. Negative:
-        the row has reached the switch and must be prefilled again, the last token included,
-        before anything is scored."""
-        if self.switch is None or length > self.switch:
-            return UNBOUNDED
-        return self.switch - 1 - length
-
     def probe(self) -> Probe:
         """What the model can do; runs a few tiny passes the first time. Raises UserError for
         an unusable model.
@@ -135,208 +57,12 @@ class Target:
             self._probe = probe_target(self)
         return self._probe
 
-    # -- decoding
-
-    def new_cache(
-        self, max_rows: int, max_len: int, max_nodes: int, guidance: float | None = None
-    ) -> TreeCache:
-        """A cache for `max_rows` requests of at most `max_len` committed tokens, trees of at
-        most `max_nodes` nodes.
-
-        Raises UserError when max_len exceeds the context by more than a tree, or a count is
-        not positive.
-        """
-        if max_rows < 1 or max_len < 1 or max_nodes < 0:
-            raise UserError(
-                f"cache: {max_rows} rows of {max_len} tokens and {max_nodes} nodes; give "
-                "at least 1, 1 and 0"
-            )
-        if max_len > self.context_length + max_nodes:
-            raise UserError(
-                f"cache: {max_len} tokens per row exceed the target's context of "
-                f"{self.context_length}; "
-                "ask for fewer new tokens or shorten the prompt"
-            )
-        return TreeCache(
-            self.probe().shapes, max_rows, max_len, max_nodes, self.dtype, self.device, guidance
-        )
-
-    @torch.no_grad()
-    def prefill(
-        self,
-        cache: TreeCache,
-        prompts: Sequence[Tensor],
-        taps: Sequence[int] = (),
-        uncond: Sequence[Tensor | None] | None = None,
-    ) -> Step:
-        """Append one live row per prompt (1-D int64, ragged) and run them in one batch.
-
-        uncond: the companion prompts under guidance; None (as in transformers): the prompt's
-        last token. Raises UserError, before anything is written, for an empty prompt, one that
-        is too long, or too many rows.
-        """
-        rows = list(prompts)
-        cache.check_prompts(rows, self.context_length)
-        if cache.guidance is not None:
-            given = list(uncond) if uncond is not None else [None] * len(rows)
-            others = [p[-1:] if u is None else u for p, u in zip(rows, given, strict=True)]
-            cache.check_prompts(others, self.context_length)
-            rows = [p for pair in zip(rows, others, strict=True) for p in pair]
-        lengths = [len(p) for p in rows]
-        width, start = max(lengths), len(cache.physical)
-        ids = torch.zeros(len(rows), width, dtype=torch.int64)
-        for i, prompt in enumerate(rows):
-            ids[i, : lengths[i]] = prompt
-        ids = ids.to(self.device)
-        cache.open(start, start + len(rows), 0, width)
-        # Right padding needs no mask: a causal pass never looks right, and later passes hide
-        # or overwrite these slots.
-        counts = torch.tensor(lengths, device=self.device)
-        out, logits = self._forward(ids, self._places(width, counts), None, cache, taps, counts - 1)
-        cache.physical += lengths
-        cache.pending = None
-        return self._step(cache, logits, self._taps(out, taps) if taps else None)
-
-    @torch.no_grad()
-    def score(
-        self, cache: TreeCache, last: Tensor, tree: DraftTree, taps: Sequence[int] = ()
-    ) -> Step:
-        """One pass over the last committed token [B] (not yet in the cache) and the tree's
-        nodes.
-
-        Nothing counts as committed until `cache.commit`. Learned positions end at the context:
-        the engine caps depth. Raises UserError when the cache is full, the context would be
-        exceeded, or the model takes chains only.
-        """
-        n = tree.width + 1
-        if not (len(last) == tree.tokens.shape[0] == cache.rows > 0):
-            raise ValueError(
-                f"score: {len(last)} last tokens, {tree.tokens.shape[0]} trees, "
-                f"{cache.rows} live rows"
-            )
-        offset = cache.room(n)
-        ids = torch.cat(
-            [last[:, None], tree.tokens.clamp(0, self.vocab_size - 1)], 1
-        )  # padding may hold anything
-        places = tree.positions()
-        if offset + n > self.context_length:
-            cache.check_depth(tree, self.context_length)
-        if self.switch is not None and min(cache.physical) <= self.switch:
-            cache.check_switch(tree, self.switch)
-        if cache.width > 1:
-            ids = ids.repeat_interleave(cache.width, 0)
-            places = places.repeat_interleave(cache.width, 0) if places.shape[0] > 1 else places
-        if self.support == "chain":
-            return self._score_chain(cache, ids, tree, taps)
-        if self._masks is None:
-            self._masks = self.new_masks()
-        mask = self._masks(cache.physical, tree, cache.width)
-        if len(cache.physical) == 1:
-            positions = places + offset
-        else:
-            positions = places + torch.tensor(cache.physical, device=self.device)[:, None]
-        if offset + n > self.span:  # padding nodes of a tree cut by its size may stick out
-            ends = [
-                self.context_length if length > self.span else self.span
-                for length in cache.physical
-            ]
-            positions = torch.minimum(
-                positions, torch.tensor(ends, device=self.device)[:, None] - 1
-            )
-        cache.open(0, len(cache.physical), offset, n)
-        out, logits = self._forward(ids, positions, mask, cache, taps, None)
-        cache.pending, cache.in_place = tree.width, False
-        return self._step(cache, logits, self._taps(out, taps) if taps else None)
-
-    def _score_chain(
-        self, cache: TreeCache, ids: Tensor, tree: DraftTree, taps: Sequence[int]
-    ) -> Step:
-        """Row by row, each at its own end and without a mask: right for models whose positions
-        come from the slots.
-        """
-        node = torch.arange(tree.width, device=tree.parents.device)
-        used = node < tree.size[:, None]
-        wrong = ((tree.parents != node - 1) & used).any(1)
-        if bool(wrong.any()):
-            raise UserError(
-                f"tree: row {int(wrong.nonzero()[0])} is no chain, and this target takes "
-                "chains only "
-                f"({self.probe().reason}); use a chain drafter"
-            )
-        logits: list[Tensor] = []
-        feats: list[Tensor] = []
-        counts = [size + 1 for size in tree.size.tolist() for _ in range(cache.width)]
-        for row, (end, count) in enumerate(zip(cache.physical, counts, strict=True)):
-            cache.open(row, row + 1, end, count)
-            positions = torch.arange(end, end + count, device=self.device)[None]
-            out, one = self._forward(ids[row : row + 1, :count], positions, None, cache, taps, None)
-            behind = (
-                ids.shape[1] - count
-            )  # padding is not run: it could stand behind the last position
-            logits.append(pad(one, (0, 0, 0, behind)))
-            feats += [pad(self._taps(out, taps), (0, 0, 0, 0, 0, behind))] if taps else []
-        cache.pending, cache.in_place = tree.width, True
-        return self._step(cache, torch.cat(logits), torch.cat(feats) if taps else None)
-
-    def _forward(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        mask: Any,
-        cache: TreeCache,
-        taps: Sequence[int],
-        last: Tensor | None,
-    ) -> tuple[Any, Tensor]:
-        """Output of the model and logits: of every token, or only at `last` [B] when given
-        ([B, 1, V]).
-        """
-        kwargs: dict[str, Any] = {
-            "input_ids": ids,
-            "attention_mask": mask,
-            "past_key_values": cache,
-            "use_cache": True,
-            "output_hidden_states": self._wants_all(taps),
-            "return_dict": True,
-        }
-        if self.takes_positions:
-            kwargs["position_ids"] = positions
-        picked = torch.arange(ids.shape[0], device=self.device)
-        if self.head.exact and (last is not None or (taps and not kwargs["output_hidden_states"])):
-            with self._rows_apart():
-                out = self.body(**kwargs)
-            hidden = out.last_hidden_state
-            return out, self.unembed(hidden if last is None else hidden[picked, last][:, None])
-        if taps:
-            kwargs["output_hidden_states"] = True
-        with self._rows_apart():
-            out = self.model(**kwargs)
-        return out, out.logits if last is None else out.logits[picked, last][:, None]
-
-    def _places(self, width: int, lengths: Tensor) -> Tensor:
-        """Positions [B, width] of right-padded rows. Padding stays on its row's side of the
-        switch.
-        """
-        places = torch.arange(width, device=lengths.device).expand(len(lengths), width)
-        if self.switch is None:
-            return places
-        ends = torch.where(lengths > self.switch, width, self.switch)
-        return torch.minimum(places, ends[:, None] - 1)
-
-    def _rows_apart(self) -> contextlib.AbstractContextManager[None]:
-        """No row's rotary frequencies depend on its neighbours within."""
-        return self.rope.applied() if self.rope else contextlib.nullcontext()
-
-    def _step(self, cache: TreeCache, logits: Tensor, feats: Tensor | None) -> Step:
-        if cache.guidance is None:
-            return Step(logits, feats)
-        law = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
-        cond, free = law[0::2], law[1::2]  # Sanchez et al. 2306.17806, as in transformers
-        return Step(free + cache.guidance * (cond - free), None if feats is None else feats[0::2])
-
-    def new_masks(self, tiled: bool = True) -> TreeMasks:
-        """Masks for this model; `tiled` when its attention folds query groups."""
-        found = self.probe()
-        return TreeMasks(found.reaches, found.tile if tiled else 1, self.dtype, self.device)
+    @property
+    def head(self) -> Head:
+        """How logits follow from the last hidden state; probed at first use."""
+        if self._head is None:
+            self._head = probe_head(self)
+        return self._head
 
     # -- training
 
@@ -399,59 +125,3 @@ class Target:
                 else f"packed documents see each other (relative error {worst:.2g})"
             )
         return self._packs
-
-    def _wants_all(self, taps: Sequence[int]) -> bool:
-        for tap in taps:
-            if not 0 <= tap <= self.num_layers:
-                raise UserError(
-                    f"taps: {tap} is not among the target's 0..{self.num_layers} hidden states"
-                )
-        return any(tap != self.num_layers for tap in taps)
-
-    def _taps(self, out: Any, taps: Sequence[int]) -> Tensor:
-        if out.hidden_states is None:
-            if self._wants_all(taps):
-                raise UserError(
-                    f"target: {type(self.body).__name__} does not hand out its hidden "
-                    f"states {list(taps)}; "
-                    "use a head that reads the last one alone, such as head=medusa"
-                )
-            return torch.stack([out.last_hidden_state] * len(taps), 2)
-        return torch.stack([out.hidden_states[tap] for tap in taps], 2)
-
-    @property
-    def head(self) -> HeadProbe:
-        """How logits follow from the last hidden state; probed at first use."""
-        if self._head is None:
-            self._head = probe_head(self)
-        return self._head
-
-    def embed(self, ids: Tensor) -> Tensor:
-        """Input embeddings [..., D] of `ids` [...], scaled where the embedding module itself
-        scales.
-        """
-        return self.model.get_input_embeddings()(ids)
-
-    def unembed(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of final hidden states [..., D] (tap num_layers), final scale and
-        softcap included.
-
-        Raises UserError when the probe found no such rule for this model.
-        """
-        head = self.head
-        if not head.exact:
-            raise UserError(
-                f"target: its logits do not follow from the last hidden state ({head.reason}); "
-                "heads that reuse the LM head cannot work on it"
-            )
-        return head.finish(self.lm_head(hidden))
-
-    @property
-    def lm_head(self) -> Any:
-        """The module that maps hidden states to unscaled logits."""
-        return self.model.get_output_embeddings()
-
-    @property
-    def lm_head_weight(self) -> Tensor:
-        """[V, D]."""
-        return self.lm_head.weight

@@ -296,9 +296,20 @@ class TreeShape:
     def __len__(self) -> int:
         return len(self.paths)
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(self.paths)
+
+    @functools.cached_property
     def depth(self) -> int:
         return max((len(p) for p in self.paths), default=0)
+
+    def cut(self, depth: int) -> TreeShape:
+        """The nodes no deeper than `depth` levels."""
+        return self if depth >= self.depth else _cut(self, depth)
 
     def level(self, d: int) -> range:
         """Node numbers of level d (0 = children of the last committed token)."""
@@ -307,11 +318,7 @@ class TreeShape:
 
     def size_at(self, budget: Tensor) -> Tensor:
         """Number of nodes no deeper than `budget` [B] levels: [B] int64."""
-        count = torch.tensor(
-            [sum(len(p) <= d for p in self.paths) for d in range(self.depth + 1)],
-            device=budget.device,
-        )
-        return count[budget.clamp(0, self.depth)]
+        return _counts(self, budget.device)[budget.clamp(0, self.depth)]
 
     def parents(self, device: torch.device) -> Tensor:
         """[1, N] int64."""
@@ -319,6 +326,18 @@ class TreeShape:
 
     def layout(self, device: torch.device) -> Layout:
         return _static(self, torch.device(device))[1]
+
+
+@functools.lru_cache(maxsize=256)
+def _cut(shape: TreeShape, depth: int) -> TreeShape:
+    return TreeShape(tuple(p for p in shape.paths if len(p) <= depth))
+
+
+@functools.lru_cache(maxsize=256)
+def _counts(shape: TreeShape, device: torch.device) -> Tensor:
+    """[depth + 1] int64: nodes no deeper than 0, 1 .. levels."""
+    counts = [sum(len(p) <= d for p in shape.paths) for d in range(shape.depth + 1)]
+    return torch.tensor(counts, device=device)
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,9 +1,24 @@
-"""Draft heads: HEADS is the only place where their names meet their classes; resolve_drafter
-makes the drafter that a name asks for (heads.names)."""
+"""Draft heads: modules that hang on a frozen target and learn to guess what it says next.
+
+The contract is heads.base.Head: `forward(batch, target)` is the training loss, summed, with
+its count; `forced` is what a draft would be on the text's own tokens; `drafter(target, draft)`
+makes a drafter over a copy of the weights, of the form that was asked for (names.Draft, then
+decode.grow.Form); `for_target`, `config_json` and `from_json` make a head and bring it back.
+Vocabulary, calibration, disk and the laws of the loss are the base's. The target is frozen
+unless `trains_target` says otherwise.
+
+To add a head: a file with a subclass of Head (or of parallel.base.ParallelHead), a line in
+registry.HEADS, a YAML in conf/head. tests/contract then asks of it what it asks of all; its
+toy.py is such a file. A drafter of it implements decode.grow.Source.
+
+A drafter's name is read by names.parse and nowhere else; `asked` adds what scripts/tune.py
+left, `resolve_drafter` makes the drafter. Not to be changed: the names of stored tensors and
+keys (tests/golden holds heads of earlier versions), and `forced` without `drafter` or the
+other way round (parity.py compares them).
+"""
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
@@ -13,16 +28,13 @@ from decode.drafters import Drafter, NGram, NoDraft
 from decode.monitor import Alert, Monitor
 from decode.target import Target
 from heads import names, tuned
-from heads.base import Batch, Head, HeadConfig, LossOut
-from heads.checkpoint import CARD, load_head, save_head
-from heads.eagle.head import Eagle1Head, Eagle3Head
+from heads.base import Head, HeadConfig
+from heads.batch import Batch, LossOut
+from heads.checkpoint import save_head
+from heads.folders import find_head, head_in, is_plain
 from heads.names import Draft
-from heads.parallel.hydra_heads import HydraHeads
-from heads.parallel.medusa import MedusaHead
-from heads.parallel.medusa2 import Medusa2Head
-from heads.small_lm.head import SmallLM
-from heads.small_lm.plain import is_plain, plain_folder, plain_model
-from heads.tuned import Settings
+from heads.registry import HEADS, load_head
+from heads.small_lm.plain import plain_folder, plain_model
 
 __all__ = [
     "HEADS",
@@ -30,6 +42,7 @@ __all__ = [
     "Head",
     "HeadConfig",
     "LossOut",
+    "asked",
     "drafter_folder",
     "drafting_head",
     "find_head",
@@ -40,15 +53,6 @@ __all__ = [
     "save_head",
     "settings_folder",
 ]
-
-HEADS: dict[str, type[Head]] = {
-    "medusa": MedusaHead,
-    "medusa2": Medusa2Head,
-    "hydra_heads": HydraHeads,
-    "eagle1": Eagle1Head,
-    "eagle3": Eagle3Head,
-    "small_lm": SmallLM,
-}
 
 
 def resolve_drafter(spec: str, target: Target) -> Drafter:
@@ -67,7 +71,7 @@ def resolve_drafter(spec: str, target: Target) -> Drafter:
     else, for a tree on a target that takes chains only, for a head of another target, and for
     a model with another tokenizer.
     """
-    draft = names.parse(spec)
+    draft = asked(spec)
     drafter: Drafter
     if draft.source == names.NONE:
         drafter = NoDraft()
@@ -78,29 +82,30 @@ def resolve_drafter(spec: str, target: Target) -> Drafter:
     if draft.adaptive:
         drafter = Adaptive(drafter)
     if draft.watch != names.NO_WATCH:
-        drafter = watched(drafter, spec, draft.watch == "fallback")
+        drafter = watched(drafter, spec, draft)
     drafter.name = spec
     return drafter
 
 
+def asked(spec: str) -> Draft:
+    """What a drafter's name asks for, with what scripts/tune.py has left for it.
+
+    Raises UserError for a name that is none, and for a file of settings that is damaged or
+    another head's.
+    """
+    draft = names.parse(spec)
+    folder = settings_folder(draft)
+    left = None if folder is None else tuned.read(folder)
+    return draft if left is None else left.draft(draft)
+
+
 def _on_disk(draft: Draft, spec: str, target: Target) -> Drafter:
     """The drafter of a head or of a plain model, before anything is wrapped around it."""
-    head = drafting_head(draft.source, target)
     if draft.shape == "tree" and target.support != "tree":
         raise UserError(
             f"drafters: {spec}: this target takes chains only; write {draft.source}@chain"
         )
-    if draft.draw != names.DEFAULT_DRAW:
-        head.draw_trees(draft.draw)
-    folder = settings_folder(draft)
-    left = None if folder is None else tuned.read(folder)
-    choice = left.choose(draft.shape) if left else None
-    if draft.depth is not None or draft.nodes is not None:
-        choice = Settings(draft.shape, draft.depth, draft.nodes)
-    shape = draft.shape or None
-    drafter = tuned.drafter(head, target, choice) if choice else head.drafter(target, shape)
-    drafter.break_even = left.break_even if left else None  # type: ignore[attr-defined]
-    return drafter
+    return drafting_head(draft.source, target).drafter(target, draft)
 
 
 def drafting_head(source: str, target: Target) -> Head:
@@ -114,19 +119,19 @@ def drafting_head(source: str, target: Target) -> Head:
     return load_head(find_head(source), target)
 
 
-def watched(drafter: Drafter, spec: str, fallback: bool) -> Monitor:
+def watched(drafter: Drafter, spec: str, draft: Draft) -> Monitor:
     """`drafter` under a monitor of its acceptance that warns on stderr, once per run, or falls
     back.
 
     Raises UserError where nobody has measured its break-even.
     """
-    limit = getattr(drafter, "break_even", None)
-    if limit is None:
+    fallback = draft.watch == "fallback"
+    if draft.break_even is None:
         raise UserError(
             f"drafters: {spec}: its break-even is not known on this machine; run "
             "scripts/tune.py first"
         )
-    monitor = Monitor(drafter, limit, fallback=fallback)
+    monitor = Monitor(drafter, draft.break_even, fallback=fallback)
     monitor.name = spec
 
     def told(alert: Alert) -> None:
@@ -165,37 +170,3 @@ def drafter_folder(draft: Draft) -> Path | None:
     """The folder with the files that a drafter is loaded from, also of a repository; None for
     none and ngram. Raises UserError where there is no such drafter."""
     return plain_folder(draft.source) if is_plain(draft.source) else head_folder(draft)
-
-
-def head_in(path: str) -> Path | None:
-    """The head folder that `path` means: itself, or of a run folder head/ (final), else best/,
-    else the newest checkpoint. None when there is none."""
-    folder = Path(path).expanduser()
-    steps = [p for p in folder.glob("checkpoints/step-*") if re.fullmatch(r"step-\d+", p.name)]
-    newest = sorted(steps, key=lambda p: int(p.name[5:]), reverse=True)
-    places = (folder, folder / "head", folder / "best", *newest)
-    return next((place for place in places if (place / CARD).is_file()), None)
-
-
-def find_head(path: str) -> Path:
-    """As `head_in`. Raises UserError when there is none."""
-    place = head_in(path)
-    if place is not None:
-        return place
-    if is_plain(path):
-        raise UserError(
-            f"drafters: {path}: an ordinary language model, not a head that was trained "
-            "here; give a "
-            "run folder or a head folder"
-        )
-    if Path(path).expanduser().is_dir():
-        raise UserError(
-            f"drafters: {path}: the folder holds no head (no {CARD}, head/, best/ or "
-            "checkpoints/); "
-            "finish the training run, or give another folder"
-        )
-    raise UserError(
-        f"drafters: {path}: neither none, ngram nor an existing folder; give a run "
-        "folder, a head folder, "
-        "or a model with the target's tokenizer"
-    )

@@ -1,8 +1,8 @@
 """What every draft head is: a module that hangs on a frozen target, whose forward *is* its
 training loss.
 
-A new head is one file with a subclass of Head, one line in heads.HEADS and one YAML under
-conf/head.
+A new head is one file with a subclass of Head, one line in heads.registry and one YAML
+under conf/head.
 
 Shape letters: B rows, T positions, D width of the target's features.
 """
@@ -21,91 +21,23 @@ from torch import Tensor, nn
 from conf.errors import UserError
 from conf.typed import from_json
 from decode.drafters import Drafter
+from decode.grow import Form
 from decode.models.identity import Identity
 from decode.target import Target
+from decode.tree import TreeShape
 from heads import shapes, vocab
+from heads.batch import Batch, LossOut
 from heads.forced import ranks
+from heads.names import DEFAULT_DRAW, Draft
 
-
-@dataclass(frozen=True)
-class Batch:
-    """Training rows, right-padded. Without `position` each is one document; with it, documents
-    are packed end to end.
-
-    ids: [B, T] int64 tokens, 0 in the padding. mask: [B, T] bool, real tokens.
-    loss_mask: [B, T] bool, token t is supervised (assistant text): what counts is the mask of
-        the *predicted* token.
-    sample_ids: [B] int64, number of the row in the data set; names rows in errors and keys
-        feature noise. Packed: one for each document, row by row.
-    position: [B, T] int64, packed: place of a token in its document; the padding counts from 0
-        as one more. None: t.
-    """
-
-    ids: Tensor
-    mask: Tensor
-    loss_mask: Tensor
-    sample_ids: Tensor
-    position: Tensor | None = None
-
-    def to(self, device: torch.device) -> Batch:
-        """The same batch on `device`."""
-        return Batch(
-            *(
-                None if t is None else t.to(device, non_blocking=True)
-                for t in (self.ids, self.mask, self.loss_mask, self.sample_ids, self.position)  # type: ignore[arg-type]
-            )
-        )
-
-    def depth(self) -> Tensor:
-        """[B * T] int64: how many tokens of its document stand before each token."""
-        if self.position is not None:
-            return self.position.reshape(-1)
-        return torch.arange(self.ids.shape[1], device=self.ids.device).repeat(self.ids.shape[0])
-
-    def spans(self) -> list[tuple[int, int, int]]:
-        """(row, first place, tokens) of every document, in the order of sample_ids."""
-        if self.position is None:
-            return [(b, 0, size) for b, size in enumerate(self.mask.sum(1).tolist())]
-        starts = ((self.position == 0) & self.mask).nonzero().tolist()
-        ends = [
-            *(s if s[0] == r[0] else None for r, s in zip(starts, starts[1:], strict=False)),
-            None,
-        ]
-        sizes = self.mask.sum(1).tolist()
-        return [
-            (b, t, (sizes[b] if end is None else end[1]) - t)
-            for (b, t), end in zip(starts, ends, strict=True)
-        ]
-
-    def apart(self) -> Tensor | None:
-        """[B, T, T] bool, packed: places of the same row that belong to different documents.
-        None: not packed.
-        """
-        if self.position is None:
-            return None
-        number = (self.position == 0).cumsum(1)
-        return number[:, :, None] != number[:, None, :]
-
-
-@dataclass(frozen=True)
-class LossOut:
-    """What a head's forward returns. The loop divides once, by the global count.
-
-    sum: scalar with gradient, summed over the supervised tokens. count: scalar, the supervised
-    tokens, a number that depends on the data alone. stats: name -> [2] (sum, count), added up
-    over ranks and micro-batches, then divided.
-    """
-
-    sum: Tensor
-    count: Tensor
-    stats: dict[str, Tensor]
+__all__ = ["Batch", "Head", "HeadConfig", "LossOut", "Saved", "differing"]
 
 
 @dataclass
 class HeadConfig:
     """The keys every head has; `head=` YAMLs choose the rest."""
 
-    # which head: a key of heads.HEADS
+    # which head: a key of heads.registry.HEADS
     kind: str = ""
     # tree at temperature > 0: sampled = drawn without replacement on a static tree, fixed =
     # the most probable tokens
@@ -230,16 +162,51 @@ class Head(nn.Module):
         """The training loss of one micro-batch."""
         raise TypeError(f"{type(self).__name__} must define forward")
 
-    def drafter(self, target: Target, shape: str | None = None) -> Drafter:
-        """A drafter over a copy of these weights in the target's dtype. shape: "chain", "tree"
-        or None (its own).
-        """
+    def drafter(self, target: Target, draft: Draft | None = None) -> Drafter:
+        """A drafter over a copy of these weights in the target's dtype. draft: what is asked
+        of it (`form`), None: nothing. Raises UserError as `form` does."""
         raise TypeError(f"{type(self).__name__} must define drafter")
 
-    def draw_trees(self, how: str) -> None:
-        """From now on the tree drafters of this head take their candidates so where T > 0:
-        "sampled" = drawn, siblings without replacement; "fixed" = the most probable ones."""
-        self.cfg.tree_draw = how
+    def form(self, target: Target, draft: Draft | None = None) -> Form:
+        """What a drafter drafts: what is asked for, and this head's own keys where that leaves
+        them open. A dynamic tree of so many nodes is made wide enough to have them; a rank that
+        the draft vocabulary has no token for is left out.
+
+        Raises UserError for more levels than the head guesses."""
+        asked, cfg, most = draft or Draft(), self.cfg, self.deepest
+        longest = max(map(len, asked.paths)) if asked.paths else asked.depth or 0
+        if most is not None and longest > most:
+            raise UserError(
+                f"decode settings: {longest} levels, but the head guesses {most}; give "
+                f"{most} or fewer"
+            )
+        shape = asked.shape or (cfg.shape if target.support == "tree" else "chain")
+        depth = asked.depth or most or cfg.depth
+        if shape == "chain":
+            return Form.chain(depth)
+        drawn = (cfg.tree_draw if asked.draw == DEFAULT_DRAW else asked.draw) == "sampled"
+        nodes = len(asked.paths or ()) or asked.nodes or cfg.nodes
+        static = TreeShape.of(asked.paths) if asked.paths else self.tree(nodes, depth)
+        ids = self.ids()
+        known = target.vocab_size if ids is None else ids.numel()
+        static = TreeShape(tuple(path for path in static.paths if max(path) < known))
+        if most is not None:
+            return Form("tree", static.depth, len(static), static, drawn=drawn)
+        width = asked.width or cfg.width
+        if asked.nodes and not asked.width:
+            width = max(width, shapes.least_width(nodes, depth))
+        return Form.tree(depth, nodes, width, static if drawn else None)
+
+    @property
+    def deepest(self) -> int | None:
+        """Most levels of a draft; such a head has no dynamic trees. Default: None, as deep as
+        one likes."""
+        return None
+
+    def tree(self, nodes: int, depth: int) -> TreeShape:
+        """The static tree of `nodes` nodes and `depth` levels: measured if calibrated, else a
+        generic one."""
+        return shapes.tree(self.calibration, nodes, depth)
 
     def forced(
         self, batch: Batch, target: Target, levels: int

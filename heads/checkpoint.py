@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,10 +28,9 @@ from conf.typed import from_json
 from decode.models.identity import Identity, sha256_file
 from decode.target import Target
 from heads import vocab
+from heads.base import Head
 
-if TYPE_CHECKING:
-    from heads.base import Head
-
+H = TypeVar("H", bound=Head)
 FORMAT = 1
 CARD = "head.json"
 WEIGHTS = ("head.safetensors", "model.safetensors")  # the second: an ordinary transformers folder
@@ -127,8 +126,6 @@ def read_card(folder: Path) -> dict[str, Any]:
     Raises UserError naming the file when it is missing or damaged, of another format, or holds
     a wrong value.
     """
-    from heads import HEADS
-
     path = folder / CARD
     try:
         text = path.read_text()
@@ -154,26 +151,24 @@ def read_card(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"{path}: {'; '.join(p.partition('; set ')[0] for p in problems[:3])}; {AGAIN}"
         )
-    if known.kind not in HEADS:
-        raise UserError(
-            f"{path}: unknown kind of head {known.kind[:80]!r}; known: {', '.join(sorted(HEADS))}"
-        )
     return card
 
 
-def load_head(folder: Path | str, target: Target) -> Head:
-    """The head in `folder` on the target's device, in the dtype it was trained in.
+def load_as(kind: type[H], folder: Path | str, target: Target) -> H:
+    """The head of class `kind` in `folder`, on the target's device, in the dtype it was trained
+    in.
 
     Raises UserError when a file is missing or damaged, a value of the card is wrong or does
     not go with the weights, or the head was trained for another target, tokenizer or chat
     template (named by hash). Nothing of the card's sizes is made before they are those of the
     weights.
     """
-    from heads import HEADS
-
     folder = Path(folder)
     card = read_card(folder)
-    kind = HEADS[card["kind"]]
+    if card["kind"] != kind.kind:
+        raise UserError(
+            f"{folder / CARD}: a {card['kind'][:80]} head, where a {kind.kind} head is read"
+        )
     if card["target"] and target.identity is not None:
         differences = kind.differences(card, target.identity)
         if differences:

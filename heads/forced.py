@@ -12,17 +12,16 @@ draft vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from decode.target import Target
 from heads import shapes, vocab
-
-if TYPE_CHECKING:
-    from heads.base import Batch, Head
+from heads.batch import Batch
 
 # Share of the largest logit by which two orders of evaluation may differ: the drafter's cached
 # passes of few rows and the training pass over whole texts. 16-bit: measured, see
@@ -30,8 +29,18 @@ if TYPE_CHECKING:
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 
 
+class Guesses(Protocol):
+    """What is asked of a head (heads.base.Head) here."""
+
+    def forced(
+        self, batch: Batch, target: Target, levels: int
+    ) -> Iterator[tuple[Tensor, int, Tensor]]: ...
+
+    def ids(self) -> Tensor | None: ...
+
+
 @torch.no_grad()
-def ranks(head: Head, batch: Batch, target: Target, levels: int) -> Tensor:
+def ranks(head: Guesses, batch: Batch, target: Target, levels: int) -> Tensor:
     """[A, S] int64: rank of the right token at every level, shapes.RANKS for a miss, for each
     anchor t whose x_{t+2} is supervised; levels beyond the answer count as misses."""
     tokens, ids, size = batch.ids.reshape(-1), head.ids(), batch.ids.numel()
@@ -58,7 +67,7 @@ class Forced:
 
 
 @torch.no_grad()
-def judge(head: Head, batch: Batch, target: Target, levels: int) -> Forced:
+def judge(head: Guesses, batch: Batch, target: Target, levels: int) -> Forced:
     """Where the supervised text of `batch` is what a chain of `levels` would draft. A tie goes
     to the token that argmax takes, and is not sure."""
     tokens, ids, size = batch.ids.reshape(-1), head.ids(), batch.ids.numel()

@@ -140,12 +140,24 @@ def stored_law(
     return law
 
 
+@dataclass(frozen=True)
+class Taught:
+    """What K heads learn from n predicted tokens.
+
+    place: [n] int64, the token's place in the draft vocabulary, -1 outside. valid: [K, n]
+    bool, head k has a feature for token j. law: gives the target's law over the draft
+    vocabulary, renormalised, and which tokens have a usable one; None where no term needs it.
+    """
+
+    place: Tensor
+    valid: Tensor
+    law: LawFn | None = None
+
+
 def chunked_loss(
     hidden: Tensor,
     weight: Tensor,
-    place: Tensor,
-    valid: Tensor,
-    law: LawFn | None,
+    taught: Taught,
     terms: LossWeights,
     head_weights: Tensor,
     chunk: int = 512,
@@ -154,11 +166,7 @@ def chunked_loss(
     """Loss of K parallel heads over one draft vocabulary.
 
     hidden: [K, n, D], head k's hidden state for predicted token j. weight: [K, Vd, D], or [Vd,
-    D] shared by all heads; cast to hidden's dtype once. place: [n] int64, the predicted
-    token's place in the draft vocabulary, -1 outside.
-    valid: [K, n] bool, head k has a feature for token j. law: gives the target's law over the
-    draft vocabulary, renormalised, and which tokens have a usable one; None when `terms` does
-    not need it.
+    D] shared by all heads; cast to hidden's dtype once.
     head_weights: [K] float32. low_rank: m [n, r] and W [Vd, r] of a term m W^T added to the
     logits of all heads; both are cast to hidden's dtype.
 
@@ -168,9 +176,7 @@ def chunked_loss(
     counts as a miss.
     """
     near, far = (None, None) if low_rank is None else (low_rank[0].to(hidden.dtype), low_rank[1])
-    return _ChunkedLoss.apply(
-        hidden, weight, near, far, place, valid, law, terms, head_weights, chunk
-    )  # type: ignore[no-any-return]
+    return _ChunkedLoss.apply(hidden, weight, near, far, taught, terms, head_weights, chunk)  # type: ignore[no-any-return]
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -181,13 +187,12 @@ class _ChunkedLoss(torch.autograd.Function):
         weight: Tensor,
         near: Tensor | None,
         far: Tensor | None,
-        place: Tensor,
-        valid: Tensor,
-        law: LawFn | None,
+        taught: Taught,
         terms: LossWeights,
         head_weights: Tensor,
         chunk: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        place, valid, law = taught.place, taught.valid, taught.law
         heads, n, _ = hidden.shape
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         shared = weight.dim() == 2
@@ -243,7 +248,7 @@ class _ChunkedLoss(torch.autograd.Function):
         """
         scale, saved = grads[0], list(ctx.saved_tensors)
         found = [saved.pop(0).mul_(scale) if has else None for has in ctx.has]
-        return *found, None, None, None, None, None, None
+        return *found, None, None, None, None
 
 
 def _kernel(

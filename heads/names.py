@@ -29,24 +29,29 @@ NGRAM_DEPTH = re.compile(r"[1-9]\d?")
 
 @dataclass(frozen=True)
 class Draft:
-    """What a drafter's name asks for.
+    """What is asked of a drafter: by its name, and by what tuning has left beside it.
 
     source: "none", "ngram", a path or a repository. shape: "chain", "tree", "" = the drafter's
-    own. depth: levels of a chain. nodes: nodes of a tree. draw: "sampled", "fixed", "default"
-    = the drafter's own. watch: "none", "monitor" (warns below break-even) or "fallback"
-    (decodes plainly there). None: as the drafter itself has it.
+    own. depth: levels. nodes: nodes of a tree. draw: "sampled", "fixed", "default" = the
+    drafter's own. watch: "none", "monitor" (warns below break-even) or "fallback" (decodes
+    plainly there). width: nodes that a dynamic tree expands per level. paths: ranks of a
+    static tree's nodes. break_even: accepted length (tokens per cycle) below which drafting
+    is slower than plain decoding. None: as the drafter itself has it, or not known.
     """
 
-    source: str
+    source: str = ""
     shape: str = ""
     depth: int | None = None
     nodes: int | None = None
     draw: str = DEFAULT_DRAW
     adaptive: bool = False
     watch: str = NO_WATCH
+    width: int | None = None
+    paths: tuple[tuple[int, ...], ...] | None = None
+    break_even: float | None = None
 
     def __str__(self) -> str:
-        """The name that `parse` reads as this draft."""
+        """The name that `parse` reads as this draft; what no name can say is left out."""
         size = self.depth if self.shape == "chain" else self.nodes
         shape = self.shape if size is None else f"{self.shape}:{size}"
         if self.source == NGRAM:

@@ -28,7 +28,7 @@ Shape letters: S levels of a draft, P prompts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,8 +41,10 @@ from decode.engine import Cycle, Generation, Request, generate
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import DraftTree
-from heads.base import Batch, Head
+from heads.base import Head
+from heads.batch import Batch
 from heads.forced import Forced, judge
+from heads.names import Draft
 
 SLACK = 0.05  # of accepted length, below which a difference is not held against a head in 16 bits
 SHARE = 0.02  # of cycles that may differ in 16 bits beyond what counts as rounding; none in float32
@@ -52,7 +54,15 @@ SHARE = 0.02  # of cycles that may differ in 16 bits beyond what counts as round
 # allowed.
 LAW, RISE, EXACT = 0.1, 3.0, 1e-3
 PROBES = 3  # cycles per prompt whose laws are compared
-ROWS = 8  # rows of a training pass
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a training pass may take: rows, and padded tokens (0 = no limit); one row in any
+    case."""
+
+    rows: int = 8
+    tokens: int = 0
 
 
 @dataclass
@@ -165,10 +175,11 @@ def check(
     max_new_tokens: int,
     *,
     batch_size: int = 8,
+    room: Room | None = None,
     reload: Callable[[], Head] | None = None,
 ) -> Parity:
-    """Run the gate for `head` on token `prompts`. reload: gives the head as it was saved and
-    read back.
+    """Run the gate for `head` on token `prompts`. batch_size: prompts decoded at a time. room:
+    of a training pass. reload: gives the head as it was saved and read back.
 
     Raises UserError when the saved head cannot be read.
     """
@@ -178,7 +189,8 @@ def check(
         for i, p in enumerate(prompts)
         if 0 < len(p) < target.context_length
     ]
-    depth = int(head.drafter(target, "chain").max_depth)
+    room = room or Room()
+    depth = int(head.drafter(target, Draft(shape="chain")).max_depth)
     found = Parity(depth, len(asked))
     if not asked:
         return found
@@ -193,7 +205,7 @@ def check(
         if name == "reloaded" and found.identical:
             found.lengths[name] = found.lengths["free_running"]
             continue
-        tables = _judged(head, target, texts, depth)
+        tables = _judged(head, target, texts, room, depth)
         if tables is None:  # a head without a teacher-forced pass: only the reload can be compared
             found.cycles = found.cycles or sum(len(g.cycles) for g in generations)
             found.lengths[name] = stats.accepted_length([stats.split(g).clean for g in generations])
@@ -218,7 +230,7 @@ def check(
             )
         found.lengths[name] = stats.accepted_length(clean[1])
         decoding = head if name == "free_running" or again is None else again
-        distance = _law_distance(head, decoding, target, asked, batch_size)
+        distance = _law_distance(head, decoding, target, asked, room, batch_size)
         found.distance = distance if name == "free_running" else found.distance
         found.problems += _verdict(
             name, clean, distance, _contradictions(tables, generations), target
@@ -228,7 +240,7 @@ def check(
 
 def _decode(head: Head, target: Target, asked: list[Request], batch_size: int) -> list[Generation]:
     return generate(
-        target, head.drafter(target, "chain"), asked, Sampling(), batch_size=batch_size
+        target, head.drafter(target, Draft(shape="chain")), asked, Sampling(), batch_size=batch_size
     ).generations
 
 
@@ -247,32 +259,44 @@ def _lost(head: Head, again: Head) -> list[str]:
     )
 
 
-def _batches(rows: list[tuple[list[int], int]], target: Target) -> list[Batch]:
-    """Rows (tokens, number of tokens before the supervised ones) as batches of at most ROWS
-    rows.
-    """
-    out = []
-    for start in range(0, len(rows), ROWS):
-        part = rows[start : start + ROWS]
+def _batches(
+    rows: list[tuple[list[int], int]], target: Target, room: Room
+) -> Iterator[tuple[range, Batch]]:
+    """Rows (tokens, number of tokens before the supervised ones) as batches that find room,
+    in order: which rows, and their batch."""
+    start = 0
+    while start < len(rows):
+        end, width = start, 0
+        while end < len(rows) and end - start < room.rows:
+            width = max(width, len(rows[end][0]))
+            if end > start and room.tokens and width * (end + 1 - start) > room.tokens:
+                break
+            end += 1
+        part = rows[start:end]
         size = torch.tensor([len(r) for r, _ in part])[:, None]
         ids = torch.zeros(len(part), int(size.max()), dtype=torch.int64)
         for b, (tokens, _) in enumerate(part):
             ids[b, : len(tokens)] = torch.tensor(tokens)
         at = torch.arange(ids.shape[1])
         on = (at >= torch.tensor([n for _, n in part])[:, None]) & (at < size)
-        out.append(
-            Batch(ids, at < size, on, torch.arange(start, start + len(part))).to(target.device)
+        yield (
+            range(start, end),
+            Batch(ids, at < size, on, torch.arange(start, end)).to(target.device),
         )
-    return out
+        start = end
 
 
 def _judged(
-    head: Head, target: Target, texts: list[tuple[list[int], list[int]]], depth: int
+    head: Head,
+    target: Target,
+    texts: list[tuple[list[int], list[int]]],
+    room: Room,
+    depth: int,
 ) -> list[Forced] | None:
     """Per text the tables [n, S], row k: the draft that follows after k generated tokens; None
     when the head has no teacher-forced pass."""
     out: list[Forced] = []
-    for batch in _batches([([*p, *t], len(p)) for p, t in texts], target):
+    for _, batch in _batches([([*p, *t], len(p)) for p, t in texts], target, room):
         tables = judge(head, batch, target, depth)
         for b in range(batch.ids.shape[0]):
             prompt, text = texts[len(out)]
@@ -307,12 +331,17 @@ def _contradictions(tables: list[Forced], generations: list[Generation]) -> tupl
 
 @torch.no_grad()
 def _law_distance(
-    head: Head, decoding: Head, target: Target, asked: list[Request], batch_size: int
+    head: Head,
+    decoding: Head,
+    target: Target,
+    asked: list[Request],
+    room: Room,
+    batch_size: int,
 ) -> list[list[float]]:
     """Per level [mean, largest] total variation between the laws that the drafter of
     `decoding` draws from at T = 1 and those of the training pass of `head` over the drawn
     tokens; [] when the drafter states none."""
-    witness = _Witness(decoding.drafter(target, "chain"))
+    witness = _Witness(decoding.drafter(target, Draft(shape="chain")))
     depth = witness.max_depth
     # Some rows leave earlier, so that the state of the others is moved.
     short = [
@@ -330,8 +359,7 @@ def _law_distance(
             rows.append(([*before, *tokens], len(before)))
             laws.append(law)
     found: list[list[float]] = [[] for _ in range(depth)]
-    for number, batch in enumerate(_batches(rows, target)):
-        part = range(number * ROWS, number * ROWS + batch.ids.shape[0])
+    for part, batch in _batches(rows, target, room):
         starts = torch.tensor(
             [b * batch.ids.shape[1] + rows[i][1] for b, i in enumerate(part)], device=target.device
         )

@@ -148,17 +148,17 @@ def generic(heads: int) -> list[tuple[Path, float]]:
     return grow(value, NODES, heads)
 
 
-def even(depth: int) -> dict[str, Any]:
+def even(depth: int, nodes: int = NODES) -> dict[str, Any]:
     """What stands in for the calibration of a separate model that nobody has measured, with a
-    tree of `depth` levels: every level is accepted as the first of the published heads, for a
-    language model's law does not depend on the level."""
+    tree of `depth` levels and `nodes` nodes: every level is accepted as the first of the
+    published heads, for a language model's law does not depend on the level."""
     top1, top5 = PUBLISHED[0]
     level = [top1, *((top5 - top1) / 2 * 0.5**r for r in range(RANKS - 1))]
 
     def value(path: Path) -> float:
         return math.prod(level[rank] for rank in path)
 
-    grown = grow(value, NODES, depth)
+    grown = grow(value, nodes, depth)
     return {
         "positions": 0,
         "acceptance": [level] * MOST_DEPTH,
@@ -167,7 +167,17 @@ def even(depth: int) -> dict[str, Any]:
     }
 
 
-def tree(calibration: dict[str, Any], nodes: int, heads: int) -> TreeShape:
-    """The tree of at most `nodes` nodes for a calibration (an empty one: the generic tree)."""
-    paths = [tuple(p) for p in calibration.get("paths", ())] or [p for p, _ in generic(heads)]
-    return TreeShape.of(paths[:nodes])
+def least_width(nodes: int, depth: int) -> int:
+    """Least width with which a dynamic tree of `depth` levels has `nodes` candidates: width of
+    the first level, and its square of every other one."""
+    width = 1
+    while width + (depth - 1) * width**2 < nodes:
+        width += 1
+    return min(width, MOST_WIDTH)
+
+
+def tree(calibration: dict[str, Any], nodes: int, depth: int) -> TreeShape:
+    """The tree of at most `nodes` nodes and `depth` levels for a calibration (an empty one: the
+    generic tree)."""
+    paths = [tuple(p) for p in calibration.get("paths", ())] or [p for p, _ in generic(depth)]
+    return TreeShape.of([p for p in paths[:nodes] if len(p) <= depth])

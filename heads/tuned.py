@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError
-from decode.drafters import Drafter
 from decode.models.identity import sha256_weights
-from decode.target import Target
 from decode.tree import TreeShape
-from heads.base import Head
 from heads.checkpoint import CARD
 from heads.limits import MOST_DEPTH, MOST_NODES, MOST_WIDTH
+from heads.names import Draft
 
 DECODE = "decode.json"
 FORMAT = 1
@@ -39,6 +37,17 @@ class Settings:
     nodes: int | None = None
     width: int | None = None
     paths: tuple[tuple[int, ...], ...] | None = None
+
+    def draft(self, asked: Draft | None = None) -> Draft:
+        """`asked` (None: anything) in this shape."""
+        return dataclasses.replace(
+            asked or Draft(),
+            shape=self.shape,
+            depth=self.depth,
+            nodes=self.nodes,
+            width=self.width,
+            paths=self.paths,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The fields that say something."""
@@ -108,9 +117,14 @@ class Tuned:
             "evidence": self.evidence,
         }
 
-    def choose(self, shape: str) -> Settings | None:
-        """The settings of a shape ("" = the best one), None where none was tuned."""
-        return self.best if not shape else {"chain": self.chain, "tree": self.tree}[shape]
+    def draft(self, asked: Draft) -> Draft:
+        """`asked` with the tuned size of its shape ("" = the best one), where it names no size
+        itself and there is one, and with the break-even."""
+        known = dataclasses.replace(asked, break_even=self.break_even)
+        if asked.depth is not None or asked.nodes is not None:
+            return known
+        found = {"": self.best, "chain": self.chain, "tree": self.tree}[asked.shape]
+        return known if found is None else found.draft(known)
 
 
 def card_sha256(folder: Path) -> str:
@@ -167,45 +181,3 @@ def read(folder: Path) -> Tuned | None:
         data.get("pays") is not False,
         evidence if isinstance(evidence, dict) else {},
     )
-
-
-def drafter(head: Head, target: Target, settings: Settings) -> Drafter:
-    """A drafter of `head` with these settings in place of its own. The head itself is left as
-    it was.
-
-    Raises UserError for settings that this kind of head cannot follow.
-    """
-    cfg, measured = head.cfg, getattr(head, "calibration", None)
-    own = {f.name for f in dataclasses.fields(cfg)}
-    wanted = {
-        k: v for k, v in settings.to_json().items() if k in ("depth", "nodes", "width") and k in own
-    }
-    longest = (
-        max((len(p) for p in settings.paths), default=0) if settings.paths else settings.depth or 0
-    )
-    heads = getattr(cfg, "heads", None)
-    if heads is not None and longest > heads:
-        raise UserError(
-            f"decode settings: {longest} levels, but the head guesses {heads}; give "
-            f"{heads} or fewer"
-        )
-    try:
-        head.cfg = dataclasses.replace(cfg, **wanted)
-        if settings.paths is not None and measured is not None:
-            head.calibration = {**measured, "paths": [list(p) for p in settings.paths]}  # type: ignore[assignment]
-            if "nodes" in own:
-                head.cfg = dataclasses.replace(head.cfg, nodes=len(settings.paths))
-        made = head.drafter(target, settings.shape)
-    finally:
-        head.cfg = cfg
-        if measured is not None:
-            head.calibration = measured
-    return shortened(made, settings.depth) if settings.shape == "chain" and settings.depth else made
-
-
-def shortened(drafter: Drafter, depth: int) -> Drafter:
-    """A chain drafter that proposes `depth` tokens. A separate model goes as deep as one
-    likes; K heads do not.
-    """
-    drafter.max_depth = drafter.max_nodes = depth
-    return drafter

@@ -27,7 +27,7 @@ from decode.engine import Request, Run, generate
 from decode.models.load import DTYPES, TargetConfig, load_target
 from decode.monitor import Monitor
 from decode.sampling import Sampling
-from heads import resolve_drafter
+from heads import asked, resolve_drafter
 from scripts.common.prompts import chat_ids
 from scripts.common.talk import Stream, Tally
 
@@ -85,7 +85,7 @@ class Chat:
         self.sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)
         self.target = load_target(cfg.target, cfg.dtype)
         self.drafter = resolve_drafter(cfg.drafter, self.target)
-        limit = getattr(self.drafter, "break_even", None)
+        limit = asked(cfg.drafter).break_even
         if limit and cfg.monitor != "off" and not isinstance(self.drafter, Monitor):
             self.drafter = Monitor(self.drafter, limit, fallback=cfg.monitor == "fallback")
         self.console = Console(highlight=False, soft_wrap=True)

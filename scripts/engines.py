@@ -41,6 +41,7 @@ from decode.models.load import TargetConfig, load_target
 from heads import find_head, load_head
 from heads.checkpoint import read_card
 from heads.interop import exported, gguf_write, read_folder
+from heads.names import Draft
 from scripts.common import files
 from scripts.common.prompts import chat_ids, load_prompts
 from scripts.serving import case as engine_case
@@ -307,7 +308,7 @@ def llamacpp(cfg: LlamaCppConfig) -> int:
             key = about["target_sha256"] + manifest["files"][gguf_export.DRAFT]["sha256"]
             answer = llamacpp_cases.served(bench, f"{kind}-{label}", said, key)
             twin = gguf_export.rounded_head(head, cfg.dtype)
-            drafter = twin.drafter(target, "chain")
+            drafter = twin.drafter(target, Draft(shape="chain"))
             found = llamacpp_cases.case(bench, drafter, depth, answer, plain)
             cases.append(
                 {

@@ -26,11 +26,14 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 from conf.errors import UserError
 from conf.schema import entry
 from decode.models.load import DTYPES, TargetConfig, load_target, torch_dtype
+from decode.target import Target
 from heads import find_head, load_head, tuned
+from heads.base import Head
 from heads.checkpoint import read_card, recover, staged
+from heads.folders import is_plain
 from heads.interop import FORMATS, LAYOUTS, MANIFEST, Facts, exported, find_layout, gguf_write
-from heads.names import NONE
-from heads.small_lm.plain import is_plain, plain_model
+from heads.names import NONE, Draft
+from heads.small_lm.plain import plain_model
 from scripts.common import files
 from scripts.common.prompts import chat_ids, load_prompts
 from scripts.serving import card as export_card
@@ -100,19 +103,6 @@ class ExportConfig:
         return found
 
 
-@dataclass(frozen=True)
-class Job:
-    """One export of a head: what was asked and what was loaded for it."""
-
-    cfg: ExportConfig
-    out: Path
-    card: dict[str, Any]
-    target: Any
-    head: Any
-    facts: Facts
-    settings: Any
-
-
 @entry("export", ExportConfig)
 def main(cfg: ExportConfig) -> int:
     """Write, check, move into place."""
@@ -130,25 +120,27 @@ def main(cfg: ExportConfig) -> int:
         raise UserError(f"out: {out} holds the drafter itself; give another folder")
     card = read_card(source)
     target = target_of(cfg, card)
-    head: Any = load_head(source, target)
+    head = load_head(source, target)
     imported = card["extra"].get("imported")
     stored = imported.get("dtype") if isinstance(imported, dict) else None
     facts = Facts.of(
         target, cfg.verifier or (cfg.target.name if cfg.target.kind == "hub" else name_of(target))
     )
-    job = Job(cfg, out, card, target, head, facts, tuned.read(source))
+    about = export_card.About(
+        cfg.format, head, card, facts, tuned.read(source), out, export_card.run_record(source)
+    )
     if cfg.format == "gguf":
-        return gguf(job, source)
+        return gguf(cfg, about, target, source)
     if head.kind == "small_lm" and cfg.format == "transformers":
         with staged(out) as stage:
             check = export_draft.write(
                 source, stage, head, target, check_prompts(cfg, target), cfg.dtype
             )
-            finish(stage, job, head, check, str(check.pop("dtype")))
+            written = str(check.pop("dtype"))
+            finish(stage, cfg, replace(about, check=check, dtype=written), target, head)
         return said(out, cfg, check["draft_tokens_equal"])
     layout = find_layout(cfg.format, head)
     head = first_heads(head, cfg.heads)
-    job = replace(job, head=head)
     dtype = torch_dtype(cfg.dtype or (stored if stored in DTYPES else "float32"))
     config, tensors = layout.write(head, target, facts, dtype)
     with staged(out) as stage:
@@ -157,22 +149,25 @@ def main(cfg: ExportConfig) -> int:
         found: Check = check_export(
             stage, cfg.format, head, target, check_prompts(cfg, target), dtype
         )
-        finish(stage, job, comparable(head, dtype), found.json(), str(config["torch_dtype"]))
+        written = str(config["torch_dtype"])
+        about = replace(about, head=head, check=found.json(), dtype=written)
+        finish(stage, cfg, about, target, comparable(head, dtype))
     return said(out, cfg, found.tokens)
 
 
-def gguf(job: Job, source: Path) -> int:
+def gguf(cfg: ExportConfig, about: export_card.About, target: Target, source: Path) -> int:
     """A head or a separate draft that was trained here, as one GGUF file."""
-    cfg, kind = job.cfg, gguf_kind(job.cfg)
-    prompts = check_prompts(cfg, job.target)
-    with staged(job.out) as stage:
-        if job.head.kind == "small_lm":
-            found = gguf_export.write_draft(stage, source, job.head, job.target, prompts, kind)
-            twin = job.head
+    kind, head = gguf_kind(cfg), about.head
+    prompts = check_prompts(cfg, target)
+    with staged(about.out) as stage:
+        if head.kind == "small_lm":
+            found = gguf_export.write_draft(stage, source, head, target, prompts, kind)
+            twin = head
         else:
-            twin, found = gguf_export.write_head(stage, job.head, job.target, prompts, kind)
-        finish(stage, job, twin, found.json(), kind.dtype)
-    return said(job.out, cfg, found.tokens)
+            twin, found = gguf_export.write_head(stage, head, target, prompts, kind)
+        about = replace(about, check=found.json(), dtype=kind.dtype)
+        finish(stage, cfg, about, target, twin)
+    return said(about.out, cfg, found.tokens)
 
 
 def whole_model(cfg: ExportConfig, out: Path) -> int:
@@ -207,7 +202,7 @@ def gguf_kind(cfg: ExportConfig) -> gguf_export.Kind:
     return gguf_export.Kind(cfg.dtype or "float32", source)
 
 
-def target_of(cfg: ExportConfig, card: dict[str, Any]) -> Any:
+def target_of(cfg: ExportConfig, card: dict[str, Any]) -> Target:
     """The target in float32. Raises UserError that also says what the export needs it for."""
     try:
         return load_target(cfg.target, "float32", cfg.device)
@@ -228,7 +223,7 @@ def target_of(cfg: ExportConfig, card: dict[str, Any]) -> Any:
         ) from None
 
 
-def name_of(target: Any) -> str:
+def name_of(target: Target) -> str:
     """The folder of the target; "" where there is none (target=tiny)."""
     return target.identity.path if target.identity is not None else ""
 
@@ -259,7 +254,7 @@ def free_place(out: Path, overwrite: bool) -> Path:
     return out
 
 
-def check_prompts(cfg: ExportConfig, target: Any) -> list[Any]:
+def check_prompts(cfg: ExportConfig, target: Target) -> list[Any]:
     """Token ids of the prompts, the ends of long ones, spread over the file."""
     import torch
 
@@ -272,7 +267,7 @@ def check_prompts(cfg: ExportConfig, target: Any) -> list[Any]:
     return [torch.tensor(i[-room:]) for i in ids[: cfg.num_prompts]]
 
 
-def first_heads(head: Any, count: int | None) -> Any:
+def first_heads(head: Head, count: int | None) -> Head:
     """A copy of a Medusa head with its first `count` heads."""
     if count is None or head.kind != "medusa":
         if count is not None:
@@ -293,28 +288,18 @@ def first_heads(head: Any, count: int | None) -> Any:
     return small
 
 
-def finish(stage: Path, job: Job, twin: Any, check: dict[str, Any], dtype: str) -> None:
+def finish(
+    stage: Path, cfg: ExportConfig, about: export_card.About, target: Target, twin: Head
+) -> None:
     """The card, the contract, and last the manifest with the hashes of every other file.
 
     twin: the head with the exported numbers.
     """
-    cfg = job.cfg
-    about = export_card.About(
-        cfg.format,
-        job.head,
-        job.card,
-        job.facts,
-        job.settings,
-        check,
-        dtype,
-        job.out,
-        export_card.run_record(find_head(cfg.drafter)),
-    )
-    prompts = [ids.tolist() for ids in check_prompts(cfg, job.target)]
-    chain = twin.drafter(job.target, "chain")
+    prompts = [ids.tolist() for ids in check_prompts(cfg, target)]
+    chain = twin.drafter(target, Draft(shape="chain"))
     files.write_json(
         stage / contract.NAME,
-        contract.expected(job.target, chain, prompts, about.depth, cfg.max_new_tokens),
+        contract.expected(target, chain, prompts, about.depth, cfg.max_new_tokens),
     )
     files.write_text(stage / "README.md", export_card.page(about))
     files.write_json(

@@ -27,7 +27,9 @@ from conf.errors import UserError
 from conf.schema import entry
 from decode.models.identity import Identity
 from decode.models.load import DTYPES, TargetConfig, load_target
+from decode.target import Target
 from heads import save_head
+from heads.base import Head
 from heads.checkpoint import CARD, recover
 from heads.interop import FORMATS, Foreign, detect, read_folder
 from scripts.common import files
@@ -103,7 +105,7 @@ def main(cfg: ImportConfig) -> int:
     target = load_target(cfg.target, cfg.dtype, cfg.device)
     same_target(foreign, target)
     layout = detect(foreign, cfg.format)
-    head: Any = layout.read(foreign, target).eval()
+    head = layout.read(foreign, target).eval()
     found: list[Reading] = []
     if cfg.convention != AS_WRITTEN:
         head = chosen(head, cfg.convention)
@@ -135,7 +137,7 @@ def main(cfg: ImportConfig) -> int:
     return 0
 
 
-def same_target(foreign: Foreign, target: Any) -> None:
+def same_target(foreign: Foreign, target: Target) -> None:
     """An export of ours names its target by hash. Raises UserError when it is another one."""
     said = (foreign.manifest or {}).get("target")
     if not isinstance(said, dict) or target.identity is None:
@@ -152,7 +154,7 @@ def same_target(foreign: Foreign, target: Any) -> None:
         )
 
 
-def chosen(head: Any, convention: str) -> Any:
+def chosen(head: Head, convention: str) -> Any:
     """The head read under a named convention. Raises UserError for a name that this kind of
     head does not know.
     """

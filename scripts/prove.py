@@ -53,7 +53,7 @@ from scripts.proofs import detection, gains
 from scripts.proofs import sections as proofs
 from scripts.proofs.certificate import ticker
 from scripts.proofs.controls.certificates import code_sha256
-from scripts.proofs.greedy import Plain, greedy_layer, reference_tokens
+from scripts.proofs.greedy import Plain, Reading, greedy_layer, reference_tokens
 from scripts.reports import lossless_page
 
 GREEDY = Sampling(0.0)
@@ -164,12 +164,7 @@ def greedy(cfg: ProveConfig, tick: Tick) -> dict[str, Any]:
                 target,
                 drafter,
                 some,
-                cfg.max_new_tokens,
-                size,
-                "traversal",
-                4 * noise,
-                None,
-                None,
+                Reading(cfg.max_new_tokens, size, tolerance=4 * noise),
                 theirs[: len(some)],
                 ticker(tick, name, len(some)),
                 parts,
@@ -220,17 +215,9 @@ def gain(cfg: ProveConfig, tick: Tick) -> dict[str, Any]:
         drafters, found = gains.lanes(path, target), {}
         for name, drafter in drafters.items():
             count = ticker(tick, f"{path}: {name}", len(prompts))
+            decoding = gains.Decoding(Sampling(1.0), cfg.max_new_tokens, cfg.batch_size, cfg.seed)
             found[name] = gains.measure(
-                target,
-                drafter,
-                prompts,
-                Sampling(1.0),
-                cfg.max_new_tokens,
-                cfg.batch_size,
-                cfg.seed,
-                parts,
-                name.replace(" ", "-"),
-                count,
+                target, drafter, prompts, decoding, parts, name.replace(" ", "-"), count
             )
         nodes = {name: drafter.max_nodes for name, drafter in drafters.items()}
         known[path] = {**gains.compare(found, cfg.seed), "nodes": nodes}

@@ -26,7 +26,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from conf.schema import _guarded
 from heads import HEADS
-from heads.base import Batch, LossOut
+from heads.batch import Batch, LossOut
 from tests.training import run_config
 from train import loop
 from train.loop import fit

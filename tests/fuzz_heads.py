@@ -16,6 +16,7 @@ from decode.sampling import Sampling
 from heads import HEADS, load_head, save_head
 from heads.checkpoint import CARD, _card_sha256, text_of
 from heads.eagle.config import EagleConfig
+from heads.names import Draft
 from heads.parallel.hydra_heads import HydraHeadsConfig
 from heads.parallel.medusa import MedusaConfig, TuneConfig
 from heads.small_lm.config import LoraKeys, SmallLMConfig
@@ -89,7 +90,7 @@ def works(folder: Path, kind: str, tokens: int = 5) -> None:
     target = tiny_target(layers=2) if kind == "medusa2" else target_of(kind)
     head = load_head(folder, target)
     for shape in ("chain", "tree"):
-        drafter = head.drafter(target, shape)
+        drafter = head.drafter(target, Draft(shape=shape))
         for temperature in (0.0, 1.0):
             made = generate(
                 target, drafter, [Request([5, 6, 7], tokens)], Sampling(temperature), eos_ids=()

@@ -80,8 +80,8 @@ THIRTY: dict[str, Kind] = {
         "turn 1: content is NoneType",
     ),
     "content list": (
-        lambda n: chat(("user", [{"type": "text", "text": str(n)}]), ("assistant", "a")),
-        "turn 0: content is list",
+        lambda n: chat(("user", [{"type": "image", "url": str(n)}]), ("assistant", "a")),
+        "turn 0: content holds a part that is 'image', not text",
     ),
     "content empty": (
         lambda n: chat(("user", str(n)), ("assistant", "")),

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from decode.cache import TreeCache
-from decode.target import Step, Target
+from decode.scorer import Step
+from decode.target import Target
 from decode.tree import DraftTree
 
 GARBAGE = -7  # what padding nodes carry: nothing may ever read it

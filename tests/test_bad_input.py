@@ -18,7 +18,8 @@ from decode.engine import Request, generate
 from decode.models.tiny import tiny_model
 from decode.rng import Rng
 from decode.sampling import Sampling
-from decode.target import Step, Target
+from decode.scorer import Step
+from decode.target import Target
 from decode.tree import DraftTree, Proposal
 
 VOCAB = 40

@@ -16,25 +16,34 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decode import verify as rules_of_verification
 from decode.drafters import Drafter, DraftModel, NoDraft
 from decode.engine import Generation, Request, generate
+from decode.grow import Form
 from decode.models.processors import named_processors
 from decode.models.tiny import tiny_model
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import TreeShape
-from decode.verify import RULES
+from decode.verify import RULES, Siblings, verify
 from scripts import certify
 from scripts.common.parts import Parts
-from scripts.proofs import certificate, passes, pit, power
+from scripts.proofs import certificate, enumerator, passes, pit, power
 from scripts.proofs.controls import certificates as certificate_controls
 from scripts.proofs.controls import drafters as wrong_drafters
 from scripts.proofs.controls import rules as wrong_rules
 from scripts.proofs.controls.catalogue import Mangled, commits_wrong_rows
 from scripts.proofs.engine_law import TableDrafter, engine_law, toy_model
-from scripts.proofs.enumerator import naive_law
-from scripts.proofs.greedy import Plain, _classify, greedy_layer, greedy_of, reference_tokens
+from scripts.proofs.enumerator import Branches, Case, naive_law
+from scripts.proofs.greedy import (
+    Plain,
+    Reading,
+    _classify,
+    greedy_layer,
+    greedy_of,
+    reference_tokens,
+)
 from scripts.proofs.sampled import Setting, _depths, sampling_layer
 
 TREE = TreeShape.of([(0,), (1,), (0, 0)])
@@ -354,7 +363,7 @@ def passes_of(judge: Plain, found: Any, prompts: Any, guidance: float | None = N
 def test_wrong_masks_and_caches_show_in_the_laws_that_were_used(world: Any) -> None:
     plain, own, prompts = world
     how = Setting(Sampling(1.0), 400, 40, 16)
-    tree = DraftModel(own.draft, 2, shape="tree", nodes=6, width=2)
+    tree = DraftModel(own.draft, Form.tree(2, nodes=6, width=2))
     leaky = Mangled(tree, wrong_drafters.leaks_siblings)
     cases = [
         (plain.target, own, True),
@@ -383,7 +392,7 @@ def test_greedy_layer_passes_sound_code_and_names_defects(world: Any) -> None:
     plain, own, prompts = world
 
     def run(target: Target, verify: Any) -> Any:
-        return greedy_layer(plain, target, own, prompts, 24, 4, verify, 1e-4)
+        return greedy_layer(plain, target, own, prompts, Reading(24, 4, 1e-4, verify))
 
     good = run(plain.target, "traversal")
     assert good.divergences == [] and good.accepted > 0 and good.tokens > 6 and good.astray == 0
@@ -402,9 +411,8 @@ def test_greedy_layer_knows_processors_penalty_and_guidance(world: Any) -> None:
     for sampling, guidance in settings:
 
         def run(target: Target, how: Sampling, scale: float | None, theirs: Any = None) -> Any:
-            return greedy_layer(
-                plain, target, own, prompts, 16, 4, "traversal", 1e-4, how, scale, theirs
-            )
+            reading = Reading(16, 4, 1e-4, sampling=how, guidance=scale)
+            return greedy_layer(plain, target, own, prompts, reading, theirs)
 
         assert run(plain.target, sampling, guidance).divergences == []
         asked = [Request(p, 16, id=i) for i, p in enumerate(prompts)]
@@ -422,7 +430,7 @@ def test_left_padding_of_the_reference_is_told_from_a_defect(world: Any) -> None
     asked = [Request(p, 12, id=i) for i, p in enumerate(prompts)]
     theirs = reference_tokens(plain, asked, Sampling(0.0), 4)
     theirs[2] = [t + 1 for t in theirs[2]]  # as if padding had moved it
-    found = greedy_layer(plain, plain.target, own, prompts, 12, 4, "traversal", 1e-4, theirs=theirs)
+    found = greedy_layer(plain, plain.target, own, prompts, Reading(12, 4, 1e-4), theirs)
     assert found.divergences == []
 
 
@@ -431,14 +439,18 @@ def test_a_tie_within_rounding_is_no_defect() -> None:
     plain = Plain(target)
     best, second = plain.logits([([3, 4, 5, 0], 3)])[0][0].topk(2).indices.tolist()
     out, short = Generation([3, 4, 5], [second, 9]), Generation([3, 4, 5], [best])
-    found = _classify(plain, 0, out, [best, 9], 1e-4, Sampling(0.0))
+    found = _classify(plain, 0, out, [best, 9], Reading(12, 1, 1e-4, sampling=Sampling(0.0)))
     assert found["kind"] == "defect" and found["margin"] > 1e-4 and found["position"] == 0
     assert (
-        _classify(plain, 0, short, [best, 9], 1e-4, Sampling(0.0))["kind"] == "defect"
+        _classify(plain, 0, short, [best, 9], Reading(12, 1, 1e-4, sampling=Sampling(0.0)))["kind"]
+        == "defect"
     )  # stopped too early
     with torch.no_grad():
         target.model.lm_head.weight[second] = target.model.lm_head.weight[best]  # now the two tie
-    assert _classify(plain, 0, out, [best, 9], 1e-4, Sampling(0.0))["kind"] == "rounding tie"
+    assert (
+        _classify(plain, 0, out, [best, 9], Reading(12, 1, 1e-4, sampling=Sampling(0.0)))["kind"]
+        == "rounding tie"
+    )
 
 
 def test_plain_logits_do_not_depend_on_padding(world: Any) -> None:
@@ -528,11 +540,54 @@ def no_exact_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         "branches": 1,
         "max_error": 0.0,
         "limit": 1e-12,
+        "edge_cases": 1,
+        "edge_max_error": 0.0,
+        "edge_limit": 1e-6,
         "loop_max_error": 0.0,
         "loop_limit": 1e-9,
         "verify": "traversal",
     }
     monkeypatch.setattr(certificate, "exact_layer", lambda plan, watch: layer)
+
+
+def exact(temperature: float, cases: int = 40) -> dict[str, Any]:
+    plan = certificate.Plan(
+        Sampling(temperature), "traversal", 1, 1, 1, cases, 1, 1, alpha=1e-4, detect=0.1, seed=0
+    )
+    return certificate.exact_layer(plan, lambda name, done, total: None)
+
+
+def test_exact_layer_looks_at_the_edges_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verifier in float32 that goes on with what is not finite is right, up to its rounding,
+    in every moderate world.
+    """
+    assert exact(0.2)["passed"] and exact(0.0)["edge_cases"] == 0
+
+    class Narrow:
+        float64 = torch.float32
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+    monkeypatch.setattr(rules_of_verification, "torch", Narrow())
+    monkeypatch.setattr(Siblings, "close", lambda self: None)
+    layer = exact(0.2)
+    assert layer["edge_max_error"] > 0.1 > 1e-6 > layer["max_error"]
+    assert not layer["passed"]
+
+
+def test_enumeration_does_not_pass_over_nan() -> None:
+    case = Case.random(torch.Generator().manual_seed(1))
+    case = dataclasses.replace(case, sampling=Sampling(1.0), scheme="iid")
+
+    class Astray(Branches):
+        def __init__(self, scripts: list[list[int]]) -> None:
+            super().__init__(scripts)
+            self.weight[-1] = torch.nan
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(enumerator, "Branches", Astray)
+        assert enumerator.enumerate_case(case, verify).error == math.inf
 
 
 def test_an_interrupted_certificate_says_how_to_go_on(

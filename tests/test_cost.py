@@ -12,11 +12,13 @@ import torch
 
 from decode.drafters import DraftModel, NGram
 from decode.engine import Request, generate
+from decode.grow import Form
 from decode.models.load import TargetConfig, load_target
 from decode.sampling import Sampling
 from decode.target import Target
-from heads import HEADS, save_head, shapes, tuned
+from heads import HEADS, save_head, shapes
 from heads.eagle.config import EagleConfig
+from heads.names import Draft
 from heads.parallel.medusa import MedusaConfig
 from heads.small_lm.config import SmallLMConfig
 from heads.tuned import Settings
@@ -181,7 +183,7 @@ def test_dynamic_trees_replay_exactly_for_fewer_nodes_and_levels(target: Target)
         ),
         torch.float64,
     )
-    make = lambda depth, nodes: DraftModel(other, depth, shape="tree", nodes=nodes, width=4)
+    make = lambda depth, nodes: DraftModel(other, Form.tree(depth, nodes))
     texts = texts_of(target, make(4, 40))
     beams = replay.Beams(texts)
     accepted = set()
@@ -195,7 +197,7 @@ def test_dynamic_trees_replay_exactly_for_fewer_nodes_and_levels(target: Target)
 def test_static_trees_replay_exactly(target: Target) -> None:
     torch.manual_seed(1)
     head = HEADS["medusa"].for_target(target, MedusaConfig(heads=3, draft_vocab=0))
-    make = lambda tree: tuned.drafter(head, target, Settings("tree", paths=tuple(tree)))
+    make = lambda tree: head.drafter(target, Draft(shape="tree", paths=tuple(tree)))
     big = [p for p, _ in shapes.generic(3)]
     texts = texts_of(target, make(big))
     found = replay.paths(texts)

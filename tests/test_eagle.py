@@ -16,12 +16,13 @@ from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
 from heads import HEADS, vocab
-from heads.base import Batch
+from heads.batch import Batch
 from heads.eagle.attention import Memory, _merged, dense
 from heads.eagle.config import EagleConfig
 from heads.eagle.drafter import EagleDrafter
 from heads.eagle.head import EagleHead
 from heads.losses import LossWeights
+from heads.names import Draft
 from tests.archs import VOCAB, build
 
 GREEDY = Sampling()
@@ -64,7 +65,7 @@ def drafter_state(
     features.
     """
     feats = target.features(ids[None], torch.ones_like(ids[None], dtype=torch.bool), head.taps)
-    drafter = head.drafter(target, shape)
+    drafter = head.drafter(target, Draft(shape=shape))
     assert isinstance(drafter, EagleDrafter)
     drafter.reset(1, 64)
     drafter.begin([ids[: cut[0]]], GREEDY)
@@ -262,83 +263,17 @@ def test_every_architecture_decodes_losslessly(arch: str) -> None:
         for shape in ("chain", "tree"):
             for size in (1, 2):
                 run = generate(
-                    target, head.drafter(target, shape), requests, GREEDY, batch_size=size
+                    target,
+                    head.drafter(target, Draft(shape=shape)),
+                    requests,
+                    GREEDY,
+                    batch_size=size,
                 )
                 assert [g.token_ids for g in run.generations] == want, (kind, shape, size)
                 assert sum(c.proposed for g in run.generations for c in g.cycles) > 0
     loss = head(batch_of([12, 9]), target)
     loss.sum.backward()
     assert bool(loss.sum.isfinite())
-
-
-@pytest.mark.parametrize("shape", ["chain", "tree"])
-@pytest.mark.parametrize("changes", KINDS, ids=["eagle3", "eagle3.1-two-layers", "eagle1"])
-def test_propose_does_not_depend_on_how_the_prefix_came(changes: dict, shape: str) -> None:
-    """FIELD 2.11: after k observes the draft equals the one from scratch, also between other
-    rows and proposals.
-    """
-    target = target_of()
-    head = head_of(target, **changes, nodes=7, width=3, depth=4)
-    ids = batch_of([15], seed=3).ids[0]
-    rng = Rng(0, torch.tensor([0]), torch.tensor([0]))
-    budget = torch.tensor([4])
-    scratch = drafter_state(head, target, ids, [15], shape).propose(budget, GREEDY, rng)
-    for cut in ([4, 5, 15], [6, 9, 10, 13, 15]):
-        pieces = drafter_state(head, target, ids, cut[:-1], shape)
-        pieces.propose(budget, GREEDY, rng)  # leaves its own keys behind
-        feats = target.features(ids[None], torch.ones(1, 15, dtype=torch.bool), head.taps)
-        start = cut[-2]
-        pieces.observe(
-            ids[None, start:], feats[:, start - 1 : -1], torch.tensor([15 - start]), slice(0, 1)
-        )
-        got = pieces.propose(budget, GREEDY, rng)
-        assert torch.equal(got.tokens, scratch.tokens) and torch.equal(got.parents, scratch.parents)
-
-
-def test_rows_do_not_see_each_other() -> None:
-    """Ragged rows of one drafter propose what each would alone; select reorders them."""
-    target = target_of()
-    head = head_of(target, nodes=7, width=3, depth=4)
-    batch = batch_of([15, 6, 10], seed=5)
-    lengths = torch.tensor([15, 6, 10])
-    feats = target.features(batch.ids, batch.mask, head.taps)
-    budget, rng = (
-        torch.tensor([4, 2, 3]),
-        Rng(0, torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)),
-    )
-    for shape in ("chain", "tree"):
-        alone = [
-            drafter_state(head, target, batch.ids[b, :n], [int(n)], shape)
-            for b, n in enumerate(lengths)
-        ]
-        many = head.drafter(target, shape)
-        many.reset(3, 40)
-        many.begin([batch.ids[b, :3] for b in range(3)], GREEDY)
-        many.observe(batch.ids[:, 1:3], feats[:, :2], torch.full((3,), 2), slice(0, 3))
-        rest = lengths - 3
-        index = (torch.arange(12) + 3).clamp(max=14).expand(3, 12)
-        many.observe(
-            batch.ids.gather(1, index),
-            feats[torch.arange(3)[:, None], index - 1],
-            rest,
-            slice(0, 3),
-        )
-        order = [0, 1, 2]
-        for _ in range(2):
-            tree = many.propose(budget[order], GREEDY, rng)
-            tree.validate(VOCAB, many.max_nodes)
-            for row, b in enumerate(order):
-                one = alone[b].propose(budget[b : b + 1], GREEDY, rng)
-                size = int(one.size)
-                assert int(tree.size[row]) == size and size > 0
-                assert torch.equal(tree.tokens[row, :size], one.tokens[0, :size])
-                assert torch.equal(tree.parents[row, :size], one.parents[0, :size])
-                assert int(tree.layout.depth.expand_as(tree.tokens)[row, :size].max()) < int(
-                    budget[b]
-                )
-            if len(order) == 3:
-                order = [2, 0]
-                many.select(order)
 
 
 def test_dynamic_tree_is_the_best_one() -> None:

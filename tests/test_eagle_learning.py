@@ -20,12 +20,13 @@ from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.stats import accepted_length
 from decode.target import Target
-from heads import HEADS, load_head, resolve_drafter, save_head, vocab
-from heads.base import Batch
+from heads import HEADS, load_head, resolve_drafter, vocab
+from heads.batch import Batch
 from heads.eagle.config import EagleConfig
 from heads.eagle.head import Eagle3Head
 from heads.eagle.layer import RMSNorm, layer_config
 from heads.losses import LossWeights, target_law
+from heads.names import Draft
 from tests.archs import VOCAB
 from tests.test_eagle import GREEDY, batch_of, drafter_state, head_of, target_of
 from tests.training import chats, overrides, tiny_target
@@ -69,7 +70,11 @@ def test_overfitting_one_sample_shows_in_decoding(kind: str, shape: str) -> None
         (out.sum / out.count).backward()
         optimizer.step()
     run = generate(
-        target, head.drafter(target, shape), [Request([5, 9, 7], 40)], GREEDY, eos_ids=()
+        target,
+        head.drafter(target, Draft(shape=shape)),
+        [Request([5, 9, 7], 40)],
+        GREEDY,
+        eos_ids=(),
     )
     assert run.generations[0].token_ids == batch.ids[0, 3:].tolist()
     found = accepted_length([[c for c in run.generations[0].cycles if not c.cut]])
@@ -90,7 +95,7 @@ def test_a_calibrated_tree_goes_below_the_steps_of_training(kind: str) -> None:
     head.calibrate([one_sample(target)], target)
     assert len(head.calibration["acceptance"]) == 4
     head.calibration["paths"] = [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]
-    assert head.drafter(target, "tree").static.depth == 4  # type: ignore[attr-defined]
+    assert head.drafter(target, Draft(shape="tree")).form.static.depth == 4  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
@@ -106,40 +111,6 @@ def test_gradient_reaches_the_draft_alone(kind: str) -> None:
     names = set(head.state_dict())
     assert "d2t" in names and not any("embed_tokens" in n for n in names)
     assert ("net.lm_head.weight" in names) == (kind == "eagle3")
-
-
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
-def test_padding_and_batching_do_not_matter(kind: str) -> None:
-    """FIELD 2.8: the loss of a padded batch is the sum of its rows' losses, and so are the
-    gradients.
-    """
-    target = target_of(dtype=torch.float64)
-    head = head_of(
-        target, kind=kind, feature_loss=1.0 if kind == "eagle1" else 0.0, chunk=7
-    ).double()
-    batch = batch_of([14, 9, 11], prompt=2)  # the first rows lack later steps
-    whole = head(batch, target)
-    whole.sum.backward()
-    grads = [p.grad.clone() for p in head.parameters()]  # type: ignore[union-attr]
-    head.zero_grad()
-    parts = []
-    for b, n in enumerate([14, 9, 11]):
-        parts.append(
-            head(
-                Batch(
-                    batch.ids[b : b + 1, :n],
-                    batch.mask[b : b + 1, :n],
-                    batch.loss_mask[b : b + 1, :n],
-                    batch.sample_ids[b : b + 1],
-                ),
-                target,
-            )
-        )
-        parts[-1].sum.backward()
-    torch.testing.assert_close(whole.sum, sum(p.sum for p in parts))
-    assert float(whole.count) == sum(float(p.count) for p in parts)
-    for grad, p in zip(grads, head.parameters(), strict=True):
-        torch.testing.assert_close(grad, p.grad)
 
 
 def test_nothing_supervised_is_no_error() -> None:
@@ -198,26 +169,6 @@ def test_draft_vocabulary_maps() -> None:
     assert bool(((tree.tokens >= 10) & (tree.tokens < 30)).all())
 
 
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
-def test_a_saved_head_drafts_the_same(kind: str, tmp_path: Path) -> None:
-    """Save and load: the same weights, the same drafts."""
-    target = target_of()
-    head = head_of(target, kind=kind, layers=2, nodes=7, width=3)
-    save_head(head, tmp_path / "head", None)
-    again = load_head(tmp_path / "head", target)
-    for (name, a), (_, b) in zip(
-        head.state_dict().items(), again.state_dict().items(), strict=True
-    ):
-        assert torch.equal(a, b), name
-    ids, rng = batch_of([11]).ids[0], Rng(0, torch.tensor([0]), torch.tensor([0]))
-    for shape in ("chain", "tree"):
-        trees = [
-            drafter_state(h, target, ids, [11], shape).propose(torch.tensor([4]), GREEDY, rng)
-            for h in (head, again)
-        ]
-        assert torch.equal(trees[0].tokens, trees[1].tokens)
-
-
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_sampled_drafts_come_from_the_law_they_state(shape: str) -> None:
     """T > 0: chain and sampled tree. First siblings follow the stated law, second ones that
@@ -260,22 +211,6 @@ def test_sampled_drafts_come_from_the_law_they_state(shape: str) -> None:
     )
     narrow = drafter.propose(torch.full((count,), 3), Sampling(temperature=0.8, top_k=1), rng)
     narrow.validate(VOCAB, drafter.max_nodes)
-
-
-@pytest.mark.parametrize("shape", ["chain", "tree"])
-def test_sampled_output_does_not_depend_on_the_batch(shape: str) -> None:
-    """Addressed random numbers: a request gets the same tokens alone and beside others, at T =
-    1.
-    """
-    target = target_of()
-    head = head_of(target, nodes=5, width=2, depth=3, tree_draw="sampled", draft_vocab=0)
-    requests = [Request([5 + i, 6, 7 + i][: 2 + i % 2], 12, id=i) for i in range(3)]
-    sampling = Sampling(temperature=1.0, top_p=0.9)
-    runs = [
-        generate(target, head.drafter(target, shape), requests, sampling, batch_size=size, seed=4)
-        for size in (1, 3)
-    ]
-    assert [g.token_ids for g in runs[0].generations] == [g.token_ids for g in runs[1].generations]
 
 
 def test_initialisation_from_a_target_layer() -> None:

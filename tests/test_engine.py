@@ -11,6 +11,7 @@ from torch import Tensor
 from conf.errors import UserError
 from decode.drafters import Drafter, DraftModel, NGram, NoDraft
 from decode.engine import Request, generate
+from decode.grow import Form
 from decode.models.load import TargetConfig, load_target
 from decode.rng import Rng
 from decode.sampling import Sampling
@@ -207,7 +208,7 @@ def test_dynamic_trees_under_guidance_on_rows_of_one_length(target: Target, othe
         Request(p, 12, uncond=p[::-1], id=i) for i, p in enumerate(([5, 6, 7, 8], [9, 10, 11, 12]))
     ]
     found = []
-    for drafter in (NoDraft(), DraftModel(other, 3, shape="tree", nodes=6)):
+    for drafter in (NoDraft(), DraftModel(other, Form.tree(3, nodes=6))):
         run = generate(target, drafter, asked, Sampling(), batch_size=2, guidance=1.7, eos_ids=[])
         found.append([g.token_ids for g in run.generations])
     assert found[0] == found[1]

@@ -15,6 +15,7 @@ import pytest
 from decode.models.load import TargetConfig, load_target
 from decode.sampling import Sampling
 from heads.interop import gguf_write
+from heads.names import Draft
 from scripts.common.files import ROOT
 from scripts.common.parts import Parts
 from scripts.serving import (
@@ -32,6 +33,7 @@ from tests.speculating_server import serving
 
 PYTHON = ROOT / ".venv-llamacpp/bin/python"
 LIMIT, DEPTH = 24, 3
+CHAIN = Draft(shape="chain")
 PROMPTS = [[5, 77, 200, 31], [9, 8, 7], [100, 101, 102, 103, 104, 105], [40]]
 needs_engine = pytest.mark.skipif(
     not PYTHON.exists(), reason="no .venv-llamacpp: make engines ONLY=llamacpp builds it"
@@ -163,7 +165,7 @@ def engine(folder: Path, target, head, **changes) -> Iterator[llamacpp.Running]:
 @pytest.mark.parametrize("keys", [{}, {"norm_joined": True}, {"draft_vocab": 0}])
 def test_a_real_server_drafts_what_the_head_drafts(target, tmp_path: Path, keys: dict) -> None:
     head = random_head(target, "eagle3", **keys)
-    chain = head.drafter(target, "chain")
+    chain = head.drafter(target, CHAIN)
     wanted = contract.expected(target, chain, PROMPTS, DEPTH, LIMIT)
     with engine(tmp_path / "served", target, head) as server:
         found = contract_check.checked(wanted, Address(server.url))
@@ -210,11 +212,11 @@ def test_a_case_names_the_first_draft_that_differs(target, tmp_path: Path) -> No
     draft = str(tmp_path / "served/draft.gguf")
     spec = dataclasses.replace(settings, draft=draft, method="EAGLE3", draft_tokens=DEPTH)
     answer = llamacpp_cases.served(bench, "spec", spec, "b")
-    same = llamacpp_cases.case(bench, head.drafter(target, "chain"), DEPTH, answer, plain)
+    same = llamacpp_cases.case(bench, head.drafter(target, CHAIN), DEPTH, answer, plain)
     assert same["equal"] and same["same_tokens"]["equal"] == len(PROMPTS)
     assert same["traced"][0]["first"] is None and same["traced"][0]["draft_tokens"] > 0
     answer["stamp"] = ["other"]
-    wrong = llamacpp_cases.case(bench, other.drafter(target, "chain"), DEPTH, answer, plain)
+    wrong = llamacpp_cases.case(bench, other.drafter(target, CHAIN), DEPTH, answer, plain)
     assert wrong["traced"][0]["first"]["position"] >= 1
     assert wrong["same_tokens"]["equal"] == len(PROMPTS)
 

@@ -17,6 +17,7 @@ from decode.engine import Request, generate
 from decode.sampling import Sampling
 from heads import load_head, resolve_drafter, save_head
 from heads.interop import LAYOUTS, detect, read_folder
+from heads.names import Draft
 from heads.tuned import DECODE, Settings, Tuned, card_sha256
 from scripts.import_head import same_target
 from scripts.scoring.extras import extras
@@ -211,7 +212,7 @@ def imported(place: Path, target: Any, out: Path) -> None:
     same_target(foreign, target)
     head = detect(foreign, "auto").read(foreign, target).eval()
     save_head(head, out, target.identity)
-    drafter = load_head(out, target).drafter(target, "chain")
+    drafter = load_head(out, target).drafter(target, Draft(shape="chain"))
     generate(target, drafter, [Request([5, 6, 7], 3)], Sampling(), eos_ids=())
 
 

@@ -20,6 +20,7 @@ from decode.drafters import Drafter, DraftModel, NGram, NoDraft
 from decode.engine import Request, generate
 from decode.sampling import Sampling
 from decode.target import Target
+from heads.names import Draft
 from heads.parallel.medusa import MedusaConfig, MedusaHead
 
 ARCHS = ["llama", "qwen3", "gpt2", "phi3", "mistral", "gemma3_text"]
@@ -49,8 +50,8 @@ def drafters(target: Target, twin: Target) -> dict[str, Drafter]:
         "n-gram": NGram(),
         "chain": DraftModel(twin, 4),
         "tree": small_tree(),
-        "medusa chain": head.drafter(target, "chain"),
-        "medusa tree": head.drafter(target, "tree"),
+        "medusa chain": head.drafter(target, Draft(shape="chain")),
+        "medusa tree": head.drafter(target, Draft(shape="tree")),
     }
 
 

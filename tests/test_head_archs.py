@@ -15,6 +15,7 @@ from decode.sampling import Sampling
 from decode.target import Target
 from heads import HEADS, load_head, save_head
 from heads.losses import LossWeights
+from heads.names import Draft
 from heads.parallel.hydra_heads import HydraHeadsConfig
 from heads.parallel.medusa import MedusaConfig, TuneConfig
 from tests.archs import CHAIN, TREE, VOCAB, build
@@ -56,7 +57,7 @@ def test_trains_saves_loads_and_decodes_losslessly(arch: str, name: str, tmp_pat
         for size in (1, 3):
             got = generate(
                 fresh,
-                loaded.drafter(fresh, shape),
+                loaded.drafter(fresh, Draft(shape=shape)),
                 requests,
                 Sampling(),
                 batch_size=size,

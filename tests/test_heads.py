@@ -12,6 +12,7 @@ from conf.errors import UserError
 from decode.drafters import NGram, NoDraft
 from heads import find_head, load_head, resolve_drafter, save_head
 from heads.checkpoint import recover, staged
+from heads.names import Draft
 from heads.parallel.medusa import MedusaConfig, MedusaHead
 from tests.training import tiny_target
 
@@ -46,7 +47,7 @@ def test_round_trip_keeps_weights_map_and_calibration(target, saved: Path) -> No
     assert first.cfg == MedusaConfig(heads=2, draft_vocab=64) and first.ids().equal(
         torch.arange(64)
     )
-    assert first.tree().paths == ((0,), (1,), (0, 0))
+    assert first.tree(16, 2).paths == ((0,), (1,), (0, 0))
     assert not first.training and {p.name for p in saved.iterdir()} == {
         "head.json",
         "head.safetensors",
@@ -57,7 +58,7 @@ def test_a_shared_lm_head_is_not_stored_and_equals_it(target, tmp_path: Path) ->
     head = MedusaHead.for_target(target, MedusaConfig(heads=2, draft_vocab=0, share_lm_head=True))
     save_head(head, tmp_path / "h", target.identity)
     assert (tmp_path / "h/head.safetensors").stat().st_size < 4 * target.lm_head_weight.numel()
-    drafter = load_head(tmp_path / "h", target).drafter(target, "chain")
+    drafter = load_head(tmp_path / "h", target).drafter(target, Draft(shape="chain"))
     drafter.feats = torch.randn(3, 32)
     torch.testing.assert_close(drafter.logits(2)[1], drafter.feats @ target.lm_head_weight.T)
 
@@ -183,6 +184,6 @@ def test_a_run_folder_means_its_final_head_then_its_best_then_its_newest_checkpo
 
 
 def test_an_unknown_kind_is_refused(target, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("heads.HEADS", {})
+    monkeypatch.setattr("heads.registry.HEADS", {})
     with pytest.raises(UserError, match="unknown kind of head 'medusa'"):
         load_head(saved, target)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from conf.errors import UserError
 from heads import load_head, save_head
 from heads.interop import detect, read_folder
+from heads.names import Draft
 from scripts.import_head import main
 from scripts.serving import probe as acceptance_probe
 from tests.interop import DEEP, change, deep_target, folder, random_head
@@ -137,7 +138,7 @@ def test_published_layouts_import_and_load(target, tmp_path: Path, name: str) ->
     assert run(f"from={source}", f"out={out}", "probe=false") == 0
     head = load_head(out, target)
     kind = "eagle3" if name == "speculators" else name
-    assert head.kind == kind and head.drafter(target, "chain").max_depth >= 3
+    assert head.kind == kind and head.drafter(target, Draft(shape="chain")).max_depth >= 3
     card = json.loads((out / "head.json").read_text())
     assert card["target"] == target.identity.to_json()
     assert card["extra"]["imported"]["dtype"] == {"medusa": "float16", "eagle1": "float16"}.get(

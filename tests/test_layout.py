@@ -8,6 +8,7 @@ import ast
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -36,17 +37,6 @@ def test_source_file(path) -> None:  # type: ignore[no-untyped-def]
     assert "pickle" not in named and not (package == "conf" and "torch" in named)
     for word in ("weights_only=False", "TODO", "FIXME", "NotImplementedError"):
         assert word not in text, f"{path}: {word}"
-
-
-# Circles of files that are left: a model is probed by scoring with the very class that the probe is for; a head's card
-# names classes that themselves load heads.
-CIRCLES = [
-    {"decode.probe", "decode.target"},
-    {"heads", "heads.checkpoint", "heads.parallel.medusa2", "heads.small_lm.plain", "heads.tuned"},
-    {"heads.base", "heads.forced"},
-    {"scripts.synthesis.from_server", "scripts.synthesize"},
-    {"scripts.tune", "scripts.tuning.run"},
-]
 
 
 def imports() -> dict[str, set[str]]:
@@ -80,7 +70,7 @@ def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
     return seen
 
 
-def test_no_new_circles_of_files() -> None:
+def test_no_files_import_each_other() -> None:
     graph = imports()
     below = {name: reachable(graph, name) for name in graph}
     circles = {
@@ -88,8 +78,77 @@ def test_no_new_circles_of_files() -> None:
         for name in graph
         if name in below[name]
     }
-    new = [sorted(circle) for circle in circles if not any(circle <= old for old in CIRCLES)]
-    assert not new, f"files that import each other: {new}"
+    assert not circles, f"files that import each other: {[sorted(c) for c in circles]}"
+
+
+PARAMETERS = 8  # of a function, at most
+
+# What a stranger reads to know how a token comes about: the algorithm, what heads share, the
+# training loop, and one head. Lines may only become fewer.
+ALGORITHM = (
+    *("verify", "engine", "tree", "layout", "grow", "sampling", "rng", "records"),
+    *("scorer", "target", "cache", "masks", "attention", "drafters", "draft_model"),
+)
+SHARED = (
+    *(f"decode/{name}.py" for name in ALGORITHM),
+    *("heads/base.py", "heads/batch.py", "heads/losses.py", "train/loop.py", "train/run.py"),
+)
+READING = {
+    "Medusa": (
+        5540,
+        ("heads/parallel/base.py", "heads/parallel/medusa.py", "heads/parallel/drafter.py"),
+    ),
+    "EAGLE": (
+        6590,
+        tuple(
+            f"heads/eagle/{name}.py"
+            for name in ("head", "config", "net", "layer", "attention", "cache", "init", "drafter")
+        ),
+    ),
+}
+
+
+def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    tree = ast.walk(ast.parse(path.read_text()))
+    return [node for node in tree if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
+    """Those that have a name, without self, cls and the ctx of an autograd function."""
+    given = function.args.posonlyargs + function.args.args + function.args.kwonlyargs
+    return given[1:] if given and given[0].arg in ("self", "cls", "ctx") else given
+
+
+def test_no_function_has_more_than_eight_parameters() -> None:
+    long = [
+        f"{path.relative_to(ROOT)}:{function.name}"
+        for path in SOURCES
+        for function in functions(path)
+        if len(parameters(function)) > PARAMETERS
+    ]
+    assert not long
+
+
+@pytest.mark.parametrize("head", READING)
+def test_the_reading_path_becomes_no_longer(head: str) -> None:
+    most, own = READING[head]
+    lines = {name: (ROOT / name).read_text().count("\n") for name in (*SHARED, *own)}
+    total = sum(lines.values())
+    listed = "\n".join(f"{count:5} {name}" for name, count in lines.items())
+    assert total <= most, f"{total} lines with {head}, {most} allowed:\n{listed}"
+
+
+def test_targets_heads_and_drafters_are_typed() -> None:
+    """No `Any` for what the project is about."""
+    loose = [
+        f"{path.relative_to(ROOT)}:{function.lineno} {one.arg}"
+        for path in SOURCES
+        for function in functions(path)
+        for one in parameters(function)
+        if one.arg in ("target", "head", "drafter", "draft")
+        and (one.annotation is None or ast.unparse(one.annotation) == "Any")
+    ]
+    assert not loose
 
 
 def test_the_formatter_decides_the_layout() -> None:

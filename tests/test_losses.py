@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from heads.losses import LossWeights, chunked_loss
+from heads.losses import LossWeights, Taught, chunked_loss
 
 K, N, D, V = 3, 23, 5, 11
 
@@ -64,7 +64,9 @@ def test_chunked_equals_naive(terms: LossWeights, shared: bool) -> None:
     scale = torch.tensor([1.0, 0.8, 0.64], dtype=torch.float64)
     want = naive(hidden, weight, place, valid, law, terms, scale)
     grads = torch.autograd.grad(3 * want, (hidden, weight))
-    got, losses, hits = chunked_loss(hidden, weight, place, valid, law, terms, scale, chunk=7)
+    got, losses, hits = chunked_loss(
+        hidden, weight, Taught(place, valid, law), terms, scale, chunk=7
+    )
     mine = torch.autograd.grad(3 * got, (hidden, weight))
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
     for a, b in zip(mine, grads, strict=True):
@@ -99,7 +101,9 @@ def test_low_rank_term_equals_naive(terms: LossWeights, shared: bool) -> None:
     wide = torch.cat([hidden, near.expand(K, N, 2)], -1)
     both = torch.cat([weight, far if shared else far.expand(K, V, 2)], -1)
     want = naive(wide, both, place, valid, law, terms, scale)
-    got, _, hits = chunked_loss(hidden, weight, place, valid, law, terms, scale, 7, (near, far))
+    got, _, hits = chunked_loss(
+        hidden, weight, Taught(place, valid, law), terms, scale, 7, (near, far)
+    )
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
     for a, b in zip(
         torch.autograd.grad(2 * got, made), torch.autograd.grad(2 * want, made), strict=True
@@ -115,7 +119,7 @@ def test_no_supervised_token_gives_zero_gradients() -> None:
     weight = torch.randn(K, V, D).requires_grad_()
     none = torch.zeros(0, dtype=torch.int64)
     valid = torch.ones(K, 0, dtype=torch.bool)
-    loss, _, _ = chunked_loss(hidden, weight, none, valid, None, LossWeights(), torch.ones(K))
+    loss, _, _ = chunked_loss(hidden, weight, Taught(none, valid), LossWeights(), torch.ones(K))
     loss.backward()
     assert loss.item() == 0 and weight.grad is not None and not weight.grad.any()
 
@@ -128,7 +132,7 @@ def test_bfloat16_is_close_to_float32() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         w = weight.clone().requires_grad_()
         loss, _, _ = chunked_loss(
-            hidden.to(dtype), w, place, valid, None, LossWeights(), torch.ones(1)
+            hidden.to(dtype), w, Taught(place, valid), LossWeights(), torch.ones(1)
         )
         loss.backward()
         found.append((loss.item() / 200, w.grad))
@@ -158,9 +162,7 @@ def test_peak_block_is_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
         chunked_loss(
             hidden,
             weight,
-            torch.zeros(64, dtype=torch.int64),
-            torch.ones(2, 64, dtype=torch.bool),
-            None,
+            Taught(torch.zeros(64, dtype=torch.int64), torch.ones(2, 64, dtype=torch.bool)),
             LossWeights(),
             torch.ones(2),
             chunk=16,

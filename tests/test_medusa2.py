@@ -20,6 +20,7 @@ from decode.sampling import Sampling
 from heads import HEADS, load_head, resolve_drafter, save_head
 from heads.checkpoint import read_card
 from heads.losses import LossWeights
+from heads.names import Draft
 from heads.parallel.medusa import MedusaConfig, MedusaHead, TuneConfig
 from heads.parallel.medusa2 import Medusa2Head
 from tests.training import chats, overrides, random_batch, tiny_target
@@ -328,7 +329,11 @@ def test_self_distillation_keeps_the_target_and_overfit_is_accepted() -> None:
         optimizer.step()
     assert float(out.stats["kl"][0]) / 24 < 0.02
     run = generate(
-        target, head.drafter(target, "chain"), [Request(prompt, 24)], Sampling(), eos_ids=()
+        target,
+        head.drafter(target, Draft(shape="chain")),
+        [Request(prompt, 24)],
+        Sampling(),
+        eos_ids=(),
     ).generations[0]
     assert run.token_ids == text
     clean = [c.accepted for c in run.cycles if not c.cut]

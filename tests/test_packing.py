@@ -14,7 +14,7 @@ import torch
 from conf.errors import UserError
 from decode.target import Target
 from heads import HEADS
-from heads.base import Batch
+from heads.batch import Batch
 from heads.eagle.attention import Memory, _merged, dense
 from tests.archs import build
 from tests.test_features import VARIANTS, head_for, written

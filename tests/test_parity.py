@@ -21,7 +21,8 @@ from decode.engine import Request, generate
 from decode.sampling import Sampling
 from decode.target import Target
 from heads import HEADS, load_head, parity, save_head
-from heads.base import Batch, Head
+from heads.base import Head
+from heads.batch import Batch
 from heads.eagle.cache import DraftCache
 from heads.eagle.drafter import EagleDrafter
 from heads.losses import LossWeights

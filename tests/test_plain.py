@@ -18,7 +18,7 @@ from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.stats import accepted_length, split
 from decode.target import Target
-from heads import find_head, resolve_drafter
+from heads import asked, find_head, resolve_drafter
 from heads.tuned import DECODE, Settings, Tuned, card_sha256
 from scripts import certify, export, tune
 from tests import pictures
@@ -104,12 +104,24 @@ def test_tuned_settings_hold_until_the_weights_change(
     (folder / DECODE).write_text(json.dumps(told.to_json()))
     try:
         drafter = resolve_drafter(str(folder), target)
-        assert (drafter.shape, drafter.max_depth, drafter.break_even) == ("chain", 2, 1.5)  # type: ignore[attr-defined]
+        assert (drafter.shape, drafter.max_depth) == ("chain", 2)
+        assert asked(str(folder)).break_even == 1.5
         (folder / DECODE).write_text(json.dumps({**told.to_json(), "card_sha256": "0" * 64}))
         with pytest.raises(UserError, match="was tuned for another head"):
             resolve_drafter(str(folder), target)
     finally:
         (folder / DECODE).unlink()
+
+
+@pytest.mark.parametrize("nodes", [1, 7, 40, 100, 256])
+def test_a_tree_has_as_many_nodes_as_are_asked_for(
+    nodes: int, folder: Path, target: Target
+) -> None:
+    """Also more than its own width and the 64 of a measured tree hold."""
+    for spec in (f"{folder}@tree:{nodes}", f"{folder}@tree:{nodes}@fixed"):
+        drafter = resolve_drafter(spec, target)
+        for temperature in (0.0, 1.0):
+            assert draft_of(drafter, temperature).width == drafter.max_nodes == nodes, spec
 
 
 def test_the_longest_existing_path_is_the_drafter(

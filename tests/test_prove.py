@@ -14,6 +14,7 @@ import torch
 from decode.models.tiny import tiny_model
 from decode.sampling import Sampling
 from decode.target import Target
+from heads.names import Draft
 from heads.parallel.medusa import MedusaConfig, MedusaHead
 from scripts import prove
 from scripts.common.parts import Parts
@@ -149,14 +150,20 @@ def test_a_failing_test_is_told(tmp_path: Path) -> None:
 def test_gains_on_a_small_target(tmp_path: Path) -> None:
     target = Target(tiny_model(vocab=40, hidden=32, init_std=0.3))
     head = MedusaHead.for_target(target, MedusaConfig(heads=3, draft_vocab=0, nodes=6))
-    sampled = head.drafter(target, "tree")
+    sampled = head.drafter(target, Draft(shape="tree"))
     drafters = {"sampled tree": sampled, "tree": gains.MostProbable(sampled)}
     prompts = [[3, 4, 5], [6, 7], [8, 9, 10, 11]]
     found = {}
     for name, d in drafters.items():
         parts = Parts(tmp_path / name, 1)
         found[name] = gains.measure(
-            target, d, prompts, Sampling(1.0), 24, 2, 0, parts, name, lambda n: None
+            target,
+            d,
+            prompts,
+            gains.Decoding(Sampling(1.0), tokens=24, batch_size=2, seed=0),
+            parts,
+            name,
+            lambda n: None,
         )
     result = gains.compare(found)
     assert set(result["differences"]) == {

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from conf.errors import UserError
 from heads import HEADS
-from heads.base import Batch, LossOut
+from heads.batch import Batch, LossOut
 from heads.parallel.medusa import TuneConfig
 from heads.recompute import layers_recomputed
 from heads.small_lm.config import LoraKeys

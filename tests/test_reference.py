@@ -14,7 +14,7 @@ from decode.engine import Request, Run, generate
 from decode.models import facts
 from decode.sampling import Sampling
 from decode.target import Target
-from scripts.proofs.greedy import Plain, greedy_layer
+from scripts.proofs.greedy import Plain, Reading, greedy_layer
 from scripts.scoring.assisted import Assisted
 from scripts.scoring.reference import hf_generate
 
@@ -101,7 +101,7 @@ def test_our_own_penalty_is_part_of_the_law() -> None:
 
 def test_the_greedy_layer_of_a_certificate_finds_no_defect() -> None:
     target = asking(**QWEN, **OTHERS)
-    found = greedy_layer(Plain(target), target, NGram(), PROMPTS, 12, 2, "traversal", 1e-9)
+    found = greedy_layer(Plain(target), target, NGram(), PROMPTS, Reading(12, 2, 1e-9))
     assert found.divergences == []
 
 

@@ -257,17 +257,17 @@ def elastic(
                 )
             return chosen
 
-        def loss(cfg: Any, state: Any, *rest: Any) -> None:
+        def loss(run: Any, *rest: Any) -> None:
             if rank == 0:
-                total, count = state.window["loss"]
+                total, count = run.state.window["loss"]
                 with (out / "losses.jsonl").open("a") as file:
-                    file.write(json.dumps([state.step, (total / count).hex()]) + "\n")
-            report(cfg, state, *rest)
+                    file.write(json.dumps([run.state.step, (total / count).hex()]) + "\n")
+            report(run, *rest)
 
-        def stopping(cfg: Any, state: Any, *rest: Any) -> int:
-            if state.step == stop - 1:
+        def stopping(run: Any) -> int:
+            if run.state.step == stop - 1:
                 os.kill(os.getpid(), TERM)
-            return step(cfg, state, *rest)
+            return step(run)
 
         Plan.waste, Plan.micro_batches = (lambda *a, **k: 0.0), told  # type: ignore[method-assign, assignment]
         loop._report, loop._step = loss, stopping
@@ -350,9 +350,9 @@ def signals(place: Place, count: int, seed: int) -> dict[str, int]:
                 marks.mark()
                 return load(*args)
 
-            def counted(cfg: Any, state: Any, *rest: Any) -> int:
-                asked = step(cfg, state, *rest)
-                (out / f"made{rank}").write_text(str(state.step))
+            def counted(run: Any) -> int:
+                asked = step(run)
+                (out / f"made{rank}").write_text(str(run.state.step))
                 return asked
 
             loop.load_target, loop._step = loading, counted

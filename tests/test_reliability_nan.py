@@ -31,6 +31,7 @@ SMALL = (
     "save_every=1",
     "keep=9",
     "micro_batch=1",
+    "bad_steps=1",  # in fewer steps in a row the rows are left out: tests/test_bad_rows.py
     *(f"target.{k}={v}" for k, v in SHAPE.items()),
 )
 KINDS = ("data", "features", "weights", "gradients")
@@ -184,13 +185,11 @@ def test_ranks_that_drift_apart_write_no_checkpoint(place: Place) -> None:
     def drifting() -> None:
         step = loop._step
 
-        def bent(
-            cfg: Any, state: Any, plan: Any, rows: Any, model: Any, head: Any, *rest: Any
-        ) -> int:
-            asked = step(cfg, state, plan, rows, model, head, *rest)
-            if os.environ["RANK"] == "1" and state.step == 5:
+        def bent(run: Any) -> int:
+            asked = step(run)
+            if os.environ["RANK"] == "1" and run.state.step == 5:
                 with torch.no_grad():
-                    head.block_bias.view(-1)[3] += 1e-6
+                    run.head.block_bias.view(-1)[3] += 1e-6
             return asked
 
         loop._step = bent
@@ -216,10 +215,10 @@ def test_a_step_waits_for_the_device_once(
 
         def read(self: Any, name: str = name, real: Any = real) -> Any:
             caller = sys._getframe(1).f_code
-            if caller.co_name == "_step":
+            if caller.co_filename == loop.__file__ or caller.co_name in ("one_pass", "add"):
                 reads.append(name)
             return real(self)
 
         monkeypatch.setattr(torch.Tensor, name, read)
     run(data, tmp_path / "run", "steps=3", "micro_batch=1")
-    assert reads == ["tolist"] * 3
+    assert reads == ["tolist"] * 3, "nothing else of the loop or of its passes"

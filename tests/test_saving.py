@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from conf.errors import Interrupted, UserError
+from heads import HEADS
 from heads import checkpoint as heads_checkpoint
 from tests.faults import digest
 from tests.training import run, run_config
@@ -26,6 +27,7 @@ from train import lock as locks
 from train import state as disk
 from train.facts import is_no_memory, no_memory
 from train.lock import Lock, locked
+from train.run import Run
 from train.signals import Stop
 from train.state import Snapshot
 
@@ -34,10 +36,10 @@ def before_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Any) -> No
     """Do something in the loop before update `number`."""
     step = loop._step
 
-    def stepping(cfg: Any, state: Any, *rest: Any) -> int:
-        if state.step == number:
+    def stepping(run: Run) -> int:
+        if run.state.step == number:
             action()
-        return step(cfg, state, *rest)
+        return step(run)
 
     monkeypatch.setattr(loop, "_step", stepping)
 
@@ -71,11 +73,11 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(
     made, save, step, threads = threading.Condition(), disk.save, loop._step, set()
     reached = 0
 
-    def stepping(cfg: Any, state: Any, *rest: Any) -> int:
+    def stepping(run: Run) -> int:
         nonlocal reached
-        asked = step(cfg, state, *rest)
+        asked = step(run)
         with made:
-            reached = state.step
+            reached = run.state.step
             made.notify_all()
         return asked
 
@@ -181,10 +183,10 @@ def test_the_end_of_a_run_waits_for_space(data, tmp_path, monkeypatch, capsys) -
 def test_weights_that_are_not_finite_are_never_saved(data, tmp_path, monkeypatch) -> None:
     step = loop._step
 
-    def bad(cfg: Any, state: Any, plan: Any, rows: Any, model: Any, head: Any, *rest: Any) -> int:
-        asked = step(cfg, state, plan, rows, model, head, *rest)
-        if state.step == 4:
-            head.block_bias.data[0, 0, 0] = float("inf")
+    def bad(run: Run) -> int:
+        asked = step(run)
+        if run.state.step == 4:
+            run.head.block_bias.data[0, 0, 0] = float("inf")
         return asked
 
     monkeypatch.setattr(loop, "_step", bad)
@@ -446,6 +448,90 @@ def test_a_signal_ends_an_evaluation_and_the_resumed_run_makes_it_again(
     assert digest(out / "best") == digest(whole / "best") and digest(out / "head") == digest(
         whole / "head"
     )
+
+
+def test_an_evaluation_that_fails_costs_no_step(data, tmp_path, monkeypatch) -> None:
+    """The step is on disk before it is evaluated; the resumed run makes the evaluation again
+    and ends with the bits of a run in which nothing failed."""
+    from train import accept
+
+    monkeypatch.setattr(curve, "_png", lambda known: b"")
+    short = ("save_every=3", "eval.every=3", "eval.prompts=3", "eval.max_new_tokens=6")
+    whole, generate, calls = run(data, tmp_path / "whole", *short), accept.generate, []
+
+    def failing(*args: Any, **more: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyError("a mistake of ours")
+        return generate(*args, **more)
+
+    monkeypatch.setattr(accept, "generate", failing)
+    out = tmp_path / "run"
+    with pytest.raises(KeyError):
+        run(data, out, *short)
+    assert [p.name for p in disk.checkpoints(out)] == ["step-3"]
+    assert disk.damage(out / "checkpoints/step-3") is None
+    run(data, out, *short)
+    for name in ("head", "best", "checkpoints/step-6"):
+        assert digest(out / name) == digest(whole / name), name
+    for folder in (out, whole):
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert [e["step"] for e in lines if e.get("event") == "eval"] == [3, 6]
+
+
+def test_an_evaluation_without_memory_is_told_and_the_run_goes_on(
+    data, tmp_path, monkeypatch, capsys
+) -> None:
+    """Were it an error, a restarted run would meet it again at the same step, for ever."""
+    from train import accept
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(accept, "generate", full)
+    short = ("save_every=3", "eval.every=3", "eval.prompts=3", "eval.max_new_tokens=6")
+    out = run(data, tmp_path / "run", *short)
+    said = capsys.readouterr().err
+    assert "step 3: not evaluated: it does not fit into memory; set eval.batch_size" in said
+    assert (out / "head").exists() and disk.read(out / "checkpoints/step-6").evaluated == 3
+
+
+def test_passes_of_evaluation_and_gate_take_no_more_than_one_of_training(
+    data, tmp_path, monkeypatch
+) -> None:
+    """Rows and padded tokens of every pass of a run, by a head that looks."""
+    sizes: list[tuple[int, int]] = []
+    kind = HEADS["medusa"]
+    forced = kind.forced
+
+    def looked(self: Any, batch: Any, *rest: Any) -> Any:
+        sizes.append(tuple(batch.ids.shape))
+        return forced(self, batch, *rest)
+
+    monkeypatch.setattr(kind, "forced", looked)
+    monkeypatch.setattr(curve, "_png", lambda known: b"")
+    keys = ("data.held_out=0.5", "steps=2", "eval.every=2", "eval.prompts=2", "eval.parity=3")
+    keys += ("eval.max_new_tokens=6", "data.max_length=100", "batch_size=8")
+    for micro, most in (("1", 1), ("3", 3), ("0", 8)):
+        sizes.clear()
+        run(data, tmp_path / micro, *keys, f"micro_batch={micro}")
+        assert max(rows for rows, _ in sizes) <= most
+        assert all(rows == 1 or rows * width <= most * 100 for rows, width in sizes)
+        assert len(sizes) > 3
+
+
+def test_a_tracker_knows_runs_by_folder_target_and_data(data, tmp_path) -> None:
+    from train.log import identity_of
+
+    def name(out: str, **meaning: Any) -> str:
+        cfg = run_config(data, tmp_path / out)
+        return identity_of(cfg, {"target.weights_sha256": "a", "seed": 0, **meaning})
+
+    same = name("run")
+    assert name("run", **{"optim.lr": 3, "steps": 9, "data.path": "moved"}) == same
+    others = [name("other"), name("run", **{"target.weights_sha256": "b"}), name("run", seed=1)]
+    others.append(name("run", **{"data.sha256": "c"}))
+    assert len({same, *others}) == 5
 
 
 def test_no_memory_names_what_can_still_be_lowered(data, tmp_path) -> None:

@@ -18,6 +18,7 @@ from conf.errors import UserError
 from conf.schema import compose
 from heads import HEADS
 from scripts.reports.reliability import record
+from tests.faults import finish
 from tests.training import TINY
 from train import cache_features, loop
 from train.config import EagleRun, MedusaRun
@@ -61,9 +62,10 @@ def watched(data: Path, out: Path, *more: str) -> tuple[dict[int, float], list[t
     grads: list[torch.Tensor] = []
     step = torch.optim.AdamW.step
 
-    def report(cfg, state, *rest):
-        found[state.step] = state.window["loss"][0] / state.window["loss"][1]
-        original(cfg, state, *rest)
+    def report(run, *rest):
+        total, count = run.state.window["loss"]
+        found[run.state.step] = total / count
+        original(run, *rest)
 
     def first(self, closure=None):
         if not grads:
@@ -341,6 +343,46 @@ def test_a_launch_with_deepspeed_shards_the_target_or_says_why_not(
         monkeypatch.setenv(key, value)
     with pytest.raises(UserError, match=message):
         losses(data, tmp_path / "run", *more)
+
+
+def test_groups_of_ranks_hold_copies_and_layers_ask_for_the_next(
+    data: Path, tmp_path: Path
+) -> None:
+    """Four ranks, two copies of the target: the losses of one process; every layer but the last
+    asks for its neighbour's weights from the second pass on, and what it holds is a half."""
+    keys = ("dtype=float64", "target.layers=3", "steps=3", "batch_size=4")
+    want = losses(data, tmp_path / "want", *keys)
+
+    def action() -> None:
+        seen: dict[str, Any] = {}
+        shard = loop.shard_target
+
+        def watching(target: Any, *rest: Any) -> str:
+            said = shard(target, *rest)
+            seen.update(said=said, layers=target.body.layers)
+            return said
+
+        loop.shard_target = watching  # type: ignore[assignment]  # this process ends here
+        found = losses(
+            data, tmp_path / "got", *keys, "shard_target=true", "shard_group=2", "device=cpu"
+        )
+        states = [layer._get_fsdp_state() for layer in seen["layers"]]
+        assert [len(s._states_to_forward_prefetch) for s in states] == [1, 1, 0]
+        weight = next(seen["layers"][0].parameters())
+        assert weight.to_local().numel() * 2 == weight.numel()
+        assert "over 2 ranks, 2 copies" in seen["said"]
+        if os.environ["RANK"] == "0":
+            (tmp_path / "losses.json").write_text(json.dumps(found))
+
+    assert finish(4, action, tmp_path / "said") == [0] * 4, (tmp_path / "said.0").read_text()
+    got = {int(k): v for k, v in json.loads((tmp_path / "losses.json").read_text()).items()}
+    assert got.keys() == want.keys() and all(abs(got[k] - want[k]) < 1e-9 for k in want)
+
+    def refused() -> None:
+        losses(data, tmp_path / "no", *keys, "shard_target=true", "shard_group=3")
+
+    assert finish(2, refused, tmp_path / "told") == [2, 2]
+    assert "shard_group: 3 does not divide the 2 ranks" in (tmp_path / "told.0").read_text()
 
 
 def test_one_process_cannot_shard(data: Path, tmp_path: Path) -> None:

@@ -21,12 +21,13 @@ from decode.drafters import NoDraft
 from decode.engine import Request, generate
 from decode.rng import Rng
 from decode.sampling import Sampling
-from heads import HEADS, load_head, save_head, vocab
-from heads.base import Batch
+from heads import HEADS, load_head, vocab
+from heads.batch import Batch
 from heads.losses import LossWeights
-from heads.parallel.hydra_heads import HydraHeads, HydraHeadsConfig
-from heads.parallel.medusa import MedusaConfig, MedusaHead
-from tests.training import chats, check_budgets, overrides, random_batch, tiny_target
+from heads.names import Draft
+from heads.parallel.hydra_heads import HydraHeadsConfig
+from heads.parallel.medusa import MedusaConfig
+from tests.training import chats, overrides, random_batch, tiny_target
 from train.hydra_heads import HydraHeadsRun
 from train.loop import fit
 from train.medusa import MedusaRun
@@ -97,17 +98,6 @@ def logits_by_hand(head, target, i: int, f: torch.Tensor, tokens: list[int]) -> 
     return (target.lm_head_weight if head.proj is None else head.proj[i]) @ h
 
 
-@each
-def test_fresh_heads_equal_the_lm_head(target, cfg) -> None:
-    head, batch = fresh(target, cfg), random_batch()
-    want = target.model(batch.ids).logits
-    feats = target.features(batch.ids, batch.mask, head.taps)[:, :, 0]
-    feats = torch.stack([by_prefix(head, f) for f in feats])
-    for i in range(3):
-        got = logits_by_hand(head, target, i, feats[0, 4], batch.ids[0, 5 : 6 + i].tolist())
-        torch.testing.assert_close(got, want[0, 4], rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("terms", [LossWeights(), LossWeights(0, 1)], ids=["hard", "soft"])
 @each
 def test_loss_follows_the_definition(target, cfg, terms) -> None:
@@ -134,37 +124,6 @@ def test_loss_follows_the_definition(target, cfg, terms) -> None:
     assert out.count == len(supervised) and out.sum.item() == pytest.approx(want, rel=1e-4)
 
 
-@each
-def test_only_draft_parameters_get_gradient(target, cfg) -> None:
-    head = trained_like(target, cfg)
-    head(random_batch(), target).sum.backward()
-    assert all(p.grad is not None and p.grad.any() for p in head.parameters())
-    assert not any(p.requires_grad or p.grad is not None for p in target.model.parameters())
-
-
-@each
-def test_every_parameter_of_a_fresh_head_can_learn(target, cfg) -> None:
-    """No pair of zeros blocks itself: after one update everything has a gradient."""
-    head = fresh(target, cfg)
-    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        head(random_batch(), target).sum.backward()
-        optimizer.step()
-    assert all(p.grad is not None and p.grad.any() for p in head.parameters())
-
-
-@each
-def test_padding_and_batch_change_nothing(target, cfg) -> None:
-    head, batch = trained_like(target, cfg), random_batch()
-    whole, parts = head(batch, target), []
-    for b in range(3):
-        n = int(batch.mask[b].sum())
-        cut = [t[b : b + 1, :n] for t in (batch.ids, batch.mask, batch.loss_mask)]
-        parts.append(head(Batch(*cut, torch.tensor([b])), target).sum.item())
-    assert whole.sum.item() == pytest.approx(sum(parts), rel=1e-4)
-
-
 def drive(drafter, tokens, feats, cuts):
     """Observe a sequence in pieces, as one row."""
     drafter.reset(1, 64)
@@ -184,7 +143,7 @@ def test_draft_is_the_definition_and_does_not_depend_on_the_pieces(target, cfg, 
     feats = target.features(tokens[None], torch.ones(1, 10, dtype=torch.bool), head.taps)[0]
     rng = Rng(0, torch.zeros(1).long(), torch.zeros(1).long())
     drafts = [
-        drive(head.drafter(target, shape), tokens, feats, cuts).propose(
+        drive(head.drafter(target, Draft(shape=shape)), tokens, feats, cuts).propose(
             torch.tensor([3]), Sampling(), rng
         )
         for cuts in ([], [3], [2, 5, 8])
@@ -206,7 +165,11 @@ def test_draft_is_the_definition_and_does_not_depend_on_the_pieces(target, cfg, 
 @each
 def test_chain_at_temperature_is_drawn_from_the_law_it_states(target, cfg) -> None:
     head = trained_like(target, dataclasses.replace(cfg, draft_vocab=40))
-    drafter, rows, warp = head.drafter(target, "chain"), 500, Sampling(temperature=0.7, top_k=6)
+    drafter, rows, warp = (
+        head.drafter(target, Draft(shape="chain")),
+        500,
+        Sampling(temperature=0.7, top_k=6),
+    )
     drafter.reset(rows, 8)
     drafter.begin([torch.tensor([5])] * rows, warp)
     feats = torch.randn(1, 1, 1, head.width).expand(rows, 1, 1, -1)
@@ -231,58 +194,6 @@ def test_chain_at_temperature_is_drawn_from_the_law_it_states(target, cfg) -> No
 def logits_by_hand_over(head, target, i, f, tokens, ids):
     z = logits_by_hand(head, target, i, f, tokens)
     return z[ids] if len(z) > len(ids) else z
-
-
-@each
-def test_budget_cuts_rows_and_select_keeps_their_order(target, cfg) -> None:
-    head = trained_like(target, cfg)
-    check_budgets(head, head.drafter(target, "tree"), torch.tensor([[3, 4], [5, 6], [7, 8]]))
-
-
-@each
-def test_rows_of_a_batch_draft_as_they_would_alone(target, cfg) -> None:
-    """Rows of different lengths, observed in ragged pieces; one leaves in between."""
-    head, batch = trained_like(target, cfg), random_batch(3, 14)
-    feats = target.features(batch.ids, batch.mask, head.taps)
-    every = head.drafter(target, "tree")
-    every.reset(3, 64)
-    every.begin([row[:1] for row in batch.ids], Sampling())
-    rows, at = [0, 1, 2], [0, 0, 0]
-    for step, counts in enumerate(([5, 3, 4], [2, 0, 3], [1, 2], [3, 1])):
-        if step == 2:
-            every.select([2, 0])
-            rows = [2, 0]
-        n = torch.tensor(counts)
-        pick = torch.stack([at[r] + torch.arange(int(n.max())) for r in rows])
-        mine = torch.tensor(rows)[:, None]
-        every.observe(batch.ids[mine, pick + 1], feats[mine, pick], n, slice(0, len(rows)))
-        for r, c in zip(rows, counts, strict=True):
-            at[r] += c
-    rng = Rng(0, torch.arange(2), torch.zeros(2).long())
-    got = every.propose(torch.full((2,), 3), Sampling(), rng)
-    for b, r in enumerate(rows):
-        alone = drive(head.drafter(target, "tree"), batch.ids[r, : at[r] + 1], feats[r], [])
-        want = alone.propose(
-            torch.tensor([3]), Sampling(), Rng(0, torch.zeros(1).long(), torch.zeros(1).long())
-        )
-        assert got.tokens[b].equal(want.tokens[0])
-
-
-@pytest.mark.parametrize("batch_size", [1, 3])
-@both_shapes
-@each
-def test_greedy_output_is_the_targets(target, cfg, shape, batch_size) -> None:
-    head = trained_like(target, cfg)
-    requests = [Request([5, 6, 7, 8 + i][: 2 + i], 14, id=i) for i in range(3)]
-    want = generate(target, NoDraft(), requests, Sampling()).generations
-    got = generate(
-        target, head.drafter(target, shape), requests, Sampling(), batch_size=batch_size
-    ).generations
-    assert [g.token_ids for g in got] == [g.token_ids for g in want]
-    hot = generate(
-        target, head.drafter(target, shape), requests, Sampling(1.0), batch_size=batch_size
-    ).generations
-    assert all(len(g.token_ids) == 14 or g.finish == "eos" for g in hot)
 
 
 def answer(target) -> list[int]:
@@ -311,7 +222,7 @@ def test_overfit_on_one_sample_is_accepted_nearly_whole(target, cfg, shape) -> N
         float(out.stats[f"top1_{i}"][0] / out.stats[f"top1_{i}"][1]) > 0.95 for i in range(3)
     )
     head.calibrate([batch], target)
-    drafter = head.drafter(target, shape)
+    drafter = head.drafter(target, Draft(shape=shape))
     drafter.reset(1, 64)
     drafter.begin([ids[0, :4]], Sampling())
     feats = target.features(ids, batch.mask, head.taps)
@@ -339,21 +250,6 @@ def test_overfit_on_one_sample_is_accepted_nearly_whole(target, cfg, shape) -> N
         )
         at += 1
     assert sum(found) / len(found) > 2.8
-
-
-@each
-def test_saved_and_loaded_head_drafts_the_same(target, cfg, tmp_path: Path) -> None:
-    head = trained_like(target, dataclasses.replace(cfg, draft_vocab=50))
-    head.calibrate([random_batch()], target)
-    save_head(head, tmp_path / "head", target.identity)
-    loaded = load_head(tmp_path / "head", target)
-    assert loaded.cfg == head.cfg and loaded.calibration == head.calibration
-    requests = [Request([5, 6, 7], 20)]
-    runs = [
-        generate(target, h.drafter(target, "tree"), requests, Sampling()).generations[0]
-        for h in (head, loaded)
-    ]
-    assert runs[0].cycles == runs[1].cycles
 
 
 RUNS = {
@@ -396,10 +292,6 @@ def test_mistakes_in_the_configuration_are_named(tmp_path: Path, change: str, sa
     assert said in str(caught.value)
 
 
-def test_kinds() -> None:
-    assert HEADS["hydra_heads"] is HydraHeads and HEADS["medusa"] is MedusaHead
-
-
 @each
 @both_shapes
 def test_drawn_candidates_follow_their_own_laws(target, cfg, shape) -> None:
@@ -413,7 +305,7 @@ def test_drawn_candidates_follow_their_own_laws(target, cfg, shape) -> None:
     feats = torch.randn(1, 1, 1, head.width, generator=torch.Generator().manual_seed(0))
 
     def drafted(requests: torch.Tensor):
-        drafter, count = head.drafter(target, shape), len(requests)
+        drafter, count = head.drafter(target, Draft(shape=shape)), len(requests)
         drafter.reset(count, 8)
         drafter.begin([torch.tensor([5])] * count, Sampling())
         one = torch.ones(count).long()

@@ -17,12 +17,14 @@ from conf.errors import Interrupted, UserError
 from conf.schema import compose
 from decode.drafters import DraftModel, NoDraft
 from decode.engine import Request, generate
+from decode.grow import Form
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import TreeShape
 from heads import HEADS, load_head, resolve_drafter
 from heads.losses import LossWeights
+from heads.names import Draft
 from heads.small_lm.config import LoraKeys, SmallLMConfig
 from heads.small_lm.cut import chosen_layers, cut
 from heads.small_lm.head import SmallLM
@@ -71,7 +73,7 @@ def test_the_finished_head_is_an_ordinary_model_and_an_assistant(
         out / "head",
         out / "checkpoints/step-4",
     ):  # the checkpoint holds what resumes: adapters apart
-        draft = load_head(place, target).drafter(target, "chain").draft
+        draft = load_head(place, target).drafter(target, Draft(shape="chain")).draft
         torch.testing.assert_close(plain(ids).logits, draft.model(ids).logits, rtol=0, atol=0)
     want = generate(target, NoDraft(), asked(1), Sampling()).generations[0].token_ids
     if not more:
@@ -233,8 +235,8 @@ def drafters(draft: Target) -> dict[str, DraftModel]:
     static = TreeShape.of([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
     return {
         "chain": DraftModel(draft, 4),
-        "dynamic": DraftModel(draft, 4, shape="tree", nodes=9, width=3),
-        "static": DraftModel(draft, 3, shape="tree", static=static),
+        "dynamic": DraftModel(draft, Form.tree(4, nodes=9, width=3)),
+        "static": DraftModel(draft, Form.tree(3, static=static)),
     }
 
 
@@ -296,7 +298,7 @@ def test_a_draft_is_what_plain_passes_say(pair: Any, name: str) -> None:
                 torch.testing.assert_close(tree.proposal.law[b, tree.proposal.row[b, i]], law)
             else:
                 rank = int((law > law[tree.tokens[b, i]]).sum())
-                assert rank == 0 if name == "chain" else rank < drafter.width
+                assert rank == 0 if name == "chain" else rank < drafter.form.width
     if name == "dynamic":
         assert tree.width == 9 and tree.layout.levels > 1
 
@@ -347,7 +349,7 @@ def test_other_architectures_draft_as_they_read(arch: str) -> None:
     for shape in ("chain", "tree") if target.support == "tree" else ("chain",):
         made = generate(
             target,
-            DraftModel(target, 3, shape=shape, nodes=6, width=2),
+            DraftModel(target, Form.chain(3) if shape == "chain" else Form.tree(3, 6, 2)),
             [Request([5, 6, 7, 8, 9, 10, 11, 12], 10, id=0), Request([9, 10], 10, id=1)],
             Sampling(),
             batch_size=2,
@@ -357,7 +359,7 @@ def test_other_architectures_draft_as_they_read(arch: str) -> None:
         assert clean and all(a == 3 if shape == "chain" else a >= 1 for a in clean), (arch, shape)
     if target.support == "chain":
         with pytest.raises(UserError, match="takes chains only"):
-            DraftModel(target, 3, shape="tree")
+            DraftModel(target, Form.tree(3))
 
 
 def test_trimmed_vocabulary_and_ranks(tmp_path: Path) -> None:
@@ -366,7 +368,7 @@ def test_trimmed_vocabulary_and_ranks(tmp_path: Path) -> None:
     counts[40:120] = torch.arange(1, 81)
     head = SmallLM.for_target(target, SmallLMConfig(from_target_layers=2, draft_vocab=50), counts)
     head.calibrate([random_batch(4, 16)], target)
-    drafter = head.drafter(target, "chain")
+    drafter = head.drafter(target, Draft(shape="chain"))
     assert drafter.proj.shape[0] == 50 and head.coverage > 0.8
     made = generate(target, drafter, asked(), Sampling(1.0), eos_ids=()).generations
     assert all(len(g.token_ids) == 12 for g in made)

@@ -24,9 +24,9 @@ from tests.training import chats, run_config
 from train.config import DataConfig
 from train.loop import fit
 from train.texts.batches import LEFT_OUT, Plan, Rows, load_rows
-from train.texts.rows import BadRow, Row, encode, interpret
+from train.texts.rows import BadRow, Reading, Row, encode, interpret
 
-EOS = (2,)
+EOS = frozenset({2})
 # Drops the reasoning of earlier turns, as Qwen3's does: an earlier answer is not a prefix of
 # the whole.
 FORGETFUL = CHATML.replace(
@@ -43,7 +43,7 @@ TURNS = [
 
 
 def supervised(tokenizer, turns, **row) -> str:
-    (ids, mask), *rest = encode(Row("f:1", turns, **row), tokenizer, EOS, 4096)
+    (ids, mask, _), *rest = encode(Row("f:1", turns, **row), tokenizer, Reading(4096, EOS))
     assert not rest and len(ids) == len(mask)
     return tokenizer.decode([t for t, on in zip(ids, mask, strict=True) if on])
 
@@ -81,14 +81,16 @@ def test_mask_property_on_any_text(answers: list[str]) -> None:
         assert got == "".join(a + "<|im_end|>" for a in answers)
 
 
-def test_turns_that_the_template_rewrites_are_not_supervised() -> None:
+def test_turns_that_the_template_rewrites_are_supervised_as_it_shows_them() -> None:
     turns = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "<think>x</think>b"},
         {"role": "user", "content": "c"},
         {"role": "assistant", "content": "<think>y</think>d"},
     ]
-    assert supervised(byte_tokenizer(template=FORGETFUL), turns) == "<think>y</think>d<|im_end|>"
+    assert supervised(byte_tokenizer(template=FORGETFUL), turns) == (
+        "b<|im_end|><think>y</think>d<|im_end|>"
+    )
 
 
 def test_all_zero_and_all_one_masks_are_refused() -> None:
@@ -96,12 +98,12 @@ def test_all_zero_and_all_one_masks_are_refused() -> None:
         "{% generation %}{% for m in messages %}{{ m['content'] }}{% endfor %}{% endgeneration %}"
     )
     with pytest.raises(BadRow, match="every token is supervised"):
-        encode(Row("f:7", TURNS), byte_tokenizer(template=everything), (), 4096)
+        encode(Row("f:7", TURNS), byte_tokenizer(template=everything), Reading(4096))
     with pytest.raises(BadRow, match="f:7: no supervised token within data.max_length=9"):
-        encode(Row("f:7", TURNS), byte_tokenizer(), EOS, 9)
-    blind = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}?{% endif %}"
-    with pytest.raises(BadRow, match="as prompt plus answer"):
-        encode(Row("f:7", TURNS), byte_tokenizer(template=blind), EOS, 4096)
+        encode(Row("f:7", TURNS), byte_tokenizer(), Reading(9, EOS))
+    blind = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"
+    with pytest.raises(BadRow, match="shows no assistant turn apart from the rest"):
+        encode(Row("f:7", TURNS), byte_tokenizer(template=blind), Reading(4096, EOS))
 
 
 @pytest.mark.parametrize("kinds", [THIRTY, FURTHER], ids=["thirty", "further"])
@@ -249,7 +251,7 @@ def test_token_cache_gives_the_same_rows_and_is_checked(
     for tokenizer, eos, held_out in (
         (byte_tokenizer(template=CHATML_WITH_SPANS.replace("user", "you")), EOS, 0.2),
         (byte_tokenizer(270), EOS, 0.2),
-        (byte_tokenizer(), (), 0.2),
+        (byte_tokenizer(), frozenset(), 0.2),
         (byte_tokenizer(), EOS, 0.5),
     ):
         before = len(list((tmp_path / "cache" / "tokens").iterdir()))

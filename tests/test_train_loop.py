@@ -21,7 +21,8 @@ from accelerate import PartialState
 
 from conf.errors import Interrupted, UserError
 from heads import HEADS, load_head, resolve_drafter
-from heads.base import Head, HeadConfig, LossOut
+from heads.base import Head, HeadConfig
+from heads.batch import LossOut
 from heads.checkpoint import read_card
 from tests.faults import finish
 from tests.training import overrides, run, run_config, sigterm_at_update, tiny_target
@@ -109,9 +110,9 @@ def test_changed_meaning_is_refused_and_changed_logistics_are_named(
     said = capsys.readouterr().err
     assert "log_every: 2 -> 1" in said and "micro_batch: 0 -> 2" in said
     for change, named in (
-        ("steps=4", "steps: 2 in the checkpoint, 4 now"),
+        ("steps=1", "steps: 2 in the checkpoint, 1 now"),
         ("seed=1", "seed: 0"),
-        ("optim.lr=0.1", "optim.lr"),
+        ("optim.beta1=0.1", "optim.beta1"),
         ("head.heads=3", "head.heads"),
         ("target.seed=5", "target.weights_sha256"),
         ("data.max_length=40", "data.sha256"),

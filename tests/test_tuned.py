@@ -16,8 +16,9 @@ from decode.engine import Request, generate
 from decode.monitor import Monitor
 from decode.sampling import Sampling
 from decode.target import Target
-from heads import HEADS, resolve_drafter, save_head, tuned
+from heads import HEADS, resolve_drafter, save_head
 from heads.eagle.config import EagleConfig
+from heads.names import Draft
 from heads.parallel.medusa import MedusaConfig
 from heads.tuned import DECODE, Settings, Tuned, card_sha256
 from tests.training import tiny_target
@@ -84,10 +85,22 @@ def test_a_shape_that_was_not_tuned_stays_as_it_was(medusa: Path, target: Target
 def test_settings_leave_the_head_untouched(target: Target) -> None:
     cfg = EagleConfig(kind="eagle3", draft_vocab=0, depth=3, nodes=6, width=2)
     head = HEADS["eagle3"].for_target(target, cfg)
-    made = tuned.drafter(head, target, Settings("tree", depth=2, nodes=4, width=3))
+    made = head.drafter(target, Settings("tree", depth=2, nodes=4, width=3).draft())
     assert (made.max_depth, made.max_nodes, made.width) == (2, 4, 3)  # type: ignore[attr-defined]
     assert head.cfg is cfg and head.calibration == {}
-    assert tuned.drafter(head, target, Settings("chain", depth=7)).max_depth == 7
+    assert head.drafter(target, Draft(shape="chain", depth=7)).max_depth == 7
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_tree_has_no_more_ranks_than_the_draft_has_tokens(
+    target: Target, temperature: float
+) -> None:
+    counts = torch.arange(target.vocab_size)
+    head = HEADS["medusa"].for_target(target, MedusaConfig(heads=2, draft_vocab=3), counts)
+    drafter = head.drafter(target, Draft(shape="tree", paths=tuple((i,) for i in range(5))))
+    assert drafter.max_nodes == 3
+    run = generate(target, drafter, [Request([5, 6, 7], 6)], Sampling(temperature), eos_ids=())
+    assert len(run.generations[0].token_ids) == 6
 
 
 def test_more_levels_than_heads_are_refused(medusa: Path, target: Target) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from heads import HEADS, vocab
-from heads.base import Batch
+from heads.batch import Batch
 from heads.parallel.hydra_heads import HydraHeads, HydraHeadsConfig
 from heads.parallel.medusa import MedusaConfig, MedusaHead
 from tests.training import TINY, chats, random_batch, tiny_target
@@ -164,8 +164,8 @@ def test_moving_target_and_idle_parameters_are_caught() -> None:
 class DraftsNonsense(MedusaHead):
     """Trains well and drafts with other weights: what teacher-forced accuracy cannot see."""
 
-    def drafter(self, target, shape=None):
-        drafter = super().drafter(target, shape)
+    def drafter(self, target, draft=None):
+        drafter = super().drafter(target, draft)
         drafter.proj = drafter.proj.roll(1, 1)
         return drafter
 

@@ -13,12 +13,14 @@ from torch import Tensor
 from conf.errors import UserError
 from decode.drafters import DraftModel, NoDraft
 from decode.engine import Request, generate
+from decode.grow import Form
 from decode.rng import Rng, inverse_cdf
 from decode.sampling import Law, Sampling
 from decode.tree import DraftTree, Proposal, TreeShape
 from decode.verify import RULES, rejection, verify_chain
 from heads import HEADS
 from heads.eagle.config import EagleConfig
+from heads.names import Draft
 from heads.parallel.hydra_heads import HydraHeadsConfig
 from heads.parallel.medusa import MedusaConfig
 from scripts.proofs.enumerator import Branches
@@ -259,17 +261,16 @@ def test_drafter_with_one_bad_row_is_refused_or_harmless(kind: str, bad: float) 
     target = tiny_target()
     for shape in ("chain", "tree"):
         if kind == "small_lm":
-            drafter = DraftModel(
-                tiny_target(seed=3),
-                3,
-                shape=shape,
-                static=TreeShape.of([(0,), (1,), (0, 0), (0, 1)]),
-            )
+            static = TreeShape.of([(0,), (1,), (0, 0), (0, 1)])
+            form = Form.chain(3) if shape == "chain" else Form.tree(3, static=static)
+            drafter = DraftModel(tiny_target(seed=3), form)
             drafter.proj = drafter.proj.clone()
         else:
             cfg = KINDS[kind]
             counts = torch.arange(target.vocab_size) + 1
-            drafter = HEADS[cfg.kind].for_target(target, cfg, counts).drafter(target, shape)
+            drafter = (
+                HEADS[cfg.kind].for_target(target, cfg, counts).drafter(target, Draft(shape=shape))
+            )
         owner = drafter.parallel if hasattr(drafter, "parallel") else drafter
         owner.proj = owner.proj.clone()
         owner.proj[..., 5, :] = bad

@@ -18,10 +18,8 @@ import torch
 
 from conf.schema import compose
 from decode.models.load import TargetConfig, load_target
-from decode.rng import Rng
-from decode.sampling import Sampling
 from heads import HEADS
-from heads.base import Batch
+from heads.batch import Batch
 from train.config import MedusaRun
 from train.loop import fit
 
@@ -115,22 +113,6 @@ def sigterm_at_update(patch: pytest.MonkeyPatch, number: int) -> None:
         return update(self, closure)
 
     patch.setattr(torch.optim.AdamW, "step", interrupted)
-
-
-def check_budgets(head: Any, drafter: Any, tokens: torch.Tensor) -> None:
-    """Every row of a drafter of trees is cut by its own budget, and `select` keeps the order
-    of the rows. tokens: [3, 2] int64, the last ones of three rows."""
-    drafter.reset(3, 64)
-    drafter.begin([torch.tensor([5])] * 3, Sampling())
-    drafter.observe(tokens, torch.randn(3, 2, 1, head.width), torch.tensor([2, 1, 2]), slice(0, 3))
-    rng = Rng(0, torch.arange(3), torch.zeros(3).long())
-    tree = drafter.propose(torch.tensor([3, 0, 1]), Sampling(), rng)
-    roots = sum(len(p) == 1 for p in head.tree().paths)
-    assert tree.size.tolist() == [drafter.max_nodes, 0, roots]
-    assert drafter.propose(torch.zeros(3).long(), Sampling(), rng).width == 0
-    drafter.select([2, 0])
-    again = drafter.propose(torch.tensor([3, 3]), Sampling(), rng)
-    assert again.tokens[1].equal(tree.tokens[0])
 
 
 def random_batch(rows: int = 3, width: int = 12, vocab: int = 260, seed: int = 0) -> Batch:

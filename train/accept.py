@@ -14,13 +14,20 @@ from decode.sampling import Sampling
 from decode.stats import acceptance_by_position, accepted_length, split
 from decode.target import Target
 from heads.base import Head
+from heads.names import Draft
+from heads.parity import Room
 from train.config import EvalConfig
+from train.facts import is_no_memory
 from train.signals import Stop
 from train.texts.batches import Rows, held_out_batches
 
 
 class _Asked(Exception):
     """A signal came while prompts were being decoded."""
+
+
+class NoRoom(Exception):
+    """Decoding did not fit into the memory of some rank; raised on every rank."""
 
 
 def decoded_acceptance(
@@ -31,6 +38,7 @@ def decoded_acceptance(
     seed: int,
     accelerator: Accelerator,
     stop: Stop | None = None,
+    room: Room | None = None,
 ) -> dict[str, Any] | None:
     """Accepted length (bonus token counted) and acceptance by position on held-out prompts; {}
     without any.
@@ -40,26 +48,29 @@ def decoded_acceptance(
     the head on held-out rows, which shapes its tree.
     stop: a signal ends the decoding, and the result is None on every rank; a sharded target
         decodes to the end.
+    room: of a pass of the calibration.
+    Raises NoRoom on every rank when some rank ran out of memory.
     """
     chosen = rows.held.nonzero()[: cfg.prompts, 0].tolist()
     if not chosen:
         return {}
-    head.calibrate(
-        (b.to(target.device) for b in held_out_batches(rows, cfg.calibration_rows)), target
-    )
     requests = [Request(rows.prompt(row), cfg.max_new_tokens, id=row) for row in chosen]
     alone = (
         accelerator.num_processes == 1 or target.sharded
     )  # the ranks of a sharded target only run it together
     mine = requests if alone else requests[accelerator.process_index :: accelerator.num_processes]
-    drafter = head.drafter(target, cfg.shape or None)
 
     def heed(*_: Any) -> None:
         if stop is not None and stop.asked and not target.sharded:
             raise _Asked
 
-    decoded: list[Generation | None]
+    decoded: list[Generation | _Asked | NoRoom]
+    shape, room = "", room or Room()
     try:
+        batches = held_out_batches(rows, cfg.calibration_rows, room.rows, room.tokens)
+        head.calibrate((b.to(target.device) for b in batches), target)
+        drafter = head.drafter(target, Draft(shape=cfg.shape))
+        shape = drafter.shape
         decoded = [
             *generate(
                 target,
@@ -71,9 +82,16 @@ def decoded_acceptance(
                 on_tokens=heed,
             ).generations
         ]
-    except _Asked:
-        decoded = [None]
-    every = [g for g in (decoded if alone else gather_object(decoded)) if g is not None]
+    except _Asked as asked:
+        decoded = [asked]
+    except (RuntimeError, MemoryError) as error:
+        if target.sharded or not is_no_memory(error):  # other ranks would wait for this one
+            raise
+        decoded = [NoRoom()]
+    gathered = decoded if alone else gather_object(decoded)
+    if any(isinstance(g, NoRoom) for g in gathered):
+        raise NoRoom
+    every = [g for g in gathered if isinstance(g, Generation)]
     if len(every) < len(requests):
         return None
     parts = [split(g) for g in every]
@@ -82,7 +100,7 @@ def decoded_acceptance(
     if not any(clean):
         return {}
     return {
-        "shape": drafter.shape,
+        "shape": shape,
         "accepted_length": length.mean,
         "low": length.low,
         "high": length.high,

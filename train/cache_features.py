@@ -40,6 +40,7 @@ from train.signals import CODES, Stop
 from train.stored.features import MANIFEST
 from train.stored.writer import Writer
 from train.texts.batches import load_rows
+from train.waiting import meet
 
 
 @dataclass
@@ -136,10 +137,10 @@ def main(cfg: CacheConfig) -> None:
     rank, world, main_rank = state.process_index, state.num_processes, state.is_main_process
     console = Console(stderr=True, quiet=not main_rank, soft_wrap=True)
     target = load_target(cfg.target, cfg.dtype, cfg.device or (state.device if world > 1 else None))
-    with state.main_process_first():
-        rows = load_rows(
-            cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
-        )
+    rows = load_rows(
+        cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
+    )
+    meet("rows", cfg.data.wait)
     writer = Writer(cfg, target, rows)
     console.print(writer.prepare(), highlight=False)
     state.wait_for_everyone()

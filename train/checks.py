@@ -21,6 +21,7 @@ from decode.sampling import Sampling
 from decode.target import Target
 from heads.base import Batch, Head
 from heads.losses import LossWeights
+from heads.names import Draft
 from train.measure import memory
 from train.texts.batches import Plan, Rows
 
@@ -50,11 +51,13 @@ def mask(rows: Rows, plan: Plan, tokenizer: Any, shown: int = 2) -> Check:
     a machine can see.
     """
     check = Check("loss mask")
-    share = int(rows.loss.sum()) / max(rows.loss.numel(), 1)
+    share = rows.supervised / max(rows.loss.numel(), 1)
     check.say(
-        f"{int(rows.loss.sum()):,} of {rows.ids.numel():,} tokens supervised ({share:.0%})",
+        f"{rows.supervised:,} of {rows.ids.numel():,} tokens supervised ({share:.0%})",
         0 < share < 1,
     )
+    if told := rows.supervision():
+        check.say(told)
     for row in plan.train[:shown].tolist():
         part = slice(int(rows.offsets[row]), int(rows.offsets[row + 1]))
         ids, on = rows.ids[part].tolist(), rows.loss[part].tolist()
@@ -214,7 +217,7 @@ def overfit(fresh: Fresh, prompt: list[int], updates: int = 300, lr: float = 2e-
     """
     check = Check("one-sample overfit")
     target, probe = fresh(None)
-    drafter = probe.drafter(target, "chain")
+    drafter = probe.drafter(target, Draft(shape="chain"))
     ask = Request(prompt[-64:], 8 * (drafter.max_depth + 1))
     text = generate(target, NoDraft(), [ask], Sampling(), eos_ids=()).generations[0].token_ids
     ids = torch.tensor([[*ask.prompt, *text]], device=target.device)
@@ -243,7 +246,7 @@ def overfit(fresh: Fresh, prompt: list[int], updates: int = 300, lr: float = 2e-
         if min(right) > 0.995:
             break
     head.eval()
-    drafter = head.drafter(target, "chain")
+    drafter = head.drafter(target, Draft(shape="chain"))
     run = generate(target, drafter, [ask], Sampling(), eos_ids=()).generations[0]
     clean = [c.accepted for c in run.cycles if not c.cut] or [0]
     least = NEAR * (

@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,12 +32,14 @@ LOGISTICS = (
     "async_save",
     "keep",
     "log_every",
+    "bad_steps",
     "micro_batch",
     "wandb",
     "wandb_project",
     "eval",
     "device",
     "shard_target",
+    "shard_group",
     "target.path",
     "target.name",
     "target.revision",
@@ -50,6 +53,8 @@ LOGISTICS = (
     "data.max_bad_fraction",
     "data.cache",
     "data.streaming",
+    "data.workers",
+    "data.wait",
     "data.features",
     "data.packing",
     "head.activation_checkpointing",
@@ -60,6 +65,15 @@ LOGISTICS = (
     "head.width",
     "head.tree_draw",
 )
+
+
+# Keys that change what is learned and may all the same differ when a run is resumed: from there
+# on the run is that of the new value.
+REPLANNED = {
+    "data.skip": "the order of the rows is drawn anew",
+    "optim.lr": "the rate follows the new peak",
+    "steps": "the schedule is that of a run of so many steps",
+}
 
 
 @dataclass
@@ -82,6 +96,15 @@ class DataConfig:
     # share of rows kept out of training for decoded acceptance, chosen by a hash of their
     # prompt
     held_out: float = 0.03
+    # chat: a chat is a row; rows: one row for each assistant turn, ending with it, as reasoning
+    # models see a chat when they answer (templates drop the reasoning of earlier turns)
+    turns: str = "chat"
+    # supervise the last assistant turn of a chat alone
+    last_turn_only: bool = False
+    # further arguments of the chat template, such as {enable_thinking: false}
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    # lines of the file (rows of a data set) that are not trained on, though they can be read
+    skip: list[int] = field(default_factory=list)
     # stop when a larger share of the rows is malformed
     max_bad_fraction: float = 0.001
     # rows are sorted by length inside windows of this many batches; 1 = no sorting across
@@ -93,6 +116,10 @@ class DataConfig:
     # keep the tokens in the cache folder for the next run, and read them from there: they need
     # not fit into memory
     cache: bool = True
+    # processes that tokenize; 0 = as many as there are cores
+    workers: int = 0
+    # minutes to wait for another process or rank that prepares data; 0 = no limit
+    wait: float = 0.0
     # put rows end to end into sequences of up to max_length tokens; none sees another, and the
     # batches stay the same
     packing: bool = False
@@ -109,6 +136,13 @@ class DataConfig:
             found.append("path: is empty; set data.path=FILE")
         if self.kind == "hub" and not (self.name or self.path):
             found.append("name: is empty; set data.name=REPOSITORY or data.path=FOLDER")
+        if any(line < 0 for line in self.skip):
+            found.append(f"skip: {min(self.skip)} is below 0; give lines as messages name them")
+        if self.turns not in ("chat", "rows"):
+            found.append(f"turns: {self.turns!r}; choose chat or rows")
+        taken = {"tokenize", "tools", "add_generation_prompt", "return_dict", "chat_template"}
+        if wrong := sorted(taken & set(self.chat_template_kwargs)):
+            found.append(f"chat_template_kwargs: {wrong[0]} is set here; leave it out")
         if self.max_length < 8:
             found.append(f"max_length: {self.max_length} is below 8; give 8 or more tokens")
         if not 0 <= self.held_out < 1:
@@ -123,6 +157,10 @@ class DataConfig:
             )
         if self.streaming and not self.cache:
             found.append("streaming: needs data.cache=true, where the tokens are kept")
+        if self.workers < 0:
+            found.append(f"workers: {self.workers} is below 0; 0 takes all cores")
+        if not 0 <= self.wait < math.inf:
+            found.append(f"wait: {self.wait} is no number of minutes; 0 waits without limit")
         if self.window < 1:
             found.append(f"window: {self.window} is below 1; give 1 or more batches")
         return found
@@ -248,13 +286,16 @@ class TrainConfig:
     # rows of one forward pass of a rank; 0 = all of its rows
     micro_batch: int = 0
     # dtype of the target and of the matmuls; master weights are float32: float32, bfloat16,
-    # float16
+    # float64
     dtype: str = "bfloat16"
-    # cpu, cuda, or empty for what is there
+    # cpu, cuda, cuda:N (one process), or empty for what is there
     device: str = ""
     # spread the target's layers over the ranks (FSDP2), for targets that do not fit on one
     # device
     shard_target: bool = False
+    # with shard_target: so many neighbouring ranks hold a copy together, such as those of a
+    # node; 0 = all ranks hold one
+    shard_group: int = 0
     # save a checkpoint every so many steps, and at the end; 0 = only at the end
     save_every: int = 500
     # write checkpoints in a thread beside the training; costs host memory of three times the
@@ -264,6 +305,9 @@ class TrainConfig:
     keep: int = 2
     # write a line of metrics every so many steps
     log_every: int = 10
+    # stop at this many steps in a row with rows whose loss or gradient is not finite; in fewer
+    # such rows are left out; 1 = stop at the first
+    bad_steps: int = 8
     # off, online or offline; metrics.jsonl is written in any case
     wandb: str = "off"
     # Weights & Biases project
@@ -278,6 +322,8 @@ class TrainConfig:
             ("save_every", 0),
             ("keep", 2),
             ("log_every", 1),
+            ("bad_steps", 1),
+            ("shard_group", 0),
         )
         found = [
             f"{k}: {getattr(self, k)} is below {low}; give {low} or more"
@@ -288,8 +334,13 @@ class TrainConfig:
             found.append("out_dir: is empty; set out_dir=runs/NAME")
         if self.dtype not in DTYPES:
             found.append(f"dtype: {self.dtype!r}; choose {', '.join(DTYPES)}")
-        if self.device.split(":")[0] not in ("", "cpu", "cuda"):
-            found.append(f"device: {self.device!r}; choose cpu, cuda or nothing")
+        if self.dtype == "float16":
+            found.append(
+                "dtype: float16 overflows, since losses are sums and nothing scales them; choose "
+                "bfloat16"
+            )
+        if not re.fullmatch(r"(cpu|cuda(:\d+)?)?", self.device):
+            found.append(f"device: {self.device!r}; choose cpu, cuda, cuda:N or nothing")
         if self.wandb not in WANDB:
             found.append(f"wandb: {self.wandb!r}; choose {', '.join(WANDB)}")
         return found

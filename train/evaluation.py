@@ -7,22 +7,16 @@ from __future__ import annotations
 import math
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
 from safetensors import SafetensorError
 
-from heads.base import Head
 from heads.checkpoint import save_head
 from train import curve
-from train.accept import decoded_acceptance
-from train.config import TrainConfig
-from train.log import Log
+from train.accept import NoRoom, decoded_acceptance
+from train.run import Run
 from train.saving import asked_anywhere
-from train.signals import Stop
 from train.state import State
-from train.texts.batches import Rows
 
 
 def seen(state: State) -> dict[str, float]:
@@ -30,54 +24,67 @@ def seen(state: State) -> dict[str, float]:
     return {name: round(amount, 2) for name, amount in state.seen.items()}
 
 
-def evaluate(
-    cfg: TrainConfig,
-    out: Path,
-    state: State,
-    head: Head,
-    target: Any,
-    rows: Rows,
-    accelerator: Accelerator,
-    log: Log,
-    stop: Stop,
-) -> int:
-    """Decode held-out prompts with the current weights, write the figures, keep the best
-    weights as OUT/best. Returns the signal that some rank was asked to stop by, 0 if none; an
-    evaluation that a signal cut short leaves no trace."""
+def evaluate(run: Run) -> int:
+    """Decode held-out prompts with the current weights, unless this step has been evaluated;
+    write the figures, keep the best weights as OUT/best. Returns the signal that some rank was
+    asked to stop by, 0 if none; an evaluation that a signal cut short leaves no trace."""
+    state, log = run.state, run.log
+    if not state.step or state.evaluated == state.step:
+        return 0
     start = time.perf_counter()
-    head.eval()
-    found = decoded_acceptance(head, target, rows, cfg.eval, cfg.seed, accelerator, stop)
-    head.train()
-    asked = asked_anywhere(stop, accelerator)
+    run.head.eval()
+    try:
+        found = decoded_acceptance(
+            run.head,
+            run.target,
+            run.rows,
+            run.cfg.eval,
+            run.cfg.seed,
+            run.accelerator,
+            run.stop,
+            run.room,
+        )
+        if found == {}:
+            log.say(
+                "no held-out prompts: accepted length is not measured (see data.held_out, "
+                "eval.prompts)"
+            )
+    except NoRoom:
+        # No error: the restarted run would meet it again at once.
+        found = {}
+        log.say(
+            f"step {state.step}: not evaluated: it does not fit into memory; set eval.batch_size, "
+            "eval.max_new_tokens or micro_batch lower, or eval.every=0"
+        )
+    finally:
+        run.head.train()
+    asked = asked_anywhere(run.stop, run.accelerator)
     if found is None:
         return asked or signal.SIGTERM
     state.evaluated = state.step
     if not found:
-        log.say(
-            "no held-out prompts: accepted length is not measured (see data.held_out, eval.prompts)"
-        )
         return asked
     seconds = time.perf_counter() - start
     log.metrics(state.step, {"event": "eval", "seconds": round(seconds, 2), **found, **seen(state)})
     spread = f" [{found['low']:.2f}, {found['high']:.2f}]" if found["low"] is not None else ""
     log.say(
         f"step {state.step}: accepted length {found['accepted_length']:.2f}{spread}, "
-        f"{found['shape']}, "
-        f"{found['cycles']} cycles, {seconds:.1f} s"
+        f"{found['shape']}, {found['cycles']} cycles, {seconds:.1f} s"
     )
-    curve.draw(out, accelerator.is_main_process)
+    curve.draw(run.out, run.main)
     if found["accepted_length"] > state.best.get("accepted_length", -math.inf):
-        better = {"step": state.step, "accepted_length": found["accepted_length"]}
-        if accelerator.is_main_process:
-            try:
-                save_head(
-                    head,
-                    out / "best",
-                    target.identity,
-                    {"step": state.step, **found, "training": seen(state)},
-                )
-            except (OSError, RuntimeError, SafetensorError) as error:
-                log.say(f"step {state.step}: best/ not written ({error})")
-                better = state.best  # what best/ still holds
-        state.best = better
+        state.best = _keep(run, found)
     return asked
+
+
+def _keep(run: Run, found: dict[str, Any]) -> dict[str, float]:
+    """Leave these weights as OUT/best; what `best` is by then."""
+    state = run.state
+    if run.main:
+        about = {"step": state.step, **found, "training": seen(state)}
+        try:
+            save_head(run.head, run.out / "best", run.target.identity, about)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            run.log.say(f"step {state.step}: best/ not written ({error})")
+            return state.best  # what best/ still holds
+    return {"step": state.step, "accepted_length": found["accepted_length"]}

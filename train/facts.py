@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from conf.errors import UserError
+from decode.target import Target
 from heads import HEADS
 from heads.base import Head
 from train.config import TrainConfig, flat
 from train.texts.batches import Plan, Rows
 
 
-def meaning_of(cfg: TrainConfig, target: Any, rows: Rows) -> dict[str, Any]:
+def meaning_of(cfg: TrainConfig, target: Target, rows: Rows) -> dict[str, Any]:
     """What the run learns, from what, and its logistics, flat; disk.check_meaning knows which
     is which.
     """
@@ -44,7 +45,7 @@ def fit_vocabulary(cfg: Any, counts: torch.Tensor) -> str:
     )
 
 
-def measured_head(cfg: Any, target: Any, rows: Rows) -> Head:
+def measured_head(cfg: Any, target: Target, rows: Rows) -> Head:
     """A fresh head for a measurement, its draft vocabulary fitted to the data as training
     would; what that changes is told on stderr."""
     counts = rows.counts(target.vocab_size)
@@ -54,22 +55,25 @@ def measured_head(cfg: Any, target: Any, rows: Rows) -> Head:
 
 
 def facts_of(
-    cfg: TrainConfig, target: Any, rows: Rows, plan: Plan, head: Head, world: int
+    cfg: TrainConfig, target: Target, rows: Rows, plan: Plan, head: Head, world: int
 ) -> dict[str, Any]:
     """Lines of the header: name -> text."""
     held, pack = int(rows.held.sum()), cfg.data.max_length if cfg.data.packing else 0
-    supervised = int(rows.loss.sum())
+    supervised = rows.supervised
     facts = {
         "target": f"{target.identity.name if target.identity else 'unnamed'}, {cfg.dtype}, "
         + ("trained with the head" if head.trains_target else "frozen"),
         "data": f"{plan.train.numel():,} rows to train on, {held:,} held out, "
         f"{rows.ids.numel():,} tokens, "
         f"{supervised:,} supervised ({supervised / rows.ids.numel():.0%}), "
-        f"{len(rows.bad)} rows left out",
+        f"{len(rows.bad)} rows left out"
+        + (f", {plan.skipped} skipped as data.skip says" if cfg.data.skip else ""),
         "batches": f"{cfg.batch_size} rows over {world} rank(s), {plan.per_epoch:,} per "
         f"epoch, {cfg.steps} steps, "
         f"{plan.waste(cfg.micro_batch, world, pack=pack):.1%} padding",
     }
+    if told := rows.supervision():
+        facts["turns"] = told
     if getattr(head, "coverage", 1.0) < 1:
         facts["draft vocabulary"] = f"covers {head.coverage:.2%} of the supervised tokens"
     for problem in rows.bad[:5]:

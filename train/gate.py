@@ -8,15 +8,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
-
 from conf.errors import CheckFailed
-from decode.target import Target
-from heads.base import Head
-from heads.checkpoint import load_head
 from heads.parity import check
-from train.config import TrainConfig
-from train.log import Log
+from heads.registry import load_head
+from train.run import Run
 from train.texts.batches import Rows
 
 RESULT = "parity.json"
@@ -29,50 +24,37 @@ def prompts_of(rows: Rows, count: int) -> list[list[int]]:
     return [rows.prompt(row) for row in order[:count]]
 
 
-def gate(
-    cfg: TrainConfig,
-    out: Path,
-    head: Head,
-    target: Target,
-    rows: Rows,
-    accelerator: Accelerator,
-    log: Log,
-    step: int,
-) -> None:
+def gate(run: Run) -> None:
     """Compare head, engine and OUT/head; write OUT/parity.json, a line of metrics and the
     table.
 
     Rank 0 does it alone, unless the target is sharded over the ranks. A gate that this step
     has passed is not run again. Raises CheckFailed when they disagree.
     """
-    together = getattr(target, "sharded", False)
-    if together:
-        accelerator.wait_for_everyone()  # the head is written, and no rank has written a result
-    if (
-        not cfg.eval.parity
-        or not (together or accelerator.is_main_process)
-        or _passed(out / RESULT, step)
-    ):
+    cfg, result, step = run.cfg.eval, run.out / RESULT, run.cfg.steps
+    if run.target.sharded:
+        run.accelerator.wait_for_everyone()  # head/ is written, and no rank has written a result
+    if not cfg.parity or not (run.target.sharded or run.main) or _passed(result, step):
         return
-    if together:
-        accelerator.wait_for_everyone()
+    if run.target.sharded:
+        run.accelerator.wait_for_everyone()
     found = check(
-        head,
-        target,
-        prompts_of(rows, cfg.eval.parity),
-        cfg.eval.max_new_tokens,
-        reload=lambda: load_head(out / "head", target),
+        run.head,
+        run.target,
+        prompts_of(run.rows, cfg.parity),
+        cfg.max_new_tokens,
+        room=run.room,
+        reload=lambda: load_head(run.out / "head", run.target),
     )
-    if accelerator.is_main_process:
-        (out / RESULT).write_text(json.dumps({"step": step, **found.json()}, indent=1) + "\n")
-    log.metrics(step, {"event": "parity", **found.json()})
+    if run.main:
+        result.write_text(json.dumps({"step": step, **found.json()}, indent=1) + "\n")
+    run.log.metrics(step, {"event": "parity", **found.json()})
     for line in found.lines():
-        log.say(line)
+        run.log.say(line)
     if not found.passed:
         raise CheckFailed(
-            f"parity: {out / 'head'}: {'; '.join(found.problems)}. The head is saved, "
-            "but do not trust "
-            f"its training figures; scripts/validate.py checks the parts ({out / RESULT})"
+            f"parity: {run.out / 'head'}: {'; '.join(found.problems)}. The head is saved, but do "
+            f"not trust its training figures; scripts/validate.py checks the parts ({result})"
         )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import platform
@@ -22,7 +23,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from torch import nn
 
-from train.config import TrainConfig, flat, meaning_hash
+from train.config import REPLANNED, TrainConfig, flat, is_logistics, meaning_hash
+from train.state import State
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "safetensors")
 
@@ -30,7 +32,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "datasets", "safetensors")
 class Log:
     """The record of a run. `main`: whether this process speaks; the others get silent methods."""
 
-    def __init__(self, cfg: TrainConfig, main: bool, step: int) -> None:
+    def __init__(self, cfg: TrainConfig, main: bool, state: State) -> None:
         self.cfg, self.main = cfg, main
         self.console = Console(stderr=True, quiet=not main)
         self.path = Path(cfg.out_dir) / "metrics.jsonl"
@@ -40,10 +42,10 @@ class Log:
         self._told = False
         if main:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _forget_after(self.path, step)
-            self.run = self._wandb(step)
+            _forget_after(self.path, state)
+            self.run = self._wandb(state.meaning)
 
-    def _wandb(self, step: int) -> Any:
+    def _wandb(self, meaning: dict[str, Any]) -> Any:
         """A wandb run, or None: not asked for, not installed, or not able to start. Training
         does not depend on it.
         """
@@ -59,7 +61,7 @@ class Log:
                 name=Path(self.cfg.out_dir).name,
                 config=flat(self.cfg),
                 resume="allow",
-                id=meaning_hash(self.cfg)[:16],
+                id=identity_of(self.cfg, meaning)[:16],
             )
         except Exception as error:  # network, account, folder: none of them may stop a run
             self._without_wandb("not used", error)
@@ -184,18 +186,28 @@ class Log:
                 self._without_wandb("not finished", error)
 
 
-def _forget_after(path: Path, step: int) -> None:
-    """Drop the metrics of steps that the resumed run will do again, and a line that a kill cut
-    short.
+def identity_of(cfg: TrainConfig, meaning: dict[str, Any]) -> str:
+    """What tells runs apart for a tracker: the folder, and what is learned from which target
+    and data. Keys that may follow when a run is resumed do not count."""
+    kept = {k: v for k, v in meaning.items() if not is_logistics(k) and k not in REPLANNED}
+    place = str(Path(cfg.out_dir).expanduser().resolve())
+    return hashlib.sha256(json.dumps([place, kept], sort_keys=True).encode()).hexdigest()
+
+
+def _forget_after(path: Path, state: State) -> None:
+    """Drop the metrics of steps and evaluations that the resumed run will do again, and a line
+    that a kill cut short.
     """
     if not path.exists():
         return
     kept = []
     for line in path.read_text(errors="replace").splitlines():
         try:
-            if json.loads(line)["step"] <= step:
+            known = json.loads(line)
+            done = state.evaluated if known.get("event") == "eval" else state.step
+            if known["step"] <= done:
                 kept.append(line)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             continue
     stage = path.with_name(".tmp-metrics.jsonl")
     stage.write_text("".join(line + "\n" for line in kept))

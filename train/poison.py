@@ -1,49 +1,141 @@
-"""A loss or gradient that is not finite: no rank updates, and the rows that did it are named."""
+"""Rows whose loss or gradient is not finite: they are left out of their step and named; many
+steps in a row with such rows, or a step without any other, end the run.
+
+The first pass of a step asks nothing of the device and may mix a bad row's gradient into the
+others', also into those of other ranks. So a step that is not finite is computed again, a
+micro-batch at a time and a bad one row by row, from the same random numbers.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from pathlib import Path
+from typing import Any, NoReturn
 
-from accelerate import Accelerator
+import torch
 from accelerate.utils import gather_object
+from torch import Tensor
 
 from conf.errors import UserError
-from heads.base import Head
-from train.config import TrainConfig
-from train.texts.batches import Rows
+from train.passes import Totals, add, one_pass
+from train.run import Run
+from train.texts.batches import hash_u63
 
 
-def stop_poisoned(
-    cfg: TrainConfig,
-    step: int,
-    rows: Rows,
-    poisoned: list[int],
-    used: list[int],
-    head: Head,
-    accelerator: Accelerator,
-) -> None:
-    """Write what is known and raise UserError on every rank, so that none updates."""
-    mine = [rows.where(r) for r in (poisoned or used)]
-    every = [(bool(poisoned), mine)]
-    if accelerator.num_processes > 1:
-        every = gather_object(every)
-    blamed = [w for sure, part in every if sure for w in part] or [
-        w for _, part in every for w in part
+def without_poisoned(run: Run, micro: list[list[int]], sound: Tensor, names: Totals) -> Totals:
+    """Compute a step again without the rows that are not finite: their statistics are returned,
+    the gradients are those of the sound rows of all ranks. Every rank must call it.
+
+    micro: rows of this rank's passes. sound: [M] bool, which of their losses were finite.
+    names: the statistics of the first try. Raises UserError on every rank when no row is sound,
+    a weight is not finite, or this is step number `bad_steps` in a row.
+    """
+    state = run.state
+    state.unsound += 1
+    if state.unsound >= run.cfg.bad_steps or not _sound_weights(run):
+        _stop(run, _blamed(run, micro, sound))
+    torch.manual_seed(hash_u63(run.cfg.seed, state.step, run.rank))
+    sieve = _Sieve(run, {name: torch.zeros_like(value) for name, value in names.items()})
+    with run.accelerator.no_sync(run.model):
+        skipped = [row for rows in micro for row in sieve.refused(rows)]
+    for p, grad in zip(run.trained, sieve.gradients, strict=True):
+        p.grad = grad
+        if run.world > 1:  # as DDP would have left them: the mean over the ranks
+            given = torch.zeros_like(p) if grad is None else grad
+            p.grad = run.accelerator.reduce(given, "mean")  # type: ignore[assignment]
+    _tell(run, micro, skipped)
+    return sieve.totals
+
+
+class _Sieve:
+    """Passes whose gradients count only where they are finite. gradients: of the trained
+    parameters, None where no pass has given one."""
+
+    def __init__(self, run: Run, totals: Totals) -> None:
+        self.run, self.totals = run, totals
+        self.gradients: list[Tensor | None] = [None for _ in run.trained]
+
+    def refused(self, rows: list[int]) -> list[int]:
+        """Count what is sound of these rows; the rows that are not."""
+        if self._taken(rows):
+            return []
+        return [row for row in rows if len(rows) == 1 or not self._taken([row])]
+
+    def _taken(self, rows: list[int]) -> bool:
+        self.run.optimizer.zero_grad(set_to_none=True)
+        totals, finite = one_pass(self.run, rows)
+        norm = torch.nn.utils.get_total_norm(self.run.gradients)
+        if not bool(finite) or not bool(norm.isfinite()):
+            return False
+        for i, p in enumerate(self.run.trained):
+            if p.grad is not None:
+                known = self.gradients[i]
+                self.gradients[i] = p.grad if known is None else known.add_(p.grad)
+        add(self.totals, totals)
+        return True
+
+
+def _sound_weights(run: Run) -> bool:
+    """Whether every weight of every rank is finite."""
+    bad = torch.stack([~p.detach().isfinite().all() for p in run.trained]).any().double()
+    return not bool(run.accelerator.reduce(bad, "sum") if run.world > 1 else bad)
+
+
+def _tell(run: Run, micro: list[list[int]], skipped: list[int]) -> None:
+    """Count and name the rows that were left out. Raises UserError when there is no other."""
+    sound = sum(map(len, micro)) - len(skipped)
+    every = _everywhere(run, [(sound, [run.rows.where(r) for r in skipped])])
+    if not sum(count for count, _ in every):
+        _stop(run, [where for _, part in every for where in part])
+    rows = [where for _, part in every for where in part]
+    run.state.skipped += len(rows)
+    step = run.state.step
+    if not rows:
+        run.log.say(
+            f"step {step}: the loss was not finite, and finite when it was computed again: rows "
+            "and weights are sound; look at the hardware if this comes again"
+        )
+        return
+    run.log.say(f"step {step}: {_listed(rows)}: loss or gradient is not finite; left out")
+    run.log.metrics(step, {"event": "skipped", "rows": rows, "skipped_rows": run.state.skipped})
+
+
+def _everywhere(run: Run, mine: list[Any]) -> list[Any]:
+    """The lists of all ranks, one behind the other."""
+    return gather_object(mine) if run.world > 1 else mine
+
+
+def _blamed(run: Run, micro: list[list[int]], sound: Tensor) -> list[str]:
+    """Where the rows are from whose loss was not finite; all rows of the step where every loss
+    was."""
+    guilty = [
+        row for rows, good in zip(micro, sound.tolist(), strict=True) if not good for row in rows
     ]
-    if accelerator.is_main_process:
+    used = [row for rows in micro for row in rows]
+    every = _everywhere(run, [(bool(guilty), [run.rows.where(r) for r in guilty or used])])
+    sure = [where for certain, part in every if certain for where in part]
+    return sure or [where for _, part in every for where in part]
+
+
+def _listed(rows: list[str]) -> str:
+    return ", ".join(rows[:4]) + (f" and {len(rows) - 4} more" if len(rows) > 4 else "")
+
+
+def _stop(run: Run, rows: list[str]) -> NoReturn:
+    """Write what is known and raise UserError: no rank updates."""
+    step, folder = run.state.step, run.out / f"bad_step-{run.state.step}"
+    if run.main:
         norms = {
-            n: str(float(p.grad.norm())) for n, p in head.named_parameters() if p.grad is not None
+            n: str(float(p.grad.norm()))
+            for n, p in run.head.named_parameters()
+            if p.grad is not None
         }
-        folder = Path(cfg.out_dir) / f"bad_step-{step}"
-        report = {"step": step, "rows": blamed, "gradient_norms": norms}
+        report = {"step": step, "rows": rows, "gradient_norms": norms}
         with contextlib.suppress(OSError):  # a full disk must not hide what is told below
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    shown = ", ".join(blamed[:4]) + (f" and {len(blamed) - 4} more" if len(blamed) > 4 else "")
     raise UserError(
-        f"{shown}: loss or gradient is not finite at step {step}, no weight was changed; "
-        "look at them "
-        f"or lower optim.lr (all rows are in {cfg.out_dir}/bad_step-{step}/report.json)"
+        f"{_listed(rows)}: loss or gradient is not finite at step {step}, no weight was changed; "
+        "look at them, leave them out with data.skip=[LINE, ..] or lower optim.lr (all rows are "
+        f"in {folder}/report.json)"
     )

@@ -28,7 +28,7 @@ from conf.errors import UserError
 from decode.models.identity import Identity
 from heads.base import Head
 from train import state as disk
-from train.config import TrainConfig
+from train.config import TrainConfig, defaults
 from train.lock import Lock
 from train.log import Log
 from train.signals import Stop
@@ -40,9 +40,9 @@ REFUSED = (OSError, RuntimeError, SafetensorError, MemoryError, UserError)
 
 
 class Saver:
-    """The checkpoints of a run. written: step of the newest one that is known to be on disk,
-    -1 for none; the same on every rank, as is `failures`, the saves in a row that were
-    refused."""
+    """The checkpoints of a run. begun: step of the newest save, finished or not; written: of the
+    newest one that is known to be on disk; -1 for none. Both are the same on every rank, as is
+    `failures`, the saves in a row that were refused."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Saver:
             log,
             stop,
         )
-        self.lock, self.written, self.failures = lock, written, 0
+        self.lock, self.begun, self.written, self.failures = lock, written, written, 0
         self._flying = -1  # step of the save that is being written
         self._thread: threading.Thread | None = None
         self._problem = ""
@@ -82,6 +82,7 @@ class Saver:
         problem = self.settle()
         if self.failures == RETRIES and not wait:
             return problem
+        self.begun = state.step
         self._agree(state, head)
         self._flying, self._problem = state.step, "it was not finished"
         beside = self.cfg.async_save and not wait
@@ -216,6 +217,33 @@ class Saver:
                 "command again to go "
                 f"on from the newest one in {self.out}"
             )
+
+
+def resumed(
+    cfg: TrainConfig,
+    head: Head,
+    optimizer: torch.optim.Optimizer,
+    meaning: dict[str, Any],
+    accelerator: Accelerator,
+) -> tuple[State, list[str]]:
+    """The state to start from, restored into head and optimizer, and what to tell the user."""
+    out = Path(cfg.out_dir)
+    found: tuple[str | None, list[str]] = (None, [])
+    if accelerator.is_main_process:
+        disk.tidy(out)
+        checkpoint, problems = disk.newest(out)
+        found = (str(checkpoint) if checkpoint else None, [f"passed over: {p}" for p in problems])
+    path, notes = agreed(found, accelerator)
+    if path is None:
+        return State(meaning=meaning), notes
+    state = disk.read(Path(path))
+    changes = disk.check_meaning(state.meaning, meaning, out, defaults(cfg))
+    anew = disk.replanned(state.meaning, meaning, defaults(cfg))
+    disk.restore(Path(path), head, optimizer)
+    state.meaning = meaning
+    notes = [*notes, f"resuming {out} at step {state.step} of {cfg.steps}"]
+    notes += [f"changed, which is allowed: {line}" for line in changes]
+    return state, notes + [f"changed from step {state.step} on: {line}" for line in anew]
 
 
 def agreed(value: Any, accelerator: Accelerator) -> Any:

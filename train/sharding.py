@@ -9,9 +9,13 @@ replicated, and its gradient is exchanged as always.
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from conf.errors import UserError
 from decode.target import Target
@@ -35,13 +39,14 @@ def layer_stacks(target: Target) -> list[tuple[str, nn.ModuleList]]:
     return found
 
 
-def shard_target(target: Target, head: Head, device: torch.device) -> str:
-    """Shard the layers of a loaded target over all ranks, in place, and move its head; returns
+def shard_target(target: Target, head: Head, device: torch.device, group: int = 0) -> str:
+    """Shard the layers of a loaded target over the ranks, in place, and move its head; returns
     a line about it.
 
     The weights may still lie on the CPU: layer by layer they move to `device` as shards.
-    Raises UserError for one process, a target without stacked layers, or a head that changes
-    its target.
+    group: ranks that hold a copy of the target together, neighbours by number, such as those of
+    a node; 0 = all. Raises UserError for one process, a group that does not divide the ranks, a
+    target without stacked layers, or a head that changes its target.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -69,15 +74,31 @@ def shard_target(target: Target, head: Head, device: torch.device) -> str:
         for parts in ([target.model], [stack for _, stack in stacks])
     )
     if zero3.asked():
+        if group:
+            raise UserError("shard_group: is for FSDP2; leave it out, or launch without DeepSpeed")
         how = zero3.shard_layers(target, [stack for _, stack in stacks], device)
     else:
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        world = dist.get_world_size()
+        size = group or world
+        if world % size:
+            raise UserError(
+                f"shard_group: {size} does not divide the {world} ranks; give the ranks of a node"
+            )
+        mesh = (
+            init_device_mesh(device.type, (world,))
+            if size == world
+            else init_device_mesh(
+                device.type, (world // size, size), mesh_dim_names=("copies", "shards")
+            )
+        )
         for _, stack in stacks:
             for layer in stack:
                 # Not the body itself: transformers finds what hidden states it may hand out by
                 # its class name.
                 fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-        how = f"by FSDP2 over {mesh.size()} ranks"
+        _gather_ahead(target, [stack for _, stack in stacks])
+        how = f"by FSDP2 over {size} ranks"
+        how += f", {world // size} copies" if size < world else ""
     target.model.to(device)
     head.to(device)
     target.sharded = True
@@ -85,3 +106,22 @@ def shard_target(target: Target, head: Head, device: torch.device) -> str:
         f"target: {spread / 2**20:,.0f} MiB of layers {how}, "
         f"{(whole - spread) / 2**20:,.0f} MiB on every one"
     )
+
+
+def _gather_ahead(target: Target, stacks: list[nn.ModuleList]) -> None:
+    """Let every layer ask for the weights of the next one before it computes.
+
+    Each sharded layer is a root of its own, and a root's gathering waits for all computing that
+    was asked for before it; asked one layer earlier, it happens beside that layer's computing.
+    FSDP2 knows its layers after the first pass alone.
+    """
+
+    def once(*_: Any) -> None:
+        handle.remove()
+        for stack in stacks:
+            for layer, following in pairwise(stack):
+                assert isinstance(layer, FSDPModule)
+                assert isinstance(following, FSDPModule)
+                layer.set_modules_to_forward_prefetch([following])
+
+    handle = target.body.register_forward_hook(once)

@@ -25,7 +25,7 @@ from conf.errors import UserError
 from decode.models.identity import Identity, sha256_file
 from heads.base import Head
 from heads.checkpoint import CARD, read_card, recover, staged, text_of, write_card
-from train.config import is_logistics
+from train.config import REPLANNED, is_logistics
 
 WEIGHTS, OPTIMIZER, STATE, MANIFEST = (
     "head.safetensors",
@@ -43,7 +43,8 @@ class State:
 
     window: sums since the last line of metrics. meaning: what the run learns, see `meaning`.
     seen: what the updates so far took, tokens and supervised tokens of all ranks, wall seconds
-    and CPU seconds of rank 0 without evaluations.
+    and CPU seconds of rank 0 without evaluations. skipped: rows left out so far since their
+    loss or gradient was not finite; unsound: steps in a row that had such rows.
     """
 
     step: int = 0
@@ -52,11 +53,19 @@ class State:
     window: dict[str, list[float]] = field(default_factory=dict)
     meaning: dict[str, Any] = field(default_factory=dict)
     seen: dict[str, float] = field(default_factory=dict)
+    skipped: int = 0
+    unsound: int = 0
 
     def add(self, **amounts: float) -> None:
         """Count what an update took."""
         for name, amount in amounts.items():
             self.seen[name] = self.seen.get(name, 0.0) + amount
+
+    def add_to_window(self, found: dict[str, list[float]]) -> None:
+        """Count a step's statistics, name -> [sum, count], for the next line of metrics."""
+        for name, (total, count) in found.items():
+            old = self.window.get(name, [0.0, 0.0])
+            self.window[name] = [old[0] + total, old[1] + count]
 
 
 @dataclass
@@ -245,23 +254,52 @@ def check_meaning(
     """Lines about the logistics that changed. Raises UserError naming every key whose change
     alters what is learned.
 
+    Keys of REPLANNED may change as well, `steps` to more alone; `replanned` has a line on each.
     A key that the checkpoint does not know came with a later version: at its default it
     changes nothing, but for those of which `implied` knows what earlier versions did.
     """
-    saved = {**implied(saved, now), **saved}
-    new = {k for k in now if k not in saved and k in default and now[k] == default[k]}
-    changed = [k for k in {**saved, **now} if saved.get(k) != now.get(k) and k not in new]
+    changed, saved = _changed(saved, now, default)
     refused = [
         f"{k}: {_show(saved.get(k))} in the checkpoint, {_show(now.get(k))} now"
         for k in changed
-        if not is_logistics(k)
+        if not is_logistics(k) and not _may_follow(k, saved, now)
     ]
     if refused:
         raise UserError(
             f"out_dir: {folder} holds a run that learns something else ({'; '.join(refused)}); "
             "restore these values or choose another out_dir"
         )
-    return [f"{k}: {_show(saved.get(k))} -> {_show(now.get(k))}" for k in changed]
+    return [
+        f"{k}: {_show(saved.get(k))} -> {_show(now.get(k))}" for k in changed if is_logistics(k)
+    ]
+
+
+def replanned(saved: dict[str, Any], now: dict[str, Any], default: dict[str, Any]) -> list[str]:
+    """Lines about the keys of REPLANNED that changed: from the step of the resume on, the run
+    is that of the new values."""
+    changed, saved = _changed(saved, now, default)
+    return [
+        f"{k}: {_show(saved.get(k))} -> {_show(now.get(k))}; {REPLANNED[k]}"
+        for k in changed
+        if k in REPLANNED
+    ]
+
+
+def _changed(
+    saved: dict[str, Any], now: dict[str, Any], default: dict[str, Any]
+) -> tuple[list[str], dict[str, Any]]:
+    """(the keys that differ, the saved values with those that their version implied)."""
+    saved = {**implied(saved, now), **saved}
+    new = {k for k in now if k not in saved and k in default and now[k] == default[k]}
+    keys = [k for k in {**saved, **now} if saved.get(k) != now.get(k) and k not in new]
+    return keys, saved
+
+
+def _may_follow(key: str, saved: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether a run may go on with another value of this key."""
+    if key == "steps":
+        return bool(now[key] > saved.get(key, now[key]))
+    return key in REPLANNED
 
 
 def implied(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:

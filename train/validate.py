@@ -33,6 +33,7 @@ from heads.base import Head
 from train import checks
 from train.config import TrainConfig
 from train.facts import fit_vocabulary
+from train.launch_keys import device_of
 from train.texts.batches import Plan, hash_u63, load_rows
 
 
@@ -59,12 +60,13 @@ def main(cfg: ValidateConfig) -> int:
     """Run every check; a failed one does not stop the others."""
     typed = head_config(cfg.head)
     kind = HEADS[typed.kind]
+    device_of(cfg)  # a GPU that is not there is said before anything is loaded
     print(f"[ok] configuration: {typed.kind}, every key known and in range", flush=True)
     target = load_target(cfg.target, cfg.dtype, cfg.device or None)
     rows = load_rows(
         cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
     )
-    plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed)
+    plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed, cfg.data.skip)
     counted = rows.counts(target.vocab_size)
     if note := fit_vocabulary(typed, counted):
         print(f"     {note}", flush=True)

@@ -5,7 +5,7 @@ answers end.
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Protocol
 
 from conf.errors import UserError
 from decode.models import rope
@@ -145,8 +145,16 @@ def unheeded(model: Any, sampling: Any) -> dict[str, Any]:
     return found
 
 
-def notes(target: Any, sampling: Any) -> list[str]:
-    """What a run under `sampling` does with this decode.target.Target that its files would not
+class Loaded(Protocol):
+    """What is asked of a decode.target.Target here. context_length: tokens."""
+
+    model: Any
+    config: Any
+    context_length: int
+
+
+def notes(target: Loaded, sampling: Any) -> list[str]:
+    """What a run under `sampling` does with this target that its files would not
     lead one to expect: a line each."""
     lines = []
     asked = unheeded(target.model, sampling)

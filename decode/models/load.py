@@ -188,10 +188,10 @@ def tiny_from(cfg: TargetConfig) -> Any:
         heads=cfg.heads,
         kv_heads=cfg.kv_heads,
         vocab=cfg.vocab,
-        context=cfg.context,
         init_std=cfg.init_std,
         seed=cfg.seed,
-        attn=cfg.attn,
+        max_position_embeddings=cfg.context,
+        **({} if cfg.attn == "auto" else {"attn_implementation": cfg.attn}),
     )
 
 

@@ -85,10 +85,8 @@ def tiny_model(
     heads: int = 4,
     kv_heads: int = 2,
     vocab: int = 320,
-    context: int = 1024,
     init_std: float = 0.2,
     seed: int = 0,
-    attn: str = "auto",
     **overrides: Any,
 ) -> Any:
     """A random causal LM of a stock transformers architecture, float32, eval mode, the same
@@ -96,7 +94,8 @@ def tiny_model(
 
     `init_std` 0.2 at hidden 64 gives logits of spread about 1.6: a law with clear preferences
     and few near-ties, where the usual 0.02 would make every token about equally likely.
-    `overrides` go to the architecture's config class. The caller's random state is untouched.
+    `overrides` go to the architecture's config class: max_position_embeddings (1024), say. The
+    caller's random state is untouched.
     Raises UserError for an unknown architecture or a bad shape."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -120,7 +119,7 @@ def tiny_model(
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "intermediate_size": 2 * hidden,
-        "max_position_embeddings": context,
+        "max_position_embeddings": 1024,
         "initializer_range": init_std,
         "tie_word_embeddings": False,
         "bos_token_id": None,
@@ -133,8 +132,6 @@ def tiny_model(
         hidden // heads,
     ):
         config.head_dim = hidden // heads  # some families default to a head size of their own
-    if attn != "auto":
-        config._attn_implementation = attn
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 # Texts on which tokenizers that share a vocabulary still part, by what they test.
 HARD: dict[str, tuple[str, ...]] = {
@@ -84,7 +87,10 @@ class Verdict:
 
 
 def compare(
-    target: Any, draft: Any, target_rows: int | None = None, draft_rows: int | None = None
+    target: Tokenizer,
+    draft: Tokenizer,
+    target_rows: int | None = None,
+    draft_rows: int | None = None,
 ) -> Verdict:
     """Compare the tokenizers of a target and a draft.
 
@@ -101,7 +107,7 @@ def compare(
     return Verdict(not reason, reason, notes)
 
 
-def _vocabulary(target: Any, draft: Any, notes: list[str]) -> str:
+def _vocabulary(target: Tokenizer, draft: Tokenizer, notes: list[str]) -> str:
     theirs, mine = target.get_vocab(), draft.get_vocab()
     if theirs == mine:
         return ""
@@ -135,7 +141,11 @@ def _idle(token: str) -> bool:
 
 
 def _rows(
-    target: Any, draft: Any, target_rows: int | None, draft_rows: int | None, notes: list[str]
+    target: Tokenizer,
+    draft: Tokenizer,
+    target_rows: int | None,
+    draft_rows: int | None,
+    notes: list[str],
 ) -> str:
     used = 1 + max((i for t, i in draft.get_vocab().items() if not _idle(t)), default=-1)
     if draft_rows is not None and draft_rows < used:
@@ -148,7 +158,7 @@ def _rows(
     return ""
 
 
-def _special(target: Any, draft: Any, notes: list[str]) -> str:
+def _special(target: Tokenizer, draft: Tokenizer, notes: list[str]) -> str:
     theirs, mine = _specials(target), _specials(draft)
     for token in sorted(set(theirs) ^ set(mine), key=lambda t: theirs.get(t, mine.get(t, 0))):
         if _idle(token):
@@ -166,12 +176,12 @@ def _special(target: Any, draft: Any, notes: list[str]) -> str:
     return ""
 
 
-def _specials(tokenizer: Any) -> dict[str, int]:
+def _specials(tokenizer: Tokenizer) -> dict[str, int]:
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return {str(t): int(i) for i, t in added.items() if getattr(t, "special", True)}
 
 
-def _texts(target: Any, draft: Any) -> str:
+def _texts(target: Tokenizer, draft: Tokenizer) -> str:
     for what, texts in HARD.items():
         for text in texts:
             a, b = (_encode(t, text) for t in (target, draft))
@@ -197,7 +207,7 @@ def _texts(target: Any, draft: Any) -> str:
     return ""
 
 
-def _encode(tokenizer: Any, text: str) -> list[int]:
+def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

@@ -183,7 +183,7 @@ class _Merged(torch.autograd.Function):
         grad = grads[0].contiguous()
         delta = (grad * merged).sum(-1, dtype=total.dtype)
         into_query, into_key, into_value = _causal_gradients(
-            query, key, value, grad, total, delta, ctx.shape, ctx.rows, ctx.scale, ctx.starts
+            ctx, (query, key, value), grad, total, delta
         )
         found: list[Tensor] = []
         for law, k, v in zip(laws, own[0::2], own[1::2], strict=True):
@@ -196,21 +196,12 @@ class _Merged(torch.autograd.Function):
 
 
 def _causal_gradients(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    grad: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    shape: tuple[int, int],
-    rows: Tensor | None,
-    scale: float,
-    starts: list[int],
+    ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], grad: Tensor, lse: Tensor, delta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the causal part: dS = P (dO V' - delta), P = exp(S - lse) with the *merged*
-    lse [n, H] and delta.
-    starts: where documents begin, which do not see each other."""
-    count, length = shape
+    """Gradients of the causal part with respect to its inputs (query, key, value): dS = P (dO V'
+    - delta), P = exp(S - lse) with the *merged* lse [n, H] and delta."""
+    query, key, value = inputs
+    (count, length), rows, scale, starts = ctx.shape, ctx.rows, ctx.scale, ctx.starts
     into_query, into_key, into_value = (
         torch.empty_like(query),
         torch.zeros_like(key),

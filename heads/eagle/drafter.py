@@ -12,20 +12,19 @@ Shape letters: B live rows, D width, Vd draft vocabulary, W tokens read together
 from __future__ import annotations
 
 import copy
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from decode import attention, grow
+from decode.grow import Form, Nodes
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
-from decode.tree import DraftTree, TreeShape
-from heads import shapes
+from decode.tree import DraftTree
 from heads.eagle.cache import DraftCache
-from heads.eagle.config import EagleConfig
 from heads.eagle.net import EagleNet
 
 
@@ -33,11 +32,8 @@ class Layers(Protocol):
     """What a drafter reads of a head (heads/eagle/head.py)."""
 
     kind: ClassVar[str]
-    cfg: EagleConfig
     taps: tuple[int, ...]
-    vocab_size: int
     net: EagleNet
-    calibration: dict[str, Any]
 
     def ids(self) -> Tensor | None: ...
     def projection(self, target: Target) -> Tensor: ...
@@ -48,14 +44,10 @@ class EagleDrafter:
     decode.drafters.Drafter.
     """
 
-    def __init__(self, head: Layers, target: Target, shape: str) -> None:
-        cfg, dtype = head.cfg, target.dtype
-        self.name, self.shape, self.taps = f"{head.kind}@{shape}", shape, head.taps
-        self.max_depth, self.width = cfg.depth, min(cfg.width, cfg.draft_vocab or head.vocab_size)
-        self.max_nodes = cfg.depth if shape == "chain" else cfg.nodes
-        self.static: TreeShape | None = None
-        if shape == "tree" and cfg.tree_draw == "sampled":
-            self.static = shapes.tree(head.calibration, cfg.nodes, cfg.depth)
+    def __init__(self, head: Layers, target: Target, form: Form) -> None:
+        dtype = target.dtype
+        self.name, self.form, self.shape = f"{head.kind}@{form.shape}", form, form.shape
+        self.taps, self.max_depth, self.max_nodes = head.taps, form.depth, form.nodes
         self.net = (
             copy.deepcopy(head.net)
             .to(device=target.device, dtype=dtype)
@@ -64,11 +56,11 @@ class EagleDrafter:
         )
         self.net.attend(attention.NAME)
         self.proj = head.projection(target).detach().to(dtype)
+        self.width = min(form.width, self.proj.shape[0])
         self.ids, self.embed, self.device = head.ids(), target.embed, target.device
         self.lengths: list[int] = []
         self.drafted = 0  # tokens read behind the committed ones in this cycle
         self.reset(1, 1)
-        self.state = self.h[:0]
 
     def reset(self, rows: int, max_len: int) -> None:
         """Forget everything; room for `rows` rows of `max_len` committed tokens and a draft
@@ -130,16 +122,7 @@ class EagleDrafter:
     @torch.inference_mode()
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
         """A draft no deeper than budget [B]."""
-        count = len(self.lengths)
-        levels = min(self.max_depth, int(budget.max())) if count else 0
-        if levels <= 0:
-            return DraftTree.empty(count, self.device)
-        self.state, self.drafted = self.h[:count], 0
-        if self.shape == "chain":
-            return grow.chain(self, levels, budget, sampling, rng)
-        if self.static is not None and not sampling.greedy:
-            return grow.sampled(self, self.static, levels, budget, sampling, rng)
-        return grow.dynamic(self, levels, budget, self.width, self.max_nodes)
+        return grow.draft(self, self.form, budget, sampling, rng)
 
     def _pass(
         self,
@@ -163,18 +146,30 @@ class EagleDrafter:
             past_key_values=self.cache,
         )
 
-    # -- growing (decode.grow.Steps)
+    # -- growing (decode.grow.Source)
 
     def draft_ids(self) -> Tensor | None:
-        """See decode.grow.Steps."""
+        """See decode.grow.Source."""
         return self.ids
 
+    def open(self, levels: int) -> Tensor:
+        """See decode.grow.Source."""
+        self.state, self.drafted = self.h[: len(self.lengths), None], 0
+        return self.logits(self.state)
+
+    def level(self, nodes: Nodes) -> Tensor:
+        """See decode.grow.Source; a token is read beside the state that it follows."""
+        above = nodes.of_parents(self.state)
+        self.state = self._extend(nodes.tokens, above, nodes.seen, nodes.level)
+        return self.logits(self.state)
+
     def logits(self, state: Tensor) -> Tensor:
-        """See decode.grow.Steps."""
+        """[.., D] -> [.., Vd]."""
         return F.linear(self.net.read(state), self.proj)
 
-    def extend(self, tokens: Tensor, above: Tensor, seen: Tensor | None, level: int) -> Tensor:
-        """See decode.grow.Steps; a token is read beside the state that it follows."""
+    def _extend(self, tokens: Tensor, above: Tensor, seen: Tensor | None, level: int) -> Tensor:
+        """Read drafted tokens [B, W] of one level that follow the states `above` [B, W, D]:
+        their states [B, W, D]."""
         start, new = self.drafted, tokens.shape[1]
         self.drafted += new
         places = self.cache.aim(slice(0, len(self.lengths)), self.lengths, start, new)

@@ -27,7 +27,8 @@ from conf.errors import UserError
 from decode.drafters import Drafter
 from decode.target import Target
 from heads import shapes, vocab
-from heads.base import Batch, Head, LossOut, Saved
+from heads.base import Head, Saved
+from heads.batch import Batch, LossOut
 from heads.eagle.attention import Memory
 from heads.eagle.config import EagleConfig
 from heads.eagle.drafter import EagleDrafter
@@ -36,7 +37,8 @@ from heads.eagle.layer import LayerShape, layer_config, take
 from heads.eagle.net import Eagle1Net, Eagle3Net, EagleNet, try_own
 from heads.eagle.own_layer import Own, own
 from heads.limits import MOST_DEPTH
-from heads.losses import chunked_loss, stored_law, target_law
+from heads.losses import Taught, chunked_loss, stored_law, target_law
+from heads.names import Draft
 from heads.recompute import plainly, recomputed
 
 
@@ -213,7 +215,7 @@ class EagleHead(Head):
             )
         read = self.net.read(torch.stack(hidden))
         total, losses, hits = chunked_loss(
-            read, self.projection(target), place, valid, law, self.cfg.loss, weights, self.cfg.chunk
+            read, self.projection(target), Taught(place, valid, law), terms, weights, self.cfg.chunk
         )
         stats = {f"loss_{s}": losses[s] for s in range(self.cfg.steps)}
         stats |= {f"top1_{s}": hits[s] for s in range(self.cfg.steps)}
@@ -301,13 +303,14 @@ class EagleHead(Head):
     def _noise(self, batch: Batch, g: Tensor) -> Tensor:
         """Uniform noise (u - 1/2) * noise * 512 / T per sample (EAGLE-1). Drawn from the
         sample's number and the bits of one weight: new at every update, the same on any number
-        of ranks and after a resume."""
+        of ranks and after a resume. The device draws it: other devices, other numbers."""
         first = next(self.net.parameters()).detach().flatten()[:2].cpu().numpy().tobytes()
-        out = torch.zeros(g.shape, dtype=torch.float32)
+        out = torch.zeros(g.shape, dtype=torch.float32, device=g.device)
+        generator = torch.Generator(device=g.device)
         for sample, (b, start, size) in zip(batch.sample_ids.tolist(), batch.spans(), strict=True):
             seed = hashlib.sha256(repr((sample, first)).encode()).digest()[:8]
-            generator = torch.Generator().manual_seed(int.from_bytes(seed) >> 1)
-            drawn = torch.rand(size, g.shape[-1], generator=generator) - 0.5
+            generator.manual_seed(int.from_bytes(seed) >> 1)
+            drawn = torch.rand(size, g.shape[-1], generator=generator, device=g.device) - 0.5
             out[b, start : start + size] = drawn * (self.cfg.noise * 512 / size)
         return out.to(g)
 
@@ -332,17 +335,16 @@ class EagleHead(Head):
                 ok = valid[step, part]
                 yield flat[part][ok], step, self.net.read(h[part][ok]) @ proj.T
 
-    def drafter(self, target: Target, shape: str | None = None) -> Drafter:
+    def drafter(self, target: Target, draft: Draft | None = None) -> Drafter:
         """See Head."""
-        return EagleDrafter(
-            self, target, shape or (self.cfg.shape if target.support == "tree" else "chain")
-        )
+        return EagleDrafter(self, target, self.form(target, draft))
 
 
 class Eagle1Head(EagleHead):
     """EAGLE-1: embedding and LM head are the target's and frozen; learns features and tokens."""
 
     kind = "eagle1"
+    net: Eagle1Net
 
     @classmethod
     def build(

@@ -18,7 +18,7 @@ from torch import Tensor
 from decode.target import Target
 from heads.base import Head
 from heads.eagle.config import EagleConfig
-from heads.eagle.head import Eagle1Head
+from heads.eagle.head import Eagle1Head, EagleHead
 from heads.interop import engines, llama
 from heads.interop.layout import Facts, Layout, check_same, refuse
 from heads.interop.reading import Foreign
@@ -60,7 +60,7 @@ def layer_sizes(layer: dict[str, Any], vocab: int) -> dict[str, int]:
     }
 
 
-def layer_refusals(head: Any) -> list[str]:
+def layer_refusals(head: EagleHead) -> list[str]:
     """Why no engine can run this draft layer."""
     found, layer = [], head.config_json()["layer"]
     if head.cfg.layer != "llama":
@@ -103,13 +103,13 @@ def check_layer(foreign: Foreign, layer: dict[str, Any], target: Target) -> None
         )
 
 
-class Eagle1Vllm(Layout):
+class Eagle1Vllm(Layout[Eagle1Head]):
     """vLLM: a LlamaConfig whose architectures say LlamaForCausalLM, method "eagle"."""
 
     format, kind, engine, serves = "vllm", "eagle1", engines.VLLM, engines.VLLM_EAGLE1
     architecture, bias = "LlamaForCausalLM", False
 
-    def refusals(self, head: Any, facts: Facts) -> list[str]:
+    def refusals(self, head: Eagle1Head, facts: Facts) -> list[str]:
         """See Layout."""
         found = super().refusals(head, facts) + layer_refusals(head)
         if head.cfg.fc_bias and not self.bias and bool(head.net.fc.bias.any()):
@@ -131,7 +131,7 @@ class Eagle1Vllm(Layout):
             Row("lm_head.weight", "", "V D", when="embed", optional=True),
         ]
 
-    def sizes(self, head: Any, facts: Facts) -> dict[str, int]:
+    def sizes(self, head: Eagle1Head, facts: Facts) -> dict[str, int]:
         """See Layout."""
         return {
             **layer_sizes(head.config_json()["layer"], facts.vocab),
@@ -140,7 +140,7 @@ class Eagle1Vllm(Layout):
             "embed": 0,
         }
 
-    def extras(self, head: Any, target: Target) -> dict[str, Tensor]:
+    def extras(self, head: Eagle1Head, target: Target) -> dict[str, Tensor]:
         """See Layout."""
         fc = head.net.fc
         return (
@@ -149,7 +149,7 @@ class Eagle1Vllm(Layout):
             else {}
         )
 
-    def config(self, head: Any, facts: Facts, dtype: str) -> dict[str, Any]:
+    def config(self, head: Eagle1Head, facts: Facts, dtype: str) -> dict[str, Any]:
         """See Layout."""
         scale = {} if facts.scale == 1 else {"logit_scale": facts.scale}
         return {
@@ -212,7 +212,7 @@ class Eagle1Original(Eagle1Vllm):
     architecture, bias = "LlamaForCausalLM", True
 
 
-def draft_vocab_note(head: Any) -> str:
+def draft_vocab_note(head: EagleHead) -> str:
     """What the export says of a draft vocabulary that engines do not know; "" without one."""
     size = head.cfg.draft_vocab
     return (

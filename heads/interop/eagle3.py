@@ -37,7 +37,7 @@ NORMS = {
 }  # ours -> theirs
 
 
-class Eagle3Vllm(Layout):
+class Eagle3Vllm(Layout[Eagle3Head]):
     """vLLM: a LlamaConfig whose architectures say LlamaForCausalLMEagle3, method "eagle3"."""
 
     format, kind, engine, serves = "vllm", "eagle3", engines.VLLM, engines.VLLM_EAGLE3
@@ -45,7 +45,7 @@ class Eagle3Vllm(Layout):
     norms: ClassVar[tuple[str, ...]] = tuple(NORMS)
     embeds: ClassVar[bool] = False
 
-    def refusals(self, head: Any, facts: Facts) -> list[str]:
+    def refusals(self, head: Eagle3Head, facts: Facts) -> list[str]:
         """See Layout."""
         found = super().refusals(head, facts) + layer_refusals(head)
         unknown = [key for key in NORMS if getattr(head.cfg, key) and key not in self.norms]
@@ -86,7 +86,7 @@ class Eagle3Vllm(Layout):
             Row("embed_tokens.weight", "", "V D", when="embed", optional=True),
         ]
 
-    def sizes(self, head: Any, facts: Facts) -> dict[str, int]:
+    def sizes(self, head: Eagle3Head, facts: Facts) -> dict[str, int]:
         """See Layout."""
         return {
             **layer_sizes(head.config_json()["layer"], facts.vocab),
@@ -98,12 +98,12 @@ class Eagle3Vllm(Layout):
             "embed": int(self.embeds),
         }
 
-    def extras(self, head: Any, target: Target) -> dict[str, Tensor]:
+    def extras(self, head: Eagle3Head, target: Target) -> dict[str, Tensor]:
         """See Layout."""
         ids = head.ids()
         return {} if ids is None else {"t2d": vocab.to_t2d(ids, head.vocab_size)}
 
-    def config(self, head: Any, facts: Facts, dtype: str) -> dict[str, Any]:
+    def config(self, head: Eagle3Head, facts: Facts, dtype: str) -> dict[str, Any]:
         """See Layout."""
         taps = list(head.taps)
         ids: dict[str, Any] = {}
@@ -212,7 +212,7 @@ class Eagle3Sglang(Eagle3Vllm):
     format, engine, serves = "sglang", engines.SGLANG, engines.SGLANG_EAGLE3
     norms: ClassVar[tuple[str, ...]] = ("norm_before_fc", "norm_joined", "norm_output")
 
-    def refusals(self, head: Any, facts: Facts) -> list[str]:
+    def refusals(self, head: Eagle3Head, facts: Facts) -> list[str]:
         """See Layout."""
         found = super().refusals(head, facts)
         if 0 in head.taps:
@@ -230,7 +230,7 @@ class Eagle3Original(Eagle3Vllm):
     format, engine, serves = "eagle", "the original EAGLE code", engines.EAGLE_CODE
     norms: ClassVar[tuple[str, ...]] = ()
 
-    def refusals(self, head: Any, facts: Facts) -> list[str]:
+    def refusals(self, head: Eagle3Head, facts: Facts) -> list[str]:
         """See Layout."""
         found = super().refusals(head, facts)
         if tuple(head.taps) != facts.default_taps:
@@ -241,7 +241,7 @@ class Eagle3Original(Eagle3Vllm):
             )
         return found
 
-    def config(self, head: Any, facts: Facts, dtype: str) -> dict[str, Any]:
+    def config(self, head: Eagle3Head, facts: Facts, dtype: str) -> dict[str, Any]:
         """See Layout."""
         keys = ("target_hidden_size", "num_aux_hidden_states", *NORMS.values())
         config = super().config(head, facts, dtype)

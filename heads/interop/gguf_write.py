@@ -30,6 +30,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from conf.errors import UserError
 from decode.target import Target
+from heads.base import Head
+from heads.eagle.head import Eagle3Head
 from heads.interop import engines
 from heads.interop.eagle1 import layer_refusals
 from heads.interop.gguf_read import read_gguf
@@ -58,10 +60,10 @@ class GgufModel:
     tensors: dict[str, Tensor]
 
 
-def eagle3_refusals(head: Any, layers: int) -> list[str]:
+def eagle3_refusals(head: Head, layers: int) -> list[str]:
     """Why llama.cpp cannot run a head, each with its key; [] when it can. layers: the
     target's."""
-    if head.kind != "eagle3":
+    if not isinstance(head, Eagle3Head):
         return [
             f"head: llama.cpp has no {head.kind} heads; the nearest that is served: head=eagle3 "
             "or a separate draft (train/draft.py)"
@@ -86,7 +88,7 @@ def eagle3_refusals(head: Any, layers: int) -> list[str]:
     return found
 
 
-def eagle3(head: Any, target: Target, words: Fields) -> GgufModel:
+def eagle3(head: Head, target: Target, words: Fields) -> GgufModel:
     """The head as llama.cpp's `eagle3` architecture. words: tokenizer_fields.
 
     Raises UserError with every reason why it cannot be.

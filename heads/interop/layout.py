@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -61,7 +61,10 @@ class Facts:
         return (2, self.layers // 2, self.layers - 3)
 
 
-class Layout:
+H = TypeVar("H", bound=Head)
+
+
+class Layout(Generic[H]):
     """One kind of head in one format. needs: tensors of the target that an export holds (for
     the message when the target is not there); serves: architectures of targets that the engine
     takes (None: not restricted)."""
@@ -72,7 +75,7 @@ class Layout:
     file: ClassVar[str] = "model.safetensors"
     serves: ClassVar[frozenset[str] | None] = None
 
-    def refusals(self, head: Any, facts: Facts) -> list[str]:
+    def refusals(self, head: H, facts: Facts) -> list[str]:
         """Why this head cannot go into this layout, each with the nearest thing that works; []
         when it can.
         """
@@ -90,7 +93,7 @@ class Layout:
             )
         return found
 
-    def needs(self, head: Any) -> list[str]:
+    def needs(self, head: H) -> list[str]:
         """Tensors of the target that the exported file holds."""
         return []
 
@@ -98,24 +101,24 @@ class Layout:
         """The table of tensors."""
         raise TypeError("a subclass defines it")
 
-    def sizes(self, head: Any, facts: Facts) -> dict[str, int]:
+    def sizes(self, head: H, facts: Facts) -> dict[str, int]:
         """The letters of the table for a head."""
         raise TypeError("a subclass defines it")
 
-    def extras(self, head: Any, target: Target) -> dict[str, Tensor]:
+    def extras(self, head: H, target: Target) -> dict[str, Tensor]:
         """Tensors that follow from the target or from others."""
         return {}
 
-    def config(self, head: Any, facts: Facts, dtype: str) -> dict[str, Any]:
+    def config(self, head: H, facts: Facts, dtype: str) -> dict[str, Any]:
         """config.json."""
         raise TypeError("a subclass defines it")
 
-    def state(self, head: Any, target: Target, dtype: torch.dtype) -> Mapping[str, Tensor]:
+    def state(self, head: H, target: Target, dtype: torch.dtype) -> Mapping[str, Tensor]:
         """Our tensors as the table names them; `dtype` is what they will be written in."""
         return head.state_dict()
 
     def write(
-        self, head: Any, target: Target, facts: Facts, dtype: torch.dtype
+        self, head: H, target: Target, facts: Facts, dtype: torch.dtype
     ) -> tuple[dict, dict[str, Tensor]]:
         """(config.json, tensors). Raises UserError with every refusal."""
         refused = self.refusals(head, facts)

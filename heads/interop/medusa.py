@@ -30,14 +30,14 @@ from heads.parallel.medusa import MedusaConfig, MedusaHead
 MAP = Row("token_map", "", "Vd", when="map", dtype="int64", optional=True)
 
 
-class MedusaVllm(Layout):
+class MedusaVllm(Layout[MedusaHead]):
     """vLLM: config model_type medusa, medusa_fc_bias true (else it drops the biases without a
     word).
     """
 
     format, kind, engine = "vllm", "medusa", engines.VLLM
 
-    def refusals(self, head: Any, facts: Facts) -> list[str]:
+    def refusals(self, head: MedusaHead, facts: Facts) -> list[str]:
         """See Layout."""
         found = super().refusals(head, facts)
         if head.cfg.markov_rank:
@@ -48,7 +48,7 @@ class MedusaVllm(Layout):
             )
         return found
 
-    def needs(self, head: Any) -> list[str]:
+    def needs(self, head: MedusaHead) -> list[str]:
         """See Layout."""
         return (
             ["lm_head.weight [V, D] (head.share_lm_head: the heads use the target's)"]
@@ -65,7 +65,7 @@ class MedusaVllm(Layout):
             MAP,
         ]
 
-    def sizes(self, head: Any, facts: Facts) -> dict[str, int]:
+    def sizes(self, head: MedusaHead, facts: Facts) -> dict[str, int]:
         """See Layout."""
         return {
             "K": head.cfg.heads,
@@ -77,7 +77,7 @@ class MedusaVllm(Layout):
             "Vd": head.cfg.draft_vocab,
         }
 
-    def state(self, head: Any, target: Target, dtype: torch.dtype) -> Mapping[str, Tensor]:
+    def state(self, head: MedusaHead, target: Target, dtype: torch.dtype) -> Mapping[str, Tensor]:
         """See Layout."""
         state = dict(head.state_dict())
         proj = head.projection(target).detach().to(dtype).float()
@@ -89,11 +89,12 @@ class MedusaVllm(Layout):
         )
         return state
 
-    def extras(self, head: Any, target: Target) -> dict[str, Tensor]:
+    def extras(self, head: MedusaHead, target: Target) -> dict[str, Tensor]:
         """See Layout."""
-        return {} if head.ids() is None else {"token_map": head.ids()}
+        ids = head.ids()
+        return {} if ids is None else {"token_map": ids}
 
-    def config(self, head: Any, facts: Facts, dtype: str) -> dict[str, Any]:
+    def config(self, head: MedusaHead, facts: Facts, dtype: str) -> dict[str, Any]:
         """See Layout."""
         return {
             "architectures": ["MedusaModel"],
@@ -202,7 +203,7 @@ class MedusaOriginal(MedusaVllm):
     format, engine, serves = "medusa", "the original Medusa code", engines.MEDUSA_CODE
     file: ClassVar[str] = "medusa_lm_head.safetensors"
 
-    def refusals(self, head: Any, facts: Facts) -> list[str]:
+    def refusals(self, head: MedusaHead, facts: Facts) -> list[str]:
         """See Layout."""
         found = super().refusals(head, facts)
         weight = head.block_weight
@@ -223,7 +224,7 @@ class MedusaOriginal(MedusaVllm):
             MAP,
         ]
 
-    def config(self, head: Any, facts: Facts, dtype: str) -> dict[str, Any]:
+    def config(self, head: MedusaHead, facts: Facts, dtype: str) -> dict[str, Any]:
         """See Layout. The last four keys let vLLM serve the folder as well."""
         return {
             "medusa_num_heads": head.cfg.heads,

@@ -15,6 +15,7 @@ from torch import Tensor
 from conf.errors import UserError
 from decode.target import Target
 from heads.base import Head
+from heads.eagle.head import Eagle3Head
 from heads.interop import engines
 from heads.interop.eagle3 import NORMS, Eagle3Vllm
 from heads.interop.layout import Facts
@@ -36,11 +37,11 @@ class Speculators(Eagle3Vllm):
     prefix: ClassVar[str] = "layers.0."
     embeds: ClassVar[bool] = True
 
-    def needs(self, head: Any) -> list[str]:
+    def needs(self, head: Eagle3Head) -> list[str]:
         """See Layout."""
         return ["embed_tokens.weight [V, D]"]
 
-    def refusals(self, head: Any, facts: Facts) -> list[str]:
+    def refusals(self, head: Eagle3Head, facts: Facts) -> list[str]:
         """See Layout."""
         found = super().refusals(head, facts)
         if not facts.name:
@@ -51,12 +52,12 @@ class Speculators(Eagle3Vllm):
             )
         return found
 
-    def extras(self, head: Any, target: Target) -> dict[str, Tensor]:
+    def extras(self, head: Eagle3Head, target: Target) -> dict[str, Tensor]:
         """See Layout."""
         embed = target.model.get_input_embeddings().weight.detach()
         return super().extras(head, target) | {"embed_tokens.weight": embed}
 
-    def config(self, head: Any, facts: Facts, dtype: str) -> dict[str, Any]:
+    def config(self, head: Eagle3Head, facts: Facts, dtype: str) -> dict[str, Any]:
         """See Layout."""
         proposal = {
             "proposal_type": "greedy",

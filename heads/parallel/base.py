@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from decode.target import Target
-from decode.tree import TreeShape
 from heads import shapes, vocab
-from heads.base import Batch, Head, HeadConfig, LossOut, Saved
+from heads.base import Head, HeadConfig, Saved
+from heads.batch import Batch, LossOut
 from heads.limits import MOST, MOST_DEPTH, MOST_LAYERS, MOST_NODES, outside
-from heads.losses import LossWeights, chunked_loss, target_law
+from heads.losses import LossWeights, Taught, chunked_loss, target_law
 
 
 @dataclass
@@ -228,9 +228,7 @@ class ParallelHead(Head):
         total, losses, hits = chunked_loss(
             x,
             self.projection(target),
-            place,
-            valid,
-            law,
+            Taught(place, valid, law),
             self.cfg.loss,
             weights,
             self.cfg.chunk,
@@ -283,11 +281,10 @@ class ParallelHead(Head):
         """See Head."""
         return int(self.cfg.heads)
 
-    def tree(self, nodes: int | None = None) -> TreeShape:
-        """The static tree of `nodes` nodes (default: the config's): measured if calibrated,
-        else a generic one.
-        """
-        return shapes.tree(self.calibration, nodes or self.cfg.nodes, self.cfg.heads)
+    @property
+    def deepest(self) -> int:
+        """See Head."""
+        return int(self.cfg.heads)
 
 
 def supervised(batch: Batch) -> tuple[Tensor, Tensor]:

@@ -28,15 +28,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from decode.drafters import Drafter
+from decode.grow import Form, Nodes
 from decode.sampling import Sampling
 from decode.target import Target
-from decode.tree import TreeShape
-from heads.base import Batch
+from heads.batch import Batch
 from heads.eagle.layer import LayerShape, layer_config
 from heads.limits import MOST_LAYERS, outside
 from heads.losses import LossWeights
+from heads.names import Draft
 from heads.parallel.base import ParallelConfig, ParallelHead, ParallelSaved
-from heads.parallel.drafter import LevelDrafter
+from heads.parallel.drafter import LastFeature
 from heads.parallel.prefix import Prefix, PrefixState
 
 LARGEST_SCALE = 1e6  # of embeddings that are next to zero
@@ -203,12 +204,9 @@ class HydraHeads(ParallelHead):
             x = x + F.silu(torch.baddbmm(bias[:, layer, None], x, weight[:, layer].transpose(1, 2)))
         return x
 
-    def drafter(self, target: Target, shape: str | None = None) -> Drafter:
+    def drafter(self, target: Target, draft: Draft | None = None) -> Drafter:
         """See Head."""
-        kind = shape or (self.cfg.shape if target.support == "tree" else "chain")
-        return HydraDrafter(
-            self, target, TreeShape.chain(self.cfg.heads) if kind == "chain" else self.tree(), kind
-        )
+        return HydraDrafter(self, target, self.form(target, draft))
 
 
 def first_block(feature: Tensor, embeddings: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -220,13 +218,13 @@ def first_block(feature: Tensor, embeddings: Tensor, weight: Tensor, bias: Tenso
     return carried + F.silu(gate + bias.to(feature.dtype))
 
 
-class HydraDrafter(LevelDrafter):
+class HydraDrafter(LastFeature):
     """Each level reads the embeddings of its parents' own paths."""
 
-    def __init__(self, head: HydraHeads, target: Target, shape: TreeShape, kind: str) -> None:
-        super().__init__(head, target, shape, kind)
+    def __init__(self, head: HydraHeads, target: Target, form: Form) -> None:
+        super().__init__(head, target, form)
         self.embed, self.scale, dtype = target.embed, head.embed_scale, target.dtype
-        self.enter = [w.detach().to(dtype, copy=True) for w in head.enter[: shape.depth]]
+        self.enter = [w.detach().to(dtype, copy=True) for w in head.enter[: form.depth]]
         self.enter_bias = head.enter_bias.detach().to(dtype, copy=True)
         self.weight = (
             None if head.block_weight is None else head.block_weight.detach().to(dtype, copy=True)
@@ -234,7 +232,7 @@ class HydraDrafter(LevelDrafter):
         self.bias = (
             None if head.block_bias is None else head.block_bias.detach().to(dtype, copy=True)
         )
-        self.prefix = None if head.prefix is None else PrefixState(head.prefix, target, shape.depth)
+        self.prefix = None if head.prefix is None else PrefixState(head.prefix, target, form.depth)
 
     def reset(self, rows: int, max_len: int) -> None:
         """Forget every row; the prefix layers make room for `rows` rows of `max_len` tokens."""
@@ -264,8 +262,19 @@ class HydraDrafter(LevelDrafter):
         if self.prefix is not None:
             self.prefix.select(rows)
 
-    def level(self, d: int, path: Tensor, common: Any) -> Tensor:
-        """See LevelDrafter."""
+    def open(self, levels: int) -> Tensor:
+        """See decode.grow.Source."""
+        self.path = self.last[:, None, None]  # [B, P, d + 1], from the last committed token on
+        return self._logits(0)
+
+    def level(self, nodes: Nodes) -> Tensor:
+        """See decode.grow.Source."""
+        self.path = torch.cat([nodes.of_parents(self.path), nodes.tokens[..., None]], 2)
+        return self._logits(nodes.level)
+
+    def _logits(self, d: int) -> Tensor:
+        """What head d guesses behind each path: [B, P, Vd]."""
+        path = self.path
         e = (self.embed(path).to(self.feats.dtype) * self.scale).flatten(2)  # [B, P, (d + 1) E]
         x = first_block(
             self.feats[:, None].expand(-1, path.shape[1], -1), e, self.enter[d], self.enter_bias[d]

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 from decode.drafters import Drafter
 from decode.target import Target
-from decode.tree import TreeShape
-from heads.base import Batch
+from heads.batch import Batch
 from heads.limits import MOST, outside
+from heads.names import Draft
 from heads.parallel.base import ParallelConfig, ParallelHead, ParallelSaved
 from heads.parallel.drafter import MarkovDrafter, MedusaDrafter
 
@@ -168,10 +168,9 @@ class MedusaHead(ParallelHead):
             return None
         return F.embedding(batch.ids.reshape(-1)[flat - 1], self.markov_in), self.markov_out
 
-    def drafter(self, target: Target, shape: str | None = None) -> Drafter:
+    def drafter(self, target: Target, draft: Draft | None = None) -> Drafter:
         """See Head."""
-        kind = shape or (self.cfg.shape if target.support == "tree" else "chain")
-        form = TreeShape.chain(self.cfg.heads) if kind == "chain" else self.tree()
+        form = self.form(target, draft)
         if self.markov_in is not None:
-            return MarkovDrafter(self, target, form, kind)
-        return MedusaDrafter(self, target, form, kind)
+            return MarkovDrafter(self, target, form)
+        return MedusaDrafter(self, target, form)

@@ -35,7 +35,10 @@ from transformers.pytorch_utils import Conv1D
 from conf.errors import UserError
 from decode.models.identity import Identity, sha256_state
 from decode.target import Target
-from heads.base import Batch, LossOut, differing
+from heads.base import differing
+from heads.batch import Batch, LossOut
+from heads.checkpoint import load_as
+from heads.folders import find_head
 from heads.parallel.base import supervised
 from heads.parallel.medusa import MedusaHead, MedusaSaved
 from heads.recompute import layers_recomputed
@@ -126,9 +129,7 @@ class Medusa2Head(MedusaHead):
 
     def _start_from(self, path: str, target: Target) -> None:
         """Take the heads of a finished stage 1: fresh ones would pull at the target."""
-        from heads import find_head, load_head
-
-        first = load_head(find_head(path), target)
+        first = load_as(MedusaHead, find_head(path), target)
         try:
             self.load_state_dict(first.state_dict())
         except RuntimeError as error:

@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 
 from decode import attention
 from decode.target import Target
-from heads.base import Batch
+from heads.batch import Batch
 from heads.eagle.cache import DraftCache
 from heads.eagle.layer import DraftLayer, Rope, rope_table
 

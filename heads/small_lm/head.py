@@ -28,9 +28,11 @@ from conf.typed import SHORT
 from decode.drafters import Drafter, DraftModel
 from decode.target import Target
 from heads import shapes
-from heads.base import Batch, Head, LossOut, Saved, differing
+from heads.base import Head, Saved, differing
+from heads.batch import Batch, LossOut
 from heads.limits import MOST, MOST_DEPTH, MOST_LAYERS
-from heads.losses import chunked_loss, target_law
+from heads.losses import Taught, chunked_loss, target_law
+from heads.names import Draft
 from heads.recompute import layers_recomputed
 from heads.small_lm.config import SmallLMConfig
 from heads.small_lm.cut import aliases, chosen_layers, cut, empty
@@ -251,9 +253,7 @@ class SmallLM(Head):
         total, losses, hits = chunked_loss(
             x[None],
             out.weight[: self.vocab],
-            inside,
-            torch.ones_like(flat, dtype=torch.bool)[None],
-            law,
+            Taught(inside, torch.ones_like(flat, dtype=torch.bool)[None], law),
             self.cfg.loss,
             torch.ones(1, device=x.device),
             self.cfg.chunk,
@@ -318,26 +318,11 @@ class SmallLM(Head):
         """A copy of the model as it drafts and is saved (heads.small_lm.net.merged)."""
         return merged(self.net, self.cfg.lora, self.outside, self.dtype)
 
-    def drafter(self, target: Target, shape: str | None = None) -> Drafter:
+    def drafter(self, target: Target, draft: Draft | None = None) -> Drafter:
         """See Head."""
-        cfg, draft = self.cfg, Target(self.plain(), self.tokenizer)
-        shape = shape or (cfg.shape if target.support == "tree" else "chain")
-        static = (
-            shapes.tree(self.calibration, cfg.nodes, cfg.depth)
-            if cfg.tree_draw == "sampled"
-            else None
-        )
-        return DraftModel(
-            draft,
-            cfg.depth,
-            f"{self.kind}@{shape}",
-            shape=shape,
-            nodes=cfg.nodes,
-            width=cfg.width,
-            ids=self.chosen,
-            static=static,
-            vocab_size=target.vocab_size,
-        )
+        form, own = self.form(target, draft), Target(self.plain(), self.tokenizer)
+        name = f"{self.kind}@{form.shape}"
+        return DraftModel(own, form, name, ids=self.chosen, vocab_size=target.vocab_size)
 
     # -- on disk
 

@@ -4,7 +4,6 @@ against the target first.
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,19 +14,12 @@ from decode.drafters import Drafter
 from decode.models.load import TargetConfig, load_target, source_folder
 from decode.models.tokenizers import compare
 from decode.target import Target
+from decode.tree import TreeShape
 from heads import shapes
 from heads.base import Head
-from heads.checkpoint import CARD
+from heads.names import Draft
 from heads.small_lm.config import SmallLMConfig
 from heads.small_lm.net import parameters
-
-REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-OURS = (
-    "runs",
-    "reports",
-    "exports",
-    "checkpoints",
-)  # folders of this tool, also where they are not made yet
 
 
 class PlainModel(Head):
@@ -50,35 +42,14 @@ class PlainModel(Head):
         self.draft = draft
         self.calibration: dict[str, Any] = shapes.even(self.cfg.depth)
 
-    def drafter(self, target: Target, shape: str | None = None) -> Drafter:
+    def drafter(self, target: Target, draft: Draft | None = None) -> Drafter:
         """See Head; over the model itself, not a copy."""
-        cfg = self.cfg
-        static = (
-            shapes.tree(self.calibration, cfg.nodes, cfg.depth)
-            if cfg.tree_draw == "sampled"
-            else None
-        )
-        return DraftModel(
-            self.draft,
-            cfg.depth,
-            cfg.path,
-            shape=shape or cfg.shape,
-            nodes=cfg.nodes,
-            width=cfg.width,
-            static=static,
-            vocab_size=target.vocab_size,
-        )
+        form = self.form(target, draft)
+        return DraftModel(self.draft, form, self.cfg.path, vocab_size=target.vocab_size)
 
-
-def is_plain(path: str) -> bool:
-    """Whether `path` is an ordinary model folder, or reads like the name of a repository (and
-    its first part is no folder here or of ours, which would rather be a misspelt path: the hub
-    is not asked for those)."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return (folder / "config.json").is_file() and not (folder / CARD).is_file()
-    first = path.partition("/")[0]
-    return bool(REPOSITORY.fullmatch(path)) and first not in OURS and not Path(first).exists()
+    def tree(self, nodes: int, depth: int) -> TreeShape:
+        """See Head; of any size, for every level counts alike."""
+        return shapes.tree(shapes.even(depth, nodes), nodes, depth)
 
 
 def plain_model(path: str, target: Target) -> PlainModel:

@@ -2,7 +2,8 @@
 to.
 
 exact       every branch of the verification rule on random toy worlds, half of them under the
-            user's own sampling settings, and of the whole decode loop on a toy model
+            user's own sampling settings, on worlds at the edges of float32 at the user's
+            temperature, and of the whole decode loop on a toy model
 greedy      token equality with Hugging Face `generate` at T = 0 on the user's target and
             drafter, and every token against the very logits it was verified with
 sampling    every emitted token placed in the law of the logits it was verified with (T > 0)
@@ -35,10 +36,14 @@ from scripts.proofs.controls.catalogue import rule_named
 from scripts.proofs.directions import Bank
 from scripts.proofs.engine_law import TableDrafter, engine_law, toy_model
 from scripts.proofs.enumerator import Case, enumerate_case
-from scripts.proofs.greedy import Greedy, Plain, greedy_layer, greedy_of, reference_tokens
+from scripts.proofs.extremes import Extreme
+from scripts.proofs.greedy import Greedy, Plain, Reading, greedy_layer, greedy_of, reference_tokens
 from scripts.proofs.sampled import Sample, Setting, sampling_layer, texts_of
 
 CASE_LIMIT, LOOP_LIMIT = 1e-12, 1e-9
+# Logits and draft laws of the worlds at the edges are float32: each softmax rounds by 6e-8 of a
+# probability, eight tokens or levels at most.
+EDGE_LIMIT = 1e-6
 SAFETY = 4  # rounding is measured on a few prompts only
 FEWEST_DRAFTS = 100  # cycles with a draft below which a sample says little about a drafter
 Watch = Callable[[str, int, int], None]  # what is running, done, total
@@ -73,6 +78,12 @@ class Plan:
             self.seed,
             self.verify,
             self.guidance,
+        )
+
+    def reading(self, tie: float) -> Reading:
+        """The greedy layer's. tie: see World."""
+        return Reading(
+            self.greedy_tokens, self.batch_size, tie, self.verify, self.sampling, self.guidance
         )
 
 
@@ -129,12 +140,7 @@ def layers(world: World, drafter: Drafter, plan: Plan, watch: Watch, parts: Part
         world.target,
         drafter,
         world.chosen,
-        plan.greedy_tokens,
-        plan.batch_size,
-        plan.verify,
-        world.tie,
-        plan.sampling,
-        plan.guidance,
+        plan.reading(world.tie),
         world.theirs,
         ticker(watch, "greedy", len(world.chosen)),
         parts,
@@ -274,8 +280,8 @@ def ticker(watch: Watch, name: str, total: int) -> Callable[[int], None]:
 
 
 def exact_layer(plan: Plan, watch: Watch) -> dict[str, Any]:
-    """Random toy worlds, half of them under the user's sampling settings, and the whole loop
-    on toy models.
+    """Random toy worlds, half of them under the user's sampling settings, worlds at the edges
+    of float32 at the user's temperature, and the whole loop on toy models.
     """
     rule, generator = rule_named(plan.verify), torch.Generator().manual_seed(plan.seed)
     worst = loop = 0.0
@@ -286,7 +292,8 @@ def exact_layer(plan: Plan, watch: Watch) -> dict[str, Any]:
             case = dataclasses.replace(case, sampling=_toy_settings(plan.sampling, case.vocab))
         outcome = enumerate_case(case, rule)
         worst, leaves = max(worst, outcome.error), leaves + outcome.leaves
-        watch("exact", i + 1, plan.cases)
+        watch("exact", i + 1, 2 * plan.cases)
+    edges, edge, edge_leaves = _edges(plan, watch)
     tree = TreeShape.of([(0,), (1,), (0, 0)])
     toys: list[tuple[Any, TreeShape | None]] = [(DraftModel(toy_model(seed=5, layers=1), 2), None)]
     toys += [
@@ -304,19 +311,38 @@ def exact_layer(plan: Plan, watch: Watch) -> dict[str, Any]:
                 target, toy, [3, 1, 4], 3, settings, plan.verify, shape, plan.guidance
             ).error,
         )
-    passed = worst <= CASE_LIMIT and loop <= LOOP_LIMIT
+    passed = worst <= CASE_LIMIT and edge <= EDGE_LIMIT and loop <= LOOP_LIMIT
     return {
         "name": "exact",
         "passed": passed,
         "cases": plan.cases,
-        "branches": leaves,
+        "branches": leaves + edge_leaves,
         "max_error": worst,
         "limit": CASE_LIMIT,
+        "edge_cases": edges,
+        "edge_max_error": edge,
+        "edge_limit": EDGE_LIMIT,
         "loop_max_error": loop,
         "loop_limit": LOOP_LIMIT,
         "verify": plan.verify,
-        "why": "" if passed else f"output law off by {max(worst, loop):.3g}",
+        "why": "" if passed else f"output law off by {max(worst, edge, loop):.3g}",
     }
+
+
+def _edges(plan: Plan, watch: Watch) -> tuple[int, float, int]:
+    """Worlds at the edges of float32 (extremes.py) at the run's own temperature: their number,
+    the largest error of any probability, and the branches walked. A greedy run has none.
+    """
+    if plan.sampling.greedy:
+        return 0, 0.0, 0
+    rule, generator = rule_named(plan.verify), torch.Generator().manual_seed(plan.seed)
+    worst, leaves, narrow = 0.0, 0, torch.float32
+    for i in range(plan.cases):
+        world = Extreme.random(generator, plan.sampling.temperature, narrow, narrow)
+        outcome = enumerate_case(world, rule)
+        worst, leaves = max(worst, outcome.error), leaves + outcome.leaves
+        watch("exact", plan.cases + i + 1, 2 * plan.cases)
+    return plan.cases, worst, leaves
 
 
 def _toy_settings(s: Sampling, vocab: int) -> Sampling:

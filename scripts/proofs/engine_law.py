@@ -24,7 +24,7 @@ from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import DraftTree, Proposal, TreeShape
-from scripts.proofs.enumerator import naive_law
+from scripts.proofs.enumerator import largest_difference, naive_law
 
 Address = tuple[int, str, int, int]  # cycle, purpose, node, how often it was asked before
 CHUNK = 512  # branches in one batch
@@ -247,8 +247,7 @@ def engine_law(
         todo += walk.new
         branches += len(scripts)
     truth = plain_law(target, prompt, length, sampling, guidance)
-    error = max(abs(law.get(k, 0.0) - truth.get(k, 0.0)) for k in law.keys() | truth.keys())
-    return EngineLaw(error, len(law), branches)
+    return EngineLaw(largest_difference(law, truth), len(law), branches)
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ Shape letters: B rows (branches), N nodes, V vocabulary, Vd draft vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -280,4 +281,12 @@ def _difference(case: Case, law: dict[tuple[int, ...], float], length: int) -> f
         return full
 
     ours, theirs = spread(law), spread({(): 1.0})
-    return max(abs(ours.get(k, 0.0) - theirs.get(k, 0.0)) for k in ours.keys() | theirs.keys())
+    return largest_difference(ours, theirs)
+
+
+def largest_difference(
+    ours: dict[tuple[int, ...], float], theirs: dict[tuple[int, ...], float]
+) -> float:
+    """Of two laws over sequences; infinite where either holds NaN, which `max` passes over."""
+    off = [abs(ours.get(k, 0.0) - theirs.get(k, 0.0)) for k in ours.keys() | theirs.keys()]
+    return math.inf if any(map(math.isnan, off)) else max(off)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +26,7 @@ from decode.target import Target
 from decode.tree import DraftTree
 from decode.verify import verify
 from heads import find_head, load_head
+from heads.names import Draft
 from scripts.common.parts import Parts
 from scripts.proofs.expected import Watched
 from scripts.proofs.greedy import Advance
@@ -54,8 +56,8 @@ def lanes(path: str, target: Target) -> dict[str, Drafter]:
     so for trees.
     """
     head = load_head(find_head(path), target)
-    head.draw_trees("sampled")
-    chain, tree = head.drafter(target, "chain"), head.drafter(target, "tree")
+    chain = head.drafter(target, Draft(shape="chain"))
+    tree = head.drafter(target, Draft(shape="tree", draw="sampled"))
     return {
         "sampled chain": chain,
         "chain": MostProbable(chain),
@@ -64,14 +66,23 @@ def lanes(path: str, target: Target) -> dict[str, Drafter]:
     }
 
 
+@dataclass(frozen=True)
+class Decoding:
+    """How prompts are decoded: tokens of the longest answer, prompts at a time, and the seed
+    that addresses all random numbers.
+    """
+
+    sampling: Sampling
+    tokens: int
+    batch_size: int
+    seed: int
+
+
 def measure(
     target: Target,
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    tokens: int,
-    batch_size: int,
-    seed: int,
+    how: Decoding,
     parts: Parts,
     name: str,
     advance: Advance,
@@ -80,12 +91,12 @@ def measure(
     found: Values = {}
     for row in parts.lines(name):
         found.update(row)
-    done = len(parts.lines(name)) * batch_size
+    done = len(parts.lines(name)) * how.batch_size
     advance(min(done, len(prompts)))
-    for start in range(done, len(prompts), batch_size):
+    for start in range(done, len(prompts), how.batch_size):
         asked = [
-            Request(list(p), tokens, id=start + i)
-            for i, p in enumerate(prompts[start : start + batch_size])
+            Request(list(p), how.tokens, id=start + i)
+            for i, p in enumerate(prompts[start : start + how.batch_size])
         ]
         rule = Watched(
             functools.partial(verify, rule="traversal"),
@@ -96,9 +107,9 @@ def measure(
             target,
             drafter,
             asked,
-            sampling,
-            batch_size=batch_size,
-            seed=seed,
+            how.sampling,
+            batch_size=how.batch_size,
+            seed=how.seed,
             verify=rule,
             eos_ids=(),
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -194,17 +194,26 @@ class Greedy:
         return sum(d["kind"] == "defect" for d in self.divergences)
 
 
+@dataclass
+class Reading:
+    """How answers are read off and judged at T = 0. tokens: of the longest answer. tolerance:
+    distance of two logits that rounding may turn. sampling: where the repetition penalty and
+    the processors come from. guidance: of classifier-free guidance, None = none."""
+
+    tokens: int
+    batch_size: int
+    tolerance: float
+    verify: str | Rule = "traversal"
+    sampling: Sampling = field(default_factory=Sampling)
+    guidance: float | None = None
+
+
 def greedy_layer(
     plain: Plain,
     target: Target,
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
-    tokens: int,
-    batch_size: int,
-    verify: str | Rule,
-    tolerance: float,
-    sampling: Sampling | None = None,
-    guidance: float | None = None,
+    reading: Reading,
     theirs: list[list[int]] | None = None,
     advance: Advance = lambda n: None,
     parts: Parts | None = None,
@@ -212,29 +221,28 @@ def greedy_layer(
     """Token equality at T = 0 with Hugging Face `generate`, every first divergence classified.
 
     A divergence is a rounding tie when a plain pass puts the two tokens and the best one
-    within `tolerance` of each other; anything else is a defect. An answer that differs from
-    the reference's is generated again by itself first, since left padding moves the last bits
-    of a batch. Besides, and whatever rounding does, every emitted token must be the best one
-    (lowest id among equals) of the logits it was verified against. sampling: where the
-    repetition penalty and the processors come from. theirs: the reference's tokens, when known
-    already. parts: keeps what is done.
+    within `reading.tolerance` of each other; anything else is a defect. An answer that differs
+    from the reference's is generated again by itself first, since left padding moves the last
+    bits of a batch. Besides, and whatever rounding does, every emitted token must be the best
+    one (lowest id among equals) of the logits it was verified against. theirs: the reference's
+    tokens, when known already. parts: keeps what is done.
     """
-    sampling = greedy_of(sampling or Sampling())
+    sampling, guidance = greedy_of(reading.sampling), reading.guidance
     parts = parts or Parts(None)
-    requests = [Request(list(p), tokens, id=i) for i, p in enumerate(prompts)]
+    requests = [Request(list(p), reading.tokens, id=i) for i, p in enumerate(prompts)]
     if theirs is None:
-        theirs = reference_tokens(plain, requests, sampling, batch_size, guidance)
+        theirs = reference_tokens(plain, requests, sampling, reading.batch_size, guidance)
     ours = parts.lines("greedy")
     advance(len(ours))
     while len(ours) < len(requests):
-        chunk = requests[len(ours) : len(ours) + CHUNK * batch_size]
-        seen = Recorder(verify, chunk, functools.partial(_is_best, sampling))
+        chunk = requests[len(ours) : len(ours) + CHUNK * reading.batch_size]
+        seen = Recorder(reading.verify, chunk, functools.partial(_is_best, sampling))
         run = generate(
             target,
             drafter,
             chunk,
             sampling,
-            batch_size=batch_size,
+            batch_size=reading.batch_size,
             verify=seen,
             guidance=guidance,
             coins=seen.coins,
@@ -250,15 +258,14 @@ def greedy_layer(
     result = Greedy(
         len(prompts), sum(len(o[0]) for o in ours), sum(o[1] for o in ours), sum(o[2] for o in ours)
     )
+    judged = replace(reading, sampling=sampling)
     for i, (out, wanted) in enumerate(zip((o[0] for o in ours), theirs, strict=True)):
         if out == wanted:
             continue
         alone = reference_tokens(plain, [requests[i]], sampling, 1, guidance)[0]
         if out != alone:
             known = Generation(list(prompts[i]), out)
-            result.divergences.append(
-                _classify(plain, i, known, alone, tolerance, sampling, guidance)
-            )
+            result.divergences.append(_classify(plain, i, known, alone, judged))
     return result
 
 
@@ -315,9 +322,7 @@ def _classify(
     prompt: int,
     out: Generation,
     wanted: list[int],
-    tolerance: float,
-    sampling: Sampling,
-    guidance: float | None = None,
+    reading: Reading,
 ) -> dict[str, Any]:
     at = next(
         (k for k, (a, b) in enumerate(zip(out.token_ids, wanted, strict=False)) if a != b), None
@@ -334,10 +339,10 @@ def _classify(
         }
     a, b = out.token_ids[at], wanted[at]
     ids, start = [*out.prompt_ids, *out.token_ids[:at], a], len(out.prompt_ids)
-    logits = next(plain.in_batches([(ids, start)], guidance))[1][-1:].double()
-    scores = pit.processed(logits, sampling, [ids[:-1]])[0]
+    logits = next(plain.in_batches([(ids, start)], reading.guidance))[1][-1:].double()
+    scores = pit.processed(logits, reading.sampling, [ids[:-1]])[0]
     margin = float(scores.max() - torch.minimum(scores[a], scores[b]))
-    kind = "rounding tie" if margin <= tolerance else "defect"
+    kind = "rounding tie" if margin <= reading.tolerance else "defect"
     return {
         "prompt": prompt,
         "position": at,

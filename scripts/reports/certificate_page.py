@@ -74,7 +74,8 @@ def _evidence(layer: dict[str, Any]) -> str:
     if layer["name"] == "exact":
         return (
             f"{layer['cases']} toy worlds, {layer['branches']} branches: law off by at most "
-            f"{layer['max_error']:.1e}; the whole loop by {layer['loop_max_error']:.1e}"
+            f"{layer['max_error']:.1e}; {layer['edge_cases']} at the edges of float32 by "
+            f"{layer['edge_max_error']:.1e}; the whole loop by {layer['loop_max_error']:.1e}"
         )
     if layer["name"] == "greedy":
         return (

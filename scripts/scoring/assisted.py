@@ -24,6 +24,7 @@ from transformers import StoppingCriteriaList
 
 from conf.errors import UserError
 from conf.typed import SEEDS
+from decode.draft_model import DraftModel
 from decode.engine import Cycle, Generation, Request, Run, Timing
 from decode.sampling import Sampling
 from decode.target import Target
@@ -210,9 +211,11 @@ class _Passes:
                 del helper.generate
 
 
-def assistants(spec: str, target: Target, draft: Any) -> list[tuple[str, Assisted, int]]:
-    """(name, reference, K) of the two rows that `spec` stands for. draft: the
-    decode.draft_model.DraftModel of hf_assisted@DIR, None for hf_prompt_lookup.
+def assistants(
+    spec: str, target: Target, draft: DraftModel | None
+) -> list[tuple[str, Assisted, int]]:
+    """(name, reference, K) of the two rows that `spec` stands for. draft: of hf_assisted@DIR,
+    None for hf_prompt_lookup.
 
     Raises UserError for a draft that transformers itself would refuse.
     """

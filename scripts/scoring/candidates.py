@@ -15,8 +15,8 @@ from typing import Any
 from conf.errors import UserError
 from heads import HEADS, head_in
 from heads.checkpoint import CARD, read_card
+from heads.folders import is_plain
 from heads.names import split
-from heads.small_lm.plain import is_plain
 from scripts.scoring.consistency import claims
 from scripts.scoring.names import ASSISTED
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from conf.errors import UserError
+from decode.draft_model import DraftModel
 from decode.drafters import Drafter
 from decode.engine import Request, Run, generate
 from decode.target import Target
@@ -91,6 +92,7 @@ def _lanes(
                 "as an assistant; give a separate draft model"
             )
         draft = resolve_drafter(f"{assistant}@chain", target)
+        assert isinstance(draft, DraftModel), "all other kinds have been refused"
         return [_assisted(*row) for row in assistants(spec, target, draft)]
     asked = parse(spec)
     card = _card(asked)

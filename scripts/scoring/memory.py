@@ -11,10 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from decode.drafters import Drafter
+from decode.target import Target
+
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-def own_elements(drafter: Any, target: Any) -> tuple[int, int]:
+def own_elements(drafter: Drafter, target: Target) -> tuple[int, int]:
     """(elements, bytes) of the floating-point weights that a drafter keeps and its target does
     not. K/V caches and whatever else is made for a run do not count: ask before the first one."""
     theirs = {

@@ -6,13 +6,15 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from heads.base import Head
 from heads.interop import Facts
 from heads.interop.engines import LLAMACPP, SGLANG, VLLM
+from heads.tuned import Tuned
 from scripts.common import files
 
 FORMAT = 1
@@ -27,19 +29,19 @@ NAMES = {
 
 @dataclass
 class About:
-    """All that card and manifest tell. settings: heads.tuned.Tuned or None. check: the
-    self-check's figures.
+    """All that card and manifest tell. card: of the head's folder. settings: what tune chose.
+    run: what training said of itself. check: the self-check's figures. dtype: as written.
     """
 
     format: str
-    head: Any
+    head: Head
     card: dict[str, Any]
     facts: Facts
-    settings: Any
-    check: dict[str, Any]
-    dtype: str
+    settings: Tuned | None
     out: Path
     run: dict[str, Any]
+    check: dict[str, Any] = field(default_factory=dict)
+    dtype: str = ""
 
     @property
     def depth(self) -> int:
@@ -180,7 +182,7 @@ def page(about: About) -> str:
     return "\n".join(lines)
 
 
-def described(head: Any) -> list[tuple[str, Any]]:
+def described(head: Head) -> list[tuple[str, Any]]:
     """Rows about the head's shape."""
     cfg = head.cfg
     rows: list[tuple[str, Any]] = [("parameters", f"{sum(p.numel() for p in head.parameters()):,}")]

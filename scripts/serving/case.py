@@ -20,12 +20,13 @@ from safetensors.torch import load_file, save_file
 
 from conf.errors import UserError
 from decode import stats
-from decode.drafters import NoDraft
+from decode.drafters import Drafter, NoDraft
 from decode.engine import Cycle, Generation, Request, generate
 from decode.sampling import Sampling
 from decode.target import Target
-from heads.base import Batch
+from heads.base import Batch, Head
 from heads.interop import detect, read_folder
+from heads.names import Draft
 from scripts.common import files
 from scripts.serving.check import comparable
 
@@ -48,7 +49,7 @@ class Runs:
         self.plain = [g.token_ids for g in self._run("plain", NoDraft(), limit, None)]
 
     def _run(
-        self, name: str, drafter: Any, limit: int, eos: Sequence[int] | None
+        self, name: str, drafter: Drafter, limit: int, eos: Sequence[int] | None
     ) -> list[Generation]:
         """Answers of a drafter; from WORK when they were made before. name: what they depend
         on beside the prompts.
@@ -111,14 +112,13 @@ class Runs:
         }
 
     def case(
-        self, head: Any, name: str, depth: int, answer: dict[str, Any], plain: dict[str, Any]
+        self, head: Head, name: str, depth: int, answer: dict[str, Any], plain: dict[str, Any]
     ) -> dict[str, Any]:
         """The engine with a drafter against our chain of the same depth. name: what tells this
         head from others.
         """
-        drafter = comparable(head, torch.float32) if head.kind != "small_lm" else head
-        drafter = drafter.drafter(self.target, "chain")
-        drafter.max_depth = drafter.max_nodes = depth
+        twin = comparable(head, torch.float32) if head.kind != "small_lm" else head
+        drafter = twin.drafter(self.target, Draft(shape="chain", depth=depth))
         counted = [
             self.counted(g)
             for g in self._run(f"{name} K={depth}", drafter, self.limit + depth + 1, ())
@@ -164,7 +164,7 @@ def rate(laps: Sequence[Sequence[float]]) -> float | None:
 
 @torch.no_grad()
 def package(
-    python: Path, folder: Path, head: Any, target: Target, prompt: Sequence[int], work: Path
+    python: Path, folder: Path, head: Head, target: Target, prompt: Sequence[int], work: Path
 ) -> dict[str, Any]:
     """The speculators package on an exported folder: its draft logits against ours (three
     steps, teacher-forced), and what it saves against what we wrote, tensor by tensor. Raises

@@ -17,9 +17,14 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
+from decode.drafters import Drafter
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
+from heads.base import Head
+from heads.eagle.drafter import EagleDrafter
+from heads.names import Draft
+from heads.parallel.drafter import MedusaDrafter
 from scripts.serving.reader import Drafts, Exported, Features
 
 TOLERANCE = 5e-4  # of the largest logit; float32 against float32 in another order of sums
@@ -46,7 +51,7 @@ class Check:
         }
 
 
-def comparable(head: Any, dtype: torch.dtype) -> Any:
+def comparable(head: Head, dtype: torch.dtype) -> Head:
     """A copy of the head as an engine has it: rounded to the exported dtype, EAGLE-1 over the
     whole vocabulary.
     """
@@ -61,7 +66,7 @@ def comparable(head: Any, dtype: torch.dtype) -> Any:
 def check_export(
     folder: Path,
     format: str,
-    head: Any,
+    head: Head,
     target: Target,
     prompts: Sequence[Tensor],
     dtype: torch.dtype,
@@ -95,7 +100,7 @@ def check_drafts(served: Reader, twin: Any, target: Target, prompts: Sequence[Te
     """
     if target.dtype != torch.float32:
         raise ValueError("check_export: load the target in float32")
-    drafter = twin.drafter(target, "chain")
+    drafter = twin.drafter(target, Draft(shape="chain"))
     count = drafter.max_depth
     out = Check(len(prompts), 0, 0.0, 0.0)
     for number, prompt in enumerate(prompts):
@@ -125,7 +130,9 @@ def check_drafts(served: Reader, twin: Any, target: Target, prompts: Sequence[Te
     return out
 
 
-def source_drafts(drafter: Any, ids: Tensor, feats: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def source_drafts(
+    drafter: Drafter, ids: Tensor, feats: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
     """Greedy tokens [K] and draft logits [K, Vd] of a chain drafter behind ids [n + 1]; feats
     [n, F, D].
     """
@@ -133,25 +140,27 @@ def source_drafts(drafter: Any, ids: Tensor, feats: Tensor, count: int) -> tuple
     drafter.reset(1, n + 1)
     drafter.begin([ids[:-1]], Sampling())
     drafter.observe(ids[None, 1:], feats[None], torch.tensor([n], device=ids.device), slice(0, 1))
+    zero = torch.zeros(1, dtype=torch.int64, device=ids.device)
+
+    def drafted() -> Tensor:
+        return drafter.propose(zero + count, Sampling(), Rng(0, zero, zero)).tokens[0]
+
+    if not isinstance(drafter, EagleDrafter):
+        assert isinstance(drafter, MedusaDrafter), "heads that are exported draft so or so"
+        return drafted(), drafter.logits(count)[:, 0]
     seen: list[Tensor] = []
-    net = getattr(drafter, "net", None)
-    if net is not None:
-        plain = net.read
-        net.read = lambda h: seen.append(plain(h)) or seen[-1]  # type: ignore[func-returns-value]
+    net: Any = drafter.net
+    read = net.read
+    net.read = lambda h: seen.append(read(h)) or seen[-1]  # type: ignore[func-returns-value]
     try:
-        zero = torch.zeros(1, dtype=torch.int64, device=ids.device)
-        tree = drafter.propose(zero + count, Sampling(), Rng(0, zero, zero))
+        tokens = drafted()
     finally:
-        if net is not None:
-            del net.read
-    if net is not None:
-        return tree.tokens[0], torch.cat(
-            [h.reshape(-1, h.shape[-1]) for h in seen]
-        ) @ drafter.proj.T
-    return tree.tokens[0], drafter.logits(count)[:, 0]
+        del net.read
+    rows = torch.cat([h.reshape(-1, h.shape[-1]) for h in seen])
+    return tokens, rows @ drafter.proj.T
 
 
-def head_ids(head: Any) -> Tensor | None:
+def head_ids(head: Head) -> Tensor | None:
     """The draft vocabulary's target ids on the CPU."""
     ids = head.ids()
     return None if ids is None else ids.cpu()

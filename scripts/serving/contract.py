@@ -15,6 +15,7 @@ from typing import Any
 from conf.errors import UserError
 from conf.jsonl import parse_line
 from decode import stats
+from decode.drafters import Drafter
 from decode.engine import Cycle, Request, generate
 from decode.sampling import Sampling
 from decode.target import Target
@@ -25,7 +26,7 @@ EDGE = 0.02  # by which the end of an answer alone may move a rate
 
 
 def expected(
-    target: Target, drafter: Any, prompts: Sequence[Sequence[int]], depth: int, limit: int
+    target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], depth: int, limit: int
 ) -> dict[str, Any]:
     """The contract of a chain of `depth` over greedy answers of at most `limit` tokens.
 

@@ -19,6 +19,8 @@ from decode.models.load import torch_dtype
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
+from heads.base import Head
+from heads.names import Draft
 
 KEPT = (
     "config.json",
@@ -46,7 +48,7 @@ def save(tensors: dict[str, Tensor], path: Path) -> None:
 def write(
     source: Path,
     stage: Path,
-    head: Any,
+    head: Head,
     target: Target,
     prompts: Sequence[Tensor],
     dtype: str | None,
@@ -89,7 +91,7 @@ def write(
         stage, dtype=torch.float32, use_safetensors=True
     )
     model = model.to(target.device).eval()
-    drafter = head.drafter(target, "chain")
+    drafter = head.drafter(target, Draft(shape="chain"))
     ids = head.ids()
     out: dict[str, Any] = {
         "prompts": len(prompts),

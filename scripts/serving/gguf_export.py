@@ -16,6 +16,7 @@ from torch import Tensor
 
 from conf.errors import UserError
 from decode.target import Target
+from heads.base import Head
 from heads.interop import gguf_write
 from heads.interop.gguf_write import GgufModel
 from scripts.common import files
@@ -35,7 +36,7 @@ class Kind:
 
 
 def write_head(
-    stage: Path, head: Any, target: Target, prompts: Sequence[Tensor], kind: Kind
+    stage: Path, head: Head, target: Target, prompts: Sequence[Tensor], kind: Kind
 ) -> tuple[Any, Check]:
     """An EAGLE-3 head: the head with its numbers rounded as the file has them, and the check.
 
@@ -52,7 +53,7 @@ def write_head(
     return twin, check_drafts(served, twin, target, prompts)
 
 
-def rounded_head(head: Any, dtype: str) -> Any:
+def rounded_head(head: Head, dtype: str) -> Any:
     """A copy of a head (a separate draft: the head itself) with the numbers of such a file."""
     if head.kind == "small_lm":
         return head
@@ -63,15 +64,16 @@ def rounded_head(head: Any, dtype: str) -> Any:
 
 
 def write_draft(
-    stage: Path, source: Path, head: Any, target: Target, prompts: Sequence[Tensor], kind: Kind
+    stage: Path, source: Path, head: Head, target: Target, prompts: Sequence[Tensor], kind: Kind
 ) -> Check:
     """A separate draft that was trained here, from its folder. Raises UserError as write_model
     does, and for one that proposes a part of the vocabulary only."""
     from transformers import AutoModelForCausalLM
 
-    if head.ids() is not None:
+    ids = head.ids()
+    if ids is not None:
         raise UserError(
-            f"format=gguf: head.draft_vocab: {len(head.ids())}; llama.cpp would draft from all "
+            f"format=gguf: head.draft_vocab: {len(ids)}; llama.cpp would draft from all "
             "tokens: train with head.draft_vocab=0"
         )
     model: Any = AutoModelForCausalLM.from_pretrained(

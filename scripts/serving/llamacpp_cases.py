@@ -20,6 +20,7 @@ from torch import Tensor
 
 from conf.errors import UserError
 from decode import stats
+from decode.drafters import Drafter
 from decode.engine import Cycle, Request, generate
 from decode.sampling import Sampling
 from decode.target import Target
@@ -47,7 +48,7 @@ class Bench:
 class Recorder:
     """A drafter that writes down what it proposes; one row at a time."""
 
-    def __init__(self, drafter: Any) -> None:
+    def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
         self.drafts: list[list[int]] = []
 
@@ -127,7 +128,7 @@ def whole(bench: Bench, answer: dict[str, Any]) -> list[list[int]]:
 
 
 def case(
-    bench: Bench, drafter: Any, depth: int, answer: dict[str, Any], plain: dict[str, Any]
+    bench: Bench, drafter: Drafter, depth: int, answer: dict[str, Any], plain: dict[str, Any]
 ) -> dict[str, Any]:
     """The engine with a drafter: against plain decoding here, its own plain answers, and our
     chain of the same depth."""
@@ -178,7 +179,7 @@ def case(
 
 
 def ours(
-    bench: Bench, drafter: Any, depth: int, requests: Sequence[Request], stamp: Sequence[Any]
+    bench: Bench, drafter: Drafter, depth: int, requests: Sequence[Request], stamp: Sequence[Any]
 ) -> list[list[Cycle]]:
     """Our cycles that drafted, prompt by prompt; from WORK when they were counted before.
     stamp: what they depend on."""
@@ -212,7 +213,9 @@ def cycles_of(reply: dict[str, Any]) -> list[Cycle]:
     return out
 
 
-def trace(target: Target, drafter: Any, request: Request, theirs: Sequence[Any]) -> dict[str, Any]:
+def trace(
+    target: Target, drafter: Drafter, request: Request, theirs: Sequence[Any]
+) -> dict[str, Any]:
     """Draft tokens of one answer compared one by one: how many are equal, and the first that
     differs, with its share among the ten best on both sides."""
     recorder = Recorder(drafter)

@@ -23,7 +23,9 @@ from decode.engine import Request, generate
 from decode.sampling import Sampling
 from decode.target import Target
 from heads import vocab
-from heads.base import Batch
+from heads.base import Batch, Head
+from heads.eagle.head import Eagle1Head, Eagle3Head, EagleHead
+from heads.parallel.medusa import MedusaHead
 
 SURE = 4.0  # standard errors by which a convention must be better
 LOW = 0.05  # accepted draft tokens of two, below which the head hardly drafts for this target
@@ -43,32 +45,33 @@ class Reading:
     better: float = 0.0
 
 
-def conventions(head: Any) -> Iterator[tuple[str, str, Any]]:
+def conventions(head: Head) -> Iterator[tuple[str, str, Any]]:
     """(name, what it means, a copy of the head read so) for every other convention that this
     kind of head occurs in.
     """
-    if head.kind == "eagle3":
+    if isinstance(head, Eagle3Head):
         yield from _eagle3(head)
-    elif head.kind == "eagle1":
+    elif isinstance(head, Eagle1Head):
         twin = copy.deepcopy(head)
-        left, right = twin.net.fc.weight.data.chunk(2, 1)
-        twin.net.fc.weight.data = torch.cat([right, left], 1)
+        fc = twin.net.get_submodule("fc").get_parameter("weight")
+        left, right = fc.data.chunk(2, 1)
+        fc.data = torch.cat([right, left], 1)
         yield "fc_halves", "fc reads the feature first, then the embedding", twin
-    elif head.kind == "medusa":
-        twin = copy.deepcopy(head)
-        twin.block_weight.data = twin.block_weight.data.transpose(2, 3).contiguous()
-        yield "transpose_blocks", "the blocks' weights are transposed", twin
-    if head.kind.startswith("eagle"):
+    elif isinstance(head, MedusaHead):
+        medusa = copy.deepcopy(head)
+        medusa.block_weight.data = medusa.block_weight.data.transpose(2, 3).contiguous()
+        yield "transpose_blocks", "the blocks' weights are transposed", medusa
+    if isinstance(head, EagleHead):
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             weight = getattr(head.net.layers[0].self_attn, name).weight
             if weight.shape[0] == weight.shape[1]:
-                twin = copy.deepcopy(head)
-                mine = getattr(twin.net.layers[0].self_attn, name).weight
+                other = copy.deepcopy(head)
+                mine = getattr(other.net.layers[0].self_attn, name).weight
                 mine.data = mine.data.T.contiguous()
-                yield f"transpose_{name}", f"{name} is transposed", twin
+                yield f"transpose_{name}", f"{name} is transposed", other
 
 
-def _eagle3(head: Any) -> Iterator[tuple[str, str, Any]]:
+def _eagle3(head: Eagle3Head) -> Iterator[tuple[str, str, Any]]:
     for step, name in ((1, "taps_plus_1"), (-1, "taps_minus_1")):
         taps = tuple(tap + step for tap in head.taps)
         if min(taps) >= 0 and max(taps) < head.final:
@@ -78,8 +81,9 @@ def _eagle3(head: Any) -> Iterator[tuple[str, str, Any]]:
     count = len(head.taps)
     for order in list(itertools.permutations(range(count)))[1:] if count <= 3 else []:
         twin = copy.deepcopy(head)
-        parts = twin.net.fc.weight.data.chunk(count, 1)
-        twin.net.fc.weight.data = torch.cat([parts[i] for i in order], 1)
+        fc = twin.net.get_submodule("fc").get_parameter("weight")
+        parts = fc.data.chunk(count, 1)
+        fc.data = torch.cat([parts[i] for i in order], 1)
         yield (
             f"fc_{''.join(map(str, order))}",
             f"fc's column blocks in the order {list(order)}",
@@ -137,7 +141,7 @@ def remembered(target: Target, batch: Batch) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def accepted(head: Any, batch: Batch, target: Target) -> tuple[Tensor, Tensor]:
+def accepted(head: Head, batch: Batch, target: Target) -> tuple[Tensor, Tensor]:
     """Two [n] tensors: how many of its first two draft tokens are accepted at every supervised
     token that a draft can begin with; and the log-probability of that token and of the next
     one, added up (0 outside the draft vocabulary)."""
@@ -159,7 +163,7 @@ def accepted(head: Any, batch: Batch, target: Target) -> tuple[Tensor, Tensor]:
     return chain[first], (logp[0, :-1] + logp[1, 1:])[first]
 
 
-def probe(head: Any, batch: Batch, target: Target) -> list[Reading]:
+def probe(head: Head, batch: Batch, target: Target) -> list[Reading]:
     """As written first, then every other convention, best first."""
     with remembered(target, batch):
         base, law = accepted(head, batch, target)

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from decode.target import Target
-from heads.base import Batch
+from heads.base import Batch, Head
 from heads.interop import Foreign, detect
 from scripts.serving import probe as acceptance_probe
 
 
-def breakages(foreign: Foreign, head: Any) -> Iterator[tuple[str, str, Foreign]]:
+def breakages(foreign: Foreign, head: Head) -> Iterator[tuple[str, str, Foreign]]:
     """(what was done, the convention that mends it, the broken folder)."""
     yield "nothing", acceptance_probe.AS_WRITTEN, foreign
     if head.kind == "eagle3":

@@ -9,19 +9,17 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from conf.errors import Interrupted, UserError
 from decode.models.identity import sha256_template, sha256_tokenizer
 from decode.models.load import load_tokenizer
 from scripts.common.meter import Meter
+from scripts.synthesis.config import SynthesizeConfig
 from scripts.synthesis.ledger import Ledger
 from scripts.synthesis.questions import Questions
 from scripts.synthesis.regenerate import Regenerator
 from scripts.synthesis.server import OpenAIServer
-
-if TYPE_CHECKING:
-    from scripts.synthesize import SynthesizeConfig
 
 FORMAT = 1  # raise when the same settings would give other requests
 UNLIKE = 0.5  # below this share of answers with the same tokens here, something is wrong

@@ -19,7 +19,7 @@ from decode.drafters import Drafter, NGram
 from decode.engine import Request, generate
 from decode.sampling import Sampling
 from decode.target import Target
-from heads import drafting_head, settings_folder, shapes, tuned
+from heads import drafting_head, settings_folder, shapes
 from heads.base import Head
 from heads.names import NGRAM, NONE, Draft, parse
 from heads.tuned import Settings
@@ -134,7 +134,7 @@ class Family:
         if kind == "chain":
             return Settings("chain", depth=cfg.heads if self.parallel else cfg.depth)
         if self.parallel:
-            tree = self.head.tree()  # type: ignore[operator]
+            tree = self.head.tree(cfg.nodes, self.deepest)
             return Settings("tree", depth=tree.depth, nodes=len(tree), paths=tree.paths)
         return Settings("tree", depth=cfg.depth, nodes=cfg.nodes, width=cfg.width)
 
@@ -149,7 +149,7 @@ class Family:
         """A fresh drafter with these settings."""
         if self.head is None:
             return NGram(depth=settings.depth or NGram().max_depth)
-        return tuned.drafter(self.head, self.target, settings)
+        return self.head.drafter(self.target, settings.draft())
 
     # -- measuring
 

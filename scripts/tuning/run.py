@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from conf.errors import UserError
 from decode.engine import generate
@@ -24,12 +24,10 @@ from scripts.scoring import contest
 from scripts.scoring.lanes import lanes_of
 from scripts.scoring.score import Scores, plain
 from scripts.tuning import latency, search
+from scripts.tuning.config import TuneConfig
 from scripts.tuning.cost import CostModel
 from scripts.tuning.family import Bounds, Family
 from scripts.tuning.search import Candidate
-
-if TYPE_CHECKING:
-    from scripts.tune import TuneConfig
 
 CURVE_NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 CURVE_CYCLES = 8

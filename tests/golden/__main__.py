@@ -86,7 +86,9 @@ def make_target() -> None:
     learn.
     """
     chats(cases.DATA, 24)
-    model = tiny_model(layers=2, hidden=16, heads=2, kv_heads=1, vocab=260, context=256)
+    model = tiny_model(
+        layers=2, hidden=16, heads=2, kv_heads=1, vocab=260, max_position_embeddings=256
+    )
     tokenizer = byte_tokenizer()
     rows = [json.loads(line)["messages"] for line in cases.DATA.read_text().splitlines()]
     texts = [tokenizer.apply_chat_template(row, tokenize=True, return_dict=False) for row in rows]

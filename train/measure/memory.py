@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from decode.target import Target
 from heads.base import Head
 from train.texts.batches import Plan, Rows
 
@@ -99,7 +100,7 @@ def widest(cfg: Any, rows: Rows, plan: Plan, world: int = 1) -> list[int]:
     return best[1]
 
 
-def predict(cfg: Any, target: Any, head: Head, rows: Rows, plan: Plan) -> Peak:
+def predict(cfg: Any, target: Target, head: Head, rows: Rows, plan: Plan) -> Peak:
     """The peak of a run in one process, without evaluation. Two passes over rows of the widest
     micro-batch, a quarter and half of them, give what grows with the rows; a first one fills
     the caches of the libraries."""

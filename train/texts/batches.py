@@ -13,10 +13,11 @@ import contextlib
 import functools
 import hashlib
 import json
+import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,20 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
-from decode.models.identity import cache_root, sha256_file, sha256_template, sha256_tokenizer
+from decode.models.identity import (
+    cache_root,
+    sha256_remembered,
+    sha256_template,
+    sha256_tokenizer,
+)
 from heads.base import Batch
 from train.config import DataConfig
-from train.texts.rows import BadRow, Row, encode, read_jsonl, read_records, read_text
+from train.texts.rows import BadRow, Reading, Row, read_lines, read_records, read_text
+from train.texts.tokenizing import CHUNK, LETTERS, Item, Parts, Work, encoded, processes
 from train.texts.tokens import HASHED, PART, Counted, TokenWriter, mapped, sha256_of
+from train.waiting import nothing, turn
 
-VERSION = 1  # of the token cache: raise it when rows are encoded differently
+VERSION = 2  # of the token cache: raise it when rows are encoded differently
 LEFT_OUT = (
     "left_out.txt"  # in the run folder: file:line and reason of every row that is not trained on
 )
@@ -45,7 +53,9 @@ MIN_TEXT_PROMPT = 16  # tokens of a plain text that serve as its prompt
 @dataclass
 class Rows:
     """Token rows, end to end. ids: [S] int32. loss: [S] bool. offsets: [R + 1] int64. lines:
-    [R] int64 (with `name`: where a row comes from). held: [R] bool, kept out of training."""
+    [R] int64 (with `name`: where a row comes from). held: [R] bool, kept out of training.
+    turns: of how many assistant turns, how many the chat template shows, and how many are
+    supervised. tally, about: what the token cache has counted and hashed already."""
 
     name: str
     ids: Tensor
@@ -54,11 +64,26 @@ class Rows:
     lines: Tensor
     held: Tensor
     bad: list[str]
+    turns: tuple[int, int, int] = (0, 0, 0)
+    tally: Tensor | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
 
     @functools.cached_property
     def lengths(self) -> Tensor:
         """[R] int64 tokens."""
         return self.offsets.diff()
+
+    @functools.cached_property
+    def supervised(self) -> int:
+        """How many tokens are supervised."""
+        known = self.about.get("supervised")
+        return int(self.loss.sum()) if known is None else int(known)
+
+    @functools.cached_property
+    def max_id(self) -> int:
+        """The largest token id, -1 without tokens."""
+        known = self.about.get("max_id")
+        return int(known) if known is not None else int(self.ids.max()) if self.ids.numel() else -1
 
     def where(self, row: int) -> str:
         """file:line of a row."""
@@ -72,6 +97,17 @@ class Rows:
         )
         shown = ", ".join(f"{n} x {why}" for why, n in kinds.most_common(most))
         return shown + (f", {len(kinds) - most} more kinds" if len(kinds) > most else "")
+
+    def supervision(self) -> str:
+        """How many assistant turns are supervised, and why others are not; "" without chats."""
+        turns, shown, kept = self.turns
+        reasons = [
+            f"{turns - shown:,} not shown apart by the chat template" if shown < turns else "",
+            f"{shown - kept:,} beyond data.max_length" if kept < shown else "",
+        ]
+        why = ", ".join(filter(None, reasons))
+        told = f"{kept:,} of {turns:,} assistant turns supervised"
+        return (told + (f" ({why})" if why else "")) if turns else ""
 
     def list_bad(self, folder: Path) -> None:
         """Leave the list of the rows that were left out in a run folder; none where there are
@@ -147,6 +183,9 @@ class Rows:
     def counts(self, vocab_size: int) -> Tensor:
         """[V] int64 occurrences among the supervised tokens of the training rows."""
         total = torch.zeros(vocab_size, dtype=torch.int64)
+        if self.tally is not None:
+            total[: self.tally.numel()] = self.tally
+            return total
         first, count = 0, self.held.numel()
         while first < count:  # the tokens may not fit into memory, those of some rows do
             last = int(torch.searchsorted(self.offsets, self.offsets[first] + PART)) - 1
@@ -158,7 +197,7 @@ class Rows:
 
     def sha256(self) -> str:
         """Content hash of ids, mask, row bounds and the held-out choice."""
-        return sha256_of({name: getattr(self, name) for name in HASHED})
+        return self.about.get("sha256") or sha256_of({name: getattr(self, name) for name in HASHED})
 
 
 class Plan:
@@ -168,11 +207,16 @@ class Plan:
     by length, cut into batches, and the batches of a window are shuffled. The incomplete batch
     at the end is left out; another permutation leaves out others. Raises UserError when there
     are fewer rows than one batch.
+
+    skip: lines whose rows are not trained on. skipped: how many rows that were.
     """
 
-    def __init__(self, rows: Rows, batch_size: int, window: int, seed: int) -> None:
+    def __init__(
+        self, rows: Rows, batch_size: int, window: int, seed: int, skip: Sequence[int] = ()
+    ) -> None:
         self.rows, self.batch_size, self.window, self.seed = rows, batch_size, window, seed
-        self.train = (~rows.held).nonzero()[:, 0]
+        named = torch.isin(rows.lines, torch.tensor([*skip], dtype=torch.int64))
+        self.train, self.skipped = (~rows.held & ~named).nonzero()[:, 0], int(named.sum())
         self.per_epoch = self.train.numel() // batch_size
         if not self.per_epoch:
             raise UserError(
@@ -230,24 +274,44 @@ def hash_u63(*values: int | str) -> int:
     return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8]) >> 1
 
 
-def held_out_batches(rows: Rows, limit: int, size: int = 8) -> Iterator[Batch]:
-    """Up to `limit` held-out rows, sorted by length, `size` at a time."""
+def held_out_batches(rows: Rows, limit: int, size: int = 8, tokens: int = 0) -> Iterator[Batch]:
+    """Up to `limit` held-out rows, sorted by length, at most `size` at a time and at most so
+    many padded tokens (0 = no limit; one row in any case)."""
     chosen = rows.held.nonzero()[:limit, 0]
     chosen = chosen[rows.lengths[chosen].argsort(stable=True)]
-    for part in chosen.split(size):
-        if part.numel():
-            yield rows.batch(part.tolist())
+    part: list[int] = []
+    for row in chosen.tolist():
+        full = tokens and int(rows.lengths[row]) * (len(part) + 1) > tokens
+        if part and (len(part) == size or full):
+            yield rows.batch(part)
+            part = []
+        part.append(row)
+    if part:
+        yield rows.batch(part)
 
 
 def load_rows(
-    cfg: DataConfig, tokenizer: Any, eos_ids: Sequence[int], vocab_size: int, context: int
+    cfg: DataConfig,
+    tokenizer: Any,
+    eos_ids: Iterable[int],
+    vocab_size: int,
+    context: int,
+    heed: Callable[[], None] = nothing,
 ) -> Rows:
-    """Read, check and tokenize the data, or take the tokens from the cache.
+    """Read, check and tokenize the data, or take the tokens from the cache. Of several processes
+    one tokenizes and the others wait for its file, without a collective.
 
+    heed: called while that takes long; what it raises ends it, and finished parts stay.
     Raises UserError: no such file or data set, too many malformed rows (the first is named by
     file:line), no row at all, token ids outside the target's vocabulary.
     """
-    max_length = min(cfg.max_length, context)
+    how = Reading(
+        min(cfg.max_length, context),
+        frozenset(eos_ids),
+        cfg.turns,
+        cfg.last_turn_only,
+        cfg.chat_template_kwargs,
+    )
     source, name, content = _source(cfg)
     identity = [
         VERSION,
@@ -255,17 +319,23 @@ def load_rows(
         content,
         sha256_tokenizer(tokenizer),
         sha256_template(tokenizer),
-        sorted(eos_ids),
-        max_length,
+        sorted(how.eos),
+        how.max_length,
         cfg.held_out,
+        how.turns,
+        how.last_turn_only,
+        how.kwargs,
     ]
-    key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+    text = json.dumps(identity, sort_keys=True, default=str)
+    key = hashlib.sha256(text.encode()).hexdigest()[:32]
     path = cache_root() / "tokens" / f"{key}.safetensors" if cfg.cache else None
-    rows = _from_cache(path, name) if path else None
-    if rows is None:
-        rows = _tokenize(
-            source, name, tokenizer, eos_ids, max_length, cfg.held_out, path, cfg.streaming
-        )
+    work = Work(name, tokenizer, how, cfg.held_out)
+    rows = _from_cache(path, name)
+    if rows is None and path is not None:
+        with turn(f"tokens-{key}", cfg.wait, heed):
+            rows = _from_cache(path, name) or _tokenize(cfg, source, work, path, heed)
+    elif rows is None:
+        rows = _tokenize(cfg, source, work, None, heed)
     total = rows.lines.numel() + len(rows.bad)
     if not total:
         raise UserError(
@@ -283,13 +353,13 @@ def load_rows(
             "that starts lists "
             f"all of them in {LEFT_OUT})"
         )
-    if rows.ids.numel() and int(rows.ids.max()) >= vocab_size:
+    if rows.max_id >= vocab_size:
         raise UserError(
-            f"target: its tokenizer makes id {int(rows.ids.max())}, its vocabulary has "
+            f"target: its tokenizer makes id {rows.max_id}, its vocabulary has "
             f"{vocab_size} "
             "entries; use the tokenizer of this model"
         )
-    if not bool(rows.loss.any()):
+    if not rows.supervised:
         raise UserError(
             f"data.path: no token of {name} is supervised; the chat template marks no "
             "assistant text"
@@ -297,7 +367,7 @@ def load_rows(
     return rows
 
 
-def _source(cfg: DataConfig) -> tuple[Iterator[Row | BadRow], str, str]:
+def _source(cfg: DataConfig) -> tuple[Iterator[Item], str, str]:
     """(rows, name for messages, content hash)."""
     if cfg.kind in ("jsonl", "text"):
         path = Path(cfg.path).expanduser()
@@ -306,11 +376,8 @@ def _source(cfg: DataConfig) -> tuple[Iterator[Row | BadRow], str, str]:
                 f"data.path: no such file {path}; give a "
                 f"{'JSONL' if cfg.kind == 'jsonl' else 'text'} file"
             )
-        return (
-            (read_jsonl if cfg.kind == "jsonl" else read_text)(path),
-            str(path),
-            sha256_file(path),
-        )
+        rows = read_lines(path) if cfg.kind == "jsonl" else read_text(path)
+        return rows, str(path), sha256_remembered([path])[0]
     import datasets
 
     name = cfg.path or cfg.name
@@ -345,7 +412,9 @@ def _streamed(cfg: DataConfig, name: str) -> tuple[Iterator[Row | BadRow], str, 
     builder = datasets.load_dataset_builder(**where)
     data = datasets.load_dataset(**where, split=cfg.split, streaming=True)
     files = [str(f) for f in (builder.config.data_files or {}).get(cfg.split, [])]
-    parts = [[Path(f).name, sha256_file(Path(f))] if Path(f).is_file() else [f] for f in files]
+    parts = [
+        [Path(f).name, sha256_remembered([Path(f)])[0]] if Path(f).is_file() else [f] for f in files
+    ]
     content = ["stream", parts or [[str(where), cfg.split, builder.hash]]]
     return _unbroken(read_records(data, name), name), name, json.dumps(content)
 
@@ -369,64 +438,95 @@ def _unbroken(rows: Iterator[Row | BadRow], name: str) -> Iterator[Row | BadRow]
 
 
 def _tokenize(
-    source: Iterator[Row | BadRow],
-    name: str,
-    tokenizer: Any,
-    eos_ids: Sequence[int],
-    max_length: int,
-    held_out: float,
+    cfg: DataConfig,
+    source: Iterable[Item],
+    work: Work,
     path: Path | None,
-    must_keep: bool,
+    heed: Callable[[], None],
 ) -> Rows:
-    """Encode every row. path: the token cache to leave, if any; must_keep: a cache that cannot
-    be written is an error, otherwise the run goes on with the tokens in memory."""
+    """Encode every row. path: the token cache to leave, if any; where it cannot be written the
+    run goes on with the tokens in memory, unless they are streamed."""
     bad: list[str] = []
-    told = Counted(name)
+    turns = [0, 0, 0]
+    told = Counted(work.name)
+    parts = Parts(path and cache_root() / "token-parts" / f"{path.stem}-{CHUNK}-{LETTERS}")
     with TokenWriter(path.parent if path else None) as writer:
         try:
-            for row in source:
-                told.add(writer.offsets[-1])
-                try:
-                    if isinstance(row, BadRow):
-                        raise row
-                    parts = encode(row, tokenizer, eos_ids, max_length)
-                except BadRow as problem:
-                    bad.append(str(problem))
-                    continue
-                line, held = int(row.where.rpartition(":")[2]), _share(row) < held_out
-                for part, mask in parts:
-                    writer.add(part, mask, line, held)
+            for part in encoded(source, work, processes(cfg.workers), parts, heed):
+                writer.extend(part.writer.tensors())
+                bad += part.bad
+                turns = [a + b for a, b in zip(turns, part.turns, strict=True)]
+                told.add(part.rows, writer.offsets[-1])
             if path is not None:
-                writer.write(path, {"bad": [line.removeprefix(name) for line in bad]})
+                writer.write(path, {"bad": bad, "turns": turns})
+                _remember(path)
+                parts.remove()
         except OSError as error:
-            if path is None or writer.spilled or must_keep or error.filename is None:
+            if path is None or writer.spilled or cfg.streaming or error.filename is None:
                 raise UserError(
                     f"data.cache: the tokens do not go to {path.parent if path else 'memory'} "
                     f"({error.strerror or error}); free space there or set OUTRIDER_CACHE"
                 ) from None
-            return Rows(name, **writer.tensors(), bad=bad)
-        kept = _from_cache(path, name) if path is not None else None
-        return kept or Rows(name, **writer.tensors(), bad=bad)
+            path = None
+        kept = _from_cache(path, work.name)
+        named = [work.name + line for line in bad]
+        return kept or _rows(work.name, writer.tensors(), named, turns, {})
 
 
-def _share(row: Row) -> float:
-    """A number in [0, 1) from what the row asks: the same question falls on the same side,
-    whatever the file.
-    """
-    asked = (
-        row.text
-        if row.chat is None
-        else "\n".join(m["content"] for m in row.chat if m["role"] == "user")
-    )
-    return int.from_bytes(hashlib.sha256(asked.encode()).digest()[:8]) / 2**64
+def _rows(
+    name: str,
+    tensors: Mapping[str, Tensor],
+    bad: list[str],
+    turns: Sequence[int],
+    about: Mapping[str, Any],
+) -> Rows:
+    asked, shown, kept = turns
+    return Rows(name, **tensors, bad=bad, turns=(asked, shown, kept), about=about)  # type: ignore[arg-type]  # by name
 
 
-def _from_cache(path: Path, name: str) -> Rows | None:
-    found = mapped(path)
+def _from_cache(path: Path | None, name: str) -> Rows | None:
+    """The rows of a token file, None without a sound one. It is read through once on this
+    machine, and again when it changes."""
+    if path is None:
+        return None
+    known = _memory(path) == _stat(path)
+    found = mapped(path, check=not known)
     if found is None:
         return None
+    if not known:
+        _remember(path)
     tensors, about = found
     try:
-        return Rows(name, **tensors, bad=[name + line for line in about["bad"]])
-    except (KeyError, TypeError):
+        bad = [name + line for line in about["bad"]]
+        return _rows(name, tensors, bad, about["turns"], about)
+    except (KeyError, TypeError, ValueError):
         return None
+
+
+def _stat(path: Path) -> list[int] | None:
+    """What changes when a file does."""
+    with contextlib.suppress(OSError):
+        s = path.stat()
+        return [s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino]
+    return None
+
+
+def _checked(path: Path) -> Path:
+    return cache_root() / "checked" / f"{path.stem}.json"
+
+
+def _memory(path: Path) -> list[int] | str:
+    """The `_stat` under which a token file was found sound."""
+    with contextlib.suppress(OSError, ValueError):
+        return list(json.loads(_checked(path).read_text()))
+    return "never"
+
+
+def _remember(path: Path) -> None:
+    """This token file is sound as it is now. Best effort."""
+    with contextlib.suppress(OSError):
+        note = _checked(path)
+        note.parent.mkdir(parents=True, exist_ok=True)
+        stage = note.with_name(f".tmp-{note.name}-{os.getpid()}")
+        stage.write_text(json.dumps(_stat(path)))
+        stage.replace(note)

@@ -1,26 +1,40 @@
 """From raw rows to token ids and a loss mask; a row that cannot be used says why.
 
 The mask comes from the chat template itself: from its generation tags where it has them,
-otherwise from prefix differences (the text rendered up to an assistant turn, with and without
-that turn). Text is never searched for. An assistant span ends with its end-of-turn token: what
-the template writes after it, the target never generates.
+otherwise from renderings with a turn replaced (train/texts/spans.py). Answers are never
+searched for. An assistant span ends with its end-of-turn token: what the template writes after
+it, the target never generates. What a row holds beside text (tool calls, tools, reasoning) is
+handed to the template; a row of which the template would show less than there is is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import json
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from conf.errors import UserError
 from conf.jsonl import MAX_LINE, is_array, no_array, parse_line
+from train.texts.spans import (
+    REASONING,
+    Message,
+    Span,
+    Template,
+    arguments,
+    settled,
+    spans,
+    unread,
+)
 
 ROLES = {
     "system": "system",
     "user": "user",
     "assistant": "assistant",
     "tool": "tool",
+    "developer": "developer",
     "human": "user",
     "gpt": "assistant",
     "chatgpt": "assistant",
@@ -28,7 +42,8 @@ ROLES = {
     "bing": "assistant",
     "model": "assistant",
 }
-Message = dict[str, str]
+FIRST = ("system", "developer")  # roles that stand before the first question
+OWN = ("role", "from", "content", "value")  # keys of a turn that are read here
 
 
 @dataclass
@@ -45,17 +60,41 @@ class BadRow(Exception):
 @dataclass
 class Row:
     """A usable raw row. chat: messages, or None for plain `text`. complete: the last answer
-    reached its end.
+    reached its end. tools: functions that the chat offers, for the template.
     """
 
     where: str
     chat: list[Message] | None
     text: str = ""
     complete: bool = True
+    tools: list[Any] | None = None
 
 
-def read_jsonl(path: Path) -> Iterator[Row | BadRow]:
-    """Rows of a JSONL file, one per line that is not blank; `where` is file:line. Raises
+@dataclass(frozen=True)
+class Reading:
+    """How chats become rows of tokens: data.max_length, data.turns, data.last_turn_only and
+    data.chat_template_kwargs. eos: the target's end-of-turn tokens.
+    """
+
+    max_length: int
+    eos: frozenset[int] = frozenset()
+    turns: str = "chat"
+    last_turn_only: bool = False
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Encoded(NamedTuple):
+    """A row of tokens. loss: which are supervised. turns: of its assistant turns so many were
+    asked for, so many the template shows, and so many are supervised at least in part (the
+    others lie beyond data.max_length)."""
+
+    ids: list[int]
+    loss: list[bool]
+    turns: tuple[int, int, int] = (0, 0, 0)
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Line numbers and lines of a JSONL file that are not blank, for `raw_row`. Raises
     UserError without a file, and for one that holds a single JSON array, as ShareGPT is handed
     around."""
     try:
@@ -70,7 +109,19 @@ def read_jsonl(path: Path) -> Iterator[Row | BadRow]:
         stream.seek(0)
         for number, line in enumerate(stream, 1):
             if line.strip():
-                yield _checked(f"{path}:{number}", lambda line=line: parse_line(line))  # type: ignore[misc]
+                yield number, line
+
+
+def raw_row(name: str, number: int, line: bytes) -> Row | BadRow:
+    """The row in a line of the JSONL file `name`."""
+    return _checked(f"{name}:{number}", lambda: parse_line(line))
+
+
+def read_jsonl(path: Path) -> Iterator[Row | BadRow]:
+    """Rows of a JSONL file, one per line that is not blank; `where` is file:line. Raises
+    UserError as read_lines does."""
+    for number, line in read_lines(path):
+        yield raw_row(str(path), number, line)
 
 
 def read_text(path: Path) -> Iterator[Row | BadRow]:
@@ -122,29 +173,70 @@ def interpret(record: Any, where: str) -> Row:
     if not isinstance(turns, list | tuple) or not turns:
         raise ValueError("its turns are not a list with something in it")
     chat = [_message(turn, i) for i, turn in enumerate(turns)]
-    body = chat[1:] if chat[0]["role"] == "system" else chat
+    first = next((i for i, m in enumerate(chat) if m["role"] not in FIRST), len(chat))
+    body = chat[first:]
+    loose = any(m["role"] == "tool" or m.get("tool_calls") for m in body)
     for i, message in enumerate(body):
         wanted = ("user", "assistant")[i % 2]
-        if message["role"] == "system":
-            raise ValueError(f"turn {i}: a system turn may only stand first")
-        if message["role"] != wanted and "tool" not in {m["role"] for m in body}:
+        if message["role"] in FIRST:
+            raise ValueError(f"turn {i}: a {message['role']} turn may only stand first")
+        if message["role"] != wanted and not loose:
             raise ValueError(f"turn {i}: role {message['role']!r} where {wanted!r} is due")
     if not any(m["role"] == "assistant" for m in chat):
         raise ValueError("has no assistant turn")
-    return Row(where, chat, complete=record.get("complete", True) is not False)
+    complete = record.get("complete", True) is not False
+    return Row(where, chat, complete=complete, tools=_tools(record.get("tools")))
+
+
+def _tools(given: Any) -> list[Any] | None:
+    """The functions of a row; data sets keep them as a list or as its JSON text."""
+    if given is None or given == "":
+        return None
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError:
+            raise ValueError("tools are neither a list nor its JSON text") from None
+    if not isinstance(given, list | tuple) or not all(isinstance(t, dict) for t in given):
+        raise ValueError("tools are not a list of objects")
+    return list(given) or None
 
 
 def _message(turn: Any, i: int) -> Message:
+    """A turn as the template gets it: its role as transformers calls it, its content as text,
+    and every further key that it has."""
     if not isinstance(turn, dict):
         raise ValueError(f"turn {i} is not an object")
     role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
     if not isinstance(role, str) or role not in ROLES:
         raise ValueError(f"turn {i}: unknown role {role!r}")
+    more = {k: v for k, v in turn.items() if k not in OWN and v is not None}
+    if more.get("tool_calls"):
+        try:
+            more["tool_calls"] = arguments(more["tool_calls"])
+        except ValueError as error:
+            raise ValueError(f"turn {i}: {error}") from None
+    else:
+        more.pop("tool_calls", None)
+    speaks = any(more.get(key) for key in ("tool_calls", *REASONING))
+    if isinstance(content, list | tuple):
+        content = _joined(content, i)
+    if content is None and speaks and ROLES[role] == "assistant":
+        return {"role": "assistant", "content": None, **more}
     if not isinstance(content, str):
         raise ValueError(f"turn {i}: content is {type(content).__name__}, not text")
-    if not content.strip():
+    if not content.strip() and not speaks:
         raise ValueError(f"turn {i}: content is empty")
-    return {"role": ROLES[role], "content": _clean(content, f"turn {i}")}
+    return {"role": ROLES[role], "content": _clean(content, f"turn {i}"), **more}
+
+
+def _joined(parts: list[Any] | tuple[Any, ...], i: int) -> str:
+    """The text of a list of parts, {"type": "text", "text": ".."} each."""
+    for part in parts:
+        kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+        if not isinstance(part, dict) or kind != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"turn {i}: content holds a part that is {kind!r}, not text")
+    return "".join(part["text"] for part in parts)
 
 
 def _clean(text: str, what: str) -> str:
@@ -157,104 +249,156 @@ def _clean(text: str, what: str) -> str:
     return text
 
 
-def encode(
-    row: Row, tokenizer: Any, eos_ids: Iterable[int], max_length: int
-) -> list[tuple[list[int], list[bool]]]:
-    """Token ids and loss mask of a row; a plain text may give several windows of max_length.
+def encode(row: Row, tokenizer: Any, how: Reading) -> list[Encoded]:
+    """Token ids and loss mask of a row. A plain text may give several windows of max_length, a
+    chat with turns=rows one row for each assistant turn.
 
-    Raises BadRow when nothing, or everything, of a chat is supervised, and UserError without a
-    chat template.
+    Raises BadRow when nothing, or everything, of a chat is supervised or the template shows
+    less than the row holds, and UserError without a chat template.
     """
     if row.chat is None:
         ids = tokenizer(row.text, add_special_tokens=False)["input_ids"]
-        windows = [ids[i : i + max_length] for i in range(0, len(ids), max_length)]
-        return [(w, [False] + [True] * (len(w) - 1)) for w in windows if len(w) > 1]
-    template = tokenizer.chat_template or ""
-    if not template:
+        size = how.max_length
+        windows = [ids[i : i + size] for i in range(0, len(ids), size)]
+        return [Encoded(w, [False] + [True] * (len(w) - 1)) for w in windows if len(w) > 1]
+    if not tokenizer.chat_template:
         raise UserError(
             f"target: its tokenizer has no chat template, which {row.where} needs; take the "
             'instruction-tuned version of the model, or train on plain text ({"text": '
             '".."}, data=text)'
         )
+    template = Template(tokenizer, row.tools, dict(how.kwargs))
+    ends = [i + 1 for i, m in enumerate(row.chat) if m["role"] == "assistant"]
+    if how.turns != "rows" or not ends:
+        return [_encode(row, row.chat, template, how, how.last_turn_only)]
+    found, missed = [], None
+    for end in ends[-1:] if how.last_turn_only else ends:
+        part = replace(row, complete=row.complete or end != ends[-1])
+        try:
+            found.append(_encode(part, row.chat[:end], template, how, True))
+        except BadRow as problem:
+            missed = problem
+    if not found and missed is not None:
+        raise missed
+    return found
+
+
+def _encode(
+    row: Row, chat: Sequence[Message], template: Template, how: Reading, last_only: bool
+) -> Encoded:
+    """One row of tokens. last_only: the last assistant turn alone is supervised."""
     try:
-        tagged = "{% generation" in template or "{%- generation" in template
-        ids, mask = _by_tags(row.chat, tokenizer) if tagged else _by_prefix(row.chat, tokenizer)
+        chat = settled(chat, template)
+        whole = template.render(chat)
+        if lost := unread(chat, template, whole):
+            raise ValueError(f"the chat template does not show {lost}")
+        ids, masks = _turns(chat, template, whole, how.eos)
     except ValueError as error:
         raise BadRow(row.where, str(error)) from None
-    except (
-        Exception
-    ) as error:  # templates raise jinja errors of many kinds for turns they do not like
-        raise BadRow(
-            row.where, f"the chat template refuses it ({str(error).splitlines()[0][:120]})"
-        ) from None
-    mask = _end_at_eos(ids, mask, frozenset(eos_ids), row.complete)
-    ids, mask = ids[:max_length], mask[:max_length]
-    if not any(mask):
-        raise BadRow(row.where, f"no supervised token within data.max_length={max_length} tokens")
-    if all(mask):
+    except Exception as error:  # templates raise jinja errors of many kinds
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise BadRow(row.where, f"the chat template refuses it ({line[:120]})") from None
+    said = sum(m["role"] == "assistant" for m in chat)
+    if last_only:
+        said, masks = 1, masks[-1:]
+    if not row.complete and masks:
+        masks[-1] = _without_end(ids, masks[-1], how.eos)
+    shown = [mask for mask in masks if mask]
+    if not shown:
+        raise BadRow(row.where, "the chat template shows no assistant turn apart from the rest")
+    size = how.max_length
+    kept = sum(any(t < size for t in mask) for mask in shown)
+    on = {t for mask in shown for t in mask if t < size}
+    if not on:
+        raise BadRow(row.where, f"no supervised token within data.max_length={size} tokens")
+    if len(on) == len(ids[:size]):
         raise BadRow(
             row.where, "every token is supervised: the template marks the prompt as the assistant's"
         )
-    return [(ids, mask)]
+    loss = [t in on for t in range(len(ids[:size]))]
+    return Encoded(ids[:size], loss, (said, len(shown), kept))
 
 
-def _by_tags(chat: list[Message], tokenizer: Any) -> tuple[list[int], list[bool]]:
-    out = tokenizer.apply_chat_template(
-        chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-    )
-    return list(out["input_ids"]), [bool(m) for m in out["assistant_masks"]]
-
-
-def _by_prefix(chat: list[Message], tokenizer: Any) -> tuple[list[int], list[bool]]:
-    def render(turns: list[Message], ask: bool = False) -> str:
-        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=ask)
-
-    whole, spans = render(chat), []
-    for i, message in enumerate(chat):
-        if message["role"] != "assistant":
-            continue
-        before, after = render(chat[:i], True), render(chat[: i + 1])
-        # Some templates render earlier turns differently (they drop the reasoning): such a
-        # turn is not supervised.
-        if after.startswith(before) and whole.startswith(after):
-            spans.append((len(before), len(after)))
-    if not spans:
-        raise ValueError(
-            "the chat template does not render an assistant turn as prompt plus answer"
-        )
-    if getattr(tokenizer, "is_fast", False):
-        out = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+def _turns(
+    chat: Sequence[Message], template: Template, whole: str, eos: frozenset[int]
+) -> tuple[list[int], list[list[int]]]:
+    """Token ids of a chat, and the supervised tokens of each assistant turn, in order; none of
+    a turn that the template does not show."""
+    if template.tagged:
+        ids, mask = template.tags(chat)
+        runs: list[list[int]] = []
+        for t, on in enumerate(mask):
+            if on and (not t or not mask[t - 1]):
+                runs.append([])
+            if on:
+                runs[-1].append(t)
+        return ids, [_until_end(ids, run, eos) for run in runs]
+    found = spans(chat, template, whole)
+    if getattr(template.tokenizer, "is_fast", False):
+        out = template.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
         ids, offsets = out["input_ids"], out["offset_mapping"]
-        mask, at = [False] * len(ids), 0
-        for t, (start, end) in enumerate(offsets):
-            while at < len(spans) and start >= spans[at][1]:
-                at += 1
-            mask[t] = at < len(spans) and start >= spans[at][0] and end <= spans[at][1]
-        return ids, mask
-    ids = tokenizer(whole, add_special_tokens=False)[
-        "input_ids"
-    ]  # no offsets: count tokens of the two prefixes
-    mask = [False] * len(ids)
-    for start, end in spans:
-        cuts = [tokenizer(whole[:c], add_special_tokens=False)["input_ids"] for c in (start, end)]
-        if ids[: len(cuts[0])] == cuts[0] and ids[: len(cuts[1])] == cuts[1]:
-            mask[len(cuts[0]) : len(cuts[1])] = [True] * (len(cuts[1]) - len(cuts[0]))
-    return ids, mask
+        return ids, [_inside(ids, offsets, whole, span, eos) for span in found]
+    ids = template.tokenizer(whole, add_special_tokens=False)["input_ids"]
+    return ids, [_counted(ids, template.tokenizer, whole, span, eos) for span in found]
 
 
-def _end_at_eos(
-    ids: list[int], mask: list[bool], eos: frozenset[int], complete: bool
-) -> list[bool]:
-    """Every span ends with its first end-of-turn token. An answer that was cut off has no end:
-    there the token is the template's word, not the target's, and is not supervised."""
-    out, ended, last = list(mask), False, -1
-    for t, on in enumerate(mask):
-        if not on:
-            ended = False
-        elif ended:
-            out[t] = False
-        elif ids[t] in eos:
-            ended, last = True, t
-    if not complete and last >= 0 and not any(out[last + 1 :]):
-        out[last] = False
-    return out
+def _inside(
+    ids: list[int],
+    offsets: list[tuple[int, int]],
+    whole: str,
+    span: Span | None,
+    eos: frozenset[int],
+) -> list[int]:
+    """The tokens of a span of characters and the end-of-turn token behind it. A token that
+    begins or ends with the blank beside the span belongs to it."""
+    if span is None:
+        return []
+    start, end = span
+    first = bisect_left(offsets, start, key=lambda pair: pair[1])
+    while first < len(offsets) and offsets[first][1] <= start:
+        first += 1
+    if first < len(offsets) and whole[offsets[first][0] : start].strip():
+        first += 1
+    last = first
+    while last < len(offsets) and offsets[last][0] < end:
+        last += 1
+    if last > first and whole[end : offsets[last - 1][1]].strip():
+        last -= 1
+    behind = last
+    while behind < len(ids) and ids[behind] not in eos:
+        if whole[offsets[behind][0] : offsets[behind][1]].strip():
+            behind = len(ids)
+        behind += 1
+    if last > first and behind < len(ids):
+        last = behind + 1
+    return _until_end(ids, list(range(first, last)), eos)
+
+
+def _counted(
+    ids: list[int], tokenizer: Any, whole: str, span: Span | None, eos: frozenset[int]
+) -> list[int]:
+    """As _inside for a tokenizer that knows no offsets: the tokens of the text before the span
+    and of the text up to its end are counted, where both are the beginning of the whole's."""
+    if span is None:
+        return []
+    cuts = [tokenizer(whole[:c], add_special_tokens=False)["input_ids"] for c in span]
+    if any(ids[: len(cut)] != cut for cut in cuts):
+        return []
+    first, last = map(len, cuts)
+    if first < last < len(ids) and ids[last] in eos:
+        last += 1
+    return _until_end(ids, list(range(first, last)), eos)
+
+
+def _until_end(ids: list[int], tokens: list[int], eos: frozenset[int]) -> list[int]:
+    """A turn ends with its first end-of-turn token."""
+    for n, t in enumerate(tokens):
+        if ids[t] in eos:
+            return tokens[: n + 1]
+    return tokens
+
+
+def _without_end(ids: list[int], tokens: list[int], eos: frozenset[int]) -> list[int]:
+    """An answer that was cut off has no end: there the token is the template's word, not the
+    target's."""
+    return tokens[:-1] if tokens and ids[tokens[-1]] in eos else tokens

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import warnings
 from array import array
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,12 +31,14 @@ SPILL = 1 << 21  # tokens held in memory before they go to disk
 KINDS = {
     "offsets": ("I64", np.int64),
     "lines": ("I64", np.int64),
+    "tally": ("I64", np.int64),
     "ids": ("I32", np.int32),
     "loss": ("BOOL", np.bool_),
     "held": ("BOOL", np.bool_),
 }
 HASHED = ("ids", "loss", "offsets", "held")  # in this order: what makes two data sets the same
 PART = 1 << 20  # bytes handled at a time
+COUNTED = 1 << 17  # tokens counted at a time
 
 
 class TokenWriter:
@@ -48,7 +51,10 @@ class TokenWriter:
     def __init__(self, folder: Path | None) -> None:
         self.ids, self.loss = array("i"), bytearray()
         self.offsets, self.lines, self.held = array("q", [0]), array("q"), bytearray()
+        self.tally = np.zeros(0, np.int64)  # supervised tokens of the rows not held out, by id
         self.folder = folder
+        self._tallied = 0  # rows of which that is known
+        self.supervised, self.max_id = 0, -1  # tokens of all rows, and the largest id
         self._files: dict[str, BinaryIO] = {}
 
     def __enter__(self) -> TokenWriter:
@@ -68,8 +74,41 @@ class TokenWriter:
         if self.folder is not None and len(self.ids) >= SPILL:
             self._spill()
 
+    def extend(self, tensors: Mapping[str, Tensor]) -> None:
+        """Rows by the names of KINDS, as `tensors` or `mapped` gives them."""
+        found = {name: tensors[name].numpy() for name in KINDS}
+        offset = self.offsets[-1]
+        self.ids.frombytes(found["ids"].tobytes())
+        self.loss += found["loss"].tobytes()
+        self.held += found["held"].tobytes()
+        self.offsets.frombytes((found["offsets"][1:] + offset).tobytes())
+        self.lines.frombytes(found["lines"].tobytes())
+        self._count()
+        if self.folder is not None and len(self.ids) >= SPILL:
+            self._spill()
+
+    def _count(self) -> None:
+        """Tally the rows whose tokens are in memory and not yet tallied."""
+        first, self._tallied = self._tallied, len(self.held)
+        if first == self._tallied or not len(self.ids):
+            return
+        lengths = np.diff(np.frombuffer(self.offsets, np.int64)[first:])
+        held = np.frombuffer(self.held, np.bool_)[first:]
+        size = int(lengths.sum())
+        ids = np.frombuffer(self.ids, np.int32)[-size:]
+        loss = np.frombuffer(self.loss, np.bool_)[-size:]
+        self.supervised += int(loss.sum())
+        on = loss & ~held.repeat(lengths)
+        for start in range(0, size, COUNTED):  # a count takes 8 bytes a token
+            some = slice(start, start + COUNTED)
+            self.max_id = max(self.max_id, int(ids[some].max()))
+            more = np.bincount(ids[some][on[some]], minlength=len(self.tally))
+            more[: len(self.tally)] += self.tally
+            self.tally = more.astype(np.int64, copy=False)
+
     def _spill(self) -> None:
         assert self.folder is not None
+        self._count()
         for name, part in (("ids", self.ids), ("loss", self.loss)):
             if name not in self._files:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -86,6 +125,7 @@ class TokenWriter:
 
     def tensors(self) -> dict[str, Tensor]:
         """The rows by the names of KINDS, in memory."""
+        self._count()
         return {k: torch.from_numpy(np.array(self._array(k), copy=True)) for k in KINDS}
 
     def _array(self, name: str) -> Any:
@@ -100,9 +140,11 @@ class TokenWriter:
         """Leave the rows as `path`: staged, synced, renamed. about: JSON kept with them.
 
         Raises OSError; then there is no such file."""
+        self._count()
         if self.spilled:
             self._spill()
         sizes = {
+            "tally": 8 * len(self.tally),
             "ids": 4 * self.offsets[-1],
             "loss": self.offsets[-1],
             "offsets": 8 * len(self.offsets),
@@ -117,7 +159,11 @@ class TokenWriter:
                 "shape": shape,
                 "data_offsets": [at, at := at + sizes[name]],
             }
-        meta = {"rows": json.dumps({"sha256": self.sha256(), **about})}
+        whole, tokens = self._hashes()
+        tally = hashlib.sha256(self.tally.data).hexdigest()
+        own = {"sha256": whole, "tokens_sha256": tokens, "tally_sha256": tally, **self._sums()}
+        said = {**own, **about}
+        meta = {"rows": json.dumps({**said, "about_sha256": _sealed(said)})}
         head = json.dumps({"__metadata__": meta, **entries}).encode()
         head += b" " * (-len(head) % 8)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -137,16 +183,34 @@ class TokenWriter:
         finally:
             stage.unlink(missing_ok=True)
 
+    def _sums(self) -> dict[str, int]:
+        """Further numbers about the rows, so that no start has to count again."""
+        return {"supervised": self.supervised, "max_id": self.max_id}
+
     def sha256(self) -> str:
         """Content hash, as sha256_of gives it for the tensors."""
-        total = hashlib.sha256()
+        return self._hashes()[0]
+
+    def _hashes(self) -> tuple[str, str]:
+        """Content hash of all that makes two data sets the same, and of ids and row bounds
+        alone (see train.stored.features)."""
+        whole, tokens = hashlib.sha256(), hashlib.sha256()
         for name in HASHED:
+            both = (whole, tokens) if name in ("ids", "offsets") else (whole,)
             if spilled := self._files.get(name):
                 spilled.seek(0)
                 while part := spilled.read(PART):
-                    total.update(part)
-            total.update(self._array(name))
-        return total.hexdigest()
+                    for total in both:
+                        total.update(part)
+            for total in both:
+                total.update(self._array(name))
+        return whole.hexdigest(), tokens.hexdigest()
+
+
+def _sealed(about: Mapping[str, Any]) -> str:
+    """The hash of what a file says about itself."""
+    rest = {name: value for name, value in about.items() if name != "about_sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def sha256_of(tensors: dict[str, Tensor]) -> str:
@@ -159,9 +223,10 @@ def sha256_of(tensors: dict[str, Tensor]) -> str:
     return total.hexdigest()
 
 
-def mapped(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+def mapped(path: Path, check: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     """The tensors of a file of TokenWriter, mapped read-only, and what it says about itself;
-    None when there is none or it is damaged. Nothing may be written into them."""
+    None when there is none or it is damaged. Nothing may be written into them. check: read all
+    of it to see whether it is as it was written."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -177,7 +242,11 @@ def mapped(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
             if head[name]["dtype"] != kind or not 0 <= begin <= end <= size - 8 - length:
                 return None
             tensors[name] = _map(path, dtype, 8 + length + begin, count)
-        return (tensors, about) if sha256_of(tensors) == about["sha256"] else None
+        tally = hashlib.sha256(tensors["tally"].numpy().data).hexdigest()
+        sound = about["about_sha256"] == _sealed(about) and about["tally_sha256"] == tally
+        if sound and check:
+            sound = sha256_of(tensors) == about["sha256"]
+        return (tensors, about) if sound else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
@@ -198,10 +267,10 @@ class Counted:
     def __init__(self, name: str, every: int = 20000) -> None:
         self.name, self.every, self.rows = name, every, 0
 
-    def add(self, tokens: int) -> None:
-        """A row was read; the rows hold so many tokens by now."""
-        self.rows += 1
-        if self.rows % self.every == 0 and os.environ.get("RANK", "0") == "0":
+    def add(self, rows: int, tokens: int) -> None:
+        """So many further rows were read; all rows hold so many tokens by now."""
+        before, self.rows = self.rows, self.rows + rows
+        if before // self.every < self.rows // self.every:
             print(
                 f"{self.name}: {self.rows:,} rows read, {tokens:,} tokens",
                 file=sys.stderr,

@@ -17,6 +17,7 @@ from typing import Any
 
 from conf.errors import UserError
 from decode.drafters import DraftModel
+from decode.grow import Form
 from decode.target import Target
 from scripts.common.files import ROOT
 from scripts.common.parts import Parts
@@ -205,7 +206,7 @@ def _passes(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict[s
     ]
     if world.target.support == "tree":
         tree = DraftModel(
-            world.target, 2, name="the target itself, a tree", shape="tree", nodes=6, width=2
+            world.target, Form.tree(2, nodes=6, width=2), name="the target itself, a tree"
         )
         leaky = Mangled(tree, wrong_drafters.leaks_siblings)
         found.append(run("passes-leak", "mask lets siblings see each other", world.target, leaky))
@@ -254,12 +255,7 @@ def _greedy(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict[s
                 who,
                 helper,
                 few,
-                plan.greedy_tokens,
-                plan.batch_size,
-                verify,
-                world.tie,
-                plan.sampling,
-                plan.guidance,
+                dataclasses.replace(plan.reading(world.tie), verify=verify),
                 world.theirs[: len(few)],
             )
             if bad.defects or bad.astray:

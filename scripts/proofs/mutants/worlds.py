@@ -16,12 +16,15 @@ import torch
 
 from decode.adaptive import Adaptive
 from decode.drafters import Drafter, DraftModel, NGram
+from decode.grow import Form
 from decode.models.tiny import tiny_model
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import TreeShape
 from decode.verify import RULES
+from heads.base import Head
 from heads.eagle.head import Eagle3Head, EagleConfig
+from heads.names import Draft
 from heads.parallel.medusa import MedusaConfig, MedusaHead
 from scripts.common.parts import Parts
 from scripts.proofs import certificate
@@ -77,7 +80,7 @@ def small_lm(target: Target, shape: TreeShape | None = None) -> DraftModel:
     if shape is None:
         return DraftModel(draft, 3)
     ids = torch.arange(vocab)[torch.arange(vocab) % 4 != 1]
-    return DraftModel(draft, shape.depth, shape="tree", nodes=len(shape), ids=ids, static=shape)
+    return DraftModel(draft, Form.tree(shape.depth, len(shape), static=shape), ids=ids)
 
 
 def medusa(target: Target, shape: TreeShape, markov_rank: int = 0) -> Drafter:
@@ -98,12 +101,12 @@ def eagle(target: Target, shape: TreeShape) -> Drafter:
     return _drafter(head, target, shape)
 
 
-def _drafter(head: Any, target: Target, shape: TreeShape) -> Drafter:
+def _drafter(head: Head, target: Target, shape: TreeShape) -> Drafter:
     generator = torch.Generator().manual_seed(3)
     for weight in head.parameters():
         weight.data += 0.1 * torch.randn(weight.shape, generator=generator)
     head.calibration = {"paths": [list(p) for p in shape.paths]}
-    found: Drafter = head.drafter(target, "tree")
+    found: Drafter = head.drafter(target, Draft(shape="tree"))
     return found
 
 

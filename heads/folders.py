@@ -1,0 +1,62 @@
+"""Which folder a drafter's name means: a head's, a run's, an ordinary model's."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from conf.errors import UserError
+from heads.checkpoint import CARD
+
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+OURS = (
+    "runs",
+    "reports",
+    "exports",
+    "checkpoints",
+)  # folders of this tool, also where they are not made yet
+
+
+def is_plain(path: str) -> bool:
+    """Whether `path` is an ordinary model folder, or reads like the name of a repository (and
+    its first part is no folder here or of ours, which would rather be a misspelt path: the hub
+    is not asked for those)."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return (folder / "config.json").is_file() and not (folder / CARD).is_file()
+    first = path.partition("/")[0]
+    return bool(REPOSITORY.fullmatch(path)) and first not in OURS and not Path(first).exists()
+
+
+def head_in(path: str) -> Path | None:
+    """The head folder that `path` means: itself, or of a run folder head/ (final), else best/,
+    else the newest checkpoint. None when there is none."""
+    folder = Path(path).expanduser()
+    steps = [p for p in folder.glob("checkpoints/step-*") if re.fullmatch(r"step-\d+", p.name)]
+    newest = sorted(steps, key=lambda p: int(p.name[5:]), reverse=True)
+    places = (folder, folder / "head", folder / "best", *newest)
+    return next((place for place in places if (place / CARD).is_file()), None)
+
+
+def find_head(path: str) -> Path:
+    """As `head_in`. Raises UserError when there is none."""
+    place = head_in(path)
+    if place is not None:
+        return place
+    if is_plain(path):
+        raise UserError(
+            f"drafters: {path}: an ordinary language model, not a head that was trained "
+            "here; give a "
+            "run folder or a head folder"
+        )
+    if Path(path).expanduser().is_dir():
+        raise UserError(
+            f"drafters: {path}: the folder holds no head (no {CARD}, head/, best/ or "
+            "checkpoints/); "
+            "finish the training run, or give another folder"
+        )
+    raise UserError(
+        f"drafters: {path}: neither none, ngram nor an existing folder; give a run "
+        "folder, a head folder, "
+        "or a model with the target's tokenizer"
+    )

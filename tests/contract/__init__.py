@@ -1,0 +1,1 @@
+"""What every head keeps to, whatever it is: the contract of heads/base.py as tests."""

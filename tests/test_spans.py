@@ -1,0 +1,314 @@
+"""Which tokens of a chat are supervised, for templates that behave as those of the field do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conf.errors import UserError
+from decode.models.tiny import CHATML, byte_tokenizer
+from train.config import DataConfig
+from train.texts.batches import load_rows
+from train.texts.rows import BadRow, Encoded, Reading, Row, encode, interpret
+
+EOS = frozenset({2})
+HEADER = "{{ '<|im_start|>' + m['role'] + '\\n' }}"
+ASK = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+END = "{{ '<|im_end|>\\n' }}"
+CALLS = (
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+)
+# A think block in the last turn alone, empty where there is no reasoning; reasoning inside the
+# text is cut off in earlier turns; enable_thinking=false asks with an empty block.
+THINK_LAST = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
+    "{% for m in messages %}" + HEADER + "{% if m.role == 'assistant' %}"
+    "{% set text = m.content or '' %}{% set why = m.reasoning_content or '' %}"
+    "{% if '</think>' in text %}"
+    "{% set why = text.split('</think>')[0].split('<think>')[-1].strip() %}"
+    "{% set text = text.split('</think>')[-1].strip() %}{% endif %}"
+    "{% if loop.last %}{{ '<think>\\n' + why + '\\n</think>\\n\\n' }}{% endif %}"
+    "{{ text }}"
+    + CALLS
+    + "{% else %}{{ m.content }}{% endif %}"
+    + END
+    + "{% endfor %}"
+    + ASK
+    + (
+        "{% if add_generation_prompt and enable_thinking is false %}"
+        "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+    )
+)
+SYSTEM_LAST = (  # the system's text stands in the last question, as in Mistral's
+    "{% set ns = namespace(system='', last=0) %}{% for m in messages %}"
+    "{% if m.role == 'system' %}{% set ns.system = m.content %}{% endif %}"
+    "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] "
+    "{% if loop.index0 == ns.last and ns.system %}{{ ns.system + '\\n\\n' }}{% endif %}"
+    "{{ m.content }}[/INST]{% elif m.role == 'assistant' %}"
+    "{{ ' ' + m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
+)
+TEMPLATES = {
+    "plain": CHATML,
+    "think block in the last turn": THINK_LAST,
+    "system text in the last question": SYSTEM_LAST,
+    "start of text inside, blanks cut": (
+        "{% for m in messages %}{% if m.role == 'user' %}<|endoftext|>[ {{ m.content | trim }} ]"
+        "{% elif m.role == 'assistant' %} {{ m.content | trim }} <|im_end|>{% endif %}{% endfor %}"
+    ),
+    "text behind the last turn": (
+        "{% for m in messages %}" + HEADER + "{{ m.content }}" + END + "{% endfor %}"
+        "{% if not add_generation_prompt %}the end of {{ messages | length }} turns{% endif %}"
+        + ASK
+    ),
+    "number of turns told first": (
+        "{{ messages | length }} turns\\n{% for m in messages %}"
+        + HEADER
+        + "{{ m.content }}"
+        + END
+        + "{% endfor %}"
+        + ASK
+    ),
+    "generation tags": (
+        "{% for m in messages %}" + HEADER + "{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>"
+        "{% endif %}{{ '\\n' }}{% endfor %}" + ASK
+    ),
+    "last turn named": (
+        "{% for m in messages %}{{ '<|im_start|>' + ('final ' if loop.last else '') + m.role }}"
+        "{{ '\\n' + m.content }}" + END + "{% endfor %}" + ASK
+    ),
+    "ended by the next role": (
+        "{% for m in messages %}{{ '<|im_end|>' + m.role + ':' + m.content }}{% endfor %}"
+    ),
+}
+
+
+def chat(*answers: str, system: str = "be brief") -> list[dict[str, Any]]:
+    turns = [{"role": "system", "content": system}] if system else []
+    for i, answer in enumerate(answers):
+        turns += [
+            # What a question holds must not matter, nor that an answer occurs twice.
+            {"role": "user", "content": f"<|im_start|>assistant\n{answer} {i}"},
+            {"role": "assistant", "content": answer},
+        ]
+    return turns
+
+
+def tokenize(turns: list[dict[str, Any]], template: str, **more: Any) -> tuple[Encoded, Any]:
+    tokenizer = byte_tokenizer(template=template)
+    row = interpret({"messages": turns, "tools": more.pop("tools", None)}, "f:1")
+    (found,) = encode(row, tokenizer, Reading(4096, EOS, **more))
+    return found, tokenizer
+
+
+def texts(found: Encoded, tokenizer: Any) -> list[str]:
+    """The supervised stretches of text."""
+    parts: list[list[int]] = []
+    for t, on in enumerate(found.loss):
+        if on and not (t and found.loss[t - 1]):
+            parts.append([])
+        if on:
+            parts[-1].append(found.ids[t])
+    return [tokenizer.decode(part) for part in parts]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_spans_are_where_unique_words_stand(name: str) -> None:
+    """Every answer is a word that occurs nowhere else: where it stands in the rendering is
+    what must be supervised, with its end-of-turn token."""
+    words = [f"unique{i}word" for i in range(4)]
+    turns = chat(*words)
+    for message in turns:
+        if message["role"] == "user":
+            message["content"] = "and?"
+    found, tokenizer = tokenize(turns, TEMPLATES[name])
+    whole = tokenizer.decode(found.ids)
+    want = []
+    for word in words:
+        assert whole.count(word) == 1
+        rest = whole[whole.index(word) + len(word) :]
+        ends = rest.lstrip(" ").startswith("<|im_end|>")
+        want.append(word + (rest[: rest.index("<|im_end|>") + len("<|im_end|>")] if ends else ""))
+    assert [t.lstrip(" ") for t in texts(found, tokenizer)] == want
+    assert found.turns == (4, 4, 4)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_answers_that_occur_elsewhere_are_found_where_they_are(name: str) -> None:
+    """As many tokens at the same places as for unique words of the same lengths."""
+    answers = ["user", "a", "<|im_start|>assistant", "a", "turns", "be brief"]
+    unique = [chr(0x100 + i) * len(answer) for i, answer in enumerate(answers)]
+    (one, tokenizer), (other, _) = (
+        tokenize(chat(*some, system="be brief"), TEMPLATES[name]) for some in (answers, unique)
+    )
+    got, want = texts(one, tokenizer), texts(other, tokenizer)
+    for mine, theirs, answer, word in zip(got, want, answers, unique, strict=True):
+        assert mine == theirs.replace(word, answer)
+
+
+def test_four_answers_of_four_with_a_think_block_in_the_last_turn() -> None:
+    found, tokenizer = tokenize(chat("one", "two", "three", "four"), THINK_LAST)
+    assert texts(found, tokenizer) == [f"{w}<|im_end|>" for w in ("one", "two", "three", "four")]
+    assert "<think>\n\n</think>\n\nfour" in tokenizer.decode(found.ids)
+
+
+def test_reasoning_is_the_targets_own_text() -> None:
+    """What follows the words that ask for an answer: the block, its text, the answer."""
+    turns = chat("one", "two")
+    turns[-1]["reasoning_content"] = "because"
+    want = ["one<|im_end|>", "<think>\nbecause\n</think>\n\ntwo<|im_end|>"]
+    assert texts(*tokenize(turns, THINK_LAST)) == want
+    inside = chat("<think>early</think>one", "<think>because</think>two")
+    assert texts(*tokenize(inside, THINK_LAST)) == want
+    tokenizer = byte_tokenizer(template=THINK_LAST)
+    parts = encode(Row("f:1", inside), tokenizer, Reading(4096, EOS, turns="rows"))
+    assert [texts(part, tokenizer) for part in parts] == [
+        ["<think>\nearly\n</think>\n\none<|im_end|>"],
+        ["<think>\nbecause\n</think>\n\ntwo<|im_end|>"],
+    ]
+    assert [part.turns for part in parts] == [(1, 1, 1)] * 2
+
+
+def test_a_block_before_every_turn_where_no_turn_is_a_prefix() -> None:
+    """A turn begins where the target was asked for it, not where the words that ask stand in
+    a question."""
+    turns = chat("one", "two", "three")
+    for message in turns[2:-2:2]:
+        message["reasoning_content"] = f"because of {message['content']}"
+    every = THINK_LAST.replace("{% if loop.last %}", "{% if true %}")
+    told = "{{ messages | length }} turns\n" + every
+    assert texts(*tokenize(turns, told)) == [
+        "<think>\nbecause of one\n</think>\n\none<|im_end|>",
+        "<think>\nbecause of two\n</think>\n\ntwo<|im_end|>",
+        "three<|im_end|>",
+    ]
+
+
+def test_the_last_turn_alone_and_arguments_of_the_template() -> None:
+    turns = chat("one", "two")
+    found, tokenizer = tokenize(turns, THINK_LAST, last_turn_only=True)
+    assert texts(found, tokenizer) == ["two<|im_end|>"] and found.turns == (1, 1, 1)
+    told = "{% if extra %}{{ extra }}{% endif %}" + CHATML
+    found, tokenizer = tokenize(turns, told, kwargs={"extra": "told"})
+    assert tokenizer.decode(found.ids).startswith("told<|im_start|>system")
+
+
+CALL = {"type": "function", "function": {"name": "look", "arguments": '{"at": "it"}'}}
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+
+
+@pytest.mark.parametrize("content", [None, "", "I look."])
+def test_tool_calls_reach_the_template_and_are_supervised(content: str | None) -> None:
+    turns = [
+        {"role": "user", "content": "what?"},
+        {"role": "assistant", "content": content, "tool_calls": [CALL]},
+        {"role": "tool", "content": "a thing"},
+        {"role": "assistant", "content": "a thing."},
+    ]
+    found, tokenizer = tokenize(turns, THINK_LAST, tools=TOOLS)
+    said = tokenizer.decode(found.ids)
+    assert said.startswith("<tools>[{") and "None" not in said
+    called = '<tool_call>{"name": "look", "arguments": {"at": "it"}}</tool_call>'
+    assert texts(found, tokenizer) == [
+        f"{content or ''}{called}<|im_end|>",
+        "a thing.<|im_end|>",
+    ]
+    with pytest.raises(BadRow, match="does not show tools"):
+        tokenize(turns, CHATML, tools=TOOLS)
+    with pytest.raises(BadRow, match="does not show the tool_calls of turn 1|refuses it"):
+        tokenize(turns, CHATML)
+
+
+def test_what_a_template_passes_over_is_said() -> None:
+    turns = chat("one", "two")
+    turns[-1]["reasoning_content"] = "because"
+    with pytest.raises(BadRow, match="f:1: the chat template does not show the reasoning_content"):
+        tokenize(turns, CHATML)
+    turns = [{"role": "developer", "content": "be brief"}, *chat("one", system="")]
+    assert texts(*tokenize(turns, CHATML)) == ["one<|im_end|>"]
+    known = "{% for m in messages if m.role in ('user', 'assistant') %}" + HEADER
+    with pytest.raises(BadRow, match="does not show turn 0, role 'developer'"):
+        tokenize(turns, known + "{{ m.content }}" + END + "{% endfor %}" + ASK)
+
+
+def test_lists_of_text_parts_are_joined_and_other_parts_refused() -> None:
+    parts = [{"type": "text", "text": "on"}, {"type": "text", "text": "e"}]
+    turns = chat("x", system="")
+    turns[1]["content"] = parts
+    assert texts(*tokenize(turns, CHATML)) == ["one<|im_end|>"]
+    turns[1]["content"] = [*parts, {"type": "image", "url": "u"}]
+    with pytest.raises(ValueError, match="turn 1: content holds a part that is 'image', not text"):
+        interpret({"messages": turns}, "f:1")
+
+
+@pytest.mark.parametrize(
+    "key, value, why",
+    [
+        ("tool_calls", 3, "turn 2: tool_calls are not a list"),
+        ("tool_calls", [{"function": {}}], "turn 2: a tool call has no function name"),
+        ("tool_calls", "{", "turn 2: "),
+    ],
+)
+def test_malformed_calls_are_named(key: str, value: Any, why: str) -> None:
+    turns = chat("one")
+    turns[-1][key] = value
+    with pytest.raises(ValueError, match=why):
+        interpret({"messages": turns}, "f:1")
+    with pytest.raises(ValueError, match="tools are"):
+        interpret({"messages": chat("one"), "tools": "{"}, "f:1")
+
+
+def write(path: Path, rows: int = 12) -> Path:
+    with path.open("w") as file:
+        for i in range(rows):
+            turns = chat(f"first {i}", f"second {i}", f"third {i}", system="")
+            file.write(json.dumps({"messages": turns}) + "\n")
+    return path
+
+
+def test_rows_say_how_many_turns_are_supervised_and_the_cache_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    path, kept = write(tmp_path / "d.jsonl"), tmp_path / "cache" / "tokens"
+    tokenizer = byte_tokenizer(template=THINK_LAST)
+
+    def load(**keys: Any) -> Any:
+        cfg = DataConfig(path=str(path), held_out=0.0, **keys)
+        return load_rows(cfg, tokenizer, EOS, 260, 4096)
+
+    for _ in range(2):
+        assert load().supervision() == "36 of 36 assistant turns supervised"
+    assert len(list(kept.iterdir())) == 1
+    short = load(max_length=120)
+    assert short.turns == (36, 36, 24)
+    assert short.supervision().endswith(
+        "24 of 36 assistant turns supervised (12 beyond data.max_length)"
+    )
+    assert load(turns="rows").turns == (36, 36, 36) and load(turns="rows").held.numel() == 36
+    assert load(last_turn_only=True).turns == (12, 12, 12)
+    load(chat_template_kwargs={"enable_thinking": False})
+    assert len(list(kept.iterdir())) == 5, "other tokens, another file"
+    assert DataConfig(path="x", chat_template_kwargs={"tools": 1}, turns="all").validate() == [
+        "turns: 'all'; choose chat or rows",
+        "chat_template_kwargs: tools is set here; leave it out",
+    ]
+
+
+def test_one_row_per_turn_falls_on_one_side_and_loses_none(tmp_path: Path) -> None:
+    cfg = DataConfig(path=str(write(tmp_path / "d.jsonl", 40)), held_out=0.3, cache=False)
+    cfg.turns = "rows"
+    rows = load_rows(cfg, byte_tokenizer(template=THINK_LAST), EOS, 260, 4096)
+    sides = {int(line): set() for line in rows.lines}
+    for line, held in zip(rows.lines.tolist(), rows.held.tolist(), strict=True):
+        sides[line].add(held)
+    assert all(len(side) == 1 for side in sides.values()) and 0 < int(rows.held.sum()) < 120
+
+
+def test_a_template_that_shows_nothing_is_refused() -> None:
+    with pytest.raises(UserError, match="no chat template"):
+        encode(Row("f:1", chat("a")), byte_tokenizer(template=""), Reading(64, EOS))

@@ -1,0 +1,137 @@
+"""Accelerate's own settings: what of a user's config file (`accelerate config`, --config_file,
+options of `accelerate launch`) a run honours, and what it refuses in one line.
+
+The launcher hands its settings on as environment variables, and Accelerate would act on them
+behind the run's back: divide gradients, put the head under autocast, wrap or compile it. Where a
+run does the same by a key of its own, two places would say it; so what is not neutral is
+refused, with the key to use. Everything else of a config file says how many processes there are,
+where, and how they meet (num_processes, num_machines, machine_rank, main_process_ip and _port,
+gpu_ids, rdzv_backend, same_network, use_cpu, enable_cpu_affinity, debug): honoured.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
+
+from conf.errors import UserError
+from train import rendezvous
+from train.config import TrainConfig
+from train.zero3 import plain_launch
+
+OFF = ("", "no", "none", "false", "0", "auto")
+PATIENCE = timedelta(minutes=10)  # of a collective
+# name in a config file -> (environment variable, values without effect, what to do instead)
+REFUSED: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "gradient_accumulation_steps": (
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+        (*OFF, "1"),
+        "a step reads batch_size rows, micro_batch at a time; leave it out",
+    ),
+    "gradient_clipping": ("ACCELERATE_GRADIENT_CLIPPING", OFF, "set optim.clip; leave it out"),
+    "dynamo_backend": ("ACCELERATE_DYNAMO_BACKEND", OFF, "the head is not compiled; leave it out"),
+    "fsdp_config": (
+        "ACCELERATE_USE_FSDP",
+        OFF,
+        "the plugin would wrap the head and leave the target as it is; set shard_target=true and "
+        "launch with conf/launch/fsdp2.yaml",
+    ),
+    "megatron_lm_config": (
+        "ACCELERATE_USE_MEGATRON_LM",
+        OFF,
+        "launch with conf/launch/ddp.yaml or conf/launch/fsdp2.yaml",
+    ),
+    "parallelism_config": (
+        "ACCELERATE_USE_PARALLELISM_CONFIG",
+        OFF,
+        "ranks share rows alone; launch with conf/launch/ddp.yaml or conf/launch/fsdp2.yaml",
+    ),
+    "offload_optimizer_device": (
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+        OFF,
+        "the optimizer is the head's own and stays on its device; leave it out",
+    ),
+    "distributed_type: SAGEMAKER": (
+        "ACCELERATE_USE_SAGEMAKER",
+        OFF,
+        "launch with conf/launch/ddp.yaml",
+    ),
+}
+PRECISION = "ACCELERATE_MIXED_PRECISION"
+AGREE = {"bf16": "bfloat16"}  # mixed_precision -> the dtype under which it says the same
+
+
+def start(cfg: TrainConfig) -> Accelerator:
+    """The Accelerator of a run. Raises UserError for a setting that it would not honour, a
+    device that is not there, and what train.zero3 refuses."""
+    check_settings(cfg)
+    device = device_of(cfg)
+    handlers = [InitProcessGroupKwargs(timeout=PATIENCE, init_method=rendezvous.init_method())]
+    before = os.environ.get("ACCELERATE_TORCH_DEVICE")
+    if device:
+        os.environ["ACCELERATE_TORCH_DEVICE"] = device
+        torch.cuda.set_device(device)
+    try:
+        with plain_launch(cfg):
+            return Accelerator(
+                cpu=cfg.device == "cpu",
+                mixed_precision="no",
+                gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+                dynamo_backend="no",
+                kwargs_handlers=handlers,
+            )
+    finally:
+        if device and before is None:
+            del os.environ["ACCELERATE_TORCH_DEVICE"]
+
+
+def check_settings(cfg: TrainConfig) -> None:
+    """Raises UserError naming every setting of the launch that the run would not honour."""
+    found = []
+    for name, (variable, neutral, instead) in REFUSED.items():
+        value = os.environ.get(variable, "")
+        if value.lower() not in neutral:
+            shown = "" if value.lower() == "true" else f": {value}"
+            found.append(f"{name}{shown}: {instead}")
+    precision = os.environ.get(PRECISION, "no").lower()
+    if precision not in OFF and AGREE.get(precision) != cfg.dtype:
+        found.append(
+            f"mixed_precision: {precision}: the run casts by itself, here to dtype={cfg.dtype}; "
+            "set mixed_precision: 'no'"
+            + (f", or dtype={AGREE[precision]}" if precision in AGREE else "")
+        )
+    if found:
+        raise UserError(f"accelerate's settings: {'; '.join(found)}")
+
+
+def device_of(cfg: TrainConfig) -> str:
+    """The one GPU that cfg.device names, such as "cuda:3"; "" where it names none. Raises
+    UserError for a GPU that is not there, and for one GPU of several processes."""
+    kind, _, number = cfg.device.partition(":")
+    if kind != "cuda":
+        return ""
+    if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes"):
+        raise UserError(
+            f"device: {cfg.device}, but accelerate was told to use the CPU (use_cpu); leave one out"
+        )
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        build = "this build of torch has no CUDA" if torch.version.cuda is None else "none is seen"
+        raise UserError(
+            f"device: {cfg.device} asked for, but {build}; set device=cpu, or mend driver, "
+            "CUDA_VISIBLE_DEVICES or torch"
+        )
+    if not number:
+        return ""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            f"device: {cfg.device} is one GPU, but there are several processes, which take one "
+            "each; leave the number out and choose GPUs with --gpu_ids or CUDA_VISIBLE_DEVICES"
+        )
+    if int(number) >= count:
+        raise UserError(f"device: {cfg.device}, but there are {count} GPUs, counted from 0")
+    return cfg.device

@@ -1,0 +1,107 @@
+"""What a training run works with, from its first step to its last."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from decode.target import Target
+from heads.base import Head
+from heads.parity import Room
+from train.clock import Clock
+from train.config import TrainConfig
+from train.log import Log
+from train.saving import Saver
+from train.signals import Stop
+from train.state import State
+from train.stored.features import Source
+from train.texts.batches import Plan, Rows
+
+
+@dataclass
+class Run:
+    """A run between its first step and its last. What of it decides the next step: state,
+    plan, rows, head, optimizer; everything else watches, keeps or tells.
+
+    head: what is trained. model: the head as it is called, wrapped in DDP on several ranks.
+    source: what the head's forward gets as its target. state: where the run stands.
+    """
+
+    cfg: TrainConfig
+    accelerator: Accelerator
+    stop: Stop
+    target: Target
+    rows: Rows
+    plan: Plan
+    head: Head
+    model: nn.Module
+    source: Source
+    optimizer: torch.optim.Optimizer
+    state: State
+    log: Log
+    saver: Saver
+    clock: Clock
+
+    @property
+    def out(self) -> Path:
+        """The run folder."""
+        return Path(self.cfg.out_dir)
+
+    @property
+    def main(self) -> bool:
+        """Whether this is rank 0, which writes and speaks."""
+        return bool(self.accelerator.is_main_process)
+
+    @property
+    def rank(self) -> int:
+        return int(self.accelerator.process_index)
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are."""
+        return int(self.accelerator.num_processes)
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+    @property
+    def last(self) -> bool:
+        """Whether all steps are done."""
+        return self.state.step == self.cfg.steps
+
+    @property
+    def room(self) -> Room:
+        """What a pass of calibration or of the parity gate may take: no more than one of
+        training, and eight rows at most."""
+        return room_of(self.cfg, self.world)
+
+    @functools.cached_property
+    def trained(self) -> list[torch.nn.Parameter]:
+        """The parameters that the optimizer updates."""
+        return [p for p in self.head.parameters() if p.requires_grad]
+
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients of the trained parameters that have one."""
+        return [p.grad for p in self.trained if p.grad is not None]
+
+    def due(self, every: int) -> bool:
+        """Whether this step is a multiple of `every` (0 = never), or the last."""
+        return self.last or bool(every and self.state.step % every == 0)
+
+    def close(self) -> None:
+        """Wait for the save in flight, and leave the terminal tidy."""
+        self.saver.close()
+        self.log.close()
+
+
+def room_of(cfg: TrainConfig, world: int) -> Room:
+    """Rows of a training pass of each of `world` ranks, eight at most, and their tokens."""
+    rows = min(8, cfg.micro_batch or max(1, cfg.batch_size // world))
+    return Room(rows, rows * cfg.data.max_length)

@@ -1,0 +1,240 @@
+"""Rows become tokens: by a pool of processes, in parts that are kept.
+
+The source is read once, in order, in chunks. A chunk whose part lies in the cache
+folder from an attempt that was killed is not computed again. After SECONDS of work by this
+process others are started, as many as data.workers says; the parts are put together in the
+order of the source, so the number of processes changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from train.texts.rows import BadRow, Reading, Row, encode, raw_row
+from train.texts.tokens import TokenWriter, mapped
+
+CHUNK, LETTERS = 2048, 1 << 19  # rows and letters of a part, about
+SECONDS = 5.0  # of work after which further processes are worth their start
+Item = Row | BadRow | tuple[int, bytes]  # a row, or line number and line of a JSONL file
+
+
+@dataclass(frozen=True)
+class Work:
+    """What turns rows into tokens. name: of the source, for messages."""
+
+    name: str
+    tokenizer: Any
+    how: Reading
+    held_out: float
+
+
+@dataclass
+class Part:
+    """The tokens of some rows. bad: messages about rows that were left out, without the name of
+    the source. turns: see train.texts.rows.Encoded.
+    """
+
+    writer: TokenWriter
+    bad: list[str] = field(default_factory=list)
+    turns: list[int] = field(default_factory=lambda: [0, 0, 0])
+    rows: int = 0
+
+
+def encode_chunk(items: Iterable[Item], work: Work) -> Part:
+    """The tokens of a chunk. Raises UserError without a chat template."""
+    part = Part(TokenWriter(None))
+    for item in items:
+        part.rows += 1
+        row = raw_row(work.name, *item) if isinstance(item, tuple) else item
+        try:
+            if isinstance(row, BadRow):
+                raise row
+            found = encode(row, work.tokenizer, work.how)
+        except BadRow as problem:
+            part.bad.append(str(problem).removeprefix(work.name))
+            continue
+        line, held = int(row.where.rpartition(":")[2]), share(row) < work.held_out
+        for ids, loss, turns in found:
+            part.writer.add(ids, loss, line, held)
+            part.turns = [a + b for a, b in zip(part.turns, turns, strict=True)]
+    return part
+
+
+def share(row: Row) -> float:
+    """A number in [0, 1) from what the row asks: the same question falls on the same side,
+    whatever the file.
+    """
+    asked = (
+        row.text
+        if row.chat is None
+        else "\n".join(m["content"] for m in row.chat if m["role"] == "user")
+    )
+    return int.from_bytes(hashlib.sha256(asked.encode()).digest()[:8]) / 2**64
+
+
+class Parts:
+    """Finished parts in a folder. None as folder: nothing is kept."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+
+    def path(self, number: int) -> Path:
+        assert self.folder is not None
+        return self.folder / f"part-{number:07d}.safetensors"
+
+    def read(self, number: int, rows: int) -> Part | None:
+        """A part of so many rows that an earlier attempt has left, if it is sound."""
+        found = mapped(self.path(number)) if self.folder is not None else None
+        if found is None:
+            return None
+        tensors, about = found
+        try:
+            if about["rows"] != rows:
+                return None
+            writer = TokenWriter(None)
+            writer.extend(tensors)
+            return Part(writer, [str(b) for b in about["bad"]], list(about["turns"]), rows)
+        except (KeyError, TypeError):
+            return None
+
+    def write(self, number: int, part: Part) -> None:
+        """Keep a part; a disk that refuses costs no more than this."""
+        if self.folder is not None:
+            about = {"bad": part.bad, "turns": part.turns, "rows": part.rows}
+            with contextlib.suppress(OSError):
+                part.writer.write(self.path(number), about)
+
+    def remove(self) -> None:
+        """The rows are together: the parts are not needed any more."""
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def encoded(
+    source: Iterable[Item], work: Work, workers: int, parts: Parts, heed: Callable[[], None]
+) -> Iterator[Part]:
+    """The parts of a source in its order. heed: called often; what it raises ends the work, and
+    the parts so far stay. Raises UserError as encode_chunk does."""
+    begun, pool = time.monotonic(), None
+    waiting: deque[tuple[int, Part | Future[Part]]] = deque()
+
+    def settled() -> Part:
+        number, found = waiting.popleft()
+        if isinstance(found, Part):
+            return found
+        while wait([found], timeout=0.5).not_done:
+            heed()
+        part = found.result()
+        parts.write(number, part)
+        return part
+
+    try:
+        for number, (items, only) in enumerate(_chunks(source)):
+            heed()
+            part = parts.read(number, len(items))
+            if part is not None:
+                waiting.append((number, part))
+            elif pool is None and (workers < 2 or time.monotonic() < begun + SECONDS):
+                part = encode_chunk(items, work)
+                if not only:
+                    parts.write(number, part)
+                waiting.append((number, part))
+            else:
+                pool = pool or _pool(work, workers)
+                waiting.append((number, pool.submit(_in_worker, items)))
+            while len(waiting) > (workers + 2 if pool else 0):
+                yield settled()
+        while waiting:
+            yield settled()
+    finally:
+        if pool is not None:
+            _end(pool)
+
+
+def _chunks(source: Iterable[Item]) -> Iterator[tuple[list[Item], bool]]:
+    """(rows of a chunk, whether it is the only one): up to CHUNK rows or about LETTERS letters."""
+    chunk: list[Item] = []
+    letters, first = 0, True
+    for item in source:
+        if chunk and (len(chunk) == CHUNK or letters > LETTERS):
+            yield chunk, False
+            chunk, letters, first = [], 0, False
+        chunk.append(item)
+        letters += _letters(item)
+    if chunk:
+        yield chunk, first
+
+
+def _letters(item: Item) -> int:
+    """About how long a row is."""
+    if isinstance(item, tuple):
+        return len(item[1])
+    if isinstance(item, BadRow) or item.chat is None:
+        return len(item.reason if isinstance(item, BadRow) else item.text)
+    return sum(len(m["content"] or "") for m in item.chat)
+
+
+# Processes
+# -------------------------------------------------------------------------------------------
+
+_work: Work | None = None  # of this worker
+
+
+def processes(asked: int) -> int:
+    """How many processes may tokenise; 0 = the cores that this process may use, 32 at most."""
+    return asked or min(32, len(os.sched_getaffinity(0)) if HAS_AFFINITY else os.cpu_count() or 1)
+
+
+HAS_AFFINITY = hasattr(os, "sched_getaffinity")
+
+
+def _pool(work: Work, workers: int) -> ProcessPoolExecutor:
+    """Fresh interpreters: a fork of a process with threads and a GPU may hang."""
+    return ProcessPoolExecutor(
+        workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_begin,
+        initargs=(work, os.getpid()),
+    )
+
+
+def _begin(work: Work, parent: int) -> None:
+    """In a worker: signals are the parent's to heed, and without a parent there is no work."""
+    global _work
+    _work = work
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _in_worker(items: list[Item]) -> Part:
+    assert _work is not None
+    return encode_chunk(items, _work)
+
+
+def _end(pool: ProcessPoolExecutor) -> None:
+    """Stop the workers where they are: what they have not handed over is computed again."""
+    running = list((pool._processes or {}).values())
+    pool.shutdown(wait=False, cancel_futures=True)
+    for process in running:
+        process.kill()
