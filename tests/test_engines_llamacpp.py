@@ -26,7 +26,7 @@ from scripts.serving import (
     llamacpp_cases,
     server_certificate,
 )
-from scripts.serving.asking import Address, read_counters
+from scripts.serving.asking import MOST_TOP, Address, Door, read_counters
 from scripts.serving.case import Runs
 from tests.interop import DEEP, deep_target, random_head
 from tests.speculating_server import serving
@@ -141,6 +141,17 @@ def test_a_file_that_is_no_contract(tmp_path: Path, text: str | None, said: str)
         contract.load(tmp_path if text is not None else path)
 
 
+WHOLE = gguf_write.tokenizer_fields
+
+
+def in_letters(*args):
+    """Words that spell UTF-8 in any order: the server answers no others."""
+    fields = WHOLE(*args)
+    kind, words = fields["tokenizer.ggml.tokens"]
+    fields["tokenizer.ggml.tokens"] = (kind, [*words[:3], *(f"w{i}" for i in range(3, 260))])
+    return fields
+
+
 @contextmanager
 def engine(folder: Path, target, head, **changes) -> Iterator[llamacpp.Running]:
     """A real server with the head on the tiny target."""
@@ -227,15 +238,6 @@ def test_a_case_names_the_first_draft_that_differs(target, tmp_path: Path) -> No
 def test_a_certificate_of_a_real_server(
     target, tmp_path: Path, probabilistic: bool, monkeypatch
 ) -> None:
-    whole = gguf_write.tokenizer_fields
-
-    def in_letters(*args):
-        """Words that spell UTF-8 in any order: the server answers no others."""
-        fields = whole(*args)
-        kind, words = fields["tokenizer.ggml.tokens"]
-        fields["tokenizer.ggml.tokens"] = (kind, [*words[:3], *(f"w{i}" for i in range(3, 260))])
-        return fields
-
     monkeypatch.setattr(gguf_write, "tokenizer_fields", in_letters)
     head = random_head(target, "eagle3")
     how = server_certificate.How(Sampling(0.8), 3000, 32, 2, (1, 2, 8), 1e-3, 0.5, 0.0, 0, 2)
@@ -252,6 +254,34 @@ def test_a_certificate_of_a_real_server(
         )
     assert found["server"]["kind"] == "llama.cpp" and found["server"]["drafted"] > 500
     assert all(layer["passed"] for layer in found["layers"]), found["reasons"]
+
+
+@needs_engine
+@pytest.mark.slow
+def test_laws_of_a_real_plain_server(target, tmp_path: Path, monkeypatch) -> None:
+    import asyncio
+
+    import torch
+
+    monkeypatch.setattr(gguf_write, "tokenizer_fields", in_letters)
+    path = tmp_path / "target.gguf"
+    kind = gguf_export.Kind("float32")
+    gguf_export.write_model(path, target.model, target, [torch.tensor(PROMPTS[0])], kind)
+    text = [*PROMPTS[0], 90, 41, 17]
+
+    async def asked(url: str):
+        async with Door(Address(url)) as door:
+            return await door.laws(text, 4, MOST_TOP)
+
+    with llamacpp.running(PYTHON, llamacpp.Settings(str(path), context=256), tmp_path, "x") as s:
+        laws = asyncio.run(asked(s.url))
+    with torch.no_grad():
+        rows = target.model(torch.tensor([text])).logits[0].log_softmax(-1)[3:-1]
+    assert len(laws) == len(rows) == 3
+    for law, row in zip(laws, rows, strict=True):
+        best = row.topk(MOST_TOP)
+        assert sorted(law, key=lambda t: -law[t])[:8] == best.indices[:8].tolist()
+        assert max(abs(law[t] - float(row[t])) for t in best.indices.tolist()) < 1e-4
 
 
 def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:
