@@ -9,6 +9,7 @@ OLD := .venv-old/bin/python
 OLD_TRANSFORMERS := 5.19.0
 ENGINES := .venv-engines/bin/python
 SPECULATORS := .venv-speculators/bin/python
+LLAMACPP := .venv-llamacpp/bin/python
 export PYTHONWARNINGS ?= ignore::SyntaxWarning
 export TOKENIZERS_PARALLELISM ?= false
 # OpenMP threads that wait by spinning cost a factor of ten and more where other work shares the cores.
@@ -22,7 +23,7 @@ help:
 	@echo "make test | slow    lint, types, fast tests | the slow tests"
 	@echo "make bench          side-by-side speed ratios, written to docs/results"
 	@echo "make readme         the README's tables from the demo's reports"
-	@echo "make engines        exported heads served by vLLM on the CPU, written to docs/results"
+	@echo "make engines [ONLY=llamacpp|vllm]  exported heads served by llama.cpp and by vLLM on the CPU, to docs/results"
 	@echo "make lint | test-old | clean"
 
 .venv: .venv/.installed
@@ -89,9 +90,29 @@ test-old: .venv-old/.installed
 	@$(SPECULATORS) -m pip uninstall -qq -y torchvision torchaudio
 	@touch $@
 
+# One wheel of 34 MB with llama.cpp's whole server, prebuilt for Linux; no compiler, no GPU.
+.venv-llamacpp/.installed:
+	@test -x $(LLAMACPP) || $(PYTHON) -m venv .venv-llamacpp
+	@echo "installing xllamacpp 2026.10.11549 (llama.cpp) into .venv-llamacpp"
+	@$(LLAMACPP) -m pip install $(PIP_FLAGS) xllamacpp==2026.10.11549
+	@touch $@
+
+# What each part needs: ONLY=llamacpp a wheel of 34 MB; ONLY=vllm (with speculators) several GB
+# of disk and the CPU index of torch. Without ONLY both run. Neither needs a GPU or a compiler.
+# Heads: llamacpp an EAGLE-3 without the norms of 3.1 (recipe smollm2_eagle3_portable) or a
+# separate draft, vllm any of Medusa, EAGLE-1, EAGLE-3 and a separate draft.
+ifeq ($(ONLY),llamacpp)
+engines: .venv .venv-llamacpp/.installed
+	@$(PY) scripts/engines.py llamacpp
+else ifeq ($(ONLY),vllm)
 engines: .venv .venv-engines/.installed .venv-speculators/.installed
 	@$(PY) scripts/engines.py
+else
+engines: .venv .venv-llamacpp/.installed .venv-engines/.installed .venv-speculators/.installed
+	@$(PY) scripts/engines.py llamacpp
+	@$(PY) scripts/engines.py
+endif
 
 clean:
-	@rm -rf .venv .venv-old .venv-engines .venv-speculators build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf .venv .venv-old .venv-engines .venv-speculators .venv-llamacpp build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

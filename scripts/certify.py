@@ -10,6 +10,13 @@ Writes OUT/certificate.json and OUT/certificate.html (one file with its plots). 
 lossless. 1: not lossless. 3: undecided (too few tokens, or a negative control got through or
 was not run). docs/lossless.md says how to read it.
 
+    python scripts/certify.py target=smollm2 url=http://127.0.0.1:8080 temperature=1 \\
+        out=certificates/server
+
+With `url` it certifies a running server instead, whatever drafts there: its sampled and greedy
+answers, 1, 2 and 8 at a time, against the same weights in this process, or against a plain
+server (plain=URL, top_k <= 64). Writes OUT/certificate.json.
+
 Finished parts wait in OUT/unfinished: the same command again goes on, and an undecided one
 with more tokens takes what it has. The negative controls do not depend on the drafter: run
 them once (controls=run) and name that certificate for the next drafter of the same target and
@@ -47,6 +54,8 @@ from scripts.common.prompts import chat_ids, load_prompts
 from scripts.proofs import certificate
 from scripts.proofs.controls import certificates as controls
 from scripts.reports import certificate_page
+from scripts.serving import server_certificate
+from scripts.serving.asking import MOST_TOP, Address
 
 CODES = {"lossless": 0, "not lossless": 1, "undecided": 3}
 LATER = (
@@ -280,5 +289,164 @@ def about_drafter(spec: str) -> dict[str, Any]:
     }
 
 
+@dataclass
+class CertifyServerConfig:
+    """Keys of scripts/certify.py url=..."""
+
+    # folder for certificate.json
+    out: str
+    # address of the server under test, such as http://127.0.0.1:8080
+    url: str
+    # weights: the laws of the same weights in this process; else the address of a server of
+    # the same model without speculation
+    plain: str = "weights"
+    # the model that the server runs
+    target: TargetConfig = field(default_factory=TargetConfig)
+    # what is asked of the server; 0 = greedy alone
+    temperature: float = 1.0
+    # sample among the k best tokens; 0 = off
+    top_k: int = 0
+    # sample among the fewest tokens that hold this much probability; 1 = off
+    top_p: float = 1.0
+    # drop tokens below this share of the best token's probability; 0 = off
+    min_p: float = 0.0
+    # sampled tokens, spread evenly over `at_a_time`; more find smaller biases
+    tokens: int = 20000
+    # most tokens per answer
+    max_new_tokens: int = 64
+    # numbers of requests that are asked together
+    at_a_time: list[int] = field(default_factory=lambda: [1, 2, 8])
+    # prompts that are answered greedily, at each of `at_a_time`
+    greedy_prompts: int = 8
+    # JSONL of prompts; their first turns are used
+    prompts: str = "scripts/prompts/demo.jsonl"
+    # false-alarm rate of the sampling layer, all its tests together (Bonferroni)
+    alpha: float = 1e-3
+    # mean total variation from which on a bias of every known family must be found
+    detect: float = 0.1
+    # largest distance of a greedy token's logit to the best one that is a tie; 0 = measured
+    # (with plain=URL: 0.01)
+    tie: float = 0.0
+    # seconds for one answer
+    timeout: float = 120.0
+    # tries after the first
+    retries: int = 4
+    # environment variable that holds the server's key; empty = none
+    key_env: str = ""
+    # random biases of each family that the power is measured on; 0 = 16
+    members: int = 0
+    # cpu, cuda, cuda:1; null = the GPU when there is one
+    device: str | None = None
+    # addresses all random numbers
+    seed: int = 0
+    # no progress bar
+    quiet: bool = False
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        found = []
+        for key in ("tokens", "max_new_tokens", "greedy_prompts"):
+            if getattr(self, key) < 1:
+                found.append(f"{key}: {getattr(self, key)} is below 1; set 1 or more")
+        for key in ("alpha", "detect"):
+            if not 0 < getattr(self, key) < 1:
+                found.append(
+                    f"{key}: {getattr(self, key)} is outside (0, 1); set alpha=1e-3 detect=0.1"
+                )
+        if not self.at_a_time or any(n < 1 or n > 64 for n in self.at_a_time):
+            found.append(f"at_a_time: {self.at_a_time}; give numbers of 1 to 64, as in [1,2,8]")
+        if len(set(self.at_a_time)) != len(self.at_a_time):
+            found.append(f"at_a_time: {self.at_a_time} names one twice; name each once")
+        if not self.timeout > 0:
+            found.append(f"timeout: {self.timeout} is not above 0; give seconds")
+        for key in ("retries", "members", "tie"):
+            if getattr(self, key) < 0:
+                found.append(f"{key}: {getattr(self, key)} is below 0; give 0 or more")
+        if self.plain != "weights" and self.temperature and not 0 < self.top_k <= MOST_TOP:
+            found.append(
+                f"top_k: {self.top_k}; a plain server tells the {MOST_TOP} best of a law only: set "
+                f"top_k to 1..{MOST_TOP}, or plain=weights"
+            )
+        try:
+            self.sampling()
+        except UserError as error:
+            found.append(str(error))
+        return found
+
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+
+
+@entry("certify_server", CertifyServerConfig)
+@resumable()
+def server(cfg: CertifyServerConfig) -> int:
+    """Ask, judge, write, say the verdict. Exit codes: see the file's first lines."""
+    out = Path(cfg.out)
+    if out.exists() and not out.is_dir():
+        raise UserError(f"out: {out} is a file; give a folder")
+    with files.sole_writer(out):
+        target = load_target(cfg.target, "float32", cfg.device)
+        cfg.sampling().check_vocab(target.vocab_size)
+        known = load_prompts(Path(cfg.prompts))
+        prompts = [
+            chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in known
+        ]
+        room = target.context_length - cfg.max_new_tokens
+        prompts = [p for p in prompts if len(p) <= room]
+        if not prompts:
+            raise UserError(
+                f"prompts: none of {cfg.prompts} leaves room for {cfg.max_new_tokens} tokens in "
+                f"the target's context of {target.context_length}"
+            )
+        how = server_certificate.How(
+            cfg.sampling(),
+            cfg.tokens,
+            cfg.max_new_tokens,
+            cfg.greedy_prompts,
+            tuple(cfg.at_a_time),
+            cfg.alpha,
+            cfg.detect,
+            cfg.tie,
+            cfg.seed,
+            cfg.members or None,
+        )
+        address = Address(cfg.url, cfg.timeout, cfg.retries, max(cfg.at_a_time), cfg.key_env)
+        plain = None
+        if cfg.plain != "weights":
+            plain = Address(cfg.plain, cfg.timeout, cfg.retries, 1, cfg.key_env, "plain")
+        settings = {k: v for k, v in asdict(cfg).items() if k not in (*LATER, "members", "tie")}
+        parts = Parts(out / "unfinished", [settings, files.sha256(Path(cfg.prompts))])
+        start = datetime.now(UTC)
+        with Steps(*columns(44), quiet=cfg.quiet) as bar:
+            tasks: dict[str, TaskID] = {}
+
+            def watch(name: str, done: int, total: int) -> None:
+                if name not in tasks:
+                    tasks[name] = bar.add_task(name, total=total or None, completed=done)
+                bar.update(tasks[name], completed=done, total=total or None)
+
+            found = server_certificate.certified(target, prompts, how, address, plain, parts, watch)
+        paper = {
+            "format": 1,
+            **found,
+            "created": start.isoformat(timespec="seconds"),
+            "seconds": round((datetime.now(UTC) - start).total_seconds(), 1),
+            "resumed": parts.resumed,
+            "command": files.command(),
+            "target": _target(target, cfg.sampling()),
+            "settings": {k: v for k, v in asdict(cfg).items() if k != "target"},
+            "versions": files.environment(str(target.device)),
+        }
+        files.write_json(out / "certificate.json", paper)
+        if paper["verdict"] != "undecided":
+            parts.clear()
+        for line in server_certificate.told(paper):
+            print(line)
+        return CODES[paper["verdict"]]
+
+
 if __name__ == "__main__":
-    main()
+    if any(word.startswith("url=") for word in sys.argv[1:]):
+        server()
+    else:
+        main()

@@ -9,6 +9,16 @@ own acceptance counters with ours under the same K, cycle for cycle. The specula
 loads what was exported, and must give the same draft logits and the same tensors back. Writes
 OUT (JSON), prints the table. Finished parts lie in WORK and are not done again; a drafter that
 is not there is named, exit code 3.
+
+    python scripts/engines.py llamacpp drafters=[runs/eagle3_portable,runs/draft]
+
+The same with llama.cpp (`make engines ONLY=llamacpp`): its server on loopback, prompts as
+token ids; text, drafted and accepted tokens must be ours prompt by prompt.
+
+    python scripts/engines.py check url=http://127.0.0.1:8080 expected=exports/eagle3
+
+Does a running server do what the export beside expected.json was measured to do? Exit code 1:
+it does not, with the place where it parts.
 """
 
 from __future__ import annotations
@@ -30,12 +40,16 @@ from conf.schema import entry
 from decode.models.load import TargetConfig, load_target
 from heads import find_head, load_head
 from heads.checkpoint import read_card
-from heads.interop import exported, read_folder
+from heads.interop import exported, gguf_write, read_folder
+from heads.names import Draft
 from scripts.common import files
 from scripts.common.prompts import chat_ids, load_prompts
 from scripts.serving import case as engine_case
+from scripts.serving import contract, contract_check, gguf_export, llamacpp_cases
+from scripts.serving import llamacpp as server
 from scripts.serving import probe as acceptance_probe
 from scripts.serving import trial as probe_trial
+from scripts.serving.asking import Address
 
 FORMATS = {
     "medusa": ("vllm", "medusa"),
@@ -188,24 +202,236 @@ def main(cfg: EnginesConfig) -> int:
     return SKIPPED if missing else 0
 
 
-def export(cfg: EnginesConfig, folder: Path, source: Path, format: str) -> Path:
+@dataclass
+class LlamaCppConfig:
+    """Keys of scripts/engines.py llamacpp."""
+
+    # run folders or head folders to export and serve
+    drafters: list[str]
+    # JSON to write
+    out: str = "docs/results/engines-llamacpp.json"
+    # folder for exports and for the parts that are finished
+    work: str = "runs/engines-llamacpp"
+    # the target of all of them
+    target: TargetConfig = field(default_factory=TargetConfig)
+    # numbers of the target's GGUF: float32, float16, q8_0, or a GGUF file of it
+    targets: list[str] = field(default_factory=lambda: ["float32"])
+    # numbers of the drafts' GGUF
+    dtype: str = "float32"
+    # JSONL of prompts
+    prompts: str = "scripts/prompts/demo.jsonl"
+    # how many of them
+    num_prompts: int = 50
+    # most tokens per answer
+    max_new_tokens: int = 64
+    # prompts that are decoded together on our side
+    batch_size: int = 25
+    # prompts whose draft tokens are compared one by one
+    traced: int = 5
+    # the server's context
+    context: int = 1024
+    # its threads
+    threads: int = 1
+    # Python of the environment with xllamacpp
+    engine: str = ".venv-llamacpp/bin/python"
+    # K of a kind of drafter (eagle3, small_lm), in place of the export's
+    draft_tokens: dict[str, int] = field(default_factory=dict)
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        found = [
+            f"{key}: {getattr(self, key)} is below 1; give 1 or more"
+            for key in ("num_prompts", "max_new_tokens", "batch_size", "context", "threads")
+            if getattr(self, key) < 1
+        ]
+        if self.dtype not in gguf_write.DTYPES:
+            found.append(f"dtype: {self.dtype} is none of {', '.join(gguf_write.DTYPES)}")
+        for name in self.targets:
+            if name not in gguf_write.DTYPES and not Path(name).expanduser().is_file():
+                found.append(
+                    f"targets: {name} is none of {', '.join(gguf_write.DTYPES)}, nor a file"
+                )
+        if not self.targets:
+            found.append("targets: names none; set targets=[float32]")
+        return found
+
+
+@entry("engines_llamacpp", LlamaCppConfig)
+def llamacpp(cfg: LlamaCppConfig) -> int:
+    """Export, serve, compare, write."""
+    python = files.ROOT / cfg.engine
+    if not python.exists():
+        raise UserError(
+            f"engine: {cfg.engine} is not there; `make engines ONLY=llamacpp` builds it"
+        )
+    work = Path(cfg.work).resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    target = load_target(cfg.target, "float32", "cpu")
+    known = load_prompts(cfg.prompts)
+    count = min(cfg.num_prompts, len(known))
+    some = [known[i * len(known) // count] for i in range(count)]
+    ids = [chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in some]
+    print("plain decoding: ours", flush=True)
+    runs = engine_case.Runs(target, ids, cfg.max_new_tokens, cfg.batch_size, work)
+    bench = llamacpp_cases.Bench(python, work, runs, cfg.max_new_tokens, cfg.traced)
+    heads, missing = [], []
+    for spec in cfg.drafters:
+        try:
+            source = find_head(spec)
+            kind = read_card(source)["kind"]
+        except UserError as error:
+            missing.append({"drafter": spec, "reason": str(error)})
+            continue
+        folder = export(cfg, work / f"{kind}-{cfg.dtype}", source, "gguf")
+        heads.append((spec, kind, folder, load_head(source, target)))
+    cases = []
+    version = ""
+    for name in cfg.targets:
+        file = target_file(cfg, work, name)
+        label = name if name in gguf_write.DTYPES else Path(name).name
+        settings = server.Settings(str(file), context=cfg.context, threads=cfg.threads)
+        print(f"llama.cpp on the {label} target", flush=True)
+        about = {"target": label, "target_sha256": files.sha256(file)}
+        plain = llamacpp_cases.served(bench, f"plain-{label}", settings, about["target_sha256"])
+        version = plain["version"]
+        cases.append({"case": "plain", **about, **llamacpp_cases.plain_case(bench, plain)})
+        for spec, kind, folder, head in heads:
+            manifest = exported(folder) or {}
+            depth = cfg.draft_tokens.get(kind) or manifest["draft_tokens"]
+            said = replace(
+                settings,
+                draft=str(folder / gguf_export.DRAFT),
+                method=llamacpp_cases.METHODS[kind],
+                draft_tokens=depth,
+            )
+            print(f"llama.cpp on the {label} target: {spec}", flush=True)
+            key = about["target_sha256"] + manifest["files"][gguf_export.DRAFT]["sha256"]
+            answer = llamacpp_cases.served(bench, f"{kind}-{label}", said, key)
+            twin = gguf_export.rounded_head(head, cfg.dtype)
+            drafter = twin.drafter(target, Draft(shape="chain"))
+            found = llamacpp_cases.case(bench, drafter, depth, answer, plain)
+            cases.append(
+                {
+                    "case": kind,
+                    **about,
+                    "drafter": spec,
+                    "card_sha256": manifest["source"]["card_sha256"],
+                    "dtype": cfg.dtype,
+                    "draft_tokens": depth,
+                    **found,
+                }
+            )
+    report = {
+        "format": 1,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": files.command(),
+        "environment": files.environment(),
+        "engine": {"xllamacpp": version},
+        "settings": {
+            "prompts": cfg.prompts,
+            "num_prompts": len(ids),
+            "max_new_tokens": cfg.max_new_tokens,
+            "temperature": 0,
+            "cache": "float32",
+            "flash_attention": False,
+            "threads": cfg.threads,
+        },
+        "target": target.identity.to_json() | {"path": ""} if target.identity else None,
+        "cases": cases,
+        "missing": missing,
+    }
+    files.write_json(Path(cfg.out), report)
+    print(llamacpp_cases.markdown(report))
+    for row in missing:
+        print(f"not there: {row['drafter']} ({row['reason']})", file=sys.stderr)
+    return SKIPPED if missing else 0
+
+
+def target_file(cfg: LlamaCppConfig, work: Path, name: str) -> Path:
+    """The target's GGUF in the numbers that `name` says, or the file that it names."""
+    if name not in gguf_write.DTYPES:
+        return Path(name).expanduser().resolve()
+    folder = work / f"target-{name}"
+    if exported(folder) is None:
+        command = [
+            *export_command(cfg),
+            "drafter=none",
+            "format=gguf",
+            f"dtype={name}",
+            "num_prompts=2",
+            f"out={folder}",
+        ]
+        call(command, work / f"target-{name}.export.log")
+    return folder / gguf_export.TARGET
+
+
+@dataclass
+class CheckConfig:
+    """Keys of scripts/engines.py check."""
+
+    # address of the running server, such as http://127.0.0.1:8080
+    url: str
+    # the exported folder, or its expected.json
+    expected: str
+    # seconds for one answer
+    timeout: float = 120.0
+    # tries after the first
+    retries: int = 4
+    # environment variable that holds the server's key; empty = none
+    key_env: str = ""
+    # JSON to write; empty = none
+    out: str = ""
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        found = []
+        if not self.timeout > 0:
+            found.append(f"timeout: {self.timeout} is not above 0; give seconds")
+        if self.retries < 0:
+            found.append(f"retries: {self.retries} is below 0; give 0 or more")
+        return found
+
+
+@entry("engines_check", CheckConfig)
+def check(cfg: CheckConfig) -> int:
+    """Ask, compare, say."""
+    wanted = contract.load(Path(cfg.expected).expanduser())
+    address = Address(cfg.url, cfg.timeout, cfg.retries, 1, cfg.key_env)
+    found = contract_check.checked(wanted, address)
+    if cfg.out:
+        files.write_json(Path(cfg.out), found | {"url": cfg.url, "command": files.command()})
+    for line in contract_check.told(found):
+        print(line)
+    return 0 if found["served"] else 1
+
+
+def export_command(cfg: EnginesConfig | LlamaCppConfig) -> list[str]:
+    """The start of an export's command line for this target."""
+    target = [f"target={cfg.target.kind}"] + (
+        [f"target.path={cfg.target.path}"] if cfg.target.path else []
+    )
+    return [
+        sys.executable,
+        str(files.ROOT / "scripts/export.py"),
+        *target,
+        "overwrite=true",
+        "device=cpu",
+    ]
+
+
+def export(cfg: EnginesConfig | LlamaCppConfig, folder: Path, source: Path, format: str) -> Path:
     """The export of a head; made again when the head has changed."""
     said = exported(folder)
     if said is not None and said["source"]["card_sha256"] == read_card(source)["sha256"]:
         return folder.resolve()
-    target = [f"target={cfg.target.kind}"] + (
-        [f"target.path={cfg.target.path}"] if cfg.target.path else []
-    )
     command = [
-        sys.executable,
-        str(files.ROOT / "scripts/export.py"),
-        *target,
+        *export_command(cfg),
         f"drafter={source}",
         f"format={format}",
         f"out={folder.resolve()}",
-        "overwrite=true",
-        "device=cpu",
     ]
+    if isinstance(cfg, LlamaCppConfig):
+        command.append(f"dtype={cfg.dtype}")
     call(command, folder.parent / f"{folder.name}.export.log")
     return folder.resolve()
 
@@ -244,5 +470,11 @@ def call(command: list[str], log: Path) -> None:
         )
 
 
+PARTS = {"llamacpp": llamacpp, "check": check}
+
 if __name__ == "__main__":
-    main()
+    part = PARTS.get(sys.argv[1]) if len(sys.argv) > 1 else None
+    if part is None:
+        main()
+    else:
+        part(sys.argv[2:])

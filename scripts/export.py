@@ -3,11 +3,13 @@
     python scripts/export.py target=smollm2 drafter=runs/eagle3 format=vllm out=exports/eagle3
 
 Formats: vllm, speculators (one folder for `vllm serve`), sglang, medusa and eagle (the
-original repositories), transformers (separate drafts). OUT holds config.json and weights in
-the engine's own terms, README.md (the model card with the serve command) and outrider.json
-(hashes of everything). The exported folder is read again by an independent reader and must
-draft what the head drafts, token by token and logit by logit, on real prompts; otherwise it is
-removed and the exit code is 2. docs/serving.md tells how to serve and what to look at.
+original repositories), transformers (separate drafts), gguf (llama.cpp: EAGLE-3, separate
+drafts, and with drafter=none the target itself). OUT holds the weights in the engine's own
+terms, README.md (the model card with the serve command), expected.json (what a server of it
+must answer and accept: scripts/engines.py check) and outrider.json (hashes of everything). The
+exported folder is read again by an independent reader and must draft what the head drafts,
+token by token and logit by logit, on real prompts; otherwise it is removed and the exit code
+is 2. docs/serving.md tells how to serve and what to look at.
 """
 
 from __future__ import annotations
@@ -29,12 +31,15 @@ from heads import find_head, load_head, tuned
 from heads.base import Head
 from heads.checkpoint import read_card, recover, staged
 from heads.folders import is_plain
-from heads.interop import FORMATS, LAYOUTS, MANIFEST, Facts, exported, find_layout
+from heads.interop import FORMATS, LAYOUTS, MANIFEST, Facts, exported, find_layout, gguf_write
+from heads.names import NONE, Draft
+from heads.small_lm.plain import plain_model
 from scripts.common import files
 from scripts.common.prompts import chat_ids, load_prompts
 from scripts.serving import card as export_card
+from scripts.serving import contract, gguf_export
 from scripts.serving import draft as export_draft
-from scripts.serving.check import Check, check_export
+from scripts.serving.check import Check, check_export, comparable
 
 PROMPT_TOKENS = 192  # the self-check recomputes whole prompts at every draft step
 
@@ -43,9 +48,10 @@ PROMPT_TOKENS = 192  # the self-check recomputes whole prompts at every draft st
 class ExportConfig:
     """Keys of scripts/export.py."""
 
-    # run folder or head folder to export
+    # run folder or head folder to export; with format=gguf also an ordinary model folder, or
+    # none for the target itself
     drafter: str
-    # vllm, speculators, sglang, medusa, eagle or transformers
+    # vllm, speculators, sglang, medusa, eagle, transformers or gguf
     format: str
     # folder to write
     out: str
@@ -53,7 +59,8 @@ class ExportConfig:
     target: TargetConfig = field(default_factory=TargetConfig)
     # replace an earlier export in `out`, as a whole
     overwrite: bool = False
-    # float32, bfloat16 or float16; null = as the head was imported, else float32
+    # float32, bfloat16 or float16, with format=gguf also q8_0 and no bfloat16; null = as the
+    # head was imported, else float32
     dtype: str | None = None
     # Medusa: export the first so many heads (vLLM drafts with all that it is given); null =
     # all
@@ -61,10 +68,15 @@ class ExportConfig:
     # name or folder by which the engine loads the target; empty = its repository, else its
     # folder
     verifier: str = ""
-    # prompts of the self-check, JSONL as scripts/evaluate.py reads it
+    # with format=gguf: a GGUF file of the target whose tokenizer is taken; empty = made from
+    # the target's own, where llama.cpp's name for it is known
+    tokenizer_from: str = ""
+    # prompts of the self-check and of expected.json, JSONL as scripts/evaluate.py reads it
     prompts: str = "scripts/prompts/demo.jsonl"
     # how many of them
     num_prompts: int = 8
+    # most tokens of an answer in expected.json
+    max_new_tokens: int = 32
     # cpu, cuda, cuda:1; null = the GPU when there is one
     device: str | None = None
 
@@ -73,12 +85,19 @@ class ExportConfig:
         found = []
         if self.format not in FORMATS:
             found.append(f"format: {self.format} is unknown; choose among {', '.join(FORMATS)}")
-        if self.dtype is not None and self.dtype not in DTYPES:
-            found.append(f"dtype: {self.dtype} is none of {', '.join(DTYPES)}")
-        if self.num_prompts < 1:
+        known = gguf_write.DTYPES if self.format == "gguf" else DTYPES
+        if self.dtype is not None and self.dtype not in known:
             found.append(
-                f"num_prompts: {self.num_prompts} is below 1; the self-check needs one or more"
+                f"dtype: {self.dtype} is none of {', '.join(known)}, which format={self.format} "
+                "takes"
             )
+        if self.tokenizer_from and self.format != "gguf":
+            found.append("tokenizer_from: is for format=gguf; leave it out")
+        for key in ("num_prompts", "max_new_tokens"):
+            if getattr(self, key) < 1:
+                found.append(
+                    f"{key}: {getattr(self, key)} is below 1; the self-check needs one or more"
+                )
         if self.heads is not None and self.heads < 1:
             found.append(f"heads: {self.heads} is below 1; give 1 or more, or null for all")
         return found
@@ -88,6 +107,8 @@ class ExportConfig:
 def main(cfg: ExportConfig) -> int:
     """Write, check, move into place."""
     out = free_place(Path(cfg.out).expanduser(), cfg.overwrite)
+    if cfg.format == "gguf" and (cfg.drafter == NONE or is_plain(cfg.drafter)):
+        return whole_model(cfg, out)
     if is_plain(cfg.drafter):
         raise UserError(
             f"drafter: {cfg.drafter}: an ordinary transformers model, which engines "
@@ -102,23 +123,25 @@ def main(cfg: ExportConfig) -> int:
     head = load_head(source, target)
     imported = card["extra"].get("imported")
     stored = imported.get("dtype") if isinstance(imported, dict) else None
-    dtype = torch_dtype(cfg.dtype or (stored if stored in DTYPES else "float32"))
     facts = Facts.of(
         target, cfg.verifier or (cfg.target.name if cfg.target.kind == "hub" else name_of(target))
     )
     about = export_card.About(
         cfg.format, head, card, facts, tuned.read(source), out, export_card.run_record(source)
     )
+    if cfg.format == "gguf":
+        return gguf(cfg, about, target, source)
     if head.kind == "small_lm" and cfg.format == "transformers":
         with staged(out) as stage:
             check = export_draft.write(
                 source, stage, head, target, check_prompts(cfg, target), cfg.dtype
             )
             written = str(check.pop("dtype"))
-            finish(stage, replace(about, check=check, dtype=written))
+            finish(stage, cfg, replace(about, check=check, dtype=written), target, head)
         return said(out, cfg, check["draft_tokens_equal"])
     layout = find_layout(cfg.format, head)
     head = first_heads(head, cfg.heads)
+    dtype = torch_dtype(cfg.dtype or (stored if stored in DTYPES else "float32"))
     config, tensors = layout.write(head, target, facts, dtype)
     with staged(out) as stage:
         files.write_json(stage / "config.json", config)
@@ -127,8 +150,56 @@ def main(cfg: ExportConfig) -> int:
             stage, cfg.format, head, target, check_prompts(cfg, target), dtype
         )
         written = str(config["torch_dtype"])
-        finish(stage, replace(about, head=head, check=found.json(), dtype=written))
+        about = replace(about, head=head, check=found.json(), dtype=written)
+        finish(stage, cfg, about, target, comparable(head, dtype))
     return said(out, cfg, found.tokens)
+
+
+def gguf(cfg: ExportConfig, about: export_card.About, target: Target, source: Path) -> int:
+    """A head or a separate draft that was trained here, as one GGUF file."""
+    kind, head = gguf_kind(cfg), about.head
+    prompts = check_prompts(cfg, target)
+    with staged(about.out) as stage:
+        if head.kind == "small_lm":
+            found = gguf_export.write_draft(stage, source, head, target, prompts, kind)
+            twin = head
+        else:
+            twin, found = gguf_export.write_head(stage, head, target, prompts, kind)
+        about = replace(about, check=found.json(), dtype=kind.dtype)
+        finish(stage, cfg, about, target, twin)
+    return said(about.out, cfg, found.tokens)
+
+
+def whole_model(cfg: ExportConfig, out: Path) -> int:
+    """The target itself (drafter=none), or an ordinary model as its separate draft, as one
+    GGUF file."""
+    kind = gguf_kind(cfg)
+    target = load_target(cfg.target, "float32", cfg.device)
+    prompts = check_prompts(cfg, target)
+    with staged(out) as stage:
+        if cfg.drafter == NONE:
+            name, model = gguf_export.TARGET, target.model
+        else:
+            name, model = gguf_export.DRAFT, plain_model(cfg.drafter, target).draft.model
+        found = gguf_export.write_model(stage / name, model, target, prompts, kind)
+        identity = target.identity.to_json() if target.identity is not None else None
+        files.write_text(stage / "README.md", gguf_export.page(name, cfg.drafter, kind, found))
+        about = {
+            "engine_format": "gguf",
+            "kind": "target" if cfg.drafter == NONE else "small_lm",
+            "dtype": kind.dtype,
+            "target": identity,
+            "check": found.json(),
+        }
+        files.write_json(stage / MANIFEST, gguf_export.manifest(about, stage))
+    print(f"{out}: {name}, its logits behind {found.prompts} prompts are the model's")
+    return 0
+
+
+def gguf_kind(cfg: ExportConfig) -> gguf_export.Kind:
+    """How the numbers are stored."""
+    source = Path(cfg.tokenizer_from).expanduser() if cfg.tokenizer_from else None
+    return gguf_export.Kind(cfg.dtype or "float32", source)
 
 
 def target_of(cfg: ExportConfig, card: dict[str, Any]) -> Target:
@@ -217,8 +288,19 @@ def first_heads(head: Head, count: int | None) -> Head:
     return small
 
 
-def finish(stage: Path, about: export_card.About) -> None:
-    """The card, and last the manifest with the hashes of every other file."""
+def finish(
+    stage: Path, cfg: ExportConfig, about: export_card.About, target: Target, twin: Head
+) -> None:
+    """The card, the contract, and last the manifest with the hashes of every other file.
+
+    twin: the head with the exported numbers.
+    """
+    prompts = [ids.tolist() for ids in check_prompts(cfg, target)]
+    chain = twin.drafter(target, Draft(shape="chain"))
+    files.write_json(
+        stage / contract.NAME,
+        contract.expected(target, chain, prompts, about.depth, cfg.max_new_tokens),
+    )
     files.write_text(stage / "README.md", export_card.page(about))
     files.write_json(
         stage / MANIFEST, export_card.manifest(about, stage, files.command(), files.environment())

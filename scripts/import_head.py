@@ -37,7 +37,7 @@ from scripts.common.prompts import chat_ids, load_prompts
 from scripts.serving import probe as acceptance_probe
 from scripts.serving.probe import AS_WRITTEN, Reading
 
-READABLE = ("auto", *(f for f in FORMATS if f != "transformers"))
+READABLE = ("auto", *(f for f in FORMATS if f not in ("transformers", "gguf")))
 
 
 @dataclass

@@ -48,6 +48,7 @@ def run(prompts: Path, *args: str, **shape) -> int:
                 *(f"target.{k}={v}" for k, v in shape.items()),
                 f"prompts={prompts}",
                 "device=cpu",
+                "max_new_tokens=4",
                 *args,
             ]
         )

@@ -69,6 +69,9 @@ def test_the_tables_are_those_of_the_committed_results() -> None:
     tuning = readme.TUNING.read_text()
     assert readme.render_tuning(tuning) == tuning, "run make readme"
     assert tuning.count("× [") >= 3, "a row per tuned drafter"
+    engines = readme.ENGINES.read_text()
+    assert readme.render_engines(engines) == engines, "run make readme"
+    assert "llama.cpp (xllamacpp" in engines and "vLLM 0.32" in engines
 
 
 @pytest.mark.parametrize("fast", [True, False])

@@ -44,7 +44,7 @@ LAYOUTS: dict[tuple[str, str], Layout] = {
         Speculators(),
     )
 }
-FORMATS = ("vllm", "speculators", "sglang", "medusa", "eagle", "transformers")
+FORMATS = ("vllm", "speculators", "sglang", "medusa", "eagle", "transformers", "gguf")
 UNSERVED = {
     "hydra_heads": "no engine serves Hydra heads (each reads the tokens drafted before "
     "it); the nearest that is "

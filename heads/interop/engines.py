@@ -7,6 +7,7 @@ An architecture is the class name in the target's config.json ("architectures").
 from __future__ import annotations
 
 VLLM, SGLANG = "vLLM 0.32", "SGLang 0.5.23"
+LLAMACPP = "llama.cpp"
 
 
 def _names(text: str) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/tuning.md, from JSON: `make readme`, that is `python -m
+"""The tables of README.md, docs/tuning.md and docs/engines.md, from JSON: `make readme`, that is `python -m
 scripts.reports.readme`.
 
 Copies what the tables need from reports/demo/t0 and t1 to docs/results/demo-t0.json and
@@ -16,11 +16,14 @@ from typing import Any
 from scripts.common import files
 from scripts.reports import table, tune_table
 from scripts.serving import case as engine_case
+from scripts.serving import llamacpp_cases
 
 README, RESULTS = files.ROOT / "README.md", files.ROOT / "docs" / "results"
 BEGIN, END = "<!-- results: written by `make readme` -->", "<!-- end of results -->"
 TUNING = files.ROOT / "docs" / "tuning.md"
 TUNED = "<!-- tuned: written by `make readme` -->", "<!-- end of tuned -->"
+ENGINES = files.ROOT / "docs" / "engines.md"
+SERVED = "<!-- engines: written by `make readme` -->", "<!-- end of engines -->"
 DROPPED = ("per_prompt", "acceptance_by_rank")
 
 
@@ -84,6 +87,29 @@ def render_tuning(text: str) -> str:
     )
 
 
+def engines() -> str:
+    """The block of docs/engines.md: a table for every engine that was run."""
+    blocks = []
+    for name, room, command in (
+        ("engines-llamacpp", llamacpp_cases, "make engines ONLY=llamacpp"),
+        ("engines", engine_case, "make engines ONLY=vllm"),
+    ):
+        path = RESULTS / f"{name}.json"
+        if path.exists():
+            report = json.loads(path.read_text())
+            env = report["environment"]
+            where = f"`{command}`; {env['processor']}, {env['threads']} threads, commit `{env['commit']}`"
+            blocks += [f"**{room.title(report)}** ({where})", "", room.markdown(report), ""]
+    return "\n".join([SERVED[0], "", *blocks, SERVED[1]])
+
+
+def render_engines(text: str) -> str:
+    """The page about engines with fresh tables. Raises ValueError when the markers are
+    missing.
+    """
+    return _between(text, *SERVED, engines(), ENGINES.name)
+
+
 def _between(text: str, first: str, last: str, block: str, name: str) -> str:
     head, begin, rest = text.partition(first)
     _, end, tail = rest.partition(last)
@@ -110,7 +136,10 @@ def main() -> int:
         return 2
     files.write_text(README, render(README.read_text()))
     files.write_text(TUNING, render_tuning(TUNING.read_text()))
-    print(f"written: {README.name}, {TUNING.name}, {RESULTS.relative_to(files.ROOT)}")
+    files.write_text(ENGINES, render_engines(ENGINES.read_text()))
+    print(
+        f"written: {README.name}, {TUNING.name}, {ENGINES.name}, {RESULTS.relative_to(files.ROOT)}"
+    )
     return 0
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from heads.base import Head
 from heads.interop import Facts
-from heads.interop.engines import SGLANG, VLLM
+from heads.interop.engines import LLAMACPP, SGLANG, VLLM
 from heads.tuned import Tuned
 from scripts.common import files
 
@@ -71,6 +71,14 @@ def serve(about: About) -> list[tuple[str, str]]:
         f"--speculative-draft-model-path {shlex.quote(folder)} --speculative-num-steps {steps} "
         f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {steps + 1}"
     )
+    if about.format == "gguf":
+        method = "draft-eagle3" if kind == "eagle3" else "draft-simple"
+        draft = shlex.quote(f"{folder}/draft.gguf")
+        command = (
+            f"llama-server -m TARGET.gguf -md {draft} --spec-type {method} "
+            f"--spec-draft-n-max {steps} --spec-draft-p-min 0"
+        )
+        return [(LLAMACPP, command)]
     if about.format == "speculators":
         return [(VLLM, f"vllm serve {shlex.quote(folder)}"), (f"{VLLM}, other settings", vllm)]
     if about.format == "transformers":

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from heads.base import Head
 from heads.eagle.drafter import EagleDrafter
 from heads.names import Draft
 from heads.parallel.drafter import MedusaDrafter
-from scripts.serving.reader import Exported
+from scripts.serving.reader import Drafts, Exported, Features
 
 TOLERANCE = 5e-4  # of the largest logit; float32 against float32 in another order of sums
 
@@ -63,7 +63,6 @@ def comparable(head: Head, dtype: torch.dtype) -> Head:
     return twin
 
 
-@torch.inference_mode()
 def check_export(
     folder: Path,
     format: str,
@@ -75,9 +74,6 @@ def check_export(
     """Compare drafts behind every prompt (1-D int64, two tokens or more). Raises UserError at
     the first difference.
     """
-    if target.dtype != torch.float32:
-        raise ValueError("check_export: load the target in float32")
-    twin = comparable(head, dtype)
     served = Exported(
         folder,
         format,
@@ -85,6 +81,25 @@ def check_export(
         target.lm_head_weight,
         target.num_layers,
     )
+    return check_drafts(served, comparable(head, dtype), target, prompts)
+
+
+class Reader(Protocol):
+    """An independent reader of an export."""
+
+    def draft(self, ids: Tensor, features: Features, count: int) -> Drafts:
+        """Greedy drafts behind ids [n + 1], of which the last one has no feature yet."""
+        ...
+
+
+@torch.inference_mode()
+def check_drafts(served: Reader, twin: Any, target: Target, prompts: Sequence[Tensor]) -> Check:
+    """Compare the drafts of a reader with those of `twin`, a head with the exported numbers.
+
+    prompts: 1-D int64, two tokens or more. Raises UserError at the first difference.
+    """
+    if target.dtype != torch.float32:
+        raise ValueError("check_export: load the target in float32")
     drafter = twin.drafter(target, Draft(shape="chain"))
     count = drafter.max_depth
     out = Check(len(prompts), 0, 0.0, 0.0)

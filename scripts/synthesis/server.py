@@ -81,6 +81,7 @@ class OpenAIServer:
     backoff: float
     connections: int
     on_trouble: Callable[[str, float], None] = lambda reason, wait: None
+    setting: str = "base_url"  # the key that messages about the address name
     troubles: Counter[str] = field(default_factory=Counter)
     answered: int = 0
     _resume_at: float = 0.0
@@ -115,7 +116,7 @@ class OpenAIServer:
             raise UserError(f"model: {self.base_url} lists no models; set model=NAME") from None
         except GivenUp as error:
             raise UserError(
-                f"base_url: nothing usable at {self.base_url} ({error}); start the "
+                f"{self.setting}: nothing usable at {self.base_url} ({error}); start the "
                 "server, or mend the "
                 "address (it usually ends with /v1)"
             ) from None
@@ -145,6 +146,12 @@ class OpenAIServer:
         request can succeed.
         """
         return await self._patiently("POST", "/chat/completions", body, read_answer)
+
+    async def ask(
+        self, method: str, path: str, body: Any = None, read: Callable[[Any], Any] = lambda v: v
+    ) -> Any:
+        """Any request; `read` turns the JSON into a value. Raises as `chat` does."""
+        return await self._patiently(method, path, body, read)
 
     async def _patiently(
         self, method: str, path: str, body: Any, read: Callable[[Any], Any] = lambda v: v
@@ -194,7 +201,7 @@ class OpenAIServer:
             raise Again(f"no whole answer within timeout={self.timeout:g} s") from None
         except httpx.UnsupportedProtocol as error:
             raise UserError(
-                f"base_url: {self._safe(str(error))}; give http://HOST:PORT/v1"
+                f"{self.setting}: {self._safe(str(error))}; give http://HOST:PORT/v1"
             ) from None
         except httpx.ConnectError as error:
             raise Again(
@@ -221,14 +228,14 @@ class OpenAIServer:
             ) from None
         if 300 <= status < 400:
             raise UserError(
-                f"base_url: {url} redirects to "
+                f"{self.setting}: {url} redirects to "
                 f"{self._safe(str(headers.get('location')))[:200]}; give the "
                 "final address"
             ) from None
         if status == 404 and path != "/models":
             raise UserError(
-                f"base_url: {url} is not there ({said}); mend base_url (it usually ends "
-                "with /v1) or model"
+                f"{self.setting}: {url} is not there ({said}); mend {self.setting} (it usually "
+                "ends with /v1) or model"
             )
         raise Refused(f"status {said}")
 

@@ -1,0 +1,368 @@
+"""A certificate of answers that came over HTTP: tokens alone, no cycles, no logits.
+
+Every answer token is placed in the law that its text owes it (of the same weights in this
+process, or of a plain server), and the certificate's tests ask whether these places are those
+of draws from these laws: transforms (pit.py), directions (directions.py), pairs inside an
+answer, and pairs of answers that were decoded at the same time. Greedy answers are judged by
+the distance of each token's logit to the best one.
+
+Negative controls are simulated on the very same answers: at every place a token is drawn from
+a wrong law, and the same tests must reject.
+
+Shape letters: R tokens, V vocabulary, O orders, G strata.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decode.sampling import Sampling
+from scripts.proofs import directions, pit, power
+from scripts.proofs.sampled import FLAT, KEYED, ORDERS, RECENT, ROWS
+
+CONTROL_TOKENS = 4000  # of a control, unless it is rejected sooner
+COOLER, NARROWER = 0.8, 0.9  # what the wrong temperature and the wrong top-p are multiplied by
+TYPICAL, SHARE = 0.09, 0.3  # Medusa's typical acceptance: p(x) > min(0.09, 0.3 exp(-H))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the tests need to know. levels: numbers of requests asked at a time. members:
+    random biases of each family that the power is measured on."""
+
+    sampling: Sampling
+    alpha: float
+    detect: float
+    seed: int
+    levels: tuple[int, ...]
+    members: int | None = None
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Names of the strata."""
+        together = (f"{level} at a time" for level in self.levels)
+        return ("all tokens", *together, "first of an answer", "flat laws")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One sampled answer. wave: the answers of one wave were asked together."""
+
+    number: int
+    wave: int
+    level: int
+    prompt: list[int]
+    tokens: list[int]
+
+
+Laws = Callable[[Sequence[Answer]], Iterator[tuple[int, Tensor]]]  # (index, logits [R, V])
+
+
+def key_of(answers: Sequence[Answer]) -> int:
+    """The key of all pseudo-random orders: a hash of the first answers, which no server knew
+    before."""
+    text = json.dumps([a.tokens for a in answers[:16]]).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8])
+
+
+@dataclass
+class Wave:
+    """Answers that were asked together, with their laws. logits: [R, V] of each."""
+
+    answers: list[Answer]
+    logits: list[Tensor]
+
+
+class Judge:
+    """The tests of one stream of tokens: the server's, or a control's."""
+
+    def __init__(self, plan: Plan, vocab: int, key: int) -> None:
+        self.plan, self.key = plan, key
+        self.bank = directions.Bank(vocab, key)
+        self.tally = directions.Tally(self.bank, plan.groups)
+        self.coin = np.random.default_rng([plan.seed, 20240601])
+        keyed = [directions.hashed(vocab, key + 1 + k).argsort().argsort() for k in range(KEYED)]
+        self.keyed = torch.tensor(np.stack(keyed))
+        self.u: list[np.ndarray] = []
+        self.groups: list[np.ndarray] = []
+        self.where: list[np.ndarray] = []  # (wave, place, number) of every token
+        self.outside = self.edge = 0
+        self.sliver = 0.0
+
+    def add(self, wave: Wave, chosen: Sequence[Sequence[int]]) -> None:
+        """The tokens `chosen` of a wave's answers, in the laws of the wave."""
+        plan = self.plan
+        softly = [(x.float() / plan.sampling.temperature).softmax(-1) for x in wave.logits]
+        for i, (answer, logits) in enumerate(zip(wave.answers, wave.logits, strict=True)):
+            before: Tensor | None = None
+            for a in range(0, len(logits), ROWS):
+                rows = slice(a, min(a + ROWS, len(logits)))
+                tokens = torch.tensor(chosen[i][rows], dtype=torch.int64)
+                histories: list[list[int]] = []
+                if plan.sampling.uses_history:
+                    text = [*answer.prompt, *answer.tokens]
+                    start = len(answer.prompt)
+                    histories = [text[: start + t] for t in range(rows.start, rows.stop)]
+                p = pit.places(logits[rows], tokens, plan.sampling, histories)
+                law = p.law.float()
+                groups = self._groups(answer, rows, p.top)
+                block = self._block(law, before, softly, i, rows, wave)
+                before = law[-1:]
+                self.tally.add(self.bank.open(block), tokens, groups)
+                self.u.append(self._transforms(p, law, tokens))
+                self.groups.append(groups)
+                place = np.arange(rows.start, rows.stop)
+                self.where.append(
+                    np.stack([np.full_like(place, answer.wave), place, np.full_like(place, i)], 1)
+                )
+                self.outside += int(p.outside.sum())
+                self.edge += int(p.edge.sum())
+                self.sliver += float(p.sliver.sum())
+
+    def _groups(self, answer: Answer, rows: slice, top: np.ndarray) -> np.ndarray:
+        count = rows.stop - rows.start
+        every = np.ones(count, dtype=bool)
+        together = [every & (answer.level == level) for level in self.plan.levels]
+        first = np.arange(rows.start, rows.stop) == 0
+        return np.stack([every, *together, first, top < FLAT], 1)
+
+    def _transforms(self, p: pit.Places, law: Tensor, chosen: Tensor) -> np.ndarray:
+        """[R, O]. A token without mass has none: it is counted apart, and its place is drawn."""
+        one = chosen[:, None]
+        below = [torch.from_numpy(p.below), (law.cumsum(-1) - law).gather(1, one)[:, 0]]
+        for order in self.keyed:
+            below.append((law * (order < order[one])).sum(-1))
+        v = self.coin.random((len(chosen), len(ORDERS)))
+        found = np.stack([b.double().numpy() for b in below], 1) + v * p.mass[:, None]
+        return np.where(p.outside[:, None], v, found.clip(0, 1))
+
+    def _block(
+        self,
+        law: Tensor,
+        before: Tensor | None,
+        softly: Sequence[Tensor],
+        mine: int,
+        rows: slice,
+        wave: Wave,
+    ) -> directions.Block:
+        """What is known before each token of these rows."""
+        before = torch.zeros_like(law[:1]) if before is None else before
+        others = torch.zeros_like(law)
+        answer = wave.answers[mine]
+        text = [*answer.prompt, *answer.tokens]
+        start = len(answer.prompt)
+        mates = [k for k in range(len(softly)) if k != mine]
+        for k in mates:
+            some = softly[k][rows][: len(law)]
+            others[: len(some)] += some / len(mates)
+        recent, theirs = [], []
+        for t in range(rows.start, rows.stop):
+            recent.append(([-1] * RECENT + text[: start + t])[-RECENT:])
+            last = [[*wave.answers[k].prompt, *wave.answers[k].tokens[:t]][-1] for k in mates]
+            theirs.append(last)
+        return directions.Block(
+            law,
+            torch.cat([before, law[:-1]]),
+            others,
+            torch.tensor(recent),
+            torch.tensor(theirs, dtype=torch.int64).reshape(len(law), len(mates)),
+        )
+
+    @property
+    def count(self) -> int:
+        """Tokens judged so far."""
+        return sum(map(len, self.u))
+
+    def tests(self) -> list[pit.Test]:
+        """Every test of the tokens so far."""
+        if not self.u:
+            return []
+        u, groups = np.concatenate(self.u), np.concatenate(self.groups)
+        where = np.concatenate(self.where)
+        found = [
+            test
+            for k, order in enumerate(ORDERS)
+            for test in pit.uniformity(u[:, k], "all tokens", order)
+        ]
+        for g, name in enumerate(self.plan.groups[1:], 1):
+            some = u[groups[:, g], 0]
+            found += pit.uniformity(some, name) if len(some) >= pit.SMALLEST else []
+        found += self._pairs(u, where, (0, 2, 1), "two tokens of an answer")
+        found += self._pairs(u, where, (0, 1, 2), "two answers at once")
+        found += pit.edge_test(self.edge, self.sliver, len(u))
+        return found + self.tally.tests()
+
+    def _pairs(
+        self, u: np.ndarray, where: np.ndarray, order: tuple[int, int, int], name: str
+    ) -> list[pit.Test]:
+        """Neighbours in the order of these columns, as long as the first two are the same."""
+        keys = where[:, order]
+        ranked = np.lexsort(keys.T[::-1])
+        keys, sorted_u = keys[ranked], u[ranked]
+        same = np.r_[False, (keys[1:, :2] == keys[:-1, :2]).all(1)]
+        return [
+            test
+            for k, label in enumerate(ORDERS[:3])
+            for test in pit.independence(sorted_u[:, k], same, name, label)
+        ]
+
+    def p(self) -> float:
+        """Of all tests together; 0 when a token came that its law does not hold."""
+        return 0.0 if self.outside else pit.overall(self.tests())
+
+
+@dataclass
+class Control:
+    """A wrong law. wrong: the laws [R, V] that it draws from, of logits and the laws owed."""
+
+    name: str
+    wrong: Callable[[Tensor, Sampling], Tensor]
+    judge: Judge
+    rejected: bool = False
+    p: float = 1.0
+    tokens: int = 0
+    coin: np.random.Generator = field(default_factory=lambda: np.random.default_rng(7))
+
+
+def wrong_temperature(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Cooler than asked."""
+    cooler = dataclasses.replace(sampling, temperature=sampling.temperature * COOLER)
+    return pit.law_of(logits, cooler)
+
+
+def wrong_top_p(logits: Tensor, sampling: Sampling) -> Tensor:
+    """A narrower nucleus than asked."""
+    narrower = dataclasses.replace(sampling, top_p=sampling.top_p * NARROWER)
+    return pit.law_of(logits, narrower)
+
+
+def typical(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Only tokens that typical acceptance would keep, the best one where it keeps none."""
+    law = pit.law_of(logits, sampling)
+    entropy = -(law * law.clamp(min=1e-30).log()).sum(-1, keepdim=True)
+    edge = torch.minimum(torch.full_like(entropy, TYPICAL), SHARE * (-entropy).exp())
+    kept = law * ((law > edge) | (law == law.amax(-1, keepdim=True)))
+    return kept / kept.sum(-1, keepdim=True)
+
+
+CONTROLS = {
+    f"temperature {COOLER:g} times what was asked": wrong_temperature,
+    f"top-p {NARROWER:g} times what was asked": wrong_top_p,
+    "typical acceptance": typical,
+}
+
+
+def controls(plan: Plan, vocab: int, key: int) -> list[Control]:
+    """All of them, each with its own tests."""
+    return [Control(name, wrong, Judge(plan, vocab, key)) for name, wrong in CONTROLS.items()]
+
+
+def simulate(control: Control, wave: Wave, alpha: float) -> None:
+    """Draw the wave's tokens from the wrong law and judge them, until that is rejected."""
+    if control.rejected or control.tokens >= CONTROL_TOKENS:
+        return
+    drawn = []
+    for logits in wave.logits:
+        law = control.wrong(logits, control.judge.plan.sampling).double()
+        u = torch.from_numpy(control.coin.random((len(law), 1)))
+        cumulative = law.cumsum(-1)
+        index = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)
+        drawn.append(index[:, 0].clamp(max=law.shape[1] - 1).tolist())
+    control.judge.add(wave, drawn)
+    control.tokens = control.judge.count
+    if control.tokens >= pit.SMALLEST:
+        control.p = control.judge.p()
+        control.rejected = control.p < alpha
+
+
+def waves(answers: Sequence[Answer], laws: Laws) -> Iterator[Wave]:
+    """The answers wave by wave with their laws; empty answers have none."""
+    numbers = sorted({a.wave for a in answers})
+    by_wave: dict[int, list[Answer]] = {n: [] for n in numbers}
+    for answer in answers:
+        if answer.tokens:
+            by_wave[answer.wave].append(answer)
+    for number in numbers:
+        members = by_wave[number]
+        if members:
+            found = dict(laws(members))
+            yield Wave(members, [found[i] for i in range(len(members))])
+
+
+def sampling_json(judge: Judge, alpha: float) -> dict[str, Any]:
+    """The sampling layer as certificate.json holds it."""
+    tests = sorted(judge.tests(), key=lambda t: t.p)
+    p = pit.overall(tests)
+    why = ""
+    if judge.outside:
+        why = f"{judge.outside} tokens have probability 0 under the law that their text owes them"
+    elif p < alpha:
+        worst = tests[0]
+        why = (
+            f"{worst.name} of {worst.stratum}: p = {worst.p:.3g}, all tests together "
+            f"{p:.3g} < alpha = {alpha:g}"
+        )
+    return {
+        "name": "sampling",
+        "passed": not why,
+        "why": why,
+        "tokens": judge.count,
+        "alpha": alpha,
+        "p": 0.0 if judge.outside else p,
+        "outside_the_law": judge.outside,
+        "tests": [dataclasses.asdict(t) for t in tests],
+    }
+
+
+def greedy_json(gaps: Sequence[Sequence[float]], tie: float) -> dict[str, Any]:
+    """The greedy layer. gaps: per answer the distance of every token's logit to the best one."""
+    flat = [gap for row in gaps for gap in row]
+    far = [(i, t, g) for i, row in enumerate(gaps) for t, g in enumerate(row) if not g <= tie]
+    why = ""
+    if far:
+        number, place, gap = far[0]
+        why = (
+            f"{len(far)} of {len(flat)} greedy tokens are not the best one: the first is token "
+            f"{place + 1} of answer {number + 1}, {gap:.3g} below it (a tie is up to {tie:.3g})"
+        )
+    return {
+        "name": "greedy",
+        "passed": not why,
+        "why": why,
+        "answers": len(gaps),
+        "tokens": len(flat),
+        "beyond_ties": len(far),
+        "ties": sum(0 < gap <= tie for gap in flat),
+        "tie": tie,
+        "largest_gap": max(flat, default=0.0),
+    }
+
+
+def power_json(plan: Plan, seen: Sequence[Wave], tokens: int, tests: int) -> dict[str, Any]:
+    """What so many tokens find, measured on the laws of the first answers."""
+    if not seen:
+        return {"tokens": tokens, "min_detectable": None, "families": {}, "blind": []}
+    vocab = seen[0].logits[0].shape[1]
+    left = power.laws_wanted(vocab)
+    answers: list[power.Answer] = []
+    for wave in seen:
+        for answer, logits in zip(wave.answers, wave.logits, strict=True):
+            logits = logits[:left]
+            if len(logits):
+                law = pit.law_of(logits, plan.sampling).float()
+                whole = (logits.float() / plan.sampling.temperature).softmax(-1)
+                answers.append(power.Answer(law, whole, answer.tokens[: len(law)]))
+                left -= len(law)
+    bank = directions.Bank(vocab, plan.seed)
+    known = power.Power(answers, bank, tokens, plan.alpha, tests)
+    found = power.measure(known, plan.detect, plan.seed, plan.members)
+    return {"tokens": tokens, "alpha": plan.alpha, "detect": plan.detect, **found}

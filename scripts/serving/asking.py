@@ -1,0 +1,311 @@
+"""Asking a running server, whatever it is: llama.cpp's own API, vLLM's, or the bare OpenAI
+one with token ids.
+
+    async with Door(address) as door:
+        reply = await door.answer(ids, Ask(64, temperature=1.0, seed=3))
+        laws = await door.laws([*ids, *reply.tokens], len(ids), 64)
+
+Prompts go out as token ids, so that no tokenizer stands between. What comes back is checked
+before it is believed; what a server does not tell is None.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from conf.errors import UserError
+from scripts.synthesis.server import Again, GivenUp, OpenAIServer, Refused
+
+LLAMACPP, VLLM, OTHER = "llama.cpp", "vllm", "other"
+MOST_TOP = 64  # tokens of a law that are asked of a plain server
+CLOSE = 1e-4  # by which a setting may differ that went through float32
+PER_POSITION = re.compile(r'accepted_tokens_per_pos(?:_total)?\{[^}]*position="(\d+)"[^}]*\} (\S+)')
+TOTALS = re.compile(
+    r"spec_decode_num_(drafts|draft_tokens|accepted_tokens)(?:_total)?(?:\{.*\})? (\S+)$"
+)
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where and how patiently. key_env: the environment variable that holds a key, "" for
+    none. setting: the key of the command line that messages name."""
+
+    url: str
+    timeout: float = 120.0
+    retries: int = 4
+    connections: int = 1
+    key_env: str = ""
+    setting: str = "url"
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One answer. limit: most tokens. temperature 0 = greedy; top_k 0 and top_p 1 = off."""
+
+    limit: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Reply:
+    """tokens: generated ids, the stop token included where the server sends it; None where it
+    sends none. drafted, accepted: draft tokens of this answer, where the server tells them.
+    """
+
+    tokens: list[int] | None
+    text: str
+    stopped: bool
+    drafted: int | None = None
+    accepted: int | None = None
+    ignored: tuple[str, ...] = field(default=())
+
+
+class Door:
+    """A server that was recognised. kind: llama.cpp, vllm or other. model: its name there."""
+
+    def __init__(self, address: Address) -> None:
+        root = address.url.rstrip("/").removesuffix("/v1")
+        key = ""
+        if address.key_env:
+            key = os.environ.get(address.key_env, "")
+            if not key:
+                raise UserError(
+                    f"key_env: the environment variable {address.key_env} is empty; set it, or "
+                    "leave key_env out"
+                )
+        self.address, self.root = address, root
+        self.kind, self.model = OTHER, ""
+        self._server = OpenAIServer(
+            root,
+            key,
+            address.timeout,
+            address.retries,
+            0.5,
+            address.connections,
+            setting=address.setting,
+        )
+
+    async def __aenter__(self) -> Door:
+        await self._server.__aenter__()
+        try:
+            await self._recognise()
+        except BaseException:
+            await self._server.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._server.__aexit__()
+
+    async def _recognise(self) -> None:
+        try:
+            reply = await self._server.ask("GET", "/v1/models")
+            self.model = str(reply["data"][0]["id"])
+            owner = str(reply["data"][0].get("owned_by", ""))
+        except (GivenUp, Refused, KeyError, IndexError, TypeError, AttributeError) as error:
+            said = str(error) if isinstance(error, GivenUp | Refused) else "lists no models"
+            raise self._wrong("GET /v1/models", said) from None
+        self.kind = {"llamacpp": LLAMACPP, "vllm": VLLM}.get(owner, OTHER)
+
+    def _wrong(self, asked: str, said: str) -> UserError:
+        return UserError(f"{self.address.setting}: {self.root}: asked {asked}; {said}")
+
+    async def _post(self, path: str, body: dict[str, Any], read: Any, about: str) -> Any:
+        try:
+            return await self._server.ask("POST", path, body, read)
+        except (GivenUp, Refused) as error:
+            raise self._wrong(f"POST {path} ({about})", str(error)) from None
+
+    async def answer(self, ids: list[int], ask: Ask) -> Reply:
+        """One answer behind a prompt. Raises UserError that names address, question, answer."""
+        about = f"{len(ids)} token ids, {ask.limit} more"
+        if self.kind == LLAMACPP:
+            return await self._post("/completion", _llamacpp(ids, ask), _read_llamacpp(ask), about)
+        body = {"model": self.model, **_openai(ids, ask)}
+        return await self._post("/v1/completions", body, _read_openai, about)
+
+    async def laws(self, ids: list[int], start: int, top: int) -> list[dict[int, float]]:
+        """Raw log-probabilities of the `top` best tokens (and of the text's own) at every place
+        from `start` on, of the model alone: [{token: logprob}], len(ids) - start of them.
+
+        Raises UserError where the server gives none.
+        """
+        if self.kind == LLAMACPP:
+            return [await self._law_llamacpp(ids[:at], top) for at in range(start, len(ids))]
+        body = {
+            "model": self.model,
+            "prompt": ids,
+            "max_tokens": 1,
+            "temperature": 0,
+            "prompt_logprobs": top,
+        }
+        read = _read_prompt_logprobs(ids, start)
+        return await self._post("/v1/completions", body, read, f"prompt_logprobs={top}")
+
+    async def _law_llamacpp(self, ids: list[int], top: int) -> dict[int, float]:
+        body = {
+            "prompt": ids,
+            "n_predict": 1,
+            "temperature": -1.0,  # greedy, with the raw law beside it
+            "n_probs": top,
+            "cache_prompt": True,
+            "samplers": [],
+        }
+        return await self._post("/completion", body, _read_n_probs, f"n_probs={top}")
+
+    async def counters(self) -> dict[str, Any] | None:
+        """drafts, draft_tokens, accepted_tokens since the server's start, and
+        accepted_by_position; None where it does not tell."""
+        import httpx
+
+        try:
+            reply = await self._server._client.get(f"{self.root}/metrics")
+        except httpx.HTTPError:
+            return None
+        if reply.status_code != 200:
+            return None
+        return read_counters(reply.text)
+
+
+def read_counters(text: str) -> dict[str, Any] | None:
+    """Of a Prometheus page with speculation's counters; None without them."""
+    out: dict[str, Any] = {}
+    places: dict[int, int] = {}
+    for line in text.splitlines():
+        if line.startswith("#"):
+            continue
+        found = PER_POSITION.search(line)
+        if found:
+            places[int(found[1])] = int(float(found[2]))
+            continue
+        total = TOTALS.search(line)
+        if total:
+            out[total[1]] = int(float(total[2]))
+    if "drafts" not in out:
+        return None
+    return {**out, "accepted_by_position": [places[k] for k in sorted(places)]}
+
+
+def _llamacpp(ids: list[int], ask: Ask) -> dict[str, Any]:
+    """Its native form: the samplers are named, so that nothing else is applied."""
+    return {
+        "prompt": ids,
+        "n_predict": ask.limit,
+        "temperature": ask.temperature,
+        "top_k": ask.top_k,
+        "top_p": ask.top_p,
+        "min_p": ask.min_p,
+        "seed": ask.seed,
+        "repeat_penalty": 1.0,
+        "samplers": ["temperature", "top_k", "top_p", "min_p"],
+        "return_tokens": True,
+        "cache_prompt": False,
+        "stream": False,
+    }
+
+
+def _read_llamacpp(ask: Ask) -> Any:
+    def read(reply: Any) -> Reply:
+        try:
+            tokens, text = reply["tokens"], reply["content"]
+            timings, kind = reply["timings"], reply["stop_type"]
+            settings = reply["generation_settings"]
+        except (KeyError, TypeError):
+            raise Again("an answer of another form") from None
+        if not _ids(tokens) or not isinstance(text, str):
+            raise Again("an answer of another form")
+        asked = {"temperature": ask.temperature, "top_k": ask.top_k, "top_p": ask.top_p}
+        asked |= {"min_p": ask.min_p, "seed": ask.seed}
+        ignored = tuple(
+            f"{key}={settings.get(key)!r} instead of {value}"
+            for key, value in asked.items()
+            if not _near(settings.get(key), value)
+        )
+        return Reply(
+            tokens,
+            text,
+            kind == "eos",
+            int(timings.get("draft_n", 0)),
+            int(timings.get("draft_n_accepted", 0)),
+            ignored,
+        )
+
+    return read
+
+
+def _near(said: Any, wanted: float) -> bool:
+    return isinstance(said, int | float) and abs(said - wanted) <= CLOSE * max(1.0, abs(wanted))
+
+
+def _openai(ids: list[int], ask: Ask) -> dict[str, Any]:
+    """vLLM's completions with token ids on both sides."""
+    body = {
+        "prompt": ids,
+        "max_tokens": ask.limit,
+        "temperature": ask.temperature,
+        "top_p": ask.top_p,
+        "seed": ask.seed,
+        "return_token_ids": True,
+        "stream": False,
+    }
+    extra = {"top_k": ask.top_k, "min_p": ask.min_p}
+    return body | {key: value for key, value in extra.items() if value}
+
+
+def _read_openai(reply: Any) -> Reply:
+    try:
+        choice = reply["choices"][0]
+        text, reason = choice["text"], choice["finish_reason"]
+    except (KeyError, IndexError, TypeError):
+        raise Again("an answer of another form") from None
+    tokens = choice.get("token_ids")
+    if not isinstance(text, str) or not (tokens is None or _ids(tokens)):
+        raise Again("an answer of another form")
+    return Reply(tokens, text, reason == "stop")
+
+
+def _ids(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in value
+    )
+
+
+def _read_n_probs(reply: Any) -> dict[int, float]:
+    try:
+        rows = reply["completion_probabilities"][0]["top_logprobs"]
+        law = {int(row["id"]): float(row["logprob"]) for row in rows}
+    except (KeyError, IndexError, TypeError, ValueError):
+        raise Refused("no n_probs in the answer (a server that drafts gives none)") from None
+    return _sound(law)
+
+
+def _read_prompt_logprobs(ids: list[int], start: int) -> Any:
+    def read(reply: Any) -> list[dict[int, float]]:
+        try:
+            rows = reply["choices"][0]["prompt_logprobs"]
+            laws = [
+                {int(token): float(entry["logprob"]) for token, entry in rows[at].items()}
+                for at in range(start, len(ids))
+            ]
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+            raise Refused("no prompt_logprobs in the answer") from None
+        return [_sound(law) for law in laws]
+
+    return read
+
+
+def _sound(law: dict[int, float]) -> dict[int, float]:
+    """Log-probabilities that are some: finite or -inf, with a sum of at most one."""
+    values = list(law.values())
+    total = sum(math.exp(v) for v in values if v > -math.inf) if values else math.nan
+    if not values or any(math.isnan(v) or v > CLOSE for v in values) or not total <= 1 + 1e-3:
+        raise Refused(f"log-probabilities that are none (they sum to {total:.4g})")
+    return law

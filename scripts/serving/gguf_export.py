@@ -1,0 +1,162 @@
+"""What `format=gguf` writes: a head, a separate draft or the target itself as one GGUF file,
+read again by scripts/serving/gguf_reader.py before it counts.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conf.errors import UserError
+from decode.target import Target
+from heads.base import Head
+from heads.interop import gguf_write
+from heads.interop.gguf_write import GgufModel
+from scripts.common import files
+from scripts.serving.check import TOLERANCE, Check, check_drafts
+from scripts.serving.gguf_reader import Served
+
+DRAFT, TARGET = "draft.gguf", "target.gguf"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How the numbers are stored. dtype: float32, float16 or q8_0. tokenizer_from: a GGUF file
+    whose tokenizer is taken, None to make it from the target's."""
+
+    dtype: str
+    tokenizer_from: Path | None = None
+
+
+def write_head(
+    stage: Path, head: Head, target: Target, prompts: Sequence[Tensor], kind: Kind
+) -> tuple[Any, Check]:
+    """An EAGLE-3 head: the head with its numbers rounded as the file has them, and the check.
+
+    Raises UserError for heads that llama.cpp cannot run, and when the file drafts anything
+    else than that rounded head.
+    """
+    refused = gguf_write.eagle3_refusals(head, target.num_layers)
+    if refused:
+        raise UserError("format=gguf: " + "; ".join(refused))
+    words = gguf_write.tokenizer_fields(target, kind.tokenizer_from)
+    gguf_write.write(stage / DRAFT, gguf_write.eagle3(head, target, words), kind.dtype)
+    twin = rounded_head(head, kind.dtype)
+    served = Served(stage / DRAFT, target.model.get_input_embeddings().weight)
+    return twin, check_drafts(served, twin, target, prompts)
+
+
+def rounded_head(head: Head, dtype: str) -> Any:
+    """A copy of a head (a separate draft: the head itself) with the numbers of such a file."""
+    if head.kind == "small_lm":
+        return head
+    twin = copy.deepcopy(head)
+    for weight in twin.parameters():
+        weight.data = gguf_write.rounded(weight.data.float().cpu(), dtype).to(weight.device)
+    return twin
+
+
+def write_draft(
+    stage: Path, source: Path, head: Head, target: Target, prompts: Sequence[Tensor], kind: Kind
+) -> Check:
+    """A separate draft that was trained here, from its folder. Raises UserError as write_model
+    does, and for one that proposes a part of the vocabulary only."""
+    from transformers import AutoModelForCausalLM
+
+    ids = head.ids()
+    if ids is not None:
+        raise UserError(
+            f"format=gguf: head.draft_vocab: {len(ids)}; llama.cpp would draft from all "
+            "tokens: train with head.draft_vocab=0"
+        )
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.float32, use_safetensors=True
+    )
+    return write_model(stage / DRAFT, model, target, prompts, kind)
+
+
+@torch.inference_mode()
+def write_model(
+    path: Path, model: Any, target: Target, prompts: Sequence[Tensor], kind: Kind
+) -> Check:
+    """A whole Llama model: the target, or a separate draft with the target's tokenizer.
+
+    Raises UserError when the file's logits behind the prompts are not the model's with its
+    numbers rounded alike.
+    """
+    words = gguf_write.tokenizer_fields(target, kind.tokenizer_from)
+    rows = model.get_input_embeddings().weight.shape[0]
+    if rows != target.vocab_size:
+        raise UserError(
+            f"format=gguf: the model has {rows} tokens, the target {target.vocab_size}; llama.cpp "
+            "wants one vocabulary for both"
+        )
+    written: GgufModel = gguf_write.llama(model, target.vocab_size, words)
+    gguf_write.write(path, written, kind.dtype)
+    served = Served(path, model.get_input_embeddings().weight)
+    twin = copy.deepcopy(model).float().cpu()
+    for weight in twin.parameters():
+        weight.data = gguf_write.rounded(weight.data, kind.dtype)
+    out = Check(len(prompts), 0, 0.0, 0.0)
+    for number, prompt in enumerate(prompts):
+        ids = prompt.cpu()
+        mine = twin(ids[None]).logits[0, -1].float()
+        theirs = served.logits(ids)
+        out.error = max(out.error, float((mine - theirs).abs().max()))
+        out.largest = max(out.largest, float(mine.abs().max()))
+        room = TOLERANCE * max(1.0, float(mine.abs().max()))
+        if not float((mine - theirs).abs().max()) <= room:
+            raise UserError(
+                f"export: prompt {number + 1}: the file's logits differ from the model's by "
+                f"{float((mine - theirs).abs().max()):.3g} (allowed {room:.3g}); nothing was "
+                "written"
+            )
+        out.tokens += 1
+    return out
+
+
+def page(name: str, drafter: str, kind: Kind, check: Check) -> str:
+    """README.md of a whole model."""
+    what = "The target itself" if name == TARGET else f"`{drafter}` as a separate draft"
+    return "\n".join(
+        [
+            f"# {name}",
+            "",
+            f"{what} for llama.cpp, {kind.dtype}. Serve:",
+            "",
+            "```",
+            f"llama-server -m {name}"
+            if name == TARGET
+            else f"llama-server -m TARGET.gguf -md {name} --spec-type draft-simple",
+            "```",
+            "",
+            f"The file was read again by an independent reader: its logits behind {check.prompts} "
+            f"prompts lie within {check.error:.2g} of the model's (the largest is "
+            f"{check.largest:.3g}).",
+            "",
+        ]
+    )
+
+
+def manifest(about: dict[str, Any], stage: Path) -> dict[str, Any]:
+    """outrider.json of a whole model: what it is, and the sha256 of every file beside it."""
+    environment = files.environment()
+    return {
+        "format": 1,
+        **about,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": files.command(),
+        "commit": environment["commit"],
+        "versions": environment["versions"],
+        "files": {
+            p.name: {"bytes": p.stat().st_size, "sha256": files.sha256(p)}
+            for p in sorted(stage.iterdir())
+        },
+    }

@@ -1,0 +1,251 @@
+"""Answers of a running server for a certificate: asked in waves of 1, 2 and 8 at a time, kept
+as they come, so that a killed run goes on where it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from conf.errors import UserError
+from decode.sampling import Sampling
+from scripts.common.parts import Parts
+from scripts.proofs.greedy import Plain
+from scripts.proofs.served import Answer
+from scripts.serving.asking import Address, Ask, Door, Reply
+
+SEEDS = 1 << 31
+Watch = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to ask for. tokens: sampled ones, spread evenly over `levels`; greedy: prompts that
+    are answered greedily at each level; limit: most tokens of an answer."""
+
+    address: Address
+    prompts: Sequence[Sequence[int]]
+    sampling: Sampling
+    tokens: int
+    limit: int
+    greedy: int
+    levels: tuple[int, ...]
+    vocab: int
+    stops: frozenset[int]
+    seed: int
+
+
+@dataclass
+class Asked:
+    """What came back. drafted: draft tokens, None where the server does not tell. notes: what
+    it did otherwise than asked, or did not tell."""
+
+    kind: str
+    sampled: list[Answer]
+    greedy: list[Answer]
+    drafted: int | None
+    notes: list[str]
+
+
+def ask_all(job: Job, parts: Parts, watch: Watch) -> Asked:
+    """Every answer, those of an earlier run first. Raises UserError for a server that cannot
+    be judged."""
+    return asyncio.run(_ask_all(job, parts, watch))
+
+
+async def _ask_all(job: Job, parts: Parts, watch: Watch) -> Asked:
+    async with Door(job.address) as door:
+        greedy = await _greedy(door, job, parts, watch)
+        sampled = [] if job.sampling.greedy else await _sampled(door, job, parts, watch)
+        if sampled:
+            await parts_once(parts, "seeds", _seeds(door, job))
+        counters = await door.counters()
+    rows = [*parts.lines("greedy"), *parts.lines("sampled")]
+    told = [row["drafted"] for row in rows if row["drafted"] is not None]
+    drafted = sum(told) if told else (counters or {}).get("draft_tokens")
+    notes = sorted({note for row in rows for note in row["ignored"]})
+    notes += [row for row in parts.lines("seeds") if row]
+    return Asked(door.kind, sampled, greedy, drafted, notes)
+
+
+async def parts_once(parts: Parts, name: str, value: Any) -> None:
+    """Keep what an awaitable gives, unless it is known."""
+    if parts.lines(name):
+        value.close()
+        return
+    parts.add(name, await value)
+
+
+async def _seeds(door: Door, job: Job) -> str:
+    """What the server makes of a seed: the same one twice."""
+    s = job.sampling
+    ask = Ask(min(job.limit, 16), s.temperature, s.top_k, s.top_p, s.min_p, 11)
+    prompt = list(job.prompts[0])
+    first, second = [await door.answer(prompt, ask) for _ in range(2)]
+    return "" if first.tokens == second.tokens else "one seed gave two answers: it is not heeded"
+
+
+async def _greedy(door: Door, job: Job, parts: Parts, watch: Watch) -> list[Answer]:
+    done = [_answer(row, job) for row in parts.lines("greedy")]
+    ask = Ask(job.limit)
+    work = [(level, i) for level in job.levels for i in range(job.greedy)]
+    number = len(done)
+    while number < len(work):
+        level = work[number][0]
+        some = [i for at, i in work[number : number + level] if at == level]
+        prompts = [list(job.prompts[i % len(job.prompts)]) for i in some]
+        replies = await asyncio.gather(*(door.answer(p, ask) for p in prompts))
+        for prompt, reply in zip(prompts, replies, strict=True):
+            row = _row(number, number, level, prompt, reply, job)
+            parts.add("greedy", row)
+            done.append(_answer(row, job))
+            number += 1
+        watch("greedy answers", number, len(work))
+    return done
+
+
+async def _sampled(door: Door, job: Job, parts: Parts, watch: Watch) -> list[Answer]:
+    """Waves of every level in turn until that level has its share of the tokens."""
+    kept: dict[int, dict[int, dict[str, Any]]] = {}
+    for row in parts.lines("sampled"):
+        kept.setdefault(row["wave"], {})[row["number"]] = row
+    waves = {w: list(rows.values()) for w, rows in kept.items()}
+    whole = {w: rows for w, rows in waves.items() if len(rows) == rows[0]["level"]}
+    done = [_answer(row, job) for w in sorted(whole) for row in whole[w]]
+    share = -(-job.tokens // len(job.levels))
+    wave = max(whole, default=-1) + 1
+    number = max((a.number for a in done), default=-1) + 1
+    s = job.sampling
+    while True:
+        have = dict.fromkeys(job.levels, 0)
+        for answer in done:
+            have[answer.level] += len(answer.tokens)
+        total = sum(min(n, share) for n in have.values())
+        watch("sampled tokens", min(total, job.tokens), job.tokens)
+        short = [level for level in job.levels if have[level] < share]
+        if not short:
+            return done
+        level = min(short, key=lambda n: have[n])
+        prompts = [list(job.prompts[(number + i) % len(job.prompts)]) for i in range(level)]
+        asks = [
+            Ask(
+                job.limit,
+                s.temperature,
+                s.top_k,
+                s.top_p,
+                s.min_p,
+                (job.seed * 1_000_003 + number + i) % SEEDS,
+            )
+            for i in range(level)
+        ]
+        replies = await asyncio.gather(
+            *(door.answer(p, a) for p, a in zip(prompts, asks, strict=True))
+        )
+        rows = [
+            _row(number + i, wave, level, prompt, reply, job)
+            for i, (prompt, reply) in enumerate(zip(prompts, replies, strict=True))
+        ]
+        if not any(row["tokens"] for row in rows) and not any(a.tokens for a in done):
+            raise UserError(
+                f"{job.address.setting}: {door.root}: asked {level} answers; all came back empty"
+            )
+        for row in rows:
+            parts.add("sampled", row)
+        done += [_answer(row, job) for row in rows]
+        wave, number = wave + 1, number + level
+
+
+def _row(
+    number: int, wave: int, level: int, prompt: list[int], reply: Reply, job: Job
+) -> dict[str, Any]:
+    """What is kept of one answer. Raises UserError for tokens that cannot be judged."""
+    where = f"{job.address.setting}: {job.address.url}"
+    if reply.tokens is None:
+        raise UserError(
+            f"{where}: asked return_token_ids; the answer holds text alone, which more than one "
+            "sequence of tokens can spell: serve with an engine that returns ids"
+        )
+    wrong = [t for t in reply.tokens if t >= job.vocab]
+    if wrong:
+        raise UserError(
+            f"{where}: asked {len(prompt)} token ids; came back token {wrong[0]}, and the target "
+            f"has {job.vocab}: the server runs another model"
+        )
+    if len(reply.tokens) > job.limit:
+        raise UserError(f"{where}: asked {job.limit} tokens; {len(reply.tokens)} came back")
+    tokens = list(reply.tokens)
+    ended = bool(tokens) and tokens[-1] in job.stops
+    if reply.stopped and not ended and len(tokens) < job.limit:
+        if len(job.stops) != 1:
+            raise UserError(
+                f"{where}: asked token ids; the stop token is left out, and the target has "
+                f"{len(job.stops)}: which of them came cannot be told"
+            )
+        tokens += job.stops
+    return {
+        "number": number,
+        "wave": wave,
+        "level": level,
+        "prompt": prompt,
+        "tokens": tokens,
+        "drafted": reply.drafted,
+        "ignored": list(reply.ignored),
+    }
+
+
+def _answer(row: dict[str, Any], job: Job) -> Answer:
+    return Answer(row["number"], row["wave"], row["level"], row["prompt"], row["tokens"])
+
+
+def own_laws(plain: Plain) -> Callable[[Sequence[Answer]], Iterator[tuple[int, Tensor]]]:
+    """The whole law at every place, from the same weights in this process."""
+
+    def laws(answers: Sequence[Answer]) -> Iterator[tuple[int, Tensor]]:
+        texts = [([*a.prompt, *a.tokens], len(a.prompt)) for a in answers]
+        for i, logits in plain.in_batches(texts):
+            yield i, logits.detach().cpu().float()
+
+    return laws
+
+
+def plain_laws(
+    address: Address, top: int, vocab: int, parts: Parts, watch: Watch
+) -> Callable[[Sequence[Answer]], Iterator[tuple[int, Tensor]]]:
+    """The `top` best of every law, from a plain server; what lies beyond has no mass. Exact
+    where sampling is among at most `top` tokens."""
+    known = {row["key"]: row["laws"] for row in parts.lines("laws")}
+
+    async def ask(texts: Sequence[tuple[list[int], int]]) -> list[Any]:
+        async with Door(address) as door:
+            return [await door.laws(ids, start, top) for ids, start in texts]
+
+    def laws(answers: Sequence[Answer]) -> Iterator[tuple[int, Tensor]]:
+        for i, answer in enumerate(answers):
+            text = [*answer.prompt, *answer.tokens]
+            key = hashlib.sha256(json.dumps([text, len(answer.prompt)]).encode()).hexdigest()
+            if key not in known:
+                (found,) = asyncio.run(ask([(text, len(answer.prompt))]))
+                known[key] = [[[t, v] for t, v in law.items()] for law in found]
+                parts.add("laws", {"key": key, "laws": known[key]})
+                watch("laws", len(known), 0)
+            yield i, _rows(known[key], vocab, top)
+
+    return laws
+
+
+def _rows(laws: Sequence[Sequence[Sequence[float]]], vocab: int, top: int) -> Tensor:
+    """[R, V] log-probabilities, -inf beyond the `top` best."""
+    rows = torch.full((len(laws), vocab), -torch.inf)
+    for row, law in zip(rows, laws, strict=True):
+        best = sorted(law, key=lambda pair: -pair[1])[:top]
+        ids = np.array([int(t) for t, _ in best])
+        row[torch.from_numpy(ids)] = torch.tensor([float(v) for _, v in best])
+    return rows

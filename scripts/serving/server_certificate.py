@@ -1,0 +1,186 @@
+"""A certificate of a running server: ask, judge, add up (scripts/proofs/served.py has the
+tests)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from conf.errors import UserError
+from decode.sampling import Sampling
+from decode.target import Target
+from scripts.common.parts import Parts
+from scripts.proofs import certificate, power, served
+from scripts.proofs.greedy import Plain
+from scripts.serving.asking import MOST_TOP, Address
+from scripts.serving.sampled_answers import Asked, Job, Watch, ask_all, own_laws, plain_laws
+
+SAFETY = 4  # rounding is measured on a few prompts only
+PLAIN_TIE = 0.01  # logits of another process
+ALIEN = 1.0  # a first greedy token so far below the best one is another model's
+
+
+@dataclass(frozen=True)
+class How:
+    """The keys of scripts/certify.py that the tests depend on."""
+
+    sampling: Sampling
+    tokens: int
+    limit: int
+    greedy: int
+    levels: tuple[int, ...]
+    alpha: float
+    detect: float
+    tie: float
+    seed: int
+    members: int | None
+
+
+def certified(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    how: How,
+    address: Address,
+    plain: Address | None,
+    parts: Parts,
+    watch: Watch,
+) -> dict[str, Any]:
+    """verdict, reasons, layers, negative_controls, power, untested: what certificate.json
+    holds of the server. plain: None for the laws of the weights in this process.
+
+    Raises UserError for a server that cannot be asked or runs another model.
+    """
+    job = Job(
+        address,
+        prompts,
+        how.sampling,
+        how.tokens,
+        how.limit,
+        how.greedy,
+        how.levels,
+        target.vocab_size,
+        frozenset(target.eos_ids),
+        how.seed,
+    )
+    asked = ask_all(job, parts, watch)
+    if plain is None:
+        own = Plain(target)
+        laws = own_laws(own)
+        tie = how.tie or SAFETY * parts.once("tie", lambda: own.rounding(list(prompts[:2]))["gap"])
+    else:
+        laws = plain_laws(plain, MOST_TOP, target.vocab_size, parts, watch)
+        tie = how.tie or PLAIN_TIE
+    layers = [greedy_layer(asked, laws, tie, address)]
+    negative: list[dict[str, Any]] = []
+    found: dict[str, Any] = {"tokens": 0, "min_detectable": None}
+    if asked.sampled:
+        layer, negative, found = sampling_layers(target, asked, laws, how, watch)
+        layers.append(layer)
+    verdict, reasons = certificate.verdict(
+        layers, negative or [{"rejected": True}], found, how.detect
+    )
+    if asked.drafted == 0:
+        reasons = [*reasons, "the server drafted nothing: nothing was tested of speculation"]
+        verdict = "undecided" if verdict == "lossless" else verdict
+    return {
+        "verdict": verdict,
+        "reasons": reasons,
+        "server": {"url": address.url, "kind": asked.kind, "drafted": asked.drafted},
+        "laws": "weights" if plain is None else plain.url,
+        "layers": layers,
+        "negative_controls": negative,
+        "power": found,
+        "notes": asked.notes,
+        "untested": untested(asked, plain),
+    }
+
+
+def greedy_layer(asked: Asked, laws: Any, tie: float, address: Address) -> dict[str, Any]:
+    """Greedy answers by the distance to the best logit. Raises UserError where the very first
+    tokens are far from it: those no draft has touched."""
+    gaps, first = [], []
+    for wave in served.waves(asked.greedy, laws):
+        for answer, logits in zip(wave.answers, wave.logits, strict=True):
+            own = logits.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
+            gap = (logits.amax(-1) - own).tolist()
+            gaps.append(gap)
+            first.append(gap[0])
+    alien = [gap for gap in first if not gap <= max(ALIEN, tie)]
+    if first and len(alien) > len(first) / 2:
+        raise UserError(
+            f"{address.setting}: {address.url}: asked greedy answers to {len(first)} prompts; "
+            f"{len(alien)} first tokens lie up to {max(alien):.3g} below the target's best one: "
+            "another model, tokenizer or template than target"
+        )
+    return served.greedy_json(gaps, tie)
+
+
+def sampling_layers(
+    target: Target, asked: Asked, laws: Any, how: How, watch: Watch
+) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
+    """The sampling layer, the negative controls on the same answers, the power."""
+    plan = served.Plan(how.sampling, how.alpha, how.detect, how.seed, how.levels, how.members)
+    key = served.key_of(asked.sampled)
+    judge = served.Judge(plan, target.vocab_size, key)
+    known = served.controls(plan, target.vocab_size, key)
+    kept: list[served.Wave] = []
+    wanted = power.laws_wanted(target.vocab_size)
+    total = sum(len(a.tokens) for a in asked.sampled)
+    for wave in served.waves(asked.sampled, laws):
+        judge.add(wave, [a.tokens for a in wave.answers])
+        for control in known:
+            served.simulate(control, wave, how.alpha)
+        if wanted > 0:
+            kept.append(wave)
+            wanted -= sum(len(x) for x in wave.logits)
+        watch("judged tokens", judge.count, total)
+    layer = served.sampling_json(judge, how.alpha)
+    negative = [
+        {
+            "name": c.name,
+            "layer": "sampling",
+            "rejected": c.rejected,
+            "p": c.p,
+            "tokens": c.tokens,
+        }
+        for c in known
+    ]
+    found = served.power_json(plan, kept, judge.count, len(layer["tests"]))
+    return layer, negative, found
+
+
+def untested(asked: Asked, plain: Address | None) -> list[str]:
+    """What an answer over HTTP does not show."""
+    out = [
+        "where a cycle begins and ends: biases that exist at one place of a cycle only are met "
+        "with the weight of that place",
+        "log-probabilities that the server sends while it speculates",
+    ]
+    if plain is not None:
+        out.append(f"the laws beyond the {MOST_TOP} best tokens of the plain server")
+    if asked.drafted is None:
+        out.append("how much was drafted: the server does not tell")
+    if not asked.sampled:
+        out.append("sampling: temperature=0")
+    return out
+
+
+def told(paper: dict[str, Any]) -> list[str]:
+    """The verdict for people."""
+    lines = [f"{paper['verdict']}: {paper['server']['url']} ({paper['server']['kind']})"]
+    lines += [f"  {reason}" for reason in paper["reasons"]]
+    for layer in paper["layers"]:
+        p = f", p = {layer['p']:.3g}" if "p" in layer else ""
+        state = "passed" if layer["passed"] else "failed"
+        lines.append(f"  {layer['name']}: {state}, {layer['tokens']} tokens{p}")
+    for control in paper["negative_controls"]:
+        state = "rejected" if control["rejected"] else "not rejected"
+        lines.append(f"  control {control['name']}: {state}, {control['tokens']} tokens")
+    least = paper["power"].get("min_detectable")
+    if least is not None:
+        lines.append(f"  smallest bias that is surely found: {least:.3f} (total variation)")
+    lines += [f"  note: {note}" for note in paper["notes"]]
+    return lines
