@@ -24,6 +24,7 @@ from scripts.serving.asking import Address, Ask, Door, Reply
 
 SEEDS = 1 << 31
 Watch = Callable[[str, int, int], None]
+Approve = Callable[[list[Answer]], None]
 
 
 @dataclass(frozen=True)
@@ -55,15 +56,19 @@ class Asked:
     notes: list[str]
 
 
-def ask_all(job: Job, parts: Parts, watch: Watch) -> Asked:
-    """Every answer, those of an earlier run first. Raises UserError for a server that cannot
-    be judged."""
-    return asyncio.run(_ask_all(job, parts, watch))
+def ask_all(job: Job, parts: Parts, watch: Watch, approve: Approve) -> Asked:
+    """Every answer, those of an earlier run first. approve: sees the greedy answers before
+    anything is sampled, and may raise.
+
+    Raises UserError for a server that cannot be judged.
+    """
+    return asyncio.run(_ask_all(job, parts, watch, approve))
 
 
-async def _ask_all(job: Job, parts: Parts, watch: Watch) -> Asked:
+async def _ask_all(job: Job, parts: Parts, watch: Watch, approve: Approve) -> Asked:
     async with Door(job.address) as door:
         greedy = await _greedy(door, job, parts, watch)
+        await asyncio.to_thread(approve, greedy)
         sampled = [] if job.sampling.greedy else await _sampled(door, job, parts, watch)
         if sampled:
             await parts_once(parts, "seeds", _seeds(door, job))

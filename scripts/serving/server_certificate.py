@@ -15,6 +15,7 @@ from decode.target import Target
 from scripts.common.parts import Parts
 from scripts.proofs import certificate, power, served
 from scripts.proofs.greedy import Plain
+from scripts.proofs.served import Answer, Laws
 from scripts.serving.asking import MOST_TOP, Address
 from scripts.serving.sampled_answers import Asked, Job, Watch, ask_all, own_laws, plain_laws
 
@@ -65,7 +66,6 @@ def certified(
         frozenset(target.eos_ids),
         how.seed,
     )
-    asked = ask_all(job, parts, watch)
     if plain is None:
         own = Plain(target)
         laws = own_laws(own)
@@ -73,7 +73,13 @@ def certified(
     else:
         laws = plain_laws(plain, MOST_TOP, target.vocab_size, parts, watch)
         tie = how.tie or PLAIN_TIE
-    layers = [greedy_layer(asked, laws, tie, address)]
+    layers: list[dict[str, Any]] = []
+    asked = ask_all(
+        job,
+        parts,
+        watch,
+        lambda greedy: layers.append(greedy_layer(greedy, laws, tie, address)),
+    )
     negative: list[dict[str, Any]] = []
     found: dict[str, Any] = {"tokens": 0, "min_detectable": None}
     if asked.sampled:
@@ -98,11 +104,13 @@ def certified(
     }
 
 
-def greedy_layer(asked: Asked, laws: Any, tie: float, address: Address) -> dict[str, Any]:
+def greedy_layer(
+    greedy: Sequence[Answer], laws: Laws, tie: float, address: Address
+) -> dict[str, Any]:
     """Greedy answers by the distance to the best logit. Raises UserError where the very first
     tokens are far from it: those no draft has touched."""
     gaps, first = [], []
-    for wave in served.waves(asked.greedy, laws):
+    for wave in served.waves(greedy, laws):
         for answer, logits in zip(wave.answers, wave.logits, strict=True):
             own = logits.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
             gap = (logits.amax(-1) - own).tolist()
@@ -119,7 +127,7 @@ def greedy_layer(asked: Asked, laws: Any, tie: float, address: Address) -> dict[
 
 
 def sampling_layers(
-    target: Target, asked: Asked, laws: Any, how: How, watch: Watch
+    target: Target, asked: Asked, laws: Laws, how: How, watch: Watch
 ) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
     """The sampling layer, the negative controls on the same answers, the power."""
     plan = served.Plan(how.sampling, how.alpha, how.detect, how.seed, how.levels, how.members)
