@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from decode import target as target_module
+from decode.cache import TreeCache
 from decode.drafters import NGram
 from decode.engine import Request, generate
 from decode.models.load import TargetConfig, load_target
@@ -66,8 +66,7 @@ def timed(
     monkeypatch.setattr(target, "prefill", whole_prefill)
     monkeypatch.setattr(target, "score", hand.on("target", target.score, 2.0))
     monkeypatch.setattr(drafter, "propose", hand.on("drafter", drafter.propose, 3.0))
-    cache = target_module.TreeCache
-    monkeypatch.setattr(cache, "commit", hand.on("cache", cache.commit, 11.0))
+    monkeypatch.setattr(TreeCache, "commit", hand.on("cache", TreeCache.commit, 11.0))
     support = Sampling.support
 
     def law(self: Sampling, scores: Any) -> Any:

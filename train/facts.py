@@ -91,10 +91,18 @@ def self_check(rows: Rows, plan: Plan, tokenizer: Any) -> str:
 
 
 def check_ranks(cfg: TrainConfig, world: int) -> None:
-    """Raises UserError when the ranks cannot share a batch evenly."""
+    """Raises UserError when the ranks cannot share a batch, or copies of the target, evenly.
+
+    Every rank finds that by itself: one that still talked to the others would see them leave.
+    """
     if cfg.batch_size % world:
         raise UserError(
             f"batch_size: {cfg.batch_size} is no multiple of the {world} ranks; give one that is"
+        )
+    if cfg.shard_group and world % cfg.shard_group:
+        raise UserError(
+            f"shard_group: {cfg.shard_group} does not divide the {world} ranks; give the ranks of "
+            "a node"
         )
 
 

@@ -45,8 +45,8 @@ def shard_target(target: Target, head: Head, device: torch.device, group: int = 
 
     The weights may still lie on the CPU: layer by layer they move to `device` as shards.
     group: ranks that hold a copy of the target together, neighbours by number, such as those of
-    a node; 0 = all. Raises UserError for one process, a group that does not divide the ranks, a
-    target without stacked layers, or a head that changes its target.
+    a node (train.facts.check_ranks: it divides them); 0 = all. Raises UserError for one
+    process, a target without stacked layers, or a head that changes its target.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -80,10 +80,6 @@ def shard_target(target: Target, head: Head, device: torch.device, group: int = 
     else:
         world = dist.get_world_size()
         size = group or world
-        if world % size:
-            raise UserError(
-                f"shard_group: {size} does not divide the {world} ranks; give the ranks of a node"
-            )
         mesh = (
             init_device_mesh(device.type, (world,))
             if size == world

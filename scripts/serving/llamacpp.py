@@ -4,6 +4,7 @@ listens on loopback alone and dies with this process.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import select
@@ -90,7 +91,9 @@ def _first_line(process: subprocess.Popen[str], until: float) -> dict[str, Any] 
         if not ready:
             continue
         line = process.stdout.readline()
-        if not line:
+        if not line:  # it has ended, or is about to
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP)
             return None
         try:
             said = json.loads(line)
