@@ -187,7 +187,8 @@ def fake_cluster(tmp_path: Path, codes: list[int]) -> dict[str, str]:
     )
     scripts = {
         "srun": f"shift\ncode=0\n{tasks}\nexit $code",
-        "scontrol": f'[ "$1" = show ] && echo node7 && echo node8\necho "$@" >> {tmp_path}/asked',
+        # Noted first: `head -n 1` may have left before the second name is written.
+        "scontrol": f'echo "$@" >> {tmp_path}/asked\n[ "$1" = show ] && echo node7 && echo node8',
         "python": 'echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $@" >> '
         f"{tmp_path}/ranks\nexit $CODE",
     }
