@@ -31,7 +31,7 @@ from scripts.synthesis.server import retry_after
 from scripts.synthesize import SynthesizeConfig, main, synthesize
 from tests.faults import fork, wait
 from tests.unruly_server import FAULTS
-from train.texts.rows import Row, read_jsonl
+from train.texts.rows import Row, raw_row, read_lines
 
 KEY = "sk-very-secret-0123456789"
 
@@ -119,9 +119,8 @@ def test_rows_are_the_questions_in_order_with_the_servers_answers(
     assert len(said) == 79 and "what another model said" not in said and len(set(said)) == 79
     assert all(r["complete"] for r in rows)
     (tmp_path / "data.jsonl").write_bytes(calm)
-    assert all(isinstance(row, Row) for row in read_jsonl(tmp_path / "data.jsonl")), (
-        "training reads them"
-    )
+    read = [raw_row("data", *line) for line in read_lines(tmp_path / "data.jsonl")]
+    assert all(isinstance(row, Row) for row in read), "training reads them"
 
 
 def test_a_misbehaving_server_leaves_no_trace_in_the_file(

@@ -181,11 +181,18 @@ def test_calibration_and_gate_run_to_their_end(kind: str, probe: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])
-@pytest.mark.parametrize("kind", [*DECODE, pytest.param("ngram", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", DECODE)
 def test_decoding_cycles(kind: str, shape: str, probe: Any) -> None:
     """To the end of two answers; reads and launches are listed (pytest -s), without a budget."""
-    if kind == "ngram" and shape == "tree":
-        pytest.skip("a chain")
+    decode(kind, shape, probe)
+
+
+@pytest.mark.slow
+def test_decoding_cycles_of_an_ngram_chain(probe: Any) -> None:
+    decode("ngram", "chain", probe)
+
+
+def decode(kind: str, shape: str, probe: Any) -> None:
     with phantom() as ghost:
         target, head = made(ghost, "medusa" if kind == "ngram" else kind, probe)
         head.eval()

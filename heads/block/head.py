@@ -34,12 +34,12 @@ from heads.block import confidence
 from heads.block.anchors import Anchors, draw, every
 from heads.block.config import BlockConfig
 from heads.block.drafter import BlockDrafter
+from heads.block.look_back import look_back
 from heads.block.loss import Slots, decaying
 from heads.block.net import BlockNet, Keys, attend_blocks
 from heads.eagle.init import start_norm
 from heads.eagle.layer import layer_config
 from heads.layered import LayeredHead, LayeredSaved
-from heads.look_back import look_back
 from heads.losses import Rows, Taught, chunk_of, row_loss
 from heads.names import Draft
 

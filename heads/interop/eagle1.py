@@ -210,13 +210,3 @@ class Eagle1Original(Eagle1Vllm):
 
     format, engine, serves = "eagle", "the original EAGLE code", engines.EAGLE_CODE
     architecture, bias = "LlamaForCausalLM", True
-
-
-def draft_vocab_note(head: EagleHead) -> str:
-    """What the export says of a draft vocabulary that engines do not know; "" without one."""
-    size = head.cfg.draft_vocab
-    return (
-        f"trained with a draft vocabulary of {size}; engines score the whole vocabulary"
-        if size
-        else ""
-    )

@@ -11,6 +11,7 @@ import difflib
 from dataclasses import asdict, dataclass
 
 from conf.errors import UserError
+from train.measure.speed import peak_flops
 
 RESERVE = 2.5e9  # bytes: CUDA's context, cuBLAS's workspace, NCCL's buffers
 FRAGMENTS = 0.05  # of what a pass allocates: gaps between blocks of the allocator
@@ -57,17 +58,24 @@ class Gpu:
         )
 
 
+def _flops(name: str) -> float:
+    """Of a device that train/measure/speed.py knows."""
+    found = peak_flops(name, "bfloat16")
+    assert found is not None, name
+    return found
+
+
 SHARE_OF_FLOPS, SHARE_OF_BANDWIDTH = 0.55, 0.8
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("h100-80gb", 80e9, 989e12, 3.35e12, 450e9),
-        Gpu("h200-141gb", 141e9, 989e12, 4.8e12, 450e9),
-        Gpu("b200-180gb", 180e9, 2250e12, 8e12, 900e9),
-        Gpu("a100-80gb", 80e9, 312e12, 2.04e12, 300e9),
-        Gpu("a100-40gb", 40e9, 312e12, 1.55e12, 300e9),
-        Gpu("l40s-48gb", 47e9, 362e12, 0.86e12, 32e9),
-        Gpu("rtx4090-24gb", 24e9, 165e12, 1.0e12, 32e9),
+        Gpu("h100-80gb", 80e9, _flops("H100"), 3.35e12, 450e9),
+        Gpu("h200-141gb", 141e9, _flops("H200"), 4.8e12, 450e9),
+        Gpu("b200-180gb", 180e9, _flops("B200"), 8e12, 900e9),
+        Gpu("a100-80gb", 80e9, _flops("A100"), 2.04e12, 300e9),
+        Gpu("a100-40gb", 40e9, _flops("A100"), 1.55e12, 300e9),
+        Gpu("l40s-48gb", 47e9, _flops("L40S"), 0.86e12, 32e9),
+        Gpu("rtx4090-24gb", 24e9, _flops("RTX 4090"), 1.0e12, 32e9),
         Gpu("cpu-16gb", 16e9, 2e12, 2e11, 1e10, 2e-6),
     )
 }

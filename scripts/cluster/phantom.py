@@ -21,6 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -480,78 +481,108 @@ def _where() -> str:
     return "autograd"
 
 
+# What would not come to an operation of its own
+# -------------------------------------------------------------------------------------------
+
+_attention: Any = torch.nn.functional.scaled_dot_product_attention
+_numpy: Any = Tensor.numpy
+_Generator: Any = torch.Generator
+
+
 @contextlib.contextmanager
 def _stand_ins(device: str) -> Iterator[None]:
-    """What would not come to an operation of its own: the choice of an attention kernel (the
-    device's would be the one that keeps all scores), generators of the device, and lists and
-    arrays made of fake tensors."""
+    """Replace what does not: the choice of an attention kernel, generators of the device, lists
+    and arrays of fake tensors, and what torch does to the insides of parameters."""
     functional: Any = torch.nn.functional
-    fake: Any = FakeTensor
-    plainly: Any = Tensor
-    saved = (
-        functional.scaled_dot_product_attention,
-        torch.Generator,
-        fake.tolist,
-        Tensor.numpy,
-        nn.Module._apply,
+    replaced = (
+        (functional, "scaled_dot_product_attention", _attend),
+        (torch, "Generator", _HostGenerator),
+        (FakeTensor, "tolist", _listed),
+        (FakeTensor, "__deepcopy__", _copied),
+        (Tensor, "numpy", _array),
+        (nn.Module, "_apply", _applying()),
+        # ask the values, as where nothing is traced
+        (masking_utils, "is_tracing", lambda *_: False),
     )
-    plain, generator = saved[0], saved[1]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(ttt.KERNELS, {NAME: ttt.KERNELS["cuda"]}))
+        for owner, name, instead in replaced:
+            stack.enter_context(mock.patch.object(owner, name, instead, create=True))
+        yield
 
-    def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        if query.device.type == "cpu" or query.dtype == torch.float64:
-            how = {"scale": scale, "enable_gqa": enable_gqa}
-            return plain(query, key, value, attn_mask, dropout_p, is_causal, **how)
-        if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
-            return aten._scaled_dot_product_flash_attention(
-                query, key, value, dropout_p, is_causal, False, scale=scale
-            )[0]
-        if enable_gqa:
-            groups = query.shape[-3] // key.shape[-3]
-            key, value = (t.repeat_interleave(groups, -3) for t in (key, value))
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
-                ~attn_mask, -torch.inf
-            )
-        if attn_mask is not None:
-            attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
-        keep = torch.is_grad_enabled() and query.requires_grad
-        return aten._scaled_dot_product_efficient_attention(
-            query, key, value, attn_mask, keep, dropout_p, is_causal, scale=scale
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """As a GPU chooses; the device's own would be the one that keeps all scores."""
+    if query.device.type == "cpu" or query.dtype == torch.float64:
+        how = {"scale": scale, "enable_gqa": enable_gqa}
+        return _attention(query, key, value, attn_mask, dropout_p, is_causal, **how)  # type: ignore[no-any-return]
+    if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
+        return aten._scaled_dot_product_flash_attention(  # type: ignore[no-any-return]
+            query, key, value, dropout_p, is_causal, False, scale=scale
         )[0]
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = (t.repeat_interleave(groups, -3) for t in (key, value))
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
+            ~attn_mask, -torch.inf
+        )
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    keep = torch.is_grad_enabled() and query.requires_grad
+    return aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
+        query, key, value, attn_mask, keep, dropout_p, is_causal, scale=scale
+    )[0]
 
-    def listed(self: Tensor) -> Any:
-        if self.device.type != "cpu":
-            self = self.to("cpu")
-        real = getattr(self, KNOWN, None)
-        with no_dispatch():
-            real = torch.zeros(self.shape, dtype=self.dtype) if real is None else real
-            return Tensor.tolist(real)
 
-    def array(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(self, FakeTensor):
-            return saved[3](self, *args, **kwargs)
-        with no_dispatch():
-            real = getattr(self, KNOWN, None)
-            real = torch.zeros(self.shape, dtype=self.dtype) if real is None else real
-            return saved[3](real)
+def _stood_for(fake: Tensor) -> Tensor:
+    """The real tensor behind a fake one; zeros where none is known. Without dispatch."""
+    real: Tensor | None = getattr(fake, KNOWN, None)
+    return torch.zeros(fake.shape, dtype=fake.dtype) if real is None else real
 
-    class Generator(generator):  # type: ignore[misc, valid-type]
-        def __new__(cls, device: Any = "cpu") -> Any:
-            return generator("cpu" if torch.device(device).type == NAME else device)
 
+def _listed(self: Tensor) -> Any:
+    here = self if self.device.type == "cpu" else self.to("cpu")
+    with no_dispatch():
+        return Tensor.tolist(_stood_for(here))
+
+
+def _array(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(self, FakeTensor):
+        return _numpy(self, *args, **kwargs)
+    with no_dispatch():
+        return _numpy(_stood_for(self))
+
+
+def _copied(self: Tensor, memo: dict[int, Any]) -> Tensor:
+    new = self.detach().clone()
+    new = nn.Parameter(new, self.requires_grad) if isinstance(self, nn.Parameter) else new
+    memo[id(self)] = new
+    return new
+
+
+class _HostGenerator(_Generator):  # type: ignore[misc, valid-type]
+    """Generators of the device are the host's."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return _Generator("cpu" if torch.device(device).type == NAME else device)
+
+
+def _applying() -> Callable[..., nn.Module]:
+    """nn.Module._apply with new parameters: torch exchanges the contents of the old ones, which
+    fakes do not allow."""
     moved: dict[Any, dict[int, tuple[Any, Any]]] = {}
 
     def applied(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
-        """torch exchanges the contents of parameters, which fakes do not allow."""
         known = moved.setdefault(fn, {})
         for child in self.children() if recurse else ():
             child._apply(fn)
@@ -568,29 +599,4 @@ def _stand_ins(device: str) -> Iterator[None]:
             where[name] = known[id(value)][1]
         return self
 
-    def copied(self: Tensor, memo: dict[int, Any]) -> Tensor:
-        new = self.detach().clone()
-        new = nn.Parameter(new, self.requires_grad) if isinstance(self, nn.Parameter) else new
-        memo[id(self)] = new
-        return new
-
-    ttt.KERNELS[NAME] = ttt.KERNELS["cuda"]
-    tracing = masking_utils.is_tracing
-    masking_utils.is_tracing = lambda *_: False  # ask the values, as where nothing is traced
-    functional.scaled_dot_product_attention = attention
-    nn.Module._apply = applied  # type: ignore[method-assign]
-    torch.Generator = Generator  # type: ignore[misc]
-    fake.tolist = listed
-    fake.__deepcopy__ = copied
-    plainly.numpy = array
-    try:
-        yield
-    finally:
-        functional.scaled_dot_product_attention = plain
-        masking_utils.is_tracing = tracing
-        del ttt.KERNELS[NAME]
-        torch.Generator = generator  # type: ignore[misc]
-        fake.tolist = saved[2]
-        del fake.__deepcopy__
-        plainly.numpy = saved[3]
-        nn.Module._apply = saved[4]  # type: ignore[method-assign]
+    return applied

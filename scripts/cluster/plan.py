@@ -74,6 +74,19 @@ def _check(cfg: DryRunConfig, typed: Any) -> None:
         )
 
 
+def _not_counted(cfg: DryRunConfig) -> list[str]:
+    """Keys that would change the figures, and what was counted in their place."""
+    keys = {
+        "data.features": (cfg.data.features, "the target runs in every pass"),
+        "start": (cfg.start, "a fresh head"),
+        "head.draft_vocab_from": (
+            cfg.head.get("draft_vocab_from", ""),
+            "head.draft_vocab tokens",
+        ),
+    }
+    return [f"{key} ({instead})" for key, (given, instead) in keys.items() if given]
+
+
 def _once(cfg: DryRunConfig, gpu: Gpu, model: Model, typed: Any) -> dict[str, Any]:
     """The report of a run as it is configured."""
     shape = shape_of(cfg, model)
@@ -94,6 +107,7 @@ def _once(cfg: DryRunConfig, gpu: Gpu, model: Model, typed: Any) -> dict[str, An
         "data": _data(cfg, model, found),
         "start_up": _start_up(cfg, model),
         "host_reads_a_pass": found.reads,
+        "not_counted": _not_counted(cfg),
         "assumptions": {
             **gpu.assumed,
             "rows": cfg.rows,

@@ -59,6 +59,8 @@ def table(found: dict[str, Any]) -> Table:
     if change := found.get("changes"):
         told = f"{change['told']} ({_size(change['peak'])})" if change["keys"] else change["why"]
         shown.add_row("to change", told)
+    if found["not_counted"]:
+        shown.add_row("not counted", "; ".join(found["not_counted"]))
     about = found["assumptions"]
     shown.add_row(
         "assumed",

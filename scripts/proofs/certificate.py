@@ -412,7 +412,4 @@ def sampling_json(sample: Sample, alpha: float) -> dict[str, Any]:
         "histograms": {
             k: np.histogram(v, pit.CELLS, (0, 1))[0].tolist() for k, v in sample.strata().items()
         },
-        "distribution": [
-            round(float((sample.u[:, 0] <= x).mean()), 6) for x in np.linspace(0, 1, 101)
-        ],
     }

@@ -117,13 +117,6 @@ def raw_row(name: str, number: int, line: bytes) -> Row | BadRow:
     return _checked(f"{name}:{number}", lambda: parse_line(line))
 
 
-def read_jsonl(path: Path) -> Iterator[Row | BadRow]:
-    """Rows of a JSONL file, one per line that is not blank; `where` is file:line. Raises
-    UserError as read_lines does."""
-    for number, line in read_lines(path):
-        yield raw_row(str(path), number, line)
-
-
 def read_text(path: Path) -> Iterator[Row | BadRow]:
     """Paragraph groups of a plain text file, split at blank lines; `where` names the first
     line of each.
