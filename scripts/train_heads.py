@@ -38,7 +38,7 @@ from train.texts.batches import Plan, hash_u63, load_rows
 
 FEW = 4  # rows of a step that are counted
 # Short blocks: at these budgets later slots are hardly ever accepted, and every row that a block
-# has less is a block more for the first slot (docs/experiments.md).
+# has less is a block more for the first slot (docs/internals/experiments.md).
 # name -> (entry point, its schema, keys)
 RECIPES: dict[str, tuple[str, type, list[str]]] = {
     "medusa": ("medusa", MedusaRun, []),
