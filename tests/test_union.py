@@ -23,7 +23,14 @@ from decode.union import Union, joined
 from decode.verify import rejection, traversal
 from heads import drafter_folders, resolve_drafter, save_head
 from heads.names import Draft, parse
+from scripts.certify import about_drafter
+from scripts.common.prompts import Prompt
+from scripts.evaluate import shares
 from scripts.proofs.enumerator import Case, enumerate_case
+from scripts.scoring.contest import Settings, run_contest
+from scripts.scoring.lanes import lanes_of
+from scripts.scoring.names import labels
+from scripts.scoring.score import Scores
 from tests.contract.cases import CASES, drafted, features, moved
 from tests.training import random_batch, tiny_target
 
@@ -274,6 +281,40 @@ def test_a_union_is_resolved_by_name(runs: tuple[Path, Target]) -> None:
     named = [f"{folder}/eagle3@tree", f"{folder}/medusa", "ngram@tree:6"]
     assert [part.name for part in union.parts] == named
     assert [f.parent.name for f in drafter_folders(parse(spec))] == ["eagle3", "medusa"]
+
+
+def test_a_certificate_holds_the_files_of_every_part(runs: tuple[Path, Target]) -> None:
+    folder, _ = runs
+    spec = f"{folder}/eagle3@tree+{folder}/medusa+ngram"
+    told = about_drafter(spec)
+    assert told["name"] == spec
+    cards = [name for name in told["files"] if name.endswith("/head.json")]
+    assert cards == [f"{folder}/eagle3/head.json", f"{folder}/medusa/head.json"]
+
+
+def test_the_table_tells_who_proposed_what_was_accepted(runs: tuple[Path, Target]) -> None:
+    folder, target = runs
+    spec = f"{folder}/medusa@tree+ngram@tree"
+    lanes, skipped = lanes_of(["none", spec], target)
+    assert not skipped and lanes[1].label == "medusa@tree+ngram@tree"
+    prompts = [Prompt("1", "chat", ["abcabcabcabc"]), Prompt("2", "chat", ["aaaaaaaaaaa"])]
+    settings = Settings(Sampling(), 24, 1, 0, "traversal")
+    measured = run_contest(target, target.tokenizer, prompts, lanes, settings, True)
+    row = Scores(measured, lanes).row(lanes[1])
+    cycles = Scores(measured, lanes).clean(spec, ["1", "2"])
+    accepted = sum(c.accepted for part in cycles for c in part)
+    assert [part["name"] for part in row["by_drafter"]] == [f"{folder}/medusa@tree", "ngram@tree"]
+    counts = [(part["accepted"], part["alone"]) for part in row["by_drafter"]]
+    assert accepted > 0 and sum(c for c, _ in counts) >= accepted >= sum(a for _, a in counts)
+    assert "by_drafter" not in Scores(measured, lanes).row(lanes[0])
+    (line,) = shares({"drafters": [{**row, "label": "m"}]})
+    assert f"by {folder}/medusa@tree (" in line and "by ngram@tree (" in line
+
+
+def test_labels_shorten_every_part() -> None:
+    names = ["runs/a/head@tree+ngram", "runs/a@tree+other/a@chain", "hf_assisted@runs/a"]
+    assert labels(names) == ["a@tree+ngram", "a@tree+a@chain", "hf_assisted@a"]
+    assert labels(["x/a+ngram", "y/a+ngram"]) == ["x/a+ngram", "y/a+ngram"]
 
 
 def test_what_cannot_be_joined_costs_one_line(runs: tuple[Path, Target]) -> None:
