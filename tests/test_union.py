@@ -26,6 +26,7 @@ from heads.names import Draft, parse
 from scripts.certify import about_drafter
 from scripts.common.prompts import Prompt
 from scripts.evaluate import shares
+from scripts.proofs.engine_law import TableDrafter, engine_law, toy_model
 from scripts.proofs.enumerator import Case, enumerate_case
 from scripts.scoring.contest import Settings, run_contest
 from scripts.scoring.lanes import lanes_of
@@ -256,6 +257,16 @@ def test_a_request_that_leaves_takes_its_text_along() -> None:
     tree = union.propose(torch.tensor([4, 4]), Sampling(), None)  # type: ignore[arg-type]
     assert tree.size.tolist() == [0, 2] and paths(tree, 1) == {(8,), (8, 9)}
     assert union.propose(torch.tensor([4, 0]), Sampling(), None).width == 0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+def test_the_whole_loop_has_the_exact_law(rule: str) -> None:
+    """Prefill, cycles, stop token and length limit, with n-gram matches that come and go."""
+    shape = TreeShape.of([[0], [1], [0, 0]])
+    for sampling in (Sampling(1.0), Sampling(0.4, top_p=0.9)):
+        union = Union([TableDrafter(shape, "without", 3), NGram(depth=2, nodes=3)])
+        found = engine_law(toy_model(vocab=3), union, [1, 2, 1], 4, sampling, rule, shape)
+        assert found.error <= 1e-12 and found.outputs > 3
 
 
 # --- names that cannot be joined
