@@ -15,6 +15,7 @@ from decode.adaptive import Adaptive
 from decode.drafters import Drafter, NGram, NoDraft
 from decode.engine import Request, generate
 from decode.grow import listed
+from decode.live import LiveBatch, Room
 from decode.sampling import Sampling
 from decode.stats import acceptance_by_drafter
 from decode.target import Target
@@ -245,6 +246,21 @@ def test_unions_decode_losslessly_in_any_batch(adaptive: bool) -> None:
         told = acceptance_by_drafter(cycles, 3)
         assert all(alone <= count for count, alone in told)
         assert sum(c.accepted for c in cycles) <= sum(count for count, _ in told)
+
+
+def test_requests_that_join_a_live_batch_get_what_they_get_alone() -> None:
+    """The loop behind scripts/serve.py, with a union: one request joins while another runs."""
+    target, union = union_of("eagle3", "medusa")
+    asked = [Request([5, 6, 7, 5, 6, 7], 9, id=1), Request([11], 7, id=2)]
+    alone = generate(target, union, asked, Sampling(0.8), eos_ids=()).generations
+    batch = LiveBatch(target, union, Sampling(0.8), Room(rows=2, longest=32))
+    batch.eos = frozenset()
+    seats = [batch.join(asked[0], lambda fresh: None)]
+    batch.step()
+    seats.append(batch.join(asked[1], lambda fresh: None))
+    while batch.busy:
+        batch.step()
+    assert [seat.generation.token_ids for seat in seats] == [g.token_ids for g in alone]
 
 
 def test_a_request_that_leaves_takes_its_text_along() -> None:
