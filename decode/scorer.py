@@ -90,7 +90,7 @@ class Scorer:
     """
 
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
-        self.model = model.eval().requires_grad_(False)
+        self._model = model.eval().requires_grad_(False)
         self.config = model.config.get_text_config(decoder=True)
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
         self.hidden_size: int = self.config.hidden_size
@@ -105,12 +105,17 @@ class Scorer:
         self._masks: TreeMasks | None = None
 
     @property
+    def model(self) -> Any:
+        """The transformers model."""
+        return self._model
+
+    @property
     def dtype(self) -> torch.dtype:
-        return self.model.get_input_embeddings().weight.dtype
+        return self._model.get_input_embeddings().weight.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.model.get_input_embeddings().weight.device
+        return self._model.get_input_embeddings().weight.device
 
     @property
     def support(self) -> str:
@@ -324,7 +329,7 @@ class Scorer:
         if taps:
             kwargs["output_hidden_states"] = True
         with self._rows_apart():
-            out = self.model(**kwargs)
+            out = self._model(**kwargs)
         return out, out.logits if last is None else out.logits[picked, last][:, None]
 
     def _places(self, width: int, lengths: Tensor) -> Tensor:
@@ -376,7 +381,7 @@ class Scorer:
         """Input embeddings [..., D] of `ids` [...], scaled where the embedding module itself
         scales.
         """
-        return self.model.get_input_embeddings()(ids)
+        return self._model.get_input_embeddings()(ids)
 
     def unembed(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of final hidden states [..., D] (tap num_layers), final scale and
@@ -395,7 +400,7 @@ class Scorer:
     @property
     def lm_head(self) -> Any:
         """The module that maps hidden states to unscaled logits."""
-        return self.model.get_output_embeddings()
+        return self._model.get_output_embeddings()
 
     @property
     def lm_head_weight(self) -> Tensor:
