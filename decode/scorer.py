@@ -235,9 +235,8 @@ class Scorer:
                 f"{cache.rows} live rows"
             )
         offset = cache.room(n)
-        ids = torch.cat(
-            [last[:, None], tree.tokens.clamp(0, self.vocab_size - 1)], 1
-        )  # padding may hold anything
+        # Padding may hold anything.
+        ids = torch.cat([last[:, None], tree.tokens.clamp(0, self.vocab_size - 1)], 1)
         places = tree.positions()
         if offset + n > self.context_length:
             cache.check_depth(tree, self.context_length)
@@ -290,9 +289,8 @@ class Scorer:
             cache.open(row, row + 1, end, count)
             positions = torch.arange(end, end + count, device=self.device)[None]
             out, one = self._forward(ids[row : row + 1, :count], positions, None, cache, taps, None)
-            behind = (
-                ids.shape[1] - count
-            )  # padding is not run: it could stand behind the last position
+            # Padding is not run: it could stand behind the last position.
+            behind = ids.shape[1] - count
             logits.append(pad(one, (0, 0, 0, behind)))
             feats += [pad(self._taps(out, taps), (0, 0, 0, 0, 0, behind))] if taps else []
         cache.pending, cache.in_place = tree.width, True

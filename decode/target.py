@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from decode.cache import TreeCache
-from decode.models import packed
+from decode.packing import PackingScorer
 from decode.probe import TOLERANCE, difference, probe_head, probe_target
-from decode.scorer import Head, Probe, Scorer
+from decode.scorer import Head, Probe
 
 
-class Target(Scorer):
+class Target(PackingScorer):
     """A scorer that is probed at first use: a model that can score neither trees nor chains
     (recurrent state, no K/V cache) raises UserError with the reason then.
 
     tuning: what has changed the weights since loading; the identity then says so too.
     borrowed: a head that was trained for just these weights has been loaded. sharded: its
     layers are spread over processes, which must all run it at the same time. relatives: heads
-    of other weights with the same tokenizer may draft for it. packs: its linear layers may be
-    packed for decoding (decode.models.packed), which `model` undoes.
+    of other weights with the same tokenizer may draft for it.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, identity: Any = None, source: Any = None):
@@ -35,8 +33,6 @@ class Target(Scorer):
         self.tokenizer, self.identity, self.source = tokenizer, identity, source
         self.tuning = ""
         self.borrowed = self.sharded = self.relatives = False
-        self.packs_weights = True
-        self._packing = packed.Packing()  # one of all copies of this target
         self._loaded_attention = model.config._attn_implementation
         self._packs: str | None = None
         self._layers: list[nn.Module] | None = None
@@ -55,64 +51,6 @@ class Target(Scorer):
             yield self.model
         finally:
             self._model.set_attn_implementation(used)
-
-    # -- packed weights
-
-    @property
-    def model(self) -> Any:
-        """The transformers model with the layers that it was loaded with. The next decoding
-        packs them again."""
-        self._packing.undo()
-        return self._model
-
-    @property
-    def packed_layers(self) -> int:
-        """How many linear layers are packed now."""
-        return len(self._packing.places)
-
-    def pack_weights(self) -> None:
-        """Pack the linear layers for decoding, where that is wanted and this device has kernels
-        for it. Layers become one product where a pass has shown that they read one tensor, and
-        the model's own logits must stay what they are; else less is packed, or nothing."""
-        state = self._packing
-        if state.places or state.refused or not self.packs_weights or self.sharded:
-            return
-        if self.device.type != "cpu" or self.dtype != torch.bfloat16 or not packed.available():
-            return
-        if any(weight.requires_grad for weight in self._model.parameters()):
-            return
-        self.probe(), self.head  # both ask the model as it was loaded
-        wanted = self._logits()
-        places = packed.plain_linears(self._model)
-        together = packed.seen_together(places, self._logits)
-        for groups in (together, [[place] for place in places]):
-            state.take(packed.pack(groups, self._model))
-            if difference(self._logits(), wanted) <= TOLERANCE[self.dtype]:
-                return
-            state.undo()
-        state.refused = True
-
-    @torch.no_grad()
-    def _logits(self) -> Tensor:
-        """Of a short text, by a plain pass."""
-        ids = torch.arange(3, 11, device=self.device).remainder(self.vocab_size)[None]
-        with self._rows_apart():
-            out = self._model(input_ids=ids, use_cache=False, return_dict=True)
-        return out.logits  # type: ignore[no-any-return]
-
-    def new_cache(
-        self, max_rows: int, max_len: int, max_nodes: int, guidance: float | None = None
-    ) -> TreeCache:
-        """See Scorer; decoding begins here, so weights are packed."""
-        cache = super().new_cache(max_rows, max_len, max_nodes, guidance)
-        self.pack_weights()
-        return cache
-
-    def assuming(self, probe: Probe) -> Self:
-        """See Scorer; a trial runs on the model as it was loaded."""
-        other = super().assuming(probe)
-        other.packs_weights = False
-        return other
 
     def probe(self) -> Probe:
         """What the model can do; runs a few tiny passes the first time. Raises UserError for
@@ -152,7 +90,7 @@ class Target(Scorer):
             torch._assert_async(~wrong, told)  # a bool would wait for the device
         elif bool(wrong):
             raise ValueError(f"{told}; pad on the right")
-        self._packing.undo()
+        self.packing.undo()
         kwargs: dict[str, Any] = {"input_ids": ids, "use_cache": False, "return_dict": True}
         with torch.set_grad_enabled(grad):
             if self.takes_positions:

@@ -97,7 +97,7 @@ def test_tied_embeddings_stay_and_are_counted() -> None:
     table = target.model.get_input_embeddings().weight
     target.pack_weights()
     assert target.lm_head_weight is table
-    assert target._packing.extra == table.numel() * 2
+    assert target.packing.extra == table.numel() * 2
     assert target.model.get_output_embeddings().weight is table
 
 
@@ -105,7 +105,7 @@ def test_tied_embeddings_stay_and_are_counted() -> None:
 def test_untied_weights_are_not_there_twice() -> None:
     target = Target(build("llama", dtype=BF16, tie_word_embeddings=False))
     target.pack_weights()
-    assert target._packing.extra == 0
+    assert target.packing.extra == 0
     names = [name for name, _ in target._model.named_parameters()]
     assert not [name for name in names if "proj" in name or "lm_head" in name]
     assert target.lm_head_weight.shape == (target.vocab_size, target.hidden_size)
@@ -134,7 +134,7 @@ def test_a_packing_that_changes_the_model_is_taken_back(monkeypatch: pytest.Monk
         packed.Product, "__call__", lambda self, x: x.new_zeros(*x.shape[:-1], self.shape[0])
     )
     target.pack_weights()
-    assert target.packed_layers == 0 and target._packing.refused
+    assert target.packed_layers == 0 and target.packing.refused
     assert torch.equal(said, logits(target.model))
 
 

@@ -44,6 +44,11 @@ def available() -> bool:
     )
 
 
+def takes(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether weights of `dtype` on `device` can be packed here."""
+    return dtype == torch.bfloat16 and device.type == "cpu" and available()
+
+
 class Product:
     """x W^T + b for one or more stacked layers of the same input: weights [sum of O, I], I
     inputs. The parts of a product are handed out one by one; it is computed when another input
@@ -195,6 +200,17 @@ def seen_together(places: Iterable[Place], run: Callable[[], Any]) -> list[list[
     members = {(id(parent), name) for group in joined for parent, name in group}
     alone = [[(parent, name)] for parent, name in every if (id(parent), name) not in members]
     return joined + alone
+
+
+def named_together(places: Iterable[Place], names: Iterable[Sequence[str]]) -> list[list[Place]]:
+    """`places`, those of one parent together that a list of `names` names side by side."""
+    every = {(id(parent), name): (parent, name) for parent, name in places}
+    groups: list[list[Place]] = []
+    for parent, _ in list(every.values()):
+        for joint in names:
+            if all((id(parent), name) in every for name in joint):
+                groups.append([every.pop((id(parent), name)) for name in joint])
+    return groups + [[place] for place in every.values()]
 
 
 @torch.no_grad()
