@@ -11,21 +11,16 @@ import copy
 from typing import Any, ClassVar, Protocol
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from decode import grow
 from decode.grow import Form, Nodes
-from decode.models import packed
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import DraftTree
 from heads.eagle.cache import DraftCache
-from heads.eagle.layer import Linear
-
-# Projections of transformers' Llama layers that read the same tensor.
-JOINT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+from heads.packing import Unembedding, pack_net
 
 
 class Layers(Protocol):
@@ -56,11 +51,12 @@ class LayeredDrafter:
             .eval()
             .requires_grad_(False)
         )
-        self.proj: Tensor | packed.Product = head.projection(target).detach().to(dtype)
+        own = getattr(self.net, "lm_head", None) is not None
+        self.net.lm_head = None  # a copy of what is read below
+        proj = head.projection(target).detach().to(dtype)
+        self.proj = Unembedding(proj, pack_net(self.net, target), own or head.ids() is not None)
         self.dtype = dtype
-        if target.packs_weights and packed.takes(dtype, target.device):
-            self._pack(head)
-        self.width = min(form.width, self.proj.shape[0])
+        self.width = min(form.width, self.proj.size)
         self.ids, self.embed, self.device = head.ids(), target.embed, target.device
         self.lengths: list[int] = []
         self.most_rows = 0  # that are read at once behind the committed ones, whatever is drafted
@@ -80,22 +76,6 @@ class LayeredDrafter:
         self.rope = self.net.rope(slots, self.dtype, self.device)
         self.h = self.blank(rows)
         self.lengths = []
-
-    def _pack(self, head: Layers) -> None:
-        """Weights as CPU kernels want them. What is the target's own stays as it is."""
-        assert isinstance(self.proj, Tensor)
-        if getattr(self.net, "lm_head", None) is not None:
-            self.net.lm_head = None  # proj is a copy of it
-            self.proj = packed.Product([self.proj], [None])
-        elif head.ids() is not None:
-            self.proj = packed.Product([self.proj], [None])
-        if getattr(self.net, "own", None) is None:  # a strange layer may use weights otherwise
-            places = packed.plain_linears(self.net, (nn.Linear, Linear))
-            packed.pack(packed.named_together(places, JOINT), self.net)
-
-    def unembed(self, x: Tensor) -> Tensor:
-        """[.., D] -> [.., Vd]."""
-        return self.proj(x) if isinstance(self.proj, packed.Product) else F.linear(x, self.proj)
 
     def blank(self, rows: int) -> Tensor:
         """The state of so many rows, empty."""

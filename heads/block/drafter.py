@@ -84,7 +84,7 @@ class BlockDrafter(LayeredDrafter):
         x = self.net.rows(self.embed(self.h[:count]), rows)
         h = self.net.run(x, (self.rope[0][places], self.rope[1][places]), attend)
         self.state = h[:, before : before + levels]
-        self.known = self.unembed(self.state)
+        self.known = self.proj(self.state)
         self.chances: list[Tensor] = []
         return self._after(self.h[:count, None], 0)
 

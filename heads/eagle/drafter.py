@@ -33,7 +33,7 @@ class EagleDrafter(LayeredDrafter):
 
     def blank(self, rows: int) -> Tensor:
         """See LayeredDrafter."""
-        return torch.zeros(rows, self.proj.shape[1], dtype=self.dtype, device=self.device)
+        return torch.zeros(rows, self.proj.width, dtype=self.dtype, device=self.device)
 
     @torch.inference_mode()
     def observe(self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice) -> None:
@@ -97,7 +97,7 @@ class EagleDrafter(LayeredDrafter):
 
     def logits(self, state: Tensor) -> Tensor:
         """[.., D] -> [.., Vd]."""
-        return self.unembed(self.net.read(state))
+        return self.proj(self.net.read(state))
 
     def _extend(self, tokens: Tensor, above: Tensor, seen: Tensor | None, level: int) -> Tensor:
         """Read drafted tokens [B, W] of one level that follow the states `above` [B, W, D]:
