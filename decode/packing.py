@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from decode.cache import TreeCache
-from decode.models import packed
+from decode.models import lean, packed
 from decode.probe import TOLERANCE, difference
 from decode.scorer import Probe, Scorer
 
@@ -30,8 +30,13 @@ class PackingScorer(Scorer):
     def model(self) -> Any:
         """The transformers model with the layers that it was loaded with. Whoever decodes next
         packs them again."""
-        self.packing.undo()
+        self.unpack_weights()
         return self._model
+
+    def unpack_weights(self) -> None:
+        """Bring the layers back as they were loaded."""
+        lean.lengthen(self.packing.short)
+        self.packing.undo()
 
     @property
     def packed_layers(self) -> int:
@@ -41,7 +46,8 @@ class PackingScorer(Scorer):
     def pack_weights(self) -> None:
         """Pack the linear layers for decoding, where that is wanted and this device has kernels
         for it. Layers become one product where a pass has shown that they read one tensor, and
-        the model's own logits must stay what they are; else less is packed, or nothing."""
+        the model's own logits must stay what they are; else less is packed, or nothing. Then
+        Llama's layers run as one function each, where that changes no bit."""
         state = self.packing
         if state.places or state.refused or not self.packs_weights or self.sharded:
             return
@@ -55,7 +61,12 @@ class PackingScorer(Scorer):
         together = packed.seen_together(places, self._logits)
         for groups in (together, [[place] for place in places]):
             state.take(packed.pack(groups, self._model))
-            if difference(self._logits(), wanted) <= TOLERANCE[self.dtype]:
+            found = self._logits()
+            if difference(found, wanted) <= TOLERANCE[self.dtype]:
+                state.short = lean.shorten(self._model)
+                if not torch.equal(self._logits(), found):
+                    lean.lengthen(state.short)
+                    state.short = []
                 return
             state.undo()
         state.refused = True

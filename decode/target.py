@@ -90,7 +90,7 @@ class Target(PackingScorer):
             torch._assert_async(~wrong, told)  # a bool would wait for the device
         elif bool(wrong):
             raise ValueError(f"{told}; pad on the right")
-        self.packing.undo()
+        self.unpack_weights()
         kwargs: dict[str, Any] = {"input_ids": ids, "use_cache": False, "return_dict": True}
         with torch.set_grad_enabled(grad):
             if self.takes_positions:

@@ -31,10 +31,9 @@ class Unembedding:
 
 def pack_net(net: Any, target: Target) -> bool:
     """Pack the frozen draft layers `net`, in the target's dtype, where decoding may; whether it
-    may. Layers of the target's own class stay: they may use their weights otherwise."""
+    may."""
     if not (target.packs_weights and packed.takes(target.dtype, target.device)):
         return False
-    if getattr(net, "own", None) is None:
-        places = packed.plain_linears(net, (nn.Linear, Linear))
-        packed.pack(packed.named_together(places, JOINT), net)
+    places = packed.plain_linears(net, (nn.Linear, Linear))
+    packed.pack(packed.named_together(places, JOINT), net)
     return True

@@ -12,11 +12,15 @@ from torch import nn
 
 from decode.drafters import NoDraft
 from decode.engine import Request, generate
-from decode.models import packed
+from decode.models import lean, packed
 from decode.models.load import TargetConfig, load_target
 from decode.probe import TOLERANCE, difference
 from decode.sampling import Sampling
 from decode.target import Target
+from decode.tree import DraftTree
+from heads import HEADS, Draft
+from heads.eagle.config import EagleConfig
+from scripts.scoring.memory import own_elements
 
 BF16 = torch.bfloat16
 kernels = pytest.mark.skipif(not packed.available(), reason="no bfloat16 kernels of oneDNN here")
@@ -160,3 +164,60 @@ def test_the_key_is_checked() -> None:
     assert TargetConfig(kind="tiny", pack="none").validate() == []
     assert "target.pack: 'yes' is none of auto, none" in TargetConfig(pack="yes").validate()[0]
     assert not load_target(TargetConfig(kind="tiny", pack="none"), "bfloat16").packs_weights
+
+
+@kernels
+def test_short_layers_give_every_bit_and_go_again() -> None:
+    target = Target(build("llama", dtype=BF16))
+    prompts = [torch.arange(3, 14), torch.arange(5, 9)]
+    tree = DraftTree.chain(torch.tensor([[4, 9, 7], [8, 8, 3]]), torch.tensor([3, 2]))
+    found = []
+    for short in (True, False):
+        target.pack_weights()
+        assert len(target.packing.short) == 2
+        if not short:
+            lean.lengthen(target.packing.short)
+        cache = target.new_cache(2, 40, 3)
+        first = target.prefill(cache, prompts, (0, 1, 2))
+        step = target.score(cache, torch.tensor([6, 2]), tree, (1, 2))
+        assert first.feats is not None and step.feats is not None
+        found.append((first.logits, first.feats, step.logits, step.feats))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    model = target.model
+    assert not any("forward" in vars(part) for part in model.modules())
+    assert target.packing.short == []
+    target.pack_weights()  # transformers has hung its own hooks on the layers meanwhile
+    assert len(target.packing.short) == 2
+
+
+@kernels
+def test_layers_that_somebody_watches_are_not_shortened() -> None:
+    target = Target(build("llama", dtype=BF16))
+    target.model.model.layers[1].self_attn.register_forward_hook(lambda *_: None)
+    target.pack_weights()
+    assert len(target.packing.short) == 1
+    for arch in ("qwen3", "gemma2"):
+        other = Target(build(arch, dtype=BF16))
+        other.pack_weights()
+        assert other.packed_layers and not other.packing.short
+
+
+@kernels
+def test_drafters_pack_their_layers_and_draft_the_same() -> None:
+    target = load_target(TargetConfig(kind="tiny"), "bfloat16", "cpu")
+    counts = torch.arange(target.vocab_size) + 1
+    head = HEADS["eagle3"].for_target(target, EagleConfig(draft_vocab=64), counts)
+    requests = [Request([5, 6, 7], 24), Request([9, 3], 24, id=1)]
+    runs = []
+    for packs in (True, False):
+        target.packs_weights = packs
+        target.model  # noqa: B018
+        drafter = head.drafter(target, Draft(shape="tree", depth=3, nodes=6))
+        assert isinstance(drafter.proj.weight, packed.Product) == packs
+        runs.append(generate(target, drafter, requests, Sampling(0.0), batch_size=2))
+        elements, size = own_elements(drafter, target)
+        assert size == 2 * elements
+        runs.append((elements, size))
+    assert runs[1] == runs[3]
+    assert [a.token_ids for a in runs[0].generations] == [b.token_ids for b in runs[2].generations]
+    assert [a.cycles for a in runs[0].generations] == [b.cycles for b in runs[2].generations]

@@ -117,11 +117,13 @@ class PackedLinear(nn.Module):
 @dataclass
 class Packing:
     """What was packed: (parent, name, original) of every layer, and the originals that stay.
-    extra: bytes that are there twice. refused: packed, the model computed something else."""
+    extra: bytes that are there twice. refused: packed, the model computed something else.
+    short: layers that run as one function (decode.models.lean)."""
 
     places: list[tuple[nn.Module, str, nn.Linear]] = field(default_factory=list)
     extra: int = 0
     refused: bool = False
+    short: list[nn.Module] = field(default_factory=list)
 
     def take(self, other: Packing) -> None:
         """Hold what `other` holds."""
@@ -136,7 +138,7 @@ class Packing:
                 if cast(Tensor | None, plain.weight) is None:
                     plain.weight = nn.Parameter(here.weight, requires_grad=False)
                 setattr(parent, name, plain)
-        self.places, self.extra = [], 0
+        self.places, self.short, self.extra = [], [], 0
 
 
 def plain_linears(model: nn.Module, kinds: tuple[type, ...] = (nn.Linear,)) -> list[Place]:
