@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from conf.errors import UserError
+from scripts.synthesis.config import REGIONS
 
 Span = tuple[int, int]
-REGIONS = ("US", "GB", "DE", "FR")
 HEAD = 5  # characters by which a found value is looked up; shorter ones stay within their chat
 UNMASKED_KEYS = ("role", "type")
 
