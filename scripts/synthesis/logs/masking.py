@@ -51,11 +51,14 @@ def _library() -> list[Rule]:
             "mask: the package detect-secrets is missing; pip install 'outrider[logs]', or "
             "mask=false to keep secrets"
         ) from None
+    known: dict[str, Any] = get_mapping_from_secret_type_to_class()
     rules = []
-    for name, kind in sorted(get_mapping_from_secret_type_to_class().items()):
-        if issubclass(kind, RegexBasedDetector) and name != "Private Key":
+    for name, kind in sorted(known.items()):
+        detector = kind()
+        if isinstance(detector, RegexBasedDetector) and name != "Private Key":
             word = "IP" if name.startswith("Public IP") else "SECRET"
-            rules.append(Rule(name, word, "detect-secrets", functools.partial(_detected, kind())))
+            find = functools.partial(_detected, detector)
+            rules.append(Rule(name, word, "detect-secrets", find))
     return rules
 
 
