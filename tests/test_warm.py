@@ -170,3 +170,16 @@ def test_cards_of_earlier_versions_are_read(tmp_path: Path) -> None:
     saved = json.loads(json.dumps(head.config_json()))
     saved["config"]["tune"]["start"] = "runs/medusa"
     assert MedusaHead.from_json(saved, target).cfg == head.cfg
+
+
+def test_a_card_says_the_layer_that_every_head_has_now() -> None:
+    """They named the class of an EAGLE head's layers; of the two only one is left."""
+    target = tiny_target()
+    cfg = EagleConfig(draft_vocab=0, taps=[0, 1, 1])
+    head = Eagle3Head.for_target(target, cfg)
+    saved = json.loads(json.dumps(head.config_json()))
+    saved["config"]["layer"] = "llama"
+    assert Eagle3Head.from_json(saved, target).cfg == head.cfg
+    saved["config"]["layer"] = "target"
+    with pytest.raises(UserError, match=r"^head\.config\.layer: "):
+        Eagle3Head.from_json(saved, target)
