@@ -10,9 +10,11 @@ by budget and batch size, hours, and whether it pays.
 A pilot of a few minutes (heads= trains one of each recipe, pilots= takes short runs that are
 there) decodes the prompts; measured learning curves (docs/results/recipes.json) say how it goes
 on from there, and the latency curves of this machine, timed with the pilot's head, what that is
-worth. costs=FILE takes the points of another engine instead (scripts/tune.py engine). OUT gets
+worth. Your engine instead: costs=FILE takes its points (scripts/tune.py engine), url=, plain= and
+draft_tokens= load two running servers; any drafter will do there, also llama.cpp's and vLLM's
+synthetic acceptance, since what a cycle costs does not hang on what it accepts. OUT gets
 forecast.json, frozen by its sha256 and date. check= holds such a file against heads that were
-trained since and writes truth.json; misses stay in the table.
+trained since and writes truth.json, to which later checks add; misses stay in the table.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ def foretold(cfg: ForecastConfig, out: Path, record: Path) -> None:
     target = load_target(cfg.target, cfg.dtype, cfg.device, plan)
     with Steps(*columns(20), console=console, quiet=cfg.quiet, transient=True) as progress:
         if cfg.check:
-            value = forecasting.check(cfg, target, progress)
+            value = forecasting.check(cfg, target, progress, record)
         else:
             value = forecasting.run(cfg, target, progress, pilots)
     files.write_json(record, value)
