@@ -1,7 +1,7 @@
 """What a drafter would bring on your prompts, before it is trained: accepted length and speedup
 by budget and batch size, hours, and whether it pays.
 
-    python scripts/forecast.py target=smollm2 prompts=FILE heads=[eagle3] data=CHATS.jsonl \\
+    python scripts/forecast.py target=smollm2 prompts=FILE heads=[eagle3] chats=CHATS.jsonl \\
         tokens=[1e6,5e6] out=reports/forecast
     python scripts/forecast.py target=smollm2 prompts=FILE pilots=[runs/short] out=reports/forecast
     python scripts/forecast.py target=smollm2 prompts=FILE check=reports/forecast/forecast.json \\
@@ -80,9 +80,9 @@ def foretold(cfg: ForecastConfig, out: Path, record: Path) -> None:
 def pilot(cfg: ForecastConfig, name: str, out: Path) -> Path:
     """A short run of a recipe in OUT/pilots, taken up where it stopped. Raises UserError where
     it fails."""
-    data = Path(cfg.data).expanduser().resolve()
+    data = Path(cfg.chats).expanduser().resolve()
     if not data.is_file():
-        raise UserError(f"data: {data} is no file; give the JSONL of conversations")
+        raise UserError(f"chats: {data} is no file; give the JSONL of conversations")
     target = [f"target={cfg.target.kind}"] if cfg.target.kind != "smollm2" else []
     more = [*target, f"seed={cfg.seed}", "save_every=0", *cfg.more]
     command = [

@@ -24,10 +24,10 @@ class ForecastConfig:
     max_new_tokens: int = 64
     # run folders of short runs, one for each head that is weighed
     pilots: list[str] = field(default_factory=list)
-    # recipes for which a pilot is trained here, on the conversations in data
+    # recipes for which a pilot is trained here, on the conversations in chats
     heads: list[str] = field(default_factory=list)
     # JSONL of conversations for those pilots
-    data: str = ""
+    chats: str = ""
     # steps of such a pilot; 1 = an untrained head: its cost, and nothing about its learning
     pilot_steps: int = 40
     # further keys of the pilots' training, such as data.features=FOLDER
@@ -102,8 +102,8 @@ class ForecastConfig:
             found.append("truth: only with check=FILE, the forecast that it is held against")
         if not self.pilots and not self.heads:
             found.append("pilots: none, and no heads; give pilots=[FOLDER] or heads=[eagle3]")
-        if self.heads and not self.data:
-            found.append("data: empty; heads= needs the JSONL of conversations that they learn")
+        if self.heads and not self.chats:
+            found.append("chats: empty; heads= needs the JSONL of conversations that they learn")
         if len(set(self.pilots)) != len(self.pilots) or len(set(self.heads)) != len(self.heads):
             found.append("pilots: one is named twice; name each once")
         return found
