@@ -343,8 +343,15 @@ def test_the_published_forecast_is_as_it_was_frozen() -> None:
 
 @pytest.mark.slow
 def test_a_pilot_is_trained_by_the_command(tmp_path: Path, data: Path, prompts: Path) -> None:
-    keys = ["target=tiny", "dtype=float32", "pilot_steps=2", "num_prompts=2", "max_new_tokens=8"]
-    more = "more=[head.draft_vocab=0,batch_size=2]"
+    keys = [
+        "target=tiny",
+        "target.layers=3",
+        "dtype=float32",
+        "pilot_steps=2",
+        "num_prompts=2",
+        "max_new_tokens=8",
+    ]
+    more = "more=['head.draft_vocab=0','batch_size=2']"
     with pytest.raises(SystemExit) as caught:
         main(
             [
