@@ -59,7 +59,7 @@ COPIED = {
 }
 # tables of accepted lengths by category: file -> heading
 BY_CATEGORY = {
-    "union-t0": "A union of drafters, by category",
+    "union-t0": "Accepted length of a union of drafters, by category",
     "union-t1": "The same union at T = 1",
 }
 # score tables of docs/results.md: file -> heading
