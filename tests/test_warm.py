@@ -170,3 +170,17 @@ def test_cards_of_earlier_versions_are_read(tmp_path: Path) -> None:
     saved = json.loads(json.dumps(head.config_json()))
     saved["config"]["tune"]["start"] = "runs/medusa"
     assert MedusaHead.from_json(saved, target).cfg == head.cfg
+
+
+def test_a_run_stops_when_acceptance_no_longer_rises(tmp_path: Path) -> None:
+    data = chats(tmp_path / "data.jsonl")
+    still = ("optim.lr=1e-12", "steps=20", "save_every=5", "eval.every=2", "eval.patience=1")
+    still = (*still, "eval.prompts=2", "eval.max_new_tokens=8")
+    out = run(data, tmp_path / "run", *still)
+    assert [read_card(out / part)["extra"]["step"] for part in ("best", "head")] == [2, 4]
+    assert (out / "checkpoints/step-4").is_dir()
+    lines = (out / "metrics.jsonl").read_text()
+    run(data, out, *still)  # it is through
+    new = (out / "metrics.jsonl").read_text()[len(lines) :]
+    assert '"eval"' not in new and "loss" not in new
+    assert read_card(out / "head")["extra"]["step"] == 4

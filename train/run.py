@@ -100,8 +100,16 @@ class Run:
 
     @property
     def last(self) -> bool:
-        """Whether all steps are done."""
-        return self.state.step >= self.cfg.steps
+        """Whether all steps are done, or more of them bring nothing."""
+        return self.state.step >= self.cfg.steps or self.stalled
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the evaluation of this step was one too many without a longer accepted
+        length (eval.patience)."""
+        state, patient = self.state, self.cfg.eval.patience * self.cfg.eval.every
+        since = state.step - state.best.get("step", state.step)
+        return bool(patient) and state.evaluated == state.step and since >= patient
 
     @property
     def room(self) -> Room:
