@@ -27,6 +27,7 @@ from decode.target import Target
 from decode.tree import TreeShape
 from heads import lora, shapes, vocab
 from heads.batch import Batch, LossOut
+from heads.earlier import without_gone
 from heads.forced import ranks
 from heads.lora import Adapter, LoraKeys
 from heads.names import DEFAULT_DRAW, Draft
@@ -73,6 +74,8 @@ class Saved:
 
         Raises UserError of one line that names the wrong keys.
         """
+        if isinstance(saved, dict) and isinstance(saved.get("config"), dict):
+            saved = {**saved, "config": without_gone(saved["config"])}
         value, problems = from_json(saved, cls)
         if not problems and value.config.kind != kind:
             problems = [f"config.kind: {value.config.kind!r} in the card of a {kind} head"]

@@ -25,7 +25,7 @@ from heads.batch import Batch
 
 # Share of the largest logit by which two orders of evaluation may differ: the drafter's cached
 # passes of few rows and the training pass over whole texts. 16-bit: measured, see
-# docs/experiments.md.
+# docs/internals/experiments.md.
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 
 

@@ -33,11 +33,12 @@ from train.block import BlockRun
 from train.config import EagleRun, MedusaRun
 from train.facts import measured_head
 from train.hydra_heads import HydraHeadsRun
-from train.measure.flops import draft_flops
+from train.measure.speed import draft_flops
 from train.texts.batches import Plan, hash_u63, load_rows
 
+FEW = 4  # rows of a step that are counted
 # Short blocks: at these budgets later slots are hardly ever accepted, and every row that a block
-# has less is a block more for the first slot (docs/experiments.md).
+# has less is a block more for the first slot (docs/internals/experiments.md).
 # name -> (entry point, its schema, keys)
 RECIPES: dict[str, tuple[str, type, list[str]]] = {
     "medusa": ("medusa", MedusaRun, []),
@@ -117,7 +118,10 @@ def counted(cfg: HeadsConfig, name: str, data: Path) -> float:
     rows = load_rows(run_cfg.data, *args)
     plan = Plan(rows, run_cfg.batch_size, run_cfg.data.window, run_cfg.seed)
     torch.manual_seed(hash_u63(run_cfg.seed, "head"))
-    return draft_flops(target, measured_head(run_cfg.head, target, rows), rows, plan)
+    head = measured_head(run_cfg.head, target, rows)
+    few = plan.batch(0)[:: max(1, plan.batch_size // FEW)][:FEW]
+    tokens = float(rows.lengths[plan.train].double().mean()) * plan.batch_size
+    return tokens * draft_flops(target, head, rows.batch(few))
 
 
 @entry("train_heads", HeadsConfig)

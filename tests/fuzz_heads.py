@@ -31,9 +31,6 @@ CONFIGS: dict[str, Any] = {
     "hydra_heads": HydraHeadsConfig(heads=2, draft_vocab=64, nodes=4, prefix_layers=1),
     "eagle1": EagleConfig(kind="eagle1", draft_vocab=64, steps=1, depth=2, nodes=4, width=2),
     "eagle3": EagleConfig(kind="eagle3", draft_vocab=64, taps=[1, 2], depth=2, nodes=4, width=2),
-    "eagle3 own": EagleConfig(
-        kind="eagle3", layer="target", draft_vocab=0, depth=2, nodes=4, width=2
-    ),
     "dflash": BlockConfig(block=3, draft_vocab=64, depth=2, nodes=4, width=2),
     "dspark": BlockConfig(
         kind="dspark",

@@ -207,8 +207,6 @@ def test_a_failed_overwrite_keeps_the_old_export(
         ("eagle3", "vllm", {"taps": [5, 2, 4]}, "ascending taps"),
         ("eagle3", "vllm", {"taps": [2, 4, 8]}, "taps below 8"),
         ("eagle3", "vllm", {"layers": 2}, "head.layers=1"),
-        ("eagle3", "vllm", {"layer": "target"}, "head.layer=llama"),
-        ("eagle1", "sglang", {"layer": "target"}, "head.layer=llama"),
         ("eagle3", "transformers", {}, "plain transformers folders"),
         ("eagle3", "speculators", {}, "verifier=FOLDER_OR_REPOSITORY"),
     ],

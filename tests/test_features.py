@@ -98,7 +98,6 @@ VARIANTS = {
     "eagle1": {"noise": 0.2},
     "eagle1-hass": {"steps": 3, "top_k": 5},
     "eagle3": {"steps": 3},
-    "eagle3-own": {"layer": "target"},
     "dflash": {},
     "dspark": {"markov_rank": 4, "confidence": 1.0},
 }
@@ -109,7 +108,6 @@ def head_for(name: str, target: Target, counts: torch.Tensor):
         "medusa-soft": "medusa",
         "hydra-prefix": "hydra_heads",
         "eagle1-hass": "eagle1",
-        "eagle3-own": "eagle3",
     }.get(name, name)
     cls: Any = HEADS[kind]
     cfg = cls.Config(kind=kind, draft_vocab=0)

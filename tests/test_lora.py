@@ -167,7 +167,7 @@ def test_it_is_a_drafter_by_name(adapted: Path) -> None:
 
 FAMILIES: dict[str, Any] = {
     "eagle1": EagleConfig(kind="eagle1", draft_vocab=0),
-    "eagle3": EagleConfig(draft_vocab=60, layer="target"),
+    "eagle3": EagleConfig(draft_vocab=60),
     "dflash": BlockConfig(draft_vocab=60, block=4),
     "dspark": BlockConfig(kind="dspark", draft_vocab=60, block=3, markov_rank=4, confidence=1.0),
 }

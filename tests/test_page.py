@@ -10,6 +10,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,6 +100,16 @@ def test_both_columns_end_with_the_same_tokens(running: Running, browser: Any) -
     assert "two draws of one law differ" in verdict
     assert not visit.said and all(url.startswith(running.url) for url in visit.asked)
     visit.shot("light")
+
+
+def test_the_readmes_picture(running: Running, browser: Any, tmp_path: Path) -> None:
+    out = tmp_path / "docs" / "page.png"
+    command = [sys.executable, "-m", "scripts.reports.picture", running.url, str(out), "abc abc"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.startswith("✓ same tokens"), done.stderr
+    assert out.read_bytes().startswith(b"\x89PNG")
+    done = subprocess.run(command[:-1], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("error: picture: give URL")
 
 
 def test_dark_narrow_and_by_keyboard(running: Running, browser: Any) -> None:

@@ -4,7 +4,7 @@ committed JSON.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import re
 import shlex
 import subprocess
@@ -18,14 +18,33 @@ from scripts.common import files
 from scripts.reports import readme
 
 TEXT = readme.README.page.read_text()
-FENCES = re.findall(r"^```(\w*)\n(.*?)^```$", TEXT, re.S | re.M)
-BLOCKS = [block for language, block in FENCES if not language]
-LINES = [
-    line.partition("  #")[0].strip()
-    for block in BLOCKS
-    for line in block.splitlines()
-    if line.strip()
-]
+DOCS = files.ROOT / "docs"
+PAGES = [readme.README.page, *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("internals/*.md"))]
+OURS = ("make", "python", "accelerate", "outrider")
+ROOMS = ("scripts", "train")  # what `python -m` may name of ours
+# where a script hands on: to what answers its first word, or all of its words
+BEHIND = {
+    ("scripts/tune.py", "engine"): "scripts.tuning.engine",
+    ("scripts/tune.py", "formula"): "scripts.formula",
+    **{
+        ("scripts/engines.py", part): f"scripts.serving.engines.{part}"
+        for part in ("check", "llamacpp", "sampled", "settings")
+    },
+    ("scripts/engines.py", ""): "scripts.serving.engines.vllm",
+    ("scripts/validate.py", ""): "train.validate",
+    ("scripts/cache_features.py", ""): "train.cache_features",
+}
+
+
+def commands(page: Path) -> list[str]:
+    """The command lines of a page that call us, continued lines joined."""
+    fences = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.S | re.M)
+    text = "\n".join(block for language, block in fences if language in ("", "bash", "sh"))
+    lines = [line.partition("  #")[0].strip() for line in text.replace("\\\n", " ").splitlines()]
+    return [line for line in lines if line.split(" ")[0] in OURS]
+
+
+LINES = [(page.name, line) for page in PAGES for line in commands(page)]
 
 
 def as_script(words: list[str]) -> list[str]:
@@ -52,21 +71,27 @@ def check(words: list[str]) -> None:
         words = as_script(words[1:])
         if not words:
             return
-    while words and words[0] in ("python", "accelerate", "launch"):
-        words = words[1:]
-    script, *overrides = words
+    if words[:2] == ["python", "-m"]:
+        if words[2].split(".")[0] in ROOMS:
+            assert importlib.util.find_spec(words[2]), words[2]
+        return
+    at = next(i for i, word in enumerate(words) if word.endswith(".py"))  # behind a launcher's own
+    script, *overrides = words[at:]
     assert (files.ROOT / script).is_file(), script
+    first = overrides[0] if overrides and "=" not in overrides[0] else ""
+    overrides = overrides[bool(first) :]
+    name = BEHIND.get((script, first), script.removesuffix(".py").replace("/", "."))
     if "dry_run=true" in overrides:
-        script, overrides = "scripts/cluster/dry_run.py", [*overrides, "data.path=none"]
-    script = {"scripts/validate.py": "train/validate.py"}.get(
-        script, script
-    )  # it hands its words on
-    module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
-    compose(module.main.config_name, module.main.schema, overrides)
+        name, overrides = "scripts.cluster.dry_run", [*overrides, "data.path=none"]
+    module = importlib.import_module(name)
+    main = module.main
+    if script == "scripts/certify.py" and any(key.startswith("url=") for key in overrides):
+        main = module.server
+    compose(main.config_name, main.schema, overrides)
 
 
-@pytest.mark.parametrize("line", LINES)
-def test_every_command_is_real(line: str) -> None:
+@pytest.mark.parametrize(("page", "line"), LINES)
+def test_every_command_is_real(page: str, line: str) -> None:
     words = shlex.split(line)
     if words[0] == "make":
         done = subprocess.run(
@@ -78,7 +103,7 @@ def test_every_command_is_real(line: str) -> None:
 
 
 def test_there_are_commands() -> None:
-    assert len(LINES) >= 6
+    assert len(LINES) >= 40 and {"README.md", "scaling.md", "serve.md"} <= {p for p, _ in LINES}
 
 
 def test_paths_exist() -> None:
@@ -86,7 +111,28 @@ def test_paths_exist() -> None:
     named = re.findall(r"^\| `(\w+/)`", TEXT, re.M)
     assert linked and len(named) == 7
     for path in [*linked, *named]:
-        assert (files.ROOT / path).exists(), path
+        assert path.startswith("https://github.com/") or (files.ROOT / path).exists(), path
+
+
+def test_every_page_links_to_what_there_is() -> None:
+    for page in PAGES:
+        for target, _, anchor in re.findall(r"\]\(([^)#\s]*)(#([^)]*))?\)", page.read_text()):
+            if target.startswith("http"):
+                continue
+            linked = page.parent / target if target else page
+            assert linked.exists(), f"{page.name}: {target}"
+            if anchor:
+                titles = re.findall(r"^#+ (.*)$", linked.read_text(), re.M)
+                assert anchor in map(slug, titles), f"{page.name}: {target}#{anchor}"
+
+
+def slug(title: str) -> str:
+    """How a heading is called in a link."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def test_the_readme_is_short() -> None:
+    assert TEXT.count("\n") <= 150
 
 
 def test_the_tables_are_those_of_the_committed_results() -> None:

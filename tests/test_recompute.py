@@ -53,7 +53,6 @@ class Alive(TorchDispatchMode):
 VARIANTS: dict[str, dict[str, Any]] = {
     "eagle3": {"steps": 4},
     "eagle3-deep": {"steps": 3, "layers": 2},
-    "eagle3-own": {"steps": 3, "layer": "target"},
     "eagle1": {"steps": 1, "noise": 0.2, "feature_loss": 1.0},
     "eagle1-hass": {"steps": 3, "top_k": 5},
     "small_lm": {"from_target_layers": 3},

@@ -1,4 +1,4 @@
-"""The figures of `make slow`: rows merge, carry where they come from, and the README shows
+"""The figures of `make slow`: rows merge, carry where they come from, and the page shows
 what the JSON holds.
 """
 

@@ -184,3 +184,16 @@ def test_a_run_stops_when_acceptance_no_longer_rises(tmp_path: Path) -> None:
     new = (out / "metrics.jsonl").read_text()[len(lines) :]
     assert '"eval"' not in new and "loss" not in new
     assert read_card(out / "head")["extra"]["step"] == 4
+
+
+def test_a_card_says_the_layer_that_every_head_has_now() -> None:
+    """They named the class of an EAGLE head's layers; of the two only one is left."""
+    target = tiny_target()
+    cfg = EagleConfig(draft_vocab=0, taps=[0, 1, 1])
+    head = Eagle3Head.for_target(target, cfg)
+    saved = json.loads(json.dumps(head.config_json()))
+    saved["config"]["layer"] = "llama"
+    assert Eagle3Head.from_json(saved, target).cfg == head.cfg
+    saved["config"]["layer"] = "target"
+    with pytest.raises(UserError, match=r"^head\.config\.layer: "):
+        Eagle3Head.from_json(saved, target)

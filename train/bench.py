@@ -1,27 +1,30 @@
-"""How close training comes to what the arithmetic allows, measured in one run and written as
-JSON.
+"""How close training comes to what the arithmetic allows, for any kind of head, measured in one
+run and written as JSON.
 
     python train/bench.py target=smollm2 head=eagle3 data.path=FILE out_dir=runs/bench steps=8
 
-Takes the keys of scripts/validate.py, for Medusa and EAGLE heads. Round by round, on the same
-batches: (a) whole training steps; (b) the target's forward alone; (c) the head's matrix
-products alone (train/measure/products.py), forward and backward, in chunks of the same size
-and in the run's dtype. The bound is (b) + (c); the ratio is bound / (a): a step takes 1 /
-ratio times what it must. Parts are interleaved so that a drifting machine hurts them alike,
-and the median over the rounds counts.
+Takes the keys of scripts/validate.py. Round by round, on the same batches: whole training
+steps; the target's forward inside them; one matrix product with its two gradients, of the
+shape of the draft's LM head and in the run's dtype, for the device's own speed. The head's
+arithmetic is counted (train/measure/speed.py), and what it would take at that speed, with the
+target's time, is the bound: a step takes 1 / ratio times what it must. With
+data.features=FOLDER every round also steps on stored features, in turns, and the losses of
+both are compared. Parts are interleaved so that a drifting machine hurts them alike, and the
+median over the rounds counts.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -32,75 +35,110 @@ from conf.schema import entry
 from decode.models.load import load_target
 from decode.target import Target
 from heads.base import Batch, Head
-from train.config import TrainConfig
+from heads.losses import chunk_of
 from train.facts import measured_head, settle
 from train.log import git_commit
-from train.measure.products import products
-from train.texts.batches import Plan, load_rows
+from train.measure.speed import Counter, draft_flops
+from train.stored.features import CachedTarget, Source
+from train.texts.batches import Plan, hash_u63, load_rows
 from train.validate import ValidateConfig, head_config
 
+Pass = tuple[Batch, Target | CachedTarget]
+PARTS = ("target", "head_loss", "backward", "optimizer")
 
-def measure(cfg: TrainConfig) -> dict[str, Any]:
-    """Seconds per round of every part, medians and ratio. Raises UserError for a head that has
-    no list of products.
-    """
+
+@dataclass
+class Clock:
+    """Seconds of a device. On one CPU thread its own seconds, which other work on the machine
+    does not lengthen."""
+
+    device: torch.device
+    seconds: Callable[[], float] = time.perf_counter
+    kind: str = "wall seconds"
+
+    def __post_init__(self) -> None:
+        if self.device.type == "cpu" and torch.get_num_threads() == 1:
+            self.seconds, self.kind = time.process_time, "CPU seconds"
+
+    def __call__(self) -> float:
+        """Now, after all work that the device was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return self.seconds()
+
+
+@dataclass
+class Step:
+    """Seconds of an optimizer step and of its parts. loss: per supervised token."""
+
+    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    seconds: float = 0.0
+    loss: float = 0.0
+
+
+def measure(cfg: ValidateConfig) -> dict[str, Any]:
+    """Seconds per round of every part, medians and ratios. Raises UserError for a configuration
+    that cannot be trained."""
+    known = head_config(cfg.head)
     target = load_target(cfg.target, cfg.dtype, cfg.device or None)
     rows = load_rows(
         cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
     )
     plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed)
-    known: Any = cfg.head
+    torch.manual_seed(hash_u63(cfg.seed, "head"))
     head = measured_head(known, target, rows)
     settle(cfg, type(head), target, plan)
+    cfg.eval.every = max(1, cfg.eval.every)  # then the target's layers stay
+    source = Source(cfg, head, target, rows)
     optimizer = torch.optim.AdamW(head.parameters(), lr=cfg.optim.lr or 0.0, fused=True)
-    names = ("target", "products", "head_loss", "backward", "optimizer", "step")
-    seconds: dict[str, list[float]] = {k: [] for k in names}
-    tokens = supervised = padded = flops = 0
-    # One CPU thread: its own seconds, which other work on the machine does not lengthen.
-    alone = target.device.type == "cpu" and torch.get_num_threads() == 1
-    clock = time.process_time if alone else time.perf_counter
+    clock = Clock(target.device)
+    online: list[Step] = []
+    stored: list[Step] = []
+    speeds: list[float] = []
+    tokens = supervised = padded = 0
+    flops = 0.0
+    head.train()
     for k in range(cfg.steps + 1):
-        batches = [
-            rows.batch(part).to(target.device)
-            for part in plan.micro_batches(k, 0, 1, cfg.micro_batch, cfg.micro_tokens)
+        made = [
+            rows.batch(part, source.pack)
+            for part in plan.micro_batches(
+                k, 0, 1, cfg.micro_batch, cfg.micro_tokens, pack=source.pack
+            )
         ]
-        found = _round(head, target, optimizer, batches, clock)
-        if k == 0:
-            continue  # the first round warms up
-        for name, value in found.items():
-            seconds[name].append(value)
-        flops += sum(products(head, target, b)[1] for b in batches)
+        batches = [batch.to(target.device) for batch in made]
+        if k == 0:  # the first round warms up
+            flops = draft_flops(target, head, batches[0])
+            one_step(head, [(b, target) for b in batches], optimizer, clock)
+            continue
+        speeds.append(product_speed(head, target, batches[0], clock))
+        ways: list[tuple[list[Step], list[Pass]]] = [(online, [(b, target) for b in batches])]
+        if source.store:
+            read = [(b, source(at)) for b, at in zip(batches, made, strict=True)]
+            ways.insert(k % 2, (stored, read))
+        before = [w.detach().clone() for w in head.parameters()]
+        for steps, passes in ways:
+            with torch.no_grad():  # both ways start from the same weights
+                for weight, old in zip(head.parameters(), before, strict=True):
+                    weight.copy_(old)
+            steps.append(one_step(head, passes, optimizer, clock))
         tokens += sum(int(b.mask.sum()) for b in batches)
         padded += sum(b.mask.numel() for b in batches)
         supervised += sum(int(b.loss_mask.sum()) for b in batches)
-    middle = {k: statistics.median(v) for k, v in seconds.items()}
-    ratios = [
-        (t + p) / s
-        for t, p, s in zip(seconds["target"], seconds["products"], seconds["step"], strict=True)
-    ]
-    parts = {
-        k: middle[k] / middle["step"] for k in ("target", "head_loss", "backward", "optimizer")
-    }
-    return {
-        "ratio": statistics.median(ratios),
-        "ratio_low": min(ratios),
-        "ratio_high": max(ratios),
-        "share_of_step": parts,
-        "bottleneck": max(parts, key=lambda k: parts[k]),
-        "seconds": middle,
-        "tokens_per_second": tokens / sum(seconds["step"]),
-        "supervised_per_second": supervised / sum(seconds["step"]),
-        "clock": "CPU seconds" if alone else "wall seconds",
+    each = flops * tokens / cfg.steps
+    report = _report(online, [each / speed for speed in speeds])
+    report |= {
+        "draft_flops_per_token": flops,
+        "matrix_product_flops_per_second": statistics.median(speeds),
+        "tokens_per_second": tokens / sum(step.seconds for step in online),
+        "supervised_per_second": supervised / sum(step.seconds for step in online),
+        "clock": clock.kind,
         "padding": 1 - tokens / padded,
         "rounds": cfg.steps,
         "batch_size": cfg.batch_size,
         "dtype": cfg.dtype,
         "head": {k: v for k, v in asdict(known).items() if not isinstance(v, dict)},
         "loss": vars(known.loss),
-        "products_flops_per_second": flops / sum(seconds["products"]),
-        "target": {k: v for k, v in target.identity.to_json().items() if k != "path"}
-        if target.identity
-        else None,
+        "target": target.identity.name if target.identity else None,
         "command": "python train/bench.py "
         + " ".join(a for a in sys.argv[1:] if not a.startswith(("data.path", "out_dir"))),
         "environment": {
@@ -109,80 +147,125 @@ def measure(cfg: TrainConfig) -> dict[str, Any]:
             "commit": git_commit(),
         },
     }
+    if source.store:
+        report["stored"] = _against(online, stored) | {
+            "dtype": source.store.stored,
+            "bytes_per_token": source.store.bytes_per_token(head.taps),
+        }
+    return report
 
 
-def _round(
-    head: Head,
-    target: Target,
-    optimizer: torch.optim.Optimizer,
-    batches: list[Batch],
-    clock: Callable[[], float],
-) -> dict[str, float]:
-    """Times of one optimizer step and of its parts; the products are timed right after it."""
-    found = dict.fromkeys(("target", "head_loss", "backward", "optimizer", "products"), 0.0)
-
-    def clocked(name: str, action: Callable[[], Any]) -> Any:
-        _wait(target)
+def one_step(
+    head: Head, passes: list[Pass], optimizer: torch.optim.Optimizer, clock: Clock
+) -> Step:
+    """One update over the batches of `passes`, each with the target that it reads, timed."""
+    found = Step()
+    first = clock()
+    for batch, target in passes:
+        start, inside = clock(), found.parts["target"]
+        with _timed_features(target, clock, found):
+            out = head(batch, target)
+        spent = clock() - start
+        found.parts["head_loss"] += spent - (found.parts["target"] - inside)
         start = clock()
-        result = action()
-        _wait(target)
-        found[name] += clock() - start
-        return result
-
-    features = target.features
-    inside: list[float] = []
-
-    def timed(*args: Any, **kwargs: Any) -> Tensor:
-        _wait(target)
-        start = clock()
-        result = features(*args, **kwargs)
-        _wait(target)
-        inside.append(clock() - start)
-        return result
-
-    target.features = timed  # type: ignore[method-assign]
-    try:
-        start = clock()
-        for batch in batches:
-            out = clocked("head_loss", functools.partial(head, batch, target))
-            clocked("backward", out.sum.backward)
-
-        def update() -> None:
-            torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-
-        clocked("optimizer", update)
-        found["step"] = clock() - start
-    finally:
-        target.features = features  # type: ignore[method-assign]
-    found["target"] = sum(inside)
-    found["head_loss"] -= found["target"]
-    for batch in batches:
-        clocked("products", products(head, target, batch)[0])
+        out.sum.backward()
+        found.parts["backward"] += clock() - start
+        found.loss += float(out.sum.detach()) / float(out.count) / len(passes)
+    start = clock()
+    torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    found.parts["optimizer"] = clock() - start
+    found.seconds = clock() - first
     return found
 
 
-def _wait(target: Target) -> None:
-    if target.device.type == "cuda":
-        torch.cuda.synchronize(target.device)
+@contextlib.contextmanager
+def _timed_features(target: Target | CachedTarget, clock: Clock, found: Step) -> Iterator[None]:
+    """Add to `found` what the target's features take inside."""
+    features = target.features
+
+    def timed(*args: Any, **kwargs: Any) -> Tensor:
+        start = clock()
+        result: Tensor = features(*args, **kwargs)
+        found.parts["target"] += clock() - start
+        return result
+
+    with mock.patch.object(target, "features", timed):
+        yield
+
+
+def product_speed(head: Head, target: Target, batch: Batch, clock: Clock) -> float:
+    """FLOP/s of a matrix product with both gradients: the supervised rows that are met at once,
+    by the target's width, by the draft vocabulary."""
+    size = chunk_of(getattr(head.cfg, "chunk", None), target.device)
+    rows = max(1, min(int(batch.loss_mask.sum()), size))
+    vocab = getattr(head.cfg, "draft_vocab", 0) or target.vocab_size
+    x = torch.randn(rows, target.hidden_size, device=target.device, dtype=target.dtype)
+    weight = torch.randn(vocab, target.hidden_size, device=target.device, dtype=target.dtype)
+    start = clock()
+    with Counter() as counter:
+        z = x @ weight.T
+        _ = z.T @ x
+        _ = z @ weight
+    return counter.total / max(clock() - start, 1e-9)
+
+
+def _report(steps: list[Step], least: list[float]) -> dict[str, Any]:
+    """least: seconds that the head's arithmetic of each step must take."""
+    ratios = [
+        (step.parts["target"] + own) / step.seconds for step, own in zip(steps, least, strict=True)
+    ]
+    middle = {name: statistics.median(step.parts[name] for step in steps) for name in PARTS}
+    whole = statistics.median(step.seconds for step in steps)
+    shares = {name: seconds / whole for name, seconds in middle.items()}
+    return {
+        "ratio": statistics.median(ratios),
+        "ratio_low": min(ratios),
+        "ratio_high": max(ratios),
+        "share_of_step": shares,
+        "bottleneck": max(shares, key=lambda name: shares[name]),
+        "seconds": {**middle, "step": whole, "arithmetic": statistics.median(least)},
+    }
+
+
+def _against(online: list[Step], stored: list[Step]) -> dict[str, Any]:
+    """What stored features save, and how far the losses lie apart."""
+    ratios = [a.seconds / b.seconds for a, b in zip(online, stored, strict=True)]
+    return {
+        "ratio": statistics.median(ratios),
+        "ratio_low": min(ratios),
+        "ratio_high": max(ratios),
+        "features_share_of_step": {
+            name: statistics.median(step.parts["target"] / step.seconds for step in steps)
+            for name, steps in (("online", online), ("stored", stored))
+        },
+        "largest_relative_loss_difference": max(
+            abs(a.loss - b.loss) / abs(a.loss) for a, b in zip(online, stored, strict=True)
+        ),
+    }
 
 
 @entry("validate", ValidateConfig)
 def main(cfg: ValidateConfig) -> None:
     """Measure and write OUT_DIR/bench.json."""
-    cfg.head = head_config(cfg.head)
     report = measure(cfg)
     path = Path(cfg.out_dir) / "bench.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
     shares = ", ".join(f"{k} {v:.0%}" for k, v in report["share_of_step"].items())
     print(
-        f"{report['ratio']:.0%} of the rate that target and products allow "
-        f"({report['ratio_low']:.0%} to "
-        f"{report['ratio_high']:.0%}); {report['tokens_per_second']:,.0f} tokens/s, "
+        f"{report['ratio']:.0%} of the rate that target and arithmetic allow "
+        f"({report['ratio_low']:.0%} to {report['ratio_high']:.0%}); "
+        f"{report['tokens_per_second']:,.0f} tokens/s, "
         f"{report['supervised_per_second']:,.0f} supervised/s; step: {shares}; {path}"
     )
+    if stored := report.get("stored"):
+        print(
+            f"stored features: {stored['ratio']:.2f}x ({stored['ratio_low']:.2f} to "
+            f"{stored['ratio_high']:.2f}); losses differ by "
+            f"{stored['largest_relative_loss_difference']:.1e}"
+        )
 
 
 if __name__ == "__main__":

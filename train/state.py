@@ -25,6 +25,7 @@ from conf.errors import UserError
 from decode.models.identity import Identity, sha256_file
 from heads.base import Head
 from heads.checkpoint import CARD, read_card, recover, staged, text_of, write_card
+from heads.earlier import is_gone
 from train.config import REPLANNED, is_logistics
 
 WEIGHTS, OPTIMIZER, STATE, MANIFEST = (
@@ -66,10 +67,6 @@ class State:
         for name, (total, count) in found.items():
             old = self.window.get(name, [0.0, 0.0])
             self.window[name] = [old[0] + total, old[1] + count]
-
-
-# Keys that later versions do without, and the value at which they meant nothing.
-GONE = {"head.tune.start": ""}
 
 
 @dataclass
@@ -295,10 +292,15 @@ def _changed(
 ) -> tuple[list[str], dict[str, Any]]:
     """(the keys that differ, the saved values with those that their version implied)."""
     saved = {**implied(saved, now), **saved}
-    saved = {k: v for k, v in saved.items() if k in now or k not in GONE or v != GONE[k]}
+    saved = {k: v for k, v in saved.items() if k in now or not _is_gone(k, v)}
     new = {k for k in now if k not in saved and k in default and now[k] == default[k]}
     keys = [k for k in {**saved, **now} if saved.get(k) != now.get(k) and k not in new]
     return keys, saved
+
+
+def _is_gone(key: str, value: Any) -> bool:
+    group, _, name = key.partition(".")
+    return group == "head" and is_gone(name, value)
 
 
 def _may_follow(key: str, saved: dict[str, Any], now: dict[str, Any]) -> bool:

@@ -16,9 +16,6 @@ class EagleConfig(HeadConfig):
     kind: str = "eagle3"
     # decoder layers of the drafter
     layers: int = 1
-    # class of these layers: llama (what serving engines run) or target (the target's own; not
-    # exported)
-    layer: str = "llama"
     # eagle3: target features to fuse, hidden_states[k] of transformers; empty = 2, L // 2, L -
     #     3
     taps: list[int] = field(default_factory=list)
@@ -95,7 +92,6 @@ class EagleConfig(HeadConfig):
         )
         choices = {
             "kind": ("eagle1", "eagle3"),
-            "layer": ("llama", "target"),
             "init": ("random", "layer"),
             "shape": ("chain", "tree"),
             "tree_draw": ("fixed", "sampled"),

@@ -34,8 +34,7 @@ from heads.eagle.config import EagleConfig
 from heads.eagle.drafter import EagleDrafter, ParallelEagleDrafter
 from heads.eagle.init import copy_layer, start_output
 from heads.eagle.layer import cast_once, layer_config, take
-from heads.eagle.net import Eagle1Net, Eagle3Net, EagleNet, compiled, try_own
-from heads.eagle.own_layer import Own, own
+from heads.eagle.net import Eagle1Net, Eagle3Net, EagleNet, compiled
 from heads.eagle.places import Places
 from heads.layered import LayeredHead, LayeredSaved
 from heads.losses import Taught, chunk_of, chunked_loss
@@ -77,10 +76,9 @@ class EagleHead(LayeredHead):
         taps: tuple[int, ...],
         vocab_size: int,
         final: int,
-        own: Own | None = None,
     ) -> Self:
         """The module with weights that mean nothing yet."""
-        net = cls.network(cfg, shape, len(taps), vocab_size, own)
+        net = cls.network(cfg, shape, len(taps), vocab_size)
         return cls(cfg, net, taps, vocab_size, final)
 
     @classmethod
@@ -90,7 +88,6 @@ class EagleHead(LayeredHead):
         shape: dict[str, Any],
         taps: int,
         vocab_size: int,
-        own: Own | None,
     ) -> EagleNet:
         """Its layers; taps: how many states they read."""
         raise TypeError("a subclass defines it")
@@ -109,13 +106,10 @@ class EagleHead(LayeredHead):
                 )
         if cfg.mask_token >= 0:
             vocab.check_reserved(cfg.mask_token, target, counts, "head.mask_token")
-        spec = own(target, cfg.layers) if cfg.layer == "target" else None
         head = cls.build(
-            cfg, layer_config(target, cfg.layers), taps, target.vocab_size, target.num_layers, spec
+            cfg, layer_config(target, cfg.layers), taps, target.vocab_size, target.num_layers
         )
         head.begin(target, counts)
-        if spec is not None:
-            try_own(head.net)
         if cfg.init == "layer":
             source = cfg.init_layer if cfg.init_layer >= 0 else target.num_layers + cfg.init_layer
             if not 0 <= source < target.num_layers:
@@ -139,8 +133,7 @@ class EagleHead(LayeredHead):
     def restored(cls, known: EagleSaved, layer: dict[str, Any], target: Target) -> Self:
         """See LayeredHead."""
         cfg = known.config
-        spec = own(target, cfg.layers) if cfg.layer == "target" else None
-        return cls.build(cfg, layer, tuple(known.taps), known.vocab_size, known.final, spec)
+        return cls.build(cfg, layer, tuple(known.taps), known.vocab_size, known.final)
 
     # -- training
 
@@ -298,10 +291,9 @@ class Eagle1Head(EagleHead):
         shape: dict[str, Any],
         taps: int,
         vocab_size: int,
-        own: Own | None,
     ) -> EagleNet:
         """See EagleHead."""
-        return Eagle1Net(shape, cfg.fc_bias, own)
+        return Eagle1Net(shape, cfg.fc_bias)
 
     @classmethod
     def choose_taps(cls, target: Target, cfg: EagleConfig) -> tuple[int, ...]:
@@ -324,7 +316,6 @@ class Eagle3Head(EagleHead):
         shape: dict[str, Any],
         taps: int,
         vocab_size: int,
-        own: Own | None,
     ) -> EagleNet:
         """See EagleHead."""
         net = Eagle3Net(
@@ -335,7 +326,6 @@ class Eagle3Head(EagleHead):
             cfg.norm_output,
             cfg.norm_joined,
             cfg.norm_before_residual,
-            own,
         )
         if cfg.parallel:
             net.add_mask(taps)

@@ -15,17 +15,21 @@ from conf.errors import UserError
 from decode.target import Target
 from heads.eagle.layer import Linear, RMSNorm
 from heads.eagle.net import Eagle3Net, EagleNet
-from heads.eagle.own_layer import OwnLayer, backbone
 
 SPREAD = 1.5  # of a fresh EAGLE-3 head's logits
 
 
+def backbone(target: Target) -> Any:
+    """The target's stack of layers with its final norm; of a model that also sees, the
+    language part.
+    """
+    body = target.model.base_model
+    return getattr(body, "language_model", body)
+
+
 def reset_weights(net: Any, std: float) -> None:
-    """Normal weights of spread `std`, norms at one, in place; norms and biases of the target's
-    own layers stay as their class makes them."""
+    """Normal weights of spread `std`, norms at one, in place."""
     for name, weight in net.named_parameters():
-        if net.own is not None and name.startswith("layers.") and weight.dim() == 1:
-            continue
         if name.endswith("bias"):
             nn.init.zeros_(weight)
         elif name.endswith("norm.weight") or weight.dim() == 1:
@@ -53,11 +57,6 @@ def copy_layer(net: EagleNet, target: Target, source: int, key: str = "head.init
             if layer.input_layernorm is not None
             else getattr(net, "hidden_norm", None)
         )
-        if isinstance(layer, OwnLayer):
-            layer.copy_from(given)
-            if layer.input_layernorm is None and before is not None:
-                before.weight.copy_(norm_weight(given.input_layernorm, target))
-            continue
         try:
             names = [n for n, _ in layer.named_modules() if n.endswith("_proj")]
             found = {n: given.get_submodule(n).weight for n in names}

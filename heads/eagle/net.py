@@ -19,18 +19,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from conf.errors import UserError
-from decode import attention
-from heads.eagle.attention import NAME, Layout, Memory
+from heads.eagle.attention import NAME
 from heads.eagle.layer import DraftLayer, Linear, RMSNorm, Rope, rope_table
-from heads.eagle.own_layer import FIX, KEY, CountingCache, Own, OwnLayer
 
 STEADY = ("default", "linear", "llama3", "yarn")  # rotary types of one set of angles
 MIN_TURNS = 1024  # positions of a table that is kept
@@ -45,32 +42,25 @@ class EagleNet(nn.Module):
     config: LlamaConfig
     layers: nn.ModuleList
 
-    def __init__(self, shape: dict[str, Any], own: Own | None = None) -> None:
-        """own: the target's own layers in place of Llama-style ones."""
+    def __init__(self, shape: dict[str, Any]) -> None:
         super().__init__()
-        self.config, self.own = LlamaConfig(**shape), own
+        self.config = LlamaConfig(**shape)
         self.width = int(shape["hidden_size"])
         self._turns: Rope | None = None
         self.attend(NAME)
 
     def attend(self, name: str) -> None:
         """Choose the attention by its name in transformers' registry."""
-        for config in (self.config, self.own.config if self.own else None):
-            if config is not None:
-                config._attn_implementation = name
+        self.config._attn_implementation = name
 
     def rope(self, length: int, dtype: torch.dtype, device: torch.device) -> Rope:
         """cos and sin [length, rotated width] of positions 0 .. length - 1."""
-        return (
-            self.own.rope(length, dtype, device)
-            if self.own
-            else rope_table(self.config, length, dtype, device)
-        )
+        return rope_table(self.config, length, dtype, device)
 
     def turns(self, length: int, dtype: torch.dtype, device: torch.device) -> Rope:
         """As `rope`, from one pass to the next where the angles do not depend on the length."""
         kind = (self.config.rope_parameters or {}).get("rope_type", "default")
-        if self.own is not None or kind not in STEADY:
+        if kind not in STEADY:
             return self.rope(length, dtype, device)
         known = self._turns
         if known is None or (known[0].dtype, known[0].device) != (dtype, device):
@@ -83,8 +73,6 @@ class EagleNet(nn.Module):
         """The layers; wide, norm: of the first one, see DraftLayer."""
         count = self.config.num_hidden_layers
         kinds = [(i, wide and i == 0, norm or i > 0) for i in range(count)]
-        if self.own is not None:
-            return nn.ModuleList(OwnLayer(self.own, *kind) for kind in kinds)
         return nn.ModuleList(DraftLayer(self.config, *kind) for kind in kinds)
 
     def start(self, feats: Tensor) -> Tensor:
@@ -120,10 +108,8 @@ class Eagle1Net(EagleNet):
     with a bias in fc.
     """
 
-    def __init__(
-        self, shape: dict[str, Any], fc_bias: bool = False, own: Own | None = None
-    ) -> None:
-        super().__init__(shape, own)
+    def __init__(self, shape: dict[str, Any], fc_bias: bool = False) -> None:
+        super().__init__(shape)
         width = self.config.hidden_size
         self.fc = Linear(2 * width, width, bias=fc_bias)
         self.layers = self.stack(False, False)
@@ -162,9 +148,8 @@ class Eagle3Net(EagleNet):
         norm_output: bool,
         norm_joined: bool = False,
         norm_before_residual: bool = False,
-        own: Own | None = None,
     ) -> None:
-        super().__init__(shape, own)
+        super().__init__(shape)
         width, eps = self.config.hidden_size, self.config.rms_norm_eps
         self.fc = Linear(features * width, width, bias=False)
         self.fc_norm = (
@@ -225,36 +210,3 @@ def compiled(net: EagleNet) -> Callable[..., Tensor]:
     if net not in _COMPILED:
         _COMPILED[net] = torch.compile(type(net).advance, dynamic=True)
     return functools.partial(_COMPILED[net], net)
-
-
-@torch.no_grad()
-def try_own(net: EagleNet) -> None:
-    """Run both kinds of training pass and a decoding pass over a few random rows. Raises
-    UserError when the target's layer class does not take them."""
-    memory = Memory(Layout.of((1, 3), torch.arange(3)))
-    generator = torch.Generator().manual_seed(0)
-    e, g = torch.randn(2, 1, 3, net.width, generator=generator)
-    cos, sin = net.rope(4, e.dtype, e.device)
-    name = type(cast(Any, net.layers[0]).inner).__name__
-    try:
-        for step in range(2):
-            memory.step = step
-            rope = (cos[None, step : step + 3], sin[None, step : step + 3])
-            h = net.advance(
-                e, g, rope, torch.arange(3) if step == 0 else None, memory=memory
-            ).reshape(1, 3, -1)
-        net.attend(attention.NAME)
-        net.advance(
-            e, g, (cos[None, :3], sin[None, :3]), past_key_values=(cache := CountingCache())
-        )
-        net.attend(NAME)
-    except Exception as error:  # classes of other people, see OwnLayer
-        line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"{KEY}; {name} does not take the inputs of a drafter ({line}); {FIX}"
-        ) from None
-    used = len(memory.first) == len(memory.later) == cache.written == len(net.layers)
-    if not (used and bool(h.isfinite().all())):
-        raise UserError(
-            f"{KEY}; {name} does not use the attention or the cache that it is told to; {FIX}"
-        )

@@ -63,12 +63,6 @@ def layer_sizes(layer: dict[str, Any], vocab: int) -> dict[str, int]:
 def layer_refusals(head: EagleHead) -> list[str]:
     """Why no engine can run this draft layer."""
     found, layer = [], head.config_json()["layer"]
-    if head.cfg.layer != "llama":
-        found.append(
-            "head.layer: target; engines run Llama-style layers for every target; the "
-            "nearest that is served: "
-            "train with head.layer=llama"
-        )
     if layer["num_hidden_layers"] != 1:
         found.append(
             f"head.layers: {layer['num_hidden_layers']} layers; engines differ on "

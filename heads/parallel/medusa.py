@@ -18,9 +18,8 @@ supervised tokens, r rank.
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -74,14 +73,6 @@ class MedusaSaved(ParallelSaved):
     """See ParallelSaved."""
 
     config: MedusaConfig
-
-    @classmethod
-    def read(cls, saved: Any, target: Target, kind: str) -> Self:
-        """See Saved. Earlier versions wrote here which run a head had started from."""
-        with contextlib.suppress(KeyError, TypeError, AttributeError):  # no such card: said below
-            tune = {k: v for k, v in saved["config"]["tune"].items() if k != "start"}
-            saved = {**saved, "config": {**saved["config"], "tune": tune}}
-        return super().read(saved, target, kind)
 
 
 class MedusaHead(ParallelHead):

@@ -15,6 +15,7 @@ from conf.schema import compose
 from conf.typed import from_json
 from heads import HEADS
 from heads.checkpoint import read_card
+from heads.earlier import without_gone
 from heads.folders import head_in
 from heads.lora import LoraKeys
 from scripts.common import files
@@ -76,7 +77,9 @@ def start_of(cfg: FitConfig) -> tuple[str, str, Any]:
             f"start: {cfg.start}: a {kind[:80]} head is not fitted; give one of "
             f"{', '.join(ENTRIES)}"
         )
-    keys, problems = from_json(card["head"].get("config"), HEADS[kind].Config)
+    saved = card["head"].get("config")
+    saved = without_gone(saved) if isinstance(saved, dict) else saved
+    keys, problems = from_json(saved, HEADS[kind].Config)
     if problems:
         raise UserError(f"start: {folder}: {problems[0].partition('; set ')[0]}; give a sound head")
     return kind, str(card["weights"]["sha256"]), keys

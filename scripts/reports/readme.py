@@ -1,10 +1,9 @@
-"""The tables of README.md, docs/tuning.md, docs/engines.md and docs/serving.md, from JSON:
-`make readme`, that is `python -m scripts.reports.readme`.
+"""The figures of README.md and the tables of docs/results.md, tuning.md, engines.md and
+serving.md, from JSON: `make readme`, that is `python -m scripts.reports.readme`.
 
-Copies what the tables need from reports/demo/t0 and t1 to docs/results/demo-t0.json and
-demo-t1.json, from reports/scoreboard/t0 and t1 to scoreboard-t0.json and scoreboard-t1.json,
-and puts the tables between the markers of README.md. Without reports it renders the committed
-JSON again. Only a full demo may stand in the README: the figures of FAST=1 mean little.
+Copies what the tables need from reports/NAME/report.json (`COPIED`) to docs/results and puts
+the tables between the markers of the pages. Without reports it renders the committed JSON
+again. Of the demo only a full one is taken: the figures of FAST=1 mean little.
 """
 
 from __future__ import annotations
@@ -27,6 +26,11 @@ README = Block(
     "<!-- results: written by `make readme` -->",
     "<!-- end of results -->",
 )
+TABLES = Block(
+    files.ROOT / "docs" / "results.md",
+    "<!-- tables: written by `make readme` -->",
+    "<!-- end of tables -->",
+)
 TUNING = Block(
     files.ROOT / "docs" / "tuning.md",
     "<!-- tuned: written by `make readme` -->",
@@ -43,6 +47,23 @@ SERVING = Block(
     "<!-- end of serves -->",
 )
 DROPPED = ("per_prompt", "acceptance_by_rank")
+# file in docs/results without its ending -> folder under reports/
+COPIED = {
+    "demo-t0": "demo/t0",
+    "demo-t1": "demo/t1",
+    "front-t0": "front/t0",
+    "front-t1": "front/t1",
+    "front-fp32": "front/fp32",
+}
+# score tables of docs/results.md: file -> heading
+SHOWN = {
+    "front-t0": "The drafters of the README",
+    "front-t1": "The same at T = 1",
+    "front-fp32": "The same in float32",
+    "demo-t0": "What `make demo` shows",
+    "demo-t1": "What `make demo` shows at T = 1",
+    "recipes-t0": "Recipes, trained longer",
+}
 
 
 def slim(report: dict[str, Any]) -> dict[str, Any]:
@@ -59,26 +80,60 @@ def slim(report: dict[str, Any]) -> dict[str, Any]:
     return {**kept, "skipped_turns": []}
 
 
+def read(name: str) -> dict[str, Any]:
+    """A file of docs/results."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
+
+
+def front() -> str:
+    """What the README says first: a sentence about the fastest trained head, and a table of
+    three columns. Which answers are equal is told in float32, where no rounding blurs it."""
+    report, exact = read("front-t0"), read("front-fp32")
+    same = {row["label"]: row for row in exact["drafters"]}
+    rows = report["drafters"]
+    best = max((row for row in rows if row.get("training")), key=lambda r: r["speedup"]["mean"])
+    seconds = best["training"].get("cpu_seconds") or best["training"]["train_seconds"]
+    found = same[best["label"]]["lossless"]
+    kill = json.loads((RESULTS / "reliability.json").read_text())["kill9"]
+    lines = [
+        f"**`{best['label']}`, trained for {seconds / 60:.0f} minutes of one CPU core, gives "
+        f"{best['accepted_length']['mean']:.2f} tokens a pass and "
+        f"{best['speedup']['mean']:.2f} times the speed of plain decoding** on two cores "
+        f"({table.interval(best['speedup'], 2, '×')}, "
+        f"{report['settings']['num_prompts']} prompts, T = 0), and in float32 "
+        f"{found['equal']} of {found['checked']} answers are equal token by token. `kill -9` at "
+        f"random moments of its training: {kill['result'].split(',')[0]}.",
+        "",
+        "| drafter | tokens a pass | speedup | same tokens, float32 |",
+        "|---|---:|---:|---:|",
+    ]
+    for row in rows:
+        told = table.equality(same[row["label"]]) if row["label"] in same else "–"
+        length, speed = (table.interval(row[k], 2) for k in ("accepted_length", "speedup"))
+        lines.append(f"| {row['label']} | {length} | {speed} | {told} |")
+    return "\n".join(lines)
+
+
 def results() -> str:
-    """The tables of the README, from the JSON under docs/results."""
+    """The tables of docs/results.md, from the JSON beside it."""
     blocks = []
-    for kind, heading in (
-        ("scoreboard", "Recipes, trained longer"),
-        ("demo", "What `make demo` shows"),
-    ):
-        found = sorted(RESULTS.glob(f"{kind}-t*.json"))
-        blocks += [f"### {heading}", ""] if found else []
-        for path in found:
-            report = json.loads(path.read_text())
-            env = report["environment"]
-            machine = f"{env['gpu'] or env['processor']}, {env['threads']} threads"
-            where = f"{machine}, commit `{env['commit']}`"
-            blocks += [f"**{table.title(report)}** ({where})", "", table.markdown(report), ""]
+    for name, heading in SHOWN.items():
+        if not (RESULTS / f"{name}.json").exists():
+            continue
+        report = read(name)
+        env = report["environment"]
+        machine = f"{env['gpu'] or env['processor']}, {env['threads']} threads"
+        where = f"{machine}, commit `{env['commit']}`, [JSON](results/{name}.json)"
+        blocks += [f"## {heading}", "", f"{table.title(report)} ({where})", ""]
+        blocks += [table.markdown(report), ""]
     engines = RESULTS / "engines.json"
     if engines.exists():
         report = json.loads(engines.read_text())
         blocks += [
-            f"**exported heads, {engine_case.title(report)}** (`make engines`)",
+            f"## Exported heads, {engine_case.title(report)}",
+            "",
+            "`make engines`",
             "",
             engine_case.markdown(report),
             "",
@@ -113,7 +168,8 @@ def engines() -> str:
 
 
 PAGES = {
-    README: results,
+    README: front,
+    TABLES: results,
     TUNING: tuned,
     ENGINES: engines,
     SERVING: lambda: serves.markdown(RESULTS),
@@ -121,21 +177,13 @@ PAGES = {
 
 
 def main() -> int:
-    """Refresh docs/results from the demo's reports, where there are any, then README.md."""
+    """Refresh docs/results from the reports that are there, then the pages."""
     budget = files.ROOT / "runs" / "demo" / "budget"
     full = budget.exists() and budget.read_text().strip() == "full"
-    for name in ("t0", "t1"):
-        source = files.ROOT / "reports" / "demo" / name / "report.json"
-        if full and source.exists():
-            files.write_json(RESULTS / f"demo-{name}.json", slim(json.loads(source.read_text())))
-        source = files.ROOT / "reports" / "scoreboard" / name / "report.json"
-        if source.exists():
-            files.write_json(
-                RESULTS / f"scoreboard-{name}.json", slim(json.loads(source.read_text()))
-            )
-    if not all((RESULTS / f"demo-{name}.json").exists() for name in ("t0", "t1")):
-        print("error: docs/results: no results of the demo; run make demo first", file=sys.stderr)
-        return 2
+    for name, folder in COPIED.items():
+        source = files.ROOT / "reports" / folder / "report.json"
+        if source.exists() and (full or not name.startswith("demo")):
+            files.write_json(RESULTS / f"{name}.json", slim(json.loads(source.read_text())))
     for block, body in PAGES.items():
         block.write(body())
     print(f"written: {', '.join(block.page.name for block in PAGES)}, docs/results")

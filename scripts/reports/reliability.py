@@ -1,5 +1,5 @@
-"""The reliability figures: docs/results/reliability.json, one row for each figure, and the
-README's table of them.
+"""The reliability figures: docs/results/reliability.json, one row for each figure, and the table
+of them in docs/reliability.md.
 
 A slow test measures something and calls
 
@@ -12,7 +12,7 @@ and merge: a row that was measured again replaces the old one and no other, also
 test processes record at once. Each row carries its own commit, date, command and machine. Fast
 tests record nothing: their share is too small to be a figure.
 
-`python -m scripts.reports.reliability` puts the table into README.md; `make slow` and `make
+`python -m scripts.reports.reliability` puts the table into the page; `make slow` and `make
 readme` call it. Behind it, results of train/bench_ranks.py (runs/ranks/ranks.json) become the
 row of two processes first: a speed is measured by a benchmark on a quiet machine, never by a
 test. $OUTRIDER_RELIABILITY names another JSON file, for trials.
@@ -37,7 +37,7 @@ from scripts.reports.block import Block
 
 RESULTS = files.ROOT / "docs" / "results" / "reliability.json"
 BLOCK = Block(
-    files.ROOT / "README.md",
+    files.ROOT / "docs" / "reliability.md",
     "<!-- reliability: written by `make slow` -->",
     "<!-- end of reliability -->",
 )
@@ -130,7 +130,7 @@ def two_processes(found: list[dict[str, Any]]) -> None:
 
 
 def main(paths: list[str]) -> int:
-    """Put the table into README.md; paths: results of train/bench_ranks.py to take in before."""
+    """Put the table into the page; paths: results of train/bench_ranks.py to take in before."""
     if paths:
         two_processes([json.loads(Path(p).read_text()) for p in paths])
     BLOCK.write(markdown(read(RESULTS)))

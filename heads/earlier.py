@@ -1,0 +1,24 @@
+"""What earlier versions wrote into a head's card or checkpoint and this one does without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Keys of a head that later versions do without, and the values that change nothing for it now
+# (None: any).
+GONE: dict[str, tuple[Any, ...] | None] = {"tune.start": None, "layer": ("llama",)}
+
+
+def is_gone(key: str, value: Any) -> bool:
+    """Whether a saved key of a head may be passed over."""
+    return key in GONE and (GONE[key] is None or value in (GONE[key] or ()))
+
+
+def without_gone(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a saved head (parsed JSON) and of its groups without those that may be passed
+    over."""
+    kept = {key: value for key, value in config.items() if not is_gone(str(key), value)}
+    for group, keys in kept.items():
+        if isinstance(keys, dict):
+            kept[group] = {k: v for k, v in keys.items() if not is_gone(f"{group}.{k}", v)}
+    return kept
