@@ -119,13 +119,13 @@ class Head(nn.Module):
         """cfg: its keys. Beside them a head has d2t, the draft vocabulary as [Vd] int64
         offsets (heads/vocab.py; None: the whole vocabulary), coverage, the share of the
         supervised tokens inside, calibration, what `calibrate` has measured ({} before), and
-        adapter, the LoRA that learns while everything else is frozen (None: none)."""
+        lora, the adapter that learns while everything else is frozen (None: none)."""
         super().__init__()
         self.cfg = cfg
         self.register_buffer("d2t", None)
         self.coverage = 1.0
         self.calibration: dict[str, Any] = {}
-        self.adapter: Adapter | None = None
+        self.lora: Adapter | None = None
         self._rows: tuple[Tensor, Tensor | None] | None = None
 
     @classmethod
@@ -169,7 +169,7 @@ class Head(nn.Module):
             },
             "coverage": self.coverage,
             "calibration": self.calibration,
-            **({"adapter": self.adapter.json()} if self.adapter else {}),
+            **({"lora": self.lora.json()} if self.lora else {}),
         }
 
     def restore_json(self, saved: dict[str, Any]) -> None:
@@ -330,8 +330,8 @@ class Head(nn.Module):
         finished: the head as it is used, not a checkpoint to resume from. Raises OSError or
             SafetensorError.
         """
-        if self.adapter is not None:
-            return self.adapter.write(self.state_dict(), folder), self.config_json()
+        if self.lora is not None:
+            return self.lora.write(self.state_dict(), folder), self.config_json()
         state = {k: v.detach().to("cpu").contiguous() for k, v in self.state_dict().items()}
         save_file(state, folder / "head.safetensors")
         return "head.safetensors", self.config_json()
@@ -347,23 +347,23 @@ class Head(nn.Module):
         for weight in self.parameters():
             if id(weight) not in frozen:
                 weight.data = weight.data.to(max(frozen.values(), key=lambda t: t.itemsize))
-        self.adapter = Adapter(keys.rank, keys.alpha, keys.dropout, names, base)
+        self.lora = Adapter(keys.rank, keys.alpha, keys.dropout, names, base)
         return len(names)
 
     def merge(self) -> None:
         """Make the adapter part of the weights, which may learn again."""
         lora.merge(self)
-        self.adapter = None
+        self.lora = None
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As torch's; with an adapter its tensors alone, by peft's names."""
         whole = super().state_dict(*args, **kwargs)
-        return whole if self.adapter is None else lora.tensors(whole)
+        return whole if self.lora is None else lora.tensors(whole)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """As torch's; with an adapter its tensors alone. Raises RuntimeError when names or
         shapes do not fit."""
-        if self.adapter is None:
+        if self.lora is None:
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
         odd = set(self.state_dict()) ^ set(state_dict)
         if odd:

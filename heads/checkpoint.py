@@ -209,7 +209,7 @@ def load_as(
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: cannot be read ({error}); {AGAIN}") from None
     try:
-        if "adapter" in card["head"]:
+        if "lora" in card["head"]:
             head = _adapted(kind, card["head"], target, stored, above)
         else:
             with torch.device("meta"):
@@ -218,7 +218,7 @@ def load_as(
                 raise UserError(f"the card and {path.name} are of different heads ({odd[0]})")
             head = kind.from_json(card["head"], target).to(target.device)
         head.load_state_dict(load_file(path, device=str(target.device)))
-        if head.adapter is not None:
+        if head.lora is not None:
             _merged(head)
         ids = head.ids()
         if ids is not None and not vocab.ascends(ids, target.vocab_size):
@@ -250,31 +250,28 @@ def _adapted(
     saved: what the adapter's card has in `head`. stored: shapes in its weights file.
 
     Raises UserError for a head that is not there any more, or another one by now."""
-    known, problems = from_json(saved["adapter"], lora.Adapter)
+    known, problems = from_json(saved["lora"], lora.Adapter)
     if problems:
-        raise UserError(f"head.adapter.{problems[0].partition('; set ')[0]}")
+        raise UserError(f"head.lora.{problems[0].partition('; set ')[0]}")
     base = Path(known.base.path)
     if base in above:
-        raise UserError(f"head.adapter.base: {base} is an adapter on itself")
+        raise UserError(f"head.lora.base: {base} is an adapter on itself")
     fix = f"put the head with weights {known.base.sha256[:12]} there"
     try:
         sha = str(read_card(base)["weights"]["sha256"])
     except UserError as error:
-        raise UserError(f"head.adapter.base: {str(error).partition('; ')[0]}; {fix}") from None
+        raise UserError(f"head.lora.base: {str(error).partition('; ')[0]}; {fix}") from None
     if sha != known.base.sha256:
-        raise UserError(f"head.adapter.base: {base} holds other weights ({sha[:12]}); {fix}")
+        raise UserError(f"head.lora.base: {base} holds other weights ({sha[:12]}); {fix}")
     head = load_as(kind, base, target, relative=True, above=(*above, base))
     with torch.device("meta"):
-        shell = kind.from_json({k: v for k, v in saved.items() if k != "adapter"}, target)
+        shell = kind.from_json({k: v for k, v in saved.items() if k != "lora"}, target)
     sizes = [{k: tuple(v.shape) for k, v in one.state_dict().items()} for one in (shell, head)]
     if odd := differing(*sizes):
         raise UserError(f"the card and the head at {base} are of different heads ({odd[0]})")
     head.cfg, head.coverage, head.calibration = shell.cfg, shell.coverage, shell.calibration
     keys = lora.LoraKeys(known.rank, known.alpha, known.dropout)
-    try:
-        head.adapt(keys, known.base, lora.layers(head, known.targets))
-    except UserError as error:
-        raise UserError(str(error).replace("head.lora.", "head.adapter.")) from None
+    head.adapt(keys, known.base, lora.layers(head, known.targets))
     if odd := differing({k: tuple(v.shape) for k, v in head.state_dict().items()}, stored):
         raise UserError(f"the card and {lora.WEIGHTS} are of different heads ({odd[0]})")
     return head

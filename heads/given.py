@@ -50,9 +50,9 @@ def _own(folder: Path) -> Tensor | None:
     """Of a head that was trained here; None without a draft vocabulary."""
     card = read_card(folder)
     for _ in range(MOST_ADAPTERS):  # the frozen head below has the vocabulary
-        if "adapter" not in card["head"]:
+        if "lora" not in card["head"]:
             break
-        folder = Path(str(card["head"]["adapter"]["base"]["path"]))
+        folder = Path(str(card["head"]["lora"]["base"]["path"]))
         card = read_card(folder)
     if listed := card["head"].get("draft_ids"):
         return torch.tensor(listed, dtype=torch.int64)

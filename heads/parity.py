@@ -256,7 +256,7 @@ def _lost(head: Head, again: Head) -> list[str]:
     """What the saved head does not share with the trained one."""
     if type(head).write is not Head.write:  # saved in a form of its own: its drafts alone can tell
         return []
-    if head.adapter is not None:  # read back it is merged
+    if head.lora is not None:  # read back it is merged
         head = copy.deepcopy(head)
         head.merge()
     mine, other = head.state_dict(), again.state_dict()

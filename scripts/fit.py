@@ -38,8 +38,11 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 from conf.errors import UserError
 from conf.schema import entry
 from decode.models.load import load_target
+from decode.target import Target
+from heads.base import Head
 from heads.checkpoint import read_card, recover, staged
 from heads.folders import find_head, head_in
+from heads.interop import Facts, find_layout
 from heads.warm import Start
 from scripts import certify, evaluate, export
 from scripts.common import files
@@ -189,9 +192,18 @@ def look(cfg: FitConfig) -> dict[str, Any]:
     """Load target and head once, so that what does not go together is said first."""
     kind, _, _ = train.start_of(cfg)
     target = load_target(cfg.target, cfg.dtype, cfg.device)
-    Start(cfg.start, kind, target)
+    exportable(cfg, Start(cfg.start, kind, target).head, target)
     identity = target.identity.to_json() if target.identity else {}
     return {"kind": kind, "target": {k: v for k, v in identity.items() if k != "path"}}
+
+
+def exportable(cfg: FitConfig, head: Head, target: Target) -> None:
+    """Raises UserError where cfg.format has no place for such a head."""
+    if not cfg.format or cfg.format == "gguf" or head.kind == "small_lm":
+        return  # the export itself says what these cannot hold
+    refused = find_layout(cfg.format, head).refusals(head, Facts.of(target, cfg.target.name))
+    if refused:
+        raise UserError(f"format={cfg.format}: {'; '.join(refused)}")
 
 
 def chats(cfg: FitConfig, out: Path) -> dict[str, Any]:

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from conf.errors import UserError
 from conf.schema import compose
 from heads import HEADS, find_head, load_head
-from heads.checkpoint import read_card
 from scripts import fit as command
 from scripts.fitting import train, verdict
 from scripts.fitting.config import FitConfig
@@ -176,6 +174,7 @@ def test_what_is_refused(start: Path, tmp_path: Path) -> None:
     assert refused(start, start / "fit").startswith("out: ")
     assert refused(start, out, "target.hidden=64").startswith("start: ")
     shutil.rmtree(out)
+    assert refused(start, out, "format=eagle").startswith("format=eagle: ")
     assert refused(start, out, "lora.rank=2").startswith("head.lora.rank: ")  # Medusa's is stacked
     assert refused(start, out).startswith("out: ") and "lora.rank" in refused(start, out)
     (tmp_path / "others").mkdir()
@@ -222,10 +221,12 @@ def test_logs_to_a_certified_and_exported_lora(start: Path, tmp_path: Path) -> N
     from train.loop import fit
 
     data, old = start.parent / "data.jsonl", tmp_path / "old"
-    keys = [*EAGLE, f"data.path={data}", f"out_dir={old}"]
+    taps = ("target.layers=4", "head.taps=[1,2,3]")
+    keys = [*EAGLE, f"data.path={data}", f"out_dir={old}", *taps]
     fit(compose("eagle", EagleRun, keys), HEADS["eagle3"])
     log = log_file(tmp_path / "log.jsonl")
     more = ("lora.rank=2", "scratch=true", "certify_tokens=300", "controls=none", "format=vllm")
+    more = (*more, "target.layers=4")
     found = fitted(config(old, tmp_path / "fit", f"logs={log}", *more))
     assert found["traffic"]["rows"] == {"train": 48, "later": 12}
     assert found["bytes"]["after"] < 0.5 * found["bytes"]["before"]
@@ -292,9 +293,3 @@ def test_rounds_are_learned_from(tmp_path: Path) -> None:
     keys = [*KEYS, "target.layers=4", f"start={tmp_path / 'old'}", f"out={tmp_path / 'fit'}"]
     found = fitted(compose("fit", FitConfig, [*keys, *more]))
     assert found["training"]["steps"] == 10
-
-
-def test_the_tables_of_a_fit(start: Path, tmp_path: Path) -> None:
-    card = read_card(find_head(str(start)))
-    assert train.start_of(config(start, tmp_path))[0] == card["kind"]
-    torch.manual_seed(0)

@@ -84,7 +84,7 @@ def test_an_adapter_is_a_small_folder_in_pefts_own_form(base: Path, adapted: Pat
         "adapter_model.safetensors",
     }
     card = read_card(folder)
-    assert card["head"]["adapter"]["base"] == {
+    assert card["head"]["lora"]["base"] == {
         "path": str((base / "head").resolve()),
         "sha256": weights(base / "head"),
     }
@@ -96,7 +96,7 @@ def test_an_adapter_is_a_small_folder_in_pefts_own_form(base: Path, adapted: Pat
     here = laws(merged, target)
     assert (here - there).abs().max() < 1e-6
     assert (here - laws(load_head(base / "head", target), target)).abs().max() > 1e-4
-    assert all(w.requires_grad for w in merged.parameters()) and merged.adapter is None
+    assert all(w.requires_grad for w in merged.parameters()) and merged.lora is None
 
 
 def test_checkpoints_hold_the_adapter_alone(base: Path, adapted: Path) -> None:
@@ -219,13 +219,13 @@ def test_a_base_that_is_gone_or_another_one_is_named(
     made = run(data, tmp_path / "made", f"start={moved}", "head.lora.rank=1", "steps=1") / "head"
     load_head(made, target)
     shutil.rmtree(moved / "head")
-    with pytest.raises(UserError, match=r"head\.adapter\.base: .*no such file; put the head with"):
+    with pytest.raises(UserError, match=r"head\.lora\.base: .*no such file; put the head with"):
         load_head(made, target)
     shutil.copytree(base / "head", moved / "head")
     load_head(made, target)
     other = Eagle3Head.for_target(target, EagleConfig(draft_vocab=0))
     save_head(other, moved / "head", target.identity)
-    with pytest.raises(UserError, match=r"head\.adapter\.base: .*holds other weights"):
+    with pytest.raises(UserError, match=r"head\.lora\.base: .*holds other weights"):
         load_head(made, target)
 
 
@@ -239,11 +239,11 @@ def test_a_strangers_card_does_no_harm(adapted: Path, tmp_path: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(adapted / "head", folder)
         card = read_card(folder)
-        card["head"]["adapter"] |= change
+        card["head"]["lora"] |= change
         if "itself" in change:
-            card["head"]["adapter"].pop("itself")
+            card["head"]["lora"].pop("itself")
             sha = card["weights"]["sha256"]
-            card["head"]["adapter"]["base"] = {"path": str(folder), "sha256": sha}
+            card["head"]["lora"]["base"] = {"path": str(folder), "sha256": sha}
         card["sha256"] = _card_sha256(card)
         (folder / "head.json").write_text(text_of(card))
         with pytest.raises(UserError) as told:
@@ -251,10 +251,10 @@ def test_a_strangers_card_does_no_harm(adapted: Path, tmp_path: Path) -> None:
         assert "\n" not in str(told.value)
         return str(told.value)
 
-    assert "adapter.rank" in loading(rank=0)
-    assert "adapter.rank" in loading(rank="many")
+    assert "lora.rank" in loading(rank=0)
+    assert "lora.rank" in loading(rank="many")
     assert "different heads" in loading(rank=3)
-    assert "adapter.targets" in loading(targets=["net.nothing"])
-    assert "adapter.targets" in loading(targets=[])
-    assert "adapter.base" in loading(base={"path": "/nowhere", "sha256": ""})
+    assert "lora.targets" in loading(targets=["net.nothing"])
+    assert "lora.targets" in loading(targets=[])
+    assert "lora.base" in loading(base={"path": "/nowhere", "sha256": ""})
     assert "adapter on itself" in loading(itself=True)

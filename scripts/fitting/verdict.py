@@ -28,12 +28,20 @@ def ratio(after: Row, before: Row, category: str = "", seed: int = 0) -> dict[st
         for p in after["per_prompt"]
         if p["prompt_id"] in known and category in ("", p["category"])
     ]
-    sides: list[list[float]] = []
-    for side in (0, 1):
-        rows = [pair[side] for pair in pairs]
-        sides.append([(p["accepted_length"] or 0.0) * p["cycles"] for p in rows])
-        sides.append([float(p["cycles"]) for p in rows])
-    return plain(stats.ratio_of_rates(*sides, seed).json())  # type: ignore[no-any-return]
+    work, cycles = (
+        [[of(pair[side]) for pair in pairs] for side in (0, 1)] for of in (_tokens, _cycles)
+    )
+    found = stats.ratio_of_rates(work[0], cycles[0], work[1], cycles[1], seed)
+    return plain(found.json())  # type: ignore[no-any-return]
+
+
+def _tokens(prompt: Row) -> float:
+    """Tokens of the cycles that count."""
+    return float((prompt["accepted_length"] or 0.0) * prompt["cycles"])
+
+
+def _cycles(prompt: Row) -> float:
+    return float(prompt["cycles"])
 
 
 def compared(path: Path, names: Sequence[str], seed: int = 0) -> dict[str, Any]:

@@ -168,3 +168,14 @@ def markdown(reports: Sequence[Report]) -> str:
 
 def _lora(report: Report, index: int) -> bool:
     return index == 1 and bool(report["settings"]["lora"]["rank"])
+
+
+def page(reports: Sequence[Report]) -> str:
+    """The table of docs/fit.md with what it was measured on."""
+    rows = [
+        f"- {report['name']}: `{report['command']}`; {report['environment']['processor']}, "
+        f"{report['environment']['threads']} threads, commit `{report['environment']['commit']}`; "
+        f"{report['budget']['steps']} steps, kept the {report['kept']} head"
+        for report in reports
+    ]
+    return "\n".join([markdown(reports), "", *rows])
