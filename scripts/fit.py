@@ -39,6 +39,7 @@ from conf.errors import UserError
 from conf.schema import entry
 from decode.models.load import load_target
 from decode.target import Target
+from heads import lora
 from heads.base import Head
 from heads.checkpoint import read_card, recover, staged
 from heads.folders import find_head, head_in
@@ -48,7 +49,7 @@ from scripts import certify, evaluate, export
 from scripts.common import files
 from scripts.fitting import train, verdict
 from scripts.fitting.config import FitConfig
-from scripts.fitting.train import Chats
+from scripts.fitting.train import BUDGET, Chats
 from scripts.reports import fit_table
 from scripts.synthesis import logs
 from scripts.synthesis.write import differences
@@ -169,7 +170,8 @@ def fitted(cfg: FitConfig, out: Path) -> int:
 
 
 def begin(cfg: FitConfig, out: Path, sha256: str) -> None:
-    """Note what the folder is for. Raises UserError for a folder of another fit."""
+    """Note what the folder is for; until a pilot is through that may change. Raises UserError
+    for a folder of another fit."""
     now = json.loads(json.dumps({**cfg.settings(), "start": sha256}))
     path = out / SETTINGS
     if not path.exists():
@@ -181,7 +183,11 @@ def begin(cfg: FitConfig, out: Path, sha256: str) -> None:
         apart = differences(json.loads(path.read_text()), now)
     except ValueError:
         raise UserError(f"out: {path} is damaged; give another folder") from None
-    if apart:
+    if apart and not (out / BUDGET).exists():  # nothing has been learned yet
+        for part in ("stages", "traffic"):
+            shutil.rmtree(out / part, ignore_errors=True)
+        files.write_json(path, now)
+    elif apart:
         raise UserError(
             f"out: {out} holds a fit of other settings ({'; '.join(apart[:3])}); restore them, or "
             "give another folder"
@@ -192,7 +198,13 @@ def look(cfg: FitConfig) -> dict[str, Any]:
     """Load target and head once, so that what does not go together is said first."""
     kind, _, _ = train.start_of(cfg)
     target = load_target(cfg.target, cfg.dtype, cfg.device)
-    exportable(cfg, Start(cfg.start, kind, target).head, target)
+    head = Start(cfg.start, kind, target).head
+    if cfg.lora.rank and not head.own_lora:
+        try:
+            lora.layers(head, cfg.lora.targets)
+        except UserError as error:
+            raise UserError(str(error).replace("head.lora.", "lora.")) from None
+    exportable(cfg, head, target)
     identity = target.identity.to_json() if target.identity else {}
     return {"kind": kind, "target": {k: v for k, v in identity.items() if k != "path"}}
 

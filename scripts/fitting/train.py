@@ -35,6 +35,7 @@ ENTRIES: dict[str, tuple[str, type[TrainConfig]]] = {
     "dspark": ("block", BlockRun),
     "small_lm": ("draft", DraftRun),
 }
+BUDGET = "budget.json"
 PILOT_STEPS = 4
 MOST_SHARE = 0.5  # of the budget that evaluations may take
 
@@ -116,7 +117,7 @@ def pilot(cfg: FitConfig, chats: Chats, out: Path) -> Budget:
 
     Raises UserError for a budget that is too short for one evaluation, and where nothing can be
     evaluated."""
-    path = out / "budget.json"
+    path = out / BUDGET
     if path.exists():
         return Budget(**json.loads(path.read_text()))
     run, folder = config(cfg, chats, out / "pilot"), out / "pilot"
