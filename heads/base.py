@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from conf.errors import UserError
 from conf.typed import from_json
@@ -25,11 +25,11 @@ from decode.grow import Form
 from decode.models.identity import Identity
 from decode.target import Target
 from decode.tree import TreeShape
-from heads import lora, shapes, vocab
+from heads import shapes, vocab
 from heads.batch import Batch, LossOut
 from heads.earlier import without_gone
 from heads.forced import ranks
-from heads.lora import Adapter, LoraKeys
+from heads.lora import UNSAVED, Adaptable, LoraKeys
 from heads.names import DEFAULT_DRAW, Draft
 
 __all__ = ["Batch", "Head", "HeadConfig", "LossOut", "Saved", "differing"]
@@ -47,8 +47,7 @@ class HeadConfig:
     # folder of a head, a run or an export whose draft vocabulary is taken; empty = the tokens
     # that are supervised most often
     draft_vocab_from: str = ""
-    # a LoRA in place of full weights: on the frozen head that start= names, or on a separate
-    # draft
+    # a LoRA in place of full weights: on the frozen head at start=, or on a separate draft
     lora: LoraKeys = field(default_factory=LoraKeys)
 
 
@@ -86,7 +85,7 @@ class Saved:
         return value
 
 
-class Head(nn.Module):
+class Head(Adaptable):
     """A draft head. Subclasses set `kind` and `Config`, and define for_target, forward and
     drafter.
 
@@ -99,7 +98,6 @@ class Head(nn.Module):
     rate_narrows: whether its learning rate goes down with the width of the target.
     takes_stored_law: whether it can learn from the k most probable tokens in place of the
         target's last feature.
-    own_lora: whether it puts a LoRA on weights of its own and merges it when it is written.
     why: a draft may not be deeper than `deepest`, for the error about it.
     """
 
@@ -110,7 +108,6 @@ class Head(nn.Module):
     packs: ClassVar[bool] = False
     rate_narrows: ClassVar[bool] = True
     takes_stored_law: ClassVar[bool] = False
-    own_lora: ClassVar[bool] = False
     why: ClassVar[str] = ""
     taps: tuple[int, ...] = ()
     d2t: Tensor | None
@@ -118,14 +115,12 @@ class Head(nn.Module):
     def __init__(self, cfg: Any) -> None:
         """cfg: its keys. Beside them a head has d2t, the draft vocabulary as [Vd] int64
         offsets (heads/vocab.py; None: the whole vocabulary), coverage, the share of the
-        supervised tokens inside, calibration, what `calibrate` has measured ({} before), and
-        lora, the adapter that learns while everything else is frozen (None: none)."""
+        supervised tokens inside, and calibration, what `calibrate` has measured ({} before)."""
         super().__init__()
         self.cfg = cfg
         self.register_buffer("d2t", None)
         self.coverage = 1.0
         self.calibration: dict[str, Any] = {}
-        self.lora: Adapter | None = None
         self._rows: tuple[Tensor, Tensor | None] | None = None
 
     @classmethod
@@ -163,13 +158,10 @@ class Head(nn.Module):
         measured.
         """
         return {
-            # How the draft vocabulary came about is no part of a head, which holds its tokens.
-            "config": {
-                k: v for k, v in asdict(self.cfg).items() if k not in ("draft_vocab_from", "lora")
-            },
+            "config": {k: v for k, v in asdict(self.cfg).items() if k not in UNSAVED},
             "coverage": self.coverage,
             "calibration": self.calibration,
-            **({"lora": self.lora.json()} if self.lora else {}),
+            **self.lora_json(),
         }
 
     def restore_json(self, saved: dict[str, Any]) -> None:
@@ -335,40 +327,6 @@ class Head(nn.Module):
         state = {k: v.detach().to("cpu").contiguous() for k, v in self.state_dict().items()}
         save_file(state, folder / "head.safetensors")
         return "head.safetensors", self.config_json()
-
-    def adapt(self, keys: LoraKeys, base: lora.Base, names: list[str] | None = None) -> int:
-        """Freeze the head and put a fresh LoRA on its linear layers: those of `names`, or as
-        `keys` says. base: where these frozen weights lie. Returns how many layers it is on.
-
-        Raises UserError for layers that do not exist."""
-        frozen = {id(p): p.dtype for p in self.parameters()}
-        names = names or lora.layers(self, keys.targets)
-        lora.wrap(self, keys, names)
-        for weight in self.parameters():
-            if id(weight) not in frozen:
-                weight.data = weight.data.to(max(frozen.values(), key=lambda t: t.itemsize))
-        self.lora = Adapter(keys.rank, keys.alpha, keys.dropout, names, base)
-        return len(names)
-
-    def merge(self) -> None:
-        """Make the adapter part of the weights, which may learn again."""
-        lora.merge(self)
-        self.lora = None
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch's; with an adapter its tensors alone, by peft's names."""
-        whole = super().state_dict(*args, **kwargs)
-        return whole if self.lora is None else lora.tensors(whole)
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """As torch's; with an adapter its tensors alone. Raises RuntimeError when names or
-        shapes do not fit."""
-        if self.lora is None:
-            return super().load_state_dict(state_dict, strict=strict, assign=assign)
-        odd = set(self.state_dict()) ^ set(state_dict)
-        if odd:
-            raise RuntimeError(f"the adapter's {sorted(odd)[0]} is missing or unknown")
-        return super().load_state_dict(lora.renamed(state_dict), strict=False, assign=assign)
 
     @classmethod
     def differences(cls, card: dict[str, Any], identity: Identity) -> list[str]:

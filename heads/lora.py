@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import save_file
@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from conf.errors import UserError
 from heads.limits import MOST, outside
 
+# Keys that are no part of a head: it holds its draft vocabulary, however that came about.
+UNSAVED = ("draft_vocab_from", "lora")
 NAME = "draft"  # peft's name of the adapter
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."  # before the names of tensors in peft's files
@@ -91,9 +93,52 @@ class Adapter:
         (folder / CONFIG).write_text(text + "\n")
         return WEIGHTS
 
-    def json(self) -> dict[str, Any]:
-        """As the card has it."""
-        return asdict(self)
+
+class Adaptable(nn.Module):
+    """A module that may learn by a LoRA alone. own_lora: whether it puts one on weights of its
+    own and merges it when it is written. lora: the adapter that learns while everything else is
+    frozen, None without one."""
+
+    own_lora: ClassVar[bool] = False
+    lora: Adapter | None = None
+
+    def adapt(self, keys: LoraKeys, base: Base, names: list[str] | None = None) -> int:
+        """Freeze the head and put a fresh LoRA on its linear layers: those of `names`, or as
+        `keys` says. base: where these frozen weights lie. Returns how many layers it is on.
+
+        Raises UserError for layers that do not exist."""
+        frozen = {id(p): p.dtype for p in self.parameters()}
+        names = names or layers(self, keys.targets)
+        wrap(self, keys, names)
+        for weight in self.parameters():
+            if id(weight) not in frozen:
+                weight.data = weight.data.to(max(frozen.values(), key=lambda t: t.itemsize))
+        self.lora = Adapter(keys.rank, keys.alpha, keys.dropout, names, base)
+        return len(names)
+
+    def merge(self) -> None:
+        """Make the adapter part of the weights, which may learn again."""
+        merge(self)
+        self.lora = None
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's; with an adapter its tensors alone, by peft's names."""
+        whole = super().state_dict(*args, **kwargs)
+        return whole if self.lora is None else tensors(whole)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """As torch's; with an adapter its tensors alone. Raises RuntimeError when names or
+        shapes do not fit."""
+        if self.lora is None:
+            return super().load_state_dict(state_dict, strict=strict, assign=assign)
+        odd = set(self.state_dict()) ^ set(state_dict)
+        if odd:
+            raise RuntimeError(f"the adapter's {sorted(odd)[0]} is missing or unknown")
+        return super().load_state_dict(renamed(state_dict), strict=False, assign=assign)
+
+    def lora_json(self) -> dict[str, Any]:
+        """What a head's card says of the adapter; {} without one."""
+        return {"lora": asdict(self.lora)} if self.lora else {}
 
 
 def layers(root: nn.Module, targets: list[str], leave: nn.Module | None = None) -> list[str]:

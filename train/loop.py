@@ -329,8 +329,6 @@ def _finish(run: Run) -> None:
             f"; best accepted length {state.best['accepted_length']:.3f} at step "
             f"{int(state.best['step'])}"
         )
-    if state.step < run.cfg.steps:
-        run.log.say(f"stopped at step {state.step}: accepted length no longer rises")
-    run.log.say(f"done: {run.out / 'head'}{best}")
+    run.log.say(f"done: {run.out / 'head'}, step {state.step}{best}")
     run.log.metrics(state.step, {"event": "end", "peak_memory_bytes": peak_bytes(run.device)})
     gate(run)

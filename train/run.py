@@ -101,15 +101,7 @@ class Run:
     @property
     def last(self) -> bool:
         """Whether all steps are done, or more of them bring nothing."""
-        return self.state.step >= self.cfg.steps or self.stalled
-
-    @property
-    def stalled(self) -> bool:
-        """Whether the evaluation of this step was one too many without a longer accepted
-        length (eval.patience)."""
-        state, patient = self.state, self.cfg.eval.patience * self.cfg.eval.every
-        since = state.step - state.best.get("step", state.step)
-        return bool(patient) and state.evaluated == state.step and since >= patient
+        return self.state.step >= self.cfg.steps or self.state.stalled(self.cfg.eval)
 
     @property
     def room(self) -> Room:
