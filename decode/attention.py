@@ -42,7 +42,8 @@ def tree_attention(
     """
     if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
         raise ValueError("attention sinks and position biases are not supported")
-    if softcap is None and attention_mask is None:
+    # Without a mask a pass of several tokens is causal from slot 0, and one token sees all.
+    if softcap is None and attention_mask is None and query.shape[2] > 1:
         return sdpa_attention_forward(
             module, query, key, value, None, dropout=dropout, scaling=scaling, **kwargs
         )

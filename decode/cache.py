@@ -85,9 +85,8 @@ class TreeCache(Cache):
         self.slots = max_len + max_nodes + 1
         self.physical: list[int] = []  # committed tokens per physical row
         self.offset = 0  # scratch offset of the pass under way
-        self.pending: int | None = (
-            None  # nodes of the tree that was scored last and not yet committed
-        )
+        # Nodes of the tree that was scored last and not yet committed.
+        self.pending: int | None = None
         self.in_place = False  # chain mode: row b's nodes lie at len_b already
         # Two tensors per layer (K, V), grouped by shape into one buffer [n, max_rows * width,
         # Hkv, L, hd] each.

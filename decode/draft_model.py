@@ -88,9 +88,8 @@ class DraftModel:
         if self.shape == "tree":
             scratch = max(self.max_depth * self.form.width, len(self.form.static or ()))
         self.cache = self.draft.new_cache(rows, self.limit, scratch + self.max_depth)
-        self.first: list[
-            Tensor
-        ] = []  # prompts' first tokens, of rows that have observed nothing yet
+        # Prompts' first tokens, of rows that have observed nothing yet.
+        self.first: list[Tensor] = []
         self.blind: list[bool] = []  # rows that have outgrown the draft's span
         self.state = self.proj.new_zeros(0, self.proj.shape[1])
 

@@ -46,12 +46,11 @@ class Layout:
         """
         rows, n = self.parents.shape
         device = self.parents.device
-        batch = torch.arange(rows, device=device)
         levels, beyond = max(self.levels, 1), n + 1
-        path = torch.full((rows, n + 1, levels), beyond, dtype=torch.int64, device=device)
-        for i in range(1, n + 1):
-            path[:, i] = path[batch, self.parents[:, i - 1] + 1]
-            path[batch, i, self.depth[:, i - 1]] = self.rank[:, i - 1]
+        path = torch.full((rows, n + 1, levels + 1), beyond, dtype=torch.int64, device=device)
+        above = self.mask[:, :, 1:]  # slots that are not above write behind the last level
+        place = torch.where(above, self.depth[:, None], levels)
+        path.scatter_(2, place, self.rank[:, None].expand(rows, n + 1, n))
         order = torch.arange(n + 1, device=device).expand(rows, n + 1)
         for level in reversed(range(levels)):  # stable sorts, least significant level first
             order = order.gather(1, path[:, :, level].gather(1, order).argsort(dim=1, stable=True))

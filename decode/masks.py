@@ -150,10 +150,8 @@ class TreeMasks:
             block = self._additive(layout.mask.to(self.device))
             room = max(512, 2 * longest)
             strip = torch.cat([block.new_zeros(*block.shape[:3], room), block], 3)
-        self._strips[id(layout)] = (
-            layout,
-            strip,
-        )  # the layout is kept alive, so its id stays its own
+        # The layout is kept alive, so its id stays its own.
+        self._strips[id(layout)] = (layout, strip)
         if len(self._strips) > 16:
             self._strips.popitem(last=False)
         if strip is None:

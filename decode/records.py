@@ -31,7 +31,8 @@ class Cycle:
 
     ranks: sibling rank of each accepted candidate. cut: shortened by a stop token, or drafted
     short because of the length limit; such cycles say nothing about the drafter. start:
-    generated tokens before this cycle.
+    generated tokens before this cycle. drafters: of a union, who proposed each accepted
+    candidate, bit k for its k-th drafter (decode.union).
     """
 
     proposed: int
@@ -39,6 +40,7 @@ class Cycle:
     ranks: tuple[int, ...]
     cut: bool
     start: int
+    drafters: tuple[int, ...] = ()
 
 
 @dataclass

@@ -90,7 +90,7 @@ class Scorer:
     """
 
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
-        self.model = model.eval().requires_grad_(False)
+        self._model = model.eval().requires_grad_(False)
         self.config = model.config.get_text_config(decoder=True)
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
         self.hidden_size: int = self.config.hidden_size
@@ -105,12 +105,17 @@ class Scorer:
         self._masks: TreeMasks | None = None
 
     @property
+    def model(self) -> Any:
+        """The transformers model."""
+        return self._model
+
+    @property
     def dtype(self) -> torch.dtype:
-        return self.model.get_input_embeddings().weight.dtype
+        return self._model.get_input_embeddings().weight.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.model.get_input_embeddings().weight.device
+        return self._model.get_input_embeddings().weight.device
 
     @property
     def support(self) -> str:
@@ -230,9 +235,8 @@ class Scorer:
                 f"{cache.rows} live rows"
             )
         offset = cache.room(n)
-        ids = torch.cat(
-            [last[:, None], tree.tokens.clamp(0, self.vocab_size - 1)], 1
-        )  # padding may hold anything
+        # Padding may hold anything.
+        ids = torch.cat([last[:, None], tree.tokens.clamp(0, self.vocab_size - 1)], 1)
         places = tree.positions()
         if offset + n > self.context_length:
             cache.check_depth(tree, self.context_length)
@@ -285,9 +289,8 @@ class Scorer:
             cache.open(row, row + 1, end, count)
             positions = torch.arange(end, end + count, device=self.device)[None]
             out, one = self._forward(ids[row : row + 1, :count], positions, None, cache, taps, None)
-            behind = (
-                ids.shape[1] - count
-            )  # padding is not run: it could stand behind the last position
+            # Padding is not run: it could stand behind the last position.
+            behind = ids.shape[1] - count
             logits.append(pad(one, (0, 0, 0, behind)))
             feats += [pad(self._taps(out, taps), (0, 0, 0, 0, 0, behind))] if taps else []
         cache.pending, cache.in_place = tree.width, True
@@ -324,7 +327,7 @@ class Scorer:
         if taps:
             kwargs["output_hidden_states"] = True
         with self._rows_apart():
-            out = self.model(**kwargs)
+            out = self._model(**kwargs)
         return out, out.logits if last is None else out.logits[picked, last][:, None]
 
     def _places(self, width: int, lengths: Tensor) -> Tensor:
@@ -376,7 +379,7 @@ class Scorer:
         """Input embeddings [..., D] of `ids` [...], scaled where the embedding module itself
         scales.
         """
-        return self.model.get_input_embeddings()(ids)
+        return self._model.get_input_embeddings()(ids)
 
     def unembed(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of final hidden states [..., D] (tap num_layers), final scale and
@@ -395,7 +398,7 @@ class Scorer:
     @property
     def lm_head(self) -> Any:
         """The module that maps hidden states to unscaled logits."""
-        return self.model.get_output_embeddings()
+        return self._model.get_output_embeddings()
 
     @property
     def lm_head_weight(self) -> Tensor:

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from decode.packing import PackingScorer
 from decode.probe import TOLERANCE, difference, probe_head, probe_target
-from decode.scorer import Head, Probe, Scorer
+from decode.scorer import Head, Probe
 
 
-class Target(Scorer):
+class Target(PackingScorer):
     """A scorer that is probed at first use: a model that can score neither trees nor chains
     (recurrent state, no K/V cache) raises UserError with the reason then.
 
@@ -41,15 +42,15 @@ class Target(Scorer):
         """The model with the attention it was loaded with, for references that must not share
         our code: the probe exchanges it for one that does not copy K/V for trees.
         """
-        used = self.model.config._attn_implementation
+        used = self._model.config._attn_implementation
         if used == self._loaded_attention:
             yield self.model
             return
-        self.model.set_attn_implementation(self._loaded_attention)
+        self._model.set_attn_implementation(self._loaded_attention)
         try:
             yield self.model
         finally:
-            self.model.set_attn_implementation(used)
+            self._model.set_attn_implementation(used)
 
     def probe(self) -> Probe:
         """What the model can do; runs a few tiny passes the first time. Raises UserError for
@@ -89,6 +90,7 @@ class Target(Scorer):
             torch._assert_async(~wrong, told)  # a bool would wait for the device
         elif bool(wrong):
             raise ValueError(f"{told}; pad on the right")
+        self.unpack_weights()
         kwargs: dict[str, Any] = {"input_ids": ids, "use_cache": False, "return_dict": True}
         with torch.set_grad_enabled(grad):
             if self.takes_positions:

@@ -20,13 +20,15 @@ other way round (parity.py compares them).
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from conf.errors import UserError
 from decode.adaptive import Adaptive
-from decode.drafters import Drafter, NGram, NoDraft
+from decode.drafters import DEPTH, Drafter, NGram, NoDraft
 from decode.monitor import Alert, Monitor
 from decode.target import Target
+from decode.union import Union
 from heads import names, tuned
 from heads.base import Head, HeadConfig
 from heads.batch import Batch, LossOut
@@ -44,6 +46,7 @@ __all__ = [
     "LossOut",
     "asked",
     "drafter_folder",
+    "drafter_folders",
     "drafting_head",
     "find_head",
     "head_folder",
@@ -58,7 +61,8 @@ __all__ = [
 def resolve_drafter(spec: str, target: Target) -> Drafter:
     """A drafter by name (heads.names): "none", "ngram", a run folder, a head folder, or any
     smaller model with the target's tokenizer (a transformers folder or a Hugging Face
-    repository).
+    repository). "A+B" joins the drafts of several (decode.union): where T > 0 the first that is
+    no n-gram draws, the others give their most probable tokens.
 
     Where scripts/tune.py has left its choice in the head's folder, that is how the head
     drafts; "@chain:4" or "@tree:16" (levels, nodes; "ngram@4" too) ask for something else.
@@ -72,19 +76,45 @@ def resolve_drafter(spec: str, target: Target) -> Drafter:
     a model with another tokenizer.
     """
     draft = asked(spec)
-    drafter: Drafter
-    if draft.source == names.NONE:
-        drafter = NoDraft()
-    elif draft.source == names.NGRAM:
-        drafter = NGram() if draft.depth is None else NGram(depth=draft.depth)
-    else:
-        drafter = _on_disk(draft, spec, target)
+    drafter = _union(draft, spec, target) if draft.parts else _single(draft, spec, target)
     if draft.adaptive:
         drafter = Adaptive(drafter)
     if draft.watch != names.NO_WATCH:
         drafter = watched(drafter, spec, draft)
     drafter.name = spec
     return drafter
+
+
+def _single(draft: Draft, spec: str, target: Target) -> Drafter:
+    """The drafter of one source, before anything is wrapped around it."""
+    if draft.source == names.NONE:
+        return NoDraft()
+    if draft.shape == "tree" and target.support != "tree":
+        chain = draft.source if draft.source == names.NGRAM else f"{draft.source}@chain"
+        raise UserError(f"drafters: {spec}: this target takes chains only; write {chain}")
+    if draft.source == names.NGRAM:
+        return NGram(depth=draft.depth or DEPTH, nodes=_nodes(draft))
+    return drafting_head(draft.source, target).drafter(target, draft)
+
+
+def _nodes(draft: Draft) -> int:
+    """Nodes of an n-gram's tree, 0 for its chain."""
+    return (draft.nodes or DEPTH) if draft.shape == "tree" else 0
+
+
+def _union(draft: Draft, spec: str, target: Target) -> Union:
+    """The drafters of a union, n-grams last: they draw nothing and cost nothing."""
+    if target.support != "tree":
+        raise UserError(
+            f"drafters: {spec}: this target takes chains only, and a union is a tree; write one "
+            "of its drafters alone"
+        )
+    drafter_folders(draft)
+    ordered = sorted(draft.parts, key=lambda part: part.source == names.NGRAM)
+    parts = [_single(part, spec, target) for part in ordered]
+    for part, drafter in zip(ordered, parts, strict=True):
+        drafter.name = str(part)
+    return Union(parts)
 
 
 def asked(spec: str) -> Draft:
@@ -94,18 +124,16 @@ def asked(spec: str) -> Draft:
     another head's.
     """
     draft = names.parse(spec)
+    if draft.parts:
+        return replace(draft, parts=tuple(_settled(part) for part in draft.parts))
+    return _settled(draft)
+
+
+def _settled(draft: Draft) -> Draft:
+    """`draft` of one source, and what scripts/tune.py has left for it."""
     folder = settings_folder(draft)
     left = None if folder is None else tuned.read(folder)
     return draft if left is None else left.draft(draft)
-
-
-def _on_disk(draft: Draft, spec: str, target: Target) -> Drafter:
-    """The drafter of a head or of a plain model, before anything is wrapped around it."""
-    if draft.shape == "tree" and target.support != "tree":
-        raise UserError(
-            f"drafters: {spec}: this target takes chains only; write {draft.source}@chain"
-        )
-    return drafting_head(draft.source, target).drafter(target, draft)
 
 
 def drafting_head(source: str, target: Target) -> Head:
@@ -131,6 +159,11 @@ def watched(drafter: Drafter, spec: str, draft: Draft) -> Monitor:
     Raises UserError where nobody has measured its break-even.
     """
     fallback = draft.watch == "fallback"
+    if draft.parts:
+        raise UserError(
+            f"drafters: {spec}: nobody has measured the break-even of a union; leave out "
+            f"@{draft.watch}"
+        )
     if draft.break_even is None:
         raise UserError(
             f"drafters: {spec}: its break-even is not known on this machine; run "
@@ -175,3 +208,19 @@ def drafter_folder(draft: Draft) -> Path | None:
     """The folder with the files that a drafter is loaded from, also of a repository; None for
     none and ngram. Raises UserError where there is no such drafter."""
     return plain_folder(draft.source) if is_plain(draft.source) else head_folder(draft)
+
+
+def drafter_folders(draft: Draft) -> list[Path]:
+    """`drafter_folder` of every drafter of a union, or of this one, where there is one.
+
+    Raises UserError as that does, and for a union that names a drafter twice."""
+    found: list[Path | None] = []
+    for part in draft.each:
+        folder = drafter_folder(part)
+        place = None if folder is None else folder.resolve()
+        if place in found:
+            raise UserError(
+                f"drafters: {draft}: {part.source} stands there twice; join different drafters"
+            )
+        found.append(place)
+    return [place for place in found if place is not None]

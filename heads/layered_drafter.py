@@ -21,6 +21,7 @@ from decode.target import Target
 from decode.tree import DraftTree
 from heads import lora
 from heads.eagle.cache import DraftCache
+from heads.packing import Unembedding, pack_net
 
 
 class Layers(Protocol):
@@ -48,8 +49,12 @@ class LayeredDrafter:
         self.net: Any = copy.deepcopy(head.net)
         lora.merge(self.net)
         self.net.to(device=target.device, dtype=dtype).eval().requires_grad_(False)
-        self.proj = head.projection(target).detach().to(dtype)
-        self.width = min(form.width, self.proj.shape[0])
+        own = getattr(self.net, "lm_head", None) is not None
+        self.net.lm_head = None  # a copy of what is read below
+        proj = head.projection(target).detach().to(dtype)
+        self.proj = Unembedding(proj, pack_net(self.net, target), own or head.ids() is not None)
+        self.dtype = dtype
+        self.width = min(form.width, self.proj.size)
         self.ids, self.embed, self.device = head.ids(), target.embed, target.device
         self.lengths: list[int] = []
         self.most_rows = 0  # that are read at once behind the committed ones, whatever is drafted
@@ -65,8 +70,8 @@ class LayeredDrafter:
             else max(self.max_nodes, self.max_depth * self.width)
         )
         slots = max_len + max(scratch, self.most_rows) + self.max_depth + 2
-        self.cache = DraftCache(self.net, rows, slots, self.proj.dtype, self.device)
-        self.rope = self.net.rope(slots, self.proj.dtype, self.device)
+        self.cache = DraftCache(self.net, rows, slots, self.dtype, self.device)
+        self.rope = self.net.rope(slots, self.dtype, self.device)
         self.h = self.blank(rows)
         self.lengths = []
 

@@ -1,10 +1,15 @@
 """How drafters are named: SOURCE[@SHAPE][@DRAW][@adaptive][@WATCH], read in this one place.
 
 SOURCE is none, ngram, a folder (of a run, a head or a model) or a Hugging Face repository.
-SHAPE is chain or tree, chain:K (levels) or tree:N (nodes); ngram takes a bare K. DRAW is
-sampled or fixed: how a tree's candidates are taken where T > 0. WATCH is monitor or fallback
-(decode.monitor). A folder may have "@" in its path: of all readings, the longest source that
-exists counts.
+SHAPE is chain or tree, chain:K (levels) or tree:N (nodes); ngram is a chain or a tree too, and
+its chain is asked for by a bare K. DRAW is sampled or fixed: how a tree's candidates are taken
+where T > 0. WATCH is monitor or fallback (decode.monitor). A folder may have "@" in its path: of
+all readings, the longest source that exists counts.
+
+A+B joins the drafts of two drafters or more into one tree (decode.union):
+SOURCE[@SHAPE][@DRAW]+SOURCE[@SHAPE][@DRAW]..[@adaptive][@WATCH]. What stands behind the last one
+of @adaptive and @WATCH is said of all together. A "+" within a path that exists belongs to the
+path.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ DEFAULT_DRAW, NO_WATCH = "default", "none"
 
 SIZED_SHAPE = re.compile(r"(chain|tree)(?::([1-9]\d{0,2}))?")
 NGRAM_DEPTH = re.compile(r"[1-9]\d?")
+JOIN = "+"
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,8 @@ class Draft:
     drafter's own. watch: "none", "monitor" (warns below break-even) or "fallback" (decodes
     plainly there). width: nodes that a dynamic tree expands per level. paths: ranks of a
     static tree's nodes. break_even: accepted length (tokens per cycle) below which drafting
-    is slower than plain decoding. None: as the drafter itself has it, or not known.
+    is slower than plain decoding. None: as the drafter itself has it, or not known. parts: the
+    drafters of a union, whose names joined are its source; () for a single one.
     """
 
     source: str = ""
@@ -49,12 +56,18 @@ class Draft:
     width: int | None = None
     paths: tuple[tuple[int, ...], ...] | None = None
     break_even: float | None = None
+    parts: tuple[Draft, ...] = ()
+
+    @property
+    def each(self) -> tuple[Draft, ...]:
+        """The drafters of a union, or this one."""
+        return self.parts or (self,)
 
     def __str__(self) -> str:
         """The name that `parse` reads as this draft; what no name can say is left out."""
         size = self.depth if self.shape == "chain" else self.nodes
         shape = self.shape if size is None else f"{self.shape}:{size}"
-        if self.source == NGRAM:
+        if self.source == NGRAM and self.shape != "tree":
             shape = "" if self.depth is None else str(self.depth)
         options = (
             shape,
@@ -68,6 +81,23 @@ class Draft:
 def on_disk(path: str) -> bool:
     """Whether something lies at `path`; False for what is no path at all."""
     return os.path.exists(os.path.expanduser(path))
+
+
+def joined(spec: str, exists: Callable[[str], bool] = on_disk) -> list[str]:
+    """The names of the drafters that `spec` joins, one where it joins none; nothing is checked
+    and nothing raised."""
+    words = spec.split(JOIN)
+    found = []
+    while words:
+        count = len(words)
+        while count > 1:
+            source, _ = split(JOIN.join(words[:count]), exists)
+            if source.count(JOIN) == count - 1 and exists(source):
+                break
+            count -= 1
+        found.append(JOIN.join(words[:count]))
+        words = words[count:]
+    return found
 
 
 def split(spec: str, exists: Callable[[str], bool] = on_disk) -> tuple[str, list[str]]:
@@ -95,8 +125,12 @@ def parse(spec: str, exists: Callable[[str], bool] = on_disk) -> Draft:
     """What `spec` asks for. exists: tells paths that lie on this disk.
 
     Raises UserError, one line with the fix, for an unknown option, one that this kind of
-    drafter does not have, two that exclude each other, and for options out of order.
+    drafter does not have, two that exclude each other, for options out of order, and for a union
+    of what cannot be joined.
     """
+    names = joined(spec, exists)
+    if len(names) > 1:
+        return _union(names, spec, exists)
     source, options = split(spec, exists)
     if not source:
         raise UserError(f"drafters: {spec!r}: names no drafter; write none, ngram or a folder")
@@ -117,6 +151,31 @@ def parse(spec: str, exists: Callable[[str], bool] = on_disk) -> Draft:
     return _checked(draft, spec)
 
 
+def _union(names: list[str], spec: str, exists: Callable[[str], bool]) -> Draft:
+    """What a union of drafters of these names asks for. Raises UserError."""
+    if not all(names):
+        raise UserError(
+            f"drafters: {spec}: names no drafter on one side of a +; write A+B, or give a folder "
+            "that exists"
+        )
+    parts = [parse(name, exists) for name in names]
+    for part, name in zip(parts, names, strict=True):
+        if part.source == NONE:
+            rest = JOIN.join(n for n in names if n != name)
+            raise UserError(f"drafters: {spec}: none drafts nothing to join; write {rest}")
+    *before, last = parts
+    for part in before:
+        if part.adaptive or part.watch != NO_WATCH:
+            option = ADAPTIVE if part.adaptive else part.watch
+            raise UserError(
+                f"drafters: {spec}: @{option} is said of a union as a whole; write it behind the "
+                "last drafter"
+            )
+    own = (*before, replace(last, adaptive=False, watch=NO_WATCH))
+    source = JOIN.join(map(str, own))
+    return Draft(source, adaptive=last.adaptive, watch=last.watch, parts=own)
+
+
 def _is_option(word: str) -> bool:
     return word in (*DRAWS, ADAPTIVE, *WATCHES) or bool(SIZED_SHAPE.fullmatch(word))
 
@@ -126,23 +185,25 @@ def _with(draft: Draft, option: str, spec: str) -> tuple[Draft, int]:
     source = draft.source
     taken = ""
     if source == NGRAM and NGRAM_DEPTH.fullmatch(option):
-        if draft.depth is None or draft.depth == int(option):
+        if not draft.shape and draft.depth in (None, int(option)):
             return replace(draft, depth=int(option)), 0
-        taken = str(draft.depth)
+        taken = _size(draft)
     elif found := SIZED_SHAPE.fullmatch(option):
-        if source in (NONE, NGRAM):
-            why = ", it drafts chains only" if source == NGRAM else ""
+        if source == NGRAM and found[1] == "chain":
             raise UserError(
-                f"drafters: {spec}: {source} has no shape to choose{why}; write {source}"
+                f"drafters: {spec}: ngram is a chain where no tree is asked for; write ngram, or "
+                "ngram@K with K from 1 to 99"
             )
+        if source == NONE:
+            raise UserError(f"drafters: {spec}: {source} has no shape to choose; write {source}")
         size = int(found[2]) if found[2] else None
         if found[1] == "chain":
             shaped = replace(draft, shape="chain", depth=size, nodes=None)
         else:
             shaped = replace(draft, shape="tree", depth=None, nodes=size)
-        if not draft.shape or shaped == draft:
+        if (not draft.shape and draft.depth is None) or shaped == draft:
             return shaped, 0
-        taken = str(Draft("", draft.shape, draft.depth, draft.nodes))[1:]
+        taken = _size(draft)
     elif option in DRAWS:
         if draft.draw in (DEFAULT_DRAW, option):
             return replace(draft, draw=option), 1
@@ -154,7 +215,7 @@ def _with(draft: Draft, option: str, spec: str) -> tuple[Draft, int]:
             return replace(draft, watch=option), 3
         taken = draft.watch
     elif source in (NONE, NGRAM):
-        more = ", or ngram@K with K from 1 to 99" if source == NGRAM else ""
+        more = ", ngram@tree, or ngram@K with K from 1 to 99" if source == NGRAM else ""
         raise UserError(f"drafters: {spec}: {source} has no shape {option!r}; write {source}{more}")
     else:
         raise UserError(
@@ -167,6 +228,11 @@ def _with(draft: Draft, option: str, spec: str) -> tuple[Draft, int]:
     )
 
 
+def _size(draft: Draft) -> str:
+    """The shape of `draft` as its name has it."""
+    return str(Draft(draft.source, draft.shape, draft.depth, draft.nodes))[len(draft.source) + 1 :]
+
+
 def _checked(draft: Draft, spec: str) -> Draft:
     """`draft`, where its options go together; a draw without a shape means a tree."""
     plain = str(replace(draft, draw=DEFAULT_DRAW))
@@ -177,7 +243,7 @@ def _checked(draft: Draft, spec: str) -> Draft:
     if draft.draw == DEFAULT_DRAW:
         return draft
     if draft.source in (NONE, NGRAM):
-        raise UserError(f"drafters: {spec}: {draft.source} has no tree to draw; write {plain}")
+        raise UserError(f"drafters: {spec}: {draft.source} has no law to draw from; write {plain}")
     if draft.shape == "chain":
         raise UserError(f"drafters: {spec}: a chain is drawn where T > 0 anyway; write {plain}")
     return replace(draft, shape="tree")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,9 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from conf.errors import UserError
 from conf.schema import entry
+from decode.models import packed
 from decode.models.load import TargetConfig, load_target
 from decode.target import Target
 from decode.tree import DraftTree, TreeShape
@@ -120,9 +122,59 @@ def verification(cfg: BenchConfig) -> dict[str, Any]:
     return {**found, "dtype": "bfloat16"}
 
 
+def packed_pass(cfg: BenchConfig) -> dict[str, Any]:
+    """Time of a pass with packed weights over that with the weights as they were loaded, bf16,
+    batch 1, alternating passes over the last token and a chain of so many nodes. ratio: of the
+    single token.
+    """
+    if torch.device(cfg.device or "cpu").type != "cpu" or not packed.available():
+        raise UserError("only: packed_pass needs device=cpu with oneDNN's bfloat16 kernels")
+    targets = {
+        pack: load_target(replace(cfg.target, pack=pack), "bfloat16", "cpu")
+        for pack in ("none", "auto")
+    }
+    passes: dict[str, Any] = {}
+    with torch.inference_mode():
+        for nodes in (0, 4, 8, 12, 16, 24):
+            seconds = alternated(targets, nodes, cfg)
+            ratio = median_ratio(seconds["auto"], seconds["none"], cfg.seed)
+            median = {pack: 1000 * float(np.median(s)) for pack, s in seconds.items()}
+            passes[str(nodes)] = {"ratio": ratio, "median_ms": median}
+    return {
+        "ratio": passes["0"]["ratio"],
+        "passes": passes,
+        "packed_layers": targets["auto"].packed_layers,
+        "extra_bytes": targets["auto"].packing.extra,
+        "rounds": cfg.rounds,
+        "context": cfg.context,
+        "dtype": "bfloat16",
+    }
+
+
+def alternated(targets: dict[str, Target], nodes: int, cfg: BenchConfig) -> dict[str, np.ndarray]:
+    """Seconds [rounds] of a pass over a chain of `nodes`, the targets taking turns."""
+    caches, last = {}, torch.tensor([7])
+    for name, target in targets.items():
+        caches[name] = target.new_cache(1, cfg.context + 32, nodes)
+        target.prefill(caches[name], [torch.arange(cfg.context) % 1000 + 5])
+    chain = DraftTree.chain(torch.arange(nodes)[None] + 5, torch.tensor([nodes]))
+    tree = chain if nodes else DraftTree.empty(1, torch.device("cpu"))
+    seconds: dict[str, list[float]] = {name: [] for name in targets}
+    for number in range(cfg.rounds + 5):
+        for name, target in list(targets.items())[:: 1 if number % 2 else -1]:
+            start = clock(target)
+            target.score(caches[name], last, tree)
+            spent = clock(target) - start
+            caches[name].truncate([cfg.context])  # the same text again
+            if number >= 5:
+                seconds[name].append(spent)
+    return {name: np.array(values) for name, values in seconds.items()}
+
+
 BENCHES: dict[str, Callable[[BenchConfig], dict[str, Any]]] = {
     "tree_score": tree_score,
     "verify_cost": verification,
+    "packed_pass": packed_pass,
 }
 ROWS = 8  # of the batch whose verification is timed
 # Widths 4, 5, 4, 3: wide near the root, as trees fitted to Medusa heads are.

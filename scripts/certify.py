@@ -45,7 +45,7 @@ from decode.models.processors import named_processors
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.verify import RULES
-from heads import drafter_folder, head_folder, resolve_drafter
+from heads import drafter_folder, drafter_folders, head_folder, resolve_drafter
 from heads.checkpoint import read_card, trained_for
 from heads.names import parse
 from scripts.common import files
@@ -195,9 +195,10 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
     for line in facts.notes(target, cfg.sampling()):
         print(line, file=sys.stderr)
     drafter = resolve_drafter(cfg.drafter, target)
-    folder = head_folder(parse(cfg.drafter))
-    if other := trained_for(None if folder is None else read_card(folder), target):
-        head["trained_for"] = other
+    folders = [head_folder(part) for part in parse(cfg.drafter).each]
+    cards = [read_card(folder) for folder in folders if folder is not None]
+    if others := [other for card in cards if (other := trained_for(card, target))]:
+        head["trained_for"] = ", ".join(others)
     prompts = [chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in known]
     prompts = [p for p in prompts if len(p) < target.context_length]
     if not prompts:
@@ -285,13 +286,17 @@ def about_drafter(spec: str) -> dict[str, Any]:
 
     Raises UserError where there is no such drafter.
     """
-    folder = drafter_folder(parse(spec))  # what follows the folder is how it drafts
-    if folder is None:
+    draft = parse(spec)
+    if not drafter_folders(draft):
         return {"name": spec}
-    return {
-        "name": spec,
-        "files": {p.name: files.sha256(p) for p in sorted(folder.iterdir()) if p.is_file()},
-    }
+    found = {}
+    for part in draft.each:
+        folder = drafter_folder(part)  # what follows the folder is how it drafts
+        lead = f"{part.source}/" if draft.parts else ""
+        for file in sorted(folder.iterdir()) if folder else ():
+            if file.is_file():
+                found[f"{lead}{file.name}"] = files.sha256(file)
+    return {"name": spec, "files": found}
 
 
 @dataclass

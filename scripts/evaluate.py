@@ -68,7 +68,8 @@ class EvaluateConfig:
     # the frozen model that all drafters draft for
     target: TargetConfig = field(default_factory=TargetConfig)
     # none, ngram, hf_generate, run folders or head folders; FOLDER@chain and FOLDER@tree
-    # choose the shape, @adaptive behind any of them an adaptive draft length
+    # choose the shape, @adaptive behind any of them an adaptive draft length; FOLDER@tree+ngram
+    # joins the drafts of two
     drafters: list[str] = field(default_factory=lambda: ["none", "ngram"])
     # further drafters to choose among: folders, folders of runs, repositories, families (a
     # kind of head)
@@ -270,6 +271,8 @@ def evaluated(cfg: EvaluateConfig, out: Path) -> int:
         print(
             "\n".join(["", f"ranking, {table.title(report)}", *candidates.lines(report["ranking"])])
         )
+        for line in shares(report):
+            print(line)
     for name, found in parity.items():
         print("\n".join([f"{name}: {found.lines()[0]}", *found.lines()[1:]]))
     print(f"report: {out / 'report.html'}")
@@ -324,6 +327,19 @@ def measure(
     report["ranking"] = candidates.ranking(report)
     report |= extras(lanes)
     return report, output_lines(measured)
+
+
+def shares(report: dict[str, Any]) -> list[str]:
+    """A line per union: who proposed its accepted draft tokens."""
+    return [
+        f"{row['label']}: accepted draft tokens "
+        + ", ".join(
+            f"{part['accepted']} by {part['name']} ({part['alone']} by it alone)"
+            for part in row["by_drafter"]
+        )
+        for row in report["drafters"]
+        if "by_drafter" in row
+    ]
 
 
 def fitting(prompts: list[Prompt], target: Target, bad: list[dict[str, str]]) -> list[Prompt]:

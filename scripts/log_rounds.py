@@ -87,7 +87,7 @@ def main(cfg: RoundsConfig) -> int:
     target = load_target(cfg.target, cfg.dtype, cfg.device)
     drafter = resolve_drafter(cfg.drafter, target)
     if getattr(drafter, "shape", "chain") != "chain":
-        raise UserError(f"drafter: {cfg.drafter} drafts trees; name it {cfg.drafter}@chain")
+        raise UserError(f"drafter: {cfg.drafter} drafts trees; give a head and @chain")
     room = target.context_length - cfg.max_new_tokens
     turns = ([{"role": "user", "content": prompt.turns[0]}] for prompt in known)
     texts = [ids for ids in (chat_ids(target.tokenizer, turn) for turn in turns) if len(ids) < room]

@@ -57,6 +57,11 @@ def tuned(cfg: TuneConfig, out: Path) -> None:
     """The run behind `main`."""
     console = Console()
     draft = parse(cfg.drafter)
+    if draft.parts:
+        raise UserError(
+            f"drafter: {cfg.drafter}: a union drafts as its drafters were tuned; tune each by "
+            f"itself, the first with drafter={draft.parts[0].source}"
+        )
     drafter_folder(draft)  # what is not there is said before the target is loaded
     longest = (
         max(len(p.turns[0]) for p in load_prompts(cfg.prompts)) // 2

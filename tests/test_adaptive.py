@@ -106,7 +106,7 @@ def test_names(target: Target) -> None:
     for spec, words in (
         ("none@adaptive", "no draft length"),
         ("ngram@adaptive@adaptive", "write ngram@adaptive"),
-        ("ngram@tree", "no shape"),
+        ("ngram@chain", "is a chain"),
         ("nowhere@wide", "@adaptive behind it"),
     ):
         with pytest.raises(UserError, match=words):

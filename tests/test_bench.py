@@ -26,6 +26,7 @@ def test_every_bench_runs_and_entries_merge(tmp_path: Path) -> None:
     one.write_text(json.dumps({"id": "a", "turns": ["the only prompt"]}) + "\n")
     assert run(out, "only=[tree_score]") == 0
     assert run(out, "only=[verify_cost]", f"prompts={one}") == 0
+    assert run(out, "only=[packed_pass]") == 0
     found = json.loads(out.read_text())
     assert list(found) == list(bench.BENCHES)
     for entry in found.values():
@@ -33,6 +34,7 @@ def test_every_bench_runs_and_entries_merge(tmp_path: Path) -> None:
         assert entry["environment"]["commit"] and entry["environment"]["threads"]
     ratio = found["tree_score"]["ratio"]
     assert 0 < ratio["low"] <= ratio["mean"] <= ratio["high"]
+    assert set(found["packed_pass"]["passes"]) == {"0", "4", "8", "12", "16", "24"}
     assert all(row["share"] > 0 for row in found["verify_cost"]["rows"])
 
 

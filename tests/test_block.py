@@ -29,7 +29,7 @@ from heads.block.confidence import temperatures
 from heads.block.config import BlockConfig
 from heads.block.drafter import BlockDrafter
 from heads.block.head import DFlashHead
-from heads.block.loss import SMOOTH, Slots
+from heads.block.loss import SMOOTH, Slots, Weights
 from heads.losses import LossWeights, Taught, row_loss
 from heads.names import Draft
 from scripts.proofs.engine_law import engine_law, toy_model
@@ -534,13 +534,13 @@ def test_loss_and_gradient_with_weights_by_the_block() -> None:
     usable = torch.ones(n, dtype=torch.bool)
     for decay in (2.0, None):
         for chunk in (1, 6, 100):
-            slots = Slots(on, decay)
+            slots = Slots.of(on)
             whole = torch.ones(1, n, dtype=torch.bool)
             taught = Taught(
                 place,
                 whole,
                 lambda part: (p[part], usable[part]),
-                slots.weigh,
+                Weights(slots, decay),
                 slots.parts(chunk),
                 True,
             )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from conf.errors import UserError
-from heads.names import Draft, parse, split
+from heads.names import Draft, joined, parse, split
 
 LEGAL = {
     "none": Draft("none"),
@@ -18,6 +18,23 @@ LEGAL = {
     "ngram@adaptive": Draft("ngram", adaptive=True),
     "ngram@4@adaptive": Draft("ngram", depth=4, adaptive=True),
     "ngram@monitor": Draft("ngram", watch="monitor"),
+    "ngram@tree": Draft("ngram", "tree"),
+    "ngram@tree:16@adaptive": Draft("ngram", "tree", nodes=16, adaptive=True),
+    "runs/m+ngram": Draft("runs/m+ngram", parts=(Draft("runs/m"), Draft("ngram"))),
+    "runs/m@tree:16@fixed+ngram@tree@adaptive@monitor": Draft(
+        "runs/m@tree:16@fixed+ngram@tree",
+        adaptive=True,
+        watch="monitor",
+        parts=(Draft("runs/m", "tree", nodes=16, draw="fixed"), Draft("ngram", "tree")),
+    ),
+    "ngram@4+runs/m+Qwen/Qwen3-0.6B@chain:2": Draft(
+        "ngram@4+runs/m+Qwen/Qwen3-0.6B@chain:2",
+        parts=(
+            Draft("ngram", depth=4),
+            Draft("runs/m"),
+            Draft("Qwen/Qwen3-0.6B", "chain", depth=2),
+        ),
+    ),
     "runs/m": Draft("runs/m"),
     "runs/m/": Draft("runs/m/"),
     "Qwen/Qwen3-0.6B@chain": Draft("Qwen/Qwen3-0.6B", "chain"),
@@ -44,11 +61,25 @@ ILLEGAL = {
     "none@tree": "none has no shape to choose; write none",
     "none@adaptive": "there is no draft length to adapt; write none",
     "none@monitor": "there is no draft to watch; write none",
-    "none@fixed": "none has no tree to draw; write none",
-    "ngram@chain": "ngram has no shape to choose, it drafts chains only; write ngram",
-    "ngram@tree:16": "ngram has no shape to choose, it drafts chains only; write ngram",
-    "ngram@0": "ngram has no shape '0'; write ngram, or ngram@K with K from 1 to 99",
-    "ngram@fixed": "ngram has no tree to draw; write ngram",
+    "none@fixed": "none has no law to draw from; write none",
+    "ngram@chain": "ngram is a chain where no tree is asked for; write ngram, or ngram@K",
+    "ngram@chain:4": "ngram is a chain where no tree is asked for; write ngram, or ngram@K",
+    "ngram@0": "ngram has no shape '0'; write ngram, ngram@tree, or ngram@K with K from 1 to 99",
+    "ngram@fixed": "ngram has no law to draw from; write ngram",
+    "ngram@tree@fixed": "ngram has no law to draw from; write ngram@tree",
+    "ngram@tree@4": "@tree and @4 exclude each other",
+    "ngram@4@tree:8": "@4 and @tree:8 exclude each other",
+    "ngram@tree@tree": "@tree stands there twice; write ngram@tree",
+    "runs/m+": "names no drafter on one side of a +; write A+B",
+    "+ngram": "names no drafter on one side of a +",
+    "runs/m++ngram": "names no drafter on one side of a +",
+    "+": "names no drafter on one side of a +",
+    "none+ngram": "none drafts nothing to join; write ngram",
+    "runs/m@tree+none": "none drafts nothing to join; write runs/m@tree",
+    "runs/m@adaptive+ngram": "@adaptive is said of a union as a whole; write it behind the last",
+    "runs/m@fallback+ngram": "@fallback is said of a union as a whole; write it behind the last",
+    "runs/m@star+ngram": "unknown shape 'star'; write runs/m@chain",
+    "runs/m+ngram@chain": "ngram is a chain where no tree is asked for",
     "ngram@4@5": "@4 and @5 exclude each other",
     "ngram@adaptive@adaptive": "@adaptive stands there twice; write ngram@adaptive",
     "runs/m@star": "unknown shape 'star'; write runs/m@chain",
@@ -113,6 +144,17 @@ def test_a_path_that_does_not_exist_keeps_its_at_sign() -> None:
     )
 
 
+def test_a_plus_in_a_path_that_exists_belongs_to_the_path(tmp_path: Path) -> None:
+    one, other = tmp_path / "c++/runs/m", tmp_path / "a+b@tree"
+    one.mkdir(parents=True)
+    other.mkdir()
+    assert joined(f"{one}@tree+ngram") == [f"{one}@tree", "ngram"]
+    assert joined(f"{one}+{other}@chain+ngram") == [str(one), f"{other}@chain", "ngram"]
+    assert joined(f"{one}") == [str(one)] and joined(f"{other}@tree") == [f"{other}@tree"]
+    assert parse(f"ngram+{other}").parts == (Draft("ngram"), Draft(str(other)))
+    assert parse(f"ngram+{other}@chain:2@adaptive").parts[1] == Draft(str(other), "chain", depth=2)
+
+
 def test_split_never_raises() -> None:
     for spec in (
         "",
@@ -123,6 +165,8 @@ def test_split_never_raises() -> None:
         "\0@tree",
         "~nobody-here@tree",
         "a" * 5000 + "@tree",
+        "+a@+tree+",
     ):
+        assert "+".join(joined(spec)) == spec
         source, options = split(spec)
         assert "@".join([source, *options]) == spec

@@ -154,7 +154,7 @@ def test_drafters_by_name(target, saved: Path) -> None:
     "spec, said",
     [
         ("none@tree", "none has no shape"),
-        ("ngram@chain", "ngram has no shape"),
+        ("ngram@chain", "ngram is a chain"),
         ("nowhere", "neither none, ngram"),
         ("RUN@star", "unknown shape 'star'"),
         ("EMPTY", "holds no head"),

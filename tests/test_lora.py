@@ -21,6 +21,7 @@ from heads.eagle.config import EagleConfig
 from heads.eagle.head import Eagle3Head
 from heads.given import vocabulary_in
 from heads.lora import Base, LoraKeys
+from heads.parallel.hydra_heads import HydraHeadsConfig
 from heads.parallel.medusa import MedusaConfig
 from heads.warm import Start
 from tests.test_warm import weights
@@ -168,6 +169,7 @@ def test_it_is_a_drafter_by_name(adapted: Path) -> None:
 FAMILIES: dict[str, Any] = {
     "eagle1": EagleConfig(kind="eagle1", draft_vocab=0),
     "eagle3": EagleConfig(draft_vocab=60),
+    "hydra_heads": HydraHeadsConfig(draft_vocab=60, heads=3, prefix_layers=1),
     "dflash": BlockConfig(draft_vocab=60, block=4),
     "dspark": BlockConfig(kind="dspark", draft_vocab=60, block=3, markov_rank=4, confidence=1.0),
 }

@@ -228,8 +228,8 @@ def test_how_trees_are_drawn_by_name(target, tmp_path) -> None:
     for spec, words in (
         ("m@chain@sampled", "drawn where T > 0 anyway"),
         ("m@chain@fixed", "drawn where T > 0 anyway"),
-        ("ngram@sampled", "no tree to draw"),
-        ("ngram@fixed", "no tree to draw"),
+        ("ngram@sampled", "no law to draw from"),
+        ("ngram@fixed", "no law to draw from"),
     ):
         with pytest.raises(UserError, match=words):
             resolve_drafter(spec if spec.startswith("ngram") else f"{tmp_path}/{spec}", target)

@@ -29,19 +29,19 @@ from scripts.cluster.phantom import NAME, Phantom, missing, phantom
 from train.validate import head_config
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "torch has it")
-# kind -> host reads of a pass, forward and backward. One of each is transformers' own: it asks
-# whether positions begin anew within a row.
+# kind -> host reads of a pass, forward and backward: of each pass through a model of
+# transformers one, which asks whether positions begin anew within a row. A head has none.
 READS = {
     "eagle3": 1,
     "p_eagle": 1,
-    "eagle1": 2,
-    "medusa": 4,
-    "hydra_heads": 4,
-    "medusa2": 8,
-    "small_lm": 4,
-    "dflash": 12,
-    "dflash_causal": 12,
-    "dspark": 12,
+    "eagle1": 1,
+    "medusa": 1,
+    "hydra_heads": 1,
+    "medusa2": 2,
+    "small_lm": 2,
+    "dflash": 1,
+    "dflash_causal": 1,
+    "dspark": 1,
 }
 KINDS = [k if k in ("eagle3", "medusa") else pytest.param(k, marks=pytest.mark.slow) for k in READS]
 DECODE = [k if k == "medusa" else pytest.param(k, marks=pytest.mark.slow) for k in READS]

@@ -175,6 +175,7 @@ def test_drawn_trees_are_measured_where_nothing_can_be_replayed(
         (["drafter=none"], "drafter"),
         (["drafter=ngram@tree"], "drafter"),
         (["drafter=runs/no"], "drafter"),
+        (["drafter=ngram+runs/no"], "drafter"),
         (["drafter=ngram", "confirm=0"], "confirm"),
         (["drafter=ngram", "prompts=no.jsonl"], "prompts"),
         (["drafter=ngram", "curve_batches=[0]"], "curve_batches"),

@@ -148,9 +148,11 @@ def unheeded(model: Any, sampling: Any) -> dict[str, Any]:
 class Loaded(Protocol):
     """What is asked of a decode.target.Target here. context_length: tokens."""
 
-    model: Any
     config: Any
     context_length: int
+
+    @property
+    def model(self) -> Any: ...
 
 
 def notes(target: Loaded, sampling: Any) -> list[str]:

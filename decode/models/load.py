@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import UserError
-from decode.models import memory, quantize, smollm2, tiny
+from decode.models import memory, packed, quantize, smollm2, tiny
 from decode.models.identity import (
     Identity,
     sha256_state,
@@ -58,6 +58,9 @@ class TargetConfig:
     # none, bnb-int8, bnb-nf4 (bitsandbytes), torchao-int8, torchao-int4: weights of the linear
     # layers in fewer bits
     quantize: str = "none"
+    # auto: on a CPU, bfloat16 weights of plain linear layers lie in oneDNN's own order while
+    # decoding, the same numbers sooner; none: as they were loaded
+    pack: str = "auto"
     # tiny: stock transformers architecture, such as llama, qwen2, gpt2, gemma2
     arch: str = "llama"
     # tiny: number of layers
@@ -96,6 +99,8 @@ class TargetConfig:
             problems.append(
                 f"target.quantize: {self.quantize} needs a real model; set target.quantize=none"
             )
+        if found := packed.problem(self.pack):
+            problems.append(found)
         if self.kind == "tiny":
             for key in ("layers", "hidden", "heads", "kv_heads", "context"):
                 if getattr(self, key) < 1:
@@ -150,7 +155,7 @@ def load_target(
             f"device: {name} in {kind} does not fit into {place}; use a smaller dtype"
         ) from e
     target = Target(model, tokenizer, identity=identity)
-    target.relatives = cfg.allow_other
+    target.relatives, target.packs_weights = cfg.allow_other, cfg.pack == "auto"
     return target
 
 

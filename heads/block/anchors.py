@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from heads.base import Batch
+from heads.batch import moved
+from heads.block.loss import Slots
 
 TWICE = 2  # how often a supervised token is predicted in an epoch, on average
 
@@ -65,24 +67,52 @@ class Anchors:
         return flat, inside & same & batch.mask.reshape(-1)[flat] & self.real[..., None]
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of a pass: a function of its tokens and masks, made where the batch is made,
+    so that no device has to be asked for it. slots: the supervised ones. flat: [n] int64, flat
+    places of the tokens that they predict."""
+
+    anchors: Anchors
+    slots: Slots
+    flat: Tensor
+
+    @classmethod
+    def draw(cls, batch: Batch, count: int, slots: int, seed: tuple[int, int]) -> Blocks:
+        """Of a batch on the CPU; see `draw`. A slot is supervised by the loss mask of its token,
+        and so are all before it in its block, no farther than the batch's `reach`."""
+        anchors = draw(batch, count, slots, seed)
+        flat, there = anchors.labels(batch, slots)
+        on = there & batch.loss_mask.reshape(-1)[flat]
+        if batch.reach is not None:
+            far = batch.reach.gather(1, anchors.place)[..., None]
+            on &= torch.arange(slots) < far
+        found = Slots.of(on.cumprod(2).bool().flatten(0, 1))
+        return cls(anchors, found, flat.flatten()[found.at])
+
+    def to(self, device: torch.device) -> Blocks:
+        """The same on `device`."""
+        return moved(self, lambda t: t.to(device, non_blocking=True))  # type: ignore[no-any-return]
+
+
 def draw(batch: Batch, count: int, slots: int, seed: tuple[int, int]) -> Anchors:
     """At most `count` anchors of each document (0: as many as predict every supervised token
-    TWICE), without replacement among those whose next token is supervised. seed: of the run,
-    and the step."""
-    supervised = (batch.loss_mask & batch.mask).cpu()
+    TWICE), without replacement among those whose next token is supervised. batch: on the CPU.
+    seed: of the run, and the step."""
+    supervised = batch.loss_mask & batch.mask
     chosen: list[list[int]] = [[] for _ in range(batch.ids.shape[0])]
     for sample, (b, start, size) in zip(batch.sample_ids.tolist(), batch.spans(), strict=True):
         # The first token of a document has no feature before it.
         fit = supervised[b, start + 2 : start + size].nonzero()[:, 0] + start + 1
         wanted = count or -(-TWICE * fit.numel() // slots)
         if batch.reach is not None:  # logged drafts: where they began
-            fit = fit[batch.reach[b].cpu()[fit] > 0]
+            fit = fit[batch.reach[b][fit] > 0]
             wanted = count or fit.numel()
         key = hashlib.sha256(repr((*seed, sample)).encode()).digest()[:8]
         generator = torch.Generator().manual_seed(int.from_bytes(key) >> 1)
         some = torch.randperm(fit.numel(), generator=generator)[:wanted]
         chosen[b] += fit[some].sort().values.tolist()
-    return Anchors.of(chosen, batch.ids.device)
+    return Anchors.of(chosen, torch.device("cpu"))
 
 
 def every(batch: Batch, most: int) -> list[Anchors]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from decode.attention import tree_attention
@@ -51,7 +50,7 @@ class BlockDrafter(LayeredDrafter):
         lengths, counts = self.lengths[rows], n.tolist()
         new = max(counts)
         places = self.cache.aim(rows, lengths, 0, new)
-        c = self.net.fuse(feats[:, :new].to(self.proj.dtype))
+        c = self.net.fuse(feats[:, :new].to(self.dtype))
         rope = (self.rope[0][places], self.rope[1][places])
         for layer, (key, value) in enumerate(self.net.context(c, rope)):
             self.cache.update(key, value, layer)
@@ -85,7 +84,7 @@ class BlockDrafter(LayeredDrafter):
         x = self.net.rows(self.embed(self.h[:count]), rows)
         h = self.net.run(x, (self.rope[0][places], self.rope[1][places]), attend)
         self.state = h[:, before : before + levels]
-        self.known = F.linear(self.state, self.proj)
+        self.known = self.proj(self.state)
         self.chances: list[Tensor] = []
         return self._after(self.h[:count, None], 0)
 
@@ -96,7 +95,7 @@ class BlockDrafter(LayeredDrafter):
     def _after(self, tokens: Tensor, level: int) -> Tensor:
         """Logits behind `tokens` [B, P] of one level: [B, P, Vd], [B, 1, Vd] without a Markov
         term."""
-        near = self.net.before(tokens, self.proj.dtype)
+        near = self.net.before(tokens, self.dtype)
         if self.least:
             side = None if near is None else near[:, 0]
             flat = self.temperatures[min(level, len(self.temperatures) - 1)]

@@ -31,14 +31,14 @@ from decode.target import Target
 from heads import vocab
 from heads.batch import Batch, LossOut
 from heads.block import confidence
-from heads.block.anchors import Anchors, draw, every
+from heads.block.anchors import Anchors, Blocks, every
 from heads.block.config import BlockConfig
 from heads.block.drafter import BlockDrafter
 from heads.block.look_back import look_back
-from heads.block.loss import Slots, decaying
+from heads.block.loss import Slots, Weights
 from heads.block.net import BlockNet, Keys, attend_blocks
 from heads.eagle.init import start_norm
-from heads.eagle.layer import layer_config
+from heads.eagle.layer import layer_config, take
 from heads.layered import LayeredHead, LayeredSaved
 from heads.losses import Rows, Taught, chunk_of, row_loss
 from heads.names import Draft
@@ -142,52 +142,57 @@ class BlockHead(LayeredHead):
 
     def forward(self, batch: Batch, target: Target) -> LossOut:
         """The loss summed over the supervised slots of the drawn blocks, which are the count."""
-        on, chances, total, rows = self._judged(batch, target)
-        number = on.nonzero()[:, 1]
-        count = torch.bincount(number, minlength=self.cfg.slots).double()
+        slots, chances, total, rows = self._judged(batch, target)
+        count = slots.sums(torch.ones_like(rows.loss[0]))
         stats: dict[str, Tensor] = {}
         for name, values in (("loss", rows.loss[0]), ("top1", rows.hit[0])):
-            sums = torch.bincount(number, values.double(), minlength=self.cfg.slots)
-            stats |= {f"{name}_{k}": t for k, t in enumerate(torch.stack([sums, count], 1))}
+            both = torch.stack([slots.sums(values), count], 1)
+            stats |= {f"{name}_{k}": t for k, t in enumerate(both)}
         if chances is not None:
             z, rate = chances.to(total.dtype), rows.rate[0]
             wrong = F.binary_cross_entropy_with_logits(z, rate, reduction="none")
-            weights = decaying(on, self.cfg.decay, wrong.dtype)
+            weights = slots.decaying(self.cfg.decay, wrong.dtype)
             total = total + self.cfg.confidence * (wrong * weights).sum()
             stats["confidence"] = torch.stack([wrong.detach().double().sum(), count.sum()])
         return LossOut(total, count.sum(), stats)
 
-    def _judged(self, batch: Batch, target: Target) -> tuple[Tensor, Tensor | None, Tensor, Rows]:
-        """Of the drawn blocks: which slots are supervised [N, K], the confidence head's logits
-        [n] there, None without such a head, the loss of the tokens and what was found."""
+    def plan(self, batch: Batch, step: int) -> Blocks:
+        """See Head: the blocks of a batch on the CPU."""
+        return Blocks.draw(batch, self.cfg.anchors, self.cfg.slots, (self.drawn[0], step))
+
+    def blocks(self, batch: Batch) -> Blocks:
+        """What was planned for `batch`; of one that nobody asked about it reads the masks back."""
+        if isinstance(batch.plan, Blocks):
+            return batch.plan
+        here = batch.to(torch.device("cpu"))
+        return self.plan(here, self.drawn[1]).to(batch.ids.device)
+
+    def _judged(self, batch: Batch, target: Target) -> tuple[Slots, Tensor | None, Tensor, Rows]:
+        """Of the drawn blocks: which slots are supervised, the confidence head's logits [n]
+        there, None without such a head, the loss of the tokens and what was found."""
         cfg, needs_law = self.cfg, self.cfg.loss.needs_law or bool(self.cfg.confidence)
-        anchors = draw(batch, cfg.anchors, cfg.slots, self.drawn)
+        blocks = self.blocks(batch)
+        slots, flat = blocks.slots, blocks.flat
         last = needs_law and not getattr(target, "stored_law", None)
         reads = (*self.taps, self.final) if last else self.taps
         feats = target.features(batch.ids, batch.mask, reads, position=batch.position).detach()
-        hidden = next(self._unroll(batch, target, feats, [anchors], cfg.slots))
-        flat, there = anchors.labels(batch, cfg.slots)
-        on = there & batch.loss_mask.reshape(-1)[flat]
-        if batch.reach is not None:
-            far = batch.reach.gather(1, anchors.place)[..., None]
-            on &= torch.arange(cfg.slots, device=far.device) < far
-        on = on.cumprod(2).bool().flatten(0, 1)
-        flat, hidden = flat.flatten(0, 1)[on], hidden.flatten(0, 1)[on]
+        hidden = next(self._unroll(batch, target, feats, [blocks.anchors], cfg.slots))
+        hidden = take(hidden.flatten(0, 2), slots.at)
         tokens, ids = batch.ids.reshape(-1), self.ids()
         place = tokens[flat] if ids is None else vocab.places(ids, tokens[flat])
         law = None
         if needs_law:
             law = self.law(target, feats[:, :, -1].flatten(0, 1), flat - 1, place)
-        slots = Slots(on, cfg.decay if cfg.weights == "decay" else None)
+        weights = Weights(slots, cfg.decay if cfg.weights == "decay" else None)
         whole = torch.ones_like(place, dtype=torch.bool)[None]
         parts, rated = slots.parts(chunk_of(cfg.chunk, place.device)), bool(cfg.confidence)
-        taught = Taught(place, whole, law, slots.weigh, parts, rated)
+        taught = Taught(place, whole, law, weights, parts, rated)
         near = self.net.before(tokens[flat - 1], hidden.dtype)
         pair = None if near is None else (near, cast(Tensor, self.net.markov_out))
         proj, one = self.projection(target), torch.ones(1, device=hidden.device)
         total, rows = row_loss(hidden[None], proj, taught, cfg.loss, one, low_rank=pair)
         chances = self.net.chance(hidden, near) if cfg.confidence else None
-        return on, chances, total, rows
+        return slots, chances, total, rows
 
     def _unroll(
         self, batch: Batch, target: Target, feats: Tensor, parts: list[Anchors], slots: int
@@ -229,11 +234,11 @@ class BlockHead(LayeredHead):
             return
         parts = []
         for batch in kept:
-            on, chances, _, rows = self._judged(batch, target)
+            slots, chances, _, rows = self._judged(batch, target)
             assert chances is not None
-            part = torch.zeros(2, *on.shape, dtype=torch.float64, device=on.device)
-            part[0, on], part[1, on] = chances.double(), rows.rate[0].double()
-            parts.append((part, on))
+            on = slots.spread(torch.ones_like(rows.rate[0])).bool()
+            part = [slots.spread(values.double()) for values in (chances, rows.rate[0])]
+            parts.append((torch.stack(part), on))
         logits, rate = torch.cat([part for part, _ in parts], 1)
         fitted = confidence.temperatures(logits, rate, torch.cat([on for _, on in parts]))
         self.calibration["confidence"] = fitted

@@ -1,4 +1,4 @@
-"""How the slots of blocks count in the loss (heads/losses.py).
+"""Which slots of blocks are supervised, and how they count in the loss (heads/losses.py).
 
 Shape letters: N blocks, K slots of a block, n supervised slots (block by block), m of a chunk.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -18,44 +17,67 @@ SMOOTH = 0.5  # D-PACE: share of a slot's weight that does not go by its probabi
 
 @dataclass(frozen=True)
 class Slots:
-    """on: [N, K] bool, supervised ones. decay: slots in which a weight falls to 1 / e, None:
-    D-PACE (arXiv 2605.18810), by how far a block is likely to be right."""
+    """at: [n] int64, the supervised slots among all N * K. number: [n] int64, their places in
+    their blocks. ends: [N + 1] where the slots of each block begin and end, known to the host.
+    size: K."""
 
-    on: Tensor
-    decay: float | None
+    at: Tensor
+    number: Tensor
+    ends: list[int]
+    size: int
 
-    @cached_property
-    def ends(self) -> list[int]:
-        """[N + 1] where the slots of each block begin and end; one wait for the device."""
-        return [0, *self.on.sum(1).cumsum(0).tolist()]
+    @classmethod
+    def of(cls, on: Tensor) -> Slots:
+        """on: [N, K] bool, on the CPU."""
+        at = on.flatten().nonzero()[:, 0]
+        ends = [0, *on.sum(1).cumsum(0).tolist()]
+        return cls(at, at % on.shape[1], ends, on.shape[1])
 
-    @cached_property
-    def falling(self) -> Tensor:
-        """[n] float64, the weights that go by the slot alone."""
-        assert self.decay is not None
-        return decaying(self.on, self.decay, torch.float64)
+    def spread(self, values: Tensor, fill: float = 0.0) -> Tensor:
+        """[N, K] with `values` [n] at the supervised slots and `fill` at the others."""
+        whole = values.new_full(((len(self.ends) - 1) * self.size,), fill)
+        return whole.index_copy(0, self.at, values).view(-1, self.size)
+
+    def sums(self, values: Tensor) -> Tensor:
+        """[K] float64, `values` [n] summed by their place in the block."""
+        whole = torch.zeros(self.size, dtype=torch.float64, device=values.device)
+        return whole.index_add(0, self.number, values.double())
 
     def parts(self, chunk: int) -> list[slice]:
         """The slots of whole blocks, about `chunk` of them at a time."""
-        step = max(1, chunk // self.on.shape[1])
+        step = max(1, chunk // self.size)
         ends = [*self.ends[:-1:step], self.ends[-1]]
         return [slice(a, b) for a, b in pairwise(ends) if b > a]
 
-    def weigh(self, part: slice, own: Tensor) -> Tensor:
-        """Weights [m] of the slots of some blocks. own: [m] log-probability of their tokens,
-        minus infinity outside the draft vocabulary."""
-        if self.decay is not None:
-            return self.falling[part].to(own.dtype)
-        first, last = bisect_right(self.ends, part.start) - 1, bisect_left(self.ends, part.stop)
-        on = self.on[first:last]
-        right = torch.ones(on.shape, dtype=own.dtype, device=on.device)
-        right[on] = (1 - SMOOTH) * own.exp() + SMOOTH
-        reached = right.cumprod(1) * on
-        return reached.flip(1).cumsum(1).flip(1)[on]
+    def part(self, some: slice) -> Slots:
+        """The slots of some whole blocks."""
+        first, last = bisect_right(self.ends, some.start) - 1, bisect_left(self.ends, some.stop)
+        ends = [end - some.start for end in self.ends[first : last + 1]]
+        return Slots(self.at[some] - first * self.size, self.number[some], ends, self.size)
+
+    def decaying(self, decay: float, dtype: torch.dtype) -> Tensor:
+        """[n] weights that fall to 1 / e in `decay` slots; 1 on average over a whole block."""
+        fall = torch.exp(-torch.arange(self.size, device=self.at.device).to(dtype) / decay)
+        return (fall / fall.mean())[self.number]
+
+    def pace(self, own: Tensor) -> Tensor:
+        """[n] weights by how far a block is likely to be right (D-PACE, arXiv 2605.18810). own:
+        [n] log-probability of the tokens, minus infinity outside the draft vocabulary."""
+        right = self.spread((1 - SMOOTH) * own.exp() + SMOOTH, fill=1.0)
+        reached = right.cumprod(1) * self.spread(torch.ones_like(own))
+        return reached.flip(1).cumsum(1).flip(1).flatten()[self.at]
 
 
-def decaying(on: Tensor, decay: float, dtype: torch.dtype) -> Tensor:
-    """Weights [n] of the slots `on` [N, K] that fall to 1 / e in `decay` slots; 1 on average
-    over a whole block."""
-    fall = torch.exp(-torch.arange(on.shape[1], device=on.device).to(dtype) / decay)
-    return (fall / fall.mean()).expand(on.shape)[on]
+@dataclass(frozen=True)
+class Weights:
+    """How supervised slots count. decay: slots in which a weight falls to 1 / e, None: D-PACE."""
+
+    slots: Slots
+    decay: float | None
+
+    def __call__(self, part: slice, own: Tensor) -> Tensor:
+        """Weights [m] of the slots of some whole blocks. own: see Slots.pace."""
+        slots = self.slots.part(part)
+        if self.decay is None:
+            return slots.pace(own)
+        return slots.decaying(self.decay, torch.float64).to(own.dtype)

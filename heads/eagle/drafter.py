@@ -12,7 +12,6 @@ Shape letters: B live rows, D width, Vd draft vocabulary, W tokens read together
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from decode import attention
@@ -34,7 +33,7 @@ class EagleDrafter(LayeredDrafter):
 
     def blank(self, rows: int) -> Tensor:
         """See LayeredDrafter."""
-        return torch.zeros(rows, self.proj.shape[1], dtype=self.proj.dtype, device=self.device)
+        return torch.zeros(rows, self.proj.width, dtype=self.dtype, device=self.device)
 
     @torch.inference_mode()
     def observe(self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice) -> None:
@@ -51,7 +50,7 @@ class EagleDrafter(LayeredDrafter):
             mask = (torch.arange(self.cache.reach, device=self.device) <= places[..., None])[
                 :, None
             ]
-        g = self.net.start(feats[:, :new].to(self.proj.dtype))
+        g = self.net.start(feats[:, :new].to(self.dtype))
         last = torch.tensor(
             [i * new + max(c, 1) - 1 for i, c in enumerate(counts)], device=self.device
         )
@@ -98,7 +97,7 @@ class EagleDrafter(LayeredDrafter):
 
     def logits(self, state: Tensor) -> Tensor:
         """[.., D] -> [.., Vd]."""
-        return F.linear(self.net.read(state), self.proj)
+        return self.proj(self.net.read(state))
 
     def _extend(self, tokens: Tensor, above: Tensor, seen: Tensor | None, level: int) -> Tensor:
         """Read drafted tokens [B, W] of one level that follow the states `above` [B, W, D]:

@@ -61,12 +61,13 @@ class EagleSaved(LayeredSaved):
 
 
 class EagleHead(LayeredHead):
-    """What EAGLE-1 and EAGLE-3 share. net: the network."""
+    """What EAGLE-1 and EAGLE-3 share. net: the network. step: of the run, 0-based."""
 
     Config = EagleConfig
     Saved: ClassVar[type[EagleSaved]] = EagleSaved
     cfg: EagleConfig
     net: EagleNet
+    step = 0
 
     @classmethod
     def build(
@@ -235,15 +236,18 @@ class EagleHead(LayeredHead):
                 hidden.append(take(h, spot) if places.whole else h[spot])
         return feats[:, :, reads.index(self.final)].flatten(0, 1), hidden
 
+    def begin_step(self, step: int, steps: int) -> None:
+        """See Head: the noise of this step."""
+        self.step = step
+
     def _noise(self, batch: Batch, g: Tensor) -> Tensor:
-        """Uniform noise (u - 1/2) * noise * 512 / T per sample (EAGLE-1). Drawn from the
-        sample's number and the bits of one weight: new at every update, the same on any number
-        of ranks and after a resume. The device draws it: other devices, other numbers."""
-        first = next(self.net.parameters()).detach().flatten()[:2].cpu().numpy().tobytes()
+        """Uniform noise (u - 1/2) * noise * 512 / T per sample (EAGLE-1). Drawn from the step's
+        and the sample's number: new at every update, the same on any number of ranks and after
+        a resume. The device draws it: other devices, other numbers."""
         out = torch.zeros(g.shape, dtype=torch.float32, device=g.device)
         generator = torch.Generator(device=g.device)
         for sample, (b, start, size) in zip(batch.sample_ids.tolist(), batch.spans(), strict=True):
-            seed = hashlib.sha256(repr((sample, first)).encode()).digest()[:8]
+            seed = hashlib.sha256(repr((self.step, sample)).encode()).digest()[:8]
             generator.manual_seed(int.from_bytes(seed) >> 1)
             drawn = torch.rand(size, g.shape[-1], generator=generator, device=g.device) - 0.5
             out[b, start : start + size] = drawn * (self.cfg.noise * 512 / size)

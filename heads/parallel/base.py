@@ -249,7 +249,7 @@ class ParallelHead(Head):
         """Flat features [B * T, D] and (row [n], place [n]) of the supervised tokens; the
         first of a document has no past."""
         feats = target.features(batch.ids, batch.mask, self.taps, position=batch.position)[:, :, 0]
-        rows, steps = supervised(batch) if batch.plan is None else batch.plan
+        rows, steps = planned(batch)
         return feats.reshape(-1, feats.shape[-1]), rows, steps
 
     def _reads(self, batch: Batch, rows: Tensor, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -291,6 +291,11 @@ class ParallelHead(Head):
     def deepest(self) -> int:
         """See Head."""
         return int(self.cfg.heads)
+
+
+def planned(batch: Batch) -> tuple[Tensor, Tensor]:
+    """What `supervised` has said of `batch`, or says now."""
+    return supervised(batch) if batch.plan is None else batch.plan
 
 
 def supervised(batch: Batch) -> tuple[Tensor, Tensor]:

@@ -38,7 +38,7 @@ from decode.target import Target
 from heads.base import differing
 from heads.batch import Batch, LossOut
 from heads.losses import chunk_of
-from heads.parallel.base import supervised
+from heads.parallel.base import planned
 from heads.parallel.medusa import MedusaHead, MedusaSaved
 from heads.recompute import layers_recomputed
 
@@ -273,7 +273,7 @@ class Medusa2Head(MedusaHead):
             feats = target.features(
                 batch.ids, batch.mask, self.taps, torch.is_grad_enabled(), batch.position
             )[:, :, 0]
-        return feats.reshape(-1, feats.shape[-1]), *supervised(batch)
+        return feats.reshape(-1, feats.shape[-1]), *planned(batch)
 
 
 def tuned_identity(base: Identity, adapter_sha256: str) -> Identity:

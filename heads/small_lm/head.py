@@ -222,12 +222,16 @@ class SmallLM(Head):
 
     # -- training
 
+    def plan(self, batch: Batch, step: int) -> Tensor:
+        """See Head: flat places [n] of the supervised tokens that have a past."""
+        rows, at = (batch.loss_mask & batch.mask).nonzero(as_tuple=True)
+        return (rows * batch.ids.shape[1] + at)[at > 0]
+
     def forward(self, batch: Batch, target: Target) -> LossOut:
         """Loss over the supervised tokens, each predicted from all tokens before it. No
         rollout: a draft step sees committed tokens and its own guesses, which are the target's
         wherever they are kept."""
-        rows, at = (batch.loss_mask & batch.mask).nonzero(as_tuple=True)
-        flat = (rows * batch.ids.shape[1] + at)[at > 0]
+        flat = self.plan(batch, 0) if batch.plan is None else batch.plan
         place = batch.ids.reshape(-1)[flat]
         x = self.hidden(batch.ids).flatten(0, 1)[flat - 1]
         x = (
@@ -291,9 +295,7 @@ class SmallLM(Head):
         weight, bias = out.weight[keep].to(self.dtype), getattr(out, "bias", None)
         bias = None if bias is None else bias[keep].to(self.dtype)
         x = self.hidden(batch.ids).flatten(0, 1)
-        rows, at = (batch.loss_mask & batch.mask).nonzero(as_tuple=True)
-        flat = rows * batch.ids.shape[1] + at
-        for part in flat[at > 0].split(self.cfg.chunk):
+        for part in self.plan(batch, 0).split(self.cfg.chunk):
             z = self.finish.finish(nn.functional.linear(x[part - 1], weight, bias))
             for level in range(levels):
                 deep = (

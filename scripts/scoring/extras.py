@@ -19,17 +19,15 @@ def extras(lanes: Iterable[Lane]) -> dict[str, Any]:
     """{"learning": label -> evaluations by step} of a report's drafters; one that is no head,
     and one without a log, is left out. Never raises for what lies there."""
     learning: dict[str, Any] = {}
-    for lane in lanes:
-        if lane.draft is None:
-            continue
+    for draft in [part for lane in lanes if lane.draft for part in lane.draft.each]:
         try:
-            folder = settings_folder(lane.draft)
+            folder = settings_folder(draft)
         except UserError:
             # Sound when the lane was made: what happened to it since costs no measured report.
             continue
         points = evaluations(folder) if folder is not None else []
         if len(points) > 1:
-            learning.setdefault(names.label(lane.draft.source), points)
+            learning.setdefault(names.label(draft.source), points)
     return {"learning": learning}
 
 

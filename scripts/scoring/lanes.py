@@ -83,7 +83,10 @@ def _lanes(
     if spec == names.ASSISTED:
         raise UserError(f"drafters: {spec}: transformers needs an assistant; write {spec}@DIR")
     if spec.startswith(f"{names.ASSISTED}@"):
-        assistant = parse(spec.removeprefix(f"{names.ASSISTED}@")).source
+        given = parse(spec.removeprefix(f"{names.ASSISTED}@"))
+        if given.parts:
+            raise UserError(f"drafters: {spec}: transformers takes one assistant; leave out the +")
+        assistant = given.source
         card = _card(parse(assistant))
         if card is not None and card["kind"] != "small_lm":
             raise UserError(
@@ -95,9 +98,10 @@ def _lanes(
         assert isinstance(draft, DraftModel), "all other kinds have been refused"
         return [_assisted(*row) for row in assistants(spec, target, draft)]
     asked = parse(spec)
-    card = _card(asked)
+    cards = [_card(part) for part in asked.each]
     group, mine = "", target
-    sha = _tuned_by(card) if fresh is not None else ""
+    shas = [_tuned_by(card) if fresh is not None else "" for card in cards]
+    sha = max(shas)
     if sha and fresh is not None:
         if sha not in tuned:
             copy = fresh()
@@ -106,12 +110,13 @@ def _lanes(
         group, mine = tuned[sha]
     lane = _drafting(spec, resolve_drafter(spec, mine), mine)
     lane.draft = asked
-    lane.facts |= training(card)
-    other = "" if group else trained_for(card, mine)
-    lane.facts |= {"trained_for": other} if other else {}
+    if not asked.parts:
+        lane.facts |= training(cards[0])
+    others = [] if group else [other for card in cards if (other := trained_for(card, mine))]
+    lane.facts |= {"trained_for": ", ".join(others)} if others else {}
     if not group:
         return [lane]
-    base = f"none ({names.label(spec.partition('@')[0])})"
+    base = f"none ({names.label(asked.each[shas.index(sha)].source)})"
     plain = _drafting("none", resolve_drafter("none", mine), mine)
     plain.name = plain.label = base
     for one in (plain, lane):
@@ -150,7 +155,11 @@ def _drafting(spec: str, drafter: Drafter, target: Target) -> Lane:
         drafter.max_nodes,
         run,
         target,
-        facts={"parameters": elements, "bytes": size},
+        facts={
+            "parameters": elements,
+            "bytes": size,
+            "parts": [part.name for part in getattr(drafter, "parts", ())],
+        },
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from decode.drafters import Drafter
+from decode.models.packed import PackedLinear
 from decode.target import Target
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -35,11 +36,16 @@ def _walk(value: Any, found: dict[int, Tensor], seen: set[int], depth: int) -> N
         return
     seen.add(id(value))
     if isinstance(value, Tensor):
-        if value.is_floating_point() and value.numel():
+        if value.layout == torch._mkldnn:  # type: ignore[attr-defined]  # has no storage to ask
+            found.setdefault(id(value), value)
+        elif value.is_floating_point() and value.numel():
             found.setdefault(value.untyped_storage().data_ptr(), value)
     elif isinstance(value, nn.Module):
         for weight in value.parameters():
             _walk(weight, found, seen, depth)
+        for part in value.modules():
+            if isinstance(part, PackedLinear):
+                _walk(part.product, found, seen, depth)
     elif isinstance(value, dict):
         for item in value.values():
             _walk(item, found, seen, depth - 1)

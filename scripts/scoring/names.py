@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from heads.names import split
+from heads.names import JOIN, joined, split
 
 INSIDE = ("head", "best", "checkpoints")  # folders of a run, which say nothing about it
 LONGEST = 30
@@ -49,6 +49,12 @@ def _levels(name: str) -> list[str]:
     """Ever longer labels of a name, the name itself last."""
     whole, extra = re.fullmatch(r"(.*?)((?: \(\w+\)| #\d+)*)", name, re.S).groups()  # type: ignore[union-attr]
     lead = [ASSISTED] if whole.startswith(f"{ASSISTED}@") else []
+    drafters = joined(whole)
+    if len(drafters) > 1:  # every one of them longer at the same time
+        each = [_levels(one) for one in drafters]
+        most = max(map(len, each))
+        levels = [JOIN.join(one[min(i, len(one) - 1)] for one in each) for i in range(most)]
+        return list(dict.fromkeys([*(level + extra for level in levels), name]))
     path, options = split(whole.removeprefix(f"{ASSISTED}@"))
     parts = [[*PurePath(part).parts] or [part] for part in (*lead, path, *options)]
     told = [[p for p in folders if p not in INSIDE] or folders for folders in parts]

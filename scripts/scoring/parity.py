@@ -33,9 +33,9 @@ def gates(
     """
     heads: dict[str, tuple[Path, Target]] = {}
     for lane in lanes if count else ():
-        folder = head_folder(lane.draft) if lane.draft else None
-        if lane.draft and folder:
-            heads.setdefault(lane.draft.source, (folder, lane.target or target))
+        for part in lane.draft.each if lane.draft else ():
+            if folder := head_folder(part):
+                heads.setdefault(part.source, (folder, lane.target or target))
     asked = [
         chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}])
         for p in prompts[:count]

@@ -117,7 +117,6 @@ def _batch(
     timing: Timing,
     guidance: float | None = None,
 ) -> list[Generation]:
-    begin = time.perf_counter()
     longest, limit = max(len(r.prompt) for r in batch), max(room(target, r) for r in batch)
     pad = target.eos_ids[0] if target.eos_ids else 0
     ids = torch.tensor(
@@ -138,6 +137,7 @@ def _batch(
         torch.inference_mode(),
         torch.random.fork_rng(devices=devices),
     ):
+        begin = time.perf_counter()  # the model is as transformers loads it
         torch.manual_seed((seed * 1_000_003 + batch[0].id) % SEEDS)
         out = model.generate(
             ids,
@@ -146,8 +146,8 @@ def _batch(
             logits_processor=processors,
             stopping_criteria=StoppingCriteriaList([first]),
         )
-    rows = out[:, longest:].tolist()
-    end = time.perf_counter()
+        rows = out[:, longest:].tolist()
+        end = time.perf_counter()
     timing.total_s += end - begin
     timing.prefill_s += (first.at or end) - begin
     timing.target_s += sum(seconds for began, seconds in spent if began >= (first.at or end))

@@ -191,6 +191,7 @@ class Scores:
                 "bytes": lane.facts.get("bytes"),
                 "training": lane.facts.get("training"),
                 **{k: v for k, v in lane.facts.items() if k == "trained_for"},
+                **self._parts(lane, flat),
                 "peak_bytes": max(
                     (lap.peak or 0 for laps in self.laps[name].values() for lap in laps), default=0
                 )
@@ -216,6 +217,13 @@ class Scores:
                 ],
             }
         )
+
+    def _parts(self, lane: Lane, flat: list[Cycle]) -> dict[str, Any]:
+        """Who of a union proposed what was accepted; {} for a single drafter."""
+        parts = lane.facts.get("parts", [])
+        told = zip(parts, stats.acceptance_by_drafter(flat, len(parts)), strict=True)
+        rows = [{"name": n, "accepted": count, "alone": alone} for n, (count, alone) in told]
+        return {"by_drafter": rows} if rows else {}
 
     def _positions(self, flat: list[Cycle], clean: list[list[Cycle]]) -> list[dict[str, Any]]:
         if not flat:

@@ -69,7 +69,7 @@ class Family:
         """Raises UserError for `none`, an unknown drafter, or a shape that it does not have."""
         draft = parse(spec)
         path, shape = draft.source, draft.shape
-        if path == NONE or draft != Draft(path, shape):
+        if path == NONE or draft != Draft(path, shape) or (path == NGRAM and shape):
             raise UserError(
                 f"drafter: {spec}; give ngram, a run folder, a head folder or a smaller "
                 "model, with "

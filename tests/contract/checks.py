@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
-from decode.drafters import NoDraft
+from decode.drafters import NGram, NoDraft
 from decode.engine import Request, generate
 from decode.sampling import Sampling
+from decode.union import Union
 from heads import HEADS, load_head, save_head
 from heads.losses import LossWeights
 from heads.names import Draft
@@ -194,6 +195,35 @@ def decoding_is_lossless(case: Case) -> None:
             assert sum(c.proposed for g in runs[0].generations for c in g.cycles) > 0
 
 
+def joins_an_ngram(case: Case) -> None:
+    """In a union with an n-gram it drafts what it drafts alone, drawn or not, and the n-gram's
+    nodes follow; greedy answers stay the target's own."""
+    target, head = moved(case, "float64")
+    ids = random_batch(1, 12).ids
+    ids[0, 8:] = ids[0, 2:6]
+    feats = features(target, head, ids)
+    one = None if feats is None else feats[0]
+    for sampling in (Sampling(), WARM):
+        alone = drafted(head.drafter(target, Draft(shape="tree")), ids[0], one, [7, 12], sampling)
+        union = Union([head.drafter(target, Draft(shape="tree")), NGram(nodes=6)])
+        tree = drafted(union, ids[0], one, [7, 12], sampling)
+        tree.validate(target.vocab_size, union.max_nodes)
+        size = int(alone.size[0])
+        assert torch.equal(tree.tokens[0, :size], alone.tokens[0, :size]), sampling
+        assert torch.equal(tree.parents[0, :size], alone.parents[0, :size]), sampling
+        assert tree.drafters is not None and bool((tree.drafters[0] >> 1).any()), sampling
+        assert tree.sampled is None or not bool(tree.sampled[0, size:].any())
+    asked = [Request([5, 6, 7, 5, 6, 7, 8 + i][: 7 - i], 8, id=i) for i in range(2)]
+    texts = [
+        [
+            g.token_ids
+            for g in generate(target, drafter, asked, Sampling(), batch_size=2).generations
+        ]
+        for drafter in (NoDraft(), union)
+    ]
+    assert texts[0] == texts[1]
+
+
 def a_saved_head_drafts_the_same(case: Case, folder: Path) -> None:
     """Its keys, weights and what it has measured come back from the disk, and so do its
     drafts, for a target that was loaded anew."""
@@ -232,6 +262,7 @@ EVERY = (
     pieces_change_nothing,
     rows_change_nothing,
     decoding_is_lossless,
+    joins_an_ngram,
     mistakes_are_named,
 )
 

@@ -1,0 +1,94 @@
+"""A scorer whose linear layers are packed while it decodes (decode/models/packed.py) and are as
+they were loaded for everybody who takes its model: training, export, references.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from decode.cache import TreeCache
+from decode.models import lean, packed
+from decode.probe import TOLERANCE, difference
+from decode.scorer import Probe, Scorer
+
+
+class PackingScorer(Scorer):
+    """packs_weights: whether its weights may be packed. sharded: its layers are spread over
+    processes, so they may not. packing: what is packed, one object of all copies."""
+
+    packs_weights = True
+    sharded = False
+
+    def __init__(self, model: Any, tokenizer: Any = None) -> None:
+        super().__init__(model, tokenizer)
+        self.packing = packed.Packing()
+
+    @property
+    def model(self) -> Any:
+        """The transformers model with the layers that it was loaded with. Whoever decodes next
+        packs them again."""
+        self.unpack_weights()
+        return self._model
+
+    def unpack_weights(self) -> None:
+        """Bring the layers back as they were loaded."""
+        lean.lengthen(self.packing.short)
+        self.packing.undo()
+
+    @property
+    def packed_layers(self) -> int:
+        """How many linear layers are packed now."""
+        return len(self.packing.places)
+
+    def pack_weights(self) -> None:
+        """Pack the linear layers for decoding, where that is wanted and this device has kernels
+        for it. Layers become one product where a pass has shown that they read one tensor, and
+        the model's own logits must stay what they are; else less is packed, or nothing. Then
+        Llama's layers run as one function each, where that changes no bit."""
+        state = self.packing
+        if state.places or state.refused or not self.packs_weights or self.sharded:
+            return
+        if not packed.takes(self.dtype, self.device):
+            return
+        if any(weight.requires_grad for weight in self._model.parameters()):
+            return
+        _ = self.probe(), self.head  # both ask the model as it was loaded
+        wanted = self._logits()
+        places = packed.plain_linears(self._model)
+        together = packed.seen_together(places, self._logits)
+        for groups in (together, [[place] for place in places]):
+            state.take(packed.pack(groups, self._model))
+            found = self._logits()
+            if difference(found, wanted) <= TOLERANCE[self.dtype]:
+                state.short = lean.shorten(self._model)
+                if not torch.equal(self._logits(), found):
+                    lean.lengthen(state.short)
+                    state.short = []
+                return
+            state.undo()
+        state.refused = True
+
+    @torch.no_grad()
+    def _logits(self) -> Tensor:
+        """Of a short text, by a plain pass."""
+        ids = torch.arange(3, 11, device=self.device).remainder(self.vocab_size)[None]
+        with self._rows_apart():
+            out = self._model(input_ids=ids, use_cache=False, return_dict=True)
+        return out.logits  # type: ignore[no-any-return]
+
+    def new_cache(
+        self, max_rows: int, max_len: int, max_nodes: int, guidance: float | None = None
+    ) -> TreeCache:
+        """See Scorer; decoding begins here, so weights are packed."""
+        cache = super().new_cache(max_rows, max_len, max_nodes, guidance)
+        self.pack_weights()
+        return cache
+
+    def assuming(self, probe: Probe) -> Self:
+        """See Scorer; a trial runs on the model as it was loaded."""
+        other = super().assuming(probe)
+        other.packs_weights = False
+        return other

@@ -1,0 +1,133 @@
+"""Several drafters, one draft: their trees are hung into one another and verified in one pass.
+
+Where T > 0 only the first drafter draws, and draws as it would alone; the others give their most
+probable tokens, as at T = 0. Their candidates hang behind the drawn siblings, as point masses: a
+deterministic candidate may follow drawn ones (docs/lossless.md), and where it repeats one it is
+that one, whose failure has left nothing of its token. So every node of the first drafter keeps
+its place and its chance, and the others only add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from decode.drafters import Drafter
+from decode.grow import listed
+from decode.rng import Rng
+from decode.sampling import Sampling
+from decode.tree import DraftTree
+
+# How all but the first draft, whatever the temperature.
+MOST_PROBABLE = Sampling()
+
+
+class Union:
+    """Drafts of all `parts`, the first of which draws where T > 0. See decode.drafters.Drafter.
+
+    Each is told what it would be told alone: tokens, and of the features those of its own taps.
+    """
+
+    kind, shape = "union", "tree"
+
+    def __init__(self, parts: Sequence[Drafter]) -> None:
+        self.parts = list(parts)
+        self.name = "+".join(part.name for part in parts)
+        self.taps = tuple(sorted({tap for part in parts for tap in part.taps}))
+        self.max_depth = max(part.max_depth for part in parts)
+        self.max_nodes = sum(part.max_nodes for part in parts)
+
+    def reset(self, rows: int, max_len: int) -> None:
+        for part in self.parts:
+            part.reset(rows, max_len)
+
+    def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
+        for place, part in enumerate(self.parts):
+            part.begin(prompts, MOST_PROBABLE if place else sampling)
+
+    def observe(self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice) -> None:
+        for part in self.parts:
+            own = feats if part.taps else None
+            if own is not None and part.taps != self.taps:
+                own = own[:, :, [self.taps.index(tap) for tap in part.taps]]
+            part.observe(tokens, own, n, rows)
+
+    def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
+        trees = [
+            part.propose(budget, MOST_PROBABLE if place else sampling, rng)
+            for place, part in enumerate(self.parts)
+        ]
+        return joined(trees)
+
+    def select(self, rows: list[int]) -> None:
+        for part in self.parts:
+            part.select(rows)
+
+
+def joined(trees: Sequence[DraftTree]) -> DraftTree:
+    """One tree of the nodes of all. Those of the first keep their numbers, their order among
+    siblings and their laws; the others, which must be deterministic, follow, each path that is
+    there already being left where it is. `drafters` of the outcome says who proposed a node."""
+    first, *others = trees
+    device, (count, width) = first.tokens.device, first.tokens.shape
+    if not any(other.width for other in others):
+        return replace(first, drafters=torch.ones_like(first.tokens))
+    tables = [_table(tree) for tree in trees]
+    rows: list[list[tuple[int, int]]] = []
+    origins: list[list[int]] = []
+    for parts in zip(*tables, strict=True):
+        row, origin = _merged(parts)
+        rows.append(row)
+        origins.append(origin)
+    most = max(map(len, rows), default=0)
+    marks = torch.tensor([o + [0] * (most - len(o)) for o in origins], device=device)
+    if all(len(row) == len(own) for row, own in zip(rows, tables[0], strict=True)):
+        drafters = torch.ones_like(first.tokens)
+        drafters[:, :most] = marks.view(count, most)
+        return replace(first, drafters=drafters)
+    tree = replace(listed(rows, device), drafters=marks)
+    if first.sampled is None or first.proposal is None:
+        return tree
+    common = min(width, most)
+    own = torch.arange(common, device=device) < first.size[:, None]
+    sampled = torch.zeros(count, most, dtype=torch.bool, device=device)
+    sampled[:, :common] = first.sampled[:, :common] & own
+    law_row = torch.zeros(count, most, dtype=torch.int64, device=device)
+    law_row[:, :common] = first.proposal.row[:, :common]
+    return replace(tree, sampled=sampled, proposal=replace(first.proposal, row=law_row))
+
+
+def _table(tree: DraftTree) -> list[list[tuple[int, int]]]:
+    """(token, number of the node above) of every row's nodes, in one read."""
+    rows = torch.stack([tree.tokens, tree.parents], 2)
+    sizes = tree.size.tolist()
+    return [
+        [(token, above) for token, above in row[:size]]
+        for row, size in zip(rows.tolist(), sizes, strict=True)
+    ]
+
+
+def _merged(
+    parts: Sequence[Sequence[tuple[int, int]]],
+) -> tuple[list[tuple[int, int]], list[int]]:
+    """(nodes, who proposed each) of one row: the nodes of the first as they are, then those of
+    the others that are on no path yet."""
+    nodes = list(parts[0])
+    origin = [1] * len(nodes)
+    number: dict[tuple[int, int], int] = {}
+    for place, node in enumerate(nodes):
+        number.setdefault(node, place)
+    for bit, part in enumerate(parts[1:], 1):
+        here: list[int] = []
+        for token, above in part:
+            node = (token, here[above] if above >= 0 else -1)
+            place = number.setdefault(node, len(nodes))
+            if place == len(nodes):
+                nodes.append(node)
+                origin.append(0)
+            origin[place] |= 1 << bit
+            here.append(place)
+    return nodes, origin
