@@ -93,19 +93,19 @@ class Encoded(NamedTuple):
     turns: tuple[int, int, int] = (0, 0, 0)
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Line numbers and lines of a JSONL file that are not blank, for `raw_row`. Raises
-    UserError without a file, and for one that holds a single JSON array, as ShareGPT is handed
-    around."""
+def read_lines(path: Path, key: str = "data.path") -> Iterator[tuple[int, bytes]]:
+    """Line numbers and lines of a JSONL file that are not blank, for `raw_row`. key: what
+    names the file in messages. Raises UserError without a file, and for one that holds a
+    single JSON array, as ShareGPT is handed around."""
     try:
         stream = path.open("rb")
     except OSError as error:
         raise UserError(
-            f"data.path: cannot read {path} ({error.strerror}); give an existing JSONL file"
+            f"{key}: cannot read {path} ({error.strerror}); give an existing JSONL file"
         ) from None
     with stream:
         if is_array(iter(lambda: stream.readline(MAX_LINE), b"")):
-            raise UserError(f"data.path: {no_array(path)}")
+            raise UserError(f"{key}: {no_array(path)}")
         stream.seek(0)
         for number, line in enumerate(stream, 1):
             if line.strip():

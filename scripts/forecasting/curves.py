@@ -1,0 +1,160 @@
+"""Accepted length after so many training tokens: measured learning curves of a family, scaled
+by a pilot.
+
+An accepted length is turned into the acceptance rate a at which a chain of the head's depth
+reaches it under independence (scripts/tuning/cost.py), and y = log(1 - a), the log of the
+rejection rate, is taken as a straight line over log tokens: a power law, as losses follow.
+Measured curves keep to it within 0.02 in y. Two lines are joined by their variances:
+
+    from the pilot      its own y, gone on with the family's slope; uncertain by the slope,
+                        the further away the more
+    from the family     the measured curve of our data; uncertain by the prompts of both sides
+
+A 90 % interval is 1.645 standard deviations of the joined y. Tokens in these formulas count
+whether supervised or not, as tokens_seen of a run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from conf.errors import UserError
+from scripts.common.files import here
+from scripts.tuning.cost import acceptance_needed, expected_tokens
+
+Z90, Z95 = 1.6449, 1.96
+LEAST_RESIDUAL = 0.01  # four points on a line by chance are no certainty
+UNKNOWN_SLOPE, UNKNOWN_SPREAD = 0.14, 0.06  # of a family without a curve: mean and spread of ours
+NEAR = 0.999  # acceptance that counts as certain
+
+
+@dataclass(frozen=True)
+class Length:
+    """An accepted length with its interval (90 % for forecasts)."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Family:
+    """The line of a measured curve: y = level - slope * log(tokens / 1e6). residual: standard
+    deviation of the points around it. slope_error: of the slope. noise: standard deviation of
+    y by the choice of prompts. depth: levels of the draft."""
+
+    name: str
+    depth: int
+    level: float
+    slope: float
+    slope_error: float
+    residual: float
+    noise: float
+
+
+@dataclass(frozen=True)
+class Pilot:
+    """A short run: what it read and what it decoded with. length: mean and 95 % interval."""
+
+    name: str
+    kind: str
+    depth: int
+    tokens: float
+    tokens_per_second: float
+    length: Length
+
+
+def rejection(length: float, depth: int) -> float:
+    """y of an accepted length (bonus token counted)."""
+    rate = acceptance_needed(max(length, 1.0), depth)
+    return math.log(1 - min(NEAR if rate is None else rate, NEAR))
+
+
+def length_of(y: float, depth: int) -> float:
+    """The accepted length of y."""
+    return expected_tokens(1 - math.exp(min(y, 0.0)), depth)
+
+
+def families(path: Path, depths: dict[str, int]) -> dict[str, Family]:
+    """The lines of the runs in a file such as docs/results/recipes.json. depths: levels of the
+    drafts of each. Raises UserError for a file of another form."""
+    try:
+        runs = json.loads(here(path).read_text(encoding="utf-8"))["runs"]
+        return {
+            name: _fitted(name, runs[name]["points"], depth)
+            for name, depth in depths.items()
+            if name in runs and len(runs[name]["points"]) > 2
+        }
+    except OSError as error:
+        raise UserError(
+            f"curves: cannot read {path} ({error.strerror}); give a file such as "
+            "docs/results/recipes.json"
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(
+            f"curves: {path} is of another form; give a file such as docs/results/recipes.json"
+        ) from None
+
+
+def _fitted(name: str, points: Sequence[dict[str, Any]], depth: int) -> Family:
+    x = np.log([float(p["tokens_seen"]) / 1e6 for p in points])
+    y = np.array([rejection(float(p["accepted_length"]), depth) for p in points])
+    slope, level = np.polyfit(x, y, 1)
+    residual = max(float(np.std(y - (level + slope * x), ddof=2)), LEAST_RESIDUAL)
+    error = residual / max(float(np.sqrt(((x - x.mean()) ** 2).sum())), 1e-9)
+    noise = float(np.median([_spread(p["low"], p["high"], depth) for p in points]))
+    return Family(name, depth, float(level), -float(slope), error, residual, noise)
+
+
+def _spread(low: float | None, high: float | None, depth: int) -> float:
+    """Standard deviation of y behind a 95 % interval of a length."""
+    if low is None or high is None:
+        return 0.2
+    return abs(rejection(low, depth) - rejection(high, depth)) / (2 * Z95)
+
+
+def forecast(
+    pilot: Pilot, family: Family | None, others: Sequence[Family], tokens: float
+) -> Length:
+    """The accepted length after `tokens`, with its 90 % interval. others: all families with a
+    curve; how much their slopes differ says how far one can be trusted elsewhere."""
+    slopes = [f.slope for f in others]
+    spread = float(np.std(slopes, ddof=1)) if len(slopes) > 1 else UNKNOWN_SPREAD
+    depth, start = pilot.depth, rejection(pilot.length.mean, pilot.depth)
+    prompts = _spread(pilot.length.low, pilot.length.high, depth)
+    further = math.log(tokens / pilot.tokens)
+    if family is None:
+        slope = float(np.mean(slopes)) if slopes else UNKNOWN_SLOPE
+        deviation = math.hypot(LEAST_RESIDUAL * 2, spread * further, 0.5 * prompts)
+        return _length(start - slope * further, deviation, depth)
+    uncertain = math.hypot(family.slope_error, spread / 2)
+    lines = (
+        (start - family.slope * further, 2 * family.residual**2 + (uncertain * further) ** 2),
+        (
+            family.level - family.slope * math.log(tokens / 1e6),
+            family.noise**2 + prompts**2 + family.residual**2,
+        ),
+    )
+    weights = [1 / variance for _, variance in lines]
+    y = sum(w * line[0] for w, line in zip(weights, lines, strict=True)) / sum(weights)
+    return _length(y, 1 / math.sqrt(sum(weights)), depth)
+
+
+def _length(y: float, deviation: float, depth: int) -> Length:
+    return Length(
+        length_of(y, depth),
+        length_of(y + Z90 * deviation, depth),
+        length_of(y - Z90 * deviation, depth),
+    )
+
+
+def to_json(value: Length | Family | Pilot) -> dict[str, Any]:
+    """As it stands in forecast.json."""
+    return asdict(value)
