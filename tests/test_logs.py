@@ -610,10 +610,20 @@ def test_hostile_texts_take_no_time() -> None:
     """Nothing here may take more than linear time; each text is 20,000 characters."""
     import time
 
-    for part in ("a@", "a.", "1-", "1 ", "A1", "-----BEGIN PRIVATE KEY-----", "://a:", "password:"):
+    for part in (
+        "a",
+        "a@",
+        "a.",
+        "1-",
+        "1 ",
+        "A1",
+        "-----BEGIN PRIVATE KEY-----",
+        "://a:",
+        "password:",
+    ):
         start = time.process_time()
         masked(part * (20_000 // len(part)))
-        assert time.process_time() - start < 5, part
+        assert time.process_time() - start < 2, part
 
 
 def test_many_secrets_of_one_beginning() -> None:
@@ -624,6 +634,20 @@ def test_many_secrets_of_one_beginning() -> None:
     texts = [f"write to customer{i}@example.org" for i in range(5000)]
     assert masked(*texts)[4321] == "write to [EMAIL_4322]"
     assert time.process_time() - start < 10
+
+
+def test_addresses_within_other_signs() -> None:
+    for before, after in (
+        ("...", "."),
+        ("-", "-"),
+        ("'", "'"),
+        ("<", ">"),
+        ("to:", ","),
+        ("(", ")"),
+    ):
+        assert masked(f"{before}first.last@mail.example.org{after}") == [
+            f"{before}[EMAIL_1]{after}"
+        ]
 
 
 def test_check_digits() -> None:

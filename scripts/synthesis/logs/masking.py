@@ -232,7 +232,7 @@ def _own() -> list[Rule]:
         rule(
             "password in an address",
             "SECRET",
-            _pattern(r"\b[a-z][a-z0-9+.-]*://[^\s:/@]*:([^\s@/]{3,})@", insensitive),
+            _pattern(r"\b[a-z][a-z0-9+.-]{0,20}://[^\s:/@]*:([^\s@/]{3,})@", insensitive),
         ),
         rule(
             "value assigned to a name such as password, token or api_key",
@@ -256,7 +256,9 @@ def _own() -> list[Rule]:
         rule(
             "e-mail address",
             "EMAIL",
-            _pattern(r"[\w.+%'-]*[\w+%-]@[\w-]+(?:\.[\w-]+)*\.[^\W\d_]{2,}"),
+            _pattern(
+                r"(?<!\w)[\w+%][\w.+%'-]{0,63}@[\w-]{1,63}(?:\.[\w-]{1,63}){0,8}\.[^\W\d_]{2,}"
+            ),
         ),
         rule(
             "payment card, by its check digit",
