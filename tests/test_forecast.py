@@ -360,6 +360,8 @@ def test_a_published_forecast_is_as_it_was_frozen(name: str) -> None:
         assert row["inside"] is (low <= row["measured"]["mean"] <= high)
     assert truth["created"] > said["created"]
     assert truth["inside"] == sum(r["inside"] for r in truth["rows"])
+    page = " ".join((ROOT / "docs/fit.md").read_text().split())
+    assert f"{truth['inside']} of {truth['of']} lengths lay inside" in page
 
 
 @pytest.mark.slow

@@ -678,6 +678,9 @@ def test_the_published_figures_are_of_these_formats() -> None:
     assert known["formats"]["sha256"] == sha256(FORMATS)
     for run in known["runs"]:
         assert run["missed_share"] <= 0.01 and run["clean_changed_share"] <= 0.01
+    said = " ".join((ROOT / "docs/fit.md").read_text().split())
+    one, two = (run["missed"] for run in known["runs"])
+    assert f"{one} were missed in one draw and {two} in another" in said
     assert remains("abcdefghij", "..bcdefghi..") and not remains("abcdefghij", "abcdefg")
 
 
