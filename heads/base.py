@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from conf.errors import UserError
 from conf.typed import from_json
@@ -29,6 +29,7 @@ from heads import shapes, vocab
 from heads.batch import Batch, LossOut
 from heads.earlier import without_gone
 from heads.forced import ranks
+from heads.lora import UNSAVED, Adaptable, LoraKeys
 from heads.names import DEFAULT_DRAW, Draft
 
 __all__ = ["Batch", "Head", "HeadConfig", "LossOut", "Saved", "differing"]
@@ -46,6 +47,8 @@ class HeadConfig:
     # folder of a head, a run or an export whose draft vocabulary is taken; empty = the tokens
     # that are supervised most often
     draft_vocab_from: str = ""
+    # a LoRA in place of full weights: on the frozen head at start=, or on a separate draft
+    lora: LoraKeys = field(default_factory=LoraKeys)
 
 
 @dataclass(kw_only=True)
@@ -82,7 +85,7 @@ class Saved:
         return value
 
 
-class Head(nn.Module):
+class Head(Adaptable):
     """A draft head. Subclasses set `kind` and `Config`, and define for_target, forward and
     drafter.
 
@@ -155,10 +158,10 @@ class Head(nn.Module):
         measured.
         """
         return {
-            # How the draft vocabulary came about is no part of a head, which holds its tokens.
-            "config": {k: v for k, v in asdict(self.cfg).items() if k != "draft_vocab_from"},
+            "config": {k: v for k, v in asdict(self.cfg).items() if k not in UNSAVED},
             "coverage": self.coverage,
             "calibration": self.calibration,
+            **self.lora_json(),
         }
 
     def restore_json(self, saved: dict[str, Any]) -> None:
@@ -319,6 +322,8 @@ class Head(nn.Module):
         finished: the head as it is used, not a checkpoint to resume from. Raises OSError or
             SafetensorError.
         """
+        if self.lora is not None:
+            return self.lora.write(self.state_dict(), folder), self.config_json()
         state = {k: v.detach().to("cpu").contiguous() for k, v in self.state_dict().items()}
         save_file(state, folder / "head.safetensors")
         return "head.safetensors", self.config_json()

@@ -27,13 +27,14 @@ from conf.jsonl import HALF, is_whole
 from conf.typed import from_json
 from decode.models.identity import Identity, sha256_file
 from decode.target import Target
-from heads import vocab
-from heads.base import Head
+from heads import lora, vocab
+from heads.base import Head, differing
 
 H = TypeVar("H", bound=Head)
 FORMAT = 1
 CARD = "head.json"
-WEIGHTS = ("head.safetensors", "model.safetensors")  # the second: an ordinary transformers folder
+# A head's own; an ordinary transformers folder's; peft's, on a frozen head.
+WEIGHTS = ("head.safetensors", "model.safetensors", lora.WEIGHTS)
 AGAIN = "restore it or train the head again"
 
 
@@ -154,9 +155,16 @@ def read_card(folder: Path) -> dict[str, Any]:
     return card
 
 
-def load_as(kind: type[H], folder: Path | str, target: Target, relative: bool = False) -> H:
+def load_as(
+    kind: type[H],
+    folder: Path | str,
+    target: Target,
+    relative: bool = False,
+    above: tuple[Path, ...] = (),
+) -> H:
     """The head of class `kind` in `folder`, on the target's device, in the dtype it was trained
-    in. relative: it may have been trained for another target with the same tokenizer.
+    in. relative: it may have been trained for another target with the same tokenizer. A LoRA
+    on a frozen head comes merged. above: folders of adapters that are being put on this head.
 
     Raises UserError when a file is missing or damaged, a value of the card is wrong or does
     not go with the weights, or the head was trained for another target, tokenizer or chat
@@ -201,12 +209,17 @@ def load_as(kind: type[H], folder: Path | str, target: Target, relative: bool = 
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: cannot be read ({error}); {AGAIN}") from None
     try:
-        with torch.device("meta"):
-            odd = kind.misfits(card["head"], target, stored)
-        if odd:
-            raise UserError(f"the card and {path.name} are of different heads ({odd[0]})")
-        head = kind.from_json(card["head"], target).to(target.device)
+        if "lora" in card["head"]:
+            head = _adapted(kind, card["head"], target, stored, above)
+        else:
+            with torch.device("meta"):
+                odd = kind.misfits(card["head"], target, stored)
+            if odd:
+                raise UserError(f"the card and {path.name} are of different heads ({odd[0]})")
+            head = kind.from_json(card["head"], target).to(target.device)
         head.load_state_dict(load_file(path, device=str(target.device)))
+        if head.lora is not None:
+            _merged(head)
         ids = head.ids()
         if ids is not None and not vocab.ascends(ids, target.vocab_size):
             last = target.vocab_size - 1
@@ -224,6 +237,51 @@ def load_as(kind: type[H], folder: Path | str, target: Target, relative: bool = 
         raise UserError(f"{folder}: {error}") from None
     target.borrowed |= not kind.trains_target
     return head.eval()
+
+
+def _adapted(
+    kind: type[H],
+    saved: dict[str, Any],
+    target: Target,
+    stored: dict[str, tuple[int, ...]],
+    above: tuple[Path, ...],
+) -> H:
+    """The frozen head that an adapter was trained on, with a LoRA of the saved shape on it.
+    saved: what the adapter's card has in `head`. stored: shapes in its weights file.
+
+    Raises UserError for a head that is not there any more, or another one by now."""
+    known, problems = from_json(saved["lora"], lora.Adapter)
+    if problems:
+        raise UserError(f"head.lora.{problems[0].partition('; set ')[0]}")
+    base = Path(known.base.path)
+    if base in above:
+        raise UserError(f"head.lora.base: {base} is an adapter on itself")
+    fix = f"put the head with weights {known.base.sha256[:12]} there"
+    try:
+        sha = str(read_card(base)["weights"]["sha256"])
+    except UserError as error:
+        raise UserError(f"head.lora.base: {str(error).partition('; ')[0]}; {fix}") from None
+    if sha != known.base.sha256:
+        raise UserError(f"head.lora.base: {base} holds other weights ({sha[:12]}); {fix}")
+    head = load_as(kind, base, target, relative=True, above=(*above, base))
+    with torch.device("meta"):
+        shell = kind.from_json({k: v for k, v in saved.items() if k != "lora"}, target)
+    sizes = [{k: tuple(v.shape) for k, v in one.state_dict().items()} for one in (shell, head)]
+    if odd := differing(*sizes):
+        raise UserError(f"the card and the head at {base} are of different heads ({odd[0]})")
+    head.cfg, head.coverage, head.calibration = shell.cfg, shell.coverage, shell.calibration
+    keys = lora.LoraKeys(known.rank, known.alpha, known.dropout)
+    head.adapt(keys, known.base, lora.layers(head, known.targets))
+    if odd := differing({k: tuple(v.shape) for k, v in head.state_dict().items()}, stored):
+        raise UserError(f"the card and {lora.WEIGHTS} are of different heads ({odd[0]})")
+    return head
+
+
+def _merged(head: Head) -> None:
+    """Merge the adapter of a loaded head; what may learn is as in a fresh one."""
+    head.merge()
+    for weight in head.parameters():
+        weight.requires_grad_(True)
 
 
 def trained_for(card: dict[str, Any] | None, target: Target) -> str:

@@ -19,6 +19,7 @@ from heads.interop.layout import check_draft_map
 from heads.interop.reading import Foreign, read_folder
 
 KEY = "head.draft_vocab_from"
+MOST_ADAPTERS = 16  # one on the other
 
 
 def vocabulary_in(path: str, size: int) -> Tensor:
@@ -48,6 +49,11 @@ def vocabulary_in(path: str, size: int) -> Tensor:
 def _own(folder: Path) -> Tensor | None:
     """Of a head that was trained here; None without a draft vocabulary."""
     card = read_card(folder)
+    for _ in range(MOST_ADAPTERS):  # the frozen head below has the vocabulary
+        if "lora" not in card["head"]:
+            break
+        folder = Path(str(card["head"]["lora"]["base"]["path"]))
+        card = read_card(folder)
     if listed := card["head"].get("draft_ids"):
         return torch.tensor(listed, dtype=torch.int64)
     path = folder / card["weights"]["file"]

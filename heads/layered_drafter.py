@@ -19,6 +19,7 @@ from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import DraftTree
+from heads import lora
 from heads.eagle.cache import DraftCache
 from heads.packing import Unembedding, pack_net
 
@@ -45,12 +46,9 @@ class LayeredDrafter:
         dtype = target.dtype
         self.name, self.form, self.shape = f"{head.kind}@{form.shape}", form, form.shape
         self.taps, self.max_depth, self.max_nodes = head.taps, form.depth, form.nodes
-        self.net: Any = (
-            copy.deepcopy(head.net)
-            .to(device=target.device, dtype=dtype)
-            .eval()
-            .requires_grad_(False)
-        )
+        self.net: Any = copy.deepcopy(head.net)
+        lora.merge(self.net)
+        self.net.to(device=target.device, dtype=dtype).eval().requires_grad_(False)
         own = getattr(self.net, "lm_head", None) is not None
         self.net.lm_head = None  # a copy of what is read below
         proj = head.projection(target).detach().to(dtype)

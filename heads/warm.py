@@ -52,7 +52,8 @@ class Start:
                 f"start: {path}: a {card['kind'][:80]} head cannot start a {kind} head; give one "
                 f"of kind {' or '.join(k for k in known if not HEADS[k].trains_target) or 'medusa'}"
             )
-        self.path, self.sha256 = path, str(card["weights"]["sha256"])
+        self.path, self.folder = path, folder
+        self.sha256 = str(card["weights"]["sha256"])
         try:
             self.head = load_head(folder, target, relative=True)
         except UserError as error:

@@ -109,6 +109,11 @@ class ExportConfig:
 @entry("export", ExportConfig)
 def main(cfg: ExportConfig) -> int:
     """Write, check, move into place."""
+    return export(cfg)
+
+
+def export(cfg: ExportConfig) -> int:
+    """The export behind `main`; its exit code."""
     out = free_place(Path(cfg.out).expanduser(), cfg.overwrite)
     if cfg.format == "gguf" and (cfg.drafter == NONE or is_plain(cfg.drafter)):
         return whole_model(cfg, out)

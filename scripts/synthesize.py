@@ -3,18 +3,19 @@
 
     python scripts/synthesize.py target=smollm2 out=runs/demo/data.jsonl \\
         num_conversations=600 seed=0
+    python scripts/synthesize.py target=smollm2 domain=sql out=runs/sql.jsonl num_conversations=360
     python scripts/synthesize.py backend=openai base_url=http://localhost:8000/v1 \\
         prompts=FILE.jsonl target=hub target.name=NAME out=runs/data.jsonl
-
     python scripts/synthesize.py logs=FILE.jsonl target=smollm2 out=runs/traffic
 
-The first command invents the questions as well. The second takes them from a file and lets a
-server answer them (vLLM, SGLang: any that speaks the OpenAI API), many at a time; it must
-serve the target, whose tokenizer alone is loaded here. Its rows stand in the order of the
-file. The third reads logs of a served model (requests and responses as vLLM, LiteLLM, llama.cpp
-and OpenAI's batches write them) and leaves OUT/train.jsonl, OUT/later.jsonl (the last fifth in
-time) and OUT/logs.json: secrets and personal data masked, what comes twice dropped, the
-target's own answers as they are, those of other models asked again.
+The first command invents the questions as well. The second takes those of a made-up domain
+(recipes, sql, letters, unit_tests: scripts/synthesis/domains.yaml). The third takes them from a
+file and lets a server answer them (vLLM, SGLang: any that speaks the OpenAI API), many at a
+time; it must serve the target, whose tokenizer alone is loaded here. Its rows stand in the
+order of the file. The fourth reads logs of a served model (requests and responses as vLLM,
+LiteLLM, llama.cpp and OpenAI's batches write them) and leaves OUT/train.jsonl, OUT/later.jsonl
+(the last fifth in time) and OUT/logs.json: secrets and personal data masked, what comes twice
+dropped, the target's own answers as they are, those of other models asked again.
 
 Stop it at any time (Ctrl-C): the file holds whole lines, and the same command goes on where it
 stopped and ends with the file that an uninterrupted run would have written on the same
@@ -40,6 +41,7 @@ from decode.sampling import Sampling
 from scripts.common.files import sole_writer
 from scripts.common.meter import Meter
 from scripts.synthesis.config import SynthesizeConfig
+from scripts.synthesis.domains import DomainWriter
 from scripts.synthesis.from_server import from_server
 from scripts.synthesis.logs import LogOptions, prepare
 from scripts.synthesis.logs.ask import asker
@@ -106,7 +108,7 @@ def synthesize(cfg: SynthesizeConfig) -> None:
                     file=sys.stderr,
                 )
                 return
-            writer = Writer(
+            draws = (
                 target,
                 Sampling(cfg.question_temperature, top_p=cfg.question_top_p),
                 Sampling(cfg.answer_temperature, top_p=cfg.answer_top_p),
@@ -115,6 +117,7 @@ def synthesize(cfg: SynthesizeConfig) -> None:
                 cfg.batch,
                 cfg.seed,
             )
+            writer = DomainWriter(*draws, domain=cfg.domain) if cfg.domain else Writer(*draws)
             writer.seen.update(map(fingerprint, store.questions()))
             with Meter(
                 cfg.num_conversations, held, (cfg.max_question_tokens + cfg.max_new_tokens) * 3 // 4

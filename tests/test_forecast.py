@@ -68,14 +68,29 @@ def test_a_measured_line_is_found_again(tmp_path: Path) -> None:
     assert found["a"].residual == curves.LEAST_RESIDUAL
 
 
-def test_near_the_pilot_the_pilot_decides_far_away_the_family() -> None:
+def test_a_pilot_scales_the_line_of_its_family() -> None:
+    """A head that follows its family's curve, with half of its y, is foretold."""
     lines = [family(), family("b", 0.05), family("c", 0.25)]
-    near = curves.forecast(pilot(length=1.3), lines[0], lines, 2.2e5)
-    assert near.mean == pytest.approx(1.3, abs=0.05)
-    far = curves.forecast(pilot(length=1.3), lines[0], lines, 2e8)
-    own = curves.length_of(-0.6 - 0.15 * math.log(200), 5)
-    assert abs(far.mean - own) < abs(1.3 - own) / 2
-    assert far.high - far.low > near.high - near.low
+
+    def truth(tokens: float) -> float:
+        return curves.length_of(0.5 * (-0.6 - 0.15 * math.log(tokens / 1e6)), 5)
+
+    for tokens in (2e5, 1e6, 5e6):
+        found = curves.forecast(pilot(length=truth(2e5)), lines[0], lines, tokens)
+        assert found.mean == pytest.approx(truth(tokens), rel=0.08)
+        assert found.low < truth(tokens) < found.high
+    widths = [
+        (f.high - f.low) / f.mean
+        for f in (curves.forecast(pilot(), lines[0], lines, t) for t in (2e5, 5e6, 1e8))
+    ]
+    assert widths == sorted(widths)
+
+
+def test_an_untrained_pilot_says_nothing_of_the_learning() -> None:
+    lines = [family(), family("b", 0.05)]
+    found = curves.forecast(pilot(tokens=4e3, length=1.0), lines[0], lines, 1e6)
+    assert found.mean == pytest.approx(curves.length_of(-0.6, 5), rel=0.2)
+    assert found.high - found.low > 0.4
 
 
 def test_more_tokens_never_forecast_less() -> None:
@@ -328,17 +343,25 @@ def test_keys(keys: list[str], told: str) -> None:
         compose("forecast", ForecastConfig, ["out=x", "target=tiny", *keys])
 
 
-def test_the_published_forecast_is_as_it_was_frozen() -> None:
-    said = run.frozen(ROOT / "docs/results/forecast.json")
-    path = ROOT / "docs/results/forecast-truth.json"
-    truth = json.loads(path.read_text())
+PUBLISHED = sorted(
+    p.name.removesuffix("-truth.json") for p in (ROOT / "docs/results").glob("forecast*-truth.json")
+)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_forecast_is_as_it_was_frozen(name: str) -> None:
+    said = run.frozen(ROOT / f"docs/results/{name}.json")
+    truth = json.loads((ROOT / f"docs/results/{name}-truth.json").read_text())
     assert truth["forecast"]["sha256"] == said["sha256"]
-    known = {(r["head"], r["tokens"]): r["accepted_length"] for r in said["forecasts"]}
+    known = [r["accepted_length"] for r in said["forecasts"]]
     for row in truth["rows"]:
-        assert row["forecast"] in known.values()
+        assert row["forecast"] in known
         low, high = row["forecast"]["low"], row["forecast"]["high"]
         assert row["inside"] is (low <= row["measured"]["mean"] <= high)
     assert truth["created"] > said["created"]
+    assert truth["inside"] == sum(r["inside"] for r in truth["rows"])
+    page = " ".join((ROOT / "docs/fit.md").read_text().split())
+    assert f"{truth['inside']} of {truth['of']} lengths lay inside" in page
 
 
 @pytest.mark.slow

@@ -314,3 +314,36 @@ def test_differences_are_named_by_path() -> None:
         "b.d None, now 4",
     ]
     assert Store(Path("x/a.jsonl"), {}).meta == Path("x/a.jsonl.meta.json")
+
+
+def test_a_made_up_domain_is_asked(tmp_path: Path) -> None:
+    from scripts.synthesis import domains
+
+    assert set(domains.domains()) == {"recipes", "sql", "letters", "unit_tests"}
+    for name in domains.domains():
+        asked = domains.questions(name, 3)
+        assert len(set(asked)) == len(asked) >= 600 and asked == domains.questions(name, 3)
+        assert not any("{" in text or "}" in text for text in asked)
+    assert domains.questions("sql", 0) != domains.questions("sql", 1)
+
+
+def test_rows_of_a_domain_say_so_and_no_more_are_asked_than_there_are(tmp_path: Path) -> None:
+    from scripts.synthesis import domains
+
+    made = config(tmp_path / "sql.jsonl", domain="sql", num_conversations=4, batch=3)
+    synthesize(made)
+    rows = [json.loads(line) for line in (tmp_path / "sql.jsonl").read_text().splitlines()]
+    asked = domains.questions("sql", made.seed)[:4]
+    assert [row["messages"][0]["content"] for row in rows] == asked
+    assert {row["category"] for row in rows} == {"sql"}
+    writer = domains.DomainWriter(
+        load_target(TargetConfig(kind="tiny", vocab=260), "float32"),
+        Sampling(1.0),
+        Sampling(1.0),
+        *(8, 8, 500, 0),
+        domain="sql",
+    )
+    with pytest.raises(UserError, match="^num_conversations: domain=sql has 672 questions"):
+        writer.block(1, 500)
+    for wrong in ({"domain": "cars"}, {"domain": "sql", "backend": "openai"}):
+        assert any(line.startswith("domain: ") for line in config("x", **wrong).validate())

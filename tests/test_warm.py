@@ -172,6 +172,20 @@ def test_cards_of_earlier_versions_are_read(tmp_path: Path) -> None:
     assert MedusaHead.from_json(saved, target).cfg == head.cfg
 
 
+def test_a_run_stops_when_acceptance_no_longer_rises(tmp_path: Path) -> None:
+    data = chats(tmp_path / "data.jsonl")
+    still = ("optim.lr=1e-12", "steps=20", "save_every=5", "eval.every=2", "eval.patience=1")
+    still = (*still, "eval.prompts=2", "eval.max_new_tokens=8")
+    out = run(data, tmp_path / "run", *still)
+    assert [read_card(out / part)["extra"]["step"] for part in ("best", "head")] == [2, 4]
+    assert (out / "checkpoints/step-4").is_dir()
+    lines = (out / "metrics.jsonl").read_text()
+    run(data, out, *still)  # it is through
+    new = (out / "metrics.jsonl").read_text()[len(lines) :]
+    assert '"eval"' not in new and "loss" not in new
+    assert read_card(out / "head")["extra"]["step"] == 4
+
+
 def test_a_card_says_the_layer_that_every_head_has_now() -> None:
     """They named the class of an EAGLE head's layers; of the two only one is left."""
     target = tiny_target()

@@ -261,6 +261,8 @@ class EvalConfig:
 
     # evaluate every so many steps, and at the end; 0 = never
     every: int = 200
+    # stop when accepted length has not risen for so many evaluations in a row; 0 = never
+    patience: int = 0
     # number of held-out prompts
     prompts: int = 16
     # longest answer, tokens
@@ -281,6 +283,7 @@ class EvalConfig:
         """Problems as "key: value; rule; fix"."""
         lows = (
             ("every", 0),
+            ("patience", 0),
             ("prompts", 0),
             ("max_new_tokens", 1),
             ("batch_size", 1),

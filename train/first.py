@@ -1,8 +1,10 @@
-"""The head that a run begins with: a fresh one, or one that starts from another's weights."""
+"""The head that a run begins with: a fresh one, one that starts from another's weights, or a
+LoRA on a frozen one."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,8 +13,9 @@ from conf.errors import UserError
 from decode.target import Target
 from heads import vocab
 from heads.base import Head
+from heads.lora import Base
 from heads.warm import Start
-from train.config import TrainConfig
+from train.config import TrainConfig, flat
 from train.facts import fit_vocabulary, given_vocabulary
 from train.texts.batches import hash_u63
 
@@ -35,9 +38,11 @@ def first_head(
     Raises UserError for keys that the target or the data cannot carry, and where cfg.start is
     no head that this one can start from.
     """
+    lora = cfg.head.lora
+    if lora.rank and not kind.own_lora:
+        return _adapted(cfg, kind, target, counts)
     torch.manual_seed(hash_u63(cfg.seed, "head"))
-    lora = getattr(cfg.head, "lora", None)
-    if cfg.start and lora is not None and lora.rank:
+    if cfg.start and lora.rank:
         raise UserError(
             "start: a LoRA learns beside frozen weights that are the target's own; set "
             "head.lora.rank=0, or put it on a draft by head.path=FOLDER/head"
@@ -56,4 +61,41 @@ def first_head(
     if start is None:
         return head, Begun(notes, {})
     notes.append(start.give(head))
+    return head, Begun(notes, {"start_sha256": start.sha256})
+
+
+def _adapted(
+    cfg: TrainConfig, kind: type[Head], target: Target, counts: Tensor
+) -> tuple[Head, Begun]:
+    """The head at cfg.start, frozen, with a fresh LoRA on it. Its own keys hold, since nothing
+    of it moves; they are put into `cfg`."""
+    keys = cfg.head.lora
+    if not cfg.start:
+        raise UserError(
+            f"head.lora.rank: {keys.rank} learns on a head that stays frozen; name it by "
+            "start=FOLDER, or set head.lora.rank=0"
+        )
+    if kind.trains_target:
+        raise UserError(
+            f"head.lora.rank: {kind.kind} moves the target, not the head alone; set "
+            "head.lora.rank=0 and use head.tune.rank"
+        )
+    start = Start(cfg.start, kind.kind, target)
+    head, folder = start.head, Path(start.folder).resolve()
+    if cfg.dtype == "float64":
+        head.double()
+    torch.manual_seed(hash_u63(cfg.seed, "head"))
+    count = head.adapt(keys, Base(str(folder), start.sha256))
+    asked, has = (flat(one) for one in (cfg.head, head.cfg))
+    others = [k for k in has if asked[k] != has[k] and not k.startswith("lora.")]
+    cfg.head = head.cfg = replace(head.cfg, lora=keys)
+    ids = head.ids()
+    if ids is not None:
+        head.coverage = vocab.coverage(counts, ids)
+    learns = sum(p.numel() for p in head.parameters() if p.requires_grad)
+    total = sum(p.numel() for p in head.parameters()) - learns
+    told = f"a LoRA of rank {keys.rank} on {count} layers of {cfg.start}: {learns:,} numbers"
+    notes = [f"{told} learn, {total:,} stay as they are"]
+    if others:
+        notes.append(f"as the frozen head has them: {', '.join(f'head.{k}' for k in others)}")
     return head, Begun(notes, {"start_sha256": start.sha256})

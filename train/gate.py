@@ -31,7 +31,7 @@ def gate(run: Run) -> None:
     Rank 0 does it alone, unless the target is sharded over the ranks. A gate that this step
     has passed is not run again. Raises CheckFailed when they disagree.
     """
-    cfg, result, step = run.cfg.eval, run.out / RESULT, run.cfg.steps
+    cfg, result, step = run.cfg.eval, run.out / RESULT, run.state.step
     if run.target.sharded:
         run.accelerator.wait_for_everyone()  # head/ is written, and no rank has written a result
     if not cfg.parity or not (run.target.sharded or run.main) or _passed(result, step):

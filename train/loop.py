@@ -106,6 +106,7 @@ def _fit(
             if asked:
                 _leave(run, asked)
             if run.last:
+                _save(run, wait=True)
                 break
             asked = _step(run)
         _finish(run)
@@ -317,7 +318,7 @@ def _exchange(
 def _finish(run: Run) -> None:
     """Write head/, say how it went, and hold training against decoding."""
     state, identity = run.state, run.target.identity
-    if run.main and not disk.is_final(run.out / "head", run.cfg.steps):
+    if run.main and not disk.is_final(run.out / "head", state.step):
         about = {"step": state.step, "training": seen(state)}
         save_head(run.head, run.out / "head", identity, {**about, "best": state.best})
         if not (run.out / "best").exists():
@@ -328,6 +329,6 @@ def _finish(run: Run) -> None:
             f"; best accepted length {state.best['accepted_length']:.3f} at step "
             f"{int(state.best['step'])}"
         )
-    run.log.say(f"done: {run.out / 'head'}{best}")
+    run.log.say(f"done: {run.out / 'head'}, step {state.step}{best}")
     run.log.metrics(state.step, {"event": "end", "peak_memory_bytes": peak_bytes(run.device)})
     gate(run)

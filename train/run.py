@@ -100,8 +100,8 @@ class Run:
 
     @property
     def last(self) -> bool:
-        """Whether all steps are done."""
-        return self.state.step >= self.cfg.steps
+        """Whether all steps are done, or more of them bring nothing."""
+        return self.state.step >= self.cfg.steps or self.state.stalled(self.cfg.eval)
 
     @property
     def room(self) -> Room:

@@ -26,7 +26,7 @@ from decode.models.identity import Identity, sha256_file
 from heads.base import Head
 from heads.checkpoint import CARD, read_card, recover, staged, text_of, write_card
 from heads.earlier import is_gone
-from train.config import REPLANNED, is_logistics
+from train.config import REPLANNED, EvalConfig, is_logistics
 
 WEIGHTS, OPTIMIZER, STATE, MANIFEST = (
     "head.safetensors",
@@ -56,6 +56,12 @@ class State:
     seen: dict[str, float] = field(default_factory=dict)
     skipped: int = 0
     unsound: int = 0
+
+    def stalled(self, cfg: EvalConfig) -> bool:
+        """Whether an evaluation at this step was one too many without a longer accepted length
+        (eval.patience)."""
+        since, patient = self.step - self.best.get("step", self.step), cfg.patience * cfg.every
+        return bool(patient) and self.evaluated == self.step and since >= patient
 
     def add(self, **amounts: float) -> None:
         """Count what an update took."""

@@ -19,6 +19,7 @@ from transformers import LlamaConfig
 
 from decode import attention
 from decode.target import Target
+from heads import lora
 from heads.batch import Batch
 from heads.eagle.cache import DraftCache
 from heads.eagle.layer import DraftLayer, Rope, rope_table
@@ -87,12 +88,9 @@ class PrefixState:
     """The layers' cache while drafting, row by row as the drafter's."""
 
     def __init__(self, prefix: Prefix, target: Target, ahead: int) -> None:
-        self.net = (
-            copy.deepcopy(prefix)
-            .to(device=target.device, dtype=target.dtype)
-            .eval()
-            .requires_grad_(False)
-        )
+        self.net = copy.deepcopy(prefix)
+        lora.merge(self.net)
+        self.net.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
         self.net.config._attn_implementation = attention.NAME
         self.dtype, self.device, self.ahead = target.dtype, target.device, ahead
         self.lengths: list[int] = []

@@ -8,31 +8,10 @@ from dataclasses import dataclass, field
 
 from heads.base import HeadConfig
 from heads.limits import MOST, MOST_DEPTH, MOST_LAYERS, MOST_NODES, MOST_WIDTH, outside
+from heads.lora import LoraKeys
 from heads.losses import LossWeights
 
-
-@dataclass
-class LoraKeys:
-    """A LoRA on the draft's linear layers; the rest of the draft stays as it is."""
-
-    # rank of the update; 0 = no LoRA, all weights learn
-    rank: int = 0
-    # the update counts alpha / rank
-    alpha: int = 16
-    # dropout before it
-    dropout: float = 0.0
-    # names of the layers it is put on, such as q_proj; empty = all linear layers but the LM
-    # head
-    targets: list[str] = field(default_factory=list)
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        found = outside(self, (("rank", 0, MOST), ("alpha", 0, MOST)))
-        return found + (
-            []
-            if 0 <= self.dropout < 1
-            else [f"dropout: {self.dropout} is outside [0, 1); 0 is usual"]
-        )
+__all__ = ["LoraKeys", "SmallLMConfig"]
 
 
 @dataclass
@@ -58,8 +37,6 @@ class SmallLMConfig(HeadConfig):
     # number of frequent tokens the drafter proposes (the LM head's other rows are not
     # computed); 0 = all
     draft_vocab: int = 0
-    # adapters in place of full weights
-    lora: LoraKeys = field(default_factory=LoraKeys)
     # what the draft learns from, over its whole vocabulary
     loss: LossWeights = field(default_factory=lambda: LossWeights(hard=0.0, soft=1.0))
     # supervised tokens whose logits exist at the same time

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -103,6 +103,7 @@ class SmallLM(Head):
     kind = "small_lm"
     Config = SmallLMConfig
     reads_features: ClassVar[bool] = False
+    own_lora: ClassVar[bool] = True
 
     def __init__(
         self, cfg: SmallLMConfig, net: Any, target: Target, given: dict[str, Tensor] | None
@@ -318,7 +319,7 @@ class SmallLM(Head):
 
     def plain(self) -> Any:
         """A copy of the model as it drafts and is saved (heads.small_lm.net.merged)."""
-        return merged(self.net, self.cfg.lora, self.outside, self.dtype)
+        return merged(self.net, self.cfg.lora.rank, self.outside, self.dtype)
 
     def drafter(self, target: Target, draft: Draft | None = None) -> Drafter:
         """See Head."""
@@ -333,7 +334,8 @@ class SmallLM(Head):
         vocabulary.
         """
         return {
-            **super().config_json(),
+            **(known := super().config_json()),
+            "config": {**known["config"], "lora": asdict(self.cfg.lora)},
             "model": self.net.config.to_diff_dict(),
             "layers": self.layers,
             "merged": False,

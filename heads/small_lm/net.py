@@ -14,10 +14,10 @@ from conf.errors import UserError
 from decode.models.load import TargetConfig, load_target
 from decode.models.tokenizers import compare
 from decode.target import Target
-from heads.small_lm.config import LoraKeys, SmallLMConfig
+from heads import lora
+from heads.lora import LoraKeys
+from heads.small_lm.config import SmallLMConfig
 from heads.small_lm.cut import aliases
-
-ADAPTER = "draft"  # peft's name of the LoRA
 
 
 def load_base(cfg: SmallLMConfig, target: Target) -> Any:
@@ -86,21 +86,9 @@ def freeze(net: Any, cfg: SmallLMConfig, dtype: torch.dtype, given: dict[str, Te
 def inject(net: Any, keys: LoraKeys, outside: set[str]) -> set[str]:
     """Put a LoRA on `net`, in float32. Returns `outside` and the new names of the layers in it
     that are wrapped now. Raises UserError for layers that do not exist."""
-    from peft import LoraConfig, inject_adapter_in_model
-
-    out, outside = net.get_output_embeddings(), set(outside)
-    names = [n for n, m in net.named_modules() if isinstance(m, nn.Linear) and m is not out]
-    config = LoraConfig(
-        r=keys.rank,
-        lora_alpha=keys.alpha,
-        lora_dropout=keys.dropout,
-        target_modules=list(keys.targets) or names,
-    )
+    outside = set(outside)
     before = {id(p): name for name, p in net.named_parameters(remove_duplicate=False)}
-    try:
-        inject_adapter_in_model(config, net, ADAPTER)
-    except ValueError as error:
-        raise UserError(f"head.lora.targets: {str(error).splitlines()[0][:200]}") from None
+    lora.wrap(net, keys, lora.layers(net, keys.targets, leave=net.get_output_embeddings()))
     for name, weight in net.named_parameters(remove_duplicate=False):
         if id(weight) not in before:
             weight.data = weight.data.float()
@@ -109,24 +97,16 @@ def inject(net: Any, keys: LoraKeys, outside: set[str]) -> set[str]:
     return outside
 
 
-def merged(net: Any, lora: LoraKeys, outside: set[str], dtype: torch.dtype) -> Any:
-    """A copy of `net` in `dtype` with its LoRA merged: what drafts, and what is saved. Weights
-    that are the target's own (`outside`) are not copied."""
+def merged(net: Any, rank: int, outside: set[str], dtype: torch.dtype) -> Any:
+    """A copy of `net` in `dtype` with its LoRA of that rank merged: what drafts, and what is
+    saved. Weights that are the target's own (`outside`) are not copied."""
     own = {
         id(p): p
         for n, p in net.named_parameters(remove_duplicate=False)
         if f"net.{n}" in outside and not p.requires_grad
     }
-    made = copy.deepcopy(net, memo=own if not lora.rank else {})  # type: ignore[arg-type]
-    if lora.rank:
-        from peft.tuners.lora import LoraLayer
-
-        for name, part in [(n, m) for n, m in made.named_modules() if isinstance(m, LoraLayer)]:
-            base = part.get_base_layer()
-            base.weight.data = base.weight.data.float()
-            part.merge()
-            parent, _, last = name.rpartition(".")
-            setattr(made.get_submodule(parent), last, base)
+    made = copy.deepcopy(net, memo=own if not rank else {})  # type: ignore[arg-type]
+    lora.merge(made)
     for weight in made.parameters():  # not made.to(): rotary frequencies stay in float32
         weight.data = weight.data.to(dtype)
     return made.requires_grad_(False).eval()

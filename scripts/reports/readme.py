@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from scripts.common import files
-from scripts.reports import serves, table, tune_table
+from scripts.reports import fit_table, serves, table, tune_table
 from scripts.reports.block import Block
 from scripts.serving import case as engine_case
 from scripts.serving import llamacpp_cases
@@ -45,6 +45,11 @@ SERVING = Block(
     files.ROOT / "docs" / "serving.md",
     "<!-- serves: written by `make readme` -->",
     "<!-- end of serves -->",
+)
+FIT = Block(
+    files.ROOT / "docs" / "fit.md",
+    "<!-- fits: written by `make readme` -->",
+    "<!-- end of fits -->",
 )
 DROPPED = ("per_prompt", "acceptance_by_rank")
 # file in docs/results without its ending -> folder under reports/
@@ -175,11 +180,19 @@ def engines() -> str:
     return "\n".join(blocks)
 
 
+def fits() -> str:
+    """The table of docs/fit.md."""
+    found = sorted(RESULTS.glob("fit-*.json"))
+    reports = [{**json.loads(path.read_text()), "name": path.stem[4:]} for path in found]
+    return fit_table.page(reports) if reports else ""
+
+
 PAGES = {
     README: front,
     TABLES: results,
     TUNING: tuned,
     ENGINES: engines,
+    FIT: fits,
     SERVING: lambda: serves.markdown(RESULTS),
 }
 

@@ -45,6 +45,9 @@ class SynthesizeConfig:
     regions: list[str] = field(default_factory=lambda: list(REGIONS))
     # logs: key of the log's metadata that names a category
     category: str = "category"
+    # local: ask the questions of a made-up domain (recipes, sql, letters, unit_tests) in place of
+    # invented ones; empty = invented
+    domain: str = ""
     # local: conversations decoded at a time, and the block in which the file grows
     batch: int = 96
     # local: number format of the target: bfloat16, float32 or float16
@@ -113,7 +116,7 @@ class SynthesizeConfig:
         for key, low in lows.items():
             if getattr(self, key) < low:
                 problems.append(f"{key}: {getattr(self, key)} must be at least {low}")
-        problems += self._server_problems()
+        problems += self._server_problems() + self._domain_problems()
         if self.dtype not in DTYPES:
             problems.append(f"dtype: {self.dtype!r} is none of {', '.join(DTYPES)}")
         for key in ("question_temperature", "answer_temperature"):
@@ -151,6 +154,18 @@ class SynthesizeConfig:
         if not self.category:
             problems.append("category: empty; give the key of the log's metadata")
         return problems
+
+    def _domain_problems(self) -> list[str]:
+        if not self.domain:
+            return []
+        if self.backend != "local":
+            return ["domain: only with backend=local; leave it out"]
+        from scripts.synthesis.domains import domains
+
+        known = domains()
+        if self.domain in known:
+            return []
+        return [f"domain: {self.domain!r} is none of {', '.join(known)}"]
 
     def _server_problems(self) -> list[str]:
         if self.backend == "local":
@@ -196,4 +211,5 @@ class SynthesizeConfig:
             "answer_temperature",
             "answer_top_p",
         )
-        return {"format": FORMAT, **{key: getattr(self, key) for key in keys}}
+        domain = {"domain": self.domain} if self.domain else {}
+        return {"format": FORMAT, **{key: getattr(self, key) for key in keys}, **domain}

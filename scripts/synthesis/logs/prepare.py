@@ -27,6 +27,7 @@ from train.texts.rows import Row, interpret, read_lines
 
 FORMAT = 1  # raise when the same logs would give other rows
 SHOWN = 20  # lines named for each reason
+TWICE = "its custom_id stands twice"
 TRAIN, LATER, RECORD = "train.jsonl", "later.jsonl", "logs.json"
 Ask = Callable[[list[dict[str, Any]], Path], list[dict[str, Any] | None]]
 
@@ -211,11 +212,13 @@ def _exchanges(paths: Iterable[Path], book: _Book, category_key: str) -> Iterabl
             side = asked if found.response is None else answered
             if found.custom_id in side:
                 twice.add(found.custom_id)
-                book.out("its custom_id stands twice", where)
-            side[found.custom_id] = found
+                book.out(TWICE, where)
+            else:
+                side[found.custom_id] = found
+    for side in (asked, answered):
+        for name in twice & side.keys():
+            book.out(TWICE, side.pop(name).where)
     for name, half in answered.items():
-        if name in twice:
-            continue
         if name not in asked:
             book.out("a batch's answer whose request is in none of the files", half.where)
             continue
@@ -224,7 +227,7 @@ def _exchanges(paths: Iterable[Path], book: _Book, category_key: str) -> Iterabl
         except Unusable as error:
             book.out(str(error), half.where)
     for name, half in asked.items():
-        if name not in answered and name not in twice:
+        if name not in answered:
             book.out("the answer is missing", half.where)
 
 

@@ -1,0 +1,222 @@
+"""A LoRA (Hu et al. 2021) on the linear layers of a head or of a separate draft, by peft.
+
+On a head that is there (train.first, `start=` with head.lora.rank) the head stays frozen and
+only the adapter is written, in peft's own form: adapter_model.safetensors and
+adapter_config.json beside head.json, which names the frozen head by its folder and the sha256
+of its weights. heads.checkpoint.load_as puts it on that head and merges it, so that to every
+reader it is a head like any other. What is merged is W + alpha / rank * B A, in the dtype of W.
+
+An LM head is left alone: it is read as a matrix, not called.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from conf.errors import UserError
+from heads.limits import MOST, outside
+
+# Keys that are no part of a head: it holds its draft vocabulary, however that came about.
+UNSAVED = ("draft_vocab_from", "lora")
+NAME = "draft"  # peft's name of the adapter
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PREFIX = "base_model.model."  # before the names of tensors in peft's files
+ENDS = tuple(f".lora_{side}.{NAME}.weight" for side in "AB")
+
+
+@dataclass
+class LoraKeys:
+    """A LoRA on linear layers; the rest stays as it is."""
+
+    # rank of the update; 0 = no LoRA, all weights learn
+    rank: int = 0
+    # the update counts alpha / rank
+    alpha: int = 16
+    # dropout before it
+    dropout: float = 0.0
+    # names of the layers it is put on, such as q_proj; empty = all linear layers but the LM
+    # head
+    targets: list[str] = field(default_factory=list)
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        found = outside(self, (("rank", 0, MOST), ("alpha", 0, MOST)))
+        if not 0 <= self.dropout < 1:
+            found.append(f"dropout: {self.dropout} is outside [0, 1); 0 is usual")
+        if not self.rank and (self.targets or self.dropout):
+            found.append("rank: 0 is no LoRA; give 1 or more, or leave targets and dropout out")
+        return found
+
+
+@dataclass
+class Base:
+    """The frozen head. path: its folder. sha256: of its weights file."""
+
+    path: str
+    sha256: str
+
+
+@dataclass
+class Adapter:
+    """What a head's card says of its adapter. targets: full names of the layers."""
+
+    rank: int
+    alpha: int
+    dropout: float
+    targets: list[str]
+    base: Base
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule"."""
+        found = outside(self, (("rank", 1, MOST), ("alpha", 0, MOST)))
+        if not 0 <= self.dropout < 1:
+            found.append(f"dropout: {self.dropout} is outside [0, 1)")
+        return found if self.targets else [*found, "targets: names no layer"]
+
+    def write(self, tensors: dict[str, Tensor], folder: Path) -> str:
+        """peft's two files in an existing folder; the name of the one with the weights.
+
+        Raises OSError or SafetensorError."""
+        kept = {k: v.detach().to("cpu").contiguous() for k, v in tensors.items()}
+        save_file(kept, folder / WEIGHTS, metadata={"format": "pt"})
+        keys = LoraKeys(self.rank, self.alpha, self.dropout)
+        told = _config(keys, self.targets).to_dict()
+        told |= {"base_model_name_or_path": self.base.path, "inference_mode": True}
+        text = json.dumps({k: _plain(v) for k, v in sorted(told.items())}, indent=1)
+        (folder / CONFIG).write_text(text + "\n")
+        return WEIGHTS
+
+
+class Adaptable(nn.Module):
+    """A module that may learn by a LoRA alone. own_lora: whether it puts one on weights of its
+    own and merges it when it is written. lora: the adapter that learns while everything else is
+    frozen, None without one."""
+
+    own_lora: ClassVar[bool] = False
+    lora: Adapter | None = None
+
+    def adapt(self, keys: LoraKeys, base: Base, names: list[str] | None = None) -> int:
+        """Freeze the head and put a fresh LoRA on its linear layers: those of `names`, or as
+        `keys` says. base: where these frozen weights lie. Returns how many layers it is on.
+
+        Raises UserError for layers that do not exist."""
+        frozen = {id(p): p.dtype for p in self.parameters()}
+        names = names or layers(self, keys.targets)
+        wrap(self, keys, names)
+        for weight in self.parameters():
+            if id(weight) not in frozen:
+                weight.data = weight.data.to(max(frozen.values(), key=lambda t: t.itemsize))
+        self.lora = Adapter(keys.rank, keys.alpha, keys.dropout, names, base)
+        return len(names)
+
+    def merge(self) -> None:
+        """Make the adapter part of the weights, which may learn again."""
+        merge(self)
+        self.lora = None
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's; with an adapter its tensors alone, by peft's names."""
+        whole = super().state_dict(*args, **kwargs)
+        return whole if self.lora is None else tensors(whole)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """As torch's; with an adapter its tensors alone. Raises RuntimeError when names or
+        shapes do not fit."""
+        if self.lora is None:
+            return super().load_state_dict(state_dict, strict=strict, assign=assign)
+        odd = set(self.state_dict()) ^ set(state_dict)
+        if odd:
+            raise RuntimeError(f"the adapter's {sorted(odd)[0]} is missing or unknown")
+        return super().load_state_dict(renamed(state_dict), strict=False, assign=assign)
+
+    def lora_json(self) -> dict[str, Any]:
+        """What a head's card says of the adapter; {} without one."""
+        return {"lora": asdict(self.lora)} if self.lora else {}
+
+
+def layers(root: nn.Module, targets: list[str], leave: nn.Module | None = None) -> list[str]:
+    """Names of the linear layers of `root` that a LoRA is put on: those of `targets`, or all.
+    leave: one that is none of them.
+
+    Raises UserError for a target that names no such layer, and where there is no linear layer.
+    """
+    linear = [(n, m) for n, m in root.named_modules() if isinstance(m, nn.Linear)]
+    names = [n for n, m in linear if m is not leave and n.rpartition(".")[2] != "lm_head"]
+    if not names:
+        raise UserError(
+            "head.lora.rank: this kind of head has no linear layers of its own; set "
+            "head.lora.rank=0, which trains all of its weights"
+        )
+    for wanted in targets:
+        if not any(_is(name, wanted) for name in names):
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
+            raise UserError(f"head.lora.targets: {wanted[:80]!r} is no layer; choose among {known}")
+    return [n for n in names if not targets or any(_is(n, wanted) for wanted in targets)]
+
+
+def wrap(root: nn.Module, keys: LoraKeys, names: list[str]) -> None:
+    """Put a fresh LoRA on the named layers, in place; nothing else learns then.
+
+    Raises ValueError for names that peft does not find."""
+    from peft import inject_adapter_in_model
+
+    inject_adapter_in_model(_config(keys, names), root, NAME)
+
+
+def merge(root: nn.Module) -> None:
+    """Put the layers of `root` that are wrapped back, in place, the update added to them in
+    float32 or better. No copy of a layer keeps its adapter."""
+    wrapped = [(n, m) for n, m in root.named_modules() if hasattr(m, "lora_A")]
+    for name, part in wrapped:
+        layer: Any = part
+        base = layer.get_base_layer()
+        wide = torch.promote_types(base.weight.dtype, torch.float32)
+        base.weight.data = base.weight.data.to(wide)
+        layer.merge()
+        parent, _, last = name.rpartition(".")
+        setattr(root.get_submodule(parent), last, base)
+    if hasattr(root, "peft_config"):
+        del root.peft_config
+
+
+def tensors(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of a wrapped module's state_dict the adapter's tensors, by their names in peft's files."""
+    return {
+        f"{PREFIX}{name.replace(f'.{NAME}.weight', '.weight')}": value
+        for name, value in state.items()
+        if name.endswith(ENDS)
+    }
+
+
+def renamed(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The other way round: from peft's names to those of the wrapped module."""
+    return {
+        name.removeprefix(PREFIX).removesuffix(".weight") + f".{NAME}.weight": value
+        for name, value in found.items()
+    }
+
+
+def _is(name: str, wanted: str) -> bool:
+    return name == wanted or name.endswith(f".{wanted}")
+
+
+def _config(keys: LoraKeys, names: list[str]) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=keys.rank, lora_alpha=keys.alpha, lora_dropout=keys.dropout, target_modules=names
+    )
+
+
+def _plain(value: Any) -> Any:
+    """A value of peft's config as JSON; sets in order, so that a file has the same bits again."""
+    if isinstance(value, set):
+        return sorted(value)
+    return getattr(value, "value", value)

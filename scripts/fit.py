@@ -1,0 +1,325 @@
+"""Fit a drafter to your own traffic: know what it brought, and keep what you had.
+
+    python scripts/fit.py target=smollm2 logs=requests.jsonl start=runs/eagle3 minutes=10 \\
+        out=runs/fit
+    python scripts/fit.py target=smollm2 train=monday.jsonl later=tuesday.jsonl \\
+        start=runs/eagle3 lora.rank=8 minutes=10 out=runs/fit
+    python scripts/fit.py target=smollm2 rounds=runs/rounds later=tuesday.jsonl \\
+        start=runs/eagle3 minutes=10 out=runs/fit
+
+Reads the logs (masked, split by time), turns minutes into steps by a pilot, trains from `start`
+within them and stops early where decoded acceptance no longer rises, then compares before and
+after on the later part and on prompts of no traffic in particular. The head of `start` is
+never written to. OUT/head is the better one of the two: the new one where the paired interval
+of its accepted length on the later part lies above the old one's, else a copy of the old one.
+OUT/fit.json holds everything that was found, OUT/fit.png the picture, OUT/certificate the
+certificate of OUT/head, and OUT/export with format=FORMAT its export.
+
+Stop it at any time: the same command goes on where it stopped, with the same result; a stage
+that is done is not done again. Exit codes: 0; 1 the certificate found a bias, or training and
+decoding disagree; 2 a mistake to mend; 130 stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from conf.errors import UserError
+from conf.schema import entry
+from decode.models.load import load_target
+from decode.target import Target
+from heads import lora
+from heads.base import Head
+from heads.checkpoint import read_card, recover, staged
+from heads.folders import find_head, head_in
+from heads.interop import Facts, find_layout
+from heads.warm import Start
+from scripts import certify, evaluate, export
+from scripts.common import files
+from scripts.fitting import train, verdict
+from scripts.fitting.config import FitConfig
+from scripts.fitting.train import BUDGET, Chats
+from scripts.reports import fit_table
+from scripts.synthesis import logs
+from scripts.synthesis.write import differences
+
+SETTINGS, REPORT, PICTURE = "settings.json", "fit.json", "fit.png"
+
+
+@dataclass
+class Stages:
+    """What is done once each. A stage that has left its file is not run again; done: what they
+    found, by name. seconds: of every stage, over all runs of this command."""
+
+    out: Path
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def once(self, name: str, title: str, make: Callable[[], Any]) -> Any:
+        """The JSON value of a stage: from OUT/stages/NAME.json, or made now."""
+        path = self.out / "stages" / f"{name}.json"
+        if path.exists():
+            kept = json.loads(path.read_text())
+        else:
+            print(f"fit: {title}", flush=True)
+            began = time.perf_counter()
+            found = make()
+            kept = {"seconds": round(time.perf_counter() - began, 1), "found": found}
+            files.write_json(path, kept)
+        self.seconds[name] = kept["seconds"]
+        return kept["found"]
+
+
+@entry("fit", FitConfig)
+def main(cfg: FitConfig) -> int:
+    """Run the stages that are not done yet, and tell."""
+    out = Path(cfg.out).expanduser()
+    if out.exists() and not out.is_dir():
+        raise UserError(f"out: {out} is a file; give a folder")
+    with files.sole_writer(out):
+        return fitted(cfg, out)
+
+
+def fitted(cfg: FitConfig, out: Path) -> int:
+    """The run behind `main`: its exit code."""
+    _, sha256, _ = train.start_of(cfg)
+    _apart(cfg, out)
+    begin(cfg, out, sha256)
+    stages = Stages(out)
+    about = stages.once("start", "the head that is fitted", lambda: look(cfg))
+    read = stages.once("chats", "the traffic", lambda: chats(cfg, out))
+    known = Chats(read["train"], read["later"], bool(cfg.rounds))
+    budget = stages.once(
+        "pilot", "a pilot: how many steps fit in", lambda: asdict(train.pilot(cfg, known, out))
+    )
+    told = train.Budget(**budget)
+    print(
+        f"fit: {cfg.minutes:g} minutes are {told.steps:,} steps here, decoded acceptance every "
+        f"{told.every:,}",
+        flush=True,
+    )
+    names = {"before": cfg.start, "after": str(out / "run" / "best")}
+    record = stages.once("training", "training", lambda: learn(cfg, known, out / "run", told))
+    scratch = None
+    if cfg.scratch:
+        names["scratch"] = str(out / "scratch" / "best")
+        scratch = stages.once(
+            "scratch",
+            "a fresh head with the same steps",
+            lambda: learn(cfg, known, out / "scratch", told, fresh=True),
+        )
+    later = stages.once(
+        "later",
+        "before against after on the later part",
+        lambda: score(cfg, out / "later", known.later, cfg.prompts, names),
+    )
+    general = None
+    if cfg.general_prompts:
+        general = stages.once(
+            "general",
+            "what was forgotten",
+            lambda: score(cfg, out / "general", cfg.general, cfg.general_prompts, names),
+        )
+    gain = later["drafters"][1]["against_before"]
+    kept = "new" if verdict.better(gain) else "old"
+    stages.once("head", "the better one of the two", lambda: keep(cfg, out, kept, names))
+    paper = None
+    if cfg.certify_tokens:
+        paper = stages.once("certificate", "its certificate", lambda: certified(cfg, out))
+    if cfg.format:
+        stages.once("export", f"its export, {cfg.format}", lambda: exported(cfg, out))
+    report = {
+        "format": 1,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": files.command(),
+        "environment": files.environment(cfg.device or "cpu"),
+        "target": about["target"],
+        "settings": {k: v for k, v in cfg.settings().items() if k != "target"},
+        "start": {"path": cfg.start, "kind": about["kind"], "sha256": sha256},
+        "traffic": read,
+        "budget": budget,
+        "training": record,
+        "scratch": scratch,
+        "later": later,
+        "general": general,
+        "kept": kept,
+        "gain": gain,
+        "bytes": {name: weight(folder) for name, folder in names.items()},
+        "certificate": paper,
+        "export": str(out / "export") if cfg.format else None,
+        "seconds": stages.seconds,
+    }
+    files.write_bytes(out / PICTURE, fit_table.picture(report))
+    files.write_json(out / REPORT, report)
+    fit_table.show(report)
+    print(f"report: {out / REPORT}, {out / PICTURE}; drafter: {out}")
+    return 1 if paper and paper["verdict"] == "not lossless" else 0
+
+
+# -- the stages, in their order
+
+
+def begin(cfg: FitConfig, out: Path, sha256: str) -> None:
+    """Note what the folder is for; until a pilot is through that may change. Raises UserError
+    for a folder of another fit."""
+    now = json.loads(json.dumps({**cfg.settings(), "start": sha256}))
+    path = out / SETTINGS
+    if not path.exists():
+        if out.is_dir() and any(p for p in out.iterdir() if not p.name.startswith(".")):
+            raise UserError(f"out: {out} holds other files and no fit; give another folder")
+        files.write_json(path, now)
+        return
+    try:
+        apart = differences(json.loads(path.read_text()), now)
+    except ValueError:
+        raise UserError(f"out: {path} is damaged; give another folder") from None
+    if apart and not (out / BUDGET).exists():  # nothing has been learned yet
+        for part in ("stages", "traffic"):
+            shutil.rmtree(out / part, ignore_errors=True)
+        files.write_json(path, now)
+    elif apart:
+        raise UserError(
+            f"out: {out} holds a fit of other settings ({'; '.join(apart[:3])}); restore them, or "
+            "give another folder"
+        )
+
+
+def look(cfg: FitConfig) -> dict[str, Any]:
+    """Load target and head once, so that what does not go together is said first."""
+    kind, _, _ = train.start_of(cfg)
+    target = load_target(cfg.target, cfg.dtype, cfg.device)
+    head = Start(cfg.start, kind, target).head
+    if cfg.lora.rank and not head.own_lora:
+        try:
+            lora.layers(head, cfg.lora.targets)
+        except UserError as error:
+            raise UserError(str(error).replace("head.lora.", "lora.")) from None
+    exportable(cfg, head, target)
+    identity = target.identity.to_json() if target.identity else {}
+    return {"kind": kind, "target": {k: v for k, v in identity.items() if k != "path"}}
+
+
+def exportable(cfg: FitConfig, head: Head, target: Target) -> None:
+    """Raises UserError where cfg.format has no place for such a head."""
+    if not cfg.format or cfg.format == "gguf" or head.kind == "small_lm":
+        return  # the export itself says what these cannot hold
+    refused = find_layout(cfg.format, head).refusals(head, Facts.of(target, cfg.target.name))
+    if refused:
+        raise UserError(f"format={cfg.format}: {'; '.join(refused)}")
+
+
+def chats(cfg: FitConfig, out: Path) -> dict[str, Any]:
+    """What is learned from, and what is asked later."""
+    if not cfg.logs:
+        return {"train": cfg.rounds or cfg.train, "later": cfg.later}
+    target = load_target(cfg.target, cfg.dtype, "cpu")
+    options = logs.LogOptions(tuple(cfg.served), cfg.later_share, cfg.mask)
+    paths = cfg.logs if isinstance(cfg.logs, list) else [cfg.logs]
+    report = logs.prepare(paths, out / "traffic", cfg.target, target.tokenizer, options)
+    for line in report.lines():
+        print(f"     {line}", flush=True)
+    told = {k: v for k, v in report.to_json().items() if k not in ("train", "later", "named")}
+    return {**told, "train": str(report.train), "later": str(report.later)}
+
+
+def learn(
+    cfg: FitConfig, known: Chats, folder: Path, budget: train.Budget, fresh: bool = False
+) -> dict[str, Any]:
+    """Train, and say how it went."""
+    train.trained(cfg, known, folder, budget, fresh)
+    return train.record(folder)
+
+
+def score(
+    cfg: FitConfig, out: Path, prompts: str, count: int | None, names: dict[str, str]
+) -> dict[str, Any]:
+    """All drafters on a file of prompts, in turns."""
+    shaped = [f"{name}@{cfg.shape}" if cfg.shape else name for name in names.values()]
+    shaped += cfg.against
+    wanted = evaluate.EvaluateConfig(
+        out=str(out),
+        target=cfg.target,
+        drafters=["none", *dict.fromkeys(shaped)],
+        prompts=prompts,
+        num_prompts=count,
+        temperature=cfg.temperature,
+        max_new_tokens=cfg.max_new_tokens,
+        dtype=cfg.dtype,
+        device=cfg.device,
+        seed=cfg.seed,
+        parity=0,
+        quiet=cfg.quiet,
+    )
+    evaluate.evaluated(wanted, out)
+    return verdict.compared(out / "report.json", shaped, cfg.seed)
+
+
+def keep(cfg: FitConfig, out: Path, kept: str, names: dict[str, str]) -> str:
+    """OUT/head: the new head, or a copy of the old one. `start` itself is only read."""
+    source = find_head(names["after"] if kept == "new" else names["before"])
+    recover(out / "head")
+    with staged(out / "head") as stage:
+        shutil.copytree(source, stage, dirs_exist_ok=True)
+    return kept
+
+
+def certified(cfg: FitConfig, out: Path) -> dict[str, Any]:
+    """The certificate of OUT/head."""
+    shape = f"@{cfg.shape}" if cfg.shape else ""
+    wanted = certify.CertifyConfig(
+        out=str(out / "certificate"),
+        drafter=f"{out / 'head'}{shape}",
+        target=cfg.target,
+        tokens=cfg.certify_tokens,
+        controls=cfg.controls,
+        device=cfg.device,
+        seed=cfg.seed,
+        quiet=cfg.quiet,
+    )
+    certify.certified(wanted, out / "certificate")
+    paper = json.loads((out / "certificate" / "certificate.json").read_text())
+    return {"verdict": paper["verdict"], "reasons": paper["reasons"]}
+
+
+def exported(cfg: FitConfig, out: Path) -> str:
+    """The export of OUT/head."""
+    export.export(
+        export.ExportConfig(
+            drafter=str(out / "head"),
+            format=cfg.format,
+            out=str(out / "export"),
+            target=cfg.target,
+            overwrite=True,
+            device=cfg.device,
+        )
+    )
+    return str(out / "export")
+
+
+def weight(folder: str) -> int:
+    """Bytes of a head's weights file."""
+    return int(read_card(find_head(folder))["weights"]["bytes"])
+
+
+def _apart(cfg: FitConfig, out: Path) -> None:
+    """Raises UserError where OUT would write into `start`."""
+    place = head_in(cfg.start)
+    if place is None:
+        return
+    source = {place.resolve(), Path(cfg.start).expanduser().resolve()}
+    if out.resolve() in source or source & set(out.resolve().parents):
+        raise UserError(f"out: {out} lies in the head that is fitted; give another folder")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""The keys of scripts/fit.py."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from decode.models.load import DTYPES, TargetConfig
+from heads.interop import FORMATS
+from heads.lora import LoraKeys
+
+# Keys under whose other values a folder goes on: where things lie, and what is told.
+LOGISTICS = ("out", "quiet", "device")
+
+
+@dataclass
+class FitConfig:
+    """Keys of scripts/fit.py."""
+
+    # run or head folder that is fitted; it is never written to
+    start: str
+    # folder of the fit: head/ (the better of the two), fit.json, fit.png and every stage
+    out: str
+    # the frozen model that answers
+    target: TargetConfig = field(default_factory=TargetConfig)
+    # request and response logs, FILE or [FILE,FILE] (scripts/synthesize.py says which forms)
+    logs: str | list[str] = ""
+    # share of the logs, the last in time, that training does not see
+    later_share: float = 0.2
+    # names under which the logs' model is the target; empty = the target's own name
+    served: list[str] = field(default_factory=list)
+    # replace secrets and personal data in the logs
+    mask: bool = True
+    # in place of logs: a JSONL file of chats to learn from
+    train: str = ""
+    # in place of logs: a JSONL file of later chats, whose questions are asked
+    later: str = ""
+    # in place of `train`: a folder of scripts/log_rounds.py, to learn where a head drafted
+    rounds: str = ""
+    # minutes of training on this machine, its evaluations counted; a pilot turns them into steps
+    minutes: float = 10.0
+    # a LoRA in place of full weights
+    lora: LoraKeys = field(default_factory=LoraKeys)
+    # peak learning rate; null = as train/ takes it
+    lr: float | None = None
+    # chats of an optimizer step
+    batch_size: int = 16
+    # longer chats are cut here, tokens
+    max_length: int = 512
+    # share of the training chats that the evaluations ask
+    held_out: float = 0.05
+    # evaluations within the budget
+    evaluations: int = 4
+    # stop after so many evaluations in a row without a longer accepted length; 0 = never
+    patience: int = 2
+    # prompts of an evaluation
+    eval_prompts: int = 8
+    # prompts of the parity gate behind the training; 0 = no gate
+    parity: int = 4
+    # later prompts that are compared, by turns from the categories; null = all
+    prompts: int | None = 60
+    # prompts of no traffic in particular, to see what was forgotten
+    general: str = "scripts/prompts/demo.jsonl"
+    # how many of them; 0 = none
+    general_prompts: int = 24
+    # most tokens of an answer
+    max_new_tokens: int = 64
+    # temperature of the comparison; 0 = greedy
+    temperature: float = 0.0
+    # shape of the drafts: chain, tree, or nothing for the head's own
+    shape: str = ""
+    # also train a fresh head of the same kind with the same steps, and compare it
+    scratch: bool = False
+    # further drafters that are compared
+    against: list[str] = field(default_factory=list)
+    # tokens of the certificate of the result, at temperature 1; 0 = no certificate
+    certify_tokens: int = 5000
+    # its negative controls: run, none, or the folder of a certificate of this target that ran
+    # them
+    controls: str = "run"
+    # export the result for an engine: vllm, speculators, sglang, gguf, ...; empty = no export
+    format: str = ""
+    # of the target: float32, bfloat16
+    dtype: str = "bfloat16"
+    # cpu, cuda, cuda:1; null = the GPU when there is one
+    device: str | None = None
+    # of every random number
+    seed: int = 0
+    # no progress bars
+    quiet: bool = False
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        found = []
+        lows: dict[str, int] = {
+            "batch_size": 1,
+            "max_length": 8,
+            "evaluations": 1,
+            "patience": 0,
+            "eval_prompts": 1,
+            "parity": 0,
+            "general_prompts": 0,
+            "max_new_tokens": 1,
+            "certify_tokens": 0,
+        }
+        for key, low in lows.items():
+            if getattr(self, key) < low:
+                found.append(f"{key}: {getattr(self, key)} is below {low}; give {low} or more")
+        if self.prompts is not None and self.prompts < 2:
+            found.append(f"prompts: {self.prompts} allows no interval; give 2 or more, or null")
+        if not self.minutes > 0:
+            found.append(f"minutes: {self.minutes} is no budget; give more than 0")
+        for key in ("held_out", "later_share"):
+            if not 0 < getattr(self, key) < 1:
+                found.append(f"{key}: {getattr(self, key)} is outside (0, 1); give such as 0.1")
+        if self.temperature < 0:
+            found.append(f"temperature: {self.temperature} is below 0; 0 is greedy")
+        if self.lr is not None and not self.lr > 0:
+            found.append(f"lr: {self.lr} is not above 0; null takes the usual one")
+        if self.shape not in ("", "chain", "tree"):
+            found.append(f"shape: {self.shape!r}; choose chain, tree or nothing")
+        if self.dtype not in DTYPES or self.dtype == "float16":
+            found.append(f"dtype: {self.dtype!r}; choose bfloat16 or float32")
+        if self.format and self.format not in FORMATS:
+            found.append(f"format: {self.format} is unknown; choose among {', '.join(FORMATS)}")
+        for key in ("start", "out"):
+            if not getattr(self, key):
+                found.append(f"{key}: is empty; give a folder")
+        return found + self._sources()
+
+    def _sources(self) -> list[str]:
+        """Exactly one source of text."""
+        given = [key for key in ("logs", "train", "rounds") if getattr(self, key)]
+        if len(given) != 1:
+            told = f"{' and '.join(given)} are given" if given else "is empty"
+            return [f"logs: {told}; give one of logs=FILE, train=FILE, rounds=FOLDER"]
+        if self.logs and self.later:
+            return ["later: the logs are split by time; leave it out, or give train=FILE"]
+        if not self.logs and not self.later:
+            return [f"later: is empty; beside {given[0]}= give later=FILE, a JSONL file of chats"]
+        return []
+
+    def settings(self) -> dict[str, Any]:
+        """What decides the result."""
+        return {k: v for k, v in asdict(self).items() if k not in LOGISTICS}

@@ -1,0 +1,183 @@
+"""The training of a fit: one of train/'s own runs, whose steps a pilot has counted."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import statistics
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from conf.errors import UserError
+from conf.schema import compose
+from conf.typed import from_json
+from heads import HEADS
+from heads.checkpoint import read_card
+from heads.earlier import without_gone
+from heads.folders import head_in
+from heads.lora import LoraKeys
+from scripts.common import files
+from scripts.fitting.config import FitConfig
+from train.block import BlockRun
+from train.config import DraftRun, EagleRun, MedusaRun, TrainConfig
+from train.hydra_heads import HydraHeadsRun
+from train.loop import fit
+
+# kind of head -> (the defaults of its entry point, its schema)
+ENTRIES: dict[str, tuple[str, type[TrainConfig]]] = {
+    "medusa": ("medusa", MedusaRun),
+    "hydra_heads": ("hydra_heads", HydraHeadsRun),
+    "eagle1": ("eagle", EagleRun),
+    "eagle3": ("eagle", EagleRun),
+    "dflash": ("block", BlockRun),
+    "dspark": ("block", BlockRun),
+    "small_lm": ("draft", DraftRun),
+}
+BUDGET = "budget.json"
+PILOT_STEPS = 4
+MOST_SHARE = 0.5  # of the budget that evaluations may take
+
+
+@dataclass(frozen=True)
+class Chats:
+    """What is learned from and what is asked: a JSONL file of chats, or a folder of rounds, and
+    a file of later chats."""
+
+    train: str
+    later: str
+    rounds: bool = False
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a pilot has found. seconds: of a step and of an evaluation. every: steps between
+    two evaluations."""
+
+    minutes: float
+    steps: int
+    every: int
+    step_seconds: float
+    eval_seconds: float
+
+
+def start_of(cfg: FitConfig) -> tuple[str, str, Any]:
+    """(kind, sha256 of the weights, keys) of the head at cfg.start. Raises UserError where there
+    is none that can be fitted."""
+    folder = head_in(cfg.start)
+    if folder is None:
+        raise UserError(
+            f"start: {cfg.start}: no head there (no head.json, head/, best/ or checkpoints/); give "
+            "a run folder or a head folder"
+        )
+    card = read_card(folder)
+    kind = str(card["kind"])
+    if kind not in ENTRIES:
+        raise UserError(
+            f"start: {cfg.start}: a {kind[:80]} head is not fitted; give one of "
+            f"{', '.join(ENTRIES)}"
+        )
+    saved = card["head"].get("config")
+    saved = without_gone(saved) if isinstance(saved, dict) else saved
+    keys, problems = from_json(saved, HEADS[kind].Config)
+    if problems:
+        raise UserError(f"start: {folder}: {problems[0].partition('; set ')[0]}; give a sound head")
+    return kind, str(card["weights"]["sha256"]), keys
+
+
+def config(cfg: FitConfig, chats: Chats, out: Path, fresh: bool = False) -> TrainConfig:
+    """The training run of a fit, its steps still open. fresh: from scratch."""
+    kind, _, keys = start_of(cfg)
+    entry, schema = ENTRIES[kind]
+    source = "rounds" if chats.rounds else "jsonl"
+    run: Any = compose(entry, schema, [f"data={source}", "data.path=x", "out_dir=x", "steps=1"])
+    run.data.path, run.out_dir, run.target = chats.train, str(out), cfg.target
+    run.data.max_length, run.data.held_out = cfg.max_length, cfg.held_out
+    run.head = replace(keys, lora=LoraKeys() if fresh else cfg.lora)
+    run.start = "" if fresh else cfg.start
+    run.batch_size, run.seed, run.dtype = cfg.batch_size, cfg.seed, cfg.dtype
+    run.device = cfg.device or ""
+    run.optim.lr = cfg.lr
+    run.eval = replace(
+        run.eval,
+        prompts=cfg.eval_prompts,
+        max_new_tokens=cfg.max_new_tokens,
+        temperature=cfg.temperature,
+        shape=cfg.shape,
+        patience=cfg.patience,
+        parity=cfg.parity,
+    )
+    return run  # type: ignore[no-any-return]
+
+
+def pilot(cfg: FitConfig, chats: Chats, out: Path) -> Budget:
+    """How many steps fit into cfg.minutes here, by a few steps and one evaluation; written to
+    OUT/budget.json once, and read from there ever after.
+
+    Raises UserError for a budget that is too short for one evaluation, and where nothing can be
+    evaluated."""
+    path = out / BUDGET
+    if path.exists():
+        return Budget(**json.loads(path.read_text()))
+    run, folder = config(cfg, chats, out / "pilot"), out / "pilot"
+    shutil.rmtree(folder, ignore_errors=True)  # seconds of a pilot that was cut short mean little
+    run.steps, run.log_every, run.save_every = PILOT_STEPS, 1, 0
+    run.eval = replace(run.eval, every=PILOT_STEPS, parity=0, patience=0)
+    fit(run, HEADS[run.head.kind])
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    asked = [line for line in lines if line.get("event") == "eval"]
+    if not asked:
+        raise UserError(
+            f"held_out: {cfg.held_out:g} of the training chats is none that could be asked; give "
+            "more, or more chats"
+        )
+    passed = [line["train_seconds"] for line in lines if "loss" in line]
+    steps = [b - a for a, b in itertools.pairwise(passed)]  # the first one warms up
+    budget = budgeted(cfg, statistics.median(steps), asked[-1]["seconds"])
+    files.write_json(path, asdict(budget))
+    shutil.rmtree(folder, ignore_errors=True)
+    return budget
+
+
+def budgeted(cfg: FitConfig, step: float, evaluation: float) -> Budget:
+    """The steps that cfg.minutes have room for. step, evaluation: seconds of one.
+
+    Raises UserError where not even one evaluation fits in."""
+    room, step = 60 * cfg.minutes, max(step, 1e-3)
+    most = int(MOST_SHARE * room / max(evaluation, 1e-3))
+    evaluations = min(cfg.evaluations, most)
+    every = int((room - evaluations * evaluation) / step) // max(evaluations, 1)
+    if evaluations < 1 or every < 1:
+        least = max(evaluation / MOST_SHARE, evaluation + step) / 60
+        raise UserError(
+            f"minutes: {cfg.minutes:g} is too short for one evaluation here ({evaluation:.1f} s, a "
+            f"step {step:.2f} s); give {least:.1g} or more, or fewer eval_prompts"
+        )
+    return Budget(cfg.minutes, every * evaluations, every, step, evaluation)
+
+
+def trained(cfg: FitConfig, chats: Chats, out: Path, budget: Budget, fresh: bool = False) -> Path:
+    """Train within the budget, or go on; the folder of the best head."""
+    run = config(cfg, chats, out, fresh)
+    run.steps, run.save_every = budget.steps, budget.every
+    run.eval = replace(run.eval, every=budget.every)
+    fit(run, HEADS[run.head.kind])
+    return out / "best"
+
+
+def record(out: Path) -> dict[str, Any]:
+    """What a training run says of itself: steps, which were the best, accepted length at every
+    evaluation."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    asked = {line["step"]: line for line in lines if line.get("event") == "eval"}
+    last, best = (read_card(out / part)["extra"] for part in ("head", "best"))
+    return {
+        "steps": last["step"],
+        "best_step": best["step"],
+        "seen": last.get("training", {}),
+        "evaluations": [
+            {"step": step, "accepted_length": line["accepted_length"], "seconds": line["seconds"]}
+            for step, line in sorted(asked.items())
+        ],
+    }

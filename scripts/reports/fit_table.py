@@ -1,0 +1,181 @@
+"""The table and the picture of a fit, drawn from fit.json alone, and the table of docs/fit.md
+from several of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from scripts.reports.table import interval
+
+Report = dict[str, Any]
+
+
+def show(report: Report, console: Console | None = None) -> None:
+    """Print the table and what was decided."""
+    console = console or Console()
+    table = Table(title=f"{report['start']['path']}, fitted in {report['budget']['minutes']:g} min")
+    for name in ("prompts", "drafter", "accepted length", "against before", "speedup"):
+        table.add_column(name, justify="left" if name in ("prompts", "drafter") else "right")
+    for row in lines(report):
+        table.add_row(*row)
+    console.print(table)
+    for line in told(report):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def lines(report: Report) -> list[list[str]]:
+    """The rows of the table: later part and general prompts, with their categories."""
+    found = []
+    for part in ("later", "general"):
+        if not report[part]:
+            continue
+        names = labels(report, part)
+        for name, row in zip(names, report[part]["drafters"], strict=True):
+            where = f"{part} ({report[part]['prompts']})"
+            found.append(
+                [
+                    where,
+                    name,
+                    interval(row["accepted_length"]),
+                    change(row["against_before"]) if name != "before" else "",
+                    interval(row["speedup"], unit="×"),
+                ]
+            )
+            if name != "after" or len(row["by_category"]) < 2:
+                continue
+            for category, cell in row["by_category"].items():
+                found.append(
+                    [
+                        f"  {category} ({cell['prompts']})",
+                        name,
+                        interval(cell["accepted_length"]),
+                        change(cell["against_before"]),
+                        "",
+                    ]
+                )
+    return found
+
+
+def labels(report: Report, part: str) -> list[str]:
+    """What the drafters of a part are called: before, after, scratch, or as they were named."""
+    roles = ["before", "after", *(["scratch"] if report["scratch"] else [])]
+    rows = report[part]["drafters"]
+    return [roles[i] if i < len(roles) else row["name"] for i, row in enumerate(rows)]
+
+
+def change(cell: dict[str, Any] | None) -> str:
+    """A ratio of accepted length as a change in percent, with its interval."""
+    if not cell or cell["mean"] is None:
+        return "–"
+    mean = f"{cell['mean'] - 1:+.1%}"
+    if cell["low"] is None:
+        return mean
+    return f"{mean} [{cell['low'] - 1:+.1%}, {cell['high'] - 1:+.1%}]"
+
+
+def told(report: Report) -> list[str]:
+    """What was decided and why, in lines."""
+    gain, training = change(report["gain"]), report["training"]
+    if report["kept"] == "new":
+        found = [f"kept: the new head, {gain} accepted length on the later part"]
+    else:
+        found = [
+            f"kept: the OLD head: {gain} accepted length on the later part, and only an interval "
+            "above 0 would count"
+        ]
+    steps = report["budget"]["steps"]
+    if training["steps"] < steps:
+        found.append(
+            f"stopped at step {training['steps']} of {steps}: accepted length no longer rose "
+            f"(best at {training['best_step']})"
+        )
+    if report["general"]:
+        row = report["general"]["drafters"][1]
+        found.append(f"on prompts of no traffic in particular: {change(row['against_before'])}")
+    if report["certificate"]:
+        found.append(f"certificate: {report['certificate']['verdict']}")
+    return found
+
+
+def picture(report: Report) -> bytes:
+    """Accepted length before and after by category, as a PNG."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    from scripts.reports.plots import COLORS, INK, STYLE, png
+
+    bars = _bars(report)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(6.6, 1.2 + 0.5 * len(bars)), layout="constrained")
+        ax = figure.add_subplot()
+        for y, (_, cells) in enumerate(bars[::-1]):
+            for i, cell in enumerate(cells[:2]):
+                if cell["mean"] is None:
+                    continue
+                at = y + (0.19 if i == 0 else -0.19)
+                label = ("before", "after")[i] if y == 0 else None
+                ax.barh(at, cell["mean"], height=0.34, color=COLORS[i], label=label)
+                if cell["low"] is not None:
+                    ax.plot([cell["low"], cell["high"]], [at, at], color=INK, linewidth=1.4)
+        ax.set_yticks(range(len(bars)), [name for name, _ in bars[::-1]])
+        ax.set_xlabel("accepted length, tokens per target pass")
+        ax.set_title("Before and after")
+        ax.legend(loc="lower right")
+        return png(figure)
+
+
+def _bars(report: Report) -> list[tuple[str, list[dict[str, Any]]]]:
+    """(name, [before, after]) of every bar: each part, and its categories."""
+    bars = []
+    for part in ("later", "general"):
+        if not report[part]:
+            continue
+        rows = report[part]["drafters"][:2]
+        bars.append((part, [row["accepted_length"] for row in rows]))
+        categories = rows[0]["by_category"]
+        for name in categories if len(categories) > 1 else ():
+            cells = [row["by_category"][name]["accepted_length"] for row in rows]
+            bars.append((f"{part}: {name}", cells))
+    return bars
+
+
+def markdown(reports: Sequence[Report]) -> str:
+    """The table of docs/fit.md: a row for every fit and drafter."""
+    head = "| traffic | drafter | minutes | later part | against before | general | bytes |"
+    rows = [head, "|---|---|---:|---:|---:|---:|---:|"]
+    for report in reports:
+        for i, name in enumerate(labels(report, "later")):
+            if i > 2:
+                break
+            row = report["later"]["drafters"][i]
+            general = report["general"]["drafters"][i] if report["general"] else None
+            kind = (
+                f"{name}, LoRA {report['settings']['lora']['rank']}" if _lora(report, i) else name
+            )
+            rows.append(
+                f"| {report['name']} | {kind} | {report['budget']['minutes'] if i else 0:g} | "
+                f"{interval(row['accepted_length'])} | "
+                f"{change(row['against_before']) if i else ''} | "
+                f"{change(general['against_before']) if i and general else ''} | "
+                f"{report['bytes'][name]:,} |"
+            )
+    return "\n".join(rows)
+
+
+def _lora(report: Report, index: int) -> bool:
+    return index == 1 and bool(report["settings"]["lora"]["rank"])
+
+
+def page(reports: Sequence[Report]) -> str:
+    """The table of docs/fit.md with what it was measured on."""
+    rows = [
+        f"- {report['name']}: `{report['command']}`; {report['environment']['processor']}, "
+        f"{report['environment']['threads']} threads, commit `{report['environment']['commit']}`; "
+        f"{report['budget']['steps']} steps, kept the {report['kept']} head"
+        for report in reports
+    ]
+    return "\n".join([markdown(reports), "", *rows])
