@@ -77,6 +77,7 @@ def fitted(cfg: FitConfig) -> dict[str, Any]:
     return json.loads((Path(cfg.out) / "fit.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("steady")
 def test_from_traffic_to_a_kept_head_and_stopped_between(start: Path, tmp_path: Path) -> None:
     before = {p: p.read_bytes() for p in start.rglob("*") if p.is_file()}

@@ -260,3 +260,28 @@ def test_a_strangers_card_does_no_harm(adapted: Path, tmp_path: Path) -> None:
     assert "lora.targets" in loading(targets=[])
     assert "lora.base" in loading(base={"path": "/nowhere", "sha256": ""})
     assert "adapter on itself" in loading(itself=True)
+
+
+def test_an_export_is_that_of_the_merged_weights(tmp_path: Path) -> None:
+    from heads.interop import Facts, find_layout
+
+    target, cfg = tiny_target(layers=4), EagleConfig(draft_vocab=60, taps=[1, 2, 3])
+    head = Eagle3Head.for_target(target, cfg, torch.arange(260) + 1).eval()
+    save_head(head, tmp_path / "base", target.identity)
+    folders = []
+    for number in range(2):  # two adapters on one head
+        head = load_head(tmp_path / "base", target)
+        head.adapt(LoraKeys(2), Base(str(tmp_path / "base"), weights(tmp_path / "base")))
+        for weight in head.parameters():
+            weight.data += 0.05 * torch.randn_like(weight) * weight.requires_grad
+        folders.append(tmp_path / f"lora{number}")
+        save_head(head, folders[-1], target.identity)
+    one, other = (load_head(folder, target) for folder in folders)
+    assert not laws(one, target).equal(laws(other, target))
+    save_head(one, tmp_path / "merged", target.identity)
+    merged = load_head(tmp_path / "merged", target)
+    assert (laws(merged, target) - laws(one, target)).abs().max() < 1e-6
+    layout, facts = find_layout("vllm", one), Facts.of(target, "tiny")
+    exports = [layout.write(h, target, facts, torch.float32) for h in (one, merged)]
+    assert exports[0][0] == exports[1][0]
+    assert all(exports[0][1][k].equal(v) for k, v in exports[1][1].items())
