@@ -560,6 +560,15 @@ def test_rules_are_listed(tmp_path: Path, tokenizer: Any) -> None:
     assert len({r["name"] for r in listed}) == len(listed)
 
 
+def test_help_lists_the_rules(capsys: pytest.CaptureFixture[str]) -> None:
+    from scripts.synthesize import main
+
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert all(rule.name in said for rule in RULES if rule.source == "own")
+
+
 def test_tool_arguments_and_tools_are_masked(tmp_path: Path, tokenizer: Any) -> None:
     function = {"name": "mail", "arguments": '{"to": "bob@x.org", "bob@x.org": 1}'}
     called = reply(end="tool_calls")
@@ -822,6 +831,7 @@ def test_a_server_answers_again(tmp_path: Path) -> None:
         (["logs=a", "later=1"], "later: 1.0 must lie between 0 and 1"),
         (["logs=a", "num_conversations=5"], "num_conversations: not with logs"),
         (["logs=a", "backend=openai", "base_url=http://h/v1", "prompts=p"], "prompts: not with"),
+        (["logs=a", "domain=sql"], "domain: not with logs"),
         (["logs=[]", "again=false"], "again: only with logs"),
         (["logs=['']"], "logs: a name is empty"),
     ],
