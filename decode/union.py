@@ -76,14 +76,10 @@ def joined(trees: Sequence[DraftTree]) -> DraftTree:
     if not any(other.width for other in others):
         return replace(first, drafters=torch.ones_like(first.tokens))
     tables = [_table(tree) for tree in trees]
-    rows: list[list[tuple[int, int]]] = []
-    origins: list[list[int]] = []
-    for parts in zip(*tables, strict=True):
-        row, origin = _merged(parts)
-        rows.append(row)
-        origins.append(origin)
-    most = max(map(len, rows), default=0)
-    marks = torch.tensor([o + [0] * (most - len(o)) for o in origins], device=device)
+    merged = [_merged(parts) for parts in zip(*tables, strict=True)]
+    rows = [nodes for nodes, _ in merged]
+    most = max(map(len, rows))
+    marks = torch.tensor([m + [0] * (most - len(m)) for _, m in merged], device=device)
     if all(len(row) == len(own) for row, own in zip(rows, tables[0], strict=True)):
         drafters = torch.ones_like(first.tokens)
         drafters[:, :most] = marks.view(count, most)
@@ -92,9 +88,9 @@ def joined(trees: Sequence[DraftTree]) -> DraftTree:
     if first.sampled is None or first.proposal is None:
         return tree
     common = min(width, most)
-    own = torch.arange(common, device=device) < first.size[:, None]
+    drawn = torch.arange(common, device=device) < first.size[:, None]
     sampled = torch.zeros(count, most, dtype=torch.bool, device=device)
-    sampled[:, :common] = first.sampled[:, :common] & own
+    sampled[:, :common] = first.sampled[:, :common] & drawn
     law_row = torch.zeros(count, most, dtype=torch.int64, device=device)
     law_row[:, :common] = first.proposal.row[:, :common]
     return replace(tree, sampled=sampled, proposal=replace(first.proposal, row=law_row))
@@ -116,18 +112,18 @@ def _merged(
     """(nodes, who proposed each) of one row: the nodes of the first as they are, then those of
     the others that are on no path yet."""
     nodes = list(parts[0])
-    origin = [1] * len(nodes)
+    marks = [1] * len(nodes)
     number: dict[tuple[int, int], int] = {}
     for place, node in enumerate(nodes):
         number.setdefault(node, place)
     for bit, part in enumerate(parts[1:], 1):
-        here: list[int] = []
+        here: list[int] = []  # where each of its nodes stands now
         for token, above in part:
             node = (token, here[above] if above >= 0 else -1)
             place = number.setdefault(node, len(nodes))
             if place == len(nodes):
                 nodes.append(node)
-                origin.append(0)
-            origin[place] |= 1 << bit
+                marks.append(0)
+            marks[place] |= 1 << bit
             here.append(place)
-    return nodes, origin
+    return nodes, marks

@@ -110,10 +110,14 @@ def _union(draft: Draft, spec: str, target: Target) -> Union:
             "of its drafters alone"
         )
     drafter_folders(draft)
-    ordered = sorted(draft.parts, key=lambda part: part.source == names.NGRAM)
-    parts = [_single(part, spec, target) for part in ordered]
-    for part, drafter in zip(ordered, parts, strict=True):
-        drafter.name = str(part)
+    spelled = names.parse(spec).parts
+    ordered = sorted(
+        zip(draft.parts, spelled, strict=True), key=lambda pair: pair[0].source == names.NGRAM
+    )
+    parts: list[Drafter] = []
+    for part, name in ordered:
+        parts.append(_single(part, spec, target))
+        parts[-1].name = str(name)
     return Union(parts)
 
 

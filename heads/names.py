@@ -83,7 +83,7 @@ def on_disk(path: str) -> bool:
     return os.path.exists(os.path.expanduser(path))
 
 
-def joined(spec: str, exists: Callable[[str], bool] = on_disk) -> list[str]:
+def members(spec: str, exists: Callable[[str], bool] = on_disk) -> list[str]:
     """The names of the drafters that `spec` joins, one where it joins none; nothing is checked
     and nothing raised."""
     words = spec.split(JOIN)
@@ -128,7 +128,7 @@ def parse(spec: str, exists: Callable[[str], bool] = on_disk) -> Draft:
     drafter does not have, two that exclude each other, for options out of order, and for a union
     of what cannot be joined.
     """
-    names = joined(spec, exists)
+    names = members(spec, exists)
     if len(names) > 1:
         return _union(names, spec, exists)
     source, options = split(spec, exists)

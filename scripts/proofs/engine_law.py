@@ -66,7 +66,11 @@ class _Cycle:
     def first(self, probability: Tensor, rows: Tensor, node: Tensor) -> Tensor:
         p = probability.to(torch.float64).clamp(0, 1)
         before = torch.cat([torch.ones_like(p[:, :1]), (1 - p).cumprod(1)[:, :-1]], 1)
-        return self._choose("first", p * before, rows, torch.zeros_like(rows))
+        # Outcomes are noted as nodes: where nodes stand depends on the rows beside them.
+        place = (node + 1).argsort(1)
+        law = (p * before).gather(1, place)
+        chosen = self._choose("first", law, rows, torch.zeros_like(rows))
+        return place.gather(1, chosen[:, None])[:, 0]
 
     def draw(self, weights: Tensor, rows: Tensor, node: Tensor) -> Tensor:
         return self._choose("draw", weights, rows, node)

@@ -59,6 +59,13 @@ COPIED = {
     "front-t0": "front/t0",
     "front-t1": "front/t1",
     "front-fp32": "front/fp32",
+    "union-t0": "union/t0",
+    "union-t1": "union/t1",
+}
+# tables of accepted lengths by category: file -> heading
+BY_CATEGORY = {
+    "union-t0": "Accepted length of a union of drafters, by category",
+    "union-t1": "The same union at T = 1",
 }
 # score tables of docs/results.md: file -> heading
 SHOWN = {
@@ -123,7 +130,7 @@ def front() -> str:
 def results() -> str:
     """The tables of docs/results.md, from the JSON beside it."""
     blocks = []
-    for name, heading in SHOWN.items():
+    for name, heading in (SHOWN | BY_CATEGORY).items():
         if not (RESULTS / f"{name}.json").exists():
             continue
         report = read(name)
@@ -131,7 +138,8 @@ def results() -> str:
         machine = f"{env['gpu'] or env['processor']}, {env['threads']} threads"
         where = f"{machine}, commit `{env['commit']}`, [JSON](results/{name}.json)"
         blocks += [f"## {heading}", "", f"{table.title(report)} ({where})", ""]
-        blocks += [table.markdown(report), ""]
+        shown = table.by_category if name in BY_CATEGORY else table.markdown
+        blocks += [shown(report), ""]
     engines = RESULTS / "engines.json"
     if engines.exists():
         report = json.loads(engines.read_text())

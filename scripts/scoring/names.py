@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from heads.names import JOIN, joined, split
+from heads.names import JOIN, members, split
 
 INSIDE = ("head", "best", "checkpoints")  # folders of a run, which say nothing about it
 LONGEST = 30
@@ -49,7 +49,7 @@ def _levels(name: str) -> list[str]:
     """Ever longer labels of a name, the name itself last."""
     whole, extra = re.fullmatch(r"(.*?)((?: \(\w+\)| #\d+)*)", name, re.S).groups()  # type: ignore[union-attr]
     lead = [ASSISTED] if whole.startswith(f"{ASSISTED}@") else []
-    drafters = joined(whole)
+    drafters = members(whole)
     if len(drafters) > 1:  # every one of them longer at the same time
         each = [_levels(one) for one in drafters]
         most = max(map(len, each))

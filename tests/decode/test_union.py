@@ -15,6 +15,7 @@ from decode.adaptive import Adaptive
 from decode.drafters import Drafter, NGram, NoDraft
 from decode.engine import Request, generate
 from decode.listed import listed
+from decode.live import LiveBatch, Room
 from decode.sampling import Sampling
 from decode.stats import acceptance_by_drafter
 from decode.target import Target
@@ -26,6 +27,7 @@ from heads.names import Draft, parse
 from scripts.certify import about_drafter
 from scripts.common.prompts import Prompt
 from scripts.evaluate import shares
+from scripts.proofs.engine_law import TableDrafter, engine_law, toy_model
 from scripts.proofs.enumerator import Case, enumerate_case
 from scripts.scoring.contest import Settings, run_contest
 from scripts.scoring.lanes import lanes_of
@@ -246,6 +248,21 @@ def test_unions_decode_losslessly_in_any_batch(adaptive: bool) -> None:
         assert sum(c.accepted for c in cycles) <= sum(count for count, _ in told)
 
 
+def test_requests_that_join_a_live_batch_get_what_they_get_alone() -> None:
+    """The loop behind scripts/serve.py, with a union: one request joins while another runs."""
+    target, union = union_of("eagle3", "medusa")
+    asked = [Request([5, 6, 7, 5, 6, 7], 9, id=1), Request([11], 7, id=2)]
+    alone = generate(target, union, asked, Sampling(0.8), eos_ids=()).generations
+    batch = LiveBatch(target, union, Sampling(0.8), Room(rows=2, longest=32))
+    batch.eos = frozenset()
+    seats = [batch.join(asked[0], lambda fresh: None)]
+    batch.step()
+    seats.append(batch.join(asked[1], lambda fresh: None))
+    while batch.busy:
+        batch.step()
+    assert [seat.generation.token_ids for seat in seats] == [g.token_ids for g in alone]
+
+
 def test_a_request_that_leaves_takes_its_text_along() -> None:
     _, union = union_of()
     union.reset(3, 32)
@@ -256,6 +273,16 @@ def test_a_request_that_leaves_takes_its_text_along() -> None:
     tree = union.propose(torch.tensor([4, 4]), Sampling(), None)  # type: ignore[arg-type]
     assert tree.size.tolist() == [0, 2] and paths(tree, 1) == {(8,), (8, 9)}
     assert union.propose(torch.tensor([4, 0]), Sampling(), None).width == 0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+def test_the_whole_loop_has_the_exact_law(rule: str) -> None:
+    """Prefill, cycles, stop token and length limit, with n-gram matches that come and go."""
+    shape = TreeShape.of([[0], [1], [0, 0]])
+    for sampling in (Sampling(1.0), Sampling(0.4, top_p=0.9)):
+        union = Union([TableDrafter(shape, "without", 3), NGram(depth=2, nodes=3)])
+        found = engine_law(toy_model(vocab=3), union, [1, 2, 1], 4, sampling, rule, shape)
+        assert found.error <= 1e-12 and found.outputs > 3
 
 
 # --- names that cannot be joined

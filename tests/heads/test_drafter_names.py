@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from conf.errors import UserError
-from heads.names import Draft, joined, parse, split
+from heads.names import Draft, members, parse, split
 
 LEGAL = {
     "none": Draft("none"),
@@ -148,9 +148,9 @@ def test_a_plus_in_a_path_that_exists_belongs_to_the_path(tmp_path: Path) -> Non
     one, other = tmp_path / "c++/runs/m", tmp_path / "a+b@tree"
     one.mkdir(parents=True)
     other.mkdir()
-    assert joined(f"{one}@tree+ngram") == [f"{one}@tree", "ngram"]
-    assert joined(f"{one}+{other}@chain+ngram") == [str(one), f"{other}@chain", "ngram"]
-    assert joined(f"{one}") == [str(one)] and joined(f"{other}@tree") == [f"{other}@tree"]
+    assert members(f"{one}@tree+ngram") == [f"{one}@tree", "ngram"]
+    assert members(f"{one}+{other}@chain+ngram") == [str(one), f"{other}@chain", "ngram"]
+    assert members(f"{one}") == [str(one)] and members(f"{other}@tree") == [f"{other}@tree"]
     assert parse(f"ngram+{other}").parts == (Draft("ngram"), Draft(str(other)))
     assert parse(f"ngram+{other}@chain:2@adaptive").parts[1] == Draft(str(other), "chain", depth=2)
 
@@ -167,6 +167,6 @@ def test_split_never_raises() -> None:
         "a" * 5000 + "@tree",
         "+a@+tree+",
     ):
-        assert "+".join(joined(spec)) == spec
+        assert "+".join(members(spec)) == spec
         source, options = split(spec)
         assert "@".join([source, *options]) == spec
