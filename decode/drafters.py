@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from decode.draft_model import DraftModel
-from decode.grow import listed
+from decode.listed import listed
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.suffix import SuffixAutomaton

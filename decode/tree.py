@@ -11,7 +11,7 @@ A chain is a tree of width one; the empty tree (N = 0) is autoregressive decodin
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 
@@ -155,109 +155,88 @@ class DraftTree:
 
     def validate(self, vocab_size: int, max_nodes: int | None = None) -> None:
         """Raise ValueError naming row and node when the tree is malformed, UserError when the
-        drafter's law is not finite. Costs host round trips."""
-        if not (
-            self.tokens.shape == self.parents.shape and self.size.shape == self.tokens.shape[:1]
-        ):
+        drafter's law is not finite. One host round trip where all is well."""
+        shapes = self.tokens.shape, self.parents.shape, self.size.shape
+        if not (shapes[0] == shapes[1] and shapes[2] == shapes[0][:1]):
             raise ValueError(
-                f"draft tree: shapes differ: tokens {tuple(self.tokens.shape)}, parents "
-                f"{tuple(self.parents.shape)}, size {tuple(self.size.shape)}"
+                "draft tree: shapes differ: tokens {}, parents {}, size {}".format(
+                    *map(tuple, shapes)
+                )
             )
         for name in ("tokens", "parents", "size"):
             if getattr(self, name).dtype != torch.int64:
                 raise ValueError(
                     f"draft tree: {name} must be int64, not {getattr(self, name).dtype}"
                 )
-        n = self.width
-        if max_nodes is not None and n > max_nodes:
-            raise ValueError(f"draft tree: {n} nodes exceed the budget of {max_nodes}")
-        wrong = (self.size < 0) | (self.size > n)
-        if bool(wrong.any()):
-            row = int(wrong.nonzero()[0])
-            raise ValueError(f"draft tree: row {row}: size {int(self.size[row])} outside 0..{n}")
+        if max_nodes is not None and self.width > max_nodes:
+            raise ValueError(f"draft tree: {self.width} nodes exceed the budget of {max_nodes}")
+        problems = list(self._problems(vocab_size))
+        if not bool(torch.stack([bad.any() for bad, _, _ in problems]).any()):
+            return
+        bad, values, why = next(problem for problem in problems if bool(problem[0].any()))
+        row, node = bad.nonzero()[0].tolist()
+        place, value = f"row {row}, node {node}:", values[row, node].item()
+        if why in (_WILD_SCORE, _WILD_LAW):
+            raise UserError(f"drafter: {place} {why}; nothing was committed")
+        raise ValueError(f"draft tree: {place} {why.format(value=value)}")
+
+    def _problems(self, vocab_size: int) -> Iterator[tuple[Tensor, Tensor, str]]:
+        """All that can be wrong with the values: (where it is, [B, N] bool, the values that are
+        wrong there, what is said of them)."""
+        n, size = self.width, self.size[:, None]
+        yield (size < 0) | (size > n), size, f"size {{value}} outside 0..{n}"
         if n == 0:
             return
-        node = torch.arange(n, device=self.tokens.device)
-        used = node < self.size[:, None]
-        self._refuse(
-            used & ((self.tokens < 0) | (self.tokens >= vocab_size)),
-            "token",
+        node, tokens, parents = (
+            torch.arange(n, device=self.tokens.device),
             self.tokens,
-            f"outside the vocabulary 0..{vocab_size - 1}",
+            self.parents,
         )
-        if self.score is not None and bool((used & ~self.score.isfinite()).any()):
-            b, number = (int(i) for i in (used & ~self.score.isfinite()).nonzero()[0])
-            raise UserError(
-                f"drafter: row {b}, node {number}: its score is NaN or infinite; check "
-                "the head's weights, and whether "
-                "its logits overflow in this dtype; nothing was committed"
-            )
+        used = node < size
+        outside = f"token {{value}} outside the vocabulary 0..{vocab_size - 1}"
+        yield used & ((tokens < 0) | (tokens >= vocab_size)), tokens, outside
+        if self.score is not None:
+            yield used & ~self.score.isfinite(), tokens, _WILD_SCORE
         if self.static_layout is None:
-            self._refuse(
-                (self.parents >= node) | (self.parents < -1),
-                "parent",
-                self.parents,
-                "must be -1 or an earlier node",
-            )
-        if self.sampled is not None and self.proposal is None and bool((self.sampled & used).any()):
-            raise ValueError("draft tree: sampled nodes without the proposal they were drawn from")
-        fixed = used if self.sampled is None else used & ~self.sampled
-        twin = (self.tokens[:, :, None] == self.tokens[:, None]) & (
-            self.parents[:, :, None] == self.parents[:, None]
-        )
+            wrong = (parents >= node) | (parents < -1)
+            yield wrong, parents, "parent {value} must be -1 or an earlier node"
+        twin = (tokens[:, :, None] == tokens[:, None]) & (parents[:, :, None] == parents[:, None])
         twin = twin & (node[:, None] > node) & used[:, :, None] & used[:, None]
-        if self.sampled is None or self.proposal is None or not self.proposal.replacement:
-            self._refuse(twin.any(-1), "token", self.tokens, "stands twice among its siblings")
-        else:
-            self._refuse(
-                (twin & fixed[:, :, None] & fixed[:, None]).any(-1),
-                "token",
-                self.tokens,
-                "is a deterministic candidate twice among its siblings",
-            )
-        if self.sampled is not None and self.proposal is not None:
-            self._validate_proposal(used)
-
-    def _validate_proposal(self, used: Tensor) -> None:
-        assert self.proposal is not None and self.sampled is not None
-        law = self.proposal.law
-        batch = torch.arange(self.tokens.shape[0], device=law.device)[:, None].expand_as(
-            self.tokens
-        )
-        drawn = used & self.sampled
-        outside = drawn & ((self.proposal.row < 0) | (self.proposal.row >= law.shape[1]))
-        self._refuse(outside, "law row", self.proposal.row, f"lies outside 0..{law.shape[1] - 1}")
-        row = self.proposal.row.clamp(0, law.shape[1] - 1)  # a deterministic node's may be anything
+        drawn = torch.zeros_like(used) if self.sampled is None else used & self.sampled
+        proposal = self.proposal
+        if proposal is None:
+            alone = "is sampled, without the proposal it was drawn from"
+            yield drawn, tokens, f"token {{value}} {alone}"
+        if proposal is not None and proposal.replacement:
+            twin = twin & ~drawn[:, :, None] & ~drawn[:, None]
+        yield twin.any(-1), tokens, "token {value} stands twice among its siblings"
+        if proposal is None or self.sampled is None:
+            return
+        law, row = proposal.law, proposal.row
+        places = law.shape[1] - 1
+        yield drawn & ((row < 0) | (row > places)), row, f"law row {{value}} outside 0..{places}"
+        # A deterministic node's row may be anything, and what lies outside is told above.
+        batch, own = torch.arange(len(law), device=law.device)[:, None], row.clamp(0, places)
         total = law.sum(-1, dtype=torch.float64)
-        wild = drawn & ~total.isfinite()[batch, row]
-        if bool(wild.any()):
-            b, node = (int(i) for i in wild.nonzero()[0])
-            raise UserError(
-                f"drafter: row {b}, node {node}: the law that it was drawn from holds "
-                "NaN or infinity; check the "
-                "head's weights, and whether its logits overflow in this dtype; nothing "
-                "was committed"
-            )
+        yield drawn & ~total.isfinite()[batch, own], row, _WILD_LAW
         bad_law = ~((total - 1).abs() <= 1e-4) | ~(law.amin(-1) >= 0)
-        self._refuse(
-            drawn & bad_law[batch, row],
-            "law row",
-            self.proposal.row,
-            "does not sum to one, or is negative",
-        )
-        ids = self.tokens.reshape(-1, 1)
-        mass = self.proposal.read(law[batch.reshape(-1), row.reshape(-1)], ids, 0)
-        mass = mass.reshape(self.tokens.shape)
-        self._refuse(
-            drawn & ~(mass > 0), "token", self.tokens, "has no mass in the law it was drawn from"
-        )
+        short = "law row {value} does not sum to one, or is negative"
+        yield drawn & bad_law[batch, own], row, short
+        ids = tokens.clamp(0, (law.shape[2] if proposal.vocab is None else vocab_size) - 1)
+        rows = law[batch.expand_as(own).reshape(-1), own.reshape(-1)]
+        mass = proposal.read(rows, ids.reshape(-1, 1), 0).reshape(tokens.shape)
+        none = "token {value} has no mass in the law it was drawn from"
+        yield drawn & ~(mass > 0), tokens, none
 
-    def _refuse(self, bad: Tensor, what: str, values: Tensor, why: str) -> None:
-        if bool(bad.any()):
-            row, node = (int(i) for i in bad.nonzero()[0])
-            raise ValueError(
-                f"draft tree: row {row}, node {node}: {what} {int(values[row, node])} {why}"
-            )
+
+_WILD_SCORE = (
+    "its score is NaN or infinite; check the head's weights, and whether its logits overflow in "
+    "this dtype"
+)
+_WILD_LAW = (
+    "the law that it was drawn from holds NaN or infinity; check the head's weights, and whether "
+    "its logits overflow in this dtype"
+)
 
 
 @dataclass(frozen=True)

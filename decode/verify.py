@@ -131,22 +131,24 @@ def children(tree: DraftTree, rows: Tensor, slots: Tensor) -> tuple[Tensor, Tens
 def walk(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
     """For trees whose candidates are all deterministic: sample, then match."""
     path, length, bonus, rows, slots = _start(tree)
+    on = torch.ones_like(rows, dtype=torch.bool)  # rows that have walked so far
     for level in range(tree.layout.levels + 1):
         support = law.at(rows, slots)
         token = support.token(rng.draw(support.probs, rows, slots - 1))
-        bonus[rows] = token  # rows that walk on overwrite it
+        bonus[rows] = torch.where(on, token, bonus[rows])  # rows that walk on overwrite it
         if level == tree.layout.levels:
             break
         kids, there = children(tree, rows, slots)
         match = there & (tree.tokens[rows[:, None], kids] == token[:, None])
-        hit = match.any(1)
-        node = kids.gather(1, match.to(torch.uint8).argmax(1, keepdim=True))[:, 0]
-        rows, node = rows[hit], node[hit]
-        if rows.numel() == 0:
+        on = on & match.any(1)
+        if _nobody(on):
             break
-        path[rows, level] = node
-        length[rows] += 1
-        slots = node + 1
+        node = kids.gather(1, match.to(torch.uint8).argmax(1, keepdim=True))[:, 0]
+        path[rows, level] = torch.where(on, node, -1)
+        length[rows] += on
+        slots = torch.where(on, node + 1, slots)
+        if on.device.type == "cpu":  # elsewhere rows that stay behind cost less than a wait
+            rows, slots, on = rows[on], slots[on], on[on]
     return Verdict(path, length, bonus)
 
 

@@ -6,8 +6,8 @@ no target.
 
 Bytes and free space are told before anything is written; any number of processes share the
 work; the same command resumes, and mends damaged files. `--help` lists the keys. The work is
-done by train/cache_features.py, which takes this process over, because scripts and training do
-not import each other.
+done by train/cache_features.py, which takes this process over: signals and exit code are its
+own.
 """
 
 from __future__ import annotations

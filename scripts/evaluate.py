@@ -34,7 +34,7 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 
 from conf.errors import UserError
 from conf.schema import entry
-from decode.models import facts
+from decode.models import facts, packed
 from decode.models.load import TargetConfig, load_target
 from decode.models.memory import Plan
 from decode.sampling import Sampling
@@ -304,6 +304,7 @@ def measure(
             **(asdict(identity) if identity else {"name": "unknown"}),
             "generation_config": facts.unheeded(target.model, sampling),
             "parameters": parameters(target.model),
+            "packed": target.packs_weights and packed.takes(target.dtype, target.device),
             **({"tuning": target.tuning} if target.tuning else {}),
         },
         "settings": {

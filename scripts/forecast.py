@@ -1,7 +1,7 @@
 """What a drafter would bring on your prompts, before it is trained: accepted length and speedup
 by budget and batch size, hours, and whether it pays.
 
-    python scripts/forecast.py target=smollm2 prompts=FILE heads=[eagle3] data=CHATS.jsonl \\
+    python scripts/forecast.py target=smollm2 prompts=FILE heads=[eagle3] chats=CHATS.jsonl \\
         tokens=[1e6,5e6] out=reports/forecast
     python scripts/forecast.py target=smollm2 prompts=FILE pilots=[runs/short] out=reports/forecast
     python scripts/forecast.py target=smollm2 prompts=FILE check=reports/forecast/forecast.json \\
@@ -10,16 +10,20 @@ by budget and batch size, hours, and whether it pays.
 A pilot of a few minutes (heads= trains one of each recipe, pilots= takes short runs that are
 there) decodes the prompts; measured learning curves (docs/results/recipes.json) say how it goes
 on from there, and the latency curves of this machine, timed with the pilot's head, what that is
-worth. costs=FILE takes the points of another engine instead (scripts/tune.py engine). OUT gets
+worth. Your engine instead: costs=FILE takes its points (scripts/tune.py engine), url=, plain= and
+draft_tokens= load two running servers; any drafter will do there, also llama.cpp's and vLLM's
+synthetic acceptance, since what a cycle costs does not hang on what it accepts. OUT gets
 forecast.json, frozen by its sha256 and date. check= holds such a file against heads that were
-trained since and writes truth.json; misses stay in the table.
+trained since and writes truth.json, to which later checks add; misses stay in the table.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
@@ -29,7 +33,7 @@ from rich.console import Console
 
 from conf.errors import UserError
 from conf.schema import entry
-from decode.models.load import load_target
+from decode.models.load import TargetConfig, load_target
 from decode.models.memory import Plan
 from scripts.common import files
 from scripts.common.progress import Steps, columns
@@ -67,7 +71,7 @@ def foretold(cfg: ForecastConfig, out: Path, record: Path) -> None:
     target = load_target(cfg.target, cfg.dtype, cfg.device, plan)
     with Steps(*columns(20), console=console, quiet=cfg.quiet, transient=True) as progress:
         if cfg.check:
-            value = forecasting.check(cfg, target, progress)
+            value = forecasting.check(cfg, target, progress, record)
         else:
             value = forecasting.run(cfg, target, progress, pilots)
     files.write_json(record, value)
@@ -78,19 +82,25 @@ def foretold(cfg: ForecastConfig, out: Path, record: Path) -> None:
 def pilot(cfg: ForecastConfig, name: str, out: Path) -> Path:
     """A short run of a recipe in OUT/pilots, taken up where it stopped. Raises UserError where
     it fails."""
-    data = Path(cfg.data).expanduser().resolve()
+    data = Path(cfg.chats).expanduser().resolve()
     if not data.is_file():
-        raise UserError(f"data: {data} is no file; give the JSONL of conversations")
-    target = [f"target={cfg.target.kind}"] if cfg.target.kind != "smollm2" else []
-    more = [*target, f"seed={cfg.seed}", "save_every=0", *cfg.more]
+        raise UserError(f"chats: {data} is no file; give the JSONL of conversations")
+    plain = TargetConfig(kind=cfg.target.kind)
+    target = [
+        f"target.{key}={json.dumps(value)}"
+        for key, value in asdict(cfg.target).items()
+        if value != getattr(plain, key)
+    ]
+    own = [f"seed={cfg.seed}", "save_every=0", "eval.parity=0"]
+    more = [f"target={cfg.target.kind}", *target, *own, *cfg.more]
     command = [
         sys.executable,
         str(files.ROOT / "scripts" / "train_heads.py"),
-        f"path={data}",
+        f"path={json.dumps(str(data))}",
         f"heads=[{name}]",
         f"steps={cfg.pilot_steps}",
-        f"out={(out / 'pilots').resolve()}",
-        f"more=[{','.join(more)}]",
+        f"out={json.dumps(str((out / 'pilots').resolve()))}",
+        f"more={json.dumps(more)}",
     ]
     done = subprocess.run(command, env=os.environ, check=False)
     if done.returncode:

@@ -6,12 +6,16 @@
     python scripts/synthesize.py target=smollm2 domain=sql out=runs/sql.jsonl num_conversations=360
     python scripts/synthesize.py backend=openai base_url=http://localhost:8000/v1 \\
         prompts=FILE.jsonl target=hub target.name=NAME out=runs/data.jsonl
+    python scripts/synthesize.py logs=FILE.jsonl target=smollm2 out=runs/traffic
 
 The first command invents the questions as well. The second takes those of a made-up domain
 (recipes, sql, letters, unit_tests: scripts/synthesis/domains.yaml). The third takes them from a
 file and lets a server answer them (vLLM, SGLang: any that speaks the OpenAI API), many at a
 time; it must serve the target, whose tokenizer alone is loaded here. Its rows stand in the
-order of the file.
+order of the file. The fourth reads logs of a served model (requests and responses as vLLM,
+LiteLLM, llama.cpp and OpenAI's batches write them) and leaves OUT/train.jsonl, OUT/later.jsonl
+(the last fifth in time) and OUT/logs.json: secrets and personal data masked, what comes twice
+dropped, the target's own answers as they are, those of other models asked again.
 
 Stop it at any time (Ctrl-C): the file holds whole lines, and the same command goes on where it
 stopped and ends with the file that an uninterrupted run would have written on the same
@@ -32,13 +36,15 @@ if __name__ == "__main__":
 
 from conf.errors import Interrupted, UserError
 from conf.schema import entry
-from decode.models.load import load_target
+from decode.models.load import load_target, load_tokenizer
 from decode.sampling import Sampling
 from scripts.common.files import sole_writer
 from scripts.common.meter import Meter
 from scripts.synthesis.config import SynthesizeConfig
 from scripts.synthesis.domains import DomainWriter
 from scripts.synthesis.from_server import from_server
+from scripts.synthesis.logs import LogOptions, prepare
+from scripts.synthesis.logs.ask import asker
 from scripts.synthesis.write import Store, Writer, fingerprint
 
 
@@ -61,6 +67,8 @@ def synthesize(cfg: SynthesizeConfig) -> None:
     SIGTERM).
     """
     path = Path(cfg.out).expanduser()
+    if cfg.log_files:
+        return from_logs(cfg, path)
     if cfg.backend == "openai":
         with sole_writer(path):
             return from_server(cfg, path)
@@ -135,6 +143,25 @@ def synthesize(cfg: SynthesizeConfig) -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def from_logs(cfg: SynthesizeConfig, out: Path) -> None:
+    """Rows from logs into the folder `out`. Raises UserError, or Interrupted."""
+    if out.is_file():
+        raise UserError(f"out: {out} is a file; logs= writes a folder")
+    options = LogOptions(tuple(cfg.served), cfg.later, cfg.mask, tuple(cfg.regions), cfg.category)
+    with sole_writer(out):
+        report = prepare(
+            cfg.log_files,
+            out,
+            cfg.target,
+            load_tokenizer(cfg.target),
+            options,
+            asker(cfg) if cfg.again else None,
+        )
+    for line in report.lines():
+        print(f"synthesize: {line}", file=sys.stderr)
+    print(f"written: {report.train}, {report.later}")
 
 
 @entry("synthesize", SynthesizeConfig)

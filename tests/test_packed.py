@@ -4,6 +4,7 @@ stay as it is."""
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from torch import nn
 
 from decode.drafters import NoDraft
 from decode.engine import Request, generate
-from decode.models import lean, packed
+from decode.models import lean, load, memory, packed
 from decode.models.load import TargetConfig, load_target
+from decode.models.memory import Plan
 from decode.probe import TOLERANCE, difference
 from decode.sampling import Sampling
 from decode.target import Target
@@ -221,3 +223,16 @@ def test_drafters_pack_their_layers_and_draft_the_same() -> None:
     assert runs[1] == runs[3]
     assert [a.token_ids for a in runs[0].generations] == [b.token_ids for b in runs[2].generations]
     assert [a.cycles for a in runs[0].generations] == [b.cycles for b in runs[2].generations]
+
+
+@kernels
+def test_the_memory_check_counts_a_tied_lm_head_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs = []
+    monkeypatch.setattr(memory, "check", lambda need, *_: needs.append(need.weights))
+    build("llama", dtype=BF16, tie_word_embeddings=True).save_pretrained(tmp_path)
+    cpu = torch.device("cpu")
+    for pack, plan in (("auto", Plan(tokens=9)), ("none", Plan(tokens=9)), ("auto", Plan())):
+        load._fits(TargetConfig(kind="local", path="x", pack=pack), tmp_path, BF16, cpu, plan)
+    assert needs[0] - needs[1] == 61 * 32 * 2 and needs[1] == needs[2]

@@ -14,7 +14,7 @@ from conf.errors import UserError
 from decode.adaptive import Adaptive
 from decode.drafters import Drafter, NGram, NoDraft
 from decode.engine import Request, generate
-from decode.grow import listed
+from decode.listed import listed
 from decode.sampling import Sampling
 from decode.stats import acceptance_by_drafter
 from decode.target import Target

@@ -7,7 +7,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -280,6 +280,10 @@ def _fits(
             plan,
             quantize.bits(cfg.quantize),
         )
+        tied = bool(getattr(config, "tie_word_embeddings", False))
+        if tied and plan.tokens and cfg.pack == "auto" and packed.takes(kind, place):
+            twice = int(config.vocab_size) * int(config.hidden_size) * kind.itemsize
+            need = replace(need, weights=need.weights + twice)
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return  # loading itself will say what is wrong
     memory.check(need, str(place), cfg.name or folder.name, plan)

@@ -20,9 +20,7 @@ SPREAD = 1.5  # of a fresh EAGLE-3 head's logits
 
 
 def backbone(target: Target) -> Any:
-    """The target's stack of layers with its final norm; of a model that also sees, the
-    language part.
-    """
+    """The target's layers with their final norm; of a model that also sees, the language part."""
     body = target.model.base_model
     return getattr(body, "language_model", body)
 

@@ -63,9 +63,8 @@ class EagleNet(nn.Module):
         if kind not in STEADY:
             return self.rope(length, dtype, device)
         known = self._turns
-        if known is None or (known[0].dtype, known[0].device) != (dtype, device):
-            known = None
-        if known is None or known[0].shape[0] < length:
+        there = known is not None and (known[0].dtype, known[0].device) == (dtype, device)
+        if known is None or not there or known[0].shape[0] < length:
             known = self._turns = self.rope(max(length, MIN_TURNS), dtype, device)
         return known[0][:length], known[1][:length]
 

@@ -24,10 +24,10 @@ class ForecastConfig:
     max_new_tokens: int = 64
     # run folders of short runs, one for each head that is weighed
     pilots: list[str] = field(default_factory=list)
-    # recipes for which a pilot is trained here, on the conversations in data
+    # recipes for which a pilot is trained here, on the conversations in chats
     heads: list[str] = field(default_factory=list)
     # JSONL of conversations for those pilots
-    data: str = ""
+    chats: str = ""
     # steps of such a pilot; 1 = an untrained head: its cost, and nothing about its learning
     pilot_steps: int = 40
     # further keys of the pilots' training, such as data.features=FOLDER
@@ -41,7 +41,14 @@ class ForecastConfig:
     # points of your engine, as scripts/tune.py engine writes them: speedups there instead of here;
     # empty = this machine is timed
     costs: str = ""
-    # repetitions of every point of the latency curve
+    # address of a running server with any drafter, also one of synthetic acceptance (llama.cpp,
+    # vLLM): it is timed in place of this machine; needs plain and draft_tokens
+    url: str = ""
+    # address of a running server of the same model without a drafter
+    plain: str = ""
+    # tokens that the server at url drafts in a cycle
+    draft_tokens: int = 0
+    # repetitions of every point of the latency curve, or loads of every server
     curve_rounds: int = 2
     # an earlier forecast.json that is held against trained heads
     check: str = ""
@@ -79,6 +86,13 @@ class ForecastConfig:
             for name in self.heads
             if name not in RECIPES
         ]
+        if len({bool(self.url), bool(self.plain), self.draft_tokens > 0}) > 1:
+            found.append(
+                "url: a server is timed against a plain one; give url, plain and draft_tokens "
+                "together, or none of them"
+            )
+        if self.url and self.costs:
+            found.append("costs: points of an engine and url, which measures them; give one")
         if self.dtype not in DTYPES:
             found.append(f"dtype: {self.dtype!r} is none of {', '.join(DTYPES)}")
         if self.check:
@@ -88,8 +102,8 @@ class ForecastConfig:
             found.append("truth: only with check=FILE, the forecast that it is held against")
         if not self.pilots and not self.heads:
             found.append("pilots: none, and no heads; give pilots=[FOLDER] or heads=[eagle3]")
-        if self.heads and not self.data:
-            found.append("data: empty; heads= needs the JSONL of conversations that they learn")
+        if self.heads and not self.chats:
+            found.append("chats: empty; heads= needs the JSONL of conversations that they learn")
         if len(set(self.pilots)) != len(self.pilots) or len(set(self.heads)) != len(self.heads):
             found.append("pilots: one is named twice; name each once")
         return found

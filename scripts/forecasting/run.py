@@ -26,6 +26,9 @@ from scripts.forecasting import curves, text
 from scripts.forecasting.config import ForecastConfig
 from scripts.forecasting.curves import Length, Pilot
 from scripts.serving import costs as engine_costs
+from scripts.serving import load
+from scripts.serving.asking import Address
+from scripts.serving.costs import Costs
 from scripts.tuning import run as tune_run
 from scripts.tuning.config import TuneConfig
 from scripts.tuning.cost import CostModel, Shape, acceptance_needed, expected_tokens
@@ -93,6 +96,26 @@ class Forecast:
             )
             return tuning.model()[0]
 
+    def engine(self) -> Costs | None:
+        """What a cycle costs on another engine, None where none was named."""
+        cfg = self.cfg
+        if cfg.costs:
+            return engine_costs.load(Path(cfg.costs).expanduser())
+        if not cfg.url:
+            return None
+        servers = [
+            load.Served(0, Address(cfg.plain, setting="plain")),
+            load.Served(cfg.draft_tokens, Address(cfg.url)),
+        ]
+        asked = load.Load(self.ids, cfg.batch_sizes, cfg.curve_rounds, cfg.max_new_tokens)
+        task = self.progress.add_task("load", total=None)
+        found = load.laps(
+            servers,
+            asked,
+            lambda done, total: self.progress.update(task, completed=done, total=total),
+        )
+        return Costs(cfg.url, tuple(load.points(found)))
+
 
 def run(cfg: ForecastConfig, target: Target, progress: Steps, pilots: Sequence[str]) -> Any:
     """Everything but the files. pilots: their folders."""
@@ -100,7 +123,7 @@ def run(cfg: ForecastConfig, target: Target, progress: Steps, pilots: Sequence[s
     known = [(folder, made.decoded(folder)) for folder in pilots]
     found = [_pilot(folder, family, length) for folder, (family, _, length) in known]
     lines = curves.families(Path(cfg.curves), {p.kind: p.depth for p in found} | DEPTHS)
-    engine = engine_costs.load(Path(cfg.costs).expanduser()) if cfg.costs else None
+    engine = made.engine()
     rows = []
     for pilot, (folder, (family, _, _)) in zip(found, known, strict=True):
         model = made.model(folder) if engine is None else None
@@ -173,7 +196,7 @@ def _speed(
     pilot: Pilot,
     family: Family,
     model: CostModel | None,
-    engine: engine_costs.Costs | None,
+    engine: Costs | None,
 ) -> dict[str, Any]:
     """Speedup over plain decoding at a batch size, with its 90 % interval, by the chain length
     that pays best, or the head's own tree."""
@@ -246,8 +269,25 @@ def frozen(path: Path) -> dict[str, Any]:
     return value
 
 
-def check(cfg: ForecastConfig, target: Target, progress: Steps) -> dict[str, Any]:
-    """Trained heads on the forecast's own prompts, against what was said of their budgets."""
+def _earlier(record: Path | None, said: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of an earlier check of the same forecast: what missed stays."""
+    if record is None or not record.exists():
+        return []
+    try:
+        value = json.loads(record.read_text(encoding="utf-8"))
+        same, rows = value["forecast"]["sha256"] == said["sha256"], value["rows"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"out: {record} is damaged; delete it, or give another folder") from None
+    if not same:
+        raise UserError(f"out: {record} is about another forecast; give another folder")
+    return list(rows)
+
+
+def check(
+    cfg: ForecastConfig, target: Target, progress: Steps, record: Path | None = None
+) -> dict[str, Any]:
+    """Trained heads on the forecast's own prompts, against what was said of their budgets.
+    record: an earlier check, whose other heads stay in the table."""
     said = frozen(Path(cfg.check).expanduser())
     if files.sha256(Path(cfg.prompts).expanduser()) != said["prompts"]["sha256"]:
         raise UserError(
@@ -256,6 +296,7 @@ def check(cfg: ForecastConfig, target: Target, progress: Steps) -> dict[str, Any
         )
     cfg.num_prompts = said["prompts"]["count"]
     cfg.max_new_tokens = said["prompts"]["max_new_tokens"]
+    _earlier(record, said)
     made, rows = Forecast(cfg, target, progress), []
     for folder in cfg.truth:
         card, seen = _card(folder)
@@ -285,6 +326,8 @@ def check(cfg: ForecastConfig, target: Target, progress: Steps) -> dict[str, Any
                 "inside": expected["low"] <= length.mean <= expected["high"],
             }
         )
+    new = {(r["head"], r["tokens"]) for r in rows}
+    rows = [r for r in _earlier(record, said) if (r["head"], r["tokens"]) not in new] + rows
     return {
         "format": FORMAT,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -22,17 +22,19 @@ def show(value: dict[str, Any], console: Console) -> None:
         )
     batches = [row["batch"] for row in value["forecasts"][0]["by_batch"]]
     table = Table(title=f"forecast for {value['target']}, 90 % intervals · {value['engine']}")
-    for name in ("head", "tokens", "hours", "accepted length"):
-        table.add_column(name)
+    table.add_column("head", no_wrap=True)
+    table.add_column("tokens", no_wrap=True, justify="right")
+    table.add_column("hours", no_wrap=True, justify="right")
+    table.add_column("accepted length")
     for batch in batches:
-        table.add_column(f"speedup, batch {batch}")
-        table.add_column("pays from")
+        table.add_column(f"speedup at {batch}")
     table.add_column("train it?")
     for row in value["forecasts"]:
-        cells = [row["head"], f"{row['tokens']:,.0f}", number(row["hours"], 1)]
+        cells = [row["head"], f"{row['tokens'] / 1e6:.3g} M", number(row["hours"], 1)]
         cells.append(interval(row["accepted_length"]))
         for one in row["by_batch"]:
-            cells += [interval(one["speedup"], 2, "×"), number(one["break_even"])]
+            pays = f"pays from {number(one['break_even'])}"
+            cells.append(f"{interval(one['speedup'], 2, '×')}\n{pays}")
         table.add_row(*cells, advice(row))
     console.print(table)
 
@@ -53,7 +55,7 @@ def show_check(value: dict[str, Any], console: Console) -> None:
     for row in value["rows"]:
         table.add_row(
             row["head"],
-            f"{row['tokens']:,.0f}",
+            f"{row['tokens'] / 1e6:.3g} M",
             interval(row["forecast"]),
             interval(row["measured"]),
             f"{row['error']:+.1%}",

@@ -8,6 +8,8 @@ from urllib.parse import urlsplit
 
 from decode.models.load import DTYPES, TargetConfig
 
+REGIONS = ("US", "GB", "DE", "FR")  # whose telephone numbers are known without being told
+
 FORMAT = 1  # raise when the same settings would give other rows
 
 
@@ -27,6 +29,22 @@ class SynthesizeConfig:
     num_conversations: int = 0
     # seed of all draws
     seed: int = 0
+    # logs of a served model in JSONL (see scripts/synthesis/logs), also several; out is a folder
+    # then, for train.jsonl, later.jsonl and logs.json
+    logs: str | list[str] = ""
+    # logs: names under which the log knows the target; empty = the target's own name. Answers of
+    # other models are asked again by backend
+    served: list[str] = field(default_factory=list)
+    # logs: ask answers of other models again; false = leave them out
+    again: bool = True
+    # logs: share of the rows, the last ones in time, that go to later.jsonl
+    later: float = 0.2
+    # logs: replace secrets and personal data by stand-ins such as [EMAIL_1]
+    mask: bool = True
+    # logs: countries in which a telephone number may be valid
+    regions: list[str] = field(default_factory=lambda: list(REGIONS))
+    # logs: key of the log's metadata that names a category
+    category: str = "category"
     # local: ask the questions of a made-up domain (recipes, sql, letters, unit_tests) in place of
     # invented ones; empty = invented
     domain: str = ""
@@ -72,14 +90,20 @@ class SynthesizeConfig:
     extra_body: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.backend == "local" and not self.num_conversations:
+        if self.backend == "local" and not self.num_conversations and not self.log_files:
             self.num_conversations = 600
+
+    @property
+    def log_files(self) -> list[str]:
+        """`logs` as a list."""
+        return list(self.logs) if isinstance(self.logs, list) else [self.logs] * bool(self.logs)
 
     def validate(self) -> list[str]:
         """Problems with the values, one line each."""
         problems = self.target.validate()
         if not self.out:
             problems.append("out: empty; give the JSONL file to write")
+        problems += self._log_problems()
         lows = {
             "num_conversations": 0,
             "batch": 1,
@@ -103,6 +127,32 @@ class SynthesizeConfig:
                 problems.append(f"{key}: {getattr(self, key)} must lie in (0, 1]")
         if self.question_temperature == 0:
             problems.append("question_temperature: 0 would invent one question only; use 1.0")
+        return problems
+
+    def _log_problems(self) -> list[str]:
+        if not self.log_files:
+            changed = {
+                "served": bool(self.served),
+                "again": not self.again,
+                "mask": not self.mask,
+                "later": self.later != 0.2,
+                "category": self.category != "category",
+            }
+            return [
+                f"{key}: only with logs=FILE; give that or leave it out"
+                for key, is_changed in changed.items()
+                if is_changed
+            ]
+        problems = []
+        if not all(self.log_files):
+            problems.append("logs: a name is empty; give JSONL files")
+        if self.prompts or self.num_conversations:
+            key = "prompts" if self.prompts else "num_conversations"
+            problems.append(f"{key}: not with logs, whose chats are what is asked; leave it out")
+        if not 0 < self.later < 1:
+            problems.append(f"later: {self.later} must lie between 0 and 1; 0.2 is a fifth")
+        if not self.category:
+            problems.append("category: empty; give the key of the log's metadata")
         return problems
 
     def _domain_problems(self) -> list[str]:
@@ -135,7 +185,7 @@ class SynthesizeConfig:
                 "base_url: holds a name, key or query; give the bare address, and the key in the "
                 "environment variable that api_key_env names"
             )
-        if not self.prompts:
+        if not self.prompts and not self.log_files:
             problems.append("prompts: empty; give the JSONL file whose questions shall be answered")
         if not self.timeout > 0:
             problems.append(f"timeout: {self.timeout} must be above 0")

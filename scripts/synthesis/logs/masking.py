@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from conf.errors import UserError
+from scripts.synthesis.config import REGIONS
 
 Span = tuple[int, int]
-REGIONS = ("US", "GB", "DE", "FR")
 HEAD = 5  # characters by which a found value is looked up; shorter ones stay within their chat
 UNMASKED_KEYS = ("role", "type")
 
@@ -51,11 +51,14 @@ def _library() -> list[Rule]:
             "mask: the package detect-secrets is missing; pip install 'outrider[logs]', or "
             "mask=false to keep secrets"
         ) from None
+    known: dict[str, Any] = get_mapping_from_secret_type_to_class()
     rules = []
-    for name, kind in sorted(get_mapping_from_secret_type_to_class().items()):
-        if issubclass(kind, RegexBasedDetector) and name != "Private Key":
+    for name, kind in sorted(known.items()):
+        detector = kind()
+        if isinstance(detector, RegexBasedDetector) and name != "Private Key":
             word = "IP" if name.startswith("Public IP") else "SECRET"
-            rules.append(Rule(name, word, "detect-secrets", functools.partial(_detected, kind())))
+            find = functools.partial(_detected, detector)
+            rules.append(Rule(name, word, "detect-secrets", find))
     return rules
 
 
@@ -229,7 +232,7 @@ def _own() -> list[Rule]:
         rule(
             "password in an address",
             "SECRET",
-            _pattern(r"\b[a-z][a-z0-9+.-]*://[^\s:/@]*:([^\s@/]{3,})@", insensitive),
+            _pattern(r"\b[a-z][a-z0-9+.-]{0,20}://[^\s:/@]*:([^\s@/]{3,})@", insensitive),
         ),
         rule(
             "value assigned to a name such as password, token or api_key",
@@ -253,7 +256,9 @@ def _own() -> list[Rule]:
         rule(
             "e-mail address",
             "EMAIL",
-            _pattern(r"[\w.+%'-]*[\w+%-]@[\w-]+(?:\.[\w-]+)*\.[^\W\d_]{2,}"),
+            _pattern(
+                r"(?<!\w)[\w+%][\w.+%'-]{0,63}@[\w-]{1,63}(?:\.[\w-]{1,63}){0,8}\.[^\W\d_]{2,}"
+            ),
         ),
         rule(
             "payment card, by its check digit",
@@ -395,7 +400,7 @@ class Masker:
     rules: Sequence[Rule]
     found: dict[str, str] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
-    _heads: dict[str, list[str]] = field(default_factory=dict)
+    _sizes: dict[str, list[int]] = field(default_factory=dict)  # by a value's first characters
 
     def look(self, value: Any) -> None:
         """Remember what is found in every text of a message, a list or an object."""
@@ -416,21 +421,23 @@ class Masker:
     def _remember(self, value: str, stand_in: str) -> None:
         if len(value) >= HEAD and value not in self.found:
             self.found[value] = stand_in
-            same = self._heads.setdefault(value[:HEAD], [])
-            same.append(value)
-            same.sort(key=len, reverse=True)
+            sizes = self._sizes.setdefault(value[:HEAD], [])
+            if len(value) not in sizes:
+                sizes.append(len(value))
+                sizes.sort(reverse=True)
 
     def known(self, text: str) -> Iterator[tuple[int, int, str]]:
         """Where values that were found anywhere stand in a text: start, end, stand-in."""
         at = 0
         while at <= len(text) - HEAD:
-            values = self._heads.get(text[at : at + HEAD], ())
-            value = next((v for v in values if _stands(text, v, at)), None)
-            if value is None:
-                at += 1
+            for size in self._sizes.get(text[at : at + HEAD], ()):
+                value = text[at : at + size]
+                if value in self.found and _stands(text, value, at):
+                    yield at, at + size, self.found[value]
+                    at += size
+                    break
             else:
-                yield at, at + len(value), self.found[value]
-                at += len(value)
+                at += 1
 
     def chat(self) -> Chat:
         """Stand-ins for one chat: the same value gets the same one."""
@@ -489,8 +496,6 @@ def _texts(value: Any) -> Iterator[str]:
 def _stands(text: str, value: str, at: int) -> bool:
     """Whether a value stands at a place: not inside a longer word, unless it is long itself."""
     end = at + len(value)
-    if text[at:end] != value:
-        return False
     if len(value) >= 12:
         return True
     before = at and text[at - 1].isalnum() and value[0].isalnum()

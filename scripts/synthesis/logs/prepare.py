@@ -18,6 +18,7 @@ from conf.jsonl import parse_line
 from decode.models.identity import sha256_template, sha256_tokenizer
 from decode.models.load import TargetConfig
 from scripts.common.files import sha256, write_json, write_text
+from scripts.synthesis.config import REGIONS
 from scripts.synthesis.logs import forms, masking
 from scripts.synthesis.logs.forms import Exchange, Half, Unusable
 from scripts.synthesis.logs.prompts import Renderings
@@ -26,6 +27,7 @@ from train.texts.rows import Row, interpret, read_lines
 
 FORMAT = 1  # raise when the same logs would give other rows
 SHOWN = 20  # lines named for each reason
+TWICE = "its custom_id stands twice"
 TRAIN, LATER, RECORD = "train.jsonl", "later.jsonl", "logs.json"
 Ask = Callable[[list[dict[str, Any]], Path], list[dict[str, Any] | None]]
 
@@ -42,7 +44,7 @@ class LogOptions:
     served: tuple[str, ...] = ()
     later: float = 0.2
     mask: bool = True
-    regions: tuple[str, ...] = masking.REGIONS
+    regions: tuple[str, ...] = REGIONS
     category_key: str = "category"
 
 
@@ -103,13 +105,18 @@ class _Book:
 
     def out(self, reason: str, where: str) -> None:
         """A line that gives no row. The reason holds nothing of the line itself."""
-        reason = re.sub(r"\bturn \d+", "a turn", reason)
-        reason = re.sub(r"'[^']*'|\"[^\"]*\"", "..", reason)
-        reason = re.sub(r" \(.*column \d+\)|\d+ bytes ", "", reason)
         self.counts[reason] += 1
         places = self.named.setdefault(reason, [])
         if len(places) < SHOWN:
             places.append(where)
+
+
+def _plain(error: ValueError) -> str:
+    """A reader's reason without what it quotes of the line, and without places in it: equal
+    mistakes count as one."""
+    text = re.sub(r"\bturn \d+", "a turn", str(error))
+    text = re.sub(r"'[^']*'|\"[^\"]*\"", "..", text)
+    return re.sub(r" \(.*column \d+\)|\d+ bytes ", "", text)
 
 
 def prepare(
@@ -168,8 +175,13 @@ def prepare(
         split_by,
         _iso(order[first].exchange.when) if split_by == "time" else "",
     )
-    if not all(report.rows.values()):
-        raise UserError(_nothing(paths, book, sum(report.rows.values())))
+    for name, count in report.rows.items():
+        if not count:
+            raise UserError(
+                f"logs: {paths[0]}: no row is left for {name}.jsonl, since "
+                f"{book.counts['no answer when asked again']} chats got no answer when asked "
+                "again; give a larger log, or another later"
+            )
     for path, part in ((report.train, rows[:first]), (report.later, rows[first:])):
         write_text(path, "".join(json_line(row) for row in part if row))
     _record(out, settings, report, rules)
@@ -188,8 +200,11 @@ def _exchanges(paths: Iterable[Path], book: _Book, category_key: str) -> Iterabl
             where = f"{path.name}:{number}"
             try:
                 found = forms.read(parse_line(line), where, category_key)
-            except (ValueError, Unusable) as error:
+            except Unusable as error:
                 book.out(str(error), where)
+                continue
+            except ValueError as error:
+                book.out(_plain(error), where)
                 continue
             if isinstance(found, Exchange):
                 yield found
@@ -197,11 +212,13 @@ def _exchanges(paths: Iterable[Path], book: _Book, category_key: str) -> Iterabl
             side = asked if found.response is None else answered
             if found.custom_id in side:
                 twice.add(found.custom_id)
-                book.out("its custom_id stands twice", where)
-            side[found.custom_id] = found
+                book.out(TWICE, where)
+            else:
+                side[found.custom_id] = found
+    for side in (asked, answered):
+        for name in twice & side.keys():
+            book.out(TWICE, side.pop(name).where)
     for name, half in answered.items():
-        if name in twice:
-            continue
         if name not in asked:
             book.out("a batch's answer whose request is in none of the files", half.where)
             continue
@@ -210,7 +227,7 @@ def _exchanges(paths: Iterable[Path], book: _Book, category_key: str) -> Iterabl
         except Unusable as error:
             book.out(str(error), half.where)
     for name, half in asked.items():
-        if name not in answered and name not in twice:
+        if name not in answered:
             book.out("the answer is missing", half.where)
 
 
@@ -249,7 +266,7 @@ def _rows(
         try:
             row = interpret(record, one.where)
         except ValueError as error:
-            book.out(str(error), one.where)
+            book.out(_plain(error), one.where)
             continue
         if not row.chat or row.chat[-1]["role"] != "assistant":
             book.out("the answer is missing", one.where)
@@ -332,7 +349,7 @@ def _own_alone(
 
 def _nothing(paths: list[Path], book: _Book, left: int) -> str:
     told = ", ".join(
-        f"{n} {why} (first {book.named[why][0]})" for why, n in book.counts.most_common(3)
+        f"{book.counts[why]} {why} (first {places[0]})" for why, places in book.named.items()
     )
     what = f"{left} usable line, two are needed" if left else "nothing usable"
     return (
