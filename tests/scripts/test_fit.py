@@ -171,6 +171,12 @@ def test_what_is_refused(start: Path, tmp_path: Path) -> None:
     assert refused(start, out, f"train={data}", "logs=x", "later=y").startswith("logs: logs and")
     assert refused(start, out, "minutes=0").startswith("minutes: ")
     assert refused(start, out, "lora.dropout=0.5").startswith("lora.rank: 0 is no LoRA")
+    train_alone = f"train={data}"
+    assert refused(start, out, train_alone, "later=gone.jsonl").startswith("later: cannot read")
+    assert refused(start, out, "general=gone.jsonl").startswith("general: cannot read")
+    assert refused(start, out, "against=[gone/head/at]").startswith("drafters: gone/head")
+    more = ("certify_tokens=9", "controls=gone")
+    assert refused(start, out, *more).startswith("controls: gone")
     assert refused(tmp_path / "nothing", out).startswith("start: ")
     assert refused(start, start / "fit").startswith("out: ")
     assert refused(start, out, "target.hidden=64").startswith("start: ")
