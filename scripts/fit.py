@@ -39,14 +39,16 @@ from conf.errors import UserError
 from conf.schema import entry
 from decode.models.load import load_target
 from decode.target import Target
-from heads import lora
+from heads import drafter_folder, lora
 from heads.base import Head
 from heads.checkpoint import read_card, recover, staged
 from heads.folders import find_head, head_in
 from heads.interop import Facts, find_layout
+from heads.names import parse
 from heads.warm import Start
 from scripts import certify, evaluate, export
 from scripts.common import files
+from scripts.common.prompts import load_prompts
 from scripts.fitting import train, verdict
 from scripts.fitting.config import FitConfig
 from scripts.fitting.train import BUDGET, Chats
@@ -94,6 +96,7 @@ def fitted(cfg: FitConfig, out: Path) -> int:
     """The run behind `main`: its exit code."""
     _, sha256, _ = train.start_of(cfg)
     _apart(cfg, out)
+    readable(cfg)
     begin(cfg, out, sha256)
     stages = Stages(out)
     about = stages.once("start", "the head that is fitted", lambda: look(cfg))
@@ -191,6 +194,26 @@ def begin(cfg: FitConfig, out: Path, sha256: str) -> None:
         raise UserError(
             f"out: {out} holds a fit of other settings ({'; '.join(apart[:3])}); restore them, or "
             "give another folder"
+        )
+
+
+def readable(cfg: FitConfig) -> None:
+    """Read what is asked behind the training, so that nothing is missing then. Raises
+    UserError that names the key."""
+    asked = {"later": cfg.later, "general": cfg.general if cfg.general_prompts else ""}
+    for key, path in asked.items():
+        try:
+            if path:
+                load_prompts(path)
+        except UserError as error:
+            raise UserError(f"{key}: {str(error).removeprefix('prompts: ')}") from None
+    for name in cfg.against:
+        drafter_folder(parse(name))
+    borrowed = cfg.certify_tokens and cfg.controls not in ("run", "none")
+    if borrowed and not (Path(cfg.controls).expanduser() / "certificate.json").is_file():
+        raise UserError(
+            f"controls: {cfg.controls}: no certificate there; set run, none or a certificate's "
+            "folder"
         )
 
 

@@ -90,7 +90,7 @@ TRACED = 2000  # tokens of a certificate that shows which lines it executes
 OURS = ("decode/**/*.py", "heads/**/*.py", "scripts/proofs/mutants/*.py")
 DEPENDS = {
     "enumeration": (*OURS, "scripts/proofs/e*.py"),
-    "tests": (*OURS, "tests/*.py"),
+    "tests": (*OURS, "tests/**/*.py"),
     "certificate": (*OURS, "scripts/proofs/*.py"),
 }
 SECONDS = {"enumeration": 30, "tests": 120, "certificate": 90}  # of CPU, per trial

@@ -45,6 +45,7 @@ from scripts.synthesis.domains import DomainWriter
 from scripts.synthesis.from_server import from_server
 from scripts.synthesis.logs import LogOptions, prepare
 from scripts.synthesis.logs.ask import asker
+from scripts.synthesis.logs.masking import told
 from scripts.synthesis.write import Store, Writer, fingerprint
 
 
@@ -164,7 +165,7 @@ def from_logs(cfg: SynthesizeConfig, out: Path) -> None:
     print(f"written: {report.train}, {report.later}")
 
 
-@entry("synthesize", SynthesizeConfig)
+@entry("synthesize", SynthesizeConfig, more=told())
 def main(cfg: SynthesizeConfig) -> None:
     """Command-line entry."""
     synthesize(cfg)

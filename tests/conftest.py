@@ -86,7 +86,7 @@ def guard_module() -> Any:
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     """A small chat file."""
-    from tests.training import chats  # torch stays out of what needs none
+    from tests.helpers.training import chats  # torch stays out of what needs none
 
     return chats(tmp_path / "data.jsonl")
 

@@ -24,7 +24,7 @@ from decode.models.identity import cache_root
 from heads import HEADS
 from scripts.common.files import ROOT
 from scripts.reports.reliability import record
-from tests.training import chats, run_config
+from tests.helpers.training import chats, run_config
 from train.loop import fit
 
 AWAY = ("192.0.2.1", 80)  # an address for documentation: nobody has it

@@ -12,6 +12,6 @@ hydra_heads.py and draft.py are entry points of ten lines. A new key goes into c
 a line above it; one that does not change what is learned goes into LOGISTICS as well. What
 follows from a row's text must change the key of the token cache (`texts/batches.py`).
 
-Not to be changed without tests/test_reliability*.py: the order of save and evaluation, what a
+Not to be changed without tests/train/test_reliability*.py: the order of save and evaluation, what a
 checkpoint holds, what the ranks exchange.
 """

@@ -4,8 +4,8 @@ many families.
 The laws are those of the run itself, some hundred of them. A bias e moves each law to (1 - e)
 p + e r, so the mean shift of every statistic is e times one that is summed exactly over the
 tokens of these laws: the average over ever more redrawn tokens, without redrawing
-(tests/test_power.py redraws them and compares). A bias counts as found with the power of the
-one test that finds it best: all tests together find it at least as often.
+(tests/scripts/test_directions.py redraws them and compares). A bias counts as found with the
+power of the one test that finds it best: all tests together find it at least as often.
 
 Shape letters: R laws, V vocabulary, K directions, L answers, C cells.
 """

@@ -146,9 +146,11 @@ class SynthesizeConfig:
         problems = []
         if not all(self.log_files):
             problems.append("logs: a name is empty; give JSONL files")
-        if self.prompts or self.num_conversations:
-            key = "prompts" if self.prompts else "num_conversations"
-            problems.append(f"{key}: not with logs, whose chats are what is asked; leave it out")
+        problems += [
+            f"{key}: not with logs, whose chats are what is asked; leave it out"
+            for key in ("prompts", "num_conversations", "domain")
+            if getattr(self, key)
+        ]
         if not 0 < self.later < 1:
             problems.append(f"later: {self.later} must lie between 0 and 1; 0.2 is a fifth")
         if not self.category:

@@ -23,7 +23,7 @@ from heads.eagle.config import EagleConfig
 from heads.parallel.hydra_heads import HydraHeadsConfig
 from heads.parallel.medusa import MedusaConfig, TuneConfig
 from heads.small_lm.config import LoraKeys, SmallLMConfig
-from tests.training import random_batch, tiny_target
+from tests.helpers.training import random_batch, tiny_target
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from heads.losses import LossWeights
 from heads.names import Draft
 from heads.warm import Start
 from tests.contract.cases import Case, alone, drafted, features, fresh, moved, observe, rng
-from tests.training import random_batch, tiny_target
+from tests.helpers.training import random_batch, tiny_target
 
 SHAPES = ("chain", "tree")
 WARM = Sampling(1.2, top_k=40)

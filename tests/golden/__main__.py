@@ -22,7 +22,7 @@ from conf.schema import compose
 from decode.models.tiny import byte_tokenizer, tiny_model
 from heads import HEADS
 from tests.golden import cases
-from tests.training import chats
+from tests.helpers.training import chats
 from train.block import BlockRun
 from train.config import DraftRun, EagleRun, MedusaRun
 from train.hydra_heads import HydraHeadsRun

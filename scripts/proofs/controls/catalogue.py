@@ -4,7 +4,8 @@ measure on correct code.
 A test of losslessness that has never failed proves little; one that fails each of these proves
 something.
 
-scripts/certify.py runs them on the user's machine; tests/test_negative_controls.py keeps them.
+scripts/certify.py runs them on the user's machine; tests/scripts/test_negative_controls.py keeps
+them.
 
 Layers: "enumeration" (exact law of one verification), "engine enumeration" (exact law of the
 whole loop), "scripted uniforms" (what lives below the exact law: one number used twice, u = 0,

@@ -9,17 +9,25 @@ import pytest
 
 # The test files about each module.
 TESTS = {
-    "decode/verify.py": ["test_verify.py", "test_verify_edges.py", "test_verify_extremes.py"],
-    "decode/sampling.py": ["test_sampling.py"],
-    "decode/rng.py": ["test_sampling.py"],
-    "decode/engine.py": ["test_engine.py"],
-    "decode/cache.py": ["test_cache.py"],
-    "decode/masks.py": ["test_masks.py"],
-    "decode/grow.py": ["test_sequential_heads.py", "test_small_lm.py", "test_tree.py"],
-    "decode/adaptive.py": ["test_adaptive.py"],
-    "decode/draft_model.py": ["test_small_lm.py"],
-    "heads/parallel/drafter.py": ["test_sequential_heads.py", "test_medusa.py"],
-    "heads/eagle/drafter.py": ["test_eagle.py", "test_parity.py"],
+    "decode/verify.py": [
+        "decode/test_verify.py",
+        "decode/test_verify_edges.py",
+        "decode/test_verify_extremes.py",
+    ],
+    "decode/sampling.py": ["decode/test_sampling.py"],
+    "decode/rng.py": ["decode/test_sampling.py"],
+    "decode/engine.py": ["decode/test_engine.py"],
+    "decode/cache.py": ["decode/test_cache.py"],
+    "decode/masks.py": ["decode/test_masks.py"],
+    "decode/grow.py": [
+        "heads/test_sequential_heads.py",
+        "heads/test_small_lm.py",
+        "decode/test_tree.py",
+    ],
+    "decode/adaptive.py": ["decode/test_adaptive.py"],
+    "decode/draft_model.py": ["heads/test_small_lm.py"],
+    "heads/parallel/drafter.py": ["heads/test_sequential_heads.py", "heads/test_medusa.py"],
+    "heads/eagle/drafter.py": ["heads/test_eagle.py", "heads/test_parity.py"],
 }
 
 

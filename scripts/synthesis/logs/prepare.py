@@ -342,7 +342,7 @@ def _own_alone(
         raise UserError(
             f"served: {paths[0]}: no answer is known to be the target's, {len(kept)} are of "
             f"{name[:60]!r} and {len(models) - 1} other names; say served={name[:60]} if that is "
-            "the target, or ask=local or ask=openai to ask again"
+            "the target, or ask again by scripts/synthesize.py logs="
         )
     return own
 

@@ -1,0 +1,112 @@
+"""TreeMasks against a mask written out slot by slot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from decode.layout import Layout
+from decode.masks import FULL, Reach, TreeMasks
+from decode.tree import DraftTree, TreeShape
+from tests.helpers.mirror import ancestors
+
+SHAPE = TreeShape.of([(0,), (1,), (0, 0), (1, 0), (0, 0, 0)])
+
+
+def written_out(lengths: list[int], tree: DraftTree, reach: Reach) -> torch.Tensor:
+    """[B, n, S] bool, one question at a time: is it committed or an ancestor, and near enough?"""
+    longest, n = max(lengths), tree.width + 1
+    allowed = torch.zeros(len(lengths), n, longest + n, dtype=torch.bool)
+    for b, end in enumerate(lengths):
+        parents = tree.parents[b].tolist()
+        for slot in range(n):
+            path = ancestors(parents, slot - 1)
+            here = end + len(path)
+            seen = [(s, s) for s in range(end)] + [(longest, end)]
+            seen += [(longest + 1 + node, end + 1 + depth) for depth, node in enumerate(path)]
+            for key, position in seen:
+                near = reach == FULL or (reach[0] == "window" and here - position < reach[1])
+                near = near or (reach[0] == "chunk" and here // reach[1] == position // reach[1])
+                allowed[b, slot, key] = near
+    return allowed
+
+
+@pytest.mark.parametrize("reach", [FULL, ("window", 7), ("chunk", 7)])
+@pytest.mark.parametrize("static", [True, False])
+def test_masks_equal_the_definition(reach: Reach, static: bool) -> None:
+    """Every length around the window, even and ragged rows; static shapes come from one stored
+    strip.
+    """
+    masks = TreeMasks(
+        {"full_attention": FULL, "other": reach}, 3, torch.float32, torch.device("cpu")
+    )
+    for lengths in [[n] for n in range(1, 12)] + [[3, 3], [5, 2, 9], [600], [1500]]:
+        for shape in (SHAPE, TreeShape.chain(3)):
+            tree = DraftTree.static(shape, torch.zeros(len(lengths), len(shape), dtype=torch.int64))
+            if not static:
+                tree = DraftTree(tree.tokens, tree.parents, tree.size)
+            made = masks(lengths, tree, 1)
+            assert isinstance(made, dict)
+            for kind, rule in (("full_attention", FULL), ("other", reach)):
+                wanted = written_out(lengths, tree, rule)
+                found = (made[kind] == 0).expand(
+                    len(lengths), 1, 3 * wanted.shape[1], wanted.shape[2]
+                )
+                assert torch.equal(found[:, 0], wanted.repeat(1, 3, 1)), (lengths, kind)
+
+
+def test_one_layer_type_gives_one_mask_and_short_rows_none() -> None:
+    masks = TreeMasks({"sliding_attention": ("window", 4)}, 1, torch.bfloat16, torch.device("cpu"))
+    assert masks([3], DraftTree.empty(1), 1) is None  # four positions: nothing is out of reach
+    assert isinstance(masks([4], DraftTree.empty(1), 1), torch.Tensor)
+    assert isinstance(masks([2, 1], DraftTree.empty(2), 1), torch.Tensor)
+    assert masks([2, 2], DraftTree.empty(2), 1) is None
+
+
+def test_companion_rows_share_the_tree_of_their_request() -> None:
+    masks = TreeMasks({"full_attention": FULL}, 1, torch.float32, torch.device("cpu"))
+    parents = torch.tensor([[-1, -1, 0], [-1, 0, 1]])
+    tree = DraftTree(torch.zeros_like(parents), parents, torch.tensor([3, 3]))
+    doubled = DraftTree(
+        tree.tokens.repeat_interleave(2, 0), parents.repeat_interleave(2, 0), torch.tensor([3] * 4)
+    )
+    for lengths in ([6, 2, 5, 3], [4, 4, 4, 4]):
+        found = masks(lengths, tree, 2)
+        assert isinstance(found, torch.Tensor)
+        assert torch.equal(found[:, 0] == 0, written_out(lengths, doubled, FULL))
+
+
+def test_companions_of_dynamic_trees_get_their_own_row() -> None:
+    """A dynamic tree brings a layout of every row; under guidance even rows once met a mask of
+    half of them.
+    """
+    masks = TreeMasks({"full_attention": FULL}, 1, torch.float32, torch.device("cpu"))
+    parents = torch.tensor([[-1, -1, 0], [-1, 0, 1]])
+    layout = Layout.of(parents)
+    tree = DraftTree(torch.zeros_like(parents), parents, torch.tensor([3, 3]), static_layout=layout)
+    doubled = DraftTree(
+        tree.tokens.repeat_interleave(2, 0), parents.repeat_interleave(2, 0), torch.tensor([3] * 4)
+    )
+    for _ in range(2):
+        found = masks([4, 4, 4, 4], tree, 2)
+        assert isinstance(found, torch.Tensor)
+        assert torch.equal(found[:, 0] == 0, written_out([4, 4, 4, 4], doubled, FULL))
+
+
+def test_layouts_that_come_once_get_no_strip() -> None:
+    """A strip holds 512 columns or more: worth it for a shape that comes again, not for one
+    made for a single cycle.
+    """
+    masks = TreeMasks({"full_attention": FULL}, 1, torch.float32, torch.device("cpu"))
+    parents = torch.tensor([[-1, -1, 0]])
+    for _ in range(3):
+        tree = DraftTree(
+            torch.zeros_like(parents), parents, torch.tensor([3]), static_layout=Layout.of(parents)
+        )
+        found = masks([600], tree, 1)
+        assert isinstance(found, torch.Tensor)
+        assert found.untyped_storage().nbytes() == found.numel() * found.element_size()
+        assert torch.equal(found[:, 0] == 0, written_out([600], tree, FULL))
+    shared = DraftTree.static(SHAPE, torch.zeros(1, len(SHAPE), dtype=torch.int64))
+    stores = {masks([600], shared, 1).untyped_storage().data_ptr() for _ in range(4)}  # type: ignore[union-attr]
+    assert len(stores) <= 2, "from the second time on one constant serves all"

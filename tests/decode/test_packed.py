@@ -1,0 +1,238 @@
+"""Packed weights: the same numbers, the originals back bit by bit, and nothing packed that must
+stay as it is."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from decode.drafters import NoDraft
+from decode.engine import Request, generate
+from decode.models import lean, load, memory, packed
+from decode.models.load import TargetConfig, load_target
+from decode.models.memory import Plan
+from decode.probe import TOLERANCE, difference
+from decode.sampling import Sampling
+from decode.target import Target
+from decode.tree import DraftTree
+from heads import HEADS, Draft
+from heads.eagle.config import EagleConfig
+from scripts.scoring.memory import own_elements
+from tests.helpers.archs import TREE, build
+
+BF16 = torch.bfloat16
+kernels = pytest.mark.skipif(not packed.available(), reason="no bfloat16 kernels of oneDNN here")
+
+
+def logits(model: nn.Module, rows: int = 2, new: int = 9) -> torch.Tensor:
+    ids = torch.arange(3, 3 + rows * new).remainder(50).view(rows, new)
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@kernels
+@pytest.mark.parametrize("arch", TREE)
+def test_a_packed_model_says_the_same_and_comes_back(arch: str) -> None:
+    target = Target(build(arch, dtype=BF16))
+    before, said = weights(target.model), logits(target.model)
+    plain = sum(type(part) is nn.Linear for part in target.model.modules())
+    target.pack_weights()
+    assert target.packed_layers == plain
+    for rows, new in ((1, 1), (1, 25), (3, 2)):
+        again = copy.copy(target)  # shares the model
+        now = logits(again._model, rows, new)
+        assert again.packed_layers == plain
+        target.packs_weights = False
+        assert difference(now, logits(target.model, rows, new)) <= TOLERANCE[BF16] / 5
+        target.packs_weights = True
+        target.pack_weights()
+    assert torch.equal(said, logits(target.model)) and target.packed_layers == 0
+    after = weights(target.model)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@kernels
+def test_layers_that_read_one_tensor_become_one_product() -> None:
+    target = Target(build("llama", dtype=BF16))
+    target.pack_weights()
+    sizes = [
+        len(part.product.sizes)
+        for part in target._model.model.layers[0].modules()
+        if isinstance(part, packed.PackedLinear)
+    ]
+    assert sorted(sizes) == [1, 1, 2, 2, 3, 3, 3]
+
+
+@kernels
+def test_what_changes_its_input_between_two_layers_is_not_joined() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(8, 8, dtype=BF16) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first = self.a(x) + self.b(x)
+            x.mul_(2)
+            return first + self.c(input=x)
+
+    model = Odd().requires_grad_(False)
+    x = torch.randn(3, 8, dtype=BF16)
+    wanted = model(x.clone())
+    places = packed.plain_linears(model)
+    groups = packed.seen_together(places, lambda: model(x.clone()))
+    assert sorted(len(group) for group in groups) == [1, 2]
+    packing = packed.pack(groups, model)
+    assert torch.allclose(model(x.clone()), wanted, atol=0.05)
+    assert model.a(x[:0]).shape == (0, 8)
+    packing.undo()
+    assert torch.equal(model(x.clone()), wanted)
+
+
+@kernels
+def test_tied_embeddings_stay_and_are_counted() -> None:
+    target = Target(build("llama", dtype=BF16, tie_word_embeddings=True))
+    table = target.model.get_input_embeddings().weight
+    target.pack_weights()
+    assert target.lm_head_weight is table
+    assert target.packing.extra == table.numel() * 2
+    assert target.model.get_output_embeddings().weight is table
+
+
+@kernels
+def test_untied_weights_are_not_there_twice() -> None:
+    target = Target(build("llama", dtype=BF16, tie_word_embeddings=False))
+    target.pack_weights()
+    assert target.packing.extra == 0
+    names = [name for name, _ in target._model.named_parameters()]
+    assert not [name for name in names if "proj" in name or "lm_head" in name]
+    assert target.lm_head_weight.shape == (target.vocab_size, target.hidden_size)
+
+
+@pytest.mark.parametrize("case", ["float32", "float16", "asked", "sharded", "training", "hooked"])
+def test_what_must_stay_is_not_packed(case: str) -> None:
+    dtype = {"float32": torch.float32, "float16": torch.float16}.get(case, BF16)
+    target = Target(build("llama", dtype=dtype))
+    target.packs_weights = case != "asked"
+    target.sharded = case == "sharded"
+    if case == "training":
+        target.model.model.layers[0].mlp.up_proj.weight.requires_grad_(True)
+    if case == "hooked":
+        for part in target.model.modules():
+            part.register_forward_hook(lambda *_: None)
+    target.pack_weights()
+    assert target.packed_layers == 0
+
+
+@kernels
+def test_a_packing_that_changes_the_model_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(build("llama", dtype=BF16))
+    said = logits(target.model)
+    monkeypatch.setattr(
+        packed.Product, "__call__", lambda self, x: x.new_zeros(*x.shape[:-1], self.shape[0])
+    )
+    target.pack_weights()
+    assert target.packed_layers == 0 and target.packing.refused
+    assert torch.equal(said, logits(target.model))
+
+
+@kernels
+def test_decoding_packs_and_features_do_not() -> None:
+    target = load_target(TargetConfig(kind="tiny"), "bfloat16", "cpu")
+    requests = [Request([5, 6, 7], 12), Request([9], 12, id=1)]
+    runs = []
+    for packs in (True, False):
+        target.packs_weights = packs
+        target.model  # noqa: B018
+        runs.append(generate(target, NoDraft(), requests, Sampling(0.0), batch_size=2))
+        assert (target.packed_layers > 0) == packs
+    assert [a.token_ids for a in runs[0].generations] == [a.token_ids for a in runs[1].generations]
+    target.packs_weights = True
+    target.pack_weights()
+    ids = torch.arange(3, 9)[None]
+    target.features(ids, torch.ones_like(ids, dtype=torch.bool), (0,))
+    assert target.packed_layers == 0
+
+
+def test_the_key_is_checked() -> None:
+    assert TargetConfig(kind="tiny", pack="none").validate() == []
+    assert "target.pack: 'yes' is none of auto, none" in TargetConfig(pack="yes").validate()[0]
+    assert not load_target(TargetConfig(kind="tiny", pack="none"), "bfloat16").packs_weights
+
+
+@kernels
+def test_short_layers_give_every_bit_and_go_again() -> None:
+    target = Target(build("llama", dtype=BF16))
+    prompts = [torch.arange(3, 14), torch.arange(5, 9)]
+    tree = DraftTree.chain(torch.tensor([[4, 9, 7], [8, 8, 3]]), torch.tensor([3, 2]))
+    found = []
+    for short in (True, False):
+        target.pack_weights()
+        assert len(target.packing.short) == 2
+        if not short:
+            lean.lengthen(target.packing.short)
+        cache = target.new_cache(2, 40, 3)
+        first = target.prefill(cache, prompts, (0, 1, 2))
+        step = target.score(cache, torch.tensor([6, 2]), tree, (1, 2))
+        assert first.feats is not None and step.feats is not None
+        found.append((first.logits, first.feats, step.logits, step.feats))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    model = target.model
+    assert not any("forward" in vars(part) for part in model.modules())
+    assert target.packing.short == []
+    target.pack_weights()  # transformers has hung its own hooks on the layers meanwhile
+    assert len(target.packing.short) == 2
+
+
+@kernels
+def test_layers_that_somebody_watches_are_not_shortened() -> None:
+    target = Target(build("llama", dtype=BF16))
+    target.model.model.layers[1].self_attn.register_forward_hook(lambda *_: None)
+    target.pack_weights()
+    assert len(target.packing.short) == 1
+    for arch in ("qwen3", "gemma2"):
+        other = Target(build(arch, dtype=BF16))
+        other.pack_weights()
+        assert other.packed_layers and not other.packing.short
+
+
+@kernels
+def test_drafters_pack_their_layers_and_draft_the_same() -> None:
+    target = load_target(TargetConfig(kind="tiny"), "bfloat16", "cpu")
+    counts = torch.arange(target.vocab_size) + 1
+    head = HEADS["eagle3"].for_target(target, EagleConfig(draft_vocab=64), counts)
+    requests = [Request([5, 6, 7], 24), Request([9, 3], 24, id=1)]
+    runs = []
+    for packs in (True, False):
+        target.packs_weights = packs
+        target.model  # noqa: B018
+        drafter = head.drafter(target, Draft(shape="tree", depth=3, nodes=6))
+        assert isinstance(drafter.proj.weight, packed.Product) == packs
+        runs.append(generate(target, drafter, requests, Sampling(0.0), batch_size=2))
+        elements, size = own_elements(drafter, target)
+        assert size == 2 * elements
+        runs.append((elements, size))
+    assert runs[1] == runs[3]
+    assert [a.token_ids for a in runs[0].generations] == [b.token_ids for b in runs[2].generations]
+    assert [a.cycles for a in runs[0].generations] == [b.cycles for b in runs[2].generations]
+
+
+@kernels
+def test_the_memory_check_counts_a_tied_lm_head_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs = []
+    monkeypatch.setattr(memory, "check", lambda need, *_: needs.append(need.weights))
+    build("llama", dtype=BF16, tie_word_embeddings=True).save_pretrained(tmp_path)
+    cpu = torch.device("cpu")
+    for pack, plan in (("auto", Plan(tokens=9)), ("none", Plan(tokens=9)), ("auto", Plan())):
+        load._fits(TargetConfig(kind="local", path="x", pack=pack), tmp_path, BF16, cpu, plan)
+    assert needs[0] - needs[1] == 61 * 32 * 2 and needs[1] == needs[2]

@@ -1,0 +1,374 @@
+"""Unions of drafters: exact by enumeration whatever is joined, the first drafter's tree left as it
+is, and what cannot be joined refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from conf.errors import UserError
+from decode.adaptive import Adaptive
+from decode.drafters import Drafter, NGram, NoDraft
+from decode.engine import Request, generate
+from decode.listed import listed
+from decode.live import LiveBatch, Room
+from decode.sampling import Sampling
+from decode.stats import acceptance_by_drafter
+from decode.target import Target
+from decode.tree import DraftTree, TreeShape
+from decode.union import Union, joined
+from decode.verify import rejection, traversal
+from heads import drafter_folders, resolve_drafter, save_head
+from heads.names import Draft, parse
+from scripts.certify import about_drafter
+from scripts.common.prompts import Prompt
+from scripts.evaluate import shares
+from scripts.proofs.engine_law import TableDrafter, engine_law, toy_model
+from scripts.proofs.enumerator import Case, enumerate_case
+from scripts.scoring.contest import Settings, run_contest
+from scripts.scoring.lanes import lanes_of
+from scripts.scoring.names import labels
+from scripts.scoring.score import Scores
+from tests.contract.cases import CASES, drafted, features, moved
+from tests.helpers.training import random_batch, tiny_target
+
+CPU = torch.device("cpu")
+TEMPERATURES = (0.0, 0.1, 0.3, 1.0, 2.0, 5.0)
+Nodes = list[tuple[int, int]]
+
+
+def some_nodes(generator: torch.Generator, vocab: int, depth: int, most: int) -> Nodes:
+    """A random tree of at most `most` different nodes: half of them in one chain, as an
+    n-gram's."""
+    found: Nodes = []
+    for _ in range(int(torch.randint(most + 1, (), generator=generator))):
+        above = int(torch.randint(-1, len(found), (), generator=generator))
+        if bool(torch.rand((), generator=generator) < 0.5):
+            above = len(found) - 1
+        token = int(torch.randint(vocab, (), generator=generator))
+        level, up = 1, above
+        while up >= 0:
+            level, up = level + 1, found[up][1]
+        if level <= depth and (token, above) not in found:
+            found.append((token, above))
+    return found
+
+
+def with_nodes(*others: Nodes) -> Callable[[DraftTree], DraftTree]:
+    """Joins the same deterministic trees to every row of a draft."""
+
+    def join(tree: DraftTree) -> DraftTree:
+        rows = tree.tokens.shape[0]
+        return joined([tree, *(listed([nodes] * rows, CPU) for nodes in others)])
+
+    return join
+
+
+def enumerated(seed: int, count: int) -> tuple[int, int]:
+    """(drawn worlds, worlds in which a joined node repeats one of the first drafter's)."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = repeats = 0
+    for number in range(count):
+        case = Case.random(generator, max_nodes=3)
+        temperature = TEMPERATURES[number % len(TEMPERATURES)]
+        case.sampling = replace(case.sampling, temperature=temperature)
+        depth = case.shape.depth
+        others = [some_nodes(generator, case.vocab, depth, most) for most in (3, 2)]
+        name = f"case {number} of seed {seed}: {case.scheme} {case.shape.paths} {others}"
+        join = with_nodes(*others)
+
+        def checked(tree: DraftTree, vocab: int = case.vocab, join=join) -> DraftTree:  # type: ignore[no-untyped-def]
+            nonlocal repeats
+            tree = join(tree)
+            tree.validate(vocab)
+            assert tree.drafters is not None
+            repeats += int((tree.drafters & (tree.drafters - 1)).any())
+            return tree
+
+        for rule in (rejection, traversal):
+            alone, union = enumerate_case(case, rule), enumerate_case(case, rule, checked)
+            assert union.error <= 1e-12, name
+            assert union.accepted >= alone.accepted - 1e-12, name
+        drawn += case.scheme != "top" and not case.sampling.greedy
+    return drawn, repeats
+
+
+def test_unions_have_the_exact_law() -> None:
+    """Chains and trees, cut ones, draws with and without replacement, draft vocabularies that
+    lack a token, two others at once; never less accepted than by the first alone."""
+    drawn, repeats = enumerated(0, 48)
+    assert drawn > 15 and repeats > 15
+
+
+@pytest.mark.slow
+def test_unions_have_the_exact_law_in_many_worlds() -> None:
+    for seed in (1, 2, 3):
+        enumerated(seed, 400)
+
+
+def wrong_repeats(tree: DraftTree) -> DraftTree:
+    """What is drawn and joined both counts as joined: a point mass in place of its law."""
+    assert tree.drafters is not None and tree.sampled is not None
+    return replace(tree, sampled=tree.sampled & (tree.drafters == 1))
+
+
+def wrong_room(tree: DraftTree) -> DraftTree:
+    """A drawn node that nobody else proposes makes room: whether it is tried depends on it."""
+    assert tree.drafters is not None and tree.sampled is not None
+    assert int(tree.parents.max()) < 0, "one level: any order is a tree"
+    kept = tree.drafters[:, :1] > 1
+    tokens = torch.where(kept, tree.tokens, tree.tokens.roll(-1, 1))
+    sampled = torch.where(kept, tree.sampled, tree.sampled.roll(-1, 1))
+    return replace(tree, tokens=tokens, sampled=sampled, size=tree.size - (~kept[:, 0]).long())
+
+
+@pytest.mark.parametrize("wrong", [wrong_repeats, wrong_room])
+def test_the_enumeration_sees_wrong_unions(wrong: Callable[[DraftTree], DraftTree]) -> None:
+    target = torch.tensor([[0.0, 1.0, 0.5]], dtype=torch.float64).expand(16, 3)
+    draft = torch.tensor([[1.5, 0.0, 1.0]], dtype=torch.float64).expand(16, 3)
+    case = Case(3, TreeShape.of([[0]]), "without", Sampling(1.0), target, draft)
+    join = with_nodes([(0, -1), (1, -1)])
+    for rule in (rejection, traversal):
+        assert enumerate_case(case, rule, join).error <= 1e-12
+        assert enumerate_case(case, rule, lambda tree: wrong(join(tree))).error > 1e-2
+
+
+# --- what a joined tree holds
+
+
+def paths(tree: DraftTree, row: int) -> set[tuple[int, ...]]:
+    """The token paths of one row's nodes."""
+    found: list[tuple[int, ...]] = []
+    for i in range(int(tree.size[row])):
+        above = int(tree.parents[row, i])
+        found.append((*(found[above] if above >= 0 else ()), int(tree.tokens[row, i])))
+    return set(found)
+
+
+def test_a_joined_tree_holds_all_paths_and_the_first_tree_in_front() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        trees = [
+            listed([some_nodes(generator, 4, 4, most) for _ in range(3)], CPU) for most in (6, 5, 3)
+        ]
+        tree = joined(trees)
+        tree.validate(4, 14)
+        assert tree.drafters is not None
+        for row in range(3):
+            own = [paths(one, row) for one in trees]
+            assert paths(tree, row) == set().union(*own)
+            size = int(trees[0].size[row])
+            assert torch.equal(tree.tokens[row, :size], trees[0].tokens[row, :size])
+            assert torch.equal(tree.parents[row, :size], trees[0].parents[row, :size])
+            path = list(paths(tree, row))
+            for bit, mine in enumerate(own):
+                marks = (tree.drafters[row, : len(path)] >> bit) & 1
+                assert int(marks.sum()) == len(mine)
+
+
+def test_nothing_new_costs_nothing() -> None:
+    """Where nothing is joined the first tree goes to the target as it is, static layout
+    included."""
+    shape = TreeShape.of([[0], [1], [0, 0]])
+    first = DraftTree.static(shape, torch.tensor([[3, 4, 5], [3, 4, 6]]))
+    none = DraftTree.empty(2)
+    again = listed([[(4, -1)], [(3, -1), (6, 0)]], CPU)
+    for other in (none, again):
+        tree = joined([first, other])
+        assert tree.layout is first.layout and tree.tokens is first.tokens
+    assert tree.drafters is not None and tree.drafters.tolist() == [[1, 3, 1], [3, 1, 3]]
+    assert joined([none, none]).width == 0 and joined([none, again]).width == 2
+
+
+# --- drafters
+
+
+def union_of(*names: str, shape: str = "tree") -> tuple[Target, Union]:
+    """A union of fresh heads of one target and an n-gram tree."""
+    target, parts = tiny_target("float64", layers=2), []
+    for name in names:
+        _, head = moved(CASES[name], "float64")
+        parts.append(head.drafter(target, Draft(shape=shape)))
+    return target, Union([*parts, NGram(nodes=6)])
+
+
+def test_every_part_is_told_what_it_would_be_told_alone() -> None:
+    """Two heads that read different layers, and an n-gram: the union's draft holds what each of
+    them drafts by itself, and its taps are theirs."""
+    target, union = union_of("eagle3", "medusa")
+    taps = [part.taps for part in union.parts]
+    assert taps[0] != taps[1] and set(union.taps) == {t for own in taps for t in own}
+    ids = random_batch(1, 12).ids
+    ids[0, 8:] = ids[0, 2:6]
+    fake = type("Taps", (), {"taps": union.taps})
+    whole = features(target, fake, ids)  # type: ignore[arg-type]
+    assert whole is not None
+    for sampling in (Sampling(), Sampling(1.0)):
+        tree = drafted(union, ids[0], whole[0], [5, 12], sampling)
+        expected: set[tuple[int, ...]] = set()
+        for place, part in enumerate(union.parts):
+            feats = features(target, part, ids)  # type: ignore[arg-type]
+            own = None if feats is None else feats[0]
+            alone = drafted(part, ids[0], own, [5, 12], Sampling() if place else sampling)
+            assert alone.width > 0
+            expected |= paths(alone, 0)
+            if not place:
+                size = int(alone.size[0])
+                assert torch.equal(tree.tokens[0, :size], alone.tokens[0, :size])
+        assert paths(tree, 0) == expected
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_unions_decode_losslessly_in_any_batch(adaptive: bool) -> None:
+    """Rows with and without a match, at T = 0 the target's own tokens, at T > 0 the same alone and
+    beside others; it is told who proposed what was accepted."""
+    target, union = union_of("eagle3", "medusa")
+    drafter: Drafter = Adaptive(union) if adaptive else union
+    prompts = [[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6], [11], [40, 41, 40, 41, 40]]
+    asked = [Request(p, 10, id=i) for i, p in enumerate(prompts)]
+    plain = generate(target, NoDraft(), asked, Sampling(), eos_ids=()).generations
+    for sampling in (Sampling(), Sampling(0.3), Sampling(1.2, top_k=40, repetition_penalty=1.1)):
+        runs = [
+            generate(target, drafter, asked, sampling, batch_size=size, eos_ids=())
+            for size in (1, 3)
+        ]
+        texts = [[g.token_ids for g in run.generations] for run in runs]
+        assert texts[0] == texts[1]
+        if sampling.greedy:
+            assert texts[0] == [g.token_ids for g in plain]
+        cycles = [c for g in runs[0].generations for c in g.cycles]
+        assert all(len(c.drafters) == c.accepted for c in cycles)
+        assert all(1 <= mark < 8 for c in cycles for mark in c.drafters)
+        told = acceptance_by_drafter(cycles, 3)
+        assert all(alone <= count for count, alone in told)
+        assert sum(c.accepted for c in cycles) <= sum(count for count, _ in told)
+
+
+def test_requests_that_join_a_live_batch_get_what_they_get_alone() -> None:
+    """The loop behind scripts/serve.py, with a union: one request joins while another runs."""
+    target, union = union_of("eagle3", "medusa")
+    asked = [Request([5, 6, 7, 5, 6, 7], 9, id=1), Request([11], 7, id=2)]
+    alone = generate(target, union, asked, Sampling(0.8), eos_ids=()).generations
+    batch = LiveBatch(target, union, Sampling(0.8), Room(rows=2, longest=32))
+    batch.eos = frozenset()
+    seats = [batch.join(asked[0], lambda fresh: None)]
+    batch.step()
+    seats.append(batch.join(asked[1], lambda fresh: None))
+    while batch.busy:
+        batch.step()
+    assert [seat.generation.token_ids for seat in seats] == [g.token_ids for g in alone]
+
+
+def test_a_request_that_leaves_takes_its_text_along() -> None:
+    _, union = union_of()
+    union.reset(3, 32)
+    union.begin([torch.tensor([row]) for row in (1, 2, 3)], Sampling())
+    tokens = torch.tensor([[9, 8, 9], [7, 7, 7], [6, 5, 4]])
+    union.observe(tokens, None, torch.tensor([3, 3, 3]), slice(0, 3))
+    union.select([2, 0])
+    tree = union.propose(torch.tensor([4, 4]), Sampling(), None)  # type: ignore[arg-type]
+    assert tree.size.tolist() == [0, 2] and paths(tree, 1) == {(8,), (8, 9)}
+    assert union.propose(torch.tensor([4, 0]), Sampling(), None).width == 0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+def test_the_whole_loop_has_the_exact_law(rule: str) -> None:
+    """Prefill, cycles, stop token and length limit, with n-gram matches that come and go."""
+    shape = TreeShape.of([[0], [1], [0, 0]])
+    for sampling in (Sampling(1.0), Sampling(0.4, top_p=0.9)):
+        union = Union([TableDrafter(shape, "without", 3), NGram(depth=2, nodes=3)])
+        found = engine_law(toy_model(vocab=3), union, [1, 2, 1], 4, sampling, rule, shape)
+        assert found.error <= 1e-12 and found.outputs > 3
+
+
+# --- names that cannot be joined
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Target]:
+    """Saved heads of one target, by the name of their case."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name in ("medusa", "eagle3", "medusa2"):
+        target, head = moved(CASES[name], "float64")
+        save_head(head, folder / name / "head", target.identity)
+    return folder, tiny_target("float64", layers=2)
+
+
+def test_a_union_is_resolved_by_name(runs: tuple[Path, Target]) -> None:
+    folder, target = runs
+    spec = f"ngram@tree:6+{folder}/eagle3@tree+{folder}/medusa@adaptive"
+    drafter = resolve_drafter(spec, target)
+    assert isinstance(drafter, Adaptive) and drafter.name == spec
+    union = drafter.inner
+    assert isinstance(union, Union)
+    named = [f"{folder}/eagle3@tree", f"{folder}/medusa", "ngram@tree:6"]
+    assert [part.name for part in union.parts] == named
+    assert [f.parent.name for f in drafter_folders(parse(spec))] == ["eagle3", "medusa"]
+
+
+def test_a_certificate_holds_the_files_of_every_part(runs: tuple[Path, Target]) -> None:
+    folder, _ = runs
+    spec = f"{folder}/eagle3@tree+{folder}/medusa+ngram"
+    told = about_drafter(spec)
+    assert told["name"] == spec
+    cards = [name for name in told["files"] if name.endswith("/head.json")]
+    assert cards == [f"{folder}/eagle3/head.json", f"{folder}/medusa/head.json"]
+
+
+def test_the_table_tells_who_proposed_what_was_accepted(runs: tuple[Path, Target]) -> None:
+    folder, target = runs
+    spec = f"{folder}/medusa@tree+ngram@tree"
+    lanes, skipped = lanes_of(["none", spec], target)
+    assert not skipped and lanes[1].label == "medusa@tree+ngram@tree"
+    prompts = [Prompt("1", "chat", ["abcabcabcabc"]), Prompt("2", "chat", ["aaaaaaaaaaa"])]
+    settings = Settings(Sampling(), 24, 1, 0, "traversal")
+    measured = run_contest(target, target.tokenizer, prompts, lanes, settings, True)
+    row = Scores(measured, lanes).row(lanes[1])
+    cycles = Scores(measured, lanes).clean(spec, ["1", "2"])
+    accepted = sum(c.accepted for part in cycles for c in part)
+    assert [part["name"] for part in row["by_drafter"]] == [f"{folder}/medusa@tree", "ngram@tree"]
+    counts = [(part["accepted"], part["alone"]) for part in row["by_drafter"]]
+    assert accepted > 0 and sum(c for c, _ in counts) >= accepted >= sum(a for _, a in counts)
+    assert "by_drafter" not in Scores(measured, lanes).row(lanes[0])
+    (line,) = shares({"drafters": [{**row, "label": "m"}]})
+    assert f"by {folder}/medusa@tree (" in line and "by ngram@tree (" in line
+
+
+def test_labels_shorten_every_part() -> None:
+    names = ["runs/a/head@tree+ngram", "runs/a@tree+other/a@chain", "hf_assisted@runs/a"]
+    assert labels(names) == ["a@tree+ngram", "a@tree+a@chain", "hf_assisted@a"]
+    assert labels(["x/a+ngram", "y/a+ngram"]) == ["x/a+ngram", "y/a+ngram"]
+
+
+def test_what_cannot_be_joined_costs_one_line(runs: tuple[Path, Target]) -> None:
+    folder, target = runs
+    wrong = {
+        "ngram+ngram@tree": "ngram stands there twice; join different drafters",
+        f"{folder}/medusa@tree+{folder}/medusa/head@chain": "stands there twice; join different",
+        f"{folder}/medusa+ngram@monitor": "nobody has measured the break-even of a union",
+        f"{folder}/medusa+{folder}/gone": "gone",
+        f"{folder}/eagle3+{folder}/medusa2": "medusa2",
+    }
+    for spec, line in wrong.items():
+        with pytest.raises(UserError) as told:
+            resolve_drafter(spec, target)
+        assert line in str(told.value) and "\n" not in str(told.value), spec
+    fresh = tiny_target("float64", layers=2)
+    with pytest.raises(UserError, match="eagle3"):
+        resolve_drafter(f"{folder}/medusa2+{folder}/eagle3", fresh)
+
+
+def test_drafters_of_different_targets_are_refused(
+    runs: tuple[Path, Target], tmp_path: Path
+) -> None:
+    folder, target = runs
+    other, head = moved(CASES["hydra"], "float64")
+    assert other.identity is not None
+    save_head(head, tmp_path / "other/head", replace(other.identity, weights_sha256="0" * 64))
+    with pytest.raises(UserError) as told:
+        resolve_drafter(f"{folder}/medusa+{tmp_path}/other", target)
+    assert "other" in str(told.value) and "\n" not in str(told.value)

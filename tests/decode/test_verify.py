@@ -1,0 +1,262 @@
+"""The verifier: exact by enumeration, equal to a scalar reference, at least as good as the
+theory says.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from conf.errors import UserError
+from decode.rng import Rng
+from decode.sampling import Law, Sampling
+from decode.tree import DraftTree, Proposal, TreeShape
+from decode.verify import RULES, rejection, traversal, verify, walk
+from scripts.proofs.enumerator import Case, enumerate_case
+from tests.helpers.reference_verify import Row, block
+
+
+def check_cases(seed: int, count: int, **size: int) -> dict[str, list[float]]:
+    generator = torch.Generator().manual_seed(seed)
+    gains: dict[str, list[float]] = {}
+    for number in range(count):
+        case = Case.random(generator, **size)
+        name = f"case {number} of seed {seed}: {case.scheme} {case.shape.paths} {case.sampling} size {case.size}"
+        top, up = enumerate_case(case, rejection), enumerate_case(case, traversal)
+        assert top.error <= 1e-12 and up.error <= 1e-12, name
+        chain = all(len(set(p)) <= 1 and p[0] == 0 for p in case.shape.paths)
+        if chain:
+            assert up.accepted >= top.accepted - 1e-12, name
+        if case.scheme == "top":
+            plain = enumerate_case(case, walk)
+            assert plain.error <= 1e-12, name
+            assert plain.accepted == pytest.approx(top.accepted, abs=1e-12), name
+            assert plain.accepted == pytest.approx(up.accepted, abs=1e-12), name
+        totals = gains.setdefault(case.scheme + (" chain" if chain else " tree"), [0.0, 0.0])
+        totals[0] += top.accepted
+        totals[1] += up.accepted
+    return gains
+
+
+def test_exact_law_on_random_cases() -> None:
+    gains = check_cases(0, 500)
+    assert gains["iid chain"][1] > gains["iid chain"][0] * 1.001, (
+        "block verification gained nothing on sampled chains"
+    )
+    assert gains["without tree"][1] > gains["without tree"][0], (
+        "traversal gained nothing on sampled trees"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_exact_law_on_many_random_cases(seed: int) -> None:
+    check_cases(seed, 400, max_nodes=5, max_vocab=5)
+
+
+def random_world(
+    seed: int, rows: int, paths: list[list[int]], vocab: int, sampled: str, narrow: bool = False
+) -> tuple[DraftTree, Law]:
+    """A batch of ragged trees over one shape with random laws; `sampled`: all, some or none of
+    the nodes. narrow: the draft vocabulary lacks one token, which some deterministic
+    candidates are nevertheless."""
+    g = torch.Generator().manual_seed(seed)
+    shape = TreeShape.of(paths)
+    n = len(shape)
+    replacement = bool(torch.randint(2, (), generator=g)) and sampled == "all"
+    ids, narrow = torch.arange(vocab), narrow and vocab > 3  # three siblings need three tokens
+    if narrow:
+        lacking = int(torch.randint(vocab, (), generator=g))
+        ids = ids[ids != lacking]
+    draft = (torch.randn(rows, n + 1, len(ids), generator=g, dtype=torch.float64) * 2).softmax(-1)
+    parents = shape.parents(torch.device("cpu"))[0].tolist()
+    tokens = torch.zeros(rows, n, dtype=torch.int64)
+    mask = {"all": torch.ones, "none": torch.zeros}.get(sampled, torch.zeros)(
+        rows, n, dtype=torch.bool
+    )
+    if sampled == "some":
+        mask = torch.rand(rows, n, generator=g) < 0.5
+    for b in range(rows):
+        left, used = draft[b].clone(), set()
+        for i, p in enumerate(parents):
+            place = torch.multinomial(left[p + 1], 1, generator=g)
+            outside = (
+                narrow
+                and not mask[b, i]
+                and p not in used
+                and bool(torch.rand((), generator=g) < 0.5)
+            )
+            tokens[b, i] = lacking if outside else ids[place]
+            if outside:
+                used.add(p)
+            elif not replacement:
+                left[p + 1, place] = 0
+    row = (torch.tensor(parents, dtype=torch.int64) + 1).expand(rows, n)
+    size = shape.size_at(torch.randint(shape.depth + 1, (rows,), generator=g))
+    size[0] = n
+    tree = DraftTree.static(
+        shape, tokens, size, mask, Proposal(draft, row, ids if narrow else None, replacement)
+    )
+    logits = torch.randn(rows, n + 1, vocab, generator=g, dtype=torch.float64) * 2
+    settings_ = (Sampling(1.0), Sampling(0.7, top_k=3), Sampling(1.0, top_p=0.8), Sampling(0.0))[
+        seed % 4
+    ]
+    return tree, Law(settings_, logits, tree)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> list[list[int]]:
+    paths: list[list[int]] = []
+    for _ in range(draw(st.integers(0, 10))):
+        above = draw(st.sampled_from([[], *paths]))
+        rank = sum(p[:-1] == above for p in paths)
+        if rank < 3 and len(above) < 5:
+            paths.append([*above, rank])
+    return paths
+
+
+def assert_batched_equals_scalar(
+    paths: list[list[int]], seed: int, rows: int, vocab: int, sampled: str, narrow: bool
+) -> None:
+    tree, law = random_world(seed, rows, paths, vocab, sampled, narrow)
+    rng = Rng(seed, torch.arange(rows), torch.full((rows,), 3))
+    for name, rule in RULES.items():
+        verdict = rule(tree, law, rng)
+        for b in range(rows):
+            path, bonus = getattr(Row(tree, law, rng, b), name)()
+            got = verdict.path[b, : verdict.length[b]].tolist()
+            assert (got, int(verdict.bonus[b])) == (path, bonus), f"{name}, row {b}"
+            assert verdict.path[b, verdict.length[b] :].eq(-1).all()
+
+
+WORLDS = {
+    "paths": shapes(),
+    "seed": st.integers(0, 10_000),
+    "rows": st.sampled_from([1, 3, 16]),
+    "vocab": st.integers(3, 7),
+    "sampled": st.sampled_from(["all", "some", "none"]),
+    "narrow": st.booleans(),
+}
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(**WORLDS)
+def test_batched_equals_scalar(
+    paths: list[list[int]], seed: int, rows: int, vocab: int, sampled: str, narrow: bool
+) -> None:
+    assert_batched_equals_scalar(paths, seed, rows, vocab, sampled, narrow)
+
+
+@pytest.mark.slow
+def test_batched_equals_scalar_often() -> None:
+    seen: Counter[int] = Counter()
+
+    @settings(max_examples=2100, deadline=None, derandomize=True)
+    @given(**WORLDS)
+    def run(
+        paths: list[list[int]], seed: int, rows: int, vocab: int, sampled: str, narrow: bool
+    ) -> None:
+        assert_batched_equals_scalar(paths, seed, rows, vocab, sampled, narrow)
+        seen[rows] += 1
+
+    run()
+    assert sum(seen.values()) >= 2000 and set(seen) == {1, 3, 16}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_traversal_is_block_verification_on_chains(seed: int) -> None:
+    tree, law = random_world(seed, 8, [[0] * (i + 1) for i in range(1 + seed % 5)], 4, "all")
+    rng = Rng(seed, torch.arange(8), torch.zeros(8, dtype=torch.int64))
+    verdict = traversal(tree, law, rng)
+    for b in range(8):
+        assert verdict.path[b, : verdict.length[b]].tolist() == block(tree, law, rng, b)
+
+
+def test_perfect_draft_is_accepted_whole() -> None:
+    """p = q everywhere, in float32 where the residual sums to nothing: every level accepted,
+    never NaN.
+    """
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(64, 6, 50, generator=g) * 3
+    law = logits.softmax(-1)
+    for nudge in (0.0, 2.0**-23):
+        draft = law[:, :5] * (1 + nudge)
+        tokens = torch.stack(
+            [torch.multinomial(draft[:, i], 1, generator=g)[:, 0] for i in range(5)], 1
+        )
+        tree = DraftTree.chain(
+            tokens,
+            None,
+            torch.ones_like(tokens, dtype=torch.bool),
+            Proposal(draft, torch.arange(5).expand(64, 5)),
+        )
+        for name in RULES:
+            rng = Rng(1, torch.arange(64), torch.zeros(64, dtype=torch.int64))
+            verdict = verify(tree, Law(Sampling(1.0), logits, tree), rng, name)
+            assert verdict.length.float().mean() > 4.99, name
+            assert ((verdict.bonus >= 0) & (verdict.bonus < 50)).all()
+
+
+def test_laziness() -> None:
+    """Top-down computes only the laws it walks."""
+    shape = TreeShape.of([[i] for i in range(8)])
+    tree = DraftTree.static(shape, torch.arange(8)[None])
+    logits = torch.zeros(1, 9, 20)
+    logits[0, 0, 15] = 9.0
+    law = Law(Sampling(0.0), logits, tree)
+    verdict = verify(
+        tree, law, Rng(0, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    )
+    assert (int(verdict.length[0]), int(verdict.bonus[0]), law.computed) == (0, 15, 1)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_tree_may_say_node_by_node_that_it_is_deterministic(rule: str) -> None:
+    """`sampled` given and false everywhere needs no proposal; a proposal without `sampled` is never looked at."""
+    shape, tokens = TreeShape.of([[0], [1]]), torch.tensor([[3, 5]])
+    logits = torch.full((1, 3, 8), -100.0)
+    logits[0, :, 5] = 0.0
+    laws = Proposal(torch.full((1, 1, 8), 0.125), torch.zeros(1, 2, dtype=torch.int64))
+    for sampled, proposal in ((torch.zeros(1, 2, dtype=torch.bool), None), (None, laws)):
+        tree = DraftTree.static(shape, tokens, None, sampled, proposal)
+        tree.validate(8)
+        rng = Rng(0, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+        verdict = verify(tree, Law(Sampling(1.0), logits, tree), rng, rule)
+        assert (verdict.path.tolist(), verdict.bonus.tolist()) == ([[1]], [5])
+
+
+def test_unknown_rule() -> None:
+    tree = DraftTree.empty(1)
+    with pytest.raises(UserError, match="rejection, traversal"):
+        verify(
+            tree,
+            Law(Sampling(), torch.zeros(1, 1, 4), tree),
+            Rng(0, torch.zeros(1).long(), torch.zeros(1).long()),
+            "typical",
+        )
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_bad_logits_name_the_row(bad: float, temperature: float) -> None:
+    logits = torch.zeros(3, 2, 8)
+    logits[1, 0, 4] = bad
+    tree = DraftTree.chain(torch.zeros(3, 1, dtype=torch.int64))
+    law = Law(Sampling(temperature), logits, tree)
+    verify(tree, law, Rng(0, torch.arange(3), torch.zeros(3, dtype=torch.int64)))
+    with pytest.raises(UserError, match="row 1"):
+        law.check()
+
+
+def test_all_masked_law_names_the_row() -> None:
+    tree = DraftTree.empty(2)
+    logits = torch.zeros(2, 1, 8)
+    logits[0] = -torch.inf
+    law = Law(Sampling(1.0, top_p=0.9), logits, tree)
+    verify(tree, law, Rng(0, torch.arange(2), torch.zeros(2, dtype=torch.int64)))
+    with pytest.raises(UserError, match="row 0"):
+        law.check()

@@ -1,0 +1,296 @@
+"""Where laws leave the range of their dtype, hold NaN, or are not what they claim: exact, or
+refused in words.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from conf.errors import UserError
+from decode.drafters import DraftModel, NoDraft
+from decode.engine import Request, generate
+from decode.grow import Form
+from decode.rng import Rng, inverse_cdf
+from decode.sampling import Law, Sampling
+from decode.tree import DraftTree, Proposal, TreeShape
+from decode.verify import RULES, rejection, verify_chain
+from heads import HEADS
+from heads.block.config import BlockConfig
+from heads.eagle.config import EagleConfig
+from heads.names import Draft
+from heads.parallel.hydra_heads import HydraHeadsConfig
+from heads.parallel.medusa import MedusaConfig
+from scripts.proofs.enumerator import Branches
+from tests.helpers.training import tiny_target
+
+DEEP = TreeShape.of([(0,), (0, 0), (0, 0, 0), (0, 0, 1)])
+PAIR = TreeShape.of([(0,), (1,)])
+
+
+def output_law(tree: DraftTree, logits: Tensor, rule: str) -> dict[tuple[int, ...], float]:
+    """Probability of every output of this one draft: all branches of verification walked.
+    logits: [N + 1, V].
+    """
+    found: dict[tuple[int, ...], float] = {}
+    scripts: list[list[int]] = [[]]
+    while scripts:
+        rng, rows = Branches(scripts), len(scripts)
+        assert tree.proposal is not None and tree.sampled is not None
+        proposal = Proposal(
+            tree.proposal.law.expand(rows, -1, -1),
+            tree.proposal.row.expand(rows, -1),
+            tree.proposal.vocab,
+        )
+        many = DraftTree(
+            tree.tokens.expand(rows, -1),
+            tree.parents.expand(rows, -1),
+            tree.size.expand(rows),
+            tree.sampled.expand(rows, -1),
+            proposal,
+        )
+        law = Law(Sampling(1.0), logits.expand(rows, -1, -1), many)
+        verdict = RULES[rule](many, law, rng)
+        law.check()
+        scripts = rng.new
+        for b in range(rows):
+            output = (
+                *many.tokens[b, verdict.path[b][: verdict.length[b]]].tolist(),
+                int(verdict.bonus[b]),
+            )
+            found[output] = found.get(output, 0.0) + float(rng.weight[b])
+    return found
+
+
+def drafted(
+    shape: TreeShape, tokens: list[int], laws: Tensor, rows: list[int], vocab: Tensor | None
+) -> DraftTree:
+    """One tree with every node drawn from laws[rows[node]]."""
+    sampled = torch.ones(1, len(tokens), dtype=torch.bool)
+    return DraftTree.static(
+        shape,
+        torch.tensor([tokens]),
+        None,
+        sampled,
+        Proposal(laws[None], torch.tensor([rows]), vocab),
+    )
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("gap", [10, 50, 52, 60, 80, 100, 300])
+@pytest.mark.parametrize("narrow", [True, False], ids=["draft vocabulary", "whole vocabulary"])
+def test_tokens_that_the_target_forbids_are_not_emitted(rule: str, gap: int, narrow: bool) -> None:
+    """A draft that is certain and wrong twice, then two siblings: what is left of the law two
+    levels down is far below float32's smallest number, and a sibling after the first must not
+    find it whole again."""
+    laws = torch.tensor([[1 - 2e-6, 1e-6, 1e-6, 0], [1 - 2e-6, 1e-6, 1e-6, 0], [0.4, 0.3, 0.3, 0]])
+    ids = torch.arange(3) if narrow else None
+    tree = drafted(DEEP, [0, 0, 0, 1], laws[:, :3] if narrow else laws, [0, 1, 2, 2], ids)
+    logits = torch.zeros(5, 4)
+    logits[:2, 0] = -gap
+    found = output_law(tree, logits, rule)
+    assert sum(found.values()) == pytest.approx(1, abs=1e-12)
+    assert sum(p for output, p in found.items() if output[0] == 0) <= 1.1 * math.exp(-gap)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("narrow", [True, False], ids=["draft vocabulary", "whole vocabulary"])
+@pytest.mark.parametrize("rest", [1e-30, 1e-37, 1e-39, 3e-42, 1e-45])
+def test_remainder_of_a_draft_law_may_be_denormal(rule: str, narrow: bool, rest: float) -> None:
+    """Two siblings drawn without replacement from a law that is all but certain: the second
+    one's law, what is left after the first, is a denormal number divided by itself."""
+    law = torch.tensor([[1.0, rest, 0.0, 0.0]])
+    tree = drafted(
+        PAIR, [0, 1], law[:, :3] if narrow else law, [0, 0], torch.arange(3) if narrow else None
+    )
+    target = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    found = output_law(tree, target.log().expand(3, 4), rule)
+    emitted = [sum(p for output, p in found.items() if output[0] == x) for x in range(4)]
+    # The first sibling is token 0 for certain (up to `rest`), the second is then token 1: the
+    # whole law comes out.
+    assert emitted == pytest.approx(target.tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_law_that_is_not_finite_is_refused_by_row_and_node(rule: str, bad: float) -> None:
+    """By the tree's own check, and by verification where nobody asked it."""
+    law = torch.full((2, 1, 4), 0.25)
+    law[1, 0, 2] = bad
+    shape = TreeShape.chain(1)
+    tree = DraftTree.static(
+        shape,
+        torch.zeros(2, 1, dtype=torch.int64),
+        None,
+        torch.ones(2, 1, dtype=torch.bool),
+        Proposal(law, torch.zeros(2, 1, dtype=torch.int64)),
+    )
+    with pytest.raises(UserError, match="row 1, node 0"):
+        tree.validate(4)
+    target = Law(Sampling(1.0), torch.zeros(2, 2, 4), tree)
+    RULES[rule](tree, target, Rng(0, torch.arange(2), torch.zeros(2, dtype=torch.int64)))
+    with pytest.raises(UserError, match="row 1, node 0"):
+        target.check()
+
+
+def test_negative_mass_in_a_draft_law_is_refused() -> None:
+    law = torch.tensor([[0.5, 0.7, -0.2]])
+    tree = drafted(TreeShape.chain(1), [0], law, [0], None)
+    with pytest.raises(ValueError, match="negative"):
+        tree.validate(3)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("garbage", ["row 99", "law of NaN"])
+def test_law_row_of_a_deterministic_node_is_never_read(rule: str, garbage: str) -> None:
+    """One sampled child of the root, and below it two deterministic ones whose law row means
+    nothing.
+    """
+    shape = TreeShape.of([(0,), (0, 0), (0, 1)])
+    laws = torch.tensor([[0.7, 0.2, 0.1], [math.nan, math.nan, math.nan]])
+    row = 99 if garbage == "row 99" else 1
+    tree = DraftTree.static(
+        shape,
+        torch.tensor([[0, 1, 2]]),
+        None,
+        torch.tensor([[True, False, False]]),
+        Proposal(laws[None], torch.tensor([[0, row, row]])),
+    )
+    tree.validate(3)
+    logits = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = output_law(tree, logits, rule)
+    below = {output[1]: 0.0 for output in found if len(output) > 1}
+    for output, p in found.items():
+        if len(output) > 1:
+            below[output[1]] += p
+    reached = sum(below.values())
+    wanted = logits[1].softmax(-1)
+    assert {x: p / reached for x, p in below.items()} == pytest.approx(
+        {x: float(wanted[x]) for x in range(3)}, abs=1e-12
+    )
+
+
+def test_one_slot_without_a_law_is_not_hidden_by_another_of_its_row() -> None:
+    """Traversal asks for several slots of one row at once."""
+    tree = drafted(
+        TreeShape.of([(0,), (1,), (0, 0), (1, 0)]),
+        [0, 1, 0, 0],
+        torch.full((3, 4), 0.25),
+        [0, 0, 1, 2],
+        None,
+    )
+    for bad in (1, 2):
+        logits = torch.zeros(1, 5, 4)
+        logits[0, bad, 3] = math.nan
+        law = Law(Sampling(1.0), logits, tree)
+        law.at(torch.tensor([0, 0]), torch.tensor([1, 2]))
+        with pytest.raises(UserError, match=f"row 0, slot {bad}"):
+            law.check()
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-6, 0.01, 5.0, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_law_is_finite_at_every_temperature(temperature: float, dtype: torch.dtype) -> None:
+    logits = torch.tensor([[60000.0, -60000.0, 59000.0, -math.inf]], dtype=dtype)
+    for sampling in (
+        Sampling(temperature),
+        Sampling(temperature, top_p=0.9),
+        Sampling(temperature, min_p=0.1),
+    ):
+        law = sampling.support(logits).dense(4)
+        assert law.isfinite().all() and float(law.sum()) == pytest.approx(1, abs=1e-6)
+        assert float(law[0, 3]) == 0
+
+
+def test_weight_of_zero_is_never_chosen_at_the_edge_of_a_block() -> None:
+    """The running sum of the blocks and that within a block differ in the last bits: at
+    uniforms on the edge between two blocks the goal may fall below the second one's begin,
+    where its first weight is 0."""
+    g = torch.Generator().manual_seed(0)
+    weights = (6 * torch.randn(300, 2048, generator=g, dtype=torch.float64)).softmax(-1)
+    weights[:, ::256] = 0
+    weights[:, 255::256] = 0
+    total = weights.view(300, -1, 256).sum(-1, dtype=torch.float64).cumsum(-1)
+    for block in range(7):
+        for nudge in (0.0, 1.0, 2.0):
+            edge = total[:, block] / total[:, -1]
+            for _ in range(int(nudge)):
+                edge = torch.nextafter(edge, torch.ones_like(edge))
+            chosen = inverse_cdf(weights, edge)
+            assert (weights.gather(1, chosen[:, None]) > 0).all()
+
+
+def test_chain_of_the_first_lines_is_the_rule() -> None:
+    """The function that is there to be read does what the batched rule does, coin by coin."""
+    g = torch.Generator().manual_seed(1)
+    depth, vocab = 4, 6
+    for number in range(200):
+        laws = (2 * torch.randn(depth + 1, vocab, generator=g, dtype=torch.float64)).softmax(-1)
+        proposals = (2 * torch.randn(depth, vocab, generator=g, dtype=torch.float64)).softmax(-1)
+        tokens = torch.multinomial(proposals, 1, generator=g)[:, 0]
+        tree = drafted(TreeShape.chain(depth), tokens.tolist(), proposals, list(range(depth)), None)
+        rng = Rng(number, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+        verdict = rejection(tree, Law(Sampling(1.0), laws.log()[None], tree), rng)
+        accepted = int(verdict.length[0])
+        coins = rng.uniform(torch.zeros(depth, dtype=torch.int64), torch.arange(depth), 2)
+        last_coin = float(
+            rng.uniform(torch.zeros(1, dtype=torch.int64), torch.tensor([accepted - 1]), 3)
+        )
+        emitted = verify_chain(laws, proposals, tokens, coins, last_coin)
+        assert emitted == [*tokens[:accepted].tolist(), int(verdict.bonus[0])]
+
+
+KINDS = {
+    "medusa": MedusaConfig(heads=3, draft_vocab=64),
+    "markov": MedusaConfig(heads=3, draft_vocab=64, markov_rank=8),
+    "hydra_heads": HydraHeadsConfig(heads=3, blocks=1, draft_vocab=64),
+    "eagle1": EagleConfig(kind="eagle1", draft_vocab=64, depth=3),
+    "eagle3": EagleConfig(kind="eagle3", draft_vocab=64, depth=3),
+    "dflash": BlockConfig(block=4, draft_vocab=64),
+    "dspark": BlockConfig(kind="dspark", block=3, draft_vocab=64, markov_rank=4),
+    "small_lm": None,
+}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafter_with_one_bad_row_is_refused_or_harmless(kind: str, bad: float) -> None:
+    """One row of its LM head is not finite, as after an overflow in half precision. Nothing
+    but the target's own tokens comes out at T = 0; where candidates are drawn the run ends in
+    words instead of another law."""
+    target = tiny_target()
+    for shape in ("chain", "tree"):
+        if kind == "small_lm":
+            static = TreeShape.of([(0,), (1,), (0, 0), (0, 1)])
+            form = Form.chain(3) if shape == "chain" else Form.tree(3, static=static)
+            drafter = DraftModel(tiny_target(seed=3), form)
+            drafter.proj = drafter.proj.clone()
+        else:
+            cfg = KINDS[kind]
+            counts = torch.arange(target.vocab_size) + 1
+            drafter = (
+                HEADS[cfg.kind].for_target(target, cfg, counts).drafter(target, Draft(shape=shape))
+            )
+        owner = drafter.parallel if hasattr(drafter, "parallel") else drafter
+        holder, name = (
+            (owner, "proj") if isinstance(owner.proj, torch.Tensor) else (owner.proj, "weight")
+        )
+        setattr(holder, name, getattr(holder, name).clone())
+        getattr(holder, name)[..., 5, :] = bad
+        requests = [Request([3, 1, 4, 1], 8, id=i) for i in range(2)]
+        plain = generate(target, NoDraft(), requests, Sampling(0.0), batch_size=2)
+        try:
+            greedy = generate(target, drafter, requests, Sampling(0.0), batch_size=2)
+        except UserError as error:
+            assert "drafter: row 0, node" in str(error)
+        else:
+            assert [g.token_ids for g in greedy.generations] == [
+                g.token_ids for g in plain.generations
+            ]
+        with pytest.raises(
+            UserError, match=r"drafter: row 0, node \d+: the law .* NaN or infinity"
+        ):
+            generate(target, drafter, requests, Sampling(1.0), batch_size=2)

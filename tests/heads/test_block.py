@@ -1,0 +1,748 @@
+"""Block heads: what a row may see, what it predicts, and that training and drafting compute
+the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from conf.errors import UserError
+from conf.schema import compose
+from decode.drafters import NoDraft
+from decode.engine import Request, generate
+from decode.rng import Rng
+from decode.sampling import Sampling
+from decode.tree import DraftTree, TreeShape
+from heads import HEADS
+from heads.batch import Batch
+from heads.block.anchors import Anchors, draw
+from heads.block.confidence import temperatures
+from heads.block.config import BlockConfig
+from heads.block.drafter import BlockDrafter
+from heads.block.head import DFlashHead
+from heads.block.loss import SMOOTH, Slots, Weights
+from heads.losses import LossWeights, Taught, row_loss
+from heads.names import Draft
+from scripts.proofs.engine_law import engine_law, toy_model
+from tests.helpers.training import overrides, tiny_target
+from train.block import BlockRun
+
+KINDS: dict[str, dict[str, Any]] = {
+    "dflash": {},
+    "causal": {"causal": True},
+    "dspark": {"kind": "dspark", "markov_rank": 4, "confidence": 1.0},
+    "dspark-causal": {"kind": "dspark", "causal": True, "markov_rank": 4},
+}
+each = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target("float64", layers=4)
+
+
+def made(target, kind: str, **keys: Any):
+    """A head in float64 whose weights are no longer those of the start."""
+    cfg = BlockConfig(**{"block": 4, "draft_vocab": 0, **KINDS[kind], **keys})
+    torch.manual_seed(0)
+    head = HEADS[cfg.kind].for_target(target, cfg, torch.arange(target.vocab_size) + 1).double()
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight += 0.1 * torch.randn_like(weight)
+    return head.eval()
+
+
+def packed(sizes: tuple[int, ...] = (9, 4, 11, 2), width: int = 15) -> Batch:
+    """Two rows: documents of 9 and 4 tokens and padding, and of 11 and 2 tokens and padding."""
+    g = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 260, (2, width), generator=g)
+    position = torch.zeros(2, width, dtype=torch.int64)
+    mask = torch.zeros(2, width, dtype=torch.bool)
+    for row, (a, b) in enumerate((sizes[:2], sizes[2:])):
+        for start, size in ((0, a), (a, b), (a + b, width - a - b)):
+            position[row, start : start + size] = torch.arange(size)
+        mask[row, : a + b] = True
+    loss = mask & (torch.rand(2, width, generator=g) > 0.2)
+    return Batch(ids * mask, mask, loss, torch.arange(4), position)
+
+
+def rms(x: Tensor, weight: Tensor | float, eps: float) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def by_hand(head, target, feats: Tensor, anchor: int) -> Tensor:
+    """Normed outputs [rows, D] of the block whose anchor token is `anchor`, at position
+    len(feats), with a loop over rows and a list of keys for each."""
+    net, cfg, t = head.net, head.cfg, feats.shape[0]
+    c = net.config
+    heads, kv, size, eps = (
+        c.num_attention_heads,
+        c.num_key_value_heads,
+        c.head_dim,
+        c.rms_norm_eps,
+    )
+    rotary = LlamaRotaryEmbedding(c).double()
+    cos, sin = rotary(torch.zeros(1, dtype=torch.float64), torch.arange(t + 32)[None])
+
+    def turn(x: Tensor, at: int) -> Tensor:
+        half = torch.cat([-x[..., size // 2 :], x[..., : size // 2]], -1)
+        return x * cos[0, at] + half * sin[0, at]
+
+    fused = [
+        rms(net.fc.weight @ (f / net.scale).flatten(), net.hidden_norm.weight, eps) for f in feats
+    ]
+    first = target.embed(torch.tensor([anchor]))[0]
+    rows = [first, *[net.mask] * (cfg.block - 1)]
+    for layer in net.layers:
+        normed = [rms(x, layer.input_layernorm.weight, eps) for x in rows]
+
+        def keys(x: Tensor, at: int, layer=layer) -> tuple[Tensor, Tensor]:
+            key = (layer.k_proj.weight @ x).view(kv, size)
+            return turn(rms(key, 1.0, eps), at), (layer.v_proj.weight @ x).view(kv, size)
+
+        cache = [keys(x, j) for j, x in enumerate(fused)]
+        own = [keys(x, t + r) for r, x in enumerate(normed)]
+        after = []
+        for r, x in enumerate(normed):
+            seen = cache + own[: r + 1 if cfg.causal else None]
+            query = (layer.q_proj.weight @ x).view(heads, size)
+            query = turn(rms(query, layer.q_norm.weight, eps), t + r)
+            out = []
+            for h in range(heads):
+                group = h // (heads // kv)
+                scores = torch.stack([query[h] @ k[group] for k, _ in seen]) / math.sqrt(size)
+                out.append(scores.softmax(0) @ torch.stack([v[group] for _, v in seen]))
+            y = rows[r] + layer.o_proj.weight @ torch.cat(out)
+            z = rms(y, layer.post_attention_layernorm.weight, eps)
+            mlp = layer.mlp
+            gate = torch.nn.functional.silu(mlp.gate_proj.weight @ z)
+            after.append(y + mlp.down_proj.weight @ (gate * (mlp.up_proj.weight @ z)))
+        rows = after
+    return torch.stack([rms(x, net.norm.weight, eps) for x in rows])
+
+
+@torch.no_grad()
+def mask_is_a_loop_over_blocks(target, kind: str) -> None:
+    """Overlapping anchors at every place of two packed rows."""
+    head, batch = made(target, kind), packed()
+    chosen = [
+        [p for p in range(15) if int(batch.position[b, p]) > 0 and bool(batch.mask[b, p])]
+        for b in range(2)
+    ]
+    anchors = Anchors.of(chosen, torch.device("cpu"))
+    feats = target.features(batch.ids, batch.mask, head.taps, position=batch.position)
+    got = next(head._unroll(batch, target, feats, [anchors], head.cfg.slots))
+    for b, places in enumerate(chosen):
+        for a, place in enumerate(places):
+            before = feats[b, place - int(batch.position[b, place]) : place]
+            want = by_hand(head, target, before, int(batch.ids[b, place]))
+            torch.testing.assert_close(got[b, a], want[head.cfg.before :], rtol=0, atol=1e-10)
+
+
+@torch.no_grad()
+def loss_is_its_definition(target, kind: str) -> None:
+    """Slot k of a block at t predicts x_{t+k}, supervised by that token's own mask and those
+    of the slots before it; the Markov term reads x_{t+k-1}."""
+    head, batch = made(target, kind, decay=3.0), packed()
+    net, cfg = head.net, head.cfg
+    net.confidence, cfg.confidence = None, 0.0
+    anchors = draw(batch, 0, cfg.slots, head.drawn)
+    feats = target.features(batch.ids, batch.mask, head.taps, position=batch.position)
+    fall = [math.exp(-k / 3.0) for k in range(cfg.slots)]
+    total, count = 0.0, 0
+    for b in range(2):
+        for place in anchors.place[b][anchors.real[b]].tolist():
+            start = place - int(batch.position[b, place])
+            h = by_hand(head, target, feats[b, start:place], int(batch.ids[b, place]))
+            for k in range(1, cfg.slots + 1):
+                s = place + k
+                inside = s < 15 and int(batch.position[b, s]) == place - start + k
+                if not (inside and bool(batch.loss_mask[b, s])):
+                    break
+                z = net.lm_head.weight @ h[k if cfg.kind == "dflash" else k - 1]
+                if net.markov_in is not None:
+                    z = z + net.markov_out @ net.markov_in[batch.ids[b, s - 1]]
+                weight = fall[k - 1] * cfg.slots / sum(fall)
+                total -= weight * float(z.log_softmax(0)[batch.ids[b, s]])
+                count += 1
+    out = head(batch, target)
+    assert count > 10 and float(out.count) == count
+    assert float(out.sum) == pytest.approx(total, rel=1e-9)
+
+
+CHECKS = {"mask": mask_is_a_loop_over_blocks, "loss": loss_is_its_definition}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@each
+def test_definition(target, kind: str, check: str) -> None:
+    CHECKS[check](target, kind)
+
+
+def _not_strict(self: Anchors, batch: Batch) -> Tensor:
+    near = Anchors(self.place + 1, self.real) if batch.position is None else self
+    position = batch.depth().view(batch.ids.shape)
+    own = position.gather(1, near.place)[..., None]
+    document = (batch.position == 0).cumsum(1)  # type: ignore[operator, union-attr]
+    same = document[:, None] == document.gather(1, near.place)[..., None]
+    return (position[:, None] <= own) & same
+
+
+def _by_block(self: Anchors, batch: Batch) -> Tensor:
+    """Blocks of three counted along the row: what is compared is their numbers."""
+    return torch.arange(batch.ids.shape[1]) // 3 < (self.place[..., None] + 2) // 3
+
+
+def _across_documents(self: Anchors, batch: Batch) -> Tensor:
+    return torch.arange(batch.ids.shape[1]) < self.place[..., None]
+
+
+def _late_label(self: Anchors, batch: Batch, slots: int) -> tuple[Tensor, Tensor]:
+    flat, there = RIGHT(self, batch, slots)
+    return (flat + 1).clamp(max=batch.ids.numel() - 1), there
+
+
+RIGHT = Anchors.labels
+WRONG: dict[str, tuple[str, str, Callable[..., Any]]] = {
+    "its own feature": ("mask", "context", _not_strict),
+    "block numbers": ("mask", "context", _by_block),
+    "other documents": ("mask", "context", _across_documents),
+    "labels one late": ("loss", "labels", _late_label),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_wrong_mask_or_label_is_caught(target, fault: str, monkeypatch) -> None:
+    check, name, code = WRONG[fault]
+    monkeypatch.setattr(Anchors, name, code)
+    with pytest.raises(AssertionError):
+        CHECKS[check](target, "dflash")
+
+
+# --- training against drafting
+
+
+class Watched:
+    """A drafter that keeps, for every request and cycle, the anchor's position and the logits
+    of the block's slots."""
+
+    def __init__(self, drafter: BlockDrafter) -> None:
+        self.inner, self.found = drafter, []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def propose(self, *args: Any) -> DraftTree:
+        tree = self.inner.propose(*args)
+        if not tree.width:  # nothing may be drafted any more
+            return tree
+        known = [self.inner.known[b].clone() for b in range(len(self.inner.lengths))]
+        self.found += list(zip(self.inner.lengths, self.inner.h.tolist(), known, strict=False))
+        return tree
+
+
+@torch.no_grad()
+@each
+def test_every_round_of_a_decode_drafts_what_the_training_pass_has(target, kind: str) -> None:
+    head = made(target, kind)
+    drafter = Watched(head.drafter(target, Draft(shape="chain")))
+    run = generate(target, drafter, [Request([5, 6, 7], 40)], Sampling(1.5), eos_ids=())
+    answer = run.generations[0]
+    accepted = {cycle.accepted for cycle in answer.cycles if not cycle.cut}
+    assert len(accepted & set(range(1, head.cfg.slots))) > 0 and 0 in accepted
+    ids = torch.tensor([[5, 6, 7, *answer.token_ids]])
+    on = torch.ones_like(ids, dtype=torch.bool)
+    batch = Batch(ids, on, on, torch.zeros(1, dtype=torch.int64))
+    places = [place for place, _, _ in drafter.found]
+    assert len(places) >= len(answer.cycles) - 1 and all(
+        int(ids[0, place]) == token for place, token, _ in drafter.found
+    )
+    feats = target.features(batch.ids, batch.mask, head.taps)
+    anchors = Anchors.of([places], torch.device("cpu"))
+    hidden = next(head._unroll(batch, target, feats, [anchors], head.cfg.slots))[0]
+    for a, (_, _, known) in enumerate(drafter.found):
+        want = hidden[a] @ head.projection(target).T
+        torch.testing.assert_close(known, want[: len(known)], rtol=0, atol=1e-9)
+
+
+@torch.no_grad()
+def test_slots_of_a_causal_block_do_not_depend_on_how_many_follow(target) -> None:
+    for kind, same in (("causal", True), ("dspark-causal", True), ("dflash", False)):
+        head = made(target, kind, depth=0)
+        found = []
+        for depth in (2, 3, 9) if same else (2, 3):
+            drafter = head.drafter(target, Draft(shape="chain", depth=depth))
+            ids = torch.tensor([[5, 6, 7, 8, 9]])
+            feats = target.features(ids, torch.ones_like(ids, dtype=torch.bool), head.taps)
+            drafter.reset(1, 32)
+            drafter.begin([ids[0, :1]], Sampling())
+            drafter.observe(ids[:, 1:], feats[:, :-1], torch.tensor([4]), slice(0, 1))
+            drafter.open(depth)
+            found.append(drafter.known[0, :2])
+        for other in found[1:]:
+            torch.testing.assert_close(other, found[0], rtol=0, atol=1e-12)
+        if not same:  # fewer rows would be other logits: they are never run
+            short = dataclasses.replace(head.cfg, block=3)
+            head.cfg = short
+            drafter = head.drafter(target, Draft(shape="chain", depth=2))
+            drafter.reset(1, 32)
+            drafter.begin([ids[0, :1]], Sampling())
+            drafter.observe(ids[:, 1:], feats[:, :-1], torch.tensor([4]), slice(0, 1))
+            drafter.open(2)
+            assert float((drafter.known[0] - found[0]).abs().max()) > 1e-4
+
+
+def test_the_cache_holds_the_committed_positions_but_the_anchor(target) -> None:
+    """And nothing is computed twice: the features that are fused are as many."""
+    head = made(target, "dflash")
+    drafter, fused = head.drafter(target, Draft(shape="chain")), []
+    fuse = drafter.net.fuse
+    drafter.net.fuse = lambda feats: (fused.append(feats.shape[1]), fuse(feats))[1]
+    run = generate(target, drafter, [Request([5, 6, 7], 24)], Sampling(1.5), eos_ids=())
+    seen = drafter.lengths[0] if drafter.lengths else sum(fused)
+    assert sum(fused) == seen
+    last = run.generations[0].cycles[-1]
+    assert sum(fused) == 3 + last.start - 1 or sum(fused) == 3 + last.start + last.accepted
+
+
+# --- laws
+
+
+SMALL = TreeShape.of([(0,), (1,), (0, 0)])
+
+
+def toy(kind: str, shape: str, **keys: Any):
+    """(target of few tokens, drafter in float64)."""
+    target = toy_model(vocab=4 if shape == "tree" else 3)
+    head = made(target, kind, **{"block": 3, "layers": 1, **keys})
+    head.calibration = {"paths": [list(p) for p in SMALL.paths]}
+    asked = Draft(shape=shape, depth=2, nodes=3 if shape == "tree" else None)
+    return target, head.drafter(target, asked)
+
+
+@each
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_exact_law_of_the_decode_loop(kind: str, shape: str) -> None:
+    target, drafter = toy(kind, shape)
+    static = SMALL if shape == "tree" else None
+    length = 3 if static else 4
+    found = engine_law(target, drafter, [1, 2], length, Sampling(1.2), shape=static)
+    assert found.error < 1e-12 and found.branches > 100
+    top = Sampling(0.7, top_k=2)
+    assert engine_law(target, drafter, [1, 2], length, top, "rejection", static).error < 1e-12
+
+
+class Foreseeing(BlockDrafter):
+    """Decides about a slot by the chance behind its own token."""
+
+    def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
+        tree = super().propose(budget, sampling, rng)
+        if not tree.width:
+            return tree
+        side = self.net.before(tree.tokens, self.known.dtype)
+        likely = self.net.chance(self.state[:, : tree.width], side).sigmoid() > self.limit
+        return dataclasses.replace(tree, size=tree.size.minimum(likely.long().cumprod(1).sum(1)))
+
+
+def test_a_cut_by_confidence_keeps_the_law_unless_it_looks_ahead() -> None:
+    target, drafter = toy("dspark", "chain")
+    generator = torch.Generator().manual_seed(0)
+    weight = drafter.net.confidence.weight
+    weight[:, -4:] = 3 * torch.randn(1, 4, generator=generator, dtype=torch.float64)
+    drafter.net.markov_in.normal_(generator=generator)
+    drafter.least = 0.3
+    sizes = set()
+    propose = drafter.propose
+
+    def seen(*args: Any) -> DraftTree:
+        tree = propose(*args)
+        sizes.update(tree.size.tolist())
+        return tree
+
+    drafter.propose = seen
+    found = engine_law(target, drafter, [1, 2], 4, Sampling(1.0))
+    assert found.error < 1e-12 and sizes == {0, 1, 2}
+    del drafter.propose
+    drafter.least = 0.0
+    drafter.__class__, drafter.limit = Foreseeing, 0.5
+    assert engine_law(target, drafter, [1, 2], 4, Sampling(1.0)).error > 1e-3
+
+
+@each
+def test_the_tree_at_temperature_0_is_best_first(target, kind: str) -> None:
+    """The nodes with the largest summed log law within the width; with the Markov term each
+    under the law of its own parent."""
+    head = made(target, kind, draft_vocab=20)
+    asked = Draft(shape="tree", depth=3, nodes=9, width=4)
+    drafter = head.drafter(target, asked)
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    feats = target.features(ids, torch.ones_like(ids, dtype=torch.bool), head.taps)
+    drafter.reset(1, 32)
+    drafter.begin([ids[0, :1]], Sampling())
+    drafter.observe(ids[:, 1:], feats[:, :-1], torch.tensor([4]), slice(0, 1))
+    zero = torch.zeros(1, dtype=torch.int64)
+    tree = drafter.propose(torch.tensor([3]), Sampling(), Rng(0, zero, zero))
+    tree.validate(target.vocab_size, 9)
+    vocabulary = head.ids()
+    scored: list[tuple[float, tuple[int, ...]]] = []
+
+    def grow(path: tuple[int, ...], score: float) -> None:
+        if len(path) == 3:
+            return
+        z = drafter.known[0, len(path)]
+        if head.net.markov_in is not None:
+            z = z + head.net.markov_out @ head.net.markov_in[path[-1] if path else 9]
+        best = z.log_softmax(0).topk(4)
+        for value, at in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+            child = (*path, int(vocabulary[at]))
+            scored.append((score + value, child))
+            grow(child, score + value)
+
+    with torch.no_grad():
+        grow((), 0.0)
+    want = {path for _, path in sorted(scored, reverse=True)[:9]}
+    tokens, parents, got = tree.tokens[0].tolist(), tree.parents[0].tolist(), set()
+    for i in range(9):
+        path, at = (tokens[i],), parents[i]
+        while at >= 0:
+            path, at = (tokens[at], *path), parents[at]
+        got.add(path)
+    assert got == want
+
+
+def test_features_that_are_large_everywhere_do_not_drown_the_others(target) -> None:
+    """Some dimensions of a target's hidden states may be huge at every position: what a fresh
+    head fuses of two positions must differ all the same."""
+    head = made(target, "dflash")
+    torch.manual_seed(0)
+    fresh = DFlashHead.for_target(Loud(target), BlockConfig(block=4, draft_vocab=0))
+    ids = torch.randint(3, 260, (1, 40), generator=torch.Generator().manual_seed(1))
+    on = torch.ones_like(ids, dtype=torch.bool)
+    with torch.no_grad():
+        c = fresh.double().net.fuse(Loud(target).features(ids, on, head.taps))[0, 1:]
+        alike = torch.nn.functional.normalize(c, dim=-1)
+        alike = (alike @ alike.T).fill_diagonal_(0).sum() / (39 * 38)
+    assert float(alike) < 0.5
+
+
+def test_a_fresh_head_looks_back() -> None:
+    """With look_back the masks of a fresh block read what stands just before them."""
+    wide = tiny_target("float64", layers=4, hidden=128, heads=4, kv_heads=2)
+    ids = torch.randint(3, 260, (1, 60), generator=torch.Generator().manual_seed(1))
+    on, near = torch.ones_like(ids, dtype=torch.bool), []
+    for look_back in (False, True):
+        torch.manual_seed(0)
+        cfg = BlockConfig(block=2, draft_vocab=0, look_back=look_back)
+        head = DFlashHead.for_target(wide, cfg).double()
+        feats = wide.features(ids, on, head.taps)
+        seen: list[Tensor] = []
+
+        def attend(layer: int, query: Tensor, own: Any, head=head, feats=feats, seen=seen):
+            far = head.net.context(head.net.fuse(feats), rope(head, 0, 60))[layer]
+            key = torch.cat([far[0], own[0][:, :, 1:]], 2).repeat_interleave(2, 1)
+            seen.append((query[:, :, 1:] @ key.mT / query.shape[-1] ** 0.5).softmax(-1))
+            return torch.zeros_like(query)
+
+        def rope(head, first: int, last: int):
+            cos, sin = head.net.rope(64, torch.float64, ids.device)
+            return cos[None, first:last], sin[None, first:last]
+
+        rows = head.net.rows(wide.embed(ids[:, -1]), 2)
+        head.net.run(rows, rope(head, 59, 61), attend)
+        near.append(float(torch.stack([law[0, :, 0, -6:-1].sum(-1) for law in seen]).mean()))
+    assert near[1] > 2 * near[0] and near[1] > 0.2
+
+
+class Loud:
+    """A target with four dimensions that are the same and large everywhere."""
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.target, name)
+
+    def features(self, ids: Tensor, mask: Tensor, taps: Any, **keys: Any) -> Tensor:
+        found = self.target.features(ids, mask, taps, **keys).clone()
+        found[..., :4] += 1000
+        return found
+
+
+# --- anchors
+
+
+def test_anchors_depend_on_seed_step_and_row_alone(target) -> None:
+    batch = packed()
+    together = draw(batch, 3, 3, (7, 5))
+    for sample, (b, start, size) in enumerate(batch.spans()):
+        part = (slice(b, b + 1), slice(start, start + size))
+        cut = [t[part] for t in (batch.ids, batch.mask, batch.loss_mask)]
+        one = draw(Batch(*cut, torch.tensor([sample])), 3, 3, (7, 5))
+        alone = [start + p for p in one.place[one.real].tolist()]
+        row = together.place[b][together.real[b]].tolist()
+        assert [p for p in row if start <= p < start + size] == alone
+        for p in alone:
+            assert batch.position[b, p] > 0 and batch.loss_mask[b, p + 1]
+    row = Batch(
+        torch.ones(1, 200, dtype=torch.int64),
+        torch.ones(1, 200, dtype=torch.bool),
+        torch.ones(1, 200, dtype=torch.bool),
+        torch.tensor([4]),
+    )
+    drawn = {
+        (seed, step): tuple(draw(row, 9, 3, (seed, step)).place[0].tolist())
+        for seed in (0, 1)
+        for step in range(3)
+    }
+    assert len(set(drawn.values())) == 6
+    assert draw(row, 0, 7, (0, 0)).real.sum() == math.ceil(2 * 198 / 7)
+    assert draw(row, 500, 7, (0, 0)).real.sum() == 198  # all there are
+
+
+def test_rows_without_an_anchor_give_no_loss_but_a_gradient(target) -> None:
+    head = made(target, "dspark").train()
+    ids = torch.tensor([[5, 6], [7, 0]])
+    mask = ids > 0
+    out = head(Batch(ids, mask, mask, torch.arange(2)), target)
+    out.sum.backward()
+    assert float(out.count) == 0 == float(out.sum.detach())
+    assert all(p.grad is not None and not p.grad.any() for p in head.parameters())
+
+
+# --- losses
+
+
+def test_loss_and_gradient_with_weights_by_the_block() -> None:
+    """D-PACE and decay against autograd on whole logits, with a low-rank term and a law."""
+    g = torch.Generator().manual_seed(0)
+    on = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0], [1, 1, 1]]).bool()
+    n, vocab = int(on.sum()), 7
+    shapes = ((n, 5), (vocab, 5), (n, 2), (vocab, 2))
+    given = [torch.randn(s, generator=g, dtype=torch.float64).requires_grad_() for s in shapes]
+    place = torch.randint(-1, vocab, (n,), generator=g)
+    p = torch.randn(n, vocab, generator=g, dtype=torch.float64).softmax(-1)
+    terms = LossWeights(0.7, 0.2, 0.3, 0.1, mask="all")
+    usable = torch.ones(n, dtype=torch.bool)
+    for decay in (2.0, None):
+        for chunk in (1, 6, 100):
+            slots = Slots.of(on)
+            whole = torch.ones(1, n, dtype=torch.bool)
+            taught = Taught(
+                place,
+                whole,
+                lambda part: (p[part], usable[part]),
+                Weights(slots, decay),
+                slots.parts(chunk),
+                True,
+            )
+            one = torch.ones(1, dtype=torch.float64)
+            pair = (given[2], given[3])
+            total, found = row_loss(given[0][None], given[1], taught, terms, one, low_rank=pair)
+            got = torch.autograd.grad(total, given)
+            z = given[0] @ given[1].T + given[2] @ given[3].T
+            q, inside = z.softmax(-1), place >= 0
+            own = z.log_softmax(-1).gather(1, place.clamp(min=0)[:, None])[:, 0]
+            rate = torch.minimum(p, q).sum(-1)
+            loss = -terms.hard * own * inside - terms.soft * (p * z.log_softmax(-1)).sum(-1)
+            loss = loss + terms.tv * (1 - rate) - terms.lk * rate.log()
+            weight = torch.zeros(on.shape, dtype=torch.float64)
+            if decay is None:
+                right = torch.ones(on.shape, dtype=torch.float64)
+                right[on] = (1 - SMOOTH) * (own.exp() * inside).detach() + SMOOTH
+                for b in range(5):
+                    for j in range(3):
+                        weight[b, j] = sum(
+                            float(right[b, : m + 1].prod()) for m in range(j, 3) if on[b, m]
+                        )
+            else:
+                fall = torch.exp(-torch.arange(3).double() / decay)
+                weight[:] = fall / fall.mean()
+            want = (loss * weight[on]).sum()
+            torch.testing.assert_close(total, want, rtol=0, atol=1e-10)
+            torch.testing.assert_close(found.rate[0], rate.detach(), rtol=0, atol=1e-12)
+            torch.testing.assert_close(found.loss[0], loss.detach(), rtol=0, atol=1e-10)
+            wanted = torch.autograd.grad(want, given)
+            for one, other in zip(got, wanted, strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+def test_confidence_learns_the_overlap_of_the_laws(target) -> None:
+    head = made(target, "dspark", loss=LossWeights(0.1, 0, 1.8))
+    torch.manual_seed(2)
+    ids = torch.randint(3, 260, (4, 24))
+    on = torch.ones_like(ids, dtype=torch.bool)
+    batch = Batch(ids, on, on, torch.arange(4))
+    optimizer = torch.optim.Adam(head.net.confidence.parameters(), lr=0.05)
+    first = last = 0.0
+    for step in range(60):
+        optimizer.zero_grad()
+        out = head(batch, target)
+        out.sum.backward()
+        optimizer.step()
+        last = float(out.stats["confidence"][0] / out.stats["confidence"][1])
+        first = last if step == 0 else first
+    assert last < first - 0.01
+
+
+def test_temperatures_make_the_chances_honest_from_left_to_right(target) -> None:
+    g = torch.Generator().manual_seed(0)
+    true = 2 * torch.randn(4000, 3, generator=g, dtype=torch.float64)
+    on = torch.rand(4000, 3, generator=g).argsort(1) >= 0  # all
+    on[2000:, 2] = False
+    got = temperatures(true * torch.tensor([4.0, 1.0, 0.5]), true.sigmoid(), on)
+    assert got == pytest.approx([4.0, 1.0, 0.5], rel=0.2)
+    assert temperatures(true[:0], true[:0], on[:0]) == [1.0, 1.0, 1.0]
+    head = made(target, "dspark", loss=LossWeights(0.1, 0, 1.8))
+    ids = torch.randint(3, 260, (2, 20), generator=g)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    head.calibrate([Batch(ids, mask, mask, torch.arange(2))], target)
+    assert len(head.calibration["confidence"]) == head.cfg.slots
+    saved = head.config_json()
+    HEADS["dspark"].from_json(saved, target)
+    saved["calibration"]["confidence"] = [math.nan]
+    with pytest.raises(UserError, match="calibration.confidence: is no list of temperatures"):
+        HEADS["dspark"].from_json(saved, target)
+
+
+class Stored:
+    """A target whose whole law comes from a store in place of its last feature."""
+
+    def __init__(self, target: Any, batch: Batch) -> None:
+        self.target, self.batch = target, batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.target, name)
+
+    def features(self, ids: Tensor, mask: Tensor, taps: Any, **keys: Any) -> Tensor:
+        assert self.target.num_layers not in taps, "there is no such feature"
+        return self.target.features(ids, mask, taps, **keys)
+
+    def stored_law(self) -> tuple[Tensor, Tensor]:
+        batch, deep = self.batch, self.target.num_layers
+        last = self.target.features(batch.ids, batch.mask, (deep,), position=batch.position)
+        found = self.target.unembed(last[:, :, 0]).softmax(-1).flatten(0, 1).sort(-1, True)
+        return found.indices, found.values
+
+
+def test_a_stored_law_teaches_as_the_target_does(target) -> None:
+    head, batch = made(target, "dspark", loss=LossWeights(0.1, 0, 1.8)), packed()
+    with torch.no_grad():
+        outs = [head(batch, source) for source in (target, Stored(target, batch))]
+    torch.testing.assert_close(outs[0].sum, outs[1].sum, rtol=1e-9, atol=0)
+    assert float(outs[0].count) == float(outs[1].count) > 0
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_shortest_documents(target, size: int) -> None:
+    """One block stands in a document of three tokens: its anchor has a token before it, whose
+    feature is there, and one behind it."""
+    head, ids = made(target, "dflash"), torch.tensor([[5, 6, 7][:size]])
+    on = torch.ones_like(ids, dtype=torch.bool)
+    batch = Batch(ids, on, on, torch.zeros(1, dtype=torch.int64))
+    out = head(batch, target)
+    out.sum.backward()
+    found = [(flat.tolist(), level) for flat, level, _ in head.forced(batch, target, 2)]
+    assert found == [([2] if size == 3 else [], 0), ([], 1)]
+    assert float(out.count) == (size == 3) and bool(out.sum.isfinite())
+
+
+@pytest.mark.parametrize(
+    "keys", [{"block": 40}, {"draft_vocab": 1}, {"chunk": 1, "weights": "dpace"}, {"decay": 1e-9}]
+)
+def test_extremes_of_the_configuration_train_and_draft(target, keys: dict[str, Any]) -> None:
+    head = made(target, "dflash", layers=1, **keys)
+    batch = packed()
+    assert bool(head(batch, target).sum.isfinite())
+    head.calibrate([batch], target)
+    for shape in ("chain", "tree"):
+        drafter = head.drafter(target, Draft(shape=shape))
+        run = generate(target, drafter, [Request([5], 6)], Sampling(1e-4), eos_ids=())
+        assert len(run.generations[0].token_ids) == 6
+
+
+# --- mistakes
+
+
+@pytest.mark.parametrize(
+    "keys, said",
+    [
+        (["head.block=1"], "head.block: 1 is below 2"),
+        (["head.depth=8"], "head.depth: 8 slots of blocks trained with 7"),
+        (["head.anchors=4000"], "head.anchors: 4000 blocks in rows of at most"),
+        (["head.least=0.5"], "head.least: nothing tells a slot's chance"),
+        (["head.weights=dpace", "head.loss.hard=0", "head.loss.soft=1"], "head.weights: dpace"),
+        (["head.kind=eagle3"], "head.kind: 'eagle3'; choose dflash or dspark"),
+        (["head.decay=0"], "head.decay: 0"),
+        (["head.confidence=nan"], "head.confidence: nan is not a number"),
+        (["head.least=1"], "head.least: 1.0 is outside [0, 1)"),
+        (["head.markov_rank=-1"], "head.markov_rank: -1 is below 0"),
+    ],
+)
+def test_mistakes_in_the_configuration_are_named(tmp_path: Path, keys, said: str) -> None:
+    given = [k for k in overrides(tmp_path / "x", tmp_path) if not k.startswith("head.heads")]
+    with pytest.raises(UserError) as caught:
+        compose("block", BlockRun, [*given, *keys])
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "keys, said",
+    [
+        ({"taps": [1, 4]}, r"head\.taps: 4 is not among .* below the target's last layer"),
+        ({"taps": [9]}, r"head\.taps: 9 is not among the hidden states 0\.\.3 below"),
+        ({"mask_token": 7}, r"head\.mask_token: the tokenizer uses 7; give a reserved token"),
+        ({"mask_token": 99999}, r"head\.mask_token: 99999 is not in the target's vocabulary"),
+        ({"draft_vocab": 300}, r"head\.draft_vocab: 300 is larger than the"),
+    ],
+)
+def test_what_does_not_fit_the_target_is_named(target, keys, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        made(target, "dflash", **keys)
+
+
+def test_more_slots_than_a_bidirectional_head_was_trained_with(target) -> None:
+    with pytest.raises(
+        UserError, match=r"decode settings: 4 levels, .* guesses 3, whose rows see each other"
+    ):
+        made(target, "dflash").drafter(target, Draft(shape="chain", depth=4))
+    made(target, "causal").drafter(target, Draft(shape="chain", depth=12))
+
+
+@pytest.mark.parametrize("layers, taps", [(30, (2, 15, 28)), (4, (2,)), (2, (1,)), (1, (0,))])
+def test_usual_taps_lie_below_the_last_layer(layers: int, taps: tuple[int, ...]) -> None:
+    target = SimpleNamespace(num_layers=layers)
+    assert DFlashHead.choose_taps(target, BlockConfig()) == taps
+
+
+@each
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_greedy_tokens_are_the_targets(target, kind: str, shape: str) -> None:
+    head = made(target, kind)
+    asked = [Request([5, 6, 7, 8 + i], 12, id=i) for i in range(2)]
+    plain = generate(target, NoDraft(), asked, Sampling(), eos_ids=()).generations
+    drafter = head.drafter(target, Draft(shape=shape))
+    got = generate(target, drafter, asked, Sampling(), batch_size=2, eos_ids=()).generations
+    assert [g.token_ids for g in got] == [g.token_ids for g in plain]
+
+
+def test_two_ranks_make_the_same_step_as_one(target) -> None:
+    """What the ranks add up: the loss and the gradient of a batch are those of its halves, with
+    the anchors drawn by each rank itself."""
+    head = made(target, "dspark")
+    ids = torch.randint(3, 260, (4, 18), generator=torch.Generator().manual_seed(0))
+    on = torch.ones_like(ids, dtype=torch.bool)
+    whole = head(Batch(ids, on, on, torch.arange(4)), target)
+    parts = [
+        head(Batch(ids[r::2], on[r::2], on[r::2], torch.arange(4)[r::2]), target) for r in (0, 1)
+    ]
+    assert float(whole.count) == sum(float(p.count) for p in parts)
+    torch.testing.assert_close(whole.sum, parts[0].sum + parts[1].sum, rtol=1e-12, atol=0)

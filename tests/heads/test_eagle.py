@@ -1,0 +1,332 @@
+"""EAGLE heads: what training computes is what decoding computes, and nothing but the drafter
+learns.
+
+pytest tests/heads/test_eagle.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from decode.drafters import NoDraft
+from decode.engine import Request, generate
+from decode.rng import Rng
+from decode.sampling import Sampling
+from decode.target import Target
+from heads import HEADS, vocab
+from heads.batch import Batch
+from heads.eagle.config import EagleConfig
+from heads.eagle.drafter import EagleDrafter
+from heads.eagle.head import EagleHead
+from heads.losses import LossWeights
+from heads.names import Draft
+from tests.helpers.archs import VOCAB, build
+
+GREEDY = Sampling()
+
+
+def target_of(arch: str = "llama", dtype: torch.dtype = torch.float32, **changes: object) -> Target:
+    return Target(build(arch, dtype, **changes))  # type: ignore[arg-type]
+
+
+def head_of(target: Target, seed: int = 0, **changes: object) -> EagleHead:
+    """A random head with weights large enough that every input matters."""
+    cfg = EagleConfig(**{"draft_vocab": 40, "taps": [1, 1, 2], **changes})  # type: ignore[arg-type]
+    if cfg.kind == "eagle1":
+        cfg.taps = []
+    torch.manual_seed(seed)
+    head = HEADS[cfg.kind].for_target(target, cfg, torch.arange(VOCAB, 0, -1))
+    with torch.no_grad():
+        for name, weight in head.named_parameters():
+            weight.normal_(0, weight.shape[-1] ** -0.5) if weight.dim() > 1 else weight.uniform_(
+                0.5, 1.5
+            )
+            del name
+        if cfg.kind == "eagle3":
+            head.net.lm_head.weight.mul_(3)  # a law with preferences: deep paths are among the best
+    return head  # type: ignore[return-value]
+
+
+def batch_of(lengths: list[int], prompt: int = 4, seed: int = 1) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCAB, (len(lengths), max(lengths)), generator=generator)
+    at = torch.arange(max(lengths))
+    mask = at < torch.tensor(lengths)[:, None]
+    return Batch(ids * mask, mask, mask & (at >= prompt), torch.arange(len(lengths)))
+
+
+def drafter_state(
+    head: EagleHead, target: Target, ids: Tensor, cut: list[int], shape: str = "chain"
+) -> EagleDrafter:
+    """A drafter that has seen `ids` [T] in pieces that end at `cut`, with the target's
+    features.
+    """
+    feats = target.features(ids[None], torch.ones_like(ids[None], dtype=torch.bool), head.taps)
+    drafter = head.drafter(target, Draft(shape=shape))
+    assert isinstance(drafter, EagleDrafter)
+    drafter.reset(1, 64)
+    drafter.begin([ids[: cut[0]]], GREEDY)
+    start = 1
+    for end in cut:
+        drafter.observe(
+            ids[None, start:end],
+            feats[:, start - 1 : end - 1],
+            torch.tensor([end - start]),
+            slice(0, 1),
+        )
+        start = end
+    return drafter
+
+
+KINDS = [
+    {"kind": "eagle3"},
+    {"kind": "eagle3", "layers": 2, "norm_before_fc": True, "norm_output": True},
+    {"kind": "eagle1"},
+]
+
+
+@pytest.mark.parametrize("changes", KINDS, ids=["eagle3", "eagle3.1-two-layers", "eagle1"])
+def test_training_steps_equal_incremental_decoding(changes: dict) -> None:
+    """FIELD 2.5 and 2.1: h of training step s at row t == h after the drafter has seen
+    x_0..x_{t+1} and drafted the next s tokens of the data. Pins alignment, masks, rotary
+    offsets, the cache."""
+    target = target_of(dtype=torch.float64)
+    head = head_of(target, steps=4, **changes).double()
+    batch = batch_of([13, 9])
+    places = head.places(batch)
+    (_, hidden), flat, valid = head._unroll(batch, target, places), places.flat, places.valid
+    seen = 0
+    for b, length in enumerate([13, 9]):
+        for row in range(2, length - 2):  # the row's first supervised prediction is row + 2
+            drafter = drafter_state(
+                head, target, batch.ids[b], [4, row + 2] if row > 2 else [row + 2]
+            )
+            h = drafter.h[:1]
+            for step in range(4):
+                token = row + 2 + step  # predicted by this h
+                if token >= length:
+                    break
+                place = (flat == b * 13 + token).nonzero()
+                if len(place):
+                    assert valid[step, place[0, 0]]
+                    torch.testing.assert_close(hidden[step][place[0, 0]], h[0], rtol=0, atol=1e-9)
+                    seen += 1
+                places = drafter.cache.aim(slice(0, 1), drafter.lengths, step, 1)
+                e = target.embed(batch.ids[b, token])[None, None]
+                h = drafter._pass(e, drafter.net.feed(h)[:, None], places, None)[:, 0]
+    assert seen > 30
+
+
+@pytest.mark.parametrize("changes", KINDS, ids=["eagle3", "eagle3.1-two-layers", "eagle1"])
+def test_a_chain_is_what_training_predicts(changes: dict) -> None:
+    """Drafted token s is the argmax of training step s, on a row whose text goes on as
+    drafted.
+    """
+    target = target_of()
+    head = head_of(target, steps=4, depth=4, **changes)
+    for seed in range(5):
+        ids = batch_of([9], seed=seed).ids[0]
+        drafter = drafter_state(head, target, ids, [9])
+        tree = drafter.propose(
+            torch.tensor([4]), GREEDY, Rng(0, torch.tensor([0]), torch.tensor([0]))
+        )
+        whole = torch.cat([ids, tree.tokens[0]])[None]
+        batch = Batch(whole, whole >= 0, torch.arange(13)[None] >= 9, torch.tensor([0]))
+        _, hidden = head._unroll(batch, target, head.places(batch))
+        for step, h in enumerate(hidden):
+            place = (head.net.read(h[step]) @ head.projection(target).T).argmax()
+            assert head.ids()[place] == tree.tokens[0, step]  # type: ignore[index]
+
+
+def test_the_31_norms_are_applied() -> None:
+    """norm_before_fc and norm_output change what they should and nothing else."""
+    target = target_of()
+    head = head_of(target, norm_before_fc=True, norm_output=True)
+    feats, h = torch.randn(2, 3, 32), torch.randn(2, 32)
+    torch.testing.assert_close(
+        head.net.start(feats * 7), head.net.start(feats), rtol=1e-3, atol=1e-3
+    )
+    assert torch.equal(head.net.feed(h), head.net.read(h))
+    assert torch.equal(head_of(target).net.feed(h), h)
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+def test_loss_gradient_is_that_of_a_plain_formula(kind: str) -> None:
+    """Packed rows, shared target law, chunks: the loss and its gradient equal a direct
+    per-token computation.
+    """
+    target = target_of(dtype=torch.float64)
+    loss = LossWeights(hard=0.3, soft=0.7, lk=0.2)
+    head = head_of(
+        target,
+        kind=kind,
+        steps=3,
+        loss=loss,
+        chunk=5,
+        feature_loss=0.5 if kind == "eagle1" else 0.0,
+    ).double()
+    batch = batch_of([12, 8])
+    out = head(batch, target)
+    out.sum.backward()
+    got = {n: p.grad.clone() for n, p in head.named_parameters() if p.grad is not None}
+    head.zero_grad()
+    places = head.places(batch)
+    (last, hidden), flat, valid = head._unroll(batch, target, places), places.flat, places.valid
+    ids = head.ids()
+    place = vocab.places(ids, batch.ids.reshape(-1)[flat])
+    p = torch.softmax(target.unembed(last[flat - 1])[:, ids], -1)
+    total = torch.zeros((), dtype=torch.float64)
+    for step, h in enumerate(hidden):
+        logq = torch.log_softmax(head.net.read(h) @ head.projection(target).T, -1)
+        rate = torch.minimum(p, logq.exp()).sum(-1)
+        each = (
+            -0.3 * logq.gather(1, place.clamp(min=0)[:, None])[:, 0]
+            - 0.7 * (p * logq).sum(-1)
+            - 0.2 * rate.log()
+        )
+        each = each * (place >= 0) * valid[step]
+        if kind == "eagle1":
+            distance = torch.nn.functional.smooth_l1_loss(h, last[flat - 1], reduction="none").mean(
+                -1
+            )
+            each = each + 0.5 * distance * valid[step]
+        total = total + 0.8**step * each.sum()
+    torch.testing.assert_close(out.sum, total)
+    total.backward()
+    assert set(got) == {n for n, p in head.named_parameters() if p.grad is not None}
+    for name, grad in got.items():
+        torch.testing.assert_close(grad, dict(head.named_parameters())[name].grad, msg=name)
+
+
+ARCHITECTURES = [
+    "llama",
+    "gemma2",
+    "gemma3_text",
+    "qwen3",
+    "gpt2",
+    "mistral",
+    "phi3",
+    "mixtral",
+    "cohere",
+    "granite",
+    "olmo2",
+    "stablelm",
+    "gpt_neox",
+    "opt",
+    "qwen2",
+]
+PROMPTS = [[5, 6, 7, 8, 9, 3], [11, 12], [30, 31, 32, 33]]
+
+
+def taught(target: Target, kind: str, depth: int = 4, **changes: object) -> EagleHead:
+    """A head that imitates well enough for drafts to be accepted at times: its output side is
+    the target's.
+    """
+    head = head_of(target, kind=kind, draft_vocab=0, depth=depth, nodes=9, width=3, **changes)
+    head.init_head(target)
+    return head
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_architecture_decodes_losslessly(arch: str) -> None:
+    """EAGLE-1 and EAGLE-3, chain and dynamic tree, ragged batches with rows that leave: greedy
+    tokens of NoDraft.
+    """
+    target = target_of(arch)
+    requests = [Request(p, 14 + 5 * i, id=i) for i, p in enumerate(PROMPTS)]
+    want = [
+        g.token_ids for g in generate(target, NoDraft(), requests, GREEDY, batch_size=3).generations
+    ]
+    for kind in ("eagle1", "eagle3"):
+        head = taught(target, kind)
+        for shape in ("chain", "tree"):
+            for size in (1, 2):
+                run = generate(
+                    target,
+                    head.drafter(target, Draft(shape=shape)),
+                    requests,
+                    GREEDY,
+                    batch_size=size,
+                )
+                assert [g.token_ids for g in run.generations] == want, (kind, shape, size)
+                assert sum(c.proposed for g in run.generations for c in g.cycles) > 0
+    loss = head(batch_of([12, 9]), target)
+    loss.sum.backward()
+    assert bool(loss.sum.isfinite())
+
+
+def test_dynamic_tree_is_the_best_one() -> None:
+    """The kept nodes are the N most probable paths of the drafter among those that its beam
+    looked at; the layout that it states is the one derived from the parents."""
+    from decode.tree import Layout
+
+    target = target_of()
+    head = head_of(target, nodes=200, width=40, depth=3, draft_vocab=40)
+    ids = batch_of([9], seed=4).ids[0]
+    drafter = drafter_state(head, target, ids, [9], "tree")
+    tree = drafter.propose(torch.tensor([3]), GREEDY, Rng(0, torch.tensor([0]), torch.tensor([0])))
+    truth = Layout.of(tree.parents)
+    for name in ("depth", "mask", "rank", "children"):
+        assert torch.equal(getattr(tree.layout, name), getattr(truth, name)), name
+    # Every path of up to 3 tokens by brute force: a width of the whole draft vocabulary leaves
+    # nothing unseen.
+    found: list[tuple[float, tuple[int, ...]]] = []
+    vocabulary = head.ids()
+
+    def walk(h: Tensor, total: float, path: tuple[int, ...]) -> None:
+        law = torch.log_softmax(drafter.logits(h).float(), -1)[0]
+        for place in range(len(law)):
+            here = (total + float(law[place]), (*path, int(vocabulary[place])))
+            found.append(here)
+            if len(path) < 2 and here[0] > worst:
+                places = drafter.cache.aim(slice(0, 1), drafter.lengths, len(path), 1)
+                e = target.embed(vocabulary[place])[None, None]
+                walk(drafter._pass(e, drafter.net.feed(h)[:, None], places, None)[:, 0], *here)
+
+    worst = -12.0  # paths below cannot be among the best 200
+    walk(drafter.h[:1], 0.0, ())
+    beam = {
+        path for _, path in sorted(f for f in found if len(f[1]) == 2)[-40:]
+    }  # what the last level goes on from
+    best = {
+        path
+        for _, path in sorted(
+            (f for f in found if len(f[1]) < 3 or f[1][:2] in beam), reverse=True
+        )[:200]
+    }
+    tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
+
+    def path_of(i: int) -> tuple[int, ...]:
+        return (*(path_of(parents[i]) if parents[i] >= 0 else ()), tokens[i])
+
+    assert {path_of(i) for i in range(200)} == best
+    assert sum(len(path) == 3 for path in best) > 50
+
+
+def test_eagle1_reads_normed_features_and_eagle3_raw_ones() -> None:
+    """FIELD 2.3: the last of transformers' hidden states is behind the final norm, all others
+    are the plain stream.
+    """
+    target = target_of("llama", num_hidden_layers=4)
+    with torch.no_grad():
+        target.model.base_model.norm.weight.uniform_(0.5, 1.5)  # type: ignore[union-attr, operator]
+    seen: list[Tensor] = []
+    for layer in target.model.base_model.layers:  # type: ignore[union-attr]
+        layer.register_forward_pre_hook(  # type: ignore[union-attr, operator]
+            lambda _, a, k: seen.append(a[0] if a else k["hidden_states"]), with_kwargs=True
+        )
+    batch = batch_of([9])
+    target.features(batch.ids, batch.mask, (0,))  # passes of its own find out how taps are read
+    for kind in ("eagle1", "eagle3"):
+        head = HEADS[kind].for_target(target, EagleConfig(kind=kind, draft_vocab=0))
+        assert head.taps == ((4,) if kind == "eagle1" else (2, 2, 1))
+        seen.clear()
+        feats = target.features(batch.ids, batch.mask, head.taps)
+        if kind == "eagle1":
+            torch.testing.assert_close(
+                target.unembed(feats[:, :, 0]), target.model(batch.ids).logits
+            )
+        else:
+            torch.testing.assert_close(feats, torch.stack([seen[2], seen[2], seen[1]], 2))

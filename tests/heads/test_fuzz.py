@@ -1,0 +1,281 @@
+"""Foreign JSON with wrong values in it: head.json, decode.json and what import_head reads.
+
+Every mutation works or ends in one UserError of one line within a few seconds. The whole of it
+is slow; a sample of what used to end in a traceback or a hang runs always.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conf.errors import UserError
+from decode.engine import Request, generate
+from decode.sampling import Sampling
+from heads import load_head, resolve_drafter, save_head
+from heads.interop import LAYOUTS, detect, read_folder
+from heads.names import Draft
+from heads.tuned import DECODE, Settings, Tuned, card_sha256
+from scripts.import_head import same_target
+from scripts.scoring.extras import extras
+from scripts.scoring.lanes import lanes_of
+from tests.helpers.fuzz_heads import KINDS, made, target_of, works, write
+from tests.helpers.interop import DEEP, deep_target, folder, random_head
+from tests.helpers.mutations import DELETED, changed, mutations, outcome
+
+TREE = Settings("tree", depth=2, nodes=3, paths=((0,), (1,), (0, 0)))
+EVIDENCE = {
+    "curves": {
+        "chain": [{"depth": 1, "speedup": 1.2}],
+        "tree": [],
+        "batch": [{"batch_size": 1, "speedup": 1.1}],
+    },
+    "latency": {"target": {"1": [[1, 2.5]]}},
+    "rows": [
+        {
+            "name": "chain K=1",
+            "kind": "chain",
+            "settings": {"depth": 1},
+            "predicted_at_pace": 1.0,
+            "measured": {
+                "tokens_per_second": 2.0,
+                "speedup": {"mean": 1.1, "low": 1.0, "high": 1.2},
+            },
+        }
+    ],
+}
+
+# kind -> places and values that ended in a traceback before cards were typed (10**9 layers: in
+# a hang)
+SAMPLE: dict[str, list[tuple[str, Any]]] = {
+    "medusa": [
+        ("kind", []),
+        ("format", DELETED),
+        ("weights", 3),
+        ("weights.sha256", DELETED),
+        ("target", True),
+        ("target.name", DELETED),
+        ("head", []),
+        ("head.config", "x"),
+        ("head.config.nodes", 0.5),
+        ("head.config.nodes", 10**9),
+        ("head.config.decay", float("nan")),
+        ("head.vocab_size", 10**9),
+        ("head.taps", []),
+        ("head.taps.0", "x"),
+        ("head.taps.0", 99),
+        ("head.calibration", None),
+        ("head.calibration.paths", [[7]]),
+        ("head.calibration.paths.0", [10**9]),
+        ("head.calibration.paths.0.0", -1),
+        ("head.config.loss", "${oc.env:HOME}"),
+    ],
+    "medusa2": [
+        ("head.config.tune.rank", 0),
+        ("head.config.tune.alpha", 3),
+        ("head.adapter", {"x": [1]}),
+        ("head.adapter_sha256", "x"),
+    ],
+    "hydra_heads": [
+        ("head.embed_scale", float("inf")),
+        ("head.embed_width", 3),
+        ("head.prefix", 3),
+        ("head.prefix.num_hidden_layers", 10**9),
+        ("head.config.prefix_layers", 0),
+    ],
+    "eagle3": [
+        ("head.layer.num_hidden_layers", 10**9),
+        ("head.layer.hidden_act", "x"),
+        ("head.layer.head_dim", 7),
+        ("head.layer.rms_norm_eps", -1),
+        ("head.layer.rope_parameters", {"rope_type": "yarn"}),
+        ("head.layer.rope_parameters.rope_theta", "x"),
+        ("head.final", 3),
+        ("head.config.depth", 10**9),
+        ("head.config.draft_vocab", 10**9),
+        ("head.config.kind", "eagle1"),
+    ],
+    "small_lm path": [
+        ("head.model.num_hidden_layers", 10**9),
+        ("head.model.model_type", "x"),
+        ("head.model", []),
+        ("head.draft_ids", [5, 5]),
+        ("head.layers", [0]),
+        ("head.merged", 3),
+    ],
+}
+
+
+def refusal(action: Any) -> str:
+    """The one line of a refusal; the test fails for anything else."""
+    wrong = outcome(action)
+    assert not wrong, wrong
+    with pytest.raises(UserError) as error:
+        action()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("kind", SAMPLE)
+def test_wrong_values_in_a_card_are_named(kind: str, tmp_path: Path) -> None:
+    _, place, card = made(kind, tmp_path)
+    target = target_of(kind)
+    for name, value in SAMPLE[kind]:
+        path = tuple(int(p) if p.isdigit() else p for p in name.split("."))
+        write(place, changed(card, path, value))
+        said = refusal(lambda: load_head(place, target))
+        assert said.startswith(str(place)), (name, said)
+    assert not target.tuning, "a refused adapter leaves the target alone"
+    write(place, card)
+    assert load_head(place, target).calibration == card["head"]["calibration"]
+
+
+def test_a_card_names_the_key_and_the_way_out(tmp_path: Path) -> None:
+    _, place, card = made("medusa", tmp_path)
+    for path, value, words in (
+        (("head", "config", "nodes"), 0, "head.config.nodes: 0 is below 1; give 1 or more"),
+        (("head", "width"), 31, "head.width: 31, the target's is 32"),
+        (
+            ("head", "config", "heads"),
+            3,
+            "are of different heads (proj is [2, 64, 32] in the weights and [3, 64, 32]",
+        ),
+        (("weights", "file"), "../x", "weights.file: names '../x'"),
+        (("head", "zzz"), 1, "zzz: no such key"),
+    ):
+        write(place, changed(card, path, value))
+        said = refusal(lambda: load_head(place, target_of("medusa")))
+        assert said.startswith(f"{place}/head.json: ") and words in said, said
+        assert said.endswith("; restore it or train the head again"), said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_wrong_value_in_a_card(kind: str, tmp_path: Path) -> None:
+    _, place, card = made(kind, tmp_path)
+    works(place, kind)
+    found = {}
+    for name, mutant in mutations(card):
+        write(place, mutant)
+        if wrong := outcome(lambda: works(place, kind)):
+            found[name] = wrong
+    assert not found, f"{len(found)}: {dict(list(found.items())[:20])}"
+
+
+# -- decode.json
+
+
+def tuned_head(place: Path) -> tuple[Path, dict[str, Any]]:
+    _, head, _ = made("medusa", place)
+    told = Tuned(card_sha256(head), TREE, Settings("chain", depth=2), TREE, 1.25, True, EVIDENCE)
+    return head, json.loads(json.dumps(told.to_json()))
+
+
+def drafts(head: Path) -> None:
+    """What evaluate does with a drafter and what lies beside it."""
+    target = target_of("medusa")
+    for how in ("", "@chain", "@tree"):
+        drafter = resolve_drafter(f"{head}{how}", target)
+        generate(target, drafter, [Request([5, 6, 7], 4)], Sampling(), eos_ids=())
+    extras(lanes_of([str(head)], target)[0])
+
+
+def test_decode_json_that_is_nested_too_deeply(tmp_path: Path) -> None:
+    head, _ = tuned_head(tmp_path)
+    (head / DECODE).write_text("[" * 100_000)
+    assert "cannot be read (RecursionError)" in refusal(
+        lambda: resolve_drafter(str(head), target_of("medusa"))
+    )
+
+
+@pytest.mark.slow
+def test_every_wrong_value_in_decode_json(tmp_path: Path) -> None:
+    head, told = tuned_head(tmp_path)
+    (head / DECODE).write_text(json.dumps(told))
+    drafts(head)
+    found = {}
+    for name, mutant in mutations(told):
+        (head / DECODE).write_text(json.dumps(mutant))
+        if wrong := outcome(lambda: drafts(head)):
+            found[name] = wrong
+    assert not found, found
+
+
+# -- what import_head reads
+
+
+def imported(place: Path, target: Any, out: Path) -> None:
+    """What import_head does but for its probe, and a draft of what came of it."""
+    foreign = read_folder(place)
+    same_target(foreign, target)
+    head = detect(foreign, "auto").read(foreign, target).eval()
+    save_head(head, out, target.identity)
+    drafter = load_head(out, target).drafter(target, Draft(shape="chain"))
+    generate(target, drafter, [Request([5, 6, 7], 3)], Sampling(), eos_ids=())
+
+
+IMPORTED: list[tuple[tuple[str, str], str, Any]] = [
+    (("vllm", "eagle3"), "architectures", 3),
+    (("vllm", "eagle3"), "hidden_act", "x"),
+    (("vllm", "eagle3"), "rope_parameters", {"rope_type": "yarn"}),
+    (("vllm", "eagle3"), "rms_norm_eps", float("nan")),
+    (("vllm", "eagle3"), "num_key_value_heads", 3),
+    (("speculators", "eagle3"), "speculators_config", 3),
+    (("speculators", "eagle3"), "speculators_config.proposal_methods", 3),
+    (("speculators", "eagle3"), "speculators_config.proposal_methods.0", None),
+    (("speculators", "eagle3"), "transformer_layer_config.model_type", []),
+]
+
+
+def test_wrong_values_of_published_heads(tmp_path: Path) -> None:
+    target = deep_target()
+    for number, (pair, name, value) in enumerate(IMPORTED):
+        place = tmp_path / pair[0]
+        if not place.exists():
+            folder(place, target, random_head(target, pair[1]), pair[0])
+            (tmp_path / f"{pair[0]}.json").write_text((place / "config.json").read_text())
+        path = tuple(int(p) if p.isdigit() else p for p in name.split("."))
+        config = json.loads((tmp_path / f"{pair[0]}.json").read_text())
+        (place / "config.json").write_text(json.dumps(changed(config, path, value)))
+        wrong = outcome(
+            lambda number=number, place=place: imported(place, target, tmp_path / f"out{number}")
+        )
+        assert not wrong, (pair, name, value, wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", sorted(LAYOUTS))
+def test_every_wrong_value_of_a_published_head(pair: tuple[str, str], tmp_path: Path) -> None:
+    target, (format, kind) = deep_target(), pair
+    place = folder(tmp_path / "theirs", target, random_head(target, kind), format)
+    imported(place, target, tmp_path / "out")
+    config = json.loads((place / "config.json").read_text())
+    found = {}
+    for name, mutant in mutations(config):
+        (place / "config.json").write_text(json.dumps(mutant))
+        if wrong := outcome(lambda: imported(place, target, tmp_path / "out")):
+            found[name] = wrong
+    assert DEEP["layers"] == 8 and not found, found
+
+
+@pytest.mark.slow
+def test_every_wrong_value_of_a_manifest_and_an_index(tmp_path: Path) -> None:
+    target = deep_target()
+    place = folder(tmp_path / "theirs", target, random_head(target, "medusa"), "vllm")
+    manifest = {"engine_format": "vllm", "files": {}, "target": target.identity.to_json()}
+    index = {
+        "weight_map": {"a": "model-1.safetensors", "b": "model-1.safetensors"},
+        "metadata": {"total_size": 9},
+    }
+    found = {}
+    for file, sound in (("outrider.json", manifest), ("model.safetensors.index.json", index)):
+        if file.startswith("model"):
+            (place / "outrider.json").unlink()
+            (place / "model.safetensors").rename(place / "model-1.safetensors")
+        for name, mutant in mutations(sound):
+            (place / file).write_text(json.dumps(mutant))
+            if wrong := outcome(lambda: imported(place, target, tmp_path / "out")):
+                found[f"{file}: {name}"] = wrong
+    assert not found, found

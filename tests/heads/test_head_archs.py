@@ -1,0 +1,76 @@
+"""Hydra heads, Medusa with a Markov term and Medusa-2 on every architecture: a training step,
+then greedy equality.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from decode.drafters import NoDraft
+from decode.engine import Request, generate
+from decode.sampling import Sampling
+from decode.target import Target
+from heads import HEADS, load_head, save_head
+from heads.block.config import BlockConfig
+from heads.losses import LossWeights
+from heads.names import Draft
+from heads.parallel.hydra_heads import HydraHeadsConfig
+from heads.parallel.medusa import MedusaConfig, TuneConfig
+from tests.helpers.archs import CHAIN, TREE, VOCAB, build
+from tests.helpers.training import random_batch
+
+CASES = {
+    "hydra": HydraHeadsConfig(heads=2, blocks=2, draft_vocab=0, prefix_layers=1, nodes=6),
+    "markov": MedusaConfig(heads=2, draft_vocab=40, markov_rank=4, nodes=6, loss=LossWeights(0, 1)),
+    "dspark": BlockConfig(
+        kind="dspark",
+        block=3,
+        draft_vocab=40,
+        markov_rank=4,
+        nodes=6,
+        width=3,
+        loss=LossWeights(0, 1),
+    ),
+    "medusa2": MedusaConfig(
+        kind="medusa2", heads=2, draft_vocab=0, nodes=6, tune=TuneConfig(rank=2)
+    ),
+}
+
+FAST = ("llama", "gpt2", "gemma3_text")
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "arch", [a if a in FAST else pytest.param(a, marks=pytest.mark.slow) for a in (*TREE, *CHAIN)]
+)
+def test_trains_saves_loads_and_decodes_losslessly(arch: str, name: str, tmp_path) -> None:
+    torch.manual_seed(0)
+    target, cfg = Target(build(arch)), dataclasses.replace(CASES[name])
+    head = HEADS[cfg.kind].for_target(target, cfg, torch.arange(VOCAB) + 1)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=0.02)
+    for _ in range(2):
+        optimizer.zero_grad()
+        head(random_batch(vocab=VOCAB), target).sum.backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in head.parameters())
+        optimizer.step()
+    head.eval()
+    head.calibrate([random_batch(vocab=VOCAB, seed=1)], target)
+    save_head(head, tmp_path / "head", None)
+    fresh = Target(build(arch))
+    loaded = load_head(tmp_path / "head", fresh)
+    requests = [Request([5, 6, 7, 8 + i][: 2 + i], 8, id=i) for i in range(3)]
+    want = generate(fresh, NoDraft(), requests, Sampling(), eos_ids=()).generations
+    for shape in ("chain", "tree") if arch in TREE else ("chain",):
+        for size in (1, 3):
+            got = generate(
+                fresh,
+                loaded.drafter(fresh, Draft(shape=shape)),
+                requests,
+                Sampling(),
+                batch_size=size,
+                eos_ids=(),
+            )
+            assert [g.token_ids for g in got.generations] == [g.token_ids for g in want]

@@ -1,0 +1,189 @@
+"""Heads on disk, and drafters by name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from conf.errors import UserError
+from decode.drafters import NGram, NoDraft
+from heads import find_head, load_head, resolve_drafter, save_head
+from heads.checkpoint import recover, staged
+from heads.names import Draft
+from heads.parallel.medusa import MedusaConfig, MedusaHead
+from tests.helpers.training import tiny_target
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+@pytest.fixture
+def saved(target, tmp_path: Path) -> Path:
+    counts = torch.ones(target.vocab_size, dtype=torch.int64)
+    head = MedusaHead.for_target(target, MedusaConfig(heads=2, draft_vocab=64), counts)
+    torch.manual_seed(0)
+    for p in head.parameters():
+        p.data.normal_()
+    head.calibration = {
+        "positions": 3,
+        "acceptance": [],
+        "paths": [[0], [1], [0, 0]],
+        "values": [0.5, 0.2, 0.1],
+    }
+    save_head(head, tmp_path / "run/head", target.identity, {"step": 5})
+    return tmp_path / "run/head"
+
+
+def test_round_trip_keeps_weights_map_and_calibration(target, saved: Path) -> None:
+    first, again = load_head(saved, target), load_head(saved, target)
+    assert isinstance(first, MedusaHead)
+    for a, b in zip(first.state_dict().values(), again.state_dict().values(), strict=True):
+        assert a.equal(b)
+    assert first.cfg == MedusaConfig(heads=2, draft_vocab=64) and first.ids().equal(
+        torch.arange(64)
+    )
+    assert first.tree(16, 2).paths == ((0,), (1,), (0, 0))
+    assert not first.training and {p.name for p in saved.iterdir()} == {
+        "head.json",
+        "head.safetensors",
+    }
+
+
+def test_a_shared_lm_head_is_not_stored_and_equals_it(target, tmp_path: Path) -> None:
+    head = MedusaHead.for_target(target, MedusaConfig(heads=2, draft_vocab=0, share_lm_head=True))
+    save_head(head, tmp_path / "h", target.identity)
+    assert (tmp_path / "h/head.safetensors").stat().st_size < 4 * target.lm_head_weight.numel()
+    drafter = load_head(tmp_path / "h", target).drafter(target, Draft(shape="chain"))
+    drafter.feats = torch.randn(3, 32)
+    torch.testing.assert_close(drafter.logits(2)[1], drafter.feats @ target.lm_head_weight.T)
+
+
+@pytest.mark.parametrize(
+    "what, shape", [("weights_sha256", {"seed": 9}), ("tokenizer_sha256", {"vocab": 300})]
+)
+def test_a_head_of_another_target_is_refused_by_hash(saved: Path, what: str, shape: dict) -> None:
+    with pytest.raises(
+        UserError, match=rf"trained for another target .*{what} \w{{12}} .* is not \w{{12}}"
+    ):
+        load_head(saved, tiny_target(**shape))
+
+
+def test_a_changed_chat_template_is_refused(target, saved: Path) -> None:
+    import dataclasses
+
+    other = dataclasses.replace(target.identity, template_sha256="0" * 64)
+    kept, target.identity = target.identity, other
+    try:
+        with pytest.raises(UserError, match="template_sha256"):
+            load_head(saved, target)
+    finally:
+        target.identity = kept
+
+
+@pytest.mark.parametrize("file", ["head.safetensors", "head.json"])
+def test_every_damage_names_the_file(target, saved: Path, file: str) -> None:
+    good = (saved / file).read_bytes()
+    generator = torch.Generator().manual_seed(0)
+    places = torch.randint(len(good), (40,), generator=generator).tolist()
+    same = (
+        [good.replace(b" ", b"\t", 1), good.replace(b"e-", b"E-"), good + b"\n"]
+        if file == "head.json"
+        else []
+    )
+    for bad in [
+        b"",
+        good[:1],
+        good[: len(good) // 2],
+        good[:-1],
+        *(b for b in same if b != good),
+        *(good[:p] + bytes([good[p] ^ 4]) + good[p + 1 :] for p in places),
+    ]:
+        (saved / file).write_bytes(bad)
+        with pytest.raises(UserError, match=re.escape(str(saved / file))):
+            load_head(saved, target)
+    (saved / file).unlink()
+    with pytest.raises(UserError, match=f"{file}: no such file"):
+        load_head(saved, target)
+
+
+def test_a_failed_save_leaves_the_old_head(
+    target, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = (saved / "head.safetensors").read_bytes()
+    monkeypatch.setattr(
+        "heads.checkpoint.sync", lambda path: (_ for _ in ()).throw(OSError(28, "No space left"))
+    )
+    with pytest.raises(OSError):
+        save_head(load_head(saved, target), saved, target.identity)
+    assert (saved / "head.safetensors").read_bytes() == before
+    assert [p.name for p in saved.parent.iterdir()] == ["head"]
+
+
+def test_recover_mends_the_instant_between_two_renames(tmp_path: Path) -> None:
+    final = tmp_path / "head"
+    with staged(final) as stage:
+        (stage / "a").write_text("1")
+    final.rename(tmp_path / ".old-head")
+    (tmp_path / ".tmp-head").mkdir()
+    recover(final)
+    assert (final / "a").read_text() == "1" and [p.name for p in tmp_path.iterdir()] == ["head"]
+
+
+def test_drafters_by_name(target, saved: Path) -> None:
+    run = saved.parent
+    assert isinstance(resolve_drafter("none", target), NoDraft) and isinstance(
+        resolve_drafter("ngram", target), NGram
+    )
+    for spec, shape in (
+        (str(run), "tree"),
+        (f"{run}@chain", "chain"),
+        (f"{saved}@tree", "tree"),
+        (f"{run}/", "tree"),
+    ):
+        drafter = resolve_drafter(spec, target)
+        assert (drafter.name, drafter.shape) == (spec, shape)
+    assert resolve_drafter(f"{run}@chain", target).max_nodes == 2
+
+
+@pytest.mark.parametrize(
+    "spec, said",
+    [
+        ("none@tree", "none has no shape"),
+        ("ngram@chain", "ngram is a chain"),
+        ("nowhere", "neither none, ngram"),
+        ("RUN@star", "unknown shape 'star'"),
+        ("EMPTY", "holds no head"),
+    ],
+)
+def test_drafters_that_do_not_exist(
+    target, saved: Path, tmp_path: Path, spec: str, said: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=re.escape(said)):
+        resolve_drafter(
+            spec.replace("RUN", str(saved.parent)).replace("EMPTY", str(tmp_path / "empty")), target
+        )
+
+
+def test_a_run_folder_means_its_final_head_then_its_best_then_its_newest_checkpoint(
+    target, saved: Path
+) -> None:
+    run, head = saved.parent, load_head(saved, target)
+    for name in ("best", "checkpoints/step-9", "checkpoints/step-10"):
+        save_head(head, run / name, target.identity)
+    assert find_head(str(run)) == run / "head"
+    saved.rename(run / "x")
+    assert find_head(str(run)) == run / "best"
+    (run / "best").rename(run / "y")
+    assert find_head(str(run)) == run / "checkpoints/step-10"
+
+
+def test_an_unknown_kind_is_refused(target, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("heads.registry.HEADS", {})
+    with pytest.raises(UserError, match="unknown kind of head 'medusa'"):
+        load_head(saved, target)

@@ -1,0 +1,289 @@
+"""Medusa heads: alignment, start, vocabulary, gradients, and the drafter that they make."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from conf.errors import UserError
+from decode.engine import Request, generate
+from decode.rng import Rng
+from decode.sampling import Sampling
+from decode.tree import TreeShape
+from heads import shapes, vocab
+from heads.losses import LossWeights
+from heads.names import Draft
+from heads.parallel.medusa import MedusaConfig, MedusaHead
+from tests.helpers.training import random_batch, tiny_target
+
+FULL = MedusaConfig(heads=3, draft_vocab=0)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+def trained_like(target, cfg: MedusaConfig = FULL, seed: int = 0) -> MedusaHead:
+    """A head whose weights are no longer those of the start."""
+    counts = torch.arange(target.vocab_size) + 1
+    head = MedusaHead.for_target(target, cfg, counts)
+    torch.manual_seed(seed)
+    for p in head.parameters():
+        p.data += 0.3 * torch.randn_like(p)
+    return head
+
+
+@pytest.mark.parametrize("terms", [LossWeights(), LossWeights(0, 1)], ids=["hard", "soft"])
+def test_loss_reads_the_feature_two_plus_i_before_the_token(target, terms) -> None:
+    """Against the definition: head i at t predicts x_{t+i+2}, whose law is p(. | x_<t+i+2)."""
+    head = trained_like(target, dataclasses.replace(FULL, loss=terms, decay=0.5))
+    batch = random_batch()
+    feats = target.features(batch.ids, batch.mask, head.taps)[:, :, 0]
+    laws = target.model(batch.ids).logits.log_softmax(-1)
+    want, count = 0.0, 0
+    for b, t in batch.loss_mask.nonzero().tolist():
+        count += 1
+        for i in range(3):
+            if t - i - 2 < 0:
+                continue
+            f = feats[b, t - i - 2]
+            h = f + torch.nn.functional.silu(head.block_weight[i, 0] @ f + head.block_bias[i, 0])
+            logq = (head.proj[i] @ h).log_softmax(-1)
+            loss = -logq[batch.ids[b, t]] if terms.hard else -(laws[b, t - 1].exp() * logq).sum()
+            want += 0.5**i * loss.item()
+    out = head(batch, target)
+    assert out.count == count
+    assert out.sum.item() == pytest.approx(want, rel=1e-5)
+
+
+def test_draft_vocabulary_counts_outside_tokens_as_misses(target) -> None:
+    cfg = MedusaConfig(heads=2, draft_vocab=100)
+    counts = torch.zeros(target.vocab_size, dtype=torch.int64)
+    counts[3:200] = 1
+    counts[150:240] = 5
+    head = MedusaHead.for_target(target, cfg, counts)
+    ids = head.ids()
+    assert ids.tolist() == list(range(3, 13)) + list(range(150, 240))
+    assert vocab.from_d2t(vocab.to_d2t(ids)).equal(ids) and vocab.to_t2d(ids, 260).nonzero()[
+        :, 0
+    ].equal(ids)
+    torch.testing.assert_close(head.proj[0], target.lm_head_weight[ids].float())
+    assert head.coverage == pytest.approx(counts[ids].sum().item() / counts.sum().item())
+    batch = random_batch()
+    out = head(batch, target)
+    rows, steps = batch.loss_mask.nonzero(as_tuple=True)
+    inside = vocab.to_t2d(ids, 260)[batch.ids[rows, steps]] & (steps >= 2)
+    assert out.stats["loss_0"][1] == inside.sum() < out.count
+    assert out.stats["top1_0"][1] == (steps >= 2).sum()
+
+
+def test_soft_loss_skips_positions_whose_argmax_is_outside(target) -> None:
+    head = trained_like(target, MedusaConfig(heads=1, draft_vocab=100, loss=LossWeights(0, 1)))
+    batch = random_batch()
+    best = target.model(batch.ids).logits.argmax(-1)
+    rows, steps = batch.loss_mask.nonzero(as_tuple=True)
+    inside = vocab.to_t2d(head.ids(), 260)[best[rows, steps - 1]] & (steps >= 2)
+    assert head(batch, target).stats["loss_0"][1] == inside.sum()
+
+
+def test_draft_vocabulary_larger_than_the_tokens_seen_is_refused(target) -> None:
+    counts = torch.zeros(target.vocab_size, dtype=torch.int64)
+    counts[:50] = 1
+    with pytest.raises(UserError, match="head.draft_vocab: 51 is larger than the 50"):
+        MedusaHead.for_target(target, MedusaConfig(draft_vocab=51), counts)
+
+
+def drive(drafter, tokens, feats, cuts):
+    """Observe a sequence in pieces, as one row."""
+    drafter.reset(1, 64)
+    drafter.begin([tokens[:1]], Sampling())
+    for a, b in zip([0, *cuts], [*cuts, len(tokens) - 1], strict=True):
+        n = torch.tensor([b - a])
+        drafter.observe(tokens[None, a + 1 : b + 1], feats[None, a:b], n, slice(0, 1))
+    return drafter
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_drafter_reads_the_feature_that_predicted_the_last_token(target, shape) -> None:
+    """Level d of the draft is head d at the position before the last committed token, whatever
+    the pieces.
+    """
+    head = trained_like(target)
+    tokens = random_batch(1, 10).ids[0]
+    feats = target.features(tokens[None], torch.ones(1, 10, dtype=torch.bool), head.taps)[0]
+    drafts = []
+    for cuts in ([], [3], [2, 5, 8]):
+        drafter = drive(head.drafter(target, Draft(shape=shape)), tokens, feats, cuts)
+        rng = Rng(0, torch.zeros(1).long(), torch.zeros(1).long())
+        drafts.append(drafter.propose(torch.tensor([3]), Sampling(), rng))
+    assert all(d.tokens.equal(drafts[0].tokens) for d in drafts)
+    f = feats[8, 0]  # position 8 predicted the last token, which stands at 9
+    h = f + torch.nn.functional.silu(head.block_weight[:, 0] @ f + head.block_bias[:, 0])
+    order = (head.proj @ h[:, :, None])[:, :, 0].argsort(-1, descending=True)
+    paths = (
+        TreeShape.chain(3).paths
+        if shape == "chain"
+        else head.tree(head.cfg.nodes, head.cfg.heads).paths
+    )
+    assert drafts[0].tokens[0].tolist() == [int(order[len(p) - 1, p[-1]]) for p in paths]
+    drafts[0].validate(target.vocab_size, drafter.max_nodes)
+
+
+def test_chain_is_sampled_from_the_warped_law_at_temperature(target) -> None:
+    head = trained_like(target, MedusaConfig(heads=2, draft_vocab=50))
+    drafter = head.drafter(target, Draft(shape="chain"))
+    rows = 4000
+    drafter.reset(rows, 8)
+    drafter.begin([torch.tensor([5])] * rows, Sampling())
+    feats = torch.randn(1, 1, 1, head.width).expand(rows, 1, 1, -1)
+    drafter.observe(torch.zeros(rows, 1).long(), feats, torch.ones(rows).long(), slice(0, rows))
+    warp = Sampling(temperature=0.7, top_k=6)
+    tree = drafter.propose(
+        torch.full((rows,), 2), warp, Rng(3, torch.arange(rows), torch.zeros(rows).long())
+    )
+    tree.validate(target.vocab_size, 2)
+    assert bool(tree.sampled.all())
+    logits = drafter.logits(2)[:, 0]
+    law = warp.draft_law(logits)
+    torch.testing.assert_close(tree.proposal.law[0], law)
+    ids = head.ids()
+    for d in range(2):
+        share = torch.bincount(tree.tokens[:, d], minlength=260)[ids] / rows
+        assert (share - law[d]).abs().max() < 4 * (0.25 / rows) ** 0.5
+
+
+def test_siblings_of_a_sampled_tree_are_drawn_without_replacement(target) -> None:
+    """First siblings follow their level's law, second ones that law without the first; T = 0
+    takes the top ranks.
+    """
+    head = trained_like(target, MedusaConfig(heads=2, draft_vocab=12, nodes=6))
+    drafter = head.drafter(target, Draft(shape="tree"))
+    fixed = head.drafter(target, Draft(shape="tree", draw="fixed"))
+    rows = 6000
+    for one in (fixed, drafter):
+        one.reset(rows, 8)
+        one.begin([torch.tensor([5])] * rows, Sampling())
+    feats = torch.randn(1, 1, 1, head.width, generator=torch.Generator().manual_seed(0)).expand(
+        rows, 1, 1, -1
+    )
+    for one in (fixed, drafter):
+        one.observe(torch.zeros(rows, 1).long(), feats, torch.ones(rows).long(), slice(0, rows))
+    rng = Rng(3, torch.arange(rows), torch.zeros(rows).long())
+    depth = torch.full((rows,), 2)
+    assert drafter.propose(depth, Sampling(), rng).tokens.equal(
+        fixed.propose(depth, Sampling(), rng).tokens
+    )
+    warp = Sampling(temperature=1.3)
+    tree = drafter.propose(depth, warp, rng)
+    tree.validate(target.vocab_size, drafter.max_nodes)
+    assert bool(tree.sampled.all()) and tree.proposal.replacement is False
+    paths, ids, law = (
+        head.tree(head.cfg.nodes, head.cfg.heads).paths,
+        head.ids(),
+        warp.draft_law(drafter.logits(2)[:, 0])[0],
+    )
+    first, second = (tree.tokens[:, paths.index((rank,))] for rank in (0, 1))
+    share = torch.bincount(first, minlength=260)[ids] / rows
+    assert (share - law).abs().max() < 4 * (0.25 / rows) ** 0.5
+    wanted = sum(
+        law[k] * law.index_fill(0, torch.tensor([k]), 0.0) / (1 - law[k]) for k in range(len(law))
+    )
+    share = torch.bincount(second, minlength=260)[ids] / rows
+    assert (share - wanted).abs().max() < 4 * (0.25 / rows) ** 0.5
+    cut = drafter.propose(
+        depth, Sampling(1.0, top_k=1), rng
+    )  # the law runs out: point masses stand in
+    cut.validate(target.vocab_size, drafter.max_nodes)
+    assert bool(cut.sampled[:, paths.index((0,))].all()) and not bool(
+        cut.sampled[:, paths.index((1,))].any()
+    )
+
+
+def test_how_trees_are_drawn_by_name(target, tmp_path) -> None:
+    from heads import resolve_drafter, save_head
+
+    save_head(trained_like(target), tmp_path / "m", target.identity)
+    old = trained_like(target, dataclasses.replace(FULL, tree_draw="fixed"))
+    save_head(old, tmp_path / "old", target.identity)
+    for spec, drawn in (
+        ("m@tree", True),
+        ("m", True),
+        ("m@tree@fixed", False),
+        ("m@fixed", False),
+        ("m@sampled", True),
+        ("old@tree", False),
+        ("old@tree@sampled", True),
+        ("old@sampled", True),
+    ):
+        drafter = resolve_drafter(f"{tmp_path}/{spec}", target)
+        assert (drafter.name, drafter.shape, drafter.form.drawn) == (
+            f"{tmp_path}/{spec}",
+            "tree",
+            drawn,
+        )
+    assert not resolve_drafter(f"{tmp_path}/m@fixed@adaptive", target).inner.form.drawn
+    for spec, words in (
+        ("m@chain@sampled", "drawn where T > 0 anyway"),
+        ("m@chain@fixed", "drawn where T > 0 anyway"),
+        ("ngram@sampled", "no law to draw from"),
+        ("ngram@fixed", "no law to draw from"),
+    ):
+        with pytest.raises(UserError, match=words):
+            resolve_drafter(spec if spec.startswith("ngram") else f"{tmp_path}/{spec}", target)
+    assert "tree_draw" in MedusaConfig(tree_draw="x").validate()[0]
+
+
+def test_acceptance_of_a_perfect_first_head(target) -> None:
+    """A target whose next token depends on the last alone, and a head that knows it: every
+    draft token is accepted.
+    """
+    head = MedusaHead.for_target(target, MedusaConfig(heads=1, draft_vocab=0))
+    drafter = head.drafter(target, Draft(shape="chain"))
+    # A fresh head 0 repeats the LM head's guess: it is right exactly when the target says the
+    # same token twice.
+    run = generate(target, drafter, [Request([5, 6, 7], 40)], Sampling()).generations[0]
+    tokens = [*run.prompt_ids, *run.token_ids]
+    for cycle in run.cycles:
+        if not cycle.cut:
+            at = len(run.prompt_ids) + cycle.start
+            assert cycle.accepted == int(tokens[at - 1] == tokens[at])
+
+
+def test_best_first_tree_from_measured_ranks() -> None:
+    ranks = torch.tensor(
+        [[0, 0], [0, 0], [0, 1], [1, 0], [1, 0], [1, 0], [2, shapes.RANKS], [shapes.RANKS, 0]]
+    )
+    found = shapes.measure(ranks.repeat(500, 1))
+    assert found["acceptance"][0][:3] == [3 / 8, 3 / 8, 1 / 8]
+    assert found["paths"][:4] in (
+        [[0], [1], [1, 0], [0, 0]],
+        [[1], [0], [1, 0], [0, 0]],
+        [[0], [1], [0, 0], [1, 0]],
+    )
+    assert found["paths"][:3] == [
+        [0],
+        [1],
+        [1, 0],
+    ]  # whole-path hits: behind rank 1, rank 0 is always right
+    assert found["values"][2] == pytest.approx(3 / 8, abs=0.01)
+    assert found["values"] == sorted(found["values"], reverse=True)
+    for n in (1, 5, 16, 64):
+        assert len(shapes.tree(found, n, 2)) == min(n, len(found["paths"]))
+        assert len(shapes.tree({}, n, 4)) == n
+
+
+def test_calibration_counts_ranks_of_the_right_tokens(target) -> None:
+    head, batch = trained_like(target, MedusaConfig(heads=2, draft_vocab=0)), random_batch()
+    head.calibrate([batch], target)
+    feats = target.features(batch.ids, batch.mask, head.taps)[:, :, 0]
+    hits = total = 0
+    for b, t in (batch.loss_mask & (torch.arange(12) >= 2)).nonzero().tolist():
+        f = feats[b, t - 2]
+        h = f + torch.nn.functional.silu(head.block_weight[0, 0] @ f + head.block_bias[0, 0])
+        z = head.proj[0] @ h
+        total, hits = total + 1, hits + int((z > z[batch.ids[b, t]]).sum() < shapes.RANKS)
+    assert head.calibration["positions"] == total
+    assert sum(head.calibration["acceptance"][0]) == pytest.approx(hits / total)

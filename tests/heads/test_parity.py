@@ -1,0 +1,322 @@
+"""The parity gate passes what is sound, in float32 exactly, and names what is broken.
+
+pytest tests/heads/test_parity.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conf.errors import CheckFailed
+from conf.schema import compose
+from decode.drafters import NoDraft
+from decode.engine import Request, generate
+from decode.sampling import Sampling
+from decode.target import Target
+from heads import HEADS, load_head, parity, save_head
+from heads.base import Head
+from heads.batch import Batch
+from heads.eagle.cache import DraftCache
+from heads.eagle.drafter import EagleDrafter
+from heads.losses import LossWeights
+from heads.parallel.drafter import LastFeature, MedusaDrafter
+from heads.parallel.hydra_heads import HydraHeadsConfig
+from heads.parallel.medusa import MedusaConfig, MedusaHead, TuneConfig
+from tests.heads.test_eagle import head_of, target_of
+from tests.helpers.archs import VOCAB, build
+from tests.helpers.training import chats, overrides, run_config
+from train.config import EagleRun
+from train.loop import fit
+
+PROMPTS = [[5, 9, 7], [11, 4], [20, 21, 22, 23, 24]]
+EAGLES = [
+    {"kind": "eagle3", "depth": 4},
+    {"kind": "eagle1", "depth": 3},
+    {"kind": "eagle3", "layers": 2, "norm_before_fc": True, "norm_output": True, "depth": 4},
+]
+OTHERS = {
+    "medusa": MedusaConfig(heads=3, draft_vocab=40),
+    "markov": MedusaConfig(heads=3, draft_vocab=40, markov_rank=4),
+    "hydra_heads": HydraHeadsConfig(heads=3, blocks=2, draft_vocab=0, prefix_layers=1),
+    "medusa2": MedusaConfig(kind="medusa2", heads=2, draft_vocab=0, tune=TuneConfig(rank=2)),
+}
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return target_of()
+
+
+def other(name: str, target: Target) -> Head:
+    """A parallel head with random weights that matter."""
+    torch.manual_seed(1)
+    cfg = dataclasses.replace(OTHERS[name])
+    head = HEADS[cfg.kind].for_target(target, cfg, torch.arange(VOCAB) + 1)
+    with torch.no_grad():
+        for p in head.parameters():
+            p.add_(torch.randn_like(p), alpha=0.3 * max(p.shape[-1], 1) ** -0.5)
+    return head
+
+
+def run(head: Head, target: Target, folder: Path, tokens: int = 12) -> parity.Parity:
+    save_head(head, folder, None)
+    return parity.check(
+        head, target, PROMPTS, tokens, batch_size=2, reload=lambda: load_head(folder, target)
+    )
+
+
+def test_answers_are_long_enough_for_the_draft(target: Target, tmp_path: Path) -> None:
+    """Cycles at the end of an answer are cut. Once a draft of seven passed eight tokens unseen."""
+    found = run(other("medusa", target), target, tmp_path / "head", tokens=1)
+    sound(found)
+
+
+def test_a_gate_that_saw_nothing_says_so() -> None:
+    found = parity.Parity(depth=7, prompts=3)
+    assert "nothing was compared" in found.lines()[0] and len(found.lines()) == 1
+    assert "NaN" not in json.dumps(found.json())
+
+
+def sound(found: parity.Parity) -> None:
+    assert found.passed, found.problems
+    assert found.identical and found.cycles > 5
+    assert len(found.distance) == found.depth and max(most for _, most in found.distance) < 1e-5
+    assert (
+        found.lengths["teacher_forced"]
+        == found.lengths["free_running"]
+        == found.lengths["reloaded"]
+    )
+
+
+@pytest.mark.parametrize("changes", EAGLES, ids=["eagle3", "eagle1", "eagle3.1-two-layers"])
+def test_a_sound_eagle_head_agrees_exactly(changes: dict, target: Target, tmp_path: Path) -> None:
+    found = run(head_of(target, steps=2, **changes), target, tmp_path / "head")
+    sound(found)
+    assert json.loads(json.dumps(found.json()))["passed"] is True and "passed" in found.lines()[-1]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_sound_parallel_head_agrees_exactly(name: str, tmp_path: Path) -> None:
+    target = target_of()
+    sound(run(other(name, target), target, tmp_path / "head"))
+
+
+@pytest.mark.parametrize("arch", ["gemma3_text", "gpt2"])
+def test_other_architectures(arch: str, tmp_path: Path) -> None:
+    target = Target(build(arch))
+    sound(run(head_of(target, steps=2, depth=3), target, tmp_path / "head"))
+
+
+def test_bfloat16_is_not_blamed_for_rounding() -> None:
+    target = target_of(dtype=torch.bfloat16)
+    found = parity.check(head_of(target, depth=3), target, PROMPTS, 8, batch_size=2)
+    assert found.passed, found.problems
+
+
+Patch = pytest.MonkeyPatch
+
+
+def rotary_is_late_while_drafting(m: Patch) -> None:
+    old = EagleDrafter._pass
+
+    def late(
+        self: Any, e: Any, g: Any, places: Any, mask: Any, keep: Any = None, depth: Any = None
+    ) -> Any:
+        at = places if depth is None else depth
+        return old(
+            self, e, g, places, mask, keep, at + 1 if e.shape[1] == 1 and keep is None else at
+        )
+
+    m.setattr(EagleDrafter, "_pass", late)
+
+
+def features_of_the_row_before(m: Patch) -> None:
+    old = EagleDrafter.observe
+    m.setattr(
+        EagleDrafter,
+        "observe",
+        lambda self, tokens, feats, n, rows: old(
+            self, tokens, torch.cat([feats[:, :1], feats[:, :-1]], 1), n, rows
+        ),
+    )
+
+
+def own_keys_are_lost(m: Patch) -> None:
+    old = DraftCache.aim
+
+    def aim(self: Any, rows: slice, lengths: list[int], ahead: int, new: int) -> Any:
+        return old(self, rows, lengths, 0 if new == 1 else ahead, new)
+
+    m.setattr(DraftCache, "aim", aim)
+
+
+def cache_of_another_row(m: Patch) -> None:
+    m.setattr(DraftCache, "select", lambda self, rows, longest: None)
+
+
+def map_is_off_by_one(m: Patch) -> None:
+    old = EagleDrafter.__init__
+
+    def init(self: Any, *a: Any) -> None:
+        old(self, *a)
+        self.ids = self.ids + 1
+
+    m.setattr(EagleDrafter, "__init__", init)
+
+
+def step_feature_is_normed_once_more(m: Patch) -> None:
+    old = EagleDrafter.__init__
+
+    def init(self: Any, *a: Any) -> None:
+        old(self, *a)
+        self.net.norm_output = not self.net.norm_output
+
+    m.setattr(EagleDrafter, "__init__", init)
+
+
+MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
+    (rotary_is_late_while_drafting, "own cache or positions"),
+    (features_of_the_row_before, "at the first level"),
+    (own_keys_are_lost, "own cache or positions"),
+    (cache_of_another_row, "draws from other laws"),
+    (map_is_off_by_one, "at the first level"),
+    (step_feature_is_normed_once_more, "own cache or positions"),
+]
+
+
+@pytest.mark.parametrize(("mutate", "said"), MUTATIONS, ids=lambda v: getattr(v, "__name__", ""))
+def test_a_broken_eagle_drafter_is_caught(
+    mutate: Callable, said: str, target: Target, monkeypatch: Patch
+) -> None:
+    head = head_of(target, depth=4)
+    mutate(monkeypatch)
+    found = parity.check(head, target, PROMPTS, 16, batch_size=3)
+    assert not found.passed and said in found.problems[0], found.problems
+
+
+def heads_in_another_order(m: Patch) -> None:
+    old = MedusaDrafter.logits
+    m.setattr(MedusaDrafter, "logits", lambda self, depth: old(self, depth).roll(1, 0))
+
+
+def feature_of_the_last_token_itself(m: Patch) -> None:
+    old = LastFeature.observe
+
+    def observe(self: Any, tokens: Any, feats: Any, n: Any, rows: slice = slice(None)) -> None:
+        old(self, tokens, feats, (n - 1).clamp(min=1), rows)
+
+    m.setattr(LastFeature, "observe", observe)
+
+
+@pytest.mark.parametrize(
+    "mutate", [heads_in_another_order, feature_of_the_last_token_itself], ids=lambda v: v.__name__
+)
+def test_a_broken_medusa_drafter_is_caught(
+    mutate: Callable, target: Target, monkeypatch: Patch
+) -> None:
+    mutate(monkeypatch)
+    found = parity.check(other("medusa", target), target, PROMPTS, 16, batch_size=2)
+    assert not found.passed and "at the first level" in found.problems[0], found.problems
+
+
+def swapped(state: dict[str, Any]) -> None:
+    state["net.lm_head.weight"] = state["net.lm_head.weight"].roll(1, 0)
+
+
+def shifted_map(state: dict[str, Any]) -> None:
+    state["d2t"] = state["d2t"] + 1
+
+
+def rounded(state: dict[str, Any]) -> None:
+    state["net.fc.weight"] = state["net.fc.weight"].bfloat16().float()
+
+
+@pytest.mark.parametrize("spoil", [swapped, shifted_map, rounded], ids=lambda v: v.__name__)
+def test_a_head_that_was_saved_wrongly_is_caught(
+    spoil: Callable, target: Target, tmp_path: Path
+) -> None:
+    head = head_of(target, depth=3)
+
+    def reload() -> Head:
+        save_head(head, tmp_path / "head", None)
+        again = load_head(tmp_path / "head", target)
+        state = {k: v.clone() for k, v in again.state_dict().items()}
+        spoil(state)
+        again.load_state_dict(state)
+        return again
+
+    found = parity.check(head, target, PROMPTS, 16, reload=reload)
+    assert not found.passed and "differs from the trained one" in found.problems[0]
+    assert (spoil is rounded) or any("saved and reloaded head draws" in p for p in found.problems)
+
+
+def test_without_a_training_pass_the_reload_is_judged(
+    target: Target, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(MedusaHead, "forced", Head.forced)
+    found = run(other("medusa", target), target, tmp_path / "head")
+    assert found.passed and set(found.lengths) == {"free_running", "reloaded"}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Iterator[Path]:
+    yield chats(tmp_path / "chats.jsonl")
+
+
+def test_a_run_ends_with_the_gate_once(
+    data: Path, tmp_path: Path, monkeypatch: Patch, capsys
+) -> None:
+    out = tmp_path / "run"
+    cfg = run_config(data, out, "eval.parity=2", "eval.max_new_tokens=12")
+    fit(cfg, HEADS["medusa"])
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    found = [line for line in lines if line.get("event") == "parity"]
+    assert len(found) == 1 and found[0]["passed"] and found[0]["reload_identical"]
+    assert json.loads((out / "parity.json").read_text())["step"] == 6
+    assert "teacher-forced" in capsys.readouterr().err
+    monkeypatch.setattr(
+        "train.gate.check", lambda *a, **k: pytest.fail("a passed gate is not run again")
+    )
+    fit(cfg, HEADS["medusa"])
+
+
+def test_a_run_fails_with_an_explanation(data: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(EagleDrafter, "observe", EagleDrafter.observe)
+    features_of_the_row_before(monkeypatch)
+    small = [
+        *overrides(data, tmp_path / "run"),
+        "head=eagle3",
+        "head.depth=3",
+        "eval.parity=3",
+        "steps=2",
+        "eval.max_new_tokens=16",
+    ]
+    cfg = compose("eagle", EagleRun, [o for o in small if not o.startswith("head.heads")])
+    with pytest.raises(CheckFailed, match="parity.*at the first level"):
+        fit(cfg, HEADS["eagle3"])
+    assert (tmp_path / "run" / "head" / "head.json").exists()
+    assert json.loads((tmp_path / "run" / "parity.json").read_text())["passed"] is False
+
+
+def test_a_head_that_has_learned_agrees_cycle_by_cycle(target: Target) -> None:
+    """With accepted drafts of all lengths."""
+    head = head_of(target, steps=2, depth=3, draft_vocab=0, loss=LossWeights(hard=1.0))
+    asked = [Request(p, 24) for p in PROMPTS]
+    answers = generate(target, NoDraft(), asked, Sampling(), batch_size=3).generations
+    ids = torch.tensor([[*a.prompt_ids, *a.token_ids][:23] for a in answers])
+    on = torch.ones_like(ids, dtype=torch.bool)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=5e-3)
+    for _ in range(40):
+        optimizer.zero_grad()
+        head(Batch(ids, on, on, torch.arange(3)), target).sum.backward()
+        optimizer.step()
+    found = parity.check(head, target, PROMPTS, 24)
+    assert found.passed and found.lengths["free_running"].mean > 1.5, found.lines()
+    assert found.lengths["free_running"] == found.lengths["teacher_forced"]

@@ -1,0 +1,226 @@
+"""An ordinary model folder as a drafter: drawn trees, tuned settings, certificates, and why it
+needs no export."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conf.errors import UserError
+from decode.engine import Request, generate
+from decode.rng import Rng
+from decode.sampling import Sampling
+from decode.stats import accepted_length, split
+from decode.target import Target
+from heads import asked, find_head, resolve_drafter
+from heads.tuned import DECODE, Settings, Tuned, card_sha256
+from scripts import certify, export, tune
+from tests.helpers import pictures
+from tests.helpers.training import TINY, tiny_target
+
+TARGET = ["target=tiny", *(f"target.{k}={v}" for k, v in TINY.items())]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def folder(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A relative of the target: its weights with noise."""
+    draft, place = copy.deepcopy(target.model), tmp_path_factory.mktemp("plain") / "small"
+    generator = torch.Generator().manual_seed(0)
+    for weight in draft.parameters():
+        weight.data += 0.03 * torch.randn(weight.shape, generator=generator)
+    draft.save_pretrained(place)
+    target.tokenizer.save_pretrained(place)
+    return place
+
+
+def draft_of(drafter: Any, temperature: float) -> Any:
+    """What it proposes after three tokens."""
+    sampling = Sampling(temperature)
+    drafter.reset(1, 32)
+    drafter.begin([torch.tensor([5, 6])], sampling)
+    drafter.observe(torch.tensor([[6, 7]]), None, torch.tensor([2]), slice(0, 1))
+    zero = torch.zeros(1, dtype=torch.int64)
+    return drafter.propose(torch.tensor([9]), sampling, Rng(0, zero, zero))
+
+
+def test_its_tree_is_drawn_as_that_of_a_head(folder: Path, target: Target) -> None:
+    for spec, drawn in (
+        (f"{folder}", True),
+        (f"{folder}@tree", True),
+        (f"{folder}@sampled", True),
+        (f"{folder}@tree@sampled", True),
+        (f"{folder}@fixed", False),
+        (f"{folder}@tree@fixed", False),
+    ):
+        drafter = resolve_drafter(spec, target)
+        tree = draft_of(drafter, 1.0)
+        assert (
+            drafter.name == spec and drafter.shape == "tree" and tree.width > drafter.max_depth == 5
+        ), spec
+        assert (tree.sampled is not None and bool(tree.sampled.all())) == drawn, spec
+        tree.validate(target.vocab_size, drafter.max_nodes)
+    assert draft_of(resolve_drafter(str(folder), target), 0.0).sampled is None
+    deepest = draft_of(resolve_drafter(str(folder), target), 1.0)
+    assert int(deepest.layout.depth.max()) == 4, "the chain of five is part of the tree"
+    with pytest.raises(UserError, match="a chain is drawn where T > 0 anyway"):
+        resolve_drafter(f"{folder}@chain@sampled", target)
+
+
+@pytest.mark.slow
+def test_the_drawn_tree_accepts_more_than_the_chain(folder: Path, target: Target) -> None:
+    def accepted(spec: str) -> float:
+        asked = [Request([5 + i, 6, 7], 60, id=i) for i in range(24)]
+        run = generate(
+            target, resolve_drafter(spec, target), asked, Sampling(1.0), batch_size=8, eos_ids=()
+        )
+        return accepted_length([split(g).clean + split(g).loop for g in run.generations]).mean
+
+    tree, chain, fixed = (accepted(f"{folder}{how}") for how in ("", "@chain", "@tree@fixed"))
+    assert tree > chain + 0.1 and tree > fixed + 0.1, (tree, chain, fixed)
+
+
+def test_tuned_settings_hold_until_the_weights_change(
+    folder: Path, target: Target, tmp_path: Path
+) -> None:
+    place = tmp_path / "small"
+    place.symlink_to(folder)
+    for spec, depth, nodes in ((f"{place}@chain:3", 3, 3), (f"{place}@tree:7", 5, 7)):
+        drafter = resolve_drafter(spec, target)
+        assert (drafter.max_depth, drafter.max_nodes) == (depth, nodes), spec
+    told = Tuned(
+        card_sha256(folder), Settings("chain", depth=2), Settings("chain", depth=2), None, 1.5
+    )
+    (folder / DECODE).write_text(json.dumps(told.to_json()))
+    try:
+        drafter = resolve_drafter(str(folder), target)
+        assert (drafter.shape, drafter.max_depth) == ("chain", 2)
+        assert asked(str(folder)).break_even == 1.5
+        (folder / DECODE).write_text(json.dumps({**told.to_json(), "card_sha256": "0" * 64}))
+        with pytest.raises(UserError, match="was tuned for another head"):
+            resolve_drafter(str(folder), target)
+    finally:
+        (folder / DECODE).unlink()
+
+
+@pytest.mark.parametrize("nodes", [1, 7, 40, 100, 256])
+def test_a_tree_has_as_many_nodes_as_are_asked_for(
+    nodes: int, folder: Path, target: Target
+) -> None:
+    """Also more than its own width and the 64 of a measured tree hold."""
+    for spec in (f"{folder}@tree:{nodes}", f"{folder}@tree:{nodes}@fixed"):
+        drafter = resolve_drafter(spec, target)
+        for temperature in (0.0, 1.0):
+            assert draft_of(drafter, temperature).width == drafter.max_nodes == nodes, spec
+
+
+def test_the_longest_existing_path_is_the_drafter(
+    folder: Path, target: Target, tmp_path: Path
+) -> None:
+    (tmp_path / "me@home").mkdir()
+    place = tmp_path / "me@home" / "v@2"
+    place.symlink_to(folder)
+    assert resolve_drafter(f"{place}@chain", target).max_nodes == 5
+    assert resolve_drafter(f"{place}@tree@adaptive", target).name == f"{place}@tree@adaptive"
+
+
+def code(command: Any, *args: str) -> int:
+    with pytest.raises(SystemExit) as stop:
+        command([*TARGET, "device=cpu", *args])
+    return int(stop.value.code or 0)
+
+
+def test_a_certificate_names_its_files(folder: Path) -> None:
+    about = certify.about_drafter(f"{folder}@tree@adaptive")
+    weights = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    assert about["name"] == f"{folder}@tree@adaptive"
+    assert about["files"]["model.safetensors"] == weights
+    assert {"config.json", "tokenizer.json"} <= set(about["files"])
+
+
+@pytest.mark.slow
+def test_it_gets_a_certificate(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "paper"
+    found = code(
+        certify.main,
+        f"drafter={folder}@tree",
+        f"out={out}",
+        "controls=none",
+        "tokens=60",
+        "cases=2",
+        "greedy_prompts=2",
+        "greedy_tokens=6",
+        "max_new_tokens=12",
+        "quiet=true",
+    )
+    assert found == 3, "undecided: no controls were run"
+    paper = json.loads((out / "certificate.json").read_text())
+    assert paper["identities"]["drafter"] == certify.about_drafter(f"{folder}@tree")
+    assert all(layer["passed"] for layer in paper["layers"]), "the drawn tree keeps the law"
+
+
+def test_it_is_tuned_like_a_head(
+    folder: Path, target: Target, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    pictures.left_out(monkeypatch)
+    small = [
+        "dtype=float32",
+        "num_prompts=2",
+        "max_new_tokens=8",
+        "curve_batches=[1]",
+        "curve_rounds=1",
+        "max_depth=2",
+        "max_nodes=4",
+        "max_width=2",
+        "confirm=1",
+        "quiet=true",
+    ]
+    try:
+        assert (
+            code(tune.command, *small, f"drafter={folder}", f"out={tmp_path}/out", "temperature=1")
+            == 0
+        )
+        left = json.loads((folder / DECODE).read_text())
+        assert left["card_sha256"] == card_sha256(folder) != ""
+        drafter = resolve_drafter(str(folder), target)
+        best = left["best"]
+        assert drafter.max_nodes == (best["depth"] if best["shape"] == "chain" else best["nodes"])
+    finally:
+        (folder / DECODE).unlink(missing_ok=True)
+
+
+def test_what_is_not_there_is_said_before_the_target_is_loaded(
+    folder: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    def loaded(*_: Any, **__: Any) -> None:
+        raise AssertionError("the target was loaded")
+
+    for module in (certify, tune, export):
+        monkeypatch.setattr(module, "load_target", loaded)
+    (tmp_path / "empty").mkdir()
+    for command, more in ((certify.main, []), (tune.command, []), (export.main, ["format=vllm"])):
+        assert code(command, f"drafter={tmp_path}/empty", f"out={tmp_path}/out", *more) == 2
+        assert "holds no head" in capsys.readouterr().err
+    for format in ("transformers", "vllm"):
+        assert (
+            code(export.main, f"drafter={folder}", f"out={tmp_path}/out", f"format={format}") == 2
+        )
+        said = capsys.readouterr().err
+        assert (
+            "an ordinary transformers model, which engines serve as it is" in said
+            and said.count("\n") == 1
+        )
+    with pytest.raises(
+        UserError, match="an ordinary language model, not a head that was trained here"
+    ):
+        find_head(str(folder))

@@ -1,0 +1,146 @@
+"""Activation checkpointing: bit for bit the same loss and gradients, from less memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from conf.errors import UserError
+from heads import HEADS
+from heads.batch import Batch, LossOut
+from heads.parallel.medusa import TuneConfig
+from heads.recompute import layers_recomputed
+from heads.small_lm.config import LoraKeys
+from tests.helpers.training import random_batch, run_config, tiny_target
+
+SHAPE = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2}
+
+
+class Alive(TorchDispatchMode):
+    """Counts the bytes of storages that were made under it and are alive. most: the largest
+    number of them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.most = 0
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.sizes.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor):
+                storage = t.untyped_storage()
+                if storage._cdata not in self.sizes:
+                    self.sizes[storage._cdata] = storage.nbytes()
+                    weakref.finalize(storage, self.sizes.pop, storage._cdata, None)
+        self.most = max(self.most, self.bytes)
+        return out
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "eagle3": {"steps": 4},
+    "eagle3-deep": {"steps": 3, "layers": 2},
+    "eagle1": {"steps": 1, "noise": 0.2, "feature_loss": 1.0},
+    "eagle1-hass": {"steps": 3, "top_k": 5},
+    "small_lm": {"from_target_layers": 3},
+    "small_lm-lora": {"from_target_layers": 3, "lora": LoraKeys(2, dropout=0.3)},
+    "medusa2": {"tune": TuneConfig(rank=4, dropout=0.3)},
+}
+
+
+def packed() -> Batch:
+    """Three documents in two rows."""
+    batch = random_batch(2, 14)
+    position = torch.arange(14).repeat(2, 1)
+    position[0, 6:] -= 6
+    return dataclasses.replace(batch, position=position, sample_ids=torch.arange(3))
+
+
+def trained(name: str, batch: Batch, on: bool, dtype: str) -> tuple[LossOut, list[Tensor]]:
+    """Loss and gradients of one pass."""
+    target = tiny_target("float32" if dtype == "float64" else dtype, **SHAPE)
+    kind: Any = HEADS[name.partition("-")[0]]
+    torch.manual_seed(0)
+    keys = {"kind": kind.kind, "draft_vocab": 0, "chunk": 8, **VARIANTS[name]}
+    if dtype == "float64":
+        target.model.double()
+    head = kind.for_target(target, kind.Config(**keys, activation_checkpointing=on)).train()
+    head = head.double() if dtype == "float64" else head
+    torch.manual_seed(1)
+    out = head(batch, target)
+    out.sum.backward()
+    return out, [p.grad for p in head.parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("name", sorted(VARIANTS))
+def test_losses_and_gradients_are_bitwise_equal(name: str) -> None:
+    for batch, dtype in ((random_batch(3, 15), "float64"), (packed(), "bfloat16")):
+        if name.startswith("small_lm") and batch.position is not None:
+            batch = random_batch(3, 15)
+        plain, grads = trained(name, batch, False, dtype)
+        again, same = trained(name, batch, True, dtype)
+        assert torch.equal(plain.sum, again.sum) and float(plain.count) == float(again.count) > 0
+        assert len(grads) == len(same) > 0 and all(
+            torch.equal(a, b) for a, b in zip(grads, same, strict=True)
+        )
+        assert all(torch.equal(plain.stats[k], again.stats[k]) for k in plain.stats)
+
+
+def test_the_layers_are_left_as_they_were() -> None:
+    model = tiny_target(**SHAPE).model
+    with layers_recomputed(model):
+        assert all("forward" in layer.__dict__ for layer in model.base_model.layers)
+        with layers_recomputed(model, False), torch.no_grad(), layers_recomputed(model):
+            pass
+        assert all("forward" in layer.__dict__ for layer in model.base_model.layers)
+    assert not any("forward" in layer.__dict__ for layer in model.base_model.layers)
+
+
+def test_heads_that_hold_little_refuse_it(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="head.activation_checkpointing: true with kind medusa"):
+        run_config(tmp_path / "data", tmp_path / "out", "head.activation_checkpointing=true")
+
+
+GROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "eagle3": ({"steps": 2}, {"steps": 4}),
+    "small_lm": ({"from_target_layers": 1}, {"from_target_layers": 3}),
+}
+
+
+@pytest.mark.parametrize("name", sorted(GROWS))
+def test_memory_grows_by_what_goes_on_alone(name: str) -> None:
+    """A step or a layer more costs what it hands on instead of its inside; also at the peak of
+    the backward pass, which holds one inside at a time."""
+    target = tiny_target(**SHAPE)
+    kind: Any = HEADS[name]
+    batch = random_batch(4, 48)
+    grown = {}
+    for on in (False, True):
+        found = []
+        for keys in GROWS[name]:
+            cfg = kind.Config(
+                kind=name, draft_vocab=0, chunk=16, activation_checkpointing=on, **keys
+            )
+            head = kind.for_target(target, cfg)
+            with Alive() as seen:
+                out = head(batch, target)
+                held = seen.bytes
+                out.sum.backward()
+            grads = sum(p.grad.nbytes for p in head.parameters() if p.grad is not None)
+            found.append((held, seen.most - grads))
+        grown[on] = [b - a for a, b in zip(*found, strict=True)]
+    print(name, grown)
+    assert grown[True][0] < 0.5 * grown[False][0] and grown[True][1] < 0.6 * grown[False][1], grown

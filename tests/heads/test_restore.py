@@ -1,0 +1,111 @@
+"""What a head has measured (calibration, coverage) survives checkpoint, resume and disk, for
+every kind of head.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conf.schema import compose
+from heads import HEADS
+from heads.block.config import BlockConfig
+from heads.eagle.config import EagleConfig
+from heads.parallel.hydra_heads import HydraHeadsConfig
+from heads.parallel.medusa import MedusaConfig, TuneConfig
+from heads.small_lm.config import SmallLMConfig
+from tests.helpers.training import chats, overrides, random_batch, tiny_target
+from train.block import BlockRun
+from train.config import DraftRun, EagleRun, MedusaRun
+from train.hydra_heads import HydraHeadsRun
+from train.loop import fit
+
+CONFIGS: dict[str, Any] = {
+    "medusa": MedusaConfig(heads=2, draft_vocab=40),
+    "medusa2": MedusaConfig(kind="medusa2", heads=2, draft_vocab=40, tune=TuneConfig(rank=2)),
+    "hydra_heads": HydraHeadsConfig(heads=2, draft_vocab=40),
+    "eagle1": EagleConfig(kind="eagle1", draft_vocab=40),
+    "eagle3": EagleConfig(kind="eagle3", draft_vocab=40),
+    "dflash": BlockConfig(draft_vocab=40),
+    "dspark": BlockConfig(kind="dspark", draft_vocab=40, markov_rank=2, confidence=1.0),
+    "small_lm": SmallLMConfig(from_target_layers=1, draft_vocab=40),
+}
+RUNS: dict[str, tuple[str, type, list[str]]] = {
+    "medusa": ("medusa", MedusaRun, []),
+    "medusa2": ("medusa", MedusaRun, ["head=medusa2", "head.tune.rank=2"]),
+    "hydra_heads": ("hydra_heads", HydraHeadsRun, []),
+    "eagle1": ("eagle", EagleRun, ["head=eagle1", "head.draft_vocab=0"]),
+    "eagle3": ("eagle", EagleRun, ["head=eagle3", "head.draft_vocab=0"]),
+    "dflash": ("block", BlockRun, ["head=dflash", "head.draft_vocab=0"]),
+    "dspark": ("block", BlockRun, ["head=dspark", "head.draft_vocab=0"]),
+    "small_lm": ("draft", DraftRun, ["target.layers=2", "head.from_target_layers=1"]),
+}
+EVERY_KIND = [k if k == "eagle3" else pytest.param(k, marks=pytest.mark.slow) for k in RUNS]
+
+
+def test_every_kind_of_head_is_among_the_cases() -> None:
+    assert set(CONFIGS) == set(RUNS) == set(HEADS)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_card_gives_back_what_was_measured(kind: str) -> None:
+    counts = torch.arange(260)
+
+    def fresh() -> Any:
+        torch.manual_seed(0)
+        target = tiny_target(layers=2)
+        return HEADS[kind].for_target(target, CONFIGS[kind], counts), target
+
+    head, target = fresh()
+    head.eval()
+    head.calibrate([random_batch(seed=1)], target)
+    saved = json.loads(json.dumps(head.config_json()))
+    assert saved["calibration"]["positions"] > 0 and 0 < saved["coverage"] < 1
+    again, _ = fresh()
+    assert again.calibration == {}
+    again.restore_json(saved)
+    loaded = HEADS[kind].from_json(saved, fresh()[1])
+    for other in (again, loaded):
+        assert other.calibration == head.calibration and other.coverage == head.coverage
+
+
+def run(kind: str, data: Path, out: Path) -> Path:
+    name, schema, more = RUNS[kind]
+    shared = overrides(
+        data,
+        out,
+        "steps=2",
+        "save_every=1",
+        "eval.every=1",
+        "eval.prompts=1",
+        "eval.max_new_tokens=4",
+    )
+    keys = [k for k in shared if name in ("medusa", "hydra_heads") or not k.startswith("head.")]
+    fit(compose(name, schema, [*keys, *more]), HEADS[kind])
+    return out
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_a_run_killed_before_its_final_head_ends_as_if_it_was_not(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between the last checkpoint and head/. The last checkpoint holds the calibration
+    of the evaluation before, since a step is saved before it is evaluated.
+    """
+    data = chats(tmp_path / "data.jsonl")
+    whole = run(kind, data, tmp_path / "whole")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("train.loop.save_head", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        run(kind, data, tmp_path / "parts")
+    assert not (tmp_path / "parts/head").exists()
+    parts = run(kind, data, tmp_path / "parts")
+    for place in ("head", "checkpoints/step-2"):
+        cards = [
+            json.loads((folder / place / "head.json").read_text()) for folder in (whole, parts)
+        ]
+        assert cards[0]["head"]["calibration"] and cards[0]["head"] == cards[1]["head"], place
+        assert cards[0]["weights"] == cards[1]["weights"], place

@@ -1,0 +1,335 @@
+"""Heads that read drafted tokens (Hydra heads, Medusa with a Markov term): alignment, start,
+drafts, acceptance.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from conf.errors import UserError
+from conf.schema import compose
+from decode.drafters import NoDraft
+from decode.engine import Request, generate
+from decode.rng import Rng
+from decode.sampling import Sampling
+from heads import HEADS, load_head, vocab
+from heads.batch import Batch
+from heads.losses import LossWeights
+from heads.names import Draft
+from heads.parallel.hydra_heads import HydraHeadsConfig
+from heads.parallel.medusa import MedusaConfig
+from tests.helpers.training import chats, overrides, random_batch, tiny_target
+from train.hydra_heads import HydraHeadsRun
+from train.loop import fit
+from train.medusa import MedusaRun
+
+CASES = {
+    "one-block": HydraHeadsConfig(heads=3, blocks=1, draft_vocab=0),
+    "three-blocks": HydraHeadsConfig(heads=3, blocks=3, draft_vocab=0, share_lm_head=True),
+    "prefix": HydraHeadsConfig(heads=3, blocks=2, prefix_layers=2, draft_vocab=0),
+    "markov": MedusaConfig(heads=3, draft_vocab=0, markov_rank=8),
+}
+each = pytest.mark.parametrize("cfg", CASES.values(), ids=CASES.keys())
+both_shapes = pytest.mark.parametrize("shape", ["chain", "tree"])
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+def fresh(target, cfg):
+    torch.manual_seed(0)
+    return HEADS[cfg.kind].for_target(target, cfg, torch.arange(target.vocab_size) + 1)
+
+
+def trained_like(target, cfg, seed=0):
+    """A head whose weights are no longer those of the start."""
+    head = fresh(target, cfg)
+    torch.manual_seed(seed)
+    for p in head.parameters():
+        p.data += 0.2 * torch.randn_like(p)
+    return head
+
+
+def by_prefix(head, feats: torch.Tensor) -> torch.Tensor:
+    """What the heads read of one row's features [T, D]: with prefix layers, transformers' own
+    layers on top.
+    """
+    if getattr(head, "prefix", None) is None:
+        return feats
+    config = copy.deepcopy(head.prefix.config)
+    config._attn_implementation = "eager"
+    size = len(feats)
+    rope = LlamaRotaryEmbedding(config)(feats, torch.arange(size)[None])
+    future = torch.full((size, size), -torch.inf).triu(1)[None, None]
+    x = feats[None]
+    for i, mine in enumerate(head.prefix.layers):
+        layer = LlamaDecoderLayer(config, i)
+        layer.load_state_dict(mine.state_dict())
+        out = layer(x, attention_mask=future, position_embeddings=rope)
+        x = (out[0] if isinstance(out, tuple) else out).view_as(x)
+    return x[0].detach()
+
+
+def logits_by_hand(head, target, i: int, f: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+    """Head i's logits from the feature f = f_t and tokens t + 1 .. t + i + 1, by the
+    definition.
+    """
+    assert len(tokens) == i + 1
+    table = target.model.get_input_embeddings().weight
+    if head.kind == "medusa":
+        h = f + F.silu(head.block_weight[i, 0] @ f + head.block_bias[i, 0])
+        return head.proj[i] @ h + head.markov_out @ head.markov_in[tokens[-1]]
+    scale = table[:4096].square().mean().rsqrt()
+    c, width = torch.cat([f, *(table[t] * scale for t in tokens)]), len(f)
+    h = head.enter[i][:width] @ c + F.silu(head.enter[i][width:] @ c + head.enter_bias[i])
+    for layer in range(head.cfg.blocks - 1):
+        h = h + F.silu(head.block_weight[i, layer] @ h + head.block_bias[i, layer])
+    return (target.lm_head_weight if head.proj is None else head.proj[i]) @ h
+
+
+@pytest.mark.parametrize("terms", [LossWeights(), LossWeights(0, 1)], ids=["hard", "soft"])
+@each
+def test_loss_follows_the_definition(target, cfg, terms) -> None:
+    """Head i reads f_t and e_{t+1} .. e_{t+i+1} and predicts x_{t+i+2}, supervised by that
+    token's own mask.
+    """
+    head, batch = (
+        trained_like(target, dataclasses.replace(cfg, loss=terms, decay=0.5, chunk=4)),
+        random_batch(),
+    )
+    feats = target.features(batch.ids, batch.mask, head.taps)[:, :, 0]
+    feats = torch.stack([by_prefix(head, f) for f in feats])
+    laws = target.model(batch.ids).logits.log_softmax(-1)
+    want, supervised = 0.0, batch.loss_mask.nonzero().tolist()
+    for b, s in supervised:
+        for i in range(min(3, s - 1)):
+            t = s - i - 2
+            z = logits_by_hand(
+                head, target, i, feats[b, t], batch.ids[b, t + 1 : s].tolist()
+            ).log_softmax(-1)
+            loss = -z[batch.ids[b, s]] if terms.hard else -(laws[b, s - 1].exp() * z).sum()
+            want += 0.5**i * loss.item()
+    out = head(batch, target)
+    assert out.count == len(supervised) and out.sum.item() == pytest.approx(want, rel=1e-4)
+
+
+def drive(drafter, tokens, feats, cuts):
+    """Observe a sequence in pieces, as one row."""
+    drafter.reset(1, 64)
+    drafter.begin([tokens[:1]], Sampling())
+    for a, b in zip([0, *cuts], [*cuts, len(tokens) - 1], strict=True):
+        drafter.observe(
+            tokens[None, a + 1 : b + 1], feats[None, a:b], torch.tensor([b - a]), slice(0, 1)
+        )
+    return drafter
+
+
+@both_shapes
+@each
+def test_draft_is_the_definition_and_does_not_depend_on_the_pieces(target, cfg, shape) -> None:
+    head = trained_like(target, dataclasses.replace(cfg, nodes=12))
+    tokens = random_batch(1, 10).ids[0]
+    feats = target.features(tokens[None], torch.ones(1, 10, dtype=torch.bool), head.taps)[0]
+    rng = Rng(0, torch.zeros(1).long(), torch.zeros(1).long())
+    drafts = [
+        drive(head.drafter(target, Draft(shape=shape)), tokens, feats, cuts).propose(
+            torch.tensor([3]), Sampling(), rng
+        )
+        for cuts in ([], [3], [2, 5, 8])
+    ]
+    assert all(d.tokens.equal(drafts[0].tokens) for d in drafts)
+    tree = drafts[0]
+    tree.validate(target.vocab_size, 12)
+    read = by_prefix(head, feats[:9, 0])[8]
+    got, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
+    assert tree.layout.levels == 3 and (shape == "chain" or len(got) == 12)
+    for i, token in enumerate(got):
+        path, at = [], parents[i]
+        while at >= 0:
+            path, at = [got[at], *path], parents[at]
+        z = logits_by_hand(head, target, len(path), read, [int(tokens[9]), *path])
+        assert token == int(z.argsort(descending=True)[int(tree.layout.rank[0, i])])
+
+
+@each
+def test_chain_at_temperature_is_drawn_from_the_law_it_states(target, cfg) -> None:
+    head = trained_like(target, dataclasses.replace(cfg, draft_vocab=40))
+    drafter, rows, warp = (
+        head.drafter(target, Draft(shape="chain")),
+        500,
+        Sampling(temperature=0.7, top_k=6),
+    )
+    drafter.reset(rows, 8)
+    drafter.begin([torch.tensor([5])] * rows, warp)
+    feats = torch.randn(1, 1, 1, head.width).expand(rows, 1, 1, -1)
+    drafter.observe(torch.full((rows, 1), 7), feats, torch.ones(rows).long(), slice(0, rows))
+    tree = drafter.propose(
+        torch.full((rows,), 3), warp, Rng(3, torch.arange(rows), torch.zeros(rows).long())
+    )
+    tree.validate(target.vocab_size, 3)
+    assert bool(tree.sampled.all()) and len(tree.tokens.unique(dim=0)) > 10
+    ids, read = head.ids(), by_prefix(head, feats[0, 0])[0]
+    for b in range(0, rows, 100):
+        path = [7, *tree.tokens[b].tolist()]
+        for d in range(3):
+            z = logits_by_hand_over(head, target, d, read, path[: d + 1], ids)
+            torch.testing.assert_close(
+                tree.proposal.law[b, d], warp.draft_law(z[None])[0], rtol=1e-3, atol=1e-4
+            )
+    share = torch.bincount(tree.tokens[:, 0], minlength=260)[ids] / rows
+    assert (share - tree.proposal.law[0, 0]).abs().max() < 4 * (0.25 / rows) ** 0.5
+
+
+def logits_by_hand_over(head, target, i, f, tokens, ids):
+    z = logits_by_hand(head, target, i, f, tokens)
+    return z[ids] if len(z) > len(ids) else z
+
+
+def answer(target) -> list[int]:
+    """A text without loops: sampled, so that no head can live on repetition."""
+    run = generate(
+        target, NoDraft(), [Request([40, 41, 42, 43], 24)], Sampling(1.0), seed=3, eos_ids=()
+    )
+    return [40, 41, 42, 43, *run.generations[0].token_ids]
+
+
+@both_shapes
+@each
+def test_overfit_on_one_sample_is_accepted_nearly_whole(target, cfg, shape) -> None:
+    tokens = answer(target)
+    ids = torch.tensor([tokens])
+    on = torch.arange(len(tokens))[None] >= 4
+    batch = Batch(ids, torch.ones_like(on), on, torch.zeros(1, dtype=torch.int64))
+    head = fresh(target, dataclasses.replace(cfg, loss=LossWeights(), decay=1.0))
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2, weight_decay=0)
+    for _ in range(150):
+        optimizer.zero_grad()
+        out = head(batch, target)
+        out.sum.backward()
+        optimizer.step()
+    assert all(
+        float(out.stats[f"top1_{i}"][0] / out.stats[f"top1_{i}"][1]) > 0.95 for i in range(3)
+    )
+    head.calibrate([batch], target)
+    drafter = head.drafter(target, Draft(shape=shape))
+    drafter.reset(1, 64)
+    drafter.begin([ids[0, :4]], Sampling())
+    feats = target.features(ids, batch.mask, head.taps)
+    found, at = [], 4
+    drafter.observe(ids[:, 1 : at + 1], feats[:, :at], torch.tensor([at]), slice(0, 1))
+    while at + 3 < len(
+        tokens
+    ):  # the sampled text plays the target: what the draft gets right of it
+        tree = drafter.propose(
+            torch.tensor([3]), Sampling(), Rng(0, torch.zeros(1).long(), torch.zeros(1).long())
+        )
+        slots, right = [-1], 0
+        for d in range(3):
+            hits = [
+                i
+                for i in range(tree.width)
+                if int(tree.parents[0, i]) in slots and int(tree.tokens[0, i]) == tokens[at + 1 + d]
+            ]
+            slots, right = hits, right + bool(hits)
+            if not hits:
+                break
+        found.append(right)
+        drafter.observe(
+            ids[:, at + 1 : at + 2], feats[:, at : at + 1], torch.tensor([1]), slice(0, 1)
+        )
+        at += 1
+    assert sum(found) / len(found) > 2.8
+
+
+RUNS = {
+    "hydra_heads": (HydraHeadsRun, "hydra_heads", ["head.prefix_layers=1"]),
+    "markov": (MedusaRun, "medusa", ["head.markov_rank=4"]),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_training_resumes_bitwise(tmp_path: Path, name: str) -> None:
+    schema, config, more = RUNS[name]
+    data = chats(tmp_path / "data.jsonl")
+    evals = ["eval.every=3", "eval.prompts=1", "eval.max_new_tokens=6", "data.held_out=0.2"]
+
+    def run(out: Path, *extra: str) -> str:
+        cfg = compose(config, schema, [*overrides(data, out), *evals, *more, *extra])
+        fit(cfg, HEADS[cfg.head.kind])
+        return hashlib.sha256((out / "head/head.safetensors").read_bytes()).hexdigest()
+
+    whole = run(tmp_path / "whole", "save_every=3")
+    cut = tmp_path / "cut"
+    run(cut, "save_every=3")
+    shutil.rmtree(cut / "head")
+    shutil.rmtree(cut / "checkpoints/step-6")
+    assert run(cut, "save_every=3") == whole
+    assert load_head(cut / "head", tiny_target()).calibration["positions"] > 0
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ("head.blocks=0", "head.blocks: 0"),
+        ("head.markov_rank=3", "head.markov_rank"),
+        ("head.kind=medusa", "head.kind: 'medusa' is not hydra_heads"),
+    ],
+)
+def test_mistakes_in_the_configuration_are_named(tmp_path: Path, change: str, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        compose("hydra_heads", HydraHeadsRun, [*overrides(tmp_path / "x", tmp_path), change])
+    assert said in str(caught.value)
+
+
+@each
+@both_shapes
+def test_drawn_candidates_follow_their_own_laws(target, cfg, shape) -> None:
+    """T > 0: every node is drawn from the law of its own path, without its elder siblings;
+    over many rows what is drawn is on average what the stated laws say."""
+    head = trained_like(
+        target, dataclasses.replace(cfg, draft_vocab=12, share_lm_head=False, nodes=7)
+    )
+    rows, depth = 3000, 3
+    head.calibration = {"paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]]}
+    feats = torch.randn(1, 1, 1, head.width, generator=torch.Generator().manual_seed(0))
+
+    def drafted(requests: torch.Tensor):
+        drafter, count = head.drafter(target, Draft(shape=shape)), len(requests)
+        drafter.reset(count, 8)
+        drafter.begin([torch.tensor([5])] * count, Sampling())
+        one = torch.ones(count).long()
+        drafter.observe(7 * one[:, None], feats.expand(count, 1, 1, -1), one, slice(0, count))
+        found = drafter.propose(depth * one, Sampling(temperature=1.2), Rng(3, requests, 0 * one))
+        found.validate(target.vocab_size, drafter.max_nodes)
+        return found
+
+    tree = drafted(torch.arange(rows))
+    for alone in (5, 17):
+        assert torch.equal(drafted(torch.tensor([alone])).tokens[0], tree.tokens[alone]), (
+            "the batch matters"
+        )
+    assert bool(tree.sampled.all()) and tree.proposal.replacement is False
+    places = vocab.places(head.ids(), tree.tokens)
+    parents = tree.parents[0].tolist()
+    for i, above in enumerate(parents):
+        law = tree.proposal.law[torch.arange(rows), tree.proposal.row[:, i]].double()
+        for elder in (j for j in range(i) if parents[j] == above):
+            law = law.scatter(1, places[:, elder, None], 0.0)
+        law /= law.sum(1, keepdim=True)
+        share = torch.nn.functional.one_hot(places[:, i], 12).double()
+        assert float((share - law).mean(0).abs().max()) < 4.5 * (0.25 / rows) ** 0.5, i
+    if shape == "tree":  # children of different tokens have laws of their own
+        first = [tree.proposal.law[r, tree.proposal.row[0, parents.index(0)]] for r in range(2)]
+        same = bool(tree.tokens[0, 0] == tree.tokens[1, 0])
+        assert len({int(r) for r in tree.proposal.row[0]}) == 5 and torch.equal(*first) == same

@@ -1,0 +1,379 @@
+"""A separate small draft model: cut, trained, resumed, saved as an ordinary model, drafting
+chains and trees.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from conf.errors import Interrupted, UserError
+from conf.schema import compose
+from decode.drafters import DraftModel, NoDraft
+from decode.engine import Request, generate
+from decode.grow import Form
+from decode.rng import Rng
+from decode.sampling import Sampling
+from decode.target import Target
+from decode.tree import TreeShape
+from heads import HEADS, load_head, resolve_drafter
+from heads.losses import LossWeights
+from heads.names import Draft
+from heads.small_lm.config import LoraKeys, SmallLMConfig
+from heads.small_lm.cut import chosen_layers, cut
+from heads.small_lm.head import SmallLM
+from tests.helpers.archs import build
+from tests.helpers.training import chats, overrides, random_batch, sigterm_at_update, tiny_target
+from train import state as disk
+from train.config import DraftRun
+from train.loop import fit
+
+PROMPTS = [[5, 6, 7, 8, 9, 5, 6], [10, 11], [30] * 12]
+
+
+def run(folder: Path, out: Path, *more: str) -> Path:
+    data = folder / "data.jsonl"
+    if not data.exists():
+        chats(data)
+    base = [x for x in overrides(data, out) if not x.startswith(("head.", "target.layers"))]
+    cfg = compose("draft", DraftRun, [*base, "target.layers=3", "steps=4", *more])
+    fit(cfg, HEADS["small_lm"])
+    return out
+
+
+def asked(count: int = 3, tokens: int = 12) -> list[Request]:
+    return [Request(p, tokens, id=i) for i, p in enumerate(PROMPTS[:count])]
+
+
+@pytest.mark.parametrize("more", [[], ["head.lora.rank=2"]])
+def test_the_finished_head_is_an_ordinary_model_and_an_assistant(
+    tmp_path: Path, more: list[str]
+) -> None:
+    out = run(tmp_path, tmp_path / "run", "head.from_target_layers=2", *more)
+    names = {p.name for p in (out / "head").iterdir()}
+    assert {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "head.json",
+    } <= names
+    assert "head.safetensors" not in names and len(list((out / "head").glob("*.safetensors"))) == 1
+    target = tiny_target(layers=3)
+    plain = AutoModelForCausalLM.from_pretrained(out / "head", dtype=target.dtype)
+    assert AutoTokenizer.from_pretrained(out / "head").get_vocab() == target.tokenizer.get_vocab()
+    ids = torch.tensor(PROMPTS[:1])
+    for place in (
+        out / "head",
+        out / "checkpoints/step-4",
+    ):  # the checkpoint holds what resumes: adapters apart
+        draft = load_head(place, target).drafter(target, Draft(shape="chain")).draft
+        torch.testing.assert_close(plain(ids).logits, draft.model(ids).logits, rtol=0, atol=0)
+    want = generate(target, NoDraft(), asked(1), Sampling()).generations[0].token_ids
+    if not more:
+        got = target.model.generate(
+            ids, assistant_model=plain, do_sample=False, max_new_tokens=12, pad_token_id=0
+        )
+        assert got[0, ids.shape[1] :].tolist() == want
+    for spec in (f"{out}@chain", f"{out}@tree"):
+        found = generate(target, resolve_drafter(spec, target), asked(), Sampling(), batch_size=2)
+        assert found.generations[0].token_ids == want, spec
+
+
+@pytest.mark.parametrize(
+    "more", [["head.embedding=own"], ["head.lora.rank=2", "head.lora.dropout=0.3"]]
+)
+def test_resume_is_bitwise_exact(
+    tmp_path: Path, more: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def digest(folder: Path, name: str) -> str:
+        return hashlib.sha256((folder / name).read_bytes()).hexdigest()
+
+    more = ["head.from_target_layers=1", *more]
+    whole = run(tmp_path, tmp_path / "whole", *more)
+    sigterm_at_update(monkeypatch, 2)
+    with pytest.raises(Interrupted):
+        run(tmp_path, tmp_path / "parts", *more)
+    parts = run(tmp_path, tmp_path / "parts", *more)
+    assert digest(parts / "head", "model.safetensors") == digest(
+        whole / "head", "model.safetensors"
+    )
+    last = [disk.checkpoints(f)[0] for f in (parts, whole)]
+    for name in ("head.safetensors", "optimizer.safetensors"):
+        assert digest(last[0], name) == digest(last[1], name)
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "gemma2", "cohere"])
+def test_cutting_leaves_the_chosen_layers(arch: str) -> None:
+    """The cut model is the target with its other layers taken out."""
+    target = Target(build(arch, num_hidden_layers=3) if arch != "gpt2" else build(arch, n_layer=3))
+    model, _ = cut(target, [0, 2])
+    assert (
+        len(model.state_dict()) < len(target.model.state_dict())
+        and model.config.num_hidden_layers == 2
+    )
+    stack = next(
+        m for m in target.model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == 3
+    )
+    kept = [stack[0], stack[2]]
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12, 13]])
+    with torch.no_grad():
+        got = model(ids).logits
+        if arch == "gemma2":
+            for layer, kind in zip(kept, ("sliding_attention", "sliding_attention"), strict=True):
+                assert layer.attention_type == kind if hasattr(layer, "attention_type") else True
+        stack[1].forward = lambda hidden_states, *a, **k: hidden_states  # type: ignore[assignment]
+        want = target.model(ids, use_cache=False).logits
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_are_evenly_spaced_or_the_first() -> None:
+    assert chosen_layers(30, 6, "even") == [0, 6, 12, 17, 23, 29] and chosen_layers(
+        30, 6, "first"
+    ) == list(range(6))
+    assert chosen_layers(3, 2, "even") == [0, 2] and chosen_layers(8, 1, "even") == [0]
+    with pytest.raises(
+        UserError, match="head.from_target_layers: 3 of the target's 3 layers; give 1 to 2"
+    ):
+        chosen_layers(3, 3, "even")
+
+
+@pytest.mark.parametrize(
+    "terms", [LossWeights(hard=1.0), LossWeights(hard=0.0, soft=1.0), LossWeights(0.3, 0.5, 0.2)]
+)
+def test_the_loss_is_that_of_two_plain_models(terms: LossWeights) -> None:
+    """No shift, no leak: against logits of plain passes, position by position, padding and
+    masks included.
+    """
+    target = tiny_target(layers=3)
+    head = SmallLM.for_target(target, SmallLMConfig(from_target_layers=2, loss=terms, chunk=7))
+    batch = random_batch()
+    out = head(batch, target)
+    with torch.no_grad():
+        p = target.model(batch.ids).logits.softmax(-1)
+        q = head.plain()(batch.ids).logits.log_softmax(-1)
+    total, count = 0.0, 0
+    for b in range(batch.ids.shape[0]):
+        for t in range(1, batch.ids.shape[1]):
+            if batch.loss_mask[b, t] and batch.mask[b, t]:
+                law, guess = p[b, t - 1], q[b, t - 1]
+                total += terms.hard * -float(guess[batch.ids[b, t]]) + terms.soft * -float(
+                    (law * guess).sum()
+                )
+                total += terms.tv * (1 - float(torch.minimum(law, guess.exp()).sum()))
+                count += 1
+    assert float(out.count) == count and float(out.sum.detach()) == pytest.approx(total, rel=1e-4)
+
+
+def test_frozen_weights_are_the_targets_own_and_not_stored(tmp_path: Path) -> None:
+    target = tiny_target(layers=3)
+    head = SmallLM.for_target(target, SmallLMConfig(from_target_layers=2))
+    words = target.model.get_input_embeddings().weight
+    assert head.net.get_input_embeddings().weight.data_ptr() == words.data_ptr()
+    assert not any("embed" in k or "lm_head" in k for k in head.state_dict())
+    head(random_batch(), target).sum.backward()
+    assert words.grad is None and all(
+        p.grad is not None for p in head.parameters() if p.requires_grad
+    )
+    lora = SmallLM.for_target(target, SmallLMConfig(from_target_layers=2, lora=LoraKeys(rank=2)))
+    assert all("lora_" in k for k in lora.state_dict()) and lora.state_dict()
+    own = SmallLM.for_target(target, SmallLMConfig(from_target_layers=2, embedding="own"))
+    assert own.net.get_input_embeddings().weight.data_ptr() != words.data_ptr()
+    tied = SmallLM.for_target(target, SmallLMConfig(from_target_layers=2, embedding="tied"))
+    assert tied.net.get_input_embeddings().weight is tied.net.get_output_embeddings().weight
+    assert sum("embed" in k or "lm_head" in k for k in tied.state_dict()) == 1
+
+
+def test_a_relative_starts_it_and_a_stranger_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    target = tiny_target(layers=3)
+    small = tiny_target(layers=1, hidden=16, seed=4)
+    small.model.save_pretrained(tmp_path / "small")
+    small.tokenizer.save_pretrained(tmp_path / "small")
+    out = run(tmp_path, tmp_path / "run", f"head.path={tmp_path}/small", "head.embedding=own")
+    head = load_head(out / "head", target)
+    assert isinstance(head, SmallLM) and head.net.config.hidden_size == 16
+    assert load_head(out / "checkpoints/step-4", target).net.config.hidden_size == 16
+    drafter = resolve_drafter(
+        f"{tmp_path}/small@tree", target
+    )  # an ordinary folder is a drafter, too
+    want = generate(target, NoDraft(), asked(), Sampling()).generations
+    assert [g.token_ids for g in generate(target, drafter, asked(), Sampling()).generations] == [
+        g.token_ids for g in want
+    ]
+    odd = tiny_target(layers=1, vocab=261)
+    odd.tokenizer.add_tokens(["<real>"])
+    odd.model.save_pretrained(tmp_path / "odd")
+    odd.tokenizer.save_pretrained(tmp_path / "odd")
+    for attempt in (
+        lambda: resolve_drafter(f"{tmp_path}/odd", target),
+        lambda: SmallLM.for_target(target, SmallLMConfig(path=str(tmp_path / "odd"))),
+    ):
+        with pytest.raises(UserError, match="another tokenizer than the target's: .*<real>"):
+            attempt()
+    capsys.readouterr()
+    SmallLM.for_target(small, SmallLMConfig(path=str(tmp_path / "small")))
+    assert "no smaller than its target" in capsys.readouterr().err
+
+
+# -- drafting
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Target, Target]:
+    return tiny_target("float64"), tiny_target("float64", layers=2, seed=3)
+
+
+def drafters(draft: Target) -> dict[str, DraftModel]:
+    static = TreeShape.of([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
+    return {
+        "chain": DraftModel(draft, 4),
+        "dynamic": DraftModel(draft, Form.tree(4, nodes=9, width=3)),
+        "static": DraftModel(draft, Form.tree(3, static=static)),
+    }
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, top_k=20)])
+def test_batches_write_the_same_and_a_perfect_draft_is_accepted(
+    pair: Any, sampling: Sampling
+) -> None:
+    target, other = pair
+    for name, drafter in drafters(other).items():
+        one, three = (
+            generate(target, drafter, asked(), sampling, batch_size=b, eos_ids=()) for b in (1, 3)
+        )
+        assert [g.token_ids for g in one.generations] == [g.token_ids for g in three.generations], (
+            name
+        )
+    for name, drafter in drafters(target).items():
+        made = generate(
+            target, drafter, asked(tokens=14), sampling, batch_size=2, eos_ids=()
+        ).generations
+        clean = [c for g in made for c in g.cycles if not c.cut]
+        if name == "chain":
+            assert clean and all(c.accepted == 4 for c in clean)
+        elif (
+            sampling.greedy
+        ):  # the best path may leave a small tree early, its first token never does
+            assert clean and all(c.accepted >= 1 for c in clean), name
+
+
+@pytest.mark.parametrize("name", ["chain", "dynamic", "static"])
+def test_a_draft_is_what_plain_passes_say(pair: Any, name: str) -> None:
+    """Every node's candidates come from the draft's law after its path, whatever was observed
+    in which portions.
+    """
+    _, draft = pair
+    drafter, sampling = drafters(draft)[name], Sampling(1.0 if name == "static" else 0.0)
+    texts = [[7, 8, 9, 10, 11, 12, 40, 41], [20, 21, 22]]
+    drafter.reset(2, 64)
+    drafter.begin([torch.tensor(t[:2]) for t in texts], sampling)
+    for start, stop in (
+        (1, 3),
+        (3, 4),
+        (4, 8),
+    ):  # rows end where they end: the second has no news at last
+        news = [t[start:stop] for t in texts]
+        tokens = torch.tensor([n + [0] * (max(map(len, news)) - len(n)) for n in news])
+        drafter.observe(tokens, None, torch.tensor([len(n) for n in news]), slice(0, 2))
+        tree = drafter.propose(
+            torch.tensor([4, 4]), sampling, Rng(0, torch.tensor([0, 1]), torch.tensor([1, 1]))
+        )
+    for b, text in enumerate(texts):
+        for i in range(int(tree.size[b])):
+            path, node = [], int(tree.parents[b, i])
+            while node >= 0:
+                path.insert(0, int(tree.tokens[b, node]))
+                node = int(tree.parents[b, node])
+            law = draft.model(torch.tensor([[*text, *path]])).logits[0, -1].softmax(-1)
+            if name == "static":
+                assert tree.proposal is not None
+                torch.testing.assert_close(tree.proposal.law[b, tree.proposal.row[b, i]], law)
+            else:
+                rank = int((law > law[tree.tokens[b, i]]).sum())
+                assert rank == 0 if name == "chain" else rank < drafter.form.width
+    if name == "dynamic":
+        assert tree.width == 9 and tree.layout.levels > 1
+
+
+def test_a_short_context_ends_drafting_not_decoding(pair: Any) -> None:
+    target, _ = pair
+    short = tiny_target("float64", context=16)
+    for name, drafter in drafters(short).items():
+        got = generate(
+            target, drafter, asked(tokens=24), Sampling(), batch_size=2, eos_ids=()
+        ).generations
+        want = generate(target, NoDraft(), asked(tokens=24), Sampling(), eos_ids=()).generations
+        assert [g.token_ids for g in got] == [g.token_ids for g in want], name
+        assert all(g.cycles[-1].proposed == 0 for g in got)
+    long = [Request(list(range(40, 70)), 6)]
+    assert (
+        len(
+            generate(target, drafters(short)["chain"], long, Sampling(), eos_ids=())
+            .generations[0]
+            .token_ids
+        )
+        == 6
+    )
+
+
+@pytest.mark.parametrize("rows", [256, 300])
+def test_vocabularies_of_other_sizes(pair: Any, rows: int) -> None:
+    """A padded draft proposes only what the target knows; a shorter one draws from the tokens
+    it has.
+    """
+    target, _ = pair
+    draft = Target(build("llama", torch.float64, vocab_size=rows))
+    for sampling in (Sampling(), Sampling(1.0)):
+        drafter = DraftModel(draft, 3, vocab_size=target.vocab_size)
+        made = generate(target, drafter, asked(), sampling, eos_ids=()).generations
+        assert all(len(g.token_ids) == 12 for g in made)
+        if sampling.greedy:
+            plain = generate(target, NoDraft(), asked(), sampling, eos_ids=()).generations
+            assert [g.token_ids for g in made] == [g.token_ids for g in plain]
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "gemma2", "bloom"])
+def test_other_architectures_draft_as_they_read(arch: str) -> None:
+    """Learned positions, sliding windows, softcaps, and chains only: a perfect draft is always
+    accepted.
+    """
+    target = Target(build(arch, torch.float64))
+    for shape in ("chain", "tree") if target.support == "tree" else ("chain",):
+        made = generate(
+            target,
+            DraftModel(target, Form.chain(3) if shape == "chain" else Form.tree(3, 6, 2)),
+            [Request([5, 6, 7, 8, 9, 10, 11, 12], 10, id=0), Request([9, 10], 10, id=1)],
+            Sampling(),
+            batch_size=2,
+            eos_ids=(),
+        ).generations
+        clean = [c.accepted for g in made for c in g.cycles if not c.cut]
+        assert clean and all(a == 3 if shape == "chain" else a >= 1 for a in clean), (arch, shape)
+    if target.support == "chain":
+        with pytest.raises(UserError, match="takes chains only"):
+            DraftModel(target, Form.tree(3))
+
+
+def test_trimmed_vocabulary_and_ranks(tmp_path: Path) -> None:
+    target = tiny_target(layers=3)
+    counts = torch.zeros(260, dtype=torch.int64)
+    counts[40:120] = torch.arange(1, 81)
+    head = SmallLM.for_target(target, SmallLMConfig(from_target_layers=2, draft_vocab=50), counts)
+    head.calibrate([random_batch(4, 16)], target)
+    drafter = head.drafter(target, Draft(shape="chain"))
+    assert drafter.proj.shape[0] == 50 and head.coverage > 0.8
+    made = generate(target, drafter, asked(), Sampling(1.0), eos_ids=()).generations
+    assert all(len(g.token_ids) == 12 for g in made)
+    saved = json.loads(json.dumps(head.config_json()))
+    assert (
+        SmallLM.from_json(saved, target).ids().equal(head.ids())
+        and saved["calibration"]["positions"] > 0
+    )

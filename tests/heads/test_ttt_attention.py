@@ -1,0 +1,246 @@
+"""Attention of training-time test: every kernel against plain softmax attention, and what a GPU
+would hold of it.
+
+pytest tests/heads/test_ttt_attention.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from decode.scorer import Head
+from heads.batch import Batch
+from heads.eagle import attention
+from heads.eagle.attention import BLOCKS, CPU, FLASH, Kernel, Layout, dense, merged
+from heads.eagle.config import EagleConfig
+from heads.eagle.head import Eagle3Head
+from heads.eagle.places import Places
+from tests.helpers.held import Held
+
+RAGGED = torch.tensor([3, 4, 5, 6, 7, 14, 15, 16, 30, 31, 32])
+POSITION = torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2], [0, 1, 0, 1, 2, 3, 4, 0, 0]])
+KEPT = torch.tensor([0, 1, 2, 5, 7, 8, 9, 12, 13, 14, 15, 16])
+LAYOUTS = {
+    "ragged": Layout.of((3, 11), RAGGED),
+    "packed": Layout.of((2, 9), KEPT, POSITION),
+    "one row": Layout.of((1, 1), torch.tensor([0])),
+    "all rows": Layout.of((2, 5), torch.arange(10)),
+}
+
+
+def _flash(query, key, value, cuts, other_cuts, longest, other, dropout, causal, debug, *, scale):
+    """What aten._flash_attention_forward gives for documents side by side: [N, H, hd], [H, N]."""
+    assert cuts.dtype == other_cuts.dtype == torch.int32 and (dropout, causal) == (0.0, True)
+    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+    out, lse = torch.empty_like(query), query.new_empty(query.shape[1], query.shape[0])
+    assert longest == other == max(b - a for a, b in pairwise(cuts.tolist()))
+    for a, b in pairwise(cuts.tolist()):
+        scores = torch.einsum("qhd,khd->hqk", query[a:b], key[a:b]) * scale
+        scores = scores.masked_fill(torch.ones(b - a, b - a).triu(1).bool(), -torch.inf)
+        lse[:, a:b] = scores.logsumexp(-1)
+        out[a:b] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value[a:b])
+    return out, lse, torch.zeros(2), torch.zeros(()), torch.empty(0)
+
+
+def _flash_back(grad, query, key, value, out, lse, cuts, *rest, scale):
+    """What aten._flash_attention_backward gives."""
+    groups = query.shape[1] // key.shape[1]
+    wide_key, wide_value = (t.repeat_interleave(groups, 1) for t in (key, value))
+    into = [torch.zeros_like(t) for t in (query, wide_key, wide_value)]
+    assert lse.is_contiguous() and grad.shape == out.shape == query.shape
+    for a, b in pairwise(cuts.tolist()):
+        scores = torch.einsum("qhd,khd->hqk", query[a:b], wide_key[a:b]) * scale
+        law = (scores - lse[:, a:b, None]).exp().tril()
+        pull = torch.einsum("qhd,khd->hqk", grad[a:b], wide_value[a:b])
+        score = law * (pull - (grad[a:b] * out[a:b]).sum(-1).T[..., None]) * scale
+        into[0][a:b] = torch.einsum("hqk,khd->qhd", score, wide_key[a:b])
+        into[1][a:b] = torch.einsum("hqk,qhd->khd", score, query[a:b])
+        into[2][a:b] = torch.einsum("hqk,qhd->khd", law, grad[a:b])
+    summed = (t.unflatten(1, (-1, groups)).sum(2) for t in into[1:])
+    return into[0], *summed
+
+
+@pytest.fixture
+def cuda_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two functions of CUDA's flash attention, by plain operations on the CPU."""
+
+    class Aten:
+        _flash_attention_forward = staticmethod(_flash)
+        _flash_attention_backward = staticmethod(_flash_back)
+        of_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        _scaled_dot_product_flash_attention_for_cpu = of_cpu
+
+    class Ops:
+        aten = Aten
+
+    class Torch:
+        ops = Ops
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+    monkeypatch.setattr(attention, "torch", Torch())
+
+
+def inputs_of(layout: Layout, heads: int, kv: int, steps: int, rows: int) -> list[Tensor]:
+    """Random query, key, value and own keys and values, in float64."""
+    torch.manual_seed(0)
+    (count, length), wide = layout.shape, torch.float64
+    pair = [torch.randn(count, kv, length, 4, dtype=wide) for _ in range(2)]
+    own = [torch.randn(rows, kv, 4, dtype=wide) for _ in range(2 * steps)]
+    found = [torch.randn(rows, heads, 4, dtype=wide) * 3, *pair, *own]
+    return [t.requires_grad_() for t in found]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    "kernel, kv",
+    [
+        pytest.param(CPU, 4, id="cpu-4"),  # its keys are repeated before
+        *(pytest.param(BLOCKS, kv, id=f"blocks-{kv}") for kv in (4, 2, 1)),
+        *(pytest.param(FLASH, kv, id=f"flash-{kv}") for kv in (4, 2, 1)),
+    ],
+)
+@pytest.mark.usefixtures("cuda_kernel")
+def test_every_kernel_equals_dense(kernel: Kernel, kv: int, layout: Layout) -> None:
+    """Values and all gradients, with steps behind the first and without."""
+    whole = torch.arange(layout.shape[0] * layout.shape[1])
+    for steps, rows in ((3, layout.rows), (0, layout.rows), (0, None)):
+        there = layout if rows is not None else Layout(layout.shape, whole, *parts(layout))
+        query, key, value, *own = inputs_of(there, 4, kv, steps, len(there.rows))
+        given = [query, key, value, *own]
+        weight = torch.randn_like(query)
+        outs = [
+            merged(query, there, rows, 0.5, (key, value), own, kernel),
+            dense(query, there, 0.5, (key, value), own),
+        ]
+        torch.testing.assert_close(*outs, rtol=0, atol=1e-12)
+        found = [torch.autograd.grad((out * weight).sum(), given) for out in outs]
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
+
+
+def parts(layout: Layout) -> tuple[list[int], list[int], list[int], Tensor]:
+    """The documents of a layout, all of whose tokens are rows."""
+    sizes = [b - a for a, b in pairwise(layout.edges)]
+    return layout.starts, sizes, sizes, layout.cuts
+
+
+@pytest.mark.parametrize("kernel", [BLOCKS, FLASH], ids=["blocks", "flash"])
+@pytest.mark.usefixtures("cuda_kernel")
+def test_gradients_are_those_of_finite_differences(kernel: Kernel) -> None:
+    layout = LAYOUTS["packed"]
+    query, *rest = inputs_of(layout, 2, 1, 2, len(KEPT))
+
+    def run(query: Tensor, key: Tensor, value: Tensor, *own: Tensor) -> Tensor:
+        return merged(query, layout, layout.rows, 0.5, (key, value), [*own], kernel)
+
+    assert torch.autograd.gradcheck(run, (query, *rest), fast_mode=True)
+
+
+def test_blocks_are_cut_where_memory_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of heads by themselves give what all at once do."""
+    layout = LAYOUTS["ragged"]
+    query, key, value, *own = inputs_of(layout, 4, 2, 1, len(RAGGED))
+    whole = merged(query, layout, layout.rows, 0.5, (key, value), own, BLOCKS)
+    monkeypatch.setattr(attention, "BLOCK", 1)
+    cut = merged(query, layout, layout.rows, 0.5, (key, value), own, BLOCKS)
+    torch.testing.assert_close(cut, whole, rtol=0, atol=1e-14)
+
+
+def test_a_layout_says_where_documents_and_rows_lie() -> None:
+    layout = LAYOUTS["packed"]
+    assert layout.starts == [0, 4, 6, 9, 11, 16, 17] and layout.longest == 5
+    assert layout.counts == [3, 1, 2, 1, 4, 1, 0] and layout.reaches == [3, 2, 3, 1, 5, 1, 0]
+    assert layout.cuts.tolist() == [*layout.starts, 18] and layout.cuts.dtype == torch.int32
+
+
+def test_dense_is_not_rounded_before_it_is_widened() -> None:
+    """Scores of size 20 in 16 bits would be off by 0.06."""
+    layout = Layout.of((1, 64), torch.arange(64))
+    torch.manual_seed(0)
+    query, key, value = (
+        torch.randn(64, 2, 16),
+        torch.randn(1, 2, 64, 16),
+        torch.rand(1, 2, 64, 16),
+    )
+    given = [(t * 4).bfloat16() for t in (query, key)] + [value.bfloat16()]
+    found = dense(given[0], layout, 1.0, (given[1], given[2]), [])
+    right = dense(given[0].double(), layout, 1.0, (given[1].double(), given[2].double()), [])
+    assert float((found.double() - right).abs().max()) < 3e-3
+
+
+# What a GPU would hold, by tensors without numbers
+# -------------------------------------------------------------------------------------------
+
+GB = 1e9
+LLAMA_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 8192,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}
+
+
+class FakeTarget:
+    """What EAGLE-3's forward asks of an 8B target."""
+
+    dtype, device, vocab_size, hidden_size = torch.bfloat16, torch.device("meta"), 128256, 4096
+
+    def __init__(self) -> None:
+        shape = (self.vocab_size, self.hidden_size)
+        self.lm_head_weight = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self.lm_head, self.head = None, Head()
+
+    def features(self, ids: Tensor, mask: Tensor, taps: Any, position: Any = None) -> Tensor:
+        return torch.empty(*ids.shape, len(taps), 4096, dtype=self.dtype, device=self.device)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return torch.nn.functional.embedding(ids, self.lm_head_weight)
+
+
+def batch_of(rows: int, length: int, supervised: float) -> Batch:
+    mask = torch.ones(rows, length, dtype=torch.bool)
+    on = mask & (torch.arange(length) >= length * (1 - supervised))
+    return Batch(torch.zeros(rows, length, dtype=torch.int64), mask, on, torch.arange(rows))
+
+
+def held_by_8b(batch: Batch, **keys: Any) -> Held:
+    """One pass of EAGLE-3's forward and backward over an 8B target."""
+    cfg = EagleConfig(draft_vocab=32000, steps=7, **keys)
+    batch = dataclasses.replace(batch, plan=Places.of(batch, cfg.steps))
+    with torch.device("meta"), Held() as held:
+        target, head = FakeTarget(), Eagle3Head.build(cfg, LLAMA_8B, (2, 16, 29), 128256, 32)
+        head.d2t = torch.zeros(32000, dtype=torch.int64)
+        head.target_rows(target)
+        held.peak = before = held.now
+        out = head(batch.to(torch.device("meta")), target)
+        out.sum.backward()
+        del out
+    grads = sum(p.grad.numel() * 4 for p in head.parameters())
+    assert held.now - before >= grads and not held.mixed
+    held.peak -= before
+    return held
+
+
+def test_a_pass_of_8b_fits_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 rows of 4,096 tokens, 7 steps, 80 % supervised: at most 20 GB, gradients included, and
+    no tensor as large as the scores of all heads, nor as one row's in 16 bits."""
+    monkeypatch.setitem(attention.KERNELS, "meta", attention.KERNELS["cuda"])
+    held = held_by_8b(batch_of(2, 4096, 0.8))
+    assert held.peak < 20 * GB, f"{held.peak / GB:.1f} GB"
+    assert {"_flash_attention_forward", "_flash_attention_backward"} <= held.seen
+    assert "_local_scalar_dense" not in held.seen and "nonzero" not in held.seen
+    assert held.largest < 32 * 4096 * 4096 * 2

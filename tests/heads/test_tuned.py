@@ -1,0 +1,163 @@
+"""decode.json beside a head: checked on reading, obeyed by every resolver, and never at odds
+with the head's hashes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conf.errors import UserError
+from decode.engine import Request, generate
+from decode.monitor import Monitor
+from decode.sampling import Sampling
+from decode.target import Target
+from heads import HEADS, resolve_drafter, save_head
+from heads.eagle.config import EagleConfig
+from heads.names import Draft
+from heads.parallel.medusa import MedusaConfig
+from heads.tuned import DECODE, Settings, Tuned, card_sha256
+from tests.helpers.training import tiny_target
+
+TREE = Settings("tree", depth=2, nodes=3, paths=((0,), (1,), (0, 0)))
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target()
+
+
+@pytest.fixture
+def medusa(tmp_path: Path, target: Target) -> Path:
+    torch.manual_seed(0)
+    head = HEADS["medusa"].for_target(target, MedusaConfig(heads=3, draft_vocab=0, nodes=5))
+    save_head(head, tmp_path / "head", target.identity)
+    return tmp_path / "head"
+
+
+def leave(folder: Path, **changes: Any) -> None:
+    told = Tuned(card_sha256(folder), TREE, Settings("chain", depth=2), TREE, 1.25).to_json()
+    (folder / DECODE).write_text(json.dumps({**told, **changes}))
+
+
+def test_settings_survive_the_disk() -> None:
+    for one in (TREE, Settings("chain", depth=4), Settings("tree", 5, 24, 6), Settings("chain")):
+        assert Settings.from_json(json.loads(json.dumps(one.to_json()))) == one
+    assert str(TREE) == "tree 3 nodes, depth 2" and str(Settings("chain", depth=4)) == "chain K=4"
+
+
+def test_a_head_drafts_as_it_was_tuned(medusa: Path, target: Target) -> None:
+    assert resolve_drafter(str(medusa), target).max_nodes == 5
+    leave(medusa)
+    run = str(medusa)
+    for spec, nodes, depth in (
+        (run, 3, 2),
+        (f"{run}@tree", 3, 2),
+        (f"{run}@chain", 2, 2),
+        (f"{run}@tree:4", 4, None),
+        (f"{run}@chain:1", 1, 1),
+        (f"{run}@chain:3", 3, 3),
+    ):
+        drafter = resolve_drafter(spec, target)
+        assert (
+            drafter.max_nodes == nodes
+            and depth in (None, drafter.max_depth)
+            and drafter.name == spec
+        )
+    tree = resolve_drafter(run, target)
+    plain = generate(
+        target, resolve_drafter("none", target), [Request([5, 6, 7], 12)], Sampling(), eos_ids=()
+    )
+    assert generate(target, tree, [Request([5, 6, 7], 12)], Sampling(), eos_ids=()).generations[
+        0
+    ].token_ids == (plain.generations[0].token_ids)
+
+
+def test_a_shape_that_was_not_tuned_stays_as_it_was(medusa: Path, target: Target) -> None:
+    leave(medusa, chain=None)
+    assert resolve_drafter(f"{medusa}@chain", target).max_nodes == 3
+
+
+def test_settings_leave_the_head_untouched(target: Target) -> None:
+    cfg = EagleConfig(kind="eagle3", draft_vocab=0, depth=3, nodes=6, width=2)
+    head = HEADS["eagle3"].for_target(target, cfg)
+    made = head.drafter(target, Settings("tree", depth=2, nodes=4, width=3).draft())
+    assert (made.max_depth, made.max_nodes, made.width) == (2, 4, 3)  # type: ignore[attr-defined]
+    assert head.cfg is cfg and head.calibration == {}
+    assert head.drafter(target, Draft(shape="chain", depth=7)).max_depth == 7
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_tree_has_no_more_ranks_than_the_draft_has_tokens(
+    target: Target, temperature: float
+) -> None:
+    counts = torch.arange(target.vocab_size)
+    head = HEADS["medusa"].for_target(target, MedusaConfig(heads=2, draft_vocab=3), counts)
+    drafter = head.drafter(target, Draft(shape="tree", paths=tuple((i,) for i in range(5))))
+    assert drafter.max_nodes == 3
+    run = generate(target, drafter, [Request([5, 6, 7], 6)], Sampling(temperature), eos_ids=())
+    assert len(run.generations[0].token_ids) == 6
+
+
+def test_more_levels_than_heads_are_refused(medusa: Path, target: Target) -> None:
+    with pytest.raises(UserError, match="7 levels, but the head guesses 3"):
+        resolve_drafter(f"{medusa}@chain:7", target)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"format": 2}, "not in format 1"),
+        ({"card_sha256": "0" * 64}, "tuned for another head"),
+        ({"best": {"shape": "star"}}, "shape must be chain or tree"),
+        ({"break_even": 0.5}, "break_even must be"),
+        ({"best": {"shape": "chain", "depth": 10**9}}, "depth must be a whole number"),
+        ({"best": {"shape": "tree", "paths": [[0, 0]]}}, "has no parent"),
+        ({"best": {"shape": "tree", "paths": [["a"]]}}, "lists of ranks"),
+        ({"chain": {"shape": "tree"}}, "chain holds"),
+        ({"best": None}, "shape must be"),
+    ],
+)
+def test_a_damaged_file_is_told_with_the_fix(
+    medusa: Path, target: Target, changes: dict, words: str
+) -> None:
+    leave(medusa, **changes)
+    with pytest.raises(UserError, match=words) as told:
+        resolve_drafter(str(medusa), target)
+    assert DECODE in str(told.value) and "run scripts/tune.py again, or delete the file" in str(
+        told.value
+    )
+
+
+def test_text_that_is_no_json_is_told(medusa: Path, target: Target) -> None:
+    (medusa / DECODE).write_text("{")
+    with pytest.raises(UserError, match="cannot be read"):
+        resolve_drafter(str(medusa), target)
+
+
+def test_monitors_are_asked_for_by_name(medusa: Path, target: Target, capsys: Any) -> None:
+    with pytest.raises(UserError, match="break-even is not known"):
+        resolve_drafter(f"{medusa}@tree@monitor", target)
+    leave(medusa)
+    for suffix, falls in (("@monitor", False), ("@fallback", True)):
+        drafter = resolve_drafter(f"{medusa}@tree{suffix}", target)
+        assert (
+            isinstance(drafter, Monitor)
+            and drafter.fallback is falls
+            and drafter.break_even == 1.25
+        )
+        drafter.patience, drafter.break_even = 2, 9.0
+        generate(
+            target,
+            drafter,
+            [Request([5, 6, 7 + i], 10, id=i) for i in range(2)],
+            Sampling(),
+            eos_ids=(),
+        )
+        told = capsys.readouterr().err
+        assert told.count("warning:") == 1 and "below the 9.00" in told and len(drafter.alerts) == 2
+    assert resolve_drafter("ngram@4", target).max_depth == 4

@@ -1,0 +1,199 @@
+"""A run that starts from another head's weights, and a head that drafts for a relative."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conf.errors import UserError
+from decode.models.identity import sha256_state
+from heads import HEADS, load_head, resolve_drafter, save_head
+from heads.checkpoint import read_card, trained_for
+from heads.eagle.config import EagleConfig
+from heads.eagle.head import Eagle3Head
+from heads.parallel.medusa import MedusaConfig, MedusaHead
+from heads.warm import Start
+from tests.helpers.training import chats, run, tiny_target
+
+
+def medusa(target: Any, **keys: Any) -> MedusaHead:
+    torch.manual_seed(3)
+    keys = {"heads": 3, "draft_vocab": 0, **keys}
+    head = MedusaHead.for_target(
+        target, MedusaConfig(**keys), torch.arange(target.vocab_size) + 1
+    ).eval()
+    for weight in head.parameters():
+        weight.data += 0.1 * torch.randn_like(weight)
+    return head
+
+
+def weights(folder: Path) -> str:
+    return str(read_card(folder)["weights"]["sha256"])
+
+
+def test_a_run_starts_from_a_run_and_resumes(tmp_path: Path) -> None:
+    data = chats(tmp_path / "data.jsonl")
+    first = run(data, tmp_path / "first")
+    still = ("optim.lr=1e-12", f"start={first}")
+    second = run(data, tmp_path / "second", *still)
+    before, after = (load_head(path / "head", tiny_target()) for path in (first, second))
+    assert torch.allclose(before.block_weight, after.block_weight, atol=1e-6)
+    assert not before.proj.equal(MedusaHead.for_target(tiny_target(), before.cfg).proj)
+
+    whole = run(data, tmp_path / "whole", f"start={first}")
+    part = run(data, tmp_path / "part", f"start={first}", "steps=3", "save_every=3")
+    moved = tmp_path / "moved"
+    first.rename(moved)  # the same weights elsewhere
+    run(data, part, f"start={moved}", "steps=3")
+    assert weights(whole / "head") != weights(second / "head")
+    with pytest.raises(UserError, match="start_sha256: .* in the checkpoint, None now"):
+        run(data, part, "steps=3")
+    with pytest.raises(UserError, match="^start: "):
+        run(data, tmp_path / "third", f"start={first}")
+
+
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+    from tests.helpers.training import sigterm_at_update
+    from train.signals import Interrupted
+
+    data = chats(tmp_path / "data.jsonl")
+    first = run(data, tmp_path / "first")
+    whole = run(data, tmp_path / "whole", f"start={first}")
+    with pytest.MonkeyPatch.context() as patch:
+        sigterm_at_update(patch, 3)
+        with pytest.raises(Interrupted):
+            run(data, tmp_path / "part", f"start={first}")
+    part = run(data, tmp_path / "part", f"start={first}")
+    assert weights(whole / "head") == weights(part / "head")
+
+
+def test_fewer_and_more_levels(tmp_path: Path) -> None:
+    target = tiny_target()
+    old = medusa(target)
+    save_head(old, tmp_path, target.identity)
+    for heads in (2, 5):
+        new = MedusaHead.for_target(target, MedusaConfig(heads=heads, draft_vocab=0))
+        plain = new.proj.clone()
+        told = Start(str(tmp_path), "medusa", target).give(new)
+        both = min(3, heads)
+        assert new.proj[:both].equal(old.proj[:both]) and new.proj[both:].equal(plain[both:])
+        assert ("100.0%" in told) == (heads == 2)
+
+
+def test_more_layers_are_fresh_and_said(tmp_path: Path) -> None:
+    target, counts = tiny_target(layers=4), torch.arange(260) + 1
+    old = Eagle3Head.for_target(target, EagleConfig(draft_vocab=60), counts)
+    save_head(old, tmp_path, target.identity)
+    new = Eagle3Head.for_target(target, EagleConfig(draft_vocab=60, layers=2), counts)
+    told = Start(str(tmp_path), "eagle3", target).give(new)
+    assert "60 of 60 draft tokens" in told and "fresh: net.layers.1" in told
+
+
+def test_what_cannot_start_a_head_is_refused(tmp_path: Path) -> None:
+    target, counts = tiny_target(layers=4), torch.arange(260) + 1
+    save_head(medusa(target), tmp_path / "medusa", target.identity)
+    with pytest.raises(UserError, match="^start: .* a medusa head cannot start a eagle3 head"):
+        Start(str(tmp_path / "medusa"), "eagle3", target)
+    with pytest.raises(UserError, match="^start: .*no head there"):
+        Start(str(tmp_path / "nothing"), "eagle3", target)
+    old = Eagle3Head.for_target(target, EagleConfig(draft_vocab=60, taps=[1, 2]), counts)
+    save_head(old, tmp_path / "two", target.identity)
+    new = Eagle3Head.for_target(target, EagleConfig(draft_vocab=60), counts)
+    with pytest.raises(UserError, match="^start: .*net.fc.weight is "):
+        Start(str(tmp_path / "two"), "eagle3", target).give(new)
+    with pytest.raises(UserError, match="^start: .*hidden_size"):
+        Start(str(tmp_path / "two"), "eagle3", tiny_target(layers=4, hidden=64))
+    (tmp_path / "two/head.safetensors").write_bytes(b"no weights")
+    with pytest.raises(UserError, match="^start: .*damaged"):
+        Start(str(tmp_path / "two"), "eagle3", target)
+
+
+def test_a_lora_starts_from_no_other_head(tmp_path: Path) -> None:
+    from conf.schema import compose
+    from train.config import DraftRun
+    from train.first import first_head
+
+    keys = ["data.path=x", f"out_dir={tmp_path}", "steps=1", "head.from_target_layers=1"]
+    cfg = compose("draft", DraftRun, [*keys, "head.lora.rank=2", "start=runs/other"])
+    target = tiny_target(layers=2)
+    with pytest.raises(UserError, match="^start: .*head.lora.rank=0"):
+        first_head(cfg, HEADS["small_lm"], target, torch.ones(target.vocab_size).long())
+
+
+def relative(target: Any) -> Any:
+    """The target after some fine-tuning: other weights under the same tokenizer."""
+    torch.manual_seed(8)
+    with torch.no_grad():
+        for weight in target.model.parameters():
+            weight += 0.01 * torch.randn_like(weight)
+    sha = sha256_state(target.model.state_dict())
+    target.identity = dataclasses.replace(target.identity, name="tuned", weights_sha256=sha)
+    return target
+
+
+def test_a_head_drafts_for_a_relative_where_that_is_allowed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, other = tiny_target(), relative(tiny_target())
+    save_head(medusa(target), tmp_path, target.identity)
+    with pytest.raises(UserError, match="target.allow_other=true"):
+        resolve_drafter(str(tmp_path), other)
+    other.relatives = True
+    resolve_drafter(str(tmp_path), other)
+    assert "was trained for tiny-llama" in capsys.readouterr().err
+    card = read_card(tmp_path)
+    assert trained_for(card, other).startswith("tiny-llama") and trained_for(card, target) == ""
+    # another tokenizer is another language: never
+    other.identity = dataclasses.replace(other.identity, tokenizer_sha256="0" * 64)
+    with pytest.raises(UserError, match="tokenizer_sha256"):
+        resolve_drafter(str(tmp_path), other)
+
+
+def test_a_relatives_head_starts_a_head(tmp_path: Path) -> None:
+    target, other = tiny_target(), relative(tiny_target())
+    old = medusa(target)
+    save_head(old, tmp_path, target.identity)
+    new = MedusaHead.for_target(other, MedusaConfig(heads=3, draft_vocab=0))
+    Start(str(tmp_path), "medusa", other).give(new)
+    assert new.proj.equal(old.proj)
+
+
+def test_cards_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    """They said under tune.start which run a head had started from."""
+    target = tiny_target()
+    head = medusa(target)
+    saved = json.loads(json.dumps(head.config_json()))
+    saved["config"]["tune"]["start"] = "runs/medusa"
+    assert MedusaHead.from_json(saved, target).cfg == head.cfg
+
+
+def test_a_run_stops_when_acceptance_no_longer_rises(tmp_path: Path) -> None:
+    data = chats(tmp_path / "data.jsonl")
+    still = ("optim.lr=1e-12", "steps=20", "save_every=5", "eval.every=2", "eval.patience=1")
+    still = (*still, "eval.prompts=2", "eval.max_new_tokens=8")
+    out = run(data, tmp_path / "run", *still)
+    assert [read_card(out / part)["extra"]["step"] for part in ("best", "head")] == [2, 4]
+    assert (out / "checkpoints/step-4").is_dir()
+    lines = (out / "metrics.jsonl").read_text()
+    run(data, out, *still)  # it is through
+    new = (out / "metrics.jsonl").read_text()[len(lines) :]
+    assert '"eval"' not in new and "loss" not in new
+    assert read_card(out / "head")["extra"]["step"] == 4
+
+
+def test_a_card_says_the_layer_that_every_head_has_now() -> None:
+    """They named the class of an EAGLE head's layers; of the two only one is left."""
+    target = tiny_target()
+    cfg = EagleConfig(draft_vocab=0, taps=[0, 1, 1])
+    head = Eagle3Head.for_target(target, cfg)
+    saved = json.loads(json.dumps(head.config_json()))
+    saved["config"]["layer"] = "llama"
+    assert Eagle3Head.from_json(saved, target).cfg == head.cfg
+    saved["config"]["layer"] = "target"
+    with pytest.raises(UserError, match=r"^head\.config\.layer: "):
+        Eagle3Head.from_json(saved, target)

@@ -1,0 +1,108 @@
+"""Tiny heads of every kind on disk, for the fuzz tests: made once, spoiled and tried many
+times.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decode.engine import Request, generate
+from decode.sampling import Sampling
+from heads import HEADS, load_head, save_head
+from heads.block.config import BlockConfig
+from heads.checkpoint import CARD, _card_sha256, text_of
+from heads.eagle.config import EagleConfig
+from heads.names import Draft
+from heads.parallel.hydra_heads import HydraHeadsConfig
+from heads.parallel.medusa import MedusaConfig, TuneConfig
+from heads.small_lm.config import LoraKeys, SmallLMConfig
+from tests.helpers.training import tiny_target
+
+CONFIGS: dict[str, Any] = {
+    "medusa": MedusaConfig(heads=2, draft_vocab=64, nodes=4, markov_rank=2),
+    "medusa2": MedusaConfig(
+        kind="medusa2", heads=2, draft_vocab=0, nodes=4, tune=TuneConfig(rank=2, targets=["q_proj"])
+    ),
+    "hydra_heads": HydraHeadsConfig(heads=2, draft_vocab=64, nodes=4, prefix_layers=1),
+    "eagle1": EagleConfig(kind="eagle1", draft_vocab=64, steps=1, depth=2, nodes=4, width=2),
+    "eagle3": EagleConfig(kind="eagle3", draft_vocab=64, taps=[1, 2], depth=2, nodes=4, width=2),
+    "dflash": BlockConfig(block=3, draft_vocab=64, depth=2, nodes=4, width=2),
+    "dspark": BlockConfig(
+        kind="dspark",
+        block=2,
+        causal=True,
+        share_lm_head=True,
+        draft_vocab=64,
+        markov_rank=2,
+        confidence=1.0,
+        nodes=4,
+        width=2,
+    ),
+    "small_lm": SmallLMConfig(from_target_layers=1, draft_vocab=64, depth=2, nodes=4, width=2),
+    "small_lm lora": SmallLMConfig(
+        from_target_layers=1, lora=LoraKeys(rank=2, targets=["q_proj"]), depth=2, nodes=4, width=2
+    ),
+    "small_lm path": SmallLMConfig(
+        path="small", embedding="own", draft_vocab=64, depth=2, nodes=4, width=2
+    ),
+}
+KINDS = tuple(CONFIGS)
+CALIBRATION = {
+    "positions": 3,
+    "acceptance": [[0.5, 0.2], [0.3, 0.1]],
+    "paths": [[0], [1], [0, 0]],
+    "values": [0.5, 0.2, 0.1],
+}
+
+
+@functools.cache
+def target_of(kind: str) -> Any:
+    """The target of a kind's head. One for all, but for heads that tune it."""
+    return tiny_target(layers=2)
+
+
+def made(kind: str, place: Path) -> tuple[Any, Path, dict[str, Any]]:
+    """(target, folder of a sound head, its card)."""
+    target, cfg = tiny_target(layers=2), CONFIGS[kind]
+    counts = torch.ones(target.vocab_size, dtype=torch.int64)
+    if kind == "small_lm path":
+        small = tiny_target(layers=1, hidden=16, seed=4)
+        small.model.save_pretrained(place / "small")
+        small.tokenizer.save_pretrained(place / "small")
+        cfg.path = str(place / "small")
+    head: Any = HEADS[cfg.kind].for_target(target, cfg, counts)
+    generator = torch.Generator().manual_seed(0)
+    for weight in head.parameters():
+        if weight.requires_grad:
+            weight.data += 0.1 * torch.randn(weight.shape, generator=generator)
+    head.calibration = dict(CALIBRATION)
+    folder = place / "head"
+    save_head(
+        head, folder, tiny_target(layers=2).identity, {"step": 5, "imported": {"dtype": "float32"}}
+    )
+    return target, folder, json.loads((folder / CARD).read_text())
+
+
+def write(folder: Path, card: dict[str, Any]) -> None:
+    """A card whose own hash is right, whatever else is wrong with it."""
+    if isinstance(card.get("sha256"), str) and len(card["sha256"]) == 64:
+        card = {**card, "sha256": _card_sha256(card)}
+    (folder / CARD).write_text(text_of(card))
+
+
+def works(folder: Path, kind: str, tokens: int = 5) -> None:
+    """Load the head and decode with it: chain and tree, greedy and sampled."""
+    target = tiny_target(layers=2) if kind == "medusa2" else target_of(kind)
+    head = load_head(folder, target)
+    for shape in ("chain", "tree"):
+        drafter = head.drafter(target, Draft(shape=shape))
+        for temperature in (0.0, 1.0):
+            made = generate(
+                target, drafter, [Request([5, 6, 7], tokens)], Sampling(temperature), eos_ids=()
+            )
+            assert len(made.generations[0].token_ids) == tokens

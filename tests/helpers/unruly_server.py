@@ -1,0 +1,245 @@
+"""A server of the OpenAI API that misbehaves by a schedule; started as a process of its own.
+
+    python tests/helpers/unruly_server.py SCHEDULE.json
+
+Prints its port, then serves until it is killed. SCHEDULE: {"model": name, "others": [more
+names], "key": wanted key, "faults": {TEXT: [fault, ...]}, "always": fault, "models": fault of
+the list of models, "delay": seconds, "gather": N, "dies_after": N}. The n-th request whose
+last user turn is TEXT gets the n-th fault, afterwards a good answer, which depends on the
+messages, max_tokens and seed alone. The first N requests are answered when all of them are
+there. The largest number of requests under way at a time is served at /peak.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import struct
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+FAULTS = (
+    "429",
+    "429-wait",
+    "500",
+    "503-html",
+    "garbage",
+    "truncated",
+    "cut",
+    "slow",
+    "drip",
+    "reset",
+    "empty-choices",
+    "wrong-types",
+    "list",
+    "error-in-200",
+    "deep",
+    "endless",
+    "abort",
+    "no-http",
+    "not-utf8",
+)
+WORDS = [
+    "the",
+    "rider",
+    "goes",
+    "ahead",
+    "of",
+    "a",
+    "slow",
+    "horse",
+    "and",
+    "looks",
+    "back",
+    "along",
+    "road",
+]
+
+
+def answer_to(body: dict[str, Any]) -> tuple[str, str, int]:
+    """(text, finish_reason, tokens): a pure function of the request. One token a byte, and one
+    for the end.
+    """
+    digest = hashlib.sha256(json.dumps([body["messages"], body.get("seed")]).encode()).digest()
+    text = " ".join(WORDS[b % len(WORDS)] for b in digest[: 2 + digest[0] % 12])
+    limit = body.get("max_tokens", 1 << 20)
+    if len(text) > limit:
+        return text[:limit], "length", limit
+    return text, "stop", len(text) + 1
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 256
+
+    def __init__(self, schedule: dict[str, Any]) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.schedule, self.lock = schedule, threading.Lock()
+        self.faults = {text: list(faults) for text, faults in schedule.get("faults", {}).items()}
+        self.now = self.peak = self.count = 0
+        self.gather = threading.Barrier(schedule.get("gather", 1))
+        self.waiting = schedule.get("gather", 0)
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Server
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def reply(self, status: int, content: bytes, **headers: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def do_GET(self) -> None:
+        if self.path == "/peak":
+            return self.reply(200, str(self.server.peak).encode())
+        if not self.knows_the_key():
+            return None
+        dead = 0 < self.server.schedule.get("dies_after", 0) < self.server.count
+        if fault := self.server.schedule.get("models") or ("500" if dead else ""):
+            return self.fail(fault)
+        names = [self.server.schedule["model"], *self.server.schedule.get("others", [])]
+        self.reply(
+            200, json.dumps({"object": "list", "data": [{"id": name} for name in names]}).encode()
+        )
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if not self.knows_the_key():
+            return None
+        if self.path != "/v1/chat/completions":
+            return self.reply(404, b"not found")
+        with self.server.lock:
+            self.server.now += 1
+            self.server.peak = max(self.server.peak, self.server.now)
+            self.server.count += 1
+            first, self.server.waiting = self.server.waiting > 0, self.server.waiting - 1
+            faults = self.server.faults.get(body["messages"][-1]["content"], [])
+            fault = faults.pop(0) if faults else self.server.schedule.get("always", "")
+        try:
+            if 0 < self.server.schedule.get("dies_after", 0) < self.server.count:
+                fault = "500"
+            if first:
+                self.server.gather.wait(timeout=60)
+            time.sleep(self.server.schedule.get("delay", 0.0))
+            self.fail(fault, body) if fault else self.good(body)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        finally:
+            with self.server.lock:
+                self.server.now -= 1
+
+    def knows_the_key(self) -> bool:
+        key = self.server.schedule.get("key")
+        if key and self.headers.get("Authorization") != f"Bearer {key}":
+            said = {"error": {"message": f"wrong key: {self.headers.get('Authorization')}"}}
+            self.reply(401, json.dumps(said).encode())
+            return False
+        return True
+
+    def good(self, body: dict[str, Any], **more: Any) -> None:
+        self.reply(200, self.completion(body, **more))
+
+    def completion(self, body: dict[str, Any], **more: Any) -> bytes:
+        text, reason, tokens = answer_to(body)
+        choice: dict[str, Any] = {"index": 0, "message": {"role": "assistant", "content": text}}
+        choice |= {"finish_reason": reason} | more
+        if body.get("return_token_ids"):
+            choice["token_ids"] = [b + 3 for b in text.encode()] + ([2] if reason == "stop" else [])
+        usage = {"prompt_tokens": 3, "completion_tokens": tokens}
+        return json.dumps({"id": "x", "choices": [choice], "usage": usage}).encode()
+
+    def fail(self, fault: str, body: dict[str, Any] | None = None) -> None:
+        """Misbehave in one of FAULTS, or refuse for good with a status."""
+        whole = self.completion(body) if body else b'{"data": []}'
+        if fault == "429":
+            return self.reply(429, b'{"error": {"message": "slow down"}}')
+        if fault == "429-wait":
+            return self.reply(429, b'{"error": "later"}', Retry_After="0.3")
+        if fault == "503-html":
+            return self.reply(
+                503, b"<html>bad gateway</html>", Retry_After="Wed, 21 Oct 2015 07:28:00 GMT"
+            )
+        if fault in ("garbage", "not-utf8"):
+            return self.reply(
+                200, b"\x00\xff garbage {]" if fault == "garbage" else b'{"choices": "\xff\xfe"}'
+            )
+        if fault == "truncated":  # valid HTTP, half of the JSON
+            return self.reply(200, whole[: len(whole) // 2])
+        if fault == "cut":  # fewer bytes than announced
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(whole) + 10))
+            self.end_headers()
+            self.wfile.write(whole)
+            self.close_connection = True
+            return None
+        if fault in ("slow", "drip"):  # nothing for a long time, or a byte now and then
+            if fault == "drip":
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(whole)))
+                self.end_headers()
+            for i in range(600):
+                time.sleep(0.1)
+                if fault == "drip":
+                    self.wfile.write(whole[i : i + 1])
+                    self.wfile.flush()
+            return None
+        if fault in ("reset", "no-http"):
+            if fault == "no-http":
+                self.wfile.write(b"hello, who is there?\r\n\r\n")
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
+            self.close_connection = True
+            return None
+        if fault == "endless":
+            self.send_response(200)
+            self.send_header("Connection", "close")
+            self.end_headers()
+            while True:
+                self.wfile.write(b" " * (1 << 20))
+        forms = {
+            "empty-choices": {"choices": []},
+            "wrong-types": {"choices": {"0": 1}},
+            "list": [1, 2],
+            "error-in-200": {"error": {"message": "engine is dead"}},
+        }
+        if fault in forms:
+            return self.reply(200, json.dumps(forms[fault]).encode())
+        if fault == "deep":
+            return self.reply(200, b"[" * 200000)
+        if fault == "abort":
+            assert body
+            return self.good(body, finish_reason="abort")
+        if fault in ("tool-call", "no-text", "control"):
+            assert body
+            message = {
+                "tool-call": {"content": "x", "tool_calls": [{}]},
+                "no-text": {"content": None},
+                "control": {"content": "well <|im_end|> then"},
+            }[fault]
+            return self.good(body, message={"role": "assistant", **message})
+        if fault == "307":
+            return self.reply(307, b"", Location="http://127.0.0.1:1/elsewhere")
+        self.reply(
+            int(fault),
+            json.dumps({"error": {"message": f"no: {self.headers.get('Authorization')}"}}).encode(),
+        )
+        return None
+
+
+if __name__ == "__main__":
+    server = Server(json.loads(Path(sys.argv[1]).read_text()))
+    print(server.server_address[1], flush=True)
+    server.serve_forever()

@@ -1,0 +1,422 @@
+"""scripts/evaluate.py on the tiny target: the files it promises, fair turns, token equality,
+and bad input.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conf.errors import UserError
+from decode.drafters import DraftModel, NoDraft
+from decode.engine import Generation, Request, Run, Timing, generate
+from decode.models.load import TargetConfig, load_target
+from decode.sampling import Sampling
+from decode.target import Target
+from scripts import evaluate
+from scripts.common.prompts import Prompt, load_prompts
+from scripts.proofs.greedy import Plain
+from scripts.reports import plots
+from scripts.scoring import breakdown, contest
+from scripts.scoring import lanes as lanes_module
+from scripts.scoring.assisted import assistants
+from scripts.scoring.contest import Answer, Contest, Lane, Settings
+from scripts.scoring.lanes import lanes_of
+from scripts.scoring.reference import hf_generate
+from scripts.scoring.same_tokens import lossless
+from scripts.scoring.score import Scores
+from tests.helpers import pictures
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return load_target(TargetConfig(kind="tiny", context=256), "float32", "cpu")
+
+
+def prompts_file(folder: Path) -> Path:
+    rows = [
+        {"question_id": 1, "category": "chat", "turns": ["one two three one two", "and then?"]},
+        {"question_id": 2, "category": "chat", "turns": ["abcabcabc"]},
+        {"question_id": 3, "category": "code", "turns": ["x = x + 1"]},
+    ]
+    path = folder / "p.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return path
+
+
+def run(*overrides: str) -> int:
+    with pytest.raises(SystemExit) as stop:
+        evaluate.main(
+            [
+                "target=tiny",
+                "dtype=float32",
+                "max_new_tokens=20",
+                "quiet=true",
+                "device=cpu",
+                *overrides,
+            ]
+        )
+    return int(stop.value.code or 0)
+
+
+def test_report_and_outputs(tmp_path: Path, capsys: Any) -> None:
+    path, out = prompts_file(tmp_path), tmp_path / "out"
+    assert (
+        run(f"prompts={path}", f"out={out}", "drafters=[ngram,hf_generate]", "temperature=0") == 0
+    )
+    report = json.loads((out / "report.json").read_text())
+    identity = {"name", "path", "weights_sha256", "tokenizer_sha256", "template_sha256"}
+    assert set(report["target"]) == {*identity, "parameters", "generation_config"}
+    for key in (
+        "temperature",
+        "top_k",
+        "top_p",
+        "max_new_tokens",
+        "dtype",
+        "batch_size",
+        "prompts",
+        "seed",
+    ):
+        assert key in report["settings"]
+    assert len(report["settings"]["prompts"]["sha256"]) == 64
+    assert {"versions", "processor", "threads"} <= set(report["environment"])
+    assert [d["name"] for d in report["drafters"]] == ["none", "ngram", "hf_generate"], (
+        "none is always there, first"
+    )
+    for row in report["drafters"]:
+        assert {
+            "name",
+            "kind",
+            "shape",
+            "tokens",
+            "cycles",
+            "accepted_length",
+            "acceptance_by_position",
+            "by_category",
+            "tokens_per_second",
+            "speedup",
+            "draft_ms",
+            "verify_ms",
+        } <= set(row)
+        assert set(row["accepted_length"]) == set(row["speedup"]) == {"mean", "low", "high"}
+        assert row["shape"] in ("chain", "tree", "none") and set(row["by_category"]) == {
+            "chat",
+            "code",
+        }
+        assert row["lossless"]["equal"] == row["lossless"]["checked"] == 4
+        parts, wall = row["breakdown"]["seconds"], row["breakdown"]["wall_seconds"]
+        assert sum(parts.values()) == pytest.approx(wall) == sum(u["seconds"] for u in row["units"])
+        assert 0 < parts["target"] < wall and parts["python"] > 0
+    first = report["drafters"][1]["acceptance_by_position"][0]
+    assert first.keys() >= {"position", "conditional", "unconditional", "trials"}
+    lines = [json.loads(line) for line in (out / "outputs.jsonl").read_text().splitlines()]
+    assert len(lines) == 3 * 4
+    for line in lines:
+        assert {"drafter", "prompt_id", "category", "prompt_ids", "token_ids", "cycles"} <= set(
+            line
+        )
+        assert sum(line["cycles"]) == len(line["token_ids"]) - 1, (
+            "the prefill's token is in no cycle"
+        )
+    second = {line["drafter"]: line["prompt_ids"] for line in lines if line["turn"] == 1}
+    assert second["none"] == second["ngram"] == second["hf_generate"], "history comes from none"
+    assert (out / "report.html").read_text().startswith("<!doctype html>")
+    assert (out / "figure.png").stat().st_size > 10_000
+    assert {p.stem for p in (out / "figures").glob("*.png")} == set(plots.PANELS)
+    assert "ngram" in capsys.readouterr().out
+    assert not list(out.rglob("*.tmp"))
+
+
+def test_parts_of_a_second_pass_replace_those_of_the_run(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: a few prompts with a clock that waits; the speeds stay those of the
+    measured run.
+    """
+    waited: list[Target] = []
+
+    def clock(t: Target) -> Any:
+        waited.append(t)
+        return time.perf_counter
+
+    monkeypatch.setattr(lanes_module, "clock", clock)
+    lanes, _ = lanes_of(["none", "ngram", "hf_generate"], target)
+    prompts = [Prompt(str(i), "chat", ["ab ab ab"]) for i in range(3)]
+    measured = contest.run_contest(target, target.tokenizer, prompts, lanes, SETTINGS, quiet=True)
+    rows = [Scores(measured, lanes).row(lane) for lane in lanes]
+    before = copy.deepcopy(rows)
+    assert not waited and before[0]["breakdown"]["source"] == breakdown.MEASURED
+    breakdown.again(rows, target, prompts[:2], lanes, SETTINGS)
+    assert waited
+    for row, old in zip(rows[:2], before, strict=False):
+        told = row.pop("breakdown")
+        assert (
+            told["source"].startswith("2 prompts")
+            and row.pop("ms_per_token") == told["ms_per_token"]
+        )
+        assert sum(told["seconds"].values()) == pytest.approx(told["wall_seconds"])
+        assert told["without"]["all_but_target"] >= old["speedup"]["mean"] > 0
+        assert row == {k: v for k, v in old.items() if k in row}
+    assert rows[2]["breakdown"] is None and before[2]["breakdown"] is not None
+    breakdown.again(rows, target, [], lanes, SETTINGS)
+    assert not any(row.get("breakdown") for row in rows)
+
+
+def test_batches_and_sampling_write_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures.left_out(monkeypatch)
+    path = prompts_file(tmp_path)
+    for size in (1, 2):
+        assert (
+            run(
+                f"prompts={path}",
+                f"out={tmp_path}/b{size}",
+                "decode=sample",
+                f"batch_size={size}",
+                "seed=3",
+            )
+            == 0
+        )
+    texts = []
+    for size in (1, 2):
+        lines = [
+            json.loads(x)
+            for x in (tmp_path / f"b{size}" / "outputs.jsonl").read_text().splitlines()
+        ]
+        texts.append({(x["drafter"], x["prompt_id"], x["turn"]): x["token_ids"] for x in lines})
+    assert texts[0] == texts[1]
+    assert (
+        json.loads((tmp_path / "b2" / "report.json").read_text())["drafters"][0]["lossless"] is None
+    )
+
+
+def test_several_settings_are_kept_as_they_come(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures.left_out(monkeypatch)
+    out, measured = tmp_path / "out", evaluate.measure
+    args = [
+        f"prompts={prompts_file(tmp_path)}",
+        f"out={out}",
+        "drafters=[ngram]",
+        "batch_sizes=[1,2]",
+        "num_prompts=2",
+    ]
+
+    def stopped(cfg: Any, *rest: Any) -> Any:
+        if cfg.batch_size == 2:
+            raise KeyboardInterrupt
+        return measured(cfg, *rest)
+
+    monkeypatch.setattr(evaluate, "measure", stopped)
+    assert (
+        run(*args) == 130
+        and json.loads((out / "report.json").read_text())["settings"]["batch_size"] == 1
+    )
+    monkeypatch.setattr(evaluate, "measure", measured)
+    assert run(*args) == 0
+    report = json.loads((out / "report.json").read_text())
+    assert [p["batch_size"] for p in report["batches"]["ngram"]] == [1, 2]
+    assert set(report["batch_limits"]["ngram"]) == {"pays_up_to", "stops_at"}
+    assert [o["folder"] for o in report["others"]] == ["t0-b2"] and (
+        out / "t0-b2" / "report.json"
+    ).exists()
+    assert "Speedup against batch size" in (out / "report.html").read_text()
+
+
+def test_a_drafter_that_cannot_load_is_skipped_by_name(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures.left_out(monkeypatch)
+    out = tmp_path / "out"
+    code = run(f"prompts={prompts_file(tmp_path)}", f"out={out}", "drafters=[none,runs/nowhere]")
+    report = json.loads((out / "report.json").read_text())
+    assert code == evaluate.SKIPPED and [s["name"] for s in report["skipped"]] == ["runs/nowhere"]
+    assert [d["name"] for d in report["drafters"]] == [
+        "none"
+    ] and "runs/nowhere" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (["prompts=absent.jsonl"], "absent.jsonl"),
+        (["temperature=-1", "top_p=0"], "temperature: -1.0"),
+        (["drafterz=[none]"], "did you mean drafters?"),
+        (["categories=[poems]"], "poems"),
+        (["dtype=int8"], "int8"),
+    ],
+)
+def test_mistakes_are_one_line(
+    tmp_path: Path, capsys: Any, overrides: list[str], words: str
+) -> None:
+    assert run(f"prompts={prompts_file(tmp_path)}", f"out={tmp_path}/out", *overrides) == 2
+    shown = capsys.readouterr().err
+    assert (
+        words in shown
+        and "Traceback" not in shown
+        and not (tmp_path / "out" / "report.json").exists()
+    )
+
+
+def test_a_prompt_beyond_the_context_is_named(target: Target) -> None:
+    lanes, _ = lanes_of(["none"], target)
+    long = [Prompt("too-long", "chat", ["word " * 300])]
+    with pytest.raises(UserError, match="too-long has .* tokens"):
+        contest.run_contest(target, target.tokenizer, long, lanes, SETTINGS, quiet=True)
+
+
+def test_a_later_turn_that_outgrows_the_context_is_left_out_for_all(target: Target) -> None:
+    lanes, _ = lanes_of(["none", "ngram"], target)
+    talk = [
+        Prompt("grows", "chat", ["hello", "word " * 60, "and?"]),
+        Prompt("short", "chat", ["hi"]),
+    ]
+    found = contest.run_contest(target, target.tokenizer, talk, lanes, SETTINGS, quiet=True)
+    assert [(s["prompt_id"], s["turn"]) for s in found.skipped_turns] == [("grows", 1)]
+    assert sorted((a.drafter, a.prompt_id, a.turn) for a in found.answers) == [
+        (name, prompt, 0) for name in ("ngram", "none") for prompt in ("grows", "short")
+    ]
+
+
+SETTINGS = Settings(Sampling(), 12, 1, 0, "traversal")
+
+
+def test_drafters_take_turns_at_going_first(target: Target) -> None:
+    order: list[str] = []
+
+    def lane(name: str) -> Lane:
+        def ran(requests: Any, settings: Settings) -> Run:
+            order.append(name)
+            return Run(
+                [Generation(list(r.prompt), [5], [], [False]) for r in requests], Timing(), 0
+            )
+
+        return Lane(name, name, name, "none", 0, 0, ran)
+
+    prompts = [Prompt(str(i), "chat", ["x"]) for i in range(3)]
+    contest.run_contest(
+        target,
+        target.tokenizer,
+        prompts,
+        [lane("none"), lane("b"), lane("c")],
+        SETTINGS,
+        quiet=True,
+    )
+    assert order[:3] == ["none", "b", "c"], "warm-up"
+    assert order[3:] == ["none", "b", "c", "b", "c", "none", "c", "none", "b"]
+
+
+def test_history_comes_from_none(target: Target) -> None:
+    read: dict[str, list[list[int]]] = {"none": [], "b": []}
+
+    def lane(name: str, token: int) -> Lane:
+        def ran(requests: Any, settings: Settings) -> Run:
+            read[name] += [list(r.prompt) for r in requests]
+            return Run(
+                [Generation(list(r.prompt), [token], [], [False]) for r in requests], Timing(), 0
+            )
+
+        return Lane(name, name, name, "none", 0, 0, ran)
+
+    talk = [Prompt("0", "chat", ["x", "y"])]
+    lanes = [lane("none", ord("N")), lane("b", ord("B"))]
+    contest.run_contest(target, target.tokenizer, talk, lanes, SETTINGS, quiet=True)
+    assert read["none"] == read["b"] and ord("N") in read["b"][-1] and ord("B") not in read["b"][-1]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_hf_generate_writes_what_none_writes(target: Target, batch_size: int) -> None:
+    requests = [
+        Request([5, 9, 33, 12], 16, id=0),
+        Request([7, 8], 9, id=1),
+        Request([40] * 11, 16, id=2),
+    ]
+    ours = generate(target, NoDraft(), requests, Sampling(), batch_size=batch_size)
+    theirs = hf_generate(target, requests, Sampling(), batch_size=batch_size)
+    assert [g.token_ids for g in ours.generations] == [g.token_ids for g in theirs.generations]
+    assert [g.finish for g in ours.generations] == [g.finish for g in theirs.generations]
+    assert 0 < theirs.timing.prefill_s < theirs.timing.total_s
+
+
+def test_assisted_references_write_what_generate_writes_and_warn_of_nothing(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.generation import utils
+
+    told: list[Any] = []
+    for name in ("warning", "warning_once"):
+        monkeypatch.setattr(utils.logger, name, lambda *a, **_: told.append(a))
+    requests = [Request([5, 9, 33, 12], 16, id=0)]
+    plain = hf_generate(target, requests, Sampling()).generations[0].token_ids
+    twin = DraftModel(load_target(TargetConfig(kind="tiny", context=256), "float32", "cpu"), 3)
+    for name, reference, k in [*assistants("a", target, twin), *assistants("l", target, None)]:
+        generation = reference(requests, Sampling(), 0).generations[0]
+        assert generation.token_ids == plain, name
+        if (
+            name == "a"
+        ):  # the target's weights as the assistant: every cycle that may draft K accepts K
+            assert k == 3 and {
+                (c.proposed, c.accepted) for c in generation.cycles if not c.cut
+            } == {(3, 3)}
+    assert told == []
+
+
+def test_hf_generate_samples_without_touching_the_global_generator(target: Target) -> None:
+    requests = [Request([5, 9, 33, 12], 12)]
+    before = torch.random.get_rng_state()
+    warm = Sampling(1.0, top_k=20, top_p=0.9, min_p=0.01)
+    first, again, other = (
+        hf_generate(target, requests, warm, seed=s).generations[0].token_ids for s in (1, 1, 2)
+    )
+    assert first == again != other and torch.equal(before, torch.random.get_rng_state())
+
+
+def test_a_wrong_token_is_no_rounding(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check must be able to fail: a token far below the best one is called an error, an
+    equal answer is not. What is far is measured: a model whose own plain passes differ by as
+    much is not blamed on the engine."""
+    run_ = generate(target, NoDraft(), [Request([5, 9, 33, 12], 8)], Sampling())
+    right = run_.generations[0]
+    wrong = [*right.token_ids[:3], (right.token_ids[3] + 1) % 256, *right.token_ids[4:]]
+    short = right.token_ids[:5]
+    found = Contest([Answer("none", "a", 0, "chat", right)])
+    for name, tokens in (("same", right.token_ids), ("wrong", wrong), ("short", short)):
+        found.answers.append(
+            Answer(name, "a", 0, "chat", Generation(right.prompt_ids, tokens, [], []))
+        )
+    lanes = [Lane(n, n, n, "none", 0, 0, None) for n in ("none", "same", "wrong", "short")]  # type: ignore[arg-type]
+    result = lossless(found, lanes, target)
+    assert result["same"]["equal"] == 1 and result["none"]["equal"] == 1
+    assert (
+        result["wrong"]["beyond_rounding"] == 1
+        and result["wrong"]["differences"][0]["position"] == 3
+    )
+    gap = result["wrong"]["differences"][0]["gap"]
+    assert gap > 0.01 and result["short"]["beyond_rounding"] == 1
+    assert (
+        result["wrong"]["measured_rounding"] < gap / 100
+        and result["same"]["measured_rounding"] is None
+    )
+    for noise, beyond in ((gap * 0.49, 1), (gap * 0.51, 0)):
+        monkeypatch.setattr(Plain, "rounding", lambda *_, n=noise: {"logit": n, "gap": n})
+        again = lossless(found, lanes, target)
+        assert (
+            again["wrong"]["beyond_rounding"] == beyond and again["short"]["beyond_rounding"] == 1
+        )
+
+
+def test_prompts_are_thinned_evenly_over_categories() -> None:
+    prompts = load_prompts("scripts/prompts/demo.jsonl")
+    few = evaluate.chosen(prompts, evaluate.EvaluateConfig("x", num_prompts=16))
+    counts = {c: sum(p.category == c for p in few) for c in {p.category for p in prompts}}
+    assert len(few) == 16 and set(counts.values()) == {2}
+    only = evaluate.chosen(prompts, evaluate.EvaluateConfig("x", categories=["code"]))
+    assert {p.category for p in only} == {"code"}

@@ -1,0 +1,306 @@
+"""scripts/fit.py: a head fitted to traffic, the old one kept where the new one is not better."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conf.errors import UserError
+from conf.schema import compose
+from heads import HEADS, find_head, load_head
+from scripts import fit as command
+from scripts.fitting import train, verdict
+from scripts.fitting.config import FitConfig
+from scripts.reports import fit_table
+from tests.heads.test_warm import weights
+from tests.helpers.training import TINY, chats, run, run_config, tiny_target
+from train.signals import Interrupted
+
+KEYS = [
+    "target=tiny",
+    *(f"target.{k}={v}" for k, v in TINY.items()),
+    "minutes=0.02",
+    "dtype=float32",
+    "batch_size=4",
+    "max_length=64",
+    "held_out=0.2",
+    "evaluations=2",
+    "eval_prompts=2",
+    "max_new_tokens=8",
+    "prompts=4",
+    "general_prompts=2",
+    "parity=0",
+    "certify_tokens=0",
+    "device=cpu",
+    "quiet=true",
+]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder of Medusa heads."""
+    folder = tmp_path_factory.mktemp("start")
+    return run(chats(folder / "data.jsonl"), folder / "run")
+
+
+def later(path: Path, rows: int = 8) -> Path:
+    """Later chats of two categories."""
+    lines = [json.loads(line) for line in chats(path, rows).read_text().splitlines()]
+    for i, row in enumerate(lines):
+        row["category"] = ("a", "b")[i % 2]
+    path.write_text("".join(json.dumps(row) + "\n" for row in lines))
+    return path
+
+
+def config(start: Path, out: Path, *more: str) -> FitConfig:
+    source = start.parent
+    later(source / "later.jsonl")
+    given = [f"train={source / 'data.jsonl'}", f"later={source / 'later.jsonl'}"]
+    if any(key.startswith(("logs=", "train=")) for key in more):
+        given = []
+    return compose("fit", FitConfig, [*KEYS, f"start={start}", f"out={out}", *given, *more])
+
+
+@pytest.fixture
+def steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pilot that finds the same on any machine."""
+    real = train.budgeted
+    monkeypatch.setattr(train, "budgeted", lambda cfg, step, seconds: real(cfg, 0.1, 0.1))
+
+
+def fitted(cfg: FitConfig) -> dict[str, Any]:
+    assert command.fitted(cfg, Path(cfg.out)) == 0
+    return json.loads((Path(cfg.out) / "fit.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("steady")
+def test_from_traffic_to_a_kept_head_and_stopped_between(start: Path, tmp_path: Path) -> None:
+    before = {p: p.read_bytes() for p in start.rglob("*") if p.is_file()}
+    whole = fitted(config(start, tmp_path / "whole"))
+    assert whole["budget"]["steps"] == 10 and whole["budget"]["every"] == 5
+    assert {p: p.read_bytes() for p in start.rglob("*") if p.is_file()} == before
+    assert [r["name"] for r in whole["later"]["drafters"]][0] == str(start)
+    assert set(whole["later"]["drafters"][1]["by_category"]) == {"a", "b"}
+    assert (tmp_path / "whole/fit.png").read_bytes()[:4] == b"\x89PNG"
+
+    cfg, real = config(start, tmp_path / "part"), command.files.write_json
+    kept: list[str] = []
+
+    def stopped(path: Path, value: Any) -> None:
+        real(path, value)
+        if path.parent.name == "stages" and path.name not in kept:
+            kept.append(path.name)
+            raise KeyboardInterrupt  # as if killed right behind every stage
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command.files, "write_json", stopped)
+        for _ in range(7):
+            with pytest.raises(KeyboardInterrupt):
+                command.fitted(cfg, Path(cfg.out))
+    part = fitted(cfg)
+    assert len(kept) == 7 and part["kept"] == whole["kept"] and part["gain"] == whole["gain"]
+    for place in ("run/best", "run/head", "head"):
+        assert weights(tmp_path / "whole" / place) == weights(tmp_path / "part" / place)
+    load_head(find_head(cfg.out), tiny_target())
+
+
+@pytest.mark.usefixtures("steady")
+def test_the_old_head_stays_where_the_new_one_is_not_better(
+    start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = fitted(config(start, tmp_path / "fit", "lr=1e-12", "general_prompts=0"))
+    assert found["kept"] == "old" and "the OLD head" in capsys.readouterr().out
+    assert weights(tmp_path / "fit/head") == weights(find_head(str(start)))
+    assert found["training"]["best_step"] == 5
+
+
+def report(lengths: list[tuple[float, float]]) -> list[dict[str, Any]]:
+    """Rows before and after of prompts with these accepted lengths."""
+    return [
+        {
+            "per_prompt": [
+                {"prompt_id": str(i), "category": "a", "accepted_length": pair[side], "cycles": 10}
+                for i, pair in enumerate(lengths)
+            ]
+        }
+        for side in (0, 1)
+    ]
+
+
+def test_only_a_paired_interval_above_one_counts() -> None:
+    old, new = report([(1.5 + i % 3, 1.6 + i % 3) for i in range(30)])
+    gain = verdict.ratio(new, old)
+    assert gain["mean"] == pytest.approx(2.6 / 2.5) and verdict.better(gain)
+    assert not verdict.better(verdict.ratio(old, new))
+    old, new = report([(2.0, 2.0 + (0.5 if i % 2 else -0.4)) for i in range(10)])
+    assert not verdict.better(verdict.ratio(new, old))
+    old, new = report([(2.0, 3.0)])
+    assert not verdict.better(verdict.ratio(new, old))  # one prompt allows no interval
+    assert verdict.ratio(new, old, "nothing")["mean"] is None
+    assert fit_table.change(verdict.ratio(new, old, "nothing")) == "–"
+
+
+def test_a_budget_becomes_steps(start: Path, tmp_path: Path) -> None:
+    cfg = config(start, tmp_path, "minutes=2", "evaluations=4")
+    budget = train.budgeted(cfg, 0.5, 5.0)
+    assert (budget.steps, budget.every) == (200, 50)
+    assert train.budgeted(cfg, 0.5, 25.0).steps == 2 * 70  # evaluations take half at most
+    with pytest.raises(UserError, match="^minutes: 2 is too short for one evaluation here"):
+        train.budgeted(cfg, 0.5, 100.0)
+    with pytest.raises(UserError, match="^minutes: "):
+        train.budgeted(cfg, 500.0, 1.0)
+
+
+def refused(*args: Any) -> str:
+    with pytest.raises(UserError) as told:
+        cfg = config(*args)
+        command.fitted(cfg, Path(cfg.out))
+    assert "\n" not in str(told.value)
+    return str(told.value)
+
+
+def test_what_is_refused(start: Path, tmp_path: Path) -> None:
+    out = tmp_path / "fit"
+    data = start.parent / "data.jsonl"
+    assert refused(start, out, f"train={data}", "later=").startswith("later: is empty")
+    assert refused(start, out, f"train={data}", "logs=x", "later=y").startswith("logs: logs and")
+    assert refused(start, out, "minutes=0").startswith("minutes: ")
+    assert refused(start, out, "lora.dropout=0.5").startswith("lora.rank: 0 is no LoRA")
+    train_alone = f"train={data}"
+    assert refused(start, out, train_alone, "later=gone.jsonl").startswith("later: cannot read")
+    assert refused(start, out, "general=gone.jsonl").startswith("general: cannot read")
+    assert refused(start, out, "against=[gone/head/at]").startswith("drafters: gone/head")
+    more = ("certify_tokens=9", "controls=gone")
+    assert refused(start, out, *more).startswith("controls: gone")
+    assert refused(tmp_path / "nothing", out).startswith("start: ")
+    assert refused(start, start / "fit").startswith("out: ")
+    assert refused(start, out, "target.hidden=64").startswith("start: ")
+    shutil.rmtree(out)
+    assert refused(start, out, "format=eagle").startswith("format=eagle: ")
+    assert refused(start, out, "lora.rank=2").startswith("lora.rank: ")  # Medusa's is stacked
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "fit", lambda *args: (_ for _ in ()).throw(UserError("pilot: here")))
+        assert refused(start, out) == "pilot: here"  # nothing was learned: other keys may come
+    (out / "budget.json").write_text("{}")
+    assert refused(start, out, "minutes=3").startswith("out: ")
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others/mine").touch()
+    assert refused(start, tmp_path / "others").startswith("out: ")
+
+
+def test_a_log_without_answers_is_refused(start: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    row = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+    log.write_text(json.dumps(row) + "\n")
+    assert refused(start, tmp_path / "fit", f"logs={log}").startswith("logs: ")
+    log.write_text("")
+    assert refused(start, tmp_path / "empty", f"logs={log}").startswith("logs: ")
+    gone = tmp_path / "gone.jsonl"
+    assert refused(start, tmp_path / "gone", f"logs={gone}").startswith("logs: ")
+
+
+def log_file(path: Path, rows: int = 60) -> Path:
+    """A log of requests and answers, as an OpenAI-style server writes them."""
+    lines = []
+    for i, line in enumerate(chats(path, rows).read_text().splitlines()):
+        user, answer = json.loads(line)["messages"]
+        choice = {"index": 0, "message": answer, "finish_reason": "stop"}
+        lines.append(
+            {
+                "request": {
+                    "model": "tiny",
+                    "messages": [user],
+                    "metadata": {"category": ("a", "b")[i % 2]},
+                },
+                "response": {"model": "tiny", "created": 1700000000 + i, "choices": [choice]},
+            }
+        )
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("steady")
+def test_logs_to_a_certified_and_exported_lora(start: Path, tmp_path: Path) -> None:
+    from tests.heads.test_lora import EAGLE
+    from train.config import EagleRun
+    from train.loop import fit
+
+    data, old = start.parent / "data.jsonl", tmp_path / "old"
+    taps = ("target.layers=4", "head.taps=[1,2,3]")
+    keys = [*EAGLE, f"data.path={data}", f"out_dir={old}", *taps]
+    fit(compose("eagle", EagleRun, keys), HEADS["eagle3"])
+    log = log_file(tmp_path / "log.jsonl")
+    more = ("lora.rank=2", "scratch=true", "certify_tokens=300", "controls=none", "format=vllm")
+    more = (*more, "target.layers=4")
+    found = fitted(config(old, tmp_path / "fit", f"logs={log}", *more))
+    assert found["traffic"]["rows"] == {"train": 48, "later": 12}
+    assert found["bytes"]["after"] < 0.5 * found["bytes"]["before"]
+    assert len(found["later"]["drafters"]) == 3
+    assert found["certificate"]["verdict"] in ("lossless", "undecided")
+    assert (tmp_path / "fit/export/outrider.json").is_file()
+    table = fit_table.markdown([{**found, "name": "a log"}])
+    assert table.count("\n") == 4 and "LoRA 2" in table
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("steady")
+def test_a_run_that_is_stopped_midway_ends_with_the_same_bits(start: Path, tmp_path: Path) -> None:
+    from tests.helpers.training import sigterm_at_update
+
+    fitted(config(start, tmp_path / "whole", "general_prompts=0"))
+    cfg = config(start, tmp_path / "part", "general_prompts=0")
+    with pytest.MonkeyPatch.context() as patch:
+        sigterm_at_update(patch, 11)  # four of them are the pilot's
+        with pytest.raises(Interrupted):
+            command.fitted(cfg, Path(cfg.out))
+    fitted(cfg)
+    assert weights(tmp_path / "whole/run/head") == weights(tmp_path / "part/run/head")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("steady")
+def test_rounds_are_learned_from(tmp_path: Path) -> None:
+    from scripts.log_rounds import RoundsConfig
+    from scripts.log_rounds import main as log_rounds
+    from train.block import BlockRun
+    from train.loop import fit
+
+    data = chats(tmp_path / "data.jsonl")
+    base = run_config(data, tmp_path / "x")
+    keys = [
+        "target=tiny",
+        *(f"target.{k}={v}" for k, v in TINY.items()),
+        "target.layers=4",
+        f"data.path={data}",
+        f"out_dir={tmp_path / 'old'}",
+        "head.block=3",
+        "head.draft_vocab=0",
+        "steps=4",
+        "batch_size=4",
+        "dtype=float32",
+        "eval.every=0",
+        "eval.parity=0",
+    ]
+    cfg = compose("block", BlockRun, keys)
+    fit(cfg, HEADS[cfg.head.kind])
+    base.target.layers = 4
+    log_rounds.__wrapped__(
+        RoundsConfig(
+            drafter=str(tmp_path / "old"),
+            out=str(tmp_path / "rounds"),
+            target=base.target,
+            prompts=str(data),
+            max_new_tokens=16,
+            dtype="float32",
+        )
+    )
+    more = [f"rounds={tmp_path / 'rounds'}", f"later={later(tmp_path / 'later.jsonl')}"]
+    keys = [*KEYS, "target.layers=4", f"start={tmp_path / 'old'}", f"out={tmp_path / 'fit'}"]
+    found = fitted(compose("fit", FitConfig, [*keys, *more]))
+    assert found["training"]["steps"] == 10

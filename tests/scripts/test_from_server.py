@@ -1,0 +1,519 @@
+"""Answers from a server: a real process on loopback that misbehaves by schedule; the file must
+not show it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import ssl
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conf.errors import Interrupted, UserError
+from conf.schema import compose
+from decode.models.load import TargetConfig
+from scripts.common.files import ROOT
+from scripts.synthesis import ledger
+from scripts.synthesis import server as openai_server
+from scripts.synthesis.questions import turns_of
+from scripts.synthesis.regenerate import Regenerator
+from scripts.synthesis.server import retry_after
+from scripts.synthesize import SynthesizeConfig, main, synthesize
+from tests.helpers.faults import fork, wait
+from tests.helpers.unruly_server import FAULTS
+from train.texts.rows import Row, raw_row, read_lines
+
+KEY = "sk-very-secret-0123456789"
+
+
+@contextlib.contextmanager
+def serving(folder: Path, **schedule: Any) -> Iterator[str]:
+    """A server process; its base_url."""
+    path = folder / "schedule.json"
+    path.write_text(json.dumps({"model": "tiny", **schedule}))
+    command = [sys.executable, str(ROOT / "tests" / "helpers" / "unruly_server.py"), str(path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}/v1"
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def config(folder: Path, url: str, **changes: Any) -> SynthesizeConfig:
+    keys: dict[str, Any] = {
+        "prompts": str(folder / "asked.jsonl"),
+        "concurrency": 8,
+        "timeout": 120.0,
+        "backoff": 0.02,
+    }
+    return SynthesizeConfig(
+        out=str(folder / "a.jsonl"),
+        target=TargetConfig(kind="tiny", vocab=260),
+        backend="openai",
+        base_url=url,
+        **{**keys, **changes},
+    )
+
+
+def asked(folder: Path, count: int = 40) -> list[list[str]]:
+    """A file of conversations with one to three user turns; what is asked."""
+    folder.mkdir(exist_ok=True)
+    turns = [[f"question {i}.{t}" for t in range(1 + i % 3)] for i in range(count)]
+    with (folder / "asked.jsonl").open("w") as file:
+        for i, row in enumerate(turns):
+            chat = [{"role": "system", "content": "be brief"}] if i % 5 == 0 else []
+            for text in row:
+                chat += [
+                    {"role": "user", "content": text},
+                    {"role": "assistant", "content": "what another model said"},
+                ]
+            file.write(json.dumps({"messages": chat}) + "\n")
+    return turns
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_context() -> Iterator[None]:
+    """To read the certificates of the system takes longer than such a run, which needs none of
+    them.
+    """
+    made = ssl.create_default_context()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", lambda *_, **__: made)
+        yield
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The file of a server without faults."""
+    folder = tmp_path_factory.mktemp("calm")
+    asked(folder)
+    with serving(folder, gather=8) as url:
+        synthesize(config(folder, url))
+        with urllib.request.urlopen(url.removesuffix("/v1") + "/peak") as reply:
+            assert int(reply.read()) == 8, "as many at a time as asked for"
+    return (folder / "a.jsonl").read_bytes()
+
+
+def test_rows_are_the_questions_in_order_with_the_servers_answers(
+    tmp_path: Path, calm: bytes
+) -> None:
+    rows = [json.loads(line) for line in calm.splitlines()]
+    assert [[m["content"] for m in r["messages"] if m["role"] == "user"] for r in rows] == asked(
+        tmp_path
+    )
+    assert [r["messages"][0]["role"] == "system" for r in rows] == [i % 5 == 0 for i in range(40)]
+    said = [m["content"] for r in rows for m in r["messages"] if m["role"] == "assistant"]
+    assert len(said) == 79 and "what another model said" not in said and len(set(said)) == 79
+    assert all(r["complete"] for r in rows)
+    (tmp_path / "data.jsonl").write_bytes(calm)
+    read = [raw_row("data", *line) for line in read_lines(tmp_path / "data.jsonl")]
+    assert all(isinstance(row, Row) for row in read), "training reads them"
+
+
+def test_a_misbehaving_server_leaves_no_trace_in_the_file(
+    tmp_path: Path, calm: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Every fault on a first and on a second request, some rows with a chain of them."""
+    asked(tmp_path)
+    faults = {f"question {i}.0": [fault] for i, fault in enumerate(FAULTS)}
+    faults |= {
+        f"question {20 + i}.{(20 + i) % 3}": [fault, "500"] for i, fault in enumerate(FAULTS)
+    }
+    faults["question 39.0"] = ["reset", "garbage", "truncated", "500", "cut", "no-http"]
+    with serving(tmp_path, faults=faults) as url:
+        synthesize(config(tmp_path, url, timeout=1.0, concurrency=16, retries=40))
+    assert (tmp_path / "a.jsonl").read_bytes() == calm
+    said = capfd.readouterr().err
+    assert (
+        "40 conversations" in said
+        and "tried again after" in said
+        and "100.0% of the answers" in said
+    )
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "a.jsonl",
+        "a.jsonl.meta.json",
+        "asked.jsonl",
+        "schedule.json",
+    ]
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, rows: int, number: int) -> None:
+    real, seen = Regenerator._converse, []
+
+    async def counted(self: Regenerator, n: int) -> Any:
+        found = await real(self, n)
+        seen.append(n)
+        if len(seen) == rows:
+            os.kill(os.getpid(), number)
+        return found
+
+    monkeypatch.setattr(Regenerator, "_converse", counted)
+
+
+@pytest.mark.parametrize("rows, number, code", [(1, signal.SIGINT, 130), (17, signal.SIGTERM, 75)])
+def test_interrupted_run_continues_to_the_same_file(
+    tmp_path: Path, calm: bytes, monkeypatch: pytest.MonkeyPatch, rows: int, number: int, code: int
+) -> None:
+    asked(tmp_path)
+    path = tmp_path / "a.jsonl"
+    with serving(
+        tmp_path, faults={"question 3.0": ["slow"]}
+    ) as url:  # one that the others overtake
+        with monkeypatch.context() as patch:
+            stop_after(patch, rows, number)
+            with pytest.raises(Interrupted, match="the same command continues") as stop:
+                synthesize(config(tmp_path, url, timeout=30.0))
+        assert stop.value.code == code
+        left = path.read_bytes() if path.exists() else b""
+        assert calm.startswith(left) and len(left.splitlines()) <= 3
+    with serving(tmp_path) as url:  # another port: the address may change
+        synthesize(config(tmp_path, url, num_conversations=20))
+        assert path.read_bytes() == b"".join(calm.splitlines(keepends=True)[:20])
+        synthesize(config(tmp_path, url))
+        assert path.read_bytes() == calm
+        synthesize(config(tmp_path, url))  # nothing to do
+        with pytest.raises(UserError, match="num_conversations: .* 40 questions, 3 asked"):
+            synthesize(config(tmp_path, url, num_conversations=3))
+        for change, named in (
+            ({"seed": 1}, "seed 0, now 1"),
+            ({"max_new_tokens": 9}, "max_new_tokens 200, now 9"),
+        ):
+            with pytest.raises(UserError, match=named):
+                synthesize(config(tmp_path, url, **change))
+    assert path.read_bytes() == calm
+
+
+@pytest.mark.parametrize("dies", [2, 4])
+def test_killed_between_file_and_record(
+    tmp_path: Path, calm: bytes, monkeypatch: pytest.MonkeyPatch, dies: int
+) -> None:
+    asked(tmp_path)
+    real, written = ledger.write_json, []
+
+    def dying(path: Path, value: Any) -> None:
+        written.append(path)
+        if len(written) == dies:
+            raise OSError(28, "No space left on device", str(path))
+        real(path, value)
+
+    monkeypatch.setattr(ledger, "write_json", dying)
+    monkeypatch.setattr("scripts.synthesis.regenerate.COMMIT_SECONDS", 0.02)
+    with serving(tmp_path, delay=0.02) as url:
+        with pytest.raises(OSError, match="No space"):
+            synthesize(config(tmp_path, url))
+        monkeypatch.setattr(ledger, "write_json", real)
+        path = tmp_path / "a.jsonl"
+        assert calm.startswith(path.read_bytes())
+        with path.open("ab") as file:
+            file.write(b'{"messages": [{"ro')  # and a line that a kill cut short
+        synthesize(config(tmp_path, url))
+    assert path.read_bytes() == calm
+    path.write_bytes(calm.replace(b"horse", b"mouse", 1))
+    with pytest.raises(UserError, match="was changed since"), serving(tmp_path) as url:
+        synthesize(config(tmp_path, url))
+    path.with_name("a.jsonl.meta.json").write_text("{")
+    with pytest.raises(UserError, match="meta.json is damaged"), serving(tmp_path) as url:
+        synthesize(config(tmp_path, url))
+
+
+@pytest.mark.parametrize(
+    "schedule, changes, message",
+    [
+        ({}, {"model": "big"}, "model: .* does not serve 'big'; it serves tiny"),
+        ({"others": ["more"]}, {}, "model: .* serves more, tiny; choose one"),
+        (
+            {"models": "500"},
+            {"retries": 1},
+            "base_url: nothing usable at .* 2 tries.*start the server",
+        ),
+        ({"models": "garbage"}, {"retries": 0}, "base_url: nothing usable .*no JSON"),
+        ({"models": "307"}, {}, "base_url: .* redirects to http://127.0.0.1:1/elsewhere"),
+        ({"key": KEY}, {}, "api_key_env: .* refuses the key .401"),
+        ({"always": "404"}, {}, "base_url: .*/chat/completions is not there .404"),
+        (
+            {"always": "500"},
+            {"retries": 1},
+            "8 questions in a row without an answer.*asked.jsonl:.*500.*goes on",
+        ),
+        (
+            {"always": "drip"},
+            {"retries": 0, "timeout": 0.3},
+            "in a row .*no whole answer within timeout=0.3 s",
+        ),
+        (
+            {"always": "429"},
+            {"timeout": 1.0, "backoff": 0.2},
+            "in a row .*429.*and nothing else for",
+        ),
+        ({"always": "400"}, {}, "in a row .*status 400"),
+        (
+            {"always": "garbage"},
+            {"num_conversations": 3, "max_failed": 1.0, "retries": 0},
+            "no answer to .*no JSON",
+        ),
+        (
+            {"always": "endless"},
+            {"num_conversations": 1, "retries": 0, "max_failed": 1.0, "timeout": 20.0},
+            "endless",
+        ),
+    ],
+)
+def test_a_server_that_cannot_serve_is_told_in_one_line(
+    tmp_path: Path, schedule: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    asked(tmp_path)
+    with serving(tmp_path, **schedule) as url, pytest.raises(UserError, match=message) as error:
+        synthesize(config(tmp_path, url, **{"max_failed": 0.5, **changes}))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
+    with serving(tmp_path) as url:  # nothing of it counts: the next run asks all of them again
+        synthesize(config(tmp_path, url, num_conversations=changes.get("num_conversations", 12)))
+    rows = (tmp_path / "a.jsonl").read_text().splitlines()
+    assert len(rows) == changes.get("num_conversations", 12)
+
+
+def test_no_server_at_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    asked(tmp_path, 2)
+    with pytest.raises(
+        UserError, match="base_url: nothing usable at http://127.0.0.1:9/v1 .no connection.*3 tries"
+    ):
+        synthesize(config(tmp_path, "http://127.0.0.1:9/v1", retries=2))
+    assert "no connection" in capfd.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["asked.jsonl"]
+
+
+def test_a_server_that_dies_in_the_middle(tmp_path: Path, calm: bytes) -> None:
+    asked(tmp_path)
+    for after, message in ((70, "and what follows it"), (30, "questions in a row")):
+        for name in ("a.jsonl", "a.jsonl.meta.json"):
+            (tmp_path / name).unlink(missing_ok=True)
+        with serving(tmp_path, dies_after=after) as url:
+            with pytest.raises(UserError, match=message):
+                synthesize(config(tmp_path, url, retries=1, max_failed=1.0, concurrency=4))
+        left = (tmp_path / "a.jsonl").read_bytes()
+        assert 0 < len(left.splitlines()) < 40 and calm.startswith(left)
+    with serving(tmp_path) as url:
+        synthesize(config(tmp_path, url))
+    assert (tmp_path / "a.jsonl").read_bytes() == calm
+
+
+def test_questions_without_an_answer_are_named_and_left_out(tmp_path: Path, calm: bytes) -> None:
+    asked(tmp_path)
+    chosen = dict(
+        zip(
+            (2, 5, 9, 14, 20, 21, 30),
+            [["400"], ["413"], ["422"], ["tool-call"], ["no-text"], ["control"], ["500"] * 3],
+            strict=True,
+        )
+    )
+    faults = {f"question {i}.0": fault for i, fault in chosen.items()}
+    with serving(tmp_path, faults=faults) as url:
+        with pytest.raises(
+            UserError, match=r"jsonl:\d+: .*5 of 40 questions have no answer, above max_failed=0.1"
+        ):
+            synthesize(config(tmp_path, url, retries=2, max_failed=0.1))
+    for name in ("a.jsonl", "a.jsonl.meta.json"):
+        (tmp_path / name).unlink(missing_ok=True)
+    with serving(tmp_path, faults=faults) as url:
+        synthesize(config(tmp_path, url, retries=2, max_failed=0.2))
+    want = [line for i, line in enumerate(calm.splitlines()) if i not in chosen]
+    assert (tmp_path / "a.jsonl").read_bytes().splitlines() == want
+    record = json.loads((tmp_path / "a.jsonl.meta.json").read_text())
+    assert [line for line, _ in record["failed"]] == [i + 1 for i in chosen]
+    reasons = [
+        "status 400",
+        "status 413",
+        "status 422",
+        "tool call",
+        "empty",
+        "control token",
+        "500, no",
+    ]
+    assert all(a in b for a, (_, b) in zip(reasons, record["failed"], strict=True)), record[
+        "failed"
+    ]
+
+
+def test_a_cut_answer_ends_its_conversation(tmp_path: Path) -> None:
+    asked(tmp_path, 12)
+    with serving(tmp_path) as url:
+        synthesize(config(tmp_path, url, max_new_tokens=45))
+    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    cut = [r for r in rows if not r["complete"]]
+    assert cut and any(r["complete"] for r in rows)
+    assert all(len(r["messages"][-1]["content"]) <= 45 for r in rows)
+    assert [len([m for m in r["messages"] if m["role"] == "user"]) for r in rows] != [
+        1 + i % 3 for i in range(12)
+    ]
+
+
+def test_the_key_comes_from_the_environment_and_stays_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked(tmp_path, 6)
+    monkeypatch.setenv("MY_KEY", KEY)
+    with serving(
+        tmp_path, key=KEY, faults={"question 1.0": ["500"], "question 2.0": ["400"]}
+    ) as url:
+        synthesize(
+            config(tmp_path, url, api_key_env="MY_KEY", max_failed=0.5)
+        )  # its error bodies repeat the key
+        with pytest.raises(UserError, match="refuses the key") as error:
+            monkeypatch.setenv("MY_KEY", KEY + "-old")
+            synthesize(config(tmp_path, url, api_key_env="MY_KEY"))
+    out = capfd.readouterr()
+    shown = out.out + out.err + str(error.value) + (tmp_path / "a.jsonl.meta.json").read_text()
+    assert KEY not in shown and "***" in shown and KEY not in (tmp_path / "a.jsonl").read_text()
+
+
+def test_token_ids_of_the_server_are_compared(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked(tmp_path, 6)
+    with serving(tmp_path) as url:
+        synthesize(config(tmp_path, url, extra_body={"return_token_ids": True}))
+        assert "100.0% of the answers have the server's tokens" in capfd.readouterr().err
+        cfg = config(tmp_path, url)
+        cfg.out = str(tmp_path / "b.jsonl")
+        real = openai_server.read_answer
+
+        def shorter(reply: Any) -> Any:
+            reply["usage"]["completion_tokens"] //= 4
+            return real(reply)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(openai_server, "read_answer", shorter)
+            synthesize(cfg)
+    said = capfd.readouterr().err
+    assert "0.0% of the answers" in said and "the server's model has another tokenizer" in said
+
+
+ROWS = {
+    b'{"prompt": "a"}': ["a"],
+    b'{"turns": ["a", "b"]}': ["a", "b"],
+    b'{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}': ["a"],
+    b'{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]}': [
+        "s",
+        "a",
+    ],
+    b"{": "is not JSON",
+    b"[]": "not an object",
+    b'{"x": 1}': "none of messages",
+    b'{"turns": "a"}': "not a list",
+    b'{"prompt": ""}': "turn 0: content is empty",
+    b'{"prompt": 3}': "no text",
+    b'{"turns": []}': "no user turn",
+    b'{"messages": [{"role": "tool", "content": "x"}]}': "tool turns",
+    b'{"messages": 3}': "not a list",
+    b'{"messages": [{"role": "assistant", "content": "x"}]}': "no user turn",
+    b'{"prompt": "\\ud800"}': "surrogate",
+    b'{"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "s"}]}': "system turn may only",
+}
+
+
+def test_forms_of_questions(tmp_path: Path) -> None:
+    for line, want in ROWS.items():
+        if isinstance(want, list):
+            assert [t["content"] for t in turns_of(line)] == want
+        else:
+            with pytest.raises(ValueError, match=want):
+                turns_of(line)
+    (tmp_path / "asked.jsonl").write_bytes(b"\n".join(ROWS))
+    with pytest.raises(
+        UserError, match=r"asked.jsonl:5: is not JSON.*; 12 of 16 questions are malformed"
+    ):
+        synthesize(config(tmp_path, "http://127.0.0.1:9/v1"))
+    (tmp_path / "asked.jsonl").write_bytes(b"{}\n")
+    with pytest.raises(UserError, match="holds no question"):
+        synthesize(config(tmp_path, "http://127.0.0.1:9/v1"))
+    with pytest.raises(UserError, match="prompts: cannot read"):
+        synthesize(config(tmp_path, "http://127.0.0.1:9/v1", prompts=str(tmp_path / "none")))
+
+
+def test_retry_after_forms() -> None:
+    soon = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(time.time() + 50))
+    assert retry_after("2.5") == 2.5 and 40 < retry_after(soon) <= 50 and retry_after("1e9") == 600
+    assert [
+        retry_after(v) for v in (None, "", "-1", "nan", "soon", "Wed, 21 Oct 2015 07:28:00 GMT")
+    ] == [0.0] * 6
+
+
+def test_keys_of_the_command_line(tmp_path: Path) -> None:
+    good = [
+        "target=tiny",
+        f"out={tmp_path}/a",
+        "backend=openai",
+        "base_url=http://h:1/v1",
+        "prompts=x",
+    ]
+    cfg = compose(
+        "synthesize",
+        SynthesizeConfig,
+        [*good, "extra_body.chat_template_kwargs.enable_thinking=false"],
+    )
+    assert (
+        cfg.extra_body == {"chat_template_kwargs": {"enable_thinking": False}}
+        and cfg.num_conversations == 0
+    )
+    bad = {
+        "base_url=h": "base_url",
+        "base_url='http://me:pw@h/v1'": "holds a name",
+        "prompts=''": "prompts: empty",
+        "timeout=0": "timeout",
+        "concurrency=0": "concurrency",
+        "max_failed=2": "max_failed",
+        "backend=x": "backend",
+        "extra_body.messages=1": "extra_body: messages",
+        "backend=local": "only with backend=openai",
+    }
+    for change, named in bad.items():
+        with pytest.raises(UserError, match=named):
+            compose("synthesize", SynthesizeConfig, [*good, change])
+
+
+def test_the_command_itself(tmp_path: Path, calm: bytes) -> None:
+    """A process of its own, stopped by SIGTERM; what it left is continued."""
+    asked(tmp_path)
+    path = tmp_path / "a.jsonl"
+    with serving(
+        tmp_path, faults={"question 30.0": ["slow"]}
+    ) as url:  # it cannot end before the signal
+        words = [
+            "backend=openai",
+            "target=tiny",
+            "target.vocab=260",
+            f"base_url={url}",
+            f"out={path}",
+            "concurrency=8",
+            f"prompts={tmp_path}/asked.jsonl",
+        ]
+
+        def command() -> int:
+            with pytest.raises(SystemExit) as end:
+                main(words)
+            return int(end.value.code or 0)
+
+        child = fork(command, tmp_path / "said.txt")
+        while not (path.exists() and path.stat().st_size):
+            assert os.waitpid(child, os.WNOHANG) == (0, 0), (tmp_path / "said.txt").read_text()
+            time.sleep(0.02)
+        os.kill(child, signal.SIGTERM)
+        code, said = wait(child), (tmp_path / "said.txt").read_text()
+        assert code == 75 and "Traceback" not in said, said
+        assert "the same command continues" in said.splitlines()[-1]
+        left = path.read_bytes()
+        assert left and left != calm and calm.startswith(left)
+        synthesize(config(tmp_path, url))
+    assert path.read_bytes() == calm

@@ -1,0 +1,270 @@
+"""format=gguf: what lands in the file, read back by a reader that shares no code with the
+writer; what is refused; damaged files."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from conf.errors import UserError
+from decode.models.load import TargetConfig, load_target
+from heads import save_head
+from heads.interop import gguf_write
+from heads.interop.gguf_read import read_gguf
+from scripts.export import main
+from scripts.serving import gguf_export
+from scripts.serving.gguf_reader import Served
+from tests.helpers.interop import DEEP, deep_target, random_head
+
+FEW = ("max_new_tokens=4",)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return deep_target()
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "p.jsonl"
+    path.write_text('{"prompt": "a slow horse"}\n{"prompt": "go"}\n')
+    return path
+
+
+def saved(path: Path, target, kind: str = "eagle3", **keys) -> Path:
+    save_head(random_head(target, kind, **keys), path / "run/head", target.identity, {"step": 7})
+    return path / "run"
+
+
+def run(prompts: Path, *args: str, **shape) -> int:
+    keys = [f"target.{k}={v}" for k, v in {**DEEP, **shape}.items()]
+    with pytest.raises(SystemExit) as stop:
+        main(["target=tiny", *keys, f"prompts={prompts}", "device=cpu", "format=gguf", *FEW, *args])
+    return int(stop.value.code or 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "q8_0"])
+def test_a_head_becomes_one_checked_file(target, prompts, tmp_path: Path, dtype: str) -> None:
+    source, out = saved(tmp_path, target), tmp_path / "out"
+    assert run(prompts, f"drafter={source}", f"out={out}", f"dtype={dtype}") == 0
+    file = read_gguf(out / "draft.gguf")
+    assert file.fields["general.architecture"] == "eagle3"
+    assert file.fields["eagle3.target_layers"] == [2, 4, 5]
+    assert len(file.fields["tokenizer.ggml.tokens"]) == target.vocab_size
+    head = random_head(target, "eagle3")
+    assert torch.equal(file.tensors["d2t"], head.ids())  # absolute ids, not our offsets
+    kinds = {"float32": "f32", "float16": "f16", "q8_0": "q8_0"}
+    assert file.types["fc.weight"] == kinds[dtype]
+    assert file.types["output_norm.weight"] == "f32"
+    manifest = json.loads((out / "outrider.json").read_text())
+    assert set(manifest["files"]) == {"draft.gguf", "README.md", "expected.json"}
+    assert manifest["check"]["draft_tokens_equal"] == 6 and manifest["dtype"] == dtype
+    assert "--spec-type draft-eagle3 --spec-draft-n-max 3" in (out / "README.md").read_text()
+
+
+def test_the_package_reads_what_we_read(target, prompts, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run(prompts, f"drafter={saved(tmp_path, target)}", f"out={out}", "dtype=q8_0") == 0
+    mine = read_gguf(out / "draft.gguf")
+    theirs = gguf.GGUFReader(out / "draft.gguf")
+    assert {t.name for t in theirs.tensors} == set(mine.tensors)
+    for tensor in theirs.tensors:
+        if tensor.name == "d2t":
+            continue
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        wanted = torch.from_numpy(np.array(values, np.float64))
+        assert torch.equal(mine.tensors[tensor.name].double().flatten(), wanted.flatten())
+    assert mine.fields["eagle3.block_count"] == theirs.fields["eagle3.block_count"].contents()
+
+
+@pytest.mark.parametrize("norm", ["norm_joined", "norm_before_residual"])
+def test_norms_that_llama_cpp_has(target, prompts, tmp_path: Path, norm: str) -> None:
+    source, out = saved(tmp_path, target, **{norm: True}), tmp_path / "out"
+    assert run(prompts, f"drafter={source}", f"out={out}") == 0
+    fields = read_gguf(out / "draft.gguf").fields
+    assert fields["eagle3.norm_before_fc"] == (norm == "norm_joined")
+    assert fields["eagle3.norm_before_residual"] == (norm == "norm_before_residual")
+
+
+@pytest.mark.parametrize(
+    "kind, keys, said",
+    [
+        ("eagle3", {"norm_before_fc": True}, "head.norm_before_fc"),
+        ("eagle3", {"norm_output": True}, "head.norm_output"),
+        ("eagle3", {"taps": [2, 4]}, "head.taps"),
+        ("eagle3", {"taps": [2, 4, 8]}, "head.taps: 8"),
+        ("eagle3", {"layers": 2}, "head.layers"),
+        ("medusa", {}, "medusa"),
+        ("hydra_heads", {}, "hydra_heads"),
+        ("eagle1", {}, "eagle1"),
+        ("eagle3", {"parallel": True, "steps": 3, "mask_token": 259}, "head.parallel"),
+        ("dflash", {"mask_token": -1}, "head.mask_token"),
+        ("dspark", {"markov_rank": 0}, "head.markov_rank"),
+        ("dflash", {"taps": [0, 4]}, "head.taps: 0"),
+    ],
+)
+def test_heads_that_it_cannot_run_are_refused_by_key(
+    target, prompts, tmp_path: Path, kind: str, keys: dict, said: str, capsys
+) -> None:
+    source, out = saved(tmp_path, target, kind, **keys), tmp_path / "out"
+    assert run(prompts, f"drafter={source}", f"out={out}") == 2
+    error = capsys.readouterr().err.strip()
+    assert said in error and "\n" not in error and not out.exists()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "q8_0"])
+@pytest.mark.parametrize(
+    "kind, keys", [("dflash", {"causal": True}), ("dflash", {}), ("dspark", {})]
+)
+def test_a_block_head_becomes_one_checked_file(
+    target, prompts, tmp_path: Path, kind: str, keys: dict, dtype: str
+) -> None:
+    """Also where fc has to take the features' divisors."""
+    head = random_head(target, kind, **keys)
+    head.net.scale.uniform_(0.5, 3.0)
+    save_head(head, tmp_path / "run/head", target.identity, {"step": 7})
+    out = tmp_path / "out"
+    assert run(prompts, f"drafter={tmp_path / 'run'}", f"out={out}", f"dtype={dtype}") == 0
+    file = read_gguf(out / "draft.gguf")
+    assert file.fields["general.architecture"] == "dflash"
+    assert file.fields["dflash.target_layers"] == list(head.taps)
+    assert file.fields["dflash.block_size"] == head.cfg.block
+    assert file.fields["dflash.attention.causal"] == head.cfg.causal
+    assert file.fields["tokenizer.ggml.mask_token_id"] == 259
+    assert ("markov_w1.weight" in file.tensors) == (kind == "dspark")
+    card = (out / "README.md").read_text()
+    assert f"--spec-type draft-{kind} --spec-draft-n-max 3 " in card
+
+
+@pytest.mark.parametrize("name", ["fc.weight", "blk.0.attn_q.weight", "d2t", "output_norm.weight"])
+def test_a_file_that_drafts_otherwise_never_appears(
+    target, prompts, tmp_path: Path, name: str, monkeypatch, capsys
+) -> None:
+    whole = gguf_write.write
+
+    def broken(path: Path, model: gguf_write.GgufModel, dtype: str) -> None:
+        value = model.tensors[name]
+        model.tensors[name] = value.roll(1, 0)
+        whole(path, model, dtype)
+
+    monkeypatch.setattr(gguf_export.gguf_write, "write", broken)
+    source, out = saved(tmp_path, target), tmp_path / "out"
+    assert run(prompts, f"drafter={source}", f"out={out}") == 2
+    assert "the export" in capsys.readouterr().err
+    assert {p.name for p in tmp_path.iterdir()} == {"run"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "q8_0"])
+def test_the_target_itself(target, prompts, tmp_path: Path, dtype: str) -> None:
+    out = tmp_path / "out"
+    assert run(prompts, "drafter=none", f"out={out}", f"dtype={dtype}") == 0
+    served = Served(out / "target.gguf", torch.zeros(0))
+    ids = torch.tensor([5, 77, 200, 31])
+    theirs = served.logits(ids)
+    mine = target.model(ids[None]).logits[0, -1]
+    assert float((mine - theirs).abs().max()) < (1e-4 if dtype == "float32" else 0.3)
+    assert json.loads((out / "outrider.json").read_text())["kind"] == "target"
+
+
+def test_a_model_folder_as_separate_draft(target, prompts, tmp_path: Path) -> None:
+    draft = load_target(TargetConfig(kind="tiny", **{**DEEP, "layers": 2}), "float32", "cpu")
+    draft.model.save_pretrained(tmp_path / "small")
+    draft.tokenizer.save_pretrained(tmp_path / "small")
+    out = tmp_path / "out"
+    assert run(prompts, f"drafter={tmp_path / 'small'}", f"out={out}") == 0
+    assert read_gguf(out / "draft.gguf").fields["llama.block_count"] == 2
+
+
+def test_scaled_rotary_positions_are_written_as_factors() -> None:
+    layer = {
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    }
+    factors = gguf_write.rope_factors(layer)["rope_freqs.weight"]
+    assert torch.allclose(factors, torch.full((4,), 4.0))
+    layer["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+    with pytest.raises(UserError, match="rope_type: yarn"):
+        gguf_write.rope_factors(layer)
+
+
+def test_the_tokenizer_of_a_gguf_file(target, prompts, tmp_path: Path, capsys) -> None:
+    first, out = tmp_path / "target", tmp_path / "out"
+    assert run(prompts, "drafter=none", f"out={first}") == 0
+    copied = f"tokenizer_from={first / 'target.gguf'}"
+    source = saved(tmp_path, target)
+    assert run(prompts, f"drafter={source}", f"out={out}", copied) == 0
+    mine, theirs = (read_gguf(p).fields for p in (out / "draft.gguf", first / "target.gguf"))
+    words = {k for k in theirs if k.startswith("tokenizer.")}
+    assert words and all(mine[k] == theirs[k] for k in words)
+    small = tmp_path / "small"
+    assert run(prompts, "drafter=none", f"out={small}", vocab=261) == 0
+    other = f"tokenizer_from={small / 'target.gguf'}"
+    assert run(prompts, f"drafter={source}", f"out={tmp_path / 'no'}", other) == 2
+    assert "holds 261 tokens, the target 260" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e9])
+def test_numbers_that_the_type_cannot_hold(target, prompts, tmp_path, value, capsys) -> None:
+    source = saved(tmp_path, target)
+    words = gguf_write.tokenizer_fields(target, None)
+    model = gguf_write.eagle3(random_head(target, "eagle3"), target, words)
+    model.tensors["fc.weight"][0, 0] = value
+    with pytest.raises(UserError, match="fc.weight"):
+        gguf_write.write(tmp_path / "x.gguf", model, "float16")
+    assert source.exists()
+
+
+def sound_file(path: Path) -> bytes:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_uint32("llama.block_count", 1)
+    writer.add_tensor("a", np.arange(64, dtype=np.float32).reshape(2, 32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path.read_bytes()
+
+
+def test_damaged_files_are_told_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    whole = sound_file(path)
+    assert torch.equal(read_gguf(path).tensors["a"].flatten(), torch.arange(64.0))
+    huge = whole[:8] + struct.pack("<Q", 1 << 62) + whole[16:]
+    damaged = {
+        "empty": b"",
+        "other": b"PK\x03\x04" + whole[4:],
+        "version": whole[:4] + struct.pack("<I", 9) + whole[8:],
+        "huge": huge,
+        **{f"cut {n}": whole[:n] for n in range(4, len(whole), 7)},
+    }
+    for name, data in damaged.items():
+        path.write_bytes(data)
+        with pytest.raises(UserError) as told:
+            read_gguf(path)
+        assert "\n" not in str(told.value), name
+    with pytest.raises(UserError, match="cannot be read"):
+        read_gguf(tmp_path / "absent.gguf")
+
+
+def test_flipped_bytes_never_crash(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    whole = sound_file(path)
+    header = len(whole) - 256
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        data = bytearray(whole)
+        data[int(rng.integers(0, header))] = int(rng.integers(0, 256))
+        path.write_bytes(bytes(data))
+        try:
+            read_gguf(path)
+        except UserError as told:
+            assert "\n" not in str(told)

@@ -1,0 +1,429 @@
+"""scripts/import_head.py: published layouts from their documented shapes, broken files named,
+wrong conventions found."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from conf.errors import UserError
+from heads import load_head, save_head
+from heads.interop import detect, read_folder
+from heads.names import Draft
+from scripts.import_head import main
+from scripts.serving import probe as acceptance_probe
+from tests.helpers.interop import DEEP, change, deep_target, folder, random_head
+
+
+@pytest.fixture(scope="module")
+def target():
+    return deep_target()
+
+
+def read(path: Path, target, format: str = "auto"):
+    foreign = read_folder(path)
+    return detect(foreign, format).read(foreign, target)
+
+
+def run(*args: str) -> int:
+    with pytest.raises(SystemExit) as stop:
+        main(["target=tiny", *(f"target.{k}={v}" for k, v in DEEP.items()), "device=cpu", *args])
+    return int(stop.value.code or 0)
+
+
+# -- published layouts, built from their documented names and shapes
+
+D, V, A, G, INNER, VD = 32, 260, 32, 16, 64, 40
+LLAMA = {
+    "hidden_size": D,
+    "intermediate_size": INNER,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": V,
+    "max_position_embeddings": 1024,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "model_type": "llama",
+}
+
+
+def weights(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {k: torch.randn(s, generator=generator).mul_(0.1).to(dtype) for k, s in shapes.items()}
+
+
+def body(prefix: str, wide: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{prefix}self_attn.q_proj.weight": (A, wide),
+        f"{prefix}self_attn.k_proj.weight": (G, wide),
+        f"{prefix}self_attn.v_proj.weight": (G, wide),
+        f"{prefix}self_attn.o_proj.weight": (D, A),
+        f"{prefix}mlp.gate_proj.weight": (INNER, D),
+        f"{prefix}mlp.up_proj.weight": (INNER, D),
+        f"{prefix}mlp.down_proj.weight": (D, INNER),
+        f"{prefix}post_attention_layernorm.weight": (D,),
+    }
+
+
+def published(path: Path, name: str) -> Path:
+    """Folders as FasterDecoding, SafeAILab and the speculators package publish them."""
+    path.mkdir()
+    if name == "medusa":  # a pickle, heads as a list
+        shapes = {f"{k}.0.linear.weight": (D, D) for k in range(3)} | {
+            f"{k}.0.linear.bias": (D,) for k in range(3)
+        }
+        tensors = weights(shapes | {f"{k}.1.weight": (V, D) for k in range(3)}, torch.float16)
+        config: dict = {
+            "medusa_num_heads": 3,
+            "medusa_num_layers": 1,
+            "base_model_name_or_path": "lmsys/vicuna-7b",
+        }
+        torch.save(tensors, path / "medusa_lm_head.pt")
+    elif name == "eagle1":  # fc with a bias, the embedding along
+        tensors = weights(
+            {"fc.weight": (D, 2 * D), "fc.bias": (D,), **body("layers.0.", D)}, torch.float16
+        )
+        config = {**LLAMA, "architectures": ["LlamaForCausalLM"], "bias": True}
+        torch.save(tensors, path / "pytorch_model.bin")
+    else:
+        prefix = "midlayer." if name == "eagle3" else "layers.0."
+        shapes = {
+            "fc.weight": (D, 3 * D),
+            f"{prefix}hidden_norm.weight": (D,),
+            f"{prefix}input_layernorm.weight": (D,),
+            "norm.weight": (D,),
+            "lm_head.weight": (VD, D),
+            **body(prefix, 2 * D),
+        }
+        tensors = weights(shapes, torch.bfloat16)
+        ids = torch.arange(0, 6 * VD, 6) + torch.arange(VD) % 3
+        ids[:3] = torch.arange(3)
+        t2d = torch.zeros(V, dtype=torch.bool)
+        t2d[ids] = True
+        tensors |= {"d2t": ids - torch.arange(VD), "t2d": t2d}
+        config = {**LLAMA, "architectures": ["LlamaForCausalLM"], "draft_vocab_size": VD}
+        if name == "eagle3":
+            torch.save(tensors, path / "pytorch_model.bin")
+        else:
+            verifier = {"name_or_path": "org/model", "architectures": ["LlamaForCausalLM"]}
+            greedy = {"proposal_type": "greedy", "speculative_tokens": 4}
+            config = {
+                "speculators_model_type": "eagle3",
+                "architectures": ["Eagle3Speculator"],
+                "draft_vocab_size": VD,
+                "transformer_layer_config": LLAMA,
+                "norm_before_residual": True,
+                "speculators_config": {
+                    "algorithm": "eagle3",
+                    "proposal_methods": [greedy],
+                    "verifier": verifier,
+                },
+            }
+            save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("name", ["medusa", "eagle1", "eagle3", "speculators"])
+def test_published_layouts_import_and_load(target, tmp_path: Path, name: str) -> None:
+    source, out = published(tmp_path / "in", name), tmp_path / "out"
+    assert run(f"from={source}", f"out={out}", "probe=false") == 0
+    head = load_head(out, target)
+    kind = "eagle3" if name == "speculators" else name
+    assert head.kind == kind and head.drafter(target, Draft(shape="chain")).max_depth >= 3
+    card = json.loads((out / "head.json").read_text())
+    assert card["target"] == target.identity.to_json()
+    assert card["extra"]["imported"]["dtype"] == {"medusa": "float16", "eagle1": "float16"}.get(
+        name, "bfloat16"
+    )
+    if name == "eagle1":
+        assert head.cfg.fc_bias and bool(
+            head.net.fc.bias.any()
+        )  # kept: ours can run it, vLLM could not
+    if name == "speculators":
+        assert head.cfg.norm_before_residual and head.cfg.depth == 4
+    if kind == "eagle3":
+        assert head.taps == (2, 4, 5) and head.ids().numel() == VD
+
+
+# -- what the file itself shows
+
+
+def drop(name: str):
+    return lambda t: t.pop(name)
+
+
+def put(name: str, make):
+    return lambda t: t.update({name: make(t)})
+
+
+BROKEN = [
+    ("medusa", drop("1.0.linear.bias"), None, r"1\.0\.linear\.bias: missing"),
+    ("medusa", drop("2.1.weight"), None, r"2\.1\.weight: missing"),
+    ("medusa", put("0.1.weight", lambda t: t["0.1.weight"].T), None, r"0\.1\.weight: .*transposed"),
+    (
+        "medusa",
+        put("0.1.weight", lambda t: t["0.1.weight"][:100]),
+        None,
+        r"0\.1\.weight: its shape is \[100, 32\]",
+    ),
+    (
+        "medusa",
+        put("0.1.bias", lambda t: torch.zeros(V)),
+        None,
+        r"0\.1\.bias: unknown, a bias where",
+    ),
+    (
+        "medusa",
+        put("0.0.linear.weight", lambda t: t["0.0.linear.weight"].to(torch.int64)),
+        None,
+        "dtype is int64",
+    ),
+    ("medusa", None, {"medusa_num_heads": 5}, "asks for 5 heads, the weights hold 3"),
+    ("eagle1", drop("fc.weight"), None, "no known head"),
+    ("eagle1", None, {"bias": False}, r"fc\.bias: a bias where none is expected"),
+    (
+        "eagle1",
+        put("layers.0.self_attn.q_proj.bias", lambda t: torch.zeros(A)),
+        None,
+        "q_proj.bias: unknown, a bias",
+    ),
+    ("eagle1", put("fc.weight", lambda t: t["fc.weight"].T), None, r"fc\.weight: .*transposed"),
+    ("eagle1", None, {"hidden_size": 48}, "hidden_size: 48"),
+    ("eagle1", None, {"num_attention_heads": 8, "head_dim": 8}, r"q_proj\.weight: its shape"),
+    ("eagle1", None, {"hidden_size": 10**18}, "hidden_size is 1000000000000000000"),
+    ("eagle3", drop("midlayer.hidden_norm.weight"), None, r"hidden_norm\.weight: missing"),
+    (
+        "eagle3",
+        put("lm_head.weight", lambda t: t["lm_head.weight"].T),
+        None,
+        r"lm_head\.weight: .*transposed",
+    ),
+    (
+        "eagle3",
+        put("norm.weight", lambda t: t["norm.weight"] * float("nan")),
+        None,
+        "NaN or infinite",
+    ),
+    ("eagle3", put("fc.bias", lambda t: torch.zeros(D)), None, r"fc\.bias: unknown, a bias where"),
+    (
+        "eagle3",
+        put("d2t", lambda t: t["d2t"] + torch.arange(VD)),
+        None,
+        "d2t: holds absolute token ids",
+    ),
+    ("eagle3", put("d2t", lambda t: t["d2t"].int()), None, "d2t: its dtype is int32"),
+    ("eagle3", put("d2t", lambda t: t["d2t"].flip(0)), None, "d2t: "),
+    ("eagle3", put("t2d", lambda t: ~t["t2d"]), None, "t2d: marks"),
+    ("eagle3", None, {"draft_vocab_size": 99}, "draft_vocab_size: 99"),
+    ("eagle3", None, {"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, "expected ascending numbers"),
+    (
+        "eagle3",
+        None,
+        {"eagle_aux_hidden_state_layer_ids": [2, 4]},
+        r"fc\.weight: its shape is \[32, 96\]",
+    ),
+    ("eagle3", None, {"fc_norm": True}, r"fc_norm\.0\.weight: missing"),
+    ("eagle3", None, {"attention_bias": True}, "attention_bias is true"),
+    (
+        "speculators",
+        put("embed_tokens.weight", lambda t: torch.zeros(V, D)),
+        None,
+        "embed_tokens.weight: differs",
+    ),
+    ("speculators", drop("fc.weight"), None, r"fc\.weight: missing"),
+]
+
+
+@pytest.mark.parametrize("name, edit, settings, said", BROKEN)
+def test_every_broken_file_is_refused_by_name(
+    target, tmp_path: Path, name: str, edit, settings, said: str
+) -> None:
+    path = published(tmp_path / "in", name)
+    pickled = next((p for p in path.iterdir() if p.suffix in (".bin", ".pt")), None)
+    if pickled is not None:  # the same tensors as safetensors, which is what the edit helper reads
+        save_file(
+            {k: v.contiguous() for k, v in torch.load(pickled, weights_only=True).items()},
+            path
+            / {"medusa_lm_head.pt": "medusa_lm_head.safetensors"}.get(
+                pickled.name, "model.safetensors"
+            ),
+        )
+        pickled.unlink()
+    read(path, target)  # sound before
+    change(path, edit, (lambda c: c.update(settings)) if settings else None)
+    with pytest.raises(UserError, match=said):
+        read(path, target)
+
+
+def test_absolute_ids_are_seen_without_t2d(target, tmp_path: Path) -> None:
+    path = published(tmp_path / "in", "speculators")
+    change(path, lambda t: (t.pop("t2d"), t.update(d2t=torch.arange(0, 2 * VD, 2))))
+    with pytest.raises(UserError, match="rises with every entry, as absolute token ids do"):
+        read(path, target)
+
+
+def test_native_medusa_biases_need_their_flag(target, tmp_path: Path) -> None:
+    path = folder(tmp_path / "in", target, random_head(target, "medusa"), "vllm")
+    change(path, None, lambda c: c.pop("medusa_fc_bias"))
+    with pytest.raises(UserError, match="medusa_fc_bias"):
+        read(path, target)
+
+
+@pytest.mark.parametrize("what", ["no weights", "cut", "shard", "manifest", "json", "folder"])
+def test_half_written_folders_are_named(target, tmp_path: Path, what: str) -> None:
+    path = published(tmp_path / "in", "speculators")
+    file = path / "model.safetensors"
+    if what == "no weights":
+        file.rename(path / "model.safetensors.incomplete")
+        said = "half-written"
+    elif what == "cut":
+        file.write_bytes(file.read_bytes()[:-100])
+        said = "model.safetensors: cannot be read"
+    elif what == "shard":
+        file.rename(path / "model-00001-of-00002.safetensors")
+        index = {
+            "weight_map": {
+                "a": "model-00001-of-00002.safetensors",
+                "b": "model-00002-of-00002.safetensors",
+            }
+        }
+        (path / "model.safetensors.index.json").write_text(json.dumps(index))
+        said = "model-00002-of-00002.safetensors is missing"
+    elif what == "manifest":
+        listed = {"model.safetensors": {"sha256": "0" * 64}}
+        (path / "outrider.json").write_text(json.dumps({"engine_format": "vllm", "files": listed}))
+        said = "damaged"
+    elif what == "json":
+        (path / "config.json").write_text('{"speculators_model')
+        said = "config.json: no readable JSON"
+    else:
+        path, said = tmp_path / "none", "is no folder"
+    with pytest.raises(UserError, match=said):
+        read(path, target)
+
+
+def test_a_pickle_that_would_run_code_does_not(target, tmp_path: Path) -> None:
+    path, mark = published(tmp_path / "in", "medusa"), tmp_path / "ran"
+
+    class Bomb:
+        def __reduce__(self):
+            return os.system, (f"touch {mark}",)
+
+    torch.save({"0.0.linear.weight": Bomb()}, path / "medusa_lm_head.pt")
+    with pytest.raises(UserError, match="would call .*system"):
+        read(path, target)
+    assert not mark.exists()
+
+
+def test_names_that_leave_the_folder_are_refused(target, tmp_path: Path) -> None:
+    path = published(tmp_path / "in", "speculators")
+    (path / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    (path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "../outside.safetensors"}})
+    )
+    with pytest.raises(UserError, match="outside the folder"):
+        read(path, target)
+
+
+# -- the command
+
+
+def test_the_command_writes_a_head_or_nothing(target, tmp_path: Path, capsys) -> None:
+    source, out = published(tmp_path / "in", "eagle3"), tmp_path / "out"
+    assert run(f"from={source}", f"out={out}", "probe=false") == 0
+    assert (
+        run(f"from={source}", f"out={out}", "probe=false") == 2
+        and "overwrite=true" in capsys.readouterr().err
+    )
+    assert run(f"from={source}", f"out={out}", "probe=false", "overwrite=true") == 0
+    assert run(f"from={source}", f"out={source}", "probe=false", "overwrite=true") == 2
+    assert run(f"from={source}", f"out={tmp_path / 'x'}", "probe=false", "format=medusa") == 2
+    assert "holds a eagle3 head" in capsys.readouterr().err and not (tmp_path / "x").exists()
+    assert run("--help") == 0 and re.search(r"^  from\(required\)", capsys.readouterr().out, re.M)
+
+
+def test_an_export_for_another_target_is_refused(target, tmp_path: Path, capsys) -> None:
+    path = folder(tmp_path / "in", target, random_head(target, "eagle3"), "vllm")
+    other = {**target.identity.to_json(), "weights_sha256": "0" * 64}
+    (path / "outrider.json").write_text(
+        json.dumps({"engine_format": "vllm", "files": {}, "target": other})
+    )
+    assert run(f"from={path}", f"out={tmp_path / 'out'}", "probe=false") == 2
+    assert "exported for another target (weights_sha256" in capsys.readouterr().err
+
+
+# -- what only behaviour shows; heads that draft well come from tests.helpers.interop.taught
+
+
+def test_conventions_that_only_behaviour_shows_are_named(target) -> None:
+    """Each convention of a random head read as written accepts what its twin accepts when read
+    back.
+    """
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 259, (6,), generator=generator).tolist() for _ in range(3)]
+    batch = acceptance_probe.answers(target, prompts, 8)
+    for kind in ("eagle1", "eagle3", "medusa"):
+        head = random_head(target, kind)
+        base = acceptance_probe.accepted(head, batch, target)[1]
+        names = []
+        for name, _, twin in acceptance_probe.conventions(head):
+            names.append(name)
+            back = {n: t for n, _, t in acceptance_probe.conventions(twin)}
+            undo = {
+                "taps_plus_1": "taps_minus_1",
+                "taps_minus_1": "taps_plus_1",
+                "fc_120": "fc_201",
+                "fc_201": "fc_120",
+            }.get(name, name)
+            assert acceptance_probe.accepted(back[undo], batch, target)[1].equal(base), name
+        wanted = {
+            "eagle1": {"fc_halves", "transpose_o_proj"},
+            "medusa": {"transpose_blocks"},
+            "eagle3": {
+                "taps_plus_1",
+                "taps_minus_1",
+                "fc_210",
+                "transpose_o_proj",
+                "attention_halves",
+            },
+        }
+        assert wanted[kind] <= set(names)
+
+
+def test_the_probe_takes_another_convention_only_when_it_is_clearly_better() -> None:
+    from scripts.serving.probe import Reading, fitting
+
+    written = Reading("as_written", "", 0.40, -9.0)
+    assert (
+        fitting([written, Reading("a", "", 0.43, -8.9, 2.0), Reading("b", "", 0.39, -8.0, 9.0)])
+        is written
+    )
+    clear = Reading("c", "", 0.60, -7.0, 8.0)
+    assert fitting([written, Reading("a", "", 0.50, -8.0, 5.0), clear]) is clear
+    hopeless = Reading(
+        "as_written", "", 0.014, -12.785
+    )  # it drafts under none: what seems better is noise
+    assert fitting([hopeless, Reading("a", "", 0.014, -12.774, 9.0)]) is hopeless
+
+
+def test_a_saved_import_exports_again(target, tmp_path: Path) -> None:
+    source = published(tmp_path / "in", "eagle3")
+    head = read(source, target)
+    save_head(head, tmp_path / "head", target.identity, {})
+    again = folder(tmp_path / "again", target, load_head(tmp_path / "head", target), "eagle")
+    first = {
+        k: v.float() if v.is_floating_point() else v for k, v in read_folder(source).tensors.items()
+    }
+    second = load_file(again / "model.safetensors")
+    assert second.keys() == first.keys() and all(
+        torch.equal(v, first[k]) for k, v in second.items()
+    )

@@ -1,0 +1,253 @@
+"""What users type and hand in, through the commands themselves: one line that names the key or
+file:line, never a traceback; and no second process in a folder that is being written."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decode.models.load import TargetConfig, load_target
+from decode.sampling import Sampling
+from scripts import certify, chat, evaluate, export, prove, synthesize, tune
+from scripts.common import files
+from scripts.common.prompts import Prompt
+from scripts.proofs.controls import certificates as certificate_controls
+from scripts.scoring import contest
+from scripts.scoring.assisted import assistants
+from scripts.scoring.contest import Lane, Settings, request_id, run_contest
+from scripts.scoring.reference import hf_generate
+from tests.helpers import pictures
+from tests.helpers.training import TINY
+
+TARGET = ["target=tiny", *(f"target.{k}={v}" for k, v in TINY.items())]
+HALF = "half of a surrogate pair"
+Command = Callable[[list[str]], Any]
+
+
+def code(command: Command, *args: str) -> int:
+    with pytest.raises(SystemExit) as stop:
+        command([*TARGET, *args])
+    return int(stop.value.code or 0)
+
+
+def one_line(capsys: Any) -> str:
+    said = capsys.readouterr().err
+    assert "Traceback" not in said and said.count("\n") == 1, said
+    return str(said)
+
+
+# -- half an emoji
+
+
+def rows(path: Path, *texts: str) -> Path:
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.mark.parametrize(
+    "command, more",
+    [
+        (evaluate.main, ["drafters=[none]"]),
+        (certify.main, ["drafter=ngram"]),
+        (tune.command, ["drafter=ngram"]),
+    ],
+)
+def test_half_an_emoji_in_a_prompt(
+    command: Command, more: list[str], tmp_path: Path, capsys: Any
+) -> None:
+    path = rows(tmp_path / "p.jsonl", "cut \ud83d")
+    assert code(command, f"prompts={path}", f"out={tmp_path}/out", "device=cpu", *more) == 2
+    said = one_line(capsys)
+    assert f"{path}:1: prompt holds {HALF}" in said, said
+
+
+def test_half_an_emoji_leaves_the_other_prompts(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """And a prompt that fills the context goes the same way: left out, named, exit code 3."""
+    pictures.left_out(monkeypatch)
+    path = rows(tmp_path / "p.jsonl", "cut \ud83d", "one two one two", "long " * 300, "three")
+    out = tmp_path / "out"
+    assert (
+        code(
+            evaluate.main,
+            f"prompts={path}",
+            f"out={out}",
+            "device=cpu",
+            "dtype=float32",
+            "drafters=[none]",
+            "max_new_tokens=4",
+            "quiet=true",
+        )
+        == 3
+    )
+    report = json.loads((out / "report.json").read_text())
+    reasons = {row["name"]: row["reason"] for row in report["skipped"]}
+    assert reasons.keys() == {"p.jsonl:1", "3"} and HALF in reasons["p.jsonl:1"]
+    assert (
+        "prompts: 3 has" in reasons["3"]
+        and "context holds 1024; shorten or remove it" in reasons["3"]
+    )
+    assert report["settings"]["num_prompts"] == 2
+    rows(path, "long " * 300)
+    assert (
+        code(
+            evaluate.main,
+            f"prompts={path}",
+            f"out={out}",
+            "device=cpu",
+            "drafters=[none]",
+            "quiet=true",
+        )
+        == 2
+    )
+    assert "prompts: 1 has" in one_line(capsys)
+
+
+def test_half_an_emoji_in_a_conversation(monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("cut \ud83d\n"))
+    assert code(chat.main, "temperature=0", "max_new_tokens=2") == 2
+    assert f"message: the user's text holds {HALF}" in one_line(capsys)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n"), encoding="utf-8"))
+    assert code(chat.main, "temperature=0", "max_new_tokens=2") == 2
+    assert "message: standard input is no utf-8 text" in one_line(capsys)
+
+
+def test_half_an_emoji_in_a_question_for_a_server(tmp_path: Path, capsys: Any) -> None:
+    path = rows(tmp_path / "p.jsonl", "cut \ud83d")
+    with pytest.raises(SystemExit) as stop:
+        synthesize.main(
+            [
+                "backend=openai",
+                "base_url=http://localhost:9/v1",
+                "model=m",
+                f"prompts={path}",
+                f"out={tmp_path}/o.jsonl",
+            ]
+        )
+    assert stop.value.code == 2 and f"{path}:1: turn 0: holds {HALF}" in one_line(capsys)
+
+
+# -- seeds and ids
+
+
+def test_seeds_that_no_generator_takes(tmp_path: Path, capsys: Any) -> None:
+    for seed in (1 << 63, -1, 10**40):
+        assert code(evaluate.main, f"out={tmp_path}/out", f"seed={seed}") == 2
+        assert f"seed: {seed} is outside 0..2**63 - 1; set seed={seed % 2**63}" in one_line(capsys)
+
+
+def test_references_take_every_seed() -> None:
+    target = load_target(TargetConfig(kind="tiny", **TINY), "float32", "cpu")
+    asked = [contest.Request([5, 6, 7], 3, id=request_id(3, 70))]
+    for seed in (
+        1_763_000_000_000_000_000,
+        (1 << 63) - 1,
+    ):  # a time in nanoseconds, and the largest
+        for row in (
+            lambda s: hf_generate(target, asked, Sampling(1.0), seed=s),
+            lambda s: assistants("hf_prompt_lookup", target, None)[0][1](asked, Sampling(1.0), s),
+        ):
+            assert row(seed).generations[0].token_ids
+
+
+def test_ids_of_turns_never_meet() -> None:
+    """A prompt of more than 64 turns shared its random numbers with the next one."""
+    ids = [request_id(prompt, turn) for prompt in range(30) for turn in range(200)]
+    assert len(set(ids)) == len(ids)
+    assert all(request_id(p, t) == 64 * p + t for p in range(5) for t in range(64)), (
+        "as in runs before"
+    )
+    seen: list[int] = []
+
+    def run(requests: Any, settings: Settings) -> Any:
+        seen.extend(r.id for r in requests)
+        return contest.Run(
+            [contest.Generation(list(r.prompt), [9]) for r in requests], contest.Timing(), 0
+        )
+
+    target = load_target(TargetConfig(kind="tiny", **{**TINY, "context": 8192}), "float32", "cpu")
+    lane = Lane("none", "none", "none", "none", 0, 0, run)
+    prompts = [Prompt("a", "all", ["x"] * 66), Prompt("b", "all", ["y", "z"])]
+    run_contest(
+        target,
+        target.tokenizer,
+        prompts,
+        [lane],
+        Settings(Sampling(), 4, 1, 0, "traversal"),
+        quiet=True,
+    )
+    assert len(seen) == 1 + 68 and len(set(seen[1:])) == 68
+
+
+# -- one writer, and what a run depends on
+
+
+@pytest.mark.parametrize(
+    "command, more",
+    [
+        (evaluate.main, ["drafters=[none]", "out=OUT"]),
+        (certify.main, ["drafter=none", "out=OUT"]),
+        (tune.command, ["drafter=ngram", "out=OUT"]),
+        (prove.main, ["only=[scalar]", "state=OUT", "out=OUT/x.json"]),
+    ],
+)
+def test_a_second_process_is_refused(
+    command: Command, more: list[str], tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    def loaded(*_: Any, **__: Any) -> None:
+        raise AssertionError("the run began")
+
+    for module in (certify, tune, evaluate):
+        monkeypatch.setattr(module, "load_target", loaded)
+    monkeypatch.setitem(prove.SECTIONS, "scalar", loaded)
+    args = [a.replace("OUT", str(tmp_path / "out")) for a in more]
+    with files.sole_writer(tmp_path / "out"):
+        assert code(command, *args) == 2
+        assert f"another process is writing {tmp_path / 'out'}; wait for it" in one_line(capsys)
+    assert not list(tmp_path.glob(".*.lock"))
+    with pytest.raises(AssertionError, match="the run began"):
+        command([*TARGET, *args])
+    assert not list(tmp_path.glob(".*.lock")), "a run that fails gives its mark back"
+
+
+def test_the_drafters_code_is_part_of_a_certificate(monkeypatch: Any, tmp_path: Path) -> None:
+    """Parts that were made with other code under heads/ do not count."""
+    for part in ("decode", "heads/eagle", "scripts/proofs"):
+        (tmp_path / part).mkdir(parents=True)
+    monkeypatch.setattr(certificate_controls, "ROOT", tmp_path)
+    found = set()
+    for place in ("decode/engine.py", "heads/eagle/drafter.py"):
+        for text in ("a", "b"):
+            (tmp_path / place).write_text(text)
+            found.add(certificate_controls.code_sha256())
+    assert len(found) == 4
+
+
+def test_export_names_the_line_too(tmp_path: Path, capsys: Any) -> None:
+    from heads import save_head
+    from tests.helpers.interop import DEEP, deep_target, random_head
+
+    target = deep_target()
+    save_head(random_head(target, "medusa"), tmp_path / "head", target.identity)
+    path = rows(tmp_path / "p.jsonl", "cut \ud83d")
+    with pytest.raises(SystemExit) as stop:
+        export.main(
+            [
+                "target=tiny",
+                *(f"target.{k}={v}" for k, v in DEEP.items()),
+                f"drafter={tmp_path}/head",
+                "format=vllm",
+                f"out={tmp_path}/out",
+                f"prompts={path}",
+                "device=cpu",
+            ]
+        )
+    assert stop.value.code == 2 and f"{path}:1: prompt holds {HALF}" in one_line(capsys)
+    assert torch.is_tensor(target.lm_head_weight) and not (tmp_path / "out").exists()

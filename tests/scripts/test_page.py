@@ -1,0 +1,161 @@
+"""The page of `outrider serve` in a real browser: a question asked, both columns end, the same
+tokens at T = 0, nothing from elsewhere, nothing on the console.
+
+Needs Debian's chromium and the extra `page` (Playwright, with no browser of its own).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decode.models.load import TargetConfig, load_target
+from scripts.serve_http import app
+from scripts.serve_http.worker import Limits
+from tests.helpers.own_server import Running, serving
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+SHOTS = os.environ.get("OUTRIDER_SCREENSHOTS", "")  # a folder for whoever wants to look
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    target = load_target(TargetConfig(kind="tiny", context=512), "float32", "cpu")
+    with serving(target, ["ngram", "none"], Limits(4, 500, 4, 16)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("no chromium on this machine (apt-get install chromium)")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="no Playwright (pip install -e '.[page]')"
+    )
+    with playwright.sync_playwright() as driver:
+        one = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield one
+        one.close()
+
+
+class Visit:
+    """A page with what it said on the console and what it asked for."""
+
+    def __init__(self, browser: Any, url: str, **keys: Any):
+        self.page = browser.new_page(viewport={"width": 1180, "height": 900}, **keys)
+        self.said: list[str] = []
+        self.asked: list[str] = []
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.goto(url)
+        self.until("document.querySelector('#drafter').options.length > 0")
+
+    def until(self, condition: str) -> None:
+        """Look until a condition of the page holds: its policy lets no script poll by itself."""
+        end = time.monotonic() + 120
+        while not self.page.evaluate(condition):
+            assert time.monotonic() < end, condition
+            self.page.wait_for_timeout(50)
+
+    def ask(self, question: str, temperature: float = 0, limit: int = 60) -> str:
+        """The verdict, when both columns have ended."""
+        self.page.fill("#question", question)
+        self.page.fill("#temperature", str(temperature))
+        self.page.fill("#limit", str(limit))
+        self.page.click("#ask")
+        self.until("!document.querySelector('#ask').disabled")
+        assert self.page.text_content("#error") == ""
+        return str(self.page.text_content("#verdict"))
+
+    def shot(self, name: str) -> None:
+        """A picture, where pictures are wanted."""
+        if SHOTS:
+            self.page.screenshot(path=str(Path(SHOTS) / f"{name}.png"), full_page=True)
+
+
+def test_both_columns_end_with_the_same_tokens(running: Running, browser: Any) -> None:
+    visit = Visit(browser, running.url)
+    for number in range(3):
+        verdict = visit.ask(f"abc {number} abc {number} abc {number}")
+        assert verdict.startswith("✓ same tokens"), verdict
+        plain, draft = (visit.page.text_content(f"#{side}") for side in ("plain", "draft"))
+        assert plain == draft != ""
+    assert visit.page.locator("#draft .d").count() > 0 == visit.page.locator("#plain .d").count()
+    assert "position 1" in visit.page.text_content("#bars")
+    figures = visit.page.text_content("#draft-figures")
+    assert re.search(r"tokens/s\d+\.\d", figures) and re.search(r"accepted length[1-9]", figures)
+    assert re.search(r"accepted length1\.00", visit.page.text_content("#plain-figures"))
+    verdict = visit.ask("abc abc", temperature=0.9)
+    assert "two draws of one law differ" in verdict
+    assert not visit.said and all(url.startswith(running.url) for url in visit.asked)
+    visit.shot("light")
+
+
+def test_the_readmes_picture(running: Running, browser: Any, tmp_path: Path) -> None:
+    out = tmp_path / "docs" / "page.png"
+    command = [sys.executable, "-m", "scripts.reports.picture", running.url, str(out), "abc abc"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.startswith("✓ same tokens"), done.stderr
+    assert out.read_bytes().startswith(b"\x89PNG")
+    done = subprocess.run(command[:-1], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("error: picture: give URL")
+
+
+def test_dark_narrow_and_by_keyboard(running: Running, browser: Any) -> None:
+    visit = Visit(browser, running.url, color_scheme="dark")
+    visit.page.set_viewport_size({"width": 420, "height": 900})
+    ground = "getComputedStyle(document.body).backgroundColor"
+    assert visit.page.evaluate(ground) == "rgb(22, 23, 26)"
+    assert visit.page.evaluate("document.documentElement.scrollWidth") <= 420
+    reached = []
+    for _ in range(9):
+        visit.page.keyboard.press("Tab")
+        reached.append(visit.page.evaluate("document.activeElement.id"))
+    assert [r for r in reached if r][:5] == ["question", "drafter", "temperature", "limit", "ask"]
+    assert {"plain", "draft"} <= set(reached), "a long answer can be scrolled by keyboard"
+    visit.page.focus("#question")
+    visit.page.fill("#question", "abc abc abc")
+    visit.page.keyboard.press("Control+Enter")
+    visit.until("document.querySelector('#verdict').textContent.includes('same')")
+    visit.shot("dark")
+    named = visit.page.evaluate(
+        "[...document.querySelectorAll('input, select, textarea, button')]"
+        ".every(one => one.labels.length || one.textContent.trim())"
+    )
+    assert named and not visit.said
+
+
+def test_stop_frees_both_rows_and_a_refusal_is_shown(running: Running, browser: Any) -> None:
+    from tests.helpers.own_server import quiet
+
+    visit = Visit(browser, running.url)
+    visit.page.fill("#limit", "480")
+    visit.page.fill("#question", "x")
+    visit.page.click("#ask")
+    visit.until("document.querySelector('#plain').textContent.length > 0")
+    visit.page.click("#stop")
+    visit.until("document.querySelector('#verdict').textContent === 'Stopped.'")
+    assert quiet(running.worker)
+    visit.page.fill("#question", "y" * 600)
+    visit.page.click("#ask")
+    visit.until("document.querySelector('#error').textContent !== ''")
+    assert "shorten" in visit.page.text_content("#error")
+    assert all("400" in line for line in visit.said), "the browser itself notes the refusal"
+
+
+def test_the_page_is_one_file_that_loads_nothing() -> None:
+    text = app.PAGE.read_text(encoding="utf-8")
+    assert not re.search(r"(?:src|href)=\"(?!data:)", text) and "http://" not in text
+    assert "https://" not in text and "innerHTML" not in text, "text of a model is never markup"
+    assert json.dumps(text)  # plain UTF-8

@@ -1,0 +1,349 @@
+"""Synthesis: the same file however often it was interrupted, and what it refuses."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from conf.errors import Interrupted, UserError
+from conf.schema import compose
+from decode.models.load import TargetConfig, load_target
+from decode.sampling import Sampling
+from scripts.common.files import sole_writer
+from scripts.synthesis import write as synthesis
+from scripts.synthesis.write import Store, Writer, clean_question, differences, fingerprint, junk
+from scripts.synthesize import SynthesizeConfig, synthesize
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = {
+    "num_conversations": 14,
+    "batch": 5,
+    "max_question_tokens": 40,
+    "max_new_tokens": 12,
+    "dtype": "float32",
+}
+
+
+def config(out, **changes) -> SynthesizeConfig:
+    return SynthesizeConfig(
+        out=str(out), target=TargetConfig(kind="tiny", vocab=260), **{**SMALL, **changes}
+    )
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> bytes:
+    path = tmp_path_factory.mktemp("whole") / "a.jsonl"
+    synthesize(config(path))
+    assert files(path.parent) == ["a.jsonl", "a.jsonl.meta.json"]
+    return path.read_bytes()
+
+
+def test_rows_are_conversations(whole: bytes) -> None:
+    rows = [json.loads(line) for line in whole.splitlines()]
+    assert len(rows) == 14
+    for row in rows:
+        assert [m["role"] for m in row["messages"]] == ["user", "assistant"]
+        assert all(m["content"] == m["content"].strip() != "" for m in row["messages"])
+        assert isinstance(row["complete"], bool)
+    questions = [fingerprint(r["messages"][0]["content"]) for r in rows]
+    assert len(set(questions)) == 14
+    assert any(len(r["messages"][1]["content"]) > 4 for r in rows)
+
+
+def test_seed_decides_the_rows(tmp_path, whole: bytes) -> None:
+    synthesize(config(tmp_path / "b.jsonl"))
+    synthesize(config(tmp_path / "c.jsonl", seed=1))
+    assert (tmp_path / "b.jsonl").read_bytes() == whole
+    assert not set(whole.splitlines()) & set((tmp_path / "c.jsonl").read_bytes().splitlines())
+
+
+@pytest.mark.parametrize("stop_at", [40, 300, 600])
+def test_interrupted_run_continues_to_the_same_file(
+    tmp_path, monkeypatch, whole: bytes, stop_at: int
+) -> None:
+    path = tmp_path / "a.jsonl"
+    real, calls = synthesis.generate, []
+
+    def interrupting(*args, on_tokens, **kwargs):
+        def count(i, tokens, drafted):
+            calls.append(i)
+            if len(calls) == stop_at:
+                os.kill(os.getpid(), signal.SIGINT)
+            on_tokens(i, tokens, drafted)
+
+        return real(*args, on_tokens=count, **kwargs)
+
+    monkeypatch.setattr(synthesis, "generate", interrupting)
+    with pytest.raises(Interrupted, match="the same command continues") as stop:
+        synthesize(config(path))
+    assert stop.value.code == 130
+    left = path.read_bytes() if path.exists() else b""
+    assert whole.startswith(left) and left != whole and (left.endswith(b"\n") or not left)
+    assert f"holds {len(left.splitlines())} of 14" in str(stop.value)
+    assert not [name for name in files(tmp_path) if name not in ("a.jsonl", "a.jsonl.meta.json")]
+    synthesize(config(path))
+    assert path.read_bytes() == whole
+
+
+def test_a_signal_while_a_block_is_written_waits_for_its_record(
+    tmp_path, monkeypatch, whole: bytes
+) -> None:
+    path, real, written = tmp_path / "a.jsonl", synthesis.write_json, []
+
+    def interrupting(target, value):
+        written.append(target)
+        if len(written) == 2:  # the block is in the file, and not in the record
+            os.kill(os.getpid(), signal.SIGTERM)
+        real(target, value)
+
+    monkeypatch.setattr(synthesis, "write_json", interrupting)
+    with pytest.raises(Interrupted, match="holds 4 of 14 .*the same command continues") as stop:
+        synthesize(config(path))
+    assert stop.value.code == 75 and len(written) == 2
+    assert path.read_bytes() == b"".join(whole.splitlines(keepends=True)[:4])
+    assert json.loads((tmp_path / "a.jsonl.meta.json").read_text())["blocks"] == [[5, 4]]
+
+
+@pytest.mark.parametrize("dies", [2, 3])
+def test_file_one_block_ahead_of_its_record_is_mended(
+    tmp_path, whole: bytes, monkeypatch, dies: int
+) -> None:
+    path = tmp_path / "a.jsonl"
+    real = synthesis.write_json
+    written = []
+
+    def dying(target, value):
+        written.append(target)
+        if len(written) == dies:
+            raise OSError(errno.ENOSPC, "No space left on device", str(target))
+        real(target, value)
+
+    monkeypatch.setattr(synthesis, "write_json", dying)
+    with pytest.raises(OSError, match="No space"):
+        synthesize(config(path))
+    assert whole.startswith(path.read_bytes())
+    monkeypatch.setattr(synthesis, "write_json", real)
+    synthesize(config(path))
+    assert path.read_bytes() == whole
+
+
+def test_larger_number_extends_and_smaller_is_refused(tmp_path, whole: bytes) -> None:
+    path = tmp_path / "a.jsonl"
+    synthesize(config(path, num_conversations=7))
+    assert len(path.read_bytes().splitlines()) == 7
+    synthesize(config(path))
+    assert path.read_bytes() == whole
+    synthesize(config(path))  # nothing to do
+    assert path.read_bytes() == whole
+    with pytest.raises(UserError, match="num_conversations: .* already holds 14, 6 asked"):
+        synthesize(config(path, num_conversations=6))
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        ({"seed": 3}, "seed 0, now 3"),
+        ({"max_new_tokens": 13}, "max_new_tokens 12, now 13"),
+        ({"batch": 6}, "batch 5, now 6"),
+        ({"target": TargetConfig(kind="tiny", vocab=260, seed=1)}, "target.weights_sha256"),
+    ],
+)
+def test_file_of_other_settings_is_refused(tmp_path, change, named: str) -> None:
+    path = tmp_path / "a.jsonl"
+    synthesize(config(path, num_conversations=2))
+    before = path.read_bytes()
+    cfg = config(path, num_conversations=2)
+    for key, value in change.items():
+        setattr(cfg, key, value)
+    with pytest.raises(UserError, match=named) as e:
+        synthesize(cfg)
+    assert str(e.value).startswith("out: ") and path.read_bytes() == before
+
+
+def test_foreign_damaged_and_held_files(tmp_path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("mine\n")
+    with pytest.raises(UserError, match="not written by this command"):
+        synthesize(config(path))
+    assert path.read_text() == "mine\n"
+    with pytest.raises(UserError, match="is a folder"):
+        synthesize(config(tmp_path))
+    with pytest.raises(UserError, match="out: cannot write to"):
+        synthesize(config(path / "below" / "a.jsonl"))
+    path.unlink()
+    synthesize(config(path, num_conversations=2, batch=2))
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("{}\n" + lines[1])
+    with pytest.raises(UserError, match=r"a.jsonl:1: no conversation"):
+        synthesize(config(path, num_conversations=3, batch=2))
+    path.write_text(lines[0])
+    with pytest.raises(UserError, match="lost lines"):
+        synthesize(config(path, num_conversations=3, batch=2))
+    (tmp_path / "a.jsonl.meta.json").write_text("{")
+    with pytest.raises(UserError, match="damaged"):
+        synthesize(config(path))
+    with (
+        sole_writer(tmp_path / "b.jsonl"),
+        pytest.raises(UserError, match="another process"),
+    ):
+        synthesize(config(tmp_path / "b.jsonl"))
+
+
+def test_model_that_invents_nothing_is_refused(tmp_path) -> None:
+    cfg = config(tmp_path / "a.jsonl", max_question_tokens=2)
+    with pytest.raises(UserError, match="usable .*too short.*instruction-tuned"):
+        synthesize(cfg)
+    assert files(tmp_path) == []
+
+
+def test_command_line(tmp_path) -> None:
+    cfg = compose("synthesize", SynthesizeConfig, ["target=tiny", f"out={tmp_path}/a", "seed=4"])
+    assert (cfg.num_conversations, cfg.batch, cfg.seed, cfg.target.kind) == (600, 96, 4, "tiny")
+    bad = [f"out={tmp_path}/a", "batch=0", "question_top_p=2", "num_conversation=3"]
+    with pytest.raises(UserError) as e:
+        compose("synthesize", SynthesizeConfig, bad)
+    assert all(word in str(e.value) for word in ("batch", "question_top_p", "num_conversations?"))
+
+
+def test_real_signal_leaves_whole_lines_and_code_130(tmp_path) -> None:
+    path = tmp_path / "a.jsonl"
+    command = [
+        sys.executable,
+        "scripts/synthesize.py",
+        "target=tiny",
+        f"out={path}",
+        "num_conversations=100000",
+        "batch=4",
+        "max_new_tokens=8",
+    ]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while (
+        not path.exists() and process.poll() is None
+    ):  # a start may take minutes on a busy machine
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err and "the same command continues" in err.splitlines()[-1]
+    lines = path.read_text().splitlines()
+    assert lines and all(json.loads(line)["messages"] for line in lines)
+    assert files(tmp_path) == ["a.jsonl", "a.jsonl.meta.json"]
+
+
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        ("", "too short"),
+        ("Why?", "too short"),
+        ("12 + 34 = ? 56 - 7", "no letters"),
+        ("Tell me <|im_end|> something", "control tokens"),
+        ("Why is the sky blue?", ""),
+        ("日本の首都はどこですか？", ""),
+    ],
+)
+def test_junk(text: str, why: str) -> None:
+    assert junk(text, ("<|im_end|>",)) == why
+
+
+def test_cut_questions_lose_their_unfinished_sentence() -> None:
+    assert clean_question("  Hello there. What is  ", True) == "Hello there. What is"
+    assert clean_question("Hello there. What is", False) == "Hello there."
+    assert (
+        clean_question("Costs 3.5 dollars, as far as I\ufffd", False)
+        == "Costs 3.5 dollars, as far as I"
+    )
+    assert clean_question("Hi. What is the capital of", False) == "Hi. What is the capital of"
+
+
+def test_duplicates_are_dropped_across_and_inside_blocks(monkeypatch) -> None:
+    target = load_target(TargetConfig(kind="tiny", vocab=260))
+    writer = Writer(target, Sampling(1.0), Sampling(0.7), 24, 6, 4, 0)
+    drawn = [
+        "One apple!",
+        "one  apple?",
+        "Two pears",
+        "old question",
+        "Three figs",
+        "x",
+        "Four nuts",
+    ]
+    texts = iter(drawn + ["-"] * 40)
+
+    def text(self, out):
+        return next(texts) if out.prompt_ids == self.header else "Yes."
+
+    monkeypatch.setattr(Writer, "_text", text)
+    monkeypatch.setattr(synthesis, "clean_question", lambda text, complete: text)
+    writer.seen.add(fingerprint("Old question."))
+    kept = [row["messages"][0]["content"] for row in writer.block(0, 3)]
+    assert kept == ["One apple!", "Two pears", "Three figs"]
+    assert writer.dropped["duplicate"] == 2
+    assert writer.seen >= {"one apple", "old question"}
+
+
+def test_blocks_draw_questions_of_their_own() -> None:
+    target = load_target(TargetConfig(kind="tiny", vocab=260))
+    writer = Writer(target, Sampling(1.0), Sampling(0.7), 40, 6, 4, 0)
+    first, second = writer.block(0, 4), writer.block(1, 4)
+    assert writer.dropped["duplicate"] == 0 and not [row for row in first if row in second]
+
+
+def test_unusual_line_ends_inside_a_text_do_not_split_its_line(tmp_path) -> None:
+    store = Store(tmp_path / "a.jsonl", {})
+    text = "What is\u2028this\x85and\u2029that\x0b?\r\n1"
+    store.append([{"messages": [{"role": "user", "content": text}]}], 1)
+    again = Store(tmp_path / "a.jsonl", {})
+    again.open(1, 1)
+    assert list(again.questions()) == [text] and len(again.path.read_text().splitlines()) == 1
+
+
+def test_differences_are_named_by_path() -> None:
+    assert differences({"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"c": 3, "d": 4}}) == [
+        "b.c 2, now 3",
+        "b.d None, now 4",
+    ]
+    assert Store(Path("x/a.jsonl"), {}).meta == Path("x/a.jsonl.meta.json")
+
+
+def test_a_made_up_domain_is_asked(tmp_path: Path) -> None:
+    from scripts.synthesis import domains
+
+    assert set(domains.domains()) == {"recipes", "sql", "letters", "unit_tests"}
+    for name in domains.domains():
+        asked = domains.questions(name, 3)
+        assert len(set(asked)) == len(asked) >= 600 and asked == domains.questions(name, 3)
+        assert not any("{" in text or "}" in text for text in asked)
+    assert domains.questions("sql", 0) != domains.questions("sql", 1)
+
+
+def test_rows_of_a_domain_say_so_and_no_more_are_asked_than_there_are(tmp_path: Path) -> None:
+    from scripts.synthesis import domains
+
+    made = config(tmp_path / "sql.jsonl", domain="sql", num_conversations=4, batch=3)
+    synthesize(made)
+    rows = [json.loads(line) for line in (tmp_path / "sql.jsonl").read_text().splitlines()]
+    asked = domains.questions("sql", made.seed)[:4]
+    assert [row["messages"][0]["content"] for row in rows] == asked
+    assert {row["category"] for row in rows} == {"sql"}
+    writer = domains.DomainWriter(
+        load_target(TargetConfig(kind="tiny", vocab=260), "float32"),
+        Sampling(1.0),
+        Sampling(1.0),
+        *(8, 8, 500, 0),
+        domain="sql",
+    )
+    with pytest.raises(UserError, match="^num_conversations: domain=sql has 672 questions"):
+        writer.block(1, 500)
+    for wrong in ({"domain": "cars"}, {"domain": "sql", "backend": "openai"}):
+        assert any(line.startswith("domain: ") for line in config("x", **wrong).validate())

@@ -1,0 +1,201 @@
+"""scripts/tune.py on the tiny target: files, the choice in the head's folder, the grid, the
+formulas, and mistakes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decode.target import Target
+from heads import HEADS, resolve_drafter, save_head
+from heads.parallel.medusa import MedusaConfig
+from heads.tuned import DECODE
+from scripts import tune
+from scripts.reports import tuning_plots
+from scripts.tuning import cost
+from tests.helpers import pictures
+from tests.helpers.training import TINY, tiny_target
+
+SMALL = [
+    "target=tiny",
+    *(f"target.{k}={v}" for k, v in TINY.items()),
+    "dtype=float32",
+    "device=cpu",
+    "num_prompts=2",
+    "max_new_tokens=8",
+    "curve_batches=[1]",
+    "curve_rounds=1",
+    "max_depth=2",
+    "max_nodes=4",
+    "max_width=2",
+    "confirm=2",
+    "quiet=true",
+]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target()
+
+
+@pytest.fixture
+def head(tmp_path: Path, target: Target) -> Path:
+    torch.manual_seed(0)
+    made = HEADS["medusa"].for_target(target, MedusaConfig(heads=2, draft_vocab=0))
+    save_head(made, tmp_path / "head", target.identity)
+    return tmp_path / "head"
+
+
+def run(*overrides: str) -> int:
+    with pytest.raises(SystemExit) as stop:
+        tune.command([*SMALL, *overrides])
+    return int(stop.value.code or 0)
+
+
+def test_the_choice_is_written_and_obeyed(
+    tmp_path: Path, head: Path, target: Target, capsys: Any
+) -> None:
+    before = {p.name: p.read_bytes() for p in head.iterdir()}
+    out = tmp_path / "out"
+    assert (
+        run(
+            f"drafter={head}",
+            f"out={out}",
+            "grid=true",
+            "grid_size=2",
+            f"results={tmp_path}/r.json",
+        )
+        == 0
+    )
+    report = json.loads((out / "tune.json").read_text())
+    for key in (
+        "target",
+        "settings",
+        "environment",
+        "latency",
+        "acceptance",
+        "rows",
+        "chosen",
+        "curves",
+        "grid",
+    ):
+        assert report[key], key
+    assert report["environment"]["commit"] and report["command"]
+    names = [r["name"] for r in report["rows"]]
+    assert report["chosen"]["name"] in names and any(r["default"] for r in report["rows"])
+    for row in report["rows"]:
+        assert (
+            row["measured"]["tokens_per_second"] > 0
+            and row["predicted_at_pace"] > 0
+            and row["error"] is not None
+        )
+        assert row["predicted"]["parts_ms"].keys() == {
+            "target",
+            "drafter",
+            "law and verification",
+            "cache",
+            "Python",
+        }
+    grid = report["grid"]
+    assert grid["settings"] == len(names) and 0 < grid["chosen_over_best"]["mean"] <= 1 + 1e-9
+    assert {"error_all", "error_proposed", "within_5_percent", "within_10_percent"} <= set(grid)
+    (entry,) = json.loads((tmp_path / "r.json").read_text()).values()
+    assert (
+        entry["grid"] == grid
+        and len(entry["rows"]) == len(names)
+        and entry["environment"]["commit"]
+    )
+    left = json.loads((head / DECODE).read_text())
+    assert left["best"] == report["chosen"]["settings"] and left["break_even"] >= 1
+    drafter = resolve_drafter(str(head), target)
+    best = left["best"]
+    assert drafter.max_nodes == (best["depth"] if best["shape"] == "chain" else best["nodes"])
+    assert {p.name: p.read_bytes() for p in head.iterdir() if p.name != DECODE} == before, (
+        "the head itself stays"
+    )
+    html = (out / "tune.html").read_text()
+    assert html.startswith("<!doctype html>") and "http://" not in html.replace(
+        "http://www.w3.org", ""
+    )
+    assert {p.stem for p in (out / "figures").glob("*.png")} == set(tuning_plots.TUNE)
+    assert "written:" in capsys.readouterr().out and not list(tmp_path.rglob("*.tmp"))
+
+
+def test_an_ngram_is_tuned_at_a_temperature(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures.left_out(monkeypatch)
+    assert run("drafter=ngram", f"out={tmp_path}/out", "decode=sample", "write=true") == 0
+    report = json.loads((tmp_path / "out" / "tune.json").read_text())
+    assert {r["kind"] for r in report["rows"]} == {
+        "chain"
+    } and "ask for it as ngram@" in capsys.readouterr().out
+
+
+def test_sampled_chains_take_acceptance_from_real_cycles(
+    tmp_path: Path, head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures.left_out(monkeypatch)
+    assert run(f"drafter={head}@chain", f"out={tmp_path}/out", "decode=sample", "write=false") == 0
+    report = json.loads((tmp_path / "out" / "tune.json").read_text())
+    assert len(report["acceptance"]["unconditional"]) == 2 and not (head / DECODE).exists()
+
+
+@pytest.mark.parametrize("shape, kinds", [("@tree", {"tree"}), ("", {"chain", "tree"})])
+def test_drawn_trees_are_measured_where_nothing_can_be_replayed(
+    tmp_path: Path,
+    head: Path,
+    target: Target,
+    monkeypatch: pytest.MonkeyPatch,
+    shape: str,
+    kinds: set[str],
+) -> None:
+    pictures.left_out(monkeypatch)
+    assert run(f"drafter={head}{shape}", f"out={tmp_path}/out", "decode=sample", "max_nodes=9") == 0
+    report = json.loads((tmp_path / "out" / "tune.json").read_text())
+    trees = [r for r in report["rows"] if r["kind"] == "tree" and r["proposed"]]
+    assert {r["settings"]["nodes"] for r in trees} == {8, 9} and {
+        r["kind"] for r in report["rows"]
+    } == kinds
+    assert any("cannot be replayed" in note for note in report["notes"])
+    assert all(r["measured"]["tokens_per_second"] > 0 and r["error"] is not None for r in trees)
+    left = json.loads((head / DECODE).read_text())
+    drafter: Any = resolve_drafter(f"{head}@tree", target)
+    assert left["tree"]["nodes"] == drafter.max_nodes and drafter.form.drawn
+
+
+@pytest.mark.parametrize(
+    "overrides, key",
+    [
+        (["drafter=none"], "drafter"),
+        (["drafter=ngram@tree"], "drafter"),
+        (["drafter=runs/no"], "drafter"),
+        (["drafter=ngram+runs/no"], "drafter"),
+        (["drafter=ngram", "confirm=0"], "confirm"),
+        (["drafter=ngram", "prompts=no.jsonl"], "prompts"),
+        (["drafter=ngram", "curve_batches=[0]"], "curve_batches"),
+        (["drafter=ngram", "verify=x"], "verify"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path: Path, capsys: Any, overrides: list[str], key: str) -> None:
+    assert run(f"out={tmp_path}/out", *overrides) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: {key}") and told.count("\n") == 1
+    assert not (tmp_path / "out" / "tune.json").exists()
+
+
+def test_the_formulas_say_what_they_assume(capsys: Any) -> None:
+    with pytest.raises(SystemExit) as stop:
+        tune.command(["formula", "acceptance=0.5", "cost=0.1", "max_k=3"])
+    told = capsys.readouterr().out
+    assert not stop.value.code and "1.750" in told and "1.458" in told
+    assert cost.INDEPENDENCE.partition(":")[0] in told
+    with pytest.raises(SystemExit) as stop:
+        tune.command(["formula", "acceptance=2"])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith("error: acceptance: ")

@@ -1,0 +1,86 @@
+"""What a run has seen and spent is counted over a resume, and its learning curve is drawn from
+that.
+
+pytest tests/train/test_curve.py
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from conf.errors import Interrupted
+from heads import HEADS
+from tests.helpers.training import chats, run_config, sigterm_at_update
+from train import curve
+from train.loop import fit
+
+MORE = ("eval.every=3", "eval.prompts=2", "eval.max_new_tokens=6", "log_every=1")
+
+
+def lines(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_counts_and_curve_survive_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = chats(tmp_path / "d.jsonl")
+    clocks = {
+        "perf_counter": count().__next__,
+        "process_time": count(0, 2).__next__,
+    }  # a second a look, two of the CPU
+    monkeypatch.setattr("train.loop.time", SimpleNamespace(**clocks))
+    fit(run_config(data, tmp_path / "whole", *MORE), HEADS["medusa"])
+    sigterm_at_update(monkeypatch, 4)
+    with pytest.raises(Interrupted):
+        fit(run_config(data, tmp_path / "cut", *MORE), HEADS["medusa"])
+    fit(run_config(data, tmp_path / "cut", *MORE), HEADS["medusa"])
+    whole, cut = ([e for e in lines(tmp_path / name) if "loss" in e] for name in ("whole", "cut"))
+    assert [e["step"] for e in cut] == [1, 2, 3, 4, 5, 6]
+    for key in ("tokens_seen", "supervised_seen", "train_seconds", "cpu_seconds"):
+        assert [e[key] for e in cut] == [e[key] for e in whole] and whole[0][key] > 0
+    assert [e["cpu_seconds"] for e in cut] == [2, 4, 6, 8, 10, 12]
+    points = json.loads((tmp_path / "cut" / "learning_curve.json").read_text())["points"]
+    assert [p["step"] for p in points] == [3, 6] and points[1]["tokens_seen"] == whole[5][
+        "tokens_seen"
+    ]
+    assert points == curve.points(tmp_path / "cut" / "metrics.jsonl")
+    assert (tmp_path / "cut" / "learning_curve.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_best_is_kept_over_a_resume_and_follows_decoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """best/ is the checkpoint of the longest accepted length, not the last and not the one of
+    the lowest loss.
+    """
+    from heads.checkpoint import read_card
+
+    data, told = chats(tmp_path / "d.jsonl"), iter([1.5, 1.2, 1.1])
+    wanted = {"shape": "chain", "low": None, "high": None, "cycles": 3}
+    monkeypatch.setattr(
+        "train.evaluation.decoded_acceptance", lambda *a: {**wanted, "accepted_length": next(told)}
+    )
+    out, small = tmp_path / "run", ("eval.every=2", "save_every=2")
+    sigterm_at_update(monkeypatch, 3)
+    with pytest.raises(Interrupted):
+        fit(run_config(data, out, *small), HEADS["medusa"])
+    assert read_card(out / "best")["extra"]["step"] == 2
+    fit(run_config(data, out, *small), HEADS["medusa"])
+    assert (
+        read_card(out / "best")["extra"]["step"] == 2
+        and read_card(out / "head")["extra"]["step"] == 6
+    )
+    assert read_card(out / "head")["extra"]["best"] == {"step": 2, "accepted_length": 1.5}
+
+
+def test_a_run_without_evaluations_draws_nothing(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 3, "loss": 1.0}\n{"step": 3, "event": "eval", "acc'
+    )
+    curve.draw(tmp_path)
+    curve.draw(tmp_path / "nowhere")
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]

@@ -1,0 +1,605 @@
+"""Stored features: the same loss as online, byte-identical repair, and every stale or damaged
+cache refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from conf.errors import UserError
+from conf.schema import compose
+from decode.target import Target
+from heads import HEADS
+from heads.checkpoint import read_card
+from heads.losses import stored_law
+from tests.helpers.training import TINY, chats, run_config, tiny_target
+from train import cache_features
+from train.cache_features import CacheConfig
+from train.config import EagleRun, TrainConfig
+from train.loop import fit
+from train.stored import features
+from train.stored import writer as feature_writer
+from train.stored.features import FeatureStore, Freed, Source
+from train.stored.writer import Writer
+from train.texts.batches import Rows, load_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPE = {**TINY, "layers": 4}
+
+
+@pytest.fixture(autouse=True)
+def own_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+
+
+def command(data: Path, out: Path, *more: str) -> list[str]:
+    return [
+        "target=tiny",
+        *(f"target.{k}={v}" for k, v in SHAPE.items()),
+        f"data.path={data}",
+        "data.cache=false",
+        "data.held_out=0.1",
+        f"out={out}",
+        "dtype=float32",
+        "device=cpu",
+        "batch_tokens=400",
+        *more,
+    ]
+
+
+def written(
+    data: Path, out: Path, *more: str, dtype: torch.dtype = torch.float32, per_shard: int = 12
+) -> Writer:
+    """A finished cache of 4 files, in any dtype."""
+    cfg = compose("cache_features", CacheConfig, command(data, out, *more))
+    target = tiny_target(**SHAPE)
+    target.model.to(dtype)
+    rows = load_rows(
+        cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
+    )
+    writer = Writer(cfg, target, rows)
+    writer.bounds = [*range(0, rows.lines.numel(), per_shard), rows.lines.numel()]
+    writer.count, writer.plan["bounds"] = len(writer.bounds) - 1, writer.bounds
+    writer.prepare()
+    writer.begin()
+    for number in range(writer.count):
+        with writer.claim(number) as mine:
+            if mine and not writer.done(number):
+                list(writer.shard(number))
+    assert writer.finish()
+    return writer
+
+
+def opened(
+    writer: Writer, taps: Any = None, rows: Rows | None = None, target: Target | None = None
+) -> FeatureStore:
+    rows = rows or writer.rows
+    identity = features.identity_of(target or writer.target, rows, writer.cfg.dtype)
+    return FeatureStore.open(writer.folder, identity, taps or writer.taps, rows)
+
+
+VARIANTS = {
+    "medusa": {},
+    "medusa-soft": {"loss": "soft"},
+    "hydra_heads": {},
+    "hydra-prefix": {"prefix_layers": 1},
+    "eagle1": {"noise": 0.2},
+    "eagle1-hass": {"steps": 3, "top_k": 5},
+    "eagle3": {"steps": 3},
+    "dflash": {},
+    "dspark": {"markov_rank": 4, "confidence": 1.0},
+}
+
+
+def head_for(name: str, target: Target, counts: torch.Tensor):
+    kind = {
+        "medusa-soft": "medusa",
+        "hydra-prefix": "hydra_heads",
+        "eagle1-hass": "eagle1",
+    }.get(name, name)
+    cls: Any = HEADS[kind]
+    cfg = cls.Config(kind=kind, draft_vocab=0)
+    for key, value in VARIANTS[name].items():
+        setattr(cfg, key, replace(cfg.loss, hard=0.0, soft=1.0) if key == "loss" else value)
+    torch.manual_seed(0)
+    return cls.for_target(target, cfg, counts).to(target.dtype)
+
+
+@pytest.mark.parametrize("name", sorted(VARIANTS))
+def test_cached_loss_and_gradient_equal_online(name: str, data: Path, tmp_path: Path) -> None:
+    writer = written(
+        data, tmp_path / "f", "heads=[medusa,eagle1,eagle3,hydra_heads]", dtype=torch.float64
+    )
+    assert writer.taps == (1, 2, 4)
+    store, rows = opened(writer), writer.rows
+    store.stored = "float64"
+    target = writer.target
+    head = head_for(name, target, rows.counts(target.vocab_size)).train()
+    batch = rows.batch([3, 11, 30, 47])
+    found = []
+    for source in (target, features.CachedTarget(target, store, batch)):
+        out = head(batch, source)
+        out.sum.backward()
+        found.append((out.sum.detach(), [p.grad.clone() for p in head.parameters()]))
+        head.zero_grad()
+    # the file is float32: what remains is its rounding
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-6, atol=0)
+    for one, other in zip(found[0][1], found[1][1], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_stored_is_what_the_target_gave_bit_for_bit(data: Path, tmp_path: Path) -> None:
+    writer = written(data, tmp_path / "f")
+    store, rows = opened(writer), writer.rows
+    for number in range(writer.count):
+        order = torch.arange(writer.bounds[number], writer.bounds[number + 1])
+        for part in writer._batches(order[rows.lengths[order].argsort(stable=True)]):
+            batch = rows.batch(part)
+            found = writer.target.features(batch.ids, batch.mask, writer.taps)
+            read = features.CachedTarget(writer.target, store, batch).features(
+                batch.ids, batch.mask, writer.taps
+            )
+            assert torch.equal(found * batch.mask[:, :, None, None], read)
+    assert torch.equal(store.row(5, (4,))[:, 0], store.row(5, (1, 4))[:, 1])
+
+
+def run(data: Path, out: Path, *more: str) -> dict[str, Any]:
+    """Losses of a run by step."""
+    keys = [f"target.{k}={v}" for k, v in SHAPE.items()]
+    cfg: TrainConfig = run_config(data, out, *keys, "log_every=1", "data.held_out=0.1", *more)
+    fit(cfg, HEADS[cfg.head.kind])
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def test_a_run_reads_the_cache_and_may_change_to_it_in_the_middle(
+    data: Path, tmp_path: Path, capsys
+) -> None:
+    written(data, tmp_path / "f")
+    online = run(data, tmp_path / "online")
+    cached = run(data, tmp_path / "cached", f"data.features={tmp_path / 'f'}")
+    assert list(online) == list(cached) and "layers are freed" in capsys.readouterr().err
+    for step, loss in online.items():
+        assert loss == pytest.approx(cached[step], rel=1e-5)
+    shutil.rmtree(tmp_path / "online/checkpoints/step-6")
+    shutil.rmtree(tmp_path / "online/head")
+    again = run(data, tmp_path / "online", f"data.features={tmp_path / 'f'}")
+    assert again[6] == pytest.approx(online[6], rel=1e-5)
+    assert "data.features:  -> " in capsys.readouterr().err
+    assert read_card(tmp_path / "online/head")["extra"]["step"] == 6
+
+
+def test_a_coarser_store_is_another_meaning(data: Path, tmp_path: Path) -> None:
+    written(data, tmp_path / "f", "store=bfloat16")
+    run(data, tmp_path / "run", "steps=2")
+    with pytest.raises(UserError, match="features: None in the checkpoint, stored in bfloat16 now"):
+        run(data, tmp_path / "run", "steps=2", f"data.features={tmp_path / 'f'}")
+
+
+def test_evaluation_keeps_the_layers_and_freed_ones_cannot_be_used(
+    data: Path, tmp_path: Path
+) -> None:
+    writer = written(data, tmp_path / "f")
+    out = tmp_path / "run"
+    run(
+        data,
+        out,
+        f"data.features={tmp_path / 'f'}",
+        "steps=2",
+        "eval.every=2",
+        "eval.prompts=2",
+        "eval.max_new_tokens=4",
+    )
+    assert read_card(out / "head")["head"]["calibration"]
+    cfg = run_config(data, out, f"data.features={tmp_path / 'f'}")
+    target = tiny_target(**SHAPE)
+    head = head_for("medusa", target, writer.rows.counts(260))
+    source = Source(cfg, head, target, writer.rows)
+    assert any(isinstance(m, Freed) for m in target.body.modules())
+    assert source.store and sum(p.numel() for p in target.model.parameters()) == 2 * 260 * 32 + 32
+    with pytest.raises(RuntimeError, match="freed"):
+        target.features(
+            torch.ones(1, 4, dtype=torch.int64), torch.ones(1, 4, dtype=torch.bool), (4,)
+        )
+
+
+def test_stale_caches_are_refused_by_name(data: Path, tmp_path: Path) -> None:
+    writer = written(data, tmp_path / "f", "heads=[medusa]")
+    manifest = tmp_path / "f" / "manifest.json"
+    with pytest.raises(UserError, match=rf"{manifest}: .*target.weights_sha256 \w{{12}} is not"):
+        opened(writer, target=tiny_target(**{**SHAPE, "seed": 5}))
+    for key, value in (("max_length", 52), ("path", str(chats(tmp_path / "other.jsonl", 47)))):
+        cfg = replace(writer.cfg.data, **{key: value})
+        rows = load_rows(cfg, writer.target.tokenizer, writer.target.eos_ids, 260, 1024)
+        with pytest.raises(UserError, match=rf"{manifest}: .*data.tokens_sha256"):
+            opened(writer, rows=rows)
+    with pytest.raises(
+        UserError, match=rf"{manifest}: holds the hidden states \[4\], the head reads \[1, 2, 4\]"
+    ):
+        opened(writer, taps=[1, 2, 4])
+    identity = features.identity_of(writer.target, writer.rows, "bfloat16")
+    with pytest.raises(UserError, match="dtype float32 is not bfloat16 of this run"):
+        FeatureStore.open(writer.folder, identity, (4,), writer.rows)
+    writer.cfg.target.quantize = "bnb-nf4"
+    identity = features.identity_of(writer.target, writer.rows, features.computed_in(writer.cfg))
+    with pytest.raises(UserError, match="dtype float32 is not float32, bnb-nf4 of this run"):
+        FeatureStore.open(writer.folder, identity, (4,), writer.rows)
+    other = load_rows(
+        replace(writer.cfg.data, held_out=0.3),
+        writer.target.tokenizer,
+        writer.target.eos_ids,
+        260,
+        1024,
+    )
+    assert opened(writer, rows=other)  # which rows are held out does not change their features
+    with pytest.raises(UserError, match=f"data.features: {tmp_path / 'none'} has no manifest.json"):
+        FeatureStore.open(tmp_path / "none", identity, (4,), writer.rows)
+
+
+@pytest.mark.parametrize("how", ["flip", "cut", "empty", "gone", "swap", "longer"])
+def test_damaged_files_are_refused_and_only_they_are_written_again(
+    how: str, data: Path, tmp_path: Path
+) -> None:
+    writer = written(data, tmp_path / "f")
+    files = sorted((tmp_path / "f").glob("shard-*.safetensors"))
+    before = {p.name: p.read_bytes() for p in sorted((tmp_path / "f").iterdir())}
+    assert len(files) == 4
+    bad, content = files[2], bytearray(files[2].read_bytes())
+    if how == "flip":
+        content[len(content) // 2] ^= 4
+        bad.write_bytes(content)
+    elif how in ("cut", "empty"):
+        bad.write_bytes(content[: 0 if how == "empty" else len(content) - 7])
+    elif how == "longer":
+        bad.write_bytes(content + b"\0")
+    elif how == "gone":
+        bad.unlink()
+    else:
+        other = files[1].read_bytes()
+        files[1].write_bytes(content)
+        bad.write_bytes(other)
+    with pytest.raises(UserError, match=r"shard-0000[12]\.safetensors: .*mends this file alone"):
+        opened(writer)
+    kept = {p: p.stat().st_mtime_ns for p in files[:1] + files[3:]}
+    written(data, tmp_path / "f")
+    assert {p.name: p.read_bytes() for p in sorted((tmp_path / "f").iterdir())} == before
+    assert {p: p.stat().st_mtime_ns for p in kept} == kept
+    assert opened(writer)
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        ({"rows": 47}, "damaged"),
+        ({"shards": {}}, "do not cover"),
+        ({"taps": None}, "manifest.json"),
+        (
+            {"shards": {"../../etc/passwd": {"rows": [0, 48], "bytes": 1, "sha256": ""}}},
+            "is no shard",
+        ),
+    ],
+)
+def test_a_manifest_that_was_tampered_with_is_refused(
+    change: dict, named: str, data: Path, tmp_path: Path
+) -> None:
+    writer = written(data, tmp_path / "f")
+    path = tmp_path / "f" / "manifest.json"
+    card = {**json.loads(path.read_text()), **change}
+    if named != "damaged":
+        card["sha256"] = features.card_sha256(card)
+    path.write_text(json.dumps(card))
+    with pytest.raises((UserError, TypeError), match=named if change.get("taps", 1) else None):
+        opened(writer)
+    path.write_text("[]")
+    with pytest.raises(UserError, match="manifest.json: unreadable"):
+        opened(writer)
+    path.unlink()
+    with pytest.raises(UserError, match="not complete; start the command"):
+        opened(writer)
+
+
+def test_every_file_is_synced_before_its_name_and_its_record_comes_after(
+    data, tmp_path, monkeypatch
+) -> None:
+    events: list[Path] = []
+    folder, sync, rename = tmp_path / "f", feature_writer.sync, os.replace
+
+    def syncing(path: Path) -> None:
+        events.append(path)
+        sync(path)
+
+    def renaming(a: Path, b: Path) -> None:
+        if b.parent == folder:
+            assert events[-1] == a, "what is renamed was synced just before"
+            events.append(b)
+        rename(a, b)
+
+    monkeypatch.setattr(feature_writer, "sync", syncing)
+    monkeypatch.setattr(os, "replace", renaming)
+    writer = written(data, folder)
+    shards = [x for i in range(4) for x in (writer.path(i), writer.path(i).with_suffix(".json"))]
+    named = [p for p in events if not p.name.startswith(".tmp")]
+    assert named == [folder / "plan.json", *shards, folder / "manifest.json"]
+
+
+def test_shards_and_batches_keep_to_their_sizes() -> None:
+    torch.manual_seed(0)
+    lengths = torch.randint(1, 40, (200,))
+    offsets = torch.cat([torch.zeros(1).long(), lengths.cumsum(0)])
+    rows: Any = SimpleNamespace(lengths=lengths, lines=lengths, offsets=offsets)
+    for limit in (1, 39, 100, 10**6):
+        bounds = feature_writer.bounds_of(rows, 8, 8 * limit)
+        sizes = [int(lengths[a:b].sum()) for a, b in zip(bounds, bounds[1:], strict=False)]
+        assert (
+            bounds[0] == 0
+            and bounds[-1] == 200
+            and all(a < b for a, b in zip(bounds, bounds[1:], strict=False))
+        )
+        for i, size in enumerate(sizes):
+            assert size <= limit or bounds[i + 1] - bounds[i] == 1
+            assert i == len(sizes) - 1 or size + int(lengths[bounds[i + 1]]) > limit, (
+                "the next row fitted"
+            )
+        writer = object.__new__(Writer)
+        writer.rows, writer.cfg = rows, SimpleNamespace(batch_tokens=limit)
+        parts = list(writer._batches(lengths.argsort(stable=True)))
+        assert [row for part in parts for row in part] == lengths.argsort(stable=True).tolist()
+        assert all(
+            len(part) == 1 or len(part) * int(lengths[part].max()) <= limit for part in parts
+        )
+
+
+def test_the_room_that_is_asked_for_is_what_is_still_missing(
+    data: Path, tmp_path: Path, monkeypatch
+) -> None:
+    writer = written(data, tmp_path / "f")
+    writer.path(1).unlink()
+    there = sum(p.stat().st_size for p in (tmp_path / "f").glob("shard-*.safetensors"))
+    need = writer.rows.ids.numel() * writer.per_token - there + (1 << 20)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=need))
+    assert f"{there:,} there already" in writer.prepare()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=need - 1))
+    with pytest.raises(UserError, match=f"{need:,} are needed"):
+        writer.prepare()
+
+
+def cache(data: Path, out: Path, *more: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        cache_features.main(command(data, out, "shard_mb=1", *more))
+    return int(caught.value.code or 0)
+
+
+def test_the_command_tells_the_bytes_first_and_writes_nothing_without_room(
+    data, tmp_path, capsys, monkeypatch
+) -> None:
+    out = tmp_path / "deep" / "f"
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1_000_000))
+    assert cache(data, out) == 2
+    said = capsys.readouterr().err
+    assert f"out: {tmp_path} has 1,000,000 bytes free, 2,2" in said and not out.parent.exists()
+    monkeypatch.undo()
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    assert cache(data, out) == 0
+    said = capsys.readouterr().err
+    assert (
+        "3,086 tokens x 3 hidden states [1, 2, 4] x 32 x float32 = 1,185,024 bytes in 2 "
+        "files, 0 there" in said
+    )
+    before = {p: p.stat().st_mtime_ns for p in out.glob("shard-*.safetensors")}
+    assert cache(data, out) == 0 and {p: p.stat().st_mtime_ns for p in before} == before
+    capsys.readouterr()
+    for change, named in (
+        ("taps=[3]", "taps [1, 2, 4] there"),
+        ("target.seed=1", "target.weights_sha256"),
+        ("store=bfloat16", "stored float32 there, bfloat16 asked for"),
+    ):
+        assert cache(data, out, change) == 2
+        assert named in capsys.readouterr().err
+    assert cache(data, tmp_path) == 2 and "holds other files" in capsys.readouterr().err
+    assert cache(data, tmp_path / "m2", "heads=[medusa2]") == 2
+    assert "medusa2 changes the target" in capsys.readouterr().err
+
+
+def test_a_signal_keeps_the_whole_files_and_the_same_command_continues(
+    data, tmp_path, monkeypatch
+) -> None:
+    whole, out, real = written(data, tmp_path / "whole"), tmp_path / "f", Target.features
+    calls = 0
+
+    def interrupt(self, *args):
+        nonlocal calls
+        calls += 1
+        if calls == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, *args)
+
+    bounds = feature_writer.bounds_of
+    monkeypatch.setattr(feature_writer, "bounds_of", lambda rows, *_: whole.bounds)
+    monkeypatch.setattr(Target, "features", interrupt)
+    assert cache(data, out) == 75
+    monkeypatch.setattr(Target, "features", real)
+    there = {p.name for p in out.iterdir()}
+    assert "shard-00000.safetensors" in there and "manifest.json" not in there
+    assert not [n for n in there if n.startswith(".tmp")]
+    assert cache(data, out) == 0
+    for path in (tmp_path / "whole").iterdir():
+        assert (out / path.name).read_bytes() == path.read_bytes()
+    assert bounds is not feature_writer.bounds_of
+
+
+def test_features_that_are_not_finite_name_their_row(
+    data: Path, tmp_path: Path, monkeypatch
+) -> None:
+    real = Target.features
+
+    def poison(self, ids, mask, taps, grad=False):
+        found = real(self, ids, mask, taps)
+        found[ids[:, 20] == ids[0, 20], 3] = float("nan")
+        return found
+
+    monkeypatch.setattr(Target, "features", poison)
+    with pytest.raises(UserError, match=r"data\.jsonl:\d+: features are not finite"):
+        written(data, tmp_path / "f")
+    assert not list((tmp_path / "f").glob("shard*"))
+
+
+def test_heads_that_change_the_target_refuse_the_cache(data: Path, tmp_path: Path) -> None:
+    written(data, tmp_path / "f")
+    with pytest.raises(
+        UserError, match="data.features: medusa2 changes the target while it learns"
+    ):
+        run(
+            data,
+            tmp_path / "run",
+            f"data.features={tmp_path / 'f'}",
+            "head.kind=medusa2",
+            "head.tune.rank=2",
+        )
+
+
+def test_another_process_keeps_its_shard(data: Path, tmp_path: Path) -> None:
+    writer = written(data, tmp_path / "f")
+    (tmp_path / "f" / "shard-00001.safetensors").unlink()
+    (tmp_path / "f" / "manifest.json").unlink()
+    with writer.claim(1) as mine, writer.claim(1) as second:
+        assert mine and not second
+        assert cache_features.write(writer, 0, 1, cache_features.Console(quiet=True)) is False
+    assert not (tmp_path / "f" / "manifest.json").exists()
+    assert cache_features.write(writer, 0, 1, cache_features.Console(quiet=True)) is True
+
+
+@pytest.mark.slow
+def test_two_processes_write_the_same_files_as_one(data: Path, tmp_path: Path) -> None:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    for count in (1, 2):
+        launch = [
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node",
+            str(count),
+            "--master_port",
+            "29641",
+        ]
+        done = subprocess.run(
+            [
+                sys.executable,
+                *launch,
+                str(ROOT / "scripts/cache_features.py"),
+                *command(data, tmp_path / str(count), "batch_tokens=300"),
+            ],
+            env=env,
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+    one, two = ({p.name: p.read_bytes() for p in (tmp_path / n).iterdir()} for n in ("1", "2"))
+    assert one == two and "manifest.json" in one
+
+
+def test_eagle3_reads_its_own_taps(data: Path, tmp_path: Path) -> None:
+    written(data, tmp_path / "f", "heads=[eagle3]", "taps=[3]")
+    args = [
+        "target=tiny",
+        *(f"target.{k}={v}" for k, v in SHAPE.items()),
+        f"data.path={data}",
+        "data.held_out=0.1",
+        "data.cache=false",
+        f"data.features={tmp_path / 'f'}",
+        f"out_dir={tmp_path / 'run'}",
+        "steps=2",
+        "batch_size=4",
+        "dtype=float32",
+        "device=cpu",
+        "head.draft_vocab=0",
+        "eval.every=0",
+    ]
+    for name, taps in (("default", "[]"), ("own", "[1,3]")):
+        fit(
+            compose("eagle", EagleRun, [*args, f"head.taps={taps}", f"out_dir={tmp_path / name}"]),
+            HEADS["eagle3"],
+        )
+    with pytest.raises(
+        UserError, match=r"holds the hidden states \[1, 2, 3, 4\], the head reads \[0, 4\]"
+    ):
+        fit(compose("eagle", EagleRun, [*args, "head.taps=[0]"]), HEADS["eagle3"])
+
+
+def test_a_stored_law_is_the_top_of_the_targets_own(data: Path, tmp_path: Path) -> None:
+    k = 7
+    writer = written(
+        data,
+        tmp_path / "f",
+        "heads=[eagle3]",
+        f"law_top_k={k}",
+        "store=float64",
+        dtype=torch.float64,
+    )
+    assert writer.taps == (1, 2) and writer.per_token == 2 * 32 * 8 + k * 12
+    target, rows, store = writer.target, writer.rows, opened(writer)
+    counts = rows.counts(target.vocab_size)
+    cls: Any = HEADS["eagle3"]
+    head = (
+        cls.for_target(target, cls.Config(kind="eagle3", draft_vocab=0, top_k=k), counts)
+        .double()
+        .train()
+    )
+    for pack in (0, 200):
+        batch = rows.batch([3, 11, 30, 47], pack)
+        read = head(batch, features.CachedTarget(target, store, batch))
+        assert float(read.sum) == pytest.approx(
+            float(head(batch, target).sum), rel=1e-6
+        )  # they pass through float32
+    feats = target.features(batch.ids, batch.mask, (4,), position=batch.position)
+    source = features.CachedTarget(target, store, batch)
+    source.features(batch.ids, batch.mask, (1, 2, 4))
+    tokens, p = source.stored_law()
+    real = batch.mask.reshape(-1)
+    best = target.unembed(feats[:, :, 0].flatten(0, 1)).softmax(-1).topk(k, -1)
+    assert torch.equal(tokens[real], best.indices[real])
+    torch.testing.assert_close(p[real], best.values[real], rtol=1e-5, atol=1e-6)
+    small = (
+        counts.topk(12).indices.sort().values
+    )  # a draft vocabulary: what of the k best lies inside, renormalised
+    flat = (batch.loss_mask & batch.mask).reshape(-1).nonzero()[1:, 0]
+    law, usable = stored_law((tokens, p), flat - 1, small, 260, torch.zeros_like(flat), "token")(
+        slice(None)
+    )
+    whole = torch.zeros(flat.numel(), 260, dtype=p.dtype).scatter_(
+        1, tokens[flat - 1], p[flat - 1]
+    )[:, small]
+    assert torch.equal(usable, whole.sum(1) > 0) and 0 < usable.sum() < usable.numel()
+    torch.testing.assert_close(law[usable], (whole / whole.sum(1, keepdim=True))[usable])
+
+
+def test_a_stored_law_is_for_heads_that_can_learn_from_it(
+    data: Path, tmp_path: Path, capsys
+) -> None:
+    assert cache(data, tmp_path / "no", "heads=[medusa,eagle3]", "law_top_k=4") == 2
+    assert "law_top_k: medusa reads the last hidden state itself" in capsys.readouterr().err
+    writer = written(data, tmp_path / "f", "heads=[eagle3]", "law_top_k=4")
+    cfg = run_config(data, tmp_path / "run", f"data.features={tmp_path / 'f'}")
+    for name in ("medusa", "eagle1"):
+        head = head_for(name, writer.target, writer.rows.counts(260))
+        with pytest.raises(
+            UserError, match=f"law of the 4 most probable tokens .* this {name} head reads"
+        ):
+            Source(cfg, head, writer.target, writer.rows)
+    source = Source(
+        cfg, head_for("eagle3", writer.target, writer.rows.counts(260)), writer.target, writer.rows
+    )
+    assert source.meaning == {"features": "law of 4 tokens, stored in float32"}

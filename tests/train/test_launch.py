@@ -1,0 +1,272 @@
+"""Launch files: Accelerate reads them as they are meant, and the SLURM script requeues after a
+saved stop alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
+
+from conf.schema import CONF
+from tests.helpers.training import TINY, chats
+
+ROOT = CONF.parent
+FILES = sorted((CONF / "launch").glob("*.yaml"))
+BATCH = ROOT / "scripts/slurm.sbatch"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_accelerate_reads_the_file_and_its_own_command_line(path: Path) -> None:
+    config = load_config_from_file(str(path))
+    wanted = {
+        "one_gpu": ("NO", 1, 1),
+        "ddp": ("MULTI_GPU", 1, 8),
+        "fsdp2": ("MULTI_GPU", 1, 8),
+        "zero3": ("DEEPSPEED", 1, 8),
+        "multi_node": ("MULTI_GPU", 2, 16),
+    }[path.stem]
+    assert (
+        str(config.distributed_type).rpartition(".")[2],
+        config.num_machines,
+        config.num_processes,
+    ) == wanted
+    assert str(config.mixed_precision) == "no" and not config.use_cpu and not config.fsdp_config
+    args = launch_command_parser().parse_args(told(path))
+    assert (
+        ROOT / args.training_script
+    ).is_file() and args.config_file == f"conf/launch/{path.name}"
+
+
+def told(path: Path, rank: int = 1) -> list[str]:
+    """What a launch file tells to put behind `accelerate launch`."""
+    named = re.search(
+        r"accelerate launch (--config_file conf/launch/\w+\.yaml [^\n]*?) \.\.\.", path.read_text()
+    )
+    assert named
+    return (
+        named[1]
+        .replace("--machine_rank R", f"--machine_rank {rank}")
+        .replace("HOST", "127.0.0.1")
+        .split()
+    )
+
+
+def ours(data: Path, out: Path) -> list[str]:
+    """Three steps of EAGLE-3 on two CPU processes."""
+    return [
+        "target=tiny",
+        *(f"target.{k}={v}" for k, v in {**TINY, "layers": 4}.items()),
+        f"data.path={data}",
+        f"out_dir={out}",
+        "data.cache=false",
+        "steps=3",
+        "batch_size=8",
+        "dtype=float32",
+        "device=cpu",
+        "head.draft_vocab=0",
+        "eval.every=0",
+        "eval.parity=0",
+        "log_every=1",
+    ]
+
+
+def run(*commands: list[str]) -> str:
+    """Run command lines side by side on CPUs; what they said. All must end well."""
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+    env = {
+        **os.environ,
+        "ACCELERATE_USE_CPU": "true",
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": paths,
+    }
+    children = [
+        subprocess.Popen(
+            c, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for c in commands
+    ]
+    said = [child.communicate(timeout=1500)[0] for child in children]
+    assert not any(child.returncode for child in children), "\n".join(said)[-3000:]
+    return "\n".join(said)
+
+
+def curve(out: Path) -> list[float]:
+    """Losses of a finished run."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert (out / "head/head.json").is_file()
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """Data, and the losses of one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    data = chats(folder / "data.jsonl")
+    run([sys.executable, "train/eagle.py", *ours(data, folder / "run")])
+    return data, curve(folder / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_the_command_of_a_launch_file_trains_on_two_cpu_processes(
+    path: Path, alone: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    """The command as the file tells it, with CPUs, two processes and data of ours: the losses
+    of one process.
+    """
+    if path.stem == "zero3":
+        pytest.importorskip(
+            "deepspeed", reason="pip install deepspeed to test conf/launch/zero3.yaml"
+        )
+    data, want = alone
+    world, port = (1 if path.stem == "one_gpu" else 2), str(29500 + os.getpid() % 2000)
+    given = [] if world == 1 else ["--num_processes", "2", "--main_process_port", port]
+    commands = []
+    for rank in range(2 if path.stem == "multi_node" else 1):
+        line = [word for word in told(path, rank) if not word.startswith(("target", "data."))]
+        commands.append([*given, *line, *ours(data, tmp_path / "run")])
+    said = run(
+        *([sys.executable, "-m", "accelerate.commands.launch", *words] for words in commands)
+    )
+    assert f"8 rows over {world} rank(s)" in said
+    assert ("by FSDP2 over 2 ranks" in said) == (path.stem == "fsdp2")
+    assert ("by ZeRO-3 over 2 ranks" in said) == (path.stem == "zero3")
+    assert curve(tmp_path / "run") == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_the_torchrun_command_of_the_page_trains_on_two_cpu_processes(
+    alone: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    page = (ROOT / "docs/scaling.md").read_text()
+    line = re.search(
+        r"`ACCELERATE_USE_CPU=true torchrun (--nproc_per_node 2 train/\w+\.py [^`]*?) \.\.\.`", page
+    )
+    assert line
+    port = ["--master_port", str(29500 + os.getpid() % 2000)]
+    words = [w for w in line[1].split() if not w.startswith(("target", "device"))]
+    said = run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *port,
+            *words,
+            *ours(alone[0], tmp_path / "run"),
+        ]
+    )
+    assert "8 rows over 2 rank(s)" in said and len(curve(tmp_path / "run")) == 3
+
+
+def test_the_batch_script_is_sound() -> None:
+    done = subprocess.run(["bash", "-n", str(BATCH)], capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    if tool := shutil.which("shellcheck"):
+        done = subprocess.run([tool, str(BATCH)], capture_output=True, text=True, check=False)
+        assert not done.returncode, done.stdout
+
+
+def fake_cluster(tmp_path: Path, codes: list[int]) -> dict[str, str]:
+    """srun runs one task per code and gives the last bad one; scontrol notes what it was
+    asked.
+    """
+    tasks = "\n".join(
+        f'SLURM_PROCID={i} SLURM_LOCALID={i} CODE={c} "$@" || code=$?' for i, c in enumerate(codes)
+    )
+    scripts = {
+        "srun": f"shift\ncode=0\n{tasks}\nexit $code",
+        # Noted first: `head -n 1` may have left before the second name is written.
+        "scontrol": f'echo "$@" >> {tmp_path}/asked\n[ "$1" = show ] && echo node7 && echo node8',
+        "python": 'echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $@" >> '
+        f"{tmp_path}/ranks\nexit $CODE",
+    }
+    (tmp_path / "bin").mkdir()
+    for name, text in scripts.items():
+        file = tmp_path / "bin" / name
+        file.write_text(f"#!/bin/bash\n{text}\n")
+        file.chmod(0o755)
+    return {
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "PYTHON": "python",
+        "SLURM_JOB_ID": "77",
+        "SLURM_JOB_NODELIST": "node[7-8]",
+        "SLURM_NTASKS": str(len(codes)),
+        "SLURM_NTASKS_PER_NODE": "1",
+        "SLURM_CPUS_PER_TASK": "4",
+    }
+
+
+@pytest.mark.parametrize("codes, again", [([75, 75], True), ([0, 0], False), ([2, 2], False)])
+def test_the_batch_script_requeues_after_a_saved_stop_alone(
+    codes: list[int], again: bool, tmp_path: Path
+) -> None:
+    env = fake_cluster(tmp_path, codes)
+    done = subprocess.run(
+        ["bash", str(BATCH), "train/eagle.py", "data.path=a b.jsonl"],
+        env=env,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == codes[-1], done.stderr
+    ranks = (tmp_path / "ranks").read_text().splitlines()
+    assert ranks == [f"{r} {r} 2 node7 train/eagle.py data.path=a b.jsonl" for r in range(2)]
+    assert ("requeue 77" in (tmp_path / "asked").read_text()) == again
+
+
+def test_the_batch_script_asks_for_signals_that_a_run_answers() -> None:
+    from train.signals import CODES
+
+    header = dict(re.findall(r"^#SBATCH --(\S+?)(?:=(\S+))?$", BATCH.read_text(), re.M))
+    name, _, seconds = header["signal"].partition("@")
+    assert (
+        {s.name for s in CODES} >= {f"SIG{name}", "SIGTERM"}
+        and int(seconds) >= 60
+        and "requeue" in header
+    )
+
+
+@pytest.mark.parametrize(
+    "count, shared, nodes, own",
+    [
+        ("0", "True", "1", False),
+        ("1", "True", "1", True),
+        ("2", "False", "1", False),
+        ("1", "True", "2", False),
+    ],
+)
+def test_a_restart_on_one_node_meets_in_a_store_of_its_own(
+    count: str, shared: str, nodes: str, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from train import rendezvous
+
+    for name, value in (("RESTART_COUNT", count), ("USE_AGENT_STORE", shared)):
+        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", nodes)
+    assert (rendezvous.init_method() is not None) == own
+    stores = []
+
+    def asked(url: str, **more: object) -> Iterator[tuple[object, int, int]]:
+        assert url == "env://"
+        yield dist.HashStore(), 1, 2
+
+    monkeypatch.setattr(rendezvous, "rendezvous", asked)
+    for restart in ("1", "2"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
+        store, rank, world = next(iter(rendezvous._meet("restarted://")))
+        stores.append(store)
+        assert (rank, world) == (1, 2)
+    stores[0].set("rank_0", "an address that is gone")
+    assert not stores[1].check(["rank_0"])

@@ -1,0 +1,184 @@
+"""Settings of `accelerate launch`: each is honoured, or refused in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from conf.errors import UserError
+from scripts.common.files import ROOT
+from tests.helpers.training import chats, overrides, run, run_config
+from train import launch_keys
+from train.config import TrainConfig
+from train.launch_keys import REFUSED, check_settings, device_of
+
+
+@pytest.fixture
+def cfg(tmp_path: Path) -> TrainConfig:
+    return run_config(tmp_path / "data.jsonl", tmp_path / "run")
+
+
+VALUES = {
+    "gradient_accumulation_steps": "4",
+    "gradient_clipping": "1.0",
+    "dynamo_backend": "INDUCTOR",
+    "offload_optimizer_device": "cpu",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_that_are_not_honoured_are_refused_and_neutral_ones_are_not(
+    cfg: TrainConfig, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    variable, neutral, instead = REFUSED[name]
+    for value in neutral:
+        monkeypatch.setenv(variable, value.upper())
+        check_settings(cfg)
+    monkeypatch.setenv(variable, VALUES.get(name, "true"))
+    with pytest.raises(UserError) as caught:
+        check_settings(cfg)
+    said = str(caught.value)
+    assert said.startswith("accelerate's settings: ") and name in said and instead in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    "precision, dtype, good",
+    [
+        ("no", "float32", True),
+        ("bf16", "bfloat16", True),
+        ("bf16", "float32", False),
+        ("fp16", "bfloat16", False),
+        ("fp8", "bfloat16", False),
+    ],
+)
+def test_mixed_precision_must_say_what_dtype_says(
+    cfg: TrainConfig, monkeypatch: pytest.MonkeyPatch, precision: str, dtype: str, good: bool
+) -> None:
+    monkeypatch.setenv(launch_keys.PRECISION, precision)
+    cfg.dtype = dtype
+    if good:
+        return check_settings(cfg)
+    with pytest.raises(UserError, match=f"mixed_precision: {precision}.*dtype={dtype}"):
+        check_settings(cfg)
+
+
+def test_an_agreeing_precision_changes_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bf16 in accelerate's config beside dtype=bfloat16: no autocast, the same weights."""
+    data = chats(tmp_path / "data.jsonl")
+    want = run(data, tmp_path / "want", "dtype=bfloat16", "steps=2")
+    monkeypatch.setenv(launch_keys.PRECISION, "bf16")
+    got = run(data, tmp_path / "got", "dtype=bfloat16", "steps=2")
+    name = "head/head.safetensors"
+    assert (got / name).read_bytes() == (want / name).read_bytes()
+
+
+def test_several_bad_settings_are_told_at_once_by_the_command(tmp_path: Path) -> None:
+    """Through the command line: exit code 2, one line."""
+    env = {
+        **os.environ,
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2",
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+    }
+    data = chats(tmp_path / "data.jsonl")
+    done = subprocess.run(
+        [sys.executable, "train/medusa.py", *overrides(data, tmp_path / "run")],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "gradient_accumulation_steps: 2" in done.stderr and "fsdp_config" in done.stderr
+
+
+LAUNCHED = """
+import json, sys
+from accelerate.commands import launch
+from accelerate.utils import launch as env
+found = {}
+for path in sys.argv[1:]:
+    args = launch.launch_command_parser().parse_args(["--config_file", path, "train/eagle.py"])
+    args, _, _ = launch._validate_launch_command(args)
+    args.deepspeed_fields_from_accelerate_config = ""
+    if args.use_deepspeed:
+        found[path] = env.prepare_deepspeed_cmd_env(args)[1]
+    elif args.multi_gpu:
+        found[path] = env.prepare_multi_gpu_env(args)
+    else:
+        found[path] = env.prepare_simple_launcher_cmd_env(args)[1]
+kept = {p: {k: v for k, v in e.items() if k.startswith("ACCEL")} for p, e in found.items()}
+print(json.dumps(kept))
+"""
+
+
+def test_shipped_configs_are_taken(cfg: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the launcher makes of our own files is neutral."""
+    shipped = [str(path) for path in sorted((ROOT / "conf/launch").glob("*.yaml"))]
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCHED, *shipped],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-400:]
+    made = json.loads(done.stdout.splitlines()[-1])
+    assert list(made) == shipped and len(shipped) >= 5
+    for settings in made.values():
+        with monkeypatch.context() as patch:
+            for key, value in settings.items():
+                patch.setenv(key, value)
+            check_settings(cfg)
+
+
+def test_devices_that_are_not_there(cfg: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg.device = "cuda"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="device: cuda asked for, but .*set device=cpu"):
+        device_of(cfg)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert device_of(cfg) == ""
+    cfg.device = "cuda:3"
+    assert device_of(cfg) == "cuda:3"
+    cfg.device = "cuda:4"
+    with pytest.raises(UserError, match="device: cuda:4, but there are 4 GPUs"):
+        device_of(cfg)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="is one GPU, but there are several processes"):
+        device_of(cfg)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    with pytest.raises(UserError, match="use_cpu"):
+        device_of(cfg)
+
+
+def test_a_run_that_asks_for_a_gpu_does_not_fall_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="device: cuda asked for"):
+        run(chats(tmp_path / "data.jsonl"), tmp_path / "run", "device=cuda")
+
+
+@pytest.mark.parametrize("key", ["device=gpu", "device=cuda:x", "device=cpu:1", "dtype=float16"])
+def test_keys_that_cannot_be_meant(tmp_path: Path, key: str) -> None:
+    with pytest.raises(UserError, match=key.split("=")[0]):
+        run_config(tmp_path / "data.jsonl", tmp_path / "run", key)
+
+
+def test_gradients_lie_in_the_buckets_that_are_exchanged(cfg: TrainConfig) -> None:
+    """And no buffer of the head is sent with every pass."""
+    handler = launch_keys.start(cfg).ddp_handler
+    assert handler is not None and handler.gradient_as_bucket_view
+    assert not handler.broadcast_buffers

@@ -1,0 +1,346 @@
+"""Several data files, their weights, a held-out file, and epochs in place of steps."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conf.errors import Interrupted, UserError
+from conf.schema import compose
+from decode.models.tiny import byte_tokenizer
+from heads import HEADS
+from tests.helpers.training import chats, overrides, run, run_config, sigterm_at_update
+from train import facts
+from train.config import DataConfig, MedusaRun
+from train.loop import fit
+from train.schedule import usual_rate
+from train.texts import batches
+from train.texts.batches import Plan, Rows, joined, load_rows
+from train.texts.mix import Joined, drawn, shares
+from train.texts.tokens import TokenWriter
+
+EOS = (2,)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    """Chat files of 30, 12 and 8 rows."""
+    sizes = (("a", 30), ("b", 12), ("c", 8))
+    return [chats(tmp_path / f"{name}.jsonl", rows) for name, rows in sizes]
+
+
+def load(*paths: Path, **keys: Any) -> Rows:
+    path = [str(p) for p in paths] if len(paths) > 1 else str(paths[0])
+    cfg = DataConfig(path=path, max_length=256, **{"cache": False, **keys})
+    return load_rows(cfg, byte_tokenizer(), EOS, 260, 1024)
+
+
+def tokens(rows: Rows, row: int) -> list[int]:
+    return rows.ids[int(rows.offsets[row]) : int(rows.offsets[row + 1])].tolist()
+
+
+def test_joined_reads_as_one_tensor() -> None:
+    parts = [torch.arange(5), torch.arange(0), torch.arange(5, 6), torch.arange(6, 20)]
+    whole, tensor = Joined(parts), torch.arange(20)
+    assert whole.numel() == 20
+    for begin in range(20):
+        for end in range(begin, 21):
+            assert whole[begin:end].tolist() == tensor[begin:end].tolist()
+    places = torch.randint(20, (3, 7))
+    assert torch.equal(whole[places], tensor[places])
+    assert whole[torch.empty(0, dtype=torch.int64)].numel() == 0
+
+
+@pytest.mark.parametrize("cache", [False, True])
+def test_files_are_joined_row_by_row(files: list[Path], cache: bool) -> None:
+    """Rows, masks, lines, counts and sums are those of the files one behind the other."""
+    alone = [load(f, cache=cache) for f in files]
+    rows = load(*files, cache=cache)
+    wanted = [tokens(one, r) for one in alone for r in range(one.lines.numel())]
+    assert [tokens(rows, r) for r in range(rows.lines.numel())] == wanted
+    places = [one.where(r) for one in alone for r in range(one.lines.numel())]
+    assert [rows.where(r) for r in range(len(places))] == places
+    assert torch.equal(rows.counts(260), sum(one.counts(260) for one in alone))
+    assert rows.supervised == sum(one.supervised for one in alone)
+    assert rows.turns[0] == 50 and len({f.sha256 for f in rows.files}) == 3
+    batch = rows.batch([0, 29, 30, 49])
+    for b, row in enumerate([0, 29, 30, 49]):
+        assert batch.ids[b][batch.mask[b]].tolist() == wanted[row]
+    packed = rows.batch([0, 29, 30, 49], pack=256)
+    assert int(packed.mask.sum()) == sum(len(wanted[r]) for r in (0, 29, 30, 49))
+
+
+def test_a_list_of_one_file_is_that_file(files: list[Path]) -> None:
+    one, listed = load(files[0]), joined([load(files[0])])
+    cfg = DataConfig(path=[str(files[0])], max_length=256, cache=False)
+    also = load_rows(cfg, byte_tokenizer(), EOS, 260, 1024)
+    assert one.sha256() == listed.sha256() == also.sha256() and not also.files
+    assert Plan(one, 4, 16, 0).batch(3) == Plan(also, 4, 16, 0).batch(3)
+
+
+def test_order_and_content_are_part_of_the_hash(files: list[Path]) -> None:
+    a, b, c = files
+    assert len({load(a, b).sha256(), load(b, a).sha256(), load(a, c).sha256()}) == 3
+    assert load(a, b).tokens_sha256() != load(b, a).tokens_sha256()
+
+
+def test_shares_add_up() -> None:
+    assert shares([1, 1, 1], 10) == [4, 3, 3]
+    assert shares([0.7, 0.3], 10) == [7, 3]
+    assert shares([1e-9, 1.0], 10) == [0, 10]
+    assert shares([1e308, 1e308], 10) == [5, 5]
+    for total in range(50):
+        assert sum(shares([3, 2, 0.5, 9], total)) == total
+
+
+def test_rows_are_drawn_equally_often_over_the_epochs() -> None:
+    rows = torch.arange(100, 107)
+    found = torch.cat([drawn(rows, 3, epoch, 5, 1) for epoch in range(14)])
+    assert set(Counter(found.tolist()).values()) == {6} and found.numel() == 42
+    assert torch.equal(drawn(rows, 3, 4, 5, 1), found[12:15])
+    many = drawn(rows, 23, 1, 5, 1)
+    assert set(Counter(many.tolist()).values()) <= {2, 3, 4} and many.numel() == 23
+    assert not torch.equal(drawn(rows, 7, 0, 5, 1), drawn(rows, 7, 0, 5, 2))
+
+
+def test_weights_are_the_shares_of_an_epoch(files: list[Path]) -> None:
+    """An epoch has as many rows as there are; each file gives its share of them, the same at
+    every start."""
+    rows = load(*files[:2], held_out=0.0, weights=[1.0, 3.0])
+    plan, again = (Plan(rows, 2, 4, seed=3) for _ in range(2))
+    assert plan.per_epoch == 21
+    for epoch in range(3):
+        steps = range(epoch * 21, (epoch + 1) * 21)
+        assert [again.batch(s) for s in steps] == [plan.batch(s) for s in steps]
+        seen = [row for step in steps for row in plan.batch(step)]
+        counts = Counter(row >= 30 for row in seen)
+        assert counts == {True: 31, False: 11}
+        assert max(Counter(seen).values()) <= 4
+    assert "a.jsonl 11 rows an epoch of 30 (0.367 times each)" in plan.mixture()
+    other = Plan(rows, 2, 4, seed=4)
+    assert [other.batch(s) for s in range(21)] != [plan.batch(s) for s in range(21)]
+
+
+def test_without_weights_every_row_is_seen_once(files: list[Path]) -> None:
+    rows = load(*files, held_out=0.0)
+    plan = Plan(rows, 5, 4, seed=0)
+    assert sorted(r for s in range(10) for r in plan.batch(s)) == [*range(50)]
+    assert "b.jsonl 12 rows" in plan.mixture() and "epoch" not in plan.mixture()
+
+
+def test_a_held_out_file_alone_is_held_out(files: list[Path]) -> None:
+    a, b, c = files
+    rows = load(a, b, held_out=str(c), weights=[1.0, 1.0])
+    assert rows.held.tolist() == [False] * 42 + [True] * 8
+    assert not set(range(42, 50)) & {r for s in range(40) for r in Plan(rows, 4, 4, 0).batch(s)}
+    assert torch.equal(rows.counts(260), load(a, b, held_out=0.0).counts(260))
+    single = load(a, held_out=str(c))
+    assert int(single.held.sum()) == 8 and int((~single.held).sum()) == 30
+
+
+def test_lines_of_several_files_are_skipped_by_name(files: list[Path]) -> None:
+    a, b, _ = files
+    rows = load(a, b, held_out=0.0)
+    plan = Plan(rows, 2, 4, 0, skip=[f"{b}:3", f"{a}:30"])
+    assert plan.skipped == 2
+    left = set(range(42)) - set(plan.train.tolist())
+    assert sorted(rows.where(r) for r in left) == sorted([f"{b}:3", f"{a}:30"])
+    with pytest.raises(UserError, match="skip: 3 is a line of which of the 2 files"):
+        Plan(rows, 2, 4, 0, skip=[3])
+    with pytest.raises(UserError, match="no such file is read"):
+        Plan(rows, 2, 4, 0, skip=["z.jsonl:3"])
+    alone = load(a, held_out=0.0)
+    assert Plan(alone, 2, 4, 0, skip=[4, f"{a}:5"]).skipped == 2
+
+
+def test_what_cannot_be_mixed_is_said(files: list[Path], tmp_path: Path) -> None:
+    a, b, c = files
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    for paths, keys, said in (
+        ((a, a), {}, "is named twice; give data.weights"),
+        ((a, b), {"held_out": str(b)}, "is named twice; it is trained on"),
+        ((a, empty), {}, "empty.jsonl holds no rows"),
+        ((a, tmp_path / "none.jsonl"), {}, "no such file"),
+        ((a,), {"held_out": str(tmp_path / "none.jsonl")}, "^data.held_out: .*neither a file"),
+    ):
+        with pytest.raises(UserError, match=said):
+            load(*paths, **keys)
+    with pytest.raises(UserError, match="its weight is too small"):
+        Plan(load(a, b, weights=[1.0, 1e-6]), 2, 4, 0)
+    skipped = [f"{c}:{line}" for line in range(1, 9)]
+    with pytest.raises(UserError, match="it has none to train on"):
+        Plan(load(a, c, weights=[1.0, 1.0]), 2, 4, 0, skip=skipped)
+
+
+@pytest.mark.parametrize(
+    "keys, said",
+    [
+        ({"path": ["a", "b"], "weights": [1.0]}, "weights: 1 for 2 files"),
+        ({"path": ["a", "b"], "weights": [1.0, 0.0]}, "not all above 0"),
+        ({"path": ["a", "b"], "weights": [1.0, float("inf")]}, "not all above 0"),
+        ({"path": ["a", ""]}, "path: is empty"),
+        ({"path": []}, "path: is empty"),
+        ({"path": ["a", "b"], "kind": "hub"}, "path: several only"),
+        ({"path": "a", "held_out": ""}, "held_out: is empty"),
+        ({"path": "a", "held_out": 1.5}, "held_out: 1.5 is outside"),
+        ({"path": "a", "skip": [-1]}, "skip: -1 is no line"),
+        ({"path": "a", "skip": ["b.jsonl"]}, "skip: 'b.jsonl' is no line"),
+    ],
+)
+def test_rules_of_the_keys(keys: dict[str, Any], said: str) -> None:
+    found = DataConfig(**keys).validate()
+    assert len(found) == 1 and said in found[0]
+
+
+def test_the_command_line_takes_lists_and_files(tmp_path: Path) -> None:
+    more = ["data.path=[a.jsonl,b.jsonl]", "data.weights=[1,2.5]", "data.held_out=c.jsonl"]
+    cfg = compose("medusa", MedusaRun, overrides(Path("x"), Path("run"), *more))
+    assert cfg.data.paths == ["a.jsonl", "b.jsonl"] and cfg.data.weights == [1.0, 2.5]
+    assert cfg.data.held_out == "c.jsonl"
+    cfg = compose("medusa", MedusaRun, overrides(Path("x"), Path("run"), "data.held_out=0"))
+    assert cfg.data.held_out == 0.0 and isinstance(cfg.data.held_out, float)
+
+
+def test_a_mixed_run_resumes_by_content(
+    files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped and moved it goes on; with other weights, files or held-out rows it does not."""
+    a, b, c = files
+    moved = [tmp_path / f"moved-{f.name}" for f in files]
+    for old, new in zip(files, moved, strict=True):
+        new.write_bytes(old.read_bytes())
+
+    def mixed(out: str, *more: str, paths: list[Path] = files) -> Path:
+        cfg = run_config(Path("x"), tmp_path / out, *more)
+        cfg.data.weights = [1.0, 1.0]
+        cfg.data.path = [str(p) for p in paths[:2]]
+        cfg.data.held_out = str(paths[2])
+        fit(cfg, HEADS["medusa"])
+        return tmp_path / out / "head" / "head.safetensors"
+
+    want = mixed("whole").read_bytes()
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        sigterm_at_update(patch, 3)
+        mixed("run")
+    for wrong, said in (
+        ([b, a, c], "data.sha256"),
+        ([a, b, a.with_name("moved-a.jsonl")], "data.sha256.2"),
+    ):
+        with pytest.raises(UserError, match=said):
+            mixed("run", paths=wrong)
+    assert mixed("run", paths=moved).read_bytes() == want
+
+
+def test_full_caches_of_several_files_are_neither_hashed_nor_counted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[int] = []
+    real = batches.sha256_of
+    monkeypatch.setattr(batches, "sha256_of", lambda t: hashed.append(1) or real(t))
+    writer = TokenWriter(None)
+    for row in range(4):
+        writer.add([5] * 100, [False] * 50 + [True] * 50, row + 1, False)
+    paths = []
+    for i in range(3):
+        path = tmp_path / f"part-{i}.safetensors"
+        writer.write(path, {"bad": [], "turns": [4, 4, 4]})
+        batches._remember(path)
+        paths.append(path)
+
+    parts = [batches._from_cache(path, path.name) for path in paths]
+    rows = joined([part for part in parts if part is not None], [1.0, 2.0, 3.0])
+    rows.sha256(), rows.tokens_sha256(), rows.counts(260), rows.supervised
+    assert not hashed
+    assert rows.ids.numel() == 1200 and rows.supervised == 600
+
+
+# Epochs in place of steps, and a rate for the target's size
+# -------------------------------------------------------------------------------------------
+
+
+def test_epochs_are_steps(
+    files: list[Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """1.5 epochs are as many steps, to the same bits; a further epoch goes on from there."""
+    data = files[0]
+    counted = run(data, tmp_path / "epochs", "steps=0", "epochs=1.5", "data.held_out=0.0")
+    said = capfd.readouterr().err
+    assert "steps: 10, epochs=1.5 of 7 batches" in said and "10 steps" in said
+    given = run(data, tmp_path / "steps", "steps=10", "data.held_out=0.0")
+    assert digest(counted) == digest(given)
+    run(data, counted, "steps=0", "epochs=2", "data.held_out=0.0")
+    assert "changed from step 10 on: steps: 10 -> 14" in capfd.readouterr().err
+    run(data, counted, "steps=16", "data.held_out=0.0")
+    with pytest.raises(UserError, match="steps: 16 in the checkpoint, 7 now"):
+        run(data, counted, "steps=0", "epochs=1", "data.held_out=0.0")
+
+
+def test_epochs_of_fewer_rows_are_fewer_steps_of_the_same_run(
+    files: list[Path], tmp_path: Path
+) -> None:
+    """data.skip on resume may take a batch from every epoch, even below the step reached."""
+    keys = ("steps=0", "epochs=2", "data.held_out=0.0", "batch_size=2")
+    out = run(files[2], tmp_path / "run", *keys)
+    run(files[2], out, *keys, "data.skip=[1,2,3,4]")
+    assert last_step(out) == 8
+
+
+def last_step(out: Path) -> int:
+    return int(json.loads((out / "head" / "head.json").read_text())["extra"]["step"])
+
+
+def digest(out: Path) -> bytes:
+    return (out / "head" / "head.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "keys, said",
+    [
+        (["steps=0"], "steps: is required; set steps=N, or epochs=E"),
+        (["steps=5", "epochs=2"], "steps: 5 beside epochs=2; leave one out"),
+        (["steps=0", "epochs=-1"], "epochs: -1.0 is below 0"),
+        (["steps=-1"], "steps: -1 is below 0"),
+        (["optim.lr=0"], "optim.lr: 0.0 must be above 0"),
+    ],
+)
+def test_exactly_one_length_of_a_run(keys: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        compose("medusa", MedusaRun, overrides(Path("x"), Path("run"), *keys))
+
+
+@pytest.mark.parametrize(
+    "width, rate",
+    [(32, 1e-3), (576, 1e-3), (960, 6e-4), (2048, 2.8e-4), (4096, 1.4e-4), (8192, 7e-5)],
+)
+def test_the_rate_goes_down_with_the_width(width: int, rate: float) -> None:
+    assert usual_rate(width) == rate and usual_rate(width, narrows=False) == 1e-3
+
+
+def test_a_rate_is_chosen_said_and_kept(
+    files: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Without optim.lr the width decides and the header says so; one that is given wins; a run
+    that began with another value goes on with that one."""
+    run(files[0], tmp_path / "run", "steps=2")
+    assert "optim.lr: 0.001, usual for medusa on a target 32 wide" in capfd.readouterr().err
+    given = run(files[0], tmp_path / "given", "steps=2", "optim.lr=2e-3")
+    assert "usual for" not in capfd.readouterr().err
+    run(files[0], given, "steps=4")
+    said = capfd.readouterr().err
+    assert "optim.lr: 0.002, with which this run began" in said and "-> " not in said.replace(
+        "steps: 2 -> 4", ""
+    )
+    rates = [json.loads(x).get("lr") for x in (given / "metrics.jsonl").read_text().splitlines()]
+    assert rates[-2] == pytest.approx(1e-4)  # 5 % of 2e-3, where the schedule ends
+    monkeypatch.setattr(facts, "usual_rate", lambda width, narrows: 5e-4)
+    run(files[0], tmp_path / "run", "steps=4")
+    assert "optim.lr: 0.001, with which this run began" in capfd.readouterr().err

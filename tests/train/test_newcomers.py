@@ -1,0 +1,101 @@
+"""What someone meets who brings data of their own, in other forms or too few: told in a line,
+or managed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from conf.errors import UserError
+from decode.models.tiny import byte_tokenizer
+from heads.checkpoint import read_card
+from heads.parallel.medusa import MedusaConfig
+from tests.helpers.training import chats, run
+from train.config import DataConfig
+from train.facts import fit_vocabulary
+from train.texts.batches import load_rows
+
+CHAT = {
+    "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a [{list}]"}]
+}
+
+
+def load(path: Path):
+    cfg = DataConfig(path=str(path), held_out=0.0, cache=False)
+    return load_rows(cfg, byte_tokenizer(), (257,), 260, 256)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps([CHAT, CHAT]),
+        json.dumps([CHAT], indent=1),
+        "\n [\n" + json.dumps(CHAT),
+        "\ufeff" + json.dumps([CHAT]) + "\n\n",
+    ],
+)
+def test_a_json_array_is_told_apart_from_jsonl(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "sharegpt.json"
+    path.write_text(text)
+    with pytest.raises(
+        UserError, match=r"sharegpt.json is one JSON array, not an object a line; convert it: jq -c"
+    ):
+        load(path)
+
+
+def test_lists_among_the_lines_are_rows_that_cannot_be_used(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps(CHAT["messages"]) + "\n" + json.dumps(CHAT) + "\n")
+    with pytest.raises(
+        UserError, match=r"d.jsonl:1: is not an object \{..\}; 1 of 2 rows are unusable"
+    ):
+        load(path)
+
+
+def test_rows_in_another_form_are_told_the_form(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"prompt": "q", "completion": "a"}\n' * 3)
+    with pytest.raises(UserError) as caught:
+        load(path)
+    assert "d.jsonl:1: has none of messages" in str(caught.value) and "raise" not in str(
+        caught.value
+    )
+    assert "none of the 3 rows can be used" in str(caught.value) and '{"messages": [{"role"' in str(
+        caught.value
+    )
+    turn = {"conversations": [{"from": "gpt", "value": "a"}, {"from": "human", "value": "q"}]}
+    path.write_text((json.dumps(turn) + "\n") * 2 + json.dumps(CHAT) + "\n")
+    with pytest.raises(UserError, match=r"\(2 x turn N: role '..' where '..' is due\)"):
+        load(path)
+
+
+def test_a_target_without_chat_template_is_told_once_not_row_by_row(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    path = chats(tmp_path / "d.jsonl", 4)
+    with pytest.raises(
+        UserError,
+        match=r"^target: its tokenizer has no chat template, which .*d.jsonl:1 needs; take",
+    ):
+        load_rows(DataConfig(path=str(path), cache=False), tokenizer, (257,), 260, 256)
+
+
+def test_a_draft_vocabulary_that_the_data_cannot_fill_is_lowered(tmp_path: Path, capsys) -> None:
+    cfg, counts = MedusaConfig(draft_vocab=8192), torch.zeros(9000, dtype=torch.int64)
+    counts[100:7521] = 1
+    assert (
+        "8,192 wanted, but only 7,421 different" in fit_vocabulary(cfg, counts)
+        and cfg.draft_vocab == 7360
+    )
+    assert fit_vocabulary(cfg, counts) == "" and cfg.draft_vocab == 7360
+    for _ in range(2):  # the second time it resumes: what is learned is the same
+        out = run(
+            chats(tmp_path / "data.jsonl"), tmp_path / "run", "head.draft_vocab=259", "steps=1"
+        )
+    assert 8 <= read_card(out / "head")["head"]["config"]["draft_vocab"] < 64
+    told = capsys.readouterr().err
+    assert "head.draft_vocab: 259 wanted, but only" in told and "resuming" in told

@@ -1,0 +1,116 @@
+"""Every conf/experiment composes, and what it trains works on a tiny random target of its
+architecture.
+
+pytest tests/train/test_recipes.py
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from conf.schema import CONF, compose
+from decode.target import Target
+from heads import HEADS, parity
+from tests.helpers.archs import VOCAB, build
+from tests.helpers.training import random_batch
+from train.config import DraftRun, EagleRun, MedusaRun, TrainConfig
+from train.hydra_heads import HydraHeadsRun
+from train.validate import ValidateConfig, head_config
+
+RECIPES = sorted(p.stem for p in (CONF / "experiment").glob("*.yaml"))
+RUNS: dict[str, tuple[str, type[TrainConfig]]] = {
+    "eagle": ("eagle", EagleRun),
+    "medusa": ("medusa", MedusaRun),
+    "hydra": ("hydra_heads", HydraHeadsRun),
+    "draft": ("draft", DraftRun),
+    "demo": ("medusa", MedusaRun),
+}
+ARCHITECTURES = {
+    "llama31": "llama",
+    "qwen3": "qwen3",
+    "mistral": "mistral",
+    "gemma3": "gemma3",
+    "smollm2": "llama",
+}
+
+
+def gemma3() -> Target:
+    """Gemma 3 as its larger sizes come: a language model with sliding windows beside a vision
+    tower.
+    """
+    text = build("gemma3_text").config.to_dict()
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = AutoConfig.for_model(
+        "gemma3",
+        text_config=text,
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        image_token_index=60,
+        boi_token_index=59,
+        eoi_token_index=58,
+    )
+    torch.manual_seed(0)
+    return Target(AutoModelForImageTextToText.from_config(config, dtype=torch.float32))
+
+
+def target_for(name: str) -> Target:
+    arch = ARCHITECTURES[name.split("_")[0]]
+    return gemma3() if arch == "gemma3" else Target(build(arch, num_hidden_layers=3))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe(name: str) -> None:
+    """Its script and validate.py take it; its head learns and drafts what it has learned."""
+    script, schema = next(run for word, run in RUNS.items() if f"_{word}" in name)
+    given = [f"experiment={name}", "data.path=x", "out_dir=y"]
+    cfg = compose(script, schema, given)
+    again = compose("validate", ValidateConfig, given)
+    head = cfg.head
+    assert head_config(again.head) == head and again.steps == cfg.steps
+    assert cfg.micro_batch <= cfg.batch_size and cfg.eval.every <= cfg.steps
+    for key, small in (("draft_vocab", 40), ("nodes", 8), ("width", 3), ("from_target_layers", 2)):
+        if getattr(head, key, 0):
+            setattr(head, key, small)
+    if cfg.steps < 100 and "_smoke" in name and "eagle1" not in name:
+        return  # the same head as in the longer recipes
+    target = target_for(name)
+    torch.manual_seed(0)
+    draft = HEADS[head.kind].for_target(target, head, torch.arange(VOCAB) + 1)
+    out = draft(random_batch(vocab=VOCAB), target)
+    out.sum.backward()
+    assert bool(out.sum.isfinite())
+    assert all(
+        p.grad is not None and bool(p.grad.isfinite().all())
+        for p in draft.parameters()
+        if p.requires_grad
+    )
+    found = parity.check(draft, target, [[5, 6, 7], [9, 4]], 9, batch_size=2)
+    assert found.passed, found.problems
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in RECIPES if n.startswith("smollm2") and n.endswith(("20min", "_2h"))]
+)
+def test_names_are_true(name: str) -> None:
+    """Steps times tokens per batch at the stated rate, with a tenth for evaluations."""
+    text = (CONF / "experiment" / f"{name}.yaml").read_text()
+    stated = re.search(
+        r"at ([\d,]+) tokens/s.*?([\d,]+) tokens per batch", text.replace("\n# ", " ")
+    )
+    steps = re.search(r"^steps: (\d+)", text, re.M)
+    if stated is None or steps is None:
+        pytest.skip("another recipe's own words")
+    rate, batch = (int(v.replace(",", "")) for v in stated.groups())
+    minutes = int(steps[1]) * batch / rate / 60
+    assert 0.8 < minutes / (20 if name.endswith("20min") else 120) < 1.0

@@ -1,0 +1,466 @@
+"""Kills, resumes, signals and restarts of real processes. Each campaign runs a small share in
+the fast suite; its slow test runs all of it and records the figure
+(scripts/reports/reliability.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.reports.reliability import record
+from tests.helpers import faults
+from tests.helpers.faults import Marks, at_call, finish, launcher, outcome, ranks, train, wait
+from tests.helpers.training import chats, run_config, tiny_target
+from train import curve, loop
+from train import state as disk
+from train.texts.batches import Plan, load_rows
+
+SMALL = ("micro_batch=1", "log_every=3")
+TERM, KILL = signal.SIGTERM, signal.SIGKILL
+
+
+class Place:
+    """Data, and the uninterrupted runs that others are compared with: `steps` steps, which are
+    more than two epochs of `per_epoch`."""
+
+    def __init__(self, folder: Path, steps: int, rows: int) -> None:
+        self.folder, self.data, self.steps = folder, chats(folder / "data.jsonl", rows), steps
+        cfg, target = run_config(self.data, folder / "none"), tiny_target()
+        found = load_rows(
+            cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
+        )
+        self.per_epoch = Plan(found, cfg.batch_size, cfg.data.window, cfg.seed).per_epoch
+        assert 2 * self.per_epoch < steps
+        self._whole: dict[Any, tuple[str, str]] = {}
+        self.pace = 0.05  # seconds from one step to the next, with a save between
+        self._count = 0
+
+    def fresh(self, name: str = "run") -> Path:
+        self._count += 1
+        return self.folder / f"{name}{self._count}"
+
+    def action(self, out: Path, *more: str) -> Callable[[], None]:
+        keys = (f"steps={self.steps}", *SMALL, *more)
+        run_config(self.data, out, *keys)  # composed in the parent, for all its children
+        return partial(train, self.data, out, *keys)
+
+    def whole(self, world: int = 1) -> tuple[str, str]:
+        if world not in self._whole:
+            out, marks = self.fresh(f"whole{world}-"), Marks()
+            run = (
+                marks.steps(self.action(out, "save_every=1"))
+                if world == 1
+                else self.action(out, "save_every=0")
+            )
+            assert finish(world, run, out.with_suffix(".txt")) == [0] * world, out
+            if (
+                marks.seen() > 2
+            ):  # unread until now: take the pace from the file times of what it left
+                lines = [
+                    json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()
+                ]
+                times = [line["time"] for line in lines if "loss" in line]
+                self.pace = (times[-1] - times[0]) / (self.steps - 3)
+            marks.close()
+            self._whole[world] = outcome(out, self.steps)
+        return self._whole[world]
+
+    def resumed(self, world: int, out: Path, *more: str) -> bool:
+        """Whether the run in `out` goes on to the weights and moments of the uninterrupted
+        one, and leaves it tidy.
+        """
+        codes = finish(world, self.action(out, "save_every=7", *more), out.with_suffix(".txt"))
+        if codes != [0] * world:
+            return False
+        tidy = not list(out.rglob(".tmp-*")) and not list(out.rglob(".old-*"))
+        return tidy and outcome(out, self.steps) == self.whole(world)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """For the fast suite: runs of half the length."""
+    return Place(tmp_path_factory.mktemp("faults"), 12, 24)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """For the campaigns."""
+    return Place(tmp_path_factory.mktemp("campaign"), 24, 48)
+
+
+# kill -9
+# -----------------------------------------------------------------------------
+
+
+def kills(place: Place, count: int, seed: int) -> dict[str, int]:
+    """kill -9 at random moments of a run that saves after every step, beside the training and
+    in its place in turn; every fifth run has two ranks, which die together."""
+    chance, found = (
+        random.Random(seed),
+        {"good": 0, "inside_a_save": 0, "before_the_first": 0, "two_ranks": 0},
+    )
+    place.whole()
+    done = 0
+    while done < count:
+        world, out, marks = 2 if done % 5 == 4 else 1, place.fresh("kill"), Marks()
+        beside = "true" if done % 2 else "false"
+        children = ranks(
+            world,
+            marks.steps(place.action(out, "save_every=1", f"async_save={beside}")),
+            out.with_suffix(".txt"),
+        )
+        steps = world * chance.randrange(1, place.steps)
+        while marks.seen() < steps and all(os.waitpid(c, os.WNOHANG) == (0, 0) for c in children):
+            time.sleep(0.001)
+        time.sleep(chance.random() * place.pace)
+        for child in children:
+            os.kill(child, KILL)
+        codes = [wait(child) for child in children]
+        marks.close()
+        if codes != [-KILL] * world:
+            continue  # it was faster than the signal; such a run says nothing
+        done += 1
+        newest, problems = disk.newest(out)
+        found["inside_a_save"] += bool(list(out.glob("checkpoints/.tmp-*")))
+        found["before_the_first"] += newest is None
+        found["two_ranks"] += world == 2
+        lost = (
+            steps // world - 1 - (disk.step_of(newest) if newest else 0)
+        )  # the mark stands before the step
+        found["good"] += not problems and lost <= 2 and place.resumed(world, out)
+    return found
+
+
+def test_killed_runs_resume_to_the_same_bits(place: Place) -> None:
+    assert kills(place, 10, 0)["good"] == 10
+
+
+@pytest.mark.slow
+def test_fifty_killed_runs_resume_to_the_same_bits(large: Place) -> None:
+    found = kills(large, 50, 1)
+    record(
+        "kill9",
+        what="`kill -9` at random moments of stepping and saving, then the same command",
+        result=f"{found['good']}/50 resume, weights and optimizer bitwise equal",
+        met=found["good"] == 50,
+        trials=50,
+        **found,
+    )
+    assert found["good"] == 50, found
+
+
+# resume
+# -----------------------------------------------------------------------------
+
+
+def stops(place: Place, seed: int) -> list[tuple[int, int, int]]:
+    """(step, micro-batch of it, signal) of 20 interruptions: the first step, the last, before
+    and after the edges of the epochs, inside accumulation, and wherever chance falls."""
+    chance, last, edge = random.Random(seed), place.steps - 1, place.per_epoch
+    fixed = [
+        (0, 0, TERM),
+        (0, 1, KILL),
+        (last, 1, TERM),
+        (last, 1, KILL),
+        (edge - 1, 1, TERM),
+        (edge, 0, TERM),
+        (2 * edge - 1, 1, KILL),
+        (2 * edge, 0, KILL),
+    ]
+    return fixed + [
+        (chance.randrange(last + 1), chance.randrange(2), chance.choice((TERM, KILL)))
+        for _ in range(12)
+    ]
+
+
+def resumes(place: Place, world: int, points: list[tuple[int, int, int]]) -> int:
+    """How many interrupted runs end as the uninterrupted one. Of two ranks one is hit, in
+    turn; after a kill the other one ends by itself, as its peer is gone, or is killed too."""
+    good = 0
+    per_step = 4 // world  # micro-batches of a rank
+    for turn, (step, micro, number) in enumerate(points):
+        out, hit = place.fresh("resume"), str(turn % world)
+
+        def event(hit: str = hit, number: int = number) -> None:
+            if os.environ.get("RANK", "0") == hit:
+                os.kill(os.getpid(), number)
+
+        run = at_call(1 + step * per_step + micro, event, place.action(out, "save_every=4"))
+        children = ranks(world, run, out.with_suffix(".txt"))
+        codes = [wait(children.pop(int(hit)))]
+        for child in children:
+            if number == KILL:
+                os.kill(child, KILL)
+            codes.append(wait(child))
+        newest, problems = disk.newest(out)
+        at = disk.step_of(newest) if newest else 0
+        if number == TERM:
+            kept = codes == [75] * world and at == step + 1
+        else:
+            kept = codes[0] == -KILL and step - 8 <= at <= step
+        good += kept and not problems and place.resumed(world, out)
+    return good
+
+
+def test_stopped_runs_resume_to_the_same_bits(place: Place) -> None:
+    points = [(0, 1, KILL), (place.per_epoch - 1, 1, TERM), (place.steps - 1, 1, TERM)]
+    assert resumes(place, 1, points) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_twenty_stops_resume_to_the_same_bits(large: Place, world: int) -> None:
+    points = stops(large, world)
+    good = resumes(large, world, points)
+    names = {1: "one process", 2: "two processes"}
+    record(
+        f"resume{world}",
+        what=f"stopped or killed at 20 steps (first, last, epoch edges, inside accumulation), "
+        f"{names[world]}",
+        result=f"{good}/20 bitwise equal",
+        met=good == 20,
+        trials=20,
+        good=good,
+        points=[[s, m, signal.Signals(n).name] for s, m, n in points],
+    )
+    assert good == 20
+
+
+def elastic(
+    place: Place, worlds: list[int], stops: list[int]
+) -> tuple[list[Any], dict[int, float]]:
+    """Rows of every step in global order, and unrounded losses, of a float64 run that is
+    stopped before the given steps and goes on with another number of ranks."""
+    out = place.fresh("elastic")
+    out.mkdir()
+
+    def segment(stop: int) -> None:
+        rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        batches, report, step = Plan.micro_batches, loop.report, loop._step
+        where = out / f"seen-{rank}-{world}.jsonl"
+
+        def told(self: Any, k: int, r: int, w: int, *size: int) -> Any:
+            chosen = batches(self, k, r, w, *size)
+            with where.open("a") as file:
+                file.write(
+                    json.dumps({"step": k, "rows": [x for part in chosen for x in part]}) + "\n"
+                )
+            return chosen
+
+        def loss(run: Any, *rest: Any) -> None:
+            if rank == 0:
+                total, count = run.state.window["loss"]
+                with (out / "losses.jsonl").open("a") as file:
+                    file.write(json.dumps([run.state.step, (total / count).hex()]) + "\n")
+            report(run, *rest)
+
+        def stopping(run: Any) -> int:
+            if run.state.step == stop - 1:
+                os.kill(os.getpid(), TERM)
+            return step(run)
+
+        Plan.waste, Plan.micro_batches = (lambda *a, **k: 0.0), told  # type: ignore[method-assign, assignment]
+        loop.report, loop._step = loss, stopping
+        more = (f"steps={place.steps}", "dtype=float64", "save_every=0", "log_every=1")
+        loop.fit(run_config(place.data, out, *SMALL, *more), faults.HEADS["medusa"])
+
+    for world, stop in zip(worlds, [*stops, place.steps + 1], strict=True):
+        codes = finish(world, partial(segment, stop), out / "said")
+        assert codes == [75 if stop <= place.steps else 0] * world, (out / "said").parent
+    rows: dict[int, list[int]] = {}
+    for world in set(worlds):
+        parts = [
+            [
+                json.loads(line)
+                for line in (out / f"seen-{r}-{world}.jsonl").read_text().splitlines()
+            ]
+            for r in range(world)
+        ]
+        for lines in zip(*parts, strict=True):
+            k = lines[0]["step"]
+            assert k not in rows and all(line["step"] == k for line in lines)
+            order = [0] * sum(len(line["rows"]) for line in lines)
+            for r, line in enumerate(lines):
+                order[r::world] = line["rows"]
+            rows[k] = order
+    losses = [json.loads(line) for line in (out / "losses.jsonl").read_text().splitlines()]
+    assert [k for k, _ in losses] == list(range(1, place.steps + 1))
+    return [rows[k] for k in range(place.steps)], {k: float.fromhex(x) for k, x in losses}
+
+
+@pytest.mark.slow
+def test_one_two_one_processes(large: Place) -> None:
+    alone, changing = elastic(large, [1], []), elastic(large, [1, 2, 1], [9, 17])
+    apart = max(abs(alone[1][k] - changing[1][k]) for k in alone[1])
+    same = alone[0] == changing[0]
+    record(
+        "elastic",
+        what="1 → 2 → 1 processes in one run, against one process (fp64)",
+        result=f"{'the same rows in the same order' if same else 'other rows'}, losses "
+        f"within {apart:.1e} (limit "
+        "1e-9)",
+        met=same and apart <= 1e-9,
+        steps=large.steps,
+        changes_at=[9, 17],
+        largest=apart,
+        limit=1e-9,
+    )
+    assert same and apart <= 1e-9
+
+
+# signals
+# -----------------------------------------------------------------------------
+
+
+def signals(place: Place, count: int, seed: int) -> dict[str, int]:
+    """Signals at random moments to torchrun's agent, rank 0 and rank 1 in turn, while the run
+    steps, saves and decodes.
+    Good: both ranks stop at the same step, whose checkpoint is sound and lacks no update that
+    either has made, and the resumed run ends bitwise as the uninterrupted one."""
+    chance, found = random.Random(seed), {"good": 0, "parent": 0, "rank0": 0, "rank1": 0}
+    place.whole(2)
+    for turn in range(count):
+        out, marks, who = place.fresh("signal"), Marks(), ("parent", "rank0", "rank1")[turn % 3]
+        out.mkdir()
+        number = chance.choice(
+            (TERM, signal.SIGINT, *(() if who == "parent" else (signal.SIGUSR1, signal.SIGUSR2)))
+        )
+
+        action = place.action(
+            out, "save_every=1", "eval.every=5", "eval.prompts=2", "eval.max_new_tokens=4"
+        )
+
+        def worker(
+            out: Path = out, marks: Marks = marks, action: Callable[[], None] = action
+        ) -> None:
+            rank, step, load = os.environ["RANK"], loop._step, loop.load_target
+            (out / f"pid{rank}").write_text(str(os.getpid()))
+
+            def loading(*args: Any) -> Any:
+                marks.mark()
+                return load(*args)
+
+            def counted(run: Any) -> int:
+                asked = step(run)
+                (out / f"made{rank}").write_text(str(run.state.step))
+                return asked
+
+            loop.load_target, loop._step = loading, counted
+            curve._png = lambda known: b""  # a picture takes longer than the run
+            try:
+                marks.steps(action)()
+            except BaseException as error:
+                (out / f"end{rank}").write_text(f"{getattr(error, 'code', '?')} {error}")
+                raise
+
+        parent = launcher(worker, 0, out.with_suffix(".txt"))
+        steps = 2 * (
+            1 + chance.randrange(0, place.steps - 4)
+        )  # of both ranks; the first stand before the start
+        while marks.seen() < steps:
+            time.sleep(0.001)
+        time.sleep(chance.random() * place.pace)
+        os.kill(parent if who == "parent" else int((out / f"pid{who[-1]}").read_text()), number)
+        wait(parent)
+        marks.close()
+        ends = [
+            (out / f"end{r}").read_text() if (out / f"end{r}").exists() else "" for r in range(2)
+        ]
+        match = re.fullmatch(
+            r"(75|130) stopped at step (\d+), (saved|nothing to save yet); the same "
+            r"command continues",
+            ends[0],
+        )
+        step = int(match[2]) if match else -1
+        made = [
+            int((out / f"made{r}").read_text()) if (out / f"made{r}").exists() else 0
+            for r in range(2)
+        ]
+        newest, problems = disk.newest(out)
+        at = disk.step_of(newest) if newest else 0
+        good = (
+            ends[0].split(" ", 1)[1:] == ends[1].split(" ", 1)[1:]
+            and made == [step, step]
+            and at == step
+        )
+        kept = good and not problems and place.resumed(2, out)
+        found["good"] += kept
+        found[who] += kept
+    return found
+
+
+def test_a_signal_to_one_rank_saves_and_stops_both(place: Place) -> None:
+    assert signals(place, 3, 0)["good"] == 3
+
+
+@pytest.mark.slow
+def test_twenty_signals_leave_the_last_step(large: Place) -> None:
+    found = signals(large, 20, 1)
+    record(
+        "signals",
+        what="signals at random moments to torchrun, rank 0 or rank 1 of two",
+        result=f"{found['good']}/20 both stop at one step, its checkpoint is sound, "
+        "resumed bitwise equal",
+        met=found["good"] == 20,
+        trials=20,
+        **found,
+    )
+    assert found["good"] == 20, found
+
+
+# restarts
+# -----------------------------------------------------------------------------
+
+
+def restarts(place: Place, count: int, seed: int) -> int:
+    """One of two ranks under torchrun's agent is killed at a random micro-batch; the agent
+    starts both again.
+    """
+    chance, good = random.Random(seed), 0
+    for turn in range(count):
+        out, hit, call = (
+            place.fresh("restart"),
+            str(turn % 2),
+            chance.randrange(2, 2 * place.steps + 1),
+        )
+        out.mkdir()
+
+        def once(out: Path = out, hit: str = hit) -> None:
+            if os.environ["RANK"] == hit and not (out / "killed").exists():
+                (out / "killed").write_text("")
+                os.kill(os.getpid(), KILL)
+
+        run = at_call(call, once, place.action(out, "save_every=3"))
+        code = wait(launcher(run, 3, out.with_suffix(".txt")))
+        good += (
+            code == 0 and (out / "killed").exists() and outcome(out, place.steps) == place.whole(2)
+        )
+    return good
+
+
+def test_a_killed_rank_is_restarted_and_resumes(place: Place) -> None:
+    assert restarts(place, 1, 0) == 1
+
+
+@pytest.mark.slow
+def test_ten_killed_ranks_are_restarted_and_resume(large: Place) -> None:
+    good = restarts(large, 10, 1)
+    record(
+        "restarts",
+        what="one of two ranks killed at random steps under torchrun with restarts",
+        result=f"{good}/10 finish by themselves, bitwise equal",
+        met=good == 10,
+        trials=10,
+        good=good,
+    )
+    assert good == 10

@@ -1,0 +1,112 @@
+"""The same faults through the real command lines: python, torchrun with restarts, and a signal
+to torchrun.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from heads import HEADS
+from scripts.reports.reliability import record
+from tests.helpers.faults import ROOT, finish, free_port, outcome
+from tests.helpers.training import chats, overrides, run_config
+from train import state as disk
+from train.loop import fit
+
+STEPS = 60
+SMALL = (f"steps={STEPS}", "save_every=1", "log_every=1", "micro_batch=1")
+ENV = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+
+
+def plain(data: Path, out: Path) -> None:
+    cfg = run_config(data, out, *SMALL, "save_every=0")
+    fit(cfg, HEADS[cfg.head.kind])
+
+
+def start(data: Path, out: Path, *launcher: str) -> subprocess.Popen[str]:
+    line = [sys.executable, *launcher, "train/medusa.py", *overrides(data, out, *SMALL)]
+    return subprocess.Popen(
+        line, cwd=ROOT, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+
+
+def until(out: Path, step: int, limit: float = 240.0) -> None:
+    """Wait until a run in `out` has reached a step."""
+    deadline, metrics = time.monotonic() + limit, out / "metrics.jsonl"
+    while time.monotonic() < deadline:
+        if metrics.exists() and f'"step": {step},' in metrics.read_text():
+            return
+        time.sleep(0.01)
+    raise TimeoutError(f"{out} did not reach step {step}")
+
+
+def rank(parent: int, number: int) -> int:
+    """Process id of a rank among the children of a launcher."""
+    for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+        if f"\0RANK={number}\0" in Path(f"/proc/{child}/environ").read_text():
+            return int(child)
+    raise LookupError(f"rank {number}")
+
+
+@pytest.mark.slow
+def test_real_commands_survive_kills_and_signals(tmp_path: Path) -> None:
+    data, found = chats(tmp_path / "data.jsonl"), {}
+    whole = {}
+    for world in (1, 2):
+        out = tmp_path / f"whole{world}"
+        assert finish(world, partial(plain, data, out), out.with_suffix(".txt")) == [0] * world
+        whole[world] = outcome(out, STEPS)
+    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port")
+
+    out = tmp_path / "killed"
+    first = start(data, out)
+    until(out, 20)
+    first.kill()
+    first.communicate()
+    assert start(data, out).wait(300) == 0
+    found["python, kill -9"] = outcome(out, STEPS) == whole[1]
+
+    out = tmp_path / "restarted"
+    parent = start(data, out, *torchrun, str(free_port()), "--max-restarts", "2")
+    until(out, 20)
+    os.kill(rank(parent.pid, 1), signal.SIGKILL)
+    parent.communicate(timeout=300)
+    found["torchrun, rank 1 killed"] = parent.returncode == 0 and outcome(out, STEPS) == whole[2]
+
+    out = tmp_path / "stopped"
+    parent = start(data, out, *torchrun, str(free_port()))
+    until(out, 20)
+    parent.terminate()
+    said = parent.communicate(timeout=300)[1]
+    newest, problems = disk.newest(out)
+    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    kept = (
+        newest is not None
+        and not problems
+        and disk.step_of(newest) == max(steps)
+        and "stopped at step" in said
+    )
+    parent = start(data, out, *torchrun, str(free_port()))
+    parent.communicate(timeout=300)
+    found["torchrun, SIGTERM"] = kept and parent.returncode == 0 and outcome(out, STEPS) == whole[2]
+
+    good = sum(found.values())
+    record(
+        "commands",
+        what="the same through `python` and `torchrun` command lines: kill -9, one rank "
+        "killed, SIGTERM",
+        result=f"{good}/{len(found)} resume, bitwise equal",
+        met=good == len(found),
+        trials=len(found),
+        cases=found,
+    )
+    assert all(found.values()), found

@@ -1,0 +1,552 @@
+"""Checkpoints: written beside the training from a snapshot, in an order that survives a power
+cut, retired with care; locks, clocks and folders that go away."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from conf.errors import Interrupted, UserError
+from heads import HEADS
+from heads import checkpoint as heads_checkpoint
+from tests.helpers.faults import digest
+from tests.helpers.training import run, run_config
+from train import curve, loop, rendezvous, saving, signals
+from train import lock as locks
+from train import state as disk
+from train.facts import is_no_memory, no_memory
+from train.lock import Lock, locked
+from train.run import Run
+from train.signals import Stop
+from train.state import Snapshot
+
+
+def before_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Any) -> None:
+    """Do something in the loop before update `number`."""
+    step = loop._step
+
+    def stepping(run: Run) -> int:
+        if run.state.step == number:
+            action()
+        return step(run)
+
+    monkeypatch.setattr(loop, "_step", stepping)
+
+
+def settled() -> None:
+    """Wait for the save in flight."""
+    for thread in threading.enumerate():
+        if thread.name == "save":
+            thread.join()
+
+
+def snapshot(step: int, value: float = 0.0) -> Snapshot:
+    state = {"step": step, "evaluated": -1, "best": {}, "window": {}, "meaning": {}, "seen": {}}
+    return Snapshot(
+        state, {"w": torch.full((9,), value)}, {"0.exp_avg": torch.zeros(9)}, "medusa", {}, None
+    )
+
+
+# beside the training
+# ------------------------------------------------------------------------------------------------
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(
+    data, tmp_path, monkeypatch
+) -> None:
+    """Every write waits until the run has made another update; what it holds is the step of
+    its name.
+    """
+    steps = ("steps=7", "save_every=2", "keep=9")
+    whole = run(data, tmp_path / "whole", *steps, "async_save=false")
+    made, save, step, threads = threading.Condition(), disk.save, loop._step, set()
+    reached = 0
+
+    def stepping(run: Run) -> int:
+        nonlocal reached
+        asked = step(run)
+        with made:
+            reached = run.state.step
+            made.notify_all()
+        return asked
+
+    def late(folder: Path, taken: Snapshot) -> Path:
+        threads.add(threading.current_thread().name)
+        if taken.step < 7:
+            with made:
+                assert made.wait_for(lambda: reached > taken.step, timeout=60)
+        return save(folder, taken)
+
+    monkeypatch.setattr(loop, "_step", stepping)
+    monkeypatch.setattr(disk, "save", late)
+    out = run(data, tmp_path / "run", *steps)
+    assert threads == {"save", "MainThread"}, "the last one is awaited"
+    for name in ("step-2", "step-4", "step-6", "step-7"):
+        for place in (out, whole):
+            assert disk.damage(place / "checkpoints" / name) is None
+        assert digest(out / "checkpoints" / name) == digest(whole / "checkpoints" / name)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), KeyError("a mistake of ours")])
+def test_what_goes_wrong_beside_the_training_is_told_and_counted(
+    data, tmp_path, monkeypatch, capsys, error
+) -> None:
+    def failing(folder: Path, taken: Snapshot) -> Path:
+        raise error
+
+    monkeypatch.setattr(disk, "save", failing)
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    with pytest.raises(
+        UserError, match="out_dir: cannot save to .*(No space left|was not finished)"
+    ):
+        run(data, tmp_path / "run", "steps=20", "save_every=2")
+    if isinstance(error, OSError):
+        said = capsys.readouterr().err
+        assert (
+            said.count("checkpoint not written") == 3 and "step 6: checkpoint not written" in said
+        )
+        assert "step 10/20" not in said
+
+
+def test_only_refusals_in_a_row_end_a_run(data, tmp_path, monkeypatch) -> None:
+    save = disk.save
+
+    def failing(folder: Path, taken: Snapshot) -> Path:
+        if taken.step % 3:
+            raise OSError(28, "No space left on device")
+        return save(folder, taken)
+
+    monkeypatch.setattr(disk, "save", failing)
+    out = run(data, tmp_path / "run", "steps=9", "save_every=1")
+    assert [p.name for p in disk.checkpoints(out)] == ["step-9", "step-6"]
+
+
+def test_every_rank_counts_what_rank_0_could_not_write(data, tmp_path, monkeypatch) -> None:
+    told = iter(["No space left", ""])
+    monkeypatch.setattr(saving, "broadcast_object_list", lambda mine: [next(told)])
+    other: Any = SimpleNamespace(num_processes=2, is_main_process=False)
+    saver = saving.Saver(run_config(data, tmp_path / "run"), other, None, None, None, 2)  # type: ignore[arg-type]
+    for step, problem, found in (
+        (4, "", ("No space left", 1, 2)),
+        (6, "it was not finished", ("", 0, 6)),
+    ):
+        saver._flying, saver._problem = step, problem
+        assert (saver.settle(), saver.failures, saver.written) == found
+    assert saver.settle() == "" and saver.failures == 0, "nothing in flight: nobody is asked"
+
+
+def test_without_memory_for_a_copy_the_save_happens_in_place(data, tmp_path, monkeypatch) -> None:
+    empty = torch.empty
+
+    def full(*args: Any, **more: Any) -> torch.Tensor:
+        if "pin_memory" in more:
+            raise RuntimeError("can't allocate memory")
+        return empty(*args, **more)
+
+    monkeypatch.setattr(saving.torch, "empty", full)
+    out = run(data, tmp_path / "run")
+    assert [p.name for p in disk.checkpoints(out)] == ["step-6", "step-4"] and disk.newest(out)[
+        1
+    ] == []
+
+
+def test_the_end_of_a_run_waits_for_space(data, tmp_path, monkeypatch, capsys) -> None:
+    save, calls = disk.save, []
+
+    def full(folder: Path, taken: Snapshot) -> Path:
+        calls.append(taken.step)
+        if len(calls) < 3:
+            raise OSError(28, "No space left on device")
+        return save(folder, taken)
+
+    monkeypatch.setattr(disk, "save", full)
+    monkeypatch.setattr(saving, "PAUSE", 0.01)
+    out = run(data, tmp_path / "run", "save_every=0")
+    assert calls == [6, 6, 6] and disk.newest(out)[0] is not None
+    assert (
+        "step 6: not written yet ([Errno 28] No space left on device); waiting"
+        in capsys.readouterr().err
+    )
+
+
+def test_weights_that_are_not_finite_are_never_saved(data, tmp_path, monkeypatch) -> None:
+    step = loop._step
+
+    def bad(run: Run) -> int:
+        asked = step(run)
+        if run.state.step == 4:
+            run.head.block_bias.data[0, 0, 0] = float("inf")
+        return asked
+
+    monkeypatch.setattr(loop, "_step", bad)
+    with pytest.raises(
+        UserError, match="weights are not finite at step 4, no checkpoint was written"
+    ):
+        run(data, tmp_path / "run")
+    assert [p.name for p in disk.checkpoints(tmp_path / "run")] == ["step-2"]
+
+
+# on disk
+# -----------------------------------------------------------------------------
+
+
+def test_everything_is_synced_before_the_rename_and_the_folder_after(tmp_path, monkeypatch) -> None:
+    events: list[tuple[str, Path]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def syncing(handle: int) -> None:
+        events.append(("sync", Path(os.readlink(f"/proc/self/fd/{handle}"))))
+        fsync(handle)
+
+    def renaming(a: Any, b: Any) -> None:
+        events.append(("rename", Path(b)))
+        rename(a, b)
+
+    monkeypatch.setattr(heads_checkpoint.os, "fsync", syncing)
+    monkeypatch.setattr(heads_checkpoint.os, "rename", renaming)
+    final = disk.save(tmp_path, snapshot(3))
+    stage = final.with_name(".tmp-step-3")
+    at = events.index(("rename", final))
+    assert {p for what, p in events[:at]} == {stage, *(stage / p.name for p in final.iterdir())}
+    assert events[at - 1] == ("sync", stage) and events[at + 1 :] == [("sync", final.parent)]
+    assert disk.damage(final) is None
+
+
+def test_too_little_space_is_seen_before_anything_is_written(tmp_path, monkeypatch) -> None:
+    disk.save(tmp_path, snapshot(1))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1 << 20))
+    with pytest.raises(OSError, match="1,048,576 bytes free, 1,048,648 needed"):
+        disk.save(tmp_path, snapshot(2))
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
+
+
+def test_retiring_never_removes_the_last_good_one(tmp_path) -> None:
+    def spoil(step: int) -> None:
+        (tmp_path / f"checkpoints/step-{step}/optimizer.safetensors").write_bytes(b"x")
+
+    def there() -> list[int]:
+        return [disk.step_of(p) for p in disk.checkpoints(tmp_path)]
+
+    for step in (1, 2, 3, 4, 5):
+        disk.save(tmp_path, snapshot(step))
+    for step in (3, 4, 5):
+        spoil(step)
+    disk.retire(tmp_path, 2, 5)
+    assert there() == [5, 4, 2], "2 is the newest sound one"
+    disk.save(tmp_path, snapshot(3))
+    disk.retire(tmp_path, 2, 3)  # the run has passed over 5 and 4
+    assert there() == [3, 2] and disk.newest(tmp_path)[1] == []
+    for step in (4, 5, 6):
+        disk.save(tmp_path, snapshot(step))
+    disk.retire(tmp_path, 2, 6)
+    assert there() == [6, 5]
+
+
+def test_a_manifest_is_known_by_its_own_hash_and_early_ones_are_read(tmp_path) -> None:
+    path = disk.save(tmp_path, snapshot(3)) / disk.MANIFEST
+    good = path.read_text()
+    for text in (
+        good.replace('"step": 3', '"step": 4'),
+        good.replace(" ", "  ", 1),
+        good + "\n",
+        "[" * 9999,
+        "3",
+        good.replace(f'"{disk.CARD}"', '"other.json"'),
+    ):
+        path.write_text(text)
+        assert str(path) in (disk.damage(path.parent) or "")
+    early = {k: v for k, v in json.loads(good).items() if k != "sha256"}
+    path.write_text(disk.text_of(early))
+    assert disk.damage(path.parent) is None
+    weights = path.with_name(disk.WEIGHTS)
+    weights.rename(tmp_path / "elsewhere")
+    weights.symlink_to(tmp_path / "elsewhere")
+    assert "outside its folder" in (disk.damage(path.parent) or "")
+
+
+def test_a_state_of_another_version_is_refused_in_a_line(tmp_path) -> None:
+    (tmp_path / disk.STATE).write_text(json.dumps({"step": 3, "stage": 2}))
+    with pytest.raises(UserError, match="this version cannot read it .*stage"):
+        disk.read(tmp_path)
+
+
+# folders, locks and clocks
+# ------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_vanishes_is_made_anew_and_held_again(data, tmp_path, monkeypatch) -> None:
+    whole, out = run(data, tmp_path / "whole"), tmp_path / "run"
+    before_step(monkeypatch, 3, lambda: (settled(), shutil.rmtree(out)))
+    held = []
+
+    def look() -> None:  # the save of step 4 has taken the new folder
+        settled()
+        try:
+            with locked(out):
+                held.append(False)
+        except UserError:
+            held.append(True)
+
+    before_step(monkeypatch, 5, look)
+    run(data, out)
+    assert held == [True] and digest(out / "head") == digest(whole / "head")
+    assert [p.name for p in disk.checkpoints(out)] == ["step-6", "step-4"]
+    assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()][
+        -1
+    ] == 6
+
+
+def test_nothing_is_written_into_a_folder_that_another_run_has_taken(
+    data, tmp_path, monkeypatch
+) -> None:
+    out, others = tmp_path / "run", []
+
+    def taken() -> None:
+        settled()
+        out.rename(tmp_path / "away")
+        others.append(Lock(out))
+
+    before_step(monkeypatch, 3, taken)
+    monkeypatch.setattr(saving, "PATIENCE", 0.0)
+    with pytest.raises(UserError, match="cannot save to .*another run is writing to"):
+        run(data, out)
+    others[0].close()
+    assert not (out / "checkpoints").exists() and disk.newest(tmp_path / "away")[0] is not None
+
+
+def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch, capsys) -> None:
+    def unknown(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(locks.fcntl, "flock", unknown)
+    with locked(tmp_path / "run"):
+        assert "without locks; start no second run there" in capsys.readouterr().err
+    monkeypatch.setattr(
+        locks.os, "open", lambda *a: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only"))
+    )
+    with pytest.raises(UserError, match="out_dir: cannot write to .*Read-only"):
+        Lock(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    "number", [errno.EAGAIN, errno.EACCES]
+)  # network file systems say the latter
+def test_a_lock_that_is_refused_is_another_run(tmp_path, monkeypatch, number: int) -> None:
+    def taken(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(locks.fcntl, "flock", taken)
+    with pytest.raises(UserError, match="another run is writing to"):
+        Lock(tmp_path / "run")
+
+
+def test_restarts_on_one_node_meet_under_prefixes_of_their_own(monkeypatch) -> None:
+    env = {
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GROUP_WORLD_SIZE": "1",
+    }
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert rendezvous.init_method() == "restarted://"
+    for name, value in (
+        ("TORCHELASTIC_RESTART_COUNT", "0"),
+        ("TORCHELASTIC_USE_AGENT_STORE", "False"),
+        ("GROUP_WORLD_SIZE", "2"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert rendezvous.init_method() is None, name
+    kept = torch.distributed.HashStore()
+    monkeypatch.setattr(rendezvous, "rendezvous", lambda url, **more: iter([(kept, 1, 2)]))
+    ((first, *place),) = rendezvous._meet("restarted://")
+    first.set("address of rank 0", "of the dead one")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    ((second, *_),) = rendezvous._meet("restarted://")
+    assert (
+        place == [1, 2]
+        and first.check(["address of rank 0"])
+        and not second.check(["address of rank 0"])
+    )
+
+
+def test_clocks_and_file_times_decide_nothing(data, tmp_path, monkeypatch) -> None:
+    whole = run(data, tmp_path / "whole")
+    now = iter(range(2_000_000_000, 0, -86_400))
+    monkeypatch.setattr(time, "time", lambda: float(next(now)))
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(Interrupted, match="stopped at step 6, saved"),
+    ):
+        before_step(patch, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        run(data, tmp_path / "run")
+    out = tmp_path / "run"
+    for age, path in enumerate([*sorted(out.rglob("*")), *disk.checkpoints(out)]):
+        os.utime(path, (1_000 - age, 1_000_000_000 * (age % 2)))
+    shutil.rmtree(out / "checkpoints/step-6")
+    run(data, out)
+    assert digest(out / "head") == digest(whole / "head")
+
+
+# signals and words
+# --------------------------------------------------------------------------------------------------
+
+
+def test_an_echo_of_a_signal_is_no_second_wish(monkeypatch, capsys) -> None:
+    ended: list[int] = []
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(signals.os, "_exit", ended.append)
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    for number, code in ((signal.SIGUSR2, 75), (signal.SIGTERM, 75), (signal.SIGINT, 130)):
+        with Stop() as stop:
+            os.kill(os.getpid(), number)
+            clock.now += 0.9
+            os.kill(os.getpid(), number)
+            assert stop.asked == number and not ended
+            clock.now += 0.2
+            os.kill(os.getpid(), number)
+            assert ended == [code]
+            ended.clear()
+
+
+def test_a_signal_ends_an_evaluation_and_the_resumed_run_makes_it_again(
+    data, tmp_path, monkeypatch
+) -> None:
+    from train import accept
+
+    monkeypatch.setattr(curve, "_png", lambda known: b"")  # a picture takes longer than the run
+    short = ("eval.every=3", "eval.prompts=3", "eval.max_new_tokens=6")
+    whole, generate, calls = run(data, tmp_path / "whole", *short), accept.generate, []
+
+    def interrupted(*args: Any, **more: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return generate(*args, **more)
+
+    monkeypatch.setattr(accept, "generate", interrupted)
+    out = tmp_path / "run"
+    with pytest.raises(Interrupted, match="stopped at step 3, saved"):
+        run(data, out, *short)
+    assert not (out / "best").exists()
+    run(data, out, *short)
+    for folder in (out, whole):
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert [e["step"] for e in lines if e.get("event") == "eval"] == [3, 6]
+    assert digest(out / "best") == digest(whole / "best") and digest(out / "head") == digest(
+        whole / "head"
+    )
+
+
+def test_an_evaluation_that_fails_costs_no_step(data, tmp_path, monkeypatch) -> None:
+    """The step is on disk before it is evaluated; the resumed run makes the evaluation again
+    and ends with the bits of a run in which nothing failed."""
+    from train import accept
+
+    monkeypatch.setattr(curve, "_png", lambda known: b"")
+    short = ("save_every=3", "eval.every=3", "eval.prompts=3", "eval.max_new_tokens=6")
+    whole, generate, calls = run(data, tmp_path / "whole", *short), accept.generate, []
+
+    def failing(*args: Any, **more: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyError("a mistake of ours")
+        return generate(*args, **more)
+
+    monkeypatch.setattr(accept, "generate", failing)
+    out = tmp_path / "run"
+    with pytest.raises(KeyError):
+        run(data, out, *short)
+    assert [p.name for p in disk.checkpoints(out)] == ["step-3"]
+    assert disk.damage(out / "checkpoints/step-3") is None
+    run(data, out, *short)
+    for name in ("head", "best", "checkpoints/step-6"):
+        assert digest(out / name) == digest(whole / name), name
+    for folder in (out, whole):
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert [e["step"] for e in lines if e.get("event") == "eval"] == [3, 6]
+
+
+def test_an_evaluation_without_memory_is_told_and_the_run_goes_on(
+    data, tmp_path, monkeypatch, capsys
+) -> None:
+    """Were it an error, a restarted run would meet it again at the same step, for ever."""
+    from train import accept
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(accept, "generate", full)
+    short = ("save_every=3", "eval.every=3", "eval.prompts=3", "eval.max_new_tokens=6")
+    out = run(data, tmp_path / "run", *short)
+    said = capsys.readouterr().err
+    assert "step 3: not evaluated: it does not fit into memory; set eval.batch_size" in said
+    assert (out / "head").exists() and disk.read(out / "checkpoints/step-6").evaluated == 3
+
+
+def test_passes_of_evaluation_and_gate_take_no_more_than_one_of_training(
+    data, tmp_path, monkeypatch
+) -> None:
+    """Rows and padded tokens of every pass of a run, by a head that looks."""
+    sizes: list[tuple[int, int]] = []
+    kind = HEADS["medusa"]
+    forced = kind.forced
+
+    def looked(self: Any, batch: Any, *rest: Any) -> Any:
+        sizes.append(tuple(batch.ids.shape))
+        return forced(self, batch, *rest)
+
+    monkeypatch.setattr(kind, "forced", looked)
+    monkeypatch.setattr(curve, "_png", lambda known: b"")
+    keys = ("data.held_out=0.5", "steps=2", "eval.every=2", "eval.prompts=2", "eval.parity=3")
+    keys += ("eval.max_new_tokens=6", "data.max_length=100", "batch_size=8")
+    for micro, most in (("1", 1), ("3", 3), ("0", 8)):
+        sizes.clear()
+        run(data, tmp_path / micro, *keys, f"micro_batch={micro}")
+        assert max(rows for rows, _ in sizes) <= most
+        assert all(rows == 1 or rows * width <= most * 100 for rows, width in sizes)
+        assert len(sizes) > 3
+
+
+def test_a_tracker_knows_runs_by_folder_target_and_data(data, tmp_path) -> None:
+    from train.log import identity_of
+
+    def name(out: str, **meaning: Any) -> str:
+        cfg = run_config(data, tmp_path / out)
+        return identity_of(cfg, {"target.weights_sha256": "a", "seed": 0, **meaning})
+
+    same = name("run")
+    assert name("run", **{"optim.lr": 3, "steps": 9, "data.path": "moved"}) == same
+    others = [name("other"), name("run", **{"target.weights_sha256": "b"}), name("run", seed=1)]
+    others.append(name("run", **{"data.sha256": "c"}))
+    assert len({same, *others}) == 5
+
+
+def test_no_memory_names_what_can_still_be_lowered(data, tmp_path) -> None:
+    cfg = run_config(data, tmp_path / "run", "batch_size=8")
+    assert "micro_batch: 4 rows do not fit into memory; set micro_batch=2" in no_memory(
+        cfg, world=2
+    )
+    cfg.micro_batch = 1
+    assert no_memory(cfg).startswith("data.max_length: one row of up to 1024 tokens does not fit")
+    for error in (
+        torch.OutOfMemoryError("x"),
+        MemoryError(),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"),
+    ):
+        assert is_no_memory(error)
+    assert not is_no_memory(RuntimeError("shape mismatch")) and not is_no_memory(
+        OSError("Cannot allocate memory")
+    )

@@ -1,0 +1,399 @@
+"""One run, many layouts: micro-batches, processes, packing, stored features and a sharded
+target change nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conf.errors import UserError
+from conf.schema import compose
+from heads import HEADS
+from scripts.reports.reliability import record
+from tests.helpers.faults import finish
+from tests.helpers.training import TINY
+from train import cache_features, loop
+from train.block import BlockRun
+from train.config import EagleRun, MedusaRun
+from train.loop import fit
+
+ROOT = Path(__file__).resolve().parents[2]
+PATHS = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+SHAPE = {**TINY, "layers": 4}
+STEPS, MANY = 4, 100
+
+
+def configured(data: Path, out: Path, *more: str) -> Any:
+    """A run in float64 on a tiny target: of EAGLE-3 or DSpark when head=eagle3 or head=dspark
+    is among the overrides, else of Medusa."""
+    known = {"head=eagle3": ("eagle", EagleRun), "head=dspark": ("block", BlockRun)}
+    name, schema = next((known[k] for k in more if k in known), ("medusa", MedusaRun))
+    args = [
+        "target=tiny",
+        *(f"target.{k}={v}" for k, v in SHAPE.items()),
+        f"data.path={data}",
+        f"out_dir={out}",
+        "data.held_out=0.1",
+        "data.cache=false",
+        f"steps={STEPS}",
+        "batch_size=8",
+        "dtype=float64",
+        "device=cpu",
+        "head.draft_vocab=0",
+        "eval.every=0",
+        "eval.parity=0",
+        "save_every=0",
+        "log_every=1",
+        "optim.clip=1.0",
+        "optim.lr=3e-3",
+        *more,
+    ]
+    return compose(name, schema, args)
+
+
+def watched(data: Path, out: Path, *more: str) -> tuple[dict[int, float], list[torch.Tensor]]:
+    """Losses of a run by step, unrounded, and the gradients that its first update sees."""
+    cfg, found, original = configured(data, out, *more), {}, loop.report
+    grads: list[torch.Tensor] = []
+    step = torch.optim.AdamW.step
+
+    def report(run, *rest):
+        total, count = run.state.window["loss"]
+        found[run.state.step] = total / count
+        original(run, *rest)
+
+    def first(self, closure=None):
+        if not grads:
+            grads.extend(p.grad.clone() for group in self.param_groups for p in group["params"])
+        return step(self, closure)
+
+    loop.report, torch.optim.AdamW.step = report, first
+    try:
+        fit(cfg, HEADS[cfg.head.kind])
+    finally:
+        loop.report, torch.optim.AdamW.step = original, step
+    return found, grads
+
+
+def losses(data: Path, out: Path, *more: str) -> dict[int, float]:
+    """Losses of a run by step, unrounded."""
+    return watched(data, out, *more)[0]
+
+
+MANY_RUNS = """
+import json, os, sys, torch
+from pathlib import Path
+from accelerate import Accelerator, PartialState
+from tests.train.test_scale import watched
+data, out, runs = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
+found, rank = {}, os.environ["RANK"]
+Accelerator.end_training = lambda self: None  # the process group serves all runs
+for name, more in runs.items():
+    found[name], grads = watched(data, out / name, *more)
+    assert PartialState().num_processes == 2
+    torch.save(grads, out / f"{name}-{rank}.pt")
+(out / f"rank{rank}.json").write_text(json.dumps(found))
+PartialState().destroy_process_group()
+"""
+
+
+def in_two_processes(
+    data: Path, out: Path, runs: dict[str, list[str]], **more: str
+) -> dict[str, Any]:
+    """What `watched` finds in every run by two real processes over gloo; both ranks must tell
+    the same. more: of the environment."""
+    out.mkdir(parents=True, exist_ok=True)
+    script = out / "runs.py"
+    script.write_text(MANY_RUNS)
+    env = {
+        **os.environ,
+        "ACCELERATE_USE_CPU": "true",
+        "PYTHONPATH": PATHS,
+        "OMP_NUM_THREADS": "1",
+        **more,
+    }
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node",
+            "2",
+            "--master_port",
+            str(29500 + os.getpid() % 2000),
+            str(script),
+            str(data),
+            str(out),
+            json.dumps(runs),
+        ],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, two = (json.loads((out / f"rank{r}.json").read_text()) for r in range(2))
+    assert one == two
+    grads = {
+        name: [torch.load(out / f"{name}-{r}.pt", weights_only=True) for r in range(2)]
+        for name in runs
+    }
+    assert all(torch.equal(a, b) for pair in grads.values() for a, b in zip(*pair, strict=True))
+    return {
+        name: ({int(k): v for k, v in found.items()}, grads[name][0]) for name, found in one.items()
+    }
+
+
+def apart(one: Any, other: Any) -> tuple[float, float]:
+    """(largest absolute difference of the losses, largest relative one of the first step's
+    gradients).
+    """
+    assert list(one[0]) == list(other[0])
+    losses = max(abs(one[0][k] - other[0][k]) for k in one[0])
+    return losses, max(
+        float((a - b).norm() / a.norm().clamp(min=1e-12))
+        for a, b in zip(one[1], other[1], strict=True)
+    )
+
+
+def assert_within(found: dict[str, tuple[float, float]], losses: float, gradients: float) -> None:
+    """Every layout within both bounds; a nan is outside."""
+    wrong = {
+        name: pair
+        for name, pair in found.items()
+        if not (pair[0] <= losses and pair[1] <= gradients)
+    }
+    assert found and not wrong, f"losses and first gradients apart: {wrong}"
+
+
+KEYS = {"eagle3": ["head.steps=2"], "dspark": ["head.block=3", "head.markov_rank=4"]}
+
+
+def layouts(
+    data: Path, out: Path, steps: int, dtype: str, kind: str = "eagle3"
+) -> dict[str, tuple[float, float]]:
+    """How far every layout of one run of a head is from the plain one, and the sharded target
+    from whole ones.
+    """
+    head = [f"head={kind}", *KEYS[kind], f"steps={steps}", f"dtype={dtype}"]
+    features = stored(data, out / "features", f"dtype={dtype}", f"heads=[{kind}]")
+    plain = watched(data, out / "plain", *head)
+    if steps > 1:
+        assert plain[0][steps] < plain[0][1]
+    here = {
+        "one by one": ["micro_batch=1"],
+        "by tokens": ["micro_tokens=70"],
+        "packed": ["data.packing=true"],
+        "packed in parts": ["data.packing=true", "micro_batch=3"],
+        "cached": [f"data.features={features}"],
+        "cached and packed": [f"data.features={features}", "data.packing=true"],
+    }
+    found = {
+        name: apart(plain, watched(data, out / name, *head, *more)) for name, more in here.items()
+    }
+    there = {
+        "two ranks": ["micro_batch=2"],
+        "sharded target": ["shard_target=true", "micro_batch=2"],
+        "sharded and packed": [
+            "shard_target=true",
+            "data.packing=true",
+            "micro_tokens=90",
+            "eval.every=3",
+            "eval.prompts=2",
+            "eval.max_new_tokens=4",
+        ],
+    }
+    two = in_two_processes(
+        data, out / "two", {name: [*head, *more] for name, more in there.items()}
+    )
+    found |= {name: apart(plain, run) for name, run in two.items()}
+    return {**found, "sharded against whole": apart(two["two ranks"], two["sharded target"])}
+
+
+def stored(data: Path, out: Path, *more: str) -> Path:
+    """The features of a run of `configured`, on disk."""
+    args = [
+        "target=tiny",
+        *(f"target.{k}={v}" for k, v in SHAPE.items()),
+        f"data.path={data}",
+        f"out={out}",
+        "data.held_out=0.1",
+        "data.cache=false",
+        "device=cpu",
+        *more,
+    ]
+    with pytest.raises(SystemExit) as caught:
+        cache_features.main(args)
+    assert not caught.value.code
+    return out
+
+
+@pytest.mark.parametrize("kind", ["eagle3", pytest.param("dspark", marks=pytest.mark.slow)])
+def test_layouts_give_the_same_losses(data: Path, tmp_path: Path, kind: str) -> None:
+    assert_within(layouts(data, tmp_path, STEPS, "float64", kind), 1e-9, 1e-9)
+
+
+BARS = {
+    "layout-accumulation": (
+        "gradient accumulation: 1 micro-batch of 8 rows against 8 of 1",
+        ["one by one"],
+    ),
+    "layout-processes": ("1 process against 2", ["two ranks"]),
+    "layout-packing": ("packed rows against padded ones", ["packed", "packed in parts"]),
+    "layout-features": ("stored features against online ones", ["cached", "cached and packed"]),
+    "layout-fsdp2": (
+        "target sharded over 2 processes (FSDP2) against whole ones (DDP)",
+        ["sharded against whole", "sharded target", "sharded and packed"],
+    ),
+}
+
+
+@pytest.mark.slow
+def test_layouts_give_the_same_losses_over_many_steps(data: Path, tmp_path: Path) -> None:
+    found = layouts(data, tmp_path, MANY, "float64")
+    for name, (what, runs) in BARS.items():
+        losses, gradients = (max(found[run][i] for run in runs) for i in range(2))
+        record(
+            name,
+            what=what,
+            result=f"losses of {MANY} steps differ by {losses:.1g} at most (float64)",
+            met=losses <= 1e-9,
+            steps=MANY,
+            bar=1e-9,
+            losses=losses,
+            first_gradients=gradients,
+            runs=runs,
+        )
+    assert_within(found, 1e-9, 1e-9)
+
+
+@pytest.mark.slow
+def test_layouts_give_the_same_first_gradient_in_single_precision(
+    data: Path, tmp_path: Path
+) -> None:
+    found = layouts(data, tmp_path, 1, "float32")
+    worst = max(found, key=lambda name: found[name][1])
+    record(
+        "layout-gradients",
+        what="the same layouts: gradients of the first step in float32",
+        result=f"{found[worst][1]:.1g} relative at most",
+        met=found[worst][1] <= 1e-5,
+        bar=1e-5,
+        worst=worst,
+        gradients={name: pair[1] for name, pair in found.items()},
+    )
+    assert_within(found, 1e-3, 1e-5)
+
+
+ZERO3 = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
+
+
+@pytest.mark.slow
+def test_a_target_sharded_by_deepspeed_gives_the_same_losses(data: Path, tmp_path: Path) -> None:
+    """DeepSpeed knows no float64; gathered layers compute what whole ones do, so float32 is
+    held to equality.
+    """
+    pytest.importorskip("deepspeed", reason="pip install deepspeed to test conf/launch/zero3.yaml")
+    head = ["head=eagle3", "head.steps=2", f"steps={MANY}", "micro_batch=2"]
+    more = {
+        "packed": [
+            "dtype=float32",
+            "data.packing=true",
+            "eval.every=50",
+            "eval.prompts=2",
+            "eval.max_new_tokens=4",
+        ],
+        "bfloat16": ["dtype=bfloat16"],
+    }
+    whole = in_two_processes(data, tmp_path / "whole", {k: [*head, *v] for k, v in more.items()})
+    zero = in_two_processes(
+        data,
+        tmp_path / "zero",
+        {k: [*head, *v, "shard_target=true"] for k, v in more.items()},
+        **ZERO3,
+    )
+    found = {name: apart(whole[name], zero[name]) for name in more}
+    losses, gradients = (max(pair[i] for pair in found.values()) for i in range(2))
+    record(
+        "layout-zero3",
+        what="target sharded over 2 processes by DeepSpeed's ZeRO-3 against whole ones (DDP)",
+        result=f"losses of {MANY} steps differ by {losses:.1g} at most (float32 and bfloat16)",
+        met=losses == 0,
+        steps=MANY,
+        losses=losses,
+        first_gradients=gradients,
+        runs=list(more),
+    )
+    assert_within(found, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (["shard_target=false"], "shard_target: the launch asks for DeepSpeed"),
+        (["shard_target=true"], "dtype: DeepSpeed knows no float64"),
+        (["shard_target=true", "dtype=float32"], "shard_target: needs several processes"),
+    ],
+)
+def test_a_launch_with_deepspeed_shards_the_target_or_says_why_not(
+    more: list[str], message: str, data: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    for key, value in ZERO3.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(UserError, match=message):
+        losses(data, tmp_path / "run", *more)
+
+
+def test_groups_of_ranks_hold_copies_and_layers_ask_for_the_next(
+    data: Path, tmp_path: Path
+) -> None:
+    """Four ranks, two copies of the target: the losses of one process; every layer but the last
+    asks for its neighbour's weights from the second pass on, and what it holds is a half."""
+    keys = ("dtype=float64", "target.layers=3", "steps=3", "batch_size=4")
+    want = losses(data, tmp_path / "want", *keys)
+
+    def action() -> None:
+        seen: dict[str, Any] = {}
+        shard = loop.shard_target
+
+        def watching(target: Any, *rest: Any) -> str:
+            said = shard(target, *rest)
+            seen.update(said=said, layers=target.body.layers)
+            return said
+
+        loop.shard_target = watching  # type: ignore[assignment]  # this process ends here
+        found = losses(
+            data, tmp_path / "got", *keys, "shard_target=true", "shard_group=2", "device=cpu"
+        )
+        states = [layer._get_fsdp_state() for layer in seen["layers"]]
+        assert [len(s._states_to_forward_prefetch) for s in states] == [1, 1, 0]
+        weight = next(seen["layers"][0].parameters())
+        assert weight.to_local().numel() * 2 == weight.numel()
+        assert "over 2 ranks, 2 copies" in seen["said"]
+        if os.environ["RANK"] == "0":
+            (tmp_path / "losses.json").write_text(json.dumps(found))
+
+    assert finish(4, action, tmp_path / "said") == [0] * 4, (tmp_path / "said.0").read_text()
+    got = {int(k): v for k, v in json.loads((tmp_path / "losses.json").read_text()).items()}
+    assert got.keys() == want.keys() and all(abs(got[k] - want[k]) < 1e-9 for k in want)
+
+    def refused() -> None:
+        losses(data, tmp_path / "no", *keys, "shard_target=true", "shard_group=3")
+
+    assert finish(2, refused, tmp_path / "told") == [2, 2]
+    assert "shard_group: 3 does not divide the 2 ranks" in (tmp_path / "told.0").read_text()
+
+
+def test_one_process_cannot_shard(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="shard_target: needs several processes"):
+        losses(data, tmp_path / "run", "shard_target=true")

@@ -1,0 +1,159 @@
+"""Trackers beside metrics.jsonl, through Accelerate's classes."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+
+from conf.errors import UserError
+from tests.helpers.training import chats, run, run_config
+from train import trackers
+from train.trackers import check_installed
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chats(tmp_path_factory.mktemp("data") / "data.jsonl")
+
+
+class Fake(GeneralTracker):
+    """One of Accelerate's trackers with a list in place of a service. fails: the call that
+    does."""
+
+    requires_logging_directory = False
+    made: list[Fake]
+    fails = ""
+
+    def __init__(self, **keys: Any) -> None:
+        super().__init__()
+        self.keys, self.lines, self.settings, self.ended = keys, list[Any](), None, False
+        self.made.append(self)
+        self.fail("init")
+
+    def fail(self, what: str) -> None:
+        if self.fails == what:
+            raise ConnectionError("no route\nand more")
+
+    def start(self) -> None:
+        self.fail("start")
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.settings = values
+        self.fail("store")
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        self.fail("log")
+        self.lines.append((step, values))
+
+    def finish(self) -> None:
+        self.ended = True
+        self.fail("finish")
+
+    @property
+    def tracker(self) -> Any:
+        return self
+
+
+NAMES = ("tensorboard", "mlflow", "trackio", "wandb")
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Fake]]:
+    """All four, installed; what was made of each by name."""
+    made: dict[str, list[Fake]] = {}
+    for name in NAMES:
+        made[name] = []
+        kind = type(name, (Fake,), {"name": name, "made": made[name]})
+        monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, kind)
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["mlflow"].search_runs = lambda **_: []  # type: ignore[attr-defined]
+    return made
+
+
+def test_all_of_them_get_the_numbers_of_a_run_and_of_its_resumption(
+    data: Path, tmp_path: Path, fakes: dict[str, list[Fake]]
+) -> None:
+    all_four = f"trackers=[{','.join(NAMES)}]"
+    plain = run(data, tmp_path / "plain")
+    out = run(data, tmp_path / "run", all_four, "steps=4")
+    sys.modules["mlflow"].search_runs = lambda **k: [  # type: ignore[attr-defined]
+        types.SimpleNamespace(info=types.SimpleNamespace(run_id=k["filter_string"]))
+    ]
+    run(data, out, all_four, "steps=6", "save_every=3")
+    for name in NAMES:
+        first, second = fakes[name]
+        assert first.ended and second.ended
+        assert [s for s, v in first.lines if "loss" in v] == [2, 4]
+        assert [s for s, v in second.lines if "loss" in v] == [6]
+        numbers = [v for _, values in first.lines for v in values.values()]
+        assert name == "wandb" or all(type(v) in (int, float) for v in numbers)
+        assert second.settings is None
+        assert (first.settings is not None) == (name in ("tensorboard", "mlflow"))
+    board, flow, trackio, wandb = (fakes[name] for name in NAMES)
+    assert board[0].keys["logging_dir"] == str(out) and board[0].keys["purge_step"] is None
+    assert board[1].keys["purge_step"] == 5
+    assert all(isinstance(v, str | int | float) for v in board[0].settings.values())
+    assert flow[0].keys["run_id"] is None and flow[0].keys["tags"]["outrider"] in str(
+        flow[1].keys["run_id"]
+    )
+    assert trackio[0].keys["name"] == trackio[1].keys["name"]
+    assert wandb[0].keys["id"] == wandb[1].keys["id"] and wandb[0].keys["resume"] == "allow"
+    assert wandb[0].keys["mode"] is None and wandb[0].keys["config"]["steps"] == 4
+    assert plain.is_dir()
+
+
+@pytest.mark.parametrize("fails", ["init", "start", "store", "log", "finish"])
+def test_trouble_costs_that_tracker_alone(
+    data: Path,
+    tmp_path: Path,
+    fakes: dict[str, list[Fake]],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    fails: str,
+) -> None:
+    monkeypatch.setattr(LOGGER_TYPE_TO_CLASS["mlflow"], "fails", fails)
+    out = run(data, tmp_path / "run", "trackers=[mlflow,trackio]", "steps=2")
+    said = capfd.readouterr().err
+    assert said.count("mlflow: ") == 1 and "metrics.jsonl has everything" in said
+    assert "and more" not in said and "Traceback" not in said
+    assert fakes["trackio"][0].ended and [s for s, v in fakes["trackio"][0].lines if "loss" in v]
+    assert (out / "head" / "head.json").exists()
+
+
+def test_a_tracker_that_is_not_installed_is_refused_first(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one line, before a folder is made; any of two packages is enough for tensorboard."""
+    for name in ("mlflow", "trackio", "tensorboard", "tensorboardX"):
+        monkeypatch.setitem(sys.modules, name, None)
+    cfg = run_config(data, tmp_path / "run", "trackers=[mlflow,tensorboard,trackio]")
+    with pytest.raises(UserError, match="trackers: mlflow, tensorboard, trackio not installed"):
+        run(data, tmp_path / "run", "trackers=[mlflow,tensorboard,trackio]")
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setitem(sys.modules, "tensorboardX", types.ModuleType("tensorboardX"))
+    cfg.trackers = ["tensorboard"]
+    check_installed(cfg)
+    monkeypatch.delitem(sys.modules, "mlflow")
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    cfg.trackers = ["mlflow"]
+    with pytest.raises(UserError, match="pip install mlflow"):
+        check_installed(cfg)
+
+
+def test_both_ways_of_asking_for_wandb_are_one(
+    data: Path, tmp_path: Path, fakes: dict[str, list[Fake]]
+) -> None:
+    run(data, tmp_path / "run", "trackers=[wandb]", "wandb=offline", "steps=1")
+    (only,) = fakes["wandb"]
+    assert only.keys["mode"] == "offline"
+
+
+@pytest.mark.parametrize("name", ["comet", "tensorflow", "''"])
+def test_unknown_trackers(name: str) -> None:
+    with pytest.raises(UserError, match="trackers: .*choose wandb, tensorboard, mlflow, trackio"):
+        run_config(Path("data.jsonl"), Path("run"), f"trackers=[{name}]")

@@ -1,0 +1,362 @@
+"""Rows, masks and the order of batches."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conf.errors import UserError
+from conf.jsonl import parse_line
+from decode.models.identity import sha256_file
+from decode.models.tiny import CHATML, CHATML_WITH_SPANS, byte_tokenizer
+from heads import HEADS
+from scripts.reports.reliability import record
+from tests.helpers.malformed import FURTHER, THIRTY, Kind, good
+from tests.helpers.training import chats, run_config
+from train.config import DataConfig
+from train.loop import fit
+from train.texts.batches import LEFT_OUT, Plan, Rows, load_rows
+from train.texts.rows import BadRow, Reading, Row, encode, interpret
+
+EOS = frozenset({2})
+# Drops the reasoning of earlier turns, as Qwen3's does: an earlier answer is not a prefix of
+# the whole.
+FORGETFUL = CHATML.replace(
+    "message['content']",
+    "(message['content'] if loop.last else message['content'].split('</think>')[-1])",
+)
+TURNS = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "hi <|im_start|>assistant"},
+    {"role": "assistant", "content": "hé, 12!"},
+    {"role": "user", "content": "more"},
+    {"role": "assistant", "content": "no\nmore"},
+]
+
+
+def supervised(tokenizer, turns, **row) -> str:
+    (ids, mask, _), *rest = encode(Row("f:1", turns, **row), tokenizer, Reading(4096, EOS))
+    assert not rest and len(ids) == len(mask)
+    return tokenizer.decode([t for t, on in zip(ids, mask, strict=True) if on])
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_WITH_SPANS], ids=["prefix", "tags"])
+def test_mask_is_the_assistants_text_and_its_end_of_turn(template: str) -> None:
+    tokenizer = byte_tokenizer(template=template)
+    assert supervised(tokenizer, TURNS) == "hé, 12!<|im_end|>no\nmore<|im_end|>"
+    assert supervised(tokenizer, TURNS, complete=False) == "hé, 12!<|im_end|>no\nmore"
+
+
+@given(
+    st.lists(
+        st.text(
+            st.characters(exclude_categories=["Cs"], exclude_characters="\0"),
+            min_size=1,
+            max_size=20,
+        ).filter(str.strip),
+        min_size=1,
+        max_size=4,
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_mask_property_on_any_text(answers: list[str]) -> None:
+    """Decoding what is supervised gives the answers, whatever they hold, special tokens' names
+    included.
+    """
+    turns = [
+        t
+        for a in answers
+        for t in ({"role": "user", "content": "q"}, {"role": "assistant", "content": a})
+    ]
+    for template in (CHATML, CHATML_WITH_SPANS):
+        got = supervised(byte_tokenizer(template=template), turns)
+        assert got == "".join(a + "<|im_end|>" for a in answers)
+
+
+def test_turns_that_the_template_rewrites_are_supervised_as_it_shows_them() -> None:
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "<think>x</think>b"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "<think>y</think>d"},
+    ]
+    assert supervised(byte_tokenizer(template=FORGETFUL), turns) == (
+        "b<|im_end|><think>y</think>d<|im_end|>"
+    )
+
+
+def test_all_zero_and_all_one_masks_are_refused() -> None:
+    everything = (
+        "{% generation %}{% for m in messages %}{{ m['content'] }}{% endfor %}{% endgeneration %}"
+    )
+    with pytest.raises(BadRow, match="every token is supervised"):
+        encode(Row("f:7", TURNS), byte_tokenizer(template=everything), Reading(4096))
+    with pytest.raises(BadRow, match="f:7: no supervised token within data.max_length=9"):
+        encode(Row("f:7", TURNS), byte_tokenizer(), Reading(9, EOS))
+    blind = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"
+    with pytest.raises(BadRow, match="shows no assistant turn apart from the rest"):
+        encode(Row("f:7", TURNS), byte_tokenizer(template=blind), Reading(4096, EOS))
+
+
+@pytest.mark.parametrize("kinds", [THIRTY, FURTHER], ids=["thirty", "further"])
+def test_every_kind_of_bad_row_is_named_and_the_good_ones_stay(
+    tmp_path: Path, kinds: dict[str, Kind]
+) -> None:
+    assert len(THIRTY) == 30
+    check_malformed(tmp_path, kinds, 1, 60)
+
+
+@pytest.mark.slow
+def test_malformed_rows_by_the_thousand(tmp_path: Path) -> None:
+    """30 kinds x 100 in 10,000 rows, in an order drawn by chance; then a run on what is left."""
+    try:
+        good = check_malformed(tmp_path, THIRTY, 100, 7000)
+        heads = [
+            train_on(tmp_path / name, tmp_path / f"{name}-run", fraction)
+            for name, fraction in (("clean.jsonl", 0.0), ("mixed.jsonl", 0.3))
+        ]
+        (first, clean), (second, mixed) = heads
+        same = first == second
+    except AssertionError as error:
+        record("malformed", what=WHAT, result=f"failed: {str(error).splitlines()[0]}", met=False)
+        raise
+    record(
+        "malformed",
+        what=WHAT,
+        met=same and mixed == 3000 and not clean,
+        kinds=len(THIRTY),
+        rows=10000,
+        bad=3000,
+        kept=good,
+        result="0 crashes, 3,000 of 3,000 reported at their file:line with the right "
+        "reason, kept rows "
+        f"and the head trained on them {'byte-equal to' if same else 'unlike'} a clean run's",
+    )
+    assert same and mixed == 3000 and not clean
+
+
+WHAT = "30 kinds of malformed rows x 100 in a file of 10,000"
+
+
+def train_on(data: Path, out: Path, fraction: float) -> tuple[str, int]:
+    """sha256 of the head that a short run leaves, and how many rows its list says were left
+    out.
+    """
+    fit(
+        run_config(data, out, f"data.max_bad_fraction={fraction}", "data.max_length=512"),
+        HEADS["medusa"],
+    )
+    listed = out / LEFT_OUT
+    count = len(listed.read_text().splitlines()) if listed.exists() else 0
+    return sha256_file(out / "head" / "head.safetensors"), count
+
+
+def check_malformed(tmp_path: Path, kinds: dict[str, Kind], times: int, sound: int) -> int:
+    """`times` of each kind among `sound` good rows: each reported at its line with its reason,
+    the others as in a file without them, and a stop where the limit is lower. The number of
+    kept rows."""
+    lines: list[tuple[bytes, str]] = [
+        (make(n), why) for make, why in kinds.values() for n in range(times)
+    ]
+    lines += [(good(n), "") for n in range(sound)]
+    random.Random(0).shuffle(lines)
+    clean, mixed = tmp_path / "clean.jsonl", tmp_path / "mixed.jsonl"
+    clean.write_bytes(b"".join(line + b"\n" for line, why in lines if not why))
+    with mixed.open("wb") as file:
+        for line, _ in lines:
+            file.write(line + b"\n")
+    expected = {f"{mixed}:{i}": why for i, (_, why) in enumerate(lines, 1) if why}
+    share = len(expected) / len(lines)
+    want, got = (
+        load(clean, max_bad_fraction=0.0, max_length=512),
+        load(mixed, max_bad_fraction=share, max_length=512),
+    )
+    for name in ("ids", "loss", "offsets", "held"):
+        assert getattr(got, name).numpy().tobytes() == getattr(want, name).numpy().tobytes(), name
+    assert got.lines.tolist() == [i for i, (_, why) in enumerate(lines, 1) if not why]
+    found = dict(problem.split(": ", 1) for problem in got.bad)
+    assert list(found) == list(expected) and len(found) == len(got.bad)
+    for where, why in expected.items():
+        assert why in found[where], (where, why, found[where])
+    first = re.escape(got.bad[0])
+    with pytest.raises(
+        UserError, match=f"^{first}; {len(expected)} of {len(lines)} rows are unusable"
+    ):
+        load(mixed, max_bad_fraction=share - 1e-6, max_length=512)
+    return len(got.lines)
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=300, deadline=None)
+def test_no_bytes_crash_the_reader(line: bytes) -> None:
+    try:
+        interpret(parse_line(line), "f:1")
+    except ValueError as error:
+        assert str(error)
+
+
+def load(path: Path, **keys) -> Rows:
+    cfg = DataConfig(path=str(path), **{"held_out": 0.2, "cache": False, **keys})
+    return load_rows(cfg, byte_tokenizer(), EOS, 260, 1024)
+
+
+def test_too_many_bad_rows_stop_and_name_the_first(tmp_path: Path) -> None:
+    path = chats(tmp_path / "d.jsonl", 8)
+    lines = path.read_text().splitlines()
+    lines[3] = "{broken"
+    path.write_text("\n".join(lines))
+    with pytest.raises(
+        UserError, match=r"d.jsonl:4: is not JSON.*1 of 8 rows.*data.max_bad_fraction=0.1"
+    ):
+        load(path, max_bad_fraction=0.1)
+    assert load(path, max_bad_fraction=0.2).lines.tolist() == [1, 2, 3, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("content, problem", [("", "holds no rows"), ("\n\n", "holds no rows")])
+def test_empty_file(tmp_path: Path, content: str, problem: str) -> None:
+    (tmp_path / "d.jsonl").write_text(content)
+    with pytest.raises(UserError, match=problem):
+        load(tmp_path / "d.jsonl")
+    with pytest.raises(UserError, match="no such file"):
+        load(tmp_path / "none.jsonl")
+
+
+def test_token_cache_gives_the_same_rows_and_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    path = chats(tmp_path / "d.jsonl")
+    first = load(path, cache=True)
+    kept = first.sha256()
+    (saved,) = (tmp_path / "cache" / "tokens").iterdir()
+    moved = path.rename(tmp_path / "e.jsonl")
+    again = load(moved, cache=True)
+    assert again.sha256() == kept and again.where(0) == f"{moved}:1"
+    damaged = bytearray(saved.read_bytes())
+    damaged[-5] ^= 1
+    saved.unlink()
+    saved.write_bytes(bytes(damaged))
+    assert load(moved, cache=True).sha256() == kept
+    load(moved, cache=True, max_length=300)
+    assert len(list((tmp_path / "cache" / "tokens").iterdir())) == 2
+    cfg = DataConfig(path=str(moved), held_out=0.2, cache=True)
+    for tokenizer, eos, held_out in (
+        (byte_tokenizer(template=CHATML_WITH_SPANS.replace("user", "you")), EOS, 0.2),
+        (byte_tokenizer(270), EOS, 0.2),
+        (byte_tokenizer(), frozenset(), 0.2),
+        (byte_tokenizer(), EOS, 0.5),
+    ):
+        before = len(list((tmp_path / "cache" / "tokens").iterdir()))
+        load_rows(replace(cfg, held_out=held_out), tokenizer, eos, 270, 1024)
+        assert len(list((tmp_path / "cache" / "tokens").iterdir())) == before + 1, (
+            "other tokens, another file"
+        )
+
+
+def test_datasets_folder_and_text_file(tmp_path: Path) -> None:
+    import datasets
+
+    path = chats(tmp_path / "d.jsonl", 10)
+    want = load(path)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    datasets.Dataset.from_list(records).save_to_disk(str(tmp_path / "disk"))
+    got = load(tmp_path / "disk", kind="hub")
+    assert (
+        got.ids.equal(want.ids)
+        and got.loss.equal(want.loss)
+        and got.where(3) == f"{tmp_path / 'disk'}[train]:3"
+    )
+    (tmp_path / "t.txt").write_text("one two\nthree\n\n\nfour five six\n")
+    text = load(tmp_path / "t.txt", kind="text", held_out=0.0)
+    assert text.lines.tolist() == [1, 5] and text.loss.sum() == text.ids.numel() - 2
+    with pytest.raises(UserError, match="cannot load"):
+        load(tmp_path / "no folder", kind="hub")
+
+
+def test_held_out_rows_follow_the_prompt_and_are_never_trained_on(tmp_path: Path) -> None:
+    rows = load(chats(tmp_path / "d.jsonl", 60))
+    assert 0 < rows.held.sum() < 30
+    twice = tmp_path / "twice.jsonl"
+    twice.write_text((tmp_path / "d.jsonl").read_text() * 2)
+    assert load(twice).held.tolist() == rows.held.tolist() * 2
+    answered = [json.loads(line) for line in (tmp_path / "d.jsonl").read_text().splitlines()]
+    for row in answered:
+        row["messages"][1]["content"] += ", says another model"
+    twice.write_text("".join(json.dumps(row) + "\n" for row in answered))
+    assert load(twice).held.equal(rows.held), "what is asked decides, not what is answered"
+    plan = Plan(rows, 4, 2, 0)
+    used = {r for k in range(3 * plan.per_epoch) for r in plan.batch(k)}
+    assert not used & set(rows.held.nonzero()[:, 0].tolist())
+    prompt = byte_tokenizer().decode(rows.prompt(5))
+    assert prompt == "<|im_start|>user\nquestion 5<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_batch_k_is_a_function_of_seed_epoch_and_k(tmp_path: Path) -> None:
+    rows = load(chats(tmp_path / "d.jsonl", 60))
+    plan = Plan(rows, 4, 3, 7)
+    steps = list(range(3 * plan.per_epoch))
+    want = [plan.batch(k) for k in steps]
+    fresh = Plan(rows, 4, 3, 7)
+    assert [fresh.batch(k) for k in reversed(steps)] == want[::-1]
+    assert [Plan(rows, 4, 3, 8).batch(k) for k in steps] != want
+    for e in range(3):
+        epoch = sum(want[e * plan.per_epoch : (e + 1) * plan.per_epoch], [])
+        assert len(set(epoch)) == len(epoch) == plan.per_epoch * 4
+    assert want[: plan.per_epoch] != want[plan.per_epoch : 2 * plan.per_epoch]
+    for world in (
+        1,
+        2,
+        4,
+    ):  # the ranks share out the same global batch, in as many micro-batches each
+        parts = [plan.micro_batches(5, rank, world, 1) for rank in range(world)]
+        assert sorted(r for p in parts for m in p for r in m) == sorted(want[5])
+        assert len({len(p) for p in parts}) == 1
+
+
+@pytest.mark.parametrize("pack", [0, 120])
+@pytest.mark.parametrize("tokens", [1, 90, 300, 100_000])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_passes_are_filled_by_tokens(tmp_path: Path, world: int, tokens: int, pack: int) -> None:
+    """At most so many positions, one row in any case; as many passes on every rank, from a
+    batch that is the same.
+    """
+    rows = load(chats(tmp_path / "d.jsonl", 60))
+    plan = Plan(rows, 16, 1, 7)
+    for step in range(plan.per_epoch):
+        ranks = [plan.micro_batches(step, r, world, 0, tokens, pack) for r in range(world)]
+        assert ranks == [plan.micro_batches(step, r, world, 0, tokens, pack) for r in range(world)]
+        assert sorted(row for part in ranks for p in part for row in p) == sorted(plan.batch(step))
+        assert len({len(part) for part in ranks}) == 1
+        for part in ranks:
+            assert all(len(p) == 1 or rows.computed(p, pack) <= tokens for p in part)
+            assert all(rows.computed(p, pack) == rows.batch(p, pack).ids.numel() for p in part)
+        if tokens == 100_000:
+            assert len(ranks[0]) == 1
+    few = plan.micro_batches(0, 0, 1, 3, 100_000)
+    assert [len(p) for p in few] == [3, 3, 3, 3, 3, 1]
+
+
+def test_rows_sorted_in_windows_waste_little(tmp_path: Path) -> None:
+    rows = load(chats(tmp_path / "d.jsonl", 400), held_out=0.0)
+    assert Plan(rows, 8, 16, 0).waste(0) < 0.05 < Plan(rows, 8, 1, 0).waste(0)
+    batch = rows.batch([0, 5])
+    assert batch.mask.sum(1).tolist() == rows.lengths[[0, 5]].tolist()
+    assert not batch.ids[~batch.mask].any() and not batch.loss_mask[~batch.mask].any()
+    start = int(rows.offsets[5])
+    assert batch.ids[1, : int(rows.lengths[5])].equal(
+        rows.ids[start : start + int(rows.lengths[5])].long()
+    )
+    assert batch.ids.dtype == torch.int64
+
+
+def test_batch_larger_than_the_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="batch_size: 99 rows"):
+        Plan(load(chats(tmp_path / "d.jsonl", 10)), 99, 1, 0)

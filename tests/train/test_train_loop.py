@@ -1,0 +1,485 @@
+"""The training loop: resuming, accumulation, faults, two processes, the command line."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import PartialState
+
+from conf.errors import Interrupted, UserError
+from heads import HEADS, load_head, resolve_drafter
+from heads.base import Head, HeadConfig
+from heads.batch import LossOut
+from heads.checkpoint import read_card
+from tests.helpers.faults import finish
+from tests.helpers.training import overrides, run, run_config, sigterm_at_update, tiny_target
+from train import saving
+from train import state as disk
+from train.lock import locked
+from train.loop import fit
+from train.medusa import main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def weights(folder: Path) -> str:
+    return hashlib.sha256((folder / "head.safetensors").read_bytes()).hexdigest()
+
+
+def gradients(
+    data: Path, out: Path, monkeypatch: pytest.MonkeyPatch, *more: str
+) -> list[torch.Tensor]:
+    """The gradients that the first update sees."""
+    seen: list[torch.Tensor] = []
+
+    def spy(self, closure=None):
+        seen.extend(p.grad.clone() for group in self.param_groups for p in group["params"])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", spy)
+        run(data, out, "steps=1", "save_every=0", "optim.clip=0", *more)
+    return seen
+
+
+def test_a_run_leaves_what_it_promises_and_learns(data: Path, tmp_path: Path) -> None:
+    out = run(
+        data,
+        tmp_path / "run",
+        "steps=30",
+        "optim.lr=0.01",
+        "eval.every=15",
+        "eval.prompts=3",
+        "eval.max_new_tokens=8",
+        "save_every=10",
+    )
+    assert {"head", "best", "checkpoints", "metrics.jsonl"} <= {p.name for p in out.iterdir()}
+    assert [p.name for p in disk.checkpoints(out)] == ["step-30", "step-20"]
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[-1] < 0.7 * losses[0] and len(losses) == 15
+    evals = [line for line in lines if line.get("event") == "eval"]
+    assert [e["step"] for e in evals] == [15, 30] and all(e["accepted_length"] >= 1 for e in evals)
+    best = max(evals, key=lambda e: e["accepted_length"])
+    assert read_card(out / "best")["extra"]["step"] == best["step"]
+    assert read_card(out / "head")["head"]["calibration"]["positions"] > 0
+
+
+@pytest.mark.parametrize("stop", [1, 2, 5])
+def test_resume_is_bitwise_exact(
+    data: Path, tmp_path: Path, stop: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(data, tmp_path / "whole")
+    sigterm_at_update(monkeypatch, stop)
+    with pytest.raises(Interrupted, match=f"stopped at step {stop}, saved") as caught:
+        run(data, tmp_path / "cut")
+    assert caught.value.code == 75
+    cut = run(data, tmp_path / "cut", "log_every=1", "save_every=3")
+    assert weights(cut / "head") == weights(whole / "head")
+    assert weights(cut / "checkpoints/step-6") == weights(whole / "checkpoints/step-6")
+    moments = [(f / "checkpoints/step-6/optimizer.safetensors").read_bytes() for f in (cut, whole)]
+    assert moments[0] == moments[1]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_finished_run_is_left_alone(data: Path, tmp_path: Path) -> None:
+    out = run(data, tmp_path / "run")
+    before = {p: p.stat().st_mtime_ns for p in out.rglob("*.safetensors")}
+    run(data, tmp_path / "run")
+    assert {p: p.stat().st_mtime_ns for p in out.rglob("*.safetensors")} == before
+
+
+def test_changed_meaning_is_refused_and_changed_logistics_are_named(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    out = run(data, tmp_path / "run", "steps=2")
+    moved = data.rename(tmp_path / "moved.jsonl")
+    run(moved, out, "steps=2", "log_every=1", "micro_batch=2")
+    said = capsys.readouterr().err
+    assert "log_every: 2 -> 1" in said and "micro_batch: 0 -> 2" in said
+    for change, named in (
+        ("steps=1", "steps: 2 in the checkpoint, 1 now"),
+        ("seed=1", "seed: 0"),
+        ("optim.beta1=0.1", "optim.beta1"),
+        ("head.heads=3", "head.heads"),
+        ("target.seed=5", "target.weights_sha256"),
+        ("data.max_length=40", "data.sha256"),
+        ("batch_size=8", "batch_size: 4"),
+        ("dtype=bfloat16", "dtype: float32"),
+    ):
+        with pytest.raises(UserError, match="out_dir: .*learns something else") as caught:
+            run(moved, out, *([] if change.startswith("steps") else ["steps=2"]), change)
+        assert named in str(caught.value)
+    moved.write_text(moved.read_text().replace("rider", "walker"))
+    with pytest.raises(UserError, match=r"data.sha256: \w{12} in the checkpoint, \w{12} now"):
+        run(moved, out, "steps=2")
+
+
+def test_a_key_that_came_later_may_stand_at_its_default(tmp_path: Path) -> None:
+    saved, default = {"seed": 0, "gone": 1}, {"seed": 0, "new": False}
+    assert disk.check_meaning({"seed": 0}, {"seed": 0, "new": False}, tmp_path, default) == []
+    for now in ({"seed": 0, "new": True}, {"seed": 0, "features": "stored"}):
+        with pytest.raises(UserError, match="None in the checkpoint"):
+            disk.check_meaning({"seed": 0}, now, tmp_path, default)
+    with pytest.raises(UserError, match="gone: 1 in the checkpoint, None now"):
+        disk.check_meaning(saved, {"seed": 0}, tmp_path, default)
+
+
+def test_accumulation_and_micro_batches_do_not_change_the_gradient(
+    data, tmp_path, monkeypatch
+) -> None:
+    one = gradients(data, tmp_path / "a", monkeypatch, "batch_size=8")
+    for micro in (1, 3, 4):
+        many = gradients(
+            data, tmp_path / f"m{micro}", monkeypatch, "batch_size=8", f"micro_batch={micro}"
+        )
+        for a, b in zip(one, many, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
+
+
+def test_newest_valid_checkpoint_wins_over_a_damaged_one(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    whole = run(data, tmp_path / "whole")
+    rng = random.Random(0)
+    for name in (
+        "head.safetensors",
+        "optimizer.safetensors",
+        "state.json",
+        "head.json",
+        "manifest.json",
+    ):
+        for how in ("flip", "cut", "gone"):
+            out = tmp_path / f"{name}-{how}"
+            shutil.copytree(whole, out)
+            shutil.rmtree(out / "head")
+            file = out / "checkpoints/step-6" / name
+            content = bytearray(file.read_bytes())
+            if how == "flip":
+                content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+            file.write_bytes(content if how == "flip" else content[: rng.randrange(len(content))])
+            if how == "gone":
+                file.unlink()
+            found, problems = disk.newest(out)
+            assert found is not None and found.name == "step-4" and len(problems) == 1
+            assert "step-6/" in problems[0]
+    assert weights(run(data, out) / "head") == weights(whole / "head")
+    assert (
+        f"passed over: {out}/checkpoints/step-6/manifest.json: is missing"
+        in capsys.readouterr().err
+    )
+
+
+def test_paths_in_a_manifest_cannot_leave_the_folder(data: Path, tmp_path: Path) -> None:
+    out = run(data, tmp_path / "run", "steps=2")
+    path = out / "checkpoints/step-2/manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["sha256"]
+    manifest["files"] = {"../../x": {"bytes": 0, "sha256": ""}, **manifest["files"]}
+    path.write_text(disk.text_of({**manifest, "sha256": disk._sha256(manifest)}))
+    assert "outside its folder" in (disk.damage(path.parent) or "")
+
+
+@pytest.mark.parametrize("trial", range(4))
+def test_kill_during_a_save_loses_at_most_that_save(data: Path, tmp_path: Path, trial: int) -> None:
+    """A child that saves all the time is killed at a random moment; what is left resumes to
+    the same weights.
+    """
+    whole = run(data, tmp_path / "whole", "steps=40", "save_every=40")
+    out = tmp_path / "run"
+    child = os.fork()
+    if child == 0:
+        os.close(2)
+        try:
+            run(data, out, "steps=40", "save_every=1")
+        finally:
+            os._exit(0)
+    deadline = time.monotonic() + 60
+    while not (out / "checkpoints/step-2").exists() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    time.sleep(random.Random(trial).random() * 0.1)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    found, _ = disk.newest(out)
+    assert found is not None and int(found.name[5:]) >= 2
+    run(data, out, "steps=40", "save_every=7")
+    assert weights(out / "head") == weights(whole / "head")
+    assert not list(out.rglob(".tmp-*"))
+
+
+@pytest.mark.parametrize("where", ["weight", "feature"])
+def test_nothing_is_updated_when_the_loss_is_not_finite(data, tmp_path, monkeypatch, where) -> None:
+    out = tmp_path / "run"
+    run(data, out, "steps=6", "save_every=2")
+    shutil.rmtree(out / "checkpoints/step-6")
+    shutil.rmtree(out / "head")
+    before = weights(out / "checkpoints/step-4")
+    if where == "weight":
+        original = disk.restore
+
+        def poison(checkpoint, head, optimizer):
+            original(checkpoint, head, optimizer)
+            head.block_bias.data[0, 0, 0] = float("nan")
+
+        monkeypatch.setattr(disk, "restore", poison)
+    else:
+        from decode.target import Target
+
+        features = Target.features
+        monkeypatch.setattr(Target, "features", lambda *a, **k: features(*a, **k) * float("inf"))
+    updates = []
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, closure=None: updates.append(1))
+    with pytest.raises(
+        UserError, match=r"data.jsonl:\d+, .*not finite at step 4, no weight was changed"
+    ):
+        run(data, out)
+    assert not updates and weights(out / "checkpoints/step-4") == before
+    report = json.loads((out / "bad_step-4/report.json").read_text())
+    assert len(report["rows"]) == 4 and all("data.jsonl:" in r for r in report["rows"])
+
+
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
+    data, tmp_path, monkeypatch, capsys
+) -> None:
+    whole = run(data, tmp_path / "whole")
+    original, calls = disk.save_file, 0
+
+    def full(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise OSError(28, "No space left on device")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(disk, "save_file", full)
+    out = run(data, tmp_path / "run")
+    assert "step 2: checkpoint not written" in capsys.readouterr().err
+    assert weights(out / "head") == weights(whole / "head")
+    monkeypatch.setattr(saving, "PATIENCE", 0.0)
+    monkeypatch.setattr(
+        disk, "save_file", lambda *a, **k: (_ for _ in ()).throw(OSError(28, "No space left"))
+    )
+    with pytest.raises(UserError, match="out_dir: cannot save .*No space left"):
+        run(data, tmp_path / "never")
+    assert not list((tmp_path / "never/checkpoints").iterdir())
+
+
+def test_one_run_per_folder(data: Path, tmp_path: Path) -> None:
+    with locked(tmp_path / "run"):
+        assert finish(1, partial(run, data, tmp_path / "run"), tmp_path / "said") == [2]
+    assert "another run is writing to" in heard(tmp_path)
+    with pytest.raises(UserError, match="out_dir: cannot write"):
+        run(data, Path("/proc/nowhere"))
+
+
+def command(capsys, *args: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as caught:
+        main(list(args))
+    return caught.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ("+typo=1", "typo"),
+        ("optim.lrr=1", "optim.lr"),
+        ("optim.lr=abc", "optim.lr"),
+        ("optim.lr=-1", "optim.lr: -1"),
+        ("steps=0", "steps: is required"),
+        ("steps=1.5", "steps"),
+        ("head=meduza", "head=meduza"),
+        ("head.heads=0", "head.heads"),
+        ("head.loss.hard=0", "head.loss.hard"),
+        ("batch_size=999", "batch_size: 999"),
+        ("data.path=nowhere.jsonl", "data.path: no such file"),
+        ("data.held_out=2", "data.held_out"),
+        ("keep=1", "keep: 1"),
+        ("dtype=int8", "dtype"),
+        ("wandb=maybe", "wandb"),
+        ("eval.shape=ring", "eval.shape"),
+        ("device=tpu", "device"),
+        ("optim.schedule=step", "optim.schedule"),
+        ("target.arch=nothing", "target.arch"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(
+    data: Path, tmp_path: Path, capsys, change: str, said: str
+) -> None:
+    code, text = command(capsys, *overrides(data, tmp_path / "run"), change)
+    assert code == 2 and text.startswith("error: ") and said in text and "Traceback" not in text
+    assert not list((tmp_path / "run").glob("**/*.safetensors"))
+
+
+def test_every_mistake_of_a_command_line_is_told_at_once(
+    data: Path, tmp_path: Path, capsys
+) -> None:
+    code, text = command(
+        capsys, *overrides(data, tmp_path / "run"), "keep=1", "optim.lr=0", "+a=1", "head.heads=0"
+    )
+    assert code == 2 and all(k in text for k in ("keep", "optim.lr", "a:", "head.heads"))
+
+
+def test_wandb_makes_no_difference(data: Path, tmp_path: Path, monkeypatch) -> None:
+    plain = run(data, tmp_path / "plain")
+    monkeypatch.setitem(sys.modules, "wandb", None)  # not installed
+    assert weights(run(data, tmp_path / "absent", "wandb=online") / "head") == weights(
+        plain / "head"
+    )
+
+
+@dataclass
+class ToyConfig(HeadConfig):
+    kind: str = "toy"
+
+
+class Toy(Head):
+    """A new head in 25 lines: guesses the token after next from the last token alone."""
+
+    kind, Config = "toy", ToyConfig
+
+    def __init__(self, cfg, vocab_size):
+        super().__init__(cfg)
+        self.table = torch.nn.Embedding(vocab_size, vocab_size)
+
+    @classmethod
+    def for_target(cls, target, cfg, counts=None):
+        return cls(cfg, target.vocab_size)
+
+    @classmethod
+    def from_json(cls, saved, target):
+        return cls(ToyConfig(**saved["config"]), target.vocab_size)
+
+    def forward(self, batch, target):
+        on = batch.loss_mask[:, 2:]
+        logits = self.table(batch.ids[:, :-2][on])
+        loss = torch.nn.functional.cross_entropy(logits, batch.ids[:, 2:][on], reduction="sum")
+        return LossOut(loss, on.sum(), {})
+
+    def drafter(self, target, shape=None):
+        from decode.drafters import NoDraft
+
+        return NoDraft()
+
+
+def test_a_new_head_is_a_class_and_a_line(data: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(HEADS, "toy", Toy)
+    cfg = run_config(data, tmp_path / "toy", "eval.every=6")
+    cfg.head = ToyConfig()
+    fit(cfg, HEADS["toy"])
+    target = tiny_target()
+    assert isinstance(load_head(tmp_path / "toy/head", target), Toy)
+    assert resolve_drafter(str(tmp_path / "toy"), target).name == str(tmp_path / "toy")
+
+
+def heard(folder: Path) -> str:
+    """The end of what forked ranks said."""
+    return "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("said*")))
+
+
+def test_two_processes_have_the_gradients_of_one(data: Path, tmp_path: Path, monkeypatch) -> None:
+    one, out = gradients(data, tmp_path / "one", monkeypatch, "batch_size=8"), tmp_path / "two"
+
+    def rank_of_two() -> None:
+        seen = gradients(data, out, pytest.MonkeyPatch(), "batch_size=8", "micro_batch=2")
+        assert PartialState().num_processes == 2
+        torch.save(seen, out / f"grads-{os.environ['RANK']}.pt")
+
+    assert finish(2, rank_of_two, tmp_path / "said") == [0, 0], heard(tmp_path)
+    for rank in range(2):
+        two = torch.load(tmp_path / f"two/grads-{rank}.pt", weights_only=True)
+        for a, b in zip(one, two, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
+
+
+def test_launcher_adds_no_traceback(tmp_path: Path) -> None:
+    """The contract's own command line, with a mistake in it."""
+    accelerate = Path(sys.executable).with_name("accelerate")
+    done = subprocess.run(
+        [
+            str(accelerate),
+            "launch",
+            "--cpu",
+            "train/medusa.py",
+            "target=tiny",
+            "data.path=none.jsonl",
+            f"out_dir={tmp_path / 'run'}",
+            "steps=1",
+            "+typo=1",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode != 0 and "typo" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_one_process_can_go_on(
+    data: Path, tmp_path: Path
+) -> None:
+    whole = run(data, tmp_path / "whole", "steps=8", "save_every=0")
+    out = tmp_path / "two"
+
+    def rank_of_two() -> None:
+        if os.environ["RANK"] == "1":
+            sigterm_at_update(pytest.MonkeyPatch(), 3)
+        with pytest.raises(Interrupted) as stop:
+            run(data, out, "steps=8", "save_every=0", "micro_batch=1")
+        (out / f"rank{os.environ['RANK']}").write_text(f"{stop.value.code} {stop.value}")
+
+    assert finish(2, rank_of_two, tmp_path / "said") == [0, 0], heard(tmp_path)
+    words = [(out / f"rank{r}").read_text() for r in range(2)]
+    assert words[0] == words[1] == "75 stopped at step 4, saved; the same command continues"
+    run(data, out, "steps=8", "save_every=0")
+    target = tiny_target()
+    heads = [load_head(folder / "head", target).parameters() for folder in (out, whole)]
+    for a, b in zip(*heads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_sigterm_to_the_launcher_reaches_the_run(data: Path, tmp_path: Path) -> None:
+    accelerate, out = Path(sys.executable).with_name("accelerate"), tmp_path / "run"
+    args = overrides(data, out, "steps=1000000", "save_every=0")
+    parent = subprocess.Popen(
+        [str(accelerate), "launch", "--cpu", "train/medusa.py", *args],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 100
+    while "loss" not in (
+        (out / "metrics.jsonl").read_text() if (out / "metrics.jsonl").exists() else ""
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    parent.terminate()
+    said = parent.communicate(timeout=60)[1]  # the pipe closes when the run itself has ended
+    assert "stopped at step" in said and "Traceback" not in said
+    with locked(out):
+        found, problems = disk.newest(out)
+    assert found is not None and not problems
+
+
+def test_too_little_memory_names_the_key(data: Path, tmp_path: Path, monkeypatch) -> None:
+    def full(self, batch, target):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(HEADS["medusa"], "forward", full)
+    with pytest.raises(
+        UserError, match="micro_batch: 4 rows do not fit into memory; set micro_batch=2"
+    ):
+        run(data, tmp_path / "run")

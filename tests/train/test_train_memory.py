@@ -1,0 +1,225 @@
+"""Memory of a training step: at most one [chunk, V] block in float32, and validate's
+prediction of the peak.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from heads import HEADS
+from heads.losses import LossWeights
+from scripts.reports.reliability import record
+from tests.helpers.training import chats, random_batch, run_config, tiny_target
+from train.measure.memory import Peak, predict, widest
+from train.texts.batches import Plan, load_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+CHUNK, VOCAB = 64, 1000
+
+
+class Blocks(TorchDispatchMode):
+    """Counts storages of at least `size` elements of a dtype that are alive at the same time."""
+
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.size, self.dtype = size, dtype
+        self.alive: dict[int, Any] = {}
+        self.most, self.largest, self.by = 0, 0, ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor) and t.dtype == self.dtype and t.numel() >= self.size:
+                storage = t.untyped_storage()
+                key = storage._cdata
+                if key not in self.alive:
+                    self.alive[key] = weakref.finalize(storage, self.alive.pop, key, None)
+                if len(self.alive) > self.most:
+                    self.most, self.by = len(self.alive), str(func)
+                self.largest = max(self.largest, t.numel())
+        return out
+
+
+LOSSES = [{"soft": 1.0}, {"hard": 1.0}, {"lk": 1.0}, {"soft": 0.5, "tv": 0.5, "hard": 0.1}]
+
+
+def blocks(loss: dict[str, float], dtype: torch.dtype, again: bool = False) -> Blocks:
+    """The vocabulary blocks of a dtype in one EAGLE-3 pass in bfloat16, forward and backward.
+    again: with activation checkpointing."""
+    target = tiny_target("bfloat16", layers=4, vocab=VOCAB)
+    kind: Any = HEADS["eagle3"]
+    cfg = kind.Config(
+        kind="eagle3",
+        draft_vocab=0,
+        chunk=CHUNK,
+        loss=LossWeights(**{"hard": 0.0, **loss}),
+        activation_checkpointing=again,
+    )
+    head = kind.for_target(target, cfg)
+    batch = random_batch(rows=8, width=80, vocab=VOCAB)
+    block = CHUNK * VOCAB  # larger than any weight here, and than [B, T, D]
+    assert (
+        block > max(p.numel() for p in head.parameters()) and int(batch.loss_mask.sum()) > 3 * CHUNK
+    )
+    with Blocks(block, dtype) as seen:
+        head(batch, target).sum.backward()
+    return seen
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_eagle3_holds_at_most_one_vocabulary_block_in_float32(loss: dict[str, float]) -> None:
+    seen = blocks(loss, torch.float32)
+    assert seen.most <= 1 and seen.largest <= CHUNK * VOCAB, (seen.most, seen.by, seen.largest)
+
+
+def test_vocabulary_blocks_are_seen() -> None:
+    """Logits, softmax, law and gradient are there in bfloat16: the count above would see them."""
+    seen = blocks(LOSSES[0], torch.bfloat16)
+    assert seen.most >= 2 and seen.largest >= CHUNK * VOCAB
+
+
+@pytest.mark.slow
+def test_the_number_of_vocabulary_blocks() -> None:
+    found = [blocks(loss, torch.float32, again) for loss in LOSSES for again in (False, True)]
+    most, largest = max(seen.most for seen in found), max(seen.largest for seen in found)
+    record(
+        "memory-blocks",
+        what="[chunk, V] blocks in float32 that training an EAGLE-3 head in bfloat16 holds at once",
+        result=f"{most}, over {len(found)} kinds of loss and checkpointing",
+        met=most <= 1,
+        most=most,
+        largest_in_blocks=largest / (CHUNK * VOCAB),
+    )
+    assert most <= 1 and largest <= CHUNK * VOCAB
+
+
+def test_the_widest_pass_is_found_and_the_parts_add_up(tmp_path: Path) -> None:
+    cfg = run_config(chats(tmp_path / "data.jsonl"), tmp_path / "run", "batch_size=8", "steps=100")
+    target = tiny_target()
+    rows = load_rows(
+        cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
+    )
+    plan = Plan(rows, 8, 16, 0)
+    part = widest(cfg, rows, plan)
+    sizes = [int(rows.lengths[b].max()) * 8 for b in (plan.batch(k) for k in range(plan.per_epoch))]
+    assert int(rows.lengths[part].max()) * len(part) == max(sizes)
+    cfg.micro_batch = 2
+    assert len(widest(cfg, rows, plan)) == 2
+    head = HEADS["medusa"].for_target(target, cfg.head).train()
+    peak = predict(cfg, target, head, rows, plan)
+    trained = sum(p.numel() for p in head.parameters())
+    assert (
+        peak.moments == peak.saving == 8 * trained and peak.step >= 4 * trained
+    )  # micro-batches add up gradients
+    assert all(p.grad is None for p in head.parameters())
+    assert (
+        Peak(100, 20, 7, 9, 50, 1, 1).bytes == 129 and Peak(100, 20, 7, 9, 500, 1, 1).bytes == 500
+    )
+
+
+PREDICT = """
+import sys, torch
+from conf.schema import compose
+from decode.models.load import load_target
+from heads import HEADS
+from train import memory
+from train.texts.batches import Plan, load_rows
+from train.validate import ValidateConfig, head_config
+cfg = compose("validate", ValidateConfig, sys.argv[1:])
+target = load_target(cfg.target, cfg.dtype, cfg.device)
+rows = load_rows(cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length)
+head = HEADS[cfg.head["kind"]].for_target(target, head_config(cfg.head), rows.counts(target.vocab_size)).train()
+print(memory.predict(cfg, target, head, rows, Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed)).bytes)
+"""
+
+
+RUNS = {
+    "medusa": ["head=medusa"],
+    "eagle3": ["head=eagle3"],
+    "eagle3-saving": ["head=eagle3", "save_every=1"],
+    "eagle3-7": ["head=eagle3", "head.steps=7"],
+    "eagle3-7-checkpointing": ["head=eagle3", "head.steps=7", "head.activation_checkpointing=true"],
+}
+
+
+@pytest.mark.slow
+def test_the_predicted_peak_is_within_15_percent_of_the_measured_one(tmp_path: Path) -> None:
+    """On SmolLM2, each in processes of their own; and what activation checkpointing saves."""
+    data = tmp_path / "data.jsonl"
+    chats(tmp_path / "short.jsonl", 64)
+    rows = [
+        json.loads(line)["messages"] for line in (tmp_path / "short.jsonl").read_text().splitlines()
+    ]
+    data.write_text(
+        "".join(
+            json.dumps({"messages": [{**m, "content": m["content"] * 20} for m in row]}) + "\n"
+            for row in rows
+        )
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    found: dict[str, dict[str, Any]] = {}
+    for name, more in RUNS.items():
+        args = [
+            "target=smollm2",
+            f"data.path={data}",
+            "batch_size=8",
+            "steps=3",
+            "device=cpu",
+            "data.cache=false",
+            "head.draft_vocab=0",
+            f"out_dir={tmp_path / name}",
+            *more,
+        ]
+        script = ROOT / "train" / ("medusa.py" if name == "medusa" else "eagle.py")
+        told, _ = (
+            subprocess.run(
+                [sys.executable, *command], env=env, capture_output=True, text=True, check=True
+            )
+            for command in (
+                ["-c", PREDICT, *args],
+                [str(script), *args, "eval.every=0", "eval.parity=0"],
+            )
+        )
+        lines = [
+            json.loads(line)
+            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        ]
+        measured = next(line["peak_memory_bytes"] for line in lines if line.get("event") == "end")
+        predicted = int(told.stdout.split()[-1])
+        found[name] = {
+            "predicted": predicted,
+            "measured": measured,
+            "off": predicted / measured - 1,
+        }
+        shutil.rmtree(tmp_path / name)
+    worst = max(found, key=lambda name: abs(found[name]["off"]))
+    saved = found["eagle3-7"]["measured"] - found["eagle3-7-checkpointing"]["measured"]
+    record(
+        "memory-peak",
+        what="peak memory of a run, predicted by `validate` before it starts (SmolLM2, CPU)",
+        result=f"{found[worst]['off']:+.0%} of the measured peak at most, over {len(found)} runs",
+        met=abs(found[worst]["off"]) <= 0.15,
+        bar=0.15,
+        worst=worst,
+        runs=found,
+    )
+    record(
+        "memory-checkpointing",
+        what="activation checkpointing, EAGLE-3 with 7 steps (SmolLM2, CPU)",
+        result=f"{saved / 2**20:,.0f} MiB less at the peak, gradients bit for bit the same",
+        met=saved > 0,
+        saved=saved,
+    )
+    assert abs(found[worst]["off"]) <= 0.15 and saved > 0, found

@@ -1,0 +1,179 @@
+"""What a run says of its speed: FLOP/s, MFU, memory, a profiler's window."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conf.errors import Interrupted, UserError
+from tests.helpers.training import chats, run, run_config, sigterm_at_update, tiny_target
+from train.measure import speed
+from train.measure.profile import MOST, Window, problems
+from train.measure.speed import Flops, peak_flops
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chats(tmp_path_factory.mktemp("data") / "data.jsonl")
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if "loss" in line]
+
+
+def traced(out: Path) -> list[str]:
+    return sorted(p.name for p in out.glob("profile/*"))
+
+
+def test_flops_of_a_pass_are_those_of_its_products() -> None:
+    """One linear layer: 2 m n k forward, as much for each of two gradients; a second pass is
+    not counted."""
+    flops = Flops("bfloat16", torch.device("cpu"))
+    weight = torch.randn(6, 5, requires_grad=True)
+    totals: dict[str, torch.Tensor] = {}
+    for _ in range(2):
+        with flops.counted(totals):
+            x = torch.randn(4, 5, requires_grad=True)
+            (x @ weight.T).sum().backward()
+            totals["tokens"] = totals.get("tokens", 0) + torch.tensor([4.0, 1.0])
+    assert flops.total == 3 * 2 * 4 * 5 * 6
+    found = flops.rates(1e9, world=2)
+    assert found["tokens_per_second_per_device"] == 5e8
+    assert found["tflops_per_device"] == pytest.approx(flops.total / 4 * 5e8 / 1e12, rel=1e-3)
+    assert "mfu" not in found
+
+
+def test_counting_changes_no_bit_of_a_resumed_run(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process counts in its first pass: another one in a run that was stopped."""
+    want = run(data, tmp_path / "want", "steps=4")
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        sigterm_at_update(patch, 3)
+        run(data, tmp_path / "run", "steps=4")
+    run(data, tmp_path / "run", "steps=4")
+    name = "head/head.safetensors"
+    assert (tmp_path / "run" / name).read_bytes() == (want / name).read_bytes()
+
+
+def test_attention_on_a_cpu_counts_as_on_a_gpu() -> None:
+    flops = Flops("float32", torch.device("cpu"))
+    totals: dict[str, torch.Tensor] = {}
+    with flops.counted(totals):
+        q, k, v = (torch.randn(1, 2, 8, 4, requires_grad=True) for _ in range(3))
+        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+        totals["tokens"] = torch.tensor([8.0, 1.0])
+    forward = 2 * 2 * 2 * 8 * 8 * 4  # two products
+    assert flops.total == forward + 5 * forward // 2  # five backward
+
+
+@pytest.mark.parametrize(
+    "name, peak",
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H100 NVL", 835.0),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA GB200", 2500.0),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA A100-SXM4-80GB", 311.9),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA L40S", 362.1),
+        ("AMD Instinct MI300X", 1307.4),
+        ("NVIDIA A1000", None),
+        ("Tesla T4", None),
+        ("", None),
+    ],
+)
+def test_peaks_by_name(name: str, peak: float | None) -> None:
+    assert peak_flops(name, "bfloat16") == (peak and pytest.approx(1e12 * peak))
+    assert peak_flops(name, "float32") is None
+
+
+def test_mfu_where_the_peak_is_known(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run's lines have TFLOP/s and peak memory, and MFU once the device's peak is known."""
+    monkeypatch.setattr(speed, "peak_flops", lambda name, dtype: 1e12)
+    for line in lines(run(data, tmp_path / "run")):
+        assert line["mfu"] == pytest.approx(line["tflops_per_device"], abs=1e-3)
+        assert line["tokens_per_second_per_device"] == line["tokens_per_second"]
+        assert line["peak_memory_bytes"] > 1 << 20
+        assert line["share_target"] > 0 and line["share_head"] > 0
+
+
+def test_flops_of_a_run_are_near_those_of_its_weights(data: Path, tmp_path: Path) -> None:
+    """Target forward 2, head forward and backward 6 operations a weight and token, about."""
+    line = lines(run(data, tmp_path / "run", "steps=2"))[0]
+    each = line["tflops_per_device"] * 1e12 / line["tokens_per_second_per_device"]
+    target = sum(p.numel() for p in tiny_target().model.parameters())
+    assert 0.3 * 2 * target < each < 20 * 2 * target
+
+
+def test_a_window_of_steps_is_traced_and_changes_no_bit(
+    data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plain = run(data, tmp_path / "plain", "steps=4")
+    out = run(data, tmp_path / "traced", "steps=4", "profile=[2,3]")
+    assert traced(out) == ["steps-2-3.json.gz"] and not traced(plain)
+    name = "head/head.safetensors"
+    assert (out / name).read_bytes() == (plain / name).read_bytes()
+    events = json.loads(gzip.decompress((out / "profile" / "steps-2-3.json.gz").read_bytes()))
+    assert any("mm" in e.get("name", "") for e in events["traceEvents"])
+    said = capfd.readouterr().err
+    assert said.count("profile: steps 2 to 3 in ") == 1
+
+
+def test_a_window_is_cut_by_a_stop_and_gone_on_with(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is stopped inside the window leaves what it has; the next one, which starts
+    inside it, records the rest, and one behind it nothing."""
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        sigterm_at_update(patch, 3)
+        run(data, out, "profile=[2,5]")
+    assert traced(out) == ["steps-2-3.json.gz"]
+    run(data, out, "profile=[2,5]")
+    assert traced(out) == ["steps-2-3.json.gz", "steps-4-5.json.gz"]
+    run(data, out, "profile=[2,5]")
+    assert len(traced(out)) == 2
+
+
+def test_a_window_behind_the_end_of_the_run_ends_with_it(data: Path, tmp_path: Path) -> None:
+    assert traced(run(data, tmp_path / "run", "steps=2", "profile=[2,50]")) == ["steps-2-2.json.gz"]
+
+
+def test_a_trace_that_cannot_be_written_costs_one_line(
+    data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "profile").write_text("a file where the folder should be")
+    run(data, out, "steps=2", "profile=[1,1]")
+    said = capfd.readouterr().err
+    assert "profile: " in said and "no trace (" in said and "Traceback" not in said
+
+
+def test_only_rank_0_records(tmp_path: Path) -> None:
+    said: list[str] = []
+    window = Window([1, 2], tmp_path, False, said.append)
+    for step in (1, 2, 3):
+        window.before(step)
+        window.after(step)
+    window.close()
+    assert not said and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("window", [[1], [0, 3], [3, 2], [1, 2, 3], [1, MOST + 1], [-1, 1]])
+def test_windows_that_are_none(window: list[int]) -> None:
+    assert len(problems(window)) == 1
+    shown = str(window).replace(" ", "")
+    with pytest.raises(UserError, match="profile: "):
+        run_config(Path("data.jsonl"), Path("run"), f"profile={shown}")

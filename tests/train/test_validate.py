@@ -1,0 +1,208 @@
+"""scripts/validate.py: sound heads pass, and a head with a known mistake is caught by the
+check for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from heads import HEADS, vocab
+from heads.batch import Batch
+from heads.parallel.hydra_heads import HydraHeads, HydraHeadsConfig
+from heads.parallel.medusa import MedusaConfig, MedusaHead
+from tests.helpers.training import TINY, chats, random_batch, tiny_target
+from train import checks
+from train.validate import main
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = [
+    *(f"target.{k}={v}" for k, v in TINY.items()),
+    "data.held_out=0.1",
+    "data.cache=false",
+    "batch_size=4",
+    "dtype=float32",
+    "device=cpu",
+    "head.draft_vocab=0",
+]
+KINDS = {
+    "medusa": ["head.heads=2", "head.markov_rank=4"],
+    "medusa2": ["head.heads=2", "head.tune.rank=4"],
+    "hydra_heads": ["head.heads=2"],
+    "eagle1": [],
+    "eagle3": ["head.steps=2"],
+    "dflash": ["head.block=4", "target.layers=2"],
+    "dspark": ["head.block=3", "target.layers=2"],
+    "small_lm": ["head.from_target_layers=1", "target.layers=2"],
+}
+MEDUSA = MedusaConfig(heads=2, draft_vocab=0)
+
+
+def factory(kind, cfg):
+    target = tiny_target()
+
+    def fresh(counts=None, **changes):
+        torch.manual_seed(0)
+        known = {f.name for f in dataclasses.fields(cfg)}
+        wanted = dataclasses.replace(cfg, **{k: v for k, v in changes.items() if k in known})
+        return target, kind.for_target(target, wanted, counts)
+
+    return fresh
+
+
+def command(capsys, data: Path, *args: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as caught:
+        main(["target=tiny", *SMALL, f"data.path={data}", *args])
+    out = capsys.readouterr()
+    return caught.value.code, out.out, out.err
+
+
+def test_every_kind_of_head_is_among_the_cases() -> None:
+    assert set(KINDS) == set(HEADS)
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k == "medusa" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
+)
+def test_sound_heads_pass_every_check(tmp_path: Path, capsys, kind: str) -> None:
+    data = chats(tmp_path / "data.jsonl")
+    code, out, _ = command(capsys, data, f"head={kind}", *KINDS[kind])
+    assert code == 0 and "all 6 checks passed" in out, out
+    assert "[[the rider goes<|im_end|>]]" in out  # what is supervised, for a human eye
+    assert "told x[t+2]" in out or "x[t-1] changed" in out
+    assert "FLOP per token" in out and "frozen" in out and "cycles of the engine" in out
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ("head.kind=meduza", "head.kind: 'meduza'"),
+        ("head.heads=0", "head.heads: 0"),
+        ("head.typo=1", "head.typo"),
+        ("data.path=none.jsonl", "data.path: no such file"),
+        ("steps=0", "steps: is required"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(tmp_path: Path, capsys, change: str, said: str) -> None:
+    code, _, err = command(capsys, chats(tmp_path / "data.jsonl"), change)
+    assert code == 2 and err.startswith("error: ") and said in err
+
+
+def test_the_command_is_the_script(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "scripts/validate.py", "target=tiny", "data.path=none.jsonl", "steps=0"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert (
+        done.returncode == 2
+        and "steps: is required" in done.stderr
+        and "Traceback" not in done.stderr
+    )
+
+
+def test_the_script_leaves_no_process_behind_that_ctrl_c_would_hit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from scripts import validate
+
+    taken: list[list[str]] = []
+    monkeypatch.setattr(validate.os, "execv", lambda _, argv: taken.append(argv))
+    monkeypatch.setattr(sys, "argv", ["validate.py", "steps=1"])
+    validate.main()
+    assert taken == [[sys.executable, str(ROOT / "train" / "validate.py"), "steps=1"]]
+
+
+class ReadsOneLate(MedusaHead):
+    """Reads a feature that has seen one token more than decoding will have."""
+
+    def _reads(self, batch, rows, steps):
+        place, valid, reads = super()._reads(batch, rows, steps)
+        return place, valid, reads + 1
+
+
+class ReadsOneEarly(MedusaHead):
+    """One position too far back."""
+
+    def _reads(self, batch, rows, steps):
+        place, valid, reads = super()._reads(batch, rows, steps)
+        return place, valid, (reads - 1).clamp(min=0)
+
+
+class PredictsItsInput(MedusaHead):
+    """The label is one token early."""
+
+    def _reads(self, batch, rows, steps):
+        place, valid, reads = super()._reads(batch, rows, steps)
+        return vocab.places(self.ids(), batch.ids[rows, steps - 1]), valid, reads
+
+
+@pytest.mark.parametrize("kind", [ReadsOneLate, ReadsOneEarly, PredictsItsInput])
+def test_a_shift_by_one_is_caught(kind) -> None:
+    check = checks.alignment(factory(kind, MEDUSA), 2, updates=40)
+    assert not check.passed and any("FAILED" in line for line in check.lines)
+
+
+def test_a_sound_alignment_passes_for_hydra_heads() -> None:
+    check = checks.alignment(factory(HydraHeads, HydraHeadsConfig(heads=3, draft_vocab=0)), 3)
+    assert check.passed, check.lines
+
+
+def test_moving_target_and_idle_parameters_are_caught() -> None:
+    target = tiny_target()
+    head = MedusaHead.for_target(target, MEDUSA)
+    assert checks.gradients(target, head, random_batch()).passed
+    head.idle = torch.nn.Parameter(torch.zeros(3))
+    check = checks.gradients(target, head, random_batch())
+    assert not check.passed and "none at idle" in "".join(check.lines)
+    del head.idle
+    target.model.get_output_embeddings().weight.requires_grad_(True)
+    check = checks.gradients(target, head, random_batch())
+    assert not check.passed and "would move" in check.lines[-1]
+
+
+class DraftsNonsense(MedusaHead):
+    """Trains well and drafts with other weights: what teacher-forced accuracy cannot see."""
+
+    def drafter(self, target, draft=None):
+        drafter = super().drafter(target, draft)
+        drafter.proj = drafter.proj.roll(1, 1)
+        return drafter
+
+
+@pytest.mark.parametrize("kind, good", [(MedusaHead, True), (DraftsNonsense, False)])
+def test_overfit_is_judged_by_the_engine(kind, good: bool) -> None:
+    check = checks.overfit(factory(kind, MEDUSA), [40, 41, 42], updates=120)
+    assert check.passed == good, check.lines
+    assert "100% 100%" in check.lines[0]
+
+
+def test_masks_that_supervise_nothing_or_everything_are_caught() -> None:
+    from train.texts.batches import Plan, Rows
+
+    ids = torch.arange(3, 35, dtype=torch.int32)
+    for fill in (False, True):
+        rows = Rows(
+            "x",
+            ids,
+            torch.full((32,), fill),
+            torch.tensor([0, 16, 32]),
+            torch.tensor([1, 2]),
+            torch.zeros(2, dtype=torch.bool),
+            [],
+        )
+        assert not checks.mask(rows, Plan(rows, 1, 1, 0), tiny_target().tokenizer).passed
+
+
+def test_levels_are_those_of_the_loss() -> None:
+    target, batch = tiny_target(), random_batch()
+    assert (
+        isinstance(batch, Batch)
+        and checks.levels_of(target, MedusaHead.for_target(target, MEDUSA), batch) == 2
+    )
