@@ -59,6 +59,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "decode/masks.py": (),
     "decode/grow.py": (),
     "decode/adaptive.py": (),
+    "decode/union.py": (),
     "decode/draft_model.py": (
         "DraftModel.propose",
         "DraftModel.level",
@@ -74,10 +75,8 @@ MODULES: dict[str, tuple[str, ...]] = {
         "MarkovDrafter._after",
     ),
     "heads/eagle/drafter.py": (
-        "EagleDrafter.propose",
         "EagleDrafter.open",
         "EagleDrafter.level",
-        "EagleDrafter.logits",
         "EagleDrafter._extend",
     ),
 }

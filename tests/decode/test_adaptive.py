@@ -116,5 +116,5 @@ def test_names(target: Target) -> None:
 def test_it_can_be_copied() -> None:
     adaptive = Adaptive(NGram(depth=4))
     for twin in (copy.deepcopy(adaptive), copy.copy(adaptive)):
-        assert twin.max_depth == 4 and twin.longest == adaptive.longest
+        assert twin.max_depth == 4 and twin.max_nodes == adaptive.max_nodes
     assert copy.deepcopy(adaptive).inner is not adaptive.inner

@@ -69,7 +69,7 @@ def test_rows_are_judged_alone_and_greedy_tokens_stay(target: Target, other: Tar
 def test_cycles_without_a_draft_are_no_evidence(target: Target) -> None:
     class Silent(NGram):
         def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
-            return DraftTree.empty(len(self.ids))
+            return DraftTree.empty(len(self.texts))
 
     watch = Monitor(Silent(), 1.5, fallback=True, patience=1)
     generate(target, watch, ASKED[:1], Sampling(), eos_ids=[])
