@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +96,56 @@ def test_what_changes_its_input_between_two_layers_is_not_joined() -> None:
     assert model.a(x[:0]).shape == (0, 8)
     packing.undo()
     assert torch.equal(model(x.clone()), wanted)
+
+
+@kernels
+def test_a_layer_in_two_places_is_left_alone() -> None:
+    layer = nn.Linear(8, 8, dtype=BF16)
+    model = nn.Sequential(layer, nn.Sequential(layer), nn.Linear(8, 8, dtype=BF16), layer)
+    model.requires_grad_(False)
+    x = torch.randn(3, 8, dtype=BF16)
+    wanted = model(x)
+    places = packed.plain_linears(model)
+    assert [name for _, name in places] == ["2"]
+    packed.pack([[place] for place in places], model)
+    assert torch.allclose(model(x), wanted, atol=0.05)
+
+
+@kernels
+@pytest.mark.parametrize("where", ["while packing", "while looking"])
+def test_stopped_midway_nothing_is_packed(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(build("llama", dtype=BF16))
+    before, said = weights(target.model), logits(target.model)
+    if where == "while packing":
+        real, made = packed.PackedLinear.__init__, []
+
+        def stopped(self: packed.PackedLinear, *args: Any) -> None:
+            made.append(self)
+            if len(made) == 5:
+                raise MemoryError
+            real(self, *args)
+
+        monkeypatch.setattr(packed.PackedLinear, "__init__", stopped)
+    else:
+        monkeypatch.setattr(lean, "shorten", lambda model: 1 / 0)
+    with pytest.raises((MemoryError, ZeroDivisionError)):
+        target.pack_weights()
+    assert target.packed_layers == 0
+    assert torch.equal(logits(target._model), said)
+    assert all(torch.equal(target._model.state_dict()[name], before[name]) for name in before)
+
+
+@kernels
+@pytest.mark.parametrize("tied", [False, True])
+def test_who_holds_the_model_while_it_decodes_saves_all_of_it(tied: bool) -> None:
+    target = Target(build("llama", dtype=BF16, tie_word_embeddings=tied, attention_bias=True))
+    model = target.model
+    before = weights(model)
+    target.pack_weights()
+    assert target.packed_layers
+    now = model.state_dict()
+    assert now.keys() == before.keys()
+    assert all(torch.equal(now[name], before[name]) for name in before)
 
 
 @kernels
