@@ -86,6 +86,7 @@ def tree(tokens: list[int], parents: list[int], **more: object) -> DraftTree:
 
 SURE = Proposal(torch.tensor([[[0.5, 0.5, 0.0, 0.0]]]), torch.zeros(1, 2, dtype=torch.int64))
 BOTH = torch.ones(1, 2, dtype=torch.bool)
+NARROW = torch.full((1, 1, 3), 1 / 3)
 
 
 @pytest.mark.parametrize(
@@ -108,6 +109,22 @@ BOTH = torch.ones(1, 2, dtype=torch.bool)
         (DraftTree(torch.tensor([[1.0]]), torch.tensor([[-1]]), torch.tensor([1])), "int64"),
         (
             DraftTree(torch.tensor([[1]]), torch.tensor([[-1, 0]]), torch.tensor([1])),
+            "shapes differ",
+        ),
+        # Token 3 has no place in a law over three tokens, row 1 none in laws of one row.
+        (tree([0, 3], [-1, 0], sampled=BOTH, proposal=Proposal(NARROW, SURE.row)), "shapes differ"),
+        (
+            DraftTree(
+                torch.tensor([[0, 1]] * 2),
+                torch.tensor([[-1, 0]] * 2),
+                torch.tensor([2, 2]),
+                torch.ones(2, 2, dtype=torch.bool),
+                Proposal(NARROW.new_full((1, 1, 4), 0.25), torch.zeros(2, 2, dtype=torch.int64)),
+            ),
+            "shapes differ",
+        ),
+        (
+            tree([0, 1], [-1, 0], sampled=BOTH, proposal=Proposal(SURE.law[:, :0], SURE.row)),
             "shapes differ",
         ),
     ],
