@@ -295,6 +295,10 @@ BAD: dict[str, tuple[Any, str]] = {
         line(99) | {"messages": [{"role": SECRET, "content": "x"}]},
         "a turn: unknown role ..",
     ),
+    "a role with quotes of both kinds": (
+        line(79) | {"messages": [{"role": f"it's \"{SECRET}", "content": "x"}]},
+        "a turn: unknown role ..",
+    ),
     "an image": (
         line(89) | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         "a turn: content holds a part that is .., not text",

@@ -115,7 +115,7 @@ def _plain(error: ValueError) -> str:
     """A reader's reason without what it quotes of the line, and without places in it: equal
     mistakes count as one."""
     text = re.sub(r"\bturn \d+", "a turn", str(error))
-    text = re.sub(r"'[^']*'|\"[^\"]*\"", "..", text)
+    text = re.sub(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", "..", text)  # as repr writes them
     return re.sub(r" \(.*column \d+\)|\d+ bytes ", "", text)
 
 
