@@ -22,6 +22,8 @@ from decode.target import Target
 from decode.tree import DraftTree
 from heads import HEADS, Draft
 from heads.eagle.config import EagleConfig
+from heads.small_lm.head import SmallLMConfig
+from heads.small_lm.plain import plain_model
 from scripts.scoring.memory import own_elements
 from tests.helpers.archs import TREE, build
 
@@ -274,6 +276,19 @@ def test_drafters_pack_their_layers_and_draft_the_same() -> None:
     assert runs[1] == runs[3]
     assert [a.token_ids for a in runs[0].generations] == [b.token_ids for b in runs[2].generations]
     assert [a.cycles for a in runs[0].generations] == [b.cycles for b in runs[2].generations]
+
+
+@kernels
+@pytest.mark.parametrize("packs", [True, False])
+def test_separate_drafts_pack_where_their_target_may(packs: bool, tmp_path: Path) -> None:
+    target = load_target(TargetConfig(kind="tiny"), "bfloat16", "cpu")
+    target.model.save_pretrained(tmp_path)
+    target.tokenizer.save_pretrained(tmp_path)
+    target.packs_weights = packs
+    cut = HEADS["small_lm"].for_target(target, SmallLMConfig(from_target_layers=1))
+    for drafter in (cut.drafter(target), plain_model(str(tmp_path), target).drafter(target)):
+        generate(target, drafter, [Request([5, 6, 7], 6)], Sampling(0.0))
+        assert (drafter.draft.packed_layers > 0) == packs
 
 
 @kernels
