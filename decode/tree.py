@@ -170,7 +170,6 @@ class DraftTree:
                 )
         if max_nodes is not None and self.width > max_nodes:
             raise ValueError(f"draft tree: {self.width} nodes exceed the budget of {max_nodes}")
-        self._check_law_shapes(vocab_size)
         problems = list(self._problems(vocab_size))
         if not bool(torch.stack([bad.any() for bad, _, _ in problems]).any()):
             return
@@ -180,21 +179,6 @@ class DraftTree:
         if why in (_WILD_SCORE, _WILD_LAW):
             raise UserError(f"drafter: {place} {why}; nothing was committed")
         raise ValueError(f"draft tree: {place} {why.format(value=value)}")
-
-    def _check_law_shapes(self, vocab_size: int) -> None:
-        """Raise ValueError where what the nodes were drawn from cannot be read: elsewhere an
-        index would be clamped, and another token's mass be read."""
-        if self.sampled is None or self.proposal is None or not self.width:
-            return
-        law, row, vocab = self.proposal.law, self.proposal.row, self.proposal.vocab
-        tokens, width = self.tokens.shape, vocab_size if vocab is None else vocab.numel()
-        sound = law.dim() == 3 and law.shape[0] == tokens[0] and law.shape[1] > 0
-        if not (sound and law.shape[2] == width and self.sampled.shape == row.shape == tokens):
-            raise ValueError(
-                f"draft tree: shapes differ: tokens {tuple(tokens)}, sampled "
-                f"{tuple(self.sampled.shape)}, law {tuple(law.shape)} over {width} tokens, law "
-                f"rows {tuple(row.shape)}"
-            )
 
     def _problems(self, vocab_size: int) -> Iterator[tuple[Tensor, Tensor, str]]:
         """All that can be wrong with the values: (where it is, [B, N] bool, the values that are
@@ -232,7 +216,7 @@ class DraftTree:
         places = law.shape[1] - 1
         yield drawn & ((row < 0) | (row > places)), row, f"law row {{value}} outside 0..{places}"
         # A deterministic node's row may be anything, and what lies outside is told above.
-        batch, own = torch.arange(len(law), device=law.device)[:, None], row.clamp(0, places)
+        batch, own = torch.arange(len(row), device=law.device)[:, None], row.clamp(0, places)
         total = law.sum(-1, dtype=torch.float64)
         yield drawn & ~total.isfinite()[batch, own], row, _WILD_LAW
         bad_law = ~((total - 1).abs() <= 1e-4) | ~(law.amin(-1) >= 0)
@@ -242,7 +226,7 @@ class DraftTree:
         rows = law[batch.expand_as(own).reshape(-1), own.reshape(-1)]
         mass = proposal.read(rows, ids.reshape(-1, 1), 0).reshape(tokens.shape)
         none = "token {value} has no mass in the law it was drawn from"
-        yield drawn & ~(mass > 0), tokens, none
+        yield drawn & ~((mass > 0) & (tokens == ids)), tokens, none
 
 
 _WILD_SCORE = (
