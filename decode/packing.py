@@ -55,6 +55,13 @@ class PackingScorer(Scorer):
             return
         if any(weight.requires_grad for weight in self._model.parameters()):
             return
+        try:
+            self._pack_checked(state)
+        except BaseException:  # half done, or not looked at
+            self.unpack_weights()
+            raise
+
+    def _pack_checked(self, state: packed.Packing) -> None:
         _ = self.probe(), self.head  # both ask the model as it was loaded
         wanted = self._logits()
         places = packed.plain_linears(self._model)

@@ -216,7 +216,7 @@ class DraftTree:
         places = law.shape[1] - 1
         yield drawn & ((row < 0) | (row > places)), row, f"law row {{value}} outside 0..{places}"
         # A deterministic node's row may be anything, and what lies outside is told above.
-        batch, own = torch.arange(len(law), device=law.device)[:, None], row.clamp(0, places)
+        batch, own = torch.arange(len(row), device=law.device)[:, None], row.clamp(0, places)
         total = law.sum(-1, dtype=torch.float64)
         yield drawn & ~total.isfinite()[batch, own], row, _WILD_LAW
         bad_law = ~((total - 1).abs() <= 1e-4) | ~(law.amin(-1) >= 0)
@@ -226,7 +226,7 @@ class DraftTree:
         rows = law[batch.expand_as(own).reshape(-1), own.reshape(-1)]
         mass = proposal.read(rows, ids.reshape(-1, 1), 0).reshape(tokens.shape)
         none = "token {value} has no mass in the law it was drawn from"
-        yield drawn & ~(mass > 0), tokens, none
+        yield drawn & ~((mass > 0) & (tokens == ids)), tokens, none
 
 
 _WILD_SCORE = (

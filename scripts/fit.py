@@ -71,7 +71,7 @@ class Stages:
         """The JSON value of a stage: from OUT/stages/NAME.json, or made now."""
         path = self.out / "stages" / f"{name}.json"
         if path.exists():
-            kept = json.loads(path.read_text())
+            kept = _stage(path)
         else:
             print(f"fit: {title}", flush=True)
             began = time.perf_counter()
@@ -80,6 +80,17 @@ class Stages:
             files.write_json(path, kept)
         self.seconds[name] = kept["seconds"]
         return kept["found"]
+
+
+def _stage(path: Path) -> dict[str, Any]:
+    """What a stage has left. Raises UserError where it cannot be read."""
+    try:
+        kept = json.loads(path.read_text())
+        return {"seconds": float(kept["seconds"]), "found": kept["found"]}
+    except (ValueError, KeyError, TypeError):
+        raise UserError(
+            f"out: {path} is damaged; delete it, and the same command does that stage again"
+        ) from None
 
 
 @entry("fit", FitConfig)
@@ -175,7 +186,7 @@ def fitted(cfg: FitConfig, out: Path) -> int:
 def begin(cfg: FitConfig, out: Path, sha256: str) -> None:
     """Note what the folder is for; until a pilot is through that may change. Raises UserError
     for a folder of another fit."""
-    now = json.loads(json.dumps({**cfg.settings(), "start": sha256}))
+    now = json.loads(json.dumps({**cfg.settings(), "start": sha256, "content": content(cfg)}))
     path = out / SETTINGS
     if not path.exists():
         if out.is_dir() and any(p for p in out.iterdir() if not p.name.startswith(".")):
@@ -195,6 +206,34 @@ def begin(cfg: FitConfig, out: Path, sha256: str) -> None:
             f"out: {out} holds a fit of other settings ({'; '.join(apart[:3])}); restore them, or "
             "give another folder"
         )
+
+
+def content(cfg: FitConfig) -> dict[str, list[str]]:
+    """sha256 of the files that are read, by key: what a stage found holds for these alone.
+
+    Raises UserError for one that cannot be read, and where what is asked later is what is
+    learned."""
+    named = {
+        "logs": cfg.logs if isinstance(cfg.logs, list) else [cfg.logs],
+        "train": [cfg.train],
+        "later": [cfg.later],
+        "general": [cfg.general if cfg.general_prompts else ""],
+    }
+    found: dict[str, list[str]] = {}
+    for key, paths in named.items():
+        try:
+            found[key] = [files.sha256(Path(path).expanduser()) for path in paths if path]
+        except OSError as error:
+            raise UserError(
+                f"{key}: cannot read {error.filename} ({error.strerror}); give an existing JSONL "
+                "file"
+            ) from None
+    if found["train"] and found["train"] == found["later"]:
+        raise UserError(
+            f"later: {cfg.later} holds what is learned from, and would tell nothing; give chats "
+            "of a later time"
+        )
+    return found
 
 
 def readable(cfg: FitConfig) -> None:

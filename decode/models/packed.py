@@ -113,6 +113,12 @@ class PackedLinear(nn.Module):
         """[.., I] -> [.., O]."""
         return self.product.part(input, self.number)
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """As a linear layer: who holds the model while it decodes saves all of it."""
+        for name, value in (("weight", self.weight), ("bias", self.bias)):
+            if value is not None:
+                destination[prefix + name] = value if keep_vars else value.detach()
+
 
 @dataclass
 class Packing:
@@ -142,13 +148,14 @@ class Packing:
 
 
 def plain_linears(model: nn.Module, kinds: tuple[type, ...] = (nn.Linear,)) -> list[Place]:
-    """Where layers stand that can be packed, once each. kinds: their very classes."""
-    found: dict[int, Place] = {}
+    """Where layers stand that can be packed; those that stand in two places are left alone.
+    kinds: their very classes."""
+    found: dict[int, list[Place]] = {}
     for parent in model.modules():
-        for name, child in parent.named_children():
+        for name, child in parent._modules.items():  # named_children tells one place of two
             if type(child) in kinds and _packs(cast(nn.Linear, child)):
-                found.setdefault(id(child), (parent, name))
-    return list(found.values())
+                found.setdefault(id(child), []).append((parent, name))
+    return [places[0] for places in found.values() if len(places) == 1]
 
 
 def _packs(layer: nn.Linear) -> bool:
@@ -217,21 +224,30 @@ def named_together(places: Iterable[Place], names: Iterable[Sequence[str]]) -> l
 
 @torch.no_grad()
 def pack(groups: Iterable[Sequence[Place]], model: nn.Module) -> Packing:
-    """Replace the layers of `model` at these places; those of a group become one product."""
+    """Replace the layers of `model` at these places; those of a group become one product. Stopped
+    midway, nothing is replaced."""
     found = Packing()
     holders = _holders(model)
-    with torch.inference_mode(False):
-        for group in groups:
-            layers = [cast(nn.Linear, getattr(parent, name)) for parent, name in group]
-            product = Product([one.weight for one in layers], [one.bias for one in layers])
-            for number, ((parent, name), layer) in enumerate(zip(group, layers, strict=True)):
-                setattr(parent, name, PackedLinear(layer, product, number))
-                found.places.append((parent, name, layer))
-                if holders[id(layer.weight)] > 1:
-                    found.extra += layer.weight.numel() * layer.weight.element_size()
-                else:
-                    layer._parameters["weight"] = None
+    try:
+        with torch.inference_mode(False):
+            for group in groups:
+                _pack(group, holders, found)
+    except BaseException:
+        found.undo()
+        raise
     return found
+
+
+def _pack(group: Sequence[Place], holders: dict[int, int], found: Packing) -> None:
+    layers = [cast(nn.Linear, getattr(parent, name)) for parent, name in group]
+    product = Product([one.weight for one in layers], [one.bias for one in layers])
+    for number, ((parent, name), layer) in enumerate(zip(group, layers, strict=True)):
+        found.places.append((parent, name, layer))
+        setattr(parent, name, PackedLinear(layer, product, number))
+        if holders[id(layer.weight)] > 1:
+            found.extra += layer.weight.numel() * layer.weight.element_size()
+        else:
+            layer._parameters["weight"] = None
 
 
 def _holders(model: nn.Module) -> dict[int, int]:

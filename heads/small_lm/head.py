@@ -324,6 +324,7 @@ class SmallLM(Head):
     def drafter(self, target: Target, draft: Draft | None = None) -> Drafter:
         """See Head."""
         form, own = self.form(target, draft), Target(self.plain(), self.tokenizer)
+        own.packs_weights = target.packs_weights
         name = f"{self.kind}@{form.shape}"
         return DraftModel(own, form, name, ids=self.chosen, vocab_size=target.vocab_size)
 

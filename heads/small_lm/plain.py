@@ -45,6 +45,7 @@ class PlainModel(Head):
     def drafter(self, target: Target, draft: Draft | None = None) -> Drafter:
         """See Head; over the model itself, not a copy."""
         form = self.form(target, draft)
+        self.draft.packs_weights = target.packs_weights
         return DraftModel(self.draft, form, self.cfg.path, vocab_size=target.vocab_size)
 
     def tree(self, nodes: int, depth: int) -> TreeShape:

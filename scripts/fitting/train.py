@@ -119,7 +119,12 @@ def pilot(cfg: FitConfig, chats: Chats, out: Path) -> Budget:
     evaluated."""
     path = out / BUDGET
     if path.exists():
-        return Budget(**json.loads(path.read_text()))
+        try:
+            return Budget(**json.loads(path.read_text()))
+        except (ValueError, TypeError):
+            raise UserError(
+                f"out: {path} is damaged; delete it, and the same command runs the pilot again"
+            ) from None
     run, folder = config(cfg, chats, out / "pilot"), out / "pilot"
     shutil.rmtree(folder, ignore_errors=True)  # seconds of a pilot that was cut short mean little
     run.steps, run.log_every, run.save_every = PILOT_STEPS, 1, 0

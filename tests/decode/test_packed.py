@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from decode.target import Target
 from decode.tree import DraftTree
 from heads import HEADS, Draft
 from heads.eagle.config import EagleConfig
+from heads.small_lm.head import SmallLMConfig
+from heads.small_lm.plain import plain_model
 from scripts.scoring.memory import own_elements
 from tests.helpers.archs import TREE, build
 
@@ -95,6 +98,56 @@ def test_what_changes_its_input_between_two_layers_is_not_joined() -> None:
     assert model.a(x[:0]).shape == (0, 8)
     packing.undo()
     assert torch.equal(model(x.clone()), wanted)
+
+
+@kernels
+def test_a_layer_in_two_places_is_left_alone() -> None:
+    layer = nn.Linear(8, 8, dtype=BF16)
+    model = nn.Sequential(layer, nn.Sequential(layer), nn.Linear(8, 8, dtype=BF16), layer)
+    model.requires_grad_(False)
+    x = torch.randn(3, 8, dtype=BF16)
+    wanted = model(x)
+    places = packed.plain_linears(model)
+    assert [name for _, name in places] == ["2"]
+    packed.pack([[place] for place in places], model)
+    assert torch.allclose(model(x), wanted, atol=0.05)
+
+
+@kernels
+@pytest.mark.parametrize("where", ["while packing", "while looking"])
+def test_stopped_midway_nothing_is_packed(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(build("llama", dtype=BF16))
+    before, said = weights(target.model), logits(target.model)
+    if where == "while packing":
+        real, made = packed.PackedLinear.__init__, []
+
+        def stopped(self: packed.PackedLinear, *args: Any) -> None:
+            made.append(self)
+            if len(made) == 5:
+                raise MemoryError
+            real(self, *args)
+
+        monkeypatch.setattr(packed.PackedLinear, "__init__", stopped)
+    else:
+        monkeypatch.setattr(lean, "shorten", lambda model: 1 / 0)
+    with pytest.raises((MemoryError, ZeroDivisionError)):
+        target.pack_weights()
+    assert target.packed_layers == 0
+    assert torch.equal(logits(target._model), said)
+    assert all(torch.equal(target._model.state_dict()[name], before[name]) for name in before)
+
+
+@kernels
+@pytest.mark.parametrize("tied", [False, True])
+def test_who_holds_the_model_while_it_decodes_saves_all_of_it(tied: bool) -> None:
+    target = Target(build("llama", dtype=BF16, tie_word_embeddings=tied, attention_bias=True))
+    model = target.model
+    before = weights(model)
+    target.pack_weights()
+    assert target.packed_layers
+    now = model.state_dict()
+    assert now.keys() == before.keys()
+    assert all(torch.equal(now[name], before[name]) for name in before)
 
 
 @kernels
@@ -223,6 +276,19 @@ def test_drafters_pack_their_layers_and_draft_the_same() -> None:
     assert runs[1] == runs[3]
     assert [a.token_ids for a in runs[0].generations] == [b.token_ids for b in runs[2].generations]
     assert [a.cycles for a in runs[0].generations] == [b.cycles for b in runs[2].generations]
+
+
+@kernels
+@pytest.mark.parametrize("packs", [True, False])
+def test_separate_drafts_pack_where_their_target_may(packs: bool, tmp_path: Path) -> None:
+    target = load_target(TargetConfig(kind="tiny"), "bfloat16", "cpu")
+    target.model.save_pretrained(tmp_path)
+    target.tokenizer.save_pretrained(tmp_path)
+    target.packs_weights = packs
+    cut = HEADS["small_lm"].for_target(target, SmallLMConfig(from_target_layers=1))
+    for drafter in (cut.drafter(target), plain_model(str(tmp_path), target).drafter(target)):
+        generate(target, drafter, [Request([5, 6, 7], 6)], Sampling(0.0))
+        assert (drafter.draft.packed_layers > 0) == packs
 
 
 @kernels

@@ -86,6 +86,7 @@ def tree(tokens: list[int], parents: list[int], **more: object) -> DraftTree:
 
 SURE = Proposal(torch.tensor([[[0.5, 0.5, 0.0, 0.0]]]), torch.zeros(1, 2, dtype=torch.int64))
 BOTH = torch.ones(1, 2, dtype=torch.bool)
+NARROW = torch.full((1, 1, 3), 1 / 3)
 
 
 @pytest.mark.parametrize(
@@ -110,11 +111,25 @@ BOTH = torch.ones(1, 2, dtype=torch.bool)
             DraftTree(torch.tensor([[1]]), torch.tensor([[-1, 0]]), torch.tensor([1])),
             "shapes differ",
         ),
+        # A law over three tokens has no place for token 3: what stands last is not read for it.
+        (tree([0, 3], [-1, 0], sampled=BOTH, proposal=Proposal(NARROW, SURE.row)), "3 has no mass"),
     ],
 )
 def test_malformed_trees_name_row_and_value(bad: DraftTree, word: str) -> None:
     with pytest.raises(ValueError, match=word):
         bad.validate(4)
+
+
+def test_one_law_for_many_rows_is_refused() -> None:
+    both = tree([0, 1], [-1, 0])
+    many = DraftTree(
+        *(part.repeat(2, *[1] * (part.dim() - 1)) for part in (both.tokens, both.parents)),
+        torch.tensor([2, 2]),
+        BOTH.repeat(2, 1),
+        Proposal(SURE.law, SURE.row.repeat(2, 1)),
+    )
+    with pytest.raises(IndexError):
+        many.validate(4)
 
 
 def test_well_formed_trees_pass() -> None:

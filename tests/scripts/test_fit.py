@@ -193,6 +193,35 @@ def test_what_is_refused(start: Path, tmp_path: Path) -> None:
     assert refused(start, tmp_path / "others").startswith("out: ")
 
 
+@pytest.mark.usefixtures("steady")
+def test_what_was_found_holds_for_the_same_files(start: Path, tmp_path: Path) -> None:
+    learned, asked = chats(tmp_path / "train.jsonl"), later(tmp_path / "later.jsonl")
+    keys = (start, tmp_path / "fit", f"train={learned}", f"later={asked}", "general_prompts=0")
+    fitted(config(*keys))
+    for path in (learned, asked):
+        whole = path.read_text()
+        path.write_text("".join(whole.splitlines(keepends=True)[:-2]))
+        told = refused(*keys)
+        assert told.startswith("out: ") and f"content.{path.stem}" in told
+        path.write_text(whole)
+    same = asked.with_name("same.jsonl")
+    same.write_text(asked.read_text())
+    told = refused(start, tmp_path / "other", f"train={same}", f"later={asked}")
+    assert told.startswith("later: ") and "what is learned from" in told
+    gone = refused(start, tmp_path / "gone", "train=gone.jsonl", f"later={asked}")
+    assert gone.startswith("train: cannot read")
+
+    for stage, kept in (("later", ""), ("later", "[]"), ("chats", '{"seconds": 1}')):
+        path = tmp_path / "fit" / "stages" / f"{stage}.json"
+        whole = path.read_text()
+        path.write_text(kept)
+        assert f"{stage}.json is damaged; delete it" in refused(*keys)
+        path.write_text(whole)
+    (tmp_path / "fit/stages/pilot.json").unlink()
+    (tmp_path / "fit/budget.json").write_text("{}")
+    assert "budget.json is damaged; delete it" in refused(*keys)
+
+
 def test_a_log_without_answers_is_refused(start: Path, tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     row = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}

@@ -21,6 +21,7 @@ TIMES = (
 )
 TEXTS = ("messages", "choices", "tools")  # what these hold is no part of the log's own form
 REDACTED = "redacted-by-litellm"
+OTHER_CHUNK = "a chunk of its stream is of another form"
 EARLIEST = datetime(1990, 1, 1, tzinfo=UTC).timestamp()
 LATEST = datetime(2200, 1, 1, tzinfo=UTC).timestamp()
 
@@ -209,7 +210,8 @@ def _why_not(record: dict[str, Any], request: Any) -> str:
         return "its messages are no list of objects"
     if request is None:
         return "another API's form (no messages or prompt, no choices)"
-    last = (request.get("messages") or [None])[-1]
+    messages = request.get("messages")
+    last = messages[-1] if isinstance(messages, list) and messages else None
     if isinstance(last, dict) and last.get("role") == "assistant":
         return "a chat row, no log: it has no response (train on it with data.path)"
     return "the answer is missing"
@@ -234,7 +236,7 @@ def _answer(response: Any) -> tuple[dict[str, Any], str, dict[str, Any]]:
     if "choices" not in response:
         return _native(response)
     choices = response["choices"]
-    choice = choices[0] if choices else None
+    choice = choices[0] if isinstance(choices, list) and choices else None
     if not isinstance(choice, dict):
         raise Unusable("the answer is missing")
     message = choice.get("message")
@@ -288,7 +290,8 @@ def _streamed(chunks: list[Any]) -> dict[str, Any]:
     plain = False
     for part in parts:
         whole = {**part, **{k: v for k, v in whole.items() if v is not None}}
-        for choice in part.get("choices") or []:
+        choices = part.get("choices")
+        for choice in choices if isinstance(choices, list) else []:
             if not isinstance(choice, dict) or choice.get("index", 0) != 0:
                 continue
             end = choice.get("finish_reason") or end
@@ -297,10 +300,13 @@ def _streamed(chunks: list[Any]) -> dict[str, Any]:
             delta = choice.get("delta") or choice.get("message") or {}
             if isinstance(choice.get("text"), str):
                 delta = {"content": choice["text"]}
+            called = delta.get("tool_calls") or [] if isinstance(delta, dict) else None
+            if not isinstance(called, list):
+                raise Unusable(OTHER_CHUNK)
             for key in ("content", "reasoning_content", "reasoning", "refusal"):
                 if isinstance(delta.get(key), str):
                     message[key] = message.get(key, "") + delta[key]
-            for call in delta.get("tool_calls") or []:
+            for call in called:
                 _add_call(calls, call)
     if calls:
         message["tool_calls"] = [calls[i] for i in sorted(calls)]
@@ -315,7 +321,7 @@ def _streamed(chunks: list[Any]) -> dict[str, Any]:
 def _add_call(calls: dict[int, dict[str, Any]], call: Any) -> None:
     """A part of a tool call that was streamed."""
     if not isinstance(call, dict) or not isinstance(call.get("function") or {}, dict):
-        raise Unusable("a chunk of its stream is of another form")
+        raise Unusable(OTHER_CHUNK)
     at = call.get("index", len(calls))
     made = calls.setdefault(
         at if isinstance(at, int) else len(calls),
@@ -380,9 +386,10 @@ def moment(value: Any) -> float | None:
         except ValueError:
             try:
                 made = datetime.fromisoformat(text)
-                return (made if made.tzinfo else made.replace(tzinfo=UTC)).timestamp()
+                told = (made if made.tzinfo else made.replace(tzinfo=UTC)).timestamp()
             except (ValueError, OverflowError):
                 return None
+            return told if EARLIEST <= told < LATEST else None  # year 1: Go's "no time"
     if not isinstance(value, int | float):
         return None
     try:

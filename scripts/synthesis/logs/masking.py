@@ -238,7 +238,7 @@ def _own() -> list[Rule]:
             "value assigned to a name such as password, token or api_key",
             "SECRET",
             _kept(
-                SECRET_NAMES + r"[\w-]*[\"'\]]{0,2}\s*(?::=|=>|[=:])\s*" + VALUE,
+                SECRET_NAMES + r"[\w-]{0,64}[\"'\]]{0,2}\s*(?::=|=>|[=:])\s*" + VALUE,
                 _password,
                 insensitive,
             ),
@@ -333,7 +333,7 @@ def _own() -> list[Rule]:
             "PERSON",
             _kept(
                 r"(?:\b[Mm]y name is |\bName: ?|\b[Dd]ear (?:Mr\.? |Mrs\.? |Ms\.? |Dr\.? )?|"
-                r"\b(?:[Rr]egards|[Ss]incerely|[Yy]ours|[Ww]ishes|[Cc]heers),?\s*\n+)" + PERSON,
+                r"\b(?:[Rr]egards|[Ss]incerely|[Yy]ours|[Ww]ishes|[Cc]heers),?\s*\n)" + PERSON,
                 lambda t: not ROLES.search(t),
             ),
         ),

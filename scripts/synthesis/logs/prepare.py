@@ -25,7 +25,7 @@ from scripts.synthesis.logs.prompts import Renderings
 from scripts.synthesis.write import damaged, differences, json_line
 from train.texts.rows import Row, interpret, read_lines
 
-FORMAT = 1  # raise when the same logs would give other rows
+FORMAT = 2  # raise when the same logs would give other rows
 SHOWN = 20  # lines named for each reason
 TWICE = "its custom_id stands twice"
 TRAIN, LATER, RECORD = "train.jsonl", "later.jsonl", "logs.json"
@@ -115,7 +115,7 @@ def _plain(error: ValueError) -> str:
     """A reader's reason without what it quotes of the line, and without places in it: equal
     mistakes count as one."""
     text = re.sub(r"\bturn \d+", "a turn", str(error))
-    text = re.sub(r"'[^']*'|\"[^\"]*\"", "..", text)
+    text = re.sub(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", "..", text)  # as repr writes them
     return re.sub(r" \(.*column \d+\)|\d+ bytes ", "", text)
 
 
