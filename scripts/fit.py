@@ -27,7 +27,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from conf.errors import UserError
 from conf.schema import entry
 from decode.models.load import load_target
 from decode.target import Target
-from heads import drafter_folder, lora
+from heads import drafter_folder, lora, tuned
 from heads.base import Head
 from heads.checkpoint import read_card, recover, staged
 from heads.folders import find_head, head_in
@@ -297,9 +297,19 @@ def chats(cfg: FitConfig, out: Path) -> dict[str, Any]:
 def learn(
     cfg: FitConfig, known: Chats, folder: Path, budget: train.Budget, fresh: bool = False
 ) -> dict[str, Any]:
-    """Train, and say how it went."""
+    """Train, and say how it went. The head drafts as `start` was tuned to, so that both are
+    compared in the same shape."""
     train.trained(cfg, known, folder, budget, fresh)
+    as_tuned(find_head(cfg.start), find_head(str(folder / "best")))
     return train.record(folder)
+
+
+def as_tuned(source: Path, head: Path) -> None:
+    """Give `head` the settings that scripts/tune.py has left for the head in `source`."""
+    found = tuned.read(source)
+    if found is not None:
+        mine = replace(found, card_sha256=tuned.card_sha256(head))
+        files.write_json(head / tuned.DECODE, mine.to_json())
 
 
 def score(

@@ -11,7 +11,8 @@ import pytest
 
 from conf.errors import UserError
 from conf.schema import compose
-from heads import HEADS, find_head, load_head
+from heads import HEADS, find_head, load_head, tuned
+from heads.checkpoint import write_card
 from scripts import fit as command
 from scripts.fitting import train, verdict
 from scripts.fitting.config import FitConfig
@@ -143,6 +144,24 @@ def test_only_a_paired_interval_above_one_counts() -> None:
     assert not verdict.better(verdict.ratio(new, old))  # one prompt allows no interval
     assert verdict.ratio(new, old, "nothing")["mean"] is None
     assert fit_table.change(verdict.ratio(new, old, "nothing")) == "–"
+
+
+def test_a_fitted_head_drafts_as_the_old_one_was_tuned_to(start: Path, tmp_path: Path) -> None:
+    """Else a deep draft of the new head would be compared with a shallow one of the old."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    for place in (old, new):
+        shutil.copytree(find_head(str(start)), place)
+    command.as_tuned(old, new)
+    assert not (new / tuned.DECODE).exists()
+    one = tuned.Settings("chain", depth=1)
+    choice = tuned.Tuned(tuned.card_sha256(old), one, chain=one, break_even=1.2)
+    (old / tuned.DECODE).write_text(json.dumps(choice.to_json()))
+    card = json.loads((new / "head.json").read_text())
+    saved = {**card["head"], "coverage": 0.5}  # another head
+    write_card(new, card["weights"]["file"], card["kind"], saved, None, None)
+    command.as_tuned(old, new)
+    found = tuned.read(new)
+    assert found is not None and found.best == one and found.break_even == 1.2
 
 
 def test_a_budget_becomes_steps(start: Path, tmp_path: Path) -> None:
