@@ -187,11 +187,8 @@ class DraftTree:
         yield (size < 0) | (size > n), size, f"size {{value}} outside 0..{n}"
         if n == 0:
             return
-        node, tokens, parents = (
-            torch.arange(n, device=self.tokens.device),
-            self.tokens,
-            self.parents,
-        )
+        tokens, parents = self.tokens, self.parents
+        node = torch.arange(n, device=tokens.device)
         used = node < size
         outside = f"token {{value}} outside the vocabulary 0..{vocab_size - 1}"
         yield used & ((tokens < 0) | (tokens >= vocab_size)), tokens, outside

@@ -11,7 +11,8 @@ GONE: dict[str, tuple[Any, ...] | None] = {"tune.start": None, "layer": ("llama"
 
 def is_gone(key: str, value: Any) -> bool:
     """Whether a saved key of a head may be passed over."""
-    return key in GONE and (GONE[key] is None or value in (GONE[key] or ()))
+    harmless = GONE.get(key, ())
+    return harmless is None or value in harmless
 
 
 def without_gone(config: dict[str, Any]) -> dict[str, Any]:

@@ -72,7 +72,7 @@ SHOWN = {
     "front-t0": "The drafters of the README",
     "front-t1": "The same at T = 1",
     "front-fp32": "The same in float32",
-    "demo-t0": "What `make demo` shows",
+    "demo-t0": "What `make demo` shows (its JSON says at which commit)",
     "demo-t1": "What `make demo` shows at T = 1",
     "recipes-t0": "Recipes, trained longer",
 }

@@ -196,170 +196,164 @@ STREETS = (
 NUMBER = r"\+?\(?\d[\d \-./()]{5,18}\d(?:\s?(?:x|ext\.?)\s?\d{1,6})?"
 
 
-def _own() -> list[Rule]:
-    def rule(name: str, stand_in: str, find: Callable[[str], Iterable[Span]]) -> Rule:
-        return Rule(name, stand_in, "own", find)
+def _rule(name: str, stand_in: str, find: Callable[[str], Iterable[Span]]) -> Rule:
+    return Rule(name, stand_in, "own", find)
 
-    insensitive = re.IGNORECASE
-    return [
-        rule(
-            "private key, from its first to its last line",
-            "PRIVATE_KEY",
-            _pattern(
-                r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----"
-                r"(?:[\s\S]*?-----END [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----|[A-Za-z0-9+/=\s\\]*)"
-            ),
+
+OWN = [
+    _rule(
+        "private key, from its first to its last line",
+        "PRIVATE_KEY",
+        _pattern(
+            r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----"
+            r"(?:[\s\S]*?-----END [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----|[A-Za-z0-9+/=\s\\]*)"
         ),
-        rule(
-            "tokens of Anthropic, OpenAI, GitHub, GitLab, Hugging Face, Google, Slack, Stripe",
-            "SECRET",
-            _pattern(
-                r"(?<![A-Za-z0-9])(sk-ant-[\w-]{20,}|sk-(?:proj-|svcacct-)?[\w-]{20,}|"
-                r"gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|hf_[A-Za-z0-9]{20,}|"
-                r"AIza[\w-]{30,}|ya29\.[\w-]{20,}|xox[a-z]-[\w-]{10,}|[rs]k_(?:live|test)_\w{10,}|"
-                r"https://hooks\.slack\.com/services/[\w/]{20,})"
-            ),
+    ),
+    _rule(
+        "tokens of Anthropic, OpenAI, GitHub, GitLab, Hugging Face, Google, Slack, Stripe",
+        "SECRET",
+        _pattern(
+            r"(?<![A-Za-z0-9])(sk-ant-[\w-]{20,}|sk-(?:proj-|svcacct-)?[\w-]{20,}|"
+            r"gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|hf_[A-Za-z0-9]{20,}|"
+            r"AIza[\w-]{30,}|ya29\.[\w-]{20,}|xox[a-z]-[\w-]{10,}|[rs]k_(?:live|test)_\w{10,}|"
+            r"https://hooks\.slack\.com/services/[\w/]{20,})"
         ),
-        rule("AWS access key id", "SECRET", _pattern(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b")),
-        rule(
-            "JSON web token", "SECRET", _pattern(r"\beyJ[\w-]{5,}={0,2}\.[\w-]{5,}={0,2}\.[\w-]*")
+    ),
+    _rule("AWS access key id", "SECRET", _pattern(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b")),
+    _rule("JSON web token", "SECRET", _pattern(r"\beyJ[\w-]{5,}={0,2}\.[\w-]{5,}={0,2}\.[\w-]*")),
+    _rule(
+        "token behind Bearer or Basic",
+        "SECRET",
+        _pattern(r"\b(?:bearer|basic)\s+([\w.~+/=-]{16,})", re.IGNORECASE),
+    ),
+    _rule(
+        "password in an address",
+        "SECRET",
+        _pattern(r"\b[a-z][a-z0-9+.-]{0,20}://[^\s:/@]*:([^\s@/]{3,})@", re.IGNORECASE),
+    ),
+    _rule(
+        "value assigned to a name such as password, token or api_key",
+        "SECRET",
+        _kept(
+            SECRET_NAMES + r"[\w-]{0,64}[\"'\]]{0,2}\s*(?::=|=>|[=:])\s*" + VALUE,
+            _password,
+            re.IGNORECASE,
         ),
-        rule(
-            "token behind Bearer or Basic",
-            "SECRET",
-            _pattern(r"\b(?:bearer|basic)\s+([\w.~+/=-]{16,})", insensitive),
+    ),
+    _rule(
+        "password told in a sentence",
+        "SECRET",
+        _kept(
+            r"\b(?:password|passphrase|passcode|token|secret|key)\s+(?:is|was|to|now)\s+" + VALUE,
+            _password,
+            re.IGNORECASE,
         ),
-        rule(
-            "password in an address",
-            "SECRET",
-            _pattern(r"\b[a-z][a-z0-9+.-]{0,20}://[^\s:/@]*:([^\s@/]{3,})@", insensitive),
+    ),
+    _rule(
+        "e-mail address",
+        "EMAIL",
+        _pattern(r"(?<!\w)[\w+%][\w.+%'-]{0,63}@[\w-]{1,63}(?:\.[\w-]{1,63}){0,8}\.[^\W\d_]{2,}"),
+    ),
+    _rule(
+        "payment card, by its check digit",
+        "CARD",
+        _kept(
+            r"(?<![\w.-])((?:[3-6]|2131|1800|2[2-7])\d*(?:[ -]?\d){10,18})(?![\w-])",
+            # Twelve digits are a card only where they stand in groups.
+            lambda t: 12 + t.isdigit() <= sum(map(str.isdigit, t)) <= 19 and luhn(t),
         ),
-        rule(
-            "value assigned to a name such as password, token or api_key",
-            "SECRET",
-            _kept(
-                SECRET_NAMES + r"[\w-]{0,64}[\"'\]]{0,2}\s*(?::=|=>|[=:])\s*" + VALUE,
-                _password,
-                insensitive,
-            ),
+    ),
+    _rule(
+        "IBAN, by its check digits",
+        "IBAN",
+        _kept(r"\b[A-Z]{2}\d{2}(?: ?[A-Z0-9]{2,4}){2,8}(?: ?[A-Z0-9]{1,3})?\b", iban),
+    ),
+    _rule(
+        "social security number of the United States",
+        "SSN",
+        _pattern(r"(?<![\w-])(?!000|666)[0-8]\d\d-(?!00)\d\d-(?!0000)\d{4}(?![\w-])"),
+    ),
+    _rule(
+        "IPv6 address, unless of this machine or of documentation",
+        "IP",
+        _kept(r"(?<![\w:.])(?:[0-9A-Fa-f]{0,4}:){3,7}[0-9A-Fa-f]{1,4}(?![\w:.]*:)", _ipv6),
+    ),
+    _rule(
+        "MAC address",
+        "MAC",
+        _pattern(
+            WHOLE + r"(?<![\w:-])[0-9A-Fa-f]{2}([:-])[0-9A-Fa-f]{2}"
+            r"(?:\1[0-9A-Fa-f]{2}){4}(?![\w:-])"
         ),
-        rule(
-            "password told in a sentence",
-            "SECRET",
-            _kept(
-                r"\b(?:password|passphrase|passcode|token|secret|key)\s+(?:is|was|to|now)\s+"
-                + VALUE,
-                _password,
-                insensitive,
-            ),
+    ),
+    _rule(
+        "telephone number behind a word such as call, phone or tel.",
+        "PHONE",
+        _kept(
+            r"\b(?:phone|tel|telephone|mobile|cell|fax|whatsapp|call|text|ring)\b[^\n\d+(]{0,25}"
+            rf"({NUMBER})",
+            lambda t: 7 <= sum(c.isdigit() for c in t) <= 22,
+            re.IGNORECASE,
         ),
-        rule(
-            "e-mail address",
-            "EMAIL",
-            _pattern(
-                r"(?<!\w)[\w+%][\w.+%'-]{0,63}@[\w-]{1,63}(?:\.[\w-]{1,63}){0,8}\.[^\W\d_]{2,}"
-            ),
+    ),
+    _rule(
+        "telephone number as it is written with +, brackets, dots or dashes",
+        "PHONE",
+        _pattern(
+            r"(?<![\w.-])((?:\+|00)\d{1,3}[ -.]?(?:\(0?\d+\)|\d)[\d .-]{5,14}\d(?:x\d+)?|"
+            r"(?:\+?1[-. ])?\(\d{3}\) ?\d{3}[-. ]\d{4}(?:x\d+)?|"
+            r"(?:\+?1[-. ])?\d{3}([-.])\d{3}\2\d{4}(?:x\d+)?)(?![\w-])"
         ),
-        rule(
-            "payment card, by its check digit",
-            "CARD",
-            _kept(
-                r"(?<![\w.-])((?:[3-6]|2131|1800|2[2-7])\d*(?:[ -]?\d){10,18})(?![\w-])",
-                # Twelve digits are a card only where they stand in groups.
-                lambda t: 12 + t.isdigit() <= sum(map(str.isdigit, t)) <= 19 and luhn(t),
-            ),
+    ),
+    _rule(
+        "date of birth",
+        "BIRTH_DATE",
+        _pattern(
+            r"\b(?:born|birth|birth[-_ ]?date|birthday|dob)\b[^\n\d]{0,20}?" + DATE, re.IGNORECASE
         ),
-        rule(
-            "IBAN, by its check digits",
-            "IBAN",
-            _kept(r"\b[A-Z]{2}\d{2}(?: ?[A-Z0-9]{2,4}){2,8}(?: ?[A-Z0-9]{1,3})?\b", iban),
+    ),
+    _rule(
+        "number of a passport, licence or identity card",
+        "ID",
+        _kept(
+            r"\b(?:passport|licen[cs]e|identity card|id card|national id|tax id)\b"
+            r"[^\n\d]{0,20}?\b([A-Z]{0,3}\d[A-Z0-9]{5,11})\b",
+            lambda t: any(c.isdigit() for c in t),
+            re.IGNORECASE,
         ),
-        rule(
-            "social security number of the United States",
-            "SSN",
-            _pattern(r"(?<![\w-])(?!000|666)[0-8]\d\d-(?!00)\d\d-(?!0000)\d{4}(?![\w-])"),
+    ),
+    _rule(
+        "person who is introduced, addressed or signs",
+        "PERSON",
+        _kept(
+            r"(?:\b[Mm]y name is |\bName: ?|\b[Dd]ear (?:Mr\.? |Mrs\.? |Ms\.? |Dr\.? )?|"
+            r"\b(?:[Rr]egards|[Ss]incerely|[Yy]ours|[Ww]ishes|[Cc]heers),?\s*\n)" + PERSON,
+            lambda t: not ROLES.search(t),
         ),
-        rule(
-            "IPv6 address, unless of this machine or of documentation",
-            "IP",
-            _kept(r"(?<![\w:.])(?:[0-9A-Fa-f]{0,4}:){3,7}[0-9A-Fa-f]{1,4}(?![\w:.]*:)", _ipv6),
+    ),
+    _rule(
+        "street and number behind a word such as address or live at",
+        "ADDRESS",
+        _pattern(
+            r"(?i:\b(?:address|lives? at|living at|resides? at|ship(?:ped)? (?:it )?to|"
+            r"deliver(?:ed)? (?:it )?to)\b):? ?"
+            rf"(\d{{1,6}} {WORD}(?: {WORD}){{0,3}}(?:,? (?:Apt|Suite|Unit)\.? #?\w+)?)"
         ),
-        rule(
-            "MAC address",
-            "MAC",
-            _pattern(
-                WHOLE + r"(?<![\w:-])[0-9A-Fa-f]{2}([:-])[0-9A-Fa-f]{2}"
-                r"(?:\1[0-9A-Fa-f]{2}){4}(?![\w:-])"
-            ),
+    ),
+    _rule(
+        "street and number, by the kind of street",
+        "ADDRESS",
+        _pattern(
+            rf"\b\d{{1,6}} (?:{WORD} ){{1,3}}(?:{STREETS})\b\.?"
+            r"(?:,? (?:Apt|Suite|Unit|Flat|Apartment)\.? #?\w+)?"
         ),
-        rule(
-            "telephone number behind a word such as call, phone or tel.",
-            "PHONE",
-            _kept(
-                r"\b(?:phone|tel|telephone|mobile|cell|fax|whatsapp|call|text|ring)\b[^\n\d+(]{0,25}"
-                rf"({NUMBER})",
-                lambda t: 7 <= sum(c.isdigit() for c in t) <= 22,
-                insensitive,
-            ),
-        ),
-        rule(
-            "telephone number as it is written with +, brackets, dots or dashes",
-            "PHONE",
-            _pattern(
-                r"(?<![\w.-])((?:\+|00)\d{1,3}[ -.]?(?:\(0?\d+\)|\d)[\d .-]{5,14}\d(?:x\d+)?|"
-                r"(?:\+?1[-. ])?\(\d{3}\) ?\d{3}[-. ]\d{4}(?:x\d+)?|"
-                r"(?:\+?1[-. ])?\d{3}([-.])\d{3}\2\d{4}(?:x\d+)?)(?![\w-])"
-            ),
-        ),
-        rule(
-            "date of birth",
-            "BIRTH_DATE",
-            _pattern(
-                r"\b(?:born|birth|birth[-_ ]?date|birthday|dob)\b[^\n\d]{0,20}?" + DATE, insensitive
-            ),
-        ),
-        rule(
-            "number of a passport, licence or identity card",
-            "ID",
-            _kept(
-                r"\b(?:passport|licen[cs]e|identity card|id card|national id|tax id)\b"
-                r"[^\n\d]{0,20}?\b([A-Z]{0,3}\d[A-Z0-9]{5,11})\b",
-                lambda t: any(c.isdigit() for c in t),
-                insensitive,
-            ),
-        ),
-        rule(
-            "person who is introduced, addressed or signs",
-            "PERSON",
-            _kept(
-                r"(?:\b[Mm]y name is |\bName: ?|\b[Dd]ear (?:Mr\.? |Mrs\.? |Ms\.? |Dr\.? )?|"
-                r"\b(?:[Rr]egards|[Ss]incerely|[Yy]ours|[Ww]ishes|[Cc]heers),?\s*\n)" + PERSON,
-                lambda t: not ROLES.search(t),
-            ),
-        ),
-        rule(
-            "street and number behind a word such as address or live at",
-            "ADDRESS",
-            _pattern(
-                r"(?i:\b(?:address|lives? at|living at|resides? at|ship(?:ped)? (?:it )?to|"
-                r"deliver(?:ed)? (?:it )?to)\b):? ?"
-                rf"(\d{{1,6}} {WORD}(?: {WORD}){{0,3}}(?:,? (?:Apt|Suite|Unit)\.? #?\w+)?)"
-            ),
-        ),
-        rule(
-            "street and number, by the kind of street",
-            "ADDRESS",
-            _pattern(
-                rf"\b\d{{1,6}} (?:{WORD} ){{1,3}}(?:{STREETS})\b\.?"
-                r"(?:,? (?:Apt|Suite|Unit|Flat|Apartment)\.? #?\w+)?"
-            ),
-        ),
-        rule(
-            "long run of letters and digits that was drawn",
-            "SECRET",
-            _kept(r"(?<![\w/+-])[A-Za-z0-9_+/-]{24,}={0,2}(?![\w/+-])", _random),
-        ),
-    ]
+    ),
+    _rule(
+        "long run of letters and digits that was drawn",
+        "SECRET",
+        _kept(r"(?<![\w/+-])[A-Za-z0-9_+/-]{24,}={0,2}(?![\w/+-])", _random),
+    ),
+]
 
 
 def rules(regions: Sequence[str] = REGIONS) -> list[Rule]:
@@ -383,12 +377,12 @@ def rules(regions: Sequence[str] = REGIONS) -> list[Rule]:
         "phonenumbers",
         functools.partial(_phones, tuple(regions)),
     )
-    return [*found, number, *_own()]
+    return [*found, number, *OWN]
 
 
 def told() -> str:
     """The rules for `--help`."""
-    own = "".join(f"\n  {rule.name}" for rule in _own())
+    own = "".join(f"\n  {rule.name}" for rule in OWN)
     return (
         "What mask=true replaces: what detect-secrets knows by its form, telephone numbers that\n"
         f"phonenumbers finds valid in one of regions, and by own rules:{own}"
