@@ -1,0 +1,281 @@
+"""What a sliding window of the draft layer costs and brings at several lengths of context: two
+heads that start alike and learn from the same long chats, one with the window and one without,
+then the accepted length of both on the same answers.
+
+    python train/bench_window.py target=smollm2 chats=FILE start=runs/eagle3 out_dir=runs/window
+
+Long chats are made of short ones: questions and answers of FILE one after the other. The first
+`train_chats` of the file are learned from, the last ones are asked about: a question stands at
+the end of a text of each length, and the target answers it greedily. On that answer the heads
+are forced, which says exactly what a chain of `depth` levels accepts at T = 0 (heads/forced.py).
+The window is also tried on the head that learned without it, as a server's flag would do.
+
+Writes OUT_DIR/window.json. A run that is there is not made again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+from torch import Tensor
+
+from conf.errors import UserError
+from conf.schema import entry
+from decode.models.load import TargetConfig, load_target
+from decode.target import Target
+from heads import load_head
+from heads.batch import Batch
+from heads.folders import head_in
+from heads.forced import ranks
+from heads.limits import MOST, outside
+from train.log import git_commit
+from train.texts.rows import Row, raw_row, read_lines
+
+ROOT = Path(__file__).resolve().parents[1]
+SEED = 0
+
+
+@dataclass
+class WindowConfig:
+    """Keys of train/bench_window.py."""
+
+    # JSONL of short chats that the target has answered itself
+    chats: str = ""
+    # how many of them, from the first on, are learned from
+    train_chats: int = 3000
+    # head that both arms start from; empty = from scratch
+    start: str = ""
+    # where runs and window.json lie
+    out_dir: str = "runs/window"
+    # positions that the windowed arm looks back over
+    window: int = 512
+    # tokens of a training row
+    row: int = 2048
+    # updates of each arm, and rows of an update
+    steps: int = 50
+    batch_size: int = 2
+    lr: float = 3e-4
+    # tokens before the answers that are asked for
+    contexts: list[int] = field(default_factory=lambda: [2000, 6000])
+    # questions, and tokens of an answer
+    questions: int = 8
+    answer: int = 64
+    # levels of the chain
+    depth: int = 5
+    dtype: str = "bfloat16"
+    target: TargetConfig = field(default_factory=TargetConfig)
+    # further keys of the training runs, such as head.norm_output=true
+    more: list[str] = field(default_factory=list)
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        keys = ("train_chats", "window", "row", "steps", "batch_size", "questions", "answer")
+        found = outside(self, [(key, 1, MOST) for key in (*keys, "depth")])
+        if not self.chats:
+            found.append("chats: not set; give a JSONL file of chats that the target answered")
+        if not self.contexts or min(self.contexts) <= self.window:
+            found.append(
+                f"contexts: {self.contexts}; give lengths above the window of {self.window}"
+            )
+        return found
+
+
+def short_chats(path: Path) -> list[list[dict[str, Any]]]:
+    """The chats of a file; rows that are none are left out."""
+    found = (raw_row(str(path), *line) for line in read_lines(path, "chats"))
+    return [row.chat for row in found if isinstance(row, Row) and row.chat]
+
+
+def long_chats(
+    short: list[list[dict[str, Any]]], tokenizer: Any, size: int
+) -> Iterator[list[dict[str, Any]]]:
+    """Chats one after the other, until the next would make more than `size` tokens."""
+    long: list[dict[str, Any]] = []
+    for chat in short:
+        if long and length(tokenizer, [*long, *chat]) > size:
+            yield long
+            long = []
+        long = [*long, *chat]
+
+
+def length(tokenizer: Any, chat: list[dict[str, Any]]) -> int:
+    """Tokens of a chat."""
+    return len(tokenizer(tokenizer.apply_chat_template(chat, tokenize=False))["input_ids"])
+
+
+def trained(cfg: WindowConfig, data: Path, name: str, window: int | None) -> Path:
+    """An arm's run folder."""
+    out = Path(cfg.out_dir) / name
+    if (out / "done.ok").is_file():
+        return out
+    command = [
+        *(sys.executable, str(ROOT / "train" / "eagle.py"), f"target={cfg.target.kind}"),
+        *(f"data.path={data}", f"data.max_length={cfg.row}", "data.held_out=0", f"seed={SEED}"),
+        *(f"out_dir={out}", f"steps={cfg.steps}", f"batch_size={cfg.batch_size}", "micro_batch=1"),
+        *("head=eagle3", f"head.sliding_window={'null' if window is None else window}"),
+        *(f"head.depth={cfg.depth}", f"optim.lr={cfg.lr}", f"dtype={cfg.dtype}"),
+        *("eval.every=0", "eval.parity=0", "save_every=0", "log_every=10", *cfg.more),
+        *([f"start={cfg.start}"] if cfg.start else []),
+    ]
+    if subprocess.run(command, cwd=ROOT, env=os.environ, check=False).returncode:
+        raise UserError(f"out_dir: the run in {out} failed; its words stand above")
+    return out
+
+
+class Remembering:
+    """A target that computes the features of a text once for all heads that read the same."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.known: dict[tuple[int, ...], Tensor] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.target, name)
+
+    def features(self, ids: Tensor, mask: Tensor, taps: Any, position: Any = None) -> Tensor:
+        """See Target."""
+        if tuple(taps) not in self.known:
+            self.known[tuple(taps)] = self.target.features(ids, mask, taps, position=position)
+        return self.known[tuple(taps)]
+
+
+@torch.no_grad()
+def answered(target: Target, prompt: list[int], count: int) -> list[int]:
+    """What the target writes greedily behind a prompt, up to its end."""
+    from decode.drafters import NoDraft
+    from decode.engine import Request, generate
+    from decode.sampling import Sampling
+
+    run = generate(target, NoDraft(), [Request(prompt, count)], Sampling())
+    return run.generations[0].token_ids
+
+
+def accepted(head: Any, target: Any, prompt: list[int], answer: list[int], depth: int) -> Tensor:
+    """[A] int64: of how many levels a chain is right, at each place of the answer."""
+    ids = torch.tensor([[*prompt, *answer]])
+    on = torch.ones_like(ids, dtype=torch.bool)
+    loss = torch.arange(ids.shape[1])[None] >= len(prompt)
+    batch = Batch(ids, on, loss, torch.zeros(1, dtype=torch.int64))
+    right = ranks(head, batch, target, depth) == 0
+    return right.cumprod(1).sum(1)
+
+
+def interval(values: list[float], draws: int = 4000) -> tuple[float, float]:
+    """95 % interval of a mean by bootstrap over questions."""
+    drawn = torch.Generator().manual_seed(SEED)
+    pick = torch.randint(len(values), (draws, len(values)), generator=drawn)
+    means = torch.tensor(values, dtype=torch.float64)[pick].mean(1)
+    return tuple(means.quantile(torch.tensor([0.025, 0.975], dtype=means.dtype)).tolist())  # type: ignore[return-value]
+
+
+def measure(cfg: WindowConfig) -> dict[str, Any]:
+    """Train both arms, force them on the same answers, and compare."""
+    begun, target = time.process_time(), load_target(cfg.target, cfg.dtype, "cpu")
+    chats, out = short_chats(Path(cfg.chats)), Path(cfg.out_dir)
+    out.mkdir(parents=True, exist_ok=True)
+    data, wanted = out / "long.jsonl", cfg.steps * cfg.batch_size
+    rows = []
+    for chat in long_chats(chats[: cfg.train_chats], target.tokenizer, cfg.row):
+        rows.append(json.dumps({"messages": chat}))
+        if len(rows) == wanted:
+            break
+    data.write_text("\n".join(rows) + "\n")
+    arms = {
+        "all": trained(cfg, data, "all", None),
+        "window": trained(cfg, data, "window", cfg.window),
+    }
+    heads = {name: load_head(_folder(run), target) for name, run in arms.items()}
+    heads["window at decoding alone"] = load_head(_folder(arms["all"]), target)
+    heads["window at decoding alone"].cfg.sliding_window = cfg.window
+    if cfg.start:
+        heads["start"] = load_head(_folder(Path(cfg.start)), target)
+    asked = chats[cfg.train_chats :]
+    found: dict[int, dict[str, list[float]]] = {}
+    places: dict[int, list[int]] = {}
+    for context in cfg.contexts:
+        found[context] = {name: [] for name in heads}
+        for number in range(cfg.questions):
+            prompt = _prompt(asked, number, target.tokenizer, context)
+            answer = answered(target, prompt, cfg.answer)
+            places.setdefault(context, []).append(len(prompt))
+            remembering = Remembering(target)
+            for name, head in heads.items():
+                runs = accepted(head.eval(), remembering, prompt, answer, cfg.depth)
+                found[context][name].append(1 + float(runs.double().mean()))
+            told = ", ".join(f"{name} {v[-1]:.2f}" for name, v in found[context].items())
+            print(f"{context} tokens, question {number + 1}: {told}", flush=True)
+    return {
+        "contexts": {
+            str(context): {
+                "tokens_before": places[context],
+                "accepted_length": {name: _summary(v) for name, v in by.items()},
+                "paired_difference_to_all": {
+                    name: _summary([a - b for a, b in zip(v, by["all"], strict=True)])
+                    for name, v in by.items()
+                    if name != "all"
+                },
+            }
+            for context, by in found.items()
+        },
+        "rows_learned": len(rows),
+        "window": cfg.window,
+        "cpu_seconds_without_the_runs": time.process_time() - begun,
+    }
+
+
+def _folder(run: Path) -> Path:
+    folder = head_in(str(run))
+    if folder is None:
+        raise UserError(f"start: no head in {run}; give a run folder or a head folder")
+    return folder
+
+
+def _prompt(
+    asked: list[list[dict[str, Any]]], number: int, tokenizer: Any, context: int
+) -> list[int]:
+    """The tokens of a question behind so many of other chats: those that follow it in the file,
+    the same ones at every length as far as they reach."""
+    turn = asked[number % len(asked)][:1]
+    others = [*asked[number + 1 :], *asked[:number]]
+    long = next(long_chats(others, tokenizer, context - length(tokenizer, turn)), [])
+    text = tokenizer.apply_chat_template([*long, *turn], tokenize=False, add_generation_prompt=True)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _summary(values: list[float]) -> dict[str, Any]:
+    low, high = interval(values)
+    return {"mean": sum(values) / len(values), "low": low, "high": high, "each": values}
+
+
+@entry("bench_window", WindowConfig)
+def main(cfg: WindowConfig) -> None:
+    """Measure and write OUT_DIR/window.json."""
+    report = measure(cfg)
+    report |= {
+        "command": "python train/bench_window.py " + " ".join(sys.argv[1:]),
+        "environment": {"torch": torch.__version__, "commit": git_commit()},
+    }
+    path = Path(cfg.out_dir) / "window.json"
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    for context, by in report["contexts"].items():
+        told = ", ".join(
+            f"{name} {v['mean']:.2f} [{v['low']:.2f}, {v['high']:.2f}]"
+            for name, v in by["accepted_length"].items()
+        )
+        print(f"{context} tokens before the answer: {told}")
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
