@@ -35,6 +35,7 @@ from conf.schema import entry
 from decode.models.load import TargetConfig, load_target
 from decode.target import Target
 from heads import load_head
+from heads.base import Head
 from heads.batch import Batch
 from heads.folders import head_in
 from heads.forced import ranks
@@ -44,6 +45,7 @@ from train.texts.rows import Row, raw_row, read_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 SEED = 0
+KEPT = ("layers", "draft_vocab", "norm_before_fc", "norm_output")  # what a start decides
 
 
 @dataclass
@@ -75,8 +77,6 @@ class WindowConfig:
     depth: int = 5
     dtype: str = "bfloat16"
     target: TargetConfig = field(default_factory=TargetConfig)
-    # further keys of the training runs, such as head.norm_output=true
-    more: list[str] = field(default_factory=list)
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
@@ -114,20 +114,29 @@ def length(tokenizer: Any, chat: list[dict[str, Any]]) -> int:
     return len(tokenizer(tokenizer.apply_chat_template(chat, tokenize=False))["input_ids"])
 
 
-def trained(cfg: WindowConfig, data: Path, name: str, window: int | None) -> Path:
-    """An arm's run folder."""
+def trained(
+    cfg: WindowConfig, data: Path, name: str, window: int | None, start: Head | None
+) -> Path:
+    """An arm's run folder. start: the head that it begins with, whose keys it keeps."""
     out = Path(cfg.out_dir) / name
     if (out / "done.ok").is_file():
         return out
     command = [
         *(sys.executable, str(ROOT / "train" / "eagle.py"), f"target={cfg.target.kind}"),
+        *(
+            f"target.{k}={v}"
+            for k, v in (("name", cfg.target.name), ("path", cfg.target.path))
+            if v
+        ),
         *(f"data.path={data}", f"data.max_length={cfg.row}", "data.held_out=0", f"seed={SEED}"),
         *(f"out_dir={out}", f"steps={cfg.steps}", f"batch_size={cfg.batch_size}", "micro_batch=1"),
         *("head=eagle3", f"head.sliding_window={'null' if window is None else window}"),
         *(f"head.depth={cfg.depth}", f"optim.lr={cfg.lr}", f"dtype={cfg.dtype}"),
-        *("eval.every=0", "eval.parity=0", "save_every=0", "log_every=10", *cfg.more),
-        *([f"start={cfg.start}"] if cfg.start else []),
+        *("eval.every=0", "eval.parity=0", "save_every=0", "log_every=10", "data.workers=1"),
     ]
+    if start is not None:
+        kept = {key: getattr(start.cfg, key) for key in KEPT}
+        command += [f"start={cfg.start}", *(f"head.{k}={v}" for k, v in kept.items())]
     if subprocess.run(command, cwd=ROOT, env=os.environ, check=False).returncode:
         raise UserError(f"out_dir: the run in {out} failed; its words stand above")
     return out
@@ -191,15 +200,16 @@ def measure(cfg: WindowConfig) -> dict[str, Any]:
         if len(rows) == wanted:
             break
     data.write_text("\n".join(rows) + "\n")
+    start = load_head(_folder(Path(cfg.start)), target) if cfg.start else None
     arms = {
-        "all": trained(cfg, data, "all", None),
-        "window": trained(cfg, data, "window", cfg.window),
+        "all": trained(cfg, data, "all", None, start),
+        "window": trained(cfg, data, "window", cfg.window, start),
     }
     heads = {name: load_head(_folder(run), target) for name, run in arms.items()}
     heads["window at decoding alone"] = load_head(_folder(arms["all"]), target)
     heads["window at decoding alone"].cfg.sliding_window = cfg.window
-    if cfg.start:
-        heads["start"] = load_head(_folder(Path(cfg.start)), target)
+    if start is not None:
+        heads["start"] = start
     asked = chats[cfg.train_chats :]
     found: dict[int, dict[str, list[float]]] = {}
     places: dict[int, list[int]] = {}
