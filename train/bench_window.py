@@ -1,20 +1,23 @@
-"""What a sliding window of the draft layer costs and brings at several lengths of context: two
-heads that start alike and learn from the same long chats, one with the window and one without,
-then the accepted length of both on the same answers.
+"""What a sliding window of the draft layer costs and brings at several lengths of context: the
+accepted length of a head that looks back over the whole text and of the same head within
+windows, on the same answers.
 
     python train/bench_window.py target=smollm2 chats=FILE start=runs/eagle3 out_dir=runs/window
 
-Long chats are made of short ones: questions and answers of FILE one after the other. The first
-`train_chats` of the file are learned from, the last ones are asked about: a question stands at
-the end of a text of each length, and the target answers it greedily. On that answer the heads
-are forced, which says exactly what a chain of `depth` levels accepts at T = 0 (heads/forced.py).
-The window is also tried on the head that learned without it, as a server's flag would do.
+A question of FILE stands at the end of a text of each length that is made of other chats of the
+file, and the target answers it greedily. On that answer the heads are forced, which says exactly
+what a chain of `depth` levels accepts at T = 0 (heads/forced.py).
 
-Writes OUT_DIR/window.json. A run that is there is not made again.
+With steps=0 the windows are put on the head as it is, as a server's flag does. With steps above
+0 heads that start alike learn from long chats first, made of the first `train_chats` of the
+file: one without a window, one with each.
+
+Writes OUT_DIR/window.json after every question. A run that is there is not made again.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -22,6 +25,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +60,16 @@ class WindowConfig:
     chats: str = ""
     # how many of them, from the first on, are learned from
     train_chats: int = 3000
-    # head that both arms start from; empty = from scratch
+    # head that all arms start from; empty = from scratch
     start: str = ""
     # where runs and window.json lie
     out_dir: str = "runs/window"
-    # positions that the windowed arm looks back over
-    window: int = 512
+    # positions that the windowed arms look back over
+    windows: list[int] = field(default_factory=lambda: [256, 1024])
     # tokens of a training row
     row: int = 2048
-    # updates of each arm, and rows of an update
-    steps: int = 50
+    # updates of each arm, 0 = nothing is learned; and rows of an update
+    steps: int = 0
     batch_size: int = 2
     lr: float = 3e-4
     # tokens before the answers that are asked for
@@ -80,14 +84,16 @@ class WindowConfig:
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        keys = ("train_chats", "window", "row", "steps", "batch_size", "questions", "answer")
-        found = outside(self, [(key, 1, MOST) for key in (*keys, "depth")])
+        keys = ("train_chats", "row", "batch_size", "questions", "answer", "depth")
+        found = outside(self, [("steps", 0, MOST), *((key, 1, MOST) for key in keys)])
+        if not self.windows or min(self.windows) <= self.depth:
+            found.append(f"windows: {self.windows}; give sizes above the depth of {self.depth}")
+        if not self.steps and not self.start:
+            found.append("start: not set, and with steps=0 nothing is learned; give a head")
         if not self.chats:
             found.append("chats: not set; give a JSONL file of chats that the target answered")
-        if not self.contexts or min(self.contexts) <= self.window:
-            found.append(
-                f"contexts: {self.contexts}; give lengths above the window of {self.window}"
-            )
+        if not self.contexts or min(self.contexts) < 1:
+            found.append(f"contexts: {self.contexts}; give lengths above 0")
         return found
 
 
@@ -188,59 +194,67 @@ def interval(values: list[float], draws: int = 4000) -> tuple[float, float]:
     return tuple(means.quantile(torch.tensor([0.025, 0.975], dtype=means.dtype)).tolist())  # type: ignore[return-value]
 
 
-def measure(cfg: WindowConfig) -> dict[str, Any]:
-    """Train both arms, force them on the same answers, and compare."""
-    begun, target = time.process_time(), load_target(cfg.target, cfg.dtype, "cpu")
-    chats, out = short_chats(Path(cfg.chats)), Path(cfg.out_dir)
-    out.mkdir(parents=True, exist_ok=True)
-    data, wanted = out / "long.jsonl", cfg.steps * cfg.batch_size
-    rows = []
-    for chat in long_chats(chats[: cfg.train_chats], target.tokenizer, cfg.row):
-        rows.append(json.dumps({"messages": chat}))
-        if len(rows) == wanted:
-            break
-    data.write_text("\n".join(rows) + "\n")
+def arms(cfg: WindowConfig, target: Target, chats: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """The heads to compare, by name; "all" has no window."""
     start = load_head(_folder(Path(cfg.start)), target) if cfg.start else None
-    arms = {
-        "all": trained(cfg, data, "all", None, start),
-        "window": trained(cfg, data, "window", cfg.window, start),
-    }
-    heads = {name: load_head(_folder(run), target) for name, run in arms.items()}
-    heads["window at decoding alone"] = load_head(_folder(arms["all"]), target)
-    heads["window at decoding alone"].cfg.sliding_window = cfg.window
-    if start is not None:
-        heads["start"] = start
-    asked = chats[cfg.train_chats :]
-    found: dict[int, dict[str, list[float]]] = {}
-    places: dict[int, list[int]] = {}
-    for context in cfg.contexts:
-        found[context] = {name: [] for name in heads}
-        for number in range(cfg.questions):
+    found = {"all": start}
+    if cfg.steps:
+        data = Path(cfg.out_dir) / "long.jsonl"
+        long = long_chats(chats[: cfg.train_chats], target.tokenizer, cfg.row)
+        some = islice(long, cfg.steps * cfg.batch_size)
+        data.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in some))
+        runs = {"all": trained(cfg, data, "all", None, start)}
+        for size in cfg.windows:
+            name = f"learned with window {size}"
+            runs[name] = trained(cfg, data, f"window-{size}", size, start)
+        found = {name: load_head(_folder(run), target) for name, run in runs.items()}
+    for size in cfg.windows:
+        head = copy.deepcopy(found["all"])
+        assert head is not None
+        head.cfg.sliding_window = size
+        found[f"window {size}"] = head
+    return found
+
+
+def measure(cfg: WindowConfig) -> Iterator[dict[str, Any]]:
+    """Force all arms on the same answers; what is known after each question."""
+    begun, target = time.process_time(), load_target(cfg.target, cfg.dtype, "cpu")
+    chats = short_chats(Path(cfg.chats))
+    Path(cfg.out_dir).mkdir(parents=True, exist_ok=True)
+    heads, asked = arms(cfg, target, chats), chats[cfg.train_chats :]
+    if not asked:
+        raise UserError(f"train_chats: {cfg.train_chats} leaves no chat to ask about; lower it")
+    found: dict[int, dict[str, list[float]]] = {c: {n: [] for n in heads} for c in cfg.contexts}
+    places: dict[int, list[int]] = {context: [] for context in cfg.contexts}
+    for number in range(cfg.questions):
+        for context in cfg.contexts:
             prompt = _prompt(asked, number, target.tokenizer, context)
             answer = answered(target, prompt, cfg.answer)
-            places.setdefault(context, []).append(len(prompt))
+            places[context].append(len(prompt))
             remembering = Remembering(target)
             for name, head in heads.items():
                 runs = accepted(head.eval(), remembering, prompt, answer, cfg.depth)
                 found[context][name].append(1 + float(runs.double().mean()))
             told = ", ".join(f"{name} {v[-1]:.2f}" for name, v in found[context].items())
             print(f"{context} tokens, question {number + 1}: {told}", flush=True)
+        yield {
+            "contexts": {str(c): _compared(places[c], by) for c, by in found.items()},
+            "questions": number + 1,
+            "cpu_seconds": time.process_time() - begun,
+        }
+
+
+def _compared(tokens: list[int], by: dict[str, list[float]]) -> dict[str, Any]:
+    pairs = {
+        name: _summary([a - b for a, b in zip(v, by["all"], strict=True)])
+        for name, v in by.items()
+        if name != "all"
+    }
+    lengths = {name: _summary(v) for name, v in by.items()}
     return {
-        "contexts": {
-            str(context): {
-                "tokens_before": places[context],
-                "accepted_length": {name: _summary(v) for name, v in by.items()},
-                "paired_difference_to_all": {
-                    name: _summary([a - b for a, b in zip(v, by["all"], strict=True)])
-                    for name, v in by.items()
-                    if name != "all"
-                },
-            }
-            for context, by in found.items()
-        },
-        "rows_learned": len(rows),
-        "window": cfg.window,
-        "cpu_seconds_without_the_runs": time.process_time() - begun,
+        "tokens_before": tokens,
+        "accepted_length": lengths,
+        "paired_difference_to_all": pairs,
     }
 
 
@@ -271,19 +285,20 @@ def _summary(values: list[float]) -> dict[str, Any]:
 @entry("bench_window", WindowConfig)
 def main(cfg: WindowConfig) -> None:
     """Measure and write OUT_DIR/window.json."""
-    report = measure(cfg)
-    report |= {
+    path = Path(cfg.out_dir) / "window.json"
+    told = {
         "command": "python train/bench_window.py " + " ".join(sys.argv[1:]),
         "environment": {"torch": torch.__version__, "commit": git_commit()},
     }
-    path = Path(cfg.out_dir) / "window.json"
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    report: dict[str, Any] = {}
+    for report in measure(cfg):
+        path.write_text(json.dumps({**report, **told}, indent=1) + "\n")
     for context, by in report["contexts"].items():
-        told = ", ".join(
+        lengths = ", ".join(
             f"{name} {v['mean']:.2f} [{v['low']:.2f}, {v['high']:.2f}]"
             for name, v in by["accepted_length"].items()
         )
-        print(f"{context} tokens before the answer: {told}")
+        print(f"{context} tokens before the answer: {lengths}")
     print(path)
 
 
