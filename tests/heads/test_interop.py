@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from conf.errors import UserError
 from heads.interop import LAYOUTS, Facts, detect, find_layout, read_folder
+from scripts.serving.card import About
 from scripts.serving.check import check_export
 from tests.helpers.engine_schemas import SCHEMAS, violations
 from tests.helpers.interop import PAIRS, change, deep_target, folder, random_head
@@ -73,6 +74,12 @@ def test_every_norm_of_published_heads_reads_the_same(
         head = random_head(target, "eagle3", **extra)
         path = folder(tmp_path / format, target, head, format)
         assert check_export(path, format, head, target, prompts, torch.float32).tokens == 6
+
+
+def test_a_window_does_not_choose_how_much_an_engine_drafts(target, tmp_path: Path) -> None:
+    head = random_head(target, "eagle3", sliding_window=40, steps=6, depth=4)
+    about = About("vllm", head, {}, Facts.of(target, ""), None, tmp_path, {})
+    assert about.depth == 4 and head.deepest == 39
 
 
 @pytest.mark.parametrize("format", ["vllm", "speculators"])
