@@ -2,7 +2,7 @@
 accepted length of a head that looks back over the whole text and of the same head within
 windows, on the same answers.
 
-    python train/bench_window.py target=smollm2 chats=FILE start=runs/eagle3 out_dir=runs/window
+    python train/bench_context.py target=smollm2 chats=FILE start=runs/eagle3 out_dir=runs/window
 
 A question of FILE stands at the end of a text of each length that is made of other chats of the
 file, and the target answers it greedily. On that answer the heads are forced, which says exactly
@@ -54,7 +54,7 @@ KEPT = ("layers", "draft_vocab", "norm_before_fc", "norm_output")  # what a star
 
 @dataclass
 class WindowConfig:
-    """Keys of train/bench_window.py."""
+    """Keys of train/bench_context.py."""
 
     # JSONL of short chats that the target has answered itself
     chats: str = ""
@@ -282,12 +282,12 @@ def _summary(values: list[float]) -> dict[str, Any]:
     return {"mean": sum(values) / len(values), "low": low, "high": high, "each": values}
 
 
-@entry("bench_window", WindowConfig)
+@entry("bench_context", WindowConfig)
 def main(cfg: WindowConfig) -> None:
     """Measure and write OUT_DIR/window.json."""
     path = Path(cfg.out_dir) / "window.json"
     told = {
-        "command": "python train/bench_window.py " + " ".join(sys.argv[1:]),
+        "command": "python train/bench_context.py " + " ".join(sys.argv[1:]),
         "environment": {"torch": torch.__version__, "commit": git_commit()},
     }
     report: dict[str, Any] = {}
