@@ -68,18 +68,23 @@ class WindowConfig:
     windows: list[int] = field(default_factory=lambda: [256, 1024])
     # tokens of a training row
     row: int = 2048
-    # updates of each arm, 0 = nothing is learned; and rows of an update
+    # updates of each arm; 0 = nothing is learned
     steps: int = 0
+    # rows of an update
     batch_size: int = 2
+    # learning rate of the arms
     lr: float = 3e-4
     # tokens before the answers that are asked for
     contexts: list[int] = field(default_factory=lambda: [2000, 6000])
-    # questions, and tokens of an answer
+    # questions at each length
     questions: int = 8
+    # tokens of an answer
     answer: int = 64
     # levels of the chain
     depth: int = 5
+    # float32, bfloat16, float16 or float64
     dtype: str = "bfloat16"
+    # conf/target
     target: TargetConfig = field(default_factory=TargetConfig)
 
     def validate(self) -> list[str]:
@@ -88,10 +93,6 @@ class WindowConfig:
         found = outside(self, [("steps", 0, MOST), *((key, 1, MOST) for key in keys)])
         if not self.windows or min(self.windows) <= self.depth:
             found.append(f"windows: {self.windows}; give sizes above the depth of {self.depth}")
-        if not self.steps and not self.start:
-            found.append("start: not set, and with steps=0 nothing is learned; give a head")
-        if not self.chats:
-            found.append("chats: not set; give a JSONL file of chats that the target answered")
         if not self.contexts or min(self.contexts) < 1:
             found.append(f"contexts: {self.contexts}; give lengths above 0")
         return found
@@ -218,6 +219,10 @@ def arms(cfg: WindowConfig, target: Target, chats: list[list[dict[str, Any]]]) -
 
 def measure(cfg: WindowConfig) -> Iterator[dict[str, Any]]:
     """Force all arms on the same answers; what is known after each question."""
+    if not cfg.chats:
+        raise UserError("chats: not set; give a JSONL file of chats that the target answered")
+    if not cfg.steps and not cfg.start:
+        raise UserError("start: not set, and with steps=0 nothing is learned; give a head")
     begun, target = time.process_time(), load_target(cfg.target, cfg.dtype, "cpu")
     chats = short_chats(Path(cfg.chats))
     Path(cfg.out_dir).mkdir(parents=True, exist_ok=True)

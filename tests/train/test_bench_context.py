@@ -58,11 +58,15 @@ def test_long_chats_keep_every_chat_and_their_length(tmp_path: Path) -> None:
 
 
 def test_what_the_bench_cannot_do_is_named(tmp_path: Path) -> None:
-    wrong = WindowConfig(chats="", windows=[5], contexts=[], start="", answer=0).validate()
-    for key in ("chats", "windows", "contexts", "start", "answer"):
+    wrong = WindowConfig(windows=[5], contexts=[], answer=0).validate()
+    for key in ("windows", "contexts", "answer"):
         assert sum(line.startswith(f"{key}: ") for line in wrong) == 1, (key, wrong)
     with pytest.raises(UserError, match="train_chats: 20 leaves no chat"):
         next(measure(configured(tmp_path, train_chats=20)))
+    with pytest.raises(UserError, match="chats: not set"):
+        next(measure(WindowConfig()))
+    with pytest.raises(UserError, match="start: not set"):
+        next(measure(WindowConfig(chats="x")))
     with pytest.raises(UserError, match="start: no head in"):
         next(measure(configured(tmp_path, start=str(tmp_path / "nowhere"))))
     assert bench_context.interval([1.5, 1.5]) == (1.5, 1.5)
