@@ -83,17 +83,22 @@ class Model:
         )
         stacked = sum(p.numel() for p in longest.parameters())
         return Size(
-            total, stacked, max(sum(p.numel() for p in layer.parameters()) for layer in longest)
+            total,
+            stacked,
+            max(sum(p.numel() for p in layer.parameters()) for layer in longest),
+            max(p.numel() for p in longest.parameters()),
         )
 
 
 @dataclass(frozen=True)
 class Size:
-    """Parameters: all, in the stacked layers, and in the largest of these."""
+    """Parameters: all, in the stacked layers, in the largest of these, and in the largest weight
+    of any of them."""
 
     total: int
     stacked: int
     layer: int
+    weight: int
 
 
 @functools.cache

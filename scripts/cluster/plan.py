@@ -193,7 +193,7 @@ def _memory(
         "spare": round(1 - peak / gpu.memory, 4),
         "margin": cfg.margin,
         "fits": peak <= gpu.memory * (1 - cfg.margin),
-        "host_while_loading": _whole_weights(cfg, model) * min(cfg.gpus, NODE),
+        "host_while_loading": _loading(cfg, model) * min(cfg.gpus, NODE),
     }
 
 
@@ -203,6 +203,15 @@ def _whole_weights(cfg: DryRunConfig, model: Model) -> int:
     few = quantize.bits(cfg.target.quantize) or bits
     size = model.size
     return round((size.stacked * few + (size.total - size.stacked) * bits) / 8)
+
+
+def _loading(cfg: DryRunConfig, model: Model) -> int:
+    """Bytes of host memory of one rank while it loads the target. Sharded: what stays whole, and
+    one weight at a time (decode/models/shards.py)."""
+    if not cfg.shard_target:
+        return _whole_weights(cfg, model)
+    size = model.size
+    return (size.total - size.stacked + size.weight) * torch_dtype(cfg.dtype).itemsize
 
 
 def _weights(cfg: DryRunConfig, model: Model) -> int:
