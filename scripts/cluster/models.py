@@ -31,6 +31,11 @@ class Model:
     published: int = 0
 
     @property
+    def key(self) -> str:
+        """What tells it from other models."""
+        return json.dumps([self.name, self.config])
+
+    @property
     def text(self) -> Any:
         """transformers' config of the language model."""
         return self.at(0).get_text_config(decoder=True)
