@@ -112,6 +112,8 @@ class Shards:
             root = module
             while root in self._parents:
                 root = self._parents[root]
-            stacks = (stack for _, stack in layer_stacks(root))
+            # A part that is loaded by itself is no language model: it stays whole.
+            whole = hasattr(root, "get_output_embeddings")
+            stacks = [stack for _, stack in layer_stacks(root)] if whole else []
             self._stacked = {part for stack in stacks for part in stack.modules()}
         return self._stacked

@@ -205,3 +205,22 @@ def test_nothing_is_left_behind_where_loading_fails() -> None:
     module = torch.nn.Module()
     module.weight = weight
     assert module.weight is weight and shards.count == 0
+    with shards.reading():  # a part that is no model stays whole, as does a number alone
+        module.weight = weight
+        other = torch.nn.Parameter(torch.ones(()))
+        other._is_hf_initialized = True  # type: ignore[attr-defined]
+        module.other = other
+    assert module.weight is weight and module.other is other and shards.count == 0
+
+
+def test_more_ranks_than_rows_leave_some_without(tmp_path: Path) -> None:
+    """The parts of all ranks, end to end, are the whole weight, as FSDP2 cuts it."""
+    target = saved(tmp_path / "target", "llama", intermediate_size=5, num_hidden_layers=1)
+    want = load_target(target, "float32", "cpu").model.model.layers[0].mlp.up_proj.weight
+    parts = []
+    for rank in range(4):
+        shards = Shards(rank, 4, torch.device("cpu"))
+        found = load_target(target, "float32", "cpu", shards=shards)
+        parts.append(shards.take(found.model.model.layers[0].mlp.up_proj.weight))
+    assert [len(part) for part in parts] == [2, 2, 1, 0]
+    assert torch.equal(torch.cat(parts), want)
