@@ -80,8 +80,7 @@ def chunk_of(asked: int | None, device: torch.device) -> int:
 
 
 def pieces(count: int, size: int) -> Iterable[slice]:
-    """The tokens, out of `count`, that are met at once. A dry run looks at few of them and counts
-    the others by these (scripts/cluster/count.py)."""
+    """The tokens, out of `count`, that are met at once; a dry run looks at few of these."""
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
