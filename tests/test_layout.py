@@ -86,7 +86,8 @@ PARAMETERS = 8  # of a function, at most
 # What a stranger reads to know how a token comes about: the algorithm, what heads share, the
 # training loop, and one head with what it shares with its kin. Lines may only become fewer;
 # block heads brought some to what heads share (weights of single tokens in the loss), and
-# training on GPUs to all (plans of batches, attention without scores of all heads).
+# training on GPUs to all (plans of batches, attention without scores of all heads), a sliding
+# window to EAGLE (bands of blocks, the same reach in drafting).
 ALGORITHM = (
     *("verify", "engine", "tree", "layout", "grow", "sampling", "rng", "records"),
     *("scorer", "target", "cache", "masks", "attention", "drafters", "draft_model"),
@@ -102,7 +103,7 @@ READING = {
         ("heads/parallel/base.py", "heads/parallel/medusa.py", "heads/parallel/drafter.py"),
     ),
     "EAGLE": (
-        7231,
+        7356,
         (
             *("heads/layered.py", "heads/layered_drafter.py"),
             *(f"heads/eagle/{name}.py" for name in EAGLE),

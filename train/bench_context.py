@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -177,13 +177,15 @@ def answered(target: Target, prompt: list[int], count: int) -> list[int]:
     return run.generations[0].token_ids
 
 
-def accepted(head: Any, target: Any, prompt: list[int], answer: list[int], depth: int) -> Tensor:
+def accepted(
+    head: Head, target: Remembering, prompt: list[int], answer: list[int], depth: int
+) -> Tensor:
     """[A] int64: of how many levels a chain is right, at each place of the answer."""
     ids = torch.tensor([[*prompt, *answer]])
     on = torch.ones_like(ids, dtype=torch.bool)
     loss = torch.arange(ids.shape[1])[None] >= len(prompt)
     batch = Batch(ids, on, loss, torch.zeros(1, dtype=torch.int64))
-    right = ranks(head, batch, target, depth) == 0
+    right = ranks(head, batch, cast(Target, target), depth) == 0
     return right.cumprod(1).sum(1)
 
 
