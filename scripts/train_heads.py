@@ -17,7 +17,9 @@ import shlex
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from conf.rules import NotEmpty, NotNegative, OneOrMore, one_of
 
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -60,35 +62,20 @@ class HeadsConfig:
     """Keys of scripts/train_heads.py."""
 
     # folder of the heads
-    out: str = "runs/heads"
+    out: NotEmpty = "runs/heads"
     # conversations in JSONL; empty = the target writes OUT/data.jsonl
     path: str = ""
     # how many it writes
-    conversations: int = 600
+    conversations: OneOrMore = 600
     # recipes, in this order; empty = all
-    heads: list[str] = field(default_factory=list)
+    heads: list[Annotated[str, one_of(RECIPES)]] = field(default_factory=list)
     # steps of every head
-    steps: int = 200
+    steps: OneOrMore = 200
     # floating point operations of a head's training beyond the target's, in place of steps;
     # 0 = steps
-    flops: float = 0.0
+    flops: NotNegative = 0.0
     # further keys of every training command, such as target=tiny or seed=1
     more: list[str] = field(default_factory=list)
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        found = [
-            f"heads: {name!r} is no recipe; choose among {', '.join(RECIPES)}"
-            for name in self.heads
-            if name not in RECIPES
-        ]
-        found += [] if self.out else ["out: is empty; set out=runs/heads"]
-        for key in ("steps", "conversations"):
-            if getattr(self, key) < 1:
-                found.append(f"{key}: {getattr(self, key)} is below 1; give 1 or more")
-        if not self.flops >= 0:
-            found.append(f"flops: {self.flops} is below 0; 0 = by steps")
-        return found
 
 
 def keys(cfg: HeadsConfig, name: str, data: Path, steps: int) -> list[str]:

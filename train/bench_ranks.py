@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from conf.rules import OneOrMore
+
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
@@ -64,12 +66,7 @@ class RanksConfig(ValidateConfig):
     """Keys of train/bench_ranks.py: those of a run, and"""
 
     # how often both ways take their turn
-    rounds: int = 3
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        found = [f"rounds: {self.rounds} is below 1; 3 is usual"] if self.rounds < 1 else []
-        return found + super().validate()
+    rounds: OneOrMore = 3
 
 
 def torchrun(*args: str) -> list[str]:

@@ -15,10 +15,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Interval
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
@@ -31,9 +32,10 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from conf.errors import UserError
+from conf.rules import BelowOne
 from conf.typed import SHORT
 from decode.target import Target
-from heads.limits import MOST, MOST_LAYERS, outside
+from heads.limits import Count, Layers
 
 WIDEST_HEAD = 1 << 16  # rotary positions are tried at this width
 Rope = tuple[Tensor, Tensor]  # cos, sin, each [.., hd]
@@ -88,30 +90,20 @@ class LayerShape:
     rope_parameters: as transformers names them, by rope_type.
     """
 
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
+    hidden_size: Count
+    intermediate_size: Count
+    num_hidden_layers: Layers
+    num_attention_heads: Count
+    num_key_value_heads: Count
+    head_dim: Annotated[int, Interval(ge=1, le=WIDEST_HEAD)]
     hidden_act: str
-    rms_norm_eps: float
-    max_position_embeddings: int
+    rms_norm_eps: BelowOne
+    max_position_embeddings: Count
     rope_parameters: dict[str, Any]
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule"."""
-        sizes = (
-            "hidden_size",
-            "intermediate_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "max_position_embeddings",
-        )
-        bounds = [("num_hidden_layers", 1, MOST_LAYERS), ("head_dim", 1, WIDEST_HEAD)]
-        found = outside(self, [*bounds, *((key, 1, MOST) for key in sizes)])
-        if found:
-            return found
+        found = []
         if self.num_attention_heads % self.num_key_value_heads:
             found.append(
                 f"num_key_value_heads: {self.num_key_value_heads} does not divide "
@@ -123,8 +115,6 @@ class LayerShape:
             found.append(
                 f"hidden_act: {self.hidden_act[:40]!r} is no activation that transformers knows"
             )
-        if not 0 <= self.rms_norm_eps < 1:
-            found.append(f"rms_norm_eps: {self.rms_norm_eps} is outside [0, 1)")
         return found or self._turns()
 
     def _turns(self) -> list[str]:

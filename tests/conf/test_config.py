@@ -275,7 +275,7 @@ def test_a_head_of_another_command_is_refused_in_one_line() -> None:
         == "head=eagle3: another command takes this one; choose one of medusa, medusa2"
     )
     with pytest.raises(
-        UserError, match="^head.kind: 'eagle3' is not medusa or medusa2; use head=medusa$"
+        UserError, match="^head.kind: 'eagle3' is none of medusa, medusa2; choose one$"
     ):
         compose(
             "medusa",

@@ -65,7 +65,7 @@ def test_heads_are_given_alike_and_trained_once(
 
 def test_mistakes_are_named() -> None:
     for keys, said in (
-        (["heads=[meduza]"], "heads: 'meduza' is no recipe"),
+        (["heads=[meduza]"], "heads: 'meduza' is none of"),
         (["steps=0"], "steps: 0"),
         (["flops=-1"], "flops: -1.0 is below 0"),
         (["out="], "out: is empty"),
