@@ -352,7 +352,7 @@ def _broken(error: ErrorDetails, key: str, usual: Any) -> str:
             return f"{shown} is not above {bounds['gt']}; {common or 'give more'}"
         case "less_than":
             return f"{shown} is not below {bounds['lt']}; {common or 'give less'}"
-        case "too_short":
+        case "too_short" | "string_too_short":
             return f"is empty; set {key}={usual or 'VALUE'}"
         case "too_long":
             return f"{shown} holds too many; give {bounds['max_length']}"

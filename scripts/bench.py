@@ -19,10 +19,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-from annotated_types import Ge
-
-from conf.rules import OneOrMore, Seed, one_of
-
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -30,9 +26,11 @@ import json
 
 import numpy as np
 import torch
+from annotated_types import Ge
 from rich.console import Console
 
 from conf.errors import UserError
+from conf.rules import OneOrMore, Seed, one_of
 from conf.schema import entry
 from decode.models import packed
 from decode.models.load import TargetConfig, load_target

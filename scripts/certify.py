@@ -31,8 +31,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Interval
+if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from annotated_types import Interval
+from rich.progress import TaskID
+
+from conf.errors import UserError, resumable
 from conf.rules import (
     AboveZero,
     AtATime,
@@ -45,13 +50,6 @@ from conf.rules import (
     ZeroOrMore,
     one_of,
 )
-
-if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-from rich.progress import TaskID
-
-from conf.errors import UserError, resumable
 from conf.schema import entry
 from decode.models import facts
 from decode.models.load import TargetConfig, load_target

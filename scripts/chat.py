@@ -17,15 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Interval
-
-from conf.rules import BelowOne, NotNegative, OneOrMore, Seed, ZeroOrMore, one_of
-
 # Run as a file: scripts/ comes first on the path and would shadow libraries.
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from annotated_types import Interval
+
 from conf.errors import UserError
+from conf.rules import BelowOne, NotNegative, OneOrMore, Seed, ZeroOrMore, one_of
 from conf.schema import entry
 from decode.engine import Request, Run, generate
 from decode.models.load import DTYPES, TargetConfig, load_target

@@ -22,13 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.rules import OneOrMore
-
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 
 from conf.errors import UserError
+from conf.rules import OneOrMore
 from conf.schema import entry
 from train.log import git_commit
 from train.validate import ValidateConfig, head_config

@@ -23,8 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from conf.rules import NotEmpty, OneOrMore, ZeroOrMore, one_of
-
 sys.path[0] = str(
     Path(__file__).resolve().parents[1]
 )  # train/ stands first and would shadow libraries
@@ -34,6 +32,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from conf.errors import Interrupted
+from conf.rules import NotEmpty, OneOrMore, ZeroOrMore, one_of
 from conf.schema import entry
 from decode.models.load import DTYPES, TargetConfig, load_target
 from heads import HEADS

@@ -683,7 +683,7 @@ def test_extremes_of_the_configuration_train_and_draft(target, keys: dict[str, A
         (["head.kind=eagle3"], "head.kind: 'eagle3' is none of dflash, dspark"),
         (["head.decay=0"], "head.decay: 0"),
         (["head.confidence=nan"], "head.confidence: nan is not a number"),
-        (["head.least=1"], "head.least: 1.0 is not below 1"),
+        (["head.least=1"], "head.least: 1 is not below 1"),
         (["head.markov_rank=-1"], "head.markov_rank: -1 is below 0"),
     ],
 )

@@ -747,10 +747,10 @@ def test_command_finds_a_broken_verifier(
 def test_mistakes_are_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for more, words in (
         (["drafter=none", "verify=magic"], "verify: 'magic' is none of"),
-        (["drafter=none", "top_p=0"], "top_p=0"),
+        (["drafter=none", "top_p=0"], "top_p: 0"),
         (["drafter=nowhere"], "nowhere"),
         (["drafter=none", "alpha=2"], "alpha"),
-        (["drafter=none", "guidance_scale=0"], "guidance_scale: 0.0 is not above 0"),
+        (["drafter=none", "guidance_scale=0"], "guidance_scale: 0 is not above 0"),
         (["drafter=none", "processors={Magic:{}}"], "processors: Magic is no logits processor"),
         (
             ["drafter=none", "processors={NoRepeatNGramLogitsProcessor:{n:3}}"],

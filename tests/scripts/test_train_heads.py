@@ -67,7 +67,7 @@ def test_mistakes_are_named() -> None:
     for keys, said in (
         (["heads=[meduza]"], "heads: 'meduza' is none of"),
         (["steps=0"], "steps: 0"),
-        (["flops=-1"], "flops: -1.0 is below 0"),
+        (["flops=-1"], "flops: -1 is below 0"),
         (["out="], "out: is empty"),
     ):
         with pytest.raises(UserError, match=said):

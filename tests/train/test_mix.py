@@ -305,9 +305,9 @@ def digest(out: Path) -> bytes:
     [
         (["steps=0"], "steps: is required; set steps=N, or epochs=E"),
         (["steps=5", "epochs=2"], "steps: 5 beside epochs=2; leave one out"),
-        (["steps=0", "epochs=-1"], "epochs: -1.0 is below 0"),
+        (["steps=0", "epochs=-1"], "epochs: -1 is below 0"),
         (["steps=-1"], "steps: -1 is below 0"),
-        (["optim.lr=0"], "optim.lr: 0.0 must be above 0"),
+        (["optim.lr=0"], "optim.lr: 0 is not above 0"),
     ],
 )
 def test_exactly_one_length_of_a_run(keys: list[str], said: str) -> None:
