@@ -24,13 +24,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from annotated_types import Ge
-
-from conf.rules import Device, NotEmpty, OneOrMore, Seed
-
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from annotated_types import Ge
+
+from conf.rules import Device, NotEmpty, OneOrMore, Seed
 from conf.schema import entry
 from scripts.common import files
 from scripts.machine import first_gpu, look

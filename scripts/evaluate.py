@@ -29,18 +29,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-from annotated_types import Interval
-
-from conf.rules import AboveZero, BelowOne, Filled, NotNegative, OneOrMore, Seed, ZeroOrMore, one_of
-from decode.models.load import DTYPES
-
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from annotated_types import Interval
+
 from conf.errors import UserError
+from conf.rules import AboveZero, BelowOne, Filled, NotNegative, OneOrMore, Seed, ZeroOrMore, one_of
 from conf.schema import entry
 from decode.models import facts, packed
-from decode.models.load import TargetConfig, load_target
+from decode.models.load import DTYPES, TargetConfig, load_target
 from decode.models.memory import Plan
 from decode.sampling import Sampling
 from decode.target import Target

@@ -14,16 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from annotated_types import Interval
-
-from conf.rules import NotNegative, Share
-
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from annotated_types import Interval
 from rich.console import Console
 from rich.table import Table
 
+from conf.rules import NotNegative, Share
 from conf.schema import entry
 from scripts.tuning import cost
 

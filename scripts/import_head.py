@@ -20,12 +20,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from conf.rules import OneOrMore, one_of
-
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from conf.errors import UserError
+from conf.rules import OneOrMore, one_of
 from conf.schema import entry
 from decode.models.identity import Identity
 from decode.models.load import DTYPES, TargetConfig, load_target

@@ -17,12 +17,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from conf.rules import NotNegative, OneOrMore, Seed, one_of
-
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from conf.errors import UserError
+from conf.rules import NotNegative, OneOrMore, Seed, one_of
 from conf.schema import entry
 from decode.engine import Request, generate
 from decode.models.load import DTYPES, TargetConfig, load_target

@@ -37,12 +37,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-from conf.rules import OneOrMore, Seed, one_of
-
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from conf.errors import CheckFailed, UserError, resumable
+from conf.rules import OneOrMore, Seed, one_of
 from conf.schema import entry
 from scripts.common import files
 from scripts.common.parts import Parts

@@ -28,14 +28,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-from conf.rules import Filled, OneOrMore, Seed, one_of
-
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from rich.progress import TaskID
 
 from conf.errors import UserError, resumable
+from conf.rules import Filled, OneOrMore, Seed, one_of
 from conf.schema import entry
 from decode.engine import Request
 from decode.models.load import TargetConfig, load_target

@@ -19,13 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from conf.rules import NotEmpty, NotNegative, OneOrMore, one_of
-
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 
+from conf.rules import NotEmpty, NotNegative, OneOrMore, one_of
 from conf.schema import compose, entry
 from decode.models.identity import sha256_file
 from decode.models.load import load_target
