@@ -29,18 +29,11 @@ import torch
 from conf.errors import UserError
 from conf.rules import OneOrMore
 from conf.schema import entry
+from train.config import ENTRIES
 from train.log import git_commit
 from train.validate import ValidateConfig, head_config
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = {
-    "medusa": "medusa",
-    "hydra_heads": "hydra_heads",
-    "eagle1": "eagle",
-    "eagle3": "eagle",
-    "dflash": "block",
-    "dspark": "block",
-}
 EXCHANGE = """
 import json, sys, time, torch, torch.distributed as dist
 cuda = torch.cuda.is_available() and sys.argv[2] != "cpu"
@@ -114,8 +107,6 @@ def rate(out: Path) -> tuple[float, float]:
 def measure(cfg: RanksConfig, given: list[str]) -> dict[str, Any]:
     """Rates of all rounds, their ratio, and the time of one gradient exchange."""
     kind = head_config(cfg.head).kind
-    if kind not in SCRIPTS:
-        raise UserError(f"head.kind: {kind} has no bench of its own; choose {', '.join(SCRIPTS)}")
     own = ("rounds=", "out_dir=", "batch_size=", "steps=", "log_every=", "save_every=", "eval.")
     kept = [a for a in given if not a.startswith(own)]
     half = max(1, cfg.steps // 2)
@@ -126,7 +117,7 @@ def measure(cfg: RanksConfig, given: list[str]) -> dict[str, Any]:
         "eval.every=0",
         "eval.parity=0",
     ]
-    script = str(ROOT / "train" / f"{SCRIPTS[kind]}.py")
+    script = str(ROOT / "train" / f"{ENTRIES[kind][0]}.py")
     alone: list[float] = []
     together: list[float] = []
     steps: dict[str, list[float]] = {"alone": [], "together": []}

@@ -31,7 +31,9 @@ from conf.rules import (
 )
 from decode.models.load import DTYPES, TargetConfig
 from heads.base import HeadConfig
+from heads.block.config import BlockConfig
 from heads.eagle.config import EagleConfig
+from heads.parallel.hydra_heads import HydraHeadsConfig
 from heads.parallel.medusa import MedusaConfig
 from heads.small_lm.config import SmallLMConfig
 from train.measure.profile import problems as profile_problems
@@ -341,6 +343,44 @@ class DraftRun(TrainConfig):
     """A run of a separate small draft model: conf/draft.yaml."""
 
     head: SmallLMConfig = field(default_factory=SmallLMConfig)
+
+
+@dataclass
+class BlockRun(TrainConfig):
+    """A run of a block head: conf/block.yaml."""
+
+    head: BlockConfig = field(default_factory=BlockConfig)
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        found, most = super().validate(), self.data.max_length
+        if self.head.anchors > most:
+            found.append(
+                f"head.anchors: {self.head.anchors} blocks in rows of at most {most} tokens "
+                f"(data.max_length); give {most} or less, or 0"
+            )
+        return found
+
+
+@dataclass
+class HydraHeadsRun(TrainConfig):
+    """A run of Hydra heads: conf/hydra_heads.yaml."""
+
+    head: HydraHeadsConfig = field(default_factory=HydraHeadsConfig)
+
+
+# kind of head -> (the script under train/ that trains it, by whose name conf/ has its defaults,
+# and the schema of its keys)
+ENTRIES: dict[str, tuple[str, type[TrainConfig]]] = {
+    "medusa": ("medusa", MedusaRun),
+    "medusa2": ("medusa", MedusaRun),
+    "hydra_heads": ("hydra_heads", HydraHeadsRun),
+    "eagle1": ("eagle", EagleRun),
+    "eagle3": ("eagle", EagleRun),
+    "dflash": ("block", BlockRun),
+    "dspark": ("block", BlockRun),
+    "small_lm": ("draft", DraftRun),
+}
 
 
 def flat(cfg: Any, prefix: str = "") -> dict[str, Any]:

@@ -15,6 +15,7 @@ from scripts import train_heads
 from scripts.common.steps import Step
 from scripts.train_heads import RECIPES, HeadsConfig
 from tests.helpers.training import chats
+from train.config import ENTRIES
 
 TINY = [
     "target=tiny",
@@ -31,7 +32,7 @@ TINY = [
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_is_a_real_command(name: str) -> None:
-    config, schema, _ = RECIPES[name]
+    config, schema = ENTRIES[RECIPES[name][0]]
     cfg: Any = compose(config, schema, train_heads.keys(HeadsConfig(), name, Path("x"), 3))
     assert cfg.steps == 3 and cfg.out_dir == f"runs/heads/{name}"
 
