@@ -89,7 +89,7 @@ PARAMETERS = 8  # of a function, at most
 # training on GPUs to all (plans of batches, attention without scores of all heads).
 ALGORITHM = (
     *("verify", "engine", "tree", "layout", "grow", "sampling", "rng", "records"),
-    *("scorer", "target", "cache", "masks", "attention", "drafters", "draft_model"),
+    *("scorer", "target", "cache", "masks", "attention", "drafter"),
 )
 SHARED = (
     *(f"decode/{name}.py" for name in ALGORITHM),
