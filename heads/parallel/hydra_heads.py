@@ -32,7 +32,8 @@ from decode.grow import Form, Nodes
 from decode.sampling import Sampling
 from decode.target import Target
 from heads.batch import Batch
-from heads.eagle.layer import LayerShape, layer_config
+from heads.eagle.layer import layer_config
+from heads.eagle.shape import LayerShape
 from heads.limits import Layers, SomeLayers
 from heads.losses import LossWeights
 from heads.names import Draft
