@@ -176,16 +176,11 @@ def _dataclass(
 ) -> Any:
     hints = typing.get_type_hints(schema, include_extras=True)
     fields = {key_of(f.name): f for f in dataclasses.fields(schema) if f.init}
-    if prefix and (wrong := wrong_kind(cfg, schema)):
-        problems.append(
-            prefix + wrong
-        )  # its keys belong to another schema: each would be a problem of its own
-        return INVALID
-    for key in cfg:
-        if str(key) not in fields:
-            problems.append(unknown_key(prefix + str(key), keys(root)))
-    values: dict[str, Any] = {}
     before = len(problems)
+    if not (prefix and wrong_kind(cfg, schema)):  # else its keys belong to another schema
+        unknown = [prefix + str(key) for key in cfg if str(key) not in fields]
+        problems += [unknown_key(key, keys(root)) for key in unknown]
+    values: dict[str, Any] = {}
     for name, field in fields.items():
         key, hint, usual = prefix + name, hints[field.name], default(field)
         raw = usual
@@ -208,6 +203,7 @@ def _dataclass(
             value = raw
         else:
             problems.append(f"{key}: {SHORT.repr(raw)} is not a mapping {{..}}; set its keys")
+            continue
         values[field.name] = value
     if len(problems) > before:
         return INVALID
@@ -327,11 +323,13 @@ def _told(errors: list[ErrorDetails], raw: Any, hint: Any, key: str, usual: Any)
     for error in errors:
         if line := _broken(error, key, usual):
             return line
-    shown = errors[0]["input"] if len(errors) == 1 else raw
-    pairs = [WORDS.get(error["type"], (error["msg"], "VALUE")) for error in errors]
+    shown = errors[0]["input"]  # of a list the first wrong item, by every type it may have
+    same = [error for error in errors if error["input"] is shown]
+    pairs = [WORDS.get(error["type"], (error["msg"], "VALUE")) for error in same]
     words = [*dict.fromkeys(word for word, _ in pairs)]
-    words += ["null"] if type(None) in _options(hint) else []
-    return f"{SHORT.repr(shown)} is not {' or '.join(words)}; set {key}={pairs[0][1]}"
+    words += ["null"] if shown is raw and type(None) in _options(hint) else []
+    fix = pairs[0][1] if shown is raw else f"[{pairs[0][1]}]"
+    return f"{SHORT.repr(shown)} is not {' or '.join(words)}; set {key}={fix}"
 
 
 def _broken(error: ErrorDetails, key: str, usual: Any) -> str:
@@ -341,19 +339,19 @@ def _broken(error: ErrorDetails, key: str, usual: Any) -> str:
         name: int(bound) if isinstance(bound, float) and bound.is_integer() else bound
         for name, bound in error.get("ctx", {}).items()
     }
-    helps = isinstance(usual, int | float) and usual != error["input"]
-    common = f"{usual} is usual" if helps else ""
+    common = "" if usual is dataclasses.MISSING or usual == error["input"] else usual
+    near = f"{common} is usual" if isinstance(common, int | float) else ""
     match error["type"]:
         case "greater_than_equal":
             return f"{shown} is below {bounds['ge']}; give {bounds['ge']} or more"
         case "less_than_equal":
             return f"{shown} is above {bounds['le']}; give {bounds['le']} or less"
         case "greater_than":
-            return f"{shown} is not above {bounds['gt']}; {common or 'give more'}"
+            return f"{shown} is not above {bounds['gt']}; {near or 'give more'}"
         case "less_than":
-            return f"{shown} is not below {bounds['lt']}; {common or 'give less'}"
+            return f"{shown} is not below {bounds['lt']}; {near or 'give less'}"
         case "too_short" | "string_too_short":
-            return f"is empty; set {key}={usual or 'VALUE'}"
+            return f"is empty; set {key}={common or 'VALUE'}"
         case "too_long":
             return f"{shown} holds too many; give {bounds['max_length']}"
         case "literal_error":

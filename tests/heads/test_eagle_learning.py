@@ -374,7 +374,7 @@ def test_config_problems_are_listed() -> None:
         shape="y",
         tree_draw="z",
     )
-    assert len(faults(bad)) == 6
+    assert len(faults(bad)) == 7
     assert EagleConfig(kind="eagle1", taps=[1], norm_output=True, init="layer").validate() != []
     assert faults(EagleConfig()) == []
 
