@@ -63,7 +63,7 @@ from heads.names import parse
 from scripts.common import files
 from scripts.common.parts import Parts
 from scripts.common.progress import Steps, columns
-from scripts.common.prompts import chat_ids, load_prompts
+from scripts.common.prompts import Prompt, chat_ids, load_prompts
 from scripts.proofs import certificate
 from scripts.proofs.controls import certificates as controls
 from scripts.reports import certificate_page
@@ -151,6 +151,23 @@ class CertifyConfig:
             return [str(error)]
         return []
 
+    def plan(self) -> certificate.Plan:
+        """What the layers do."""
+        return certificate.Plan(
+            self.sampling(),
+            self.verify,
+            self.tokens,
+            self.max_new_tokens,
+            self.batch_size,
+            self.cases,
+            self.greedy_prompts,
+            self.greedy_tokens,
+            self.alpha,
+            self.detect,
+            self.seed,
+            None if self.guidance_scale == 1 else self.guidance_scale,
+        )
+
     def sampling(self) -> Sampling:
         return Sampling(
             self.temperature,
@@ -173,6 +190,18 @@ def main(cfg: CertifyConfig) -> int:
         return certified(cfg, out)
 
 
+def fitting(cfg: CertifyConfig, known: list[Prompt], target: Target) -> list[list[int]]:
+    """Token ids of the first turns that fit the target's context. Raises UserError for none."""
+    found = [chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in known]
+    found = [p for p in found if len(p) < target.context_length]
+    if not found:
+        raise UserError(
+            f"prompts: none of {cfg.prompts} fits the target's context of "
+            f"{target.context_length} tokens"
+        )
+    return found
+
+
 def certified(cfg: CertifyConfig, out: Path) -> int:
     """The run behind `main`: its exit code."""
     known = load_prompts(Path(cfg.prompts))
@@ -186,27 +215,8 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
     cards = [read_card(folder) for folder in folders if folder is not None]
     if others := [other for card in cards if (other := trained_for(card, target))]:
         head["trained_for"] = ", ".join(others)
-    prompts = [chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in known]
-    prompts = [p for p in prompts if len(p) < target.context_length]
-    if not prompts:
-        raise UserError(
-            f"prompts: none of {cfg.prompts} fits the target's context of "
-            f"{target.context_length} tokens"
-        )
-    plan = certificate.Plan(
-        cfg.sampling(),
-        cfg.verify,
-        cfg.tokens,
-        cfg.max_new_tokens,
-        cfg.batch_size,
-        cfg.cases,
-        cfg.greedy_prompts,
-        cfg.greedy_tokens,
-        cfg.alpha,
-        cfg.detect,
-        cfg.seed,
-        None if cfg.guidance_scale == 1 else cfg.guidance_scale,
-    )
+    prompts = fitting(cfg, known, target)
+    plan = cfg.plan()
     about = controls.identity(target, plan, cfg.processors)
     origin: dict[str, Any] = (
         {"from": "this run", "identity": about} if cfg.controls == "run" else {"from": "none"}
