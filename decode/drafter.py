@@ -41,8 +41,8 @@ class Drafter(Protocol):
         """Append rows. prompts: 1-D int64, whole, first token included."""
 
     def observe(self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice) -> None:
-        """tokens: [b, n_max] newly committed tokens of live `rows`, n: [b] how many are real
-        (padding behind).
+        """tokens: [b, n_max] newly committed tokens of live `rows`, n: [b] int64 on the host,
+        how many are real (padding behind).
 
         feats: [b, n_max, K, D], the features at the position BEFORE each token, those that
         predicted it. The first call for a row carries prompt[1:] and the first generated
@@ -51,7 +51,7 @@ class Drafter(Protocol):
 
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
         """A draft for every live row, at most budget[b] levels deep (0 is allowed). budget:
-        [B] int64.
+        [B] int64 on the host.
         """
         ...
 
@@ -75,13 +75,13 @@ class NoDraft:
         self.rows = 0
 
     def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
-        self.rows += len(prompts)
+        self.rows, self.device = self.rows + len(prompts), prompts[0].device
 
     def observe(self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice) -> None:
         pass
 
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
-        return DraftTree.empty(self.rows, budget.device)
+        return DraftTree.empty(self.rows, self.device)
 
     def select(self, rows: list[int]) -> None:
         self.rows = len(rows)

@@ -45,6 +45,7 @@ class NGram:
         self.texts = []
 
     def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
+        self.device = prompts[0].device
         # the rest of the prompt arrives by observe
         self.texts += [SuffixAutomaton(p[:1].tolist()) for p in prompts]
 
@@ -59,13 +60,13 @@ class NGram:
         if self.shape == "tree":
             nodes = self.max_nodes
             trees = [text.branches(nodes, k, LEAST) if k > 0 else [] for text, k in rows]
-            return listed(trees, budget.device)
+            return listed(trees, self.device)
         found = [text.latest(k) if k > 0 else [] for text, k in rows]
         width = max(map(len, found), default=0)
         tokens = torch.tensor([run + [0] * (width - len(run)) for run in found])
         return DraftTree.chain(
-            tokens.to(budget.device, torch.int64).view(len(found), width),
-            torch.tensor([len(run) for run in found], device=budget.device),
+            tokens.to(self.device, torch.int64).view(len(found), width),
+            torch.tensor([len(run) for run in found]),
         )
 
     def select(self, rows: list[int]) -> None:

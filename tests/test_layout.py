@@ -98,11 +98,11 @@ SHARED = (
 EAGLE = (*("head", "config", "net", "layer", "places", "attention", "cache", "init", "drafter"),)
 READING = {
     "Medusa": (
-        5301,
+        5428,
         ("heads/parallel/base.py", "heads/parallel/medusa.py", "heads/parallel/drafter.py"),
     ),
     "EAGLE": (
-        6780,
+        6906,
         (
             *("heads/layered.py", "heads/layered_drafter.py"),
             *(f"heads/eagle/{name}.py" for name in EAGLE),

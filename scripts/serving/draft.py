@@ -118,7 +118,8 @@ def _drafted(drafter: Drafter, prompt: Tensor) -> list[int]:
     drafter.begin([prompt[:-1]], Sampling())
     drafter.observe(prompt[None, 1:], None, torch.tensor([len(prompt) - 1]), slice(0, 1))
     zero = torch.zeros(1, dtype=torch.int64, device=prompt.device)
-    tree = drafter.propose(zero + drafter.max_depth, Sampling(), Rng(0, zero, zero))
+    budget = torch.tensor([drafter.max_depth])
+    tree = drafter.propose(budget, Sampling(), Rng(0, zero, zero))
     return tree.tokens[0].tolist()
 
 
