@@ -78,11 +78,11 @@ def sha256_remembered(files: Sequence[Path]) -> list[str]:
         memo = _memo(memo_path)
     for file in files:
         real = file.resolve()  # hub snapshots are links into a blob store
-        entry = memo.get(str(real))
-        if not (isinstance(entry, dict) and entry.get("stat") == _stat_key(real)):
-            entry = {"stat": _stat_key(real), "sha256": sha256_file(real)}
-            new[str(real)] = entry
-        found.append(str(entry["sha256"]))
+        digest = _known(memo, real)
+        if digest is None:
+            stat, digest = _stat_key(real), sha256_file(real)
+            new[str(real)] = {"stat": stat, "sha256": digest}
+        found.append(digest)
     if new:
         with _MEMO:
             try:  # only a speed-up: a read-only cache folder is no error
@@ -93,6 +93,21 @@ def sha256_remembered(files: Sequence[Path]) -> list[str]:
             except OSError:
                 pass
     return found
+
+
+def sha256_known(file: Path) -> str | None:
+    """What `sha256_remembered` would give without reading the file, None if it had to. Raises
+    OSError without a file."""
+    with _MEMO:
+        memo = _memo(cache_root() / "hashes.json")
+    return _known(memo, file.resolve())
+
+
+def _known(memo: dict[str, Any], real: Path) -> str | None:
+    entry = memo.get(str(real))
+    if isinstance(entry, dict) and entry.get("stat") == _stat_key(real):
+        return str(entry["sha256"]) if "sha256" in entry else None
+    return None
 
 
 def _memo(path: Path) -> dict[str, Any]:

@@ -13,6 +13,10 @@ several times better than the kernel's own; flash attention of CUDA, forward and
 documents side by side; and for everything else those dense blocks alone. None of them holds
 scores of all heads, and only the CPU's takes keys that are repeated for their group of queries.
 
+With a sliding window (Beltagy et al. 2020) a row looks at so many positions at most, its own
+among them, as engines count them. At step s a row stands s positions behind the last key of
+step 0 that it sees, so s fewer of those keys are left to it.
+
 Shape letters: B rows, T positions, n packed rows, H query heads, Hkv key heads, g = H / Hkv, hd
 head size, S later steps.
 """
@@ -21,17 +25,19 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 NAME = "outrider_ttt"
 BLOCK = 1 << 24  # scores that dense blocks hold at the same time
+LEAST_BAND = 128  # positions that rows of a block lie in where a window cuts documents
 WIDEST = 256  # head size that flash attention of CUDA takes
 
 
@@ -43,7 +49,9 @@ class Layout:
     shape: (B, T) of step 0. rows: [n] int64 flat positions that later steps go on with,
     ascending. starts: flat positions where documents begin, ascending; the padding may be one
     more. counts: rows of each document. reaches: tokens of each document up to its last row.
-    cuts: [documents + 1] int32, `starts` and the end, where `rows` are.
+    cuts: [documents + 1] int32, `starts` and the end, where `rows` are. host: `rows` as an
+    array that the host can read. window: how many keys of step 0 a row sees at most, up to its
+    own place; 0 = all.
     """
 
     shape: tuple[int, int]
@@ -52,6 +60,8 @@ class Layout:
     counts: list[int]
     reaches: list[int]
     cuts: Tensor
+    host: np.ndarray
+    window: int = 0
 
     @classmethod
     def of(cls, shape: tuple[int, int], rows: Tensor, position: Tensor | None = None) -> Layout:
@@ -67,7 +77,11 @@ class Layout:
         counts = bounds.diff()
         reaches = torch.where(counts > 0, last + 1 - edges[:-1], 0)
         cuts = edges.to(torch.int32).to(rows.device)
-        return cls(shape, rows, starts, counts.tolist(), reaches.tolist(), cuts)
+        return cls(shape, rows, starts, counts.tolist(), reaches.tolist(), cuts, here.numpy())
+
+    def seen(self, window: int) -> Layout:
+        """The same with that window; one that no document fills is none."""
+        return replace(self, window=window if 0 < window < self.longest else 0)
 
     @property
     def edges(self) -> list[int]:
@@ -81,10 +95,12 @@ class Layout:
 
 
 class Memory:
-    """Keys and values of one training pass. `step` is set by the caller."""
+    """Keys and values of one training pass. `step` is set by the caller. window: positions that
+    a row sees at most, more than there are steps; 0 = all."""
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout, self.step = layout, 0
+    def __init__(self, layout: Layout, window: int = 0) -> None:
+        self.whole, self.window = layout, window
+        self.layout, self.step = layout.seen(window), 0
         # layer -> step 0: [B, Hkv, T, hd] each, repeated to H where the kernel wants it
         self.first: dict[int, tuple[Tensor, Tensor]] = {}
         # layer -> later steps: keys and values in turns, [n, Hkv or H, hd]
@@ -96,6 +112,10 @@ class Memory:
         """
         found = copy.copy(self)
         found.step, found.first = step, dict(self.first)
+        if self.window:
+            if step >= self.window:
+                raise ValueError(f"step {step} of a window of {self.window} sees no row of step 0")
+            found.layout = self.whole.seen(self.window - step)
         found.later = {layer: list(own) for layer, own in self.later.items()}
         return found
 
@@ -151,6 +171,8 @@ def dense(
     at = torch.arange(count * length, device=query.device)
     number = torch.bucketize(at, layout.cuts.long(), right=True).view(count, length)
     future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+    if layout.window:
+        future = future | ~torch.ones_like(future).triu(1 - layout.window)
     hidden = (number[:, :, None] != number[:, None, :]) | future
     scores = (padded @ key.mT * scale).masked_fill(hidden[:, None], -torch.inf)
     scores = _pack(scores, rows)  # [n, H, T]
@@ -287,6 +309,8 @@ def _has_flash(device: torch.device) -> bool:
 def _cpu_forward(
     query: Tensor, pair: tuple[Tensor, Tensor], layout: Layout, rows: Tensor | None, scale: float
 ) -> Found:
+    if layout.window:  # the kernel would compute all scores and hide them by a mask
+        return _block_forward(query, pair, layout, rows, scale)
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     padded, length = _unpack(query, layout, rows), layout.shape[1]
     if layout.starts == list(range(0, padded.shape[0] * length, length)):
@@ -314,7 +338,7 @@ def _block_forward(
         k, v = key[block.far], value[block.far]
         scores = _flat(query[block.near] * scale, k).to(wide) @ k.mT.to(wide)
         scores = scores.unflatten(1, (-1, len(block.at)))
-        scores = scores.masked_fill_(block.future, -torch.inf).flatten(1, 2)
+        scores = scores.masked_fill_(block.hidden, -torch.inf).flatten(1, 2)
         total = scores.logsumexp(-1, keepdim=True)
         law = scores.sub_(total).exp_().to(v.dtype)
         out[block.near] = _unflat(torch.bmm(law, v), len(block.at))
@@ -331,11 +355,11 @@ def _block_gradients(known: Known, layout: Layout, rows: Tensor | None, scale: f
         q, g = _flat(query[block.near] * scale, k), _flat(grad[block.near], k)
         lse, delta = (_flat(t[block.near][..., None], k) for t in (known.lse, known.delta))
         law = torch.sub(torch.bmm(q, k.mT), lse).exp_().unflatten(1, (-1, len(block.at)))
-        law = law.masked_fill_(block.future, 0.0).flatten(1, 2).to(q.dtype)
-        into_value[block.far] = torch.bmm(law.mT, g)
+        law = law.masked_fill_(block.hidden, 0.0).flatten(1, 2).to(q.dtype)
+        into_value[block.far] += torch.bmm(law.mT, g)
         score = torch.bmm(g, v.mT).sub_(delta).mul_(law)
         into_query[block.near] = _unflat(torch.bmm(score, k).mul_(scale), len(block.at))
-        into_key[block.far] = torch.bmm(score.mT, q)
+        into_key[block.far] += torch.bmm(score.mT, q)
     return into_query, into_key, into_value
 
 
@@ -356,6 +380,7 @@ def _flash_forward(
         True,
         False,
         scale=scale,
+        **_flash_window(layout),
     )
     lse = lse.T  # [H, B * T] as documents side by side are told
     if rows is not None:
@@ -384,11 +409,19 @@ def _flash_backward(known: Known, layout: Layout, rows: Tensor | None, scale: fl
         known.seed,
         known.offset,
         scale=scale,
+        **_flash_window(layout),
     )
     if rows is not None:
         into_query = into_query.index_select(0, rows)
     into = (t.unflatten(0, (count, length)).transpose(1, 2) for t in (into_key, into_value))
     return into_query, *into  # type: ignore[return-value]
+
+
+def _flash_window(layout: Layout) -> dict[str, int]:
+    """How flash attention is told of a window: positions before and behind a row's own."""
+    if not layout.window:
+        return {}
+    return {"window_size_left": layout.window - 1, "window_size_right": 0}
 
 
 CPU = Kernel(_cpu_forward, _block_gradients, grouped=False)
@@ -398,36 +431,68 @@ KERNELS = {"cpu": CPU, "cuda": FLASH}  # by device, BLOCKS for all others
 
 
 class _Block(NamedTuple):
-    """Some heads of a document. near: of [n, H, ..]. far: of [B, Hkv, T, ..]. at: [m] places
-    of the rows in the document. future: [m, reach] bool."""
+    """Some heads of some rows of a document. near: of [n, H, ..]. far: of [B, Hkv, T, ..], the
+    keys that any of them sees. at: [m] places of the rows in the document. hidden: [m, keys]
+    bool, those that a row does not see."""
 
     near: tuple[slice, slice]
     far: tuple[int, slice, slice]
     at: Tensor
-    future: Tensor
+    hidden: Tensor
 
 
-def _blocks(layout: Layout, rows: Tensor | None, heads: int, kv: int) -> Any:
+def _blocks(layout: Layout, rows: Tensor | None, heads: int, kv: int) -> Iterator[_Block]:
     length, groups, device = layout.shape[1], heads // kv, layout.rows.device
-    slots, start = torch.arange(length, device=device), 0
-    for i, (first, end) in enumerate(pairwise(layout.edges)):
-        count, reach = (
-            (end - first, end - first) if rows is None else (layout.counts[i], layout.reaches[i])
-        )
-        if not count:
-            continue
+    slots, window = torch.arange(length, device=device), layout.window
+    for first, start, part, keys in _bands(layout, rows):
         b, low = divmod(first, length)
-        at = slots[:count] if rows is None else rows[start : start + count] - first
-        future = slots[:reach] > at[:, None]
-        some = max(1, BLOCK // (count * reach * groups))
+        at = (
+            slots[part.start : part.stop]
+            if rows is None
+            else rows[start : start + len(part)] - first
+        )
+        spots = slots[keys.start : keys.stop]
+        hidden = spots > at[:, None]
+        if window:
+            hidden |= spots <= at[:, None] - window
+        some = max(1, BLOCK // (len(part) * len(keys) * groups))
         for h in range(0, kv, some):
             last = min(h + some, kv)
             yield _Block(
-                (slice(start, start + count), slice(h * groups, last * groups)),
-                (b, slice(h, last), slice(low, low + reach)),
+                (slice(start, start + len(part)), slice(h * groups, last * groups)),
+                (b, slice(h, last), slice(low + keys.start, low + keys.stop)),
                 at,
-                future,
+                hidden,
             )
+
+
+def _bands(layout: Layout, rows: Tensor | None) -> Iterator[tuple[int, int, range, range]]:
+    """(flat position where a document begins, number of the first row, rows, keys) of each
+    block, the rows as their places in the document or their numbers: a document whole, or
+    with a window in bands whose rows see little that the others do not."""
+    start, window = 0, layout.window
+    for i, (first, end) in enumerate(pairwise(layout.edges)):
+        size, count, reach = end - first, end - first, end - first
+        if rows is not None:
+            count, reach = layout.counts[i], layout.reaches[i]
+        if count and (not window or reach <= window):
+            yield first, start, range(count), range(reach)
+        elif count:
+            step = max(LEAST_BAND, window // 4)
+            edges = np.arange(0, size + step, step).clip(max=size)
+            cuts = (
+                edges
+                if rows is None
+                else layout.host[start : start + count].searchsorted(edges + first)
+            )
+            for low, high in pairwise(cuts.tolist()):
+                if low == high:
+                    continue
+                least, most = low, high - 1
+                if rows is not None:
+                    least, most = (int(layout.host[start + n]) - first for n in (least, most))
+                keys = range(max(0, least - window + 1), most + 1)
+                yield first, start + low, range(low, high), keys
         start += count
 
 

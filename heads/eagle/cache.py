@@ -20,8 +20,11 @@ class Layers(Protocol):
 
 class DraftCache:
     """Keys and values [layers, rows, Hkv, slots, hd] of the draft layers; slot = position,
-    rows end where they end.
+    rows end where they end. low, reach: the slots that the rows of a pass may look at, from low
+    on; window: how far back they look, 0 = to the beginning.
     """
+
+    window = 0
 
     def __init__(
         self, net: Layers, rows: int, slots: int, dtype: torch.dtype, device: torch.device
@@ -36,7 +39,7 @@ class DraftCache:
         ]
         # Zeros: a hidden slot has weight 0, and 0 * NaN would still be NaN.
         self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-        self.rows, self.reach, self.start = slice(0, 0), 0, 0
+        self.rows, self.low, self.reach, self.start = slice(0, 0), 0, 0, 0
         self.slots: tuple[Tensor, Tensor] | None = None
 
     def aim(self, rows: slice, lengths: list[int], ahead: int, new: int) -> Tensor:
@@ -45,6 +48,7 @@ class DraftCache:
         """
         device = self.keys.device
         self.rows, self.reach, self.start = rows, max(lengths) + ahead + new, lengths[0] + ahead
+        self.low = max(0, min(lengths) + 1 - self.window) if self.window else 0
         even = len(lengths) == 1 or min(lengths) == max(lengths)
         if even:
             self.slots = None
@@ -67,8 +71,15 @@ class DraftCache:
                 buffer[self.rows, :, self.start : self.start + new.shape[2]] = new
             else:
                 buffer[self.slots[0], :, self.slots[1]] = new.transpose(1, 2)
-            out.append(buffer[self.rows, :, : self.reach])
+            out.append(buffer[self.rows, :, self.low : self.reach])
         return out[0], out[1]
+
+    def back(self, places: Tensor) -> Tensor:
+        """[.., w] positions of rows -> [.., w, reach - low] bool, the slots that each may look
+        at where slots are positions."""
+        slot = torch.arange(self.low, self.reach, device=places.device)
+        seen = slot <= places[..., None]
+        return seen & (slot > places[..., None] - self.window) if self.window else seen
 
     def select(self, rows: list[int], longest: int) -> None:
         """Move live rows `rows` to the front, in this order."""

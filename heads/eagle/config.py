@@ -48,6 +48,8 @@ class EagleConfig(HeadConfig):
     # spread of uniform noise on the input features, scaled by 512 / tokens of the row; 0 =
     # none, EAGLE-1: 0.2
     noise: Size = 0.0
+    # positions that the draft layers look back over, the row's own among them; null = all
+    sliding_window: Count | None = None
     # weights at the start: random, or layer = copied from a layer of the target
     init: Literal["random", "layer"] = "random"
     # init=layer: which layer, counted from 0; negative counts from the end
@@ -106,6 +108,12 @@ class EagleConfig(HeadConfig):
             ]
         if self.parallel and self.steps < 2:
             found.append("steps: 1, but a parallel head's mask is read from the second on; set 2")
+        longest = max(self.steps, self.depth)
+        if self.sliding_window is not None and self.sliding_window <= longest:
+            found.append(
+                f"sliding_window: {self.sliding_window} leaves a draft of {longest} steps nothing "
+                f"of the text; give more than {longest}, or null for all of it"
+            )
         if self.mask_token >= 0 and not self.parallel:
             found.append("mask_token: nothing reads a mask; set parallel=true, or mask_token=-1")
         if self.parallel and self.norm_output:

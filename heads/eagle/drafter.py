@@ -20,6 +20,8 @@ from decode.target import Target
 from heads.eagle.net import Eagle3Net, EagleNet
 from heads.layered_drafter import LayeredDrafter, Layers
 
+PIECE = 512  # tokens of a prompt that are read at once where a window is narrower
+
 
 class EagleDrafter(LayeredDrafter):
     """h: [B, D], what the layers gave at the last committed token."""
@@ -27,9 +29,15 @@ class EagleDrafter(LayeredDrafter):
     net: EagleNet
 
     def __init__(self, head: Layers, target: Target, form: Form) -> None:
+        self.window = int(head.cfg.sliding_window or 0)
         super().__init__(head, target, form)
         self.net.attend(attention.NAME)
         self.drafted = 0  # tokens read behind the committed ones in this cycle
+
+    def reset(self, rows: int, max_len: int) -> None:
+        """See LayeredDrafter."""
+        super().reset(rows, max_len)
+        self.cache.window = self.window
 
     def blank(self, rows: int) -> Tensor:
         """See LayeredDrafter."""
@@ -42,14 +50,24 @@ class EagleDrafter(LayeredDrafter):
         """
         if feats is None:
             raise ValueError("EAGLE drafts from the target's features; none were given")
-        lengths, counts = self.lengths[rows], n.tolist()
-        new = max(counts)
+        counts = n.tolist()
+        size = max(PIECE, self.window)
+        if not self.window or max(counts) <= size:
+            return self._read(tokens, feats, n, counts, rows)
+        # With a window a long prompt is read in pieces: its mask would be [T, T].
+        for start in range(0, max(counts), size):
+            part, some = slice(start, start + size), (n - start).clamp(0, size)
+            self._read(tokens[:, part], feats[:, part], some, some.tolist(), rows)
+
+    def _read(
+        self, tokens: Tensor, feats: Tensor, n: Tensor, counts: list[int], rows: slice
+    ) -> None:
+        """See observe. counts: n, known to the host."""
+        lengths, new = self.lengths[rows], max(counts)
         places = self.cache.aim(rows, lengths, 0, new)
         mask = None
-        if new > 1 and max(lengths) or new == 1 and places.shape[0] > 1:
-            mask = (torch.arange(self.cache.reach, device=self.device) <= places[..., None])[
-                :, None
-            ]
+        if new > 1 and max(lengths) or self._masked(places, new):
+            mask = self.cache.back(places)[:, None]
         g = self.net.start(feats[:, :new].to(self.dtype))
         last = torch.tensor(
             [i * new + max(c, 1) - 1 for i, c in enumerate(counts)], device=self.device
@@ -59,6 +77,12 @@ class EagleDrafter(LayeredDrafter):
             h = torch.where(n.to(self.device)[:, None] > 0, h, self.h[rows])
         self.h[rows] = h
         self.lengths[rows] = [a + b for a, b in zip(lengths, counts, strict=True)]
+
+    def _masked(self, places: Tensor, new: int) -> bool:
+        """Whether tokens that stand in a line need a mask: single ones of rows that have
+        several lengths, and where the window ends behind the first slot."""
+        cut = 0 < self.window < self.cache.reach - self.cache.low
+        return cut or new == 1 and places.shape[0] > 1
 
     def _pass(
         self,
@@ -108,24 +132,25 @@ class EagleDrafter(LayeredDrafter):
         ends = places[:, :1] - start
         mask, depth = None, None
         if seen is not None:
-            mask, depth = self._tree_mask(seen, ends), (ends + level - 1).expand(-1, new)
-        elif places.shape[0] > 1:
-            mask = (torch.arange(self.cache.reach, device=self.device) <= places[..., None])[
-                :, None
-            ]
+            depth = (ends + level - 1).expand(-1, new)
+            mask = self._tree_mask(seen, ends, level)
+        elif self._masked(places, new):
+            mask = self.cache.back(places)[:, None]
         return self._pass(self.embed(tokens), self.net.feed(above), places, mask, depth=depth)
 
-    def _tree_mask(self, ancestors: Tensor, ends: Tensor) -> Tensor:
+    def _tree_mask(self, ancestors: Tensor, ends: Tensor, level: int) -> Tensor:
         """[B or 1, 1, W, S] bool: committed slots and the ancestors' (the node's own
         included). ends: [B or 1, 1].
         """
-        reach = self.cache.reach
-        slot = torch.arange(reach, device=self.device)
-        mask = (slot < ends)[:, None].expand(ancestors.shape[0], ancestors.shape[1], reach).clone()
+        slot = torch.arange(self.cache.low, self.cache.reach, device=self.device)
+        near = slot < ends
+        if self.window:
+            near &= slot > ends + level - 1 - self.window
+        mask = near[:, None].expand(ancestors.shape[0], ancestors.shape[1], len(slot)).clone()
         if ends.shape[0] == 1:
-            mask[:, :, reach - ancestors.shape[2] :] = ancestors
+            mask[:, :, len(slot) - ancestors.shape[2] :] = ancestors
         else:
-            spot = ends + torch.arange(ancestors.shape[2], device=self.device)
+            spot = ends - self.cache.low + torch.arange(ancestors.shape[2], device=self.device)
             mask.scatter_(2, spot[:, None].expand_as(ancestors), ancestors)
         return mask[:, None]
 
@@ -141,7 +166,7 @@ class ParallelEagleDrafter(EagleDrafter):
         state = self.h[:count, None]
         if more:
             places = self.cache.aim(slice(0, count), self.lengths, 0, more)
-            mask = torch.arange(self.cache.reach, device=self.device) <= places[..., None]
+            mask = self.cache.back(places)
             e, g = self.net.masked((count, more), state.dtype)
             state = torch.cat([state, self._pass(e, g, places, mask[:, None])], 1)
         self.known = self.logits(state)

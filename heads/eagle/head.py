@@ -67,6 +67,7 @@ class EagleHead(LayeredHead):
     Saved: ClassVar[type[EagleSaved]] = EagleSaved
     cfg: EagleConfig
     net: EagleNet
+    why: ClassVar[str] = " inside head.sliding_window"
     step = 0
 
     @classmethod
@@ -105,6 +106,11 @@ class EagleHead(LayeredHead):
                     f"0..{target.num_layers}; "
                     "0 = embeddings, the last = output after the final norm"
                 )
+        if (cfg.sliding_window or 0) > target.context_length:
+            raise UserError(
+                f"head.sliding_window: {cfg.sliding_window}, but the target's context ends at "
+                f"{target.context_length}; give that or less, or null for all of it"
+            )
         if cfg.mask_token >= 0:
             vocab.check_reserved(cfg.mask_token, target, counts, "head.mask_token")
         head = cls.build(
@@ -228,7 +234,7 @@ class EagleHead(LayeredHead):
 
         again = recomputed if cfg.activation_checkpointing else plainly
         with cast_once(self.net, e.dtype):
-            h, memory = again(start, Memory(places.layout))
+            h, memory = again(start, Memory(places.layout, cfg.sliding_window or 0))
             for step in range(places.steps):
                 if step:
                     h, memory = again(go_on, h, memory, step)
@@ -259,6 +265,16 @@ class EagleHead(LayeredHead):
         are the head's own.
         """
         return max(self.cfg.steps, self.cfg.depth)
+
+    @property
+    def deepest(self) -> int | None:
+        """See Head: the last drafted token still sees one of the text."""
+        return None if self.cfg.sliding_window is None else self.cfg.sliding_window - 1
+
+    @property
+    def usual(self) -> int:
+        """See Head."""
+        return self.cfg.depth
 
     @torch.no_grad()
     def forced(

@@ -60,9 +60,19 @@ def layer_sizes(layer: dict[str, Any], vocab: int) -> dict[str, int]:
     }
 
 
-def layer_refusals(head: EagleHead) -> list[str]:
-    """Why no engine can run this draft layer."""
+def layer_refusals(head: EagleHead, engine: str, window: bool = False) -> list[str]:
+    """Why no engine can run this draft layer. window: whether this one looks back as far as the
+    file says."""
     found, layer = [], head.config_json()["layer"]
+    if head.cfg.sliding_window is not None and not window:
+        nearest = (
+            "format=vllm or speculators, or train with" if head.kind == "eagle3" else "train with"
+        )
+        found.append(
+            f"head.sliding_window: {head.cfg.sliding_window}; {engine} reads none from a head's "
+            "folder and would look back over the whole text; the nearest that is served: "
+            f"{nearest} head.sliding_window=null"
+        )
     if layer["num_hidden_layers"] != 1:
         found.append(
             f"head.layers: {layer['num_hidden_layers']} layers; engines differ on "
@@ -97,6 +107,12 @@ def check_layer(foreign: Foreign, layer: dict[str, Any], target: Target) -> None
         )
 
 
+def check_window(foreign: Foreign, cfg: EagleConfig) -> None:
+    """Raises UserError for a window that a draft of usual depth fills."""
+    if wrong := [line for line in cfg.validate() if line.startswith("sliding_window")]:
+        refuse(foreign, wrong)
+
+
 class Eagle1Vllm(Layout[Eagle1Head]):
     """vLLM: a LlamaConfig whose architectures say LlamaForCausalLM, method "eagle"."""
 
@@ -105,7 +121,7 @@ class Eagle1Vllm(Layout[Eagle1Head]):
 
     def refusals(self, head: Eagle1Head, facts: Facts) -> list[str]:
         """See Layout."""
-        found = super().refusals(head, facts) + layer_refusals(head)
+        found = super().refusals(head, facts) + layer_refusals(head, self.engine)
         if head.cfg.fc_bias and not self.bias and bool(head.net.fc.bias.any()):
             found.append(
                 "head.fc_bias: vLLM drops the bias of fc without a word, and this one is "
@@ -181,8 +197,15 @@ class Eagle1Vllm(Layout[Eagle1Head]):
             if name in tensors:
                 check_same(foreign, name, tensors[name], own)
         cfg = EagleConfig(
-            kind="eagle1", draft_vocab=0, steps=1, step_decay=1.0, feature_loss=1.0, fc_bias=keep
+            kind="eagle1",
+            draft_vocab=0,
+            steps=1,
+            step_decay=1.0,
+            feature_loss=1.0,
+            fc_bias=keep,
+            sliding_window=llama.window_in(foreign, foreign.config),
         )
+        check_window(foreign, cfg)
         head = Eagle1Head.build(
             cfg, layer, (target.num_layers,), target.vocab_size, target.num_layers
         )

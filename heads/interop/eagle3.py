@@ -9,6 +9,10 @@ Inner layers: our tap k is hidden_states[k], the input of layer k. vLLM reads th
 list as k and sorts it; SGLang reads the nested list and adds one. Heads with the default taps
 name no layers at all, others both lists: k and k - 1.
 
+Sliding window: vLLM's Llama layers take `sliding_window` where `layer_types` calls a layer
+sliding_attention, the row's own position among them, as here. SGLang's take it from
+--speculative-draft-window-size alone, whatever a folder says.
+
 Shape letters: as in eagle1.py, and F tapped features, Vd draft vocabulary.
 """
 
@@ -26,7 +30,7 @@ from heads.base import Head
 from heads.eagle.config import EagleConfig
 from heads.eagle.head import Eagle3Head
 from heads.interop import engines, llama
-from heads.interop.eagle1 import body, check_layer, layer_refusals, layer_sizes
+from heads.interop.eagle1 import body, check_layer, check_window, layer_refusals, layer_sizes
 from heads.interop.layout import Facts, Layout, check_draft_map, check_same, refuse
 from heads.interop.reading import Foreign
 from heads.interop.table import Row, Sizes
@@ -53,10 +57,12 @@ class Eagle3Vllm(Layout[Eagle3Head]):
     norms: ClassVar[tuple[str, ...]] = tuple(NORMS)
     embeds: ClassVar[bool] = False
     masks: ClassVar[bool] = True
+    windows: ClassVar[bool] = True
 
     def refusals(self, head: Eagle3Head, facts: Facts) -> list[str]:
         """See Layout."""
-        found = super().refusals(head, facts) + layer_refusals(head)
+        found = super().refusals(head, facts)
+        found += layer_refusals(head, self.engine, self.windows)
         unknown = [key for key in NORMS if getattr(head.cfg, key) and key not in self.norms]
         if unknown:
             found.append(
@@ -142,6 +148,7 @@ class Eagle3Vllm(Layout[Eagle3Head]):
             "architectures": ["PeagleLlamaForCausalLM" if parallel else "LlamaForCausalLMEagle3"],
             **({"pard_token": head.cfg.mask_token} if parallel else {}),
             **llama.fields(head.config_json()["layer"], facts, dtype),
+            **llama.window(head.cfg.sliding_window, head.cfg.layers),
             "draft_vocab_size": head.cfg.draft_vocab or facts.vocab,
             "target_hidden_size": facts.hidden,
             "num_aux_hidden_states": len(taps),
@@ -185,7 +192,8 @@ class Eagle3Vllm(Layout[Eagle3Head]):
     def read(self, foreign: Foreign, target: Target) -> Head:
         """See Layout. An LM head that the file lacks is the target's own."""
         config = foreign.config
-        layer = llama.layer(foreign, self.described(foreign))
+        described = self.described(foreign)
+        layer, window = llama.layer(foreign, described), llama.window_in(foreign, described)
         check_layer(foreign, layer, target)
         tensors = {}
         for name, tensor in foreign.tensors.items():
@@ -239,8 +247,10 @@ class Eagle3Vllm(Layout[Eagle3Head]):
             draft_vocab=size if there else 0,
             parallel=parallel,
             mask_token=token,
+            sliding_window=window,
             **flags,
         )
+        check_window(foreign, cfg)
         head = Eagle3Head.build(cfg, layer, taps, target.vocab_size, target.num_layers)
         head.load_state_dict(state)
         return head.to(target.device)
@@ -260,6 +270,7 @@ class Eagle3Sglang(Eagle3Vllm):
     format, engine, serves = "sglang", engines.SGLANG, engines.SGLANG_EAGLE3
     norms: ClassVar[tuple[str, ...]] = ("norm_before_fc", "norm_joined", "norm_output")
     masks = False
+    windows = False
 
     def refusals(self, head: Eagle3Head, facts: Facts) -> list[str]:
         """See Layout."""
@@ -279,6 +290,7 @@ class Eagle3Original(Eagle3Vllm):
     format, engine, serves = "eagle", "the original EAGLE code", engines.EAGLE_CODE
     norms: ClassVar[tuple[str, ...]] = ()
     masks = False
+    windows = False
 
     def refusals(self, head: Eagle3Head, facts: Facts) -> list[str]:
         """See Layout."""

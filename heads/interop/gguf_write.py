@@ -68,7 +68,7 @@ def eagle3_refusals(head: Head, layers: int) -> list[str]:
             f"head: llama.cpp has no {head.kind} heads; the nearest that is served: head=eagle3 "
             "or a separate draft (train/draft.py)"
         ]
-    found = layer_refusals(head)
+    found = layer_refusals(head, "llama.cpp")
     for key in ("norm_before_fc", "norm_output"):
         if getattr(head.cfg, key):
             found.append(

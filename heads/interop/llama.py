@@ -47,6 +47,29 @@ def fields(layer: dict[str, Any], facts: Facts, dtype: str) -> dict[str, Any]:
     }
 
 
+def window(size: int | None, layers: int) -> dict[str, Any]:
+    """Keys of a LlamaConfig for layers that look back over so many positions, None: over all."""
+    kinds = ["sliding_attention"] * layers
+    return {} if size is None else {"sliding_window": size, "layer_types": kinds}
+
+
+def window_in(foreign: Foreign, config: dict[str, Any]) -> int | None:
+    """How many positions the layers look back over, None: over all. As in engines, layer_types
+    decides: `sliding_window` alone stands in many configs and means nothing.
+
+    Raises UserError for a window of no whole number above 0, and for layers that differ.
+    """
+    where, kinds = foreign.folder / "config.json", config.get("layer_types")
+    if not kinds or not isinstance(kinds, list) or "sliding_attention" not in kinds:
+        return None
+    if set(kinds) != {"sliding_attention"}:
+        raise UserError(
+            f"{where}: layer_types: some layers slide and some do not; heads whose layers are "
+            "alike are read"
+        )
+    return number(foreign, config, "sliding_window")
+
+
 def layer(foreign: Foreign, config: dict[str, Any]) -> dict[str, Any]:
     """The draft layer (heads.eagle.layer.layer_config) that a LlamaConfig describes.
 

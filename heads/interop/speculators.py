@@ -19,7 +19,7 @@ from heads.eagle.head import Eagle3Head
 from heads.interop import engines
 from heads.interop.eagle3 import NORMS, Eagle3Vllm
 from heads.interop.layout import Facts
-from heads.interop.llama import fields
+from heads.interop.llama import fields, window
 from heads.interop.reading import Foreign
 from heads.limits import MOST_DEPTH
 
@@ -57,7 +57,10 @@ class Speculators(Eagle3Vllm):
             "architectures": ["PEagleSpeculator" if parallel else "Eagle3Speculator"],
             **about("peagle" if parallel else "eagle3", facts, head.cfg.depth),
             **({"mask_token_id": head.cfg.mask_token} if parallel else {}),
-            "transformer_layer_config": fields(head.config_json()["layer"], facts, dtype),
+            "transformer_layer_config": {
+                **fields(head.config_json()["layer"], facts, dtype),
+                **window(head.cfg.sliding_window, head.cfg.layers),
+            },
             "draft_vocab_size": head.cfg.draft_vocab or facts.vocab,
             "target_hidden_size": facts.hidden,
             "eagle_aux_hidden_state_layer_ids": list(head.taps),

@@ -18,7 +18,7 @@ import contextlib
 import sys
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -408,7 +408,7 @@ class Phantom(TorchDispatchMode):
         flops = 0.0
         if packet in flop_registry:
             flops = float(flop_registry[packet](*args, **kwargs, out_val=out))
-            flops /= 2 if _causal(packet, args) else 1
+            flops *= _looked_at(packet, args, kwargs)
         elif packet is aten._grouped_mm:  # of experts: rows [n, D], weights [E, D, out]
             flops = 2.0 * args[0].numel() * args[1].shape[-1]
         if packet in FLASH_BACK:
@@ -459,6 +459,19 @@ def _fills(args: Any) -> bool:
     """Whether an index_put is a masked fill, which waits for nothing."""
     value = args[2] if len(args) > 2 else None
     return isinstance(value, Tensor) and value.numel() == 1 and len(args[1]) == 1
+
+
+def _looked_at(packet: Any, args: Any, kwargs: Mapping[str, Any]) -> float:
+    """The share of all scores that an attention kernel computes: half of them where it is
+    causal, less inside a window."""
+    if not _causal(packet, args):
+        return 1.0
+    before = kwargs.get("window_size_left")
+    if before is None or before < 0:
+        return 0.5
+    longest = args[8 if packet in FLASH_BACK else 5]
+    near = min(int(before) + 1, longest) / longest
+    return near - near**2 / 2
 
 
 def _causal(packet: Any, args: Any) -> bool:

@@ -120,7 +120,9 @@ def compared(device: str, dtype: str, large: bool) -> Iterator[Compared]:
         yield _backend(name, backend, (length, heads, kv, size), device, kind)
     for steps in (0, 3):
         for packed in (False, True):
-            yield _training_time_test(steps, packed, (length, heads, kv, size), device, kind)
+            for window in (0, length // 4):
+                what = steps, packed, window
+                yield _training_time_test(what, (length, heads, kv, size), device, kind)
 
 
 def _backend(
@@ -149,22 +151,29 @@ def _backend(
 
 
 def _training_time_test(
-    steps: int, packed: bool, shape: tuple[int, int, int, int], device: str, dtype: torch.dtype
+    what: tuple[int, bool, int],
+    shape: tuple[int, int, int, int],
+    device: str,
+    dtype: torch.dtype,
 ) -> Compared:
-    """Attention of EAGLE's training-time test after so many steps, two rows of which some
-    positions go on. packed: two documents a row."""
-    length, heads, kv, size = shape
+    """Attention of EAGLE's training-time test, two rows of which some positions go on. what: how
+    many steps behind the first; whether there are two documents a row; the sliding window, 0 =
+    none."""
+    (steps, packed, window), (length, heads, kv, size) = what, shape
     torch.manual_seed(1)
     rows = (torch.rand(2 * length) < 0.8).nonzero()[:, 0]
     position = torch.arange(length).repeat(2, 1)
     if packed:
         position = torch.where(position < length // 3, position, position - length // 3)
-    where = ttt.Layout.of((2, length), rows.to(device), position.to(device) if packed else None)
-    there = ttt.Layout.of((2, length), rows, position if packed else None)
+    where, there = (
+        ttt.Layout.of((2, length), rows.to(d), position.to(d) if packed else None).seen(window)
+        for d in (device, "cpu")
+    )
     count = rows.numel() if steps else 2 * length
     sizes = [(count, heads, size), *[(2, kv, length, size)] * 2, *[(count, kv, size)] * 2 * steps]
     exact = [torch.randn(s, dtype=torch.float64) for s in sizes]
     named = f"training-time test, {steps} steps" + (", packed" if packed else "")
+    named += f", window {window}" if window else ""
     found = Compared(named, str(dtype)[6:], f"2x{heads}/{kv}x{length}x{size}")
     chosen = None if not steps else rows
 
@@ -182,7 +191,7 @@ def _training_time_test(
             every = torch.arange(2 * length, device=query.device)
             layout = ttt.Layout.of(
                 (2, length), every, position.to(query.device) if packed else None
-            )
+            ).seen(window)
         return ttt.dense(query, layout, size**-0.5, (key, value), [*own])
 
     return _beside(found, ours, plain, exact, (device, dtype))

@@ -64,7 +64,8 @@ class About:
         """
         if self.head.kind == "medusa":
             return int(self.head.cfg.heads)
-        if getattr(self.head, "deepest", None):
+        deepest = getattr(self.head, "deepest", None)
+        if deepest and deepest <= self.head.levels:
             return int(self.head.levels)
         if self.plan is not None and self.plan.draft_tokens:
             return self.plan.draft_tokens

@@ -239,5 +239,7 @@ def attention(
     k, v = (t.repeat_interleave(heads // groups, 0) for t in (k, v))
     score = q @ k.transpose(1, 2) / size**0.5
     hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+    if "sliding_attention" in (shape.get("layer_types") or ()):
+        hidden |= torch.ones_like(hidden).tril(-int(shape["sliding_window"]))
     mixed = torch.softmax(score.masked_fill(hidden, -torch.inf), -1) @ v
     return mixed.transpose(0, 1).reshape(length, heads * size) @ get("self_attn.o_proj.weight").T

@@ -76,6 +76,10 @@ CASES = {
         ),
         ("width", 0),
     ),
+    "eagle3-window": Case(
+        EagleConfig(sliding_window=5, draft_vocab=60, depth=3, nodes=7, width=3),
+        ("sliding_window", 3),
+    ),
     "dflash": Case(
         BlockConfig(block=4, layers=2, draft_vocab=60, nodes=7, width=3), ("weights", "even")
     ),

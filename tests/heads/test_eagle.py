@@ -10,13 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from conf.errors import UserError
+from conf.typed import faults
 from decode.drafters import NoDraft
 from decode.engine import Request, generate
+from decode.grow import Nodes
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
 from heads import HEADS, vocab
 from heads.batch import Batch
+from heads.eagle import drafter as drafter_module
 from heads.eagle.config import EagleConfig
 from heads.eagle.drafter import EagleDrafter
 from heads.eagle.head import EagleHead
@@ -84,16 +88,27 @@ KINDS = [
     {"kind": "eagle3"},
     {"kind": "eagle3", "layers": 2, "norm_before_fc": True, "norm_output": True},
     {"kind": "eagle1"},
+    {"kind": "eagle3", "sliding_window": 5},
+    {"kind": "eagle3", "layers": 2, "sliding_window": 6},
+    {"kind": "eagle1", "sliding_window": 5},
+]
+NAMES = [
+    "eagle3",
+    "eagle3.1-two-layers",
+    "eagle1",
+    "eagle3-window",
+    "two-layers-window",
+    "eagle1-window",
 ]
 
 
-@pytest.mark.parametrize("changes", KINDS, ids=["eagle3", "eagle3.1-two-layers", "eagle1"])
+@pytest.mark.parametrize("changes", KINDS, ids=NAMES)
 def test_training_steps_equal_incremental_decoding(changes: dict) -> None:
     """FIELD 2.5 and 2.1: h of training step s at row t == h after the drafter has seen
     x_0..x_{t+1} and drafted the next s tokens of the data. Pins alignment, masks, rotary
     offsets, the cache."""
     target = target_of(dtype=torch.float64)
-    head = head_of(target, steps=4, **changes).double()
+    head = head_of(target, steps=4, **{"depth": 4, **changes}).double()
     batch = batch_of([13, 9])
     places = head.places(batch)
     (_, hidden), flat, valid = head._unroll(batch, target, places), places.flat, places.valid
@@ -115,11 +130,12 @@ def test_training_steps_equal_incremental_decoding(changes: dict) -> None:
                     seen += 1
                 places = drafter.cache.aim(slice(0, 1), drafter.lengths, step, 1)
                 e = target.embed(batch.ids[b, token])[None, None]
-                h = drafter._pass(e, drafter.net.feed(h)[:, None], places, None)[:, 0]
+                mask = drafter.cache.back(places)[:, None]
+                h = drafter._pass(e, drafter.net.feed(h)[:, None], places, mask)[:, 0]
     assert seen > 30
 
 
-@pytest.mark.parametrize("changes", KINDS, ids=["eagle3", "eagle3.1-two-layers", "eagle1"])
+@pytest.mark.parametrize("changes", KINDS, ids=NAMES)
 def test_a_chain_is_what_training_predicts(changes: dict) -> None:
     """Drafted token s is the argmax of training step s, on a row whose text goes on as
     drafted.
@@ -138,6 +154,74 @@ def test_a_chain_is_what_training_predicts(changes: dict) -> None:
         for step, h in enumerate(hidden):
             place = (head.net.read(h[step]) @ head.projection(target).T).argmax()
             assert head.ids()[place] == tree.tokens[0, step]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("kind", [pytest.param("eagle1", marks=pytest.mark.slow), "eagle3"])
+def test_a_tree_inside_a_window_is_what_training_predicts(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every node that trees of several rows ever read, over rounds with partial accepts and a
+    prompt read in pieces: its logits are those of a training pass over the row's text and the
+    path to the node."""
+    monkeypatch.setattr(drafter_module, "PIECE", 3)
+    target = target_of(dtype=torch.float64)
+    head = head_of(target, kind=kind, steps=4, depth=4, nodes=8, width=3, sliding_window=6)
+    head = head.double()
+    ids, proj = batch_of([30, 30, 30], seed=3).ids, head.projection(target)
+    feats = target.features(ids, torch.ones_like(ids, dtype=torch.bool), head.taps)
+    drafter = head.drafter(target, Draft(shape="tree"))
+    drafter.reset(3, 64)
+    drafter.begin([row[:1] for row in ids], GREEDY)
+    read: list[tuple[int, list[list[int]], Tensor]] = []
+    level, paths = drafter.level, {}
+
+    def noted(nodes: Nodes) -> Tensor:
+        logits = level(nodes)
+        for row, tokens in enumerate(nodes.tokens.tolist()):
+            above = [[]] if nodes.level == 1 else paths[row]
+            spots = torch.arange(len(tokens)) if nodes.above is None else nodes.above
+            spots = spots[row] if spots.dim() > 1 else spots
+            paths[row] = [above[s] + [t] for s, t in zip(spots.tolist(), tokens, strict=True)]
+            read.append((row, paths[row], logits[row]))
+        return logits
+
+    monkeypatch.setattr(drafter, "level", noted)
+    before, compared = [1, 1, 1], 0
+    for after in ([14, 5, 9], [15, 9, 9], [18, 14, 13]):
+        new = max(b - a for a, b in zip(before, after, strict=True))
+        tokens, states = ids.new_zeros(3, new), feats.new_zeros(3, new, *feats.shape[2:])
+        for row, (a, b) in enumerate(zip(before, after, strict=True)):
+            tokens[row, : b - a], states[row, : b - a] = ids[row, a:b], feats[row, a - 1 : b - 1]
+        counts = torch.tensor(after) - torch.tensor(before)
+        drafter.observe(tokens, states, counts, slice(0, 3))
+        drafter.propose(torch.full((3,), 4), GREEDY, Rng(0, torch.arange(3), torch.zeros(3).long()))
+        for row, found, logits in read:
+            for path, z in zip(found, logits, strict=True):
+                text = torch.cat([ids[row, : after[row]], torch.tensor([*path, 0])])[None]
+                on = torch.ones_like(text, dtype=torch.bool)
+                last = torch.arange(text.shape[1])[None] == text.shape[1] - 1
+                batch = Batch(text, on, last, torch.zeros(1, dtype=torch.int64))
+                _, hidden = head._unroll(batch, target, head.places(batch))
+                want = head.net.read(hidden[len(path)][0]) @ proj.T
+                torch.testing.assert_close(z, want, rtol=0, atol=1e-9)
+                compared += 1
+        read.clear()
+        before = after
+    assert compared > 60
+
+
+def test_what_a_window_cannot_be_is_named() -> None:
+    for value, said in ((0, "is below 1"), (-4, "is below 1"), (4, "leaves a draft of 5 steps")):
+        found = faults(EagleConfig(steps=4, sliding_window=value))
+        assert len(found) == 1 and f"sliding_window: {value}" in found[0] and said in found[0]
+    assert not faults(EagleConfig(steps=4, depth=4, sliding_window=5))
+    target = target_of()
+    with pytest.raises(UserError, match=r"head.sliding_window: 9999, but .* context ends at"):
+        head_of(target, sliding_window=9999)
+    head = head_of(target, steps=3, depth=3, sliding_window=6)
+    assert head.form(target, Draft(shape="chain", depth=5)).depth == 5 and head.usual == 3
+    with pytest.raises(UserError, match="6 levels, but the head guesses 5 inside head.sliding_w"):
+        head.form(target, Draft(shape="chain", depth=6))
 
 
 def test_the_31_norms_are_applied() -> None:
@@ -330,3 +414,38 @@ def test_eagle1_reads_normed_features_and_eagle3_raw_ones() -> None:
             )
         else:
             torch.testing.assert_close(feats, torch.stack([seen[2], seen[2], seen[1]], 2))
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+def test_a_window_keeps_documents_rows_and_recomputed_steps_alike(kind: str) -> None:
+    """Packed documents and padded rows have the same loss and gradients in float64, also where
+    steps are computed again; so has a text that the window covers, with and without it; and a
+    pass without a supervised token is finite."""
+    target = target_of(dtype=torch.float64)
+    lengths = [13, 9, 7]
+    rows = batch_of(lengths)
+    start = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
+    packed = Batch(
+        rows.ids[rows.mask][None],
+        torch.ones(1, 29, dtype=torch.bool),
+        rows.loss_mask[rows.mask][None],
+        rows.sample_ids,
+        (torch.arange(29) - start.repeat_interleave(torch.tensor(lengths)))[None],
+    )
+
+    def learned(batch: Batch, **keys: object) -> list[Tensor]:
+        head = head_of(target, kind=kind, steps=3, depth=3, **keys).double()
+        out = head(batch, target)
+        out.sum.backward()
+        return [out.sum.detach(), *(p.grad for p in head.parameters() if p.grad is not None)]
+
+    whole = learned(rows)
+    for keys in ({}, {"activation_checkpointing": True}):
+        one, other = (learned(batch, sliding_window=5, **keys) for batch in (rows, packed))
+        for a, b in zip(one, other, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
+        assert abs(float(one[0] - whole[0])) > 1e-3
+    for a, b in zip(learned(rows, sliding_window=15), whole, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
+    bare = Batch(rows.ids, rows.mask, torch.zeros_like(rows.mask), rows.sample_ids)
+    assert all(bool(t.isfinite().all()) for t in learned(bare, sliding_window=5))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 
 from conf.errors import UserError
 from heads.interop import LAYOUTS, Facts, detect, find_layout, read_folder
+from scripts.serving.card import About
 from scripts.serving.check import check_export
 from tests.helpers.engine_schemas import SCHEMAS, violations
 from tests.helpers.interop import PAIRS, change, deep_target, folder, random_head
@@ -72,6 +74,44 @@ def test_every_norm_of_published_heads_reads_the_same(
         head = random_head(target, "eagle3", **extra)
         path = folder(tmp_path / format, target, head, format)
         assert check_export(path, format, head, target, prompts, torch.float32).tokens == 6
+
+
+def test_a_window_does_not_choose_how_much_an_engine_drafts(target, tmp_path: Path) -> None:
+    head = random_head(target, "eagle3", sliding_window=40, steps=6, depth=4)
+    about = About("vllm", head, {}, Facts.of(target, ""), None, tmp_path, {})
+    assert about.depth == 4 and head.deepest == 39
+
+
+@pytest.mark.parametrize("format", ["vllm", "speculators"])
+def test_a_window_is_written_read_and_served(target, prompts, tmp_path: Path, format: str) -> None:
+    """vLLM's Llama layers take it where layer_types says so; the reader that knows the format
+    alone drafts the same, and one that misses the window is caught."""
+    head = random_head(target, "eagle3", sliding_window=6)
+    path = folder(tmp_path / "a", target, head, format)
+    found = check_export(path, format, head, target, prompts, torch.float32)
+    assert found.tokens == 3 * len(prompts) and found.error < 1e-4 * found.largest
+    again = detect(read_folder(path), "auto").read(read_folder(path), target)
+    assert again.cfg.sliding_window == 6
+
+    def inner(settings: dict) -> dict:
+        return settings.get("transformer_layer_config", settings)
+
+    for value, said in ((0, "whole number above 0"), (4, "leaves a draft of 5 steps nothing")):
+        change(path, settings=lambda c, v=value: inner(c).update(sliding_window=v))
+        with pytest.raises(UserError, match=f"sliding_window.*{said}"):
+            detect(read_folder(path), "auto").read(read_folder(path), target)
+    change(path, settings=lambda c: inner(c).update(layer_types=["full_attention"]))
+    assert detect(read_folder(path), "auto").read(read_folder(path), target).cfg == (
+        replace(again.cfg, sliding_window=None)
+    )
+    with pytest.raises(UserError, match="logits differ"):
+        check_export(path, format, head, target, prompts, torch.float32)
+    change(
+        path,
+        settings=lambda c: inner(c).update(layer_types=["full_attention", "sliding_attention"]),
+    )
+    with pytest.raises(UserError, match="some layers slide"):
+        detect(read_folder(path), "auto").read(read_folder(path), target)
 
 
 def test_half_precision_is_compared_with_the_rounded_head(target, prompts, tmp_path: Path) -> None:
@@ -227,6 +267,9 @@ def test_a_file_served_causally_is_caught(target, prompts, tmp_path: Path) -> No
         ("vllm", "dspark", {}, r"no layout for dspark heads; .*=deepspec or speculators"),
         ("sglang", "eagle3", MASKED, r"head\.parallel: SGLang 0\.5\.23 drafts with no masks"),
         ("vllm", "eagle3", {**MASKED, "mask_token": -1}, r"head\.mask_token: -1; engines take"),
+        ("sglang", "eagle3", {"sliding_window": 9}, r"sliding_window: 9; SGLang .*=vllm or specul"),
+        ("eagle", "eagle3", {"sliding_window": 9}, r"sliding_window: 9; the original EAGLE code"),
+        ("vllm", "eagle1", {"sliding_window": 9}, r"sliding_window: 9; vLLM .*_window=null"),
     ],
 )
 def test_what_engines_cannot_have_is_named(target, format, kind, extra, said: str) -> None:

@@ -52,10 +52,11 @@ class Watched:
         return tree
 
 
+@pytest.mark.parametrize("window", [None, 6])
 @torch.no_grad()
-def test_every_round_of_a_decode_drafts_what_the_training_pass_has() -> None:
+def test_every_round_of_a_decode_drafts_what_the_training_pass_has(window: int | None) -> None:
     target = tiny_target("float64", layers=4)
-    head = made(target)
+    head = made(target, sliding_window=window)
     drafter = Watched(head.drafter(target, Draft(shape="chain")))
     run = generate(target, drafter, [Request([5, 6, 7], 40)], Sampling(1.5), eos_ids=())  # type: ignore[arg-type]
     answer = run.generations[0]

@@ -10,6 +10,7 @@ import dataclasses
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -32,9 +33,35 @@ LAYOUTS = {
     "one row": Layout.of((1, 1), torch.tensor([0])),
     "all rows": Layout.of((2, 5), torch.arange(10)),
 }
+LAYOUTS |= {
+    f"{name}, window {window}": LAYOUTS[name].seen(window)
+    for name, window in (("ragged", 3), ("ragged", 9), ("packed", 1), ("packed", 4))
+}
 
 
-def _flash(query, key, value, cuts, other_cuts, longest, other, dropout, causal, debug, *, scale):
+def _unseen(size: int, left: int | None, right: int | None) -> Tensor:
+    """[size, size] bool, what a row does not see."""
+    future = torch.ones(size, size).triu(1).bool()
+    assert right in (None, 0) and (left is None) == (right is None)
+    return future if left is None else future | torch.ones(size, size).tril(-left - 1).bool()
+
+
+def _flash(
+    query,
+    key,
+    value,
+    cuts,
+    other_cuts,
+    longest,
+    other,
+    dropout,
+    causal,
+    debug,
+    *,
+    scale,
+    window_size_left=None,
+    window_size_right=None,
+):
     """What aten._flash_attention_forward gives for documents side by side: [N, H, hd], [H, N]."""
     assert cuts.dtype == other_cuts.dtype == torch.int32 and (dropout, causal) == (0.0, True)
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
@@ -42,13 +69,13 @@ def _flash(query, key, value, cuts, other_cuts, longest, other, dropout, causal,
     assert longest == other == max(b - a for a, b in pairwise(cuts.tolist()))
     for a, b in pairwise(cuts.tolist()):
         scores = torch.einsum("qhd,khd->hqk", query[a:b], key[a:b]) * scale
-        scores = scores.masked_fill(torch.ones(b - a, b - a).triu(1).bool(), -torch.inf)
+        scores = scores.masked_fill(_unseen(b - a, window_size_left, window_size_right), -torch.inf)
         lse[:, a:b] = scores.logsumexp(-1)
         out[a:b] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value[a:b])
     return out, lse, torch.zeros(2), torch.zeros(()), torch.empty(0)
 
 
-def _flash_back(grad, query, key, value, out, lse, cuts, *rest, scale):
+def _flash_back(grad, query, key, value, out, lse, cuts, *rest, scale, **window):
     """What aten._flash_attention_backward gives."""
     groups = query.shape[1] // key.shape[1]
     wide_key, wide_value = (t.repeat_interleave(groups, 1) for t in (key, value))
@@ -56,7 +83,8 @@ def _flash_back(grad, query, key, value, out, lse, cuts, *rest, scale):
     assert lse.is_contiguous() and grad.shape == out.shape == query.shape
     for a, b in pairwise(cuts.tolist()):
         scores = torch.einsum("qhd,khd->hqk", query[a:b], wide_key[a:b]) * scale
-        law = (scores - lse[:, a:b, None]).exp().tril()
+        left, right = (window.get(f"window_size_{side}") for side in ("left", "right"))
+        law = (scores - lse[:, a:b, None]).exp() * ~_unseen(b - a, left, right)
         pull = torch.einsum("qhd,khd->hqk", grad[a:b], wide_value[a:b])
         score = law * (pull - (grad[a:b] * out[a:b]).sum(-1).T[..., None]) * scale
         into[0][a:b] = torch.einsum("hqk,khd->qhd", score, wide_key[a:b])
@@ -108,8 +136,11 @@ def inputs_of(layout: Layout, heads: int, kv: int, steps: int, rows: int) -> lis
     ],
 )
 @pytest.mark.usefixtures("cuda_kernel")
-def test_every_kernel_equals_dense(kernel: Kernel, kv: int, layout: Layout) -> None:
+def test_every_kernel_equals_dense(
+    kernel: Kernel, kv: int, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Values and all gradients, with steps behind the first and without."""
+    monkeypatch.setattr(attention, "LEAST_BAND", 2)  # a window cuts documents of eleven tokens
     whole = torch.arange(layout.shape[0] * layout.shape[1])
     for steps, rows in ((3, layout.rows), (0, layout.rows), (0, None)):
         there = layout if rows is not None else Layout(layout.shape, whole, *parts(layout))
@@ -126,10 +157,11 @@ def test_every_kernel_equals_dense(kernel: Kernel, kv: int, layout: Layout) -> N
             torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
 
 
-def parts(layout: Layout) -> tuple[list[int], list[int], list[int], Tensor]:
+def parts(layout: Layout) -> tuple[Any, ...]:
     """The documents of a layout, all of whose tokens are rows."""
     sizes = [b - a for a, b in pairwise(layout.edges)]
-    return layout.starts, sizes, sizes, layout.cuts
+    every = np.arange(layout.shape[0] * layout.shape[1])
+    return layout.starts, sizes, sizes, layout.cuts, every, layout.window
 
 
 @pytest.mark.parametrize("kernel", [BLOCKS, FLASH], ids=["blocks", "flash"])
@@ -152,6 +184,35 @@ def test_blocks_are_cut_where_memory_says(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(attention, "BLOCK", 1)
     cut = merged(query, layout, layout.rows, 0.5, (key, value), own, BLOCKS)
     torch.testing.assert_close(cut, whole, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("window", [1, 64, 200, 1000])
+def test_a_window_costs_what_it_shows(window: int) -> None:
+    """Bands of long documents: every row is in one block, every key that it sees beside it, and
+    the blocks grow with the window and not with the document."""
+    torch.manual_seed(0)
+    rows = (torch.rand(2 * 1500) < 0.6).nonzero()[:, 0]
+    layout = Layout.of((2, 1500), rows).seen(window)
+    assert layout.window == window
+    for chosen, total in ((rows, len(rows)), (None, 3000)):
+        met, scores = [], 0
+        for block in attention._blocks(layout, chosen, 1, 1):
+            met.append(block.at + 1500 * block.far[0])
+            scores += block.hidden.numel()
+            sees = torch.minimum(block.at + 1, torch.tensor(window))
+            assert ((~block.hidden).sum(1) == sees).all()
+        assert torch.cat(met).equal(rows if chosen is not None else torch.arange(3000))
+        assert scores <= total * (window + max(attention.LEAST_BAND, window // 4))
+
+
+def test_windows_that_change_nothing_are_none() -> None:
+    layout = LAYOUTS["packed"]  # its longest document has five tokens
+    assert [layout.seen(n).window for n in (0, 1, 4, 5, 99)] == [0, 1, 4, 0, 0]
+    memory = attention.Memory(layout, 3)
+    assert [memory.at(s).layout.window for s in (0, 1, 2)] == [3, 2, 1]
+    with pytest.raises(ValueError, match="step 3 of a window of 3"):
+        memory.at(3)
+    assert attention.Memory(layout).at(7).layout.window == 0
 
 
 def test_a_layout_says_where_documents_and_rows_lie() -> None:

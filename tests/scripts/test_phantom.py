@@ -122,6 +122,28 @@ def test_memory_follows_storages() -> None:
         assert not any(ghost.live.values()) and ghost.most > 8e6
 
 
+def test_a_window_makes_attention_cheaper() -> None:
+    """Of causal attention half of the scores are computed; inside a window fewer, as many as
+    the window has for all rows but the first ones."""
+
+    def flops(**window: int) -> float:
+        with phantom() as ghost:
+            part = torch.empty(1024, 2, 16, dtype=torch.bfloat16, device=ghost.device)
+            cuts = torch.empty(2, dtype=torch.int32, device=ghost.device)
+            ghost.restart()
+            torch.ops.aten._flash_attention_forward(
+                *(part, part, part, cuts, cuts, 1024, 1024, 0.0, True, False), **window
+            )
+            return sum(ghost.flops.values())
+
+    whole = flops()
+    assert whole == 4 * 1024 * 1024 * 16 * 2 / 2
+    assert flops(window_size_left=1023, window_size_right=0) == whole
+    assert flops(window_size_left=127, window_size_right=0) / whole == pytest.approx(
+        2 * (1 / 8 - 1 / 128)
+    )
+
+
 def test_it_leaves_nothing_behind() -> None:
     plain = torch.nn.functional.scaled_dot_product_attention, torch.Generator, torch.Tensor.numpy
     with pytest.raises(KeyError), phantom():

@@ -27,6 +27,7 @@ from torch import Tensor
 from conf.errors import UserError
 from decode.models.identity import (
     cache_root,
+    sha256_known,
     sha256_remembered,
     sha256_template,
     sha256_tokenizer,
@@ -550,7 +551,7 @@ def _load(
     )
     if cfg.kind == "rounds":
         return _logged(cfg, how)
-    source, name, content = _source(cfg)
+    source, name, content = _source(cfg, heed)
     identity = [
         VERSION,
         cfg.kind,
@@ -568,7 +569,8 @@ def _load(
     key = hashlib.sha256(text.encode()).hexdigest()[:32]
     path = cache_root() / "tokens" / f"{key}.safetensors" if cfg.cache else None
     work = Work(name, tokenizer, how, float(cfg.held_out))
-    rows = _from_cache(path, name)
+    # A file that this machine has not read yet is read through once, by whose turn it is.
+    rows = _from_cache(path, name) if path is not None and _read(path) else None
     if rows is None and path is not None:
         with turn(f"tokens-{key}", cfg.wait, heed):
             rows = _from_cache(path, name) or _tokenize(cfg, source, work, path, heed)
@@ -605,7 +607,7 @@ def _logged(cfg: DataConfig, how: Reading) -> Rows:
     )
 
 
-def _source(cfg: DataConfig) -> tuple[Iterator[Item], str, str]:
+def _source(cfg: DataConfig, heed: Callable[[], None]) -> tuple[Iterator[Item], str, str]:
     """(rows, name for messages, content hash)."""
     if cfg.kind in ("jsonl", "text"):
         path = Path(str(cfg.path)).expanduser()
@@ -615,7 +617,7 @@ def _source(cfg: DataConfig) -> tuple[Iterator[Item], str, str]:
                 f"{'JSONL' if cfg.kind == 'jsonl' else 'text'} file"
             )
         rows = read_lines(path) if cfg.kind == "jsonl" else read_text(path)
-        return rows, str(path), sha256_remembered([path])[0]
+        return rows, str(path), _content(path, cfg, heed)
     import datasets
 
     (folder,) = cfg.paths
@@ -624,7 +626,7 @@ def _source(cfg: DataConfig) -> tuple[Iterator[Item], str, str]:
         if folder and (Path(folder) / "state.json").is_file():
             data = datasets.load_from_disk(folder)  # mapped, so streamed in any case
         elif cfg.streaming:
-            return _streamed(cfg, f"{name}[{cfg.split}]")
+            return _streamed(cfg, f"{name}[{cfg.split}]", heed)
         elif folder:
             data = datasets.load_dataset(folder, split=cfg.split)
         else:
@@ -641,7 +643,19 @@ def _source(cfg: DataConfig) -> tuple[Iterator[Item], str, str]:
     )
 
 
-def _streamed(cfg: DataConfig, name: str) -> tuple[Iterator[Row | BadRow], str, str]:
+def _content(file: Path, cfg: DataConfig, heed: Callable[[], None]) -> str:
+    """The hash of a file's bytes. Of several processes one reads a file that is new here."""
+    known = sha256_known(file)
+    if known is not None:
+        return known
+    place = hashlib.sha256(str(file.resolve()).encode(errors="surrogateescape")).hexdigest()
+    with turn(f"hash-{place[:32]}", cfg.wait, heed):
+        return sha256_remembered([file])[0]
+
+
+def _streamed(
+    cfg: DataConfig, name: str, heed: Callable[[], None]
+) -> tuple[Iterator[Row | BadRow], str, str]:
     """As _source, file after file and row after row, without a copy on this machine. The
     content hash is that of the
     files: of their bytes in a local folder, of their names at a resolved commit on the hub."""
@@ -653,7 +667,7 @@ def _streamed(cfg: DataConfig, name: str) -> tuple[Iterator[Row | BadRow], str, 
     data = datasets.load_dataset(**where, split=cfg.split, streaming=True)
     files = [str(f) for f in (builder.config.data_files or {}).get(cfg.split, [])]
     parts = [
-        [Path(f).name, sha256_remembered([Path(f)])[0]] if Path(f).is_file() else [f] for f in files
+        [Path(f).name, _content(Path(f), cfg, heed)] if Path(f).is_file() else [f] for f in files
     ]
     content = ["stream", parts or [[str(where), cfg.split, builder.hash]]]
     return _unbroken(read_records(data, name), name), name, json.dumps(content)
@@ -729,7 +743,7 @@ def _from_cache(path: Path | None, name: str) -> Rows | None:
     machine, and again when it changes."""
     if path is None:
         return None
-    known = _memory(path) == _stat(path)
+    known = _read(path)
     found = mapped(path, check=not known)
     if found is None:
         return None
@@ -741,6 +755,11 @@ def _from_cache(path: Path | None, name: str) -> Rows | None:
         return _rows(name, tensors, bad, about["turns"], about)
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def _read(path: Path) -> bool:
+    """Whether this machine has read a token file through, as it is now, and found it sound."""
+    return _memory(path) == _stat(path)
 
 
 def _stat(path: Path) -> list[int] | None:
@@ -757,7 +776,7 @@ def _checked(path: Path) -> Path:
 
 def _memory(path: Path) -> list[int] | str:
     """The `_stat` under which a token file was found sound."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, TypeError):
         return list(json.loads(_checked(path).read_text()))
     return "never"
 
