@@ -98,11 +98,11 @@ SHARED = (
 EAGLE = (*("head", "config", "net", "layer", "places", "attention", "cache", "init", "drafter"),)
 READING = {
     "Medusa": (
-        5428,
+        5427,
         ("heads/parallel/base.py", "heads/parallel/medusa.py", "heads/parallel/drafter.py"),
     ),
     "EAGLE": (
-        6906,
+        6767,
         (
             *("heads/layered.py", "heads/layered_drafter.py"),
             *(f"heads/eagle/{name}.py" for name in EAGLE),
