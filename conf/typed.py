@@ -2,9 +2,10 @@
 it has is told at once.
 
 Hydra's own check does not see keys appended with `+`, nor ranges: here the dataclass is the
-only authority. Field types may be bool, int, float, str, Literal, Optional and other unions,
-list, tuple, dict with str keys, Any, and nested dataclasses. A dataclass may define
-`validate(self) -> list[str]`: "key: value; rule; fix".
+only authority. pydantic reads every value by its field's type (conf/rules.py has types with
+ranges); groups are walked here, so that one that is wrong hides no mistake of the others. A
+dataclass may define `validate(self) -> list[str]` for what concerns several keys: "key: value;
+rule; fix".
 """
 
 from __future__ import annotations
@@ -12,18 +13,20 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import keyword
-import math
 import reprlib
 import textwrap
 import types
 import typing
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import AllowInfNan, BeforeValidator, Field, Strict, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from conf.errors import UserError
 
@@ -33,7 +36,6 @@ INVALID = (
 )  # stands for a value that could not be converted; its problem is already on the list
 SHORT = reprlib.Repr()  # how a wrong value is shown: the line stays a line
 SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 100
-SEEDS = 1 << 63  # seeds lie below: torch and numpy take no other ones
 
 
 def to_typed(cfg: DictConfig, schema: type[T]) -> T:
@@ -172,166 +174,186 @@ def _options(hint: Any) -> tuple[Any, ...]:
 def _dataclass(
     cfg: DictConfig | dict[str, Any], schema: Any, prefix: str, root: type, problems: list[str]
 ) -> Any:
-    hints = typing.get_type_hints(schema)
+    hints = typing.get_type_hints(schema, include_extras=True)
     fields = {key_of(f.name): f for f in dataclasses.fields(schema) if f.init}
-    known = list(keys(root))
-    if prefix and (wrong := wrong_kind(cfg, schema)):
-        problems.append(
-            prefix + wrong
-        )  # its keys belong to another schema: each would be a problem of its own
-        return INVALID
-    for key in cfg:
-        if str(key) not in fields:
-            problems.append(unknown_key(prefix + str(key), known))
-    values: dict[str, Any] = {}
     before = len(problems)
+    if not (prefix and wrong_kind(cfg, schema)):  # else its keys belong to another schema
+        unknown = [prefix + str(key) for key in cfg if str(key) not in fields]
+        problems += [unknown_key(key, keys(root)) for key in unknown]
+    values: dict[str, Any] = {}
     for name, field in fields.items():
-        key = prefix + name
-        absent = name not in cfg
-        if absent and (field.default, field.default_factory) != (
-            dataclasses.MISSING,
-            dataclasses.MISSING,
-        ):
-            continue
-        if absent or _is_missing(cfg, name):
+        key, hint, usual = prefix + name, hints[field.name], default(field)
+        raw = usual
+        if name in cfg:
+            try:
+                raw = dataclasses.MISSING if _is_missing(cfg, name) else cfg[name]
+            except OmegaConfBaseException as error:
+                problems.append(f"{key}: {str(error).splitlines()[0]}; mend the interpolation")
+                continue
+        if raw is dataclasses.MISSING:
             problems.append(f"{key}: is required; set {key}=VALUE")
             continue
-        try:
-            raw = cfg[name]
-        except OmegaConfBaseException as error:
-            problems.append(f"{key}: {str(error).splitlines()[0]}; mend the interpolation")
+        nested = nested_schema(hint)
+        if nested is None:
+            value, found = _value(raw, hint, key, usual)
+            problems += found
+        elif isinstance(raw, DictConfig | dict):
+            value = _dataclass(raw, nested, f"{key}.", root, problems)
+        elif isinstance(raw, nested) or (raw is None and type(None) in _options(hint)):
+            value = raw
+        else:
+            problems.append(f"{key}: {SHORT.repr(raw)} is not a mapping {{..}}; set its keys")
             continue
-        value = _value(raw, hints[field.name], key, root, problems)
-        if value is not INVALID:
-            values[field.name] = value
+        values[field.name] = value
     if len(problems) > before:
         return INVALID
     made = schema(**values)
-    found = made.validate() if hasattr(made, "validate") else []
-    for line in [*found, *_seed_problem(values)]:
-        problems.append(line if line.startswith(prefix) else prefix + line)
+    problems += [prefix + line for line in _rules(made)]
     return made
+
+
+def faults(made: Any, prefix: str = "") -> list[str]:
+    """The problems of a dataclass that Python code made, as `convert` would tell them."""
+    found: list[str] = []
+    hints = typing.get_type_hints(type(made), include_extras=True)
+    for field in dataclasses.fields(made):
+        value, key = getattr(made, field.name), prefix + key_of(field.name)
+        if dataclasses.is_dataclass(value):
+            found += faults(value, f"{key}.")
+        else:
+            found += _value(value, hints[field.name], key, default(field))[1]
+    return found or [prefix + line for line in _rules(made)]
+
+
+def default(field: dataclasses.Field[Any]) -> Any:
+    """What a field holds where nobody sets it; dataclasses.MISSING where somebody must."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _rules(made: Any) -> list[str]:
+    return made.validate() if hasattr(made, "validate") else []
 
 
 def _is_missing(cfg: DictConfig | dict[str, Any], name: str) -> bool:
     return isinstance(cfg, DictConfig) and OmegaConf.is_missing(cfg, name)
 
 
-def _seed_problem(values: dict[str, Any]) -> list[str]:
-    """One rule for the `seed` of every command."""
-    seed = values.get("seed")
-    if type(seed) is not int or 0 <= seed < SEEDS:
-        return []
-    return [f"seed: {SHORT.repr(seed)} is outside 0..2**63 - 1; set seed={seed % SEEDS}"]
-
-
 def wrong_kind(cfg: DictConfig | dict[str, Any], schema: Any) -> str:
-    """What is wrong with the `kind` of a group's options, where the schema's own rule takes
-    others; "" if nothing.
+    """What is wrong with the `kind` of a group's options, where the schema takes others; "" if
+    nothing.
     """
-    known = {field.name for field in dataclasses.fields(schema)}
-    if "kind" not in known or "kind" not in cfg or _is_missing(cfg, "kind"):
+    hint = typing.get_type_hints(schema, include_extras=True).get("kind")
+    if hint is None or "kind" not in cfg or _is_missing(cfg, "kind"):
         return ""
-    problems: list[str] = []
-    _dataclass({"kind": cfg["kind"]}, schema, "", schema, problems)
-    return next(
-        (line for line in problems if line.startswith("kind:") and "; set kind=" not in line), ""
-    )
+    found = _value(cfg["kind"], hint, "kind", dataclasses.MISSING)[1]
+    return found[0] if found else ""
 
 
-def _value(raw: Any, hint: Any, key: str, root: type, problems: list[str]) -> Any:
-    options = _options(hint)
-    nested = nested_schema(hint)
-    if nested is not None and isinstance(raw, DictConfig | dict):
-        return _dataclass(raw, nested, f"{key}.", root, problems)
-    for option in sorted(
-        options, key=lambda o: o is not type(raw)
-    ):  # an exact match before a conversion
-        value = _scalar(raw, option, key, root)
-        if value is not INVALID:
-            return value
-    shown = OmegaConf.to_container(raw) if isinstance(raw, DictConfig | ListConfig) else raw
-    problems.append(f"{key}: {SHORT.repr(shown)} is not {_words(hint)}; set {key}={_example(hint)}")
-    return INVALID
+def _whole(raw: Any) -> Any:
+    """steps=1e3 is a whole number."""
+    return int(raw) if isinstance(raw, float) and raw.is_integer() else raw
 
 
-def _scalar(raw: Any, option: Any, key: str, root: type) -> Any:
-    origin, args = typing.get_origin(option), typing.get_args(option)
-    if option is Any:
-        return (
-            OmegaConf.to_container(raw, resolve=True)
-            if isinstance(raw, DictConfig | ListConfig)
-            else raw
-        )
-    if option is type(None) or raw is None:
-        return None if raw is None and option is type(None) else INVALID
-    if origin is typing.Literal:
-        return raw if any(raw == a and type(raw) is type(a) for a in args) else INVALID
-    if origin in (list, tuple) or option in (list, tuple):
-        if not isinstance(raw, ListConfig | list):
-            return INVALID
-        hints = [args[0] if args else Any] * len(raw)
-        if origin is tuple and args[1:] != (...,):
-            if len(args) != len(raw):
-                return INVALID
-            hints = list(args)
-        items = [_value(item, h, key, root, []) for item, h in zip(raw, hints, strict=True)]
-        return INVALID if any(i is INVALID for i in items) else (origin or option)(items)
-    if origin is dict or option is dict:
-        if not isinstance(raw, DictConfig | dict):
-            return INVALID
-        pairs = {str(k): _value(raw[k], args[1] if args else Any, key, root, []) for k in raw}
-        return INVALID if any(v is INVALID for v in pairs.values()) else pairs
-    if isinstance(raw, DictConfig | ListConfig | dict | list) or not isinstance(option, type):
-        return INVALID
-    if option is bool or isinstance(raw, bool):
-        return raw if option is bool and isinstance(raw, bool) else INVALID
-    if option is int and isinstance(raw, float):  # steps=1e3
-        return int(raw) if raw.is_integer() else INVALID
-    if option is float:
-        return _float(raw)
-    if option is str and isinstance(raw, int | float):  # a path or a revision made of digits
-        return str(raw)
-    return raw if isinstance(raw, option) else INVALID
+def _text(raw: Any) -> Any:
+    """A path or a revision made of digits is text."""
+    return str(raw) if type(raw) in (int, float) else raw
 
 
-def _float(raw: Any) -> Any:
-    """A number that is one: no NaN, no infinity, no whole number beyond all floats."""
+READ: dict[Any, Any] = {
+    bool: Annotated[bool, Strict()],
+    int: Annotated[int, Strict(), BeforeValidator(_whole)],
+    float: Annotated[float, Strict(), AllowInfNan(False)],
+    str: Annotated[str, Strict(), BeforeValidator(_text)],
+}
+
+
+def _read(hint: Any, digits: bool = True) -> Any:
+    """A type hint whose plain types are read as READ says. digits: a number may be text."""
+    args, origin = typing.get_args(hint), typing.get_origin(hint)
+    if not args or origin is Literal:
+        return Annotated[str, Strict()] if hint is str and not digits else READ.get(hint, hint)
+    if origin is Annotated:
+        return Annotated[(_read(args[0], digits), *args[1:])]
+    if origin not in (typing.Union, types.UnionType):
+        return origin[tuple(_read(one) for one in args)]
+    plain = {getattr(one, "__origin__", one) for one in args}
+    inner = tuple(_read(one, not plain & {int, float}) for one in args)
+    if len(plain - {type(None)}) == 1:
+        return typing.Union[inner]  # noqa: UP007
+    return Annotated[typing.Union[inner], Field(union_mode="left_to_right")]  # noqa: UP007
+
+
+@functools.cache
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(_read(hint))
+
+
+def _value(raw: Any, hint: Any, key: str, usual: Any) -> tuple[Any, list[str]]:
+    """(a value as its type reads it, what is wrong with it). usual: the field's default."""
+    if isinstance(raw, DictConfig | ListConfig):
+        raw = OmegaConf.to_container(raw, resolve=True)
     try:
-        value = float(raw) if isinstance(raw, int | float) else math.nan
-    except OverflowError:
-        return INVALID
-    return value if math.isfinite(value) else INVALID
+        return _adapter(hint).validate_python(raw), []
+    except ValidationError as error:
+        return INVALID, [f"{key}: {_told(error.errors(include_url=False), raw, hint, key, usual)}"]
 
 
-def _words(hint: Any) -> str:
-    names = {
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        str: "text",
-        type(None): "null",
+def _choices(expected: str) -> str:
+    """pydantic's list of choices, 'a', 'b' or 'c', without the quotes."""
+    words = expected.replace("''", "nothing").replace("'", "")
+    return words.replace(" or ", ", ")
+
+
+WORDS = {
+    "int_type": ("a whole number", "8"),
+    "float_type": ("a number", "0.5"),
+    "finite_number": ("a number", "0.5"),
+    "bool_type": ("true or false", "true"),
+    "string_type": ("text", "VALUE"),
+    "list_type": ("a list [..]", "[A,B]"),
+    "tuple_type": ("a list [..]", "[A,B]"),
+    "dict_type": ("a mapping {..}", "{A: B}"),
+}
+
+
+def _told(errors: list[ErrorDetails], raw: Any, hint: Any, key: str, usual: Any) -> str:
+    """pydantic's errors about one value in our words: "value; rule; fix"."""
+    for error in errors:
+        if line := _broken(error, key, usual):
+            return line
+    shown = errors[0]["input"]  # of a list the first wrong item, by every type it may have
+    same = [error for error in errors if error["input"] is shown]
+    pairs = [WORDS.get(error["type"], (error["msg"], "VALUE")) for error in same]
+    words = [*dict.fromkeys(word for word, _ in pairs)]
+    words += ["null"] if shown is raw and type(None) in _options(hint) else []
+    fix = pairs[0][1] if shown is raw else f"[{pairs[0][1]}]"
+    return f"{SHORT.repr(shown)} is not {' or '.join(words)}; set {key}={fix}"
+
+
+def _broken(error: ErrorDetails, key: str, usual: Any) -> str:
+    """The rule that a value of the right type breaks; "" where the type is wrong."""
+    shown = SHORT.repr(error["input"])
+    bounds = {
+        name: int(bound) if isinstance(bound, float) and bound.is_integer() else bound
+        for name, bound in error.get("ctx", {}).items()
     }
-    words = []
-    for option in _options(hint):
-        origin, args = typing.get_origin(option), typing.get_args(option)
-        if origin is typing.Literal:
-            words.append("one of " + ", ".join(map(str, args)))
-        elif origin in (list, tuple):
-            words.append(
-                f"a list [..] whose items are {_words(args[0])}" if args else "a list [..]"
-            )
-        elif origin is dict or dataclasses.is_dataclass(option):
-            words.append("a mapping {..}")
-        else:
-            words.append(names.get(option, getattr(option, "__name__", str(option))))
-    return " or ".join(words)
-
-
-def _example(hint: Any) -> str:
-    option = _options(hint)[0]
-    if typing.get_origin(option) is typing.Literal:
-        return str(typing.get_args(option)[0])
-    if typing.get_origin(option) in (list, tuple):
-        return "[A,B]"
-    return {int: "8", float: "0.5", bool: "true"}.get(option, "VALUE")
+    common = "" if usual is dataclasses.MISSING or usual == error["input"] else usual
+    near = f"{common} is usual" if isinstance(common, int | float) else ""
+    match error["type"]:
+        case "greater_than_equal":
+            return f"{shown} is below {bounds['ge']}; give {bounds['ge']} or more"
+        case "less_than_equal":
+            return f"{shown} is above {bounds['le']}; give {bounds['le']} or less"
+        case "greater_than":
+            return f"{shown} is not above {bounds['gt']}; {near or 'give more'}"
+        case "less_than":
+            return f"{shown} is not below {bounds['lt']}; {near or 'give less'}"
+        case "too_short" | "string_too_short":
+            return f"is empty; set {key}={common or 'VALUE'}"
+        case "too_long":
+            return f"{shown} holds too many; give {bounds['max_length']}"
+        case "literal_error":
+            return f"{shown} is none of {_choices(error['ctx']['expected'])}; choose one"
+    return ""

@@ -82,7 +82,7 @@ class PackingScorer(Scorer):
     def _logits(self) -> Tensor:
         """Of a short text, by a plain pass."""
         ids = torch.arange(3, 11, device=self.device).remainder(self.vocab_size)[None]
-        with self._rows_apart():
+        with self.rows_apart():
             out = self._model(input_ids=ids, use_cache=False, return_dict=True)
         return out.logits  # type: ignore[no-any-return]
 

@@ -16,11 +16,11 @@ cannot be changed after loading is probed as it is, with longer texts.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from conf.errors import UserError
 from decode import attention
@@ -408,3 +408,51 @@ class _Expected:
         finally:
             target.model.set_attn_implementation(own)
         return difference(torch.stack(found), torch.stack(wanted))
+
+
+# What passes without a cache can do, for training
+# -------------------------------------------------------------------------------------------
+
+
+def probe_layers(target: Scorer, caught: Callable[..., Tensor]) -> list[nn.Module]:
+    """The layers whose inputs are the hidden states that transformers lists; [] where that does
+    not hold. Asked by one short pass each way.
+
+    caught: (layers, taps, keys of the pass) -> the hidden states read on the way.
+    """
+    stacks = [
+        part
+        for part in target.body.modules()
+        if isinstance(part, nn.ModuleList) and len(part) == target.num_layers
+    ]
+    if len(stacks) != 1:
+        return []
+    ids = torch.arange(3, 8, device=target.device).remainder(target.vocab_size)[None]
+    kwargs: dict[str, Any] = {"input_ids": ids, "use_cache": False, "return_dict": True}
+    if target.takes_positions:
+        kwargs["position_ids"] = torch.arange(5, device=target.device)[None]
+    with target.rows_apart():
+        listed = target.body(**kwargs, output_hidden_states=True).hidden_states
+    try:
+        found = caught(list(stacks[0]), range(target.num_layers + 1), kwargs)
+    except FAILURES:  # layers of another build
+        return []
+    same = listed is not None and torch.equal(torch.stack(listed, 2), found)
+    return list(stacks[0]) if same else []
+
+
+def packing_error(target: Scorer, features: Callable[..., Tensor]) -> float:
+    """Largest relative error of documents that stand packed in a row, against each alone.
+
+    features: Target.features.
+    """
+    ids = torch.arange(3, 3 + 26, device=target.device).remainder(target.vocab_size).view(2, 13)
+    at = torch.tensor([[*range(5), *range(8)], [*range(9), *range(4)]], device=target.device)
+    real, taps = torch.ones_like(ids, dtype=torch.bool), (target.num_layers,)
+    packed = features(ids, real, taps, position=at)
+    worst = 0.0
+    for b, cut in ((0, 5), (1, 9)):
+        for part in (slice(0, cut), slice(cut, 13)):
+            alone = features(ids[b : b + 1, part], real[b : b + 1, part], taps)
+            worst = max(worst, difference(packed[b : b + 1, part, 0], alone[:, :, 0]))
+    return worst

@@ -320,13 +320,13 @@ class Scorer:
             kwargs["position_ids"] = positions
         picked = torch.arange(ids.shape[0], device=self.device)
         if self.head.exact and (last is not None or (taps and not kwargs["output_hidden_states"])):
-            with self._rows_apart():
+            with self.rows_apart():
                 out = self.body(**kwargs)
             hidden = out.last_hidden_state
             return out, self.unembed(hidden if last is None else hidden[picked, last][:, None])
         if taps:
             kwargs["output_hidden_states"] = True
-        with self._rows_apart():
+        with self.rows_apart():
             out = self._model(**kwargs)
         return out, out.logits if last is None else out.logits[picked, last][:, None]
 
@@ -340,7 +340,7 @@ class Scorer:
         ends = torch.where(lengths > self.switch, width, self.switch)
         return torch.minimum(places, ends[:, None] - 1)
 
-    def _rows_apart(self) -> contextlib.AbstractContextManager[None]:
+    def rows_apart(self) -> contextlib.AbstractContextManager[None]:
         """No row's rotary frequencies depend on its neighbours within."""
         return self.rope.applied() if self.rope else contextlib.nullcontext()
 

@@ -7,6 +7,7 @@ Shape letters: B rows, T tokens, D hidden size. Taps: see decode/scorer.py.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from decode import waits
 from decode.packing import PackingScorer
-from decode.probe import TOLERANCE, difference, probe_head, probe_target
+from decode.probe import TOLERANCE, packing_error, probe_head, probe_layers, probe_target
 from decode.scorer import Head, Probe
 
 
@@ -36,7 +37,6 @@ class Target(PackingScorer):
         self.borrowed = self.sharded = self.relatives = False
         self._loaded_attention = model.config._attn_implementation
         self._packs: str | None = None
-        self._layers: list[nn.Module] | None = None
 
     @contextlib.contextmanager
     def as_loaded(self) -> Iterator[Any]:
@@ -99,11 +99,17 @@ class Target(PackingScorer):
                     self._places(ids.shape[1], mask.sum(1)) if position is None else position
                 )
             several = self._wants_all(taps)
-            if several and not grad and (layers := self._tapped_layers()):
+            if several and not grad and (layers := self.tapped_layers):
                 return self._caught(layers, taps, kwargs)
-            with self._rows_apart():
+            with self.rows_apart():
                 out = self.body(**kwargs, output_hidden_states=several)
             return self._taps(out, taps)
+
+    @functools.cached_property
+    def tapped_layers(self) -> list[nn.Module]:
+        """The layers whose inputs are the hidden states that transformers lists; [] where that
+        does not hold."""
+        return probe_layers(self, self._caught)
 
     def _caught(
         self, layers: Sequence[nn.Module], taps: Sequence[int], kwargs: dict[str, Any]
@@ -121,40 +127,12 @@ class Target(PackingScorer):
         wanted = {tap for tap in taps if tap < self.num_layers}
         hooks = [layers[t].register_forward_pre_hook(reader(t), with_kwargs=True) for t in wanted]
         try:
-            with self._rows_apart():
+            with self.rows_apart():
                 found[self.num_layers] = self.body(**kwargs).last_hidden_state
         finally:
             for hook in hooks:
                 hook.remove()
         return torch.stack([found[tap] for tap in taps], 2)
-
-    def _tapped_layers(self) -> list[nn.Module]:
-        """The layers whose inputs are the hidden states that transformers lists; [] where that
-        does not hold. Asked of the model itself, by one short pass each way."""
-        if self._layers is None:
-            stacks = [
-                part
-                for part in self.body.modules()
-                if isinstance(part, nn.ModuleList) and len(part) == self.num_layers
-            ]
-            self._layers = list(stacks[0]) if len(stacks) == 1 else []
-            if self._layers and not self._listed_as_caught():
-                self._layers = []
-        return self._layers
-
-    def _listed_as_caught(self) -> bool:
-        ids = torch.arange(3, 8, device=self.device).remainder(self.vocab_size)[None]
-        kwargs: dict[str, Any] = {"input_ids": ids, "use_cache": False, "return_dict": True}
-        if self.takes_positions:
-            kwargs["position_ids"] = torch.arange(5, device=self.device)[None]
-        taps = range(self.num_layers + 1)
-        with self._rows_apart():
-            listed = self._taps(self.body(**kwargs, output_hidden_states=True), taps)
-        try:
-            caught = self._caught(self._layers or [], taps, kwargs)
-        except (KeyError, IndexError, RuntimeError, AttributeError):  # layers of another build
-            return False
-        return torch.equal(listed, caught)
 
     def packs(self) -> str:
         """Why this target cannot take packed documents; empty when it can. Asked of the model
@@ -166,19 +144,8 @@ class Target(PackingScorer):
                 "whole row"
             )
         if self._packs is None:
-            ids = torch.arange(3, 3 + 26, device=self.device).remainder(self.vocab_size).view(2, 13)
-            at = torch.tensor([[*range(5), *range(8)], [*range(9), *range(4)]], device=self.device)
-            real, taps = torch.ones_like(ids, dtype=torch.bool), (self.num_layers,)
-            packed = self.features(ids, real, taps, position=at)
-            worst = 0.0
-            for b, cut in ((0, 5), (1, 9)):
-                for part in (slice(0, cut), slice(cut, 13)):
-                    alone = self.features(ids[b : b + 1, part], real[b : b + 1, part], taps)
-                    worst = max(worst, difference(packed[b : b + 1, part, 0], alone[:, :, 0]))
-            limit = TOLERANCE[self.dtype]
-            self._packs = (
-                ""
-                if worst <= limit
-                else f"packed documents see each other (relative error {worst:.2g})"
-            )
+            error = packing_error(self, self.features)
+            self._packs = ""
+            if error > TOLERANCE[self.dtype]:
+                self._packs = f"packed documents see each other (relative error {error:.2g})"
         return self._packs

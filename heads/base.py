@@ -29,6 +29,7 @@ from heads import shapes, vocab
 from heads.batch import Batch, LossOut
 from heads.earlier import without_gone
 from heads.forced import ranks
+from heads.limits import Draw
 from heads.lora import UNSAVED, Adaptable, LoraKeys
 from heads.names import DEFAULT_DRAW, Draft
 
@@ -43,7 +44,7 @@ class HeadConfig:
     kind: str = ""
     # tree at temperature > 0: sampled = drawn without replacement on a static tree, fixed =
     # the most probable tokens
-    tree_draw: str = "sampled"
+    tree_draw: Draw = "sampled"
     # folder of a head, a run or an export whose draft vocabulary is taken; empty = the tokens
     # that are supervised most often
     draft_vocab_from: str = ""

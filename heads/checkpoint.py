@@ -177,6 +177,31 @@ def load_as(
         raise UserError(
             f"{folder / CARD}: a {card['kind'][:80]} head, where a {kind.kind} head is read"
         )
+    _belongs(kind, card, folder, target, relative)
+    path = folder / card["weights"]["file"]
+    stored = _stored(path, card["weights"])
+    try:
+        head = _rebuilt(kind, card["head"], target, path, stored, above)
+    except UserError as error:
+        raise UserError(f"{folder / CARD}: {error}; {AGAIN}") from None
+    except (KeyError, TypeError, RuntimeError) as error:
+        line = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise UserError(
+            f"{folder}: does not fit this version's {card['kind']} head ({line}); train it again"
+        ) from None
+    try:
+        head.attach(target)
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from None
+    target.borrowed |= not kind.trains_target
+    return head.eval()
+
+
+def _belongs(
+    kind: type[Head], card: dict[str, Any], folder: Path, target: Target, relative: bool
+) -> None:
+    """Raise UserError unless the head of this card may draft for the target. relative: see
+    load_as."""
     if card["target"] and target.identity is not None:
         differences = kind.differences(card, target.identity)
         if (relative or target.relatives) and not kind.trains_target:
@@ -193,8 +218,11 @@ def load_as(
             "is in use already; "
             "score the two in separate runs"
         )
-    wanted = card["weights"]
-    path = folder / wanted["file"]
+
+
+def _stored(path: Path, wanted: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes by name in a weights file. wanted: what the card says of it. Raises UserError for
+    a file that is missing or another one."""
     try:
         size = path.stat().st_size
         if size != wanted["bytes"] or sha256_file(path) != wanted["sha256"]:
@@ -203,40 +231,39 @@ def load_as(
                 "train the head again"
             )
         with safe_open(path, framework="pt") as file:
-            stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; {AGAIN}") from None
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: cannot be read ({error}); {AGAIN}") from None
-    try:
-        if "lora" in card["head"]:
-            head = _adapted(kind, card["head"], target, stored, above)
-        else:
-            with torch.device("meta"):
-                odd = kind.misfits(card["head"], target, stored)
-            if odd:
-                raise UserError(f"the card and {path.name} are of different heads ({odd[0]})")
-            head = kind.from_json(card["head"], target).to(target.device)
-        head.load_state_dict(load_file(path, device=str(target.device)))
-        if head.lora is not None:
-            _merged(head)
-        ids = head.ids()
-        if ids is not None and not vocab.ascends(ids, target.vocab_size):
-            last = target.vocab_size - 1
-            raise UserError(f"its draft vocabulary is not different tokens of 0..{last} in order")
-    except UserError as error:
-        raise UserError(f"{folder / CARD}: {error}; {AGAIN}") from None
-    except (KeyError, TypeError, RuntimeError) as error:
-        line = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise UserError(
-            f"{folder}: does not fit this version's {card['kind']} head ({line}); train it again"
-        ) from None
-    try:
-        head.attach(target)
-    except UserError as error:
-        raise UserError(f"{folder}: {error}") from None
-    target.borrowed |= not kind.trains_target
-    return head.eval()
+
+
+def _rebuilt(
+    kind: type[H],
+    saved: dict[str, Any],
+    target: Target,
+    path: Path,
+    stored: dict[str, tuple[int, ...]],
+    above: tuple[Path, ...],
+) -> H:
+    """The head that a card has under `head`, with the weights at `path`, whose shapes are
+    `stored`; a LoRA merged. Raises UserError where the two do not go together."""
+    if "lora" in saved:
+        head = _adapted(kind, saved, target, stored, above)
+    else:
+        with torch.device("meta"):
+            odd = kind.misfits(saved, target, stored)
+        if odd:
+            raise UserError(f"the card and {path.name} are of different heads ({odd[0]})")
+        head = kind.from_json(saved, target).to(target.device)
+    head.load_state_dict(load_file(path, device=str(target.device)))
+    if head.lora is not None:
+        _merged(head)
+    ids = head.ids()
+    if ids is not None and not vocab.ascends(ids, target.vocab_size):
+        last = target.vocab_size - 1
+        raise UserError(f"its draft vocabulary is not different tokens of 0..{last} in order")
+    return head
 
 
 def _adapted(

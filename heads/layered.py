@@ -16,7 +16,7 @@ from decode.target import Target
 from heads import shapes, vocab
 from heads.base import Head, Saved
 from heads.eagle.init import reset_weights
-from heads.eagle.layer import LayerShape
+from heads.eagle.shape import LayerShape
 from heads.limits import MOST_DEPTH
 from heads.losses import LawFn, stored_law, target_law
 

@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from heads.limits import MOST, outside
+from conf.rules import BelowOne, Filled
+from heads.limits import Count, CountOrZero
 
 # Keys that are no part of a head: it holds its draft vocabulary, however that came about.
 UNSAVED = ("draft_vocab_from", "lora")
@@ -36,23 +37,20 @@ class LoraKeys:
     """A LoRA on linear layers; the rest stays as it is."""
 
     # rank of the update; 0 = no LoRA, all weights learn
-    rank: int = 0
+    rank: CountOrZero = 0
     # the update counts alpha / rank
-    alpha: int = 16
+    alpha: CountOrZero = 16
     # dropout before it
-    dropout: float = 0.0
+    dropout: BelowOne = 0.0
     # names of the layers it is put on, such as q_proj; empty = all linear layers but the LM
     # head
     targets: list[str] = field(default_factory=list)
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        found = outside(self, (("rank", 0, MOST), ("alpha", 0, MOST)))
-        if not 0 <= self.dropout < 1:
-            found.append(f"dropout: {self.dropout} is outside [0, 1); 0 is usual")
         if not self.rank and (self.targets or self.dropout):
-            found.append("rank: 0 is no LoRA; give 1 or more, or leave targets and dropout out")
-        return found
+            return ["rank: 0 is no LoRA; give 1 or more, or leave targets and dropout out"]
+        return []
 
 
 @dataclass
@@ -67,18 +65,11 @@ class Base:
 class Adapter:
     """What a head's card says of its adapter. targets: full names of the layers."""
 
-    rank: int
-    alpha: int
-    dropout: float
-    targets: list[str]
+    rank: Count
+    alpha: CountOrZero
+    dropout: BelowOne
+    targets: Filled[str]
     base: Base
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule"."""
-        found = outside(self, (("rank", 1, MOST), ("alpha", 0, MOST)))
-        if not 0 <= self.dropout < 1:
-            found.append(f"dropout: {self.dropout} is outside [0, 1)")
-        return found if self.targets else [*found, "targets: names no layer"]
 
     def write(self, tensors: dict[str, Tensor], folder: Path) -> str:
         """peft's two files in an existing folder; the name of the one with the weights.

@@ -20,12 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from conf.rules import NotNegative
 from decode.target import Target
 from heads import vocab
 
@@ -37,7 +38,7 @@ CHUNK = 4096
 LawFn = Callable[
     [slice], tuple[Tensor, Tensor]
 ]  # tokens of a chunk -> (p [m, Vd], usable [m] bool)
-MASKS = ("token", "argmax", "all")
+Mask = Literal["token", "argmax", "all"]
 
 
 @dataclass
@@ -45,16 +46,16 @@ class LossWeights:
     """Weights of the loss terms; at least one above 0."""
 
     # cross-entropy with the token of the data
-    hard: float = 1.0
+    hard: NotNegative = 1.0
     # cross-entropy with the target's own law (the forward KL up to a constant)
-    soft: float = 0.0
+    soft: NotNegative = 0.0
     # total variation between the target's law and the head's
-    tv: float = 0.0
+    tv: NotNegative = 0.0
     # minus the logarithm of the acceptance rate
-    lk: float = 0.0
+    lk: NotNegative = 0.0
     # where the target's law teaches a draft vocabulary: token = the data's token lies inside,
     # argmax = the target's most probable one does (needs the whole LM head), all = everywhere
-    mask: str = "token"
+    mask: Mask = "token"
 
     @property
     def needs_law(self) -> bool:
@@ -63,15 +64,9 @@ class LossWeights:
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        values = {"hard": self.hard, "soft": self.soft, "tv": self.tv, "lk": self.lk}
-        found = [
-            f"{k}: {v} is below 0; give a weight >= 0" for k, v in values.items() if not v >= 0
-        ]
-        if self.mask not in MASKS:
-            found.append(f"mask: {self.mask!r} is unknown; choose {', '.join(MASKS)}")
-        return found or (
-            [] if any(values.values()) else ["hard: all loss weights are 0; set one above 0"]
-        )
+        if self.hard or self.needs_law:
+            return []
+        return ["hard: all loss weights are 0; set one above 0"]
 
 
 def chunk_of(asked: int | None, device: torch.device) -> int:
@@ -101,7 +96,7 @@ def target_law(
     vocabulary; with the mask "argmax" over all V tokens. feats: [N, D], output of the target
     after its final norm. source: [n] int64, the row of feats that predicts token j, one before
     it. ids: [Vd] int64 ascending draft vocabulary, None for all. place: [n] int64, where the
-    token of the data stands in it, -1 outside. mask: which tokens are taught, one of MASKS;
+    token of the data stands in it, -1 outside. mask: which tokens are taught, see LossWeights;
     the others have no law. "argmax" is EAGLE-3's (Li et al. 2025); on text that the target
     wrote greedily "token" is the same, from Vd rows.
     top_k: keep only so many most probable tokens of the law (HASS); 0 = all.

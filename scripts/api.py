@@ -57,10 +57,9 @@ def load_target(
     known = cli.options("target")
     if name not in known:
         raise UserError(f"target={name}: no such target; {nearest(name, known)}")
-    cfg, problems = from_json(
-        {**dict(OmegaConf.load(path)), **keys},  # type: ignore[arg-type]  # a mapping of text
-        loading.TargetConfig,
-    )
+    given: Any = OmegaConf.to_container(OmegaConf.load(path))
+    given = {key: value for key, value in given.items() if value != "???"}
+    cfg, problems = from_json({**given, **keys}, loading.TargetConfig)
     raise_all(problems)
     return loading.load_target(cfg, dtype, device)
 

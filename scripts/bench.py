@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -26,9 +26,11 @@ import json
 
 import numpy as np
 import torch
+from annotated_types import Ge
 from rich.console import Console
 
 from conf.errors import UserError
+from conf.rules import OneOrMore, Seed, one_of
 from conf.schema import entry
 from decode.models import packed
 from decode.models.load import TargetConfig, load_target
@@ -46,34 +48,19 @@ class BenchConfig:
     # the model that is measured
     target: TargetConfig = field(default_factory=TargetConfig)
     # names of benches to run; [] = all
-    only: list[str] = field(default_factory=list)
+    only: list[Annotated[str, one_of(BENCHES)]] = field(default_factory=list)
     # JSON file; entries of benches that do not run now are kept
     out: str = "docs/results/bench.json"
     # prompt file of the bench verify_cost
     prompts: str = "scripts/prompts/demo.jsonl"
     # paired repetitions
-    rounds: int = 60
+    rounds: Annotated[int, Ge(2)] = 60
     # committed tokens of the bench tree_score
-    context: int = 128
+    context: OneOrMore = 128
     # cpu, cuda; null = the GPU when there is one
     device: str | None = None
     # seed of intervals and draws
-    seed: int = 0
-
-    def validate(self) -> list[str]:
-        found = [
-            f"only: no bench {name}; known: {', '.join(BENCHES)}"
-            for name in self.only
-            if name not in BENCHES
-        ]
-        for key, least, why in (
-            ("rounds", 2, "an interval needs at least two"),
-            ("context", 1, "a pass needs a token before it"),
-        ):
-            value = getattr(self, key)
-            if value < least:
-                found.append(f"{key}: {value} is below {least}; {why}")
-        return found
+    seed: Seed = 0
 
 
 def tree_score(cfg: BenchConfig) -> dict[str, Any]:

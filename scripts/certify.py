@@ -25,19 +25,31 @@ settings (controls=FOLDER).
 
 from __future__ import annotations
 
-import math
 import sys
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from annotated_types import Interval
 from rich.progress import TaskID
 
 from conf.errors import UserError, resumable
+from conf.rules import (
+    AboveZero,
+    AtATime,
+    BelowOne,
+    Inside,
+    NotEmpty,
+    NotNegative,
+    OneOrMore,
+    Seed,
+    ZeroOrMore,
+    one_of,
+)
 from conf.schema import entry
 from decode.models import facts
 from decode.models.load import TargetConfig, load_target
@@ -51,7 +63,7 @@ from heads.names import parse
 from scripts.common import files
 from scripts.common.parts import Parts
 from scripts.common.progress import Steps, columns
-from scripts.common.prompts import chat_ids, load_prompts
+from scripts.common.prompts import Prompt, chat_ids, load_prompts
 from scripts.proofs import certificate
 from scripts.proofs.controls import certificates as controls
 from scripts.reports import certificate_page
@@ -84,85 +96,77 @@ class CertifyConfig:
     # the frozen model whose law is at stake
     target: TargetConfig = field(default_factory=TargetConfig)
     # 0 = greedy: then the greedy layer decides alone
-    temperature: float = 1.0
+    temperature: NotNegative = 1.0
     # sample among the k best tokens; 0 = off
-    top_k: int = 0
+    top_k: ZeroOrMore = 0
     # sample among the fewest tokens that hold this much probability; 1 = off
-    top_p: float = 1.0
+    top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
     # drop tokens below this share of the best token's probability; 0 = off
-    min_p: float = 0.0
+    min_p: BelowOne = 0.0
     # Hugging Face's repetition penalty; 1 = off
-    repetition_penalty: float = 1.0
+    repetition_penalty: AboveZero = 1.0
     # classifier-free guidance, with the prompt's last token as unconditional prompt; 1 = off
-    guidance_scale: float = 1.0
+    guidance_scale: AboveZero = 1.0
     # stateless logits processors of transformers with their arguments:
     # {NoRepeatNGramLogitsProcessor: {ngram_size: 3}}
     processors: dict[str, Any] = field(default_factory=dict)
     # the rule under test: traversal or rejection
-    verify: str = "traversal"
+    verify: Annotated[str, one_of(RULES)] = "traversal"
     # emitted tokens of the sampling layer; more find smaller biases
-    tokens: int = 10000
+    tokens: OneOrMore = 10000
     # most tokens per answer in the sampling layer
-    max_new_tokens: int = 64
+    max_new_tokens: OneOrMore = 64
     # prompts that are decoded together
-    batch_size: int = 16
+    batch_size: OneOrMore = 16
     # JSONL of prompts; their first turns are used
     prompts: str = "scripts/prompts/demo.jsonl"
     # toy worlds of the exact layer
-    cases: int = 300
+    cases: OneOrMore = 300
     # prompts of the greedy layer
-    greedy_prompts: int = 16
+    greedy_prompts: OneOrMore = 16
     # tokens per prompt in the greedy layer
-    greedy_tokens: int = 64
+    greedy_tokens: OneOrMore = 64
     # negative controls: run, none (the verdict is then undecided at best), or the folder of a
     # certificate of this target and these settings that ran them
-    controls: str = "run"
+    controls: NotEmpty = "run"
     # false-alarm rate of the sampling layer, all its tests together (Bonferroni)
-    alpha: float = 1e-4
+    alpha: Inside = 1e-4
     # mean total variation from which on a bias of every known family must be found: "lossless"
     # may leave less unseen
-    detect: float = 0.1
+    detect: Inside = 0.1
     # float32, bfloat16 or float16; rounding is smallest in float32
-    dtype: str = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     # cpu, cuda, cuda:1; null = the GPU when there is one
     device: str | None = None
     # addresses all random numbers
-    seed: int = 0
+    seed: Seed = 0
     # no progress bar
     quiet: bool = False
 
     def validate(self) -> list[str]:
-        found = []
-        for key in (
-            "tokens",
-            "max_new_tokens",
-            "batch_size",
-            "cases",
-            "greedy_prompts",
-            "greedy_tokens",
-        ):
-            if getattr(self, key) < 1:
-                found.append(f"{key}: {getattr(self, key)} is below 1; set 1 or more")
-        for key in ("alpha", "detect"):
-            if not 0 < getattr(self, key) < 1:
-                found.append(
-                    f"{key}: {getattr(self, key)} is outside (0, 1); set alpha=1e-4 detect=0.1"
-                )
-        if self.verify not in RULES:
-            found.append(f"verify: {self.verify!r} is unknown; set one of {', '.join(RULES)}")
-        if self.dtype not in ("float32", "bfloat16", "float16"):
-            found.append(f"dtype: {self.dtype!r} is unknown; set float32, bfloat16 or float16")
-        if not 0 < self.guidance_scale < math.inf:
-            found.append(
-                f"guidance_scale: {self.guidance_scale} is not above 0; set 1 to switch it off"
-            )
-        if not self.controls:
-            found.append("controls: is empty; set run, none or the folder of a certificate")
+        """Problems as "key: value; rule; fix"."""
         try:
             self.sampling()
         except UserError as error:
-            found.append(str(error))
-        return found
+            return [str(error)]
+        return []
+
+    def plan(self) -> certificate.Plan:
+        """What the layers do."""
+        return certificate.Plan(
+            self.sampling(),
+            self.verify,
+            self.tokens,
+            self.max_new_tokens,
+            self.batch_size,
+            self.cases,
+            self.greedy_prompts,
+            self.greedy_tokens,
+            self.alpha,
+            self.detect,
+            self.seed,
+            None if self.guidance_scale == 1 else self.guidance_scale,
+        )
 
     def sampling(self) -> Sampling:
         return Sampling(
@@ -186,6 +190,18 @@ def main(cfg: CertifyConfig) -> int:
         return certified(cfg, out)
 
 
+def fitting(cfg: CertifyConfig, known: list[Prompt], target: Target) -> list[list[int]]:
+    """Token ids of the first turns that fit the target's context. Raises UserError for none."""
+    found = [chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in known]
+    found = [p for p in found if len(p) < target.context_length]
+    if not found:
+        raise UserError(
+            f"prompts: none of {cfg.prompts} fits the target's context of "
+            f"{target.context_length} tokens"
+        )
+    return found
+
+
 def certified(cfg: CertifyConfig, out: Path) -> int:
     """The run behind `main`: its exit code."""
     known = load_prompts(Path(cfg.prompts))
@@ -199,27 +215,8 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
     cards = [read_card(folder) for folder in folders if folder is not None]
     if others := [other for card in cards if (other := trained_for(card, target))]:
         head["trained_for"] = ", ".join(others)
-    prompts = [chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in known]
-    prompts = [p for p in prompts if len(p) < target.context_length]
-    if not prompts:
-        raise UserError(
-            f"prompts: none of {cfg.prompts} fits the target's context of "
-            f"{target.context_length} tokens"
-        )
-    plan = certificate.Plan(
-        cfg.sampling(),
-        cfg.verify,
-        cfg.tokens,
-        cfg.max_new_tokens,
-        cfg.batch_size,
-        cfg.cases,
-        cfg.greedy_prompts,
-        cfg.greedy_tokens,
-        cfg.alpha,
-        cfg.detect,
-        cfg.seed,
-        None if cfg.guidance_scale == 1 else cfg.guidance_scale,
-    )
+    prompts = fitting(cfg, known, target)
+    plan = cfg.plan()
     about = controls.identity(target, plan, cfg.processors)
     origin: dict[str, Any] = (
         {"from": "this run", "identity": about} if cfg.controls == "run" else {"from": "none"}
@@ -316,65 +313,50 @@ class CertifyServerConfig:
     # smaller model): leans towards its law are looked for; empty = not known
     drafter: str = ""
     # what is asked of the server; 0 = greedy alone
-    temperature: float = 1.0
+    temperature: NotNegative = 1.0
     # sample among the k best tokens; 0 = off
-    top_k: int = 0
+    top_k: ZeroOrMore = 0
     # sample among the fewest tokens that hold this much probability; 1 = off
-    top_p: float = 1.0
+    top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
     # drop tokens below this share of the best token's probability; 0 = off
-    min_p: float = 0.0
+    min_p: BelowOne = 0.0
     # sampled tokens, spread evenly over `at_a_time`; more find smaller biases
-    tokens: int = 20000
+    tokens: OneOrMore = 20000
     # most tokens per answer
-    max_new_tokens: int = 64
+    max_new_tokens: OneOrMore = 64
     # numbers of requests that are asked together
-    at_a_time: list[int] = field(default_factory=lambda: [1, 2, 8])
+    at_a_time: AtATime = field(default_factory=lambda: [1, 2, 8])
     # prompts that are answered greedily, at each of `at_a_time`
-    greedy_prompts: int = 8
+    greedy_prompts: OneOrMore = 8
     # JSONL of prompts; their first turns are used
     prompts: str = "scripts/prompts/demo.jsonl"
     # false-alarm rate of the sampling layer, all its tests together (Bonferroni)
-    alpha: float = 1e-3
+    alpha: Inside = 1e-3
     # mean total variation from which on a bias of every known family must be found
-    detect: float = 0.1
+    detect: Inside = 0.1
     # largest distance of a greedy token's logit to the best one that is a tie; 0 = measured
     # (with plain=URL: 0.01)
-    tie: float = 0.0
+    tie: NotNegative = 0.0
     # seconds for one answer
-    timeout: float = 120.0
+    timeout: AboveZero = 120.0
     # tries after the first
-    retries: int = 4
+    retries: ZeroOrMore = 4
     # environment variable that holds the server's key; empty = none
     key_env: str = ""
     # random biases of each family that the power is measured on; 0 = 16
-    members: int = 0
+    members: ZeroOrMore = 0
     # cpu, cuda, cuda:1; null = the GPU when there is one
     device: str | None = None
     # addresses all random numbers
-    seed: int = 0
+    seed: Seed = 0
     # no progress bar
     quiet: bool = False
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
         found = []
-        for key in ("tokens", "max_new_tokens", "greedy_prompts"):
-            if getattr(self, key) < 1:
-                found.append(f"{key}: {getattr(self, key)} is below 1; set 1 or more")
-        for key in ("alpha", "detect"):
-            if not 0 < getattr(self, key) < 1:
-                found.append(
-                    f"{key}: {getattr(self, key)} is outside (0, 1); set alpha=1e-3 detect=0.1"
-                )
-        if not self.at_a_time or any(n < 1 or n > 64 for n in self.at_a_time):
-            found.append(f"at_a_time: {self.at_a_time}; give numbers of 1 to 64, as in [1,2,8]")
         if len(set(self.at_a_time)) != len(self.at_a_time):
             found.append(f"at_a_time: {self.at_a_time} names one twice; name each once")
-        if not self.timeout > 0:
-            found.append(f"timeout: {self.timeout} is not above 0; give seconds")
-        for key in ("retries", "members", "tie"):
-            if getattr(self, key) < 0:
-                found.append(f"{key}: {getattr(self, key)} is below 0; give 0 or more")
         if self.plain != "weights" and self.temperature and not 0 < self.top_k <= MOST_TOP:
             found.append(
                 f"top_k: {self.top_k}; a plain server tells the {MOST_TOP} best of a law only: set "

@@ -15,13 +15,16 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 # Run as a file: scripts/ comes first on the path and would shadow libraries.
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from annotated_types import Interval
+
 from conf.errors import UserError
+from conf.rules import BelowOne, NotNegative, OneOrMore, Seed, ZeroOrMore, one_of
 from conf.schema import entry
 from decode.engine import Request, Run, generate
 from decode.models.load import DTYPES, TargetConfig, load_target
@@ -45,34 +48,23 @@ class ChatConfig:
     drafter: str = "none"
     # a tuned drafter below its break-even (scripts/tune.py): off, warn in the footer, or
     # fallback to plain decoding
-    monitor: str = "warn"
+    monitor: Literal["off", "warn", "fallback"] = "warn"
     # 0 = greedy
-    temperature: float = 0.7
+    temperature: NotNegative = 0.7
     # keep the k likeliest tokens (0 = off)
-    top_k: int = 0
+    top_k: ZeroOrMore = 0
     # nucleus (1 = off)
-    top_p: float = 1.0
+    top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
     # drop tokens below this share of the likeliest one (0 = off)
-    min_p: float = 0.0
+    min_p: BelowOne = 0.0
     # longest answer, tokens
-    max_new_tokens: int = 256
+    max_new_tokens: OneOrMore = 256
     # number format of the target: bfloat16, float32 or float16
-    dtype: str = "bfloat16"
+    dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
     # seed of all draws
-    seed: int = 0
+    seed: Seed = 0
     # system message; empty: the chat template's own
     system: str = ""
-
-    def validate(self) -> list[str]:
-        """Problems with the values, one line each."""
-        problems = self.target.validate()
-        if self.max_new_tokens < 1:
-            problems.append(f"max_new_tokens: {self.max_new_tokens} must be at least 1")
-        if self.monitor not in ("off", "warn", "fallback"):
-            problems.append(f"monitor: {self.monitor!r} is none of off, warn, fallback")
-        if self.dtype not in DTYPES:
-            problems.append(f"dtype: {self.dtype!r} is none of {', '.join(DTYPES)}")
-        return problems
 
 
 class Chat:

@@ -22,10 +22,14 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Annotated, Literal
 
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from annotated_types import Ge
+
+from conf.rules import Device, NotEmpty, OneOrMore, Seed
 from conf.schema import entry
 from scripts.common import files
 from scripts.machine import first_gpu, look
@@ -36,17 +40,13 @@ class DoctorConfig:
     """Keys of scripts/doctor.py."""
 
     # cpu, cuda or cuda:N that runs would use; empty = what is there
-    device: str = ""
+    device: Device = ""
     # dtype that runs would use
-    dtype: str = "bfloat16"
+    dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     # folder where runs would lie
     out_dir: str = "runs"
     # JSON file with the findings; empty = none
     out: str = ""
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        return first_gpu.place_problems(self.device, self.dtype)
 
 
 @dataclass
@@ -54,36 +54,27 @@ class FirstConfig:
     """Keys of scripts/doctor.py first_gpu."""
 
     # cpu, cuda or cuda:N; empty = what is there
-    device: str = ""
+    device: Device = ""
     # dtype of the target and of the matmuls
-    dtype: str = "bfloat16"
+    dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     # further keys of train/eagle.py
     keys: list[str] = field(default_factory=list)
     # steps of training
-    steps: int = 20
+    steps: Annotated[int, Ge(4)] = 20
     # prompts that are decoded
-    prompts: int = 8
+    prompts: OneOrMore = 8
     # tokens of an answer
-    max_new_tokens: int = 64
+    max_new_tokens: OneOrMore = 64
     # folder for data and run; what lies there from before is replaced
-    work: str = "runs/first_gpu"
+    work: NotEmpty = "runs/first_gpu"
     # JSON file with the result
-    out: str = "docs/results/first_gpu.json"
+    out: NotEmpty = "docs/results/first_gpu.json"
     # of data, training and prompts
-    seed: int = 0
+    seed: Seed = 0
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        found = first_gpu.place_problems(self.device, self.dtype)
-        lows = (("steps", 4), ("prompts", 1), ("max_new_tokens", 1))
-        found += [
-            f"{k}: {getattr(self, k)} is below {low}; give {low} or more"
-            for k, low in lows
-            if getattr(self, k) < low
-        ]
-        for key in ("work", "out"):
-            if not getattr(self, key):
-                found.append(f"{key}: is empty; give a {'folder' if key == 'work' else 'file'}")
+        found = []
         taken = ("out_dir", "steps", "device", "dtype", "seed", "profile")
         for text in self.keys:
             name = text.partition("=")[0].lstrip("+")

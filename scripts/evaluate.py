@@ -27,15 +27,18 @@ import sys
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from annotated_types import Interval
+
 from conf.errors import UserError
+from conf.rules import AboveZero, BelowOne, Filled, NotNegative, OneOrMore, Seed, ZeroOrMore, one_of
 from conf.schema import entry
 from decode.models import facts, packed
-from decode.models.load import TargetConfig, load_target
+from decode.models.load import DTYPES, TargetConfig, load_target
 from decode.models.memory import Plan
 from decode.sampling import Sampling
 from decode.target import Target
@@ -70,7 +73,7 @@ class EvaluateConfig:
     # none, ngram, hf_generate, run folders or head folders; FOLDER@chain and FOLDER@tree
     # choose the shape, @adaptive behind any of them an adaptive draft length; FOLDER@tree+ngram
     # joins the drafts of two
-    drafters: list[str] = field(default_factory=lambda: ["none", "ngram"])
+    drafters: Filled[str] = field(default_factory=lambda: ["none", "ngram"])
     # further drafters to choose among: folders, folders of runs, repositories, families (a
     # kind of head)
     candidates: list[str] = field(default_factory=list)
@@ -81,94 +84,55 @@ class EvaluateConfig:
     # a published set in place of `prompts`: suite=mtbench, suite=all (conf/suite)
     suite: SuiteConfig | None = None
     # how many prompts, spread evenly over the categories; null = all, of a suite as it says
-    num_prompts: int | None = None
+    num_prompts: OneOrMore | None = None
     # only these categories; [] = all
     categories: list[str] = field(default_factory=list)
     # 0 = greedy
-    temperature: float = 0.0
+    temperature: NotNegative = 0.0
     # several temperatures in one report; [] = temperature alone
-    temperatures: list[float] = field(default_factory=list)
+    temperatures: list[NotNegative] = field(default_factory=list)
     # sample among the k best tokens; 0 = off
-    top_k: int = 0
+    top_k: ZeroOrMore = 0
     # sample among the fewest tokens that hold this much probability; 1 = off
-    top_p: float = 1.0
+    top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
     # drop tokens below this share of the best token's probability; 0 = off
-    min_p: float = 0.0
+    min_p: BelowOne = 0.0
     # Hugging Face's repetition penalty; 1 = off
-    repetition_penalty: float = 1.0
+    repetition_penalty: AboveZero = 1.0
     # most tokens per answer
-    max_new_tokens: int = 128
+    max_new_tokens: OneOrMore = 128
     # float32, bfloat16 or float16
-    dtype: str = "bfloat16"
+    dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
     # cpu, cuda, cuda:1; null = the GPU when there is one
     device: str | None = None
     # prompts that are decoded together
-    batch_size: int = 1
+    batch_size: OneOrMore = 1
     # several batch sizes in one report; [] = batch_size alone
-    batch_sizes: list[int] = field(default_factory=list)
+    batch_sizes: list[OneOrMore] = field(default_factory=list)
     # addresses all random numbers: same seed, same answers
-    seed: int = 0
+    seed: Seed = 0
     # rule of verification: traversal accepts more, rejection is the classic; both are lossless
-    verify: str = "traversal"
+    verify: Annotated[str, one_of(RULES)] = "traversal"
     # prompts of the parity gate: a chain at T = 0 against the training pass and a reloaded
     # head; 0 = no gate
-    parity: int = 6
+    parity: ZeroOrMore = 6
     # on a GPU: prompts that are decoded once more to see where the time goes, the device
     # waited for at every part; they enter no speed. 0 = none; without a GPU the run's own
     # timers tell
-    breakdown: int = 4
+    breakdown: ZeroOrMore = 4
     # log table and figures to Weights & Biases
     wandb: bool = False
     # no progress bar
     quiet: bool = False
 
     def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
         found = []
-        for key, values in (
-            ("temperature", [self.temperature]),
-            ("temperatures", self.temperatures),
-        ):
-            found += [
-                f"{key}: {t} is below 0; set 0 for greedy or more to sample"
-                for t in values
-                if t < 0
-            ]
-        found += [f"batch_sizes: {b} is below 1; set 1 or more" for b in self.batch_sizes if b < 1]
-        if self.top_k < 0:
-            found.append(f"top_k: {self.top_k} is below 0; set 0 to switch it off")
-        if not 0 < self.top_p <= 1:
-            found.append(f"top_p: {self.top_p} is outside (0, 1]; set 1 to switch it off")
-        if not 0 <= self.min_p < 1:
-            found.append(f"min_p: {self.min_p} is outside [0, 1); set 0 to switch it off")
-        if self.repetition_penalty <= 0:
-            found.append(
-                f"repetition_penalty: {self.repetition_penalty} is not above 0; set 1 to "
-                "switch it off"
-            )
-        if self.dtype not in ("float32", "bfloat16", "float16", "float64"):
-            found.append(
-                f"dtype: {self.dtype} is no floating-point type; set float32, bfloat16 or float16"
-            )
-        if self.verify not in RULES:
-            found.append(f"verify: {self.verify} is no rule; choose among {', '.join(RULES)}")
-        if self.breakdown < 0:
-            found.append(f"breakdown: {self.breakdown} is below 0; set 0 for none")
-        if self.parity < 0:
-            found.append(f"parity: {self.parity} is below 0; set 0 for no gate")
-        for key in ("max_new_tokens", "batch_size"):
-            if getattr(self, key) < 1:
-                found.append(f"{key}: {getattr(self, key)} is below 1; set 1 or more")
-        if self.num_prompts is not None and self.num_prompts < 1:
-            found.append(
-                f"num_prompts: {self.num_prompts} is below 1; set 1 or more, or null for all"
-            )
-        for t in () if found else {self.temperature, *self.temperatures}:
+        for t in {self.temperature, *self.temperatures}:
             try:
                 Sampling(t, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
             except UserError as error:
                 found.append(str(error))
-        if not self.drafters:
-            found.append("drafters: the list is empty; set drafters=[none,ngram]")
         return found
 
 

@@ -18,12 +18,13 @@ import copy
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from conf.errors import UserError
+from conf.rules import OneOrMore, one_of
 from conf.schema import entry
 from decode.models.load import DTYPES, TargetConfig, load_target, torch_dtype
 from decode.target import Target
@@ -52,7 +53,7 @@ class ExportConfig:
     # none for the target itself
     drafter: str
     # vllm, speculators, sglang, medusa, eagle, transformers or gguf
-    format: str
+    format: Annotated[str, one_of(FORMATS)]
     # folder to write
     out: str
     # the target that the head was trained for
@@ -64,7 +65,7 @@ class ExportConfig:
     dtype: str | None = None
     # Medusa: export the first so many heads (vLLM drafts with all that it is given); null =
     # all
-    heads: int | None = None
+    heads: OneOrMore | None = None
     # name or folder by which the engine loads the target; empty = its repository, else its
     # folder
     verifier: str = ""
@@ -74,9 +75,9 @@ class ExportConfig:
     # prompts of the self-check and of expected.json, JSONL as scripts/evaluate.py reads it
     prompts: str = "scripts/prompts/demo.jsonl"
     # how many of them
-    num_prompts: int = 8
+    num_prompts: OneOrMore = 8
     # most tokens of an answer in expected.json
-    max_new_tokens: int = 32
+    max_new_tokens: OneOrMore = 32
     # what a cycle costs on the engine that will serve (costs.json of scripts/tune.py engine):
     # the serve command then drafts what pays there; empty = not known
     costs: str = ""
@@ -86,8 +87,6 @@ class ExportConfig:
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
         found = []
-        if self.format not in FORMATS:
-            found.append(f"format: {self.format} is unknown; choose among {', '.join(FORMATS)}")
         known = gguf_write.DTYPES if self.format == "gguf" else DTYPES
         if self.dtype is not None and self.dtype not in known:
             found.append(
@@ -96,13 +95,6 @@ class ExportConfig:
             )
         if self.tokenizer_from and self.format != "gguf":
             found.append("tokenizer_from: is for format=gguf; leave it out")
-        for key in ("num_prompts", "max_new_tokens"):
-            if getattr(self, key) < 1:
-                found.append(
-                    f"{key}: {getattr(self, key)} is below 1; the self-check needs one or more"
-                )
-        if self.heads is not None and self.heads < 1:
-            found.append(f"heads: {self.heads} is below 1; give 1 or more, or null for all")
         return found
 
 

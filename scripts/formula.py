@@ -12,13 +12,16 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from annotated_types import Interval
 from rich.console import Console
 from rich.table import Table
 
+from conf.rules import NotNegative, Share
 from conf.schema import entry
 from scripts.tuning import cost
 
@@ -28,23 +31,11 @@ class FormulaConfig:
     """Keys of `tune.py formula`."""
 
     # chance that a draft token is accepted, the same at every position
-    acceptance: float = 0.7
+    acceptance: Share = 0.7
     # price of one draft token in target passes
-    cost: float = 0.05
+    cost: NotNegative = 0.05
     # longest chain shown
-    max_k: int = 10
-
-    def validate(self) -> list[str]:
-        found = []
-        if not 0 <= self.acceptance <= 1:
-            found.append(f"acceptance: {self.acceptance} is outside [0, 1]; it is a probability")
-        if self.cost < 0:
-            found.append(
-                f"cost: {self.cost} is below 0; 0.05 means twenty draft tokens per target pass"
-            )
-        if not 1 <= self.max_k <= 64:
-            found.append(f"max_k: {self.max_k} is outside 1..64; 10 is usual")
-        return found
+    max_k: Annotated[int, Interval(ge=1, le=64)] = 10
 
 
 @entry("formula", FormulaConfig)

@@ -18,12 +18,13 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from conf.errors import UserError
+from conf.rules import OneOrMore, one_of
 from conf.schema import entry
 from decode.models.identity import Identity
 from decode.models.load import DTYPES, TargetConfig, load_target
@@ -51,7 +52,7 @@ class ImportConfig:
     # the target that the head was trained for
     target: TargetConfig = field(default_factory=TargetConfig)
     # auto, vllm, speculators, sglang, medusa or eagle
-    format: str = "auto"
+    format: Annotated[str, one_of(READABLE)] = "auto"
     # how to read what files cannot show; the probe names the one that fits
     convention: str = AS_WRITTEN
     # try the known conventions on a few prompts
@@ -59,27 +60,15 @@ class ImportConfig:
     # prompts of the probe, JSONL as scripts/evaluate.py reads it
     prompts: str = "scripts/prompts/demo.jsonl"
     # how many of them
-    num_prompts: int = 16
+    num_prompts: OneOrMore = 16
     # tokens of each answer
-    max_new_tokens: int = 48
+    max_new_tokens: OneOrMore = 48
     # dtype that the target runs in: float32, bfloat16 or float16
-    dtype: str = "float32"
+    dtype: Annotated[str, one_of(DTYPES)] = "float32"
     # cpu, cuda, cuda:1; null = the GPU when there is one
     device: str | None = None
     # replace a head in `out`, as a whole
     overwrite: bool = False
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        found = []
-        if self.format not in READABLE:
-            found.append(f"format: {self.format} is not read; choose among {', '.join(READABLE)}")
-        if self.dtype not in DTYPES:
-            found.append(f"dtype: {self.dtype} is none of {', '.join(DTYPES)}")
-        for key in ("num_prompts", "max_new_tokens"):
-            if getattr(self, key) < 1:
-                found.append(f"{key}: {getattr(self, key)} is below 1; give 1 or more")
-        return found
 
 
 @entry("import_head", ImportConfig)

@@ -15,11 +15,13 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from conf.errors import UserError
+from conf.rules import NotNegative, OneOrMore, Seed, one_of
 from conf.schema import entry
 from decode.engine import Request, generate
 from decode.models.load import DTYPES, TargetConfig, load_target
@@ -44,35 +46,27 @@ class RoundsConfig:
     # JSONL of prompts or conversations, of which the first user turn is asked
     prompts: str = "scripts/prompts/demo.jsonl"
     # how many of them; null = all
-    num_prompts: int | None = None
+    num_prompts: OneOrMore | None = None
     # most tokens of an answer
-    max_new_tokens: int = 128
+    max_new_tokens: OneOrMore = 128
     # sampling temperature of the answers; 0 = greedy
-    temperature: float = 0.0
+    temperature: NotNegative = 0.0
     # tokens of the target's law that are kept at every place
-    top_k: int = 32
+    top_k: OneOrMore = 32
     # prompts decoded at the same time
-    batch_size: int = 8
+    batch_size: OneOrMore = 8
     # of every random number
-    seed: int = 0
+    seed: Seed = 0
     # of the target
-    dtype: str = "bfloat16"
+    dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
     # cpu, cuda, cuda:1; null = the GPU when there is one
     device: str | None = None
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        found = []
-        for key in ("max_new_tokens", "top_k", "batch_size"):
-            if getattr(self, key) < 1:
-                found.append(f"{key}: {getattr(self, key)} is below 1; give 1 or more")
-        if self.num_prompts is not None and self.num_prompts < 1:
-            found.append(f"num_prompts: {self.num_prompts} is below 1; leave it out for all")
-        if self.dtype not in DTYPES:
-            found.append(f"dtype: {self.dtype} is none of {', '.join(DTYPES)}")
         if self.drafter == names.NONE:
-            found.append("drafter: none drafts nothing; give a trained head")
-        return found
+            return ["drafter: none drafts nothing; give a trained head"]
+        return []
 
 
 @entry("log_rounds", RoundsConfig)

@@ -35,12 +35,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from conf.errors import CheckFailed, UserError, resumable
+from conf.rules import OneOrMore, Seed, one_of
 from conf.schema import entry
 from scripts.common import files
 from scripts.common.parts import Parts
@@ -100,13 +101,13 @@ class MutantsConfig:
     """Keys of scripts/mutants.py."""
 
     # files to mutate; [] = all that guard the law
-    modules: list[str] = field(default_factory=list)
+    modules: list[Annotated[str, one_of(MODULES)]] = field(default_factory=list)
     # how many mutants, spread evenly over the modules
-    mutants: int = 165
+    mutants: OneOrMore = 165
     # emitted tokens of a certificate's sampling layer
-    tokens: int = 20000
+    tokens: OneOrMore = 20000
     # layers to try
-    layers: list[str] = field(default_factory=lambda: list(LAYERS))
+    layers: list[Annotated[str, one_of(LAYERS)]] = field(default_factory=lambda: list(LAYERS))
     # JSON file of the results
     out: str = "docs/results/mutants.json"
     # JSON file that says of each mutant that does not change the law why it does not
@@ -116,25 +117,9 @@ class MutantsConfig:
     # folder for the results of an unfinished run
     state: str = "runs/mutants"
     # seed of the choice
-    seed: int = 0
+    seed: Seed = 0
     # no progress bar
     quiet: bool = False
-
-    def validate(self) -> list[str]:
-        found = [
-            f"modules: {m} is not mutated; known: {', '.join(MODULES)}"
-            for m in self.modules
-            if m not in MODULES
-        ]
-        found += [
-            f"layers: no layer {n}; known: {', '.join(LAYERS)}"
-            for n in self.layers
-            if n not in LAYERS
-        ]
-        for key in ("mutants", "tokens"):
-            if getattr(self, key) < 1:
-                found.append(f"{key}: {getattr(self, key)} is below 1; set 1 or more")
-        return found
 
 
 def chosen(cfg: MutantsConfig) -> list[Mutant]:

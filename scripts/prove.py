@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -34,6 +34,7 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 from rich.progress import TaskID
 
 from conf.errors import UserError, resumable
+from conf.rules import Filled, OneOrMore, Seed, one_of
 from conf.schema import entry
 from decode.engine import Request
 from decode.models.load import TargetConfig, load_target
@@ -62,23 +63,23 @@ class ProveConfig:
     # the model of the section greedy
     target: TargetConfig = field(default_factory=TargetConfig)
     # names of sections to run; [] = all that have what they need
-    only: list[str] = field(default_factory=list)
+    only: list[Annotated[str, one_of(SECTIONS)]] = field(default_factory=list)
     # JSON file; entries of sections that do not run now are kept
     out: str = "docs/results/lossless.json"
     # folder for the parts of unfinished sections
     state: str = "runs/prove"
     # random worlds of the section enumeration
-    cases: int = 2000
+    cases: OneOrMore = 2000
     # prompt files of the section greedy, one after the other; first turns are used
-    prompts: list[str] = field(default_factory=lambda: ["scripts/prompts/demo.jsonl"])
+    prompts: Filled[str] = field(default_factory=lambda: ["scripts/prompts/demo.jsonl"])
     # prompts of the section greedy
-    num_prompts: int = 300
+    num_prompts: OneOrMore = 300
     # tokens per answer in the section greedy
-    max_new_tokens: int = 64
+    max_new_tokens: OneOrMore = 64
     # drafters of the section greedy
     drafters: list[str] = field(default_factory=lambda: ["ngram"])
     # prompts that are decoded together in the section greedy
-    batch_size: int = 8
+    batch_size: OneOrMore = 8
     # so many of the prompts of the section greedy are decoded one by one as well
     alone: int = 30
     # folders of the section certificates
@@ -86,22 +87,9 @@ class ProveConfig:
     # cpu, cuda; null = the GPU when there is one
     device: str | None = None
     # seed of random worlds, draws and intervals
-    seed: int = 0
+    seed: Seed = 0
     # no progress bar
     quiet: bool = False
-
-    def validate(self) -> list[str]:
-        found = [
-            f"only: no section {name}; known: {', '.join(SECTIONS)}"
-            for name in self.only
-            if name not in SECTIONS
-        ]
-        for key in ("cases", "num_prompts", "max_new_tokens", "batch_size"):
-            if getattr(self, key) < 1:
-                found.append(f"{key}: {getattr(self, key)} is below 1; set 1 or more")
-        if not self.prompts:
-            found.append("prompts: the list is empty; give at least one file")
-        return found
 
 
 Tick = Callable[[str, int, int], None]

@@ -17,41 +17,39 @@ import shlex
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 
+from conf.rules import NotEmpty, NotNegative, OneOrMore, one_of
 from conf.schema import compose, entry
 from decode.models.identity import sha256_file
 from decode.models.load import load_target
 from scripts.common import files
 from scripts.common.steps import Step, done, remember, run
-from train.block import BlockRun
-from train.config import EagleRun, MedusaRun
+from train.config import ENTRIES
 from train.facts import measured_head
-from train.hydra_heads import HydraHeadsRun
 from train.measure.speed import draft_flops
 from train.texts.batches import Plan, hash_u63, load_rows
 
 FEW = 4  # rows of a step that are counted
 # Short blocks: at these budgets later slots are hardly ever accepted, and every row that a block
 # has less is a block more for the first slot (docs/internals/experiments.md).
-# name -> (entry point, its schema, keys)
-RECIPES: dict[str, tuple[str, type, list[str]]] = {
-    "medusa": ("medusa", MedusaRun, []),
-    "hydra_heads": ("hydra_heads", HydraHeadsRun, []),
+# name -> (kind of head, keys)
+RECIPES: dict[str, tuple[str, list[str]]] = {
+    "medusa": ("medusa", []),
+    "hydra_heads": ("hydra_heads", []),
     "eagle3": (
-        "eagle",
-        EagleRun,
+        "eagle3",
         ["head=eagle3", "head.norm_before_fc=true", "head.norm_output=true"],
     ),
-    "p_eagle": ("eagle", EagleRun, ["head=p_eagle"]),
-    "dflash": ("block", BlockRun, ["head=dflash", "head.block=4"]),
-    "dflash_causal": ("block", BlockRun, ["head=dflash_causal", "head.block=4"]),
-    "dspark": ("block", BlockRun, ["head=dspark", "head.block=3"]),
+    "p_eagle": ("eagle3", ["head=p_eagle"]),
+    "dflash": ("dflash", ["head=dflash", "head.block=4"]),
+    "dflash_causal": ("dflash", ["head=dflash_causal", "head.block=4"]),
+    "dspark": ("dspark", ["head=dspark", "head.block=3"]),
 }
 
 
@@ -60,42 +58,27 @@ class HeadsConfig:
     """Keys of scripts/train_heads.py."""
 
     # folder of the heads
-    out: str = "runs/heads"
+    out: NotEmpty = "runs/heads"
     # conversations in JSONL; empty = the target writes OUT/data.jsonl
     path: str = ""
     # how many it writes
-    conversations: int = 600
+    conversations: OneOrMore = 600
     # recipes, in this order; empty = all
-    heads: list[str] = field(default_factory=list)
+    heads: list[Annotated[str, one_of(RECIPES)]] = field(default_factory=list)
     # steps of every head
-    steps: int = 200
+    steps: OneOrMore = 200
     # floating point operations of a head's training beyond the target's, in place of steps;
     # 0 = steps
-    flops: float = 0.0
+    flops: NotNegative = 0.0
     # further keys of every training command, such as target=tiny or seed=1
     more: list[str] = field(default_factory=list)
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        found = [
-            f"heads: {name!r} is no recipe; choose among {', '.join(RECIPES)}"
-            for name in self.heads
-            if name not in RECIPES
-        ]
-        found += [] if self.out else ["out: is empty; set out=runs/heads"]
-        for key in ("steps", "conversations"):
-            if getattr(self, key) < 1:
-                found.append(f"{key}: {getattr(self, key)} is below 1; give 1 or more")
-        if not self.flops >= 0:
-            found.append(f"flops: {self.flops} is below 0; 0 = by steps")
-        return found
 
 
 def keys(cfg: HeadsConfig, name: str, data: Path, steps: int) -> list[str]:
     """The command line of a recipe behind its script."""
     return [
         "target=smollm2",
-        *RECIPES[name][2],
+        *RECIPES[name][1],
         "data=jsonl",
         f"data.path={data}",
         "data.max_length=320",
@@ -111,7 +94,7 @@ def keys(cfg: HeadsConfig, name: str, data: Path, steps: int) -> list[str]:
 
 def counted(cfg: HeadsConfig, name: str, data: Path) -> float:
     """Floating point operations of a step of a recipe beyond the target's."""
-    config, schema, _ = RECIPES[name]
+    config, schema = ENTRIES[RECIPES[name][0]]
     run_cfg: Any = compose(config, schema, keys(cfg, name, data, 1))
     target = load_target(run_cfg.target, run_cfg.dtype, "cpu")
     args = (target.tokenizer, target.eos_ids, target.vocab_size, target.context_length)
@@ -140,7 +123,7 @@ def main(cfg: HeadsConfig) -> None:
     for name in cfg.heads or RECIPES:
         flops = counted(cfg, name, data)
         steps = max(1, round(cfg.flops / flops)) if cfg.flops else cfg.steps
-        args = [f"train/{RECIPES[name][0]}.py", *keys(cfg, name, data, steps)]
+        args = [f"train/{ENTRIES[RECIPES[name][0]][0]}.py", *keys(cfg, name, data, steps)]
         _do(Step(f"{name}, {steps} steps", args, [data], out / name / "head" / "head.json"), out)
         found["heads"][name] = {"steps": steps, "flops_per_step": flops, "flops": flops * steps}
         files.write_json(out / "heads.json", found)

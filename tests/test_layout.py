@@ -84,13 +84,12 @@ def test_no_files_import_each_other() -> None:
 PARAMETERS = 8  # of a function, at most
 
 # What a stranger reads to know how a token comes about: the algorithm, what heads share, the
-# training loop, and one head with what it shares with its kin. Lines may only become fewer;
-# block heads brought some to what heads share (weights of single tokens in the loss), and
-# training on GPUs to all (plans of batches, attention without scores of all heads), a sliding
-# window to EAGLE (bands of blocks, the same reach in drafting).
+# training loop, and one head with what it shares with its kin. Other drafters than that one do
+# not count (n-grams, a separate model), nor what the model is asked once (decode/probe.py).
+# Lines may only become fewer.
 ALGORITHM = (
     *("verify", "engine", "tree", "layout", "grow", "sampling", "rng", "records"),
-    *("scorer", "target", "cache", "masks", "attention", "drafters", "draft_model"),
+    *("scorer", "target", "cache", "masks", "attention", "drafter"),
 )
 SHARED = (
     *(f"decode/{name}.py" for name in ALGORITHM),
@@ -99,11 +98,11 @@ SHARED = (
 EAGLE = (*("head", "config", "net", "layer", "places", "attention", "cache", "init", "drafter"),)
 READING = {
     "Medusa": (
-        5675,
+        5427,
         ("heads/parallel/base.py", "heads/parallel/medusa.py", "heads/parallel/drafter.py"),
     ),
     "EAGLE": (
-        7356,
+        6767,
         (
             *("heads/layered.py", "heads/layered_drafter.py"),
             *(f"heads/eagle/{name}.py" for name in EAGLE),

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
+from conf.rules import Filled, OneOrMore, ZeroOrMore
 from conf.schema import entry
 from decode.models.load import TargetConfig, load_target
 from decode.target import Target
@@ -43,7 +44,6 @@ from heads.base import Head
 from heads.batch import Batch
 from heads.folders import head_in
 from heads.forced import ranks
-from heads.limits import MOST, outside
 from train.log import git_commit
 from train.texts.rows import Row, raw_row, read_lines
 
@@ -59,29 +59,29 @@ class WindowConfig:
     # JSONL of short chats that the target has answered itself
     chats: str = ""
     # how many of them, from the first on, are learned from
-    train_chats: int = 3000
+    train_chats: OneOrMore = 3000
     # head that all arms start from; empty = from scratch
     start: str = ""
     # where runs and window.json lie
     out_dir: str = "runs/window"
     # positions that the windowed arms look back over
-    windows: list[int] = field(default_factory=lambda: [256, 1024])
+    windows: Filled[int] = field(default_factory=lambda: [256, 1024])
     # tokens of a training row
-    row: int = 2048
+    row: OneOrMore = 2048
     # updates of each arm; 0 = nothing is learned
-    steps: int = 0
+    steps: ZeroOrMore = 0
     # rows of an update
-    batch_size: int = 2
+    batch_size: OneOrMore = 2
     # learning rate of the arms
     lr: float = 3e-4
     # tokens before the answers that are asked for
-    contexts: list[int] = field(default_factory=lambda: [2000, 6000])
+    contexts: Filled[OneOrMore] = field(default_factory=lambda: [2000, 6000])
     # questions at each length
-    questions: int = 8
+    questions: OneOrMore = 8
     # tokens of an answer
-    answer: int = 64
+    answer: OneOrMore = 64
     # levels of the chain
-    depth: int = 5
+    depth: OneOrMore = 5
     # float32, bfloat16, float16 or float64
     dtype: str = "bfloat16"
     # conf/target
@@ -89,12 +89,9 @@ class WindowConfig:
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        keys = ("train_chats", "row", "batch_size", "questions", "answer", "depth")
-        found = outside(self, [("steps", 0, MOST), *((key, 1, MOST) for key in keys)])
-        if not self.windows or min(self.windows) <= self.depth:
+        found = []
+        if min(self.windows) <= self.depth:
             found.append(f"windows: {self.windows}; give sizes above the depth of {self.depth}")
-        if not self.contexts or min(self.contexts) < 1:
-            found.append(f"contexts: {self.contexts}; give lengths above 0")
         return found
 
 

@@ -27,19 +27,14 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import torch
 
 from conf.errors import UserError
+from conf.rules import OneOrMore
 from conf.schema import entry
+from heads import HEADS
+from train.config import ENTRIES
 from train.log import git_commit
 from train.validate import ValidateConfig, head_config
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = {
-    "medusa": "medusa",
-    "hydra_heads": "hydra_heads",
-    "eagle1": "eagle",
-    "eagle3": "eagle",
-    "dflash": "block",
-    "dspark": "block",
-}
 EXCHANGE = """
 import json, sys, time, torch, torch.distributed as dist
 cuda = torch.cuda.is_available() and sys.argv[2] != "cpu"
@@ -64,12 +59,7 @@ class RanksConfig(ValidateConfig):
     """Keys of train/bench_ranks.py: those of a run, and"""
 
     # how often both ways take their turn
-    rounds: int = 3
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        found = [f"rounds: {self.rounds} is below 1; 3 is usual"] if self.rounds < 1 else []
-        return found + super().validate()
+    rounds: OneOrMore = 3
 
 
 def torchrun(*args: str) -> list[str]:
@@ -115,77 +105,86 @@ def rate(out: Path) -> tuple[float, float]:
     return float(steps[-1]["tokens_per_second"]), seconds
 
 
-def measure(cfg: RanksConfig, given: list[str]) -> dict[str, Any]:
-    """Rates of all rounds, their ratio, and the time of one gradient exchange."""
-    kind = head_config(cfg.head).kind
-    if kind not in SCRIPTS:
-        raise UserError(f"head.kind: {kind} has no bench of its own; choose {', '.join(SCRIPTS)}")
-    own = ("rounds=", "out_dir=", "batch_size=", "steps=", "log_every=", "save_every=", "eval.")
-    kept = [a for a in given if not a.startswith(own)]
-    half = max(1, cfg.steps // 2)
-    quiet = [
-        f"steps={2 * half}",
-        f"log_every={half}",
-        "save_every=0",
-        "eval.every=0",
-        "eval.parity=0",
+@dataclass(frozen=True)
+class Round:
+    """What a round found: tokens/s of two runs side by side and of one run of two processes,
+    seconds per step of both, bytes of the head."""
+
+    alone: float
+    together: float
+    steps_alone: list[float]
+    step_together: float
+    size: int
+
+
+def one_round(cfg: RanksConfig, script: str, keys: list[str], folder: Path, number: int) -> Round:
+    """Two independent runs at the same time, then one of two processes."""
+    outs = [folder / f"{number}-{i}" for i in range(3)]
+    pair = [
+        start(
+            [
+                *(sys.executable, script, *keys),
+                f"batch_size={cfg.batch_size}",
+                f"seed={cfg.seed + i}",
+                f"out_dir={outs[i]}",
+            ],
+            cfg,
+        )
+        for i in range(2)
     ]
-    script = str(ROOT / "train" / f"{SCRIPTS[kind]}.py")
-    alone: list[float] = []
-    together: list[float] = []
-    steps: dict[str, list[float]] = {"alone": [], "together": []}
-    gradient = 0
-    with tempfile.TemporaryDirectory() as folder:
+    for child in pair:
+        finish(child)
+    both = [*keys, f"batch_size={2 * cfg.batch_size}", f"out_dir={outs[2]}"]
+    finish(start(torchrun(script, *both), cfg))
+    first, second, joint = (rate(out) for out in outs)
+    size = (outs[0] / "head" / "head.safetensors").stat().st_size
+    return Round(first[0] + second[0], joint[0], [first[1], second[1]], joint[1], size)
+
+
+def exchange_seconds(cfg: RanksConfig, folder: Path, size: int) -> float:
+    """Of one all-reduce of `size` bytes between two processes."""
+    file = folder / "exchange.py"
+    file.write_text(EXCHANGE)
+    command = torchrun(str(file), str(size // 4), cfg.device or "cpu")
+    return float(json.loads(finish(start(command, cfg))))
+
+
+def measure(cfg: RanksConfig, given: list[str]) -> dict[str, Any]:
+    """Rates of all rounds, their ratio, and the time of one gradient exchange. Raises UserError
+    for a head whose weights are no file of its own."""
+    kind = head_config(cfg.head).kind
+    if HEADS[kind].trains_target or not HEADS[kind].reads_features:
+        raise UserError(f"head.kind: {kind} moves more than a head; choose another kind")
+    own = ("rounds=", "out_dir=", "batch_size=", "steps=", "log_every=", "save_every=", "eval.")
+    half = max(1, cfg.steps // 2)
+    keys = [a for a in given if not a.startswith(own)]
+    keys += [f"steps={2 * half}", f"log_every={half}", "save_every=0", "eval.every=0"]
+    keys += ["eval.parity=0"]
+    script = str(ROOT / "train" / f"{ENTRIES[kind][0]}.py")
+    rounds: list[Round] = []
+    with tempfile.TemporaryDirectory() as name:
         for k in range(cfg.rounds):
-            outs = [Path(folder) / f"{k}-{i}" for i in range(3)]
-            pair = [
-                start(
-                    [
-                        sys.executable,
-                        script,
-                        *kept,
-                        *quiet,
-                        f"batch_size={cfg.batch_size}",
-                        f"seed={cfg.seed + i}",
-                        f"out_dir={outs[i]}",
-                    ],
-                    cfg,
-                )
-                for i in range(2)
-            ]
-            for child in pair:
-                finish(child)
-            both = [*kept, *quiet, f"batch_size={2 * cfg.batch_size}", f"out_dir={outs[2]}"]
-            finish(start(torchrun(script, *both), cfg))
-            found = [rate(out) for out in outs]
-            alone.append(found[0][0] + found[1][0])
-            together.append(found[2][0])
-            steps["alone"] += [found[0][1], found[1][1]]
-            steps["together"].append(found[2][1])
-            gradient = (outs[0] / "head" / "head.safetensors").stat().st_size
+            found = one_round(cfg, script, keys, Path(name), k)
             print(
-                f"round {k + 1}: two runs {alone[-1]:,.0f}, two processes "
-                f"{together[-1]:,.0f} tokens/s, "
-                f"{together[-1] / alone[-1]:.3f}",
+                f"round {k + 1}: two runs {found.alone:,.0f}, two processes "
+                f"{found.together:,.0f} tokens/s, {found.together / found.alone:.3f}",
                 file=sys.stderr,
                 flush=True,
             )
-        file = Path(folder) / "exchange.py"
-        file.write_text(EXCHANGE)
-        exchange = float(
-            json.loads(
-                finish(start(torchrun(str(file), str(gradient // 4), cfg.device or "cpu"), cfg))
-            )
-        )
-    ratios = [b / a for a, b in zip(alone, together, strict=True)]
+            rounds.append(found)
+        exchange = exchange_seconds(cfg, Path(name), rounds[-1].size)
+    ratios = [r.together / r.alone for r in rounds]
     return {
         "ratio": statistics.median(ratios),
         "ratio_low": min(ratios),
         "ratio_high": max(ratios),
-        "two_runs_tokens_per_second": alone,
-        "two_processes_tokens_per_second": together,
-        "step_seconds": {k: statistics.median(v) for k, v in steps.items()},
-        "gradient_bytes": gradient,
+        "two_runs_tokens_per_second": [r.alone for r in rounds],
+        "two_processes_tokens_per_second": [r.together for r in rounds],
+        "step_seconds": {
+            "alone": statistics.median(s for r in rounds for s in r.steps_alone),
+            "together": statistics.median(r.step_together for r in rounds),
+        },
+        "gradient_bytes": rounds[-1].size,
         "all_reduce_seconds": exchange,
         "head": kind,
         "rows_per_process": cfg.batch_size,

@@ -21,6 +21,7 @@ import signal
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 sys.path[0] = str(
     Path(__file__).resolve().parents[1]
@@ -31,6 +32,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from conf.errors import Interrupted
+from conf.rules import NotEmpty, OneOrMore, ZeroOrMore, one_of
 from conf.schema import entry
 from decode.models.load import DTYPES, TargetConfig, load_target
 from heads import HEADS
@@ -52,50 +54,24 @@ class CacheConfig:
     # training text, as the training run will name it
     data: DataConfig
     # folder to write or to continue
-    out: str
+    out: NotEmpty
     # kinds of head that will read the features; their default taps are stored
-    heads: list[str] = field(default_factory=lambda: ["medusa", "eagle3"])
+    heads: list[Annotated[str, one_of(HEADS)]] = field(default_factory=lambda: ["medusa", "eagle3"])
     # further taps, hidden_states[k] of transformers
     taps: list[int] = field(default_factory=list)
     # dtype of the target, which must be that of the training run
-    dtype: str = "bfloat16"
+    dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
     # dtype on disk; empty = that of the target
-    store: str = ""
+    store: Annotated[str, one_of(["", *DTYPES])] = ""
     # eagle3 alone: store the target's so many most probable tokens in place of its last hidden
     # state; 0 = the state
-    law_top_k: int = 0
+    law_top_k: ZeroOrMore = 0
     # tokens of one forward pass, padding included
-    batch_tokens: int = 4096
+    batch_tokens: OneOrMore = 4096
     # megabytes of one file
-    shard_mb: int = 256
+    shard_mb: OneOrMore = 256
     # cpu, cuda, or empty for what is there
     device: str = ""
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        found = [
-            f"{k}: {getattr(self, k)} is below 1; give 1 or more"
-            for k in ("batch_tokens", "shard_mb")
-            if getattr(self, k) < 1
-        ]
-        found += [
-            f"heads: {kind!r} is no head; choose among {', '.join(HEADS)}"
-            for kind in self.heads
-            if kind not in HEADS
-        ]
-        found += [
-            f"{k}: {v!r}; choose {', '.join(DTYPES)}"
-            for k, v in (("dtype", self.dtype), ("store", self.store))
-            if v and v not in DTYPES
-        ]
-        if self.law_top_k < 0:
-            found.append(
-                f"law_top_k: {self.law_top_k} is below 0; 0 stores the last hidden "
-                "state, 64 is usual"
-            )
-        if not self.out:
-            found.append("out: is empty; set out=runs/features")
-        return found
 
 
 def write(writer: Writer, rank: int, world: int, console: Console) -> bool:

@@ -10,19 +10,34 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from annotated_types import Ge, Interval
+
+from conf.rules import (
+    AboveZero,
+    BelowOne,
+    Device,
+    Inside,
+    NotEmpty,
+    NotNegative,
+    OneOrMore,
+    Seed,
+    Share,
+    ZeroOrMore,
+    one_of,
+)
 from decode.models.load import DTYPES, TargetConfig
 from heads.base import HeadConfig
+from heads.block.config import BlockConfig
 from heads.eagle.config import EagleConfig
+from heads.parallel.hydra_heads import HydraHeadsConfig
 from heads.parallel.medusa import MedusaConfig
 from heads.small_lm.config import SmallLMConfig
 from train.measure.profile import problems as profile_problems
 
-WANDB = ("off", "online", "offline")
 TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
 
 # Keys that may differ when a run is resumed: they change where, when and how fast, not what is
@@ -90,13 +105,13 @@ class DataConfig:
 
     # jsonl (a file of chats or texts), hub (a `datasets` name or local folder), text (a plain
     # text file), rounds (a folder of scripts/log_rounds.py)
-    kind: str = "jsonl"
+    kind: Literal["jsonl", "hub", "text", "rounds"] = "jsonl"
     # jsonl, text: the file, or [FILE,FILE]; rounds: the folder; hub: a local folder in place
     # of a name
     path: str | list[str] = ""
     # of several files: what share of an epoch's rows each gives, relative to the others; empty
     # = every row of each once
-    weights: list[float] = field(default_factory=list)
+    weights: list[AboveZero] = field(default_factory=list)
     # hub: repository of a data set
     name: str = ""
     # hub: split
@@ -104,13 +119,13 @@ class DataConfig:
     # hub: branch, tag or commit
     revision: str = "main"
     # longer rows are cut here, tokens
-    max_length: int = 1024
+    max_length: Annotated[int, Ge(8)] = 1024
     # share of rows kept out of training for decoded acceptance, chosen by a hash of their
     # prompt; or a file of such rows
-    held_out: float | str = 0.03
+    held_out: BelowOne | NotEmpty = 0.03
     # chat: a chat is a row; rows: one row for each assistant turn, ending with it, as reasoning
     # models see a chat when they answer (templates drop the reasoning of earlier turns)
-    turns: str = "chat"
+    turns: Literal["chat", "rows"] = "chat"
     # supervise the last assistant turn of a chat alone
     last_turn_only: bool = False
     # further arguments of the chat template, such as {enable_thinking: false}
@@ -119,10 +134,10 @@ class DataConfig:
     # FILE:LINE where there are several
     skip: list[int | str] = field(default_factory=list)
     # stop when a larger share of the rows is malformed
-    max_bad_fraction: float = 0.001
+    max_bad_fraction: Share = 0.001
     # rows are sorted by length inside windows of this many batches: less padding, steps of very
     # different weight; 1 = no sorting across batches
-    window: int = 1
+    window: OneOrMore = 1
     # hub: read the files one after the other instead of downloading and converting all of them
     #     first
     streaming: bool = False
@@ -130,9 +145,9 @@ class DataConfig:
     # not fit into memory
     cache: bool = True
     # processes that tokenize; 0 = as many as there are cores
-    workers: int = 0
+    workers: ZeroOrMore = 0
     # minutes to wait for another process or rank that prepares data; 0 = no limit
-    wait: float = 0.0
+    wait: NotNegative = 0.0
     # put rows end to end into sequences of up to max_length tokens; none sees another, and the
     # batches stay the same
     packing: bool = False
@@ -143,8 +158,6 @@ class DataConfig:
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
         found = []
-        if self.kind not in ("jsonl", "hub", "text", "rounds"):
-            found.append(f"kind: {self.kind!r}; choose jsonl, hub, text or rounds")
         if self.kind in ("jsonl", "text", "rounds") and not all(self.paths):
             found.append("path: is empty; set data.path=FILE")
         if self.kind == "rounds" and isinstance(self.held_out, str):
@@ -156,8 +169,6 @@ class DataConfig:
                 f"weights: {len(self.weights)} for {len(self.paths)} files; give one for each file "
                 "of data.path, or none"
             )
-        if not all(0 < weight < math.inf for weight in self.weights):
-            found.append(f"weights: {self.weights} are not all above 0; leave a file out instead")
         if self.kind == "hub" and not (self.name or self.path):
             found.append("name: is empty; set data.name=REPOSITORY or data.path=FOLDER")
         for line in self.skip:
@@ -165,33 +176,15 @@ class DataConfig:
                 isinstance(line, str) and line.isdigit()
             ):
                 found.append(f"skip: {line!r} is no line; give LINE or FILE:LINE as messages do")
-        if self.turns not in ("chat", "rows"):
-            found.append(f"turns: {self.turns!r}; choose chat or rows")
         taken = {"tokenize", "tools", "add_generation_prompt", "return_dict", "chat_template"}
         if wrong := sorted(taken & set(self.chat_template_kwargs)):
             found.append(f"chat_template_kwargs: {wrong[0]} is set here; leave it out")
-        if self.max_length < 8:
-            found.append(f"max_length: {self.max_length} is below 8; give 8 or more tokens")
-        if not isinstance(self.held_out, str) and not 0 <= self.held_out < 1:
-            found.append(f"held_out: {self.held_out} is outside [0, 1); 0.03 is usual")
-        if self.held_out == "":
-            found.append("held_out: is empty; give a file, or a share of the rows such as 0.03")
-        if not 0 <= self.max_bad_fraction <= 1:
-            found.append(
-                f"max_bad_fraction: {self.max_bad_fraction} is outside [0, 1]; 0.001 is usual"
-            )
         if self.streaming and self.kind != "hub":
             found.append(
                 f"streaming: only for data=hub; a {self.kind} file is read line by line in any case"
             )
         if self.streaming and not self.cache:
             found.append("streaming: needs data.cache=true, where the tokens are kept")
-        if self.workers < 0:
-            found.append(f"workers: {self.workers} is below 0; 0 takes all cores")
-        if not 0 <= self.wait < math.inf:
-            found.append(f"wait: {self.wait} is no number of minutes; 0 waits without limit")
-        if self.window < 1:
-            found.append(f"window: {self.window} is below 1; give 1 or more batches")
         return found
 
     @property
@@ -205,54 +198,23 @@ class OptimConfig:
     """AdamW and its schedule."""
 
     # peak learning rate; null = by the width of the target, 1e-3 up to 576 and as 1 / width above
-    lr: float | None = None
+    lr: AboveZero | None = None
     # decay of the first moment
-    beta1: float = 0.9
+    beta1: BelowOne = 0.9
     # decay of the second moment
-    beta2: float = 0.95
+    beta2: BelowOne = 0.95
     # added to the root of the second moment
-    eps: float = 1e-8
+    eps: Inside = 1e-8
     # decoupled weight decay
-    weight_decay: float = 0.0
+    weight_decay: BelowOne = 0.0
     # share of the steps in which the rate rises from 0
-    warmup: float = 0.05
+    warmup: BelowOne = 0.05
     # cosine, linear or constant, after the warm-up
-    schedule: str = "cosine"
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
     # the schedule ends at this share of the peak
-    final: float = 0.05
+    final: Share = 0.05
     # gradients are scaled down to this norm; 0 = never
-    clip: float = 1.0
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        rules = {
-            "lr": (
-                self.lr is None or 0 < self.lr < math.inf,
-                "must be above 0",
-                "null takes one for the size of the target",
-            ),
-            "beta1": (0 <= self.beta1 < 1, "is outside [0, 1)", "0.9 is usual"),
-            "beta2": (0 <= self.beta2 < 1, "is outside [0, 1)", "0.95 is usual"),
-            "eps": (0 < self.eps < 1, "is outside (0, 1)", "1e-8 is usual"),
-            "weight_decay": (0 <= self.weight_decay < 1, "is outside [0, 1)", "0 is usual"),
-            "warmup": (
-                0 <= self.warmup < 1,
-                "is outside [0, 1)",
-                "it is a share of the steps; 0.05 is usual",
-            ),
-            "schedule": (
-                self.schedule in ("cosine", "linear", "constant"),
-                "is unknown",
-                "choose cosine, linear or constant",
-            ),
-            "final": (0 <= self.final <= 1, "is outside [0, 1]", "0.05 is usual"),
-            "clip": (0 <= self.clip < math.inf, "is below 0", "1.0 is usual, 0 switches it off"),
-        }
-        return [
-            f"{k}: {getattr(self, k)} {why}; {fix}"
-            for k, (good, why, fix) in rules.items()
-            if not good
-        ]
+    clip: NotNegative = 1.0
 
 
 @dataclass
@@ -260,46 +222,24 @@ class EvalConfig:
     """Decoded acceptance on held-out prompts while training."""
 
     # evaluate every so many steps, and at the end; 0 = never
-    every: int = 200
+    every: ZeroOrMore = 200
     # stop when accepted length has not risen for so many evaluations in a row; 0 = never
-    patience: int = 0
+    patience: ZeroOrMore = 0
     # number of held-out prompts
-    prompts: int = 16
+    prompts: ZeroOrMore = 16
     # longest answer, tokens
-    max_new_tokens: int = 64
+    max_new_tokens: OneOrMore = 64
     # sampling temperature; 0 = greedy
-    temperature: float = 0.0
+    temperature: NotNegative = 0.0
     # shape of the draft that ranks checkpoints: chain or tree; empty = the head's own
-    shape: str = ""
+    shape: Literal["", "chain", "tree"] = ""
     # prompts decoded at the same time
-    batch_size: int = 1
+    batch_size: OneOrMore = 1
     # held-out rows on which acceptance by rank is measured (it shapes the tree)
-    calibration_rows: int = 64
+    calibration_rows: ZeroOrMore = 64
     # prompts of the parity gate at the end of the run: training, decoding and the saved head
     # must agree; 0 = no gate
-    parity: int = 8
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        lows = (
-            ("every", 0),
-            ("patience", 0),
-            ("prompts", 0),
-            ("max_new_tokens", 1),
-            ("batch_size", 1),
-            ("calibration_rows", 0),
-            ("parity", 0),
-        )
-        found = [
-            f"{k}: {getattr(self, k)} is below {low}; give {low} or more"
-            for k, low in lows
-            if getattr(self, k) < low
-        ]
-        if self.temperature < 0:
-            found.append(f"temperature: {self.temperature} is below 0; 0 is greedy")
-        if self.shape not in ("", "chain", "tree"):
-            found.append(f"shape: {self.shape!r}; choose chain, tree or nothing")
-        return found
+    parity: ZeroOrMore = 8
 
 
 @dataclass
@@ -311,13 +251,13 @@ class TrainConfig:
     # training text
     data: DataConfig
     # the run folder: head/, best/, checkpoints/step-N/, metrics.jsonl
-    out_dir: str
+    out_dir: NotEmpty
     # the draft head
     head: HeadConfig
     # optimizer steps of the whole run; the schedule ends there
-    steps: int = 0
+    steps: Annotated[int, Interval(ge=0, le=2**53)] = 0
     # in place of steps: how often an epoch of batches is trained on; 0.5 is half of one
-    epochs: float = 0.0
+    epochs: Annotated[float, Interval(ge=0, le=1e9)] = 0.0
     # run or head folder whose weights the head starts from; the optimizer is new; empty = a
     # fresh head
     start: str = ""
@@ -326,92 +266,62 @@ class TrainConfig:
     # decoded acceptance while training
     eval: EvalConfig = field(default_factory=EvalConfig)
     # order of the rows, and every random number of the run
-    seed: int = 0
+    seed: Seed = 0
     # rows of an optimizer step, over all ranks
-    batch_size: int = 32
+    batch_size: OneOrMore = 32
     # most rows of one forward pass of a rank; 0 = all of its rows
-    micro_batch: int = 0
+    micro_batch: ZeroOrMore = 0
     # most tokens of one forward pass of a rank, padding included, one row in any case; 0 = any
     # number
-    micro_tokens: int = 0
+    micro_tokens: ZeroOrMore = 0
     # dtype of the target and of the matmuls; master weights are float32: float32, bfloat16,
     # float64
-    dtype: str = "bfloat16"
+    dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
     # cpu, cuda, cuda:N (one process), or empty for what is there
-    device: str = ""
+    device: Device = ""
     # spread the target's layers over the ranks (FSDP2), for targets that do not fit on one
     # device
     shard_target: bool = False
     # with shard_target: so many neighbouring ranks hold a copy together, such as those of a
     # node; 0 = all ranks hold one
-    shard_group: int = 0
+    shard_group: ZeroOrMore = 0
     # save a checkpoint every so many steps, and at the end; 0 = only at the end
-    save_every: int = 500
+    save_every: ZeroOrMore = 500
     # write checkpoints in a thread beside the training; costs host memory of three times the
     # head
     async_save: bool = True
     # checkpoints to keep, at least 2
-    keep: int = 2
+    keep: Annotated[int, Ge(2)] = 2
     # write a line of metrics every so many steps
-    log_every: int = 10
+    log_every: OneOrMore = 10
     # stop at this many steps in a row with rows whose loss or gradient is not finite; in fewer
     # such rows are left out; 1 = stop at the first
-    bad_steps: int = 8
+    bad_steps: OneOrMore = 8
     # [FROM,TO]: record these steps, counted from 1, with torch.profiler; the trace lies in
     # OUT/profile
     profile: list[int] = field(default_factory=list)
     # where metrics go beside metrics.jsonl: wandb, tensorboard, mlflow, trackio
-    trackers: list[str] = field(default_factory=list)
+    trackers: list[Annotated[str, one_of(TRACKERS)]] = field(default_factory=list)
     # off, online or offline: wandb in one of its modes, and no error where it is not installed
-    wandb: str = "off"
+    wandb: Literal["off", "online", "offline"] = "off"
     # project of wandb and trackio, experiment of mlflow
     wandb_project: str = "outrider"
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        lows = (
-            ("steps", 0),
-            ("epochs", 0),
-            ("batch_size", 1),
-            ("micro_batch", 0),
-            ("micro_tokens", 0),
-            ("save_every", 0),
-            ("keep", 2),
-            ("log_every", 1),
-            ("bad_steps", 1),
-            ("shard_group", 0),
-        )
-        found = [
-            f"{k}: {getattr(self, k)} is below {low}; give {low} or more"
-            for k, low in lows
-            if getattr(self, k) < low
-        ]
+        found = []
         if not self.steps and not self.epochs:
             found.append("steps: is required; set steps=N, or epochs=E")
-        if self.steps > 0 and self.epochs > 0:
+        if self.steps and self.epochs:
             found.append(
                 f"steps: {self.steps} beside epochs={self.epochs:g}; leave one out (steps=0)"
             )
-        for k, most in (("steps", 2**53), ("epochs", 1e9)):
-            if getattr(self, k) > most:
-                found.append(f"{k}: {getattr(self, k):g} is above {most:g}; give fewer")
-        if not self.out_dir:
-            found.append("out_dir: is empty; set out_dir=runs/NAME")
-        if self.dtype not in DTYPES:
-            found.append(f"dtype: {self.dtype!r}; choose {', '.join(DTYPES)}")
         if self.dtype == "float16":
             found.append(
                 "dtype: float16 overflows, since losses are sums and nothing scales them; choose "
                 "bfloat16"
             )
-        if not re.fullmatch(r"(cpu|cuda(:\d+)?)?", self.device):
-            found.append(f"device: {self.device!r}; choose cpu, cuda, cuda:N or nothing")
-        if self.wandb not in WANDB:
-            found.append(f"wandb: {self.wandb!r}; choose {', '.join(WANDB)}")
-        if wrong := [name for name in self.trackers if name not in TRACKERS]:
-            found.append(f"trackers: {wrong[0]!r}; choose {', '.join(TRACKERS)}")
-        found += profile_problems(self.profile)
-        return found
+        return found + profile_problems(self.profile)
 
 
 @dataclass
@@ -433,6 +343,44 @@ class DraftRun(TrainConfig):
     """A run of a separate small draft model: conf/draft.yaml."""
 
     head: SmallLMConfig = field(default_factory=SmallLMConfig)
+
+
+@dataclass
+class BlockRun(TrainConfig):
+    """A run of a block head: conf/block.yaml."""
+
+    head: BlockConfig = field(default_factory=BlockConfig)
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        found, most = super().validate(), self.data.max_length
+        if self.head.anchors > most:
+            found.append(
+                f"head.anchors: {self.head.anchors} blocks in rows of at most {most} tokens "
+                f"(data.max_length); give {most} or less, or 0"
+            )
+        return found
+
+
+@dataclass
+class HydraHeadsRun(TrainConfig):
+    """A run of Hydra heads: conf/hydra_heads.yaml."""
+
+    head: HydraHeadsConfig = field(default_factory=HydraHeadsConfig)
+
+
+# kind of head -> (the script under train/ that trains it, by whose name conf/ has its defaults,
+# and the schema of its keys)
+ENTRIES: dict[str, tuple[str, type[TrainConfig]]] = {
+    "medusa": ("medusa", MedusaRun),
+    "medusa2": ("medusa", MedusaRun),
+    "hydra_heads": ("hydra_heads", HydraHeadsRun),
+    "eagle1": ("eagle", EagleRun),
+    "eagle3": ("eagle", EagleRun),
+    "dflash": ("block", BlockRun),
+    "dspark": ("block", BlockRun),
+    "small_lm": ("draft", DraftRun),
+}
 
 
 def flat(cfg: Any, prefix: str = "") -> dict[str, Any]:

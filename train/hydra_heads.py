@@ -8,25 +8,15 @@ target.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path[0] = str(
     Path(__file__).resolve().parents[1]
 )  # train/ stands first and would shadow libraries
 
-from heads.parallel.hydra_heads import HydraHeadsConfig
 from train import launcher
-from train.config import TrainConfig
+from train.config import HydraHeadsRun
 from train.job import job
-
-
-@dataclass
-class HydraHeadsRun(TrainConfig):
-    """A run of Hydra heads: conf/hydra_heads.yaml."""
-
-    head: HydraHeadsConfig = field(default_factory=HydraHeadsConfig)
-
 
 main = job(__name__, "hydra_heads", HydraHeadsRun)
 

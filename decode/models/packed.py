@@ -22,13 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-KINDS = ("auto", "none")
 Place = tuple[nn.Module, str]  # a module and the name of a child
-
-
-def problem(kind: str) -> str | None:
-    """What is wrong with `target.pack`, as "key: what; fix"; None when it is sound."""
-    return None if kind in KINDS else f"target.pack: {kind!r} is none of {', '.join(KINDS)}"
 
 
 def available() -> bool:

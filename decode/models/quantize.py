@@ -23,13 +23,6 @@ KINDS: dict[str, tuple[str, float]] = {
 NONE = "none"
 
 
-def problem(kind: str) -> str | None:
-    """What is wrong with `target.quantize`, as "key: what; fix"; None when it is sound."""
-    if kind == NONE or kind in KINDS:
-        return None
-    return f"target.quantize: {kind!r} is none of {', '.join([NONE, *KINDS])}"
-
-
 def bits(kind: str) -> float | None:
     """Bits per weight of the matrices, None without quantisation."""
     return None if kind == NONE else KINDS[kind][1]

@@ -4,10 +4,13 @@ them."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, Literal
 
+from annotated_types import Interval
+
+from conf.rules import AboveZero, BelowOne
 from heads.base import HeadConfig
-from heads.limits import MOST, MOST_DEPTH, MOST_LAYERS, MOST_NODES, MOST_WIDTH, outside, unlisted
+from heads.limits import MOST_DEPTH, Count, CountOrZero, Layers, Nodes, Shape, Size, TokenId, Width
 from heads.losses import LossWeights
 
 
@@ -17,12 +20,11 @@ class BlockConfig(HeadConfig):
     anchor (row k predicts token k behind it), dspark = from the anchor on (row k predicts
     token k + 1 behind it)."""
 
-    KINDS: ClassVar[tuple[str, ...]] = ("dflash", "dspark")
-    kind: str = "dflash"
+    kind: Literal["dflash", "dspark"] = "dflash"
     # rows of a block, the anchor's among them
-    block: int = 8
+    block: Annotated[int, Interval(ge=2, le=MOST_DEPTH)] = 8
     # decoder layers
-    layers: int = 2
+    layers: Layers = 2
     # a row sees no later row of its block: one head drafts any number of slots
     causal: bool = False
     # a weight in the keys' norm, as published heads have; false: fixed at one, because some
@@ -34,39 +36,39 @@ class BlockConfig(HeadConfig):
     # target features to fuse, hidden_states[k] of transformers; empty = three, evenly spread
     taps: list[int] = field(default_factory=list)
     # number of frequent tokens the head predicts; 0 = the whole vocabulary
-    draft_vocab: int = 8192
+    draft_vocab: CountOrZero = 8192
     # use the target's frozen LM head in place of one of the head's own
     share_lm_head: bool = False
     # rank of a term of the token before the guessed one, added to the logits; 0 = none
-    markov_rank: int = 0
+    markov_rank: CountOrZero = 0
     # id of a reserved token whose embedding in the target stands for the mask, as in engines;
     # -1 = a trained vector
-    mask_token: int = -1
+    mask_token: TokenId = -1
     # blocks per document in training, redrawn every epoch; 0 = as many as predict every
     # supervised token twice
-    anchors: int = 0
+    anchors: CountOrZero = 0
     # how the slots of a block count: decay = exp(-slot / decay), dpace = by how far the block
     # is likely to be right (D-PACE)
-    weights: str = "decay"
+    weights: Literal["decay", "dpace"] = "decay"
     # slots in which the weight falls to 1 / e
-    decay: float = 4.0
+    decay: AboveZero = 4.0
     # what the head learns from
     loss: LossWeights = field(default_factory=LossWeights)
     # weight of a head that predicts whether the target will accept a slot; 0 = no such head
-    confidence: float = 0.0
+    confidence: Size = 0.0
     # chains: leave out slots that the target accepts with less than this chance, by the
     # confidence head; 0 = none
-    least: float = 0.0
+    least: BelowOne = 0.0
     # supervised slots whose logits exist at the same time; null = 512 on CPUs, 4096 on GPUs
-    chunk: int | None = None
+    chunk: Count | None = None
     # shape of the draft when the drafter is named without @chain or @tree
-    shape: str = "chain"
+    shape: Shape = "chain"
     # levels of the draft; 0 = as many as the block has slots
-    depth: int = 0
+    depth: Annotated[int, Interval(ge=0, le=MOST_DEPTH)] = 0
     # nodes of the draft tree
-    nodes: int = 24
+    nodes: Nodes = 24
     # tree at temperature 0: nodes expanded per level, and children looked at of each
-    width: int = 6
+    width: Width = 6
 
     @property
     def slots(self) -> int:
@@ -80,32 +82,8 @@ class BlockConfig(HeadConfig):
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        bounds = (
-            ("block", 2, MOST_DEPTH),
-            ("layers", 1, MOST_LAYERS),
-            ("draft_vocab", 0, MOST),
-            ("markov_rank", 0, MOST),
-            ("mask_token", -1, MOST),
-            ("anchors", 0, MOST),
-            ("confidence", 0, MOST),
-            ("chunk", 1, MOST),
-            ("depth", 0, MOST_DEPTH),
-            ("nodes", 1, MOST_NODES),
-            ("width", 1, MOST_WIDTH),
-        )
-        found = outside(self, bounds)
-        choices = {
-            "kind": self.KINDS,
-            "weights": ("decay", "dpace"),
-            "shape": ("chain", "tree"),
-            "tree_draw": ("fixed", "sampled"),
-        }
-        found += unlisted(self, choices)
-        if not self.decay > 0:
-            found.append(f"decay: {self.decay} is not above 0; block / 2 is usual")
-        if not 0 <= self.least < 1:
-            found.append(f"least: {self.least} is outside [0, 1); 0 leaves nothing out")
-        elif self.least and not self.confidence:
+        found = []
+        if self.least and not self.confidence:
             found.append("least: nothing tells a slot's chance; set confidence=1, or least=0")
         if self.weights == "dpace" and not self.loss.hard:
             found.append("weights: dpace goes by the data's tokens; set loss.hard above 0")

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from annotated_types import Interval
 
 from heads.base import HeadConfig
-from heads.limits import MOST, MOST_DEPTH, MOST_LAYERS, MOST_NODES, MOST_WIDTH, outside, unlisted
+from heads.limits import (
+    MOST,
+    Count,
+    CountOrZero,
+    Layers,
+    Levels,
+    Nodes,
+    Shape,
+    Size,
+    TokenId,
+    Width,
+)
 from heads.losses import LossWeights
 
 
@@ -13,39 +27,39 @@ from heads.losses import LossWeights
 class EagleConfig(HeadConfig):
     """Keys of EAGLE-1, EAGLE-3 and HASS (EAGLE-1 with steps above 1)."""
 
-    kind: str = "eagle3"
+    kind: Literal["eagle1", "eagle3"] = "eagle3"
     # decoder layers of the drafter
-    layers: int = 1
+    layers: Layers = 1
     # eagle3: target features to fuse, hidden_states[k] of transformers; empty = 2, L // 2, L -
     #     3
     taps: list[int] = field(default_factory=list)
     # number of frequent tokens the head predicts; 0 = the whole vocabulary
-    draft_vocab: int = 8192
+    draft_vocab: CountOrZero = 8192
     # steps the drafter goes on its own outputs in training: 1 = none, 3 is usual
-    steps: int = 3
+    steps: Levels = 3
     # the loss of step s counts step_decay ** s
-    step_decay: float = 0.8
+    step_decay: Annotated[float, Interval(gt=0, le=1)] = 0.8
     # what the head learns from
     loss: LossWeights = field(default_factory=lambda: LossWeights(hard=0.0, soft=1.0))
     # weight of the smooth L1 distance to the target's feature (EAGLE-1: 1.0 beside soft 0.1)
-    feature_loss: float = 0.0
+    feature_loss: Size = 0.0
     # distil only the target's so many most probable tokens (HASS: 10); 0 = all
-    top_k: int = 0
+    top_k: CountOrZero = 0
     # spread of uniform noise on the input features, scaled by 512 / tokens of the row; 0 =
     # none, EAGLE-1: 0.2
-    noise: float = 0.0
+    noise: Size = 0.0
     # positions that the draft layers look back over, the row's own among them; null = all
-    sliding_window: int | None = None
+    sliding_window: Count | None = None
     # weights at the start: random, or layer = copied from a layer of the target
-    init: str = "random"
+    init: Literal["random", "layer"] = "random"
     # init=layer: which layer, counted from 0; negative counts from the end
-    init_layer: int = -3
+    init_layer: Annotated[int, Interval(ge=-MOST, le=MOST)] = -3
     # eagle3: from the second step on read a trained mask in place of the token and of own
     # outputs, so that one pass drafts all levels (P-EAGLE)
     parallel: bool = False
     # id of a reserved token whose embedding in the target is the mask's, as in engines; -1 = a
     # trained one
-    mask_token: int = -1
+    mask_token: TokenId = -1
     # eagle3: norm every tapped feature before fusing them (EAGLE-3.1)
     norm_before_fc: bool = False
     # eagle3: hand the normed output on to the next step (EAGLE-3.1)
@@ -58,50 +72,24 @@ class EagleConfig(HeadConfig):
     # eagle1: fc has a bias; for imported heads, and serving engines drop it
     fc_bias: bool = False
     # supervised tokens whose logits exist at the same time; null = 512 on CPUs, 4096 on GPUs
-    chunk: int | None = None
+    chunk: Count | None = None
     # compile the draft layer (torch.compile): faster, after minutes at the first step
     compile: bool = False
     # keep only what goes from step to step and compute the rest again in the backward pass:
     # less memory, slower
     activation_checkpointing: bool = False
     # shape of the draft when the drafter is named without @chain or @tree
-    shape: str = "chain"
+    shape: Shape = "chain"
     # levels of the draft
-    depth: int = 5
+    depth: Levels = 5
     # nodes of the draft tree
-    nodes: int = 24
+    nodes: Nodes = 24
     # tree: nodes expanded per level, and children looked at of each
-    width: int = 6
+    width: Width = 6
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        found = outside(
-            self,
-            (
-                ("layers", 1, MOST_LAYERS),
-                ("draft_vocab", 0, MOST),
-                ("steps", 1, MOST_DEPTH),
-                ("feature_loss", 0, MOST),
-                ("top_k", 0, MOST),
-                ("noise", 0, MOST),
-                ("chunk", 1, MOST),
-                ("init_layer", -MOST, MOST),
-                ("mask_token", -1, MOST),
-                ("sliding_window", 1, MOST),
-                ("depth", 1, MOST_DEPTH),
-                ("nodes", 1, MOST_NODES),
-                ("width", 1, MOST_WIDTH),
-            ),
-        )
-        choices = {
-            "kind": ("eagle1", "eagle3"),
-            "init": ("random", "layer"),
-            "shape": ("chain", "tree"),
-            "tree_draw": ("fixed", "sampled"),
-        }
-        found += unlisted(self, choices)
-        if not 0 < self.step_decay <= 1:
-            found.append(f"step_decay: {self.step_decay} is outside (0, 1]; 0.8 is usual")
+        found = []
         only3 = [
             k
             for k in (
@@ -121,7 +109,7 @@ class EagleConfig(HeadConfig):
         if self.parallel and self.steps < 2:
             found.append("steps: 1, but a parallel head's mask is read from the second on; set 2")
         longest = max(self.steps, self.depth)
-        if self.sliding_window is not None and 1 <= self.sliding_window <= longest:
+        if self.sliding_window is not None and self.sliding_window <= longest:
             found.append(
                 f"sliding_window: {self.sliding_window} leaves a draft of {longest} steps nothing "
                 f"of the text; give more than {longest}, or null for all of it"

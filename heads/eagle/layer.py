@@ -14,15 +14,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.activations import ACT2FN
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaMLP,
@@ -31,11 +28,8 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from conf.errors import UserError
-from conf.typed import SHORT
 from decode.target import Target
-from heads.limits import MOST, MOST_LAYERS, outside
 
-WIDEST_HEAD = 1 << 16  # rotary positions are tried at this width
 Rope = tuple[Tensor, Tensor]  # cos, sin, each [.., hd]
 
 
@@ -78,89 +72,6 @@ def layer_config(target: Target, layers: int) -> dict[str, Any]:
         "max_position_embeddings": min(target.context_length, 1 << 20),
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **rope},
     }
-
-
-@dataclass
-class LayerShape:
-    """What layer_config gives, as a file tells it: the keys of a LlamaConfig that shape draft
-    layers.
-
-    rope_parameters: as transformers names them, by rope_type.
-    """
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    hidden_act: str
-    rms_norm_eps: float
-    max_position_embeddings: int
-    rope_parameters: dict[str, Any]
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule"."""
-        sizes = (
-            "hidden_size",
-            "intermediate_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "max_position_embeddings",
-        )
-        bounds = [("num_hidden_layers", 1, MOST_LAYERS), ("head_dim", 1, WIDEST_HEAD)]
-        found = outside(self, [*bounds, *((key, 1, MOST) for key in sizes)])
-        if found:
-            return found
-        if self.num_attention_heads % self.num_key_value_heads:
-            found.append(
-                f"num_key_value_heads: {self.num_key_value_heads} does not divide "
-                f"{self.num_attention_heads}"
-            )
-        if self.head_dim % 2:
-            found.append(f"head_dim: {self.head_dim} is odd, and rotary positions turn pairs")
-        if self.hidden_act not in ACT2FN:
-            found.append(
-                f"hidden_act: {self.hidden_act[:40]!r} is no activation that transformers knows"
-            )
-        if not 0 <= self.rms_norm_eps < 1:
-            found.append(f"rms_norm_eps: {self.rms_norm_eps} is outside [0, 1)")
-        return found or self._turns()
-
-    def _turns(self) -> list[str]:
-        """What is wrong with the rotary positions: transformers has a rule for every type, so
-        they are tried."""
-        kind = self.rope_parameters.get("rope_type", "default")
-        if not isinstance(kind, str) or kind not in ("default", *ROPE_INIT_FUNCTIONS):
-            return [
-                f"rope_parameters.rope_type: {SHORT.repr(kind)} is none that transformers knows"
-            ]
-        try:
-            with torch.device("cpu"):
-                cos, sin = rope_table(
-                    LlamaConfig(**asdict(self)), 4, torch.float32, torch.device("cpu")
-                )
-        except Exception as error:  # other people's code: whatever it raises, the file is wrong
-            line = (str(error).splitlines() or [type(error).__name__])[0]
-            return [f"rope_parameters: make no rotary positions ({line[:120]})"]
-        sound = cos.shape == sin.shape == (4, self.head_dim) and bool(
-            (cos.isfinite() & sin.isfinite()).all()
-        )
-        return [] if sound else ["rope_parameters: make no rotary positions of this head_dim"]
-
-    def fits(self, target: Target, layers: int, key: str) -> list[str]:
-        """Why a stack of `layers` of them cannot read `target`, "key.name: what"; []."""
-        found = []
-        if self.hidden_size != target.hidden_size:
-            found.append(
-                f"{key}.hidden_size: {self.hidden_size}, the target's is {target.hidden_size}"
-            )
-        if self.num_hidden_layers != layers:
-            found.append(
-                f"{key}.num_hidden_layers: {self.num_hidden_layers}, the head's config "
-                f"says {layers}"
-            )
-        return found
 
 
 class Linear(nn.Linear):

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from conf.typed import faults
 from decode.target import Target
 from heads import vocab
 from heads.base import Head
@@ -224,7 +225,7 @@ class BlockNative(Layout[BlockHead]):
         norms = [n for n in state if n.endswith("k_norm.weight")]
         keyed = any(not bool((state[n] == 1).all()) for n in norms)
         cfg = BlockConfig(
-            kind=self.kind,
+            kind="dspark" if self.kind == "dspark" else "dflash",
             block=block,
             layers=sizes["L"],
             causal=given["causal"],
@@ -236,7 +237,7 @@ class BlockNative(Layout[BlockHead]):
             mask_token=given["mask_token_id"],
             confidence=float(sure),
         )
-        wrong = cfg.validate()
+        wrong = faults(cfg)
         if wrong:
             refuse(foreign, wrong)
         taps = tuple(given["taps"])

@@ -9,7 +9,7 @@ from typing import Any
 
 from conf.errors import UserError
 from conf.typed import from_json
-from heads.eagle.layer import LayerShape
+from heads.eagle.shape import LayerShape
 from heads.interop.layout import Facts, number
 from heads.interop.reading import Foreign
 

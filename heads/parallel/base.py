@@ -14,16 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
+from annotated_types import Interval
 from torch import Tensor, nn
 
 from decode.target import Target
 from heads import losses, shapes, vocab
 from heads.base import Head, HeadConfig, Saved
 from heads.batch import Batch, LossOut
-from heads.limits import MOST, MOST_DEPTH, MOST_LAYERS, MOST_NODES, outside
+from heads.limits import Count, CountOrZero, Layers, Levels, Nodes, Shape
 from heads.losses import LossWeights, Taught, chunk_of, chunked_loss, target_law
 
 
@@ -31,47 +32,24 @@ from heads.losses import LossWeights, Taught, chunk_of, chunked_loss, target_law
 class ParallelConfig(HeadConfig):
     """Keys that Medusa and Hydra heads share."""
 
-    KINDS: ClassVar[tuple[str, ...]] = ()
     # K: how many tokens ahead of the LM head to guess
-    heads: int = 4
+    heads: Levels = 4
     # L: residual blocks of each head
-    blocks: int = 1
+    blocks: Layers = 1
     # number of frequent tokens the heads predict; 0 = the whole vocabulary
-    draft_vocab: int = 8192
+    draft_vocab: CountOrZero = 8192
     # use the target's frozen LM head in place of a projection of each head's own
     share_lm_head: bool = False
     # head i's loss counts decay ** i
-    decay: float = 0.8
+    decay: Annotated[float, Interval(gt=0, le=1)] = 0.8
     # what the heads learn from
     loss: LossWeights = field(default_factory=LossWeights)
     # supervised tokens whose logits exist at the same time; null = 512 on CPUs, 4096 on GPUs
-    chunk: int | None = None
+    chunk: Count | None = None
     # shape of the draft when the drafter is named without @chain or @tree
-    shape: str = "tree"
+    shape: Shape = "tree"
     # nodes of the draft tree
-    nodes: int = 16
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        bounds = (
-            ("heads", 1, MOST_DEPTH),
-            ("blocks", 1, MOST_LAYERS),
-            ("draft_vocab", 0, MOST),
-            ("chunk", 1, MOST),
-            ("nodes", 1, MOST_NODES),
-        )
-        found = outside(self, bounds)
-        if self.kind not in self.KINDS:
-            found.append(
-                f"kind: {self.kind!r} is not {' or '.join(self.KINDS)}; use head={self.KINDS[0]}"
-            )
-        if not 0 < self.decay <= 1:
-            found.append(f"decay: {self.decay} is outside (0, 1]; 0.8 is usual")
-        if self.shape not in ("chain", "tree"):
-            found.append(f"shape: {self.shape!r}; choose chain or tree")
-        if self.tree_draw not in ("sampled", "fixed"):
-            found.append(f"tree_draw: {self.tree_draw!r}; choose sampled or fixed")
-        return found
+    nodes: Nodes = 16
 
 
 @dataclass(kw_only=True)

@@ -21,7 +21,7 @@ supervised tokens, P parents.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -32,8 +32,9 @@ from decode.grow import Form, Nodes
 from decode.sampling import Sampling
 from decode.target import Target
 from heads.batch import Batch
-from heads.eagle.layer import LayerShape, layer_config
-from heads.limits import MOST_LAYERS, outside
+from heads.eagle.layer import layer_config
+from heads.eagle.shape import LayerShape
+from heads.limits import Layers, SomeLayers
 from heads.losses import LossWeights
 from heads.names import Draft
 from heads.parallel.base import ParallelConfig, ParallelHead, ParallelSaved
@@ -47,18 +48,13 @@ LARGEST_SCALE = 1e6  # of embeddings that are next to zero
 class HydraHeadsConfig(ParallelConfig):
     """Keys of Hydra heads."""
 
-    KINDS: ClassVar[tuple[str, ...]] = ("hydra_heads",)
-    kind: str = "hydra_heads"
+    kind: Literal["hydra_heads"] = "hydra_heads"
     # L: blocks of each head, the first of which reads the tokens (the paper: 4)
-    blocks: int = 2
+    blocks: Layers = 2
     # decoder layers over the target's features in front of all heads; 0 = none, 1 = Hydra++
-    prefix_layers: int = 0
+    prefix_layers: SomeLayers = 0
     # what the heads learn from
     loss: LossWeights = field(default_factory=lambda: LossWeights(hard=0.0, soft=1.0))
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        return super().validate() + outside(self, (("prefix_layers", 0, MOST_LAYERS),))
 
 
 @dataclass(kw_only=True)

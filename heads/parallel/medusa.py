@@ -19,7 +19,7 @@ supervised tokens, r rank.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from decode.drafters import Drafter
 from decode.target import Target
 from heads.batch import Batch
-from heads.limits import MOST, outside
+from heads.limits import CountOrZero
 from heads.names import Draft
 from heads.parallel.base import ParallelConfig, ParallelHead, ParallelSaved
 from heads.parallel.drafter import MarkovDrafter, MedusaDrafter
@@ -41,10 +41,9 @@ __all__ = ["MedusaConfig", "MedusaDrafter", "MedusaHead", "TuneConfig"]
 class MedusaConfig(ParallelConfig):
     """Medusa's keys."""
 
-    KINDS: ClassVar[tuple[str, ...]] = ("medusa", "medusa2")
-    kind: str = "medusa"
+    kind: Literal["medusa", "medusa2"] = "medusa"
     # rank of a term of the token before the guessed one, added to all heads' logits; 0 = none
-    markov_rank: int = 0
+    markov_rank: CountOrZero = 0
     # Medusa-2 alone
     tune: TuneConfig = field(default_factory=TuneConfig)
     # Medusa-2: keep the input of every layer of the target alone and compute the rest again in
@@ -53,7 +52,7 @@ class MedusaConfig(ParallelConfig):
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        wrong = outside(self, (("markov_rank", 0, MOST),))
+        wrong = []
         if self.activation_checkpointing and self.kind != "medusa2":
             wrong.append(
                 "activation_checkpointing: true with kind medusa, which keeps next to "
@@ -65,7 +64,7 @@ class MedusaConfig(ParallelConfig):
                 f"tune.rank: {rank} with kind {self.kind}; head=medusa2 needs 1 or more, "
                 "head=medusa 0"
             )
-        return super().validate() + wrong
+        return wrong
 
 
 @dataclass(kw_only=True)

@@ -23,9 +23,10 @@ from heads.small_lm.cut import aliases
 def load_base(cfg: SmallLMConfig, target: Target) -> Any:
     """The float32 model that head.path or head.name means. Raises UserError when it cannot be
     loaded or its tokenizer is another one."""
-    kind = "local" if cfg.path else "hub"
     try:
-        source = TargetConfig(kind=kind, path=cfg.path, name=cfg.name, revision=cfg.revision)
+        source = TargetConfig(
+            "local" if cfg.path else "hub", path=cfg.path, name=cfg.name, revision=cfg.revision
+        )
         base = load_target(source, "float32", "cpu")
     except UserError as error:
         raise UserError(

@@ -17,6 +17,7 @@ from decode.target import Target
 from decode.tree import TreeShape
 from heads import shapes
 from heads.base import Head
+from heads.limits import Shape
 from heads.names import Draft
 from heads.small_lm.config import SmallLMConfig
 from heads.small_lm.net import parameters
@@ -35,7 +36,7 @@ class PlainModel(Head):
     Config = SmallLMConfig
     reads_features: ClassVar[bool] = False
 
-    def __init__(self, draft: Target, path: str, shape: str) -> None:
+    def __init__(self, draft: Target, path: str, shape: Shape) -> None:
         """shape: chain or tree, of the draft when nobody asks for one."""
         super().__init__(SmallLMConfig(path=path, shape=shape))
         self.cfg: SmallLMConfig = self.cfg

@@ -39,7 +39,7 @@ from torch.utils.flop_counter import flop_registry
 from transformers import masking_utils
 
 from conf.errors import UserError
-from heads.eagle import attention as ttt
+from heads.eagle import kernels
 
 NAME = "phantom"
 ROOT = Path(__file__).resolve().parents[2]
@@ -544,7 +544,7 @@ def _stand_ins(device: str) -> Iterator[None]:
         (masking_utils, "is_tracing", lambda *_: False),
     )
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(ttt.KERNELS, {NAME: ttt.KERNELS["cuda"]}))
+        stack.enter_context(mock.patch.dict(kernels.KERNELS, {NAME: kernels.KERNELS["cuda"]}))
         for owner, name, instead in replaced:
             stack.enter_context(mock.patch.object(owner, name, instead, create=True))
         yield

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from decode.models.load import DTYPES, TargetConfig
+from annotated_types import Ge
+
+from conf.rules import AboveZero, Inside, NotEmpty, NotNegative, OneOrMore, Seed, ZeroOrMore, one_of
+from decode.models.load import TargetConfig
 from heads.interop import FORMATS
 from heads.lora import LoraKeys
 
@@ -18,15 +21,15 @@ class FitConfig:
     """Keys of scripts/fit.py."""
 
     # run or head folder that is fitted; it is never written to
-    start: str
+    start: NotEmpty
     # folder of the fit: head/ (the better of the two), fit.json, fit.png and every stage
-    out: str
+    out: NotEmpty
     # the frozen model that answers
     target: TargetConfig = field(default_factory=TargetConfig)
     # request and response logs, FILE or [FILE,FILE] (scripts/synthesize.py says which forms)
     logs: str | list[str] = ""
     # share of the logs, the last in time, that training does not see
-    later_share: float = 0.2
+    later_share: Inside = 0.2
     # names under which the logs' model is the target; empty = the target's own name
     served: list[str] = field(default_factory=list)
     # replace secrets and personal data in the logs
@@ -38,98 +41,59 @@ class FitConfig:
     # in place of `train`: a folder of scripts/log_rounds.py, to learn where a head drafted
     rounds: str = ""
     # minutes of training on this machine, its evaluations counted; a pilot turns them into steps
-    minutes: float = 10.0
+    minutes: AboveZero = 10.0
     # a LoRA in place of full weights
     lora: LoraKeys = field(default_factory=LoraKeys)
     # peak learning rate; null = as train/ takes it
-    lr: float | None = None
+    lr: AboveZero | None = None
     # chats of an optimizer step
-    batch_size: int = 16
+    batch_size: OneOrMore = 16
     # longer chats are cut here, tokens
-    max_length: int = 512
+    max_length: Annotated[int, Ge(8)] = 512
     # share of the training chats that the evaluations ask
-    held_out: float = 0.05
+    held_out: Inside = 0.05
     # evaluations within the budget
-    evaluations: int = 4
+    evaluations: OneOrMore = 4
     # stop after so many evaluations in a row without a longer accepted length; 0 = never
-    patience: int = 2
+    patience: ZeroOrMore = 2
     # prompts of an evaluation
-    eval_prompts: int = 8
+    eval_prompts: OneOrMore = 8
     # prompts of the parity gate behind the training; 0 = no gate
-    parity: int = 4
+    parity: ZeroOrMore = 4
     # later prompts that are compared, by turns from the categories; null = all
-    prompts: int | None = 60
+    prompts: Annotated[int, Ge(2)] | None = 60
     # prompts of no traffic in particular, to see what was forgotten
     general: str = "scripts/prompts/demo.jsonl"
     # how many of them; 0 = none
-    general_prompts: int = 24
+    general_prompts: ZeroOrMore = 24
     # most tokens of an answer
-    max_new_tokens: int = 64
+    max_new_tokens: OneOrMore = 64
     # temperature of the comparison; 0 = greedy
-    temperature: float = 0.0
+    temperature: NotNegative = 0.0
     # shape of the drafts: chain, tree, or nothing for the head's own
-    shape: str = ""
+    shape: Literal["", "chain", "tree"] = ""
     # also train a fresh head of the same kind with the same steps, and compare it
     scratch: bool = False
     # further drafters that are compared
     against: list[str] = field(default_factory=list)
     # tokens of the certificate of the result, at temperature 1; 0 = no certificate
-    certify_tokens: int = 5000
+    certify_tokens: ZeroOrMore = 5000
     # its negative controls: run, none, or the folder of a certificate of this target that ran
     # them
     controls: str = "run"
     # export the result for an engine: vllm, speculators, sglang, gguf, ...; empty = no export
-    format: str = ""
+    format: Annotated[str, one_of(["", *FORMATS])] = ""
     # of the target: float32, bfloat16
-    dtype: str = "bfloat16"
+    dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     # cpu, cuda, cuda:1; null = the GPU when there is one
     device: str | None = None
     # of every random number
-    seed: int = 0
+    seed: Seed = 0
     # no progress bars
     quiet: bool = False
 
     def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        found = []
-        lows: dict[str, int] = {
-            "batch_size": 1,
-            "max_length": 8,
-            "evaluations": 1,
-            "patience": 0,
-            "eval_prompts": 1,
-            "parity": 0,
-            "general_prompts": 0,
-            "max_new_tokens": 1,
-            "certify_tokens": 0,
-        }
-        for key, low in lows.items():
-            if getattr(self, key) < low:
-                found.append(f"{key}: {getattr(self, key)} is below {low}; give {low} or more")
-        if self.prompts is not None and self.prompts < 2:
-            found.append(f"prompts: {self.prompts} allows no interval; give 2 or more, or null")
-        if not self.minutes > 0:
-            found.append(f"minutes: {self.minutes} is no budget; give more than 0")
-        for key in ("held_out", "later_share"):
-            if not 0 < getattr(self, key) < 1:
-                found.append(f"{key}: {getattr(self, key)} is outside (0, 1); give such as 0.1")
-        if self.temperature < 0:
-            found.append(f"temperature: {self.temperature} is below 0; 0 is greedy")
-        if self.lr is not None and not self.lr > 0:
-            found.append(f"lr: {self.lr} is not above 0; null takes the usual one")
-        if self.shape not in ("", "chain", "tree"):
-            found.append(f"shape: {self.shape!r}; choose chain, tree or nothing")
-        if self.dtype not in DTYPES or self.dtype == "float16":
-            found.append(f"dtype: {self.dtype!r}; choose bfloat16 or float32")
-        if self.format and self.format not in FORMATS:
-            found.append(f"format: {self.format} is unknown; choose among {', '.join(FORMATS)}")
-        for key in ("start", "out"):
-            if not getattr(self, key):
-                found.append(f"{key}: is empty; give a folder")
-        return found + self._sources()
-
-    def _sources(self) -> list[str]:
-        """Exactly one source of text."""
+        """Exactly one source of text, as "key: value; rule; fix"."""
         given = [key for key in ("logs", "train", "rounds") if getattr(self, key)]
         if len(given) != 1:
             told = f"{' and '.join(given)} are given" if given else "is empty"

@@ -20,21 +20,9 @@ from heads.folders import head_in
 from heads.lora import LoraKeys
 from scripts.common import files
 from scripts.fitting.config import FitConfig
-from train.block import BlockRun
-from train.config import DraftRun, EagleRun, MedusaRun, TrainConfig
-from train.hydra_heads import HydraHeadsRun
+from train.config import ENTRIES, TrainConfig
 from train.loop import fit
 
-# kind of head -> (the defaults of its entry point, its schema)
-ENTRIES: dict[str, tuple[str, type[TrainConfig]]] = {
-    "medusa": ("medusa", MedusaRun),
-    "hydra_heads": ("hydra_heads", HydraHeadsRun),
-    "eagle1": ("eagle", EagleRun),
-    "eagle3": ("eagle", EagleRun),
-    "dflash": ("block", BlockRun),
-    "dspark": ("block", BlockRun),
-    "small_lm": ("draft", DraftRun),
-}
 BUDGET = "budget.json"
 PILOT_STEPS = 4
 MOST_SHARE = 0.5  # of the budget that evaluations may take
@@ -73,10 +61,10 @@ def start_of(cfg: FitConfig) -> tuple[str, str, Any]:
         )
     card = read_card(folder)
     kind = str(card["kind"])
-    if kind not in ENTRIES:
+    fitted = [name for name in ENTRIES if not HEADS[name].trains_target]
+    if kind not in fitted:
         raise UserError(
-            f"start: {cfg.start}: a {kind[:80]} head is not fitted; give one of "
-            f"{', '.join(ENTRIES)}"
+            f"start: {cfg.start}: a {kind[:80]} head is not fitted; give one of {', '.join(fitted)}"
         )
     saved = card["head"].get("config")
     saved = without_gone(saved) if isinstance(saved, dict) else saved

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
+from annotated_types import Ge, Interval
+
+from conf.rules import Filled, NotEmpty, OneOrMore, Seed, ZeroOrMore, one_of
 from decode.models.load import DTYPES, TargetConfig
 from scripts.train_heads import RECIPES
+
+Tokens = Annotated[float, Interval(ge=1, lt=1e15)]
 
 
 @dataclass
@@ -13,29 +19,29 @@ class ForecastConfig:
     """Keys of scripts/forecast.py."""
 
     # folder for forecast.json and the pilots; with check=, for truth.json
-    out: str
+    out: NotEmpty
     # the frozen model
     target: TargetConfig = field(default_factory=TargetConfig)
     # JSONL of the prompts that will be asked: acceptance depends on them
     prompts: str = "scripts/prompts/demo.jsonl"
     # how many of them, spread over the file
-    num_prompts: int = 16
+    num_prompts: Annotated[int, Ge(2)] = 16
     # longest answer, tokens
-    max_new_tokens: int = 64
+    max_new_tokens: Annotated[int, Ge(8)] = 64
     # run folders of short runs, one for each head that is weighed
     pilots: list[str] = field(default_factory=list)
     # recipes for which a pilot is trained here, on the conversations in chats
-    heads: list[str] = field(default_factory=list)
+    heads: list[Annotated[str, one_of(RECIPES)]] = field(default_factory=list)
     # JSONL of conversations for those pilots
     chats: str = ""
     # steps of such a pilot; 1 = an untrained head: its cost, and nothing about its learning
-    pilot_steps: int = 40
+    pilot_steps: OneOrMore = 40
     # further keys of the pilots' training, such as data.features=FOLDER
     more: list[str] = field(default_factory=list)
     # tokens to train on
-    tokens: list[float] = field(default_factory=lambda: [1e6, 2e6, 5e6])
+    tokens: Filled[Tokens] = field(default_factory=lambda: [1e6, 2e6, 5e6])
     # prompts decoded at a time
-    batch_sizes: list[int] = field(default_factory=lambda: [1, 4])
+    batch_sizes: Filled[OneOrMore] = field(default_factory=lambda: [1, 4])
     # measured learning curves
     curves: str = "docs/results/recipes.json"
     # points of your engine, as scripts/tune.py engine writes them: speedups there instead of here;
@@ -47,45 +53,25 @@ class ForecastConfig:
     # address of a running server of the same model without a drafter
     plain: str = ""
     # tokens that the server at url drafts in a cycle
-    draft_tokens: int = 0
+    draft_tokens: ZeroOrMore = 0
     # repetitions of every point of the latency curve, or loads of every server
-    curve_rounds: int = 2
+    curve_rounds: OneOrMore = 2
     # an earlier forecast.json that is held against trained heads
     check: str = ""
     # run folders, head folders or checkpoints that were trained since
     truth: list[str] = field(default_factory=list)
     # float32, bfloat16 or float16
-    dtype: str = "bfloat16"
+    dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
     # cpu, cuda, cuda:1; null = the GPU when there is one
     device: str | None = None
     # addresses all random numbers
-    seed: int = 0
+    seed: Seed = 0
     # no progress bar
     quiet: bool = False
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        found = [] if self.out else ["out: is empty; give a folder"]
-        lows = (
-            ("num_prompts", 2),
-            ("max_new_tokens", 8),
-            ("pilot_steps", 1),
-            ("curve_rounds", 1),
-        )
-        found += [
-            f"{key}: {getattr(self, key)} is below {low}; set {low} or more"
-            for key, low in lows
-            if getattr(self, key) < low
-        ]
-        if any(b < 1 for b in self.batch_sizes) or not self.batch_sizes:
-            found.append(f"batch_sizes: {self.batch_sizes}; give sizes from 1, such as [1,4]")
-        if any(not 1 <= t < 1e15 for t in self.tokens) or not self.tokens:
-            found.append(f"tokens: {self.tokens}; give numbers of tokens, such as [1e6,5e6]")
-        found += [
-            f"heads: {name!r} is no recipe; choose among {', '.join(RECIPES)}"
-            for name in self.heads
-            if name not in RECIPES
-        ]
+        found = []
         if len({bool(self.url), bool(self.plain), self.draft_tokens > 0}) > 1:
             found.append(
                 "url: a server is timed against a plain one; give url, plain and draft_tokens "
@@ -93,8 +79,6 @@ class ForecastConfig:
             )
         if self.url and self.costs:
             found.append("costs: points of an engine and url, which measures them; give one")
-        if self.dtype not in DTYPES:
-            found.append(f"dtype: {self.dtype!r} is none of {', '.join(DTYPES)}")
         if self.check:
             found += [] if self.truth else ["truth: empty; give the heads that were trained since"]
             return found

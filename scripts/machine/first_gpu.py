@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from conf.errors import UserError
 from conf.schema import compose
 from decode.drafters import NoDraft
 from decode.engine import Request, generate
-from decode.models.load import DTYPES, load_target
+from decode.models.load import load_target
 from decode.sampling import Sampling
 from decode.target import Target
 from heads import load_head
@@ -63,16 +62,6 @@ WORDS = (
     "back",
     "along",
 )
-
-
-def place_problems(device: str, dtype: str) -> list[str]:
-    """What is wrong with the keys device and dtype."""
-    found = []
-    if not re.fullmatch(r"(cpu|cuda(:\d+)?)?", device):
-        found.append(f"device: {device!r}; choose cpu, cuda, cuda:N or nothing")
-    if dtype not in DTYPES or dtype == "float16":
-        found.append(f"dtype: {dtype!r}; choose bfloat16, float32 or float64")
-    return found
 
 
 def run(cfg: Any) -> int:

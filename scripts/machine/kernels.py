@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from heads.eagle import attention as ttt
+from heads.eagle import kernels
+from heads.eagle.places import Layout
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -25,7 +27,7 @@ BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
-NAMES = {id(ttt.CPU): "the CPU's flash kernel", id(ttt.FLASH): "CUDA's flash attention"}
+NAMES = {id(kernels.CPU): "the CPU's flash kernel", id(kernels.FLASH): "CUDA's flash attention"}
 BLOCKS = "dense blocks, document by document"
 # Relative error, in norm, of what a kernel gives and of its gradients.
 LIMITS = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4, torch.float64: 1e-9}
@@ -86,12 +88,12 @@ def attention_path(device: str, dtype: str) -> list[str]:
     heads."""
     kind = getattr(torch, dtype)
     q = torch.empty(1, 2, 1, 128, device=device, dtype=kind)
-    kernel = ttt.kernel_for(q[0].transpose(0, 1), q)
+    kernel = kernels.kernel_for(q[0].transpose(0, 1), q)
     lines = [
         f"a target: transformers' choice (target.attn=auto), sdpa with {_sdpa(q)} in {dtype}",
         f"training-time test: {NAMES.get(id(kernel), BLOCKS)} in {dtype}",
     ]
-    if device.startswith("cuda") and kernel is not ttt.FLASH:
+    if device.startswith("cuda") and kernel is not kernels.FLASH:
         lines.append("training-time test: flash needs float16 or bfloat16 on a GPU from 8.0 on")
     return lines
 
@@ -166,7 +168,7 @@ def _training_time_test(
     if packed:
         position = torch.where(position < length // 3, position, position - length // 3)
     where, there = (
-        ttt.Layout.of((2, length), rows.to(d), position.to(d) if packed else None).seen(window)
+        Layout.of((2, length), rows.to(d), position.to(d) if packed else None).seen(window)
         for d in (device, "cpu")
     )
     count = rows.numel() if steps else 2 * length
@@ -178,7 +180,7 @@ def _training_time_test(
     chosen = None if not steps else rows
 
     def ours(query: Tensor, key: Tensor, value: Tensor, *own: Tensor) -> Tensor:
-        kernel = ttt.kernel_for(query, value)
+        kernel = kernels.kernel_for(query, value)
         if not kernel.grouped:
             key, value = (t.repeat_interleave(heads // kv, 1) for t in (key, value))
             own = tuple(t.repeat_interleave(heads // kv, 1) for t in own)
@@ -189,7 +191,7 @@ def _training_time_test(
         layout = there if query.device.type == "cpu" else where
         if not steps:
             every = torch.arange(2 * length, device=query.device)
-            layout = ttt.Layout.of(
+            layout = Layout.of(
                 (2, length), every, position.to(query.device) if packed else None
             ).seen(window)
         return ttt.dense(query, layout, size**-0.5, (key, value), [*own])

@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 
 from conf.errors import UserError
 from decode.models.identity import cache_root
+from decode.models.memory import available
 from scripts.machine.kernels import attention_path, kernels_here
 from train.config import TRACKERS
 from train.launch_keys import HONOURED, of_file, refusals
@@ -147,12 +148,9 @@ def kernels(device: str, dtype: str) -> Part:
 def memory_and_disk(out_dir: Path) -> Part:
     """Host memory, and disk where runs, caches and models go."""
     part = Part("memory and disk")
-    free, limit = _memory()
-    part.facts.append(
-        f"host memory: {free / GIB:.1f} GiB free"
-        + (f", {limit / GIB:.1f} GiB is this group's limit" if limit else "")
-    )
-    if min(free, limit or free) < LEAST_MEMORY:
+    free = available("cpu") or 0
+    part.facts.append(f"host memory: {free / GIB:.1f} GiB free")
+    if free < LEAST_MEMORY:
         part.problems.append("host memory: less than 2 GiB free; end something else first")
     hub = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     for name, place in (("runs", out_dir), ("cache", cache_root()), ("models", hub)):
@@ -166,21 +164,6 @@ def memory_and_disk(out_dir: Path) -> Part:
         if not os.access(there, os.W_OK):
             part.problems.append(f"{name}: {there} cannot be written; choose another folder")
     return part
-
-
-def _memory() -> tuple[int, int]:
-    """Free bytes of this machine, and the limit of this process's group (0 = none is known)."""
-    free = 0
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(1024 * int(x.split()[1]) for x in lines if x.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return free, 0
-    return free, int(limit) if limit.isdigit() else 0
 
 
 def _existing(path: Path) -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from conf.typed import SEEDS
+from conf.rules import SEEDS
 from decode.adaptive import Adaptive
 from decode.drafters import DraftModel, NoDraft
 from decode.sampling import Sampling

@@ -23,7 +23,7 @@ import torch
 from transformers import StoppingCriteriaList
 
 from conf.errors import UserError
-from conf.typed import SEEDS
+from conf.rules import SEEDS
 from decode.draft_model import DraftModel
 from decode.engine import Cycle, Generation, Request, Run, Timing
 from decode.sampling import Sampling

@@ -20,8 +20,8 @@ from decode.target import Target
 from heads.names import Draft
 from scripts.common.progress import Steps, columns
 from scripts.common.prompts import Prompt, chat_ids
-from scripts.scoring.memory import peak, start_peak
 from scripts.scoring.names import clipped
+from train.measure.memory import peak_bytes, reset_peak
 
 WARM_UP_TOKENS = 8
 History = dict[str, list[dict[str, str]]]  # prompt id -> messages
@@ -163,9 +163,9 @@ def run_contest(
                         note=f"prompt {number * size + 1} of {len(prompts)}, {lane.label}",
                     )
                     if live:
-                        start_peak(target.device)
+                        reset_peak(target.device)
                         run = lane.run(requests[lane.group], settings)
-                        _note(contest, lane, live, turn, run, peak(target.device))
+                        _note(contest, lane, live, turn, run, peak_bytes(target.device))
                         if lane.name == lane.base:
                             _remember(tokenizer, history[lane.group], live, run)
                     progress.advance(task)

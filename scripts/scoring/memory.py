@@ -1,11 +1,7 @@
-"""How much memory a row of the table takes: what its drafter holds beside the target, and the
-peak while it ran.
-"""
+"""How much memory a row of the table takes: what its drafter holds beside the target."""
 
 from __future__ import annotations
 
-import contextlib
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +10,6 @@ from torch import Tensor, nn
 from decode.drafters import Drafter
 from decode.models.packed import PackedLinear
 from decode.target import Target
-
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def own_elements(drafter: Drafter, target: Target) -> tuple[int, int]:
@@ -58,25 +52,3 @@ def _walk(value: Any, found: dict[int, Tensor], seen: set[int], depth: int) -> N
         for name, item in vars(value).items():
             if name not in ("cache", "masks", "target", "embed", "rope", "h", "state"):
                 _walk(item, found, seen, depth - 1)
-
-
-def start_peak(device: torch.device) -> None:
-    """Forget the peak so far."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    with contextlib.suppress(OSError):
-        CLEAR.write_text("5")  # Linux: resets the peak of resident memory
-
-
-def peak(device: torch.device) -> int | None:
-    """Bytes at the peak since start_peak: allocated on the GPU, or resident of the whole
-    process. None: unknown.
-    """
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    try:
-        line = next(x for x in STATUS.read_text().splitlines() if x.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-    except (OSError, StopIteration, ValueError, IndexError):
-        return None

@@ -22,7 +22,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from conf.typed import SEEDS
+from conf.rules import SEEDS
 from decode.engine import Cycle, Generation, Request, Run, Timing
 from decode.sampling import Sampling
 from decode.target import Target

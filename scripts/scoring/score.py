@@ -131,59 +131,19 @@ class Scores:
 
     def row(self, lane: Lane) -> dict[str, Any]:
         """One entry of report.json's `drafters`."""
-        name, units = lane.name, self.units()
-        answers = [a for rows in self.answers[name].values() for a in rows]
-        splits = [stats.split(a.generation) for a in answers]
-        clean = self.clean(name, self.prompts)
-        flat = list(itertools.chain.from_iterable(clean))
-        cut = [c for p in splits for c in p.cut]
-        loop = [c for p in splits for c in p.loop]
-        timings = [lap.timing for laps in self.laps[name].values() for lap in laps]
-        passes = sum(t.cycles for t in timings)
-        seconds = {
-            phase: sum(getattr(t, f"{phase}_s") for t in timings) for phase in ("draft", "target")
-        }
-        checked = sum(t.verify_s + t.commit_s for t in timings)
-        decoded = sum(self.work(name, units, False)[0])
-        speedup = self.speedup(name, lane.base, units)
-        parts = breakdown(timings, decoded, speedup["mean"])
-        everything = [
-            [c for a in self.answers[name][p] for c in a.generation.cycles] for p in self.prompts
-        ]
+        units = self.units()
+        clean = self.clean(lane.name, self.prompts)
+        speed = self._speed(lane, units)
         return plain(
             {
-                "name": name,
+                "name": lane.name,
                 "kind": lane.kind,
                 "shape": lane.shape,
                 "label": lane.label,
                 "max_depth": lane.depth,
                 "max_nodes": lane.nodes,
-                "tokens": sum(len(a.generation.token_ids) for a in answers),
-                "cycles": len(flat),
-                "accepted_length": stats.accepted_length(clean, self.seed).json(),
-                "acceptance_by_position": self._positions(flat, clean),
-                "acceptance_by_rank": stats.acceptance_by_rank(flat),
-                "cut_cycles": {
-                    "cycles": len(cut),
-                    "draft_tokens_accepted": sum(c.accepted for c in cut),
-                },
-                "loop_cycles": {
-                    "cycles": len(loop),
-                    "accepted_length": _mean([c.accepted + 1 for c in loop]),
-                },
-                "accepted_length_all_cycles": stats.accepted_length(everything, self.seed).json(),
-                "by_category": {
-                    c: self._category(lane, c) for c in sorted(set(self.category.values()))
-                },
-                "tokens_per_second": self.rate(name, units, False),
-                "tokens_per_second_interval": stats.ratio_interval(
-                    *self.work(name, units, False), self.seed
-                ).json(),
-                "speedup": speedup,
-                "end_to_end": {
-                    "tokens_per_second": self.rate(name, units, True),
-                    "speedup": self.speedup(name, lane.base, units, whole=True),
-                },
+                **self._accepted(lane, clean),
+                **speed,
                 "group": lane.group,
                 "base": lane.base,
                 "break_even": self.break_even(lane, units),
@@ -191,20 +151,8 @@ class Scores:
                 "bytes": lane.facts.get("bytes"),
                 "training": lane.facts.get("training"),
                 **{k: v for k, v in lane.facts.items() if k == "trained_for"},
-                **self._parts(lane, flat),
-                "peak_bytes": max(
-                    (lap.peak or 0 for laps in self.laps[name].values() for lap in laps), default=0
-                )
-                or None,
-                "draft_ms_interval": self.cycle_ms(name, ("draft",), units),
-                "verify_ms_interval": self.cycle_ms(name, ("target", "verify", "commit"), units),
-                "draft_ms": _per(seconds["draft"], passes),
-                "verify_ms": _per(seconds["target"] + checked, passes),
-                "target_ms": _per(seconds["target"], passes),
-                "target_passes": passes,
-                "prefill_seconds": sum(t.prefill_s for t in timings),
-                "ms_per_token": parts["ms_per_token"] if parts else {},
-                "breakdown": parts,
+                **self._parts(lane, list(itertools.chain.from_iterable(clean))),
+                **self._times(lane, units, speed["speedup"]["mean"]),
                 "per_prompt": [
                     self._prompt(lane, p, cycles)
                     for p, cycles in zip(self.prompts, clean, strict=True)
@@ -212,11 +160,84 @@ class Scores:
                 "units": [
                     {"prompts": list(unit), "tokens": tokens, "seconds": spent}
                     for unit, tokens, spent in zip(
-                        units, *self.work(name, units, False), strict=True
+                        units, *self.work(lane.name, units, False), strict=True
                     )
                 ],
             }
         )
+
+    def _accepted(self, lane: Lane, clean: list[list[Cycle]]) -> dict[str, Any]:
+        """What was written and accepted. clean: the cycles of every prompt that count."""
+        answers = [a for rows in self.answers[lane.name].values() for a in rows]
+        splits = [stats.split(a.generation) for a in answers]
+        flat = list(itertools.chain.from_iterable(clean))
+        cut = [c for p in splits for c in p.cut]
+        loop = [c for p in splits for c in p.loop]
+        everything = [
+            [c for a in self.answers[lane.name][p] for c in a.generation.cycles]
+            for p in self.prompts
+        ]
+        return {
+            "tokens": sum(len(a.generation.token_ids) for a in answers),
+            "cycles": len(flat),
+            "accepted_length": stats.accepted_length(clean, self.seed).json(),
+            "acceptance_by_position": self._positions(flat, clean),
+            "acceptance_by_rank": stats.acceptance_by_rank(flat),
+            "cut_cycles": {
+                "cycles": len(cut),
+                "draft_tokens_accepted": sum(c.accepted for c in cut),
+            },
+            "loop_cycles": {
+                "cycles": len(loop),
+                "accepted_length": _mean([c.accepted + 1 for c in loop]),
+            },
+            "accepted_length_all_cycles": stats.accepted_length(everything, self.seed).json(),
+            "by_category": {
+                c: self._category(lane, c) for c in sorted(set(self.category.values()))
+            },
+        }
+
+    def _speed(self, lane: Lane, units: Sequence[tuple[str, ...]]) -> dict[str, Any]:
+        """Tokens per second, and against the lane's base."""
+        name = lane.name
+        return {
+            "tokens_per_second": self.rate(name, units, False),
+            "tokens_per_second_interval": stats.ratio_interval(
+                *self.work(name, units, False), self.seed
+            ).json(),
+            "speedup": self.speedup(name, lane.base, units),
+            "end_to_end": {
+                "tokens_per_second": self.rate(name, units, True),
+                "speedup": self.speedup(name, lane.base, units, whole=True),
+            },
+        }
+
+    def _times(
+        self, lane: Lane, units: Sequence[tuple[str, ...]], speedup: float | None
+    ) -> dict[str, Any]:
+        """Peak memory, and where the time of a cycle goes."""
+        name = lane.name
+        laps = [lap for laps in self.laps[name].values() for lap in laps]
+        timings = [lap.timing for lap in laps]
+        passes = sum(t.cycles for t in timings)
+        seconds = {
+            phase: sum(getattr(t, f"{phase}_s") for t in timings) for phase in ("draft", "target")
+        }
+        checked = sum(t.verify_s + t.commit_s for t in timings)
+        decoded = sum(self.work(name, units, False)[0])
+        parts = breakdown(timings, decoded, speedup)
+        return {
+            "peak_bytes": max((lap.peak or 0 for lap in laps), default=0) or None,
+            "draft_ms_interval": self.cycle_ms(name, ("draft",), units),
+            "verify_ms_interval": self.cycle_ms(name, ("target", "verify", "commit"), units),
+            "draft_ms": _per(seconds["draft"], passes),
+            "verify_ms": _per(seconds["target"] + checked, passes),
+            "target_ms": _per(seconds["target"], passes),
+            "target_passes": passes,
+            "prefill_seconds": sum(t.prefill_s for t in timings),
+            "ms_per_token": parts["ms_per_token"] if parts else {},
+            "breakdown": parts,
+        }
 
     def _parts(self, lane: Lane, flat: list[Cycle]) -> dict[str, Any]:
         """Who of a union proposed what was accepted; {} for a single drafter."""

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 
 from conf.errors import UserError
 from conf.jsonl import is_whole
+from conf.rules import ZeroOrMore
 from conf.schema import CONF
 from conf.typed import from_json, raise_all
 from scripts.common.prompts import Prompt
@@ -45,7 +46,7 @@ class SuiteConfig:
     # under which licence it was published
     licence: str = ""
     # prompts of the whole set
-    prompts: int = 0
+    prompts: ZeroOrMore = 0
     # column of the text, or of the list of a conversation's turns
     turns: str = "turns"
     # column of more text below it, where that is not empty
@@ -56,19 +57,11 @@ class SuiteConfig:
     category: str = ""
     # prompts that are asked unless num_prompts says otherwise, the first ones of every category
     # in turns; 0 = all
-    take: int = 0
+    take: ZeroOrMore = 0
     # a file or folder on this disk in place of the hub
     path: str = ""
     # whether this description has been tried on the real set; where not, reports say so
     tried: bool = False
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        return [
-            f"suite.{key}: {getattr(self, key)} is below 0; set 0 or more"
-            for key in ("prompts", "take")
-            if getattr(self, key) < 0
-        ]
 
 
 @dataclass(frozen=True)

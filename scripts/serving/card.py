@@ -120,87 +120,94 @@ def serve(about: About) -> list[tuple[str, str]]:
 
 def page(about: About) -> str:
     """README.md."""
-    card, facts, head = about.card, about.facts, about.head
-    identity = card.get("target") or {}
-    extra, calibration = card.get("extra") or {}, getattr(head, "calibration", {}) or {}
-    tags = [
-        "speculative-decoding",
-        head.kind,
-        *(["speculators"] if about.format == "speculators" else []),
-    ]
+    lines = _title(about)
+    for engine, command in serve(about):
+        lines += [f"Serve ({engine}):", "", "```", command, "```", ""]
+    lines += [*NOTES.get(about.format, []), *_facts(about), *_training(about), *_check(about)]
+    return "\n".join(lines)
+
+
+NOTES = {
+    "medusa": [
+        "The original code reads `medusa_lm_head.pt`, a pickle, which is not written "
+        "here; one line makes "
+        "it:",
+        "",
+        "```",
+        'python -c "import torch; from safetensors.torch import load_file; '
+        "torch.save(load_file('medusa_lm_head.safetensors'), 'medusa_lm_head.pt')\"",
+        "```",
+        "",
+    ],
+    "eagle": [
+        "The original code takes this folder as `ea_model_path`; embeddings come from the target.",
+        "",
+    ],
+}
+
+
+def _title(about: About) -> list[str]:
+    """Front matter and the first paragraph."""
+    head, name = about.head, about.facts.name
+    tags = ["speculative-decoding", head.kind]
+    tags += ["speculators"] if about.format == "speculators" else []
     front = ["---", "tags:", *(f"- {t}" for t in tags)]
-    if facts.name and "/" in facts.name and not Path(facts.name).is_absolute():
-        front.append(f"base_model: {facts.name}")
-    what = NAMES[head.kind]
-    lines = [
+    if name and "/" in name and not Path(name).is_absolute():
+        front.append(f"base_model: {name}")
+    what, identity = NAMES[head.kind], about.card.get("target") or {}
+    return [
         *front,
         "---",
         "",
-        f"# {what[0].upper()}{what[1:]} for {identity.get('name', facts.name)}",
+        f"# {what[0].upper()}{what[1:]} for {identity.get('name', name)}",
         "",
         f"Exported in the format `{about.format}`. A drafter changes the speed of a "
         "model, never its answers.",
         "",
     ]
-    for engine, command in serve(about):
-        lines += [f"Serve ({engine}):", "", "```", command, "```", ""]
-    if about.format == "medusa":
-        lines += [
-            "The original code reads `medusa_lm_head.pt`, a pickle, which is not written "
-            "here; one line makes "
-            "it:",
-            "",
-            "```",
-            'python -c "import torch; from safetensors.torch import load_file; '
-            "torch.save(load_file('medusa_lm_head.safetensors'), 'medusa_lm_head.pt')\"",
-            "```",
-            "",
-        ]
-    if about.format == "eagle":
-        lines += [
-            "The original code takes this folder as `ea_model_path`; embeddings come "
-            "from the target.",
-            "",
-        ]
-    lines += [
+
+
+def _facts(about: About) -> list[str]:
+    """Target and head."""
+    identity = about.card.get("target") or {}
+    return [
         "## Target",
         "",
         "| | |",
         "|---|---|",
-        f"| name | {identity.get('name', facts.name)} |",
-        f"| architecture | {facts.architecture} |",
+        f"| name | {identity.get('name', about.facts.name)} |",
+        f"| architecture | {about.facts.architecture} |",
+        *(f"| {k.replace('_', ' ')} | `{identity[k]}` |" for k in identity if k.endswith("sha256")),
+        *("", "## Head", "", "| | |", "|---|---|", f"| weights | {about.dtype} |"),
+        *(f"| {name} | {value} |" for name, value in described(about.head)),
     ]
-    lines += [
-        f"| {k.replace('_', ' ')} | `{identity[k]}` |" for k in identity if k.endswith("sha256")
+
+
+def _training(about: About) -> list[str]:
+    """How the head was trained, what it accepts, how it is decoded."""
+    run, extra = about.run, about.card.get("extra") or {}
+    calibration = getattr(about.head, "calibration", {}) or {}
+    recipe = json.dumps(about.card["head"].get("config", {}), sort_keys=True)
+    return [
+        *("", "## Training", "", f"- data: {run.get('data', 'not recorded beside the head')}"),
+        *(
+            f"- {key}: {run[key]}"
+            for key in ("batches", "draft vocabulary", "target", "commit")
+            if run.get(key)
+        ),
+        *([f"- optimizer steps: {extra['step']}"] if extra.get("step") else []),
+        f"- recipe: `{recipe}`",
+        *("", "## Acceptance", "", *acceptance(extra, calibration)),
+        *("", "## Decode settings", "", *decoding(about)),
     ]
-    lines += ["", "## Head", "", "| | |", "|---|---|", f"| weights | {about.dtype} |"]
-    lines += [f"| {name} | {value} |" for name, value in described(head)]
-    run = about.run
-    lines += ["", "## Training", "", f"- data: {run.get('data', 'not recorded beside the head')}"]
-    lines += [
-        f"- {key}: {run[key]}"
-        for key in ("batches", "draft vocabulary", "target", "commit")
-        if run.get(key)
-    ]
-    if extra.get("step"):
-        lines.append(f"- optimizer steps: {extra['step']}")
-    lines.append(f"- recipe: `{json.dumps(card['head'].get('config', {}), sort_keys=True)}`")
-    lines += [
-        "",
-        "## Acceptance",
-        "",
-        *acceptance(extra, calibration),
-        "",
-        "## Decode settings",
-        "",
-        *decoding(about),
-    ]
+
+
+def _check(about: About) -> list[str]:
+    """What the independent reader found."""
     found = about.check
     error = found.get("largest_logit_difference")
-    lines += [
-        "",
-        "## Check",
-        "",
+    return [
+        *("", "## Check", ""),
         "The folder was read again by an independent reader: "
         f"{found['draft_tokens_equal']} draft tokens behind "
         f"{found['prompts']} prompts equal the head's"
@@ -209,7 +216,6 @@ def page(about: About) -> str:
         "`outrider.json` holds the hashes of every file, of the target, tokenizer and template.",
         "",
     ]
-    return "\n".join(lines)
 
 
 def described(head: Head) -> list[tuple[str, Any]]:

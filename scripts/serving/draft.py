@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from conf.errors import UserError
+from decode.drafter import Drafter
 from decode.models.load import torch_dtype
 from decode.rng import Rng
 from decode.sampling import Sampling
@@ -61,18 +62,40 @@ def write(
     """
     from transformers import AutoModelForCausalLM
 
-    for name in KEPT:
+    stored = _copy(source, stage, dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        stage, dtype=torch.float32, use_safetensors=True
+    )
+    model = model.to(target.device).eval()
+    drafter = head.drafter(target, Draft(shape="chain"))
+    equal = 0
+    for number, prompt in enumerate(prompts, 1):
+        ids = prompt.to(target.device)
+        wanted = _drafted(drafter, ids)
+        equal += _agreed(model, head.ids(), ids, wanted, stored, f"prompt {number}")
+    if not equal:
+        raise UserError(
+            "export: no draft token of the export equals the drafter's; nothing was written"
+        )
+    return {
+        "prompts": len(prompts),
+        "draft_tokens_equal": equal,
+        "largest_logit_difference": None,
+        "dtype": stored,
+    }
+
+
+def _copy(source: Path, stage: Path, dtype: str | None) -> str:
+    """Copy a model folder, its weights in `dtype` (None: as they are); the dtype that is then
+    stored. Raises UserError where there is no such folder."""
+    for name in (*KEPT, "model.safetensors.index.json"):
         if (source / name).is_file():
             shutil.copyfile(source / name, stage / name)
-    weights = sorted(p for p in source.glob("model*.safetensors"))
+    weights = sorted(source.glob("model*.safetensors"))
     if not weights or not (stage / "config.json").is_file():
         raise UserError(
             f"drafter: {source} is no transformers folder (config.json, "
             "model.safetensors); train it again"
-        )
-    if (source / "model.safetensors.index.json").is_file():
-        shutil.copyfile(
-            source / "model.safetensors.index.json", stage / "model.safetensors.index.json"
         )
     for file in weights:
         tensors = load_file(file)
@@ -86,49 +109,39 @@ def write(
     if dtype is not None:
         key = "dtype" if "dtype" in config else "torch_dtype"
         (stage / "config.json").write_text(json.dumps({**config, key: dtype}, indent=1) + "\n")
-    stored = dtype or str(config.get("dtype") or config.get("torch_dtype") or "float32")
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        stage, dtype=torch.float32, use_safetensors=True
-    )
-    model = model.to(target.device).eval()
-    drafter = head.drafter(target, Draft(shape="chain"))
-    ids = head.ids()
-    out: dict[str, Any] = {
-        "prompts": len(prompts),
-        "draft_tokens_equal": 0,
-        "largest_logit_difference": None,
-    }
-    out["dtype"] = stored
-    for number, prompt in enumerate(prompts):
-        prompt = prompt.to(target.device)
-        drafter.reset(1, len(prompt) + 2)
-        drafter.begin([prompt[:-1]], Sampling())
-        drafter.observe(prompt[None, 1:], None, torch.tensor([len(prompt) - 1]), slice(0, 1))
-        zero = torch.zeros(1, dtype=torch.int64, device=target.device)
-        wanted = (
-            drafter.propose(zero + drafter.max_depth, Sampling(), Rng(0, zero, zero))
-            .tokens[0]
-            .tolist()
-        )
-        tokens = prompt.tolist()
-        for depth, token in enumerate(wanted):
-            row = model(torch.tensor([tokens], device=target.device)).logits[0, -1]
-            row = row if ids is None else row[ids]
-            best = row.topk(2)
-            mine = int(best.indices[0]) if ids is None else int(ids[best.indices[0]])
-            slack = 1e-3 * float(best.values[0].abs()) * (1 if stored == "float32" else 50)
-            if mine != token and float(best.values[0] - best.values[1]) > slack:
-                raise UserError(
-                    f"export: prompt {number + 1}, draft token {depth + 1}: the export "
-                    f"drafts {mine}, the "
-                    f"drafter {token}; nothing was written"
-                )
-            if mine != token:
-                break
-            out["draft_tokens_equal"] += 1
-            tokens.append(token)
-    if not out["draft_tokens_equal"]:
-        raise UserError(
-            "export: no draft token of the export equals the drafter's; nothing was written"
-        )
-    return out
+    return dtype or str(config.get("dtype") or config.get("torch_dtype") or "float32")
+
+
+def _drafted(drafter: Drafter, prompt: Tensor) -> list[int]:
+    """The chain that the drafter proposes behind a prompt [n], greedily."""
+    drafter.reset(1, len(prompt) + 2)
+    drafter.begin([prompt[:-1]], Sampling())
+    drafter.observe(prompt[None, 1:], None, torch.tensor([len(prompt) - 1]), slice(0, 1))
+    zero = torch.zeros(1, dtype=torch.int64, device=prompt.device)
+    budget = torch.tensor([drafter.max_depth])
+    tree = drafter.propose(budget, Sampling(), Rng(0, zero, zero))
+    return tree.tokens[0].tolist()
+
+
+def _agreed(
+    model: Any, ids: Tensor | None, prompt: Tensor, wanted: list[int], stored: str, where: str
+) -> int:
+    """How many of the drafter's tokens the exported model drafts too, before the first that
+    differs by rounding. ids: the draft vocabulary. Raises UserError for one that differs by
+    more."""
+    tokens = prompt.tolist()
+    for depth, token in enumerate(wanted):
+        row = model(torch.tensor([tokens], device=prompt.device)).logits[0, -1]
+        row = row if ids is None else row[ids]
+        best = row.topk(2)
+        mine = int(best.indices[0]) if ids is None else int(ids[best.indices[0]])
+        slack = 1e-3 * float(best.values[0].abs()) * (1 if stored == "float32" else 50)
+        if mine != token and float(best.values[0] - best.values[1]) > slack:
+            raise UserError(
+                f"export: {where}, draft token {depth + 1}: the export drafts {mine}, the "
+                f"drafter {token}; nothing was written"
+            )
+        if mine != token:
+            return depth
+        tokens.append(token)
+    return len(wanted)

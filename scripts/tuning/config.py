@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
+from annotated_types import Ge, Interval
+
+from conf.rules import AboveZero, BelowOne, NotNegative, OneOrMore, Seed, ZeroOrMore, one_of
 from decode.models.load import TargetConfig
 from decode.verify import RULES
 
@@ -22,41 +26,41 @@ class TuneConfig:
     # prompts like those that will be asked: acceptance depends on them
     prompts: str = "scripts/prompts/demo.jsonl"
     # how many of them, spread over the file
-    num_prompts: int = 16
+    num_prompts: Annotated[int, Ge(2)] = 16
     # longest answer, tokens
-    max_new_tokens: int = 64
+    max_new_tokens: Annotated[int, Ge(8)] = 64
     # 0 = greedy
-    temperature: float = 0.0
+    temperature: NotNegative = 0.0
     # keep the k likeliest tokens; 0 = off
-    top_k: int = 0
+    top_k: ZeroOrMore = 0
     # nucleus; 1 = off
-    top_p: float = 1.0
+    top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
     # drop tokens below this share of the best token's probability; 0 = off
-    min_p: float = 0.0
+    min_p: BelowOne = 0.0
     # Hugging Face's repetition penalty; 1 = off
-    repetition_penalty: float = 1.0
+    repetition_penalty: AboveZero = 1.0
     # float32, bfloat16 or float16
     dtype: str = "bfloat16"
     # cpu, cuda, cuda:1; null = the GPU when there is one
     device: str | None = None
     # prompts that are decoded together: what the choice is made for
-    batch_size: int = 1
+    batch_size: OneOrMore = 1
     # further batch sizes of the latency curve
-    curve_batches: list[int] = field(default_factory=lambda: [1, 2, 4, 8])
+    curve_batches: list[OneOrMore] = field(default_factory=lambda: [1, 2, 4, 8])
     # repetitions of every point of the latency curve
-    curve_rounds: int = 5
+    curve_rounds: OneOrMore = 5
     # deepest chain or dynamic tree
-    max_depth: int = 8
+    max_depth: OneOrMore = 8
     # largest tree
-    max_nodes: int = 64
+    max_nodes: OneOrMore = 64
     # widest beam of a dynamic tree
-    max_width: int = 8
+    max_width: OneOrMore = 8
     # settings that are confirmed by measurement
-    confirm: int = 4
+    confirm: OneOrMore = 4
     # measure a whole grid of settings as well, and say how far the choice is from its best
     grid: bool = False
     # settings of each shape in that grid
-    grid_size: int = 8
+    grid_size: OneOrMore = 8
     # JSON file that collects what runs came to, an entry per drafter; "" = none
     results: str = ""
     # write the choice into the head's folder
@@ -64,34 +68,8 @@ class TuneConfig:
     # log figures and table to Weights & Biases
     wandb: bool = False
     # rule of verification
-    verify: str = "traversal"
+    verify: Annotated[str, one_of(RULES)] = "traversal"
     # addresses all random numbers
-    seed: int = 0
+    seed: Seed = 0
     # no progress bar
     quiet: bool = False
-
-    def validate(self) -> list[str]:
-        lows = (
-            ("num_prompts", 2),
-            ("max_new_tokens", 8),
-            ("batch_size", 1),
-            ("curve_rounds", 1),
-            ("max_depth", 1),
-            ("max_nodes", 1),
-            ("max_width", 1),
-            ("confirm", 1),
-            ("grid_size", 1),
-        )
-        found = [
-            f"{key}: {getattr(self, key)} is below {low}; set {low} or more"
-            for key, low in lows
-            if getattr(self, key) < low
-        ]
-        if any(b < 1 for b in self.curve_batches):
-            found.append(
-                f"curve_batches: {self.curve_batches} holds a size below 1; give sizes "
-                "such as [1,4]"
-            )
-        if self.verify not in RULES:
-            found.append(f"verify: {self.verify} is no rule; choose among {', '.join(RULES)}")
-        return found

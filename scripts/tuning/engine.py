@@ -16,9 +16,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge
 
 from conf.errors import UserError
+from conf.rules import AboveZero, AtATime, OneOrMore, ZeroOrMore
 from conf.schema import entry
 from heads.interop import exported
 from scripts.common.progress import Steps, columns
@@ -39,19 +42,19 @@ class TuneEngineConfig:
     # address of a running server of the same model without a drafter
     plain: str = ""
     # draft tokens of the server at url; 0 = as in expected
-    draft_tokens: int = 0
+    draft_tokens: ZeroOrMore = 0
     # points that are known already; empty = none
     costs: str = ""
     # requests at a time
-    batches: list[int] = field(default_factory=lambda: [1, 2, 4, 8])
+    batches: AtATime = field(default_factory=lambda: [1, 2, 4, 8])
     # loads of every server and batch, in turns
-    rounds: int = 5
+    rounds: OneOrMore = 5
     # tokens of an answer
-    max_new_tokens: int = 32
+    max_new_tokens: Annotated[int, Ge(2)] = 32
     # seconds for one answer
-    timeout: float = 120.0
+    timeout: AboveZero = 120.0
     # tries after the first
-    retries: int = 4
+    retries: ZeroOrMore = 4
     # environment variable that holds the servers' key; empty = none
     key_env: str = ""
     # no progress bar
@@ -67,19 +70,8 @@ class TuneEngineConfig:
             )
         if not self.url and not self.costs:
             found.append("costs: none; give url= and plain= to measure, or costs=FILE")
-        if not self.batches or any(not 1 <= n <= 64 for n in self.batches):
-            found.append(f"batches: {self.batches}; give numbers of 1 to 64, as in [1,2,4,8]")
         if len(set(self.batches)) != len(self.batches):
             found.append(f"batches: {self.batches} names one twice; name each once")
-        if self.rounds < 1:
-            found.append(f"rounds: {self.rounds} is below 1; give 1 or more")
-        if self.max_new_tokens < 2:
-            found.append(f"max_new_tokens: {self.max_new_tokens} is below 2; give 2 or more")
-        if not self.timeout > 0:
-            found.append(f"timeout: {self.timeout} is not above 0; give seconds")
-        for key in ("retries", "draft_tokens"):
-            if getattr(self, key) < 0:
-                found.append(f"{key}: {getattr(self, key)} is below 0; give 0 or more")
         return found
 
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import pytest
 
 from conf.errors import Interrupted, UserError
+from conf.rules import Seed
 from conf.schema import CONF, _compose, compose, entry, group_options
 from conf.typed import convert, docs, keys, knows, nested_schema
 
@@ -275,7 +276,7 @@ def test_a_head_of_another_command_is_refused_in_one_line() -> None:
         == "head=eagle3: another command takes this one; choose one of medusa, medusa2"
     )
     with pytest.raises(
-        UserError, match="^head.kind: 'eagle3' is not medusa or medusa2; use head=medusa$"
+        UserError, match="^head.kind: 'eagle3' is none of medusa, medusa2; choose one$"
     ):
         compose(
             "medusa",
@@ -296,3 +297,13 @@ def test_hydra_flags_still_work_and_leave_nothing_behind(
     with pytest.raises(SystemExit) as stop:
         entry("toy", Toy, toy)(lambda cfg: seen.append(cfg.steps))(["-m", "steps=1,2"])
     assert seen == [1, 2] and stop.value.code == 0 and list(work.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", sorted(ENTRIES))
+def test_a_seed_has_the_rule_of_seeds(name: str) -> None:
+    def seeds(schema: type) -> list[Any]:
+        hints = typing.get_type_hints(schema, include_extras=True)
+        found = [hint for key, hint in hints.items() if key == "seed"]
+        return found + [s for h in hints.values() if (n := nested_schema(h)) for s in seeds(n)]
+
+    assert all(hint == Seed for hint in seeds(ENTRIES[name]))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from conf.typed import faults
 from decode.drafters import NGram, NoDraft
 from decode.engine import Request, generate
 from decode.sampling import Sampling
@@ -249,8 +250,8 @@ def a_saved_head_drafts_the_same(case: Case, folder: Path) -> None:
 def mistakes_are_named(case: Case) -> None:
     """A value that a key cannot have is refused in a line that begins with the key."""
     key, value = case.wrong
-    assert not case.config.validate()  # type: ignore[attr-defined]
-    problems = replace(case.config, **{key: value}).validate()  # type: ignore[attr-defined]
+    assert not faults(case.config)  # type: ignore[attr-defined]
+    problems = faults(replace(case.config, **{key: value}))  # type: ignore[attr-defined]
     assert problems and any(line.startswith(key) for line in problems), problems
 
 

@@ -1,6 +1,7 @@
 """A head that turns the last feature before each projection: what a new head costs."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -10,7 +11,7 @@ from heads.parallel.drafter import AtOnce
 
 @dataclass
 class ToyConfig(ParallelConfig):
-    KINDS = ("toy",)
+    kind: Literal["toy"] = "toy"
 
 
 @dataclass(kw_only=True)

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from conf.errors import UserError
+from conf.typed import faults
 from decode.models import load, memory, quantize
 from decode.models.load import TargetConfig, load_target
 from decode.models.memory import Need, Plan
@@ -117,6 +118,6 @@ def test_a_missing_library_is_one_line(monkeypatch: Any) -> None:
 
 
 def test_keys_are_checked() -> None:
-    assert TargetConfig(quantize="torchao-int8").validate() == []
-    assert "'int3' is none of none, bnb-int8" in TargetConfig(quantize="int3").validate()[0]
+    assert faults(TargetConfig(quantize="torchao-int8")) == []
+    assert "'int3' is none of none, bnb-int8" in faults(TargetConfig(quantize="int3"))[0]
     assert "needs a real model" in TargetConfig(kind="tiny", quantize="bnb-nf4").validate()[0]

@@ -282,10 +282,10 @@ def test_taps_are_caught_on_the_way_and_are_those_of_the_list(
     real[1, 6:] = False
     for taps in ((0, deep), (1, 1, deep - 1), (deep, 0)):
         caught = target.features(ids, real, taps)
-        layers, target._layers = target._layers, []
+        layers, target.tapped_layers = target.tapped_layers, []
         assert layers
         assert torch.equal(target.features(ids, real, taps), caught)
-        target._layers = layers
+        target.tapped_layers = layers
     asked = []
     body = target.body.forward
     monkeypatch.setattr(
@@ -303,6 +303,6 @@ def test_a_model_whose_layers_do_not_say_their_inputs_is_asked_for_the_list(
 ) -> None:
     target = Target(build("llama"))
     ids = torch.arange(3, 9)[None]
-    monkeypatch.setattr(Target, "_listed_as_caught", lambda self: False)
+    monkeypatch.setattr(Target, "_caught", lambda self, layers, taps, kwargs: torch.zeros(1))
     found = target.features(ids, torch.ones_like(ids, dtype=torch.bool), (1, 2))
-    assert target._layers == [] and found.shape[2] == 2
+    assert target.tapped_layers == [] and found.shape[2] == 2

@@ -680,10 +680,10 @@ def test_extremes_of_the_configuration_train_and_draft(target, keys: dict[str, A
         (["head.anchors=4000"], "head.anchors: 4000 blocks in rows of at most"),
         (["head.least=0.5"], "head.least: nothing tells a slot's chance"),
         (["head.weights=dpace", "head.loss.hard=0", "head.loss.soft=1"], "head.weights: dpace"),
-        (["head.kind=eagle3"], "head.kind: 'eagle3'; choose dflash or dspark"),
+        (["head.kind=eagle3"], "head.kind: 'eagle3' is none of dflash, dspark"),
         (["head.decay=0"], "head.decay: 0"),
         (["head.confidence=nan"], "head.confidence: nan is not a number"),
-        (["head.least=1"], "head.least: 1.0 is outside [0, 1)"),
+        (["head.least=1"], "head.least: 1 is not below 1"),
         (["head.markov_rank=-1"], "head.markov_rank: -1 is below 0"),
     ],
 )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
+from conf.typed import faults
 from decode.drafters import NoDraft
 from decode.engine import Request, generate
 from decode.grow import Nodes
@@ -211,9 +212,9 @@ def test_a_tree_inside_a_window_is_what_training_predicts(
 
 def test_what_a_window_cannot_be_is_named() -> None:
     for value, said in ((0, "is below 1"), (-4, "is below 1"), (4, "leaves a draft of 5 steps")):
-        found = EagleConfig(steps=4, sliding_window=value).validate()
+        found = faults(EagleConfig(steps=4, sliding_window=value))
         assert len(found) == 1 and f"sliding_window: {value}" in found[0] and said in found[0]
-    assert not EagleConfig(steps=4, depth=4, sliding_window=5).validate()
+    assert not faults(EagleConfig(steps=4, depth=4, sliding_window=5))
     target = target_of()
     with pytest.raises(UserError, match=r"head.sliding_window: 9999, but .* context ends at"):
         head_of(target, sliding_window=9999)

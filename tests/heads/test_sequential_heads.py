@@ -283,7 +283,7 @@ def test_training_resumes_bitwise(tmp_path: Path, name: str) -> None:
     [
         ("head.blocks=0", "head.blocks: 0"),
         ("head.markov_rank=3", "head.markov_rank"),
-        ("head.kind=medusa", "head.kind: 'medusa' is not hydra_heads"),
+        ("head.kind=medusa", "head.kind: 'medusa' is none of hydra_heads"),
     ],
 )
 def test_mistakes_in_the_configuration_are_named(tmp_path: Path, change: str, said: str) -> None:

@@ -5,16 +5,17 @@ family uses it.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from conf.errors import UserError
+from conf.typed import faults
 from decode.target import Target
 from heads import HEADS, vocab
 from heads.eagle.config import EagleConfig
-from heads.losses import MASKS, LossWeights, stored_law, target_law
+from heads.losses import LossWeights, Mask, stored_law, target_law
 from heads.parallel.hydra_heads import HydraHeadsConfig
 from heads.parallel.medusa import MedusaConfig, TuneConfig
 from tests.helpers.training import random_batch, tiny_target
@@ -51,7 +52,7 @@ def naive(target: Target, feats: torch.Tensor, tokens: torch.Tensor) -> dict[str
     }
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", get_args(Mask))
 def test_the_law_and_where_it_teaches(target: Target, mask: str) -> None:
     torch.manual_seed(0)
     feats, source = (
@@ -80,7 +81,7 @@ def test_every_family_is_taught_at_the_same_tokens(kind: str) -> None:
     batch = random_batch(4, 20)
     seen, counts = batch.loss_mask & batch.mask, torch.arange(260) % 97
     told = {}
-    for mask in MASKS:
+    for mask in get_args(Mask):
         torch.manual_seed(0)
         target = tiny_target(dtype="float64")
         cfg = replace(FAMILIES[kind], loss=replace(SOFT, mask=mask))
@@ -99,8 +100,8 @@ def test_every_family_is_taught_at_the_same_tokens(kind: str) -> None:
 
 
 def test_an_unknown_mask_is_told() -> None:
-    assert LossWeights(mask="some").validate() == [
-        "mask: 'some' is unknown; choose token, argmax, all"
+    assert faults(LossWeights(mask="some")) == [
+        "mask: 'some' is none of token, argmax, all; choose one"
     ]
 
 

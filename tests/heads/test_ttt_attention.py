@@ -17,11 +17,12 @@ from torch import Tensor
 
 from decode.scorer import Head
 from heads.batch import Batch
-from heads.eagle import attention
-from heads.eagle.attention import BLOCKS, CPU, FLASH, Kernel, Layout, dense, merged
+from heads.eagle import attention, kernels
+from heads.eagle.attention import dense, merged
 from heads.eagle.config import EagleConfig
 from heads.eagle.head import Eagle3Head
-from heads.eagle.places import Places
+from heads.eagle.kernels import BLOCKS, CPU, FLASH, Kernel
+from heads.eagle.places import Layout, Places
 from tests.helpers.held import Held
 
 RAGGED = torch.tensor([3, 4, 5, 6, 7, 14, 15, 16, 30, 31, 32])
@@ -113,7 +114,7 @@ def cuda_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(torch, name)
 
-    monkeypatch.setattr(attention, "torch", Torch())
+    monkeypatch.setattr(kernels, "torch", Torch())
 
 
 def inputs_of(layout: Layout, heads: int, kv: int, steps: int, rows: int) -> list[Tensor]:
@@ -140,7 +141,7 @@ def test_every_kernel_equals_dense(
     kernel: Kernel, kv: int, layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Values and all gradients, with steps behind the first and without."""
-    monkeypatch.setattr(attention, "LEAST_BAND", 2)  # a window cuts documents of eleven tokens
+    monkeypatch.setattr(kernels, "LEAST_BAND", 2)  # a window cuts documents of eleven tokens
     whole = torch.arange(layout.shape[0] * layout.shape[1])
     for steps, rows in ((3, layout.rows), (0, layout.rows), (0, None)):
         there = layout if rows is not None else Layout(layout.shape, whole, *parts(layout))
@@ -181,7 +182,7 @@ def test_blocks_are_cut_where_memory_says(monkeypatch: pytest.MonkeyPatch) -> No
     layout = LAYOUTS["ragged"]
     query, key, value, *own = inputs_of(layout, 4, 2, 1, len(RAGGED))
     whole = merged(query, layout, layout.rows, 0.5, (key, value), own, BLOCKS)
-    monkeypatch.setattr(attention, "BLOCK", 1)
+    monkeypatch.setattr(kernels, "BLOCK", 1)
     cut = merged(query, layout, layout.rows, 0.5, (key, value), own, BLOCKS)
     torch.testing.assert_close(cut, whole, rtol=0, atol=1e-14)
 
@@ -196,13 +197,13 @@ def test_a_window_costs_what_it_shows(window: int) -> None:
     assert layout.window == window
     for chosen, total in ((rows, len(rows)), (None, 3000)):
         met, scores = [], 0
-        for block in attention._blocks(layout, chosen, 1, 1):
+        for block in kernels._blocks(layout, chosen, 1, 1):
             met.append(block.at + 1500 * block.far[0])
             scores += block.hidden.numel()
             sees = torch.minimum(block.at + 1, torch.tensor(window))
             assert ((~block.hidden).sum(1) == sees).all()
         assert torch.cat(met).equal(rows if chosen is not None else torch.arange(3000))
-        assert scores <= total * (window + max(attention.LEAST_BAND, window // 4))
+        assert scores <= total * (window + max(kernels.LEAST_BAND, window // 4))
 
 
 def test_windows_that_change_nothing_are_none() -> None:
@@ -299,7 +300,7 @@ def held_by_8b(batch: Batch, **keys: Any) -> Held:
 def test_a_pass_of_8b_fits_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """2 rows of 4,096 tokens, 7 steps, 80 % supervised: at most 20 GB, gradients included, and
     no tensor as large as the scores of all heads, nor as one row's in 16 bits."""
-    monkeypatch.setitem(attention.KERNELS, "meta", attention.KERNELS["cuda"])
+    monkeypatch.setitem(kernels.KERNELS, "meta", kernels.KERNELS["cuda"])
     held = held_by_8b(batch_of(2, 4096, 0.8))
     assert held.peak < 20 * GB, f"{held.peak / GB:.1f} GB"
     assert {"_flash_attention_forward", "_flash_attention_backward"} <= held.seen

@@ -81,6 +81,8 @@ def test_it_is_decoded_as_it_is_read() -> None:
         (lambda t: api.generate(t, "x", max_new_tokens=0), "max_new_tokens: 0 is below 1"),
         (lambda t: api.load_target("smolm2"), "did you mean smollm2"),
         (lambda t: api.load_target("tiny", layer=3), "layer: no such key; did you mean layers"),
+        (lambda t: api.load_target("local"), "path: "),
+        (lambda t: api.load_target("tiny", layers=0), "layers: 0 is below 1"),
         (lambda t: api.train("medsua"), "did you mean medusa"),
     ],
 )

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conf.typed import faults
 from decode import verify as rules_of_verification
 from decode.drafters import Drafter, DraftModel, NoDraft
 from decode.engine import Generation, Request, generate
@@ -745,11 +746,11 @@ def test_command_finds_a_broken_verifier(
 
 def test_mistakes_are_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for more, words in (
-        (["drafter=none", "verify=magic"], "verify: 'magic' is unknown"),
-        (["drafter=none", "top_p=0"], "top_p=0"),
+        (["drafter=none", "verify=magic"], "verify: 'magic' is none of"),
+        (["drafter=none", "top_p=0"], "top_p: 0"),
         (["drafter=nowhere"], "nowhere"),
         (["drafter=none", "alpha=2"], "alpha"),
-        (["drafter=none", "guidance_scale=0"], "guidance_scale: 0.0 is not above 0"),
+        (["drafter=none", "guidance_scale=0"], "guidance_scale: 0 is not above 0"),
         (["drafter=none", "processors={Magic:{}}"], "processors: Magic is no logits processor"),
         (
             ["drafter=none", "processors={NoRepeatNGramLogitsProcessor:{n:3}}"],
@@ -768,5 +769,5 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_settings_survive_in_the_plan() -> None:
     cfg = certify.CertifyConfig(out="x", drafter="none", temperature=0.6, top_p=0.9)
-    assert cfg.sampling() == Sampling(0.6, top_p=0.9) and cfg.validate() == []
-    assert dataclasses.replace(cfg, tokens=0).validate()[0].startswith("tokens: 0")
+    assert cfg.sampling() == Sampling(0.6, top_p=0.9) and faults(cfg) == []
+    assert faults(dataclasses.replace(cfg, tokens=0))[0].startswith("tokens: 0")

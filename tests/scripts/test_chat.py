@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from conf.typed import faults
 from decode.drafters import NGram, NoDraft
 from decode.engine import Request, generate
 from decode.models.load import TargetConfig, load_target
@@ -90,7 +91,7 @@ def test_a_tuned_drafter_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
         shown[mode] = talk.console.file.getvalue()
     assert "below break-even (9.00)" in shown["warn"] and "below break-even" in shown["fallback"]
     assert "below break-even" not in shown["off"]
-    assert "monitor: 'no' is none of" in chat.ChatConfig(monitor="no").validate()[0]
+    assert "monitor: 'no' is none of" in faults(chat.ChatConfig(monitor="no"))[0]
 
 
 def test_footer_of_an_answer_without_cycles() -> None:

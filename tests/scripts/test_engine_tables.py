@@ -80,12 +80,12 @@ def test_what_was_not_run_is_not_claimed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "part, keys, said",
     [
-        (sampled, ["alpha=2", "modes=[x]"], "choose among probabilistic, greedy"),
+        (sampled, ["alpha=2", "modes=[x]"], "modes: 'x' is none of probabilistic, greedy"),
         (sampled, ["tokens=0"], "tokens: 0 is below 1"),
-        (settings, ["drafters=[a,b]"], "give one"),
+        (settings, ["drafters=[a,b]"], "drafters: "),
         (settings, ["curve=[2]", "checked=[4]"], "goes beyond curve"),
-        (settings, ["batches=[]"], "batches: []"),
-        (settings, ["dtype=float8"], "dtype: float8 is none of"),
+        (settings, ["batches=[]"], "batches: is empty"),
+        (settings, ["dtype=float8"], "dtype: 'float8' is none of"),
         (settings, ["engine=nowhere/python"], "`make engines ONLY=llamacpp` builds it"),
     ],
 )

@@ -13,6 +13,7 @@ import torch
 
 from conf.errors import UserError
 from conf.schema import compose
+from conf.typed import faults
 from decode.drafters import NGram
 from decode.engine import Request, generate
 from decode.models.load import TargetConfig
@@ -202,7 +203,7 @@ def config(out: Path, prompts: Path, **keys: Any) -> ForecastConfig:
     made = ForecastConfig(out=str(out), target=TargetConfig(kind="tiny"), prompts=str(prompts))
     for key, value in (small | keys).items():
         setattr(made, key, value)
-    assert not made.validate()
+    assert not faults(made)
     return made
 
 
@@ -321,7 +322,7 @@ def test_a_forecast_stays_as_it_was(
     [
         ([], "pilots: none, and no heads"),
         (["heads=[eagle3]"], "chats: empty"),
-        (["heads=[eagle9]", "chats=x"], "heads: 'eagle9' is no recipe"),
+        (["heads=[eagle9]", "chats=x"], "heads: 'eagle9' is none of"),
         (["pilots=[a,a]"], "pilots: one is named twice"),
         (["pilots=[a]", "tokens=[0]"], "tokens: "),
         (["pilots=[a]", "tokens=[]"], "tokens: "),

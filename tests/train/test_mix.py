@@ -12,6 +12,7 @@ import torch
 
 from conf.errors import Interrupted, UserError
 from conf.schema import compose
+from conf.typed import faults
 from decode.models.tiny import byte_tokenizer
 from heads import HEADS
 from tests.helpers.training import chats, overrides, run, run_config, sigterm_at_update
@@ -182,19 +183,19 @@ def test_what_cannot_be_mixed_is_said(files: list[Path], tmp_path: Path) -> None
     "keys, said",
     [
         ({"path": ["a", "b"], "weights": [1.0]}, "weights: 1 for 2 files"),
-        ({"path": ["a", "b"], "weights": [1.0, 0.0]}, "not all above 0"),
-        ({"path": ["a", "b"], "weights": [1.0, float("inf")]}, "not all above 0"),
+        ({"path": ["a", "b"], "weights": [1.0, 0.0]}, "weights: 0.0 is not above 0"),
+        ({"path": ["a", "b"], "weights": [1.0, float("inf")]}, "weights: inf is not a number"),
         ({"path": ["a", ""]}, "path: is empty"),
         ({"path": []}, "path: is empty"),
         ({"path": ["a", "b"], "kind": "hub"}, "path: several only"),
         ({"path": "a", "held_out": ""}, "held_out: is empty"),
-        ({"path": "a", "held_out": 1.5}, "held_out: 1.5 is outside"),
+        ({"path": "a", "held_out": 1.5}, "held_out: 1.5 is not below 1"),
         ({"path": "a", "skip": [-1]}, "skip: -1 is no line"),
         ({"path": "a", "skip": ["b.jsonl"]}, "skip: 'b.jsonl' is no line"),
     ],
 )
 def test_rules_of_the_keys(keys: dict[str, Any], said: str) -> None:
-    found = DataConfig(**keys).validate()
+    found = faults(DataConfig(**keys))
     assert len(found) == 1 and said in found[0]
 
 
@@ -304,9 +305,9 @@ def digest(out: Path) -> bytes:
     [
         (["steps=0"], "steps: is required; set steps=N, or epochs=E"),
         (["steps=5", "epochs=2"], "steps: 5 beside epochs=2; leave one out"),
-        (["steps=0", "epochs=-1"], "epochs: -1.0 is below 0"),
+        (["steps=0", "epochs=-1"], "epochs: -1 is below 0"),
         (["steps=-1"], "steps: -1 is below 0"),
-        (["optim.lr=0"], "optim.lr: 0.0 must be above 0"),
+        (["optim.lr=0"], "optim.lr: 0 is not above 0"),
     ],
 )
 def test_exactly_one_length_of_a_run(keys: list[str], said: str) -> None:

@@ -293,8 +293,7 @@ def test_rows_say_how_many_turns_are_supervised_and_the_cache_keeps_it(
     assert load(last_turn_only=True).turns == (12, 12, 12)
     load(chat_template_kwargs={"enable_thinking": False})
     assert len(list(kept.iterdir())) == 5, "other tokens, another file"
-    assert DataConfig(path="x", chat_template_kwargs={"tools": 1}, turns="all").validate() == [
-        "turns: 'all'; choose chat or rows",
+    assert DataConfig(path="x", chat_template_kwargs={"tools": 1}).validate() == [
         "chat_template_kwargs: tools is set here; leave it out",
     ]
 

@@ -155,5 +155,5 @@ def test_both_ways_of_asking_for_wandb_are_one(
 
 @pytest.mark.parametrize("name", ["comet", "tensorflow", "''"])
 def test_unknown_trackers(name: str) -> None:
-    with pytest.raises(UserError, match="trackers: .*choose wandb, tensorboard, mlflow, trackio"):
+    with pytest.raises(UserError, match="trackers: .* none of wandb, tensorboard, mlflow, trackio"):
         run_config(Path("data.jsonl"), Path("run"), f"trackers=[{name}]")

@@ -12,6 +12,7 @@ import resource
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 
 from decode.target import Target
@@ -23,7 +24,11 @@ def peak_bytes(device: torch.device) -> int:
     """The most memory since the last reset, bytes."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    try:
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))
+    except (OSError, StopIteration, ValueError):  # without a reset: of the whole process
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def on_gpu(device: torch.device) -> dict[str, int]:
@@ -42,14 +47,13 @@ def held_bytes(device: torch.device) -> int:
     """What is held now, bytes."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    return _status("VmRSS") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return int(psutil.Process().memory_info().rss)
 
 
 def reset_peak(device: torch.device) -> None:
     """Let the peak begin again at what is held. Without permission, or outside Linux, nothing
     happens.
     """
-    gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -58,14 +62,6 @@ def reset_peak(device: torch.device) -> None:
             file.write("5")
     except OSError:
         pass
-
-
-def _status(key: str) -> int:
-    try:
-        with open("/proc/self/status") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key + ":"))
-    except (OSError, StopIteration, ValueError):
-        return 0
 
 
 @dataclass
@@ -114,6 +110,7 @@ def predict(cfg: Any, target: Target, head: Head, rows: Rows, plan: Plan) -> Pea
         for p in head.parameters():
             p.grad = None
         before = held_bytes(device)
+        gc.collect()
         reset_peak(device)
         head(rows.batch(chosen).to(device), target).sum.backward()
         found[count] = (peak_bytes(device) - before, before)

@@ -501,11 +501,11 @@ def _files(cfg: DataConfig) -> list[DataConfig]:
     if not isinstance(held, str):
         found = [replace(cfg, path=path) for path in cfg.paths]
     else:
-        kind = "text" if cfg.kind == "text" else "jsonl"
         if not Path(held).expanduser().is_file():
             raise UserError(f"data.held_out: {held} is neither a file nor a share of the rows")
         found = [replace(cfg, path=path, held_out=0.0) for path in cfg.paths]
-        found.append(replace(cfg, kind=kind, path=held, held_out=1.0, streaming=False))
+        own = replace(cfg, path=held, held_out=1.0, streaming=False)
+        found.append(own if cfg.kind == "text" else replace(own, kind="jsonl"))
     if len(found) > 1:
         places = [Path(str(f.path)).expanduser().resolve() for f in found]
         for i, place in enumerate(places):

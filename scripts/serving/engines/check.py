@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from conf.rules import AboveZero, ZeroOrMore
 from conf.schema import entry
 from scripts.common import files
 from scripts.serving import contract, contract_check
@@ -20,22 +21,13 @@ class CheckConfig:
     # the exported folder, or its expected.json
     expected: str
     # seconds for one answer
-    timeout: float = 120.0
+    timeout: AboveZero = 120.0
     # tries after the first
-    retries: int = 4
+    retries: ZeroOrMore = 4
     # environment variable that holds the server's key; empty = none
     key_env: str = ""
     # JSON to write; empty = none
     out: str = ""
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        found = []
-        if not self.timeout > 0:
-            found.append(f"timeout: {self.timeout} is not above 0; give seconds")
-        if self.retries < 0:
-            found.append(f"retries: {self.retries} is below 0; give 0 or more")
-        return found
 
 
 @entry("engines_check", CheckConfig)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated
 
+from conf.rules import Filled, OneOrMore, one_of
 from conf.schema import entry
 from decode.models.load import TargetConfig
 from heads import load_head
@@ -31,23 +33,23 @@ class LlamaCppConfig:
     # the target of all of them
     target: TargetConfig = field(default_factory=TargetConfig)
     # numbers of the target's GGUF: float32, float16, q8_0, or a GGUF file of it
-    targets: list[str] = field(default_factory=lambda: ["float32"])
+    targets: Filled[str] = field(default_factory=lambda: ["float32"])
     # numbers of the drafts' GGUF
-    dtype: str = "float32"
+    dtype: Annotated[str, one_of(gguf_write.DTYPES)] = "float32"
     # JSONL of prompts
     prompts: str = "scripts/prompts/demo.jsonl"
     # how many of them
-    num_prompts: int = 50
+    num_prompts: OneOrMore = 50
     # most tokens per answer
-    max_new_tokens: int = 64
+    max_new_tokens: OneOrMore = 64
     # prompts that are decoded together on our side
-    batch_size: int = 25
+    batch_size: OneOrMore = 25
     # prompts whose draft tokens are compared one by one
     traced: int = 5
     # the server's context
-    context: int = 1024
+    context: OneOrMore = 1024
     # its threads
-    threads: int = 1
+    threads: OneOrMore = 1
     # Python of the environment with xllamacpp
     engine: str = ".venv-llamacpp/bin/python"
     # K of a kind of drafter (eagle3, small_lm), in place of the export's
@@ -55,17 +57,11 @@ class LlamaCppConfig:
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        found = shared.too_small(self, "threads")
-        if self.dtype not in gguf_write.DTYPES:
-            found.append(f"dtype: {self.dtype} is none of {', '.join(gguf_write.DTYPES)}")
-        for name in self.targets:
-            if name not in gguf_write.DTYPES and not Path(name).expanduser().is_file():
-                found.append(
-                    f"targets: {name} is none of {', '.join(gguf_write.DTYPES)}, nor a file"
-                )
-        if not self.targets:
-            found.append("targets: names none; set targets=[float32]")
-        return found
+        return [
+            f"targets: {name} is none of {', '.join(gguf_write.DTYPES)}, nor a file"
+            for name in self.targets
+            if name not in gguf_write.DTYPES and not Path(name).expanduser().is_file()
+        ]
 
 
 @entry("engines_llamacpp", LlamaCppConfig)

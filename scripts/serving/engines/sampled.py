@@ -6,9 +6,10 @@ against the same weights here."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from conf.errors import UserError
+from conf.rules import AboveZero, AtATime, Filled, Inside, OneOrMore, Seed, one_of
 from conf.schema import entry
 from decode.models.load import TargetConfig
 from decode.sampling import Sampling
@@ -39,60 +40,49 @@ class SampledConfig:
     # the target of all of them
     target: TargetConfig = field(default_factory=TargetConfig)
     # how the draft is drawn: probabilistic, greedy
-    modes: list[str] = field(default_factory=lambda: [GREEDY])
+    modes: Filled[Annotated[str, one_of(MODES)]] = field(default_factory=lambda: [GREEDY])
     # draft tokens of a cycle
-    draft_tokens: int = 3
+    draft_tokens: OneOrMore = 3
     # what is asked of the server
-    temperature: float = 1.0
+    temperature: AboveZero = 1.0
     # keep the k likeliest tokens; 0 = off
     top_k: int = 0
     # nucleus; 1 = off
     top_p: float = 1.0
     # sampled tokens, spread evenly over `at_a_time`
-    tokens: int = 3000
+    tokens: OneOrMore = 3000
     # most tokens per answer
-    max_new_tokens: int = 64
+    max_new_tokens: OneOrMore = 64
     # numbers of requests that are asked together
-    at_a_time: list[int] = field(default_factory=lambda: [1, 2, 8])
+    at_a_time: AtATime = field(default_factory=lambda: [1, 2, 8])
     # false-alarm rate of all tests together
-    alpha: float = 1e-3
+    alpha: Inside = 1e-3
     # mean total variation from which on a bias of every known family must be found
-    detect: float = 0.2
+    detect: Inside = 0.2
     # random biases of each family that the power is measured on
-    members: int = 4
+    members: OneOrMore = 4
     # JSONL of prompts
     prompts: str = "scripts/prompts/demo.jsonl"
     # how many of them
-    num_prompts: int = 50
+    num_prompts: OneOrMore = 50
     # of our own decoding, which this does not need
-    batch_size: int = 8
+    batch_size: OneOrMore = 8
     # each slot's context
-    context: int = 512
+    context: OneOrMore = 512
     # the server's threads
-    threads: int = 1
+    threads: OneOrMore = 1
     # addresses all random numbers
-    seed: int = 0
+    seed: Seed = 0
     # Python of the environment with xllamacpp
     engine: str = ".venv-llamacpp/bin/python"
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        found = shared.too_small(self, "tokens", "draft_tokens", "members", "threads")
-        wrong = [mode for mode in self.modes if mode not in MODES]
-        if wrong or not self.modes:
-            found.append(f"modes: {self.modes}; choose among {', '.join(MODES)}")
-        if not self.at_a_time or any(not 1 <= n <= 64 for n in self.at_a_time):
-            found.append(f"at_a_time: {self.at_a_time}; give numbers of 1 to 64, as in [1,2,8]")
-        for key in ("alpha", "detect"):
-            if not 0 < getattr(self, key) < 1:
-                found.append(f"{key}: {getattr(self, key)} is outside (0, 1)")
-        if not self.temperature > 0:
-            found.append(f"temperature: {self.temperature} is not above 0; greedy: llamacpp")
         try:
             self.sampling()
         except UserError as error:
-            found.append(str(error))
-        return found
+            return [str(error)]
+        return []
 
     def sampling(self) -> Sampling:
         """What is asked of the server."""

@@ -13,9 +13,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Len
 
 from conf.errors import UserError
+from conf.rules import AtATime, OneOrMore, one_of
 from conf.schema import entry
 from decode.models.load import TargetConfig
 from heads.interop import gguf_write
@@ -33,7 +36,7 @@ class SettingsConfig:
     """Keys of scripts/engines.py settings."""
 
     # one run folder or head folder to export and serve
-    drafters: list[str]
+    drafters: Annotated[list[str], Len(1, 1)]
     # JSON to write
     out: str = "docs/results/engine-settings.json"
     # folder for exports
@@ -41,49 +44,40 @@ class SettingsConfig:
     # the target
     target: TargetConfig = field(default_factory=TargetConfig)
     # numbers of target and draft in their files: float32, float16 or q8_0
-    dtype: str = "float32"
+    dtype: Annotated[str, one_of(gguf_write.DTYPES)] = "float32"
     # draft tokens that the curve is measured with
-    curve: list[int] = field(default_factory=lambda: [1, 5])
+    curve: AtATime = field(default_factory=lambda: [1, 5])
     # draft tokens whose speed is predicted and measured
-    checked: list[int] = field(default_factory=lambda: [1, 3])
+    checked: AtATime = field(default_factory=lambda: [1, 3])
     # requests at a time
-    batches: list[int] = field(default_factory=lambda: [1, 2, 4, 8])
+    batches: AtATime = field(default_factory=lambda: [1, 2, 4, 8])
     # rounds of either load
-    rounds: int = 5
+    rounds: OneOrMore = 5
     # JSONL of prompts
     prompts: str = "scripts/prompts/demo.jsonl"
     # how many of them acceptance and curve come from
-    expected: int = 24
+    expected: OneOrMore = 24
     # how many are looked at for the check, which takes those that are left
-    num_prompts: int = 60
+    num_prompts: OneOrMore = 60
     # tokens per answer
-    max_new_tokens: int = 32
+    max_new_tokens: OneOrMore = 32
     # of the plain pass behind expected.json
-    batch_size: int = 8
+    batch_size: OneOrMore = 8
     # each slot's context
-    context: int = 512
+    context: OneOrMore = 512
     # each server's threads
-    threads: int = 1
+    threads: OneOrMore = 1
     # Python of the environment with xllamacpp
     engine: str = ".venv-llamacpp/bin/python"
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        found = shared.too_small(self, "rounds", "threads", "expected")
-        if len(self.drafters) != 1:
-            found.append(f"drafters: {self.drafters}; give one, as in [runs/eagle3]")
-        if self.dtype not in gguf_write.DTYPES:
-            found.append(f"dtype: {self.dtype} is none of {', '.join(gguf_write.DTYPES)}")
-        for key in ("curve", "checked", "batches"):
-            value = getattr(self, key)
-            if not value or any(not 1 <= n <= 64 for n in value):
-                found.append(f"{key}: {value}; give numbers of 1 to 64")
-        if not found and max(self.checked) > max(self.curve):
-            found.append(
-                f"checked: {self.checked} goes beyond curve: {self.curve}, where nothing is "
-                "claimed; measure the curve as deep"
-            )
-        return found
+        if max(self.checked) <= max(self.curve):
+            return []
+        return [
+            f"checked: {self.checked} goes beyond curve: {self.curve}, where nothing is "
+            "claimed; measure the curve as deep"
+        ]
 
 
 @entry("engines_settings", SettingsConfig)

@@ -39,15 +39,6 @@ class Keys(Protocol):
     batch_size: int
 
 
-def too_small(cfg: Keys, *more: str) -> list[str]:
-    """Counts below 1 as "key: value; rule; fix"."""
-    return [
-        f"{key}: {getattr(cfg, key)} is below 1; give 1 or more"
-        for key in ("num_prompts", "max_new_tokens", "batch_size", "context", *more)
-        if getattr(cfg, key) < 1
-    ]
-
-
 def environment(python: str, make: str) -> Path:
     """Python of an engine's environment. Raises UserError that says how to build it."""
     path = files.ROOT / python

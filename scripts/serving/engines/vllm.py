@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from conf.rules import OneOrMore
 from conf.schema import entry
 from decode.models.load import TargetConfig
 from heads import load_head
@@ -44,15 +45,15 @@ class EnginesConfig:
     # JSONL of prompts
     prompts: str = "scripts/prompts/demo.jsonl"
     # how many of them
-    num_prompts: int = 50
+    num_prompts: OneOrMore = 50
     # most tokens per answer
-    max_new_tokens: int = 64
+    max_new_tokens: OneOrMore = 64
     # prompts that are decoded together, on both sides
-    batch_size: int = 25
+    batch_size: OneOrMore = 25
     # prompts that the engine answers alone, for its speed
     timed: int = 6
     # the engine's max_model_len
-    context: int = 1024
+    context: OneOrMore = 1024
     # Python of the environment with vLLM
     engine: str = ".venv-engines/bin/python"
     # Python of the environment with the speculators package
@@ -61,10 +62,6 @@ class EnginesConfig:
     draft_tokens: dict[str, int] = field(default_factory=dict)
     # only these cases, such as eagle3-vllm; [] = all
     only: list[str] = field(default_factory=list)
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        return shared.too_small(self)
 
 
 @entry("engines", EnginesConfig)

@@ -1,0 +1,91 @@
+"""What a file says of draft layers, every value checked before anything of its size is made."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Interval
+from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from conf.rules import BelowOne
+from conf.typed import SHORT
+from decode.target import Target
+from heads.eagle.layer import rope_table
+from heads.limits import Count, Layers
+
+WIDEST_HEAD = 1 << 16  # rotary positions are tried at this width
+
+
+@dataclass
+class LayerShape:
+    """What layer_config gives, as a file tells it: the keys of a LlamaConfig that shape draft
+    layers.
+
+    rope_parameters: as transformers names them, by rope_type.
+    """
+
+    hidden_size: Count
+    intermediate_size: Count
+    num_hidden_layers: Layers
+    num_attention_heads: Count
+    num_key_value_heads: Count
+    head_dim: Annotated[int, Interval(ge=1, le=WIDEST_HEAD)]
+    hidden_act: str
+    rms_norm_eps: BelowOne
+    max_position_embeddings: Count
+    rope_parameters: dict[str, Any]
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule"."""
+        found = []
+        if self.num_attention_heads % self.num_key_value_heads:
+            found.append(
+                f"num_key_value_heads: {self.num_key_value_heads} does not divide "
+                f"{self.num_attention_heads}"
+            )
+        if self.head_dim % 2:
+            found.append(f"head_dim: {self.head_dim} is odd, and rotary positions turn pairs")
+        if self.hidden_act not in ACT2FN:
+            found.append(
+                f"hidden_act: {self.hidden_act[:40]!r} is no activation that transformers knows"
+            )
+        return found or self._turns()
+
+    def _turns(self) -> list[str]:
+        """What is wrong with the rotary positions: transformers has a rule for every type, so
+        they are tried."""
+        kind = self.rope_parameters.get("rope_type", "default")
+        if not isinstance(kind, str) or kind not in ("default", *ROPE_INIT_FUNCTIONS):
+            return [
+                f"rope_parameters.rope_type: {SHORT.repr(kind)} is none that transformers knows"
+            ]
+        try:
+            with torch.device("cpu"):
+                cos, sin = rope_table(
+                    LlamaConfig(**asdict(self)), 4, torch.float32, torch.device("cpu")
+                )
+        except Exception as error:  # other people's code: whatever it raises, the file is wrong
+            line = (str(error).splitlines() or [type(error).__name__])[0]
+            return [f"rope_parameters: make no rotary positions ({line[:120]})"]
+        sound = cos.shape == sin.shape == (4, self.head_dim) and bool(
+            (cos.isfinite() & sin.isfinite()).all()
+        )
+        return [] if sound else ["rope_parameters: make no rotary positions of this head_dim"]
+
+    def fits(self, target: Target, layers: int, key: str) -> list[str]:
+        """Why a stack of `layers` of them cannot read `target`, "key.name: what"; []."""
+        found = []
+        if self.hidden_size != target.hidden_size:
+            found.append(
+                f"{key}.hidden_size: {self.hidden_size}, the target's is {target.hidden_size}"
+            )
+        if self.num_hidden_layers != layers:
+            found.append(
+                f"{key}.num_hidden_layers: {self.num_hidden_layers}, the head's config "
+                f"says {layers}"
+            )
+        return found
