@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from decode import waits
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.tree import DraftTree, Layout, Proposal, TreeShape
@@ -327,7 +328,7 @@ def siblings(
         # A law without mass gives some place without. One of NaN counts as drawn from: then
         # the tree is refused.
         there = ~(some.gather(2, place[..., None])[..., 0] <= 0)
-        if law.device.type != "cpu" or not bool(there.all()):
+        if not waits.free(law) or not bool(there.all()):
             spare = logits[:, order[: len(number)]].float()
             for old in places:
                 spare.scatter_(2, old[:, : len(number), None], -torch.inf)

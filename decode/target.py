@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from decode import waits
 from decode.packing import PackingScorer
 from decode.probe import TOLERANCE, difference, probe_head, probe_target
 from decode.scorer import Head, Probe
@@ -86,8 +87,8 @@ class Target(PackingScorer):
         asserts it): only right padding is invisible to a causal pass.
         """
         wrong, told = (mask[:, 1:] & ~mask[:, :-1]).any(), "features: a real token follows padding"
-        if mask.device.type != "cpu":
-            torch._assert_async(~wrong, told)  # a bool would wait for the device
+        if not waits.free(mask):
+            torch._assert_async(~wrong, told)
         elif bool(wrong):
             raise ValueError(f"{told}; pad on the right")
         self.unpack_weights()

@@ -211,6 +211,9 @@ class DraftTree:
             return
         law, row = proposal.law, proposal.row
         places = law.shape[1] - 1
+        if places < 0:
+            yield drawn, row, "law row {value} of a proposal without laws"
+            return
         yield drawn & ((row < 0) | (row > places)), row, f"law row {{value}} outside 0..{places}"
         # A deterministic node's row may be anything, and what lies outside is told above.
         batch, own = torch.arange(len(row), device=law.device)[:, None], row.clamp(0, places)

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
+from decode import waits
 from decode.sampling import Law, Support
 from decode.tree import DraftTree
 
@@ -147,7 +148,7 @@ def walk(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
         path[rows, level] = torch.where(on, node, -1)
         length[rows] += on
         slots = torch.where(on, node + 1, slots)
-        if on.device.type == "cpu":  # elsewhere rows that stay behind cost less than a wait
+        if waits.free(on):  # elsewhere rows that stay behind cost less than a wait
             rows, slots, on = rows[on], slots[on], on[on]
     return Verdict(path, length, bonus)
 
@@ -254,7 +255,7 @@ class Siblings:
         self.sum = self.sum + total
         total = torch.where(total < NOTHING, 0.0, total)
         changed = failed & (total > 0)
-        if changed.device.type == "cpu" and bool(changed.all()):
+        if waits.free(changed) and bool(changed.all()):
             self.inside, self.outside, self.total = inside, outside, total
         else:
             self.inside = torch.where(changed[:, None], inside, self.inside)
@@ -291,7 +292,7 @@ def _nobody(mask: Tensor) -> bool:
     """True when no row is left, where asking is free: on an accelerator the loop runs on
     rather than wait.
     """
-    return mask.device.type == "cpu" and not bool(mask.any())
+    return waits.free(mask) and not bool(mask.any())
 
 
 def rejection(tree: DraftTree, law: Law, rng: Coins) -> Verdict:

@@ -225,7 +225,8 @@ class Phantom(TorchDispatchMode):
             if here:
                 self._read(packet)
             return self._answer(func, args, kwargs)
-        if packet is aten._to_copy and isinstance(out, Tensor):
+        # In inference mode torch does not take `to` apart before it comes here.
+        if packet in (aten._to_copy, aten.to) and isinstance(out, Tensor):
             self._copied(args[0], out, kwargs)
         self._shadow(func, args, kwargs, out)
         fresh = [t for t in tree_leaves(out) if isinstance(t, Tensor) and self._track(t)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -111,6 +113,10 @@ NARROW = torch.full((1, 1, 3), 1 / 3)
             DraftTree(torch.tensor([[1]]), torch.tensor([[-1, 0]]), torch.tensor([1])),
             "shapes differ",
         ),
+        (
+            tree([0, 1], [-1, 0], sampled=BOTH, proposal=Proposal(SURE.law[:, :0], SURE.row)),
+            "of a proposal without laws",
+        ),
         # A law over three tokens has no place for token 3: what stands last is not read for it.
         (tree([0, 3], [-1, 0], sampled=BOTH, proposal=Proposal(NARROW, SURE.row)), "3 has no mass"),
     ],
@@ -130,6 +136,14 @@ def test_one_law_for_many_rows_is_refused() -> None:
     )
     with pytest.raises(IndexError):
         many.validate(4)
+
+
+def test_a_score_that_is_not_finite_counts_where_the_node_is_used() -> None:
+    wild = torch.tensor([[0.0, float("nan")]])
+    chain = tree([1, 2], [-1, 0])
+    with pytest.raises(UserError, match="row 0, node 1: its score is NaN"):
+        replace(chain, score=wild).validate(4)
+    replace(chain, size=torch.tensor([1]), score=wild).validate(4)  # padding is never read
 
 
 def test_well_formed_trees_pass() -> None:

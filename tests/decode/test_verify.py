@@ -9,15 +9,22 @@ from collections import Counter
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 
 from conf.errors import UserError
+from decode import waits
 from decode.rng import Rng
 from decode.sampling import Law, Sampling
 from decode.tree import DraftTree, Proposal, TreeShape
 from decode.verify import RULES, rejection, traversal, verify, walk
 from scripts.proofs.enumerator import Case, enumerate_case
 from tests.helpers.reference_verify import Row, block
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verification and drawing as on an accelerator: no value is read to end a loop early."""
+    monkeypatch.setattr(waits, "free", lambda tensor: False)
 
 
 def check_cases(seed: int, count: int, **size: int) -> dict[str, list[float]]:
@@ -50,6 +57,11 @@ def test_exact_law_on_random_cases() -> None:
     assert gains["without tree"][1] > gains["without tree"][0], (
         "traversal gained nothing on sampled trees"
     )
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_exact_law_on_random_cases_of_an_accelerator() -> None:
+    check_cases(9, 150)
 
 
 @pytest.mark.slow
@@ -146,6 +158,20 @@ WORLDS = {
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(**WORLDS)
 def test_batched_equals_scalar(
+    paths: list[list[int]], seed: int, rows: int, vocab: int, sampled: str, narrow: bool
+) -> None:
+    assert_batched_equals_scalar(paths, seed, rows, vocab, sampled, narrow)
+
+
+@pytest.mark.usefixtures("accelerator")
+@settings(
+    max_examples=100,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(**WORLDS)
+def test_batched_equals_scalar_on_an_accelerator(
     paths: list[list[int]], seed: int, rows: int, vocab: int, sampled: str, narrow: bool
 ) -> None:
     assert_batched_equals_scalar(paths, seed, rows, vocab, sampled, narrow)

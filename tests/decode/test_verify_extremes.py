@@ -11,6 +11,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from decode import waits
 from decode.sampling import Sampling
 from decode.tree import TreeShape
 from decode.verify import RULES, verify
@@ -53,6 +54,15 @@ def check_worlds(
 def test_exact_law_at_the_edges(stored: torch.dtype, laws: torch.dtype) -> None:
     for seed, temperature in enumerate(TEMPERATURES):
         check_worlds(3, temperature, stored, laws, seed + 40)
+
+
+@pytest.mark.parametrize("stored, laws", DTYPES[:2], ids=NAMES[:2])
+def test_exact_law_at_the_edges_of_an_accelerator(
+    stored: torch.dtype, laws: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waits, "free", lambda tensor: False)
+    for seed, temperature in enumerate(TEMPERATURES):
+        check_worlds(2, temperature, stored, laws, seed + 80)
 
 
 @pytest.mark.slow
