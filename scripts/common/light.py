@@ -14,7 +14,7 @@ import runpy
 import sys
 import types
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 HEAVY = frozenset(
     [
@@ -98,8 +98,14 @@ def stand_in() -> None:
 def told(words: Sequence[str]) -> None:
     """Run `python WORDS`, which ask for help, in this process."""
     stand_in()
-    os.execv = lambda _, words: _run(words[1:])  # a file that hands over to another one
+    os.execv = _handed
     _run(words)
+
+
+def _handed(_: Any, words: Any) -> NoReturn:
+    """A file makes way for another one (scripts/validate.py)."""
+    _run(words[1:])
+    raise SystemExit(0)
 
 
 def _run(words: Sequence[str]) -> None:
