@@ -76,12 +76,14 @@ async def _ask(url: str, prompts: list[list[int]], tokens: int, stream: bool) ->
             "return_token_ids": True,
         }
         if not stream:
-            return list(_choice(await web.post("/v1/completions", json=body))["token_ids"])
+            reply = await web.post("/v1/completions", json=body)
+            return list(_choice(reply.json())["token_ids"])
         ids: list[int] = []
         async with web.stream("POST", "/v1/completions", json=body) as reply:
-            async for line in reply.aiter_lines():
-                if line.startswith("data: {"):
-                    ids += json.loads(line[len("data: ") :])["choices"][0]["token_ids"] or []
+            async for line in reply.aiter_lines():  # of a refusal: its error object alone
+                event = line.removeprefix("data: ")
+                if event.startswith("{"):
+                    ids += _choice(json.loads(event))["token_ids"] or []
         return ids
 
     async with httpx.AsyncClient(base_url=url, timeout=None, trust_env=False) as web:
@@ -91,10 +93,10 @@ async def _ask(url: str, prompts: list[list[int]], tokens: int, stream: bool) ->
         return time.perf_counter() - began, answers
 
 
-def _choice(reply: httpx.Response) -> Any:
-    if reply.status_code != 200:
-        raise UserError(f"serve: {reply.json()['error']['message']}")
-    return reply.json()["choices"][0]
+def _choice(answer: dict[str, Any]) -> Any:
+    if "error" in answer:
+        raise UserError(f"serve: {answer['error']['message']}")
+    return answer["choices"][0]
 
 
 @contextmanager
