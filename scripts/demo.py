@@ -1,7 +1,7 @@
 """The main job, start to end: the target writes its own data, Medusa heads and an EAGLE-3 head
 learn from it, all are scored.
 
-    make demo            # half an hour on two CPU cores
+    make demo            # some 25 minutes of one CPU core
     # the same steps with tiny budgets, a few minutes; the figures mean little
     make demo FAST=1
     make demo BLOCK=1    # a DSpark head as well, with or without FAST=1
