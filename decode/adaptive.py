@@ -82,8 +82,8 @@ class Adaptive:
         return gain.argmax(1) + 1
 
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
-        wanted = torch.from_numpy(self.depths()).to(budget.device)
-        tree = self.inner.propose(torch.minimum(budget, wanted), sampling, rng)
+        wanted = torch.minimum(budget, torch.from_numpy(self.depths()))
+        tree = self.inner.propose(wanted, sampling, rng)
         if tree.width:
             used = torch.arange(tree.width, device=tree.size.device) < tree.size[:, None]
             self.proposed = torch.where(used, tree.layout.depth + 1, 0).amax(1).cpu().numpy()

@@ -134,17 +134,15 @@ class DraftModel:
         if not max(counts):
             return
         fresh = tokens[:, : max(counts)]
-        size = torch.tensor([max(c - 1, 0) for c in counts], device=self.device)
+        size = torch.tensor([max(c - 1, 0) for c in counts])
         hidden = self._read(fresh, size)
-        state = hidden[torch.arange(live, device=self.device), size]
+        state = hidden[torch.arange(live, device=self.device), size.to(self.device)]
         if min(counts) == 0:  # a row without news keeps its state
             state = torch.where(
                 torch.tensor(counts, device=self.device)[:, None] > 0, state, self.state
             )
         self.state = state
-        self._cache.commit(
-            torch.arange(fresh.shape[1] - 1, device=self.device).expand(live, -1), size
-        )
+        self._cache.commit(torch.arange(fresh.shape[1] - 1).expand(live, -1), size)
         if min(counts) == 0:
             self._cache.truncate(
                 [have - (c == 0) for have, c in zip(self._cache.lengths, counts, strict=True)]
@@ -157,7 +155,7 @@ class DraftModel:
         if any(self.blind) or max(self._cache.lengths, default=0) + self.max_depth > context:
             lengths = zip(self.blind, self._cache.lengths, strict=True)
             room = [0 if blind else context + 1 - have for blind, have in lengths]
-            budget = torch.minimum(budget, torch.tensor(room, device=budget.device)).clamp(min=0)
+            budget = torch.minimum(budget, torch.tensor(room)).clamp(min=0)
         return grow.draft(self, self.form, budget, sampling, rng)
 
     def select(self, rows: list[int]) -> None:

@@ -55,8 +55,8 @@ class Drafter(Protocol):
         """Append rows. prompts: 1-D int64, whole, first token included."""
 
     def observe(self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice) -> None:
-        """tokens: [b, n_max] newly committed tokens of live `rows`, n: [b] how many are real
-        (padding behind).
+        """tokens: [b, n_max] newly committed tokens of live `rows`, n: [b] int64 on the host,
+        how many are real (padding behind).
 
         feats: [b, n_max, K, D], the features at the position BEFORE each token, those that
         predicted it. The first call for a row carries prompt[1:] and the first generated
@@ -65,7 +65,7 @@ class Drafter(Protocol):
 
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
         """A draft for every live row, at most budget[b] levels deep (0 is allowed). budget:
-        [B] int64.
+        [B] int64 on the host.
         """
         ...
 
@@ -89,13 +89,13 @@ class NoDraft:
         self.rows = 0
 
     def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
-        self.rows += len(prompts)
+        self.rows, self.device = self.rows + len(prompts), prompts[0].device
 
     def observe(self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice) -> None:
         pass
 
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
-        return DraftTree.empty(self.rows, budget.device)
+        return DraftTree.empty(self.rows, self.device)
 
     def select(self, rows: list[int]) -> None:
         self.rows = len(rows)
@@ -121,6 +121,7 @@ class NGram:
         self.texts = []
 
     def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
+        self.device = prompts[0].device
         # the rest of the prompt arrives by observe
         self.texts += [SuffixAutomaton(p[:1].tolist()) for p in prompts]
 
@@ -135,13 +136,13 @@ class NGram:
         if self.shape == "tree":
             nodes = self.max_nodes
             trees = [text.branches(nodes, k, LEAST) if k > 0 else [] for text, k in rows]
-            return listed(trees, budget.device)
+            return listed(trees, self.device)
         found = [text.latest(k) if k > 0 else [] for text, k in rows]
         width = max(map(len, found), default=0)
         tokens = torch.tensor([run + [0] * (width - len(run)) for run in found])
         return DraftTree.chain(
-            tokens.to(budget.device, torch.int64).view(len(found), width),
-            torch.tensor([len(run) for run in found], device=budget.device),
+            tokens.to(self.device, torch.int64).view(len(found), width),
+            torch.tensor([len(run) for run in found]),
         )
 
     def select(self, rows: list[int]) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
+from decode import waits
 from decode.cache import TreeCache
 from decode.drafters import Drafter
 from decode.records import Cycle, Generation, Request, Run, Timing
@@ -93,6 +94,21 @@ class _Row:
     def uncond(self) -> Sequence[int]:
         """The companion's prompt under guidance."""
         return self.request.uncond or self.request.prompt[-1:]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What the host knows of a verified cycle. path [B, D], length [B] as in Verdict, proposed
+    [B] levels, all on the host; kept: committed tokens of every row, padded; ranks: sibling
+    rank of each node of the path; drafters: who proposed it (empty without a union).
+    """
+
+    path: Tensor
+    length: Tensor
+    proposed: Tensor
+    kept: list[list[int]]
+    ranks: list[list[int]]
+    drafters: list[list[int]]
 
 
 @dataclass
@@ -214,7 +230,7 @@ class Engine:
             old = len(self.rows)
             self.rows += new
             self.drafter.begin(prompts, self.sampling)
-            lengths = torch.tensor([len(p) for p in prompts], device=self.target.device)
+            lengths = torch.tensor([len(p) for p in prompts])
             tokens = torch.zeros(
                 count, int(lengths.max()), dtype=torch.int64, device=self.target.device
             )
@@ -260,82 +276,100 @@ class Engine:
         with part("target"):
             step = self._score(cache, tree)
         with part("verify"):
-            verdict = self._verify(tree, step, rng)
+            verdict, seen = self._verify(tree, step, rng)
         with part("commit"):
             with part("cache"):
-                cache.commit(verdict.path, verdict.length)
-            kept = self._observe(tree, verdict, step)
-            self._record(tree, verdict, kept, budget)
+                cache.commit(seen.path, seen.length)
+            self._observe(tree, verdict, step, seen.length)
+            self._record(seen, budget)
             with part("cache"):
                 self._retire(cache)
         self.timing.cycles += 1
 
     def _budget(self) -> Tensor:
-        """[B] levels that each row may draft: the bonus token takes one of those that remain."""
+        """[B] levels that each row may draft, on the host: the bonus token takes one of those
+        that remain."""
         most = self.drafter.max_depth
         levels = [min(row.remaining - 1, most, self._headroom(row)) for row in self.rows]
-        return torch.tensor(levels, device=self.target.device)
+        return torch.tensor(levels)
 
     def _propose(self, budget: Tensor, rng: Rng) -> DraftTree:
         with self.timing.part("drafter", self.clock):
             tree = self.drafter.propose(budget, self.sampling, rng)
-        tree.validate(self.target.vocab_size, self.drafter.max_nodes)
+        if waits.free(tree.tokens):
+            tree.validate(self.target.vocab_size, self.drafter.max_nodes)
+        else:
+            tree.check_form(self.drafter.max_nodes)  # the values are looked at in _seen
         return tree
 
     def _score(self, cache: TreeCache, tree: DraftTree) -> Step:
         last = torch.tensor([row.out.token_ids[-1] for row in self.rows], device=self.target.device)
         return self.target.score(cache, last, tree, self.drafter.taps)
 
-    def _verify(self, tree: DraftTree, step: Step, rng: Rng) -> Verdict:
+    def _verify(self, tree: DraftTree, step: Step, rng: Rng) -> tuple[Verdict, _Seen]:
         with self.timing.part("law", self.clock):
             law = self._law(step.logits, tree, self.rows)
         verdict = self.rule(tree, law, rng)
         with self.timing.part("law", self.clock):
-            law.check()
+            seen = self._look(tree, verdict, law)
         self.timing.law_s += law.seconds
         self.law_rows += law.computed
-        return verdict
+        return verdict, seen
 
-    def _observe(self, tree: DraftTree, verdict: Verdict, step: Step) -> Tensor:
-        """Show the drafter what was committed; returns those tokens [B, D + 1], path, bonus,
-        padding.
-        """
+    def _look(self, tree: DraftTree, verdict: Verdict, law: Law) -> _Seen:
+        """All that the host wants to know of a cycle, in its one round trip. Raises what
+        `tree.validate` and `law.check` do: nothing is committed yet."""
+        vocab, (rows, levels) = self.target.vocab_size, verdict.path.shape
+        doubts = [law.doubtful()]
+        if not waits.free(tree.tokens):
+            doubts.append(tree.doubtful(vocab))
+        node = torch.arange(tree.width, device=tree.tokens.device)
+        depth = torch.where(node < tree.size[:, None], tree.layout.depth + 1, 0)
+        proposed = depth.amax(1) if tree.width else torch.zeros_like(verdict.length)
+        path = verdict.path.clamp(min=0)
+        told = [tree.layout.rank.expand(rows, tree.width)]
+        told += [] if tree.drafters is None else [tree.drafters]
+        marks = [t.gather(1, path) if tree.width else path for t in told]
+        head = torch.stack([torch.stack(doubts).any(0), verdict.length, proposed], 1)
+        table = torch.cat([head, verdict.path, _kept(tree, verdict)[0], *marks], 1).cpu()
+        if bool(table[:, 0].any()):
+            tree.validate(vocab, self.drafter.max_nodes)
+            law.check()
+        sizes = [1, 1, 1, levels, levels + 1, *[levels] * len(marks)]
+        _, length, levels_proposed, path, kept, *marks = table.split(sizes, 1)
+        drafters = marks[1].tolist() if len(marks) > 1 else [[]] * rows
+        return _Seen(
+            path, length[:, 0], levels_proposed[:, 0], kept.tolist(), marks[0].tolist(), drafters
+        )
+
+    def _observe(self, tree: DraftTree, verdict: Verdict, step: Step, length: Tensor) -> None:
+        """Show the drafter what was committed; length: [B] on the host."""
         kept, slots = _kept(tree, verdict)
         feats = step.feats
         if feats is not None:
             every = torch.arange(len(self.rows), device=self.target.device)
             feats = feats[every[:, None], slots]
         with self.timing.part("drafter", self.clock):
-            self.drafter.observe(kept, feats, verdict.length + 1, slice(0, len(self.rows)))
-        return kept
+            self.drafter.observe(kept, feats, length + 1, slice(0, len(self.rows)))
 
-    def _record(self, tree: DraftTree, verdict: Verdict, kept: Tensor, budget: Tensor) -> None:
-        layout, count = tree.layout, len(self.rows)
-        node = torch.arange(tree.width, device=kept.device)
-        depth = torch.where(node < tree.size[:, None], layout.depth + 1, 0)
-        proposed = depth.amax(1) if tree.width else torch.zeros_like(verdict.length)
-        path = verdict.path.clamp(min=0)
-        told = [layout.rank.expand(count, tree.width)]
-        told += [] if tree.drafters is None else [tree.drafters]
-        marks = [t.gather(1, path) if tree.width else verdict.path for t in told]
-        table = torch.cat([verdict.length[:, None], proposed[:, None], kept, *marks], 1).tolist()
-        for row, most, (accepted, levels, *rest) in zip(
-            self.rows, budget.tolist(), table, strict=True
+    def _record(self, seen: _Seen, budget: Tensor) -> None:
+        lengths, proposed = seen.length.tolist(), seen.proposed.tolist()
+        columns = lengths, proposed, seen.kept, seen.ranks, seen.drafters, budget.tolist()
+        for row, accepted, levels, kept, ranks, drafters, most in zip(
+            self.rows, *columns, strict=True
         ):
-            tokens, rest = rest[: accepted + 1], rest[kept.shape[1] :]
-            ranks, drafters = rest[:accepted], rest[path.shape[1] :][:accepted]
             before = len(row.out.token_ids)
             row.cycle += 1
-            emitted = self._emit(row, tokens, [True] * accepted + [False])
+            emitted = self._emit(row, kept[: accepted + 1], [True] * accepted + [False])
             cut = emitted <= accepted or most < self.drafter.max_depth
             row.out.cycles.append(
                 Cycle(
                     proposed=levels,
                     accepted=min(accepted, emitted),
-                    ranks=tuple(ranks[:emitted]),
+                    ranks=tuple(ranks[: min(accepted, emitted)]),
                     cut=cut,
                     start=before,
-                    drafters=tuple(drafters[:emitted]),
+                    drafters=tuple(drafters[: min(accepted, emitted)]),
                 )
             )
 

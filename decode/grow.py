@@ -83,6 +83,9 @@ class Nodes:
 class Source(Protocol):
     """What a drafter knows of the next token."""
 
+    @property
+    def device(self) -> torch.device: ...
+
     def draft_ids(self) -> Tensor | None:
         """[Vd] int64 ascending target ids of the draft vocabulary, None for the whole one."""
 
@@ -98,10 +101,10 @@ class Source(Protocol):
 
 
 def draft(source: Source, form: Form, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
-    """A draft of `form` for every row, at most budget [B] levels deep."""
+    """A draft of `form` for every row, at most budget [B] levels deep (on the host)."""
     levels = min(form.depth, int(budget.max())) if budget.numel() else 0
     if levels <= 0:
-        return DraftTree.empty(budget.numel(), budget.device)
+        return DraftTree.empty(budget.numel(), source.device)
     drawn = not sampling.greedy and (form.drawn or form.shape == "chain")
     if form.static is None or (form.width and not drawn):
         return dynamic(source, levels, budget, form.width, form.nodes)
@@ -115,7 +118,7 @@ def static(
     of a node are its most probable tokens. Where a law has run out of tokens the next best one
     stands in as a deterministic candidate."""
     ids = source.draft_ids()
-    count, device = budget.shape[0], budget.device
+    count, device = budget.shape[0], source.device
     tokens = torch.empty(count, len(shape), dtype=torch.int64, device=device)
     drawn = torch.ones(count, len(shape), dtype=torch.bool, device=device)
     laws: list[Tensor] = []
@@ -244,7 +247,7 @@ def dynamic(source: Source, levels: int, budget: Tensor, width: int, nodes: int)
     """EAGLE-2 (Li et al. 2406.16858): expand the `width` best nodes of every level by
     cumulative log-probability, then keep the `nodes` best candidates of all levels. Candidates
     are the most probable tokens, so each is a point mass."""
-    device, ids = budget.device, source.draft_ids()
+    device, ids = source.device, source.draft_ids()
     logits = source.open(levels)
     count, width = logits.shape[0], min(width, logits.shape[2])
     score, place = torch.log_softmax(logits[:, 0].float(), -1).topk(width, -1)  # [B, W]
@@ -274,21 +277,19 @@ def dynamic(source: Source, levels: int, budget: Tensor, width: int, nodes: int)
     depth = torch.tensor(
         [0] * width + [d for d in range(1, levels) for _ in range(width**2)], device=device
     )
-    return rerank(
-        torch.cat(scores, 1), torch.cat(tokens, 1), torch.cat(origins, 1), depth, budget, nodes
-    )
+    score = torch.cat(scores, 1).masked_fill(depth >= budget.to(device)[:, None], -torch.inf)
+    return rerank(score, torch.cat(tokens, 1), torch.cat(origins, 1), depth, levels, nodes)
 
 
 def rerank(
-    score: Tensor, token: Tensor, origin: Tensor, level: Tensor, budget: Tensor, nodes: int
+    score: Tensor, token: Tensor, origin: Tensor, level: Tensor, levels: int, nodes: int
 ) -> DraftTree:
-    """The `nodes` best of M candidates [B, M] that stand level by level (`level` [M]). origin:
-    number of the candidate above, -1 for the root; a candidate is never better than its
-    origin, and the sort is stable, so parents stay in and in front. Candidates below budget
-    [B] levels are left out."""
+    """The `nodes` best of M candidates [B, M] that stand level by level (`level` [M], so many
+    `levels`). origin: number of the candidate above, -1 for the root; a candidate is never
+    better than its origin, and the sort is stable, so parents stay in and in front. Candidates
+    of score -inf are left out."""
     count, total = score.shape
     nodes = min(nodes, total)
-    score = score.masked_fill(level >= budget[:, None], -torch.inf)
     best = score.sort(dim=1, descending=True, stable=True)
     size = (best.values[:, :nodes] > -torch.inf).sum(1)
     node = torch.arange(nodes, device=score.device)
@@ -299,7 +300,7 @@ def rerank(
     where.scatter_(1, torch.where(used, chosen, total), node.expand(count, nodes))
     above = origin.gather(1, chosen)
     parents = torch.where(used & (above >= 0), where.gather(1, above.clamp(min=0)), -1)
-    layout = tree_layout(parents, torch.where(used, level[chosen], 0), int(level[-1]) + 1)
+    layout = tree_layout(parents, torch.where(used, level[chosen], 0), levels)
     return DraftTree(
         token.gather(1, chosen), parents, size, static_layout=layout, score=score.gather(1, chosen)
     )
@@ -367,7 +368,9 @@ def tree_layout(parents: Tensor, depth: Tensor, levels: int) -> Layout:
         mask = own | mask.gather(1, up[..., None].expand(-1, -1, n + 1))
     sibling = (parents[:, :, None] == parents[:, None, :]) & (slot[:n, None] > slot[None, :n])
     rank = sibling.sum(-1)
-    width = int(rank.max()) + 1 if n else 0
+    width = n  # without asking; what is too wide is filled with -1
+    if waits.free(rank):
+        width = int(rank.max()) + 1 if n else 0
     children = torch.full((count, n + 1, width), -1, dtype=torch.int64, device=parents.device)
     rows = torch.arange(count, device=parents.device)[:, None].expand(count, n)
     children[rows, parents + 1, rank] = slot[:n].expand(count, n)

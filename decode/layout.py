@@ -36,6 +36,17 @@ class Layout:
     levels: int
 
     @functools.cached_property
+    def inner(self) -> tuple[Tensor, ...]:
+        """[S] int64 slots with children of every level, the root's first, where all rows share
+        one shape. One host round trip, once a layout."""
+        children, depth = self.children[0].tolist(), [-1, *self.depth[0].tolist()]
+        levels: list[list[int]] = [[] for _ in range(self.levels)]
+        for slot, (kids, level) in enumerate(zip(children, depth, strict=True)):
+            if any(kid >= 0 for kid in kids):
+                levels[level + 1].append(slot)
+        return tuple(torch.tensor(slots, device=self.depth.device) for slots in levels)
+
+    @functools.cached_property
     def postorder(self) -> Tensor:
         """[B, N + 1] int64 slots, children before parents, siblings in draw order; slot 0
         comes last.

@@ -143,7 +143,7 @@ class Monitor:
 
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
         """See Drafter; rows that rest get no draft."""
-        allowed = torch.from_numpy(np.where(self.rest == 0, self.max_depth, 0)).to(budget.device)
+        allowed = torch.from_numpy(np.where(self.rest == 0, self.max_depth, 0))
         tree = self.inner.propose(torch.minimum(budget, allowed), sampling, rng)
         # A row that was allowed to draft and found nothing (an n-gram without a match) made a
         # plain cycle at a plain

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
+from decode import waits
 from decode.tree import DraftTree
 
 Processor = Callable[[Tensor, Tensor], Tensor]
@@ -178,7 +179,9 @@ def _truncate(
         wide = ((values[:, -1:] >= floor) & ~values[:, -1:].isneginf())[:, 0]
     kept = values.masked_fill(values < floor, -math.inf)
     count = (kept > -math.inf).sum(-1).masked_fill_(wide, 1)
-    reach = int(count.max().clamp_(min=1)) if count.numel() else 1
+    reach = want  # without asking; what is behind has no mass
+    if waits.free(count):
+        reach = int(count.max().clamp_(min=1)) if count.numel() else 1
     narrow = Support(ids[:, :reach], kept[:, :reach].softmax(-1))
     rows = wide.nonzero()[:, 0]
     if not rows.numel():
@@ -272,11 +275,14 @@ class Law:
         """
         _mark(self._refused, rows, nodes, bad)
 
+    def doubtful(self) -> Tensor:
+        """[B] bool, rows that `check` would refuse, without asking the device."""
+        return torch.maximum(self._lawless, self._refused) >= 0
+
     def check(self) -> None:
         """Raise UserError naming the first row and node where there was no law, or no chance
         to accept by. Call before committing."""
-        worst = torch.stack([self._lawless, self._refused]).amax(1)
-        if not bool((worst >= 0).any()):  # the one host round trip where all is well
+        if not bool(self.doubtful().any()):  # the one host round trip where all is well
             return
         for marks, what in ((self._lawless, _NO_LAW), (self._refused, _NO_CHANCE)):
             rows = (marks >= 0).nonzero()[:, 0].tolist()

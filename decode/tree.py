@@ -147,7 +147,7 @@ class DraftTree:
         return DraftTree(
             tokens,
             shape.parents(tokens.device).expand(rows, n),
-            size,
+            size.to(tokens.device),
             sampled,
             proposal,
             static_layout=shape.layout(tokens.device),
@@ -156,6 +156,23 @@ class DraftTree:
     def validate(self, vocab_size: int, max_nodes: int | None = None) -> None:
         """Raise ValueError naming row and node when the tree is malformed, UserError when the
         drafter's law is not finite. One host round trip where all is well."""
+        self.check_form(max_nodes)
+        problems = list(self._problems(vocab_size))
+        if not bool(_doubtful(problems).any()):
+            return
+        bad, values, why = next(problem for problem in problems if bool(problem[0].any()))
+        row, node = bad.nonzero()[0].tolist()
+        place, value = f"row {row}, node {node}:", values[row, node].item()
+        if why in (_WILD_SCORE, _WILD_LAW):
+            raise UserError(f"drafter: {place} {why}; nothing was committed")
+        raise ValueError(f"draft tree: {place} {why.format(value=value)}")
+
+    def doubtful(self, vocab_size: int) -> Tensor:
+        """[B] bool, rows that `validate` would refuse, without asking the device."""
+        return _doubtful(list(self._problems(vocab_size)))
+
+    def check_form(self, max_nodes: int | None = None) -> None:
+        """Raise ValueError for wrong shapes or dtypes, or for more than `max_nodes` nodes."""
         shapes = self.tokens.shape, self.parents.shape, self.size.shape
         if not (shapes[0] == shapes[1] and shapes[2] == shapes[0][:1]):
             raise ValueError(
@@ -170,15 +187,6 @@ class DraftTree:
                 )
         if max_nodes is not None and self.width > max_nodes:
             raise ValueError(f"draft tree: {self.width} nodes exceed the budget of {max_nodes}")
-        problems = list(self._problems(vocab_size))
-        if not bool(torch.stack([bad.any() for bad, _, _ in problems]).any()):
-            return
-        bad, values, why = next(problem for problem in problems if bool(problem[0].any()))
-        row, node = bad.nonzero()[0].tolist()
-        place, value = f"row {row}, node {node}:", values[row, node].item()
-        if why in (_WILD_SCORE, _WILD_LAW):
-            raise UserError(f"drafter: {place} {why}; nothing was committed")
-        raise ValueError(f"draft tree: {place} {why.format(value=value)}")
 
     def _problems(self, vocab_size: int) -> Iterator[tuple[Tensor, Tensor, str]]:
         """All that can be wrong with the values: (where it is, [B, N] bool, the values that are
@@ -227,6 +235,10 @@ class DraftTree:
         mass = proposal.read(rows, ids.reshape(-1, 1), 0).reshape(tokens.shape)
         none = "token {value} has no mass in the law it was drawn from"
         yield drawn & ~((mass > 0) & (tokens == ids)), tokens, none
+
+
+def _doubtful(problems: list[tuple[Tensor, Tensor, str]]) -> Tensor:
+    return torch.stack([bad.any(1) for bad, _, _ in problems]).any(0)
 
 
 _WILD_SCORE = (

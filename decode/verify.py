@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from conf.errors import UserError
@@ -189,7 +190,8 @@ class Siblings:
         self.proposal.masked_fill_(~self.sampled.any(1)[:, None], 0.0)
         self._rescale_proposal()
         vocab = tree.proposal.vocab if support.ids is None else None
-        self.vocab = vocab if vocab is not None and bool(self.known.all()) else None
+        free = vocab is not None and waits.free(self.known)
+        self.vocab = vocab if free and bool(self.known.all()) else None
         if self.vocab is None:
             self.inside = support.probs.to(torch.float64)
             self.outside = torch.zeros_like(self.scale)
@@ -331,7 +333,38 @@ def rejection(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
     return Verdict(path, length, bonus)
 
 
-Ends = tuple[Tensor, Tensor, Callable[[Tensor], Support]]
+@dataclass(frozen=True)
+class Opened:
+    """Slots of one level whose children were judged. rows, slots: [R]. used: [R] bool, False:
+    another stands in its place and counts for nothing. left: what their laws are after all
+    children failed, of some of them.
+    """
+
+    rows: Tensor
+    slots: Tensor
+    used: Tensor
+    left: Callable[[Tensor], Support]
+
+
+def _parents(tree: DraftTree, level: int, live: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, slots and `used` (see Opened) of the slots of a level that have children. live: [B,
+    N + 1] bool, which can be reached.
+
+    On an accelerator all rows' slots of a shared shape are taken without asking. Where one is
+    not live the root stands in for it: its law is there in any case.
+    """
+    layout, (count, _) = tree.layout, live.shape
+    if waits.free(live) or layout.children.shape[0] > 1:
+        depth = torch.cat([layout.depth.new_full((len(layout.depth), 1), -1), layout.depth], 1)
+        rows, slots = ((depth == level - 1) & live).nonzero(as_tuple=True)
+        _, there = children(tree, rows, slots)
+        inner = there[:, 0].nonzero()[:, 0]
+        return rows[inner], slots[inner], torch.ones_like(inner, dtype=torch.bool)
+    slots = layout.inner[level]
+    rows = torch.arange(count, device=live.device).repeat_interleave(len(slots))
+    slots = slots.repeat(count)
+    used = live[rows, slots]
+    return rows, torch.where(used, slots, 0), used
 
 
 def traversal(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
@@ -346,35 +379,30 @@ def traversal(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
     count, n = tree.tokens.shape
     device = tree.tokens.device
     every = torch.arange(count, device=device)
-    carried = torch.zeros(count, n + 1, dtype=torch.float64, device=device)
+    whole = torch.zeros(count, n + 2, dtype=torch.float64, device=device)
+    carried, nowhere = whole[:, : n + 1], n + 1
     carried[:, 0] = 1
-    depth = torch.cat(
-        [tree.layout.depth.new_full((tree.layout.depth.shape[0], 1), -1), tree.layout.depth], 1
-    )
     present = torch.arange(n + 1, device=device) <= tree.size[:, None]
-    ends: list[
-        Ends
-    ] = []  # per level: which slots were opened, and the residual law of some of them
+    levels: list[Opened] = []
     for level in range(tree.layout.levels):
-        rows, slots = ((depth == level - 1) & present & (carried > 0)).nonzero(as_tuple=True)
-        kids, there = children(tree, rows, slots)
-        inner = there[:, 0].nonzero()[:, 0]
-        rows, slots, kids, there = rows[inner], slots[inner], kids[inner], there[inner]
+        rows, slots, used = _parents(tree, level, present & (carried > 0))
         if rows.numel() == 0:
             break
+        kids, there = children(tree, rows, slots)
+        there = there & used[:, None]
         siblings, w = Siblings(tree, law, rows, slots, kids), carried[rows, slots]
         for j in range(kids.shape[1]):
             old = there[:, j]
             if _nobody(old):
                 break
-            carried[rows[old], kids[old, j] + 1] = siblings.chance(w, j)[old]
+            whole[rows, torch.where(old, kids[:, j] + 1, nowhere)] = siblings.chance(w, j)
             total = siblings.fail(w, j, old)
             spent = total + 1 - w
             left = torch.where(spent > 0, total / torch.where(spent > 0, spent, 1.0), 1.0)
             w = torch.where(old, left, w)
         siblings.close()
         carried[rows, slots] = w
-        ends.append((rows, slots, siblings.left))
+        levels.append(Opened(rows, slots, used, siblings.left))
     carried[:, 0] = 1  # the root never rejects; rounding must not either
     order = tree.layout.postorder.expand(count, n + 1)
     chance = torch.where(present, carried, 0.0).gather(1, order)
@@ -385,26 +413,58 @@ def traversal(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
     place = torch.where(on_path, tree.layout.depth.expand(count, n), tree.layout.levels)
     path = torch.full((count, tree.layout.levels + 1), -1, dtype=torch.int64, device=device)
     path.scatter_(1, place, torch.where(on_path, node, -1))
-    return Verdict(path[:, : tree.layout.levels], on_path.sum(-1), _bonus(law, rng, end, ends))
+    return Verdict(path[:, : tree.layout.levels], on_path.sum(-1), _bonus(law, rng, end, levels))
 
 
-def _bonus(law: Law, rng: Coins, end: Tensor, ends: list[Ends]) -> Tensor:
+def _bonus(law: Law, rng: Coins, end: Tensor, levels: list[Opened]) -> Tensor:
     """The token after slot `end` [B]: from the residual where its children failed, from the
     law at a leaf.
     """
+    if not waits.free(end):
+        return _bonus_everywhere(law, rng, end, levels)
     bonus = torch.zeros_like(end)
     leaf = torch.ones_like(end, dtype=torch.bool)
-    for rows, slots, left in ends:
-        hit = (end[rows] == slots).nonzero()[:, 0]
+    for level in levels:
+        hit = (end[level.rows] == level.slots).nonzero()[:, 0]
         if hit.numel():
-            chosen = left(hit)
-            bonus[rows[hit]] = chosen.token(rng.draw(chosen.probs, rows[hit], slots[hit] - 1))
-            leaf[rows[hit]] = False
+            chosen, rows = level.left(hit), level.rows[hit]
+            bonus[rows] = chosen.token(rng.draw(chosen.probs, rows, end[rows] - 1))
+            leaf[rows] = False
     rows = leaf.nonzero()[:, 0]
     if rows.numel():
         support = law.at(rows, end[rows])
         bonus[rows] = support.token(rng.draw(support.probs, rows, end[rows] - 1))
     return bonus
+
+
+def _bonus_everywhere(law: Law, rng: Coins, end: Tensor, levels: list[Opened]) -> Tensor:
+    """`_bonus` without a question to the device: what is left is laid side by side for all
+    levels, and every row draws from the one where its path ends.
+    """
+    every = torch.arange(len(end), device=end.device)
+    leaf = torch.ones_like(end, dtype=torch.bool)
+    supports: list[Support] = []
+    ending: list[Tensor] = []
+    for level in levels:
+        hit = level.used & (end[level.rows] == level.slots)
+        place = torch.where(hit, torch.arange(len(hit), device=end.device), -1)
+        at = torch.full_like(end, -1).scatter_reduce_(0, level.rows, place, "amax")
+        supports.append(level.left(at.clamp(min=0)))
+        ending.append(at >= 0)
+        leaf = leaf & (at < 0)
+    supports.append(law.at(every, end))
+    which = torch.stack([*ending, leaf]).to(torch.uint8).argmax(0)
+    width = max(support.probs.shape[1] for support in supports)
+
+    def here(tables: list[Tensor]) -> Tensor:
+        """The row of the level where each path ends; [R, S] of all levels -> [B, S]."""
+        wide = [F.pad(table, (0, width - table.shape[1])) for table in tables]
+        return torch.stack(wide)[which, every]
+
+    ids = [support.ids for support in supports if support.ids is not None]
+    probs = here([support.probs.to(torch.float64) for support in supports])
+    chosen = Support(here(ids) if ids else None, probs)
+    return chosen.token(rng.draw(probs, every, end - 1))
 
 
 RULES = {"rejection": rejection, "traversal": traversal}

@@ -54,6 +54,7 @@ class BlockDrafter(LayeredDrafter):
         rope = (self.rope[0][places], self.rope[1][places])
         for layer, (key, value) in enumerate(self.net.context(c, rope)):
             self.cache.update(key, value, layer)
+        n = n.to(self.device)
         newest = tokens.gather(1, (n[:, None] - 1).clamp(min=0))[:, 0]
         self.h[rows] = torch.where(n > 0, newest, self.h[rows])
         self.lengths[rows] = [a + b for a, b in zip(lengths, counts, strict=True)]

@@ -56,7 +56,7 @@ class EagleDrafter(LayeredDrafter):
         )
         h = self._pass(self.embed(tokens[:, :new]), g, places, mask, last)
         if min(counts) == 0:  # a row without news keeps its state
-            h = torch.where(n[:, None] > 0, h, self.h[rows])
+            h = torch.where(n.to(self.device)[:, None] > 0, h, self.h[rows])
         self.h[rows] = h
         self.lengths[rows] = [a + b for a, b in zip(lengths, counts, strict=True)]
 

@@ -82,6 +82,7 @@ class LastFeature:
         n_max], feats [B, n_max, 1, D], n [B] (a row with n = 0 keeps what it has)."""
         if feats is None:
             raise ValueError(f"{self.kind} drafts from the target's features; none were given")
+        n = n.to(self.device)
         row, at = torch.arange(n.shape[0], device=n.device), (n - 1).clamp(min=0)
         self.feats[rows] = torch.where(
             n[:, None] > 0, feats[row, at, 0].to(self.feats.dtype), self.feats[rows]

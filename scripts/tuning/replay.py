@@ -79,6 +79,7 @@ class Shadow:
         self.clocks = {name: Clock() for name in inners}
 
     def reset(self, rows: int, max_len: int) -> None:
+        self.device = torch.device("cpu")
         self.live: list[int] = []  # request of every live row
         self.length: list[int] = []  # its generated tokens
         self.drafts = {name: [] for name in self.inners}
@@ -86,6 +87,7 @@ class Shadow:
             drafter.reset(rows, max_len)
 
     def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
+        self.device = prompts[0].device
         for name, drafter in self.inners.items():
             drafter.begin(prompts, sampling)
             self.drafts[name] += [{} for _ in prompts]
@@ -113,7 +115,7 @@ class Shadow:
             if self.keep:
                 for b, request in enumerate(self.live):
                     self.drafts[name][request][self.length[b]] = _draft(tree, b)
-        return DraftTree.empty(len(self.live), budget.device)
+        return DraftTree.empty(len(self.live), self.device)
 
     def select(self, rows: list[int]) -> None:
         for drafter in self.inners.values():
