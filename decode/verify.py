@@ -442,7 +442,6 @@ def _bonus_everywhere(law: Law, rng: Coins, end: Tensor, levels: list[Opened]) -
     levels, and every row draws from the one where its path ends.
     """
     every = torch.arange(len(end), device=end.device)
-    leaf = torch.ones_like(end, dtype=torch.bool)
     supports: list[Support] = []
     ending: list[Tensor] = []
     for level in levels:
@@ -451,9 +450,9 @@ def _bonus_everywhere(law: Law, rng: Coins, end: Tensor, levels: list[Opened]) -
         at = torch.full_like(end, -1).scatter_reduce_(0, level.rows, place, "amax")
         supports.append(level.left(at.clamp(min=0)))
         ending.append(at >= 0)
-        leaf = leaf & (at < 0)
     supports.append(law.at(every, end))
-    which = torch.stack([*ending, leaf]).to(torch.uint8).argmax(0)
+    ending.append(torch.ones_like(end, dtype=torch.bool))  # at a leaf, if at no level before
+    which = torch.stack(ending).to(torch.uint8).argmax(0)
     width = max(support.probs.shape[1] for support in supports)
 
     def here(tables: list[Tensor]) -> Tensor:

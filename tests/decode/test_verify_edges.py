@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
+from decode import waits
 from decode.drafters import DraftModel, NoDraft
 from decode.engine import Request, generate
 from decode.grow import Form
 from decode.rng import Rng, inverse_cdf
 from decode.sampling import Law, Sampling
 from decode.tree import DraftTree, Proposal, TreeShape
-from decode.verify import RULES, rejection, verify_chain
+from decode.verify import RULES, rejection, traversal, verify_chain
 from heads import HEADS
 from heads.block.config import BlockConfig
 from heads.eagle.config import EagleConfig
@@ -294,3 +295,23 @@ def test_drafter_with_one_bad_row_is_refused_or_harmless(kind: str, bad: float) 
             UserError, match=r"drafter: row 0, node \d+: the law .* NaN or infinity"
         ):
             generate(target, drafter, requests, Sampling(1.0), batch_size=2)
+
+
+@pytest.mark.parametrize("free", [True, False], ids=["host", "accelerator"])
+def test_logits_that_no_path_reaches_may_be_anything(
+    free: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Below a candidate that the target never takes nothing is looked at."""
+    monkeypatch.setattr(waits, "free", lambda tensor: free)
+    tokens = torch.tensor([[1, 2]])
+    law = torch.zeros(1, 3, 4, dtype=torch.float64)
+    law[0, 0, 1] = law[0, 1, 2] = law[0, 2, 3] = 1
+    row = torch.tensor([[0, 1]])
+    tree = DraftTree.chain(tokens, None, torch.ones(1, 2, dtype=torch.bool), Proposal(law, row))
+    logits = torch.zeros(1, 3, 4)
+    logits[0, 0, 1] = -torch.inf
+    logits[0, 1] = torch.nan
+    found = Law(Sampling(1.0), logits, tree)
+    verdict = traversal(tree, found, Rng(0, torch.tensor([0]), torch.tensor([0])))
+    found.check()
+    assert verdict.length.tolist() == [0] and verdict.bonus.tolist() != [1]
