@@ -84,7 +84,7 @@ FULL = Budget(
     answer_tokens=200,
     draft_vocab=3072,
     steps=240,
-    eagle_steps=240,
+    eagle_steps=200,
     batch=16,
     prompts=24,
     tokens=64,
@@ -176,7 +176,7 @@ def steps(budget: Budget, fast: bool, block: bool = False) -> list[Step]:
             f"drafters=[{','.join(drafters)}]",
             f"out={out}",
             f"temperature={temperature}",
-            f"num_prompts={budget.prompts}",
+            f"num_prompts={budget.prompts * 2 // 3 if temperature else budget.prompts}",
             f"max_new_tokens={budget.tokens}",
             f"parity={0 if temperature else 2}",
         ]
