@@ -174,10 +174,10 @@ class LiveBatch(Engine):
         self._at = logits, rows, None
         return super()._law(logits, tree, rows)
 
-    def _observe(self, tree: DraftTree, verdict: Verdict, step: Step) -> Tensor:
+    def _observe(self, tree: DraftTree, verdict: Verdict, step: Step, length: Tensor) -> None:
         assert self._at is not None
         self._at = *self._at[:2], _kept(tree, verdict)[1]
-        return super()._observe(tree, verdict, step)
+        super()._observe(tree, verdict, step, length)
 
     def _told(self, number: int, tokens: list[int], drafted: list[bool]) -> None:
         seat, row = self._seats[number]
