@@ -18,7 +18,7 @@ r low rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -77,6 +77,11 @@ class LossWeights:
 def chunk_of(asked: int | None, device: torch.device) -> int:
     """The key `chunk`, by device where it is left open."""
     return asked or CHUNKS.get(device.type, CHUNK)
+
+
+def pieces(count: int, size: int) -> Iterable[slice]:
+    """The tokens, out of `count`, that are met at once; a dry run looks at few of these."""
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def target_law(
@@ -169,12 +174,9 @@ class Taught:
     parts: list[slice] | None = None
     rated: bool = False
 
-    def chunks(self, size: int) -> list[slice]:
+    def chunks(self, size: int) -> Iterable[slice]:
         """The tokens that are met at once."""
-        if self.parts is not None:
-            return self.parts
-        n = self.place.numel()
-        return [slice(start, min(start + size, n)) for start in range(0, n, size)]
+        return pieces(self.place.numel(), size) if self.parts is None else self.parts
 
 
 class Rows(NamedTuple):

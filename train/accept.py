@@ -18,6 +18,7 @@ from heads.names import Draft
 from heads.parity import Room
 from train.config import EvalConfig
 from train.facts import is_no_memory
+from train.saving import asked_anywhere
 from train.signals import Stop
 from train.texts.batches import Rows, held_out_batches
 
@@ -46,8 +47,8 @@ def decoded_acceptance(
     Prompts are shared out among the ranks (not with a sharded target); each rank gets the
     whole result. Cut and loop cycles are left out of the figures and counted. Also calibrates
     the head on held-out rows, which shapes its tree.
-    stop: a signal ends the decoding, and the result is None on every rank; a sharded target
-        decodes to the end.
+    stop: a signal ends the decoding, and the result is None on every rank; the ranks of a
+        sharded target ask each other at every answer that grew.
     room: of a pass of the calibration.
     Raises NoRoom on every rank when some rank ran out of memory.
     """
@@ -61,7 +62,9 @@ def decoded_acceptance(
     mine = requests if alone else requests[accelerator.process_index :: accelerator.num_processes]
 
     def heed(*_: Any) -> None:
-        if stop is not None and stop.asked and not target.sharded:
+        if stop is None:
+            return
+        if asked_anywhere(stop, accelerator) if target.sharded else stop.asked:
             raise _Asked
 
     decoded: list[Generation | _Asked | NoRoom]

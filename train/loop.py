@@ -23,7 +23,6 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from conf.errors import UserError
-from decode.models.load import load_target
 from heads.base import Head
 from heads.checkpoint import save_head
 from train import state as disk
@@ -53,7 +52,7 @@ from train.report import report
 from train.run import Run
 from train.saving import RETRIES, Saver, asked_anywhere, resumed
 from train.schedule import learning_rate
-from train.sharding import shard_target
+from train.sharding import loaded, shard_target
 from train.signals import Stop, interruption
 from train.stored.features import Source
 from train.texts.batches import Plan, hash_u63, load_rows
@@ -121,7 +120,7 @@ def _begin(
     will be done.
     """
     out, main, world = Path(cfg.out_dir), accelerator.is_main_process, accelerator.num_processes
-    target = load_target(cfg.target, cfg.dtype, "cpu" if cfg.shard_target else accelerator.device)
+    target, sharding = loaded(cfg, kind, accelerator.device)
 
     def heed() -> None:
         if stop.asked:
@@ -138,9 +137,9 @@ def _begin(
     open_rate = cfg.optim.lr is None
     settled = settle(cfg, kind, target, plan)
     head, begun = first_head(cfg, kind, target, rows.counts(target.vocab_size))
-    sharding = ""
-    if cfg.shard_target:
-        sharding = shard_target(target, head, accelerator.device, cfg.shard_group)
+    if cfg.shard_target and not target.sharded:
+        sharding = shard_target(cfg, target, accelerator.device)
+    head.to(accelerator.device)
     optimizer = torch.optim.AdamW(
         head.parameter_groups(),
         lr=cfg.optim.lr or 0.0,  # of every step: train.schedule

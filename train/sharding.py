@@ -14,72 +14,97 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from conf.errors import UserError
+from decode.models import quantize
+from decode.models.load import load_target
+from decode.models.shards import Shards, layer_stacks
 from decode.target import Target
 from heads.base import Head
 from train import zero3
+from train.config import TrainConfig
 
 
-def layer_stacks(target: Target) -> list[tuple[str, nn.ModuleList]]:
-    """The stacked layers of a target's body by name: outermost module lists that hold neither
-    embedding nor LM head.
+def loaded(cfg: TrainConfig, kind: type[Head], device: torch.device) -> tuple[Target, str]:
+    """The target of a run, and a line about its shards, "" where it was read whole.
+
+    With shard_target each rank keeps its own part of every layer's weights as it reads them, and
+    the target comes back sharded, unless something needs the layers whole (`_needs_whole`): it
+    then lies on the CPU, for shard_target once the head was made. Raises UserError for one
+    process, and for a head that changes its target.
     """
-    whole = (target.model.get_input_embeddings(), target.model.get_output_embeddings())
-    kept = {id(p) for part in whole if part is not None for p in part.parameters()}
-    found: list[tuple[str, nn.ModuleList]] = []
-    for name, part in target.body.named_modules():
-        inside = any(name.startswith(outer + ".") for outer, _ in found)
-        if isinstance(part, nn.ModuleList) and not inside:
-            mine = list(part.parameters())
-            if mine and not any(id(p) in kept for p in mine):
-                found.append((name, part))
-    return found
-
-
-def shard_target(target: Target, head: Head, device: torch.device, group: int = 0) -> str:
-    """Shard the layers of a loaded target over the ranks, in place, and move its head; returns
-    a line about it.
-
-    The weights may still lie on the CPU: layer by layer they move to `device` as shards.
-    group: ranks that hold a copy of the target together, neighbours by number, such as those of
-    a node (train.facts.check_ranks: it divides them); 0 = all. Raises UserError for one
-    process, a target without stacked layers, or a head that changes its target.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
+    if not cfg.shard_target:
+        return load_target(cfg.target, cfg.dtype, device), ""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         raise UserError(
             "shard_target: needs several processes; start it with torchrun or accelerate "
             "launch, or leave "
             "it out"
         )
-    if head.trains_target:
+    if kind.trains_target:
         raise UserError(
-            f"shard_target: {type(head).kind} changes the target while it learns, and "
+            f"shard_target: {kind.kind} changes the target while it learns, and "
             "sharded weights are "
             "frozen; leave it out"
         )
-    stacks = layer_stacks(target)
+    if _needs_whole(cfg):
+        return load_target(cfg.target, cfg.dtype, "cpu"), ""
+    size = cfg.shard_group or dist.get_world_size()
+    shards = Shards(dist.get_rank() % size, size, device)
+    target = load_target(cfg.target, cfg.dtype, "cpu", shards=shards)
+    if not shards.count:
+        return target, ""
+    return target, shard_target(cfg, target, device, shards)
+
+
+def _needs_whole(cfg: TrainConfig) -> str:
+    """Why every rank must read the weights whole; "" where it need not."""
+    if zero3.asked():
+        return "DeepSpeed shards what was read"
+    if cfg.target.kind == "tiny":
+        return "target=tiny has no files"
+    if cfg.target.quantize != quantize.NONE:
+        return f"target.quantize={cfg.target.quantize} packs whole weights"
+    if getattr(cfg.head, "init", "") == "layer":
+        return "head.init=layer copies layers of it"
+    if getattr(cfg.head, "from_target_layers", 0):
+        return "head.from_target_layers copies layers of it"
+    return ""
+
+
+def shard_target(
+    cfg: TrainConfig, target: Target, device: torch.device, shards: Shards | None = None
+) -> str:
+    """Shard the layers of a loaded target over the ranks, in place; returns a line about it.
+
+    Weights that still lie on the CPU move to `device` layer by layer, as shards; empty ones get
+    the parts in `shards`. cfg.shard_group: ranks that hold a copy of the target together,
+    neighbours by number, such as those of a node (train.facts.check_ranks: it divides them);
+    0 = all. Raises UserError for a target without stacked layers.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    stacks = layer_stacks(target.model)
     if not stacks:
         raise UserError(
             f"shard_target: {type(target.body).__name__} has no stacked layers; leave it out"
         )
-    _ = target.head  # asked of the whole model
     whole, spread = (
         sum(p.numel() * p.element_size() for part in parts for p in part.parameters())
         for parts in ([target.model], [stack for _, stack in stacks])
     )
     if zero3.asked():
-        if group:
+        _ = target.head  # asked of the whole model
+        if cfg.shard_group:
             raise UserError("shard_group: is for FSDP2; leave it out, or launch without DeepSpeed")
         how = zero3.shard_layers(target, [stack for _, stack in stacks], device)
     else:
         world = dist.get_world_size()
-        size = group or world
+        size = cfg.shard_group or world
         mesh = (
             init_device_mesh(device.type, (world,))
             if size == world
@@ -87,21 +112,55 @@ def shard_target(target: Target, head: Head, device: torch.device, group: int = 
                 device.type, (world // size, size), mesh_dim_names=("copies", "shards")
             )
         )
-        for _, stack in stacks:
-            for layer in stack:
-                # Not the body itself: transformers finds what hidden states it may hand out by
-                # its class name.
-                fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        for name, stack in stacks:
+            for number, layer in enumerate(stack):
+                _shard(layer, mesh, f"{name}.{number}", shards, device)
         _gather_ahead(target, [stack for _, stack in stacks])
         how = f"by FSDP2 over {size} ranks"
         how += f", {world // size} copies" if size < world else ""
     target.model.to(device)
-    head.to(device)
     target.sharded = True
+    _ = target.head  # remembered; the ranks must ask it together
+    read = f"read whole by every rank ({_needs_whole(cfg) or 'by this transformers'})"
+    if shards is not None:
+        read = f"read as shards, {shards.largest / 2**20:,.0f} MiB at a time"
     return (
         f"target: {spread / 2**20:,.0f} MiB of layers {how}, "
-        f"{(whole - spread) / 2**20:,.0f} MiB on every one"
+        f"{(whole - spread) / 2**20:,.0f} MiB on every one, {read}"
     )
+
+
+def _shard(
+    layer: nn.Module,
+    mesh: DeviceMesh,
+    name: str,
+    shards: Shards | None,
+    device: torch.device,
+) -> None:
+    """Shard one layer; weights that are empty get this rank's part."""
+    from torch.distributed.fsdp import fully_shard
+
+    parts: dict[str, Tensor] = {}
+    for weight, stub in layer.named_parameters():
+        if stub.is_meta:
+            try:
+                assert shards is not None
+                parts[weight] = shards.take(stub)
+            except LookupError:
+                raise UserError(
+                    f"shard_target: {name}.{weight} was not read; leave shard_target out"
+                ) from None
+    # Not the body itself: transformers finds what hidden states it may hand out by its class
+    # name.
+    fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    if not parts:
+        return
+    layer._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    for weight, shard in layer.named_parameters():
+        if weight in parts:
+            assert isinstance(shard, DTensor)
+            with torch.no_grad():
+                shard.to_local().copy_(parts.pop(weight))
 
 
 def _gather_ahead(target: Target, stacks: list[nn.ModuleList]) -> None:

@@ -4,6 +4,7 @@ runs only with target.trust_remote_code=true."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import sys
@@ -24,6 +25,7 @@ from decode.models.identity import (
 if TYPE_CHECKING:
     import torch
 
+    from decode.models.shards import Shards
     from decode.target import Target
 
 KINDS = ("smollm2", "hub", "local", "tiny")
@@ -115,10 +117,12 @@ def load_target(
     dtype: str | torch.dtype = "float32",
     device: str | torch.device | None = None,
     plan: memory.Plan | None = None,
+    shards: Shards | None = None,
 ) -> Target:
     """The frozen target that `cfg` names, in `dtype`, on `device` (None: the GPU when there is
     one, else the CPU). plan: what will be decoded; weights, cache and tree must fit before
-    anything is loaded.
+    anything is loaded. shards: takes this rank's part of the layers, whose weights stay empty
+    in the target; what it does not take is left where it was read.
 
     Raises UserError: bad keys, missing folder, no safetensors, no network, a model without
     causal LM head, no memory on the device, a library of target.quantize that is not there."""
@@ -139,8 +143,10 @@ def load_target(
         model = model.to(kind)
     else:
         folder = source_folder(cfg)
-        _fits(cfg, folder, kind, place, plan or memory.Plan())
-        model = _pretrained(cfg, folder, kind, place)
+        ranks = shards.ranks if shards else 1
+        _fits(cfg, folder, kind, shards.device if shards else place, plan or memory.Plan(), ranks)
+        with shards.reading() if shards else contextlib.nullcontext():
+            model = _pretrained(cfg, folder, kind, place)
         weights, path = sha256_weights(folder), str(folder)
         name = {"smollm2": smollm2.NAME, "hub": cfg.name, "local": folder.name}[cfg.kind]
     if cfg.quantize != quantize.NONE:
@@ -149,7 +155,7 @@ def load_target(
         name, path, weights, sha256_tokenizer(tokenizer), sha256_template(tokenizer)
     )
     try:
-        model = model.to(place) if cfg.quantize == quantize.NONE else model
+        model = model if cfg.quantize != quantize.NONE or shards else model.to(place)
     except torch.cuda.OutOfMemoryError as e:
         raise UserError(
             f"device: {name} in {kind} does not fit into {place}; use a smaller dtype"
@@ -266,8 +272,15 @@ def _hub_error(cfg: TargetConfig, error: BaseException) -> UserError:
 
 
 def _fits(
-    cfg: TargetConfig, folder: Path, kind: torch.dtype, place: torch.device, plan: memory.Plan
+    cfg: TargetConfig,
+    folder: Path,
+    kind: torch.dtype,
+    place: torch.device,
+    plan: memory.Plan,
+    ranks: int,
 ) -> None:
+    """Raise UserError where the device cannot hold it; of several ranks, where it cannot hold
+    even their part of all weights."""
     from transformers import AutoConfig
 
     try:
@@ -284,6 +297,7 @@ def _fits(
         if tied and plan.tokens and cfg.pack == "auto" and packed.takes(kind, place):
             twice = int(config.vocab_size) * int(config.hidden_size) * kind.itemsize
             need = replace(need, weights=need.weights + twice)
+        need = replace(need, weights=need.weights // ranks)
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return  # loading itself will say what is wrong
     memory.check(need, str(place), cfg.name or folder.name, plan)

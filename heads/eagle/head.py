@@ -27,7 +27,7 @@ from torch import Tensor
 from conf.errors import UserError
 from decode.drafters import Drafter
 from decode.target import Target
-from heads import vocab
+from heads import losses, vocab
 from heads.batch import Batch, LossOut
 from heads.eagle.attention import Memory
 from heads.eagle.config import EagleConfig
@@ -271,8 +271,7 @@ class EagleHead(LayeredHead):
         proj = self.projection(target).to(target.dtype)
         size = chunk_of(self.cfg.chunk, flat.device)
         for step, h in enumerate(hidden):
-            for start in range(0, flat.numel(), size):
-                part = slice(start, start + size)
+            for part in losses.pieces(flat.numel(), size):
                 ok = valid[step, part]
                 yield flat[part][ok], step, self.net.read(h[part][ok]) @ proj.T
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from decode.target import Target
-from heads import shapes, vocab
+from heads import losses, shapes, vocab
 from heads.base import Head, HeadConfig, Saved
 from heads.batch import Batch, LossOut
 from heads.limits import MOST, MOST_DEPTH, MOST_LAYERS, MOST_NODES, outside
@@ -274,8 +274,7 @@ class ParallelHead(Head):
         proj, size = self.projection(target), chunk_of(self.cfg.chunk, flat.device)
         for k in range(min(levels, self.cfg.heads)):
             w = (proj if proj.dim() == 2 else proj[k]).to(hidden.dtype)
-            for start in range(0, flat.numel(), size):
-                part = slice(start, start + size)
+            for part in losses.pieces(flat.numel(), size):
                 ok = valid[k, part]
                 z = hidden[k, part][ok] @ w.T
                 if extra is not None:

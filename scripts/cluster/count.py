@@ -1,7 +1,8 @@
 """What one rank's passes take, counted on fake tensors: memory by part, arithmetic, traffic,
 launches, host reads.
 
-The head's pass is counted whole. Of the target a few layers are run, and what a layer adds is
+The head's pass is counted whole; of the pieces in which its losses meet the vocabulary three are
+run, since those between are alike. Of the target a few layers are run, and what a layer adds is
 carried on to all of them: exact for memory, since nothing of a frozen target's layer outlives it
 but the hidden states.
 
@@ -13,10 +14,11 @@ gradients made of them); batch; inside kernels.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,9 +32,12 @@ from scripts.cluster.models import Model
 from scripts.cluster.phantom import Phantom, phantom
 
 MOST_TOKENS = 1 << 20  # of a pass
+RUN = 3  # pieces of a loss that are run
 FEW = 4  # layers of the target that are run, and two more
 TARGET, HEAD, GRADIENTS, PASS = "target", "head", "gradients", "activations"
 FEATURES, LOGITS, BATCH = "target's pass", "logits and laws", "batch"
+_passed: dict[Any, Counted] = {}
+_asked: dict[str, bool] = {}
 
 
 @dataclass(frozen=True)
@@ -121,8 +126,7 @@ def count(
     if kind.trains_target:
         second = _passes(model, more, typed, dtype, shape, room, accumulates, on)
         return _carried_on(first, second, layers - more, more - few)
-    second = _features(model, few, dtype, shape, on)
-    third = _features(model, more, dtype, shape, on)
+    second, third = (_known(model, layers, dtype, shape, on) for layers in (few, more))
     steps = (layers - few) / (more - few)
     for name in ("flops", "traffic", "seconds", "launches"):
         slope = getattr(third, name)[FEATURES] - getattr(second, name)[FEATURES]
@@ -170,7 +174,7 @@ def _passes(
             batch = full_batch(ghost, shape, head)
         head.train()
         head.begin_step(1, 2)
-        target.features(batch.ids[:1, :8], batch.mask[:1, :8], (1, layers))  # asks itself once
+        _ask(model, target, batch)
         ghost.restart()
         with _parts(ghost, target), ghost.within(PASS):
             out = head(batch, target)
@@ -200,6 +204,14 @@ def _passes(
         return found
 
 
+def _known(model: Model, layers: int, dtype: str, shape: Shape, on: tuple[str, Any]) -> Counted:
+    """The target's pass alone, counted once for all recipes of one target and shape."""
+    key = model.key, layers, dtype, shape, on
+    if key not in _passed:
+        _passed[key] = _features(model, layers, dtype, shape, on)
+    return copy.deepcopy(_passed[key])
+
+
 def _features(model: Model, layers: int, dtype: str, shape: Shape, on: tuple[str, Any]) -> Counted:
     """The target's pass alone, four hidden states tapped."""
     with _counting(on) as ghost:
@@ -207,7 +219,7 @@ def _features(model: Model, layers: int, dtype: str, shape: Shape, on: tuple[str
             target = model.target(layers, torch_dtype(dtype), ghost.device)
         with ghost.within(BATCH):
             batch = full_batch(ghost, shape)
-        target.features(batch.ids[:1, :8], batch.mask[:1, :8], (1, layers))  # asks itself once
+        _ask(model, target, batch)
         ghost.restart()
         held = ghost.live[TARGET]
         taps = tuple(sorted({1, 2, min(3, layers), layers}))
@@ -226,6 +238,19 @@ def states_of(head: Head, layers: int) -> int:
     """Hidden states that a cache of features would hold for this head, the last among them; few
     layers may make several taps one."""
     return len(head.taps) + (layers not in head.taps) if type(head).reads_features else 0
+
+
+def _ask(model: Model, target: Target, batch: Batch) -> None:
+    """Let a target find out, before anything is counted, how its hidden states are read: one
+    answer for all sizes of an architecture."""
+    name, shown = str(model.config["model_type"]), cast(Any, target)
+    if name in _asked:
+        shown._listed_as_caught = lambda: _asked[name]
+        target._tapped_layers()
+        del shown._listed_as_caught
+        return
+    target.features(batch.ids[:1, :8], batch.mask[:1, :8], (1, target.num_layers))
+    _asked[name] = bool(target._layers)
 
 
 def _head(ghost: Phantom, target: Target, typed: Any, dtype: str) -> Head:
@@ -273,7 +298,19 @@ def _counting(on: tuple[str, Any]) -> Iterator[Phantom]:
 @contextlib.contextmanager
 def _parts(ghost: Phantom, target: Target) -> Iterator[None]:
     """Within, the target's features and the vocabulary's blocks are counted apart."""
-    features, plain = target.features, losses._ChunkedLoss
+    features, plain, pieces = target.features, losses._ChunkedLoss, losses.pieces
+
+    def few(count: int, size: int) -> Iterator[slice]:
+        """The first ones and the last, which may be shorter; those between are as the one before
+        them."""
+        whole = list(pieces(count, size))
+        first, between = whole[: RUN - 1], whole[RUN - 1 : -1]
+        for part in first:
+            before = ghost.amounts()
+            yield part
+        if between:
+            ghost.repeat(before, len(between))
+        yield from whole[len(first) :][-1:]
 
     def apart(*args: Any, **kwargs: Any) -> Tensor:
         with ghost.within(FEATURES):
@@ -287,9 +324,9 @@ def _parts(ghost: Phantom, target: Target) -> Iterator[None]:
 
     shown: Any = target
     module: Any = losses
-    shown.features, module._ChunkedLoss = apart, Labelled
+    shown.features, module._ChunkedLoss, module.pieces = apart, Labelled, few
     try:
         yield
     finally:
         del shown.features
-        module._ChunkedLoss = plain
+        module._ChunkedLoss, module.pieces = plain, pieces

@@ -31,6 +31,11 @@ class Model:
     published: int = 0
 
     @property
+    def key(self) -> str:
+        """What tells it from other models."""
+        return json.dumps([self.name, self.config])
+
+    @property
     def text(self) -> Any:
         """transformers' config of the language model."""
         return self.at(0).get_text_config(decoder=True)
@@ -83,17 +88,22 @@ class Model:
         )
         stacked = sum(p.numel() for p in longest.parameters())
         return Size(
-            total, stacked, max(sum(p.numel() for p in layer.parameters()) for layer in longest)
+            total,
+            stacked,
+            max(sum(p.numel() for p in layer.parameters()) for layer in longest),
+            max(p.numel() for p in longest.parameters()),
         )
 
 
 @dataclass(frozen=True)
 class Size:
-    """Parameters: all, in the stacked layers, and in the largest of these."""
+    """Parameters: all, in the stacked layers, in the largest of these, and in the largest weight
+    of any of them."""
 
     total: int
     stacked: int
     layer: int
+    weight: int
 
 
 @functools.cache

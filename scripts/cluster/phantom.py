@@ -56,6 +56,7 @@ FLASH_BACK = (
     aten._flash_attention_backward,
 )
 EMPTY = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty)
+DEVICE = torch.ops.prim.device.default  # asked half as often as all operations together
 DRAWN = torch.Tag.nondeterministic_seeded
 RANKS = (aten.topk, aten.sort, aten.argsort)
 KNOWN = "_real"  # attribute of a fake tensor: the real one that it stands for
@@ -179,10 +180,23 @@ class Phantom(TorchDispatchMode):
 
     def restart(self) -> None:
         """Count from here: what lives stays."""
-        amounts = (self.launches, self.flops, self.traffic, self.seconds, self.reads, self.waits)
-        for amount in amounts:
+        for amount in self._counters():
             amount.clear()
         self._most, self.peak = self._held, Counter(self.live)
+
+    def amounts(self) -> list[dict[Any, float]]:
+        """What was counted so far, for `repeat`."""
+        return [dict(amount) for amount in self._counters()]
+
+    def repeat(self, before: list[dict[Any, float]], times: int) -> None:
+        """Count what happened since `before` so many times more."""
+        counters: Any = self._counters()
+        for amount, was in zip(counters, before, strict=True):
+            for key, now in list(amount.items()):
+                amount[key] += (now - was.get(key, 0)) * times
+
+    def _counters(self) -> tuple[Any, ...]:
+        return self.launches, self.flops, self.traffic, self.seconds, self.reads, self.waits
 
     @property
     def most(self) -> int:
@@ -213,8 +227,10 @@ class Phantom(TorchDispatchMode):
     # -- the mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE:
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         kwargs, packet = kwargs or {}, func._overloadpacket
-        if packet is not aten.lift_fresh:
+        if packet is not aten.lift_fresh and any(map(_is_real, _leaves((args, kwargs)))):
             args, kwargs = tree_map(self._faked, (args, kwargs))
         here = self._here(args)
         if packet in (aten.index, aten.index_put, aten.index_put_):
@@ -229,7 +245,7 @@ class Phantom(TorchDispatchMode):
         if packet in (aten._to_copy, aten.to) and isinstance(out, Tensor):
             self._copied(args[0], out, kwargs)
         self._shadow(func, args, kwargs, out)
-        fresh = [t for t in tree_leaves(out) if isinstance(t, Tensor) and self._track(t)]
+        fresh = [t for t in _leaves(out) if isinstance(t, Tensor) and self._track(t)]
         if here or fresh:
             self._count(func, args, kwargs, out, bool(fresh))
         return out
@@ -244,9 +260,7 @@ class Phantom(TorchDispatchMode):
 
     def _here(self, args: Any) -> bool:
         return any(
-            isinstance(a, Tensor) and a.device.type == self.device.type for a in args
-        ) or any(
-            isinstance(a, Tensor) and a.device.type == self.device.type for a in tree_leaves(args)
+            isinstance(a, Tensor) and a.device.type == self.device.type for a in _leaves(args)
         )
 
     def _read(self, what: Any) -> None:
@@ -337,7 +351,7 @@ class Phantom(TorchDispatchMode):
 
     def _shadow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Compute beside it what is small enough to be known."""
-        results = [t for t in tree_leaves(out) if isinstance(t, FakeTensor)]
+        results = [t for t in _leaves(out) if isinstance(t, FakeTensor)]
         for t in results:
             t.constant = None  # torch's own record of values would be computed on the device
         wanted = [t for t in results if _small(t)]
@@ -354,9 +368,7 @@ class Phantom(TorchDispatchMode):
                 raise LookupError
             else:
                 found = self._really(func, args, kwargs)
-            pairs = zip(
-                results, [t for t in tree_leaves(found) if isinstance(t, Tensor)], strict=True
-            )
+            pairs = zip(results, [t for t in _leaves(found) if isinstance(t, Tensor)], strict=True)
             for fake, real in pairs:
                 if _small(fake) and fake.shape == real.shape:
                     setattr(fake, KNOWN, real)
@@ -413,8 +425,8 @@ class Phantom(TorchDispatchMode):
             flops = 2.0 * args[0].numel() * args[1].shape[-1]
         if packet in FLASH_BACK:
             self._mark(4 * args[1].numel())  # the kernel adds up the queries' gradient in float32
-        results = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        results = [t for t in _leaves(out) if isinstance(t, Tensor)]
+        operands = [t for t in _leaves((args, kwargs)) if isinstance(t, Tensor)]
         if packet in READS_FEW:
             traffic = 2 * sum(map(_bytes, results))
         elif packet in WRITES_FEW:
@@ -428,6 +440,19 @@ class Phantom(TorchDispatchMode):
 
 
 # -- small things
+
+
+def _leaves(value: Any) -> list[Any]:
+    """What lists, tuples and dicts hold, however deep; torch's own walk takes long."""
+    if isinstance(value, (tuple, list)):
+        return [leaf for part in value for leaf in _leaves(part)]
+    if isinstance(value, dict):
+        return [leaf for part in value.values() for leaf in _leaves(part)]
+    return [value]
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, FakeTensor)
 
 
 def _bytes(tensor: Tensor) -> int:

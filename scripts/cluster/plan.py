@@ -136,11 +136,13 @@ def _counted(cfg: DryRunConfig, gpu: Gpu, model: Model, typed: Any, shape: Shape
     """The passes, counted once for equal ones."""
     room = None
     if cfg.eval.every or cfg.eval.parity:
-        room = Shape(room_of(cfg, cfg.gpus).rows, shape.tokens, shape.supervised)
+        most = room_of(cfg, cfg.gpus)
+        fits = max(1, most.tokens // shape.tokens)
+        room = Shape(min(most.rows, fits), shape.tokens, shape.supervised)
     # Of several ranks the gradients lie in DDP's buckets (train/launch_keys.py), which stay.
     accumulates = cfg.gpus > 1 or shape.rows < cfg.batch_size
-    meant = [model.name, dataclasses.asdict(typed), cfg.dtype, str(shape), str(room), accumulates]
-    key = json.dumps([*meant, gpu.name, model.config])
+    meant = [model.key, dataclasses.asdict(typed), cfg.dtype, str(shape), str(room), accumulates]
+    key = json.dumps([*meant, gpu.name])
     if key not in _known:
         on = ("cpu" if gpu.is_cpu else NAME, gpu.seconds)
         _known[key] = count(model, typed, cfg.dtype, shape, room, accumulates, on)
@@ -193,7 +195,7 @@ def _memory(
         "spare": round(1 - peak / gpu.memory, 4),
         "margin": cfg.margin,
         "fits": peak <= gpu.memory * (1 - cfg.margin),
-        "host_while_loading": _whole_weights(cfg, model) * min(cfg.gpus, NODE),
+        "host_while_loading": _loading(cfg, model) * min(cfg.gpus, NODE),
     }
 
 
@@ -203,6 +205,15 @@ def _whole_weights(cfg: DryRunConfig, model: Model) -> int:
     few = quantize.bits(cfg.target.quantize) or bits
     size = model.size
     return round((size.stacked * few + (size.total - size.stacked) * bits) / 8)
+
+
+def _loading(cfg: DryRunConfig, model: Model) -> int:
+    """Bytes of host memory of one rank while it loads the target. Sharded: what stays whole, and
+    one weight at a time (decode/models/shards.py)."""
+    if not cfg.shard_target:
+        return _whole_weights(cfg, model)
+    size = model.size
+    return (size.total - size.stacked + size.weight) * torch_dtype(cfg.dtype).itemsize
 
 
 def _weights(cfg: DryRunConfig, model: Model) -> int:
@@ -234,7 +245,10 @@ def _speed(
     """Of a step with rows of average length, and of the run."""
     mean = min(cfg.row_tokens, shape.tokens)
     link = (gpu.link if cfg.gpus <= NODE else min(NETWORK, gpu.link)) * SHARE_OF_BANDWIDTH
-    ranks, share = cfg.gpus, mean / shape.tokens
+    ranks = cfg.gpus
+    mine = max(1, cfg.batch_size // ranks)
+    passes = math.ceil(mine / min(mine, _rows_a_pass(cfg, shape, mean)))
+    share = mine * mean / (passes * shape.rows * shape.tokens)
     target, head = (
         max(found.seconds[part] * share, found.launches[part] * gpu.launch)
         for part in (FEATURES, PASS)
@@ -245,7 +259,6 @@ def _speed(
         group = cfg.shard_group or ranks
         inside = gpu.link * SHARE_OF_BANDWIDTH if group <= NODE else link
         gathered = model.size.stacked * width * (group - 1) / group / inside
-    passes = math.ceil(cfg.batch_size / ranks / shape.rows)
     exchange = 2 * (ranks - 1) / ranks * 4 * found.trained / link
     update = STEP_BYTES * found.trained / (gpu.bandwidth * SHARE_OF_BANDWIDTH)
     step = passes * (max(target, gathered) + head) + exchange + update
@@ -272,6 +285,13 @@ def _speed(
         "hours": seconds / 3600,
         "gpu_hours": seconds / 3600 * ranks,
     }
+
+
+def _rows_a_pass(cfg: DryRunConfig, shape: Shape, mean: int) -> int:
+    """Rows of a pass where all are of average length."""
+    if not cfg.micro_tokens:
+        return shape.rows
+    return min(cfg.micro_batch or cfg.batch_size, max(1, cfg.micro_tokens // mean))
 
 
 def _evaluation(

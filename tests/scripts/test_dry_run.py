@@ -19,10 +19,11 @@ from conf.schema import CONF, compose
 from decode.models.load import load_target
 from heads import HEADS
 from heads.batch import Batch
+from scripts.cluster import count as counting
 from scripts.cluster import gpus, models, page, phantom
 from scripts.cluster.config import DryRunConfig
 from scripts.cluster.count import Shape, count
-from scripts.cluster.plan import plan, with_keys
+from scripts.cluster.plan import _rows_a_pass, plan, shape_of, with_keys
 from scripts.cluster.table import table
 from tests.heads.test_ttt_attention import batch_of, held_by_8b
 from train.validate import head_config
@@ -30,7 +31,7 @@ from train.validate import head_config
 pytestmark = pytest.mark.skipif(bool(phantom.missing()), reason=phantom.missing() or "torch has it")
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(p.stem for p in (CONF / "experiment").glob("*.yaml"))
-QUICK = ("llama31_8b_eagle3", "mistral_7b_medusa")
+ON_GPUS = [n for n in RECIPES if not n.startswith("smollm2")]
 TINY = ["target=tiny", "target.layers=6", "head.draft_vocab=64", "data.max_length=64", "gpus=1"]
 
 
@@ -65,7 +66,7 @@ def test_facts_of_smollm2_are_those_of_its_own_config() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in RECIPES]
+    "name", [n if n in ON_GPUS else pytest.param(n, marks=pytest.mark.slow) for n in RECIPES]
 )
 def test_a_recipe_fits_its_hardware(name: str) -> None:
     told = page.stated(name)
@@ -81,6 +82,58 @@ def test_a_recipe_fits_its_hardware(name: str) -> None:
         assert found["pass"] == {"rows": 4, "tokens_a_row": 4096} and held["spare"] >= 0.3
         flops = 2 * (found["parameters"] - 128256 * 4096)  # layers and LM head, each once
         assert found["speed"]["flops_a_token"] > flops
+
+
+def test_recipes_for_gpus_size_their_passes_by_tokens() -> None:
+    """16k tokens a pass for 8B with 30 % to spare, 4k for 70B with 10 %."""
+    sizes = {"llama31_8b_eagle3": (16384, 0.3), "llama31_70b_eagle3": (4096, 0.1)}
+    for name in ON_GPUS:
+        keys, told = (CONF / "experiment" / f"{name}.yaml").read_text(), page.stated(name)
+        assert "\nmicro_tokens: " in keys and "micro_batch" not in keys, name
+        if name in sizes:
+            tokens, margin = sizes[name]
+            assert f"\nmicro_tokens: {tokens}\n" in keys and told and told[1] == margin
+
+
+def test_short_conversations_share_a_pass() -> None:
+    """Sized by tokens a rank's rows go through together; by rows they do not."""
+    base = config(*TINY, "batch_size=8", "row_tokens=16")
+    model = models.model_of(base.target)
+    for keys, rows, mean in (
+        ({"micro_tokens": 128}, 2, 8),
+        ({"micro_batch": 2}, 2, 2),
+        ({"micro_tokens": 128, "micro_batch": 1}, 1, 1),
+        ({"micro_tokens": 8}, 1, 1),
+        ({}, 8, 8),
+    ):
+        cfg = dataclasses.replace(base, **keys)
+        shape = shape_of(cfg, model)
+        assert shape.rows == rows and min(8, _rows_a_pass(cfg, shape, 16)) == mean, keys
+    fast, slow = (
+        plan(dataclasses.replace(base, gpu="l40s-48gb", **keys))["speed"]["tokens_a_second"]
+        for keys in ({"micro_tokens": 128}, {"micro_batch": 2})
+    )
+    assert fast > slow
+
+
+def test_pieces_between_are_counted_as_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of many pieces are run: the same memory, work and launches as all of them."""
+    cfg = config(*TINY, "head=medusa", "head.chunk=32", "head.heads=2")
+    gpu, model = gpus.gpu_of("h100-80gb"), models.model_of(cfg.target)
+    asked = (model, head_config(cfg.head), "bfloat16", Shape(4, 61, 0.8), Shape(4, 61, 0.8), True)
+    few = count(*asked, (phantom.NAME, gpu.seconds))
+    monkeypatch.setattr(phantom.Phantom, "repeat", lambda *_: None)
+    less = count(*asked, (phantom.NAME, gpu.seconds))
+    calls = []
+    monkeypatch.setattr(counting, "RUN", 10**9)
+    monkeypatch.setattr(phantom.Phantom, "repeat", lambda self, before, times: calls.append(times))
+    all_of_them = count(*asked, (phantom.NAME, gpu.seconds))
+    assert not any(calls)
+    for name, amount in vars(all_of_them).items():
+        if isinstance(amount, dict):
+            amount = pytest.approx(amount, rel=1e-9)
+        assert getattr(few, name) == amount, name
+    assert less.launches["activations"] < few.launches["activations"]
 
 
 def test_every_recipe_states_its_hardware() -> None:

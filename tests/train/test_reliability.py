@@ -343,7 +343,7 @@ def signals(place: Place, count: int, seed: int) -> dict[str, int]:
         def worker(
             out: Path = out, marks: Marks = marks, action: Callable[[], None] = action
         ) -> None:
-            rank, step, load = os.environ["RANK"], loop._step, loop.load_target
+            rank, step, load = os.environ["RANK"], loop._step, loop.loaded
             (out / f"pid{rank}").write_text(str(os.getpid()))
 
             def loading(*args: Any) -> Any:
@@ -355,7 +355,7 @@ def signals(place: Place, count: int, seed: int) -> dict[str, int]:
                 (out / f"made{rank}").write_text(str(run.state.step))
                 return asked
 
-            loop.load_target, loop._step = loading, counted
+            loop.loaded, loop._step = loading, counted
             curve._png = lambda known: b""  # a picture takes longer than the run
             try:
                 marks.steps(action)()

@@ -366,8 +366,8 @@ def test_groups_of_ranks_hold_copies_and_layers_ask_for_the_next(
         seen: dict[str, Any] = {}
         shard = loop.shard_target
 
-        def watching(target: Any, *rest: Any) -> str:
-            said = shard(target, *rest)
+        def watching(cfg: Any, target: Any, *rest: Any) -> str:
+            said = shard(cfg, target, *rest)
             seen.update(said=said, layers=target.body.layers)
             return said
 

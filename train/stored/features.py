@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from decode.models.identity import sha256_remembered
+from decode.models.shards import layer_stacks
 from decode.target import Target
 from heads.base import Batch, Head
-from train.sharding import layer_stacks
 from train.texts.batches import Rows
 
 FORMAT = 1
@@ -349,7 +349,7 @@ def free_layers(target: Target) -> int:
     the bytes let go.
     """
     freed = 0
-    for name, stack in layer_stacks(target):
+    for name, stack in layer_stacks(target.model):
         freed += sum(p.numel() * p.element_size() for p in stack.parameters())
         parent, _, last = name.rpartition(".")
         setattr(target.body.get_submodule(parent), last, nn.ModuleList([Freed()]))

@@ -1,0 +1,226 @@
+"""A sharded target whose weights no rank reads whole: the same weights bit for bit, the same
+forward, one whole weight at a time in memory, and what needs whole layers says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+from conf.errors import UserError
+from conf.schema import compose
+from decode.models.load import TargetConfig, load_target
+from decode.models.shards import Shards, layer_stacks
+from decode.models.tiny import byte_tokenizer
+from heads import HEADS
+from tests.helpers.archs import build
+from tests.helpers.faults import finish
+from tests.helpers.training import overrides
+from train import accept, loop, sharding
+from train.config import EagleRun, MedusaRun
+
+# Names of tensors as in the model; experts that the files keep apart; a fused projection;
+# transposed weights and buffers; sliding windows. Five rows of 16 make no two equal halves.
+ARCHS = {
+    "llama": {"tie_word_embeddings": True, "num_hidden_layers": 3, "intermediate_size": 49},
+    "mixtral": {},
+    "phi3": {},
+    "gpt2": {},
+    "gemma3_text": {},
+}
+
+
+def saved(place: Path, arch: str, **keys: Any) -> TargetConfig:
+    """A random model of an architecture as a folder with safetensors, its config key."""
+    model = build(arch, vocab_size=260, **keys)
+    model.save_pretrained(place)
+    byte_tokenizer(260).save_pretrained(place)
+    return TargetConfig(kind="local", path=str(place))
+
+
+def run_of(data: Path, out: Path, folder: str, *more: str) -> MedusaRun:
+    keys = [k for k in overrides(data, out) if not k.startswith(("target", "data.path="))]
+    given = ["target=local", f"target.path={folder}", f"data.path={data}", *keys, *more]
+    return compose("medusa", MedusaRun, given)
+
+
+def most_held(action: Any, mapped: int) -> int:
+    """The most bytes that the CPU's allocator held above what it held before, without the file
+    of so many bytes that it maps."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        action()
+    events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        if abs(event.nbytes()) in (0, mapped):
+            continue
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+def test_what_is_read_as_shards_is_what_is_read_whole(data: Path, tmp_path: Path) -> None:
+    """Two ranks, five architectures: every weight and buffer bit for bit, and the features."""
+    targets = {name: saved(tmp_path / name, name, **keys) for name, keys in ARCHS.items()}
+    ids = torch.arange(24).reshape(2, 12) * 7 % 250 + 3
+    taps = (1, 2)
+
+    def action() -> None:
+        for name, target in targets.items():
+            cfg = run_of(data, tmp_path / "run", target.path, "shard_target=true")
+            loop.start(cfg)
+            found, said = sharding.loaded(cfg, HEADS["medusa"], torch.device("cpu"))
+            plain = load_target(target, "float32", "cpu")
+            assert found.sharded and "read as shards" in said, (name, said)
+            want, got = plain.model.state_dict(), found.model.state_dict()
+            assert want.keys() == got.keys()
+            parts = 0
+            for key, value in got.items():
+                if isinstance(value, DTensor):
+                    parts += 1
+                    half = -(-value.shape[0] // 2)
+                    assert value.to_local().shape[0] in (half, value.shape[0] - half)
+                    value = value.full_tensor()
+                assert torch.equal(value, want[key]), (name, key)
+            mine = [p for _, stack in layer_stacks(plain.model) for p in stack.parameters()]
+            assert parts == len(mine) > 0
+            buffers = dict(plain.model.named_buffers())
+            for key, value in found.model.named_buffers():
+                assert torch.equal(value, buffers[key]), (name, key)
+            mask = torch.ones_like(ids, dtype=torch.bool)
+            assert torch.equal(found.features(ids, mask, taps), plain.features(ids, mask, taps))
+
+    assert finish(2, action, tmp_path / "said") == [0, 0], (tmp_path / "said.0").read_text()
+
+
+def test_one_whole_weight_is_held_at_a_time(tmp_path: Path, monkeypatch: Any) -> None:
+    """What a rank's allocator holds at most while it loads: its half of the layers, the embedding,
+    and one weight more, where the whole model was held before."""
+    keys = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6}
+    target = saved(tmp_path / "target", "llama", **keys)
+    file = (tmp_path / "target" / "model.safetensors").stat().st_size
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # threads are not in the record
+    kept: list[Any] = []
+    whole = most_held(lambda: kept.append(load_target(target, "bfloat16", "cpu")), file)
+    layers = [p for _, s in layer_stacks(kept[0].model) for p in s.parameters()]
+    spread = sum(p.nbytes for p in layers)
+    rest = sum(p.nbytes for p in kept[0].model.parameters()) - spread
+    assert whole > spread + rest
+    shards = Shards(1, 2, torch.device("cpu"))
+    held = most_held(
+        lambda: kept.append(load_target(target, "bfloat16", "cpu", shards=shards)), file
+    )
+    assert shards.largest == max(p.nbytes for p in layers) == 2 * 256 * 1024
+    assert held <= spread / 2 + rest + 1.5 * shards.largest, (held, spread, rest)
+
+
+def test_a_run_on_shards_has_the_losses_of_a_run_on_whole_weights(
+    data: Path, tmp_path: Path
+) -> None:
+    target = saved(tmp_path / "target", "llama", num_hidden_layers=3)
+    keys = ("dtype=float64", "steps=2", "log_every=1")
+
+    def losses(out: Path) -> list[float]:
+        lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+        return [line["loss"] for line in lines if "loss" in line]
+
+    loop.fit(run_of(data, tmp_path / "whole", target.path, *keys), HEADS["medusa"])
+    cfg = run_of(data, tmp_path / "parts", target.path, *keys, "shard_target=true")
+    said = tmp_path / "said"
+    assert finish(2, lambda: loop.fit(cfg, HEADS["medusa"]), said) == [0, 0]
+    assert "read as shards" in (tmp_path / "said.0").read_text()
+    want, got = losses(tmp_path / "whole"), losses(tmp_path / "parts")
+    assert len(want) == 2 and got == pytest.approx(want, abs=1e-9)
+
+
+def test_a_signal_at_one_rank_ends_the_evaluation_of_a_sharded_target(
+    data: Path, tmp_path: Path
+) -> None:
+    """Both ranks leave with the code of a stopped run, and nothing is written of the evaluation."""
+    keys = ("steps=3", "eval.every=1", "eval.prompts=2", "eval.max_new_tokens=200")
+    keys += ("target=tiny", "target.layers=2", "target.hidden=32", "data.held_out=0.2")
+    cfg = run_of(data, tmp_path / "run", "", *keys, "shard_target=true")
+
+    def action() -> None:
+        decode, calls = accept.generate, [0]
+
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            if os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGTERM)
+            told = kwargs["on_tokens"]
+
+            def counted(*some: Any) -> None:
+                calls[0] += 1
+                told(*some)
+
+            try:
+                return decode(*args, **{**kwargs, "on_tokens": counted})
+            finally:
+                print(f"answers grew {calls[0]} times")
+
+        accept.generate = asked  # type: ignore[assignment]  # this process ends here
+        loop.fit(cfg, HEADS["medusa"])
+
+    assert finish(2, action, tmp_path / "said") == [75, 75], (tmp_path / "said.0").read_text()
+    said = (tmp_path / "said.0").read_text()
+    assert "stopped at step 1, saved" in said and "answers grew 1 times" in said, said
+    assert '"eval"' not in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_what_needs_whole_layers_says_why(data: Path, tmp_path: Path) -> None:
+    """A head that copies layers of its target reads them whole, and learns as in one process."""
+    target = saved(tmp_path / "target", "llama", num_hidden_layers=3)
+    keys = ["head.init=layer", "head.draft_vocab=0", "dtype=float64", "steps=1", "device=cpu"]
+    keys += ["data.cache=false", "data.held_out=0.1", "eval.every=0", "eval.parity=0"]
+    given = ["target=local", f"target.path={target.path}", f"data.path={data}", "batch_size=4"]
+    given += [*keys, "save_every=0", f"out_dir={tmp_path / 'run'}", "shard_target=true"]
+    cfg = compose("eagle", EagleRun, given)
+    assert finish(2, lambda: loop.fit(cfg, HEADS["eagle3"]), tmp_path / "said") == [0, 0]
+    assert "read whole by every rank (head.init=layer copies" in (tmp_path / "said.0").read_text()
+
+
+def test_an_empty_weight_that_was_never_read_is_named(tmp_path: Path) -> None:
+    layer = torch.nn.Linear(3, 2, device="meta")
+    shards = Shards(0, 2, torch.device("cpu"))
+    with pytest.raises(UserError, match=r"^shard_target: layers.0.weight was not read"):
+        sharding._shard(layer, None, "layers.0", shards, torch.device("cpu"))  # type: ignore[arg-type]
+
+
+def test_nothing_is_left_behind_where_loading_fails() -> None:
+    before = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
+    shards = Shards(0, 2, torch.device("cpu"))
+    with pytest.raises(ValueError), shards.reading():
+        raise ValueError
+    assert os.environ.get("HF_DEACTIVATE_ASYNC_LOAD") == before
+    weight = torch.nn.Parameter(torch.ones(4))
+    weight._is_hf_initialized = True  # type: ignore[attr-defined]
+    module = torch.nn.Module()
+    module.weight = weight
+    assert module.weight is weight and shards.count == 0
+    with shards.reading():  # a part that is no model stays whole, as does a number alone
+        module.weight = weight
+        other = torch.nn.Parameter(torch.ones(()))
+        other._is_hf_initialized = True  # type: ignore[attr-defined]
+        module.other = other
+    assert module.weight is weight and module.other is other and shards.count == 0
+
+
+def test_more_ranks_than_rows_leave_some_without(tmp_path: Path) -> None:
+    """The parts of all ranks, end to end, are the whole weight, as FSDP2 cuts it."""
+    target = saved(tmp_path / "target", "llama", intermediate_size=5, num_hidden_layers=1)
+    want = load_target(target, "float32", "cpu").model.model.layers[0].mlp.up_proj.weight
+    parts = []
+    for rank in range(4):
+        shards = Shards(rank, 4, torch.device("cpu"))
+        found = load_target(target, "float32", "cpu", shards=shards)
+        parts.append(shards.take(found.model.model.layers[0].mlp.up_proj.weight))
+    assert [len(part) for part in parts] == [2, 2, 1, 0]
+    assert torch.equal(torch.cat(parts), want)
