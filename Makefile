@@ -18,7 +18,7 @@ export GOMP_SPINCOUNT ?= 1000
 .PHONY: demo heads test slow bench readme lint test-old engines clean help
 
 help:
-	@echo "make demo [FAST=1]  data, Medusa and EAGLE-3 heads, score tables at T = 0 and T = 1, report"
+	@echo "make demo [FAST=1] [BLOCK=1]  data, Medusa and EAGLE-3 heads (and DSpark), score tables at T = 0 and T = 1, report"
 	@echo "make heads [DATA=FILE]  one head of every recipe on the same conversations"
 	@echo "make test | slow    lint, types, fast tests | the slow tests"
 	@echo "make bench          what a tree and its verification cost, written to docs/results"
@@ -37,7 +37,7 @@ help:
 	@touch $@
 
 demo: .venv
-	@$(PY) scripts/demo.py fast=$(if $(filter-out 0,$(FAST)),true,false)
+	@$(PY) scripts/demo.py fast=$(if $(filter-out 0,$(FAST)),true,false) block=$(if $(filter-out 0,$(BLOCK)),true,false)
 
 heads: .venv
 	@$(PY) scripts/train_heads.py 'path="$(DATA)"'

@@ -7,8 +7,8 @@ name, from any folder.
 
 A verb is a file: the process becomes `python FILE KEY=VALUE ...`, so keys, errors and exit
 codes are the file's own, and nothing here reads a key. The table of verbs is read off the files
-without importing them; so `outrider --help`, `ls` and completion load neither torch nor
-transformers.
+without importing them, and `VERB --help` runs the file on stand-ins; so help, `ls` and completion
+load neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from conf.errors import UserError
+from scripts.common import light
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"
@@ -112,7 +113,10 @@ def _runnable(folder: Path) -> dict[str, Verb]:
 
 
 def become(words: list[str]) -> NoReturn:
-    """Run a command line in place of this process."""
+    """Run a command line in place of this process; `--help` here, without frameworks."""
+    if light.HELP & {*words}:
+        light.told(words[1:])
+        raise SystemExit(0)
     sys.stdout.flush()
     sys.stderr.flush()
     # Waiting OpenMP threads that spin starve each other on shared cores.
@@ -221,6 +225,9 @@ class Train(Verbs):
             return None
 
         def run(launch: int, words: tuple[str, ...]) -> NoReturn:
+            if light.HELP & {*words}:
+                launch = 1
+                light.stand_in()  # before entry points are imported
             verb = known.get(cmd_name)
             head = [] if verb else [f"head={cmd_name}"]
             verb = verb or entry_point(cmd_name)

@@ -1,31 +1,38 @@
 """The main job, start to end: the target writes its own data, Medusa heads and an EAGLE-3 head
 learn from it, all are scored.
 
-    make demo            # half an hour on two CPU cores
+    make demo            # some 25 minutes of one CPU core
     # the same steps with tiny budgets, a few minutes; the figures mean little
     make demo FAST=1
+    make demo BLOCK=1    # a DSpark head as well, with or without FAST=1
 
 Each step prints its command. Stop it at any time: the same command goes on where it stopped,
-and a finished step is not done again. Leaves data.jsonl, medusa and eagle3 in runs/demo, and
-reports/demo/t0 and reports/demo/t1. The work of the other budget is kept aside in
-runs/demo-full or runs/demo-fast and comes back with it.
+and a finished step is not done again. Leaves data.jsonl, features (0.4 GB), medusa and eagle3 in
+runs/demo, reports/demo/t0 and reports/demo/t1, and in reports/demo/spent.json where the time
+went. The work of the other budget is kept aside in runs/demo-full or runs/demo-fast and comes
+back with it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import resource
 import shlex
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from conf.schema import entry
 from scripts.common import files
@@ -45,6 +52,7 @@ DRAFTERS = [
     f"{RUNS}/eagle3@tree:4",
     f"{RUNS}/eagle3@chain:2+ngram",
 ]
+BLOCK = f"{RUNS}/dspark@chain:2"
 
 
 @dataclass
@@ -53,6 +61,8 @@ class DemoConfig:
 
     # tiny budgets: a check that all parts work together
     fast: bool = False
+    # train a block head (DSpark) too, and put it into the tables
+    block: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,7 +84,7 @@ FULL = Budget(
     answer_tokens=200,
     draft_vocab=3072,
     steps=240,
-    eagle_steps=170,
+    eagle_steps=200,
     batch=16,
     prompts=24,
     tokens=64,
@@ -91,73 +101,87 @@ FAST = Budget(
 )
 
 
-def steps(budget: Budget, fast: bool) -> list[Step]:
+def steps(budget: Budget, fast: bool, block: bool = False) -> list[Step]:
     """The main job as commands."""
-    data = RUNS / "data.jsonl"
-    batch = min(budget.conversations, 96)
+    data, features = RUNS / "data.jsonl", RUNS / "features"
+    text = ["target=smollm2", "data=jsonl", f"data.path={data}", "data.max_length=320"]
+    written = features / "manifest.json"
     synthesize = [
         "scripts/synthesize.py",
         "target=smollm2",
         f"out={data}",
         "seed=0",
-        f"batch={batch}",
+        f"batch={min(budget.conversations, 96)}",
         f"num_conversations={budget.conversations}",
         f"max_new_tokens={budget.answer_tokens}",
+    ]
+    # All heads see every conversation some ten times: the target reads it once for all of them.
+    store = [
+        "scripts/cache_features.py",
+        *text,
+        "heads=[medusa,eagle3,dspark]",
+        f"out={features}",
     ]
 
     def train(name: str, script: str, updates: int, *more: str) -> list[str]:
         return [
             script,
-            "target=smollm2",
-            "data=jsonl",
-            f"data.path={data}",
+            *text,
+            f"data.features={features}",
             f"out_dir={RUNS}/{name}",
             "seed=0",
             f"steps={updates}",
             f"batch_size={budget.batch}",
-            "data.max_length=320",
             f"head.draft_vocab={budget.draft_vocab}",
             *more,
             f"save_every={max(updates // 3, 10)}",
-            f"eval.every={max(updates // 2, 5)}",
+            f"eval.every={updates}",  # once, at the end: a decode costs as much as ten steps
             f"eval.prompts={2 if fast else 6}",
             f"eval.max_new_tokens={16 if fast else 48}",
             f"eval.parity={2 if fast else 4}",
         ]
 
-    eagle = train(
-        "eagle3",
-        "train/eagle.py",
-        budget.eagle_steps,
-        "head=eagle3",
-        "head.norm_before_fc=true",
-        "head.norm_output=true",
-    )
-    heads = [RUNS / name / "head" / "head.json" for name in ("medusa", "eagle3")]
+    eagle = ["head=eagle3", "head.norm_before_fc=true", "head.norm_output=true"]
+    # Short blocks: at these budgets later slots are hardly ever accepted.
+    dspark = ["head=dspark", "head.block=3"]
+    runs = {
+        "medusa": ("Medusa heads learn", train("medusa", "train/medusa.py", budget.steps)),
+        "eagle3": (
+            "an EAGLE-3 head learns",
+            train("eagle3", "train/eagle.py", budget.eagle_steps, *eagle),
+        ),
+        "dspark": (
+            "a DSpark head learns",
+            train("dspark", "train/block.py", budget.eagle_steps, *dspark),
+        ),
+    }
+    if not block:
+        del runs["dspark"]
+    heads = {name: RUNS / name / "head" / "head.json" for name in runs}
     found = [
         Step("the target writes conversations", synthesize, [], data),
-        Step(
-            "Medusa heads learn from them",
-            train("medusa", "train/medusa.py", budget.steps),
-            [data],
-            heads[0],
+        Step("the target reads them, once for all heads", store, [data], written),
+        *(
+            Step(f"{title} from them", args, [written], heads[name])
+            for name, (title, args) in runs.items()
         ),
-        Step("an EAGLE-3 head learns from them", eagle, [data], heads[1]),
     ]
     for name, temperature in (("t0", 0), ("t1", 1)):
         out = REPORTS / name
-        drafters = [d for d in DRAFTERS if temperature == 0 or d != f"{RUNS}/eagle3@chain:2"]
+        drafters = [d for d in DRAFTERS if temperature == 0 or not d.endswith("@chain:2")]
+        drafters += [BLOCK] if block else []
         score = [
             "scripts/evaluate.py",
             "target=smollm2",
             f"drafters=[{','.join(drafters)}]",
             f"out={out}",
             f"temperature={temperature}",
-            f"num_prompts={budget.prompts}",
+            f"num_prompts={budget.prompts * 2 // 3 if temperature else budget.prompts}",
             f"max_new_tokens={budget.tokens}",
-            f"parity={0 if temperature else 2 if fast else 4}",
+            f"parity={0 if temperature else 2}",
         ]
-        found.append(Step(f"scores at T = {temperature}", score, heads, out / "report.json"))
+        reads = list(heads.values())
+        found.append(Step(f"scores at T = {temperature}", score, reads, out / "report.json"))
     return found
 
 
@@ -168,7 +192,7 @@ def main(cfg: DemoConfig) -> int:
     console = Console()
     started = time.perf_counter()
     swap("fast" if cfg.fast else "full")
-    todo = steps(FAST if cfg.fast else FULL, cfg.fast)
+    todo = steps(FAST if cfg.fast else FULL, cfg.fast, cfg.block)
     for number, step in enumerate(todo, 1):
         head = f"[bold][{number}/{len(todo)}][/bold] {step.title}"
         if done(step):
@@ -178,16 +202,69 @@ def main(cfg: DemoConfig) -> int:
             continue
         line = escape(shlex.join(step.args))
         console.print(f"{head}\n      [dim]python {line}[/dim]", highlight=False, soft_wrap=True)
-        began = time.perf_counter()
-        common.run(step, "demo", RUNS)
+        with spending(step):
+            common.run(step, "demo", RUNS)
         remember(step)
-        console.print(f"      {time.perf_counter() - began:.0f} s", highlight=False)
-    spent = time.perf_counter() - started
+    console.print(where_it_went(todo))
     console.print(
-        f"open {REPORTS}/t0/report.html and {REPORTS}/t1/report.html   ({spent:.0f} s)",
+        f"open {REPORTS}/t0/report.html and {REPORTS}/t1/report.html   "
+        f"({time.perf_counter() - started:.0f} s)",
         highlight=False,
     )
     return 0
+
+
+def spent() -> dict[str, Any]:
+    """The steps of spent.json by their titles; {} before the first one."""
+    path = REPORTS / "spent.json"
+    return dict(json.loads(path.read_text())["steps"]) if path.exists() else {}
+
+
+@contextlib.contextmanager
+def spending(step: Step) -> Iterator[None]:
+    """Note the seconds of a step in spent.json, wall and processor; those of a step that was
+    stopped before are added."""
+    command = shlex.join(["python", *step.args])
+    began, before = time.perf_counter(), children()
+    try:
+        yield
+    finally:
+        rows = spent()
+        old = rows.get(step.title, {})
+        old = old if old.get("command") == command and not old.get("done") else {}
+        rows[step.title] = {
+            "command": command,
+            "seconds": old.get("seconds", 0.0) + time.perf_counter() - began,
+            "cpu_seconds": old.get("cpu_seconds", 0.0) + children() - before,
+            "done": sys.exc_info()[0] is None,
+        }
+        files.write_json(REPORTS / "spent.json", {"steps": rows})
+
+
+def children() -> float:
+    """Processor seconds of the processes that have ended, user and system."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def where_it_went(todo: list[Step]) -> Table:
+    """The seconds of every step, done now or before; spent.json says on which machine."""
+    found = spent()
+    about = {"command": files.command(), "environment": files.environment("cpu")}
+    files.write_json(REPORTS / "spent.json", {**about, "steps": found})
+    rows = {step.title: found[step.title] for step in todo if step.title in found}
+    shown = Table("where the time went", title_justify="left", box=None)
+    for name in ("seconds", "of the processors", "share"):
+        shown.add_column(name, justify="right")
+    whole = sum(row["cpu_seconds"] for row in rows.values())
+    for title, row in [*rows.items(), ("all", None)]:
+        seconds, cpu = (
+            sum(one[key] for one in (rows.values() if row is None else [row]))
+            for key in ("seconds", "cpu_seconds")
+        )
+        share = f"{cpu / whole:.0%}" if whole else "–"
+        shown.add_row(title, f"{seconds:.0f}", f"{cpu:.0f}", share)
+    return shown
 
 
 def swap(budget: str) -> None:

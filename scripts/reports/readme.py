@@ -232,6 +232,9 @@ def main() -> int:
         source = files.ROOT / "reports" / folder / "report.json"
         if source.exists() and (full or not name.startswith("demo")):
             files.write_json(RESULTS / f"{name}.json", slim(json.loads(source.read_text())))
+    spent = files.ROOT / "reports" / "demo" / "spent.json"
+    if full and spent.exists():
+        files.write_json(RESULTS / "demo-spent.json", json.loads(spent.read_text()))
     for block, body in PAGES.items():
         block.write(body())
     print(f"written: {', '.join(block.page.name for block in PAGES)}, docs/results")

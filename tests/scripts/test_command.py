@@ -15,6 +15,7 @@ import pytest
 from conf.errors import UserError
 from conf.schema import options_here
 from scripts import cli
+from scripts.common import light
 from scripts.common.files import ROOT
 
 SAYS = (
@@ -44,6 +45,44 @@ def test_help_and_ls_load_no_framework(words: list[str], tmp_path: Path) -> None
     done = said(words, tmp_path)
     assert done.returncode == 0 and done.stderr.endswith("[]"), done.stderr
     assert "eagle3" in done.stdout or "evaluate" in done.stdout
+
+
+HELPS = """
+import contextlib, io, json, sys
+sys.path.insert(0, {root!r})
+from scripts import cli
+from scripts.common.light import HEAVY
+texts = {{}}
+for words in {asked!r}:
+    sys.argv = ["outrider", *words, "--help"]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+        cli.main()
+    texts[" ".join(words)] = out.getvalue()
+files = [str(getattr(module, "__file__", "")) for module in list(sys.modules.values())]
+print(json.dumps([texts, [n for n in HEAVY if any(f"/site-packages/{{n}}/" in f for f in files)]]))
+"""
+
+
+def test_the_help_of_every_verb_loads_no_framework_and_is_the_file_s_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [[verb] for verb in cli.verbs()] + [["train", name] for name in cli.trainers()]
+    asked += [["train", "eagle3"], ["engines", "check"], ["certify", "url=x"]]
+    code = HELPS.format(root=str(ROOT), asked=asked)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    texts, heavy = json.loads(done.stdout.splitlines()[-1])
+    assert not heavy
+    assert all("Keys (KEY=VALUE" in text for text in texts.values())
+
+    monkeypatch.setattr(light, "stand_in", lambda: None)  # here the files import what they name
+    monkeypatch.setattr(os, "execv", os.execv)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for words, text in texts.items():
+        assert call([*words.split(), "--help"], monkeypatch) == 0
+        assert capsys.readouterr().out == text, words
 
 
 def test_the_verbs_are_the_files() -> None:
@@ -92,7 +131,7 @@ def call(words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
 def test_words_reach_the_file_as_they_are(
     taken: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = ["target=tiny", "drafters=[none,ngram]", "out=a b", "--multirun", "--help", "-h"]
+    keys = ["target=tiny", "drafters=[none,ngram]", "out=a b", "--multirun", "--cfg", "job"]
     assert call(["evaluate", *keys], monkeypatch) == 0
     assert call(["import", "from=x"], monkeypatch) == 0
     assert call(["train", "eagle1", "steps=1", "--cfg", "job"], monkeypatch) == 0

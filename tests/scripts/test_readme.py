@@ -4,10 +4,13 @@ committed JSON.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import json
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -152,11 +155,38 @@ def test_a_page_without_its_lines_is_named() -> None:
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_the_demo_calls_real_commands(fast: bool) -> None:
-    steps = demo.steps(demo.FAST if fast else demo.FULL, fast)
-    assert [s.leaves.parts[0] for s in steps] == ["runs", "runs", "runs", "reports", "reports"]
+@pytest.mark.parametrize("block", [True, False])
+def test_the_demo_calls_real_commands(fast: bool, block: bool) -> None:
+    steps = demo.steps(demo.FAST if fast else demo.FULL, fast, block)
+    assert [s.leaves.parts[0] for s in steps] == ["runs"] * (4 + block) + ["reports"] * 2
     for step in steps:
         check(step.args)
+    told = [any("dspark@" in word for word in step.args) for step in steps[-2:]]
+    assert told == [block, block], "both tables show the block head"
+    shared = len(steps) - 2 - block
+    plain = demo.steps(demo.FAST if fast else demo.FULL, fast)
+    assert steps[:shared] == plain[:shared], "a block head is added to a demo that is there"
+
+
+def test_the_demo_tells_where_its_time_went(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    step, other = (demo.Step(title, ["a"], [], tmp_path) for title in "xy")
+
+    def spend(stopped: bool) -> dict[str, float]:
+        with contextlib.suppress(KeyboardInterrupt), demo.spending(step):
+            subprocess.run([sys.executable, "-c", "sum(range(10**6))"], check=True)
+            if stopped:
+                raise KeyboardInterrupt
+        return demo.spent()["x"]
+
+    once, twice, whole, again = (spend(stopped) for stopped in (True, True, False, False))
+    assert 0 < once["seconds"] < twice["seconds"] < whole["seconds"]
+    assert 0 < once["cpu_seconds"] < whole["cpu_seconds"] and whole["done"] and not once["done"]
+    assert again["cpu_seconds"] < whole["cpu_seconds"], "done anew: the old figures go"
+    assert demo.where_it_went([step, other]).row_count == 2, "the step that ran, and all"
+    assert json.loads((demo.REPORTS / "spent.json").read_text())["environment"]["commit"]
 
 
 def test_the_demo_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
