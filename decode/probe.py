@@ -414,18 +414,24 @@ class _Expected:
 # -------------------------------------------------------------------------------------------
 
 
+def layer_stack(target: Scorer) -> list[nn.Module]:
+    """The one list of as many modules as the target has layers; [] where there is not one."""
+    stacks = [
+        part
+        for part in target.body.modules()
+        if isinstance(part, nn.ModuleList) and len(part) == target.num_layers
+    ]
+    return list(stacks[0]) if len(stacks) == 1 else []
+
+
 def probe_layers(target: Scorer, caught: Callable[..., Tensor]) -> list[nn.Module]:
     """The layers whose inputs are the hidden states that transformers lists; [] where that does
     not hold. Asked by one short pass each way.
 
     caught: (layers, taps, keys of the pass) -> the hidden states read on the way.
     """
-    stacks = [
-        part
-        for part in target.body.modules()
-        if isinstance(part, nn.ModuleList) and len(part) == target.num_layers
-    ]
-    if len(stacks) != 1:
+    stack = layer_stack(target)
+    if not stack:
         return []
     ids = torch.arange(3, 8, device=target.device).remainder(target.vocab_size)[None]
     kwargs: dict[str, Any] = {"input_ids": ids, "use_cache": False, "return_dict": True}
@@ -434,11 +440,11 @@ def probe_layers(target: Scorer, caught: Callable[..., Tensor]) -> list[nn.Modul
     with target.rows_apart():
         listed = target.body(**kwargs, output_hidden_states=True).hidden_states
     try:
-        found = caught(list(stacks[0]), range(target.num_layers + 1), kwargs)
+        found = caught(stack, range(target.num_layers + 1), kwargs)
     except FAILURES:  # layers of another build
         return []
     same = listed is not None and torch.equal(torch.stack(listed, 2), found)
-    return list(stacks[0]) if same else []
+    return stack if same else []
 
 
 def packing_error(target: Scorer, features: Callable[..., Tensor]) -> float:

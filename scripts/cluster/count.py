@@ -18,13 +18,14 @@ import copy
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from conf.errors import UserError
 from decode.models.load import torch_dtype
+from decode.probe import layer_stack
 from decode.target import Target
 from heads import HEADS, losses
 from heads.base import Batch, Head
@@ -243,14 +244,12 @@ def states_of(head: Head, layers: int) -> int:
 def _ask(model: Model, target: Target, batch: Batch) -> None:
     """Let a target find out, before anything is counted, how its hidden states are read: one
     answer for all sizes of an architecture."""
-    name, shown = str(model.config["model_type"]), cast(Any, target)
+    name = str(model.config["model_type"])
     if name in _asked:
-        shown._listed_as_caught = lambda: _asked[name]
-        target._tapped_layers()
-        del shown._listed_as_caught
+        target.tapped_layers = layer_stack(target) if _asked[name] else []
         return
     target.features(batch.ids[:1, :8], batch.mask[:1, :8], (1, target.num_layers))
-    _asked[name] = bool(target._layers)
+    _asked[name] = bool(target.tapped_layers)
 
 
 def _head(ghost: Phantom, target: Target, typed: Any, dtype: str) -> Head:
