@@ -301,5 +301,5 @@ def test_the_memory_check_counts_a_tied_lm_head_twice(
     build("llama", dtype=BF16, tie_word_embeddings=True).save_pretrained(tmp_path)
     cpu = torch.device("cpu")
     for pack, plan in (("auto", Plan(tokens=9)), ("none", Plan(tokens=9)), ("auto", Plan())):
-        load._fits(TargetConfig(kind="local", path="x", pack=pack), tmp_path, BF16, cpu, plan)
+        load._fits(TargetConfig(kind="local", path="x", pack=pack), tmp_path, BF16, cpu, plan, 1)
     assert needs[0] - needs[1] == 61 * 32 * 2 and needs[1] == needs[2]

@@ -217,7 +217,7 @@ def test_tune_engine_from_a_running_server_to_the_files(
     [
         (["url=http://127.0.0.1:9"], "a load needs both"),
         ([], "give url= and plain= to measure"),
-        (["costs=x", "batches=[]"], "batches: []"),
+        (["costs=x", "batches=[]"], "batches: is empty"),
         (["costs=x", "batches=[1,1]"], "names one twice"),
         (["costs=x", "rounds=0"], "rounds: 0"),
         (["costs=x", "max_new_tokens=1"], "max_new_tokens: 1"),

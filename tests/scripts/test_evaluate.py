@@ -248,7 +248,7 @@ def test_a_drafter_that_cannot_load_is_skipped_by_name(
     "overrides, words",
     [
         (["prompts=absent.jsonl"], "absent.jsonl"),
-        (["temperature=-1", "top_p=0"], "temperature: -1.0"),
+        (["temperature=-1", "top_p=0"], "temperature: -1 is below 0"),
         (["drafterz=[none]"], "did you mean drafters?"),
         (["categories=[poems]"], "poems"),
         (["dtype=int8"], "int8"),

@@ -79,7 +79,8 @@ def test_recipe(name: str) -> None:
     head = cfg.head
     assert head_config(again.head) == head and again.steps == cfg.steps
     assert cfg.micro_batch <= cfg.batch_size and cfg.eval.every <= cfg.steps
-    for key, small in (("draft_vocab", 40), ("nodes", 8), ("width", 3), ("from_target_layers", 2)):
+    tiny = {"draft_vocab": 40, "nodes": 8, "width": 3, "from_target_layers": 2}
+    for key, small in {**tiny, "sliding_window": 16}.items():
         if getattr(head, key, 0):
             setattr(head, key, small)
     if cfg.steps < 100 and "_smoke" in name and "eagle1" not in name:
