@@ -291,7 +291,7 @@ def rerank(
     count, total = score.shape
     nodes = min(nodes, total)
     best = score.sort(dim=1, descending=True, stable=True)
-    size = (best.values[:, :nodes] > -torch.inf).sum(1)
+    size = (best.values[:, :nodes] != -torch.inf).sum(1)  # NaN stays: the tree is refused for it
     node = torch.arange(nodes, device=score.device)
     chosen = torch.where(node < size[:, None], best.indices[:, :nodes], total + node).sort(1).values
     used = chosen < total

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge
 
 from conf.errors import UserError
-from conf.rules import OneOrMore, Seed, one_of
+from conf.rules import OneOrMore, Seed, Share, one_of
 from conf.typed import faults
 from decode.models import memory, packed, quantize, smollm2, tiny
 from decode.models.identity import (
@@ -80,7 +80,7 @@ class TargetConfig:
     # tiny: longest context, tokens
     context: OneOrMore = 1024
     # tiny: standard deviation of the random weights
-    init_std: float = 0.2
+    init_std: Share = 0.2
     # tiny: seed of the random weights
     seed: Seed = 0
 

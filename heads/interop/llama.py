@@ -62,7 +62,7 @@ def window_in(foreign: Foreign, config: dict[str, Any]) -> int | None:
     where, kinds = foreign.folder / "config.json", config.get("layer_types")
     if not kinds or not isinstance(kinds, list) or "sliding_attention" not in kinds:
         return None
-    if set(kinds) != {"sliding_attention"}:
+    if any(kind != "sliding_attention" for kind in kinds):
         raise UserError(
             f"{where}: layer_types: some layers slide and some do not; heads whose layers are "
             "alike are read"

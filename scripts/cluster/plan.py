@@ -127,8 +127,9 @@ def shape_of(cfg: DryRunConfig, model: Model) -> Shape:
     """The largest pass of a rank."""
     tokens = min(cfg.data.max_length, context_length(model.text))
     mine = max(1, cfg.batch_size // cfg.gpus)
-    most = cfg.micro_tokens
-    rows = min(mine, cfg.micro_batch or (max(1, most // tokens) if most else mine))
+    rows = min(mine, cfg.micro_batch or mine)
+    if cfg.micro_tokens:
+        rows = min(rows, max(1, cfg.micro_tokens // tokens))
     return Shape(rows, tokens, cfg.supervised)
 
 

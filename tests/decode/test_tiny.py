@@ -146,3 +146,9 @@ def test_folders_that_hold_no_model(saved, tmp_path) -> None:
     empty.mkdir()
     with pytest.raises(UserError, match="config.json"):
         load_target(TargetConfig(kind="local", path=str(empty)))
+
+
+def test_a_spread_that_transformers_would_refuse_is_refused_in_a_line() -> None:
+    for spread, said in ((-1.0, "is below 0; give 0 or more"), (2.0, "is above 1; give 1 or less")):
+        with pytest.raises(UserError, match=f"^target.init_std: {spread} {said}$"):
+            load_target(TargetConfig(kind="tiny", init_std=spread))

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 
 from conf.errors import UserError
+from decode.grow import rerank
 from decode.tree import DraftTree, Layout, Proposal, TreeShape
 
 
@@ -144,6 +145,16 @@ def test_a_score_that_is_not_finite_counts_where_the_node_is_used() -> None:
     with pytest.raises(UserError, match="row 0, node 1: its score is NaN"):
         replace(chain, score=wild).validate(4)
     replace(chain, size=torch.tensor([1]), score=wild).validate(4)  # padding is never read
+
+
+def test_a_drafter_all_of_whose_scores_are_nan_is_refused() -> None:
+    """It would pass for one that has nothing to propose."""
+    score = torch.tensor([[0.0, -1.0, -torch.inf], [torch.nan] * 3])
+    token = torch.tensor([[1, 2, 3]]).expand(2, 3)
+    tree = rerank(score, token, torch.full((2, 3), -1), torch.zeros(3, dtype=torch.int64), 1, 3)
+    assert tree.size.tolist() == [2, 3], "a candidate of score -inf is none"
+    with pytest.raises(UserError, match="row 1, node 0: its score is NaN"):
+        tree.validate(4)
 
 
 def test_well_formed_trees_pass() -> None:

@@ -100,6 +100,10 @@ def test_a_window_is_written_read_and_served(target, prompts, tmp_path: Path, fo
         change(path, settings=lambda c, v=value: inner(c).update(sliding_window=v))
         with pytest.raises(UserError, match=f"sliding_window.*{said}"):
             detect(read_folder(path), "auto").read(read_folder(path), target)
+    odd = ["sliding_attention", ["full_attention"]]
+    change(path, settings=lambda c: inner(c).update(layer_types=odd))
+    with pytest.raises(UserError, match="some layers slide and some do not"):
+        detect(read_folder(path), "auto").read(read_folder(path), target)
     change(path, settings=lambda c: inner(c).update(layer_types=["full_attention"]))
     assert detect(read_folder(path), "auto").read(read_folder(path), target).cfg == (
         replace(again.cfg, sliding_window=None)

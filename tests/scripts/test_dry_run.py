@@ -103,6 +103,7 @@ def test_short_conversations_share_a_pass() -> None:
         ({"micro_tokens": 128}, 2, 8),
         ({"micro_batch": 2}, 2, 2),
         ({"micro_tokens": 128, "micro_batch": 1}, 1, 1),
+        ({"micro_tokens": 128, "micro_batch": 4}, 2, 4),
         ({"micro_tokens": 8}, 1, 1),
         ({}, 8, 8),
     ):
