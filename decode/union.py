@@ -21,6 +21,7 @@ from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.tree import DraftTree
 
+ANY_VOCABULARY = 1 << 62  # token ids are looked at in the union itself
 # How all but the first draft, whatever the temperature.
 MOST_PROBABLE = Sampling()
 
@@ -71,6 +72,9 @@ def joined(trees: Sequence[DraftTree]) -> DraftTree:
     """One tree of the nodes of all. Those of the first keep their numbers, their order among
     siblings and their laws; the others, which must be deterministic, follow, each path that is
     there already being left where it is. `drafters` of the outcome says who proposed a node."""
+    for tree in trees:
+        if tree.score is not None:  # the union keeps none, so nobody would see that one is NaN
+            tree.validate(ANY_VOCABULARY)
     first, *others = trees
     device, (count, width) = first.tokens.device, first.tokens.shape
     if not any(other.width for other in others):

@@ -112,8 +112,10 @@ class Shards:
             root = module
             while root in self._parents:
                 root = self._parents[root]
-            # A part that is loaded by itself is no language model: it stays whole.
-            whole = hasattr(root, "get_output_embeddings")
-            stacks = [stack for _, stack in layer_stacks(root)] if whole else []
+            # A part that is loaded by itself is no language model: it stays whole. So does what a
+            # checkpoint keeps quantised: its weights are put together after they were read.
+            own = getattr(getattr(root, "config", None), "quantization_config", None)
+            taken = hasattr(root, "get_output_embeddings") and not own
+            stacks = [stack for _, stack in layer_stacks(root)] if taken else []
             self._stacked = {part for stack in stacks for part in stack.modules()}
         return self._stacked

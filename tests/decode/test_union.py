@@ -372,3 +372,11 @@ def test_drafters_of_different_targets_are_refused(
     with pytest.raises(UserError) as told:
         resolve_drafter(f"{folder}/medusa+{tmp_path}/other", target)
     assert "other" in str(told.value) and "\n" not in str(told.value)
+
+
+def test_a_second_drafter_whose_scores_are_nan_is_refused() -> None:
+    """The union keeps no scores: nothing would tell it from one without proposals."""
+    tokens, parents, size = torch.tensor([[3]]), torch.tensor([[-1]]), torch.tensor([1])
+    wild = DraftTree(tokens, parents, size, score=torch.tensor([[torch.nan]]))
+    with pytest.raises(UserError, match="row 0, node 0: its score is NaN"):
+        joined([DraftTree.empty(1), wild])

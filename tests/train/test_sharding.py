@@ -224,3 +224,18 @@ def test_more_ranks_than_rows_leave_some_without(tmp_path: Path) -> None:
         parts.append(shards.take(found.model.model.layers[0].mlp.up_proj.weight))
     assert [len(part) for part in parts] == [2, 2, 1, 0]
     assert torch.equal(torch.cat(parts), want)
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_a_checkpoint_that_is_quantised_by_itself_stays_whole(quantised: bool) -> None:
+    """Its weights are put together after they were read: parts of them would be of no use."""
+    shards = Shards(0, 2, torch.device("cpu"))
+    with shards.reading():
+        model = build("llama")
+        if quantised:
+            model.config.quantization_config = {"quant_method": "mxfp4"}
+        linear = layer_stacks(model)[0][1][0].self_attn.q_proj
+        weight = torch.nn.Parameter(torch.ones(4, 2), requires_grad=False)
+        weight._is_hf_initialized = True  # type: ignore[attr-defined]
+        linear.weight = weight
+    assert shards.count == (not quantised)
