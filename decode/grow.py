@@ -246,10 +246,10 @@ def _law_rows(shape: TreeShape, device: torch.device) -> tuple[Tensor, Tensor]:
 def dynamic(source: Source, levels: int, budget: Tensor, width: int, nodes: int) -> DraftTree:
     """EAGLE-2 (Li et al. 2406.16858): expand the `width` best nodes of every level by
     cumulative log-probability, then keep the `nodes` best candidates of all levels. Candidates
-    are the most probable tokens, so each is a point mass."""
-    device, ids = source.device, source.draft_ids()
+    are the most probable tokens, each a point mass. The best lie in `nodes` levels of `nodes`."""
+    levels, device, ids = min(levels, nodes), source.device, source.draft_ids()
     logits = source.open(levels)
-    count, width = logits.shape[0], min(width, logits.shape[2])
+    count, width = logits.shape[0], min(width, nodes, logits.shape[2])
     score, place = torch.log_softmax(logits[:, 0].float(), -1).topk(width, -1)  # [B, W]
     scores, tokens = [score], [place if ids is None else ids[place]]
     origins = [torch.full_like(place, -1)]

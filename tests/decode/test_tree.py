@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 
 from conf.errors import UserError
-from decode.grow import rerank
+from decode.grow import Nodes, dynamic, rerank
 from decode.tree import DraftTree, Layout, Proposal, TreeShape
 
 
@@ -155,6 +155,47 @@ def test_a_drafter_all_of_whose_scores_are_nan_is_refused() -> None:
     assert tree.size.tolist() == [2, 3], "a candidate of score -inf is none"
     with pytest.raises(UserError, match="row 1, node 0: its score is NaN"):
         tree.validate(4)
+
+
+class Table:
+    """A source of drafts whose logits follow from the token above alone."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, size: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.logits = torch.randn(size + 1, size, dtype=torch.float64, generator=generator) * 2
+        self.rows = 0
+
+    def draft_ids(self) -> None:
+        return None
+
+    def open(self, levels: int) -> torch.Tensor:
+        return self.logits[-1].expand(1, 1, -1)
+
+    def level(self, nodes: Nodes) -> torch.Tensor:
+        self.rows += nodes.tokens.shape[1]
+        return self.logits[nodes.tokens]
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4, 9])
+def test_a_dynamic_tree_holds_the_likeliest_paths_and_grows_no_more(nodes: int) -> None:
+    """Against all paths of three levels."""
+    for seed in range(20):
+        source = Table(7, seed)
+        law = source.logits.log_softmax(-1)
+        score = {(): 0.0}
+        for depth in range(3):
+            for path in [p for p in score if len(p) == depth]:
+                below = law[path[-1] if path else -1]
+                score |= {(*path, t): score[path] + float(below[t]) for t in range(7)}
+        best = sorted((p for p in score if p), key=lambda p: -score[p])[:nodes]
+        tree = dynamic(source, 3, torch.tensor([3]), 9, nodes)
+        paths: list[tuple[int, ...]] = []
+        for token, parent in zip(tree.tokens[0].tolist(), tree.parents[0].tolist(), strict=True):
+            paths.append((*(paths[parent] if parent >= 0 else ()), token))
+        assert set(paths) == set(best)
+        assert source.rows <= nodes * (nodes - 1)
 
 
 def test_well_formed_trees_pass() -> None:
