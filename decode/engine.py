@@ -276,11 +276,14 @@ class Engine:
         with part("target"):
             step = self._score(cache, tree)
         with part("verify"):
-            verdict, seen = self._verify(tree, step, rng)
+            verdict, law = self._verify(tree, step, rng)
+            kept, slots = _kept(tree, verdict)
+            with part("law"):
+                seen = self._look(tree, verdict, law, kept)
         with part("commit"):
             with part("cache"):
                 cache.commit(seen.path, seen.length)
-            self._observe(tree, verdict, step, seen.length)
+            self._observe(step, kept, slots, seen.length)
             self._record(seen, budget)
             with part("cache"):
                 self._retire(cache)
@@ -299,24 +302,22 @@ class Engine:
         if waits.free(tree.tokens):
             tree.validate(self.target.vocab_size, self.drafter.max_nodes)
         else:
-            tree.check_form(self.drafter.max_nodes)  # the values are looked at in _seen
+            tree.check_form(self.drafter.max_nodes)  # the values are looked at in _look
         return tree
 
     def _score(self, cache: TreeCache, tree: DraftTree) -> Step:
         last = torch.tensor([row.out.token_ids[-1] for row in self.rows], device=self.target.device)
         return self.target.score(cache, last, tree, self.drafter.taps)
 
-    def _verify(self, tree: DraftTree, step: Step, rng: Rng) -> tuple[Verdict, _Seen]:
+    def _verify(self, tree: DraftTree, step: Step, rng: Rng) -> tuple[Verdict, Law]:
         with self.timing.part("law", self.clock):
             law = self._law(step.logits, tree, self.rows)
         verdict = self.rule(tree, law, rng)
-        with self.timing.part("law", self.clock):
-            seen = self._look(tree, verdict, law)
         self.timing.law_s += law.seconds
         self.law_rows += law.computed
-        return verdict, seen
+        return verdict, law
 
-    def _look(self, tree: DraftTree, verdict: Verdict, law: Law) -> _Seen:
+    def _look(self, tree: DraftTree, verdict: Verdict, law: Law, kept: Tensor) -> _Seen:
         """All that the host wants to know of a cycle, in its one round trip. Raises what
         `tree.validate` and `law.check` do: nothing is committed yet."""
         vocab, (rows, levels) = self.target.vocab_size, verdict.path.shape
@@ -331,20 +332,19 @@ class Engine:
         told += [] if tree.drafters is None else [tree.drafters]
         marks = [t.gather(1, path) if tree.width else path for t in told]
         head = torch.stack([torch.stack(doubts).any(0), verdict.length, proposed], 1)
-        table = torch.cat([head, verdict.path, _kept(tree, verdict)[0], *marks], 1).cpu()
+        table = torch.cat([head, verdict.path, kept, *marks], 1).cpu()
         if bool(table[:, 0].any()):
             tree.validate(vocab, self.drafter.max_nodes)
             law.check()
         sizes = [1, 1, 1, levels, levels + 1, *[levels] * len(marks)]
-        _, length, levels_proposed, path, kept, *marks = table.split(sizes, 1)
+        _, length, levels_proposed, path, tokens, *marks = table.split(sizes, 1)
         drafters = marks[1].tolist() if len(marks) > 1 else [[]] * rows
         return _Seen(
-            path, length[:, 0], levels_proposed[:, 0], kept.tolist(), marks[0].tolist(), drafters
+            path, length[:, 0], levels_proposed[:, 0], tokens.tolist(), marks[0].tolist(), drafters
         )
 
-    def _observe(self, tree: DraftTree, verdict: Verdict, step: Step, length: Tensor) -> None:
-        """Show the drafter what was committed; length: [B] on the host."""
-        kept, slots = _kept(tree, verdict)
+    def _observe(self, step: Step, kept: Tensor, slots: Tensor, length: Tensor) -> None:
+        """Show the drafter what was committed (`_kept`); length: [B] on the host."""
         feats = step.feats
         if feats is not None:
             every = torch.arange(len(self.rows), device=self.target.device)

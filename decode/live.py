@@ -23,12 +23,11 @@ from torch import Tensor
 from conf.errors import UserError
 from decode.cache import TreeCache
 from decode.drafters import Drafter
-from decode.engine import Engine, Generation, Request, _kept, _Row
+from decode.engine import Engine, Generation, Request, _Row
 from decode.sampling import Law, Sampling
 from decode.scorer import Step
 from decode.target import Target
 from decode.tree import DraftTree
-from decode.verify import Verdict
 
 LEFT = "left"  # how a generation ends whose request was taken away
 LEAST_LOGPROB = -9999.0  # stands for -inf, which JSON has no word for
@@ -174,10 +173,10 @@ class LiveBatch(Engine):
         self._at = logits, rows, None
         return super()._law(logits, tree, rows)
 
-    def _observe(self, tree: DraftTree, verdict: Verdict, step: Step, length: Tensor) -> None:
+    def _observe(self, step: Step, kept: Tensor, slots: Tensor, length: Tensor) -> None:
         assert self._at is not None
-        self._at = *self._at[:2], _kept(tree, verdict)[1]
-        super()._observe(tree, verdict, step, length)
+        self._at = *self._at[:2], slots
+        super()._observe(step, kept, slots, length)
 
     def _told(self, number: int, tokens: list[int], drafted: list[bool]) -> None:
         seat, row = self._seats[number]

@@ -73,7 +73,8 @@ def joined(trees: Sequence[DraftTree]) -> DraftTree:
     siblings and their laws; the others, which must be deterministic, follow, each path that is
     there already being left where it is. `drafters` of the outcome says who proposed a node."""
     for tree in trees:
-        if tree.score is not None:  # the union keeps none, so nobody would see that one is NaN
+        # The union keeps no scores, so nobody would see later that one is NaN.
+        if tree.score is not None and not bool(tree.score.isfinite().all()):
             tree.validate(ANY_VOCABULARY)
     first, *others = trees
     device, (count, width) = first.tokens.device, first.tokens.shape

@@ -189,9 +189,9 @@ class Siblings:
         self.proposal = tree.proposal.law[rows, law_row].to(torch.float64)
         self.proposal.masked_fill_(~self.sampled.any(1)[:, None], 0.0)
         self._rescale_proposal()
-        vocab = tree.proposal.vocab if support.ids is None else None
-        free = vocab is not None and waits.free(self.known)
-        self.vocab = vocab if free and bool(self.known.all()) else None
+        looks = support.ids is None and waits.free(self.known)
+        vocab = tree.proposal.vocab if looks else None
+        self.vocab = vocab if vocab is not None and bool(self.known.all()) else None
         if self.vocab is None:
             self.inside = support.probs.to(torch.float64)
             self.outside = torch.zeros_like(self.scale)
