@@ -4,11 +4,14 @@ to the last token.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from conf.errors import UserError
+from decode import waits
 from decode.drafters import Drafter, DraftModel, NGram, NoDraft
 from decode.engine import Request, generate
 from decode.grow import Form
@@ -252,3 +255,60 @@ def test_ngram_takes_the_longest_and_latest_match() -> None:
     assert drafter.propose(torch.tensor([1]), Sampling(), rng).tokens.tolist() == [[9]]
     drafter.observe(torch.tensor([[55]]), None, torch.tensor([1]), slice(0, 1))
     assert drafter.propose(torch.tensor([3]), Sampling(), rng).width == 0
+
+
+@pytest.mark.parametrize("free", [True, False], ids=["host", "accelerator"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_cycle_without_a_law_commits_nothing(
+    temperature: float, free: bool, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third pass of a run holds a NaN at the root of its second row."""
+    monkeypatch.setattr(waits, "free", lambda tensor: free)
+    target.probe()  # its own passes do not count
+    score, passes, told = target.score, [0], []
+
+    def poisoned(*args: Any, **kwargs: Any) -> Any:
+        passes[0] += 1
+        step = score(*args, **kwargs)
+        if passes[0] == 3:
+            step.logits[1, 0, 7] = torch.nan
+        return step
+
+    monkeypatch.setattr(target, "score", poisoned)
+    with pytest.raises(UserError, match="row 1, slot 0 .*nothing was committed"):
+        generate(
+            target,
+            Tree(),
+            requests(3),
+            Sampling(temperature),
+            batch_size=3,
+            eos_ids=(),
+            on_tokens=lambda row, fresh, drafted: told.append((passes[0], row)),
+        )
+    assert {row for at, row in told if at == 2} == {0, 1, 2}
+    assert all(at < 3 for at, _ in told)
+
+
+@pytest.mark.parametrize("free", [True, False], ids=["host", "accelerator"])
+def test_a_malformed_draft_commits_nothing(
+    free: bool, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waits, "free", lambda tensor: free)
+
+    class Twins(Tree):
+        def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
+            alike = torch.full((self.rows, 7), 5)
+            return DraftTree.static(self.paths, alike, self.paths.size_at(budget))
+
+    told: list[int] = []
+    with pytest.raises(ValueError, match="row 0, node 1: token 5 stands twice"):
+        generate(
+            target,
+            Twins(),
+            requests(2),
+            Sampling(),
+            batch_size=2,
+            eos_ids=(),
+            on_tokens=lambda row, fresh, drafted: told.append(row),
+        )
+    assert sorted(told) == [0, 1], "a prompt's first token is no cycle's"
