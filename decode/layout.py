@@ -26,6 +26,8 @@ class Layout:
     rank: [B, N] int64, place of a node among its siblings in draw order.
     levels: deepest level as a count (0 for the empty tree); known on the host so that loops
         need no round trip.
+    room: for every level of slots, how many of a row at most have children, where rows differ
+        and the host knows it all the same; else None.
     """
 
     parents: Tensor
@@ -34,6 +36,7 @@ class Layout:
     children: Tensor
     rank: Tensor
     levels: int
+    room: tuple[int, ...] | None = None
 
     @functools.cached_property
     def inner(self) -> tuple[Tensor, ...]:

@@ -206,7 +206,7 @@ class Head(Adaptable):
         shape = asked.shape or (cfg.shape if target.support == "tree" else "chain")
         depth = asked.depth or self.usual
         if shape == "chain":
-            return Form.chain(depth)
+            return Form.chain(depth, asked.price)
         drawn = (cfg.tree_draw if asked.draw == DEFAULT_DRAW else asked.draw) == "sampled"
         nodes = len(asked.paths or ()) or asked.nodes or cfg.nodes
         static = TreeShape.of(asked.paths) if asked.paths else self.tree(nodes, depth)
@@ -214,11 +214,12 @@ class Head(Adaptable):
         known = target.vocab_size if ids is None else ids.numel()
         static = TreeShape(tuple(path for path in static.paths if max(path) < known))
         if not hasattr(cfg, "width"):
-            return Form("tree", static.depth, len(static), static, drawn=drawn)
+            nodes = len(static)
+            return Form("tree", static.depth, nodes, static, drawn=drawn, price=asked.price)
         width = asked.width or cfg.width
         if asked.nodes and not asked.width:
             width = max(width, shapes.least_width(nodes, depth))
-        return Form.tree(depth, nodes, width, static if drawn else None)
+        return Form.tree(depth, nodes, width, static if drawn else None, asked.price)
 
     @property
     def deepest(self) -> int | None:

@@ -59,6 +59,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "decode/cache.py": (),
     "decode/masks.py": (),
     "decode/grow.py": (),
+    "decode/price.py": (),
     "decode/adaptive.py": (),
     "decode/union.py": (),
     "decode/draft_model.py": (

@@ -17,6 +17,7 @@ from conf.errors import UserError
 from decode import stats
 from decode.drafters import Drafter, NGram
 from decode.engine import Request, generate
+from decode.price import Price
 from decode.sampling import Sampling
 from decode.target import Target
 from heads import drafting_head, settings_folder, shapes
@@ -31,6 +32,7 @@ from scripts.tuning.search import Candidate
 
 SUPERSET = 256  # nodes of the static tree that is recorded
 DRAWN = (8, 16, 32, 64)  # nodes of the drawn trees that are measured
+DRAWN_PRICES = ((0.05, 0.2), (0.1, 0.3), (0.2, 0.5))  # of a node and of a level, for the largest
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,11 @@ class Family:
             return []
         sizes = sorted({min(n, self.bounds.nodes) for n in DRAWN})
         return list(dict.fromkeys(self._static(self.deepest, n) for n in sizes))
+
+    def drawn_at_a_price(self) -> list[Settings]:
+        """Drawn trees that the drafter's own confidence cuts, to be measured beside the others."""
+        large = [one for one in self.drawn() if (one.nodes or 0) <= search.MOST_PRICED][-1:]
+        return [replace(one, price=Price(*price)) for one in large for price in DRAWN_PRICES]
 
     def default(self) -> Settings:
         """What the drafter does untuned."""
@@ -272,6 +279,17 @@ class Family:
                 model, batch, texts["tree"], range(1, b.depth + 1), nodes, widths
             )
         return out
+
+    def confident(
+        self, model: CostModel, batch: int, texts: dict[str, list[Text]]
+    ) -> list[Candidate]:
+        """Dynamic trees with every price, with what is expected of them."""
+        if "tree" not in self.kinds or self.parallel or self.drawn_tree:
+            return []
+        b = self.bounds
+        nodes = min(b.nodes, search.MOST_PRICED)
+        widths = sorted({min(width, b.width) for width in (1, 4, b.width)})
+        return search.priced_trees(model, batch, texts["tree"], b.depth, nodes, widths)
 
     def _straight(self, model: CostModel, batch: int, texts: list[Text]) -> list[Candidate]:
         """Chains of parallel heads: the best rank of every level, read off the recorded tree."""

@@ -76,7 +76,7 @@ ILLEGAL = {
     "+": "names no drafter on one side of a +",
     "none+ngram": "none drafts nothing to join; write ngram",
     "runs/m@tree+none": "none drafts nothing to join; write runs/m@tree",
-    "runs/m@adaptive+ngram": "@adaptive is said of a union as a whole; write it behind the last",
+    "runs/m@monitor+ngram": "@monitor is said of a union as a whole; write it behind the last",
     "runs/m@fallback+ngram": "@fallback is said of a union as a whole; write it behind the last",
     "runs/m@star+ngram": "unknown shape 'star'; write runs/m@chain",
     "runs/m+ngram@chain": "ngram is a chain where no tree is asked for",

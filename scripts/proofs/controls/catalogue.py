@@ -253,6 +253,15 @@ def _enumeration() -> list[Control]:
             None,
             d.reranks_siblings,
         ),
+        _enumerated(
+            "nodes of a drawn tree left out by their own q",
+            "DSpark, appendix A",
+            BUSHY,
+            "without",
+            ONE,
+            None,
+            d.drops_by_their_own_law,
+        ),
     ]
 
 
