@@ -268,21 +268,17 @@ def priced_trees(
     """Trees that the drafter's own confidence grows, for every price and beam width."""
     confident, out = replay.Confident(texts), []
     for width in widths:
+        most = min(nodes, width + (depth - 1) * width**2)
         for node in NODE_PRICES:
             for level in LEVEL_PRICES:
                 price = Price(node, level)
-                kept, levels = confident.of(depth, nodes, width, price)
+                kept, levels = confident.of(depth, most, width, price)
                 found = zip(texts, kept, levels, strict=True)
                 cycles = [replay.walk(text, one, depth, grown) for text, one, grown in found]
-                shape = Shape(depth, nodes, width)
-                out.append(
-                    Candidate(
-                        Settings("tree", depth=depth, nodes=nodes, width=width, price=price),
-                        "tree",
-                        shape,
-                        evaluate(model, batch, shape, "tree", cycles),
-                    )
-                )
+                shape = Shape(depth, most, width)
+                settings = Settings("tree", depth=depth, nodes=most, width=width, price=price)
+                expected = evaluate(model, batch, shape, "tree", cycles)
+                out.append(Candidate(settings, "tree", shape, expected))
     return out
 
 
@@ -305,11 +301,12 @@ def best_few(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
 
 
 def best_prices(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Of settings with a price the fastest by prediction, and the fastest whose node costs
-    something else."""
+    """Of settings with a price the fastest by prediction, and the fastest of those whose nodes
+    cost half as much or less, or twice as much or more."""
     ranked = sorted(candidates, key=lambda c: -c.expected["tokens_per_second"])
-    prices = [c.settings.price.node if c.settings.price else 0.0 for c in ranked]
-    return [ranked[prices.index(node)] for node in list(dict.fromkeys(prices))[:2]]
+    prices = [c.settings.price.node for c in ranked if c.settings.price]
+    far = [c for c, node in zip(ranked, prices, strict=True) if not 0.5 < node / prices[0] < 2]
+    return [*ranked[:1], *far[:1]]
 
 
 def _differs(a: Candidate, b: Candidate) -> bool:

@@ -97,6 +97,13 @@ ILLEGAL = {
 }
 
 
+def test_adaptive_is_said_of_all_of_a_union_behind_any_of_it() -> None:
+    whole = parse("runs/m+ngram@adaptive@monitor")
+    assert whole.adaptive and not any(part.adaptive for part in whole.parts)
+    assert parse("runs/m@adaptive+ngram@monitor") == whole
+    assert parse("runs/m@adaptive+ngram@adaptive@monitor") == whole
+
+
 @pytest.mark.parametrize("spec", LEGAL)
 def test_a_legal_name(spec: str) -> None:
     assert parse(spec) == LEGAL[spec] and str(LEGAL[spec]) == spec
