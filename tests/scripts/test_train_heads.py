@@ -13,8 +13,11 @@ from conf.errors import UserError
 from conf.schema import compose
 from scripts import train_heads
 from scripts.common.steps import Step
+from scripts.evaluate import EvaluateConfig
+from scripts.reports import matched
 from scripts.train_heads import RECIPES, HeadsConfig
 from tests.helpers.training import chats
+from train.cache_features import CacheConfig
 from train.config import ENTRIES
 
 TINY = [
@@ -54,10 +57,17 @@ def test_heads_are_given_alike_and_trained_once(
         with pytest.raises(SystemExit) as caught:
             train_heads.main(command)
         assert caught.value.code == 0
-    assert [args[0] for args in ran] == ["train/medusa.py", "train/block.py"]
-    assert capsys.readouterr().out.count("done already") == 2
+    assert [args[0] for args in ran] == [
+        "scripts/cache_features.py",
+        "train/medusa.py",
+        "train/block.py",
+    ]
+    assert capsys.readouterr().out.count("done already") == 3
+    cache: Any = compose("cache_features", CacheConfig, ran[0][1:])
+    assert cache.heads == ["dspark", "medusa"] and cache.target.kind == "tiny"
+    assert all(f"data.features={cache.out}" in args for args in ran[1:])
     found = json.loads((tmp_path / "heads/heads.json").read_text())
-    for name, args in zip(("medusa", "dspark"), ran, strict=True):
+    for name, args in zip(("medusa", "dspark"), ran[1:], strict=True):
         row = found["heads"][name]
         assert f"steps={row['steps']}" in args and row["steps"] > 1
         assert abs(row["flops"] - 2e8) <= row["flops_per_step"] / 2
@@ -73,3 +83,61 @@ def test_mistakes_are_named() -> None:
     ):
         with pytest.raises(UserError, match=said):
             compose("train_heads", HeadsConfig, keys)
+
+
+def test_scores_join_cost_and_acceptance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, prompts = chats(tmp_path / "data.jsonl"), tmp_path / "prompts.jsonl"
+    prompts.write_text('{"question_id": 1, "category": "x", "turns": ["Hi"]}\n')
+
+    def row(name: str, lengths: list[float]) -> dict[str, Any]:
+        mean = sum(lengths) / len(lengths)
+        return {
+            "name": name,
+            "training": {"tokens_seen": 5e5, "cpu_seconds": 90.0},
+            "accepted_length": {"mean": mean, "low": mean - 0.1, "high": mean + 0.1},
+            "speedup": {"mean": 1.1, "low": 1.0, "high": 1.2},
+            "draft_ms": 2.0,
+            "acceptance_by_position": [{"conditional": 0.5}, {"conditional": None}],
+            "per_prompt": [
+                {"prompt_id": str(i), "category": "x", "accepted_length": x, "cycles": 10}
+                for i, x in enumerate(lengths)
+            ],
+        }
+
+    def faked(step: Step, job: str, folder: Path) -> None:
+        step.leaves.parent.mkdir(parents=True, exist_ok=True)
+        found: dict[str, Any] = {}
+        if step.args[0] == "scripts/evaluate.py":
+            cfg: Any = compose("evaluate", EvaluateConfig, step.args[1:])
+            assert cfg.prompts == str(prompts) and cfg.target.kind == "tiny" and cfg.seed == 7
+            assert cfg.drafters[0] == "none" and len(cfg.drafters) == 5
+            found = {
+                "environment": {},
+                "settings": {"prompts": cfg.prompts, "num_prompts": 3, "max_new_tokens": 64},
+                "drafters": [
+                    row(name, [1.2, 1.4, 1.6] if "medusa" in name else [2.4, 2.8, 3.2])
+                    for name in cfg.drafters[1:4]  # the last one was skipped
+                ],
+            }
+        step.leaves.write_text(json.dumps(found))
+
+    monkeypatch.setattr(train_heads, "run", faked)
+    asked = [f"path={data}", f"out={tmp_path / 'heads'}", "heads=[medusa,eagle3]", "steps=3"]
+    more = ["more=[" + ",".join(f"'{k}'" for k in TINY) + "]", f"prompts={prompts}"]
+    with pytest.raises(SystemExit) as caught:
+        train_heads.main([*asked, *more, "scoring=['seed=7']"])
+    assert caught.value.code == 0
+    found = json.loads((tmp_path / "heads/matched.json").read_text())
+    medusa, eagle = found["heads"]["medusa"], found["heads"]["eagle3"]
+    assert medusa["steps"] == 3 and medusa["tokens"] == 5e5 and medusa["cpu_seconds"] == 90
+    chain = medusa["scores"]["1"]["chain"]
+    assert chain["against"]["mean"] == pytest.approx(0.5) and chain["conditional"] == [0.5, None]
+    assert chain["against"]["high"] <= 0.5 + 1e-9, "paired: every prompt has this very ratio"
+    assert "tree" not in eagle["scores"]["0"], "a drafter that was skipped has no score"
+    out = capsys.readouterr().out
+    assert (
+        "| medusa | 3 | 0 | 0.50 | 2 | 1.40 [1.30, 1.50] | -50.0% [-50.0%, -50.0%] | 2.0 |" in out
+    )
+    assert matched.slots(found).splitlines()[2] == "| medusa | 50% | – | – | – |"
