@@ -191,9 +191,9 @@ class Head(Adaptable):
 
     def form(self, target: Target, draft: Draft | None = None) -> Form:
         """What a drafter drafts: what is asked for, and this head's own keys where that leaves
-        them open. A head without the key `width` has no dynamic trees; one of so many nodes is
-        made wide enough to have them. A rank that the draft vocabulary has no token for is left
-        out.
+        them open. A head without the key `width` has dynamic trees only where a width is asked
+        for; one of so many nodes is made wide enough to have them. A rank that the draft
+        vocabulary has no token for is left out.
 
         Raises UserError for more levels than the head guesses."""
         asked, cfg, most = draft or Draft(), self.cfg, self.deepest
@@ -214,6 +214,9 @@ class Head(Adaptable):
         known = target.vocab_size if ids is None else ids.numel()
         static = TreeShape(tuple(path for path in static.paths if max(path) < known))
         if not hasattr(cfg, "width"):
+            if asked.width:
+                nodes = max(nodes, len(static))
+                return Form("tree", depth, nodes, static, asked.width, drawn, asked.price)
             nodes = len(static)
             return Form("tree", static.depth, nodes, static, drawn=drawn, price=asked.price)
         width = asked.width or cfg.width

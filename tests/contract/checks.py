@@ -215,6 +215,12 @@ def a_price_only_leaves_out(case: Case) -> None:
                 found.append(paths(tree))
             assert found[0] > found[1] or found[0] == found[1], (shape, sampling)
             assert found[0] and not found[2], (shape, sampling)
+    grown = Draft(shape="tree", depth=2, nodes=6, width=3)
+    whole, some = (
+        drafted(head.drafter(target, replace(grown, price=price)), ids[0], one, [12], Sampling())
+        for price in (Price(), Price(0.02))
+    )
+    assert whole.score is not None and whole.width == 6 and paths(whole) >= paths(some)
     asked = [Request([5, 6, 7, 8 + i][: 2 + i], 10, id=i) for i in range(3)]
     texts = [
         [

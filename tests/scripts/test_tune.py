@@ -128,17 +128,23 @@ def test_the_choice_is_written_and_obeyed(
     assert "written:" in capsys.readouterr().out and not list(tmp_path.rglob("*.tmp"))
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("kind, temperature", [("eagle3", 0), ("eagle3", 1), ("medusa", 0)])
 def test_prices_are_searched_and_left_for_adaptive(
-    tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch, temperature: int
+    tmp_path: Path,
+    target: Target,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    temperature: int,
 ) -> None:
     """By replay at T = 0, by a few measurements of drawn trees at T > 0; the fixed shapes are
     left beside them."""
     pictures.left_out(monkeypatch)
     torch.manual_seed(0)
-    cfg = EagleConfig(kind="eagle3", draft_vocab=0, depth=2, nodes=6, width=2)
+    cfg: Any = EagleConfig(kind="eagle3", draft_vocab=0, depth=2, nodes=6, width=2)
+    if kind == "medusa":
+        cfg = MedusaConfig(heads=2, draft_vocab=0)
     folder = tmp_path / "head"
-    save_head(HEADS["eagle3"].for_target(target, cfg), folder, target.identity)
+    save_head(HEADS[kind].for_target(target, cfg), folder, target.identity)
     keys = [f"drafter={folder}@tree", f"out={tmp_path}/out", f"temperature={temperature}"]
     assert run(*keys, f"decode={'sample' if temperature else 'greedy'}") == 0
     left = json.loads((folder / DECODE).read_text())
