@@ -177,10 +177,6 @@ class DraftModel:
         """See decode.grow.Source; a token's own pass sees what is above it."""
         return self.logits(self._extend(nodes.tokens, nodes.seen, nodes.level))
 
-    def chance(self) -> Tensor | None:
-        """See decode.grow.Source."""
-        return None
-
     def logits(self, state: Tensor) -> Tensor:
         """[.., D] -> [.., Vd]."""
         return self.draft.head.finish(F.linear(state, self.proj, self.bias))

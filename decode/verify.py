@@ -355,33 +355,17 @@ def _parents(tree: DraftTree, level: int, live: Tensor) -> tuple[Tensor, Tensor,
     there in any case.
     """
     layout, (count, _) = tree.layout, live.shape
-    if waits.free(live) or layout.room or layout.children.shape[0] > 1:
+    if waits.free(live) or layout.children.shape[0] > 1 and not layout.room:
         depth = torch.cat([layout.depth.new_full((len(layout.depth), 1), -1), layout.depth], 1)
-        here = (depth == level - 1) & live
-        if layout.room and not waits.free(live):
-            return _roomy(tree, here, layout.room[level])
-        rows, slots = here.nonzero(as_tuple=True)
+        rows, slots = ((depth == level - 1) & live).nonzero(as_tuple=True)
         _, there = children(tree, rows, slots)
         inner = there[:, 0].nonzero()[:, 0]
         return rows[inner], slots[inner], torch.ones_like(inner, dtype=torch.bool)
-    slots = layout.inner[level]
-    rows = torch.arange(count, device=live.device).repeat_interleave(len(slots))
-    slots = slots.repeat(count)
-    used = live[rows, slots]
+    found = layout.inner[level].expand(count, -1)
+    rows = torch.arange(count, device=live.device).repeat_interleave(found.shape[1])
+    slots = found.clamp(min=0).reshape(-1)
+    used = live[rows, slots] & (found >= 0).reshape(-1)
     return rows, torch.where(used, slots, 0), used
-
-
-def _roomy(tree: DraftTree, here: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`_parents` of `room` slots in every row, those of `here` [B, N + 1] bool that have children
-    in front."""
-    count, n = here.shape
-    every = torch.arange(count, device=here.device)
-    slot = torch.arange(n, device=here.device).repeat(count)
-    _, there = children(tree, every.repeat_interleave(n), slot)
-    inner = here & there[:, 0].view(count, n)
-    slots = (~inner).to(torch.uint8).argsort(dim=1, stable=True)[:, :room]
-    used = inner.gather(1, slots).reshape(-1)
-    return every.repeat_interleave(room), torch.where(used, slots.reshape(-1), 0), used
 
 
 def traversal(tree: DraftTree, law: Law, rng: Coins) -> Verdict:

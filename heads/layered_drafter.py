@@ -112,7 +112,3 @@ class LayeredDrafter:
     def level(self, nodes: Nodes) -> Tensor:
         """See decode.grow.Source."""
         raise TypeError("a subclass defines it")
-
-    def chance(self) -> Tensor | None:
-        """See decode.grow.Source."""
-        return None

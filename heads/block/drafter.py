@@ -81,7 +81,7 @@ class BlockDrafter(LayeredDrafter):
         return self._after(nodes.tokens, nodes.level)
 
     def chance(self) -> Tensor | None:
-        """See decode.grow.Source: what the confidence head says of a slot, whose token is not known
+        """See decode.price.Knows: what the confidence head says of a slot, whose token is not known
         yet."""
         if self.net.confidence is None:
             return None

@@ -105,10 +105,6 @@ class LastFeature:
         """See decode.grow.Source."""
         raise TypeError("a subclass defines it")
 
-    def chance(self) -> Tensor | None:
-        """See decode.grow.Source."""
-        return None
-
     @torch.inference_mode()
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
         """A draft no deeper than budget [B]."""

@@ -81,9 +81,6 @@ class _Table:
         self.context = self.case.child(nodes.of_parents(self.context), nodes.tokens)
         return self.case.draft[self.context]
 
-    def chance(self) -> Tensor | None:
-        return None
-
 
 class ConfidentTable:
     """A drafter for the whole loop: grown at a price from a fixed random table, the logits of the
@@ -122,6 +119,3 @@ class ConfidentTable:
 
     def level(self, nodes: Nodes) -> Tensor:
         return self.table[nodes.tokens]
-
-    def chance(self) -> Tensor | None:
-        return None

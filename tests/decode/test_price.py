@@ -4,6 +4,7 @@ and a rule that looks at what it decides about is caught."""
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from decode import grow, waits
 from decode.engine import Request, generate
 from decode.grow import Form
 from decode.price import Growth, Price, awaited
+from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.tree import DraftTree, TreeShape
 from decode.verify import RULES, verify
@@ -75,10 +77,10 @@ def test_growth_at_a_price_has_the_exact_law_in_many_worlds(
 class Peeking(Growth):
     """Decides by the token that was drawn: what `tell` learns of a node leaves it out."""
 
-    def tell(self, number: Tensor, at: slice | Tensor, chance: Tensor) -> None:
-        super().tell(number, at, chance)
+    def tell(self, number: Tensor, chance: Tensor) -> None:
+        super().tell(number, chance)
         self.there[:, number] &= self.chance[:, number] >= self.price.node
-        self.open[:, at] &= self.there[:, number]
+        self.open[:, self.place[number]] &= self.there[:, number]
 
 
 @pytest.mark.parametrize("kind", ["chain", "drawn"])
@@ -131,9 +133,9 @@ def test_without_a_price_nothing_changes_and_a_higher_one_leaves_a_part_of_it(ki
     for temperature in (0.0, 1.0):
         sizes = []
         for node in (0.0, 1e-30, 0.1, 0.3, 0.6, 1.1):
-            drafter = ConfidentTable(grow.replace(form, price=Price(node)), 8)
+            drafter = ConfidentTable(replace(form, price=Price(node)), 8)
             drafter.begin([torch.tensor([i]) for i in range(8)], Sampling())
-            rng = grow.Rng(0, torch.arange(8), torch.zeros(8, dtype=torch.int64))
+            rng = Rng(0, torch.arange(8), torch.zeros(8, dtype=torch.int64))
             tree = drafter.propose(torch.full((8,), 2), Sampling(temperature), rng)
             tree.validate(8, form.nodes)
             sizes.append(tree.size)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from decode.adaptive import Adaptive
-from decode.grow import pruned
+from decode.price import pruned
 from decode.rng import Rng
 from decode.sampling import Sampling
-from decode.tree import DraftTree, TreeShape
+from decode.tree import DraftTree
 
 
 class Anticipating(Adaptive):
@@ -114,12 +114,10 @@ def drops_by_their_own_law(tree: DraftTree) -> DraftTree:
     if tree.proposal is None or tree.sampled is None or tree.width == 0:
         return tree
     chance, there = _own_q(tree), torch.ones_like(tree.sampled)
-    paths: list[tuple[int, ...]] = []
     for node, above in enumerate(tree.parents[0].tolist()):
         elder = [i for i in range(node) if tree.parents[0, i] == above]
-        paths.append((*(paths[above] if above >= 0 else ()), len(elder)))
         if above >= 0:
             chance[:, node] *= chance[:, above]
         need = [above] * (above >= 0) + elder[-1:]
         there[:, node] = (chance[:, node] >= 0.2) & there[:, need].all(1)
-    return pruned(tree, there, TreeShape.of(paths))
+    return pruned(tree, there)

@@ -25,6 +25,7 @@ TESTS = {
         "decode/test_tree.py",
         "decode/test_price.py",
     ],
+    "decode/levels.py": ["decode/test_tree.py", "heads/test_sequential_heads.py"],
     "decode/price.py": ["decode/test_price.py"],
     "decode/adaptive.py": ["decode/test_adaptive.py"],
     "decode/union.py": ["decode/test_union.py"],
