@@ -12,7 +12,8 @@ from torch import Tensor
 from decode.cache import TreeCache
 from decode.models import lean, packed
 from decode.probe import TOLERANCE, difference
-from decode.scorer import Probe, Scorer
+from decode.probed import Probe
+from decode.scorer import Scorer
 
 
 class PackingScorer(Scorer):

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decode import waits
+from decode import hidden, waits
 from decode.packing import PackingScorer
 from decode.probe import TOLERANCE, packing_error, probe_head, probe_layers, probe_target
-from decode.scorer import Head, Probe
+from decode.probed import Head, Probe
 
 
 class Target(PackingScorer):
@@ -100,7 +100,7 @@ class Target(PackingScorer):
                 )
             several = self._wants_all(taps)
             if several and not grad and (layers := self.tapped_layers):
-                return self._caught(layers, taps, kwargs)
+                return hidden.caught(self, layers, taps, kwargs)
             with self.rows_apart():
                 out = self.body(**kwargs, output_hidden_states=several)
             return self._taps(out, taps)
@@ -109,30 +109,7 @@ class Target(PackingScorer):
     def tapped_layers(self) -> list[nn.Module]:
         """The layers whose inputs are the hidden states that transformers lists; [] where that
         does not hold."""
-        return probe_layers(self, self._caught)
-
-    def _caught(
-        self, layers: Sequence[nn.Module], taps: Sequence[int], kwargs: dict[str, Any]
-    ) -> Tensor:
-        """As _taps after a pass with `kwargs`, holding no other hidden state: what goes into
-        the layers is read on the way."""
-        found: dict[int, Tensor] = {}
-
-        def reader(tap: int) -> Any:
-            def read(_: nn.Module, args: Any, named: Any) -> None:
-                found[tap] = args[0] if args else named["hidden_states"]
-
-            return read
-
-        wanted = {tap for tap in taps if tap < self.num_layers}
-        hooks = [layers[t].register_forward_pre_hook(reader(t), with_kwargs=True) for t in wanted]
-        try:
-            with self.rows_apart():
-                found[self.num_layers] = self.body(**kwargs).last_hidden_state
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return torch.stack([found[tap] for tap in taps], 2)
+        return probe_layers(self)
 
     def packs(self) -> str:
         """Why this target cannot take packed documents; empty when it can. Asked of the model

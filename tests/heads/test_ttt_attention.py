@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.scorer import Head
+from decode.probed import Head
 from heads.batch import Batch
 from heads.eagle import attention, kernels
 from heads.eagle.attention import dense, merged
