@@ -6,9 +6,8 @@ Shape letters: B rows, T tokens, D hidden size. Taps: see decode/scorer.py.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,23 +34,7 @@ class Target(PackingScorer):
         self.tokenizer, self.identity, self.source = tokenizer, identity, source
         self.tuning = ""
         self.borrowed = self.sharded = self.relatives = False
-        self._loaded_attention = model.config._attn_implementation
         self._packs: str | None = None
-
-    @contextlib.contextmanager
-    def as_loaded(self) -> Iterator[Any]:
-        """The model with the attention it was loaded with, for references that must not share
-        our code: the probe exchanges it for one that does not copy K/V for trees.
-        """
-        used = self._model.config._attn_implementation
-        if used == self._loaded_attention:
-            yield self.model
-            return
-        self._model.set_attn_implementation(self._loaded_attention)
-        try:
-            yield self.model
-        finally:
-            self._model.set_attn_implementation(used)
 
     def probe(self) -> Probe:
         """What the model can do; runs a few tiny passes the first time. Raises UserError for

@@ -28,7 +28,8 @@ from conf.typed import from_json
 from decode.models.identity import Identity, sha256_file
 from decode.target import Target
 from heads import lora, vocab
-from heads.base import Head, differing
+from heads.base import Head
+from heads.saved import differing
 
 H = TypeVar("H", bound=Head)
 FORMAT = 1
@@ -57,7 +58,7 @@ class Weights:
 
 @dataclass
 class Card:
-    """What stands in head.json. head: by the kind's own types (heads.base.Saved). extra: free."""
+    """What stands in head.json. head: by the kind's own types (heads.saved.Saved). extra: free."""
 
     format: int
     kind: str

@@ -85,8 +85,11 @@ PARAMETERS = 8  # of a function, at most
 
 # What a stranger reads to know how a token comes about: the algorithm, what heads share, the
 # training loop, and one head with what it shares with its kin. Other drafters than that one do
-# not count (n-grams, a separate model), nor what the model is asked once (decode/probe.py).
-# Lines may only become fewer.
+# not count (n-grams, a separate model, EAGLE-1), nor what the model is asked once
+# (decode/probe.py), what comes before the first step (train/begin.py), what is refused
+# (decode/fits.py, decode/tree_rules.py), how a head is written and read (heads/stored.py), and
+# what is the same function at less cost (heads/eagle/modules.py, heads/eagle/merged.py). Lines
+# may only become fewer.
 ALGORITHM = (
     *("verify", "engine", "tree", "layout", "grow", "sampling", "rng", "records"),
     *("scorer", "target", "cache", "masks", "attention", "drafter"),
@@ -98,11 +101,11 @@ SHARED = (
 EAGLE = (*("head", "config", "net", "layer", "places", "attention", "cache", "init", "drafter"),)
 READING = {
     "Medusa": (
-        5427,
+        4789,
         ("heads/parallel/base.py", "heads/parallel/medusa.py", "heads/parallel/drafter.py"),
     ),
     "EAGLE": (
-        6767,
+        5594,
         (
             *("heads/layered.py", "heads/layered_drafter.py"),
             *(f"heads/eagle/{name}.py" for name in EAGLE),

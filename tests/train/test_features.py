@@ -23,7 +23,7 @@ from conf.schema import compose
 from decode.target import Target
 from heads import HEADS
 from heads.checkpoint import read_card
-from heads.losses import stored_law
+from heads.stored_law import stored_law
 from tests.helpers.training import TINY, chats, run_config, tiny_target
 from train import cache_features
 from train.cache_features import CacheConfig
