@@ -196,10 +196,10 @@ class TreeCache(Cache):
         self.pending = None
 
     def _compact(self, path: Tensor, deepest: int) -> None:
-        """Move the path from scratch to each row's end; padded places move garbage beyond the
-        new end.
+        """Move the path from scratch to each row's end; padded places (-1) move the root's slot,
+        garbage beyond the new end.
         """
-        path = path[:, :deepest].to(self.device).clamp(min=0).repeat_interleave(self.width, 0)
+        path = path[:, :deepest].to(self.device).repeat_interleave(self.width, 0)
         source = torch.cat(
             [path.new_full((path.shape[0], 1), self.offset), path + self.offset + 1], 1
         )

@@ -152,11 +152,9 @@ class DraftModel:
     @torch.inference_mode()
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
         """See decode.drafters.Drafter."""
-        context = self.draft.span
-        if any(self.blind) or max(self._cache.lengths, default=0) + self.max_depth > context:
-            lengths = zip(self.blind, self._cache.lengths, strict=True)
-            room = [0 if blind else context + 1 - have for blind, have in lengths]
-            budget = torch.minimum(budget, torch.tensor(room)).clamp(min=0)
+        lengths = zip(self.blind, self._cache.lengths, strict=True)
+        room = [0 if blind else self.draft.span + 1 - have for blind, have in lengths]
+        budget = torch.minimum(budget, torch.tensor(room))
         return grow.draft(self, self.form, budget, sampling, rng)
 
     def select(self, rows: list[int]) -> None:

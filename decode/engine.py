@@ -397,7 +397,7 @@ def _kept(tree: DraftTree, verdict: Verdict) -> tuple[Tensor, Tensor]:
     each of them.
     """
     rows, levels = verdict.path.shape
-    slots = torch.cat([verdict.path.new_zeros(rows, 1), verdict.path.clamp(min=-1) + 1], 1)
+    slots = torch.cat([verdict.path.new_zeros(rows, 1), verdict.path + 1], 1)
     tokens = tree.tokens.gather(1, verdict.path.clamp(min=0)) if levels else verdict.path
     tokens = torch.cat([tokens, verdict.bonus[:, None]], 1)
     return tokens.scatter(1, verdict.length[:, None], verdict.bonus[:, None]), slots

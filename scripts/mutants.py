@@ -2,8 +2,7 @@
 
     # all modules; half an hour to an hour on one core
     python scripts/mutants.py
-    python scripts/mutants.py 'modules=[decode/rng.py]' mutants=20 out=/tmp/rng.json \\
-        page=/tmp/rng.md
+    python scripts/mutants.py 'modules=[decode/rng.py]' mutants=20 out=/tmp/rng.json
 
 Every mutant is one edit of one file (scripts/proofs/mutants/mutate.py), made in a copy of the
 code and tried on three layers:
@@ -16,9 +15,9 @@ certificate   the layers of scripts/certify.py, 20,000 tokens on a tiny target, 
 
 A mutant that no certificate rejects either changes the law, and is a gap, or does not: then
 HARMLESS says why, found by the mutant's text wherever its line has moved to. Written: OUT with
-all mutants, PAGE with the table. Goes on where it was stopped: what a layer found waits in
-STATE for as long as the code that it depends on stays the same. Exit code 1: a mutant got
-through.
+all mutants, of which `make readme` makes the table of docs/mutants.md. Goes on where it was
+stopped: what a layer found waits in STATE for as long as the code that it depends on stays the
+same. Exit code 1: a mutant got through.
 """
 
 from __future__ import annotations
@@ -112,8 +111,6 @@ class MutantsConfig:
     out: str = "docs/results/mutants.json"
     # JSON file that says of each mutant that does not change the law why it does not
     harmless: str = "docs/results/mutants-harmless.json"
-    # Markdown file of the table
-    page: str = "docs/mutants.md"
     # folder for the results of an unfinished run
     state: str = "runs/mutants"
     # seed of the choice
@@ -301,11 +298,9 @@ def _code(layer: str) -> dict[str, str]:
 @entry("mutants", MutantsConfig)
 @resumable()
 def main(cfg: MutantsConfig) -> None:
-    """Try all mutants, classify what got through, write the results and the table."""
+    """Try all mutants, classify what got through, write the results."""
     rows = run(cfg)
-    path = files.here(Path(cfg.harmless))
-    reasons = {r["mutant"]: r for r in json.loads(path.read_text())} if path.exists() else {}
-    found = mutants_page.summary(rows, reasons)
+    found = mutants_page.summary(rows, mutants_page.reasons(files.here(Path(cfg.harmless))))
     found |= {
         "tokens": cfg.tokens,
         "seed": cfg.seed,
@@ -315,8 +310,7 @@ def main(cfg: MutantsConfig) -> None:
         "mutants": rows,
     }
     files.write_json(Path(cfg.out), found)
-    files.write_text(Path(cfg.page), mutants_page.page(found))
-    print(f"{cfg.out}, {cfg.page}: {mutants_page.line(found)}")
+    print(f"{cfg.out}: {mutants_page.line(found)}")
     if found["open"]:
         raise CheckFailed(
             f"{len(found['open'])} mutants got through and are not explained: see {cfg.out}"

@@ -268,7 +268,7 @@ def check_meaning(
     """
     changed, saved = _changed(saved, now, default)
     refused = [
-        f"{k}: {_show(saved.get(k))} in the checkpoint, {_show(now.get(k))} now"
+        f"{k}: {_show(saved, k)} in the checkpoint, {_show(now, k)} now"
         for k in changed
         if not is_logistics(k) and not _may_follow(k, saved, now)
     ]
@@ -277,9 +277,7 @@ def check_meaning(
             f"out_dir: {folder} holds a run that learns something else ({'; '.join(refused)}); "
             "restore these values or choose another out_dir"
         )
-    return [
-        f"{k}: {_show(saved.get(k))} -> {_show(now.get(k))}" for k in changed if is_logistics(k)
-    ]
+    return [f"{k}: {_show(saved, k)} -> {_show(now, k)}" for k in changed if is_logistics(k)]
 
 
 def replanned(saved: dict[str, Any], now: dict[str, Any], default: dict[str, Any]) -> list[str]:
@@ -287,7 +285,7 @@ def replanned(saved: dict[str, Any], now: dict[str, Any], default: dict[str, Any
     is that of the new values."""
     changed, saved = _changed(saved, now, default)
     return [
-        f"{k}: {_show(saved.get(k))} -> {_show(now.get(k))}; {REPLANNED[k]}"
+        f"{k}: {_show(saved, k)} -> {_show(now, k)}; {REPLANNED[k]}"
         for k in changed
         if k in REPLANNED
     ]
@@ -329,8 +327,10 @@ def implied(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     return {key: "argmax"} if saved.get("head.kind") in parallel else {}
 
 
-def _show(value: Any) -> str:
-    text = str(value)
+def _show(config: dict[str, Any], key: str) -> str:
+    if key not in config:
+        return "not set"
+    text = "null" if config[key] is None else str(config[key])
     return text if len(text) <= 24 else text[:12]
 
 

@@ -109,8 +109,13 @@ def families(path: Path, depths: dict[str, int]) -> dict[str, Family]:
 
 
 def _fitted(name: str, points: Sequence[dict[str, Any]], depth: int) -> Family:
-    x = np.log([float(p["tokens_seen"]) / 1e6 for p in points])
-    y = np.array([rejection(float(p["accepted_length"]), depth) for p in points])
+    tokens, lengths = (
+        [float(p[key]) for p in points] for key in ("tokens_seen", "accepted_length")
+    )
+    if not all(0 < known < math.inf for known in [*tokens, *lengths]):
+        raise ValueError(f"{name}: a point is not a positive number")
+    x = np.log(np.array(tokens) / 1e6)
+    y = np.array([rejection(length, depth) for length in lengths])
     slope, level = np.polyfit(x, y, 1)
     residual = max(float(np.std(y - (level + slope * x), ddof=2)), LEAST_RESIDUAL)
     error = residual / max(float(np.sqrt(((x - x.mean()) ** 2).sum())), 1e-9)

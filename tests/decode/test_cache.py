@@ -67,6 +67,21 @@ def test_commit_of_one_row_moves_overlapping_slots() -> None:
     assert cache.buffers[0][0, 0, 0, :7, 0].tolist() == [0, 1, 2, 3, 4, 6, 7]
 
 
+def test_the_depth_of_a_draft_is_its_deepest_node_and_no_padding() -> None:
+    cache = small()
+    fill(cache, [5, 7], 3)
+    tree = DraftTree.chain(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([3, 1]))
+    cache.check_depth(tree, 9)
+    with pytest.raises(UserError, match="row 0 holds 5 tokens, and a draft of depth 3"):
+        cache.check_depth(tree, 8)
+    with pytest.raises(ValueError, match="row 0 holds 5 tokens, and a draft of depth 3"):
+        cache.check_switch(tree, 6)
+    fill(cache, [1, 7], 3)
+    cache.check_switch(tree, 9)
+    with pytest.raises(ValueError, match="row 1 holds 7 tokens, and a draft of depth 1"):
+        cache.check_switch(tree, 8)
+
+
 def test_select_keeps_live_rows_a_prefix() -> None:
     cache = small(3)
     fill(cache, [3, 5, 4], 1)

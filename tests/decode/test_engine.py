@@ -312,3 +312,14 @@ def test_a_malformed_draft_commits_nothing(
             on_tokens=lambda row, fresh, drafted: told.append(row),
         )
     assert sorted(told) == [0, 1], "a prompt's first token is no cycle's"
+
+
+def test_a_cycle_tells_how_deep_each_row_drafted(target: Target) -> None:
+    """Rows near their limit draft less than their neighbours: padding is no draft."""
+    asked = [Request(PROMPTS[0], 2, id=0), Request(PROMPTS[4], 12, id=1)]
+    found = generate(target, Tree(), asked, Sampling(), batch_size=2, eos_ids=())
+    short, long = found.generations
+    assert [c.proposed for c in short.cycles] == [1 - 1]
+    assert long.cycles[0].proposed == 3
+    assert all(c.proposed <= 3 for c in long.cycles)
+    assert min(vars(found.timing).values()) >= 0 and found.timing.law_s > 0

@@ -55,6 +55,24 @@ def test_masks_equal_the_definition(reach: Reach, static: bool) -> None:
                 assert torch.equal(found[:, 0], wanted.repeat(1, 3, 1)), (lengths, kind)
 
 
+@pytest.mark.parametrize("reach", [("window", 7), ("chunk", 7)])
+def test_masks_of_drafted_tokens_equal_the_definition(reach: Reach) -> None:
+    """Level by level, as a drafter with a cache scores them: every length around the window."""
+    masks = TreeMasks({"other": reach}, 1, torch.float32, torch.device("cpu"))
+    tree = DraftTree.static(SHAPE, torch.zeros(1, len(SHAPE), dtype=torch.int64))
+    deep = [len(path) for path in SHAPE.paths]
+    seen = tree.mask()[:, 1:, 1:]
+    for end in range(1, 12):
+        wanted = written_out([end], tree, reach)[:, 1:]  # of every node: committed, root, nodes
+        for level in sorted(set(deep)):
+            new = deep.count(level)
+            read = sum(d <= level for d in deep)
+            made = masks.scratch([end + 1], seen[:, read - new : read, :read], deep[:read], new)
+            asked = wanted[:, read - new : read, : end + 1 + read]
+            found = torch.ones_like(asked) if made is None else (made == 0)[:, 0]
+            assert torch.equal(found, asked), (end, level)
+
+
 def test_one_layer_type_gives_one_mask_and_short_rows_none() -> None:
     masks = TreeMasks({"sliding_attention": ("window", 4)}, 1, torch.bfloat16, torch.device("cpu"))
     assert masks([3], DraftTree.empty(1), 1) is None  # four positions: nothing is out of reach

@@ -313,6 +313,12 @@ def test_a_short_context_ends_drafting_not_decoding(pair: Any) -> None:
         want = generate(target, NoDraft(), asked(tokens=24), Sampling(), eos_ids=()).generations
         assert [g.token_ids for g in got] == [g.token_ids for g in want], name
         assert all(g.cycles[-1].proposed == 0 for g in got)
+        for request, g in zip(asked(tokens=24), got, strict=True):
+            for cycle in g.cycles:  # as deep as the draft can read, and not one token less
+                room = max(0, 16 + 1 - len(request.prompt) - cycle.start)
+                left = request.max_new_tokens - cycle.start - 1
+                most = min(drafter.max_depth, room, left)
+                assert cycle.proposed == most or name == "dynamic" and cycle.proposed <= most
     long = [Request(list(range(40, 70)), 6)]
     assert (
         len(

@@ -51,7 +51,7 @@ def test_a_run_starts_from_a_run_and_resumes(tmp_path: Path) -> None:
     first.rename(moved)  # the same weights elsewhere
     run(data, part, f"start={moved}", "steps=3")
     assert weights(whole / "head") != weights(second / "head")
-    with pytest.raises(UserError, match="start_sha256: .* in the checkpoint, None now"):
+    with pytest.raises(UserError, match="start_sha256: .* in the checkpoint, not set now"):
         run(data, part, "steps=3")
     with pytest.raises(UserError, match="^start: "):
         run(data, tmp_path / "third", f"start={first}")

@@ -67,6 +67,11 @@ def test_a_measured_line_is_found_again(tmp_path: Path) -> None:
     assert set(found) == {"a"}
     assert found["a"].slope == pytest.approx(0.2) and found["a"].level == pytest.approx(-0.5)
     assert found["a"].residual == curves.LEAST_RESIDUAL
+    for key, value in (("accepted_length", math.nan), ("tokens_seen", 0), ("tokens_seen", 1e999)):
+        wrong = [*points[:3], {**points[3], key: value}]
+        path.write_text(json.dumps({"runs": {"a": {"points": wrong}}}))
+        with pytest.raises(UserError, match="curves: .* is of another form"):
+            curves.families(path, {"a": 5})
 
 
 def test_a_pilot_scales_the_line_of_its_family() -> None:

@@ -102,18 +102,23 @@ def test_table_counts_what_each_layer_rejects() -> None:
         row("slower", tests="x"),
         row("the same"),
         row("a gap"),
+        row("an old gap"),
     ]
     reasons = {
+        "an old gap": {"kind": "closed since", "reason": "test_x"},
         "slower": {"kind": "not the law", "reason": "..."},
         "the same": {"kind": "equivalent", "reason": "..."},
     }
     found = mutants_page.summary(rows, reasons)
     counts = found["all"]
-    assert (counts["judged"], counts["something"]) == (4, 3)
+    assert (counts["judged"], counts["something"]) == (5, 3)
     assert (counts["law"], counts["law by certificate"]) == (3, 1)
     assert found["open"] == ["a gap"] and found["missed"] == ["seen by tests", "a gap"]
-    found |= {"command": "c", "environment": {"commit": "abc"}, "tokens": 20000}
-    assert "| **all** | 5 | 1 | 1 | 3 | 1 | 3 of 4 (75.0 %) |" in mutants_page.page(found)
+    assert found["since"] == ["an old gap"]
+    found |= {"command": "c", "environment": {"commit": "abc"}, "tokens": 20000, "mutants": rows}
+    page = mutants_page.page(found)
+    assert "| **all** | 6 | 1 | 1 | 3 | 1 | 3 of 5 (60.0 %) |" in page
+    assert "- `an old gap`: test_x" in page
     with pytest.raises(ValueError, match="kind"):
         mutants_page.summary(rows, {"a gap": {"kind": "odd"}})
 
@@ -126,7 +131,6 @@ def test_mutants_of_the_random_numbers_are_caught(tmp_path: Path) -> None:
         "mutants=2",
         "layers=[tests]",
         f"out={tmp_path / 'm.json'}",
-        f"page={tmp_path / 'm.md'}",
         f"state={tmp_path / 'state'}",
         "quiet=true",
     ]

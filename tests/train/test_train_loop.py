@@ -131,9 +131,9 @@ def test_a_key_that_came_later_may_stand_at_its_default(tmp_path: Path) -> None:
     saved, default = {"seed": 0, "gone": 1}, {"seed": 0, "new": False}
     assert disk.check_meaning({"seed": 0}, {"seed": 0, "new": False}, tmp_path, default) == []
     for now in ({"seed": 0, "new": True}, {"seed": 0, "features": "stored"}):
-        with pytest.raises(UserError, match="None in the checkpoint"):
+        with pytest.raises(UserError, match="not set in the checkpoint"):
             disk.check_meaning({"seed": 0}, now, tmp_path, default)
-    with pytest.raises(UserError, match="gone: 1 in the checkpoint, None now"):
+    with pytest.raises(UserError, match="gone: 1 in the checkpoint, not set now"):
         disk.check_meaning(saved, {"seed": 0}, tmp_path, default)
 
 

@@ -4,23 +4,33 @@ through.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 # "equivalent": nothing that can be observed changes. "not the law": speed, acceptance, records
-# or words change alone.
-KINDS = ("equivalent", "not the law")
+# or words change alone. "closed since": it got through, and the reason names the test that has
+# been written for it, or the line that is gone.
+SINCE = "closed since"
+KINDS = ("equivalent", "not the law", SINCE)
 LAYERS = ("enumeration", "tests", "certificate")
 Row = dict[str, Any]
+
+
+def reasons(path: Path) -> dict[str, dict[str, str]]:
+    """By mutant, its kind and why, from a file such as docs/results/mutants-harmless.json; none
+    without a file."""
+    return {row["mutant"]: row for row in json.loads(path.read_text())} if path.exists() else {}
 
 
 def summary(rows: Sequence[Row], reasons: dict[str, dict[str, str]]) -> dict[str, Any]:
     """Counts by module and in all. Rows get their kind ("law" where no reason says otherwise)
     and reason.
 
-    open: keys of mutants that nothing rejected, without a reason. missed: those that change
-    the law and that no certificate rejects. contradicted: reasons for mutants that a
-    certificate rejects.
+    open: keys of mutants that nothing rejected, then or since. since: those that got through
+    and were closed afterwards. missed: those that change the law and that no certificate
+    rejects. contradicted: reasons for mutants that a layer rejects all the same.
     """
     for row in rows:
         given = reasons.get(row["key"], {})
@@ -32,9 +42,14 @@ def summary(rows: Sequence[Row], reasons: dict[str, dict[str, str]]) -> dict[str
     return {
         "all": _counts(rows),
         "modules": counts,
-        "open": [r["key"] for r in rows if not _caught(r) and r["kind"] != "equivalent"],
+        "open": [
+            r["key"] for r in rows if not _caught(r) and r["kind"] not in ("equivalent", SINCE)
+        ],
+        "since": [r["key"] for r in rows if r["kind"] == SINCE],
         "missed": [r["key"] for r in rows if r["kind"] == "law" and not r.get("certificate")],
-        "contradicted": [r["key"] for r in rows if r["kind"] == "equivalent" and _caught(r)],
+        "contradicted": [
+            r["key"] for r in rows if r["kind"] in ("equivalent", SINCE) and _caught(r)
+        ],
     }
 
 
@@ -110,4 +125,8 @@ def page(found: dict[str, Any]) -> str:
     ):
         text += ["", f"## {title}", ""]
         text += [f"- `{k}`" for k in found[key]] or ["None."]
+    if found["since"]:
+        text += ["", "## Got through then, closed since", ""]
+        reasons = {row["key"]: row["reason"] for row in found["mutants"]}
+        text += [f"- `{k}`: {reasons[k]}" for k in found["since"]]
     return "\n".join(text) + "\n"
