@@ -4,6 +4,7 @@ figure that ranks checkpoints."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from accelerate import Accelerator
@@ -67,11 +68,10 @@ def decoded_acceptance(
         if asked_anywhere(stop, accelerator) if target.sharded else stop.asked:
             raise _Asked
 
+    shape = ""
     decoded: list[Generation | _Asked | NoRoom]
-    shape, room = "", room or Room()
     try:
-        batches = held_out_batches(rows, cfg.calibration_rows, room.rows, room.tokens)
-        head.calibrate((b.to(target.device) for b in batches), target)
+        calibrated(head, target, rows, cfg, room or Room())
         drafter = head.drafter(target, Draft(shape=cfg.shape))
         shape = drafter.shape
         decoded = [
@@ -97,6 +97,17 @@ def decoded_acceptance(
     every = [g for g in gathered if isinstance(g, Generation)]
     if len(every) < len(requests):
         return None
+    return figures(every, shape)
+
+
+def calibrated(head: Head, target: Target, rows: Rows, cfg: EvalConfig, room: Room) -> None:
+    """Calibrate the head on held-out rows, in passes that `room` holds."""
+    batches = held_out_batches(rows, cfg.calibration_rows, room.rows, room.tokens)
+    head.calibrate((batch.to(target.device) for batch in batches), target)
+
+
+def figures(every: Sequence[Generation], shape: str) -> dict[str, Any]:
+    """What answers tell that were drafted in a shape; {} where no cycle counts."""
     parts = [split(g) for g in every]
     clean = [p.clean for p in parts]
     length = accepted_length(clean)
