@@ -82,6 +82,8 @@ def test_no_files_import_each_other() -> None:
 
 
 PARAMETERS = 8  # of a function, at most
+LINES = 60  # of a function, at most, but for these
+LONG = {"scripts/tuning/run.py:run", "heads/losses.py:forward"}
 
 # What a stranger reads to know how a token comes about: the algorithm, what heads share, the
 # training loop, and one head with what it shares with its kin. Other drafters than that one do
@@ -133,6 +135,16 @@ def test_no_function_has_more_than_eight_parameters() -> None:
         if len(parameters(function)) > PARAMETERS
     ]
     assert not long
+
+
+def test_no_function_has_more_than_sixty_lines() -> None:
+    long = {
+        f"{path.relative_to(ROOT)}:{function.name}"
+        for path in SOURCES
+        for function in functions(path)
+        if (function.end_lineno or 0) - function.lineno >= LINES
+    }
+    assert long <= LONG
 
 
 @pytest.mark.parametrize("head", READING)

@@ -10,7 +10,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from decode.engine import Generation, Request, generate
+from decode.engine import Generation, Options, Request, generate
 from decode.sampling import Sampling
 from decode.stats import acceptance_by_position, accepted_length, split
 from decode.target import Target
@@ -74,17 +74,9 @@ def decoded_acceptance(
         calibrated(head, target, rows, cfg, room or Room())
         drafter = head.drafter(target, Draft(shape=cfg.shape))
         shape = drafter.shape
-        decoded = [
-            *generate(
-                target,
-                drafter,
-                mine,
-                Sampling(temperature=cfg.temperature),
-                batch_size=cfg.batch_size,
-                seed=seed,
-                on_tokens=heed,
-            ).generations
-        ]
+        sampling = Sampling(temperature=cfg.temperature)
+        how = Options(batch_size=cfg.batch_size, seed=seed, on_tokens=heed)
+        decoded = [*generate(target, drafter, mine, sampling, **how).generations]
     except _Asked as asked:
         decoded = [asked]
     except (RuntimeError, MemoryError) as error:

@@ -71,7 +71,6 @@ def begin(
         log.say(note)
     clock = Clock(accelerator.device)
     clock.watch(target)
-    model = accelerator.prepare(head) if world > 1 else head
     head.train()
     return Run(
         cfg,
@@ -81,7 +80,7 @@ def begin(
         rows,
         plan,
         head,
-        model,
+        accelerator.prepare(head) if world > 1 else head,
         source,
         optimizer,
         state,

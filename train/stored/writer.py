@@ -247,6 +247,11 @@ class Writer:
                     )
                     out["law.ids"][start + piece : start + end] = p.indices.to("cpu", torch.int32)
             yield int(self.rows.lengths[part].sum())
+        self._keep(number, out)
+
+    def _keep(self, number: int, out: dict[str, Tensor]) -> None:
+        """Write a shard's tensors, then its card. Raises UserError when the disk refuses."""
+        first, last = self.bounds[number], self.bounds[number + 1]
         path = self.path(number)
         path.with_suffix(".json").unlink(missing_ok=True)
         stage = path.with_name(f".tmp-{path.name}-{os.getpid()}")
