@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
+from conf.disk import sync
 from conf.errors import UserError
 from conf.jsonl import HALF, is_whole
 from conf.typed import from_json
@@ -376,12 +377,3 @@ def recover(final: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
         else:
             os.rename(old, final)
-
-
-def sync(path: Path) -> None:
-    """fsync a file or folder."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

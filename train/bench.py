@@ -31,13 +31,13 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import torch
 from torch import Tensor
 
+from conf.commit import commit
 from conf.schema import entry
 from decode.models.load import load_target
 from decode.target import Target
 from heads.base import Batch, Head
 from heads.losses import chunk_of
 from train.facts import measured_head, settle
-from train.log import git_commit
 from train.measure.speed import draft_flops
 from train.stored.features import CachedTarget, Source
 from train.texts.batches import Plan, hash_u63, load_rows
@@ -134,7 +134,7 @@ def measure(cfg: ValidateConfig) -> dict[str, Any]:
         "environment": {
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
-            "commit": git_commit(),
+            "commit": commit(),
         },
     }
     if source.store:

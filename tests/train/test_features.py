@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from conf import disk
 from conf.errors import UserError
 from conf.schema import compose
 from decode.target import Target
@@ -314,7 +315,7 @@ def test_every_file_is_synced_before_its_name_and_its_record_comes_after(
     data, tmp_path, monkeypatch
 ) -> None:
     events: list[Path] = []
-    folder, sync, rename = tmp_path / "f", feature_writer.sync, os.replace
+    folder, sync, rename = tmp_path / "f", disk.sync, os.replace
 
     def syncing(path: Path) -> None:
         events.append(path)
@@ -326,7 +327,7 @@ def test_every_file_is_synced_before_its_name_and_its_record_comes_after(
             events.append(b)
         rename(a, b)
 
-    monkeypatch.setattr(feature_writer, "sync", syncing)
+    monkeypatch.setattr(disk, "sync", syncing)
     monkeypatch.setattr(os, "replace", renaming)
     writer = written(data, folder)
     shards = [x for i in range(4) for x in (writer.path(i), writer.path(i).with_suffix(".json"))]
