@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,6 +31,7 @@ from scripts.scoring.reference import hf_generate
 BUDGET = 64 * 2**20  # logits held at once, in numbers
 BEST = 8  # tokens that rounding could make the greedy one
 CHUNK = 4  # batches of requests between two saves
+ALONE = 8  # one prompt of so many is decoded by itself: a single row takes ways of its own
 Advance = Callable[[int], None]
 
 
@@ -224,8 +226,9 @@ def greedy_layer(
     within `reading.tolerance` of each other; anything else is a defect. An answer that differs
     from the reference's is generated again by itself first, since left padding moves the last
     bits of a batch. Besides, and whatever rounding does, every emitted token must be the best
-    one (lowest id among equals) of the logits it was verified against. theirs: the reference's
-    tokens, when known already. parts: keeps what is done.
+    one (lowest id among equals) of the logits it was verified against. The last answers, one of
+    ALONE, are written in a batch of one. theirs: the reference's tokens, when known already.
+    parts: keeps what is done.
     """
     sampling, guidance = greedy_of(reading.sampling), reading.guidance
     parts = parts or Parts(None)
@@ -234,15 +237,18 @@ def greedy_layer(
         theirs = reference_tokens(plain, requests, sampling, reading.batch_size, guidance)
     ours = parts.lines("greedy")
     advance(len(ours))
+    together = len(requests) - math.ceil(len(requests) / ALONE)
     while len(ours) < len(requests):
-        chunk = requests[len(ours) : len(ours) + CHUNK * reading.batch_size]
+        size = reading.batch_size if len(ours) < together else 1
+        end = together if len(ours) < together else len(requests)
+        chunk = requests[len(ours) : min(end, len(ours) + CHUNK * size)]
         seen = Recorder(reading.verify, chunk, functools.partial(_is_best, sampling))
         run = generate(
             target,
             drafter,
             chunk,
             sampling,
-            batch_size=reading.batch_size,
+            batch_size=size,
             verify=seen,
             guidance=guidance,
             coins=seen.coins,

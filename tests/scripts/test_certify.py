@@ -15,9 +15,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from conf.typed import faults
 from decode import verify as rules_of_verification
+from decode.cache import TreeCache
 from decode.drafters import Drafter, DraftModel, NoDraft
 from decode.engine import Generation, Request, generate
 from decode.grow import Form
@@ -400,6 +402,25 @@ def test_greedy_layer_passes_sound_code_and_names_defects(world: Any) -> None:
     wrong = run(plain.target, wrong_rules.softmax_acceptance)
     assert wrong.defects > 0 and wrong.astray > 0
     assert run(commits_wrong_rows(plain.target), "traversal").defects > 0
+
+
+def test_greedy_layer_sees_what_goes_wrong_in_a_batch_of_one(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single row takes ways of its own through the cache; here it forgets to move."""
+    plain, own, _ = world
+    prompts = [[first, 5, 7, 9] for first in (15, 18, 27)]
+    tree = DraftModel(own.draft, Form.tree(3, nodes=7, width=3))
+    compact = TreeCache._compact
+
+    def lazy(cache: TreeCache, path: Tensor, deepest: int) -> None:
+        if len(cache.physical) > 1:
+            compact(cache, path, deepest)
+
+    monkeypatch.setattr(TreeCache, "_compact", lazy)
+    found = greedy_layer(plain, plain.target, tree, prompts, Reading(24, 4, 1e-4, "traversal"))
+    places = {d["prompt"]: d["position"] for d in found.divergences if d["kind"] == "defect"}
+    assert places[len(prompts) - 1] < 12, "the last one is alone from its first token on"
 
 
 def test_greedy_layer_knows_processors_penalty_and_guidance(world: Any) -> None:
