@@ -5,6 +5,7 @@ import, one licence.
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import subprocess
 import sys
@@ -24,14 +25,26 @@ MAY_IMPORT = {
 SOURCES = [p for package in MAY_IMPORT for p in sorted((ROOT / package).rglob("*.py"))]
 
 
+@functools.cache
+def text_of(path: Path) -> str:
+    return path.read_text()
+
+
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """Every node of a file's syntax tree; the file itself comes first."""
+    return list(ast.walk(ast.parse(text_of(path))))
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_source_file(path) -> None:  # type: ignore[no-untyped-def]
     package = path.relative_to(ROOT).parts[0]
-    text = path.read_text()
-    tree = ast.parse(text)
+    text, nodes = text_of(path), nodes_of(path)
+    tree = nodes[0]
+    assert isinstance(tree, ast.Module)
     assert ast.get_docstring(tree) or not tree.body, "a file says what it is for"
-    named = {n.name for node in ast.walk(tree) if isinstance(node, ast.Import) for n in node.names}
-    named |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    named = {n.name for node in nodes if isinstance(node, ast.Import) for n in node.names}
+    named |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
     ours = {name.partition(".")[0] for name in named} & set(MAY_IMPORT)
     assert ours <= MAY_IMPORT[package], f"{path} imports {ours - MAY_IMPORT[package]}"
     assert "pickle" not in named and not (package == "conf" and "torch" in named)
@@ -48,7 +61,7 @@ def imports() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for name, path in files.items():
         wanted: set[str] = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.Import):
                 wanted |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
@@ -116,9 +129,10 @@ READING = {
 }
 
 
+@functools.cache
 def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    tree = ast.walk(ast.parse(path.read_text()))
-    return [node for node in tree if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    return [node for node in nodes_of(path) if isinstance(node, kinds)]
 
 
 def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
@@ -170,9 +184,9 @@ def test_targets_heads_and_drafters_are_typed() -> None:
 
 
 def test_the_formatter_decides_the_layout() -> None:
-    skipped = [str(path) for path in SOURCES if "fmt: " + "skip" in path.read_text()]
+    skipped = [str(path) for path in SOURCES if "fmt: " + "skip" in text_of(path)]
     assert not skipped
-    lines = [line for path in SOURCES for line in path.read_text().split("\n")]
+    lines = [line for path in SOURCES for line in text_of(path).split("\n")]
     wide = sum(len(line) > 95 for line in lines)
     assert wide < 0.03 * len(lines), f"{wide} of {len(lines)} lines are wider than 95 columns"
 

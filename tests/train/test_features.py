@@ -185,7 +185,7 @@ def test_a_run_reads_the_cache_and_may_change_to_it_in_the_middle(
 def test_a_coarser_store_is_another_meaning(data: Path, tmp_path: Path) -> None:
     written(data, tmp_path / "f", "store=bfloat16")
     run(data, tmp_path / "run", "steps=2")
-    with pytest.raises(UserError, match="features: None in the checkpoint, stored in bfloat16 now"):
+    with pytest.raises(UserError, match="features: not set in the checkpoint, stored in bfloat16"):
         run(data, tmp_path / "run", "steps=2", f"data.features={tmp_path / 'f'}")
 
 

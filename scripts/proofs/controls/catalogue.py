@@ -239,7 +239,7 @@ def _loop() -> list[Control]:
         drafter = wrap(
             Counted(TableDrafter(CHAIN, "iid", 3), CHAIN)
         )  # below the rule: it sees the depth of each row
-        return engine_law(toy_model(vocab=3), drafter, [1, 2], 5, ONE, shape=CHAIN).error
+        return engine_law(toy_model(vocab=3), drafter, [1, 2], 4, ONE, shape=CHAIN).error
 
     right = lambda: measure(same, None)
     return [
