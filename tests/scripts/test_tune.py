@@ -123,7 +123,7 @@ def test_the_choice_is_written_and_obeyed(
         "http://www.w3.org", ""
     )
     assert {p.stem for p in (out / "figures").glob("*.png")} == set(tuning_plots.TUNE)
-    assert "written:" in capsys.readouterr().out and not list(tmp_path.rglob("*.tmp"))
+    assert "written:" in capsys.readouterr().out and not list(tmp_path.rglob(".tmp-*"))
 
 
 def test_an_ngram_is_tuned_at_a_temperature(
