@@ -20,7 +20,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from conf.errors import UserError
-from decode.tree import DraftTree
 
 LayerShape = tuple[int, int, int]  # Hkv, key size, value size
 
@@ -149,63 +148,6 @@ class TreeCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self.offset + int(query_length), 0
 
-    def check_prompts(self, rows: list[Tensor], context: int) -> None:
-        """Raise UserError when the 1-D prompts `rows`, one per new live row, cannot join the
-        live ones.
-        """
-        if not rows:
-            raise UserError("prefill: no prompt; give at least one")
-        if self.rows + len(rows) > self.max_rows:
-            raise UserError(
-                f"cache: {self.rows} live rows and {len(rows)} new ones exceed its "
-                f"{self.max_rows} rows; "
-                "make it larger or wait until rows leave"
-            )
-        for row, prompt in enumerate(rows):
-            if prompt.dim() != 1 or len(prompt) == 0:
-                raise UserError(
-                    f"prompt {row}: shape {tuple(prompt.shape)}; give at least one "
-                    "token, as a 1-D tensor"
-                )
-            if len(prompt) > context:
-                raise UserError(
-                    f"prompt {row}: {len(prompt)} tokens exceed the target's context of "
-                    f"{context}; shorten it"
-                )
-            if len(prompt) > self.max_len:
-                raise UserError(
-                    f"prompt {row}: {len(prompt)} tokens exceed the cache's "
-                    f"{self.max_len} per row; "
-                    "make the cache longer or shorten the prompt"
-                )
-
-    def check_depth(self, tree: DraftTree, context: int) -> None:
-        """Raise UserError when the draft of a live row would reach beyond the target's
-        `context` positions.
-        """
-        for row, depth in enumerate(_depths(tree)):
-            end = max(self.physical[row * self.width : (row + 1) * self.width])
-            if end + depth >= context:
-                raise UserError(
-                    f"context: row {row} holds {end} tokens, and a draft of depth "
-                    f"{depth} behind the last one "
-                    f"exceeds the target's {context} positions; cap depth or stop this row"
-                )
-
-    def check_switch(self, tree: DraftTree, switch: int) -> None:
-        """Raise ValueError when a row that was read up to `switch` tokens would go beyond them
-        (Target.headroom).
-        """
-        for row, depth in enumerate(_depths(tree)):
-            for end in self.physical[row * self.width : (row + 1) * self.width]:
-                if end <= switch <= end + depth:
-                    raise ValueError(
-                        f"score: row {row} holds {end} tokens, and a draft of depth "
-                        f"{depth} behind the last one "
-                        f"crosses {switch}, where the rotary embedding changes; cap "
-                        "depth and prefill the row again"
-                    )
-
     def room(self, new: int) -> int:
         """The scratch offset M of a pass with `new` entries per row. UserError when they do
         not fit.
@@ -309,12 +251,3 @@ class TreeCache(Cache):
                 buffer[:, to, :, :end] = buffer[:, come, :, :end]
         self.physical = [self.physical[s] for s in source]
         self.pending = None
-
-
-def _depths(tree: DraftTree) -> list[int]:
-    """Levels of each row's draft, padding left out."""
-    node = torch.arange(tree.width + 1, device=tree.tokens.device)
-    depths: list[int] = (
-        torch.where(node <= tree.size[:, None], tree.positions(), 0).amax(1).tolist()
-    )
-    return depths

@@ -22,6 +22,7 @@ from torch import Tensor
 from conf.errors import UserError
 from decode import grow
 from decode.cache import TreeCache
+from decode.draft_masks import scratch
 from decode.grow import Form, Nodes
 from decode.rng import Rng
 from decode.sampling import Sampling
@@ -197,7 +198,7 @@ class DraftModel:
             level - 1
         )
         positions = places.expand(len(lengths), new).clamp(max=self.draft.span - 1)
-        mask = self.masks.scratch(lengths, seen, self.levels_read, new)
+        mask = scratch(self.masks, lengths, seen, self.levels_read, new)
         cache.open(0, len(lengths), offset, new)
         return self._pass(tokens, positions, mask)
 

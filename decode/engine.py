@@ -19,15 +19,16 @@ from typing import TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from conf.errors import UserError
 from decode import waits
 from decode.cache import TreeCache
 from decode.drafters import Drafter
-from decode.records import Cycle, Generation, Request, Run, Timing
+from decode.fits import longest_answer
+from decode.records import Cycle, Generation, Request, Run
 from decode.rng import Rng
 from decode.sampling import Law, Sampling
 from decode.scorer import Step
 from decode.target import Target
+from decode.timing import Timing
 from decode.tree import DraftTree
 from decode.verify import Coins, Verdict
 from decode.verify import verify as run_verify
@@ -145,39 +146,13 @@ class Engine:
         self.rule: Rule = rule if callable(rule) else functools.partial(run_verify, rule=rule)
         self.eos = frozenset(self.target.eos_ids if self.eos_ids is None else self.eos_ids)
         self.timing, self.law_rows = Timing(), 0
+        room = self.target.context_length, self.target.vocab_size
         self.all = [
-            _Row(i, r, Generation(list(r.prompt)), self._limit(i, r))
+            _Row(i, r, Generation(list(r.prompt)), longest_answer(r, i, *room))
             for i, r in enumerate(self.requests)
         ]
         self.queue = deque(row for row in self.all if row.limit > 0)
         self.rows: list[_Row] = []
-
-    def _limit(self, index: int, request: Request) -> int:
-        context = self.target.context_length
-        longest = max(len(request.prompt), len(request.uncond or ()))
-        if not -(1 << 63) <= request.id < 1 << 63:
-            raise UserError(
-                f"request {index}: its id {request.id} is no 64-bit number; give one below 2**63"
-            )
-        if not request.prompt:
-            raise UserError(f"request {index}: the prompt is empty; give at least one token")
-        if longest >= context:
-            raise UserError(
-                f"request {index}: the prompt has {longest} tokens and the target's "
-                f"context holds {context}; "
-                f"shorten the prompt"
-            )
-        vocab = self.target.vocab_size
-        wrong = next(
-            (t for t in (*request.prompt, *(request.uncond or ())) if not 0 <= t < vocab), None
-        )
-        if wrong is not None:
-            raise UserError(
-                f"request {index}: token {wrong} lies outside the target's vocabulary "
-                f"0..{vocab - 1}; "
-                "tokenize the prompt with the target's own tokenizer"
-            )
-        return min(request.max_new_tokens, context - longest)
 
     @torch.inference_mode()
     def run(self) -> Run:

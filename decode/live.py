@@ -24,6 +24,7 @@ from conf.errors import UserError
 from decode.cache import TreeCache
 from decode.drafters import Drafter
 from decode.engine import Engine, Generation, Request, _Row
+from decode.fits import longest_answer
 from decode.sampling import Law, Sampling
 from decode.scorer import Step
 from decode.target import Target
@@ -123,7 +124,10 @@ class LiveBatch(Engine):
         """
         number = self._joined
         room = self.room.longest - len(request.prompt)
-        limit = min(self._limit(number, request), room)
+        limit = min(
+            longest_answer(request, number, self.target.context_length, self.target.vocab_size),
+            room,
+        )
         if room < 1:
             raise UserError(
                 f"prompt: {len(request.prompt)} tokens, and a row holds {self.room.longest} with "

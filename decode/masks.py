@@ -62,48 +62,6 @@ class TreeMasks:
         masks = {kind: made[bound.get(kind, FULL)] for kind in self.reaches}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def scratch(
-        self, lengths: list[int], seen: Tensor | None, levels: list[int], new: int
-    ) -> Tensor | dict[str, Tensor] | None:
-        """Masks of a pass over `new` drafted tokens that stand, behind those drafted before
-        them, in slots from the longest row's end on.
-
-        seen: [B or 1, new, R] bool, which of all R drafted tokens each may look at; None: all
-            of them, `new` is 1.
-        levels: the level of each of the R tokens, 1 = directly behind the last committed one.
-        Masks are [B, 1, G * new, longest + R].
-        """
-        longest, rows, total = max(lengths), len(lengths), len(levels)
-        reach = longest + max(levels)
-        bound = {kind: r for kind, r in self.reaches.items() if r[0] != "full" and reach > r[1]}
-        if min(lengths) == longest and seen is None and not bound:
-            return None
-        ends = torch.tensor(lengths, device=self.device)[:, None]
-        slots = torch.arange(longest, device=self.device)
-        block = (
-            torch.ones(1, new, total, dtype=torch.bool, device=self.device)
-            if seen is None
-            else seen
-        )
-        allowed = torch.cat(
-            [(slots < ends)[:, None].expand(rows, new, longest), block.expand(rows, new, total)], 2
-        )
-        place = ends + torch.tensor(levels, device=self.device) - 1  # [B, R]
-        key, query = (
-            torch.cat([slots.expand(rows, longest), place], 1)[:, None],
-            place[:, total - new :, None],
-        )
-        made: dict[Reach, Tensor] = {}
-        for kind in dict.fromkeys(bound.get(kind, FULL) for kind in self.reaches):
-            near = allowed
-            if kind[0] == "window":
-                near = allowed & (query - key < kind[1])
-            elif kind[0] == "chunk":
-                near = allowed & (query // kind[1] == key // kind[1])
-            made[kind] = self._additive(near)
-        masks = {kind: made[bound.get(kind, FULL)] for kind in self.reaches}
-        return masks if len(masks) > 1 else next(iter(masks.values()))
-
     def _build(
         self, lengths: list[int], tree: DraftTree, width: int, reaches: set[Reach]
     ) -> dict[Reach, Tensor]:
@@ -122,14 +80,13 @@ class TreeMasks:
                 offset = offset.repeat_interleave(width, 0) if offset.shape[0] > 1 else offset
                 query = ends[:, None] + offset  # [B, n]
                 key = torch.cat([slots.expand(rows, longest), query], 1)
-                if reach[0] == "window":
-                    near = allowed & (query[:, :, None] - key[:, None, :] < reach[1])
-                else:
-                    near = allowed & (query[:, :, None] // reach[1] == key[:, None, :] // reach[1])
-            made[reach] = self._additive(near)
+                near = allowed & within(reach, query[:, :, None], key[:, None, :])
+            made[reach] = self.additive(near)
         return made
 
-    def _additive(self, allowed: Tensor) -> Tensor:
+    def additive(self, allowed: Tensor) -> Tensor:
+        """[B, n, S] bool -> [B, 1, G * n, S], 0 where a token may look and as low as can be
+        elsewhere."""
         mask = torch.zeros(allowed.shape, dtype=self.dtype, device=self.device)
         mask.masked_fill_(~allowed, torch.finfo(self.dtype).min)
         return mask.repeat(1, self.tile, 1)[:, None]
@@ -147,7 +104,7 @@ class TreeMasks:
         known = self._strips.pop(id(layout), None)
         strip = None if known is None else known[1]
         if known is not None and (strip is None or strip.shape[3] < longest + n):
-            block = self._additive(layout.mask.to(self.device))
+            block = self.additive(layout.mask.to(self.device))
             room = max(512, 2 * longest)
             strip = torch.cat([block.new_zeros(*block.shape[:3], room), block], 3)
         # The layout is kept alive, so its id stays its own.
@@ -160,3 +117,12 @@ class TreeMasks:
         return (
             view if view.device.type == "cpu" else view.contiguous()
         )  # GPU kernels want aligned strides
+
+
+def within(reach: Reach, query: Tensor, key: Tensor) -> Tensor:
+    """Whether a layer of that reach lets the position `query` look at the position `key`, which
+    is not behind it."""
+    kind, size = reach
+    if kind == "window":
+        return query - key < size
+    return query // size == key // size

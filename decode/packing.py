@@ -4,6 +4,8 @@ they were loaded for everybody who takes its model: training, export, references
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, Self
 
 import torch
@@ -12,7 +14,8 @@ from torch import Tensor
 from decode.cache import TreeCache
 from decode.models import lean, packed
 from decode.probe import TOLERANCE, difference
-from decode.scorer import Probe, Scorer
+from decode.probed import Probe
+from decode.scorer import Scorer
 
 
 class PackingScorer(Scorer):
@@ -25,6 +28,7 @@ class PackingScorer(Scorer):
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
         super().__init__(model, tokenizer)
         self.packing = packed.Packing()
+        self._loaded_attention = model.config._attn_implementation
 
     @property
     def model(self) -> Any:
@@ -37,6 +41,21 @@ class PackingScorer(Scorer):
         """Bring the layers back as they were loaded."""
         lean.lengthen(self.packing.short)
         self.packing.undo()
+
+    @contextlib.contextmanager
+    def as_loaded(self) -> Iterator[Any]:
+        """The model with the attention it was loaded with, for references that must not share
+        our code: the probe exchanges it for one that does not copy K/V for trees.
+        """
+        used = self._model.config._attn_implementation
+        if used == self._loaded_attention:
+            yield self.model
+            return
+        self._model.set_attn_implementation(self._loaded_attention)
+        try:
+            yield self.model
+        finally:
+            self._model.set_attn_implementation(used)
 
     @property
     def packed_layers(self) -> int:

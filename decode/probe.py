@@ -23,10 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from decode import attention
+from decode import attention, hidden
 from decode.cache import LayerShape
 from decode.masks import FULL, Reach
-from decode.scorer import Head, Probe, Scorer
+from decode.probed import Head, Probe
+from decode.scorer import Scorer
 from decode.tree import DraftTree
 
 # Largest accepted difference of one token's logits, relative to their spread (root mean
@@ -424,12 +425,9 @@ def layer_stack(target: Scorer) -> list[nn.Module]:
     return list(stacks[0]) if len(stacks) == 1 else []
 
 
-def probe_layers(target: Scorer, caught: Callable[..., Tensor]) -> list[nn.Module]:
+def probe_layers(target: Scorer) -> list[nn.Module]:
     """The layers whose inputs are the hidden states that transformers lists; [] where that does
-    not hold. Asked by one short pass each way.
-
-    caught: (layers, taps, keys of the pass) -> the hidden states read on the way.
-    """
+    not hold. Asked by one short pass each way."""
     stack = layer_stack(target)
     if not stack:
         return []
@@ -440,7 +438,7 @@ def probe_layers(target: Scorer, caught: Callable[..., Tensor]) -> list[nn.Modul
     with target.rows_apart():
         listed = target.body(**kwargs, output_hidden_states=True).hidden_states
     try:
-        found = caught(stack, range(target.num_layers + 1), kwargs)
+        found = hidden.caught(target, stack, range(target.num_layers + 1), kwargs)
     except FAILURES:  # layers of another build
         return []
     same = listed is not None and torch.equal(torch.stack(listed, 2), found)

@@ -11,10 +11,9 @@ size.
 
 from __future__ import annotations
 
-import copy
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,9 +21,9 @@ from torch import Tensor
 
 from conf.errors import UserError
 from decode import waits
+from decode.stateless import Processor, refuse_state
 from decode.tree import DraftTree
 
-Processor = Callable[[Tensor, Tensor], Tensor]
 _FIRST_CANDIDATES = 256  # enough for nearly every truncated law; more are fetched where it is not
 
 
@@ -105,7 +104,7 @@ class Sampling:
             self, "top_k", int(self.top_k)
         )  # 2.0 passes above, and indexing refuses it
         for processor in self.processors:
-            _refuse_state(processor)
+            refuse_state(processor)
 
     @property
     def greedy(self) -> bool:
@@ -320,37 +319,3 @@ class Law:
             seen = scores.gather(1, ids)
             scores = scores.scatter(1, ids, torch.where(seen < 0, seen * penalty, seen / penalty))
         return scores
-
-
-def _refuse_state(processor: Processor) -> None:
-    """Call it on two histories and the first again: a processor that answers differently, or
-    changes, keeps state.
-    """
-    name = type(processor).__name__
-    before = _picture(processor)
-    histories: Sequence[list[int]] = ([1, 2, 3], [3, 1, 2, 0], [1, 2, 3])
-    try:
-        answers = [
-            copy.deepcopy(processor)(torch.tensor([h]), torch.linspace(0, 1, 1024)[None])
-            for h in histories[:1]
-        ]
-        probe = copy.deepcopy(processor)
-        answers += [probe(torch.tensor([h]), torch.linspace(0, 1, 1024)[None]) for h in histories]
-    except (IndexError, RuntimeError, ValueError, TypeError) as error:
-        raise UserError(
-            f"processors: {name} cannot be called on one row by itself ({error}); use a "
-            "stateless one"
-        ) from None
-    if _picture(probe) != before or not (
-        torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[3])
-    ):
-        raise UserError(
-            f"processors: {name} keeps state between calls; tree verification visits "
-            "nodes in any order, "
-            f"so only stateless processors are exact: leave it out"
-        )
-
-
-def _picture(thing: object) -> str:
-    fields = getattr(thing, "__dict__", {})
-    return repr({k: v.tolist() if isinstance(v, Tensor) else v for k, v in sorted(fields.items())})

@@ -14,7 +14,7 @@ import contextlib
 import copy
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -22,44 +22,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from conf.errors import UserError
-from decode.cache import LayerShape, TreeCache
-from decode.masks import FULL, Reach, TreeMasks
+from decode import fits
+from decode.cache import TreeCache
+from decode.masks import TreeMasks
 from decode.models import facts, rope
 from decode.models.facts import UNBOUNDED
+from decode.probed import Head, Probe
 from decode.tree import DraftTree
-
-
-@dataclass(frozen=True)
-class Head:
-    """logits = cap * tanh(scale * lm_head(h) / cap), cap None: no cap. exact: the model's
-    logits agree.
-    """
-
-    scale: float = 1.0
-    cap: float | None = None
-    exact: bool = False
-    reason: str = ""
-
-    def finish(self, logits: Tensor) -> Tensor:
-        if self.scale != 1.0:
-            logits = logits * self.scale
-        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
-
-
-@dataclass
-class Probe:
-    """support "tree" or "chain" (and why), K/V shapes per layer, reach per layer type, mask
-    rows per node.
-
-    tested: tokens of the longest text whose logits were compared with a plain pass's.
-    """
-
-    support: str
-    shapes: list[LayerShape | None]
-    reaches: dict[str, Reach] = field(default_factory=lambda: {"full_attention": FULL})
-    tile: int = 1
-    reason: str = ""
-    tested: int = 0
 
 
 @dataclass
@@ -166,17 +135,7 @@ class Scorer:
         Raises UserError when max_len exceeds the context by more than a tree, or a count is
         not positive.
         """
-        if max_rows < 1 or max_len < 1 or max_nodes < 0:
-            raise UserError(
-                f"cache: {max_rows} rows of {max_len} tokens and {max_nodes} nodes; give "
-                "at least 1, 1 and 0"
-            )
-        if max_len > self.context_length + max_nodes:
-            raise UserError(
-                f"cache: {max_len} tokens per row exceed the target's context of "
-                f"{self.context_length}; "
-                "ask for fewer new tokens or shorten the prompt"
-            )
+        fits.check_sizes(max_rows, max_len, max_nodes, self.context_length)
         return TreeCache(
             self.probe().shapes, max_rows, max_len, max_nodes, self.dtype, self.device, guidance
         )
@@ -196,11 +155,11 @@ class Scorer:
         is too long, or too many rows.
         """
         rows = list(prompts)
-        cache.check_prompts(rows, self.context_length)
+        fits.check_prompts(cache, rows, self.context_length)
         if cache.guidance is not None:
             given = list(uncond) if uncond is not None else [None] * len(rows)
             others = [p[-1:] if u is None else u for p, u in zip(rows, given, strict=True)]
-            cache.check_prompts(others, self.context_length)
+            fits.check_prompts(cache, others, self.context_length)
             rows = [p for pair in zip(rows, others, strict=True) for p in pair]
         lengths = [len(p) for p in rows]
         width, start = max(lengths), len(cache.physical)
@@ -239,9 +198,9 @@ class Scorer:
         ids = torch.cat([last[:, None], tree.tokens.clamp(0, self.vocab_size - 1)], 1)
         places = tree.positions()
         if offset + n > self.context_length:
-            cache.check_depth(tree, self.context_length)
+            fits.check_depth(cache, tree, self.context_length)
         if self.switch is not None and min(cache.physical) <= self.switch:
-            cache.check_switch(tree, self.switch)
+            fits.check_switch(cache, tree, self.switch)
         if cache.width > 1:
             ids = ids.repeat_interleave(cache.width, 0)
             places = places.repeat_interleave(cache.width, 0) if places.shape[0] > 1 else places
@@ -273,15 +232,7 @@ class Scorer:
         """Row by row, each at its own end and without a mask: right for models whose positions
         come from the slots.
         """
-        node = torch.arange(tree.width, device=tree.parents.device)
-        used = node < tree.size[:, None]
-        wrong = ((tree.parents != node - 1) & used).any(1)
-        if bool(wrong.any()):
-            raise UserError(
-                f"tree: row {int(wrong.nonzero()[0])} is no chain, and this target takes "
-                "chains only "
-                f"({self.probe().reason}); use a chain drafter"
-            )
+        fits.check_chain(tree, self.probe().reason)
         logits: list[Tensor] = []
         feats: list[Tensor] = []
         counts = [size + 1 for size in tree.size.tolist() for _ in range(cache.width)]
@@ -351,10 +302,10 @@ class Scorer:
         cond, free = law[0::2], law[1::2]  # Sanchez et al. 2306.17806, as in transformers
         return Step(free + cache.guidance * (cond - free), None if feats is None else feats[0::2])
 
-    def new_masks(self, tiled: bool = True) -> TreeMasks:
-        """Masks for this model; `tiled` when its attention folds query groups."""
+    def new_masks(self) -> TreeMasks:
+        """Masks for this model."""
         found = self.probe()
-        return TreeMasks(found.reaches, found.tile if tiled else 1, self.dtype, self.device)
+        return TreeMasks(found.reaches, found.tile, self.dtype, self.device)
 
     def _wants_all(self, taps: Sequence[int]) -> bool:
         for tap in taps:

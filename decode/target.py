@@ -6,18 +6,17 @@ Shape letters: B rows, T tokens, D hidden size. Taps: see decode/scorer.py.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from decode import waits
+from decode import hidden, waits
 from decode.packing import PackingScorer
 from decode.probe import TOLERANCE, packing_error, probe_head, probe_layers, probe_target
-from decode.scorer import Head, Probe
+from decode.probed import Head, Probe
 
 
 class Target(PackingScorer):
@@ -35,23 +34,7 @@ class Target(PackingScorer):
         self.tokenizer, self.identity, self.source = tokenizer, identity, source
         self.tuning = ""
         self.borrowed = self.sharded = self.relatives = False
-        self._loaded_attention = model.config._attn_implementation
         self._packs: str | None = None
-
-    @contextlib.contextmanager
-    def as_loaded(self) -> Iterator[Any]:
-        """The model with the attention it was loaded with, for references that must not share
-        our code: the probe exchanges it for one that does not copy K/V for trees.
-        """
-        used = self._model.config._attn_implementation
-        if used == self._loaded_attention:
-            yield self.model
-            return
-        self._model.set_attn_implementation(self._loaded_attention)
-        try:
-            yield self.model
-        finally:
-            self._model.set_attn_implementation(used)
 
     def probe(self) -> Probe:
         """What the model can do; runs a few tiny passes the first time. Raises UserError for
@@ -100,7 +83,7 @@ class Target(PackingScorer):
                 )
             several = self._wants_all(taps)
             if several and not grad and (layers := self.tapped_layers):
-                return self._caught(layers, taps, kwargs)
+                return hidden.caught(self, layers, taps, kwargs)
             with self.rows_apart():
                 out = self.body(**kwargs, output_hidden_states=several)
             return self._taps(out, taps)
@@ -109,30 +92,7 @@ class Target(PackingScorer):
     def tapped_layers(self) -> list[nn.Module]:
         """The layers whose inputs are the hidden states that transformers lists; [] where that
         does not hold."""
-        return probe_layers(self, self._caught)
-
-    def _caught(
-        self, layers: Sequence[nn.Module], taps: Sequence[int], kwargs: dict[str, Any]
-    ) -> Tensor:
-        """As _taps after a pass with `kwargs`, holding no other hidden state: what goes into
-        the layers is read on the way."""
-        found: dict[int, Tensor] = {}
-
-        def reader(tap: int) -> Any:
-            def read(_: nn.Module, args: Any, named: Any) -> None:
-                found[tap] = args[0] if args else named["hidden_states"]
-
-            return read
-
-        wanted = {tap for tap in taps if tap < self.num_layers}
-        hooks = [layers[t].register_forward_pre_hook(reader(t), with_kwargs=True) for t in wanted]
-        try:
-            with self.rows_apart():
-                found[self.num_layers] = self.body(**kwargs).last_hidden_state
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return torch.stack([found[tap] for tap in taps], 2)
+        return probe_layers(self)
 
     def packs(self) -> str:
         """Why this target cannot take packed documents; empty when it can. Asked of the model

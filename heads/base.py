@@ -10,30 +10,26 @@ Shape letters: B rows, T positions, D width of the target's features.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from conf.errors import UserError
-from conf.typed import from_json
 from decode.drafters import Drafter
 from decode.grow import Form
-from decode.models.identity import Identity
 from decode.target import Target
 from decode.tree import TreeShape
 from heads import shapes, vocab
 from heads.batch import Batch, LossOut
-from heads.earlier import without_gone
 from heads.forced import ranks
 from heads.limits import Draw
-from heads.lora import UNSAVED, Adaptable, LoraKeys
+from heads.lora import LoraKeys
 from heads.names import DEFAULT_DRAW, Draft
+from heads.stored import Stored
 
-__all__ = ["Batch", "Head", "HeadConfig", "LossOut", "Saved", "differing"]
+__all__ = ["Batch", "Head", "HeadConfig", "LossOut"]
 
 
 @dataclass
@@ -52,41 +48,7 @@ class HeadConfig:
     lora: LoraKeys = field(default_factory=LoraKeys)
 
 
-@dataclass(kw_only=True)
-class Saved:
-    """What a kind of head writes under "head" in head.json (config_json), as types.
-
-    coverage: share of the supervised tokens in the draft vocabulary. calibration: what
-    heads.shapes.measure found, {} for a head that was never calibrated.
-    """
-
-    config: HeadConfig
-    coverage: float = 1.0
-    calibration: dict[str, Any] = field(default_factory=dict)
-
-    def fits(self, target: Target) -> list[str]:
-        """Why no head of `target` was saved so, as "key: what is wrong"; []."""
-        return []
-
-    @classmethod
-    def read(cls, saved: Any, target: Target, kind: str) -> Self:
-        """Parsed JSON of a head of `kind`, every value checked.
-
-        Raises UserError of one line that names the wrong keys.
-        """
-        if isinstance(saved, dict) and isinstance(saved.get("config"), dict):
-            saved = {**saved, "config": without_gone(saved["config"])}
-        value, problems = from_json(saved, cls)
-        if not problems and value.config.kind != kind:
-            problems = [f"config.kind: {value.config.kind!r} in the card of a {kind} head"]
-        problems = problems or value.fits(target)
-        if problems:
-            told = [f"head.{line.partition('; set ')[0]}" for line in problems[:3]]
-            raise UserError("; ".join(told))
-        return value
-
-
-class Head(Adaptable):
+class Head(Stored):
     """A draft head. Subclasses set `kind` and `Config`, and define for_target, forward and
     drafter.
 
@@ -133,45 +95,6 @@ class Head(Adaptable):
         configuration the target or the data cannot carry.
         """
         raise TypeError(f"{cls.__name__} must define for_target")
-
-    @classmethod
-    def from_json(cls, saved: dict[str, Any], target: Target) -> Self:
-        """An empty head of the saved shape, ready for load_state_dict.
-
-        saved: what config_json wrote, or what a stranger wrote in its place. The head is made
-        on torch's default device, whichever that is now: load_head moves it.
-
-        Raises UserError, KeyError or TypeError for values that are no head of this kind.
-        """
-        raise TypeError(f"{cls.__name__} must define from_json")
-
-    @classmethod
-    def misfits(
-        cls, saved: dict[str, Any], target: Target, stored: dict[str, tuple[int, ...]]
-    ) -> list[str]:
-        """What of a weights file (`stored`: name -> shape) is not as a head saved so has it.
-        Called under torch.device("meta"), before anything of those sizes is made."""
-        empty = cls.from_json(saved, target)
-        return differing({k: tuple(v.shape) for k, v in empty.state_dict().items()}, stored)
-
-    def config_json(self) -> dict[str, Any]:
-        """All that from_json needs to rebuild the module, without the weights, and what was
-        measured.
-        """
-        return {
-            "config": {k: v for k, v in asdict(self.cfg).items() if k not in UNSAVED},
-            "coverage": self.coverage,
-            "calibration": self.calibration,
-            **self.lora_json(),
-        }
-
-    def restore_json(self, saved: dict[str, Any]) -> None:
-        """Take over from config_json what is measured rather than configured: when a head is
-        loaded, and on resume.
-
-        Raises KeyError for a file that no head wrote.
-        """
-        self.coverage, self.calibration = saved["coverage"], saved["calibration"]
 
     def plan(self, batch: Batch, step: int) -> Any:
         """What `forward` wants to know of a batch on the CPU before it goes to a device, for
@@ -320,39 +243,6 @@ class Head(Adaptable):
         Default: nothing.
         """
 
-    def write(self, folder: Path, finished: bool) -> tuple[str, dict[str, Any]]:
-        """Write the weights into an existing folder: (name of the file, what from_json needs
-        to read it again).
-
-        finished: the head as it is used, not a checkpoint to resume from. Raises OSError or
-            SafetensorError.
-        """
-        if self.lora is not None:
-            return self.lora.write(self.state_dict(), folder), self.config_json()
-        state = {k: v.detach().to("cpu").contiguous() for k, v in self.state_dict().items()}
-        save_file(state, folder / "head.safetensors")
-        return "head.safetensors", self.config_json()
-
-    @classmethod
-    def differences(cls, card: dict[str, Any], identity: Identity) -> list[str]:
-        """Why the head described by a card (heads/checkpoint.py) does not belong to a target;
-        [] when it does.
-        """
-        return Identity.from_json(card["target"]).differences(identity)
-
     def attach(self, target: Target) -> None:
         """Called once the weights are loaded from a folder: a head with trains_target tunes
         `target` as it was trained to and gives it an identity of its own. Default: nothing."""
-
-
-def differing(wanted: dict[str, tuple[int, ...]], stored: dict[str, tuple[int, ...]]) -> list[str]:
-    """Names in which two sets of shapes differ, each with both shapes."""
-    names = [name for name in {**wanted, **stored} if wanted.get(name) != stored.get(name)]
-    return [
-        f"{n} is {_size(stored.get(n))} in the weights and {_size(wanted.get(n))} by the card"
-        for n in names
-    ]
-
-
-def _size(shape: tuple[int, ...] | None) -> str:
-    return "absent" if shape is None else str(list(shape))

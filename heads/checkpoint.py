@@ -22,13 +22,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
+from conf.disk import sync
 from conf.errors import UserError
 from conf.jsonl import HALF, is_whole
 from conf.typed import from_json
 from decode.models.identity import Identity, sha256_file
 from decode.target import Target
 from heads import lora, vocab
-from heads.base import Head, differing
+from heads.base import Head
+from heads.saved import differing
 
 H = TypeVar("H", bound=Head)
 FORMAT = 1
@@ -57,7 +59,7 @@ class Weights:
 
 @dataclass
 class Card:
-    """What stands in head.json. head: by the kind's own types (heads.base.Saved). extra: free."""
+    """What stands in head.json. head: by the kind's own types (heads.saved.Saved). extra: free."""
 
     format: int
     kind: str
@@ -375,12 +377,3 @@ def recover(final: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
         else:
             os.rename(old, final)
-
-
-def sync(path: Path) -> None:
-    """fsync a file or folder."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

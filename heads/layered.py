@@ -6,42 +6,20 @@ Shape letters: T positions of all rows, n predicted tokens, D width, Vd draft vo
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from decode.target import Target
-from heads import shapes, vocab
-from heads.base import Head, Saved
+from heads import vocab
+from heads.base import Head
 from heads.eagle.init import reset_weights
 from heads.eagle.shape import LayerShape
-from heads.limits import MOST_DEPTH
-from heads.losses import LawFn, stored_law, target_law
-
-
-@dataclass(kw_only=True)
-class LayeredSaved(Saved):
-    """See Saved. layer: shape of the draft layers. final: number of the target's hidden state
-    behind its final norm."""
-
-    config: Any
-    layer: LayerShape
-    vocab_size: int
-    taps: list[int]
-    final: int
-    tap_convention: str = ""
-
-    def fits(self, target: Target) -> list[str]:
-        """See Saved."""
-        deep, size = target.num_layers, self.config.draft_vocab or self.vocab_size
-        found = vocab.problems(self.vocab_size, self.config.draft_vocab, target.vocab_size)
-        found = found or shapes.problems(self.calibration, MOST_DEPTH, size)
-        found += self.layer.fits(target, self.config.layers, "layer")
-        if self.final != deep:
-            found.append(f"final: {self.final}, the target has {deep} layers")
-        return found
+from heads.layered_saved import LayeredSaved
+from heads.losses import LawFn, target_law
+from heads.stored_law import stored_law
 
 
 class LayeredHead(Head):

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from decode.models import packed
 from decode.target import Target
-from heads.eagle.layer import Linear
+from heads.eagle.modules import Linear
 
 # Projections of transformers' Llama layers that read the same tensor.
 JOINT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

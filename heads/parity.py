@@ -196,9 +196,8 @@ def check(
     depth = int(head.drafter(target, Draft(shape="chain")).max_depth)
     # Cycles at the end of an answer are cut: of shorter ones none would be left to compare.
     limit = max(max_new_tokens, FEWEST * (depth + 1))
-    asked = [
-        Request(p, limit, id=i) for i, p in enumerate(prompts) if 0 < len(p) < target.context_length
-    ]
+    fitting = [(i, p) for i, p in enumerate(prompts) if 0 < len(p) < target.context_length]
+    asked = [Request(p, limit, id=i) for i, p in fitting]
     found = Parity(depth, len(asked))
     if not asked:
         return found
@@ -227,15 +226,7 @@ def check(
         if name == "free_running":
             found.cycles = sum(map(len, clean[1]))
             found.lengths["teacher_forced"] = stats.accepted_length(clean[0])
-            places = torch.cat(
-                [
-                    t.hit[1 : len(g.token_ids) - depth]
-                    for t, g in zip(tables, generations, strict=True)
-                ]
-            )
-            found.every_place = (
-                1 + float(places.cumprod(1).sum(1).double().mean()) if len(places) else None
-            )
+            found.every_place = _every_place(tables, generations, depth)
         found.lengths[name] = stats.accepted_length(clean[1])
         decoding = head if name == "free_running" or again is None else again
         distance = _law_distance(head, decoding, target, asked, room, batch_size)
@@ -244,6 +235,16 @@ def check(
             name, clean, distance, _contradictions(tables, generations), target
         )
     return found
+
+
+def _every_place(
+    tables: Sequence[Forced], generations: Sequence[Generation], depth: int
+) -> float | None:
+    """Accepted length of drafts that begin at every token of the answers; None without any."""
+    places = torch.cat(
+        [t.hit[1 : len(g.token_ids) - depth] for t, g in zip(tables, generations, strict=True)]
+    )
+    return 1 + float(places.cumprod(1).sum(1).double().mean()) if len(places) else None
 
 
 def _decode(head: Head, target: Target, asked: list[Request], batch_size: int) -> list[Generation]:

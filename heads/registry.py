@@ -9,7 +9,8 @@ from decode.target import Target
 from heads.base import Head
 from heads.block.head import DFlashHead, DSparkHead
 from heads.checkpoint import CARD, load_as, read_card
-from heads.eagle.head import Eagle1Head, Eagle3Head
+from heads.eagle.eagle1 import Eagle1Head
+from heads.eagle.head import Eagle3Head
 from heads.parallel.hydra_heads import HydraHeads
 from heads.parallel.medusa import MedusaHead
 from heads.parallel.medusa2 import Medusa2Head

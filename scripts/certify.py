@@ -35,7 +35,6 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from annotated_types import Interval
-from rich.progress import TaskID
 
 from conf.errors import UserError, resumable
 from conf.rules import (
@@ -62,7 +61,7 @@ from heads.checkpoint import read_card, trained_for
 from heads.names import parse
 from scripts.common import files
 from scripts.common.parts import Parts
-from scripts.common.progress import Steps, columns
+from scripts.common.progress import Steps, by_name, columns
 from scripts.common.prompts import Prompt, chat_ids, load_prompts
 from scripts.proofs import certificate
 from scripts.proofs.controls import certificates as controls
@@ -190,14 +189,17 @@ def main(cfg: CertifyConfig) -> int:
         return certified(cfg, out)
 
 
-def fitting(cfg: CertifyConfig, known: list[Prompt], target: Target) -> list[list[int]]:
-    """Token ids of the first turns that fit the target's context. Raises UserError for none."""
+def fitting(
+    cfg: CertifyConfig | CertifyServerConfig, known: list[Prompt], target: Target, room: int
+) -> list[list[int]]:
+    """Token ids of the first turns that leave `room` tokens of the target's context. Raises
+    UserError for none."""
     found = [chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in known]
-    found = [p for p in found if len(p) < target.context_length]
+    found = [p for p in found if len(p) + room <= target.context_length]
     if not found:
         raise UserError(
-            f"prompts: none of {cfg.prompts} fits the target's context of "
-            f"{target.context_length} tokens"
+            f"prompts: none of {cfg.prompts} leaves room for {room} tokens in the target's context "
+            f"of {target.context_length}"
         )
     return found
 
@@ -215,7 +217,7 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
     cards = [read_card(folder) for folder in folders if folder is not None]
     if others := [other for card in cards if (other := trained_for(card, target))]:
         head["trained_for"] = ", ".join(others)
-    prompts = fitting(cfg, known, target)
+    prompts = fitting(cfg, known, target, 1)
     plan = cfg.plan()
     about = controls.identity(target, plan, cfg.processors)
     origin: dict[str, Any] = (
@@ -230,13 +232,7 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
     with Steps(*columns(44), quiet=cfg.quiet) as bar:
         if parts.resumed:
             bar.console.print(f"going on with {out / 'unfinished'}", highlight=False)
-        tasks: dict[str, TaskID] = {}
-
-        def watch(name: str, done: int, total: int) -> None:
-            if name not in tasks:
-                tasks[name] = bar.add_task(name, total=total, completed=done)
-            bar.update(tasks[name], completed=done, total=total)
-
+        watch = by_name(bar)
         world = certificate.open_world(target, prompts, plan, watch, parts)
         found = certificate.layers(world, drafter, plan, watch, parts)
         if cfg.controls == "run":
@@ -371,6 +367,21 @@ class CertifyServerConfig:
     def sampling(self) -> Sampling:
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
+    def how(self) -> server_certificate.How:
+        """What is asked of the server, and how it is judged."""
+        return server_certificate.How(
+            self.sampling(),
+            self.tokens,
+            self.max_new_tokens,
+            self.greedy_prompts,
+            tuple(self.at_a_time),
+            self.alpha,
+            self.detect,
+            self.tie,
+            self.seed,
+            self.members or None,
+        )
+
 
 @entry("certify_server", CertifyServerConfig)
 @resumable()
@@ -382,29 +393,7 @@ def server(cfg: CertifyServerConfig) -> int:
     with files.sole_writer(out):
         target = load_target(cfg.target, "float32", cfg.device)
         cfg.sampling().check_vocab(target.vocab_size)
-        known = load_prompts(Path(cfg.prompts))
-        prompts = [
-            chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in known
-        ]
-        room = target.context_length - cfg.max_new_tokens
-        prompts = [p for p in prompts if len(p) <= room]
-        if not prompts:
-            raise UserError(
-                f"prompts: none of {cfg.prompts} leaves room for {cfg.max_new_tokens} tokens in "
-                f"the target's context of {target.context_length}"
-            )
-        how = server_certificate.How(
-            cfg.sampling(),
-            cfg.tokens,
-            cfg.max_new_tokens,
-            cfg.greedy_prompts,
-            tuple(cfg.at_a_time),
-            cfg.alpha,
-            cfg.detect,
-            cfg.tie,
-            cfg.seed,
-            cfg.members or None,
-        )
+        prompts = fitting(cfg, load_prompts(Path(cfg.prompts)), target, cfg.max_new_tokens)
         address = Address(cfg.url, cfg.timeout, cfg.retries, max(cfg.at_a_time), cfg.key_env)
         plain = None
         if cfg.plain != "weights":
@@ -416,15 +405,8 @@ def server(cfg: CertifyServerConfig) -> int:
         parts = Parts(out / "unfinished", [settings, files.sha256(Path(cfg.prompts))])
         start = datetime.now(UTC)
         with Steps(*columns(44), quiet=cfg.quiet) as bar:
-            tasks: dict[str, TaskID] = {}
-
-            def watch(name: str, done: int, total: int) -> None:
-                if name not in tasks:
-                    tasks[name] = bar.add_task(name, total=total or None, completed=done)
-                bar.update(tasks[name], completed=done, total=total or None)
-
             found = server_certificate.certified(
-                target, prompts, how, address, plain, parts, watch, towards
+                target, prompts, cfg.how(), address, plain, parts, by_name(bar), towards
             )
         paper = {
             "format": 1,

@@ -101,15 +101,16 @@ FAST = Budget(
 )
 
 
+DATA, FEATURES = RUNS / "data.jsonl", RUNS / "features"
+TEXT = ["target=smollm2", "data=jsonl", f"data.path={DATA}", "data.max_length=320"]
+
+
 def steps(budget: Budget, fast: bool, block: bool = False) -> list[Step]:
     """The main job as commands."""
-    data, features = RUNS / "data.jsonl", RUNS / "features"
-    text = ["target=smollm2", "data=jsonl", f"data.path={data}", "data.max_length=320"]
-    written = features / "manifest.json"
     synthesize = [
         "scripts/synthesize.py",
         "target=smollm2",
-        f"out={data}",
+        f"out={DATA}",
         "seed=0",
         f"batch={min(budget.conversations, 96)}",
         f"num_conversations={budget.conversations}",
@@ -118,16 +119,34 @@ def steps(budget: Budget, fast: bool, block: bool = False) -> list[Step]:
     # All heads see every conversation some ten times: the target reads it once for all of them.
     store = [
         "scripts/cache_features.py",
-        *text,
+        *TEXT,
         "heads=[medusa,eagle3,dspark]",
-        f"out={features}",
+        f"out={FEATURES}",
     ]
+    runs = trainings(budget, fast)
+    if not block:
+        del runs["dspark"]
+    written = FEATURES / "manifest.json"
+    heads = {name: RUNS / name / "head" / "head.json" for name in runs}
+    return [
+        Step("the target writes conversations", synthesize, [], DATA),
+        Step("the target reads them, once for all heads", store, [DATA], written),
+        *(
+            Step(f"{title} from them", args, [written], heads[name])
+            for name, (title, args) in runs.items()
+        ),
+        *(scoring(budget, temperature, block, list(heads.values())) for temperature in (0, 1)),
+    ]
+
+
+def trainings(budget: Budget, fast: bool) -> dict[str, tuple[str, list[str]]]:
+    """(title, command) of every head's training, by its name."""
 
     def train(name: str, script: str, updates: int, *more: str) -> list[str]:
         return [
             script,
-            *text,
-            f"data.features={features}",
+            *TEXT,
+            f"data.features={FEATURES}",
             f"out_dir={RUNS}/{name}",
             "seed=0",
             f"steps={updates}",
@@ -144,7 +163,7 @@ def steps(budget: Budget, fast: bool, block: bool = False) -> list[Step]:
     eagle = ["head=eagle3", "head.norm_before_fc=true", "head.norm_output=true"]
     # Short blocks: at these budgets later slots are hardly ever accepted.
     dspark = ["head=dspark", "head.block=3"]
-    runs = {
+    return {
         "medusa": ("Medusa heads learn", train("medusa", "train/medusa.py", budget.steps)),
         "eagle3": (
             "an EAGLE-3 head learns",
@@ -155,34 +174,24 @@ def steps(budget: Budget, fast: bool, block: bool = False) -> list[Step]:
             train("dspark", "train/block.py", budget.eagle_steps, *dspark),
         ),
     }
-    if not block:
-        del runs["dspark"]
-    heads = {name: RUNS / name / "head" / "head.json" for name in runs}
-    found = [
-        Step("the target writes conversations", synthesize, [], data),
-        Step("the target reads them, once for all heads", store, [data], written),
-        *(
-            Step(f"{title} from them", args, [written], heads[name])
-            for name, (title, args) in runs.items()
-        ),
+
+
+def scoring(budget: Budget, temperature: int, block: bool, heads: list[Path]) -> Step:
+    """All drafters side by side at a temperature."""
+    out = REPORTS / f"t{temperature}"
+    drafters = [d for d in DRAFTERS if temperature == 0 or not d.endswith("@chain:2")]
+    drafters += [BLOCK] if block else []
+    score = [
+        "scripts/evaluate.py",
+        "target=smollm2",
+        f"drafters=[{','.join(drafters)}]",
+        f"out={out}",
+        f"temperature={temperature}",
+        f"num_prompts={budget.prompts * 2 // 3 if temperature else budget.prompts}",
+        f"max_new_tokens={budget.tokens}",
+        f"parity={0 if temperature else 2}",
     ]
-    for name, temperature in (("t0", 0), ("t1", 1)):
-        out = REPORTS / name
-        drafters = [d for d in DRAFTERS if temperature == 0 or not d.endswith("@chain:2")]
-        drafters += [BLOCK] if block else []
-        score = [
-            "scripts/evaluate.py",
-            "target=smollm2",
-            f"drafters=[{','.join(drafters)}]",
-            f"out={out}",
-            f"temperature={temperature}",
-            f"num_prompts={budget.prompts * 2 // 3 if temperature else budget.prompts}",
-            f"max_new_tokens={budget.tokens}",
-            f"parity={0 if temperature else 2}",
-        ]
-        reads = list(heads.values())
-        found.append(Step(f"scores at T = {temperature}", score, reads, out / "report.json"))
-    return found
+    return Step(f"scores at T = {temperature}", score, heads, out / "report.json")
 
 
 @entry("demo", DemoConfig)

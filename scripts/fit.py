@@ -113,15 +113,7 @@ def fitted(cfg: FitConfig, out: Path) -> int:
     about = stages.once("start", "the head that is fitted", lambda: look(cfg))
     read = stages.once("chats", "the traffic", lambda: chats(cfg, out))
     known = Chats(read["train"], read["later"], bool(cfg.rounds))
-    budget = stages.once(
-        "pilot", "a pilot: how many steps fit in", lambda: asdict(train.pilot(cfg, known, out))
-    )
-    told = train.Budget(**budget)
-    print(
-        f"fit: {cfg.minutes:g} minutes are {told.steps:,} steps here, decoded acceptance every "
-        f"{told.every:,}",
-        flush=True,
-    )
+    told = piloted(cfg, known, out, stages)
     names = {"before": cfg.start, "after": str(out / "run" / "best")}
     record = stages.once("training", "training", lambda: learn(cfg, known, out / "run", told))
     scratch = None
@@ -132,18 +124,7 @@ def fitted(cfg: FitConfig, out: Path) -> int:
             "a fresh head with the same steps",
             lambda: learn(cfg, known, out / "scratch", told, fresh=True),
         )
-    later = stages.once(
-        "later",
-        "before against after on the later part",
-        lambda: score(cfg, out / "later", known.later, cfg.prompts, names),
-    )
-    general = None
-    if cfg.general_prompts:
-        general = stages.once(
-            "general",
-            "what was forgotten",
-            lambda: score(cfg, out / "general", cfg.general, cfg.general_prompts, names),
-        )
+    later, general = scored(cfg, known, out, stages, names)
     gain = later["drafters"][1]["against_before"]
     kept = "new" if verdict.better(gain) else "old"
     stages.once("head", "the better one of the two", lambda: keep(cfg, out, kept, names))
@@ -161,7 +142,7 @@ def fitted(cfg: FitConfig, out: Path) -> int:
         "settings": {k: v for k, v in cfg.settings().items() if k != "target"},
         "start": {"path": cfg.start, "kind": about["kind"], "sha256": sha256},
         "traffic": read,
-        "budget": budget,
+        "budget": asdict(told),
         "training": record,
         "scratch": scratch,
         "later": later,
@@ -294,6 +275,20 @@ def chats(cfg: FitConfig, out: Path) -> dict[str, Any]:
     return {**told, "train": str(report.train), "later": str(report.later)}
 
 
+def piloted(cfg: FitConfig, known: Chats, out: Path, stages: Stages) -> train.Budget:
+    """What the minutes are here."""
+    found = stages.once(
+        "pilot", "a pilot: how many steps fit in", lambda: asdict(train.pilot(cfg, known, out))
+    )
+    told = train.Budget(**found)
+    print(
+        f"fit: {cfg.minutes:g} minutes are {told.steps:,} steps here, decoded acceptance every "
+        f"{told.every:,}",
+        flush=True,
+    )
+    return told
+
+
 def learn(
     cfg: FitConfig, known: Chats, folder: Path, budget: train.Budget, fresh: bool = False
 ) -> dict[str, Any]:
@@ -310,6 +305,26 @@ def as_tuned(source: Path, head: Path) -> None:
     if found is not None:
         mine = replace(found, card_sha256=tuned.card_sha256(head))
         files.write_json(head / tuned.DECODE, mine.to_json())
+
+
+def scored(
+    cfg: FitConfig, known: Chats, out: Path, stages: Stages, names: dict[str, str]
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """All drafters on the later part, and on prompts of no traffic in particular (None where
+    nobody asks)."""
+    later = stages.once(
+        "later",
+        "before against after on the later part",
+        lambda: score(cfg, out / "later", known.later, cfg.prompts, names),
+    )
+    if not cfg.general_prompts:
+        return later, None
+    general = stages.once(
+        "general",
+        "what was forgotten",
+        lambda: score(cfg, out / "general", cfg.general, cfg.general_prompts, names),
+    )
+    return later, general
 
 
 def score(

@@ -86,7 +86,7 @@ MODULES: dict[str, tuple[str, ...]] = {
 ASIDE = ("verify_chain", "_inverse", "_refuse_state", "_picture", "Law.check")
 COPIED = ("conf", "decode", "heads", "scripts", "tests", "train")
 LAYERS = ("enumeration", "tests", "certificate")
-SETTINGS = 5  # of certificates: those of worlds.CERTIFIED
+SETTINGS = 6  # of certificates: those of worlds.CERTIFIED
 TRACED = 2000  # tokens of a certificate that shows which lines it executes
 OURS = ("decode/**/*.py", "heads/**/*.py", "scripts/proofs/mutants/*.py")
 DEPENDS = {
@@ -117,6 +117,9 @@ class MutantsConfig:
     state: str = "runs/mutants"
     # seed of the choice
     seed: Seed = 0
+    # only those that the run in OUT let through or that no certificate of it rejected, on the
+    # code of today; what rejects them now stands beside what was found then
+    again: bool = False
     # no progress bar
     quiet: bool = False
 
@@ -251,9 +254,26 @@ def attempt(
     return row
 
 
-def run(cfg: MutantsConfig) -> list[dict[str, Any]]:
-    """All mutants with what every layer found."""
-    work = chosen(cfg)
+def former(path: Path) -> dict[str, Any]:
+    """The results of an earlier run. Raises UserError where there are none."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        raise UserError(f"again: {path} holds no run; start one without again=true") from None
+    return found
+
+
+def let_through(rows: Sequence[dict[str, Any]]) -> list[Mutant]:
+    """Those mutants of a run that nothing rejected, or whose change of the law no certificate
+    did, as far as the code that they change still stands."""
+    keys = {row["key"] for row in rows if mutants_page.let_through(row)}
+    files_of = {row["file"] for row in rows if row["key"] in keys}
+    pools = (mutants(files.ROOT, name, MODULES[name]) for name in MODULES if name in files_of)
+    return [mutant for pool in pools for mutant in pool if mutant.key in keys]
+
+
+def run(cfg: MutantsConfig, work: Sequence[Mutant]) -> list[dict[str, Any]]:
+    """These mutants with what every layer found."""
     hidden = ("start", "stop", "statement")
     rows = {
         m.identity: {k: v for k, v in asdict(m).items() if k not in hidden} | {"key": m.key}
@@ -301,16 +321,24 @@ def _code(layer: str) -> dict[str, str]:
 @resumable()
 def main(cfg: MutantsConfig) -> None:
     """Try all mutants, classify what got through, write the results."""
-    rows = run(cfg)
-    found = mutants_page.summary(rows, mutants_page.reasons(files.here(Path(cfg.harmless))))
-    found |= {
-        "tokens": cfg.tokens,
-        "seed": cfg.seed,
+    reasons = mutants_page.reasons(files.here(Path(cfg.harmless)))
+    about = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": files.command(),
         "environment": files.environment("cpu"),
-        "mutants": rows,
     }
+    if cfg.again:
+        found = former(Path(cfg.out))
+        mutants_page.summary(found["mutants"], reasons)
+        now = {row["key"]: row for row in run(cfg, let_through(found["mutants"]))}
+        for row in found["mutants"]:
+            if row["key"] in now:
+                row["again"] = {layer: now[row["key"]][layer] for layer in cfg.layers}
+        found |= mutants_page.summary(found["mutants"], reasons) | {"again": about}
+    else:
+        rows = run(cfg, chosen(cfg))
+        found = {**mutants_page.summary(rows, reasons), "tokens": cfg.tokens, "seed": cfg.seed}
+        found |= {**about, "mutants": rows}
     files.write_json(Path(cfg.out), found)
     print(f"{cfg.out}: {mutants_page.line(found)}")
     if found["open"]:

@@ -31,7 +31,6 @@ from typing import Annotated, Any
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from rich.progress import TaskID
 
 from conf.errors import UserError, resumable
 from conf.rules import Filled, OneOrMore, Seed, one_of
@@ -44,13 +43,13 @@ from heads import resolve_drafter
 from scripts.certify import about_drafter
 from scripts.common import files
 from scripts.common.parts import Parts
-from scripts.common.progress import Steps, columns
+from scripts.common.progress import Steps, by_name, columns
 from scripts.common.prompts import chat_ids, load_prompts
 from scripts.proofs import detection
 from scripts.proofs import sections as proofs
 from scripts.proofs.certificate import ticker
 from scripts.proofs.controls.certificates import code_sha256
-from scripts.proofs.greedy import Plain, Reading, greedy_layer, reference_tokens
+from scripts.proofs.greedy import Greedy, Plain, Reading, greedy_layer, reference_tokens
 from scripts.reports import lossless_page
 
 GREEDY = Sampling(0.0)
@@ -149,19 +148,7 @@ def greedy(cfg: ProveConfig, tick: Tick) -> dict[str, Any]:
                 ticker(tick, name, len(some)),
                 parts,
             )
-            rows.append(
-                {
-                    "drafter": spec,
-                    "batch_size": size,
-                    "prompts": found.prompts,
-                    "tokens": found.tokens,
-                    "drafted_tokens": found.accepted,
-                    "equal": found.prompts - len(found.divergences),
-                    "rounding_ties": len(found.divergences) - found.defects,
-                    "defects": found.defects,
-                    "divergences": found.divergences,
-                }
-            )
+            rows.append({"drafter": spec, "batch_size": size, **_compared(found)})
     return {
         "target": _about(target),
         "dtype": "float32",
@@ -170,6 +157,19 @@ def greedy(cfg: ProveConfig, tick: Tick) -> dict[str, Any]:
         "tie_margin": 4 * noise,
         "prompts_sha256": about,
         "rows": rows,
+    }
+
+
+def _compared(found: Greedy) -> dict[str, Any]:
+    """The figures of one drafter at one batch size."""
+    return {
+        "prompts": found.prompts,
+        "tokens": found.tokens,
+        "drafted_tokens": found.accepted,
+        "equal": found.prompts - len(found.divergences),
+        "rounding_ties": len(found.divergences) - found.defects,
+        "defects": found.defects,
+        "divergences": found.divergences,
     }
 
 
@@ -248,16 +248,7 @@ def proved(cfg: ProveConfig) -> None:
     out = Path(cfg.out)
     for name in wanted(cfg):
         with Steps(*columns(44), quiet=cfg.quiet) as bar:
-            tasks: dict[str, TaskID] = {}
-
-            def tick(
-                label: str, done: int, total: int, bar: Steps = bar, tasks: dict = tasks
-            ) -> None:
-                if label not in tasks:
-                    tasks[label] = bar.add_task(label, total=total, completed=done)
-                bar.update(tasks[label], completed=done, total=total)
-
-            found = SECTIONS[name](cfg, tick)
+            found = SECTIONS[name](cfg, by_name(bar))
         known = json.loads(out.read_text()) if out.exists() else {}
         known[name] = {
             "about": " ".join((SECTIONS[name].__doc__ or "").split()),

@@ -38,6 +38,7 @@ from conf.errors import Interrupted, UserError
 from conf.schema import entry
 from decode.models.load import load_target, load_tokenizer
 from decode.sampling import Sampling
+from decode.target import Target
 from scripts.common.files import sole_writer
 from scripts.common.meter import Meter
 from scripts.synthesis.config import SynthesizeConfig
@@ -63,6 +64,41 @@ def _check_space(path: Path, cfg: SynthesizeConfig) -> None:
         )
 
 
+class Signals:
+    """Ctrl-C and SIGTERM while conversations are drawn: at once while nothing is under way, or on
+    the second signal; otherwise at the next token. An exception out of a handler may come between
+    file and count, and is lost where a destructor runs.
+
+    held: conversations on file. drawing: whether `heed` is called at every token."""
+
+    def __init__(self, path: Path, total: int) -> None:
+        self.path, self.total, self.held, self.drawing = path, total, 0, False
+        self.asked = 0
+
+    def __enter__(self) -> Signals:
+        self.before = {s: signal.signal(s, self._stop) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _stop(self, number: int, _: Any) -> None:
+        again, self.asked = self.asked, number
+        if again or not self.drawing:
+            self.heed()
+
+    def heed(self) -> None:
+        """Raise Interrupted where a signal has come."""
+        if self.asked:
+            raise Interrupted(
+                f"interrupted: {self.path} holds {self.held} of {self.total} "
+                "conversations; the same "
+                "command continues",
+                code=130 if self.asked == signal.SIGINT else 75,
+            )
+
+
 def synthesize(cfg: SynthesizeConfig) -> None:
     """Write or continue cfg.out. Raises UserError, or Interrupted (130 after Ctrl-C, 75 after
     SIGTERM).
@@ -73,77 +109,55 @@ def synthesize(cfg: SynthesizeConfig) -> None:
     if cfg.backend == "openai":
         with sole_writer(path):
             return from_server(cfg, path)
-    held = asked_by = 0
-    drawing = False
-
-    def stop(number: int, _: Any) -> None:
-        """Stop at once while nothing is drawn, or on the second signal; otherwise at the next
-        token: an exception out of a handler may come between file and count, and is lost where
-        a destructor runs."""
-        nonlocal asked_by
-        again, asked_by = asked_by, number
-        if again or not drawing:
-            heed()
-
-    def heed() -> None:
-        if asked_by:
-            raise Interrupted(
-                f"interrupted: {path} holds {held} of {cfg.num_conversations} "
-                "conversations; the same "
-                "command continues",
-                code=130 if asked_by == signal.SIGINT else 75,
-            )
-
-    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with sole_writer(path):
-            _check_space(path, cfg)
-            target = load_target(cfg.target, cfg.dtype)
-            identity = {k: v for k, v in target.identity.to_json().items() if k != "path"}
-            store = Store(path, {**cfg.settings(), "target": identity})
-            store.open(cfg.num_conversations, cfg.batch)
-            held = len(store.lines)
-            if held == cfg.num_conversations:
-                print(
-                    f"synthesize: {path} already holds {held} conversations; nothing to do",
-                    file=sys.stderr,
-                )
-                return
-            draws = (
-                target,
-                Sampling(cfg.question_temperature, top_p=cfg.question_top_p),
-                Sampling(cfg.answer_temperature, top_p=cfg.answer_top_p),
-                cfg.max_question_tokens,
-                cfg.max_new_tokens,
-                cfg.batch,
-                cfg.seed,
-            )
-            writer = DomainWriter(*draws, domain=cfg.domain) if cfg.domain else Writer(*draws)
-            writer.seen.update(map(fingerprint, store.questions()))
-            with Meter(
-                cfg.num_conversations, held, (cfg.max_question_tokens + cfg.max_new_tokens) * 3 // 4
-            ) as meter:
-
-                def drawn(tokens: int) -> None:
-                    meter.add(tokens)
-                    heed()
-
-                writer.on_tokens, drawing = drawn, True
-                while held < cfg.num_conversations:
-                    heed()
-                    asked = min(cfg.batch, cfg.num_conversations - held)
-                    store.append(writer.block(len(store.blocks), asked), asked)
-                    held = len(store.lines)
-                    meter.block(held)
-            dropped = ", ".join(f"{n} {why}" for why, n in writer.dropped.most_common()) or "none"
+    with Signals(path, cfg.num_conversations) as signals, sole_writer(path):
+        _check_space(path, cfg)
+        target = load_target(cfg.target, cfg.dtype)
+        identity = {k: v for k, v in target.identity.to_json().items() if k != "path"}
+        store = Store(path, {**cfg.settings(), "target": identity})
+        store.open(cfg.num_conversations, cfg.batch)
+        signals.held = len(store.lines)
+        if signals.held == cfg.num_conversations:
             print(
-                f"synthesize: {held} conversations in {path}; {meter.tokens} tokens at "
-                f"{meter.rate():.0f} tokens/s; dropped: {dropped}",
+                f"synthesize: {path} already holds {signals.held} conversations; nothing to do",
                 file=sys.stderr,
             )
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+            return
+        draw(cfg, target, store, signals)
+
+
+def draw(cfg: SynthesizeConfig, target: Target, store: Store, signals: Signals) -> None:
+    """Let the target write the conversations that are still wanted. Raises Interrupted."""
+    draws = (
+        target,
+        Sampling(cfg.question_temperature, top_p=cfg.question_top_p),
+        Sampling(cfg.answer_temperature, top_p=cfg.answer_top_p),
+        cfg.max_question_tokens,
+        cfg.max_new_tokens,
+        cfg.batch,
+        cfg.seed,
+    )
+    writer = DomainWriter(*draws, domain=cfg.domain) if cfg.domain else Writer(*draws)
+    writer.seen.update(map(fingerprint, store.questions()))
+    guess = (cfg.max_question_tokens + cfg.max_new_tokens) * 3 // 4
+    with Meter(cfg.num_conversations, signals.held, guess) as meter:
+
+        def drawn(tokens: int) -> None:
+            meter.add(tokens)
+            signals.heed()
+
+        writer.on_tokens, signals.drawing = drawn, True
+        while signals.held < cfg.num_conversations:
+            signals.heed()
+            asked = min(cfg.batch, cfg.num_conversations - signals.held)
+            store.append(writer.block(len(store.blocks), asked), asked)
+            signals.held = len(store.lines)
+            meter.block(signals.held)
+    dropped = ", ".join(f"{n} {why}" for why, n in writer.dropped.most_common()) or "none"
+    print(
+        f"synthesize: {signals.held} conversations in {store.path}; {meter.tokens} tokens at "
+        f"{meter.rate():.0f} tokens/s; dropped: {dropped}",
+        file=sys.stderr,
+    )
 
 
 def from_logs(cfg: SynthesizeConfig, out: Path) -> None:

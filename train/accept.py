@@ -4,12 +4,13 @@ figure that ranks checkpoints."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from decode.engine import Generation, Request, generate
+from decode.engine import Generation, Options, Request, generate
 from decode.sampling import Sampling
 from decode.stats import acceptance_by_position, accepted_length, split
 from decode.target import Target
@@ -67,24 +68,15 @@ def decoded_acceptance(
         if asked_anywhere(stop, accelerator) if target.sharded else stop.asked:
             raise _Asked
 
+    shape = ""
     decoded: list[Generation | _Asked | NoRoom]
-    shape, room = "", room or Room()
     try:
-        batches = held_out_batches(rows, cfg.calibration_rows, room.rows, room.tokens)
-        head.calibrate((b.to(target.device) for b in batches), target)
+        calibrated(head, target, rows, cfg, room or Room())
         drafter = head.drafter(target, Draft(shape=cfg.shape))
         shape = drafter.shape
-        decoded = [
-            *generate(
-                target,
-                drafter,
-                mine,
-                Sampling(temperature=cfg.temperature),
-                batch_size=cfg.batch_size,
-                seed=seed,
-                on_tokens=heed,
-            ).generations
-        ]
+        sampling = Sampling(temperature=cfg.temperature)
+        how = Options(batch_size=cfg.batch_size, seed=seed, on_tokens=heed)
+        decoded = [*generate(target, drafter, mine, sampling, **how).generations]
     except _Asked as asked:
         decoded = [asked]
     except (RuntimeError, MemoryError) as error:
@@ -97,6 +89,17 @@ def decoded_acceptance(
     every = [g for g in gathered if isinstance(g, Generation)]
     if len(every) < len(requests):
         return None
+    return figures(every, shape)
+
+
+def calibrated(head: Head, target: Target, rows: Rows, cfg: EvalConfig, room: Room) -> None:
+    """Calibrate the head on held-out rows, in passes that `room` holds."""
+    batches = held_out_batches(rows, cfg.calibration_rows, room.rows, room.tokens)
+    head.calibrate((batch.to(target.device) for batch in batches), target)
+
+
+def figures(every: Sequence[Generation], shape: str) -> dict[str, Any]:
+    """What answers tell that were drafted in a shape; {} where no cycle counts."""
     parts = [split(g) for g in every]
     clean = [p.clean for p in parts]
     length = accepted_length(clean)

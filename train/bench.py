@@ -31,13 +31,13 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import torch
 from torch import Tensor
 
+from conf.commit import commit
 from conf.schema import entry
 from decode.models.load import load_target
 from decode.target import Target
 from heads.base import Batch, Head
 from heads.losses import chunk_of
 from train.facts import measured_head, settle
-from train.log import git_commit
 from train.measure.speed import draft_flops
 from train.stored.features import CachedTarget, Source
 from train.texts.batches import Plan, hash_u63, load_rows
@@ -76,6 +76,27 @@ class Step:
     loss: float = 0.0
 
 
+@dataclass
+class Rounds:
+    """What was timed. online, stored: steps by the target's own forward and on stored features.
+    speeds: FLOP/s of a matrix product. flops: of the head, a token. tokens, supervised, padded:
+    of all rounds but the first."""
+
+    online: list[Step] = field(default_factory=list)
+    stored: list[Step] = field(default_factory=list)
+    speeds: list[float] = field(default_factory=list)
+    flops: float = 0.0
+    tokens: int = 0
+    supervised: int = 0
+    padded: int = 0
+
+    def count(self, batches: list[Batch]) -> None:
+        """Add the tokens of a round."""
+        self.tokens += sum(int(b.mask.sum()) for b in batches)
+        self.padded += sum(b.mask.numel() for b in batches)
+        self.supervised += sum(int(b.loss_mask.sum()) for b in batches)
+
+
 def measure(cfg: ValidateConfig) -> dict[str, Any]:
     """Seconds per round of every part, medians and ratios. Raises UserError for a configuration
     that cannot be trained."""
@@ -90,49 +111,18 @@ def measure(cfg: ValidateConfig) -> dict[str, Any]:
     settle(cfg, type(head), target, plan)
     cfg.eval.every = max(1, cfg.eval.every)  # then the target's layers stay
     source = Source(cfg, head, target, rows)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=cfg.optim.lr or 0.0, fused=True)
     clock = Clock(target.device)
-    online: list[Step] = []
-    stored: list[Step] = []
-    speeds: list[float] = []
-    tokens = supervised = padded = 0
-    flops = 0.0
-    head.train()
-    for k in range(cfg.steps + 1):
-        made = [
-            rows.batch(part, source.pack)
-            for part in plan.micro_batches(
-                k, 0, 1, cfg.micro_batch, cfg.micro_tokens, pack=source.pack
-            )
-        ]
-        batches = [batch.to(target.device) for batch in made]
-        if k == 0:  # the first round warms up
-            flops = draft_flops(target, head, batches[0])
-            one_step(head, [(b, target) for b in batches], optimizer, clock)
-            continue
-        speeds.append(product_speed(head, target, batches[0], clock))
-        ways: list[tuple[list[Step], list[Pass]]] = [(online, [(b, target) for b in batches])]
-        if source.store:
-            read = [(b, source(at)) for b, at in zip(batches, made, strict=True)]
-            ways.insert(k % 2, (stored, read))
-        before = [w.detach().clone() for w in head.parameters()]
-        for steps, passes in ways:
-            with torch.no_grad():  # both ways start from the same weights
-                for weight, old in zip(head.parameters(), before, strict=True):
-                    weight.copy_(old)
-            steps.append(one_step(head, passes, optimizer, clock))
-        tokens += sum(int(b.mask.sum()) for b in batches)
-        padded += sum(b.mask.numel() for b in batches)
-        supervised += sum(int(b.loss_mask.sum()) for b in batches)
-    each = flops * tokens / cfg.steps
-    report = _report(online, [each / speed for speed in speeds])
+    timed = _rounds(cfg, target, head, plan, source, clock)
+    each = timed.flops * timed.tokens / cfg.steps
+    seconds = sum(step.seconds for step in timed.online)
+    report = _report(timed.online, [each / speed for speed in timed.speeds])
     report |= {
-        "draft_flops_per_token": flops,
-        "matrix_product_flops_per_second": statistics.median(speeds),
-        "tokens_per_second": tokens / sum(step.seconds for step in online),
-        "supervised_per_second": supervised / sum(step.seconds for step in online),
+        "draft_flops_per_token": timed.flops,
+        "matrix_product_flops_per_second": statistics.median(timed.speeds),
+        "tokens_per_second": timed.tokens / seconds,
+        "supervised_per_second": timed.supervised / seconds,
         "clock": clock.kind,
-        "padding": 1 - tokens / padded,
+        "padding": 1 - timed.tokens / timed.padded,
         "rounds": cfg.steps,
         "batch_size": cfg.batch_size,
         "dtype": cfg.dtype,
@@ -144,15 +134,46 @@ def measure(cfg: ValidateConfig) -> dict[str, Any]:
         "environment": {
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
-            "commit": git_commit(),
+            "commit": commit(),
         },
     }
     if source.store:
-        report["stored"] = _against(online, stored) | {
+        report["stored"] = _against(timed.online, timed.stored) | {
             "dtype": source.store.stored,
             "bytes_per_token": source.store.bytes_per_token(head.taps),
         }
     return report
+
+
+def _rounds(
+    cfg: ValidateConfig, target: Target, head: Head, plan: Plan, source: Source, clock: Clock
+) -> Rounds:
+    """cfg.steps rounds behind one that warms up."""
+    optimizer = torch.optim.AdamW(head.parameters(), lr=cfg.optim.lr or 0.0, fused=True)
+    found = Rounds()
+    head.train()
+    for k in range(cfg.steps + 1):
+        size = cfg.micro_batch, cfg.micro_tokens
+        parts = plan.micro_batches(k, 0, 1, *size, pack=source.pack)
+        made = [plan.rows.batch(part, source.pack) for part in parts]
+        batches = [batch.to(target.device) for batch in made]
+        if k == 0:
+            found.flops = draft_flops(target, head, batches[0])
+            one_step(head, [(b, target) for b in batches], optimizer, clock)
+            continue
+        found.speeds.append(product_speed(head, target, batches[0], clock))
+        ways: list[tuple[list[Step], list[Pass]]] = [(found.online, [(b, target) for b in batches])]
+        if source.store:
+            read = [(b, source(at)) for b, at in zip(batches, made, strict=True)]
+            ways.insert(k % 2, (found.stored, read))
+        before = [w.detach().clone() for w in head.parameters()]
+        for steps, passes in ways:
+            with torch.no_grad():  # both ways start from the same weights
+                for weight, old in zip(head.parameters(), before, strict=True):
+                    weight.copy_(old)
+            steps.append(one_step(head, passes, optimizer, clock))
+        found.count(batches)
+    return found
 
 
 def one_step(

@@ -26,12 +26,12 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 
+from conf.commit import commit
 from conf.errors import UserError
 from conf.rules import OneOrMore
 from conf.schema import entry
 from heads import HEADS
 from train.config import ENTRIES
-from train.log import git_commit
 from train.validate import ValidateConfig, head_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -193,7 +193,7 @@ def measure(cfg: RanksConfig, given: list[str]) -> dict[str, Any]:
         "steps": 2 * half,
         "command": "python train/bench_ranks.py "
         + " ".join(a for a in given if not a.startswith("data.")),
-        "environment": {"torch": torch.__version__, "cpus": os.cpu_count(), "commit": git_commit()},
+        "environment": {"torch": torch.__version__, "cpus": os.cpu_count(), "commit": commit()},
     }
 
 

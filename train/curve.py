@@ -9,9 +9,10 @@ on over a resume.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
+
+from conf import disk
 
 NAME = "learning_curve"
 FIELDS = (
@@ -54,8 +55,8 @@ def draw(out: Path, main: bool = True) -> None:
     ):
         return
     try:
-        _replace(out / f"{NAME}.json", (json.dumps({"points": known}, indent=1) + "\n").encode())
-        _replace(out / f"{NAME}.png", _png(known))
+        disk.write_text(out / f"{NAME}.json", json.dumps({"points": known}, indent=1) + "\n")
+        disk.write_bytes(out / f"{NAME}.png", _png(known))
     except OSError:
         pass
 
@@ -94,9 +95,3 @@ def _png(known: list[dict[str, Any]]) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
-
-
-def _replace(path: Path, data: bytes) -> None:
-    stage = path.with_name(f".tmp-{path.name}")
-    stage.write_bytes(data)
-    os.replace(stage, path)

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
 from importlib.metadata import version
@@ -23,6 +22,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from torch import nn
 
+from conf import disk
+from conf.commit import commit
 from train.config import REPLANNED, TrainConfig, is_logistics, meaning_hash
 from train.state import State
 from train.trackers import Tracker, started
@@ -91,7 +92,7 @@ class Log:
             return
         about = {
             "config": meaning_hash(self.cfg)[:12],
-            "commit": git_commit() or "none",
+            "commit": commit() or "none",
             "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, "
             f"{torch.get_num_threads()} threads, "
             f"{_accelerator()}",
@@ -178,31 +179,7 @@ def _forget_after(path: Path, state: State) -> None:
                 kept.append(line)
         except (ValueError, KeyError, TypeError, AttributeError):
             continue
-    stage = path.with_name(".tmp-metrics.jsonl")
-    stage.write_text("".join(line + "\n" for line in kept))
-    os.replace(stage, path)
-
-
-def git_commit() -> str | None:
-    """Commit of the repository this code lies in, with + for uncommitted changes; None outside
-    git.
-    """
-    root = Path(__file__).resolve().parents[1]
-    questions = (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "-uno"])
-    try:
-        commit, dirty = (
-            subprocess.run(
-                ["git", "-C", str(root), *args], capture_output=True, text=True, timeout=10
-            )
-            for args in questions
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return (
-        commit.stdout.strip() + ("+" if dirty.stdout.strip() else "")
-        if commit.returncode == 0
-        else None
-    )
+    disk.write_text(path, "".join(line + "\n" for line in kept))
 
 
 def _accelerator() -> str:

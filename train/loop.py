@@ -26,38 +26,23 @@ from conf.errors import UserError
 from heads.base import Head
 from heads.checkpoint import save_head
 from train import state as disk
-from train.clock import Clock
+from train.begin import begin
 from train.config import TrainConfig
 from train.evaluation import evaluate, seen
-from train.facts import (
-    check_ranks,
-    facts_of,
-    is_no_memory,
-    meaning_of,
-    no_memory,
-    self_check,
-    settle,
-)
-from train.first import first_head
+from train.facts import check_ranks, is_no_memory, no_memory
 from train.gate import gate
 from train.launch_keys import start
 from train.lock import Lock, locked
-from train.log import Log
 from train.measure.memory import peak_bytes
-from train.measure.profile import Window
-from train.measure.speed import Flops
 from train.passes import Totals, add, one_pass
 from train.poison import without_poisoned
 from train.report import report
 from train.run import Run
-from train.saving import RETRIES, Saver, asked_anywhere, resumed
+from train.saving import RETRIES, asked_anywhere
 from train.schedule import learning_rate
-from train.sharding import loaded, shard_target
 from train.signals import Stop, interruption
-from train.stored.features import Source
-from train.texts.batches import Plan, hash_u63, load_rows
+from train.texts.batches import hash_u63
 from train.trackers import check_installed
-from train.waiting import meet, turn
 
 
 def fit(cfg: TrainConfig, kind: type[Head]) -> None:
@@ -85,7 +70,7 @@ def fit(cfg: TrainConfig, kind: type[Head]) -> None:
         accelerator.end_training()
 
 
-# Before the first step
+# In order of time
 # -------------------------------------------------------------------------------------------
 
 
@@ -93,7 +78,7 @@ def _fit(
     cfg: TrainConfig, kind: type[Head], accelerator: Accelerator, stop: Stop, lock: Lock | None
 ) -> None:
     """The run in order of time."""
-    run = _begin(cfg, kind, accelerator, stop, lock)
+    run = begin(cfg, kind, accelerator, stop, lock)
     try:
         asked = asked_anywhere(stop, accelerator)
         while True:
@@ -111,84 +96,6 @@ def _fit(
         _finish(run)
     finally:
         run.close()
-
-
-def _begin(
-    cfg: TrainConfig, kind: type[Head], accelerator: Accelerator, stop: Stop, lock: Lock | None
-) -> Run:
-    """Load target and data, make the head, resume what lies in the run folder, and say what
-    will be done.
-    """
-    out, main, world = Path(cfg.out_dir), accelerator.is_main_process, accelerator.num_processes
-    target, sharding = loaded(cfg, kind, accelerator.device)
-
-    def heed() -> None:
-        if stop.asked:
-            raise interruption(stop.asked, 0, False)
-
-    rows = load_rows(
-        cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length, heed
-    )
-    meet("rows", cfg.data.wait, heed)  # in the first collective nobody may wait for tokens
-    if main:
-        rows.list_bad(out)
-    plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed, cfg.data.skip)
-
-    open_rate = cfg.optim.lr is None
-    settled = settle(cfg, kind, target, plan)
-    head, begun = first_head(cfg, kind, target, rows.counts(target.vocab_size))
-    if cfg.shard_target and not target.sharded:
-        sharding = shard_target(cfg, target, accelerator.device)
-    head.to(accelerator.device)
-    optimizer = torch.optim.AdamW(
-        head.parameter_groups(),
-        lr=cfg.optim.lr or 0.0,  # of every step: train.schedule
-        betas=(cfg.optim.beta1, cfg.optim.beta2),
-        eps=cfg.optim.eps,
-        weight_decay=cfg.optim.weight_decay,
-        fused=True,
-    )
-
-    if cfg.data.packing:
-        target.packs()  # remembered; the ranks of a sharded target must ask it together
-    # Files that this machine has not read yet are hashed once; the others find it in the cache.
-    with turn("features", cfg.data.wait, heed) if cfg.data.features else nullcontext():
-        source = Source(cfg, head, target, rows)
-    meet("features", cfg.data.wait, heed)
-    meaning = {**meaning_of(cfg, target, rows), **source.meaning, **begun.meaning}
-    kept = ("optim.lr",) if open_rate else ()
-    state, notes = resumed(cfg, head, optimizer, meaning, accelerator, kept)
-    cfg.optim.lr = meaning["optim.lr"]
-
-    log = Log(cfg, main, state)
-    for note in notes:
-        log.say(note)
-    log.header(head, facts_of(cfg, target, rows, plan, head, world))
-    log.say(self_check(rows, plan, target.tokenizer))
-    for note in filter(None, (*settled, *begun.notes, sharding, source.note)):
-        log.say(note)
-    clock = Clock(accelerator.device)
-    clock.watch(target)
-    model = accelerator.prepare(head) if world > 1 else head
-    head.train()
-    return Run(
-        cfg,
-        accelerator,
-        stop,
-        target,
-        rows,
-        plan,
-        head,
-        model,
-        source,
-        optimizer,
-        state,
-        log,
-        Saver(cfg, accelerator, lock, log, stop, state.step or -1),
-        clock,
-        Flops(cfg.dtype, accelerator.device),
-        Window(cfg.profile, out, main, log.say),
-    )
 
 
 # Between two steps

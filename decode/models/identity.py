@@ -4,6 +4,7 @@ paths are for people; only hashes compare."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from conf import disk
 from conf.errors import UserError
 
 _MEMO = threading.Lock()
@@ -85,13 +87,8 @@ def sha256_remembered(files: Sequence[Path]) -> list[str]:
         found.append(digest)
     if new:
         with _MEMO:
-            try:  # only a speed-up: a read-only cache folder is no error
-                memo_path.parent.mkdir(parents=True, exist_ok=True)
-                stage = memo_path.with_name(f".hashes-{os.getpid()}.json")
-                stage.write_text(json.dumps({**_memo(memo_path), **new}))
-                os.replace(stage, memo_path)
-            except OSError:
-                pass
+            with contextlib.suppress(OSError):  # only a speed-up: the folder may be read-only
+                disk.write_text(memo_path, json.dumps({**_memo(memo_path), **new}))
     return found
 
 

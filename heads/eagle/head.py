@@ -15,9 +15,7 @@ tokens, R packed rows.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -31,33 +29,19 @@ from heads import losses, vocab
 from heads.batch import Batch, LossOut
 from heads.eagle.attention import Memory
 from heads.eagle.config import EagleConfig
+from heads.eagle.copied import copy_layer
 from heads.eagle.drafter import EagleDrafter, ParallelEagleDrafter
-from heads.eagle.init import copy_layer, start_output
-from heads.eagle.layer import cast_once, layer_config, take
-from heads.eagle.net import Eagle1Net, Eagle3Net, EagleNet, compiled
+from heads.eagle.init import start_output
+from heads.eagle.modules import cast_once, compiled, take
+from heads.eagle.net import Eagle3Net, EagleNet
+from heads.eagle.noise import feature_noise
 from heads.eagle.places import Places
-from heads.layered import LayeredHead, LayeredSaved
+from heads.eagle.saved import EagleSaved
+from heads.eagle.shape import layer_config
+from heads.layered import LayeredHead
 from heads.losses import Taught, chunk_of, chunked_loss
 from heads.names import Draft
 from heads.recompute import plainly, recomputed
-
-
-@dataclass(kw_only=True)
-class EagleSaved(LayeredSaved):
-    """See LayeredSaved."""
-
-    config: EagleConfig
-
-    def fits(self, target: Target) -> list[str]:
-        """See Saved."""
-        found, deep = super().fits(target), target.num_layers
-        # EAGLE-3 reads three by default; a shallow target's stand there more than once.
-        most = 1 if self.config.kind == "eagle1" else max(3, deep + 1)
-        if not 0 < len(self.taps) <= most or not all(0 <= tap <= deep for tap in self.taps):
-            found.append(
-                f"taps: {self.taps[:9]}; 1 to {most} of the hidden states 0..{deep} are read"
-            )
-        return found
 
 
 class EagleHead(LayeredHead):
@@ -217,7 +201,7 @@ class EagleHead(LayeredHead):
         def start(memory: Memory) -> tuple[Tensor, Memory]:
             g, memory = self.net.start(feats[:, :, : len(self.taps)]), memory.at(0)
             if cfg.noise and self.training:
-                g = g + self._noise(batch, g)
+                g = g + feature_noise(batch, g, self.step, cfg.noise)
             e_next = torch.cat([e[:, 1:], e[:, -1:]], 1)
             return advance(e_next, g, first, keep, memory=memory), memory
 
@@ -245,19 +229,6 @@ class EagleHead(LayeredHead):
     def begin_step(self, step: int, steps: int) -> None:
         """See Head: the noise of this step."""
         self.step = step
-
-    def _noise(self, batch: Batch, g: Tensor) -> Tensor:
-        """Uniform noise (u - 1/2) * noise * 512 / T per sample (EAGLE-1). Drawn from the step's
-        and the sample's number: new at every update, the same on any number of ranks and after
-        a resume. The device draws it: other devices, other numbers."""
-        out = torch.zeros(g.shape, dtype=torch.float32, device=g.device)
-        generator = torch.Generator(device=g.device)
-        for sample, (b, start, size) in zip(batch.sample_ids.tolist(), batch.spans(), strict=True):
-            seed = hashlib.sha256(repr((self.step, sample)).encode()).digest()[:8]
-            generator.manual_seed(int.from_bytes(seed) >> 1)
-            drawn = torch.rand(size, g.shape[-1], generator=generator, device=g.device) - 0.5
-            out[b, start : start + size] = drawn * (self.cfg.noise * 512 / size)
-        return out.to(g)
 
     @property
     def levels(self) -> int:
@@ -295,29 +266,6 @@ class EagleHead(LayeredHead):
         """See Head."""
         kind = ParallelEagleDrafter if self.cfg.parallel else EagleDrafter
         return kind(self, target, self.form(target, draft))
-
-
-class Eagle1Head(EagleHead):
-    """EAGLE-1: embedding and LM head are the target's and frozen; learns features and tokens."""
-
-    kind = "eagle1"
-    net: Eagle1Net
-
-    @classmethod
-    def network(
-        cls,
-        cfg: EagleConfig,
-        shape: dict[str, Any],
-        taps: int,
-        vocab_size: int,
-    ) -> EagleNet:
-        """See EagleHead."""
-        return Eagle1Net(shape, cfg.fc_bias)
-
-    @classmethod
-    def choose_taps(cls, target: Target, cfg: EagleConfig) -> tuple[int, ...]:
-        """The output after the final norm, which the LM head reads."""
-        return (target.num_layers,)
 
 
 class Eagle3Head(EagleHead):

@@ -17,21 +17,17 @@ Shape letters: D width, Vd draft vocabulary, F tapped features.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from heads.eagle.attention import NAME
-from heads.eagle.layer import DraftLayer, Linear, RMSNorm, Rope, rope_table
-
-STEADY = ("default", "linear", "llama3", "yarn")  # rotary types of one set of angles
-MIN_TURNS = 1024  # positions of a table that is kept
-_COMPILED: WeakKeyDictionary[nn.Module, Callable[..., Tensor]] = WeakKeyDictionary()
+from heads.eagle.layer import DraftLayer
+from heads.eagle.modules import Linear, RMSNorm
+from heads.eagle.rope import Rope, Turns, rope_table
 
 
 class EagleNet(nn.Module):
@@ -46,7 +42,7 @@ class EagleNet(nn.Module):
         super().__init__()
         self.config = LlamaConfig(**shape)
         self.width = int(shape["hidden_size"])
-        self._turns: Rope | None = None
+        self.turns = Turns(self.config)  # as `rope`, from one pass to the next
         self.attend(NAME)
 
     def attend(self, name: str) -> None:
@@ -56,17 +52,6 @@ class EagleNet(nn.Module):
     def rope(self, length: int, dtype: torch.dtype, device: torch.device) -> Rope:
         """cos and sin [length, rotated width] of positions 0 .. length - 1."""
         return rope_table(self.config, length, dtype, device)
-
-    def turns(self, length: int, dtype: torch.dtype, device: torch.device) -> Rope:
-        """As `rope`, from one pass to the next where the angles do not depend on the length."""
-        kind = (self.config.rope_parameters or {}).get("rope_type", "default")
-        if kind not in STEADY:
-            return self.rope(length, dtype, device)
-        known = self._turns
-        there = known is not None and (known[0].dtype, known[0].device) == (dtype, device)
-        if known is None or not there or known[0].shape[0] < length:
-            known = self._turns = self.rope(max(length, MIN_TURNS), dtype, device)
-        return known[0][:length], known[1][:length]
 
     def stack(self, wide: bool, norm: bool) -> nn.ModuleList:
         """The layers; wide, norm: of the first one, see DraftLayer."""
@@ -100,30 +85,6 @@ class EagleNet(nn.Module):
             before: Any = layer.input_layernorm
             h = layer(h, before(h), rope, keep if i == last else None, **kwargs)
         return h
-
-
-class Eagle1Net(EagleNet):
-    """fc [D, 2 D] over (embedding, feature), layers; the LM head is the target's. fc_bias:
-    with a bias in fc.
-    """
-
-    def __init__(self, shape: dict[str, Any], fc_bias: bool = False) -> None:
-        super().__init__(shape)
-        width = self.config.hidden_size
-        self.fc = Linear(2 * width, width, bias=fc_bias)
-        self.layers = self.stack(False, False)
-
-    def start(self, feats: Tensor) -> Tensor:
-        """The target's output feature itself."""
-        return feats[..., 0, :]
-
-    def advance(
-        self, e: Tensor, g: Tensor, rope: Rope, keep: Tensor | None = None, **kwargs: Any
-    ) -> Tensor:
-        """See EagleNet."""
-        x = self.fc(torch.cat([e, g], -1))
-        h = self.layers[0](x, x, rope, keep if len(self.layers) == 1 else None, **kwargs)
-        return self._rest(h, rope, keep, **kwargs)
 
 
 class Eagle3Net(EagleNet):
@@ -201,11 +162,3 @@ class Eagle3Net(EagleNet):
     def read(self, h: Tensor) -> Tensor:
         """The normed h."""
         return self.norm(h)
-
-
-def compiled(net: EagleNet) -> Callable[..., Tensor]:
-    """`net.advance` by torch.compile, for batches of any size; compiled at the first call. The
-    attention stays as it is: its keys go from step to step."""
-    if net not in _COMPILED:
-        _COMPILED[net] = torch.compile(type(net).advance, dynamic=True)
-    return functools.partial(_COMPILED[net], net)

@@ -1,4 +1,6 @@
-"""What a file says of draft layers, every value checked before anything of its size is made."""
+"""The shape of draft layers: after a target, and as a file tells it, every value checked before
+anything of its size is made.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,55 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from conf.errors import UserError
 from conf.rules import BelowOne
 from conf.typed import SHORT
 from decode.target import Target
-from heads.eagle.layer import rope_table
+from heads.eagle.rope import rope_table
 from heads.limits import Count, Layers
 
 WIDEST_HEAD = 1 << 16  # rotary positions are tried at this width
+
+
+def layer_config(target: Target, layers: int) -> dict[str, Any]:
+    """Keys of a LlamaConfig that describe a draft layer for `target`; plain JSON.
+
+    Raises UserError when the target's embeddings and hidden states differ in width.
+    """
+    config, width = target.config, target.hidden_size
+
+    def get(*names: str, default: Any) -> Any:
+        return next((v for n in names if (v := getattr(config, n, None)) is not None), default)
+
+    wide = target.model.get_input_embeddings().weight.shape[1]
+    if wide != width:
+        raise UserError(
+            f"head: the target's embeddings are {wide} wide and its hidden states "
+            f"{width}: EAGLE puts them "
+            "side by side; use head=medusa"
+        )
+    heads = get("num_attention_heads", default=1)
+    rope = dict(get("rope_parameters", default={}))
+    rope = dict(
+        rope.get("full_attention") or rope
+    )  # families with a sliding window keep one set per layer type
+    rope.pop("partial_rotary_factor", None)  # a Llama layer rotates whole heads
+    return {
+        "hidden_size": width,
+        "intermediate_size": get(
+            "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=4 * width
+        ),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": get("num_key_value_heads", default=heads),
+        "head_dim": get("head_dim", default=width // heads),
+        "hidden_act": get("hidden_act", "hidden_activation", "activation_function", default="silu"),
+        "rms_norm_eps": get(
+            "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", default=1e-6
+        ),
+        "max_position_embeddings": min(target.context_length, 1 << 20),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **rope},
+    }
 
 
 @dataclass

@@ -189,12 +189,8 @@ class Eagle3Vllm(Layout[Eagle3Head]):
         """The LlamaConfig's keys."""
         return foreign.config
 
-    def read(self, foreign: Foreign, target: Target) -> Head:
-        """See Layout. An LM head that the file lacks is the target's own."""
-        config = foreign.config
-        described = self.described(foreign)
-        layer, window = llama.layer(foreign, described), llama.window_in(foreign, described)
-        check_layer(foreign, layer, target)
+    def renamed(self, foreign: Foreign) -> dict[str, Tensor]:
+        """The tensors by this layout's names."""
         tensors = {}
         for name, tensor in foreign.tensors.items():
             name = name.removeprefix("model.")
@@ -202,6 +198,15 @@ class Eagle3Vllm(Layout[Eagle3Head]):
                 name = self.prefix + name[len(old) :] if name.startswith(old) else name
             if not name.endswith("rotary_emb.inv_freq"):
                 tensors[name] = tensor
+        return tensors
+
+    def read(self, foreign: Foreign, target: Target) -> Head:
+        """See Layout. An LM head that the file lacks is the target's own."""
+        config = foreign.config
+        described = self.described(foreign)
+        layer, window = llama.layer(foreign, described), llama.window_in(foreign, described)
+        check_layer(foreign, layer, target)
+        tensors = self.renamed(foreign)
         there, parallel = "d2t" in tensors, "mask_hidden" in tensors
         if "lm_head.weight" not in tensors and not there:
             tensors["lm_head.weight"] = (

@@ -71,7 +71,7 @@ def window_in(foreign: Foreign, config: dict[str, Any]) -> int | None:
 
 
 def layer(foreign: Foreign, config: dict[str, Any]) -> dict[str, Any]:
-    """The draft layer (heads.eagle.layer.layer_config) that a LlamaConfig describes.
+    """The draft layer (heads.eagle.shape.layer_config) that a LlamaConfig describes.
 
     Raises UserError for a key that is missing or absurd, and for layers that this repository
     cannot run.

@@ -166,19 +166,10 @@ class MedusaVllm(Layout[MedusaHead]):
         chosen = None
         if ids is not None:
             if not vocab.ascends(ids, target.vocab_size):
-                refuse(
-                    foreign,
-                    [
-                        "token_map: its ids do not ascend within the vocabulary of "
-                        f"{target.vocab_size}"
-                    ],
-                )
-            raw = torch.stack([tensors[self.head_name(k, blocks)] for k in range(heads)])
-            narrow = raw[:, ids].float()
-            if all(
-                torch.equal(widen(n, ids, raw.shape[1]).to(raw.dtype), r)
-                for n, r in zip(narrow, raw, strict=True)
-            ):
+                wrong = f"its ids do not ascend within the vocabulary of {target.vocab_size}"
+                refuse(foreign, [f"token_map: {wrong}"])
+            narrow = self._narrow(tensors, ids, heads, blocks)
+            if narrow is not None:
                 chosen, state["proj"] = ids, narrow
         size = 0 if chosen is None else chosen.numel()
         cfg = MedusaConfig(heads=heads, blocks=blocks, draft_vocab=size)
@@ -189,6 +180,18 @@ class MedusaVllm(Layout[MedusaHead]):
             state["d2t"] = chosen - torch.arange(size)
         head.load_state_dict(state)
         return head
+
+    def _narrow(
+        self, tensors: dict[str, Tensor], ids: Tensor, heads: int, blocks: int
+    ) -> Tensor | None:
+        """The projections [K, Vd, D] of the draft vocabulary alone; None where they say more."""
+        raw = torch.stack([tensors[self.head_name(k, blocks)] for k in range(heads)])
+        narrow = raw[:, ids].float()
+        same = (
+            torch.equal(widen(n, ids, raw.shape[1]).to(raw.dtype), r)
+            for n, r in zip(narrow, raw, strict=True)
+        )
+        return narrow if all(same) else None
 
     def head_name(self, k: int, blocks: int) -> str:
         """Name of head k's projection."""

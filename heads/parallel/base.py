@@ -21,11 +21,12 @@ from annotated_types import Interval
 from torch import Tensor, nn
 
 from decode.target import Target
-from heads import losses, shapes, vocab
-from heads.base import Head, HeadConfig, Saved
+from heads import losses, vocab
+from heads.base import Head, HeadConfig
 from heads.batch import Batch, LossOut
 from heads.limits import Count, CountOrZero, Layers, Levels, Nodes, Shape
 from heads.losses import LossWeights, Taught, chunk_of, chunked_loss, target_law
+from heads.parallel.saved import ParallelSaved
 
 
 @dataclass
@@ -50,32 +51,6 @@ class ParallelConfig(HeadConfig):
     shape: Shape = "tree"
     # nodes of the draft tree
     nodes: Nodes = 16
-
-
-@dataclass(kw_only=True)
-class ParallelSaved(Saved):
-    """See Saved. width: of the target's features. taps: the hidden state that the heads read,
-    one.
-    """
-
-    config: ParallelConfig
-    width: int
-    vocab_size: int
-    taps: list[int]
-    tap_convention: str = ""
-
-    def fits(self, target: Target) -> list[str]:
-        """See Saved."""
-        size = self.config.draft_vocab or self.vocab_size
-        found = vocab.problems(self.vocab_size, self.config.draft_vocab, target.vocab_size)
-        found = found or shapes.problems(self.calibration, self.config.heads, size)
-        if self.width != target.hidden_size:
-            found.append(f"width: {self.width}, the target's is {target.hidden_size}")
-        if len(self.taps) != 1 or not 0 <= self.taps[0] <= target.num_layers:
-            found.append(
-                f"taps: {self.taps[:9]}; one hidden state of 0..{target.num_layers} is read"
-            )
-        return found
 
 
 class ParallelHead(Head):

@@ -32,14 +32,14 @@ from decode.grow import Form, Nodes
 from decode.sampling import Sampling
 from decode.target import Target
 from heads.batch import Batch
-from heads.eagle.layer import layer_config
-from heads.eagle.shape import LayerShape
+from heads.eagle.shape import LayerShape, layer_config
 from heads.limits import Layers, SomeLayers
 from heads.losses import LossWeights
 from heads.names import Draft
-from heads.parallel.base import ParallelConfig, ParallelHead, ParallelSaved
+from heads.parallel.base import ParallelConfig, ParallelHead
 from heads.parallel.drafter import LastFeature
 from heads.parallel.prefix import Prefix, PrefixState
+from heads.parallel.saved import ParallelSaved
 
 LARGEST_SCALE = 1e6  # of embeddings that are next to zero
 

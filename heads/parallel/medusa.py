@@ -30,8 +30,9 @@ from decode.target import Target
 from heads.batch import Batch
 from heads.limits import CountOrZero
 from heads.names import Draft
-from heads.parallel.base import ParallelConfig, ParallelHead, ParallelSaved
+from heads.parallel.base import ParallelConfig, ParallelHead
 from heads.parallel.drafter import MarkovDrafter, MedusaDrafter
+from heads.parallel.saved import ParallelSaved
 from heads.parallel.tune_keys import TuneConfig
 
 __all__ = ["MedusaConfig", "MedusaDrafter", "MedusaHead", "TuneConfig"]

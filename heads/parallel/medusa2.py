@@ -35,12 +35,12 @@ from transformers.pytorch_utils import Conv1D
 from conf.errors import UserError
 from decode.models.identity import Identity, sha256_state
 from decode.target import Target
-from heads.base import differing
 from heads.batch import Batch, LossOut
 from heads.losses import chunk_of
 from heads.parallel.base import planned
 from heads.parallel.medusa import MedusaHead, MedusaSaved
 from heads.recompute import layers_recomputed
+from heads.saved import differing
 
 ADAPTER = "medusa2"  # peft's name of it
 TRAINABLE = (torch.float32, torch.bfloat16, torch.float64)

@@ -22,11 +22,12 @@ from decode.target import Target
 from heads import lora
 from heads.batch import Batch
 from heads.eagle.cache import DraftCache
-from heads.eagle.layer import DraftLayer, Rope, rope_table
+from heads.eagle.layer import DraftLayer
+from heads.eagle.rope import Rope, rope_table
 
 
 class Prefix(nn.Module):
-    """Llama-style layers shaped after the target (`shape`: heads.eagle.layer.layer_config).
+    """Llama-style layers shaped after the target (`shape`: heads.eagle.shape.layer_config).
     Weights are float32.
     """
 

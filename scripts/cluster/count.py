@@ -195,14 +195,19 @@ def _passes(
             p.grad = None
         if room is not None:
             del batch
-            batch = full_batch(ghost, room)
-            head.eval()
-            ghost.restart()
-            held = sum(ghost.live.values())
-            with _parts(ghost, target), ghost.within(PASS):
-                head.calibrate([batch], target)
-            found.calibration = ghost.most - held
+            found.calibration = _calibration(ghost, target, head, room)
         return found
+
+
+def _calibration(ghost: Phantom, target: Target, head: Head, room: Shape) -> int:
+    """Bytes that a pass of calibration takes beside what is there."""
+    batch = full_batch(ghost, room)
+    head.eval()
+    ghost.restart()
+    held = sum(ghost.live.values())
+    with _parts(ghost, target), ghost.within(PASS):
+        head.calibrate([batch], target)
+    return ghost.most - held
 
 
 def _known(model: Model, layers: int, dtype: str, shape: Shape, on: tuple[str, Any]) -> Counted:

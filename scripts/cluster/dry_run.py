@@ -16,12 +16,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from conf.commit import commit
 from conf.schema import entry
 from scripts.cluster.config import DryRunConfig
 from scripts.cluster.plan import plan
 from scripts.cluster.table import table
 from scripts.common import files
-from train.log import git_commit
 
 DATA = "data.path="  # the keys demand it, a dry run does not read it
 
@@ -32,7 +32,7 @@ def main(cfg: DryRunConfig) -> int:
     files.check_out(Path(cfg.out))
     found = plan(cfg, lambda text: print(text, file=sys.stderr, flush=True))
     words = " ".join(a for a in sys.argv[1:] if not a.startswith("out="))
-    found |= {"command": f"python scripts/validate.py {words}", "commit": git_commit()}
+    found |= {"command": f"python scripts/validate.py {words}", "commit": commit()}
     path = Path(cfg.out)
     files.write_json(path, found)
     Console(width=max(100, Console().width)).print(table(found))

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, initialization
 
 from conf.errors import UserError
 from decode.models.load import TargetConfig, tiny_from
-from decode.scorer import Head
+from decode.probed import Head
 from decode.target import Target
 
 FOLDER = Path(__file__).resolve().parent / "models"

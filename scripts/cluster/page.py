@@ -14,10 +14,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from conf.commit import commit
 from conf.schema import CONF, compose
 from scripts.cluster.config import DryRunConfig
 from scripts.cluster.plan import plan
-from train.log import git_commit
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT, PAGE = ROOT / "docs/results/dry-run.json", ROOT / "docs/scaling.md"
@@ -88,7 +88,7 @@ def main() -> None:
             print(f"counting {path.stem}", file=sys.stderr, flush=True)
             recipes[path.stem] = predicted(path.stem, told[0])
     command = "python -m scripts.cluster.page"
-    found = {"command": command, "commit": git_commit(), "predicted": True, "recipes": recipes}
+    found = {"command": command, "commit": commit(), "predicted": True, "recipes": recipes}
     RESULT.write_text(json.dumps(found, indent=1) + "\n")
     PAGE.write_text(put(PAGE.read_text(), page(found)))
 

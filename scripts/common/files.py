@@ -1,5 +1,5 @@
-"""Whole files or none: staged, synced, renamed. And what a figure needs to be believed:
-versions, machine, command.
+"""Files that commands write, whole or not at all (conf/disk.py). And what a figure needs to be
+believed: versions, machine, command.
 """
 
 from __future__ import annotations
@@ -9,34 +9,20 @@ import hashlib
 import json
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from conf.commit import commit as commit_of
+from conf.disk import write_bytes as write_bytes
+from conf.disk import write_text as write_text
 from conf.errors import UserError
 
 PACKAGES = ("torch", "transformers", "accelerate", "numpy")
 OPENMP = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def write_bytes(path: Path, data: bytes) -> None:
-    """Replace `path` with `data`: a reader sees the old file or the new one, also after a
-    power cut.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    stage = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(stage, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(stage, path)
-    finally:
-        stage.unlink(missing_ok=True)
 
 
 def check_out(path: Path) -> None:
@@ -49,10 +35,6 @@ def check_out(path: Path) -> None:
     except OSError as error:
         why = error.strerror or error
         raise UserError(f"out: cannot write to {path.parent} ({why}); choose another") from None
-
-
-def write_text(path: Path, text: str) -> None:
-    write_bytes(path, text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -110,21 +92,8 @@ def command() -> str:
 
 
 def commit(*paths: str) -> str:
-    """The commit of the working tree, "+" appended when tracked files (those of `paths`, git
-    pathspecs, or any) were changed; "unknown" without git.
-    """
-    try:
-        head = _git("rev-parse", "--short=12", "HEAD")
-        changed = _git("status", "--porcelain", "--untracked-files=no", "--", *paths)
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return head + ("+" if changed else "")
-
-
-def _git(*args: str) -> str:
-    return subprocess.run(
-        ["git", *args], cwd=ROOT, capture_output=True, text=True, check=True, timeout=20
-    ).stdout.strip()
+    """As conf.commit has it; "unknown" without git."""
+    return commit_of(*paths) or "unknown"
 
 
 def processor() -> str:

@@ -109,6 +109,18 @@ class Steps(Progress):
         print(line, file=sys.stderr, flush=True)
 
 
+def by_name(bar: Progress) -> Callable[[str, int, int], None]:
+    """What is told (name, done, total) as a task of `bar` for every name. total 0: not known."""
+    tasks: dict[str, TaskID] = {}
+
+    def watch(name: str, done: int, total: int) -> None:
+        if name not in tasks:
+            tasks[name] = bar.add_task(name, total=total or None, completed=done)
+        bar.update(tasks[name], completed=done, total=total or None)
+
+    return watch
+
+
 def clock(seconds: float) -> str:
     """45 s, 3:07 min, 2:05 h."""
     whole = round(seconds)

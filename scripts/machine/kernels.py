@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from heads.eagle import attention as ttt
 from heads.eagle import kernels
-from heads.eagle.places import Layout
+from heads.eagle.layout import Layout
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from decode.drafters import Drafter
-from decode.engine import Generation, Request, Rule, generate
+from decode.engine import Generation, Request, Rule, Run, generate
 from decode.sampling import Sampling
 from decode.target import Target
 from scripts.common.parts import Parts
@@ -225,19 +225,7 @@ def _chunk(
         Request(list(prompts[(number + i) % len(prompts)]), how.max_new_tokens, id=number + i)
         for i in range(how.chunk * how.batch_size)
     ]
-    seen = Recorder(how.verify, asked)
-    run = generate(
-        target,
-        drafter,
-        asked,
-        how.sampling,
-        batch_size=how.batch_size,
-        seed=how.seed,
-        verify=seen,
-        guidance=how.guidance,
-        coins=seen.coins,
-    )
-    lines = seen.emitted(run, asked)
+    run, lines = _recorded(target, drafter, asked, how)
     key = rows[0]["key"] if rows else _key(run.generations)
     tally = tally or directions.Tally(
         directions.Bank(target.vocab_size, key, target.device), GROUPS
@@ -275,6 +263,25 @@ def _chunk(
         **columns,
     }
     return row, tally
+
+
+def _recorded(
+    target: Target, drafter: Drafter, asked: list[Request], how: Setting
+) -> tuple[Run, list[list[Emitted]]]:
+    """A run, and where each of its tokens came from."""
+    seen = Recorder(how.verify, asked)
+    run = generate(
+        target,
+        drafter,
+        asked,
+        how.sampling,
+        batch_size=how.batch_size,
+        seed=how.seed,
+        verify=seen,
+        guidance=how.guidance,
+        coins=seen.coins,
+    )
+    return run, seen.emitted(run, asked)
 
 
 def _logits(line: Sequence[Emitted]) -> Tensor:

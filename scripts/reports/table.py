@@ -240,6 +240,37 @@ def notes(report: dict[str, Any]) -> list[str]:
         f"brackets: 95 % bootstrap over {resampled}; speedup: against none in the same "
         "interleaved run, decoding alone."
     ]
+    lines += _warnings(report)
+    for row in report["drafters"]:
+        lines += _doubts(row, report["target"])
+    groups = [g for g in dict.fromkeys(r.get("group", "") for r in report["drafters"]) if g]
+    if groups:
+        lines.append(
+            f"Another target: {', '.join(groups)}. For its rows speedup and lossless "
+            "refer to its own plain "
+            "decoding."
+        )
+    categories = report["drafters"][0]["by_category"]
+    once = [name for name, cell in categories.items() if cell["prompts"] == 1]
+    if once:
+        lines.append(f"Seen once, so without an interval: {', '.join(once)}.")
+    if any(r["kind"] == "reference" and r["max_depth"] for r in report["drafters"]):
+        lines.append(
+            "hf_ rows are transformers' own loops: their cycles are read off the "
+            "target's passes, verify ms "
+            "is the pass alone, and a dash stands where nothing can be seen from outside."
+        )
+    if report["skipped_turns"]:
+        lines.append(
+            f"{len(report['skipped_turns'])} later turns outgrew the context and were "
+            "left out for all."
+        )
+    return lines
+
+
+def _warnings(report: dict[str, Any]) -> list[str]:
+    """What puts the whole table in doubt."""
+    lines = []
     if report["target"].get("tuning"):
         lines.append(
             "The target is not the original: a head has tuned it "
@@ -254,50 +285,30 @@ def notes(report: dict[str, Any]) -> list[str]:
             "was busy with other work, so take no speed from it."
         )
     wrong = [
-        r["name"] for r in report["drafters"] if (r.get("lossless") or {}).get("beyond_rounding")
+        r["label"] for r in report["drafters"] if (r.get("lossless") or {}).get("beyond_rounding")
     ]
     if wrong:
-        wrong = [r["label"] for r in report["drafters"] if r["name"] in wrong]
         lines.append(
             f"NOT LOSSLESS beyond rounding: {', '.join(wrong)}; see `lossless` in report.json."
         )
-    plain = {r["name"]: r for r in report["drafters"]}
-    for row in report["drafters"]:
-        limit, length = row.get("break_even"), row["accepted_length"]["mean"]
-        if limit is not None and length is not None and length < limit:
-            lines.append(
-                f"{row['label']} does not pay here: its cycles take {limit:.2f} plain "
-                "tokens' time and give "
-                f"{length:.2f} tokens."
-            )
-        if (row.get("parameters") or 0) >= (report["target"].get("parameters") or float("inf")):
-            lines.append(
-                f"{row['label']} is no smaller than its target "
-                f"({millions(row['parameters'])} parameters); it "
-                f"would have to reach an accepted length of {number(limit)}."
-            )
-    groups = [g for g in dict.fromkeys(r.get("group", "") for r in report["drafters"]) if g]
-    if groups:
+    return lines
+
+
+def _doubts(row: Row, target: dict[str, Any]) -> list[str]:
+    """What speaks against a drafter."""
+    lines = []
+    limit, length = row.get("break_even"), row["accepted_length"]["mean"]
+    if limit is not None and length is not None and length < limit:
         lines.append(
-            f"Another target: {', '.join(groups)}. For its rows speedup and lossless "
-            "refer to its own plain "
-            "decoding."
+            f"{row['label']} does not pay here: its cycles take {limit:.2f} plain "
+            "tokens' time and give "
+            f"{length:.2f} tokens."
         )
-    once = [
-        c for c, cell in next(iter(plain.values()))["by_category"].items() if cell["prompts"] == 1
-    ]
-    if once:
-        lines.append(f"Seen once, so without an interval: {', '.join(once)}.")
-    if any(r["kind"] == "reference" and r["max_depth"] for r in report["drafters"]):
+    if (row.get("parameters") or 0) >= (target.get("parameters") or float("inf")):
         lines.append(
-            "hf_ rows are transformers' own loops: their cycles are read off the "
-            "target's passes, verify ms "
-            "is the pass alone, and a dash stands where nothing can be seen from outside."
-        )
-    if report["skipped_turns"]:
-        lines.append(
-            f"{len(report['skipped_turns'])} later turns outgrew the context and were "
-            "left out for all."
+            f"{row['label']} is no smaller than its target "
+            f"({millions(row['parameters'])} parameters); it "
+            f"would have to reach an accepted length of {number(limit)}."
         )
     return lines
 

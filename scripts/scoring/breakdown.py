@@ -1,5 +1,5 @@
 """Where the time of a row goes, and what would be left to win: parts of the decoding time by
-decode.records.Timing.
+decode.timing.Timing.
 
 On a GPU the host runs ahead of the device, so the timers of the measured run say when work was
 handed out, not when it was done. There a few prompts are decoded once more with a clock that
@@ -12,8 +12,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from decode.records import PARTS, Timing
 from decode.target import Target
+from decode.timing import PARTS, Timing
 from scripts.common.prompts import Prompt
 from scripts.scoring import contest
 

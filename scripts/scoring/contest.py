@@ -132,29 +132,10 @@ def run_contest(
         task = progress.add_task("scoring", total=total, name="scoring")
         for number, chunk in enumerate(chunks):
             for turn in range(max(len(p.turns) for p in chunk)):
-                live: list[Prompt] = []
-                requests: dict[str, list[Request]] = {g: [] for g in groups}
-                for p in chunk:
-                    if turn >= len(p.turns) or any(
-                        len(history[g][p.id]) < 2 * turn for g in groups
-                    ):
-                        continue
-                    ids_of = {}
-                    for g in groups:
-                        history[g][p.id].append({"role": "user", "content": p.turns[turn]})
-                        ids_of[g] = chat_ids(tokenizer, history[g][p.id])
-                    longest = max(map(len, ids_of.values()))
-                    if longest >= target.context_length:
-                        contest.skipped_turns.append(
-                            {"prompt_id": p.id, "turn": turn, "tokens": longest}
-                        )
-                        continue
-                    live.append(p)
-                    for g in groups:
-                        number_of = request_id(numbers[p.id], turn)
-                        requests[g].append(
-                            Request(ids_of[g], settings.max_new_tokens, id=number_of)
-                        )
+                asking = [p for p in chunk if turn < len(p.turns)]
+                live, requests = _asked(
+                    contest, target, tokenizer, asking, turn, history, numbers, settings
+                )
                 for k in range(len(lanes)):
                     lane = lanes[(k + number) % len(lanes)]
                     progress.update(
@@ -170,6 +151,38 @@ def run_contest(
                             _remember(tokenizer, history[lane.group], live, run)
                     progress.advance(task)
     return contest
+
+
+def _asked(
+    contest: Contest,
+    target: Target,
+    tokenizer: Any,
+    asking: Sequence[Prompt],
+    turn: int,
+    history: dict[str, History],
+    numbers: dict[str, int],
+    settings: Settings,
+) -> tuple[list[Prompt], dict[str, list[Request]]]:
+    """The prompts whose turn can be asked in every group, and each group's requests; those
+    that have outgrown the context are noted."""
+    live: list[Prompt] = []
+    requests: dict[str, list[Request]] = {group: [] for group in history}
+    for p in asking:
+        if any(len(held[p.id]) < 2 * turn for held in history.values()):
+            continue
+        ids_of = {}
+        for group, held in history.items():
+            held[p.id].append({"role": "user", "content": p.turns[turn]})
+            ids_of[group] = chat_ids(tokenizer, held[p.id])
+        longest = max(map(len, ids_of.values()))
+        if longest >= target.context_length:
+            contest.skipped_turns.append({"prompt_id": p.id, "turn": turn, "tokens": longest})
+            continue
+        live.append(p)
+        number = request_id(numbers[p.id], turn)
+        for group, ids in ids_of.items():
+            requests[group].append(Request(ids, settings.max_new_tokens, id=number))
+    return live, requests
 
 
 def request_id(prompt: int, turn: int) -> int:

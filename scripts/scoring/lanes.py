@@ -83,20 +83,7 @@ def _lanes(
     if spec == names.ASSISTED:
         raise UserError(f"drafters: {spec}: transformers needs an assistant; write {spec}@DIR")
     if spec.startswith(f"{names.ASSISTED}@"):
-        given = parse(spec.removeprefix(f"{names.ASSISTED}@"))
-        if given.parts:
-            raise UserError(f"drafters: {spec}: transformers takes one assistant; leave out the +")
-        assistant = given.source
-        card = _card(parse(assistant))
-        if card is not None and card["kind"] != "small_lm":
-            raise UserError(
-                f"drafters: {spec}: {assistant} is no language model of its own, which "
-                "transformers needs "
-                "as an assistant; give a separate draft model"
-            )
-        draft = resolve_drafter(f"{assistant}@chain", target)
-        assert isinstance(draft, DraftModel), "all other kinds have been refused"
-        return [_assisted(*row) for row in assistants(spec, target, draft)]
+        return _with_assistant(spec, target)
     asked = parse(spec)
     cards = [_card(part) for part in asked.each]
     group, mine = "", target
@@ -122,6 +109,24 @@ def _lanes(
     for one in (plain, lane):
         one.group, one.base = group, base
     return [plain, lane]
+
+
+def _with_assistant(spec: str, target: Target) -> list[Lane]:
+    """transformers' loops with a separate draft model. Raises UserError for anything else."""
+    given = parse(spec.removeprefix(f"{names.ASSISTED}@"))
+    if given.parts:
+        raise UserError(f"drafters: {spec}: transformers takes one assistant; leave out the +")
+    assistant = given.source
+    card = _card(parse(assistant))
+    if card is not None and card["kind"] != "small_lm":
+        raise UserError(
+            f"drafters: {spec}: {assistant} is no language model of its own, which "
+            "transformers needs "
+            "as an assistant; give a separate draft model"
+        )
+    draft = resolve_drafter(f"{assistant}@chain", target)
+    assert isinstance(draft, DraftModel), "all other kinds have been refused"
+    return [_assisted(*row) for row in assistants(spec, target, draft)]
 
 
 def _drafting(spec: str, drafter: Drafter, target: Target) -> Lane:

@@ -24,7 +24,8 @@ from decode.sampling import Sampling
 from decode.target import Target
 from heads import vocab
 from heads.base import Batch, Head
-from heads.eagle.head import Eagle1Head, Eagle3Head, EagleHead
+from heads.eagle.eagle1 import Eagle1Head
+from heads.eagle.head import Eagle3Head, EagleHead
 from heads.parallel.medusa import MedusaHead
 
 SURE = 4.0  # standard errors by which a convention must be better

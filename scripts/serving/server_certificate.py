@@ -56,18 +56,6 @@ def certified(
 
     Raises UserError for a server that cannot be asked or runs another model.
     """
-    job = Job(
-        address,
-        prompts,
-        how.sampling,
-        how.tokens,
-        how.limit,
-        how.greedy,
-        how.levels,
-        target.vocab_size,
-        frozenset(target.eos_ids),
-        how.seed,
-    )
     if plain is None:
         own = Plain(target)
         laws = own_laws(own)
@@ -77,7 +65,7 @@ def certified(
         tie = how.tie or PLAIN_TIE
     layers: list[dict[str, Any]] = []
     asked = ask_all(
-        job,
+        _job(target, prompts, how, address),
         parts,
         watch,
         lambda greedy: layers.append(greedy_layer(greedy, laws, tie, address)),
@@ -104,6 +92,21 @@ def certified(
         "notes": asked.notes,
         "untested": untested(asked, plain, towards is not None),
     }
+
+
+def _job(target: Target, prompts: Sequence[Sequence[int]], how: How, address: Address) -> Job:
+    return Job(
+        address,
+        prompts,
+        how.sampling,
+        how.tokens,
+        how.limit,
+        how.greedy,
+        how.levels,
+        target.vocab_size,
+        frozenset(target.eos_ids),
+        how.seed,
+    )
 
 
 def greedy_layer(

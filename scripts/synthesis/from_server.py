@@ -76,21 +76,13 @@ async def _ask(cfg: SynthesizeConfig, path: Path, questions: Questions, total: i
                 )
             if ledger.settled == total:
                 return _say(f"{path} already holds the answers to {total} questions; nothing to do")
-            body = {
-                "model": model,
-                "max_tokens": cfg.max_new_tokens,
-                "temperature": cfg.answer_temperature,
-                "top_p": cfg.answer_top_p,
-                "stream": False,
-                **cfg.extra_body,
-            }
             work = Regenerator(
                 server,
                 questions,
                 ledger,
                 total,
                 cfg.concurrency,
-                body,
+                _body(cfg, model),
                 cfg.seed,
                 cfg.max_failed,
                 lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
@@ -112,6 +104,18 @@ async def _ask(cfg: SynthesizeConfig, path: Path, questions: Questions, total: i
         for number, handler in before.items():
             loop.remove_signal_handler(number)
             signal.signal(number, handler)
+
+
+def _body(cfg: SynthesizeConfig, model: str) -> dict[str, Any]:
+    """What every request holds besides messages and seed."""
+    return {
+        "model": model,
+        "max_tokens": cfg.max_new_tokens,
+        "temperature": cfg.answer_temperature,
+        "top_p": cfg.answer_top_p,
+        "stream": False,
+        **cfg.extra_body,
+    }
 
 
 def _settings(

@@ -33,7 +33,11 @@ from scripts.tuning.search import Candidate
 SUPERSET = 256  # nodes of the static tree that is recorded
 CONFIDENT = "confident"  # name of the dynamic tree that is recorded of heads with static ones
 DRAWN = (8, 16, 32, 64)  # nodes of the drawn trees that are measured
-DRAWN_PRICES = ((0.05, 0.2), (0.1, 0.3), (0.2, 0.5))  # of a node and of a level, for the largest
+DRAWN_PRICES = (
+    (0.03, 0.15),
+    (0.05, 0.35),
+    (0.1, 0.35),
+)  # of a node and of a level, for the largest
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from heads.parallel.base import ParallelConfig, ParallelHead, ParallelSaved
+from heads.parallel.base import ParallelConfig, ParallelHead
 from heads.parallel.drafter import AtOnce
+from heads.parallel.saved import ParallelSaved
 
 
 @dataclass

@@ -54,6 +54,15 @@ def test_rows_adapt_alone_and_tokens_stay_exact(target: Target, other: Target) -
             assert depths == alone
 
 
+@pytest.mark.parametrize(("cost", "depth"), [(0.05, 4), (0.1, 3), (0.2, 2), (0.3, 1)])
+def test_a_row_begins_as_if_three_in_five_were_accepted(cost: float, depth: int) -> None:
+    """The best depth of a constant rate of 0.6: (1 + .6 + .36 + ..) / (1 + cost * depth)."""
+    drafter = Adaptive(NGram(depth=5), cost=cost)
+    drafter.reset(1, 64)
+    drafter.begin([torch.tensor([1, 2])], Sampling())
+    assert drafter.depths().tolist() == [depth]
+
+
 def test_learned_rates(target: Target) -> None:
     drafter = Adaptive(NGram(depth=4), cost=0.05)
     drafter.reset(1, 64)

@@ -11,9 +11,9 @@ from decode.cache import TreeCache
 from decode.drafters import NGram
 from decode.engine import Request, generate
 from decode.models.load import TargetConfig, load_target
-from decode.records import PARTS, Timing
 from decode.sampling import Sampling
 from decode.target import Target
+from decode.timing import PARTS, Timing
 from decode.verify import walk
 
 ASKED = [

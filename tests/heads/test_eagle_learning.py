@@ -26,10 +26,12 @@ from decode.target import Target
 from heads import HEADS, load_head, resolve_drafter, vocab
 from heads.batch import Batch
 from heads.eagle import head as head_module
-from heads.eagle import layer
+from heads.eagle import modules
 from heads.eagle.config import EagleConfig
 from heads.eagle.head import Eagle3Head
-from heads.eagle.layer import RMSNorm, layer_config
+from heads.eagle.modules import RMSNorm
+from heads.eagle.noise import feature_noise
+from heads.eagle.shape import layer_config
 from heads.losses import LossWeights, target_law
 from heads.names import Draft
 from tests.heads.test_eagle import GREEDY, batch_of, drafter_state, head_of, target_of
@@ -316,16 +318,16 @@ def test_noise_depends_on_sample_and_update_alone() -> None:
     head = head_of(target, kind="eagle1", noise=0.2)
     batch = batch_of([9, 7])
     g = torch.zeros(2, 9, 32)
-    first = head._noise(batch, g)
+    first = feature_noise(batch, g, head.step, 0.2)
     alone = Batch(
         batch.ids[1:, :7], batch.mask[1:, :7], batch.loss_mask[1:, :7], batch.sample_ids[1:]
     )
-    assert torch.equal(head._noise(alone, g[1:, :7])[0], first[1, :7]) and not bool(
-        first[1, 7:].any()
-    )
+    assert torch.equal(
+        feature_noise(alone, g[1:, :7], head.step, 0.2)[0], first[1, :7]
+    ) and not bool(first[1, 7:].any())
     assert 0 < float(first[0].abs().max()) <= 0.1 * 512 / 9
     head.begin_step(1, 2)
-    assert not torch.equal(head._noise(batch, g), first)
+    assert not torch.equal(feature_noise(batch, g, head.step, 0.2), first)
     head.eval()
     assert torch.equal(head(batch, target).sum, head(batch, target).sum)
 
@@ -414,7 +416,7 @@ def test_weights_are_cast_once_a_pass(again: bool, monkeypatch: pytest.MonkeyPat
     target, batch = target_of(dtype=torch.bfloat16), batch_of([14, 9])
     head = head_of(target, steps=4, activation_checkpointing=again)
     cast: list[int] = []
-    plain = layer.cast_once
+    plain = modules.cast_once
 
     @contextlib.contextmanager
     def counted(net: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
@@ -433,7 +435,9 @@ def test_weights_are_cast_once_a_pass(again: bool, monkeypatch: pytest.MonkeyPat
         head.zero_grad()
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
-    weights = [m for n, m in head.net.named_modules() if n != "lm_head" and type(m) is layer.Linear]
+    weights = [
+        m for n, m in head.net.named_modules() if n != "lm_head" and type(m) is modules.Linear
+    ]
     assert cast == [m.weight.numel() for m in weights]
     assert not any(m.kept is not None for m in weights)
 

@@ -15,9 +15,10 @@ from conf.typed import faults
 from decode.target import Target
 from heads import HEADS, vocab
 from heads.eagle.config import EagleConfig
-from heads.losses import LossWeights, Mask, stored_law, target_law
+from heads.losses import LossWeights, Mask, target_law
 from heads.parallel.hydra_heads import HydraHeadsConfig
 from heads.parallel.medusa import MedusaConfig, TuneConfig
+from heads.stored_law import stored_law
 from tests.helpers.training import random_batch, tiny_target
 from train.state import check_meaning
 

@@ -15,14 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.scorer import Head
+from decode.probed import Head
 from heads.batch import Batch
-from heads.eagle import attention, kernels
-from heads.eagle.attention import dense, merged
+from heads.eagle import kernels
+from heads.eagle.attention import Memory, dense
 from heads.eagle.config import EagleConfig
 from heads.eagle.head import Eagle3Head
 from heads.eagle.kernels import BLOCKS, CPU, FLASH, Kernel
-from heads.eagle.places import Layout, Places
+from heads.eagle.layout import Layout
+from heads.eagle.merged import merged
+from heads.eagle.places import Places
 from tests.helpers.held import Held
 
 RAGGED = torch.tensor([3, 4, 5, 6, 7, 14, 15, 16, 30, 31, 32])
@@ -209,11 +211,11 @@ def test_a_window_costs_what_it_shows(window: int) -> None:
 def test_windows_that_change_nothing_are_none() -> None:
     layout = LAYOUTS["packed"]  # its longest document has five tokens
     assert [layout.seen(n).window for n in (0, 1, 4, 5, 99)] == [0, 1, 4, 0, 0]
-    memory = attention.Memory(layout, 3)
+    memory = Memory(layout, 3)
     assert [memory.at(s).layout.window for s in (0, 1, 2)] == [3, 2, 1]
     with pytest.raises(ValueError, match="step 3 of a window of 3"):
         memory.at(3)
-    assert attention.Memory(layout).at(7).layout.window == 0
+    assert Memory(layout).at(7).layout.window == 0
 
 
 def test_a_layout_says_where_documents_and_rows_lie() -> None:

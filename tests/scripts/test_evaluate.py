@@ -130,7 +130,7 @@ def test_report_and_outputs(tmp_path: Path, capsys: Any) -> None:
     assert (out / "figure.png").stat().st_size > 10_000
     assert {p.stem for p in (out / "figures").glob("*.png")} == set(plots.PANELS)
     assert "ngram" in capsys.readouterr().out
-    assert not list(out.rglob("*.tmp"))
+    assert not list(out.rglob(".tmp-*"))
 
 
 def test_parts_of_a_second_pass_replace_those_of_the_run(

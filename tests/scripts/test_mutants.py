@@ -102,23 +102,33 @@ def test_table_counts_what_each_layer_rejects() -> None:
         row("slower", tests="x"),
         row("the same"),
         row("a gap"),
-        row("an old gap"),
+        row("an old line"),
+        row("an old gap") | {"again": {"tests": {"layer": "wrong", "why": "FAILED test_x"}}},
+        row("a blind spot", tests="x")
+        | {"again": {"certificate": {"layer": "greedy", "why": "y"}}},
     ]
     reasons = {
-        "an old gap": {"kind": "closed since", "reason": "test_x"},
+        "an old line": {"kind": "gone", "reason": "no clamp"},
+        "an old gap": {"kind": "not the law", "reason": "..."},
         "slower": {"kind": "not the law", "reason": "..."},
         "the same": {"kind": "equivalent", "reason": "..."},
     }
     found = mutants_page.summary(rows, reasons)
     counts = found["all"]
-    assert (counts["judged"], counts["something"]) == (5, 3)
-    assert (counts["law"], counts["law by certificate"]) == (3, 1)
-    assert found["open"] == ["a gap"] and found["missed"] == ["seen by tests", "a gap"]
-    assert found["since"] == ["an old gap"]
+    assert (counts["judged"], counts["something"]) == (7, 4)
+    assert (counts["law"], counts["law by certificate"]) == (4, 1)
+    assert found["open"] == ["a gap"] and found["missed"] == ["seen by tests"]
+    assert found["since"] == ["an old line", "an old gap", "a blind spot"]
+    now = found["now"]
+    assert (now["judged"], now["something"]) == (6, 5)
+    assert (now["law"], now["law by certificate"]) == (4, 2)
+    again = {"environment": {"commit": "def"}}
     found |= {"command": "c", "environment": {"commit": "abc"}, "tokens": 20000, "mutants": rows}
-    page = mutants_page.page(found)
-    assert "| **all** | 6 | 1 | 1 | 3 | 1 | 3 of 5 (60.0 %) |" in page
-    assert "- `an old gap`: test_x" in page
+    page = mutants_page.page(found | {"again": again})
+    assert "| **all** | 8 | 1 | 1 | 4 | 1 | 4 of 7 (57.1 %) |" in page
+    assert "- `an old line`: no clamp" in page and "- `an old gap`: tests, FAILED test_x" in page
+    assert "`def`: 3 are rejected since. With them: 5 of 6 (83.3 %)" in page
+    assert "again at commit" not in mutants_page.page(found)
     with pytest.raises(ValueError, match="kind"):
         mutants_page.summary(rows, {"a gap": {"kind": "odd"}})
 

@@ -19,8 +19,8 @@ from decode.drafters import NGram
 from decode.engine import Request, generate
 from decode.models.load import tiny_from
 from decode.price import FREE, Price
+from decode.probed import Head
 from decode.sampling import Sampling
-from decode.scorer import Head
 from decode.target import Target
 from decode.tree import DraftTree
 from heads import HEADS, parity

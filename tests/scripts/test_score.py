@@ -12,7 +12,7 @@ import pytest
 from jinja2 import UndefinedError
 
 from decode.engine import Cycle, Generation, Timing
-from decode.records import PARTS
+from decode.timing import PARTS
 from scripts.reports import page, plots, table
 from scripts.reports.rendering import render
 from scripts.scoring.breakdown import breakdown

@@ -125,7 +125,7 @@ def test_the_choice_is_written_and_obeyed(
         "http://www.w3.org", ""
     )
     assert {p.stem for p in (out / "figures").glob("*.png")} == set(tuning_plots.TUNE)
-    assert "written:" in capsys.readouterr().out and not list(tmp_path.rglob("*.tmp"))
+    assert "written:" in capsys.readouterr().out and not list(tmp_path.rglob(".tmp-*"))
 
 
 @pytest.mark.parametrize("kind, temperature", [("eagle3", 0), ("eagle3", 1), ("medusa", 0)])

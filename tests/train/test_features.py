@@ -18,12 +18,13 @@ from typing import Any
 import pytest
 import torch
 
+from conf import disk
 from conf.errors import UserError
 from conf.schema import compose
 from decode.target import Target
 from heads import HEADS
 from heads.checkpoint import read_card
-from heads.losses import stored_law
+from heads.stored_law import stored_law
 from tests.helpers.training import TINY, chats, run_config, tiny_target
 from train import cache_features
 from train.cache_features import CacheConfig
@@ -184,7 +185,7 @@ def test_a_run_reads_the_cache_and_may_change_to_it_in_the_middle(
 def test_a_coarser_store_is_another_meaning(data: Path, tmp_path: Path) -> None:
     written(data, tmp_path / "f", "store=bfloat16")
     run(data, tmp_path / "run", "steps=2")
-    with pytest.raises(UserError, match="features: None in the checkpoint, stored in bfloat16 now"):
+    with pytest.raises(UserError, match="features: not set in the checkpoint, stored in bfloat16"):
         run(data, tmp_path / "run", "steps=2", f"data.features={tmp_path / 'f'}")
 
 
@@ -314,7 +315,7 @@ def test_every_file_is_synced_before_its_name_and_its_record_comes_after(
     data, tmp_path, monkeypatch
 ) -> None:
     events: list[Path] = []
-    folder, sync, rename = tmp_path / "f", feature_writer.sync, os.replace
+    folder, sync, rename = tmp_path / "f", disk.sync, os.replace
 
     def syncing(path: Path) -> None:
         events.append(path)
@@ -326,7 +327,7 @@ def test_every_file_is_synced_before_its_name_and_its_record_comes_after(
             events.append(b)
         rename(a, b)
 
-    monkeypatch.setattr(feature_writer, "sync", syncing)
+    monkeypatch.setattr(disk, "sync", syncing)
     monkeypatch.setattr(os, "replace", renaming)
     writer = written(data, folder)
     shards = [x for i in range(4) for x in (writer.path(i), writer.path(i).with_suffix(".json"))]

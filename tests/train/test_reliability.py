@@ -21,7 +21,7 @@ from scripts.reports.reliability import record
 from tests.helpers import faults
 from tests.helpers.faults import Marks, at_call, finish, launcher, outcome, ranks, train, wait
 from tests.helpers.training import chats, run_config, tiny_target
-from train import curve, loop
+from train import begin, curve, loop
 from train import state as disk
 from train.texts.batches import Plan, load_rows
 
@@ -343,7 +343,7 @@ def signals(place: Place, count: int, seed: int) -> dict[str, int]:
         def worker(
             out: Path = out, marks: Marks = marks, action: Callable[[], None] = action
         ) -> None:
-            rank, step, load = os.environ["RANK"], loop._step, loop.loaded
+            rank, step, load = os.environ["RANK"], loop._step, begin.loaded
             (out / f"pid{rank}").write_text(str(os.getpid()))
 
             def loading(*args: Any) -> Any:
@@ -355,7 +355,7 @@ def signals(place: Place, count: int, seed: int) -> dict[str, int]:
                 (out / f"made{rank}").write_text(str(run.state.step))
                 return asked
 
-            loop.loaded, loop._step = loading, counted
+            begin.loaded, loop._step = loading, counted
             curve._png = lambda known: b""  # a picture takes longer than the run
             try:
                 marks.steps(action)()

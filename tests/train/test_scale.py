@@ -20,7 +20,7 @@ from heads import HEADS
 from scripts.reports.reliability import record
 from tests.helpers.faults import finish
 from tests.helpers.training import TINY
-from train import cache_features, loop
+from train import begin, cache_features, loop
 from train.block import BlockRun
 from train.config import EagleRun, MedusaRun
 from train.loop import fit
@@ -364,14 +364,14 @@ def test_groups_of_ranks_hold_copies_and_layers_ask_for_the_next(
 
     def action() -> None:
         seen: dict[str, Any] = {}
-        shard = loop.shard_target
+        shard = begin.shard_target
 
         def watching(cfg: Any, target: Any, *rest: Any) -> str:
             said = shard(cfg, target, *rest)
             seen.update(said=said, layers=target.body.layers)
             return said
 
-        loop.shard_target = watching  # type: ignore[assignment]  # this process ends here
+        begin.shard_target = watching  # type: ignore[assignment]  # this process ends here
         found = losses(
             data, tmp_path / "got", *keys, "shard_target=true", "shard_group=2", "device=cpu"
         )

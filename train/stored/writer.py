@@ -20,12 +20,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from conf import disk
 from conf.errors import UserError
 from decode.models.identity import sha256_remembered
 from decode.models.load import torch_dtype
 from decode.target import Target
 from heads import HEADS
-from heads.checkpoint import sync
 from train.stored import features
 from train.stored.features import MANIFEST, PLAN, Shard, card_sha256, identity_of
 from train.texts.batches import Rows
@@ -185,7 +185,7 @@ class Writer:
         """Write the plan."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if not (self.folder / PLAN).is_file():
-            _write(self.folder / PLAN, json.dumps(self.plan, indent=1) + "\n")
+            disk.write_text(self.folder / PLAN, json.dumps(self.plan, indent=1) + "\n")
 
     @contextlib.contextmanager
     def claim(self, number: int) -> Iterator[bool]:
@@ -247,25 +247,26 @@ class Writer:
                     )
                     out["law.ids"][start + piece : start + end] = p.indices.to("cpu", torch.int32)
             yield int(self.rows.lengths[part].sum())
+        self._keep(number, out)
+
+    def _keep(self, number: int, out: dict[str, Tensor]) -> None:
+        """Write a shard's tensors, then its card. Raises UserError when the disk refuses."""
+        first, last = self.bounds[number], self.bounds[number + 1]
         path = self.path(number)
         path.with_suffix(".json").unlink(missing_ok=True)
-        stage = path.with_name(f".tmp-{path.name}-{os.getpid()}")
         try:
-            save_file(out, stage)
-            sync(stage)
-            os.replace(stage, path)
+            with disk.whole(path) as stage:
+                save_file(out, stage)
         except SafetensorError as error:  # how the library reports a disk that refuses
             raise UserError(
                 f"{path}: cannot be written ({error}); free space, then start the same command"
             ) from None
-        finally:
-            stage.unlink(missing_ok=True)
         card = {
             "rows": [first, last],
             "bytes": path.stat().st_size,
             "sha256": sha256_remembered([path])[0],
         }
-        _write(path.with_suffix(".json"), json.dumps(card) + "\n")
+        disk.write_text(path.with_suffix(".json"), json.dumps(card) + "\n")
 
     def _batches(self, order: Tensor) -> Iterator[list[int]]:
         """Rows sorted by length, as many as batch_tokens hold with their padding."""
@@ -290,7 +291,7 @@ class Writer:
             if s
         }
         card["sha256"] = card_sha256(card)
-        _write(self.folder / MANIFEST, json.dumps(card, indent=1) + "\n")
+        disk.write_text(self.folder / MANIFEST, json.dumps(card, indent=1) + "\n")
         for claim in self.folder.glob(".claim-*"):
             claim.unlink(missing_ok=True)
         return True
@@ -299,10 +300,3 @@ class Writer:
 def _flat(plan: dict[str, Any]) -> dict[str, Any]:
     """The plan with its identity beside the other keys."""
     return {**{k: v for k, v in plan.items() if k != "identity"}, **plan.get("identity", {})}
-
-
-def _write(path: Path, text: str) -> None:
-    stage = path.with_name(f".tmp-{path.name}-{os.getpid()}")
-    stage.write_text(text)
-    sync(stage)
-    os.replace(stage, path)

@@ -13,7 +13,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from conf import disk
 from conf.errors import UserError
 from decode.models.identity import (
     cache_root,
@@ -784,8 +784,4 @@ def _memory(path: Path) -> list[int] | str:
 def _remember(path: Path) -> None:
     """This token file is sound as it is now. Best effort."""
     with contextlib.suppress(OSError):
-        note = _checked(path)
-        note.parent.mkdir(parents=True, exist_ok=True)
-        stage = note.with_name(f".tmp-{note.name}-{os.getpid()}")
-        stage.write_text(json.dumps(_stat(path)))
-        stage.replace(note)
+        disk.write_text(_checked(path), json.dumps(_stat(path)))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -24,6 +23,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from torch import Tensor
+
+from conf import disk
 
 SPILL = 1 << 21  # tokens held in memory before they go to disk
 # In the file the widest types come first, so that each tensor starts at a multiple of its own
@@ -166,22 +167,14 @@ class TokenWriter:
         meta = {"rows": json.dumps({**said, "about_sha256": _sealed(said)})}
         head = json.dumps({"__metadata__": meta, **entries}).encode()
         head += b" " * (-len(head) % 8)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        stage = path.with_name(f".tmp-{path.name}-{os.getpid()}-{id(self)}")
-        try:
-            with stage.open("wb") as file:
-                file.write(len(head).to_bytes(8, "little") + head)
-                for name in KINDS:
-                    if spilled := self._files.get(name):
-                        spilled.seek(0)
-                        shutil.copyfileobj(spilled, file, PART)
-                    else:
-                        file.write(self._array(name))
-                file.flush()
-                os.fsync(file.fileno())
-            stage.replace(path)
-        finally:
-            stage.unlink(missing_ok=True)
+        with disk.whole(path) as stage, stage.open("wb") as file:
+            file.write(len(head).to_bytes(8, "little") + head)
+            for name in KINDS:
+                if spilled := self._files.get(name):
+                    spilled.seek(0)
+                    shutil.copyfileobj(spilled, file, PART)
+                else:
+                    file.write(self._array(name))
 
     def _sums(self) -> dict[str, int]:
         """Further numbers about the rows, so that no start has to count again."""

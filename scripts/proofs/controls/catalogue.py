@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -72,18 +73,33 @@ def law_error(worlds: Sequence[Case], rule: Verifier, mangle: Mangle | None = No
     return max(enumerate_case(case, rule, mangle).error for case in worlds)
 
 
+@dataclass(frozen=True)
+class Drafts:
+    """What is enumerated: trees of a shape, how their tokens are drawn, under which law."""
+
+    shape: TreeShape
+    scheme: str
+    sampling: Sampling = ONE
+
+
+CHAINS, WARM_CHAINS = Drafts(CHAIN, "iid"), Drafts(CHAIN, "iid", Sampling(0.6))
+CUT_CHAINS = Drafts(CHAIN, "iid", Sampling(1.0, top_p=0.8))
+GREEDY_CHAINS = Drafts(CHAIN, "top", Sampling(0.0))
+DISTINCT_STARS, DRAWN_STARS = Drafts(STAR, "without"), Drafts(STAR, "iid")
+TOP_STARS, TOP_BUSHES = Drafts(STAR, "top"), Drafts(BUSHY, "top")
+DRAWN_BUSHES = Drafts(BUSHY, "without")
+PAIRS, CUT_PAIRS = Drafts(PAIR, "iid"), Drafts(PAIR, "top", Sampling(1.0, top_p=0.8))
+
+
 def _enumerated(
     name: str,
     seen: str,
-    shape: TreeShape,
-    scheme: str,
-    sampling: Sampling,
+    drafts: Drafts,
     rule: Rule | None = None,
     mangle: Mangle | None = None,
 ) -> Control:
-    worlds = cases(
-        shape, scheme, sampling, *((3, 2) if shape is PAIR and scheme == "iid" else (4, 4))
-    )
+    size = (3, 2) if drafts == PAIRS else (4, 4)
+    worlds = cases(drafts.shape, drafts.scheme, drafts.sampling, *size)
     base = [rule_named(r) for r in RULES]
     return Control(
         name,
@@ -95,171 +111,89 @@ def _enumerated(
     )
 
 
-WARM, CUT = Sampling(0.6), Sampling(1.0, top_p=0.8)
-
-
-def _enumeration() -> list[Control]:
-    r, d = wrong_rules, wrong_drafters
+def _wrong_rules() -> list[Control]:
+    """Rules of verification, each with drafts that show that it is wrong."""
+    r, one = wrong_rules, _enumerated
     return [
-        _enumerated("typical acceptance", "Medusa", BUSHY, "top", ONE, r.typical_acceptance),
-        _enumerated(
-            "argmax token after the draft at T > 0",
-            "Medusa, fast mode",
-            BUSHY,
-            "top",
-            ONE,
-            r.argmax_bonus,
+        one("typical acceptance", "Medusa", TOP_BUSHES, r.typical_acceptance),
+        one(
+            "argmax token after the draft at T > 0", "Medusa, fast mode", TOP_BUSHES, r.argmax_bonus
         ),
-        _enumerated(
-            "draws per path, longest path wins",
-            "Medusa, nucleus",
-            PAIR,
-            "top",
-            CUT,
-            r.draws_per_path,
-        ),
-        _enumerated("best of two chains", "best-of-n drafts", PAIR, "iid", ONE, r.best_of_chains),
-        _enumerated(
-            "warped draft scored un-warped",
-            "several engines",
-            CHAIN,
-            "iid",
-            ONE,
-            None,
-            d.scored_unwarped,
-        ),
-        _enumerated(
-            "draft law rounded to bfloat16",
-            "several engines",
-            CHAIN,
-            "iid",
-            ONE,
-            None,
-            d.scored_in_bfloat16,
-        ),
-        _enumerated(
+        one("draws per path, longest path wins", "Medusa, nucleus", CUT_PAIRS, r.draws_per_path),
+        one("best of two chains", "best-of-n drafts", PAIRS, r.best_of_chains),
+        one(
             "residual not renormalised",
             "recursive rejection",
-            STAR,
-            "without",
-            ONE,
+            DISTINCT_STARS,
             r.residual_unnormalised,
         ),
-        _enumerated(
+        one(
             "residual stale after a rejected sibling",
             "recursive rejection",
-            STAR,
-            "without",
-            ONE,
+            DISTINCT_STARS,
             r.residual_stale,
         ),
-        _enumerated(
+        one(
             "rejected token stays in the residual",
             "EAGLE-style trees",
-            STAR,
-            "top",
-            ONE,
+            TOP_STARS,
             r.rejected_token_stays,
         ),
-        _enumerated(
+        one("bonus token from the un-warped law", "several engines", WARM_CHAINS, r.bonus_unwarped),
+        one("top-p applied again to the residual", "litgpt", CUT_CHAINS, r.top_p_twice),
+        one("temperature applied twice", "mutation", WARM_CHAINS, r.temperature_twice),
+        one("softmax acceptance at T = 0", "litgpt", GREEDY_CHAINS, r.softmax_acceptance),
+        one("bonus token from the wrong node", "mutation", CHAINS, r.bonus_from_wrong_node),
+        one("law off by one row", "mutation", CHAINS, r.law_of_the_child),
+        one("traversal with a stale residual", "vllm-ascend #7807", CHAINS, r.traversal_stale),
+        one("traversal with the plain ratio", "vllm-ascend #7807", CHAINS, r.traversal_ratio),
+    ]
+
+
+def _wrong_drafts() -> list[Control]:
+    """Drafts that are not what they say, under every rule."""
+    d = wrong_drafters
+
+    def one(name: str, seen: str, drafts: Drafts, mangle: Mangle) -> Control:
+        return _enumerated(name, seen, drafts, mangle=mangle)
+
+    return [
+        one("warped draft scored un-warped", "several engines", CHAINS, d.scored_unwarped),
+        one("draft law rounded to bfloat16", "several engines", CHAINS, d.scored_in_bfloat16),
+        one(
             "drawn without replacement, scored with",
             "SpecInfer on RSD trees",
-            STAR,
-            "without",
-            ONE,
-            None,
+            DISTINCT_STARS,
             d.without_scored_as_with,
         ),
-        _enumerated(
+        one(
             "drawn with replacement, scored without",
             "the reverse",
-            STAR,
-            "iid",
-            ONE,
-            None,
+            DRAWN_STARS,
             d.with_scored_as_without,
         ),
-        _enumerated(
+        one(
             "deterministic candidate scored with its softmax",
             "top-k trees",
-            BUSHY,
-            "top",
-            ONE,
-            None,
+            TOP_BUSHES,
             d.candidates_scored_softly,
         ),
-        _enumerated(
-            "bonus token from the un-warped law",
-            "several engines",
-            CHAIN,
-            "iid",
-            WARM,
-            r.bonus_unwarped,
-        ),
-        _enumerated(
-            "top-p applied again to the residual", "litgpt", CHAIN, "iid", CUT, r.top_p_twice
-        ),
-        _enumerated(
-            "temperature applied twice", "mutation", CHAIN, "iid", WARM, r.temperature_twice
-        ),
-        _enumerated(
-            "softmax acceptance at T = 0",
-            "litgpt",
-            CHAIN,
-            "top",
-            Sampling(0.0),
-            r.softmax_acceptance,
-        ),
-        _enumerated(
-            "bonus token from the wrong node",
-            "mutation",
-            CHAIN,
-            "iid",
-            ONE,
-            r.bonus_from_wrong_node,
-        ),
-        _enumerated("law off by one row", "mutation", CHAIN, "iid", ONE, r.law_of_the_child),
-        _enumerated(
-            "traversal with a stale residual",
-            "vllm-ascend #7807",
-            CHAIN,
-            "iid",
-            ONE,
-            r.traversal_stale,
-        ),
-        _enumerated(
-            "traversal with the plain ratio",
-            "vllm-ascend #7807",
-            CHAIN,
-            "iid",
-            ONE,
-            r.traversal_ratio,
-        ),
-        _enumerated(
+        one(
             "unlikely sampled token dropped before verification",
             "DSpark, appendix A",
-            CHAIN,
-            "iid",
-            ONE,
-            None,
+            CHAINS,
             d.drops_unlikely,
         ),
-        _enumerated(
+        one(
             "sampled siblings re-ranked by q",
             "DSpark, appendix A",
-            STAR,
-            "without",
-            ONE,
-            None,
+            DISTINCT_STARS,
             d.reranks_siblings,
         ),
-        _enumerated(
+        one(
             "nodes of a drawn tree left out by their own q",
             "DSpark, appendix A",
-            BUSHY,
-            "without",
-            ONE,
-            None,
+            DRAWN_BUSHES,
             d.drops_by_their_own_law,
         ),
     ]
@@ -312,7 +246,7 @@ def _loop() -> list[Control]:
         drafter = wrap(
             Counted(TableDrafter(CHAIN, "iid", 3), CHAIN)
         )  # below the rule: it sees the depth of each row
-        return engine_law(toy_model(vocab=3), drafter, [1, 2], 5, ONE, shape=CHAIN).error
+        return engine_law(toy_model(vocab=3), drafter, [1, 2], 4, ONE, shape=CHAIN).error
 
     right = lambda: measure(same, None)
     return [
@@ -345,4 +279,10 @@ def _loop() -> list[Control]:
 
 def controls() -> list[Control]:
     """Every control whose layer needs no model of the user's."""
-    return [*_enumeration(), *_loop(), *number_controls.below(), *number_controls.floor()]
+    return [
+        *_wrong_rules(),
+        *_wrong_drafts(),
+        *_loop(),
+        *number_controls.below(),
+        *number_controls.floor(),
+    ]

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 # "equivalent": nothing that can be observed changes. "not the law": speed, acceptance, records
-# or words change alone. "closed since": it got through, and the reason names the test that has
-# been written for it, or the line that is gone.
-SINCE = "closed since"
-KINDS = ("equivalent", "not the law", SINCE)
+# or words change alone. "gone": it got through, and the line that it changed is no more.
+GONE = "gone"
+KINDS = ("equivalent", "not the law", GONE)
 LAYERS = ("enumeration", "tests", "certificate")
 Row = dict[str, Any]
 
@@ -24,13 +23,21 @@ def reasons(path: Path) -> dict[str, dict[str, str]]:
     return {row["mutant"]: row for row in json.loads(path.read_text())} if path.exists() else {}
 
 
+def let_through(row: Row) -> bool:
+    """Whether nothing rejected a mutant, or, where it changes the law, no certificate did."""
+    if row["kind"] == "equivalent":
+        return False
+    return not _caught(row) or (row["kind"] == "law" and not row.get("certificate"))
+
+
 def summary(rows: Sequence[Row], reasons: dict[str, dict[str, str]]) -> dict[str, Any]:
     """Counts by module and in all. Rows get their kind ("law" where no reason says otherwise)
     and reason.
 
-    open: keys of mutants that nothing rejected, then or since. since: those that got through
-    and were closed afterwards. missed: those that change the law and that no certificate
-    rejects. contradicted: reasons for mutants that a layer rejects all the same.
+    open: keys of mutants that nothing rejected, then or again. missed: those that change the
+    law and that no certificate rejects, then or again. since: those that were let through and
+    are rejected since. gone: let through, and the line is gone. contradicted: reasons for
+    mutants that a layer rejects all the same.
     """
     for row in rows:
         given = reasons.get(row["key"], {})
@@ -39,17 +46,18 @@ def summary(rows: Sequence[Row], reasons: dict[str, dict[str, str]]) -> dict[str
             raise ValueError(f"{row['key']}: kind {row['kind']!r}; use one of {', '.join(KINDS)}")
     modules = list(dict.fromkeys(row["file"] for row in rows))
     counts = {name: _counts([r for r in rows if r["file"] == name]) for name in modules}
+    let = [row for row in rows if let_through(row)]
+    now = {row["key"]: {**row, **row.get("again", {})} for row in let}
+    still = [row for row in now.values() if row["kind"] != GONE and let_through(row)]
+    there = [now.get(row["key"], row) for row in rows if row["kind"] != GONE]
     return {
         "all": _counts(rows),
+        "now": _counts(there),
         "modules": counts,
-        "open": [
-            r["key"] for r in rows if not _caught(r) and r["kind"] not in ("equivalent", SINCE)
-        ],
-        "since": [r["key"] for r in rows if r["kind"] == SINCE],
-        "missed": [r["key"] for r in rows if r["kind"] == "law" and not r.get("certificate")],
-        "contradicted": [
-            r["key"] for r in rows if r["kind"] in ("equivalent", SINCE) and _caught(r)
-        ],
+        "open": [r["key"] for r in still if not _caught(r)],
+        "missed": [r["key"] for r in still if _caught(r)],
+        "since": [key for key in now if key not in {row["key"] for row in still}],
+        "contradicted": [r["key"] for r in rows if r["kind"] == "equivalent" and _caught(r)],
     }
 
 
@@ -106,6 +114,7 @@ def page(found: dict[str, Any]) -> str:
         f"- Of those that change the law, rejected by a certificate of {found['tokens']:,} tokens: "
         f"{_share(a['law by certificate'], a['law'])}; of those that run to the end of it: "
         f"{_share(a['silent law by certificate'], a['silent law'])}.",
+        *_again(found),
         "",
         "| module | mutants | equivalent | enumeration | unit tests | certificate | "
         "something | law, certificate |",
@@ -126,7 +135,29 @@ def page(found: dict[str, Any]) -> str:
         text += ["", f"## {title}", ""]
         text += [f"- `{k}`" for k in found[key]] or ["None."]
     if found["since"]:
-        text += ["", "## Got through then, closed since", ""]
-        reasons = {row["key"]: row["reason"] for row in found["mutants"]}
-        text += [f"- `{k}`: {reasons[k]}" for k in found["since"]]
+        text += ["", "## Let through then, rejected since", ""]
+        rows = {row["key"]: row for row in found["mutants"]}
+        text += [f"- `{key}`: {_since(rows[key])}" for key in found["since"]]
     return "\n".join(text) + "\n"
+
+
+def _again(found: dict[str, Any]) -> list[str]:
+    """What became of those that were let through, in a line."""
+    if "again" not in found:
+        return []
+    n = found["now"]
+    return [
+        f"- Those that were let through, tried again at commit "
+        f"`{found['again']['environment']['commit']}`: {len(found['since'])} are rejected since. "
+        f"With them: {_share(n['something'], n['judged'])} rejected by something, "
+        f"{_share(n['law by certificate'], n['law'])} of those that change the law by a "
+        "certificate.",
+    ]
+
+
+def _since(row: Row) -> str:
+    if row["kind"] == GONE:
+        return str(row["reason"])
+    found = row["again"]
+    layer = next(name for name in reversed(LAYERS) if found.get(name))
+    return f"{layer}, {found[layer]['why']}"

@@ -14,7 +14,7 @@ TESTS = {
         "decode/test_verify_edges.py",
         "decode/test_verify_extremes.py",
     ],
-    "decode/sampling.py": ["decode/test_sampling.py"],
+    "decode/sampling.py": ["decode/test_sampling.py", "decode/test_verify_edges.py"],
     "decode/rng.py": ["decode/test_sampling.py"],
     "decode/engine.py": ["decode/test_engine.py"],
     "decode/cache.py": ["decode/test_cache.py"],

@@ -23,6 +23,7 @@ from decode.price import Price
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import TreeShape
+from decode.union import Union
 from decode.verify import RULES, verify
 from heads.base import Head
 from heads.eagle.head import Eagle3Head, EagleConfig
@@ -220,6 +221,13 @@ CERTIFIED = (
         window=12,
     ),
     Certified("n-gram, whole vocabulary", lambda t: NGram(), Sampling(1.0), vocab=1280),
+    Certified(
+        "small model and n-grams, rejection",
+        lambda t: Union([small_lm(t, SMALL), NGram(nodes=4)]),
+        Sampling(1.0),
+        "rejection",
+        vocab=32,
+    ),
 )
 
 

@@ -6,6 +6,7 @@ against the same weights here."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 from conf.errors import UserError
@@ -88,6 +89,21 @@ class SampledConfig:
         """What is asked of the server."""
         return Sampling(self.temperature, self.top_k, self.top_p)
 
+    def how(self) -> server_certificate.How:
+        """What is asked of the server, and how it is judged."""
+        return server_certificate.How(
+            self.sampling(),
+            self.tokens,
+            self.max_new_tokens,
+            2,
+            tuple(self.at_a_time),
+            self.alpha,
+            self.detect,
+            0.0,
+            self.seed,
+            self.members,
+        )
+
 
 @entry("engines_sampled", SampledConfig)
 def main(cfg: SampledConfig) -> int:
@@ -95,18 +111,6 @@ def main(cfg: SampledConfig) -> int:
     python = shared.environment(cfg.engine, MAKE)
     stage = shared.Stage(cfg)
     target = target_file(stage, "float32")
-    how = server_certificate.How(
-        cfg.sampling(),
-        cfg.tokens,
-        cfg.max_new_tokens,
-        2,
-        tuple(cfg.at_a_time),
-        cfg.alpha,
-        cfg.detect,
-        0.0,
-        cfg.seed,
-        cfg.members,
-    )
     cases = []
     version = ""
     for found in stage.drafters():
@@ -115,41 +119,8 @@ def main(cfg: SampledConfig) -> int:
                 f"modes: {cfg.modes}; llama.cpp draws the tokens of a separate draft alone from "
                 f"its law, {found.spec} is {found.kind}: set modes=[{GREEDY}]"
             )
-        folder = stage.exported(f"{found.kind}-float32", found, "gguf", "dtype=float32")
-        towards = drafter_laws(str(found.folder), stage.target, cfg.sampling())
-        draft = (exported(folder) or {})["files"][gguf_export.DRAFT]["sha256"]
-        for mode in cfg.modes:
-            settings = server.Settings(
-                str(target),
-                str(folder / gguf_export.DRAFT),
-                llamacpp_cases.METHODS[found.kind],
-                cfg.draft_tokens,
-                probabilistic=mode == PROBABILISTIC,
-                slots=max(cfg.at_a_time),
-                context=cfg.context,
-                threads=cfg.threads,
-                talk=1,
-            )
-            name = f"sampled-{found.kind}-{mode}"
-            key = [draft, mode, cfg.draft_tokens, vars(how) | {"members": None, "detect": None}]
-            parts = Parts(stage.work / name, key)
-            print(f"llama.cpp, {mode}: {found.spec}", flush=True)
-            with server.running(python, settings, stage.work, name) as one:
-                version = one.version
-                address = Address(one.url, llamacpp_cases.PATIENCE, connections=max(cfg.at_a_time))
-                paper = server_certificate.certified(
-                    stage.target, stage.ids, how, address, None, parts, tell, towards
-                )
-            cases.append(
-                {
-                    "case": found.kind,
-                    "mode": mode,
-                    "drafter": found.spec,
-                    "card_sha256": found.card_sha256,
-                    "draft_tokens": cfg.draft_tokens,
-                    **brief(paper),
-                }
-            )
+        version, rows = served(cfg, stage, found, python, target)
+        cases += rows
     about = {
         "temperature": cfg.temperature,
         "top_k": cfg.top_k,
@@ -170,6 +141,49 @@ def tell(what: str, done: int, total: int) -> None:
     """A line now and then."""
     if done == total or done % 500 < 8:
         print(f"{what}: {done} of {total}", flush=True)
+
+
+def served(
+    cfg: SampledConfig, stage: shared.Stage, found: shared.Found, python: Path, target: Path
+) -> tuple[str, list[dict[str, Any]]]:
+    """(version of the server, a row for every mode) of one drafter."""
+    how, version, rows = cfg.how(), "", []
+    folder = stage.exported(f"{found.kind}-float32", found, "gguf", "dtype=float32")
+    towards = drafter_laws(str(found.folder), stage.target, cfg.sampling())
+    draft = (exported(folder) or {})["files"][gguf_export.DRAFT]["sha256"]
+    for mode in cfg.modes:
+        settings = server.Settings(
+            str(target),
+            str(folder / gguf_export.DRAFT),
+            llamacpp_cases.METHODS[found.kind],
+            cfg.draft_tokens,
+            probabilistic=mode == PROBABILISTIC,
+            slots=max(cfg.at_a_time),
+            context=cfg.context,
+            threads=cfg.threads,
+            talk=1,
+        )
+        name = f"sampled-{found.kind}-{mode}"
+        key = [draft, mode, cfg.draft_tokens, vars(how) | {"members": None, "detect": None}]
+        parts = Parts(stage.work / name, key)
+        print(f"llama.cpp, {mode}: {found.spec}", flush=True)
+        with server.running(python, settings, stage.work, name) as one:
+            version = one.version
+            address = Address(one.url, llamacpp_cases.PATIENCE, connections=max(cfg.at_a_time))
+            paper = server_certificate.certified(
+                stage.target, stage.ids, how, address, None, parts, tell, towards
+            )
+        rows.append(
+            {
+                "case": found.kind,
+                "mode": mode,
+                "drafter": found.spec,
+                "card_sha256": found.card_sha256,
+                "draft_tokens": cfg.draft_tokens,
+                **brief(paper),
+            }
+        )
+    return version, rows
 
 
 def brief(paper: dict[str, Any]) -> dict[str, Any]:

@@ -99,12 +99,7 @@ def main(cfg: SettingsConfig) -> int:
         raise UserError(
             f"curve: {cfg.curve}; the drafter drafts {len(rates)} tokens at most: stay below"
         )
-    others = [prompt for prompt in stage.ids if prompt not in ids(wanted)]
-    if not others:
-        raise UserError(
-            f"num_prompts: {cfg.num_prompts}; none is left beside the {cfg.expected} that "
-            "acceptance comes from: give more, or more prompts"
-        )
+    others = beside(cfg, stage.ids, wanted)
     base = server.Settings(
         str(target),
         method=llamacpp_cases.METHODS[found.kind],
@@ -142,6 +137,17 @@ def main(cfg: SettingsConfig) -> int:
     for line in settings.told(plan, found.kind):
         print(line)
     return stage.end()
+
+
+def beside(cfg: SettingsConfig, known: list[list[int]], wanted: dict[str, Any]) -> list[list[int]]:
+    """The prompts that acceptance does not come from. Raises UserError for none."""
+    others = [prompt for prompt in known if prompt not in ids(wanted)]
+    if not others:
+        raise UserError(
+            f"num_prompts: {cfg.num_prompts}; none is left beside the {cfg.expected} that "
+            "acceptance comes from: give more, or more prompts"
+        )
+    return others
 
 
 def ids(wanted: dict[str, Any]) -> list[list[int]]:

@@ -136,8 +136,7 @@ def prepare(
     what it needs to go on after an interruption; gives a row or None for each. Without it they
     are left out. Raises UserError in one line: no such file, nothing usable, settings other
     than those that `out` was made with."""
-    options = options or LogOptions()
-    out = Path(out).expanduser()
+    options, out = options or LogOptions(), Path(out).expanduser()
     paths = [Path(p).expanduser() for p in logs]
     if not paths:
         raise UserError("logs: empty; give the JSONL file of a server's log")
@@ -175,6 +174,15 @@ def prepare(
         split_by,
         _iso(order[first].exchange.when) if split_by == "time" else "",
     )
+    _check_rows(report, paths, book)
+    for path, part in ((report.train, rows[:first]), (report.later, rows[first:])):
+        write_text(path, "".join(json_line(row) for row in part if row))
+    _record(out, settings, report, rules)
+    return report
+
+
+def _check_rows(report: LogsReport, paths: Sequence[Path], book: _Book) -> None:
+    """Raises UserError where a part has no row left."""
     for name, count in report.rows.items():
         if not count:
             raise UserError(
@@ -182,10 +190,6 @@ def prepare(
                 f"{book.counts['no answer when asked again']} chats got no answer when asked "
                 "again; give a larger log, or another later"
             )
-    for path, part in ((report.train, rows[:first]), (report.later, rows[first:])):
-        write_text(path, "".join(json_line(row) for row in part if row))
-    _record(out, settings, report, rules)
-    return report
 
 
 # -- reading

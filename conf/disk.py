@@ -1,0 +1,44 @@
+"""Files that are whole or not there: staged beside their name, synced, renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def sync(path: Path) -> None:
+    """fsync a file or folder."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A path to write to, which takes the place of `path` when the block ends well: a reader
+    sees the old file or the new one, also after a power cut. Nothing else is left behind."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    stage = path.with_name(f".tmp-{path.name}-{os.getpid()}-{threading.get_ident()}")
+    try:
+        yield stage
+        sync(stage)
+        os.replace(stage, path)
+    finally:
+        stage.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replace `path` with `data`, see `whole`."""
+    with whole(path) as stage:
+        stage.write_bytes(data)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace `path` with `text` in UTF-8, see `whole`."""
+    with whole(path) as stage:
+        stage.write_text(text, encoding="utf-8", newline="")

@@ -1,0 +1,55 @@
+"""Where the time of decoding goes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+PARTS = ("target", "drafter", "law", "verify", "cache", "python")
+
+
+@dataclass
+class Timing:
+    """Wall seconds. decode_s is everything after prefill; total_s includes prefill.
+
+    The phases of a cycle, one after the other: draft_s until the proposal is there, target_s
+    until it is scored, verify_s until the path is chosen, commit_s until the next cycle may
+    begin. Within them: drafter_s proposing and observing, law_s turning logits into laws
+    (inside verify_s), cache_s keeping accepted rows of the K/V cache.
+    """
+
+    prefill_s: float = 0.0
+    draft_s: float = 0.0
+    target_s: float = 0.0
+    verify_s: float = 0.0
+    commit_s: float = 0.0
+    total_s: float = 0.0
+    cycles: int = 0  # target passes after prefill
+    drafter_s: float = 0.0
+    law_s: float = 0.0
+    cache_s: float = 0.0
+
+    @contextlib.contextmanager
+    def part(self, name: str, clock: Callable[[], float]) -> Iterator[None]:
+        """What happens inside is counted as `name`_s, by `clock` (seconds)."""
+        begin = clock()
+        yield
+        setattr(self, f"{name}_s", getattr(self, f"{name}_s") + clock() - begin)
+
+    @property
+    def decode_s(self) -> float:
+        return self.total_s - self.prefill_s
+
+    def parts(self) -> dict[str, float]:
+        """decode_s by who spent it (PARTS); "python" is what remains of it, the loop itself.
+        Sums to decode_s.
+        """
+        known = {
+            "target": self.target_s,
+            "drafter": self.drafter_s,
+            "law": self.law_s,
+            "verify": self.verify_s - self.law_s,
+            "cache": self.cache_s,
+        }
+        return {**known, "python": self.decode_s - sum(known.values())}

@@ -1,0 +1,42 @@
+"""Rotary positions of draft layers.
+
+Shape letters: hd head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+Rope = tuple[Tensor, Tensor]  # cos, sin, each [.., hd]
+STEADY = ("default", "linear", "llama3", "yarn")  # rotary types of one set of angles
+SHORTEST = 1024  # positions of a table that is kept
+
+
+def rope_table(config: LlamaConfig, length: int, dtype: torch.dtype, device: torch.device) -> Rope:
+    """cos and sin [length, hd] of positions 0 .. length - 1."""
+    rotary = LlamaRotaryEmbedding(config).to(device)
+    positions = torch.arange(length, device=device)[None]
+    cos, sin = rotary(torch.empty(0, dtype=dtype, device=device), positions)
+    return cos[0], sin[0]
+
+
+class Turns:
+    """A table as `rope_table` gives it, kept from one pass to the next where the angles do not
+    depend on the length. config: of the draft layers."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        self.config = config
+        self.kept: Rope | None = None
+
+    def __call__(self, length: int, dtype: torch.dtype, device: torch.device) -> Rope:
+        """cos and sin [length, hd] of positions 0 .. length - 1."""
+        if (self.config.rope_parameters or {}).get("rope_type", "default") not in STEADY:
+            return rope_table(self.config, length, dtype, device)
+        known = self.kept
+        there = known is not None and (known[0].dtype, known[0].device) == (dtype, device)
+        if known is None or not there or known[0].shape[0] < length:
+            known = self.kept = rope_table(self.config, max(length, SHORTEST), dtype, device)
+        return known[0][:length], known[1][:length]

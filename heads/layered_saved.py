@@ -1,0 +1,35 @@
+"""What head.json says of heads with decoder layers of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from decode.target import Target
+from heads import shapes, vocab
+from heads.eagle.shape import LayerShape
+from heads.limits import MOST_DEPTH
+from heads.saved import Saved
+
+
+@dataclass(kw_only=True)
+class LayeredSaved(Saved):
+    """See Saved. layer: shape of the draft layers. final: number of the target's hidden state
+    behind its final norm."""
+
+    config: Any
+    layer: LayerShape
+    vocab_size: int
+    taps: list[int]
+    final: int
+    tap_convention: str = ""
+
+    def fits(self, target: Target) -> list[str]:
+        """See Saved."""
+        deep, size = target.num_layers, self.config.draft_vocab or self.vocab_size
+        found = vocab.problems(self.vocab_size, self.config.draft_vocab, target.vocab_size)
+        found = found or shapes.problems(self.calibration, MOST_DEPTH, size)
+        found += self.layer.fits(target, self.config.layers, "layer")
+        if self.final != deep:
+            found.append(f"final: {self.final}, the target has {deep} layers")
+        return found

@@ -1,0 +1,82 @@
+"""How a head is written and read again."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self
+
+from safetensors.torch import save_file
+
+from decode.models.identity import Identity
+from decode.target import Target
+from heads.lora import UNSAVED, Adaptable
+from heads.saved import differing
+
+
+class Stored(Adaptable):
+    """What of a head stands in its folder: its weights, and in head.json what rebuilds it. cfg,
+    coverage, calibration: see heads.base.Head."""
+
+    cfg: Any
+    coverage: float
+    calibration: dict[str, Any]
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any], target: Target) -> Self:
+        """An empty head of the saved shape, ready for load_state_dict.
+
+        saved: what config_json wrote, or what a stranger wrote in its place. The head is made
+        on torch's default device, whichever that is now: load_head moves it.
+
+        Raises UserError, KeyError or TypeError for values that are no head of this kind.
+        """
+        raise TypeError(f"{cls.__name__} must define from_json")
+
+    @classmethod
+    def misfits(
+        cls, saved: dict[str, Any], target: Target, stored: dict[str, tuple[int, ...]]
+    ) -> list[str]:
+        """What of a weights file (`stored`: name -> shape) is not as a head saved so has it.
+        Called under torch.device("meta"), before anything of those sizes is made."""
+        empty = cls.from_json(saved, target)
+        return differing({k: tuple(v.shape) for k, v in empty.state_dict().items()}, stored)
+
+    def config_json(self) -> dict[str, Any]:
+        """All that from_json needs to rebuild the module, without the weights, and what was
+        measured.
+        """
+        return {
+            "config": {k: v for k, v in asdict(self.cfg).items() if k not in UNSAVED},
+            "coverage": self.coverage,
+            "calibration": self.calibration,
+            **self.lora_json(),
+        }
+
+    def restore_json(self, saved: dict[str, Any]) -> None:
+        """Take over from config_json what is measured rather than configured: when a head is
+        loaded, and on resume.
+
+        Raises KeyError for a file that no head wrote.
+        """
+        self.coverage, self.calibration = saved["coverage"], saved["calibration"]
+
+    def write(self, folder: Path, finished: bool) -> tuple[str, dict[str, Any]]:
+        """Write the weights into an existing folder: (name of the file, what from_json needs
+        to read it again).
+
+        finished: the head as it is used, not a checkpoint to resume from. Raises OSError or
+            SafetensorError.
+        """
+        if self.lora is not None:
+            return self.lora.write(self.state_dict(), folder), self.config_json()
+        state = {k: v.detach().to("cpu").contiguous() for k, v in self.state_dict().items()}
+        save_file(state, folder / "head.safetensors")
+        return "head.safetensors", self.config_json()
+
+    @classmethod
+    def differences(cls, card: dict[str, Any], identity: Identity) -> list[str]:
+        """Why the head described by a card (heads/checkpoint.py) does not belong to a target;
+        [] when it does.
+        """
+        return Identity.from_json(card["target"]).differences(identity)
