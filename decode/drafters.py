@@ -31,13 +31,14 @@ class NGram:
 
     nodes 0: a deterministic chain of at most `depth` tokens, as the latest occurrence went on.
     More: a deterministic tree of so many of the likeliest continuations, among all occurrences.
+    least: candidates that are kept more rarely, as far as is known, are left out.
     """
 
     name = "ngram"
     taps: tuple[int, ...] = ()
 
-    def __init__(self, depth: int = DEPTH, nodes: int = 0) -> None:
-        self.max_depth, self.max_nodes = depth, nodes or depth
+    def __init__(self, depth: int = DEPTH, nodes: int = 0, least: float = 0.0) -> None:
+        self.max_depth, self.max_nodes, self.least = depth, nodes or depth, least
         self.shape = "tree" if nodes else "chain"
         self.texts: list[SuffixAutomaton] = []
 
@@ -59,9 +60,10 @@ class NGram:
         rows = zip(self.texts, allowed, strict=True)
         if self.shape == "tree":
             nodes = self.max_nodes
-            trees = [text.branches(nodes, k, LEAST) if k > 0 else [] for text, k in rows]
+            least = self.least or LEAST
+            trees = [text.branches(nodes, k, least) if k > 0 else [] for text, k in rows]
             return listed(trees, self.device)
-        found = [text.latest(k) if k > 0 else [] for text, k in rows]
+        found = [text.latest(k, self.least) if k > 0 else [] for text, k in rows]
         width = max(map(len, found), default=0)
         tokens = torch.tensor([run + [0] * (width - len(run)) for run in found])
         return DraftTree.chain(

@@ -2,8 +2,9 @@
 the dynamic tree (EAGLE-2). What is known of the next token is the drafter's own (`Source`).
 
 Where T > 0 a chain's tokens are drawn from the drafter's own law under the target's settings,
-and so are those of a tree, siblings one after the other without replacement; which nodes exist
-does not depend on what was drawn. Else the most probable tokens are taken, each a point mass.
+and so are those of a tree, siblings one after the other without replacement. Else the most
+probable tokens are taken, each a point mass. Which nodes exist does not depend on what was
+drawn; where growing has a price (decode.price), on nothing that was drawn later.
 
 Shape letters: B live rows, P parents, Vd draft vocabulary, W width of a level, N nodes, M
 candidates.
@@ -20,6 +21,8 @@ import torch
 from torch import Tensor
 
 from decode import waits
+from decode.levels import Level, law_rows, levels_of
+from decode.price import FREE, Draws, Growth, Price, pruned
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.tree import DraftTree, Layout, Proposal, TreeShape
@@ -32,7 +35,8 @@ class Form:
     shape: "chain" or "tree". depth: levels. nodes: of a tree, at most. static: the nodes of a
     chain or of a static tree; None: a dynamic one at any temperature. width: nodes that a
     dynamic tree expands per level, 0 for drafters that have none. drawn: where T > 0 a tree's
-    candidates are drawn, siblings without replacement (a chain's are in any case).
+    candidates are drawn, siblings without replacement (a chain's are in any case). price: what
+    a node and a level must bring.
     """
 
     shape: str
@@ -41,17 +45,24 @@ class Form:
     static: TreeShape | None
     width: int = 0
     drawn: bool = True
+    price: Price = FREE
 
     @staticmethod
-    def chain(depth: int) -> Form:
+    def chain(depth: int, price: Price = FREE) -> Form:
         """A chain of `depth` levels."""
-        return Form("chain", depth, depth, TreeShape.chain(depth))
+        return Form("chain", depth, depth, TreeShape.chain(depth), price=price)
 
     @staticmethod
-    def tree(depth: int, nodes: int = 24, width: int = 4, static: TreeShape | None = None) -> Form:
+    def tree(
+        depth: int,
+        nodes: int = 24,
+        width: int = 4,
+        static: TreeShape | None = None,
+        price: Price = FREE,
+    ) -> Form:
         """A dynamic tree; where T > 0 `static` in its place, drawn."""
         most = max(nodes, len(static or ()))
-        return Form("tree", depth, most, static, width, static is not None)
+        return Form("tree", depth, most, static, width, static is not None, price)
 
 
 @dataclass(frozen=True)
@@ -107,22 +118,35 @@ def draft(source: Source, form: Form, budget: Tensor, sampling: Sampling, rng: R
         return DraftTree.empty(budget.numel(), source.device)
     drawn = not sampling.greedy and (form.drawn or form.shape == "chain")
     if form.static is None or (form.width and not drawn):
-        return dynamic(source, levels, budget, form.width, form.nodes)
-    return static(source, form.static.cut(levels), budget, sampling if drawn else None, rng)
+        return dynamic(source, levels, budget, form.width, form.nodes, form.price)
+    shape, law = form.static.cut(levels), sampling if drawn else None
+    if form.price.nothing:
+        return static(source, shape, budget, law, rng)
+    growth = Growth(form.price, source, shape, budget, rng)
+    tree = static(source, shape, budget, law, growth, growth)
+    return pruned(tree, growth.there[:, : tree.width])
 
 
 def static(
-    source: Source, shape: TreeShape, budget: Tensor, sampling: Sampling | None, rng: Rng
+    source: Source,
+    shape: TreeShape,
+    budget: Tensor,
+    sampling: Sampling | None,
+    rng: Draws,
+    growth: Growth | None = None,
 ) -> DraftTree:
     """Chains and static trees. sampling: what is drawn under, None: nothing is, the children
     of a node are its most probable tokens. Where a law has run out of tokens the next best one
-    stands in as a deterministic candidate."""
+    stands in as a deterministic candidate. growth: asked before every level."""
     ids = source.draft_ids()
     count, device = budget.shape[0], source.device
     tokens = torch.empty(count, len(shape), dtype=torch.int64, device=device)
     drawn = torch.ones(count, len(shape), dtype=torch.bool, device=device)
     laws: list[Tensor] = []
-    for level in _levels(shape, device):
+    for level in levels_of(shape, device):
+        if growth and not growth.enter(level):
+            shape = shape.cut(level.depth)
+            break
         if level.depth:
             seen = None if level.seen is None else level.seen.expand(count, -1, -1)
             parents = Nodes(level.depth, tokens[:, level.parents], level.above, seen)
@@ -132,6 +156,8 @@ def static(
         nodes: slice | Tensor = level.nodes
         if sampling is None:
             place = _best(logits, level)
+            if growth:
+                growth.point(logits, place, level.number)
         else:
             laws.append(sampling.draft_law(logits.flatten(0, 1)).view(logits.shape))
             wide = (count, len(level.kids), logits.shape[2])
@@ -142,15 +168,15 @@ def static(
                 nodes, place, fresh = siblings(law, logits.expand(wide), level.kids, rng)
                 drawn[:, nodes] = fresh
         tokens[:, nodes] = place if ids is None else ids[place]
-    size = shape.size_at(budget)
+    size, tokens = shape.size_at(budget), tokens[:, : len(shape)]
     if sampling is None:
         return DraftTree.static(shape, tokens, size)
     law = torch.cat(laws, 1)
-    row = _law_rows(shape, device)[int(law.shape[1] > shape.depth)].expand(count, -1)
-    return DraftTree.static(shape, tokens, size, drawn, Proposal(law, row, ids))
+    row = law_rows(shape, device)[int(law.shape[1] > shape.depth)].expand(count, -1)
+    return DraftTree.static(shape, tokens, size, drawn[:, : len(shape)], Proposal(law, row, ids))
 
 
-def _best(logits: Tensor, level: _Level) -> Tensor:
+def _best(logits: Tensor, level: Level) -> Tensor:
     """[B, n] places of the most probable children of P parents: logits [B, P or 1, Vd]."""
     if level.width == 1:
         return logits.argmax(-1).expand(-1, len(level.kids))
@@ -158,126 +184,61 @@ def _best(logits: Tensor, level: _Level) -> Tensor:
     return best[:, level.parent, level.rank]
 
 
-def _drawn(law: Tensor, level: _Level, rng: Rng) -> Tensor:
+def _drawn(law: Tensor, level: Level, rng: Draws) -> Tensor:
     """[B, P] places drawn for parents with one child each: law [B, P, Vd]."""
     count, parents, width = law.shape
     row = torch.arange(count, device=law.device).repeat_interleave(parents)
     return rng.draft(law.reshape(-1, width), row, level.number.repeat(count)).view(count, parents)
 
 
-@dataclass(frozen=True)
-class _Level:
-    """How the nodes of one level of a static shape hang below those of the level before that
-    have children, the P parents (the committed token alone at depth 0).
-
-    nodes, number: theirs, [n]. width: most children of one. kids: the children of each parent
-    in draw order. parent, rank: [n] int64 place of a node's parent among the parents, and its
-    own among its siblings. parents: [P] their node numbers. above, seen: as in `Nodes`.
-    """
-
-    depth: int
-    nodes: slice
-    number: Tensor
-    width: int
-    kids: tuple[tuple[int, ...], ...]
-    parent: Tensor
-    rank: Tensor
-    parents: slice | Tensor
-    above: Tensor | None
-    seen: Tensor | None
-
-
-@functools.lru_cache(maxsize=256)
-def _levels(shape: TreeShape, device: torch.device) -> tuple[_Level, ...]:
-    number = {path: i for i, path in enumerate(shape.paths)}
-    before: list[tuple[int, ...]] = [()]  # parents of the level before
-    read: list[int] = []  # nodes that were parents so far
-    found = []
-    for depth in range(shape.depth):
-        nodes = shape.level(depth)
-        paths = [shape.paths[i] for i in nodes]
-        parents = list(dict.fromkeys(path[:-1] for path in paths))
-        kids = [tuple(i for i in nodes if shape.paths[i][:-1] == parent) for parent in parents]
-        numbers = [number[parent] for parent in parents] if depth else []
-        read += numbers
-        seen = None
-        if depth and shape != TreeShape.chain(len(shape)):
-            mask = shape.layout(device).mask[:, 1:, 1:]
-            seen = mask[:, numbers][:, :, read]
-        above = [before.index(path[:-1]) for path in parents] if depth else [0]
-        same = above == list(range(len(before)))
-        found.append(
-            _Level(
-                depth=depth,
-                nodes=slice(nodes.start, nodes.stop),
-                number=torch.tensor(nodes, device=device),
-                width=max(map(len, kids)),
-                kids=tuple(kids),
-                parent=torch.tensor([parents.index(path[:-1]) for path in paths], device=device),
-                rank=torch.tensor([path[-1] for path in paths], device=device),
-                parents=_indices(numbers, device),
-                above=None if same else torch.tensor(above, device=device),
-                seen=seen,
-            )
-        )
-        before = parents if depth else [()]
-    return tuple(found)
-
-
-def _indices(numbers: list[int], device: torch.device) -> slice | Tensor:
-    """Neighbours as a slice, which costs no gathering."""
-    first = numbers[0] if numbers else 0
-    if numbers == list(range(first, first + len(numbers))):
-        return slice(first, first + len(numbers))
-    return torch.tensor(numbers, device=device)
-
-
-@functools.lru_cache(maxsize=256)
-def _law_rows(shape: TreeShape, device: torch.device) -> tuple[Tensor, Tensor]:
-    """[N] int64: the law that each node is drawn from, where a level has one, and where every
-    parent has its own."""
-    parents = list(dict.fromkeys(path[:-1] for path in shape.paths))
-    return (
-        torch.tensor([len(path) - 1 for path in shape.paths], device=device),
-        torch.tensor([parents.index(path[:-1]) for path in shape.paths], device=device),
-    )
-
-
-def dynamic(source: Source, levels: int, budget: Tensor, width: int, nodes: int) -> DraftTree:
+def dynamic(
+    source: Source, levels: int, budget: Tensor, width: int, nodes: int, price: Price = FREE
+) -> DraftTree:
     """EAGLE-2 (Li et al. 2406.16858): expand the `width` best nodes of every level by
     cumulative log-probability, then keep the `nodes` best candidates of all levels. Candidates
-    are the most probable tokens, each a point mass. The best lie in `nodes` levels of `nodes`."""
+    are the most probable tokens, each a point mass. The best lie in `nodes` levels of `nodes`.
+    price: candidates that do not pay are left out, and a row whose next level does not pay
+    grows no further."""
     levels, device, ids = min(levels, nodes), source.device, source.draft_ids()
     logits = source.open(levels)
     count, width = logits.shape[0], min(width, nodes, logits.shape[2])
     score, place = torch.log_softmax(logits[:, 0].float(), -1).topk(width, -1)  # [B, W]
     scores, tokens = [score], [place if ids is None else ids[place]]
-    origins = [torch.full_like(place, -1)]
+    origins, depths = [torch.full_like(place, -1)], [0] * width
     beam = torch.arange(width, device=device).expand(count, width)
     above = torch.zeros(width, dtype=torch.int64, device=device)
     ancestors = torch.zeros(count, width, 0, dtype=torch.bool, device=device)
-    own = torch.eye(width, dtype=torch.bool, device=device).expand(count, width, width)
+    growing: Tensor | None = None  # [B, 1] bool, rows that grow on; None: all
     start = 0
     for level in range(1, levels):
-        # The beam: W candidates of the last level, `beam` their numbers in it, `above` which
-        # of the beam before they hang below.
-        ancestors = torch.cat([ancestors, own], 2)
-        token, total = tokens[-1].gather(1, beam), scores[-1].gather(1, beam)
-        logits = source.level(Nodes(level, token, above, ancestors))
+        # The beam: W candidates of the last level, the best in front, `beam` their numbers in
+        # it, `above` which of the beam before they hang below.
+        total = scores[-1].gather(1, beam)
+        growing, wide = price.expanded(total, growing)
+        if not wide:
+            levels = level
+            break
+        beam, total, above = beam[:, :wide], total[:, :wide], above[..., :wide]
+        own = torch.eye(wide, dtype=torch.bool, device=device).expand(count, wide, wide)
+        ancestors = torch.cat([ancestors[:, :wide], own], 2)
+        logits = source.level(Nodes(level, tokens[-1].gather(1, beam), above, ancestors))
         found = torch.log_softmax(logits.float(), -1).topk(width, -1)
-        score, place = (t.expand(-1, width, -1) for t in found)  # [B, W, W]
-        scores.append((total[..., None] + score).flatten(1))
+        score, place = (t.expand(-1, wide, -1) for t in found)  # [B, W, children]
+        score = (total[..., None] + score).flatten(1)
+        scores.append(score if growing is None else score.masked_fill(~growing, -torch.inf))
         tokens.append((place if ids is None else ids[place]).flatten(1))
         origins.append((start + beam).repeat_interleave(width, 1))
+        depths += [level] * (wide * width)
         start += scores[-2].shape[1]
         if level + 1 < levels:
             beam = scores[-1].topk(width, -1).indices
             above = beam // width
             ancestors = ancestors.gather(1, above[..., None].expand(-1, -1, ancestors.shape[2]))
-    depth = torch.tensor(
-        [0] * width + [d for d in range(1, levels) for _ in range(width**2)], device=device
-    )
+    depth = torch.tensor(depths, device=device)
     score = torch.cat(scores, 1).masked_fill(depth >= budget.to(device)[:, None], -torch.inf)
+    score, nodes = price.kept(score, nodes)
+    if not nodes:
+        return DraftTree.empty(count, device)
     return rerank(score, torch.cat(tokens, 1), torch.cat(origins, 1), depth, levels, nodes)
 
 
@@ -300,14 +261,14 @@ def rerank(
     where.scatter_(1, torch.where(used, chosen, total), node.expand(count, nodes))
     above = origin.gather(1, chosen)
     parents = torch.where(used & (above >= 0), where.gather(1, above.clamp(min=0)), -1)
-    layout = tree_layout(parents, torch.where(used, level[chosen], 0), levels)
+    layout = Layout.of(parents, torch.where(used, level[chosen], 0), levels)
     return DraftTree(
         token.gather(1, chosen), parents, size, static_layout=layout, score=score.gather(1, chosen)
     )
 
 
 def siblings(
-    law: Tensor, logits: Tensor, kids: Sequence[Sequence[int]], rng: Rng
+    law: Tensor, logits: Tensor, kids: Sequence[Sequence[int]], rng: Draws
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw the children of P parents, the elder ones of all parents first, without replacement
     among siblings.
@@ -354,24 +315,3 @@ def _turns(
         torch.tensor(order, device=device),
         tuple(torch.tensor(row, device=device) for row in numbers),
     )
-
-
-def tree_layout(parents: Tensor, depth: Tensor, levels: int) -> Layout:
-    """Layout of a dynamic tree whose depths [B, N] are known: a few operations per level,
-    where Layout.of takes some per node."""
-    count, n = parents.shape
-    slot = torch.arange(n + 1, device=parents.device)
-    up = torch.cat([parents.new_zeros(count, 1), parents + 1], 1)
-    own = torch.eye(n + 1, dtype=torch.bool, device=parents.device)
-    mask = own.expand(count, n + 1, n + 1)
-    for _ in range(levels):
-        mask = own | mask.gather(1, up[..., None].expand(-1, -1, n + 1))
-    sibling = (parents[:, :, None] == parents[:, None, :]) & (slot[:n, None] > slot[None, :n])
-    rank = sibling.sum(-1)
-    width = n  # without asking; what is too wide is filled with -1
-    if waits.free(rank):
-        width = int(rank.max()) + 1 if n else 0
-    children = torch.full((count, n + 1, width), -1, dtype=torch.int64, device=parents.device)
-    rows = torch.arange(count, device=parents.device)[:, None].expand(count, n)
-    children[rows, parents + 1, rank] = slot[:n].expand(count, n)
-    return Layout(parents, depth, mask, children, rank, levels)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from decode import waits
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -26,6 +28,8 @@ class Layout:
     rank: [B, N] int64, place of a node among its siblings in draw order.
     levels: deepest level as a count (0 for the empty tree); known on the host so that loops
         need no round trip.
+    room: for every level of slots, how many of a row at most have children, where rows differ
+        and the host knows it all the same; else None.
     """
 
     parents: Tensor
@@ -34,17 +38,28 @@ class Layout:
     children: Tensor
     rank: Tensor
     levels: int
+    room: tuple[int, ...] | None = None
 
     @functools.cached_property
     def inner(self) -> tuple[Tensor, ...]:
         """[S] int64 slots with children of every level, the root's first, where all rows share
-        one shape. One host round trip, once a layout."""
-        children, depth = self.children[0].tolist(), [-1, *self.depth[0].tolist()]
+        one shape: one host round trip, once a layout. [B, S] where they differ within a `room`,
+        -1 padded."""
+        device = self.depth.device
+        level_of = torch.cat([self.depth.new_full((len(self.depth), 1), -1), self.depth], 1)
+        if self.room:
+            found = []
+            for level, most in enumerate(self.room):
+                here = (level_of == level - 1) & (self.children[..., 0] >= 0)
+                slots = (~here).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
+                found.append(torch.where(here.gather(1, slots), slots, -1))
+            return tuple(found)
         levels: list[list[int]] = [[] for _ in range(self.levels)]
-        for slot, (kids, level) in enumerate(zip(children, depth, strict=True)):
+        pairs = zip(self.children[0].tolist(), level_of[0].tolist(), strict=True)
+        for slot, (kids, level) in enumerate(pairs):
             if any(kid >= 0 for kid in kids):
                 levels[level + 1].append(slot)
-        return tuple(torch.tensor(slots, device=self.depth.device) for slots in levels)
+        return tuple(torch.tensor(slots, device=device) for slots in levels)
 
     @functools.cached_property
     def postorder(self) -> Tensor:
@@ -68,26 +83,40 @@ class Layout:
         return order
 
     @staticmethod
-    def of(parents: Tensor) -> Layout:
+    def of(
+        parents: Tensor,
+        depth: Tensor | None = None,
+        levels: int = 0,
+        most: int | None = None,
+        room: tuple[int, ...] | None = None,
+    ) -> Layout:
         """Derive the layout of `parents` [B, N] int64 (already validated: parents[b, i] < i).
 
-        Two host round trips on an accelerator (levels, width): static trees pay them once.
-        """
+        depth: [B, N], and how many `levels` there are at most, where they are known; else two
+        host round trips on an accelerator (levels, width), which static trees pay once. most:
+        children of one slot, at most, where that is known. room: see Layout."""
         rows, n = parents.shape
-        device = parents.device
-        slot = torch.arange(n + 1, device=device)
-        up = torch.cat(
-            [torch.full((rows, 1), -1, device=device), parents + 1], 1
-        )  # parent slot of every slot
-        mask = torch.eye(n + 1, dtype=torch.bool, device=device).expand(rows, n + 1, n + 1).clone()
-        for i in range(1, n + 1):  # parents precede children, so one sweep closes the relation
-            mask[:, i] |= mask[torch.arange(rows, device=device), up[:, i]]
-        depth = mask.sum(-1)[:, 1:] - 2
-        levels = int(depth.max()) + 1 if n else 0
+        slot = torch.arange(n + 1, device=parents.device)
+        ask = depth is None
+        if depth is None:
+            depth = torch.zeros_like(parents)
+            for i in range(1, n):  # parents precede children
+                above = parents[:, i : i + 1]
+                below = depth.gather(1, above.clamp(min=0)) + 1
+                depth[:, i : i + 1] = torch.where(above >= 0, below, 0)
+            levels = int(depth.max()) + 1 if n else 0
+        up = torch.cat([parents.new_zeros(rows, 1), parents + 1], 1)  # parent of every slot
+        own = torch.eye(n + 1, dtype=torch.bool, device=parents.device)
+        mask = own.expand(rows, n + 1, n + 1)
+        for _ in range(levels):
+            mask = own | mask.gather(1, up[..., None].expand(-1, -1, n + 1))
         sibling = (parents[:, :, None] == parents[:, None, :]) & (slot[:n, None] > slot[None, :n])
         rank = sibling.sum(-1)
-        width = int(rank.max()) + 1 if n else 0
-        children = torch.full((rows, n + 1, width), -1, dtype=torch.int64, device=device)
-        batch = torch.arange(rows, device=device)[:, None].expand(rows, n)
-        children[batch, parents + 1, rank] = slot[:n].expand(rows, n)
-        return Layout(parents, depth, mask, children, rank, levels)
+        width = n if most is None else most  # without asking; what is too wide is filled with -1
+        if most is None and (ask or waits.free(rank)):
+            width = int(rank.max()) + 1 if n else 0
+        # Padding stands below the root behind all that is there: beyond `most` it goes too far.
+        children = parents.new_full((rows, n + 1, width + 1), -1)
+        batch = torch.arange(rows, device=parents.device)[:, None].expand(rows, n)
+        children[batch, parents + 1, rank.clamp(max=width)] = slot[:n].expand(rows, n)
+        return Layout(parents, depth, mask, children[..., :width], rank, levels, room)

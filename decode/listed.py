@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from decode.grow import tree_layout
-from decode.tree import DraftTree
+from decode.tree import DraftTree, Layout
 
 
 def listed(rows: Sequence[Sequence[tuple[int, int]]], device: torch.device) -> DraftTree:
@@ -35,4 +34,4 @@ def listed(rows: Sequence[Sequence[tuple[int, int]]], device: torch.device) -> D
     tokens, parents, depth = table.unbind(1)
     levels = 1 + max(max(d, default=0) for d in depths)
     size = torch.tensor([len(row) for row in rows], device=device)
-    return DraftTree(tokens, parents, size, static_layout=tree_layout(parents, depth, levels))
+    return DraftTree(tokens, parents, size, static_layout=Layout.of(parents, depth, levels))

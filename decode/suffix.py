@@ -82,12 +82,19 @@ class SuffixAutomaton:
         self._count.append(0)
         return len(self._link) - 1
 
-    def latest(self, length: int) -> list[int]:
+    def latest(self, length: int, least: float = 0.0) -> list[int]:
         """At most `length` tokens that followed the latest earlier occurrence of the longest end
-        of the text that has one; [] where even the last token is new."""
+        of the text that has one; [] where even the last token is new. Those that are reached
+        more rarely than `least` are left out, as matches of their length usually go on."""
         state = self._link[self._last]
         if state <= 0:
             return []
+        match, likely = self._length[state], 1.0
+        for place in range(length if least else 0):
+            likely *= GOES_ON[min(match + place, len(GOES_ON)) - 1]
+            if likely < least:
+                length = place
+                break
         return self.text[self._end[state] : self._end[state] + length]
 
     def branches(self, nodes: int, depth: int, least: float) -> list[tuple[int, int]]:

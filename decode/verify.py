@@ -350,20 +350,21 @@ def _parents(tree: DraftTree, level: int, live: Tensor) -> tuple[Tensor, Tensor,
     """Rows, slots and `used` (see Opened) of the slots of a level that have children. live: [B,
     N + 1] bool, which can be reached.
 
-    On an accelerator all rows' slots of a shared shape are taken without asking. Where one is
-    not live the root stands in for it: its law is there in any case.
+    On an accelerator all rows' slots of a shared shape are taken without asking, and of rows that
+    differ as many as there may be. Where one is not live the root stands in for it: its law is
+    there in any case.
     """
     layout, (count, _) = tree.layout, live.shape
-    if waits.free(live) or layout.children.shape[0] > 1:
+    if waits.free(live) or layout.children.shape[0] > 1 and not layout.room:
         depth = torch.cat([layout.depth.new_full((len(layout.depth), 1), -1), layout.depth], 1)
         rows, slots = ((depth == level - 1) & live).nonzero(as_tuple=True)
         _, there = children(tree, rows, slots)
         inner = there[:, 0].nonzero()[:, 0]
         return rows[inner], slots[inner], torch.ones_like(inner, dtype=torch.bool)
-    slots = layout.inner[level]
-    rows = torch.arange(count, device=live.device).repeat_interleave(len(slots))
-    slots = slots.repeat(count)
-    used = live[rows, slots]
+    found = layout.inner[level].expand(count, -1)
+    rows = torch.arange(count, device=live.device).repeat_interleave(found.shape[1])
+    slots = found.clamp(min=0).reshape(-1)
+    used = live[rows, slots] & (found >= 0).reshape(-1)
     return rows, torch.where(used, slots, 0), used
 
 

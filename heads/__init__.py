@@ -27,6 +27,7 @@ from conf.errors import UserError
 from decode.adaptive import Adaptive
 from decode.drafters import DEPTH, Drafter, NGram, NoDraft
 from decode.monitor import Alert, Monitor
+from decode.price import Price
 from decode.target import Target
 from decode.union import Union
 from heads import names, tuned
@@ -70,14 +71,15 @@ def resolve_drafter(spec: str, target: Target) -> Drafter:
     decodes it plainly then (decode.monitor). Where T > 0 a head or model draws the candidates
     of its tree without replacement ("@sampled" behind it, or its tree, asks for it where
     head.tree_draw was fixed); "@fixed" takes the most probable ones instead. "@adaptive"
-    behind any of them but "none" lets every row draft as deep as its own acceptance so far
-    pays for (decode.adaptive). The drafter's name is `spec`. Raises UserError for anything
+    behind any of them but "none" drafts as much as pays: at the price that scripts/tune.py has
+    left, by the confidence of the moment (decode.price), else as deep as the acceptance of the
+    row so far (decode.adaptive). The drafter's name is `spec`. Raises UserError for anything
     else, for a tree on a target that takes chains only, for a head of another target, and for
     a model with another tokenizer.
     """
     draft = asked(spec)
     drafter = _union(draft, spec, target) if draft.parts else _single(draft, spec, target)
-    if draft.adaptive:
+    if draft.adaptive and all(part.price.nothing for part in draft.each):
         drafter = Adaptive(drafter)
     if draft.watch != names.NO_WATCH:
         drafter = watched(drafter, spec, draft)
@@ -93,7 +95,7 @@ def _single(draft: Draft, spec: str, target: Target) -> Drafter:
         chain = draft.source if draft.source == names.NGRAM else f"{draft.source}@chain"
         raise UserError(f"drafters: {spec}: this target takes chains only; write {chain}")
     if draft.source == names.NGRAM:
-        return NGram(depth=draft.depth or DEPTH, nodes=_nodes(draft))
+        return NGram(draft.depth or DEPTH, _nodes(draft), draft.price.node)
     return drafting_head(draft.source, target).drafter(target, draft)
 
 
@@ -128,9 +130,15 @@ def asked(spec: str) -> Draft:
     another head's.
     """
     draft = names.parse(spec)
-    if draft.parts:
-        return replace(draft, parts=tuple(_settled(part) for part in draft.parts))
-    return _settled(draft)
+    if not draft.parts:
+        return _settled(draft)
+    parts = [_settled(replace(part, adaptive=draft.adaptive)) for part in draft.parts]
+    # They share one pass, so what one has found a node to cost is what it costs an n-gram's.
+    node = max(part.price.node for part in parts)
+    parts = [
+        replace(part, price=Price(node)) if part.source == names.NGRAM else part for part in parts
+    ]
+    return replace(draft, parts=tuple(parts))
 
 
 def _settled(draft: Draft) -> Draft:

@@ -114,9 +114,9 @@ class Head(Stored):
 
     def form(self, target: Target, draft: Draft | None = None) -> Form:
         """What a drafter drafts: what is asked for, and this head's own keys where that leaves
-        them open. A head without the key `width` has no dynamic trees; one of so many nodes is
-        made wide enough to have them. A rank that the draft vocabulary has no token for is left
-        out.
+        them open. A head without the key `width` has dynamic trees only where a width is asked
+        for; one of so many nodes is made wide enough to have them. A rank that the draft
+        vocabulary has no token for is left out.
 
         Raises UserError for more levels than the head guesses."""
         asked, cfg, most = draft or Draft(), self.cfg, self.deepest
@@ -129,7 +129,7 @@ class Head(Stored):
         shape = asked.shape or (cfg.shape if target.support == "tree" else "chain")
         depth = asked.depth or self.usual
         if shape == "chain":
-            return Form.chain(depth)
+            return Form.chain(depth, asked.price)
         drawn = (cfg.tree_draw if asked.draw == DEFAULT_DRAW else asked.draw) == "sampled"
         nodes = len(asked.paths or ()) or asked.nodes or cfg.nodes
         static = TreeShape.of(asked.paths) if asked.paths else self.tree(nodes, depth)
@@ -137,11 +137,15 @@ class Head(Stored):
         known = target.vocab_size if ids is None else ids.numel()
         static = TreeShape(tuple(path for path in static.paths if max(path) < known))
         if not hasattr(cfg, "width"):
-            return Form("tree", static.depth, len(static), static, drawn=drawn)
+            if asked.width:
+                nodes = max(nodes, len(static))
+                return Form("tree", depth, nodes, static, asked.width, drawn, asked.price)
+            nodes = len(static)
+            return Form("tree", static.depth, nodes, static, drawn=drawn, price=asked.price)
         width = asked.width or cfg.width
         if asked.nodes and not asked.width:
             width = max(width, shapes.least_width(nodes, depth))
-        return Form.tree(depth, nodes, width, static if drawn else None)
+        return Form.tree(depth, nodes, width, static if drawn else None, asked.price)
 
     @property
     def deepest(self) -> int | None:

@@ -7,9 +7,9 @@ where T > 0. WATCH is monitor or fallback (decode.monitor). A folder may have "@
 all readings, the longest source that exists counts.
 
 A+B joins the drafts of two drafters or more into one tree (decode.union):
-SOURCE[@SHAPE][@DRAW]+SOURCE[@SHAPE][@DRAW]..[@adaptive][@WATCH]. What stands behind the last one
-of @adaptive and @WATCH is said of all together. A "+" within a path that exists belongs to the
-path.
+SOURCE[@SHAPE][@DRAW]+SOURCE[@SHAPE][@DRAW]..[@adaptive][@WATCH]. @WATCH stands behind the last
+one, @adaptive behind any, and both are said of all together. A "+" within a path that exists
+belongs to the path.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from conf.errors import UserError
+from decode.price import FREE, Price
 
 NONE, NGRAM = "none", "ngram"
 SHAPES = ("chain", "tree")
@@ -41,9 +42,10 @@ class Draft:
     own. depth: levels. nodes: nodes of a tree. draw: "sampled", "fixed", "default" = the
     drafter's own. watch: "none", "monitor" (warns below break-even) or "fallback" (decodes
     plainly there). width: nodes that a dynamic tree expands per level. paths: ranks of a
-    static tree's nodes. break_even: accepted length (tokens per cycle) below which drafting
-    is slower than plain decoding. None: as the drafter itself has it, or not known. parts: the
-    drafters of a union, whose names joined are its source; () for a single one.
+    static tree's nodes. price: what nodes and levels must bring (decode.price). break_even:
+    accepted length (tokens per cycle) below which drafting is slower than plain decoding.
+    None: as the drafter itself has it, or not known. parts: the drafters of a union, whose
+    names joined are its source; () for a single one.
     """
 
     source: str = ""
@@ -55,6 +57,7 @@ class Draft:
     watch: str = NO_WATCH
     width: int | None = None
     paths: tuple[tuple[int, ...], ...] | None = None
+    price: Price = FREE
     break_even: float | None = None
     parts: tuple[Draft, ...] = ()
 
@@ -165,15 +168,15 @@ def _union(names: list[str], spec: str, exists: Callable[[str], bool]) -> Draft:
             raise UserError(f"drafters: {spec}: none drafts nothing to join; write {rest}")
     *before, last = parts
     for part in before:
-        if part.adaptive or part.watch != NO_WATCH:
-            option = ADAPTIVE if part.adaptive else part.watch
+        if part.watch != NO_WATCH:
             raise UserError(
-                f"drafters: {spec}: @{option} is said of a union as a whole; write it behind the "
-                "last drafter"
+                f"drafters: {spec}: @{part.watch} is said of a union as a whole; write it behind "
+                "the last drafter"
             )
-    own = (*before, replace(last, adaptive=False, watch=NO_WATCH))
+    adaptive = any(part.adaptive for part in parts)
+    own = tuple(replace(part, adaptive=False, watch=NO_WATCH) for part in parts)
     source = JOIN.join(map(str, own))
-    return Draft(source, adaptive=last.adaptive, watch=last.watch, parts=own)
+    return Draft(source, adaptive=adaptive, watch=last.watch, parts=own)
 
 
 def _is_option(word: str) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 from conf.errors import UserError
 from decode.models.identity import sha256_weights
+from decode.price import FREE, Price
 from decode.tree import TreeShape
 from heads.checkpoint import CARD
 from heads.limits import MOST_DEPTH, MOST_NODES, MOST_WIDTH
@@ -23,13 +24,15 @@ from heads.names import Draft
 
 DECODE = "decode.json"
 FORMAT = 1
+SHAPES = ("best", "chain", "tree", "adaptive")
 
 
 @dataclass(frozen=True)
 class Settings:
     """The shape of a draft. shape: "chain" or "tree". depth: levels (a chain's K). nodes: of a
     tree. width: nodes that a dynamic tree expands per level. paths: ranks of a static tree's
-    nodes. None: as the head itself has it.
+    nodes. price: what a node and a level must bring (decode.price). None: as the head itself
+    has it, and no price.
     """
 
     shape: str
@@ -37,6 +40,7 @@ class Settings:
     nodes: int | None = None
     width: int | None = None
     paths: tuple[tuple[int, ...], ...] | None = None
+    price: Price | None = None
 
     def draft(self, asked: Draft | None = None) -> Draft:
         """`asked` (None: anything) in this shape."""
@@ -47,6 +51,7 @@ class Settings:
             nodes=self.nodes,
             width=self.width,
             paths=self.paths,
+            price=self.price or FREE,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -74,24 +79,39 @@ class Settings:
                 paths = TreeShape.of(paths).paths
             except UserError as error:
                 raise ValueError(str(error)) from None
-        return cls(data["shape"], data.get("depth"), data.get("nodes"), data.get("width"), paths)
+        price = data.get("price")
+        if price is not None:
+            ok = isinstance(price, dict) and price.keys() <= {"node", "level"}
+            if not ok or not all(_tokens(value) for value in price.values()):
+                raise ValueError("price must be numbers of tokens, node and level, from 0 on")
+            price = Price(**price)
+        depth, nodes, width = (data.get(key) for key in ("depth", "nodes", "width"))
+        return cls(data["shape"], depth, nodes, width, paths, price)
 
     def __str__(self) -> str:
+        price = f"at {self.price}" if self.price else ""
         if self.shape == "chain":
-            return f"chain K={self.depth}" if self.depth else "chain"
+            words = ["chain", f"K={self.depth}" if self.depth else "", price]
+            return " ".join(word for word in words if word)
         parts = [
             f"{self.nodes} nodes" if self.nodes else "",
             f"depth {self.depth}" if self.depth else "",
             f"width {self.width}" if self.width else "",
+            price,
         ]
         return " ".join(["tree", ", ".join(p for p in parts if p)]).strip()
 
 
+def _tokens(value: Any) -> bool:
+    """Whether it can be a price."""
+    return not isinstance(value, bool) and isinstance(value, int | float) and 0 <= value < 1e6
+
+
 @dataclass(frozen=True)
 class Tuned:
-    """What tuning chose for one head. best: the faster of the two shapes. break_even: accepted
-    length (tokens per cycle) below which drafting with `best` is slower than plain decoding.
-    pays: whether it was faster when measured.
+    """What tuning chose for one head. best: the fastest of all shapes. adaptive: the best one
+    that has a price. break_even: accepted length (tokens per cycle) below which drafting with
+    `best` is slower than plain decoding. pays: whether it was faster when measured.
     evidence: where and how it was measured, for people.
     """
 
@@ -102,12 +122,11 @@ class Tuned:
     break_even: float | None = None
     pays: bool = True
     evidence: dict[str, Any] = field(default_factory=dict)
+    adaptive: Settings | None = None
 
     def to_json(self) -> dict[str, Any]:
         """What stands in decode.json."""
-        shapes = {
-            k: getattr(self, k).to_json() for k in ("best", "chain", "tree") if getattr(self, k)
-        }
+        shapes = {k: getattr(self, k).to_json() for k in SHAPES if getattr(self, k)}
         return {
             "format": FORMAT,
             "card_sha256": self.card_sha256,
@@ -119,9 +138,15 @@ class Tuned:
 
     def draft(self, asked: Draft) -> Draft:
         """`asked` with the tuned size of its shape ("" = the best one), where it names no size
-        itself and there is one, and with the break-even."""
+        itself and there is one, and with the break-even. Where @adaptive is asked for: in the
+        best shape with a price, or at that price where a size of that shape is named."""
         known = dataclasses.replace(asked, break_even=self.break_even)
-        if asked.depth is not None or asked.nodes is not None:
+        own, sized = self.adaptive, asked.depth is not None or asked.nodes is not None
+        if asked.adaptive and own is not None and asked.shape in ("", own.shape):
+            if sized:
+                return dataclasses.replace(asked, price=own.price or FREE)
+            return own.draft(known if own == self.best else asked)
+        if sized:
             return known
         found = {"": self.best, "chain": self.chain, "tree": self.tree}[asked.shape]
         return known if found is None else found.draft(known)
@@ -164,10 +189,13 @@ def read(folder: Path) -> Tuned | None:
     try:
         shapes = {
             k: Settings.from_json(data[k]) if k == "best" or data.get(k) is not None else None
-            for k in ("best", "chain", "tree")
+            for k in SHAPES
         }
     except (ValueError, KeyError) as error:
         raise UserError(f"{path}: {error}; {fix}") from None
+    known = shapes["adaptive"]
+    if known is not None and known.price is None:
+        raise UserError(f"{path}: adaptive holds settings without a price; {fix}")
     for name in ("chain", "tree"):
         found = shapes[name]
         if found is not None and found.shape != name:
@@ -180,4 +208,5 @@ def read(folder: Path) -> Tuned | None:
         limit,
         data.get("pays") is not False,
         evidence if isinstance(evidence, dict) else {},
+        known,
     )

@@ -19,10 +19,7 @@ from torch import Tensor
 
 from decode.attention import tree_attention
 from decode.grow import Form, Nodes
-from decode.rng import Rng
-from decode.sampling import Sampling
 from decode.target import Target
-from decode.tree import DraftTree
 from heads.block.net import BlockNet, Keys
 from heads.layered_drafter import LayeredDrafter, Layers
 
@@ -35,8 +32,9 @@ class BlockDrafter(LayeredDrafter):
     def __init__(self, head: Layers, target: Target, form: Form) -> None:
         super().__init__(head, target, form)
         self.cfg, self.most_rows = head.cfg, max(head.cfg.block, form.depth + 1)
-        self.least = head.cfg.least if form.shape == "chain" else 0.0
         self.temperatures: list[float] = head.calibration.get("confidence") or [1.0]
+        if form.shape == "chain" and head.cfg.least > form.price.node:
+            self.form = replace(form, price=replace(form.price, node=head.cfg.least))
 
     def blank(self, rows: int) -> Tensor:
         """See LayeredDrafter."""
@@ -59,16 +57,6 @@ class BlockDrafter(LayeredDrafter):
         self.h[rows] = torch.where(n > 0, newest, self.h[rows])
         self.lengths[rows] = [a + b for a, b in zip(lengths, counts, strict=True)]
 
-    @torch.inference_mode()
-    def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
-        """A draft no deeper than budget [B]. A slot is left out by what was drawn before it:
-        its own token is not known yet when its chance is taken."""
-        tree = super().propose(budget, sampling, rng)
-        if not (self.least and tree.width):
-            return tree
-        likely = torch.stack(self.chances, 1).sigmoid().cumprod(1) >= self.least
-        return replace(tree, size=tree.size.minimum(likely.cumprod(1).sum(1)))
-
     def open(self, levels: int) -> Tensor:
         """See decode.grow.Source: the block. A block whose rows see each other has all that it
         was trained with."""
@@ -86,19 +74,23 @@ class BlockDrafter(LayeredDrafter):
         h = self.net.run(x, (self.rope[0][places], self.rope[1][places]), attend)
         self.state = h[:, before : before + levels]
         self.known = self.proj(self.state)
-        self.chances: list[Tensor] = []
         return self._after(self.h[:count, None], 0)
 
     def level(self, nodes: Nodes) -> Tensor:
         """See decode.grow.Source."""
         return self._after(nodes.tokens, nodes.level)
 
+    def chance(self) -> Tensor | None:
+        """See decode.price.Knows: what the confidence head says of a slot, whose token is not known
+        yet."""
+        if self.net.confidence is None:
+            return None
+        flat = self.temperatures[min(self.read, len(self.temperatures) - 1)]
+        return (self.net.chance(self.state[:, self.read, None], self.near) / flat).sigmoid()
+
     def _after(self, tokens: Tensor, level: int) -> Tensor:
         """Logits behind `tokens` [B, P] of one level: [B, P, Vd], [B, 1, Vd] without a Markov
         term."""
         near = self.net.before(tokens, self.dtype)
-        if self.least:
-            side = None if near is None else near[:, 0]
-            flat = self.temperatures[min(level, len(self.temperatures) - 1)]
-            self.chances.append(self.net.chance(self.state[:, level], side) / flat)
+        self.near, self.read = near, level
         return self.net.after(self.known[:, level, None], near)

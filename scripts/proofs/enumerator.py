@@ -31,18 +31,20 @@ class Branches:
         self.taken: list[list[int]] = [[] for _ in scripts]
         self.weight = torch.ones(len(scripts), dtype=torch.float64)
         self.new: list[list[int]] = []
+        self.padding: int | None = None  # draws at this number and beyond are not read
 
     def _choose(self, law: Tensor, rows: Tensor) -> Tensor:
         law = law.to(torch.float64)
-        law = law / law.sum(-1, keepdim=True)
+        total = law.sum(-1, keepdim=True)
+        law = law / torch.where(total == 0, 1.0, total)
         out = []
         for p, row in zip(law, rows.tolist(), strict=True):
             done, script = self.taken[row], self.scripts[row]
             options = p.nonzero()[:, 0].tolist()
-            if (
-                len(options) == 1
-            ):  # no choice: not noted, since a batch may ask a row that is already done
-                out.append(options[0])
+            # No choice, or a law that has run out of tokens: not noted, since a batch may ask a row
+            # that is already done.
+            if len(options) <= 1:
+                out.append(options[0] if options else 0)
                 continue
             if len(done) < len(script):
                 pick = script[len(done)]
@@ -69,7 +71,11 @@ class Branches:
     def draw(self, weights: Tensor, rows: Tensor, node: Tensor) -> Tensor:
         return self._choose(weights, rows)
 
-    draft = draw
+    def draft(self, weights: Tensor, rows: Tensor, node: Tensor) -> Tensor:
+        if self.padding is not None:
+            first = torch.nn.functional.one_hot(torch.tensor(0), weights.shape[1])
+            weights = torch.where((node >= self.padding)[:, None], first.to(weights), weights)
+        return self._choose(weights, rows)
 
 
 @dataclass

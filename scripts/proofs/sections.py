@@ -13,10 +13,13 @@ import torch
 from conf.rules import SEEDS
 from decode.adaptive import Adaptive
 from decode.drafters import DraftModel, NoDraft
+from decode.grow import Form
+from decode.price import Price
 from decode.sampling import Sampling
 from decode.tree import TreeShape
 from decode.verify import RULES, walk
 from scripts.common.parts import Parts
+from scripts.proofs.confident import ConfidentTable
 from scripts.proofs.controls.catalogue import controls
 from scripts.proofs.engine_law import Counted, TableDrafter, engine_law, toy_model
 from scripts.proofs.enumerator import Case, enumerate_case
@@ -91,6 +94,10 @@ def _case(case: Case) -> dict[str, Any]:
 
 
 TREE = TreeShape.of([(0,), (1,), (0, 0)])
+AT_A_PRICE = {
+    "chain": Form.chain(2, Price(0.2, 0.4)),
+    "drawn tree": Form("tree", 2, len(TREE), TREE, price=Price(0.15, 0.3)),
+}
 
 
 def engine(parts: Parts, tick: Tick) -> dict[str, Any]:
@@ -110,6 +117,10 @@ def engine(parts: Parts, tick: Tick) -> dict[str, Any]:
             for scheme in ("top", "iid", "without", "hybrid")
         },
         "adaptive chain": (lambda: adaptive(8), pair),
+        **{
+            f"{name} at a price": (lambda form=form: ConfidentTable(form, 8), form.static)  # type: ignore[misc]
+            for name, form in AT_A_PRICE.items()
+        },
     }
     laws = {
         "T=1": (Sampling(1.0), None),

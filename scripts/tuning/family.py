@@ -17,6 +17,7 @@ from conf.errors import UserError
 from decode import stats
 from decode.drafters import Drafter, NGram
 from decode.engine import Request, generate
+from decode.price import Price
 from decode.sampling import Sampling
 from decode.target import Target
 from heads import drafting_head, settings_folder, shapes
@@ -30,7 +31,13 @@ from scripts.tuning.replay import Shadow, Text
 from scripts.tuning.search import Candidate
 
 SUPERSET = 256  # nodes of the static tree that is recorded
+CONFIDENT = "confident"  # name of the dynamic tree that is recorded of heads with static ones
 DRAWN = (8, 16, 32, 64)  # nodes of the drawn trees that are measured
+DRAWN_PRICES = (
+    (0.03, 0.15),
+    (0.05, 0.35),
+    (0.1, 0.35),
+)  # of a node and of a level, for the largest
 
 
 @dataclass(frozen=True)
@@ -127,6 +134,11 @@ class Family:
         sizes = sorted({min(n, self.bounds.nodes) for n in DRAWN})
         return list(dict.fromkeys(self._static(self.deepest, n) for n in sizes))
 
+    def drawn_at_a_price(self) -> list[Settings]:
+        """Drawn trees that the drafter's own confidence cuts, to be measured beside the others."""
+        large = [one for one in self.drawn() if (one.nodes or 0) <= search.MOST_PRICED][-1:]
+        return [replace(one, price=Price(*price)) for one in large for price in DRAWN_PRICES]
+
     def default(self) -> Settings:
         """What the drafter does untuned."""
         if self.head is None:
@@ -174,6 +186,7 @@ class Family:
                 for d in sorted({2, self.deepest})
                 if d <= self.deepest
             ]
+            found.append(self._dynamic())
         elif "tree" in self.kinds:
             b = self.bounds
             half = (max(b.depth // 2, 1), max(b.width // 2, 1))
@@ -202,19 +215,23 @@ class Family:
         if self.head is None:
             return {"chain": self.drafter(Settings("chain", depth=self.deepest))}
         if self.parallel:
-            return (
-                {}
-                if self.drawn_chain and (self.kinds == ["chain"] or self.drawn_tree)
-                else {"tree": self.drafter(self._static(self.deepest, SUPERSET))}
-            )
+            if self.drawn_chain and (self.kinds == ["chain"] or self.drawn_tree):
+                return {}
+            found = {"tree": self.drafter(self._static(self.deepest, SUPERSET))}
+            if "tree" in self.kinds:
+                found[CONFIDENT] = self.drafter(self._dynamic())
+            return found
         b, out = self.bounds, {}
         if "chain" in self.kinds and not self.drawn_chain:
             out["chain"] = self.drafter(Settings("chain", depth=b.depth))
         if "tree" in self.kinds and not self.drawn_tree:
-            out["tree"] = self.drafter(
-                Settings("tree", depth=b.depth, nodes=b.nodes, width=b.width)
-            )
+            out["tree"] = self.drafter(self._dynamic())
         return out
+
+    def _dynamic(self) -> Settings:
+        """The largest dynamic tree."""
+        b = self.bounds
+        return Settings("tree", depth=min(b.depth, self.deepest), nodes=b.nodes, width=b.width)
 
     def record(
         self, prompts: Sequence[list[int]], tokens: int, seed: int, tick: Tick
@@ -272,6 +289,18 @@ class Family:
                 model, batch, texts["tree"], range(1, b.depth + 1), nodes, widths
             )
         return out
+
+    def confident(
+        self, model: CostModel, batch: int, texts: dict[str, list[Text]]
+    ) -> list[Candidate]:
+        """Dynamic trees with every price, with what is expected of them."""
+        if "tree" not in self.kinds or self.drawn_tree:
+            return []
+        b, most = self.bounds, self._dynamic()
+        nodes = min(b.nodes, search.MOST_PRICED)
+        widths = sorted({min(width, b.width) for width in (1, 4, b.width)})
+        found = texts[CONFIDENT if self.parallel else "tree"]
+        return search.priced_trees(model, batch, found, most.depth or 1, nodes, widths)
 
     def _straight(self, model: CostModel, batch: int, texts: list[Text]) -> list[Candidate]:
         """Chains of parallel heads: the best rank of every level, read off the recorded tree."""

@@ -12,6 +12,7 @@ each text as the engine would, stop token and length limit included.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from decode.drafters import Drafter
+from decode.price import Price
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.tree import DraftTree
@@ -260,6 +262,65 @@ class Beams:
         return [place[n] for n in agreed if n in place], len(order)
 
 
+class Confident:
+    """Dynamic trees with a price (decode.price), replayed from the largest one as `Beams` are.
+
+    `of` gives per text: position -> (accepted, nodes), and position -> levels drafted."""
+
+    def __init__(self, texts: Sequence[Text]) -> None:
+        self.texts = texts
+        # Of every draft, node by node: its path of ranks, and whether what follows agrees with it.
+        self.known = [
+            {t: (ranks(d), set(matched(d, text.tokens[t:]))) for t, d in text.drafts.items()}
+            for text in texts
+        ]
+
+    def of(
+        self, depth: int, nodes: int, width: int, price: Price
+    ) -> tuple[list[dict[int, Kept]], list[dict[int, int]]]:
+        """Trees of at most so many levels and nodes, `width` of which are expanded a level."""
+        kept: list[dict[int, Kept]] = []
+        levels: list[dict[int, int]] = []
+        for text, known in zip(self.texts, self.known, strict=True):
+            kept.append({})
+            levels.append({})
+            for t, draft in text.drafts.items():
+                some, grown = _grown(draft, known[t][0], depth, width, price)
+                best = set(sorted(some, key=lambda i: -_score(draft, i))[:nodes])
+                kept[-1][t] = len(best & known[t][1]), len(best)
+                levels[-1][t] = grown
+        return kept, levels
+
+
+def _score(draft: Draft, node: int) -> float:
+    assert draft.score is not None, "a dynamic tree comes with its scores"
+    return draft.score[node]
+
+
+def _grown(
+    draft: Draft, paths: Sequence[Path], depth: int, width: int, price: Price
+) -> tuple[list[int], int]:
+    """(nodes that pay, levels drafted) of a draft whose candidates stand in a larger one."""
+    floor = math.log(price.node) if price.node > 0 else -math.inf
+    here = [i for i, path in enumerate(paths) if len(path) == 1 and path[0] < width]
+    found: list[int] = []
+    for level in range(1, depth + 1):
+        here = sorted(
+            (i for i in here if _score(draft, i) >= floor), key=lambda i: -_score(draft, i)
+        )
+        found += here
+        beam = set(here[:width])
+        worth = sum(math.exp(_score(draft, i)) for i in beam)
+        if level == depth or not beam or worth < price.level:
+            return found, level
+        here = [
+            i
+            for i, path in enumerate(paths)
+            if len(path) == level + 1 and path[-1] < width and draft.parents[i] in beam
+        ]
+    return found, depth
+
+
 def _prefix(orders: Sequence[int], nodes: int) -> int:
     return next((i for i, place in enumerate(orders) if place >= nodes), len(orders))
 
@@ -272,18 +333,21 @@ class Step:
     """One cycle of a replay. start: generated tokens before it. nodes: drafted. tokens:
     committed, bonus included.
 
-    clean: neither a stop token nor the limit cut it."""
+    clean: neither a stop token nor the limit cut it. levels: drafted, None: those of the shape."""
 
     start: int
     nodes: int
     accepted: int
     tokens: int
     clean: bool
+    levels: int | None = None
 
 
-def walk(text: Text, kept: dict[int, Kept], depth: int) -> list[Step]:
+def walk(
+    text: Text, kept: dict[int, Kept], depth: int, levels: dict[int, int] | None = None
+) -> list[Step]:
     """The cycles of one text, as the engine would make them with a draft of at most `depth`
-    levels.
+    levels; levels: how many are drafted at each position, None: all of them.
     """
     steps, t = [], 1
     while t < len(text.tokens):
@@ -293,7 +357,8 @@ def walk(text: Text, kept: dict[int, Kept], depth: int) -> list[Step]:
         tokens = min(accepted + 1, len(text.tokens) - t)
         clean = budget == depth and tokens == accepted + 1
         drafted = min(nodes, max(budget, round(nodes * budget / max(depth, 1)))) if budget else 0
-        steps.append(Step(t, drafted, accepted, tokens, clean))
+        grown = None if levels is None else min(levels.get(t, 0), budget)
+        steps.append(Step(t, drafted, accepted, tokens, clean, grown))
         t += tokens
     return steps
 

@@ -194,14 +194,15 @@ def run(cfg: TuneConfig, target: Target, progress: Steps) -> dict[str, Any]:
     texts = family.record(tuning.ids, cfg.max_new_tokens, cfg.seed, tick)
     model, samples = tuning.model()
     found = family.candidates(model, cfg.batch_size, texts)
-    drawn = {
-        str(one): one for one in family.drawn()
-    }  # proposed unseen: nothing predicts what they accept
+    confident = family.confident(model, cfg.batch_size, texts)
+    # Proposed unseen: nothing predicts what they accept.
+    drawn = {str(one): one for one in [*family.drawn(), *family.drawn_at_a_price()]}
     if not found and not drawn:
         raise UserError(
             f"drafter: {cfg.drafter} accepted nothing that could be searched; give more prompts"
         )
     few = search.best_few(found, cfg.confirm) if found else []
+    few += search.best_prices(confident)
     default = family.default()
     wanted = {str(c.settings): c for c in few}
     grid = {str(c.settings): c for c in search.grid(found, cfg.grid_size)} if cfg.grid else {}
@@ -258,7 +259,7 @@ def run(cfg: TuneConfig, target: Target, progress: Steps) -> dict[str, Any]:
             "plain_ms": {str(b): model.plain(b) for b in tuning.batches},
         },
         "acceptance": family.acceptance(texts),
-        "searched": len(found),
+        "searched": len(found) + len(confident),
         "curves": curves(model, found, candidate, cfg, tuning.batches),
         "rows": table,
         "none": {k: rows["none"][k] for k in ("tokens_per_second", "ms_per_token", "target_ms")},
@@ -348,10 +349,14 @@ def curves(
 
 
 def per_shape(table: Sequence[dict[str, Any]], found: Sequence[Candidate]) -> dict[str, Any]:
-    """The best settings of each shape: by measurement where there is one, else by prediction."""
+    """The best settings of each shape, and under "adaptive" of those with a price: by measurement
+    where there is one, else by prediction."""
     out: dict[str, Any] = {}
-    for kind in ("chain", "tree"):
-        rows = [r for r in table if r["kind"] == kind and (r["proposed"] or r["default"])]
+    judged = [r for r in table if r["proposed"] or r["default"]]
+    for kind in ("chain", "tree", "adaptive"):
+        rows = [
+            r for r in judged if kind == ("adaptive" if "price" in r["settings"] else r["kind"])
+        ]
         guesses = [c for c in found if c.kind == kind]
         if rows:
             out[kind] = _json(
@@ -416,6 +421,7 @@ def tuned_from(report: dict[str, Any], folder: Path) -> Tuned:
         chosen["break_even"],
         chosen["pays"],
         evidence,
+        get("adaptive"),
     )
 
 

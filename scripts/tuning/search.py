@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from decode.price import Price
 from heads import shapes
 from heads.shapes import Path
 from heads.tuned import Settings
@@ -58,11 +59,13 @@ def evaluate(
     total, passes = 0.0, 0
     parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     full = shape.nodes
-    for width, live in _passes(cycles, batch):
-        drafted = Shape(shape.depth if width else 0, width, shape.width)
-        # A dynamic or static draft costs the drafter its whole shape even where the last
-        # levels are cut.
-        price = model.cycle(live, drafted if width != full else shape, kind, mean)
+    for width, live, levels in _passes(cycles, batch):
+        # A draft without a price costs the drafter its whole shape even where the last levels
+        # are cut.
+        depth = (shape.depth if width else 0) if levels is None else levels
+        drafted = Shape(depth, width, shape.width)
+        whole = levels is None and width == full
+        price = model.cycle(live, shape if whole else drafted, kind, mean)
         total += price.ms
         passes += 1
         for name, ms in price.to_json().items():
@@ -78,10 +81,11 @@ def evaluate(
     }
 
 
-def _passes(cycles: Sequence[Sequence[Step]], batch: int) -> list[tuple[int, int]]:
-    """(nodes of the widest draft, live rows) of every pass of the engine."""
+def _passes(cycles: Sequence[Sequence[Step]], batch: int) -> list[tuple[int, int, int | None]]:
+    """(nodes of the widest draft, live rows, levels of the deepest draft or None for those of the
+    shape) of every pass of the engine."""
     if batch == 1:
-        return [(s.nodes, 1) for steps in cycles for s in steps]
+        return [(s.nodes, 1, s.levels) for steps in cycles for s in steps]
     queue = [list(steps) for steps in cycles if steps][::-1]
     live: list[list[Step]] = []
     out = []
@@ -89,7 +93,9 @@ def _passes(cycles: Sequence[Sequence[Step]], batch: int) -> list[tuple[int, int
         while queue and len(live) < batch:
             live.append(queue.pop()[::-1])
         now = [row.pop() for row in live]
-        out.append((max(s.nodes for s in now), len(live)))
+        grown = [s.levels for s in now if s.levels is not None]
+        deepest = max(grown) if len(grown) == len(now) else None
+        out.append((max(s.nodes for s in now), len(live), deepest))
         live = [row for row in live if row]
     return out
 
@@ -97,7 +103,7 @@ def _passes(cycles: Sequence[Sequence[Step]], batch: int) -> list[tuple[int, int
 def _plain_passes(cycles: Sequence[Sequence[Step]], batch: int) -> Counter[int]:
     """How many passes of how many live rows plain decoding would need for the same tokens."""
     single = [[Step(0, 0, 0, 1, True)] * sum(s.tokens for s in steps) for steps in cycles]
-    return Counter(live for _, live in _passes(single, batch))
+    return Counter(live for _, live, _ in _passes(single, batch))
 
 
 # -- chains, n-grams
@@ -245,6 +251,37 @@ def dynamic_trees(
     return out
 
 
+# Prices that are tried, in kept tokens: of a node, and of a level.
+NODE_PRICES = (0.02, 0.04, 0.06, 0.09, 0.13, 0.2)
+LEVEL_PRICES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.7)
+MOST_PRICED = 32  # nodes of a tree with a price, which hardly ever come together
+
+
+def priced_trees(
+    model: CostModel,
+    batch: int,
+    texts: Sequence[Text],
+    depth: int,
+    nodes: int,
+    widths: Sequence[int],
+) -> list[Candidate]:
+    """Trees that the drafter's own confidence grows, for every price and beam width."""
+    confident, out = replay.Confident(texts), []
+    for width in widths:
+        most = min(nodes, width + (depth - 1) * width**2)
+        for node in NODE_PRICES:
+            for level in LEVEL_PRICES:
+                price = Price(node, level)
+                kept, levels = confident.of(depth, most, width, price)
+                found = zip(texts, kept, levels, strict=True)
+                cycles = [replay.walk(text, one, depth, grown) for text, one, grown in found]
+                shape = Shape(depth, most, width)
+                settings = Settings("tree", depth=depth, nodes=most, width=width, price=price)
+                expected = evaluate(model, batch, shape, "tree", cycles)
+                out.append(Candidate(settings, "tree", shape, expected))
+    return out
+
+
 # -- choosing
 
 
@@ -261,6 +298,15 @@ def best_few(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
         if all(_differs(c, other) for other in chosen):
             chosen.append(c)
     return sorted(chosen[: max(count, 1)], key=lambda c: -c.expected["tokens_per_second"])
+
+
+def best_prices(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Of settings with a price the fastest by prediction, and the fastest of those whose nodes
+    cost half as much or less, or twice as much or more."""
+    ranked = sorted(candidates, key=lambda c: -c.expected["tokens_per_second"])
+    prices = [c.settings.price.node for c in ranked if c.settings.price]
+    far = [c for c, node in zip(ranked, prices, strict=True) if not 0.5 < node / prices[0] < 2]
+    return [*ranked[:1], *far[:1]]
 
 
 def _differs(a: Candidate, b: Candidate) -> bool:

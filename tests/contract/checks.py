@@ -11,7 +11,9 @@ import torch
 from conf.typed import faults
 from decode.drafters import NGram, NoDraft
 from decode.engine import Request, generate
+from decode.price import Price
 from decode.sampling import Sampling
+from decode.tree import DraftTree
 from decode.union import Union
 from heads import HEADS, load_head, save_head
 from heads.losses import LossWeights
@@ -196,6 +198,52 @@ def decoding_is_lossless(case: Case) -> None:
             assert sum(c.proposed for g in runs[0].generations for c in g.cycles) > 0
 
 
+def a_price_only_leaves_out(case: Case) -> None:
+    """At a price its draft is a part of the one without, the same numbers drawn for what stays;
+    at none that anybody can pay it is empty. Answers stay those of the target in any batch."""
+    target, head = moved(case, "float64")
+    ids = random_batch(1, 12).ids
+    feats = features(target, head, ids)
+    one = None if feats is None else feats[0]
+    for shape in SHAPES:
+        for sampling in (Sampling(), WARM):
+            found = []
+            for price in (Price(), Price(0.02, 0.01), Price(2.0)):
+                drafter = head.drafter(target, Draft(shape=shape, price=price))
+                tree = drafted(drafter, ids[0], one, [7, 12], sampling)
+                tree.validate(target.vocab_size, drafter.max_nodes)
+                found.append(paths(tree))
+            assert found[0] > found[1] or found[0] == found[1], (shape, sampling)
+            assert found[0] and not found[2], (shape, sampling)
+    grown = Draft(shape="tree", depth=2, nodes=6, width=3)
+    whole, some = (
+        drafted(head.drafter(target, replace(grown, price=price)), ids[0], one, [12], Sampling())
+        for price in (Price(), Price(0.02))
+    )
+    assert whole.score is not None and whole.width == 6 and paths(whole) >= paths(some)
+    asked = [Request([5, 6, 7, 8 + i][: 2 + i], 10, id=i) for i in range(3)]
+    texts = [
+        [
+            g.token_ids
+            for g in generate(target, drafter, asked, Sampling(), batch_size=size).generations
+        ]
+        for drafter, size in (
+            (NoDraft(), 1),
+            *((head.drafter(target, Draft(shape="tree", price=Price(0.02))), n) for n in (1, 3)),
+        )
+    ]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def paths(tree: DraftTree) -> set[tuple[int, ...]]:
+    """The token paths of the first row's nodes."""
+    found: list[tuple[int, ...]] = []
+    for i in range(int(tree.size[0])):
+        above = int(tree.parents[0, i])
+        found.append((*(found[above] if above >= 0 else ()), int(tree.tokens[0, i])))
+    return set(found)
+
+
 def joins_an_ngram(case: Case) -> None:
     """In a union with an n-gram it drafts what it drafts alone, drawn or not, and the n-gram's
     nodes follow; greedy answers stay the target's own."""
@@ -263,6 +311,7 @@ EVERY = (
     pieces_change_nothing,
     rows_change_nothing,
     decoding_is_lossless,
+    a_price_only_leaves_out,
     joins_an_ngram,
     mistakes_are_named,
 )

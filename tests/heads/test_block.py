@@ -19,6 +19,7 @@ from conf.errors import UserError
 from conf.schema import compose
 from decode.drafters import NoDraft
 from decode.engine import Request, generate
+from decode.price import Price
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.tree import DraftTree, TreeShape
@@ -359,7 +360,7 @@ def test_a_cut_by_confidence_keeps_the_law_unless_it_looks_ahead() -> None:
     weight = drafter.net.confidence.weight
     weight[:, -4:] = 3 * torch.randn(1, 4, generator=generator, dtype=torch.float64)
     drafter.net.markov_in.normal_(generator=generator)
-    drafter.least = 0.3
+    drafter.form = dataclasses.replace(drafter.form, price=Price(0.3))
     sizes = set()
     propose = drafter.propose
 
@@ -372,7 +373,7 @@ def test_a_cut_by_confidence_keeps_the_law_unless_it_looks_ahead() -> None:
     found = engine_law(target, drafter, [1, 2], 4, Sampling(1.0))
     assert found.error < 1e-12 and sizes == {0, 1, 2}
     del drafter.propose
-    drafter.least = 0.0
+    drafter.form = dataclasses.replace(drafter.form, price=Price())
     drafter.__class__, drafter.limit = Foreseeing, 0.5
     assert engine_law(target, drafter, [1, 2], 4, Sampling(1.0)).error > 1e-3
 

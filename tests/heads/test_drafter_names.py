@@ -76,7 +76,7 @@ ILLEGAL = {
     "+": "names no drafter on one side of a +",
     "none+ngram": "none drafts nothing to join; write ngram",
     "runs/m@tree+none": "none drafts nothing to join; write runs/m@tree",
-    "runs/m@adaptive+ngram": "@adaptive is said of a union as a whole; write it behind the last",
+    "runs/m@monitor+ngram": "@monitor is said of a union as a whole; write it behind the last",
     "runs/m@fallback+ngram": "@fallback is said of a union as a whole; write it behind the last",
     "runs/m@star+ngram": "unknown shape 'star'; write runs/m@chain",
     "runs/m+ngram@chain": "ngram is a chain where no tree is asked for",
@@ -95,6 +95,13 @@ ILLEGAL = {
     "write runs/m@tree@adaptive",
     "runs/m@monitor@adaptive": "write runs/m@adaptive@monitor",
 }
+
+
+def test_adaptive_is_said_of_all_of_a_union_behind_any_of_it() -> None:
+    whole = parse("runs/m+ngram@adaptive@monitor")
+    assert whole.adaptive and not any(part.adaptive for part in whole.parts)
+    assert parse("runs/m@adaptive+ngram@monitor") == whole
+    assert parse("runs/m@adaptive+ngram@adaptive@monitor") == whole
 
 
 @pytest.mark.parametrize("spec", LEGAL)

@@ -12,11 +12,14 @@ import pytest
 import torch
 
 from conf.errors import UserError
+from decode.adaptive import Adaptive
+from decode.drafters import NoDraft
 from decode.engine import Request, generate
 from decode.monitor import Monitor
+from decode.price import Price
 from decode.sampling import Sampling
 from decode.target import Target
-from heads import HEADS, resolve_drafter, save_head
+from heads import HEADS, asked, resolve_drafter, save_head
 from heads.eagle.config import EagleConfig
 from heads.names import Draft
 from heads.parallel.medusa import MedusaConfig
@@ -47,6 +50,9 @@ def leave(folder: Path, **changes: Any) -> None:
 def test_settings_survive_the_disk() -> None:
     for one in (TREE, Settings("chain", depth=4), Settings("tree", 5, 24, 6), Settings("chain")):
         assert Settings.from_json(json.loads(json.dumps(one.to_json()))) == one
+    priced = Settings("tree", 8, 24, 4, price=Price(0.04, 0.35))
+    assert Settings.from_json(json.loads(json.dumps(priced.to_json()))) == priced
+    assert str(priced) == "tree 24 nodes, depth 8, width 4, at 0.04 a node, 0.35 a level"
     assert str(TREE) == "tree 3 nodes, depth 2" and str(Settings("chain", depth=4)) == "chain K=4"
 
 
@@ -75,6 +81,37 @@ def test_a_head_drafts_as_it_was_tuned(medusa: Path, target: Target) -> None:
     assert generate(target, tree, [Request([5, 6, 7], 12)], Sampling(), eos_ids=()).generations[
         0
     ].token_ids == (plain.generations[0].token_ids)
+
+
+def test_adaptive_drafts_at_the_price_that_was_tuned(medusa: Path, target: Target) -> None:
+    """In the best shape with a price, at that price where a size of that shape is named, and by
+    the acceptance so far where nothing has a price; a union's n-gram pays for nodes as well."""
+    run, price = str(medusa), Price(0.2, 0.1)
+    assert isinstance(resolve_drafter(f"{run}@adaptive", target), Adaptive)
+    leave(medusa, adaptive={"shape": "tree", "depth": 3, "nodes": 4, "price": {"node": 0.2}})
+    for spec, node, nodes in ((run, 0.0, 3), (f"{run}@adaptive", 0.2, 4)):
+        form = resolve_drafter(spec, target).form  # type: ignore[attr-defined]
+        assert (form.price.node, form.nodes) == (node, nodes)
+    leave(medusa, adaptive={**TREE.to_json(), "price": {"node": 0.2, "level": 0.1}})
+    for spec, nodes in ((f"{run}@adaptive", 3), (f"{run}@tree:4@adaptive", 4)):
+        form = resolve_drafter(spec, target).form  # type: ignore[attr-defined]
+        assert (form.price, form.nodes) == (price, nodes)
+    assert isinstance(resolve_drafter(f"{run}@chain@adaptive", target), Adaptive)
+    for spec in (f"{run}@adaptive+ngram", f"{run}+ngram@adaptive"):
+        union: Any = resolve_drafter(spec, target)
+        assert [union.parts[0].form.price, union.parts[1].least] == [price, 0.2]
+    fixed: Any = resolve_drafter(f"{run}+ngram", target)
+    assert fixed.parts[0].form.price.nothing and not fixed.parts[1].least
+    assert asked(f"{run}@adaptive").break_even is None
+    leave(medusa, best={**TREE.to_json(), "price": price.__dict__}, adaptive=None)
+    form = resolve_drafter(run, target).form  # type: ignore[attr-defined]
+    assert form.price == price and asked(run).break_even == 1.25
+    plain = generate(target, NoDraft(), [Request([5, 6, 7], 12)], Sampling(), eos_ids=())
+    text = plain.generations[0].token_ids
+    for spec in (run, f"{run}+ngram"):
+        drafter = resolve_drafter(spec, target)
+        found = generate(target, drafter, [Request([5, 6, 7], 12)], Sampling(), eos_ids=())
+        assert found.generations[0].token_ids == text
 
 
 def test_a_shape_that_was_not_tuned_stays_as_it_was(medusa: Path, target: Target) -> None:
@@ -120,6 +157,11 @@ def test_more_levels_than_heads_are_refused(medusa: Path, target: Target) -> Non
         ({"best": {"shape": "tree", "paths": [["a"]]}}, "lists of ranks"),
         ({"chain": {"shape": "tree"}}, "chain holds"),
         ({"best": None}, "shape must be"),
+        ({"best": {"shape": "chain", "price": 0.1}}, "price must be numbers of tokens"),
+        ({"best": {"shape": "chain", "price": {"node": True}}}, "price must be numbers of tokens"),
+        ({"best": {"shape": "chain", "price": {"level": float("nan")}}}, "price must be numbers"),
+        ({"best": {"shape": "chain", "price": {"leaf": 1}}}, "price must be numbers of tokens"),
+        ({"adaptive": {"shape": "chain"}}, "adaptive holds settings without a price"),
     ],
 )
 def test_a_damaged_file_is_told_with_the_fix(

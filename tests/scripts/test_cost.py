@@ -14,8 +14,11 @@ from decode.drafters import DraftModel, NGram
 from decode.engine import Request, generate
 from decode.grow import Form
 from decode.models.load import TargetConfig, load_target
+from decode.price import Price
+from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
+from decode.tree import DraftTree
 from heads import HEADS, save_head, shapes
 from heads.eagle.config import EagleConfig
 from heads.names import Draft
@@ -129,8 +132,22 @@ def test_replayed_cycles_are_priced_one_by_one() -> None:
 
 def test_rows_of_a_batch_run_side_by_side() -> None:
     one = [Step(1, 3, 1, 2, True)] * 4
-    assert search._passes([one, one[:2], one[:1]], 2) == [(3, 2), (3, 2), (3, 2), (3, 1)]
-    assert search._passes([one], 1) == [(3, 1)] * 4
+    whole = None
+    assert search._passes([one, one[:2], one[:1]], 2) == [*[(3, 2, whole)] * 3, (3, 1, whole)]
+    assert search._passes([one], 1) == [(3, 1, whole)] * 4
+    grown = [Step(1, 3, 1, 2, True, 2), Step(3, 1, 1, 2, True, 4)]
+    assert search._passes([grown, grown[::-1]], 2) == [(3, 2, 4), (3, 2, 4)]
+    assert search._passes([grown], 1) == [(3, 1, 2), (1, 1, 4)]
+
+
+def test_a_cycle_at_a_price_costs_the_levels_it_drafted() -> None:
+    """A level that is not drafted costs nothing; asking whether to draft at all does."""
+    told = [
+        search.evaluate(MODEL, 1, Shape(3, 8), "chain", [[Step(1, nodes, 0, 1, True, levels)] * 3])
+        for nodes, levels in ((0, 1), (3, 2), (3, 3))
+    ]
+    wanted = [MODEL.cycle(1, shape, "chain", 1.0).ms for shape in map(Shape, (1, 2, 3), (0, 3, 3))]
+    assert [found["cycle_ms"] for found in told] == pytest.approx(wanted)
 
 
 # -- replay against the engine
@@ -188,6 +205,54 @@ def test_dynamic_trees_replay_exactly_for_fewer_nodes_and_levels(target: Target)
         assert replayed(texts, beams.of(depth, nodes, 4), depth) == wanted
         accepted |= {a for row in wanted for a, _ in row}
     assert len(accepted) > 1, "nothing was ever accepted: the test compares zeros"
+
+
+def test_trees_at_a_price_replay_exactly(target: Target) -> None:
+    """Accepted tokens, nodes and levels of every cycle, for prices of nodes and of levels."""
+    other = load_target(
+        TargetConfig(
+            kind="tiny", layers=1, hidden=32, heads=2, kv_heads=1, vocab=260, init_std=0.25
+        ),
+        torch.float64,
+    )
+    texts = texts_of(target, DraftModel(other, Form.tree(4, 40)))
+    confident = replay.Confident(texts)
+    sizes = set()
+    for depth, nodes, node, level in (
+        (4, 40, 0.003, 0.0),
+        (4, 12, 0.02, 0.0),
+        (3, 12, 0.01, 0.1),
+        (4, 12, 0.003, 0.12),
+        (4, 12, 0.5, 0.0),
+    ):
+        price = Price(node, level)
+        drafter = Spied(other, Form.tree(depth, nodes, price=price))
+        wanted = engine(target, drafter)
+        kept, levels = confident.of(depth, nodes, 4, price)
+        cycles = [
+            replay.walk(*one[:2], depth, one[2]) for one in zip(texts, kept, levels, strict=True)
+        ]
+        assert [[(s.accepted, s.clean) for s in steps] for steps in cycles] == wanted
+        clean = [s for steps in cycles for s in steps if s.clean]
+        seen = [one for one in drafter.seen if one[2] == depth]
+        assert [(s.nodes, s.levels) for s in clean] == [one[:2] for one in seen[: len(clean)]]
+        sizes |= {s.nodes for s in clean}
+    assert len(sizes) > 4 and 0 in sizes
+
+
+class Spied(DraftModel):
+    """Keeps (nodes, levels drafted, levels allowed) of every draft of one row."""
+
+    def __init__(self, draft: Target, form: Form) -> None:
+        super().__init__(draft, form)
+        self.seen: list[tuple[int, int, int]] = []
+
+    def propose(self, budget: torch.Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
+        self.levels_read = []
+        tree = super().propose(budget, sampling, rng)
+        levels = max(self.levels_read, default=0) + 1
+        self.seen.append((int(tree.size[0]), levels, int(budget[0])))
+        return tree
 
 
 def test_static_trees_replay_exactly(target: Target) -> None:

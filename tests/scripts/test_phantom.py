@@ -18,6 +18,7 @@ from decode import attention
 from decode.drafters import NGram
 from decode.engine import Request, generate
 from decode.models.load import tiny_from
+from decode.price import FREE, Price
 from decode.probed import Head
 from decode.sampling import Sampling
 from decode.target import Target
@@ -216,6 +217,23 @@ def test_decoding_cycles(
 ) -> None:
     """To the end of two answers: the host waits for the device once a cycle, whatever drafts.
     Launches are listed (pytest -s), without a budget."""
+    imagine(probe, monkeypatch)
+    decode(kind, shape, temperature, probe)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+@pytest.mark.parametrize("kind", DECODE)
+def test_decoding_cycles_at_a_price(
+    kind: str, shape: str, temperature: float, probe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft that leaves out what does not pay asks no more of the host."""
+    imagine(probe, monkeypatch)
+    decode(kind, shape, temperature, probe, Price(0.05, 0.1))
+
+
+def imagine(probe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a phantom cannot know of itself."""
     # Draws are answered by a script here, so siblings may be equal.
     same = lambda tree, vocab_size: torch.zeros_like(tree.size, dtype=torch.bool)
     monkeypatch.setattr(DraftTree, "doubtful", same)
@@ -228,7 +246,6 @@ def test_decoding_cycles(
 
     monkeypatch.setattr("decode.target.probe_target", probe_draft)
     monkeypatch.setattr("decode.target.probe_head", lambda target: Head(exact=True))
-    decode(kind, shape, temperature, probe)
 
 
 @pytest.mark.slow
@@ -237,13 +254,13 @@ def test_decoding_cycles_of_an_ngram(shape: str, probe: Any) -> None:
     decode("ngram", shape, 0.0, probe)
 
 
-def decode(kind: str, shape: str, temperature: float, probe: Any) -> None:
+def decode(kind: str, shape: str, temperature: float, probe: Any, price: Price = FREE) -> None:
     with phantom() as ghost:
         target, head = made(ghost, "medusa" if kind == "ngram" else kind, probe)
         head.eval()
         drafter = NGram(nodes=4 * (shape == "tree"))
         if kind != "ngram":
-            drafter = head.drafter(target, Draft(shape=shape))
+            drafter = head.drafter(target, Draft(shape=shape, price=price))
         asked = [Request([5, 6, 7], 8, id=0), Request([5, 6, 8, 9], 8, id=1)]
         ghost.restart()
         sampling = Sampling(temperature)

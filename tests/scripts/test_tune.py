@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from decode.price import Price
 from decode.target import Target
 from heads import HEADS, resolve_drafter, save_head
+from heads.eagle.config import EagleConfig
 from heads.parallel.medusa import MedusaConfig
 from heads.tuned import DECODE
 from scripts import tune
@@ -124,6 +126,38 @@ def test_the_choice_is_written_and_obeyed(
     )
     assert {p.stem for p in (out / "figures").glob("*.png")} == set(tuning_plots.TUNE)
     assert "written:" in capsys.readouterr().out and not list(tmp_path.rglob(".tmp-*"))
+
+
+@pytest.mark.parametrize("kind, temperature", [("eagle3", 0), ("eagle3", 1), ("medusa", 0)])
+def test_prices_are_searched_and_left_for_adaptive(
+    tmp_path: Path,
+    target: Target,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    temperature: int,
+) -> None:
+    """By replay at T = 0, by a few measurements of drawn trees at T > 0; the fixed shapes are
+    left beside them."""
+    pictures.left_out(monkeypatch)
+    torch.manual_seed(0)
+    cfg: Any = EagleConfig(kind="eagle3", draft_vocab=0, depth=2, nodes=6, width=2)
+    if kind == "medusa":
+        cfg = MedusaConfig(heads=2, draft_vocab=0)
+    folder = tmp_path / "head"
+    save_head(HEADS[kind].for_target(target, cfg), folder, target.identity)
+    keys = [f"drafter={folder}@tree", f"out={tmp_path}/out", f"temperature={temperature}"]
+    assert run(*keys, f"decode={'sample' if temperature else 'greedy'}") == 0
+    left = json.loads((folder / DECODE).read_text())
+    report = json.loads((tmp_path / "out" / "tune.json").read_text())
+    priced = [r for r in report["rows"] if "price" in r["settings"]]
+    assert priced and all(r["proposed"] and r["error"] is not None for r in priced)
+    assert left["adaptive"] in [r["settings"] for r in priced]
+    assert "price" not in left["tree"] and set(left["adaptive"]["price"]) == {"node", "level"}
+    assert report["searched"] >= (0 if temperature else 36)
+    drafter: Any = resolve_drafter(f"{folder}@adaptive", target)
+    assert drafter.form.price == Price(**left["adaptive"]["price"])
+    fixed: Any = resolve_drafter(f"{folder}@tree", target)
+    assert fixed.form.price.nothing
 
 
 def test_an_ngram_is_tuned_at_a_temperature(

@@ -87,6 +87,7 @@ CUT_CHAINS = Drafts(CHAIN, "iid", Sampling(1.0, top_p=0.8))
 GREEDY_CHAINS = Drafts(CHAIN, "top", Sampling(0.0))
 DISTINCT_STARS, DRAWN_STARS = Drafts(STAR, "without"), Drafts(STAR, "iid")
 TOP_STARS, TOP_BUSHES = Drafts(STAR, "top"), Drafts(BUSHY, "top")
+DRAWN_BUSHES = Drafts(BUSHY, "without")
 PAIRS, CUT_PAIRS = Drafts(PAIR, "iid"), Drafts(PAIR, "top", Sampling(1.0, top_p=0.8))
 
 
@@ -188,6 +189,12 @@ def _wrong_drafts() -> list[Control]:
             "DSpark, appendix A",
             DISTINCT_STARS,
             d.reranks_siblings,
+        ),
+        one(
+            "nodes of a drawn tree left out by their own q",
+            "DSpark, appendix A",
+            DRAWN_BUSHES,
+            d.drops_by_their_own_law,
         ),
     ]
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from decode.adaptive import Adaptive
+from decode.price import pruned
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.tree import DraftTree
@@ -105,3 +106,18 @@ def leaks_siblings(tree: DraftTree) -> DraftTree:
     layout = tree.layout
     everything = torch.ones_like(layout.mask).tril()
     return dataclasses.replace(tree, static_layout=dataclasses.replace(layout, mask=everything))
+
+
+def drops_by_their_own_law(tree: DraftTree) -> DraftTree:
+    """Anticipates: a drawn node of a tree makes no room where its own path is unlikely, and
+    with it goes what hangs below it and behind it."""
+    if tree.proposal is None or tree.sampled is None or tree.width == 0:
+        return tree
+    chance, there = _own_q(tree), torch.ones_like(tree.sampled)
+    for node, above in enumerate(tree.parents[0].tolist()):
+        elder = [i for i in range(node) if tree.parents[0, i] == above]
+        if above >= 0:
+            chance[:, node] *= chance[:, above]
+        need = [above] * (above >= 0) + elder[-1:]
+        there[:, node] = (chance[:, node] >= 0.2) & there[:, need].all(1)
+    return pruned(tree, there)

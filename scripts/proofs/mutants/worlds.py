@@ -8,6 +8,7 @@ to be right.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,17 +19,19 @@ from decode.adaptive import Adaptive
 from decode.drafters import Drafter, DraftModel, NGram
 from decode.grow import Form
 from decode.models.tiny import tiny_model
+from decode.price import Price
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import TreeShape
 from decode.union import Union
-from decode.verify import RULES
+from decode.verify import RULES, verify
 from heads.base import Head
 from heads.eagle.head import Eagle3Head, EagleConfig
 from heads.names import Draft
 from heads.parallel.medusa import MedusaConfig, MedusaHead
 from scripts.common.parts import Parts
 from scripts.proofs import certificate
+from scripts.proofs.confident import Confident, ConfidentTable
 from scripts.proofs.engine_law import Counted, TableDrafter, engine_law, toy_model
 from scripts.proofs.enumerator import Case, enumerate_case
 from scripts.proofs.extremes import TEMPERATURES, Extreme
@@ -53,6 +56,9 @@ def enumeration(cases: int = 80, extremes: int = 1) -> None:
     generator = torch.Generator().manual_seed(11)
     for number in range(cases):
         _exact(Case.random(generator), EXACT, f"world {number}")
+    other = torch.Generator().manual_seed(12)
+    for number in range(cases // 4):
+        _exact(Confident.random(other), EXACT, f"world {number} at a price")
     for dtype, limit in ((torch.float64, EXACT), (torch.float32, ROUNDED)):
         for number in range(extremes * len(TEMPERATURES)):
             temperature = TEMPERATURES[number % len(TEMPERATURES)]
@@ -66,9 +72,9 @@ def enumeration(cases: int = 80, extremes: int = 1) -> None:
 
 
 def _exact(case: Case, limit: float, name: str) -> None:
-    for rule in RULES.values():
-        error = enumerate_case(case, rule).error
-        assert error <= limit, f"{name}, {rule.__name__}: off by {error:.3g}"
+    for rule in RULES:
+        error = enumerate_case(case, functools.partial(verify, rule=rule)).error
+        assert error <= limit, f"{name}, {rule}: off by {error:.3g}"
 
 
 def small_lm(target: Target, shape: TreeShape | None = None) -> DraftModel:
@@ -116,6 +122,11 @@ def _adaptive(target: Target) -> Any:
     return Adaptive(Counted(TableDrafter(shape, "iid", 8), shape), cost=0.27)  # type: ignore[arg-type]
 
 
+def _confident(target: Target) -> Any:
+    price = Price(0.15, 0.3)
+    return ConfidentTable(Form("tree", SMALL.depth, len(SMALL), SMALL, price=price), 8)
+
+
 Make = Callable[[Target], Any]
 Loop = tuple[str, Make, TreeShape | None, Sampling, float | None]
 LOOPS: tuple[Loop, ...] = (
@@ -127,6 +138,7 @@ LOOPS: tuple[Loop, ...] = (
     ("table, iid", lambda t: TableDrafter(SMALL, "iid", 8), SMALL, Sampling(1.0), 1.5),
     ("table, hybrid", lambda t: TableDrafter(SMALL, "hybrid", 8), SMALL, PENALTY, None),
     ("adaptive", _adaptive, TreeShape.chain(2), Sampling(1.0), None),
+    ("tree at a price", _confident, SMALL, Sampling(1.0), None),
 )
 
 
