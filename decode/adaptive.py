@@ -9,8 +9,6 @@ row depends on its neighbours in the batch.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,11 +17,12 @@ from decode.drafters import Drafter
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.tree import DraftTree
+from decode.wrapped import Wrapped
 
 PRIOR_MEAN, PRIOR_WEIGHT, MEMORY = 0.6, 4.0, 0.95
 
 
-class Adaptive:
+class Adaptive(Wrapped):
     """Wraps any drafter and lowers its budget per row.
 
     cost: what one more level costs (drafting it and verifying it), in units of one target
@@ -32,15 +31,9 @@ class Adaptive:
     """
 
     def __init__(self, drafter: Drafter, cost: float = 0.05) -> None:
-        self.inner, self.cost = drafter, cost
-        self.name, self.shape, self.taps = f"{drafter.name}+adaptive", drafter.shape, drafter.taps
-        self.max_nodes, self.max_depth = drafter.max_nodes, drafter.max_depth
+        super().__init__(drafter)
+        self.name, self.cost = f"{drafter.name}+adaptive", cost
         self.reset_state()
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # not yet set: a copy is being made
-            raise AttributeError(name)
-        return getattr(self.inner, name)
 
     def reset_state(self) -> None:
         self.hits = np.zeros((0, self.max_depth))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from decode.drafters import Drafter
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.tree import DraftTree
+from decode.wrapped import Wrapped
 
 PATIENCE, RETRY, MEMORY = 24, 96, 0.97
 CERTAINTY = 1.64  # standard errors; one-sided 95 %
@@ -48,7 +48,7 @@ class Alert:
         )
 
 
-class Monitor:
+class Monitor(Wrapped):
     """Wraps any drafter. A row stays below break-even when, after `patience` drafted cycles,
     the upper 95 % bound of its running accepted length lies below `break_even` (tokens per
     cycle, at least 1).
@@ -73,16 +73,11 @@ class Monitor:
             raise ValueError(
                 f"monitor: break-even {break_even} and patience {patience} must be at least 1"
             )
-        self.inner, self.break_even, self.fallback = drafter, break_even, fallback
+        super().__init__(drafter)
+        self.break_even, self.fallback = break_even, fallback
         self.patience, self.retry, self.on_alert = patience, retry, on_alert
-        self.name, self.shape, self.taps = f"{drafter.name}@monitor", drafter.shape, drafter.taps
-        self.max_nodes, self.max_depth = drafter.max_nodes, drafter.max_depth
+        self.name = f"{drafter.name}@monitor"
         self.reset_state()
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # not yet set: a copy is being made
-            raise AttributeError(name)
-        return getattr(self.inner, name)
 
     def reset_state(self) -> None:
         self.sums = np.zeros(

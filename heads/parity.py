@@ -39,9 +39,11 @@ from torch import Tensor
 from decode import stats
 from decode.drafters import Drafter
 from decode.engine import Cycle, Generation, Request, generate
+from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import DraftTree
+from decode.wrapped import Wrapped
 from heads.base import Head
 from heads.batch import Batch
 from heads.forced import Forced, judge
@@ -135,31 +137,29 @@ class Parity:
         ]
 
 
-class _Witness:
+class _Witness(Wrapped):
     """A chain drafter that keeps PROBES whole drafts of every request, the first and the last
     ones: (cycle, tokens [S], laws [S, Vd]). vocab: what the laws' places mean, see Proposal."""
 
     vocab: Tensor | None = None
 
     def __init__(self, drafter: Drafter) -> None:
-        self._drafter, self._live = drafter, list[int]()
+        super().__init__(drafter)
+        self._live = list[int]()
         self.cycles, self.kept = list[int](), list[list[tuple[int, list[int], Tensor]]]()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._drafter, name)
 
     def begin(self, prompts: list[Any], sampling: Sampling) -> None:
         self._live += range(len(self.kept), len(self.kept) + len(prompts))
         self.kept += [[] for _ in prompts]
         self.cycles += [0 for _ in prompts]
-        self._drafter.begin(prompts, sampling)
+        super().begin(prompts, sampling)
 
     def select(self, rows: list[int]) -> None:
         self._live = [self._live[r] for r in rows]
-        self._drafter.select(rows)
+        super().select(rows)
 
-    def propose(self, *args: Any) -> DraftTree:
-        tree = self._drafter.propose(*args)
+    def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
+        tree = super().propose(budget, sampling, rng)
         for row, (index, size) in enumerate(zip(self._live, tree.size.tolist(), strict=True)):
             if tree.proposal is not None and size == self.max_depth:
                 if len(self.kept[index]) == PROBES:

@@ -83,7 +83,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     ),
 }
 # Functions to be read or that only word an error: no decoding passes through them.
-ASIDE = ("verify_chain", "_inverse", "_refuse_state", "_picture", "Law.check")
+ASIDE = ("verify_chain", "_inverse", "Law.check")
 COPIED = ("conf", "decode", "heads", "scripts", "tests", "train")
 LAYERS = ("enumeration", "tests", "certificate")
 SETTINGS = 6  # of certificates: those of worlds.CERTIFIED

@@ -24,6 +24,7 @@ from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import DraftTree, Proposal, TreeShape
+from decode.wrapped import Wrapped
 from scripts.proofs.enumerator import largest_difference, naive_law
 
 Address = tuple[int, str, int, int]  # cycle, purpose, node, how often it was asked before
@@ -101,15 +102,13 @@ class _Walk:
         return pick
 
 
-class Counted:
+class Counted(Wrapped):
     """A drafter that tells the coins which of its draws are padding (levels beyond a row's
     budget). What lowers budgets goes around it."""
 
     def __init__(self, drafter: Drafter, nodes_at: TreeShape | None) -> None:
-        self.inner, self.nodes_at = drafter, nodes_at
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+        super().__init__(drafter)
+        self.nodes_at = nodes_at
 
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
         size = budget.clamp(min=0) if self.nodes_at is None else self.nodes_at.size_at(budget)

@@ -242,24 +242,9 @@ def greedy_layer(
         size = reading.batch_size if len(ours) < together else 1
         end = together if len(ours) < together else len(requests)
         chunk = requests[len(ours) : min(end, len(ours) + CHUNK * size)]
-        seen = Recorder(reading.verify, chunk, functools.partial(_is_best, sampling))
-        run = generate(
-            target,
-            drafter,
-            chunk,
-            sampling,
-            batch_size=size,
-            verify=seen,
-            guidance=guidance,
-            coins=seen.coins,
-        )
-        for g, line in zip(run.generations, seen.emitted(run, chunk), strict=True):
-            good = sum(
-                e.call.kept[e.index] and e.token == t
-                for e, t in zip(line, g.token_ids, strict=False)
-            )
-            ours.append([g.token_ids, sum(g.from_draft), len(g.token_ids) - good])
-            parts.add("greedy", ours[-1])
+        for row in _written(target, drafter, chunk, replace(reading, sampling=sampling), size):
+            ours.append(row)
+            parts.add("greedy", row)
         advance(len(chunk))
     result = Greedy(
         len(prompts), sum(len(o[0]) for o in ours), sum(o[1] for o in ours), sum(o[2] for o in ours)
@@ -273,6 +258,30 @@ def greedy_layer(
             known = Generation(list(prompts[i]), out)
             result.divergences.append(_classify(plain, i, known, alone, judged))
     return result
+
+
+def _written(
+    target: Target, drafter: Drafter, asked: list[Request], reading: Reading, size: int
+) -> list[list[Any]]:
+    """Of every answer its tokens, how many were drafted, and how many are not the best ones of
+    the logits that they were verified against."""
+    seen = Recorder(reading.verify, asked, functools.partial(_is_best, reading.sampling))
+    run = generate(
+        target,
+        drafter,
+        asked,
+        reading.sampling,
+        batch_size=size,
+        verify=seen,
+        guidance=reading.guidance,
+        coins=seen.coins,
+    )
+    rows = []
+    for g, line in zip(run.generations, seen.emitted(run, asked), strict=True):
+        pairs = zip(line, g.token_ids, strict=False)
+        good = sum(e.call.kept[e.index] and e.token == t for e, t in pairs)
+        rows.append([g.token_ids, sum(g.from_draft), len(g.token_ids) - good])
+    return rows
 
 
 def _is_best(

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +24,7 @@ from scripts.cluster.count import Shape, count
 from scripts.cluster.plan import _rows_a_pass, plan, shape_of, with_keys
 from scripts.cluster.table import table
 from tests.heads.test_ttt_attention import batch_of, held_by_8b
+from tests.helpers import faults
 from train.validate import head_config
 
 pytestmark = pytest.mark.skipif(bool(phantom.missing()), reason=phantom.missing() or "torch has it")
@@ -280,14 +279,10 @@ def test_a_file_that_cannot_be_written_is_told_before_the_work(tmp_path: Path) -
 
 def test_the_command_needs_no_data(tmp_path: Path) -> None:
     out = tmp_path / "new" / "dry.json"
-    done = subprocess.run(
-        [sys.executable, "scripts/validate.py", "dry_run=true", *TINY, f"out={out}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "predicted, not measured" in done.stdout and "peak memory" in done.stdout
+    words = "dry_run=true", *TINY, f"out={out}"
+    code = faults.wait(faults.script("scripts/validate.py", *words, said=tmp_path / "said"))
+    said = (tmp_path / "said").read_text()
+    assert code == 0 and "predicted, not measured" in said and "peak memory" in said, said
     found = json.loads(out.read_text())
     assert found["predicted"] is True and found["command"].startswith("python scripts/validate.py")
 

@@ -4,8 +4,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from scripts.common.files import sole_writer
 from scripts.synthesis import write as synthesis
 from scripts.synthesis.write import Store, Writer, clean_question, differences, fingerprint, junk
 from scripts.synthesize import SynthesizeConfig, synthesize
+from tests.helpers import faults
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {
@@ -216,25 +215,19 @@ def test_command_line(tmp_path) -> None:
     assert all(word in str(e.value) for word in ("batch", "question_top_p", "num_conversations?"))
 
 
-def test_real_signal_leaves_whole_lines_and_code_130(tmp_path) -> None:
+def test_real_signal_leaves_whole_lines_and_code_130(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     path = tmp_path / "a.jsonl"
-    command = [
-        sys.executable,
-        "scripts/synthesize.py",
-        "target=tiny",
-        f"out={path}",
-        "num_conversations=100000",
-        "batch=4",
-        "max_new_tokens=8",
-    ]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    while (
-        not path.exists() and process.poll() is None
-    ):  # a start may take minutes on a busy machine
+    words = "target=tiny", f"out={path}", "num_conversations=100000", "batch=4", "max_new_tokens=8"
+    said = tmp_path_factory.mktemp("said") / "said"
+    child = faults.script("scripts/synthesize.py", *words, said=said)
+    flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    while not path.exists() and os.waitid(os.P_PID, child, flags) is None:
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 130, err
+    os.kill(child, signal.SIGINT)
+    assert faults.wait(child) == 130, said.read_text()
+    err = said.read_text()
     assert "Traceback" not in err and "the same command continues" in err.splitlines()[-1]
     lines = path.read_text().splitlines()
     assert lines and all(json.loads(line)["messages"] for line in lines)

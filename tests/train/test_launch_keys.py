@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 
 from conf.errors import UserError
 from scripts.common.files import ROOT
+from tests.helpers import faults
 from tests.helpers.training import chats, overrides, run, run_config
 from train import launch_keys
 from train.config import TrainConfig
@@ -84,22 +84,17 @@ def test_an_agreeing_precision_changes_no_bit(
 def test_several_bad_settings_are_told_at_once_by_the_command(tmp_path: Path) -> None:
     """Through the command line: exit code 2, one line."""
     env = {
-        **os.environ,
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2",
         "ACCELERATE_USE_FSDP": "true",
         "FSDP_VERSION": "2",
     }
-    data = chats(tmp_path / "data.jsonl")
-    done = subprocess.run(
-        [sys.executable, "train/medusa.py", *overrides(data, tmp_path / "run")],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
+    words = overrides(chats(tmp_path / "data.jsonl"), tmp_path / "run")
+    said = tmp_path / "said"
+    assert faults.wait(faults.script("train/medusa.py", *words, said=said, **env)) == 2
+    assert "Traceback" not in said.read_text()
+    assert (
+        "gradient_accumulation_steps: 2" in said.read_text() and "fsdp_config" in said.read_text()
     )
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "gradient_accumulation_steps: 2" in done.stderr and "fsdp_config" in done.stderr
 
 
 LAUNCHED = """

@@ -5,7 +5,6 @@ check for it.
 from __future__ import annotations
 
 import dataclasses
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from heads import HEADS, vocab
 from heads.batch import Batch
 from heads.parallel.hydra_heads import HydraHeads, HydraHeadsConfig
 from heads.parallel.medusa import MedusaConfig, MedusaHead
+from tests.helpers import faults
 from tests.helpers.training import TINY, chats, random_batch, tiny_target
 from train import checks
 from train.validate import main
@@ -94,17 +94,10 @@ def test_mistakes_are_told_in_a_line(tmp_path: Path, capsys, change: str, said: 
 
 
 def test_the_command_is_the_script(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "scripts/validate.py", "target=tiny", "data.path=none.jsonl", "steps=0"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert (
-        done.returncode == 2
-        and "steps: is required" in done.stderr
-        and "Traceback" not in done.stderr
-    )
+    words = "target=tiny", "data.path=none.jsonl", "steps=0"
+    said = tmp_path / "said"
+    assert faults.wait(faults.script("train/validate.py", *words, said=said)) == 2
+    assert "steps: is required" in said.read_text() and "Traceback" not in said.read_text()
 
 
 def test_the_script_leaves_no_process_behind_that_ctrl_c_would_hit(

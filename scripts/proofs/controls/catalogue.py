@@ -30,6 +30,7 @@ from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import DraftTree, TreeShape
 from decode.verify import RULES
+from decode.wrapped import Wrapped
 from scripts.proofs.controls import drafters as wrong_drafters
 from scripts.proofs.controls import numbers as number_controls
 from scripts.proofs.controls import rules as wrong_rules
@@ -202,14 +203,12 @@ def _wrong_drafts() -> list[Control]:
 # --- the whole loop
 
 
-class Mangled:
+class Mangled(Wrapped):
     """A drafter whose trees suffer `mangle` after they are drawn."""
 
     def __init__(self, drafter: Drafter, mangle: Mangle) -> None:
-        self.inner, self.mangle = drafter, mangle
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+        super().__init__(drafter)
+        self.mangle = mangle
 
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
         return self.mangle(self.inner.propose(budget, sampling, rng))

@@ -19,6 +19,7 @@ from decode.rng import ACCEPT, Rng, inverse_cdf
 from decode.sampling import Law, Sampling
 from decode.tree import DraftTree, Proposal, TreeShape
 from decode.verify import RULES
+from decode.wrapped import Wrapped
 from scripts.proofs.controls import rules as wrong_rules
 from scripts.proofs.controls.base import ONE, Control, Rule, rule_named
 from scripts.proofs.engine_law import TableDrafter, toy_model
@@ -186,16 +187,14 @@ def below() -> list[Control]:
 # --- what no law can show
 
 
-class _Misinformed:
+class _Misinformed(Wrapped):
     """A drafter that reads another first token (a BOS, say) than the target: its state is
     wrong from the start.
     """
 
     def __init__(self, drafter: Drafter, vocab: int) -> None:
-        self.inner, self.vocab = drafter, vocab
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+        super().__init__(drafter)
+        self.vocab = vocab
 
     def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
         self.inner.begin([torch.cat([(p[:1] + 1) % self.vocab, p[1:]]) for p in prompts], sampling)

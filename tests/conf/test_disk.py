@@ -1,0 +1,58 @@
+"""Files are whole or not there, whatever happens while they are written."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conf import disk
+
+
+def test_a_file_is_replaced_in_a_folder_that_is_made(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "a.json"
+    for text in ("first", "", "käse\r\n\u2028end", "x" * 100_000):
+        disk.write_text(path, text)
+        assert path.read_bytes() == text.encode()
+    disk.write_bytes(path, b"")
+    assert path.read_bytes() == b"" and os.listdir(path.parent) == ["a.json"]
+
+
+@pytest.mark.parametrize("fault", ["write", "sync", "rename"])
+def test_what_fails_leaves_the_old_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "a"
+    disk.write_text(path, "old")
+    if fault != "write":
+        monkeypatch.setattr(os, {"sync": "fsync", "rename": "replace"}[fault], fail)
+    with pytest.raises(OSError, match="No space left"), disk.whole(path) as stage:
+        stage.write_text("new")
+        if fault == "write":
+            fail()
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["a"]
+
+
+def test_a_block_that_writes_nothing_and_a_name_that_is_a_folder_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), disk.whole(tmp_path / "a"):
+        pass
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        disk.write_text(tmp_path / "folder", "text")
+    assert os.listdir(tmp_path) == ["folder"]
+
+
+def test_threads_write_the_same_file_one_whole_after_the_other(tmp_path: Path) -> None:
+    texts = [str(n) * 10_000 for n in range(8)]
+    threads = [threading.Thread(target=disk.write_text, args=(tmp_path / "a", t)) for t in texts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (tmp_path / "a").read_text() in texts and os.listdir(tmp_path) == ["a"]
