@@ -60,6 +60,8 @@ COPIED = {
     "front-t0": "front/t0",
     "front-t1": "front/t1",
     "front-fp32": "front/fp32",
+    "unseen-t0": "unseen/t0",
+    "unseen-t1": "unseen/t1",
     "union-t0": "union/t0",
     "union-t1": "union/t1",
 }
@@ -73,6 +75,8 @@ SHOWN = {
     "front-t0": "The drafters of the README",
     "front-t1": "The same at T = 1",
     "front-fp32": "The same in float32",
+    "unseen-t0": "72 prompts that nothing was trained or tuned on",
+    "unseen-t1": "Of these, at T = 1",
     "demo-t0": "What `make demo` shows (its JSON says at which commit)",
     "demo-t1": "What `make demo` shows at T = 1",
     "recipes-t0": "Recipes, trained longer",
@@ -138,7 +142,24 @@ def front() -> str:
             table.equality(same[label]) if label in same else "–",
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", fitted()])
+    return "\n".join([*lines, "", unseen(), "", fitted()])
+
+
+def unseen() -> str:
+    """What the fastest drafter is on prompts that nobody tuned on, in a sentence."""
+    report = read("unseen-t0")
+    rows = {row["label"]: row for row in report["drafters"]}
+    own = [row for row in rows.values() if not row["label"].startswith("hf_")]
+    best = max(own, key=lambda row: row["speedup"]["mean"])
+    times = best["tokens_per_second"] / rows["hf_generate"]["tokens_per_second"]
+    slowest = min(best["by_category"].items(), key=lambda item: item[1]["speedup"]["mean"])
+    return (
+        f"On {report['settings']['num_prompts']} prompts that nothing was trained or tuned on, "
+        f"`{best['label']}` is {times:.2f} times as fast as `generate` and "
+        f"{table.interval(best['speedup'], 2, '×')} plain decoding; the slowest of "
+        f"{len(best['by_category'])} categories is {slowest[0]} ({slowest[1]['speedup']['mean']:.2f}×; "
+        "[all](docs/results.md#72-prompts-that-nothing-was-trained-or-tuned-on))."
+    )
 
 
 def fitted() -> str:
