@@ -6,19 +6,18 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator, PartialState
 
 from conf.errors import UserError
 from conf.schema import compose
 from heads import HEADS
 from scripts.reports.reliability import record
-from tests.helpers.faults import finish
+from tests.helpers.faults import finish, ranks, wait
 from tests.helpers.training import TINY
 from train import begin, cache_features, loop
 from train.block import BlockRun
@@ -88,60 +87,26 @@ def losses(data: Path, out: Path, *more: str) -> dict[int, float]:
     return watched(data, out, *more)[0]
 
 
-MANY_RUNS = """
-import json, os, sys, torch
-from pathlib import Path
-from accelerate import Accelerator, PartialState
-from tests.train.test_scale import watched
-data, out, runs = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
-found, rank = {}, os.environ["RANK"]
-Accelerator.end_training = lambda self: None  # the process group serves all runs
-for name, more in runs.items():
-    found[name], grads = watched(data, out / name, *more)
-    assert PartialState().num_processes == 2
-    torch.save(grads, out / f"{name}-{rank}.pt")
-(out / f"rank{rank}.json").write_text(json.dumps(found))
-PartialState().destroy_process_group()
-"""
-
-
 def in_two_processes(
     data: Path, out: Path, runs: dict[str, list[str]], **more: str
 ) -> dict[str, Any]:
     """What `watched` finds in every run by two real processes over gloo; both ranks must tell
     the same. more: of the environment."""
     out.mkdir(parents=True, exist_ok=True)
-    script = out / "runs.py"
-    script.write_text(MANY_RUNS)
-    env = {
-        **os.environ,
-        "ACCELERATE_USE_CPU": "true",
-        "PYTHONPATH": PATHS,
-        "OMP_NUM_THREADS": "1",
-        **more,
-    }
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc_per_node",
-            "2",
-            "--master_port",
-            str(29500 + os.getpid() % 2000),
-            str(script),
-            str(data),
-            str(out),
-            json.dumps(runs),
-        ],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=1500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+
+    def action() -> None:
+        os.environ.update(more)
+        found, rank = {}, os.environ["RANK"]
+        Accelerator.end_training = lambda self: None  # type: ignore[assignment]  # all runs share it
+        for name, keys in runs.items():
+            found[name], grads = watched(data, out / name, *keys)
+            assert PartialState().num_processes == 2
+            torch.save(grads, out / f"{name}-{rank}.pt")
+        (out / f"rank{rank}.json").write_text(json.dumps(found))
+        PartialState().destroy_process_group()
+
+    codes = [wait(child, 1500) for child in ranks(2, action, out / "said")]
+    assert codes == [0, 0], "".join(path.read_text()[-3000:] for path in out.glob("said*"))
     one, two = (json.loads((out / f"rank{r}.json").read_text()) for r in range(2))
     assert one == two
     grads = {
