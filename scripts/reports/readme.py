@@ -142,7 +142,7 @@ def front() -> str:
             table.equality(same[label]) if label in same else "–",
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", unseen(), "", fitted()])
+    return "\n".join([*lines, "", f"{unseen()} {fitted()}"])
 
 
 def unseen() -> str:

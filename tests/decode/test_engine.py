@@ -17,9 +17,10 @@ from decode.engine import Request, generate
 from decode.grow import Form
 from decode.models.load import TargetConfig, load_target
 from decode.rng import Rng
-from decode.sampling import Sampling
+from decode.sampling import Law, Sampling
 from decode.target import Target
 from decode.tree import DraftTree, TreeShape
+from decode.verify import Verdict, traversal
 
 
 class Tree(NoDraft):
@@ -320,3 +321,13 @@ def test_a_cycle_tells_how_deep_each_row_drafted(target: Target) -> None:
     assert long.cycles[0].proposed == 3
     assert all(c.proposed <= 3 for c in long.cycles)
     assert min(vars(found.timing).values()) >= 0 and found.timing.law_s > 0
+
+
+def test_what_a_rule_spends_on_laws_is_counted_as_law(target: Target) -> None:
+    def slow(tree: DraftTree, law: Law, rng: Rng) -> Verdict:
+        verdict = traversal(tree, law, rng)
+        law.seconds += 100.0
+        return verdict
+
+    timing = generate(target, Tree(), requests(2), Sampling(), eos_ids=(), verify=slow).timing
+    assert timing.law_s >= 100 * timing.cycles > 0
