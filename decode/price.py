@@ -40,6 +40,10 @@ class Price:
     node: float = 0.0
     level: float = 0.0
 
+    def __post_init__(self) -> None:
+        if not (self.node >= 0 and self.level >= 0):  # NaN too
+            raise ValueError(f"price: {self} must be numbers of tokens from 0 on")
+
     @property
     def nothing(self) -> bool:
         """Whether everything pays."""

@@ -187,6 +187,14 @@ def test_a_tree_that_is_cut_to_a_chain_is_judged_as_the_tree_it_is() -> None:
     assert sizes == [[2, 2], [2, 4]]
 
 
+@pytest.mark.parametrize("wrong", [-1.0, -1e-300, -torch.inf, torch.nan])
+def test_what_is_no_price_is_refused(wrong: float) -> None:
+    for name in ("node", "level"):
+        with pytest.raises(ValueError, match="from 0 on"):
+            Price(**{name: wrong})
+    assert not Price(torch.inf).nothing and Price(-0.0).nothing
+
+
 def test_what_a_draw_awaits() -> None:
     law = torch.tensor([[1.0, 0.0], [0.5, 0.5], [0.0, 0.0], [0.2, 0.0]])
     assert awaited(law).tolist() == pytest.approx([1.0, 0.5, 0.0, 0.2])
