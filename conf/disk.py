@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
+
+_numbers = itertools.count()
 
 
 def sync(path: Path) -> None:
@@ -23,7 +25,8 @@ def whole(path: Path) -> Iterator[Path]:
     """A path to write to, which takes the place of `path` when the block ends well: a reader
     sees the old file or the new one, also after a power cut. Nothing else is left behind."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    stage = path.with_name(f".tmp-{path.name}-{os.getpid()}-{threading.get_ident()}")
+    # Cut: names may be as long as a file's can be. Numbered: blocks may stand in each other.
+    stage = path.with_name(f".tmp-{path.name[:40]}-{os.getpid()}-{next(_numbers)}")
     try:
         yield stage
         sync(stage)

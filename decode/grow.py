@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -122,8 +122,10 @@ def draft(source: Source, form: Form, budget: Tensor, sampling: Sampling, rng: R
     shape, law = form.static.cut(levels), sampling if drawn else None
     if form.price.nothing:
         return static(source, shape, budget, law, rng)
-    growth = Growth(form.price, source, shape, budget, rng)
+    is_chain = len(form.static) == form.static.depth
+    growth = Growth(form.price, source, shape, budget, rng, is_chain)
     tree = static(source, shape, budget, law, growth, growth)
+    tree = replace(tree, score=growth.chance[:, : tree.width])
     return pruned(tree, growth.there[:, : tree.width])
 
 

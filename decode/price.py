@@ -40,6 +40,10 @@ class Price:
     node: float = 0.0
     level: float = 0.0
 
+    def __post_init__(self) -> None:
+        if not (self.node >= 0 and self.level >= 0):  # NaN too
+            raise ValueError(f"price: {self} must be numbers of tokens from 0 on")
+
     @property
     def nothing(self) -> bool:
         """Whether everything pays."""
@@ -106,15 +110,22 @@ class Growth:
     numbers: a candidate is judged when it is about to be drawn, by what is left of its law.
 
     chance: [B, N] float32 that a node's whole path is kept. there: [B, N] bool, those that pay.
-    place: [N] which of the parents of its level a node hangs below.
+    place: [N] which of the parents of its level a node hangs below. is_chain: the draft is one
+    before it is cut to a budget, which may be a neighbour's.
     """
 
     def __init__(
-        self, price: Price, source: Knows, shape: TreeShape, budget: Tensor, rng: Draws
+        self,
+        price: Price,
+        source: Knows,
+        shape: TreeShape,
+        budget: Tensor,
+        rng: Draws,
+        is_chain: bool,
     ) -> None:
         size, device = (len(budget), len(shape)), source.device
         self.price, self.source, self.rng = price, source, rng
-        self.is_chain = len(shape) == shape.depth
+        self.is_chain = is_chain
         self.chance = torch.zeros(size, device=device)
         self.there = torch.zeros(size, dtype=torch.bool, device=device)
         self.place = torch.zeros(len(shape), dtype=torch.int64, device=device)
@@ -192,16 +203,18 @@ def pruned(tree: DraftTree, there: Tensor) -> DraftTree:
     kept = (~there).to(torch.uint8).argsort(dim=1, stable=True)[:, :width]  # old numbers
     used, number = slot[:width] < size[:, None], there.cumsum(1) - 1
     sampled, proposal = tree.sampled, tree.proposal
+    score = None if tree.score is None else tree.score.gather(1, kept)
     if sampled is not None and proposal is not None:
         sampled = sampled.gather(1, kept)
         proposal = replace(proposal, row=proposal.row.gather(1, kept))
     most = layout.children.shape[2]
     if most == 1:
-        return DraftTree.chain(tree.tokens[:, :width], size, sampled, proposal)
+        chain = DraftTree.chain(tree.tokens[:, :width], size, sampled, proposal)
+        return replace(chain, score=score)
     above = tree.parents.gather(1, kept)
     parents = torch.where(used & (above >= 0), number.gather(1, above.clamp(min=0)), -1)
     depth = torch.where(used, layout.depth.expand(count, n).gather(1, kept), 0)
     room = tuple(len(slots) for slots in layout.inner)
     own = Layout.of(parents, depth, layout.levels, most, room)
     tokens = tree.tokens.gather(1, kept)
-    return DraftTree(tokens, parents, size, sampled, proposal, static_layout=own)
+    return DraftTree(tokens, parents, size, sampled, proposal, static_layout=own, score=score)

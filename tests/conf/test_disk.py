@@ -48,6 +48,15 @@ def test_a_block_that_writes_nothing_and_a_name_that_is_a_folder_are_errors(tmp_
     assert os.listdir(tmp_path) == ["folder"]
 
 
+def test_the_longest_name_and_a_block_within_a_block(tmp_path: Path) -> None:
+    path = tmp_path / ("n" * 255)
+    with disk.whole(path) as stage:
+        stage.write_text("outer")
+        disk.write_text(path, "inner")
+        assert path.read_text() == "inner"
+    assert path.read_text() == "outer" and os.listdir(tmp_path) == [path.name]
+
+
 def test_threads_write_the_same_file_one_whole_after_the_other(tmp_path: Path) -> None:
     texts = [str(n) * 10_000 for n in range(8)]
     threads = [threading.Thread(target=disk.write_text, args=(tmp_path / "a", t)) for t in texts]

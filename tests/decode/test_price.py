@@ -153,6 +153,48 @@ def test_a_law_that_is_not_finite_is_refused_at_a_price_too() -> None:
             generate(toy_model(), drafter, [Request([3, 1], 4)], sampling)
 
 
+@pytest.mark.parametrize("kind", list(FORMS))
+@pytest.mark.parametrize("free", [True, False])
+def test_a_row_that_is_not_finite_is_named_also_where_nothing_is_drawn(
+    kind: str, free: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waits, "free", lambda tensor: free)
+    for wrong in (torch.nan, torch.inf):
+        drafter = ConfidentTable(FORMS[kind], 8)
+        drafter.table[4, 3] = wrong
+        asked = [Request([3, 1], 6, id=0), Request([3, 4], 6, id=1)]
+        with pytest.raises(UserError, match="row 1, node 0.*NaN"):
+            generate(toy_model(), drafter, asked, Sampling(0.0), batch_size=2, eos_ids=())
+
+
+class Outspoken(ConfidentTable):
+    """Has a word of its own about chains: it trusts none of their nodes."""
+
+    def chance(self) -> Tensor:
+        return torch.zeros(len(self.last), 1)
+
+
+def test_a_tree_that_is_cut_to_a_chain_is_judged_as_the_tree_it_is() -> None:
+    """Else a neighbour with a larger budget would decide by what a row's own draft is judged."""
+    fork = TreeShape.of([(0,), (0, 0), (0, 0, 0), (0, 0, 1)])
+    drafter = Outspoken(Form("tree", 3, len(fork), fork, price=Price(1e-9)), 8)
+    sizes = []
+    for budget in ([2, 2], [2, 3]):
+        drafter.begin([torch.tensor([1]), torch.tensor([2])], Sampling())
+        rng = Rng(0, torch.arange(2), torch.zeros(2, dtype=torch.int64))
+        sizes.append(drafter.propose(torch.tensor(budget), Sampling(1.0), rng).size.tolist())
+        drafter.reset(2, 16)
+    assert sizes == [[2, 2], [2, 4]]
+
+
+@pytest.mark.parametrize("wrong", [-1.0, -1e-300, -torch.inf, torch.nan])
+def test_what_is_no_price_is_refused(wrong: float) -> None:
+    for name in ("node", "level"):
+        with pytest.raises(ValueError, match="from 0 on"):
+            Price(**{name: wrong})
+    assert not Price(torch.inf).nothing and Price(-0.0).nothing
+
+
 def test_what_a_draw_awaits() -> None:
     law = torch.tensor([[1.0, 0.0], [0.5, 0.5], [0.0, 0.0], [0.2, 0.0]])
     assert awaited(law).tolist() == pytest.approx([1.0, 0.5, 0.0, 0.2])
