@@ -12,6 +12,7 @@ from scripts.reports.table import interval
 
 Report = dict[str, Any]
 SHAPES = ("chain", "tree")
+SHOWN = 4  # tokens of a chain whose acceptance is told
 REFERENCE = "eagle3"  # the head that the others are compared with, paired by prompt
 
 
@@ -57,50 +58,70 @@ def matched(trained: Report, drafters: Mapping[str, str], reports: Mapping[str, 
 
 
 def markdown(found: Report) -> str:
-    """A row for every head; accepted length with its interval, and the paired ratio to the
-    reference."""
-    temperatures = list(next(iter(found["heads"].values()))["scores"])
-    columns = ["head", "steps", "10¹² FLOPs", "million tokens", "core minutes"]
-    for temperature in temperatures:
-        for shape in SHAPES:
-            columns += [f"{shape}, T = {temperature}", f"to {REFERENCE}", "draft ms"]
-    rule = "|".join(["---", *["---:"] * (len(columns) - 1)])
-    lines = [f"| {' | '.join(columns)} |", f"|{rule}|"]
+    """What the heads cost, then a table of scores for every temperature."""
+    temperatures = next(iter(found["heads"].values()))["scores"]
+    return "\n\n".join([costs(found), *(scores(found, each) for each in temperatures)])
+
+
+def costs(found: Report) -> str:
+    """What every head learned from, and how often each of its first tokens is accepted where
+    the one before was: of its chain, at the first temperature."""
+    places = [f"token {k}" for k in range(1, SHOWN + 1)]
+    columns = ["head", "steps", "10¹² FLOPs", "million tokens", "core minutes", *places]
+    lines = _top(columns)
     for name, head in found["heads"].items():
+        chain = next(iter(head["scores"].values())).get("chain")
+        known = [c for c in chain["conditional"] if c is not None][:SHOWN] if chain else []
         cells = [
             name,
             f"{head['steps']:,}",
             f"{head['flops'] / 1e12:.0f}",
             _scaled(head["tokens"], 1e6, 2),
             _scaled(head["cpu_seconds"], 60, 0),
+            *(f"{chance:.0%}" for chance in known),
+            *["–"] * (SHOWN - len(known)),
         ]
-        for temperature in temperatures:
-            for shape in SHAPES:
-                score = head["scores"][temperature].get(shape)
-                if score is None:
-                    cells += ["–"] * 3
-                    continue
-                against = change(score["against"]) if name != REFERENCE else ""
-                cells += [
-                    interval(score["accepted_length"]),
-                    against,
-                    _scaled(score["draft_ms"], 1, 1),
-                ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def slots(found: Report, temperature: str = "0", shape: str = "chain", most: int = 4) -> str:
-    """Acceptance of every position given that the one before was accepted."""
-    lines = [f"| head | {' | '.join(f'slot {k}' for k in range(1, most + 1))} |"]
-    lines.append(f"|---|{'---:|' * most}")
+def scores(found: Report, temperature: str) -> str:
+    """A row for every head: accepted length with its interval, the paired ratio to the
+    reference, milliseconds of drafting a cycle and speedup, as a chain and as a tree."""
+    columns = [f"T = {temperature}"]
+    for shape in SHAPES:
+        columns += [shape, f"to {REFERENCE}", "draft ms", "speedup"]
+    lines = _top(columns)
     for name, head in found["heads"].items():
-        score = head["scores"][temperature].get(shape)
-        known = [c for c in score["conditional"] if c is not None][:most] if score else []
-        cells = [f"{value:.0%}" for value in known]
-        cells += ["–"] * (most - len(cells))
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        cells = [name]
+        for shape in SHAPES:
+            score = head["scores"][temperature].get(shape)
+            if score is None:
+                cells += ["–"] * 4
+                continue
+            cells += [
+                interval(score["accepted_length"]),
+                change(score["against"]) if name != REFERENCE else "",
+                _scaled(score["draft_ms"], 1, 1),
+                interval(score["speedup"], 2, "×"),
+            ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def title(found: Report) -> str:
+    """What was asked, and at which budget."""
+    budget = max(head["flops"] for head in found["heads"].values())
+    asked = found["asked"]
+    return (
+        f"{budget / 1e12:.0f} × 10¹² floating point operations of the draft for every head; "
+        f"{asked['num_prompts']} prompts × {asked['max_new_tokens']} tokens"
+    )
+
+
+def _top(columns: list[str]) -> list[str]:
+    rule = "|".join(["---", *["---:"] * (len(columns) - 1)])
+    return [f"| {' | '.join(columns)} |", f"|{rule}|"]
 
 
 def _scaled(value: float | None, unit: float, digits: int) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from scripts.common import files
 from scripts.proofs.mutants import page as mutants_page
-from scripts.reports import fit_table, serves, table, tune_table
+from scripts.reports import fit_table, matched, serves, table, tune_table
 from scripts.reports.block import Block
 from scripts.serving import case as engine_case
 from scripts.serving import llamacpp_cases
@@ -142,7 +142,8 @@ def front() -> str:
             table.equality(same[label]) if label in same else "–",
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"{unseen()} {fitted()}"])
+    more = " ".join(filter(None, [unseen(), leaders(), fitted()]))
+    return "\n".join([*lines, "", more])
 
 
 def unseen() -> str:
@@ -160,6 +161,27 @@ def unseen() -> str:
         f"{table.interval(best['speedup'], 2, '×')} plain decoding; the slowest of "
         f"{len(paces)} categories is {slowest} ({paces[slowest]:.2f}×; "
         "[all](docs/results.md#72-prompts-that-nothing-was-trained-or-tuned-on))."
+    )
+
+
+def leaders() -> str:
+    """Which head is accepted most on equal terms, in a sentence."""
+    if not (RESULTS / "matched.json").exists():
+        return ""
+    report = read("matched")
+    told = []
+    for shape in matched.SHAPES:
+        lengths = {
+            name: head["scores"]["0"][shape]["accepted_length"]["mean"]
+            for name, head in report["heads"].items()
+            if shape in head["scores"]["0"]
+        }
+        best = max(lengths, key=lambda name: lengths[name])
+        told.append(f"`{best}@{shape}` ({lengths[best]:.2f} tokens a pass)")
+    return (
+        f"Of {len(report['heads'])} heads with the same conversations and the same arithmetic "
+        f"{' and '.join(told)} are accepted most "
+        "([table](docs/results.md#all-heads-on-the-same-data-and-arithmetic))."
     )
 
 
@@ -190,6 +212,7 @@ def results() -> str:
         blocks += [f"## {heading}", "", f"{table.title(report)} ({where})", ""]
         shown = table.by_category if name in BY_CATEGORY else table.markdown
         blocks += [shown(report), ""]
+    blocks += level()
     engines = RESULTS / "engines.json"
     if engines.exists():
         report = json.loads(engines.read_text())
@@ -202,6 +225,18 @@ def results() -> str:
             "",
         ]
     return "\n".join(blocks)
+
+
+def level() -> list[str]:
+    """The heads that learned from the same data with the same arithmetic, at every budget."""
+    blocks = []
+    for path in sorted(RESULTS.glob("matched*.json")):
+        report = json.loads(path.read_text())
+        env = report["environment"]
+        machine = f"{env['gpu'] or env['processor']}, {env['threads']} threads"
+        where = f"{machine}, commit `{env['commit']}`, [JSON](results/{path.name})"
+        blocks += [f"{matched.title(report)} ({where})", "", matched.markdown(report), ""]
+    return ["## All heads on the same data and arithmetic", "", *blocks] if blocks else []
 
 
 def tuned() -> str:

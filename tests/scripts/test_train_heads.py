@@ -137,7 +137,9 @@ def test_scores_join_cost_and_acceptance(
     assert chain["against"]["high"] <= 0.5 + 1e-9, "paired: every prompt has this very ratio"
     assert "tree" not in eagle["scores"]["0"], "a drafter that was skipped has no score"
     out = capsys.readouterr().out
-    assert (
-        "| medusa | 3 | 0 | 0.50 | 2 | 1.40 [1.30, 1.50] | -50.0% [-50.0%, -50.0%] | 2.0 |" in out
-    )
-    assert matched.slots(found).splitlines()[2] == "| medusa | 50% | – | – | – |"
+    assert "| medusa | 3 | 0 | 0.50 | 2 | 50% | – | – | – |" in out
+    half = "-50.0% [-50.0%, -50.0%]"
+    assert f"| medusa | 1.40 [1.30, 1.50] | {half} | 2.0 | 1.10× [1.00, 1.20] | 1.40" in out
+    assert "| eagle3 | 2.80 [2.70, 2.90] |  | 2.0 | 1.10× [1.00, 1.20] | – | – | – | – |" in out
+    assert "| T = 1 | chain | to eagle3 |" in matched.markdown(found)
+    assert matched.title(found).endswith("; 3 prompts × 64 tokens")
