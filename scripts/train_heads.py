@@ -86,6 +86,8 @@ class HeadsConfig:
     prompts: str = ""
     # further keys of the scoring commands, such as num_prompts=16 or batch_size=8
     scoring: list[str] = field(default_factory=list)
+    # the same for T = 1 alone
+    sampling: list[str] = field(default_factory=list)
 
 
 def read(data: Path) -> list[str]:
@@ -184,6 +186,7 @@ def score(cfg: HeadsConfig, temperature: int) -> Step:
         f"out={out}",
         *(key for key in cfg.more if key.startswith(("target", "dtype=", "device="))),
         *cfg.scoring,
+        *(cfg.sampling if temperature else []),
     ]
     reads = [Path(cfg.prompts), *(Path(folder) / "head" / "head.json" for folder in folders)]
     return Step(f"scores at T = {temperature}", args, reads, out / "report.json")

@@ -13,6 +13,7 @@ from scripts.reports.table import interval
 Report = dict[str, Any]
 SHAPES = ("chain", "tree")
 SHOWN = 4  # tokens of a chain whose acceptance is told
+ASKED = ("prompts", "num_prompts", "max_new_tokens", "batch_size", "dtype")
 REFERENCE = "eagle3"  # the head that the others are compared with, paired by prompt
 
 
@@ -21,10 +22,11 @@ def matched(trained: Report, drafters: Mapping[str, str], reports: Mapping[str, 
     heads.json; drafters: by head, the folder that was scored; reports: by temperature, the
     report of scripts/evaluate.py with every folder as a chain and as a tree.
 
-    {"data_sha256", "prompts", "heads": {name: {steps, flops, tokens, cpu_seconds, "scores":
-    {temperature: {shape: {accepted_length, against, speedup, draft_ms, conditional}}}}}};
-    `against` is the ratio of accepted length to the reference's same shape, `conditional` the
-    acceptance by position given that the one before was accepted."""
+    {"data_sha256", "asked": {temperature: what was asked}, "heads": {name: {steps, flops,
+    tokens, cpu_seconds, "scores": {temperature: {shape: {accepted_length, against, speedup,
+    draft_ms, conditional}}}}}}; `against` is the ratio of accepted length to the reference's
+    same shape, `conditional` the acceptance by position given that the one before was
+    accepted."""
     heads: dict[str, Any] = {}
     for name, folder in drafters.items():
         known = trained["heads"][name]
@@ -52,8 +54,10 @@ def matched(trained: Report, drafters: Mapping[str, str], reports: Mapping[str, 
             "cpu_seconds": learned.get("cpu_seconds"),
             "scores": scores,
         }
-    some = next(iter(reports.values()))
-    asked = {key: some["settings"][key] for key in ("prompts", "num_prompts", "max_new_tokens")}
+    asked = {
+        temperature: {key: report["settings"][key] for key in ASKED}
+        for temperature, report in reports.items()
+    }
     return {"data_sha256": trained["data_sha256"], "asked": asked, "heads": heads}
 
 
@@ -110,13 +114,14 @@ def scores(found: Report, temperature: str) -> str:
 
 
 def title(found: Report) -> str:
-    """What was asked, and at which budget."""
+    """At which budget, and what was asked."""
     budget = max(head["flops"] for head in found["heads"].values())
-    asked = found["asked"]
-    return (
-        f"{budget / 1e12:.0f} × 10¹² floating point operations of the draft for every head; "
-        f"{asked['num_prompts']} prompts × {asked['max_new_tokens']} tokens"
+    asked = "; ".join(
+        f"T = {temperature}: {each['num_prompts']} prompts × {each['max_new_tokens']} tokens, "
+        f"batch {each['batch_size']}, {each['dtype']}"
+        for temperature, each in found["asked"].items()
     )
+    return f"{budget / 1e12:.0f} × 10¹² floating point operations of the draft each; {asked}"
 
 
 def _top(columns: list[str]) -> list[str]:

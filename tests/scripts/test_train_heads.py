@@ -115,7 +115,7 @@ def test_scores_join_cost_and_acceptance(
             assert cfg.drafters[0] == "none" and len(cfg.drafters) == 5
             found = {
                 "environment": {},
-                "settings": {"prompts": cfg.prompts, "num_prompts": 3, "max_new_tokens": 64},
+                "settings": {key: getattr(cfg, key) for key in matched.ASKED},
                 "drafters": [
                     row(name, [1.2, 1.4, 1.6] if "medusa" in name else [2.4, 2.8, 3.2])
                     for name in cfg.drafters[1:4]  # the last one was skipped
@@ -127,7 +127,7 @@ def test_scores_join_cost_and_acceptance(
     asked = [f"path={data}", f"out={tmp_path / 'heads'}", "heads=[medusa,eagle3]", "steps=3"]
     more = ["more=[" + ",".join(f"'{k}'" for k in TINY) + "]", f"prompts={prompts}"]
     with pytest.raises(SystemExit) as caught:
-        train_heads.main([*asked, *more, "scoring=['seed=7']"])
+        train_heads.main([*asked, *more, "scoring=['seed=7']", "sampling=['num_prompts=2']"])
     assert caught.value.code == 0
     found = json.loads((tmp_path / "heads/matched.json").read_text())
     medusa, eagle = found["heads"]["medusa"], found["heads"]["eagle3"]
@@ -142,4 +142,4 @@ def test_scores_join_cost_and_acceptance(
     assert f"| medusa | 1.40 [1.30, 1.50] | {half} | 2.0 | 1.10× [1.00, 1.20] | 1.40" in out
     assert "| eagle3 | 2.80 [2.70, 2.90] |  | 2.0 | 1.10× [1.00, 1.20] | – | – | – | – |" in out
     assert "| T = 1 | chain | to eagle3 |" in matched.markdown(found)
-    assert matched.title(found).endswith("; 3 prompts × 64 tokens")
+    assert matched.title(found).endswith("T = 1: 2 prompts × 64 tokens, batch 1, float32")
