@@ -26,7 +26,7 @@ from torch import Tensor
 
 from decode import waits
 from decode.levels import Level
-from decode.tree import DraftTree, Layout, TreeShape
+from decode.tree import DraftTree, Layout, Proposal, TreeShape
 
 
 @dataclass(frozen=True)
@@ -188,21 +188,31 @@ class Growth:
         self.chance[:, number] = path.to(self.chance.dtype)
 
 
+def undrafted(count: int, device: torch.device, drawn: bool) -> DraftTree:
+    """No draft for `count` rows. drawn: of a drafter that draws. What a union adds to it is then
+    verified as beside rows of which something was drawn: a row's random numbers, and so its
+    tokens, do not depend on its neighbours."""
+    tree = DraftTree.empty(count, device)
+    if not drawn:
+        return tree
+    none, law = tree.tokens, torch.ones(count, 1, 1, device=device)
+    return replace(tree, sampled=none.bool(), proposal=Proposal(law, none, none.new_zeros(1)))
+
+
 def pruned(tree: DraftTree, there: Tensor) -> DraftTree:
     """`tree`, of a static shape, without the nodes that are not in `there` [B, N]. Of every node
     that is, its parent and its elder siblings are."""
     count, n = tree.tokens.shape
     slot, layout = torch.arange(n, device=tree.tokens.device), tree.layout
     there = there & (slot < tree.size[:, None])
-    size = there.sum(1)
+    size, sampled, proposal = there.sum(1), tree.sampled, tree.proposal
     width = int(size.max()) if waits.free(size) else n
     if not width:
-        return DraftTree.empty(count, there.device)
+        return undrafted(count, there.device, sampled is not None)
     if waits.free(there) and bool(there.all()):
         return tree
     kept = (~there).to(torch.uint8).argsort(dim=1, stable=True)[:, :width]  # old numbers
     used, number = slot[:width] < size[:, None], there.cumsum(1) - 1
-    sampled, proposal = tree.sampled, tree.proposal
     score = None if tree.score is None else tree.score.gather(1, kept)
     if sampled is not None and proposal is not None:
         sampled = sampled.gather(1, kept)

@@ -111,7 +111,9 @@ def verify(tree: DraftTree, law: Law, rng: Coins, rule: str = "traversal") -> Ve
     if rule not in RULES:
         raise UserError(f"verify={rule}: unknown; use one of {', '.join(RULES)}")
     deterministic = tree.sampled is None or tree.proposal is None
-    return walk(tree, law, rng) if deterministic else RULES[rule](tree, law, rng)
+    if deterministic or not tree.width:
+        return walk(tree, law, rng)
+    return RULES[rule](tree, law, rng)
 
 
 def _start(tree: DraftTree) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

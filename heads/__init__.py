@@ -176,6 +176,11 @@ def watched(drafter: Drafter, spec: str, draft: Draft) -> Monitor:
             f"drafters: {spec}: nobody has measured the break-even of a union; leave out "
             f"@{draft.watch}"
         )
+    if draft.break_even is None and draft.adaptive and not draft.price.nothing:
+        raise UserError(
+            f"drafters: {spec}: its break-even is not known at a price, which was not the fastest "
+            f"when it was tuned; leave out @adaptive or @{draft.watch}"
+        )
     if draft.break_even is None:
         raise UserError(
             f"drafters: {spec}: its break-even is not known on this machine; run "

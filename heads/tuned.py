@@ -143,9 +143,10 @@ class Tuned:
         known = dataclasses.replace(asked, break_even=self.break_even)
         own, sized = self.adaptive, asked.depth is not None or asked.nodes is not None
         if asked.adaptive and own is not None and asked.shape in ("", own.shape):
-            if sized:
-                return dataclasses.replace(asked, price=own.price or FREE)
-            return own.draft(known if own == self.best else asked)
+            asked = known if own == self.best else asked
+            return (
+                dataclasses.replace(asked, price=own.price or FREE) if sized else own.draft(asked)
+            )
         if sized:
             return known
         found = {"": self.best, "chain": self.chain, "tree": self.tree}[asked.shape]

@@ -20,6 +20,7 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,7 +35,9 @@ from conf.schema import compose, entry
 from decode.models.identity import sha256_file
 from decode.models.load import load_target
 from scripts.common import files
+from scripts.common.prompts import load_prompts
 from scripts.common.steps import Step, done, remember, run
+from scripts.evaluate import SKIPPED
 from scripts.reports import matched
 from train.config import ENTRIES
 from train.facts import measured_head
@@ -146,6 +149,8 @@ def main(cfg: HeadsConfig) -> None:
     """Run the steps that are not done yet."""
     os.chdir(files.ROOT)
     out, data = Path(cfg.out), Path(cfg.path).expanduser()
+    if cfg.prompts:
+        load_prompts(cfg.prompts, [])  # what is not there is said before hours of training
     out.mkdir(parents=True, exist_ok=True)
     if not cfg.path:
         data = out / "data.jsonl"
@@ -197,7 +202,7 @@ def scored(cfg: HeadsConfig, trained: dict[str, Any], out: Path) -> None:
     reports = {}
     for temperature in (0, 1):
         step = score(cfg, temperature)
-        _do(step, out)
+        _do(step, out, (0, SKIPPED))  # the table has a dash for what could not be scored
         reports[str(temperature)] = json.loads(step.leaves.read_text())
     drafters = {name: str(out / name) for name in trained["heads"]}
     about = {"command": files.command(), "environment": reports["0"]["environment"]}
@@ -206,12 +211,12 @@ def scored(cfg: HeadsConfig, trained: dict[str, Any], out: Path) -> None:
     print(matched.markdown(found), flush=True)
 
 
-def _do(step: Step, out: Path) -> None:
+def _do(step: Step, out: Path, good: Collection[int] = (0,)) -> None:
     if done(step, out):
         print(f"{step.title}: done already ({step.leaves})", flush=True)
         return
     print(f"{step.title}\n  python {shlex.join(step.args)}", flush=True)
-    run(step, "heads", out)
+    run(step, "heads", out, good)
     remember(step, out)
 
 

@@ -9,6 +9,7 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,8 +49,9 @@ def remember(step: Step, folder: Path) -> None:
     files.write_json(path, {**marks, str(step.leaves): fingerprint(step)})
 
 
-def run(step: Step, job: str, folder: Path) -> None:
-    """Run a step as the user would. Its own messages have said why it failed.
+def run(step: Step, job: str, folder: Path, good: Collection[int] = (0,)) -> None:
+    """Run a step as the user would. Its own messages have said why it failed. good: the exit
+    codes with which it has done its work.
 
     Raises UserError, and Interrupted where the step was stopped.
     """
@@ -61,7 +63,7 @@ def run(step: Step, job: str, folder: Path) -> None:
     code = subprocess.call([sys.executable, str(script), *step.args[1:]], env=env)
     if code in (130, 75, -2, -15):
         raise Interrupted(f"{job}: stopped; the same command goes on from here")
-    if code:
+    if code not in good:
         raise UserError(
             f"{job}: `python {shlex.join(step.args)}` ended with exit code {code}; see "
             "its message above"

@@ -103,7 +103,14 @@ def test_adaptive_drafts_at_the_price_that_was_tuned(medusa: Path, target: Targe
     fixed: Any = resolve_drafter(f"{run}+ngram", target)
     assert fixed.parts[0].form.price.nothing and not fixed.parts[1].least
     assert asked(f"{run}@adaptive").break_even is None
-    leave(medusa, best={**TREE.to_json(), "price": price.__dict__}, adaptive=None)
+    for spec in (f"{run}@adaptive@monitor", f"{run}@tree:4@adaptive@fallback"):
+        with pytest.raises(UserError, match="not known at a price.*leave out @adaptive or @"):
+            resolve_drafter(spec, target)
+    both = {**TREE.to_json(), "price": price.__dict__}
+    leave(medusa, best=both, adaptive=both)
+    for spec in (run, f"{run}@adaptive", f"{run}@tree:4@adaptive"):
+        assert asked(spec).break_even == 1.25 and asked(spec).adaptive == spec.endswith("@adaptive")
+    leave(medusa, best=both, adaptive=None)
     form = resolve_drafter(run, target).form  # type: ignore[attr-defined]
     assert form.price == price and asked(run).break_even == 1.25
     plain = generate(target, NoDraft(), [Request([5, 6, 7], 12)], Sampling(), eos_ids=())

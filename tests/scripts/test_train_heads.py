@@ -12,8 +12,8 @@ import pytest
 from conf.errors import UserError
 from conf.schema import compose
 from scripts import train_heads
-from scripts.common.steps import Step
-from scripts.evaluate import EvaluateConfig
+from scripts.common.steps import Step, run
+from scripts.evaluate import SKIPPED, EvaluateConfig
 from scripts.reports import matched
 from scripts.train_heads import RECIPES, HeadsConfig
 from tests.helpers.training import chats
@@ -45,7 +45,7 @@ def test_heads_are_given_alike_and_trained_once(
 ) -> None:
     data, ran = chats(tmp_path / "data.jsonl"), []
 
-    def trained(step: Step, job: str, folder: Path) -> None:
+    def trained(step: Step, job: str, folder: Path, good: object = None) -> None:
         ran.append(step.args)
         step.leaves.parent.mkdir(parents=True, exist_ok=True)
         step.leaves.write_text("{}")
@@ -85,6 +85,26 @@ def test_mistakes_are_named() -> None:
             compose("train_heads", HeadsConfig, keys)
 
 
+def test_prompts_that_are_not_there_are_told_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train_heads, "run", lambda *_: pytest.fail("a step ran"))
+    out = tmp_path / "heads"
+    with pytest.raises(SystemExit) as caught:
+        train_heads.main([f"out={out}", f"prompts={tmp_path / 'gone.jsonl'}"])
+    assert caught.value.code == 2 and not out.exists()
+    assert "prompts: cannot read" in capsys.readouterr().err
+
+
+def test_a_step_may_do_its_work_and_end_with_another_exit_code(tmp_path: Path) -> None:
+    script, left = tmp_path / "some.py", tmp_path / "left"
+    script.write_text("import sys\nopen(sys.argv[1], 'w').close()\nsys.exit(3)\n")
+    step = Step("some", [str(script), str(left)], [], left)
+    run(step, "heads", tmp_path, (0, 3))
+    with pytest.raises(UserError, match="ended with exit code 3"):
+        run(step, "heads", tmp_path)
+
+
 def test_scores_join_cost_and_acceptance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,10 +126,12 @@ def test_scores_join_cost_and_acceptance(
             ],
         }
 
-    def faked(step: Step, job: str, folder: Path) -> None:
+    def faked(step: Step, job: str, folder: Path, good: tuple[int, ...]) -> None:
         step.leaves.parent.mkdir(parents=True, exist_ok=True)
         found: dict[str, Any] = {}
-        if step.args[0] == "scripts/evaluate.py":
+        scores = step.args[0] == "scripts/evaluate.py"
+        assert good == ((0, SKIPPED) if scores else (0,)), "where one is skipped the others count"
+        if scores:
             cfg: Any = compose("evaluate", EvaluateConfig, step.args[1:])
             assert cfg.prompts == str(prompts) and cfg.target.kind == "tiny" and cfg.seed == 7
             assert cfg.drafters[0] == "none" and len(cfg.drafters) == 5
