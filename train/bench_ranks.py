@@ -28,6 +28,7 @@ import torch
 
 from conf.commit import commit
 from conf.errors import UserError
+from conf.jsonl import records
 from conf.rules import OneOrMore
 from conf.schema import entry
 from heads import HEADS
@@ -99,7 +100,7 @@ def finish(child: subprocess.Popen[str]) -> str:
 
 def rate(out: Path) -> tuple[float, float]:
     """(tokens/s, seconds per step) of the second half of a run."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = records(out / "metrics.jsonl")
     steps = [line for line in lines if "tokens_per_second" in line]
     seconds = (steps[-1]["time"] - steps[-2]["time"]) / (steps[-1]["step"] - steps[-2]["step"])
     return float(steps[-1]["tokens_per_second"]), seconds

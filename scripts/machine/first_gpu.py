@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from conf.errors import UserError
+from conf.jsonl import records
 from conf.schema import compose
 from decode.drafters import NoDraft
 from decode.engine import Request, generate
@@ -218,7 +219,7 @@ def training_step(keys: Sequence[str], out: Path) -> dict[str, Any]:
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.strip()] or ["no output"]
         raise UserError(f"train/eagle.py: exit code {done.returncode}: {said[-1]}")
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = records(out / "metrics.jsonl")
     steps = [line for line in lines if "loss" in line]
     late = steps[len(steps) // 2 : -2] or steps[-1:]  # those of the profiler are slow
     wanted = [

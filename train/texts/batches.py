@@ -25,6 +25,7 @@ from torch import Tensor
 
 from conf import disk
 from conf.errors import UserError
+from conf.jsonl import read_lines
 from decode.models.identity import (
     cache_root,
     sha256_known,
@@ -36,7 +37,7 @@ from heads.base import Batch
 from train.config import DataConfig
 from train.stored import rounds
 from train.texts.mix import File, Joined, drawn, shares
-from train.texts.rows import BadRow, Reading, Row, read_lines, read_records, read_text
+from train.texts.rows import BadRow, Reading, Row, read_records, read_text
 from train.texts.tokenizing import CHUNK, LETTERS, Item, Parts, Work, encoded, processes
 from train.texts.tokens import HASHED, PART, Counted, TokenWriter, mapped, sha256_of
 from train.waiting import nothing, turn

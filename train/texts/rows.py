@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from conf.errors import UserError
-from conf.jsonl import MAX_LINE, is_array, no_array, parse_line
+from conf.jsonl import parse_line
 from train.texts.spans import (
     REASONING,
     Message,
@@ -91,25 +91,6 @@ class Encoded(NamedTuple):
     ids: list[int]
     loss: list[bool]
     turns: tuple[int, int, int] = (0, 0, 0)
-
-
-def read_lines(path: Path, key: str = "data.path") -> Iterator[tuple[int, bytes]]:
-    """Line numbers and lines of a JSONL file that are not blank, for `raw_row`. key: what
-    names the file in messages. Raises UserError without a file, and for one that holds a
-    single JSON array, as ShareGPT is handed around."""
-    try:
-        stream = path.open("rb")
-    except OSError as error:
-        raise UserError(
-            f"{key}: cannot read {path} ({error.strerror}); give an existing JSONL file"
-        ) from None
-    with stream:
-        if is_array(iter(lambda: stream.readline(MAX_LINE), b"")):
-            raise UserError(f"{key}: {no_array(path)}")
-        stream.seek(0)
-        for number, line in enumerate(stream, 1):
-            if line.strip():
-                yield number, line
 
 
 def raw_row(name: str, number: int, line: bytes) -> Row | BadRow:
