@@ -27,7 +27,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import torch
 
 from conf.commit import commit
-from conf.errors import UserError
+from conf.errors import UserError, last_line
 from conf.jsonl import records
 from conf.rules import OneOrMore
 from conf.schema import entry
@@ -92,9 +92,7 @@ def finish(child: subprocess.Popen[str]) -> str:
     """Its stdout. Raises UserError with its last words when it failed."""
     out, err = child.communicate()
     if child.returncode:
-        raise UserError(
-            f"a run of the measurement failed: {' '.join(err.strip().splitlines()[-1:])}"
-        )
+        raise UserError(f"a run of the measurement failed: {last_line(err)}")
     return out
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from conf.errors import UserError
+from conf.errors import UserError, last_line
 from decode import stats
 from decode.drafters import Drafter, NoDraft
 from decode.engine import Cycle, Generation, Request, generate
@@ -189,8 +189,8 @@ def package(
             command, stdout=file, stderr=subprocess.STDOUT, check=False
         ).returncode
     if code:
-        lines = [line for line in log.read_text().splitlines() if line.strip()] or ["no output"]
-        raise UserError(f"speculators: cannot load {folder} ({lines[-1][:200]}); all of it: {log}")
+        said = last_line(log.read_text())
+        raise UserError(f"speculators: cannot load {folder} ({said}); all of it: {log}")
     theirs = load_file(out)
     twin = copy.deepcopy(head).float().eval()
     batch = Batch(ids, mask, mask, torch.zeros(1, dtype=torch.int64))

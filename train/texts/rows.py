@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from conf.errors import UserError
+from conf.errors import UserError, first_line
 from conf.jsonl import parse_line
 from train.texts.spans import (
     REASONING,
@@ -270,8 +270,8 @@ def _encode(
     except ValueError as error:
         raise BadRow(row.where, str(error)) from None
     except Exception as error:  # templates raise jinja errors of many kinds
-        line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise BadRow(row.where, f"the chat template refuses it ({line[:120]})") from None
+        reason = f"the chat template refuses it ({first_line(error)})"
+        raise BadRow(row.where, reason) from None
     said = sum(m["role"] == "assistant" for m in chat)
     if last_only:
         said, masks = 1, masks[-1:]
