@@ -54,7 +54,7 @@ from scripts.fitting.config import FitConfig
 from scripts.fitting.train import BUDGET, Chats
 from scripts.reports import fit_table
 from scripts.synthesis import logs
-from scripts.synthesis.write import differences
+from scripts.synthesis.ledger import differences
 
 SETTINGS, REPORT, PICTURE = "settings.json", "fit.json", "fit.png"
 
