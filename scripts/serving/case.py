@@ -28,6 +28,7 @@ from heads.base import Batch, Head
 from heads.interop import detect, read_folder
 from heads.names import Draft
 from scripts.common import files
+from scripts.reports.block import md_table
 from scripts.serving.check import comparable
 
 TIE = 1e-3  # logits that lie this near may change places with the order of sums
@@ -276,18 +277,4 @@ def title(report: dict[str, Any]) -> str:
 
 def markdown(report: dict[str, Any]) -> str:
     """The table for the README."""
-    rule = ["---", *["---:"] * (len(COLUMNS) - 1)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [list(COLUMNS), rule, *cells(report)])
-
-
-def show(report: dict[str, Any]) -> None:
-    """The table for people."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title(report), title_justify="left")
-    for i, name in enumerate(COLUMNS):
-        table.add_column(name, justify="right" if i else "left")
-    for row in cells(report):
-        table.add_row(*row)
-    Console(width=150).print(table)
+    return md_table(COLUMNS, cells(report))

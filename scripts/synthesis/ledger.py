@@ -80,7 +80,7 @@ class Ledger:
         return self.bytes, self.digest.hexdigest()
 
     def shorten(self, batch: int) -> None:
-        """Forget a last block of fewer than `batch` questions: a larger run has a full one there."""
+        """Forget a last block of fewer than `batch` questions: a larger run fills it."""
         if self.blocks and self.blocks[-1][0] < batch:
             self.blocks.pop()
             self._read()

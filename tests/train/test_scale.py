@@ -25,7 +25,6 @@ from train.config import EagleRun, MedusaRun
 from train.loop import fit
 
 ROOT = Path(__file__).resolve().parents[2]
-PATHS = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
 SHAPE = {**TINY, "layers": 4}
 STEPS, MANY = 4, 100
 
