@@ -120,15 +120,15 @@ def page(found: dict[str, Any]) -> str:
         "",
     ]
     head = ("module", "mutants", "equivalent", "enumeration", "unit tests", "certificate")
-    rows = []
+    cells: list[list[str]] = []
     for name, c in [*found["modules"].items(), ("**all**", a)]:
         name = name if name.startswith("*") else f"`{name}`"
         counts = [
             str(c[k]) for k in ("mutants", "equivalent", "enumeration", "tests", "certificate")
         ]
         something = _share(c["something"], c["judged"])
-        rows.append([name, *counts, something, _share(c["law by certificate"], c["law"])])
-    text.append(md_table([*head, "something", "law, certificate"], rows))
+        cells.append([name, *counts, something, _share(c["law by certificate"], c["law"])])
+    text.append(md_table([*head, "something", "law, certificate"], cells))
     for title, key in (
         ("Nothing rejects", "open"),
         ("No certificate rejects, though the law changes", "missed"),
