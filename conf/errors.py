@@ -34,6 +34,21 @@ class Interrupted(Exception):
         self.code = code
 
 
+def first_line(error: BaseException) -> str:
+    """What an exception says, in one line of at most 300 characters; its type where it says
+    nothing."""
+    return next(_filled(str(error)), type(error).__name__)
+
+
+def last_line(output: str) -> str:
+    """The last words of a process, in one line of at most 300 characters."""
+    return ["no output", *_filled(output)][-1]
+
+
+def _filled(text: str) -> Iterator[str]:
+    return (line.strip()[:300] for line in text.splitlines() if line.strip())
+
+
 @contextlib.contextmanager
 def resumable() -> Iterator[None]:
     """Ctrl-C in here says that the same command goes on; also a decorator."""

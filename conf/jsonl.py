@@ -1,13 +1,16 @@
-"""One line of a JSONL file that a stranger may have written."""
+"""JSONL files: those that a stranger may have written, line by line, and our own."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from conf.errors import UserError
+
 MAX_LINE = 8 << 20  # bytes; a longer line is no conversation
+GIVE = "give an existing JSONL file"
 HALF = "half of a surrogate pair (half an emoji, as in a text that was cut)"
 
 
@@ -25,12 +28,14 @@ def parse_line(line: bytes) -> Any:
     """One JSON value. Raises ValueError in words for a user."""
     if len(line) > MAX_LINE:
         raise ValueError(f"line of {len(line)} bytes (limit {MAX_LINE})")
-    if b"\0" in line:
-        raise ValueError("holds a NUL byte")
     try:
-        return json.loads(line.decode("utf-8-sig"), object_pairs_hook=_no_duplicates)
+        text = line.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError("is not UTF-8") from None
+    if "\0" in text:
+        raise ValueError("holds a NUL byte")
+    try:
+        return json.loads(text, object_pairs_hook=_no_duplicates)
     except json.JSONDecodeError as error:
         raise ValueError(f"is not JSON ({error.msg}, column {error.colno})") from None
     except RecursionError:
@@ -48,12 +53,47 @@ def is_array(lines: Iterable[bytes]) -> bool:
     return not first.endswith(b"]") or (b"{" in first and next(filled, None) is None)
 
 
-def no_array(path: Path) -> str:
-    """What to tell about such a file."""
-    return (
-        f"{path} is one JSON array, not an object a line; convert it: jq -c '.[]' "
-        f"{path} > {path.stem}.jsonl"
-    )
+def read_places(path: Path, key: str, fix: str = GIVE) -> Iterator[tuple[int, int, bytes]]:
+    """(number, offset in bytes, line) of the lines that are not blank, for `parse_line`.
+
+    key: what names the file in messages; fix: what to do without it. Raises UserError for a
+    file that cannot be read, and for one that holds a single JSON array, as ShareGPT is handed
+    around."""
+    try:
+        stream = path.open("rb")
+    except OSError as error:
+        raise UserError(f"{key}: cannot read {path} ({error.strerror}); {fix}") from None
+    with stream:
+        if is_array(iter(lambda: stream.readline(MAX_LINE), b"")):
+            raise UserError(
+                f"{key}: {path} is one JSON array, not an object a line; convert it: "
+                f"jq -c '.[]' {path} > {path.stem}.jsonl"
+            )
+        stream.seek(0)
+        at = 0
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                yield number, at, line
+            at += len(line)
+
+
+def read_lines(path: Path, key: str = "data.path", fix: str = GIVE) -> Iterator[tuple[int, bytes]]:
+    """As `read_places`, without the offsets."""
+    return ((number, line) for number, _, line in read_places(path, key, fix))
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    """The objects in a log of our own, such as metrics.jsonl. A line that a kill cut short is
+    left out. Raises OSError."""
+    found = []
+    for line in path.read_text(errors="replace").split("\n"):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict):
+            found.append(entry)
+    return found
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

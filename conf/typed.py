@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import AllowInfNan, BeforeValidator, Field, Strict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from conf.errors import UserError
+from conf.errors import UserError, first_line
 
 T = TypeVar("T")
 INVALID = (
@@ -188,7 +188,7 @@ def _dataclass(
             try:
                 raw = dataclasses.MISSING if _is_missing(cfg, name) else cfg[name]
             except OmegaConfBaseException as error:
-                problems.append(f"{key}: {str(error).splitlines()[0]}; mend the interpolation")
+                problems.append(f"{key}: {first_line(error)}; mend the interpolation")
                 continue
         if raw is dataclasses.MISSING:
             problems.append(f"{key}: is required; set {key}=VALUE")

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from conf.disk import sync
-from conf.errors import UserError
+from conf.errors import UserError, first_line
 from conf.jsonl import HALF, is_whole
 from conf.typed import from_json
 from decode.models.identity import Identity, sha256_file
@@ -187,9 +187,9 @@ def load_as(
     except UserError as error:
         raise UserError(f"{folder / CARD}: {error}; {AGAIN}") from None
     except (KeyError, TypeError, RuntimeError) as error:
-        line = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise UserError(
-            f"{folder}: does not fit this version's {card['kind']} head ({line}); train it again"
+            f"{folder}: does not fit this version's {card['kind']} head ({first_line(error)}); "
+            "train it again"
         ) from None
     try:
         head.attach(target)

@@ -54,7 +54,7 @@ from scripts.fitting.config import FitConfig
 from scripts.fitting.train import BUDGET, Chats
 from scripts.reports import fit_table
 from scripts.synthesis import logs
-from scripts.synthesis.write import differences
+from scripts.synthesis.ledger import differences
 
 SETTINGS, REPORT, PICTURE = "settings.json", "fit.json", "fit.png"
 
@@ -127,7 +127,7 @@ def fitted(cfg: FitConfig, out: Path) -> int:
     later, general = scored(cfg, known, out, stages, names)
     gain = later["drafters"][1]["against_before"]
     kept = "new" if verdict.better(gain) else "old"
-    stages.once("head", "the better one of the two", lambda: keep(cfg, out, kept, names))
+    stages.once("head", "the better one of the two", lambda: keep(out, kept, names))
     paper = None
     if cfg.certify_tokens:
         paper = stages.once("certificate", "its certificate", lambda: certified(cfg, out))
@@ -351,7 +351,7 @@ def score(
     return verdict.compared(out / "report.json", shaped, cfg.seed)
 
 
-def keep(cfg: FitConfig, out: Path, kept: str, names: dict[str, str]) -> str:
+def keep(out: Path, kept: str, names: dict[str, str]) -> str:
     """OUT/head: the new head, or a copy of the old one. `start` itself is only read."""
     source = find_head(names["after"] if kept == "new" else names["before"])
     recover(out / "head")

@@ -24,7 +24,6 @@ beside the file keeps the settings; other settings are refused."""
 
 from __future__ import annotations
 
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -35,6 +34,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from conf.errors import Interrupted, UserError
+from conf.jsonl import records
 from conf.schema import entry
 from decode.models.load import load_target, load_tokenizer
 from decode.sampling import Sampling
@@ -44,24 +44,11 @@ from scripts.common.meter import Meter
 from scripts.synthesis.config import SynthesizeConfig
 from scripts.synthesis.domains import DomainWriter
 from scripts.synthesis.from_server import from_server
+from scripts.synthesis.ledger import Ledger, check_space
 from scripts.synthesis.logs import LogOptions, prepare
 from scripts.synthesis.logs.ask import asker
 from scripts.synthesis.logs.masking import told
-from scripts.synthesis.write import Store, Writer, fingerprint
-
-
-def _check_space(path: Path, cfg: SynthesizeConfig) -> None:
-    # About 5 bytes a token, the file twice while it is being replaced.
-    need = 2 * 5 * cfg.num_conversations * (cfg.max_question_tokens + cfg.max_new_tokens) + (
-        1 << 20
-    )
-    free = shutil.disk_usage(path.parent).free
-    if free < need:
-        raise UserError(
-            f"out: {path.parent} has {free >> 20} MB free, up to {need >> 20} MB are "
-            "needed; free space "
-            "there or give another folder"
-        )
+from scripts.synthesis.write import Writer, fingerprint
 
 
 class Signals:
@@ -110,22 +97,30 @@ def synthesize(cfg: SynthesizeConfig) -> None:
         with sole_writer(path):
             return from_server(cfg, path)
     with Signals(path, cfg.num_conversations) as signals, sole_writer(path):
-        _check_space(path, cfg)
+        letters = 5 * (cfg.max_question_tokens + cfg.max_new_tokens)  # of a row, about
+        check_space(path.parent, cfg.num_conversations * letters + (1 << 20))
         target = load_target(cfg.target, cfg.dtype)
         identity = {k: v for k, v in target.identity.to_json().items() if k != "path"}
-        store = Store(path, {**cfg.settings(), "target": identity})
-        store.open(cfg.num_conversations, cfg.batch)
-        signals.held = len(store.lines)
+        ledger = Ledger(path, {**cfg.settings(), "target": identity})
+        ledger.open()
+        if ledger.rows > cfg.num_conversations:
+            raise UserError(
+                f"num_conversations: {path} already holds {ledger.rows}, "
+                f"{cfg.num_conversations} asked; give another name"
+            )
+        if ledger.rows < cfg.num_conversations:
+            ledger.shorten(cfg.batch)
+        signals.held = ledger.rows
         if signals.held == cfg.num_conversations:
             print(
                 f"synthesize: {path} already holds {signals.held} conversations; nothing to do",
                 file=sys.stderr,
             )
             return
-        draw(cfg, target, store, signals)
+        draw(cfg, target, ledger, signals)
 
 
-def draw(cfg: SynthesizeConfig, target: Target, store: Store, signals: Signals) -> None:
+def draw(cfg: SynthesizeConfig, target: Target, ledger: Ledger, signals: Signals) -> None:
     """Let the target write the conversations that are still wanted. Raises Interrupted."""
     draws = (
         target,
@@ -137,7 +132,9 @@ def draw(cfg: SynthesizeConfig, target: Target, store: Store, signals: Signals) 
         cfg.seed,
     )
     writer = DomainWriter(*draws, domain=cfg.domain) if cfg.domain else Writer(*draws)
-    writer.seen.update(map(fingerprint, store.questions()))
+    if ledger.rows:
+        known = records(ledger.path)
+        writer.seen.update(fingerprint(row["messages"][0]["content"]) for row in known)
     guess = (cfg.max_question_tokens + cfg.max_new_tokens) * 3 // 4
     with Meter(cfg.num_conversations, signals.held, guess) as meter:
 
@@ -149,12 +146,12 @@ def draw(cfg: SynthesizeConfig, target: Target, store: Store, signals: Signals) 
         while signals.held < cfg.num_conversations:
             signals.heed()
             asked = min(cfg.batch, cfg.num_conversations - signals.held)
-            store.append(writer.block(len(store.blocks), asked), asked)
-            signals.held = len(store.lines)
+            ledger.append(writer.block(len(ledger.blocks), asked), asked)
+            signals.held = ledger.rows
             meter.block(signals.held)
     dropped = ", ".join(f"{n} {why}" for why, n in writer.dropped.most_common()) or "none"
     print(
-        f"synthesize: {signals.held} conversations in {store.path}; {meter.tokens} tokens at "
+        f"synthesize: {signals.held} conversations in {ledger.path}; {meter.tokens} tokens at "
         f"{meter.rate():.0f} tokens/s; dropped: {dropped}",
         file=sys.stderr,
     )

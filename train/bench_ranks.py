@@ -27,7 +27,8 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import torch
 
 from conf.commit import commit
-from conf.errors import UserError
+from conf.errors import UserError, last_line
+from conf.jsonl import records
 from conf.rules import OneOrMore
 from conf.schema import entry
 from heads import HEADS
@@ -91,15 +92,13 @@ def finish(child: subprocess.Popen[str]) -> str:
     """Its stdout. Raises UserError with its last words when it failed."""
     out, err = child.communicate()
     if child.returncode:
-        raise UserError(
-            f"a run of the measurement failed: {' '.join(err.strip().splitlines()[-1:])}"
-        )
+        raise UserError(f"a run of the measurement failed: {last_line(err)}")
     return out
 
 
 def rate(out: Path) -> tuple[float, float]:
     """(tokens/s, seconds per step) of the second half of a run."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = records(out / "metrics.jsonl")
     steps = [line for line in lines if "tokens_per_second" in line]
     seconds = (steps[-1]["time"] - steps[-2]["time"]) / (steps[-1]["step"] - steps[-2]["step"])
     return float(steps[-1]["tokens_per_second"]), seconds

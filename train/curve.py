@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from conf import disk
+from conf.jsonl import records
 
 NAME = "learning_curve"
 FIELDS = (
@@ -31,12 +32,8 @@ def points(metrics: Path) -> list[dict[str, Any]]:
     order.
     """
     found: dict[int, dict[str, Any]] = {}
-    for line in metrics.read_text(errors="replace").splitlines():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(entry, dict) and entry.get("event") == "eval" and "tokens_seen" in entry:
+    for entry in records(metrics):
+        if entry.get("event") == "eval" and "tokens_seen" in entry:
             found[entry["step"]] = {
                 "step": entry["step"],
                 "shape": entry.get("shape"),

@@ -24,6 +24,7 @@ from torch import nn
 
 from conf import disk
 from conf.commit import commit
+from conf.jsonl import records
 from train.config import REPLANNED, TrainConfig, is_logistics, meaning_hash
 from train.state import State
 from train.trackers import Tracker, started
@@ -171,15 +172,12 @@ def _forget_after(path: Path, state: State) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            known = json.loads(line)
-            done = state.evaluated if known.get("event") == "eval" else state.step
-            if known["step"] <= done:
-                kept.append(line)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue
-    disk.write_text(path, "".join(line + "\n" for line in kept))
+    for known in records(path):
+        done = state.evaluated if known.get("event") == "eval" else state.step
+        step = known.get("step")
+        if isinstance(step, int) and step <= done:
+            kept.append(json.dumps(known) + "\n")
+    disk.write_text(path, "".join(kept))
 
 
 def _accelerator() -> str:

@@ -25,7 +25,7 @@ from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from torch import Tensor
 
-from conf.errors import UserError
+from conf.errors import UserError, first_line
 from decode.models.identity import Identity
 from heads.base import Head
 from train import state as disk
@@ -138,7 +138,7 @@ class Saver:
                 self._problem = ""
                 return
             except REFUSED as error:
-                self._problem = _line(error)
+                self._problem = first_line(error)
             if time.monotonic() + PAUSE > deadline or self.stop.asked:
                 self.log.say(
                     f"step {snapshot.step}: checkpoint not written ({self._problem}); "
@@ -266,7 +266,3 @@ def asked_anywhere(stop: Stop, accelerator: Accelerator) -> int:
         return stop.asked
     mine = torch.tensor([float(bool(stop.asked))], device=accelerator.device)
     return int(bool(accelerator.reduce(mine, "sum").item())) and (stop.asked or signal.SIGTERM)  # type: ignore[union-attr]
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from conf.errors import UserError
+from conf.errors import UserError, first_line
 from decode.models.identity import Identity, sha256_file
 from heads.base import Head
 from heads.checkpoint import CARD, read_card, recover, staged, text_of, write_card
@@ -249,9 +249,8 @@ def restore(checkpoint: Path, head: Head, optimizer: torch.optim.Optimizer) -> N
         )
         head.restore_json(json.loads((checkpoint / CARD).read_text())["head"])
     except (KeyError, ValueError, RuntimeError, OSError, SafetensorError) as error:
-        line = str(error).splitlines()[0]
         raise UserError(
-            f"{checkpoint}: does not fit this run ({line}); choose another out_dir"
+            f"{checkpoint}: does not fit this run ({first_line(error)}); choose another out_dir"
         ) from None
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-from conf.errors import UserError
+from conf.errors import UserError, first_line
 from train.config import TrainConfig, flat
 
 PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX")}  # any of them; else the name itself
@@ -80,8 +80,7 @@ class Tracker:
             action()
         except Exception as error:  # network, account, folder: none of them may stop a run
             self._live = False
-            line = (str(error).splitlines() or [type(error).__name__])[0]
-            self._say(f"{self.name}: {what} ({line}); metrics.jsonl has everything")
+            self._say(f"{self.name}: {what} ({first_line(error)}); metrics.jsonl has everything")
 
 
 def started(
@@ -96,8 +95,7 @@ def started(
         try:
             made = LOGGER_TYPE_TO_CLASS[name](**_keys(name, cfg, identity, step))
         except Exception as error:  # as in Tracker
-            line = (str(error).splitlines() or [type(error).__name__])[0]
-            say(f"{name}: not used ({line}); metrics.jsonl has everything")
+            say(f"{name}: not used ({first_line(error)}); metrics.jsonl has everything")
             continue
         tracker = Tracker(made, say)
         # What is stored once stays as it was; the others take it with their start.

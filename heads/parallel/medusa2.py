@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from conf.errors import UserError
+from conf.errors import UserError, first_line
 from decode.models.identity import Identity, sha256_state
 from decode.target import Target
 from heads.batch import Batch, LossOut
@@ -145,7 +145,7 @@ class Medusa2Head(MedusaHead):
         try:
             inject_adapter_in_model(config, target.model, ADAPTER)
         except ValueError as error:
-            raise UserError(f"head.tune.targets: {str(error).splitlines()[0][:200]}") from None
+            raise UserError(f"head.tune.targets: {first_line(error)}") from None
         self.layers = _lora_layers(target)
         for name, layer in self.layers:
             if not layer.get_base_layer().weight.is_floating_point():

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from conf.errors import UserError
+from conf.errors import UserError, first_line
 from decode.target import Target
 
 
@@ -94,9 +94,8 @@ def empty(config: Any, kind: type | None = None) -> Any:
                 return kind(config).float().eval()
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     except (ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError) as error:
-        line = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(
-            f"head: the draft's config builds no causal language model ({line})"
+            f"head: the draft's config builds no causal language model ({first_line(error)})"
         ) from None
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from conf.errors import UserError
+from conf.errors import UserError, first_line
 from conf.typed import SHORT
 from decode.drafters import Drafter, DraftModel
 from decode.target import Target
@@ -88,7 +88,7 @@ class SmallLMSaved(Saved):
             raise
         except Exception as error:  # other people's code: whatever it raises, the file is wrong
             raise UserError(
-                f"head.model: describes no causal language model ({_line(error)})"
+                f"head.model: describes no causal language model ({first_line(error)})"
             ) from None
 
 
@@ -168,7 +168,9 @@ class SmallLM(Head):
         except UserError:
             raise
         except Exception as error:  # other people's code: whatever it raises, the file is wrong
-            raise UserError(f"head.model: cannot be used as a draft ({_line(error)})") from None
+            raise UserError(
+                f"head.model: cannot be used as a draft ({first_line(error)})"
+            ) from None
         ids = known.draft_ids
         head.layers = list(known.layers)
         head.chosen = torch.tensor(ids, dtype=torch.int64, device=target.device) if ids else None
@@ -200,7 +202,7 @@ class SmallLM(Head):
             sound = bool(self.hidden(torch.tensor([[0, 1]], device=target.device)).isfinite().all())
         except Exception as error:  # other people's code: whatever it raises, the file is wrong
             raise UserError(
-                f"head.model: its pass fails ({_line(error)}); restore it or train it again"
+                f"head.model: its pass fails ({first_line(error)}); restore it or train it again"
             ) from None
         if not sound:
             raise UserError(
@@ -388,10 +390,6 @@ class SmallLM(Head):
                 "missing or unknown"
             )
         return found
-
-
-def _line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def _absurd(model: dict[str, Any], key: str = "model") -> list[str]:

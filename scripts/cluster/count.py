@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conf.errors import UserError
+from conf.errors import UserError, first_line
 from decode.models.load import torch_dtype
 from decode.probe import layer_stack
 from decode.target import Target
@@ -267,9 +267,9 @@ def _head(ghost: Phantom, target: Target, typed: Any, dtype: str) -> Head:
             if dtype == "float64":
                 head.double()
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise UserError(
-            f"head: {typed.kind} cannot be made for this target ({first}); choose another head"
+            f"head: {typed.kind} cannot be made for this target ({first_line(error)}); choose "
+            "another head"
         ) from error
     finally:
         ghost.script.clear()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, initialization
 
-from conf.errors import UserError
+from conf.errors import UserError, first_line
 from decode.models.load import TargetConfig, tiny_from
 from decode.probed import Head
 from decode.target import Target
@@ -61,10 +61,9 @@ class Model:
             with torch.device(device), initialization.no_init_weights():
                 model = AutoModelForCausalLM.from_config(self.at(layers), dtype=dtype)
         except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
-            first = (str(error).splitlines() or [type(error).__name__])[0][:200]
             raise UserError(
                 f"target: transformers makes no causal language model of {self.name}'s config "
-                f"({first}); choose a target that it knows"
+                f"({first_line(error)}); choose a target that it knows"
             ) from None
         model.tie_weights()
         return model.eval()

@@ -18,10 +18,15 @@ from conf.commit import commit
 from conf.schema import CONF, compose
 from scripts.cluster.config import DryRunConfig
 from scripts.cluster.plan import plan
+from scripts.reports.block import Block, md_table
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULT, PAGE = ROOT / "docs/results/dry-run.json", ROOT / "docs/scaling.md"
-BEGIN, END = "<!-- dry run: python -m scripts.cluster.page -->", "<!-- end of dry run -->"
+RESULT = ROOT / "docs/results/dry-run.json"
+BLOCK = Block(
+    ROOT / "docs/scaling.md",
+    "<!-- dry run: python -m scripts.cluster.page -->",
+    "<!-- end of dry run -->",
+)
 FIRST = "qwen3_8b_eagle3"
 STATED = re.compile(r"^# dry run: gpus=(\d+) gpu=(\S+) margin=([\d.]+)$", re.M)
 
@@ -59,24 +64,22 @@ def page(found: dict[str, Any]) -> str:
         f"{about['launch'] * 1e6:.0f} microseconds a launch, {about['supervised']:.0%} of the "
         f"tokens supervised, one operation after the other, nothing of the exchange hidden.",
         "",
-        "| recipe | GPUs | peak, GB | to spare | tokens/s a GPU | hours |",
-        "|---|---|---:|---:|---:|---:|",
     ]
+    head = ("recipe", "GPUs", "peak, GB", "to spare", "tokens/s a GPU", "hours")
+    rows = []
     for name, run in found["recipes"].items():
         held, speed = run["memory"], run["speed"]
-        lines.append(
-            f"| `{name}` | {run['gpus']} x {run['gpu']} | {held['peak'] / gib:.0f} | "
-            f"{held['spare']:.0%} | {speed['tokens_a_second_and_gpu']:,.0f} | "
-            f"{speed['hours']:.1f} |"
+        rows.append(
+            [
+                f"`{name}`",
+                f"{run['gpus']} x {run['gpu']}",
+                f"{held['peak'] / gib:.0f}",
+                f"{held['spare']:.0%}",
+                f"{speed['tokens_a_second_and_gpu']:,.0f}",
+                f"{speed['hours']:.1f}",
+            ]
         )
-    return "\n".join(lines)
-
-
-def put(text: str, new: str) -> str:
-    """The page with another part between the markers."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{new}\n{END}{after}"
+    return "\n".join([*lines, md_table(head, rows, (0, 1))])
 
 
 def main() -> None:
@@ -90,7 +93,7 @@ def main() -> None:
     command = "python -m scripts.cluster.page"
     found = {"command": command, "commit": commit(), "predicted": True, "recipes": recipes}
     RESULT.write_text(json.dumps(found, indent=1) + "\n")
-    PAGE.write_text(put(PAGE.read_text(), page(found)))
+    BLOCK.write(page(found))
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ def phantom(device: str = NAME) -> Iterator[Phantom]:
     """Within, tensors are fake, and what happens on `device` (phantom, or cpu to count what a
     CPU would do) is counted. Raises UserError where torch has no phantom."""
     register()
-    with FakeTensorMode(allow_non_fake_inputs=True) as fakes, _stand_ins(device):
+    with FakeTensorMode(allow_non_fake_inputs=True) as fakes, _stand_ins():
         # The backward pass in this thread: an exception in one of torch's own for the
         # device would end the process.
         alone = torch.autograd.set_multithreading_enabled(False)
@@ -529,7 +529,7 @@ _Generator: Any = torch.Generator
 
 
 @contextlib.contextmanager
-def _stand_ins(device: str) -> Iterator[None]:
+def _stand_ins() -> Iterator[None]:
     """Replace what does not: the choice of an attention kernel, generators of the device, lists
     and arrays of fake tensors, and what torch does to the insides of parameters."""
     functional: Any = torch.nn.functional

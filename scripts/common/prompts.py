@@ -4,13 +4,12 @@ plain rows {"prompt": "..."}, one JSON object a line, also mixed. And how turns 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError
-from conf.jsonl import HALF, is_array, is_whole, no_array
+from conf.jsonl import HALF, is_whole, parse_line, read_lines
 from scripts.common.files import here
 
 DEMO = Path(__file__).resolve().parents[1] / "prompts" / "demo.jsonl"
@@ -35,38 +34,19 @@ def load_prompts(path: str | Path, bad: list[dict[str, str]] | None = None) -> l
     then left out. Raises UserError with file:line: no such file, malformed JSON, no turns, no
     user turn, an id twice, empty file."""
     path = here(Path(path).expanduser())
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split(
-            "\n"
-        )  # not splitlines: text may hold U+2028
-    except IsADirectoryError as e:
-        raise UserError(f"prompts: {path} is a folder; give a JSONL file") from e
-    except UnicodeDecodeError as e:
-        raise UserError(
-            f"prompts: {path} is no UTF-8 text (byte {e.start}); give a JSONL file"
-        ) from e
-    except OSError as e:
-        raise UserError(
-            f"prompts: cannot read {path} ({e.strerror}); give a JSONL file, such as {DEMO}"
-        ) from e
-    if is_array(line.encode() for line in lines):
-        raise UserError(f"prompts: {no_array(path)}")
     prompts: list[Prompt] = []
     seen: dict[str, int] = {}
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for number, line in read_lines(path, "prompts", f"give a JSONL file, such as {DEMO}"):
         try:
-            prompt = _prompt(line, f"{path}:{number}", number)
+            prompt = _prompt(line, number)
             if prompt.id in seen:
-                raise UserError(
-                    f"{path}:{number}: id {prompt.id!r} stands on line {seen[prompt.id]} "
-                    "already; make ids unique"
+                raise ValueError(
+                    f"id {prompt.id!r} stands on line {seen[prompt.id]} already; make ids unique"
                 )
-        except UserError as error:
+        except ValueError as error:
             if bad is None:
-                raise
-            bad.append({"name": f"{path.name}:{number}", "reason": str(error)})
+                raise UserError(f"{path}:{number}: {error}") from None
+            bad.append({"name": f"{path.name}:{number}", "reason": f"{path}:{number}: {error}"})
             continue
         seen[prompt.id] = number
         prompts.append(prompt)
@@ -79,58 +59,68 @@ def load_prompts(path: str | Path, bad: list[dict[str, str]] | None = None) -> l
     return prompts
 
 
-def _prompt(line: str, where: str, number: int) -> Prompt:
+def _prompt(line: bytes, number: int) -> Prompt:
+    """Raises ValueError in a user's words."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as e:
-        told = "nested too deeply" if isinstance(e, RecursionError) else str(e)
-        raise UserError(
-            f"{where}: malformed JSON ({told}); every line must be one JSON object"
-        ) from e
-    if not isinstance(row, dict):
-        raise UserError(
-            f'{where}: a {type(row).__name__}, not a JSON object; write {{"prompt": "..."}}'
-        )
-    if "turns" in row:
-        key, turns = "turns", row["turns"]
-    elif "messages" in row or "conversations" in row:
-        key = "messages" if "messages" in row else "conversations"
-        turns = _user_turns(row[key], f"{where}: {key}")
-    elif "prompt" in row:
-        key, turns = "prompt", [row["prompt"]]
-    else:
-        known = ", ".join(map(str, list(row)[:6])) or "nothing"
-        raise UserError(
-            f"{where}: none of turns, messages, conversations, prompt among its keys "
-            f"({known}); add one of "
-            "them"
-        )
-    if not isinstance(turns, list) or not all(isinstance(t, str) for t in turns):
-        raise UserError(f"{where}: {key} must be text (a list of strings for turns)")
-    if not turns:
-        raise UserError(f"{where}: {key} holds no user turn; every prompt needs at least one")
-    if any(not t.strip() for t in turns):
-        raise UserError(f"{where}: {key} holds an empty turn; fill or remove it")
+        row = parse_line(line)
+    except ValueError as error:
+        raise ValueError(f"{error}; every line must be one JSON object") from None
+    turns = [message["content"] for message in asked(*spoken(row))]
     name = str(
         next((row[k] for k in ("question_id", "id") if row.get(k) not in (None, "")), number)
     )
     category = str(row.get("category") or "all")
-    for part, texts in ((key, turns), ("id", [name]), ("category", [category])):
-        if not all(map(is_whole, texts)):
-            raise UserError(
-                f"{where}: {part} holds {HALF}; write the whole character, or remove it"
-            )
-    return Prompt(name, category, list(turns))
+    _whole("id", name)
+    _whole("category", category)
+    return Prompt(name, category, turns)
 
 
-def _user_turns(messages: Any, where: str) -> list[Any]:
-    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        raise UserError(f'{where} must be a list of {{"role", "content"}} objects')
-    return [
-        m.get("content", m.get("value"))
-        for m in messages
-        if m.get("role", m.get("from")) in ("user", "human")
-    ]
+def spoken(row: Any) -> tuple[str, list[tuple[Any, Any]]]:
+    """The key of a row that holds its turns, and their (role, content), whatever the form:
+    turns, messages, ShareGPT's conversations (whose human is a user here), prompt.
+
+    Raises ValueError in a user's words."""
+    if not isinstance(row, dict):
+        raise ValueError(f'is a {type(row).__name__}, not a JSON object; write {{"prompt": "..."}}')
+    there = [key for key in ("turns", "messages", "conversations", "prompt") if key in row]
+    if not there:
+        known = ", ".join(map(str, list(row)[:6])) or "nothing"
+        raise ValueError(
+            f"has none of turns, messages, conversations, prompt among its keys ({known}); add "
+            "one of them"
+        )
+    key = next((key for key in there if row[key]), there[0])
+    turns = [row[key]] if key == "prompt" else row[key]
+    if key in ("turns", "prompt"):
+        if not isinstance(turns, list):
+            raise ValueError(f"{key} must be a list of texts")
+        return key, [("user", text) for text in turns]
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise ValueError(f'{key} must be a list of {{"role", "content"}} objects')
+    found = [(t.get("role", t.get("from")), t.get("content", t.get("value"))) for t in turns]
+    return key, [("user" if role == "human" else role, text) for role, text in found]
+
+
+def asked(
+    key: str, turns: list[tuple[Any, Any]], roles: tuple[str, ...] = ("user",)
+) -> list[dict[str, str]]:
+    """Those turns of `spoken` that have one of `roles`, as messages. Raises ValueError in a
+    user's words: no user turn, one of them empty or no text."""
+    kept = [{"role": role, "content": text} for role, text in turns if role in roles]
+    for message in kept:
+        if not isinstance(message["content"], str):
+            raise ValueError(f"{key} must be text, and holds a turn that is none")
+        if not message["content"].strip():
+            raise ValueError(f"{key} holds an empty turn; fill or remove it")
+        _whole(key, message["content"])
+    if not any(message["role"] == "user" for message in kept):
+        raise ValueError(f"{key} holds no user turn; every prompt needs at least one")
+    return kept
+
+
+def _whole(key: str, text: str) -> None:
+    if not is_whole(text):
+        raise ValueError(f"{key} holds {HALF}; write the whole character, or remove it")
 
 
 def chat_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:

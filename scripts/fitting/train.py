@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError
+from conf.jsonl import records
 from conf.schema import compose
 from conf.typed import from_json
 from heads import HEADS
@@ -118,7 +119,7 @@ def pilot(cfg: FitConfig, chats: Chats, out: Path) -> Budget:
     run.steps, run.log_every, run.save_every = PILOT_STEPS, 1, 0
     run.eval = replace(run.eval, every=PILOT_STEPS, parity=0, patience=0)
     fit(run, HEADS[run.head.kind])
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = records(folder / "metrics.jsonl")
     asked = [line for line in lines if line.get("event") == "eval"]
     if not asked:
         raise UserError(
@@ -162,7 +163,7 @@ def trained(cfg: FitConfig, chats: Chats, out: Path, budget: Budget, fresh: bool
 def record(out: Path) -> dict[str, Any]:
     """What a training run says of itself: steps, which were the best, accepted length at every
     evaluation."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = records(out / "metrics.jsonl")
     asked = {line["step"]: line for line in lines if line.get("event") == "eval"}
     last, best = (read_card(out / part)["extra"] for part in ("head", "best"))
     return {

@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from conf.errors import UserError
+from conf.errors import UserError, first_line, last_line
+from conf.jsonl import records
 from conf.schema import compose
 from decode.drafters import NoDraft
 from decode.engine import Request, generate
@@ -115,8 +116,7 @@ def _timed(step: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         found = step()
     except (UserError, RuntimeError, OSError, ValueError, KeyError) as error:
-        line = (str(error).splitlines() or [type(error).__name__])[0][:300]
-        found = {"passed": False, "problem": line}
+        found = {"passed": False, "problem": first_line(error)}
     return {**found, "seconds": round(time.perf_counter() - start, 1)}
 
 
@@ -216,9 +216,8 @@ def training_step(keys: Sequence[str], out: Path) -> dict[str, Any]:
         command, cwd=files.ROOT, env=env, capture_output=True, text=True, check=False
     )
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()] or ["no output"]
-        raise UserError(f"train/eagle.py: exit code {done.returncode}: {said[-1]}")
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        raise UserError(f"train/eagle.py: exit code {done.returncode}: {last_line(done.stderr)}")
+    lines = records(out / "metrics.jsonl")
     steps = [line for line in lines if "loss" in line]
     late = steps[len(steps) // 2 : -2] or steps[-1:]  # those of the profiler are slow
     wanted = [

@@ -19,7 +19,7 @@ import yaml
 from filelock import FileLock, Timeout
 from packaging.requirements import Requirement
 
-from conf.errors import UserError
+from conf.errors import UserError, first_line
 from decode.models.identity import cache_root
 from decode.models.memory import available
 from scripts.machine.kernels import attention_path, kernels_here
@@ -184,8 +184,9 @@ def accelerate_config(dtype: str) -> Part:
     try:
         config = yaml.safe_load(path.read_text()) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        line = str(error).splitlines()[0]
-        part.problems.append(f"{path}: cannot be read ({line}); run `accelerate config` again")
+        part.problems.append(
+            f"{path}: cannot be read ({first_line(error)}); run `accelerate config` again"
+        )
         return part
     if not isinstance(config, dict):
         part.problems.append(f"{path}: is no mapping; run `accelerate config` again")
@@ -236,10 +237,9 @@ def caches() -> Part:
             with FileLock(Path(folder) / "try.lock", timeout=5):
                 pass
     except (OSError, Timeout, RuntimeError) as error:
-        line = str(error).splitlines()[0]
         part.problems.append(
-            f"cache: no file can be written and locked in {root} ({line}); set OUTRIDER_CACHE to "
-            "a folder on another file system"
+            f"cache: no file can be written and locked in {root} ({first_line(error)}); set "
+            "OUTRIDER_CACHE to a folder on another file system"
         )
     if os.environ.get("SLURM_JOB_NUM_NODES", "1") != "1":
         part.facts.append("several nodes: a cache under a home of each node is filled on each")

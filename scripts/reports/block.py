@@ -1,7 +1,9 @@
-"""A part of a page that a script writes, between two lines that stay where they are."""
+"""What scripts write into pages: the part between two lines that stay where they are, and tables
+in Markdown."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,3 +29,17 @@ class Block:
     def write(self, body: str) -> None:
         """Put `body` into the page. Raises ValueError when a line is missing."""
         files.write_text(self.page, self.put(self.page.read_text(), body))
+
+
+def md_table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], words: Sequence[int] = (0,)
+) -> str:
+    """A table in Markdown without a line end. words: the columns that hold text and stand left,
+    counted from either end; the others stand right."""
+    left = {place % len(head) for place in words}
+    rule = "|".join("---" if place in left else "---:" for place in range(len(head)))
+    return "\n".join([_line(head), f"|{rule}|", *map(_line, rows)])
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

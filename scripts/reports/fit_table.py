@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from scripts.reports.block import md_table
 from scripts.reports.table import interval
 
 Report = dict[str, Any]
@@ -146,8 +147,8 @@ def _bars(report: Report) -> list[tuple[str, list[dict[str, Any]]]]:
 def markdown(reports: Sequence[Report]) -> str:
     """The table of docs/fit.md: a row for every fit and drafter of its own; heads that were put
     beside them have rows where they were fitted."""
-    head = "| traffic | drafter | minutes | later part | against before | general | bytes |"
-    rows = [head, "|---|---|---:|---:|---:|---:|---:|"]
+    head = ("traffic", "drafter", "minutes", "later part", "against before", "general", "bytes")
+    rows = []
     for report in reports:
         for i, name in enumerate(report["bytes"]):
             row = report["later"]["drafters"][i]
@@ -155,14 +156,12 @@ def markdown(reports: Sequence[Report]) -> str:
             kind = (
                 f"{name}, LoRA {report['settings']['lora']['rank']}" if _lora(report, i) else name
             )
-            rows.append(
-                f"| {report['name']} | {kind} | {report['budget']['minutes'] if i else 0:g} | "
-                f"{interval(row['accepted_length'])} | "
-                f"{change(row['against_before']) if i else ''} | "
-                f"{change(general['against_before']) if i and general else ''} | "
-                f"{report['bytes'][name]:,} |"
-            )
-    return "\n".join(rows)
+            cells = [report["name"], kind, f"{report['budget']['minutes'] if i else 0:g}"]
+            cells.append(interval(row["accepted_length"]))
+            cells.append(change(row["against_before"]) if i else "")
+            cells.append(change(general["against_before"]) if i and general else "")
+            rows.append([*cells, f"{report['bytes'][name]:,}"])
+    return md_table(head, rows, (0, 1))
 
 
 def _lora(report: Report, index: int) -> bool:

@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from scripts.common import files
-from scripts.reports.block import Block
+from scripts.reports.block import Block, md_table
 
 RESULTS = files.ROOT / "docs" / "results" / "lossless.json"
 BLOCK = Block(
@@ -54,16 +54,11 @@ def slim(paper: dict[str, Any]) -> dict[str, Any]:
 def render(known: dict[str, Any]) -> str:
     """The tables of the page."""
     rows = [row for name, write in ROWS.items() if name in known for row in write(known[name])]
-    table = [
-        "| what | how much | found |",
-        "|---|---|---|",
-        *(f"| {' | '.join(row)} |" for row in rows),
-    ]
-    parts = [*table, ""]
+    parts = [md_table(("what", "how much", "found"), rows, (0, 1, 2)), ""]
     if "certificates" in known:
-        parts += [*_certificates(known["certificates"]), ""]
+        parts += [_certificates(known["certificates"]), ""]
     if "controls" in known:
-        parts += [*_controls(known["controls"]), ""]
+        parts += [_controls(known["controls"]), ""]
     return "\n".join(parts)
 
 
@@ -144,13 +139,13 @@ ROWS = {
 }
 
 
-def _certificates(e: dict[str, Any]) -> list[str]:
-    lines = [
-        "| certificate | settings | tokens | p (alpha) | smallest bias found | typical "
-        "acceptance | wrong draft "
-        "law | verdict |",
-        "|---|---|---:|---:|---:|---:|---:|---|",
-    ]
+def _certificates(e: dict[str, Any]) -> str:
+    head = ("certificate", "settings", "tokens", "p (alpha)", "smallest bias found")
+    wrong = {
+        "typical acceptance": "typical acceptance",
+        "draft scored with the wrong law": "wrong draft law",
+    }
+    rows = []
     for paper in e["rows"]:
         s, power = paper["settings"], paper["power"]
         sampling = next((layer for layer in paper["layers"] if layer["name"] == "sampling"), None)
@@ -168,22 +163,21 @@ def _certificates(e: dict[str, Any]) -> list[str]:
             + f", {s['dtype']}"
         )
         verdict = ": ".join([paper["verdict"], *paper["reasons"][:1]])
-        lines.append(
-            f"| {s['drafter']} | {words} | {power['tokens']:,} | {p} | {least} | "
-            f"{by.get('typical acceptance', '–')} | "
-            f"{by.get('draft scored with the wrong law', '–')} | "
-            f"{verdict} |"
-        )
-    return lines
+        cells = [s["drafter"], words, f"{power['tokens']:,}", p, least]
+        rows.append([*cells, *(by.get(name, "–") for name in wrong), verdict])
+    return md_table([*head, *wrong.values(), "verdict"], rows, (0, 1, -1))
 
 
-def _controls(e: dict[str, Any]) -> list[str]:
-    return [
-        "| known wrong code | caught by | measured there | correct code |",
-        "|---|---|---:|---:|",
-        *(
-            f"| {r['name']} | {r['layer'] if r['rejected'] else 'NOTHING'} | {r['measured']:.2g} | "
-            f"{r['correct_code']:.1g} |"
-            for r in e["rows"]
-        ),
+def _controls(e: dict[str, Any]) -> str:
+    rows = [
+        [
+            r["name"],
+            r["layer"] if r["rejected"] else "NOTHING",
+            f"{r['measured']:.2g}",
+            f"{r['correct_code']:.1g}",
+        ]
+        for r in e["rows"]
     ]
+    return md_table(
+        ("known wrong code", "caught by", "measured there", "correct code"), rows, (0, 1)
+    )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from scripts.fitting.verdict import ratio, rows_of
+from scripts.reports.block import md_table
 from scripts.reports.fit_table import change
 from scripts.reports.table import interval
 
@@ -72,7 +73,7 @@ def costs(found: Report) -> str:
     the one before was: of its chain, at the first temperature."""
     places = [f"token {k}" for k in range(1, SHOWN + 1)]
     columns = ["head", "steps", "10¹² FLOPs", "million tokens", "core minutes", *places]
-    lines = _top(columns)
+    lines = []
     for name, head in found["heads"].items():
         chain = next(iter(head["scores"].values())).get("chain")
         known = [c for c in chain["conditional"] if c is not None][:SHOWN] if chain else []
@@ -85,8 +86,8 @@ def costs(found: Report) -> str:
             *(f"{chance:.0%}" for chance in known),
             *["–"] * (SHOWN - len(known)),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return md_table(columns, lines)
 
 
 def scores(found: Report, temperature: str) -> str:
@@ -95,7 +96,7 @@ def scores(found: Report, temperature: str) -> str:
     columns = [f"T = {temperature}"]
     for shape in SHAPES:
         columns += [shape, f"to {REFERENCE}", "draft ms", "speedup"]
-    lines = _top(columns)
+    lines = []
     for name, head in found["heads"].items():
         cells = [name]
         for shape in SHAPES:
@@ -109,8 +110,8 @@ def scores(found: Report, temperature: str) -> str:
                 _scaled(score["draft_ms"], 1, 1),
                 interval(score["speedup"], 2, "×"),
             ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return md_table(columns, lines)
 
 
 def title(found: Report) -> str:
@@ -122,11 +123,6 @@ def title(found: Report) -> str:
         for temperature, each in found["asked"].items()
     )
     return f"{budget / 1e12:.0f} × 10¹² floating point operations of the draft each; {asked}"
-
-
-def _top(columns: list[str]) -> list[str]:
-    rule = "|".join(["---", *["---:"] * (len(columns) - 1)])
-    return [f"| {' | '.join(columns)} |", f"|{rule}|"]
 
 
 def _scaled(value: float | None, unit: float, digits: int) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from scripts.common import files
 from scripts.proofs.mutants import page as mutants_page
 from scripts.reports import fit_table, matched, serves, table, tune_table
-from scripts.reports.block import Block
+from scripts.reports.block import Block, md_table
 from scripts.serving import case as engine_case
 from scripts.serving import llamacpp_cases
 from scripts.serving.engines import sampled as engine_sampled
@@ -128,22 +128,23 @@ def front() -> str:
         f"{found['equal']} of {found['checked']} answers are equal token by token. `kill -9` at "
         f"random moments of training: {kill}.",
         "",
-        "| drafter | tokens a pass | × plain decoding | × `generate` | same tokens, float32 |",
-        "|---|---:|---:|---:|---:|",
     ]
+    head = "drafter", "tokens a pass", "× plain decoding", "× `generate`", "same tokens, float32"
+    cells = []
     for label, row in rows.items():
         if label.endswith("(defaults)"):
             continue
-        cells = [
-            label,
-            table.interval(row["accepted_length"]),
-            table.interval(row["speedup"]),
-            f"{row['tokens_per_second'] / generate:.2f}",
-            table.equality(same[label]) if label in same else "–",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+        cells.append(
+            [
+                label,
+                table.interval(row["accepted_length"]),
+                table.interval(row["speedup"]),
+                f"{row['tokens_per_second'] / generate:.2f}",
+                table.equality(same[label]) if label in same else "–",
+            ]
+        )
     more = " ".join(filter(None, [unseen(), leaders(), fitted()]))
-    return "\n".join([*lines, "", more])
+    return "\n".join([*lines, md_table(head, cells), "", more])
 
 
 def unseen() -> str:

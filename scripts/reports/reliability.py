@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.common import files
-from scripts.reports.block import Block
+from scripts.reports.block import Block, md_table
 
 RESULTS = files.ROOT / "docs" / "results" / "reliability.json"
 BLOCK = Block(
@@ -67,13 +67,16 @@ def read(path: Path | None = None) -> dict[str, dict[str, Any]]:
 
 def markdown(rows: dict[str, dict[str, Any]]) -> str:
     """The table: what was done, what came of it, when and at which commit."""
-    lines = ["| fault or change | result | date | commit |", "|---|---|---|---|"]
-    lines += [
-        f"| {r['what']} | {r['result']}{'' if r['met'] else ' (**missed**)'} | "
-        f"{r['date']} | `{r['commit']}` |"
+    lines = [
+        [
+            r["what"],
+            r["result"] + ("" if r["met"] else " (**missed**)"),
+            r["date"],
+            f"`{r['commit']}`",
+        ]
         for _, r in sorted(rows.items())
     ]
-    return "\n".join(lines)
+    return md_table(("fault or change", "result", "date", "commit"), lines, range(4))
 
 
 def _path() -> Path:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from scripts.reports.block import md_table
+
 LLAMACPP = ("engines-llamacpp", "engines-llamacpp-draft")
 COLUMNS = (
     "engine",
@@ -25,8 +27,7 @@ def markdown(results: Path) -> str:
     """The table. results: the folder with engines.json, engines-llamacpp.json and, where they
     were run, engines-llamacpp-draft.json and engines-llamacpp-sampled.json."""
     rows = [*_llamacpp(results), *_vllm(results)]
-    rule = ["---"] * len(COLUMNS)
-    return "\n".join("| " + " | ".join(row) + " |" for row in [list(COLUMNS), rule, *rows])
+    return md_table(COLUMNS, rows, range(len(COLUMNS)))
 
 
 def _read(path: Path) -> dict[str, Any]:

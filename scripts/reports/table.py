@@ -11,6 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from scripts.reports.block import md_table
+
 Row = dict[str, Any]
 
 
@@ -61,7 +63,7 @@ def by_category(report: dict[str, Any]) -> str:
     rows = [row for row in report["drafters"] if row["shape"] != "none"]
     known = list(rows[0]["by_category"]) if rows else []
     head = ["drafter", "all", *known, "accepted draft tokens by"]
-    lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (1 + len(known))}---|"]
+    lines = []
     for row in rows:
         cells = [row["by_category"][name]["accepted_length"]["mean"] for name in known]
         shares = [
@@ -69,8 +71,8 @@ def by_category(report: dict[str, Any]) -> str:
             for part in row.get("by_drafter", [])
         ]
         told = [row["label"], interval(row["accepted_length"]), *map(number, cells)]
-        lines.append(f"| {' | '.join([*told, ', '.join(shares) or '–'])} |")
-    return "\n".join(lines)
+        lines.append([*told, ", ".join(shares) or "–"])
+    return md_table(head, lines, (0, -1))
 
 
 COLUMNS: list[tuple[str, Callable[[Row], str]]] = [
@@ -316,10 +318,5 @@ def _doubts(row: Row, target: dict[str, Any]) -> list[str]:
 def markdown(report: dict[str, Any]) -> str:
     """The same table in Markdown."""
     columns = columns_of(report)
-    lines = [
-        "| " + " | ".join(name for name, _ in columns) + " |",
-        "|---|" + "---:|" * (len(columns) - 1),
-    ]
-    for row in report["drafters"]:
-        lines.append("| " + " | ".join(cell(row) for _, cell in columns) + " |")
-    return "\n".join(lines)
+    rows = [[cell(row) for _, cell in columns] for row in report["drafters"]]
+    return md_table([name for name, _ in columns], rows)

@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from scripts.reports.block import md_table
 from scripts.reports.table import interval, number
 
 
@@ -125,13 +126,13 @@ COLLECTED = (
 
 def markdown(known: dict[str, Any]) -> str:
     """What tuning runs with grid=true came to (the JSON of `results=`), a row per drafter."""
-    lines = [list(COLLECTED), ["---", "---", *["---:"] * (len(COLLECTED) - 2)]]
+    rows = []
     for name, run in known.items():
         grid, chosen = run["grid"], run["chosen"]
         if grid is None:
             continue
         off = grid["error_proposed"]
-        lines.append(
+        rows.append(
             [
                 name,
                 chosen["name"],
@@ -143,4 +144,4 @@ def markdown(known: dict[str, Any]) -> str:
                 f"{chosen['break_even']:.2f}",
             ]
         )
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return md_table(COLLECTED, rows, (0, 1))

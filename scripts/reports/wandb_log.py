@@ -7,7 +7,7 @@ import numbers
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError
+from conf.errors import UserError, first_line
 
 
 def to_wandb(report: dict[str, Any], out: Path, job: str) -> None:
@@ -28,9 +28,9 @@ def to_wandb(report: dict[str, Any], out: Path, job: str) -> None:
                 run.summary.update({f"{row['name']}/{k}": v for k, v in flat(row).items()})
             run.log({p.stem: wandb.Image(str(p)) for p in sorted((out / "figures").glob("*.png"))})
     except (wandb.Error, OSError) as error:
-        line = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"wandb: {line}; the report is in {out}; set wandb=false or WANDB_MODE=offline"
+            f"wandb: {first_line(error)}; the report is in {out}; set wandb=false or "
+            "WANDB_MODE=offline"
         ) from error
 
 

@@ -4,12 +4,12 @@ sizes tell together.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError
+from conf.jsonl import records
 from heads import settings_folder
 from scripts.scoring import names
 from scripts.scoring.contest import Lane
@@ -42,16 +42,15 @@ def evaluations(folder: Path) -> list[dict[str, Any]]:
         return []
     found: dict[int, dict[str, Any]] = {}
     try:
-        for line in log.read_text().splitlines():
-            entry = json.loads(line)
+        for entry in records(log):
             if entry.get("event") == "eval" and isinstance(
                 entry.get("accepted_length"), int | float
             ):
                 found[int(entry["step"])] = {
                     k: entry.get(k) for k in ("step", "accepted_length", "low", "high")
                 }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass  # a log that is being written may end in half a line
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
     return [found[step] for step in sorted(found)]
 
 

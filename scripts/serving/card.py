@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from conf.jsonl import records
 from heads.base import Head
 from heads.interop import Facts
 from heads.interop.engines import LLAMACPP, SGLANG, VLLM
@@ -290,12 +291,11 @@ def run_record(source: Path) -> dict[str, Any]:
     """
     for folder in source.parents[:3]:
         try:
-            with open(folder / "metrics.jsonl") as file:
-                first = json.loads(file.readline())
-        except (OSError, ValueError):
+            first = records(folder / "metrics.jsonl")[:1]
+        except OSError:
             continue
-        if isinstance(first, dict) and first.get("event") == "start":
-            return {k: v for k, v in first.items() if isinstance(v, str)}
+        if first and first[0].get("event") == "start":
+            return {k: v for k, v in first[0].items() if isinstance(v, str)}
     return {}
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from conf.errors import UserError
+from conf.errors import UserError, last_line
 from decode import stats
 from decode.drafters import Drafter, NoDraft
 from decode.engine import Cycle, Generation, Request, generate
@@ -28,6 +28,7 @@ from heads.base import Batch, Head
 from heads.interop import detect, read_folder
 from heads.names import Draft
 from scripts.common import files
+from scripts.reports.block import md_table
 from scripts.serving.check import comparable
 
 TIE = 1e-3  # logits that lie this near may change places with the order of sums
@@ -189,8 +190,8 @@ def package(
             command, stdout=file, stderr=subprocess.STDOUT, check=False
         ).returncode
     if code:
-        lines = [line for line in log.read_text().splitlines() if line.strip()] or ["no output"]
-        raise UserError(f"speculators: cannot load {folder} ({lines[-1][:200]}); all of it: {log}")
+        said = last_line(log.read_text())
+        raise UserError(f"speculators: cannot load {folder} ({said}); all of it: {log}")
     theirs = load_file(out)
     twin = copy.deepcopy(head).float().eval()
     batch = Batch(ids, mask, mask, torch.zeros(1, dtype=torch.int64))
@@ -276,18 +277,4 @@ def title(report: dict[str, Any]) -> str:
 
 def markdown(report: dict[str, Any]) -> str:
     """The table for the README."""
-    rule = ["---", *["---:"] * (len(COLUMNS) - 1)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [list(COLUMNS), rule, *cells(report)])
-
-
-def show(report: dict[str, Any]) -> None:
-    """The table for people."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title(report), title_justify="left")
-    for i, name in enumerate(COLUMNS):
-        table.add_column(name, justify="right" if i else "left")
-    for row in cells(report):
-        table.add_row(*row)
-    Console(width=150).print(table)
+    return md_table(COLUMNS, cells(report))

@@ -11,7 +11,6 @@ tokens, V vocabulary.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -187,12 +186,3 @@ class Served:
         cos, sin = angle.cos(), angle.sin()
         even, odd = y[..., 0::2], y[..., 1::2]
         return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
-
-
-def summary(path: Path) -> dict[str, Any]:
-    """What a file holds: architecture, tensors by type."""
-    file = read_gguf(path)
-    types: dict[str, int] = {}
-    for label in file.types.values():
-        types[label] = types.get(label, 0) + 1
-    return {"architecture": file.fields.get("general.architecture"), "tensors": types}

@@ -25,6 +25,7 @@ from decode.engine import Cycle, Request, generate
 from decode.sampling import Sampling
 from decode.target import Target
 from scripts.common import files
+from scripts.reports.block import md_table
 from scripts.serving import contract, llamacpp
 from scripts.serving.asking import Address, Ask, Door
 from scripts.serving.case import Runs
@@ -312,5 +313,4 @@ def title(report: dict[str, Any]) -> str:
 
 def markdown(report: dict[str, Any]) -> str:
     """The table for documents."""
-    rule = ["---", "---", *["---:"] * (len(COLUMNS) - 2)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [list(COLUMNS), rule, *cells(report)])
+    return md_table(COLUMNS, cells(report), (0, 1))

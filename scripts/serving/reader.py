@@ -128,7 +128,7 @@ class Exported:
     def _eagle(self, ids: Tensor, features: Features, count: int) -> Drafts:
         three = any("hidden_norm" in name for name in self.tensors)
         shape = self.config.get("transformer_layer_config", self.config)
-        get = self._layer(three)
+        get = self._layer()
         flag = self.config.get
         eps = float(shape["rms_norm_eps"])
         if three:
@@ -176,7 +176,7 @@ class Exported:
             x = torch.cat([norm(p, self.tensors[f"fc_norm.{i}.weight"], eps) for i, p in parts], -1)
         return x @ self.tensors["fc.weight"].T
 
-    def _layer(self, three: bool) -> Callable[[str], Tensor]:
+    def _layer(self) -> Callable[[str], Tensor]:
         prefix = (
             "midlayer."
             if any(name.startswith("midlayer.") for name in self.tensors)

@@ -99,7 +99,7 @@ async def _seeds(door: Door, job: Job) -> str:
 
 
 async def _greedy(door: Door, job: Job, parts: Parts, watch: Watch) -> list[Answer]:
-    done = [_answer(row, job) for row in parts.lines("greedy")]
+    done = [_answer(row) for row in parts.lines("greedy")]
     ask = Ask(job.limit)
     work = [(level, i) for level in job.levels for i in range(job.greedy)]
     number = len(done)
@@ -111,7 +111,7 @@ async def _greedy(door: Door, job: Job, parts: Parts, watch: Watch) -> list[Answ
         for prompt, reply in zip(prompts, replies, strict=True):
             row = _row(number, number, level, prompt, reply, job)
             parts.add("greedy", row)
-            done.append(_answer(row, job))
+            done.append(_answer(row))
             number += 1
         watch("greedy answers", number, len(work))
     return done
@@ -124,7 +124,7 @@ async def _sampled(door: Door, job: Job, parts: Parts, watch: Watch) -> list[Ans
         kept.setdefault(row["wave"], {})[row["number"]] = row
     waves = {w: list(rows.values()) for w, rows in kept.items()}
     whole = {w: rows for w, rows in waves.items() if len(rows) == rows[0]["level"]}
-    done = [_answer(row, job) for w in sorted(whole) for row in whole[w]]
+    done = [_answer(row) for w in sorted(whole) for row in whole[w]]
     share = -(-job.tokens // len(job.levels))
     wave = max(whole, default=-1) + 1
     number = max((a.number for a in done), default=-1) + 1
@@ -164,7 +164,7 @@ async def _sampled(door: Door, job: Job, parts: Parts, watch: Watch) -> list[Ans
             )
         for row in rows:
             parts.add("sampled", row)
-        done += [_answer(row, job) for row in rows]
+        done += [_answer(row) for row in rows]
         wave, number = wave + 1, number + level
 
 
@@ -206,7 +206,7 @@ def _row(
     }
 
 
-def _answer(row: dict[str, Any], job: Job) -> Answer:
+def _answer(row: dict[str, Any]) -> Answer:
     return Answer(row["number"], row["wave"], row["level"], row["prompt"], row["tokens"])
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import sys
 import time
@@ -16,7 +15,7 @@ from decode.models.identity import sha256_template, sha256_tokenizer
 from decode.models.load import load_tokenizer
 from scripts.common.meter import Meter
 from scripts.synthesis.config import SynthesizeConfig
-from scripts.synthesis.ledger import Ledger
+from scripts.synthesis.ledger import Ledger, check_space
 from scripts.synthesis.questions import Questions
 from scripts.synthesis.regenerate import Regenerator
 from scripts.synthesis.server import OpenAIServer
@@ -190,13 +189,7 @@ def _check_space(cfg: SynthesizeConfig, path: Path, total: int) -> None:
     need = (
         5 * total * cfg.max_new_tokens + Path(cfg.prompts).expanduser().stat().st_size + (1 << 20)
     )
-    free = shutil.disk_usage(path.parent).free
-    if free < need:
-        raise UserError(
-            f"out: {path.parent} has {free >> 20} MB free, up to {need >> 20} MB are "
-            "needed; free space "
-            "there or give another folder"
-        )
+    check_space(path.parent, need)
 
 
 def _say(text: str) -> None:

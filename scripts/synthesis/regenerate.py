@@ -189,5 +189,5 @@ class Regenerator:
             del self._done[at]
             at += 1
         if at > self.ledger.settled:
-            self.ledger.append(rows, failed, at)
+            self.ledger.append(rows, at - self.ledger.settled, failed, goes_on=True)
             self.on_commit(at)

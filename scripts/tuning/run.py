@@ -260,7 +260,7 @@ def run(cfg: TuneConfig, target: Target, progress: Steps) -> dict[str, Any]:
         },
         "acceptance": family.acceptance(texts),
         "searched": len(found) + len(confident),
-        "curves": curves(model, found, candidate, cfg, tuning.batches),
+        "curves": curves(model, found, candidate, tuning.batches),
         "rows": table,
         "none": {k: rows["none"][k] for k in ("tokens_per_second", "ms_per_token", "target_ms")},
         "pace": pace,
@@ -324,7 +324,6 @@ def curves(
     model: CostModel,
     found: Sequence[Candidate],
     chosen: Candidate | None,
-    cfg: TuneConfig,
     batches: Sequence[int],
 ) -> dict[str, Any]:
     """Predicted speedup against K, against nodes (the best of each), and against batch size."""

@@ -14,7 +14,7 @@ from decode.models.load import TargetConfig, load_target
 from heads import HEADS
 from heads.block.config import BlockConfig
 from heads.eagle.config import EagleConfig
-from heads.interop import LAYOUTS, Facts, read_folder
+from heads.interop import LAYOUTS, Facts
 from heads.parallel.hydra_heads import HydraHeadsConfig
 from heads.parallel.medusa import MedusaConfig
 
@@ -90,8 +90,3 @@ def change(path: Path, edit: Any = None, settings: Any = None) -> Path:
         settings(value)
     (path / "config.json").write_text(json.dumps(value))
     return path
-
-
-def tensors_of(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder."""
-    return read_folder(path).tensors

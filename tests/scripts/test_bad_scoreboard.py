@@ -138,7 +138,7 @@ def test_everything_else_is_scored(
         ("\n \n", "the file holds no prompt"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}\n', "no user turn"),
         ('{"turns": []}\n', "no user turn"),
-        ("{broken\n", "p.jsonl:1: malformed JSON"),
+        ("{broken\n", "p.jsonl:1: is not JSON"),
     ],
 )
 def test_a_file_without_a_prompt_ends_it_in_one_line(

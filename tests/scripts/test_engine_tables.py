@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from scripts.reports import serves
+from scripts.reports.block import md_table
 from scripts.serving import llamacpp_cases
 from scripts.serving.costs import Costs, Point
 from scripts.serving.engines import sampled, settings
@@ -93,3 +94,12 @@ def test_keys_that_make_no_sense(part, keys, said, capsys) -> None:
     with pytest.raises(SystemExit) as stop:
         part.main(keys)
     assert stop.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_a_table_in_markdown_says_which_columns_are_words() -> None:
+    rows = [["a", "1", "x"], ["b", "2", "y"]]
+    assert md_table(("n", "k", "t"), rows, (0, -1)) == (
+        "| n | k | t |\n|---|---:|---|\n| a | 1 | x |\n| b | 2 | y |"
+    )
+    assert md_table(("n", "k"), []) == "| n | k |\n|---|---:|"
+    assert md_table(("n", "k"), [], ()) == "| n | k |\n|---:|---:|"

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from conf.errors import Interrupted, UserError
+from conf.jsonl import read_lines
 from conf.schema import compose
 from decode.models.load import TargetConfig
 from scripts.common.files import ROOT
@@ -31,7 +32,7 @@ from scripts.synthesis.server import retry_after
 from scripts.synthesize import SynthesizeConfig, main, synthesize
 from tests.helpers.faults import fork, wait
 from tests.helpers.unruly_server import FAULTS
-from train.texts.rows import Row, raw_row, read_lines
+from train.texts.rows import Row, raw_row
 
 KEY = "sk-very-secret-0123456789"
 
@@ -409,14 +410,14 @@ ROWS = {
         "a",
     ],
     b"{": "is not JSON",
-    b"[]": "not an object",
-    b'{"x": 1}': "none of messages",
-    b'{"turns": "a"}': "not a list",
-    b'{"prompt": ""}': "turn 0: content is empty",
-    b'{"prompt": 3}': "no text",
+    b"[]": "not a JSON object",
+    b'{"x": 1}': "none of turns, messages",
+    b'{"turns": "a"}': "must be a list",
+    b'{"prompt": ""}': "prompt holds an empty turn",
+    b'{"prompt": 3}': "prompt must be text",
     b'{"turns": []}': "no user turn",
     b'{"messages": [{"role": "tool", "content": "x"}]}': "tool turns",
-    b'{"messages": 3}': "not a list",
+    b'{"messages": 3}': "must be a list",
     b'{"messages": [{"role": "assistant", "content": "x"}]}': "no user turn",
     b'{"prompt": "\\ud800"}': "surrogate",
     b'{"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "s"}]}': "system turn may only",

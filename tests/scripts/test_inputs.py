@@ -131,7 +131,7 @@ def test_half_an_emoji_in_a_question_for_a_server(tmp_path: Path, capsys: Any) -
                 f"out={tmp_path}/o.jsonl",
             ]
         )
-    assert stop.value.code == 2 and f"{path}:1: turn 0: holds {HALF}" in one_line(capsys)
+    assert stop.value.code == 2 and f"{path}:1: prompt holds {HALF}" in one_line(capsys)
 
 
 # -- seeds and ids

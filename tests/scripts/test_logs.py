@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from conf.errors import Interrupted, UserError
+from conf.jsonl import read_lines
 from conf.schema import compose
 from decode.models.load import TargetConfig, load_tokenizer
 from scripts.synthesis.config import SynthesizeConfig
@@ -19,7 +20,7 @@ from scripts.synthesis.logs.forms import moment
 from scripts.synthesis.logs.masking import Masker, iban, luhn, rules
 from scripts.synthesize import synthesize
 from tests.helpers.planted import measured, remains
-from train.texts.rows import Row, raw_row, read_lines
+from train.texts.rows import Row, raw_row
 
 TINY = TargetConfig(kind="tiny")
 RULES = rules()

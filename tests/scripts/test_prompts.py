@@ -48,12 +48,12 @@ def test_all_forms(tmp_path) -> None:
 @pytest.mark.parametrize(
     "line, message",
     [
-        ('{"turns": ["a"', "malformed JSON"),
+        ('{"turns": ["a"', "is not JSON.*every line must be one JSON object"),
         ('["a"]', "not a JSON object"),
         ('{"question": "a"}', "none of turns, messages, conversations, prompt.*question"),
         ('{"turns": []}', "no user turn"),
         ('{"turns": ["a", " "]}', "empty turn"),
-        ('{"turns": "a"}', "turns must be text"),
+        ('{"turns": "a"}', "turns must be a list of texts"),
         ('{"turns": [1]}', "turns must be text"),
         ('{"prompt": null}', "prompt must be text"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "no user turn"),
@@ -90,7 +90,7 @@ def test_unreadable_files(tmp_path) -> None:
     cases = (
         (empty, "no prompt"),
         (binary, "UTF-8"),
-        (tmp_path, "folder"),
+        (tmp_path, "cannot read .*Is a directory"),
         (tmp_path / "no", "cannot read"),
     )
     for path, message in cases:

@@ -318,7 +318,7 @@ def test_rows_are_on_disk_before_the_record_says_so(
     monkeypatch.setattr(os, "replace", renaming)
     ledger = Ledger(tmp_path / "a.jsonl", {})
     ledger.open()
-    ledger.append([{"messages": []}], [], 1)
+    ledger.append([{"messages": []}], 1)
     record = [("sync", "its stage"), ("rename", "a.jsonl.meta.json")]
     assert events == [*record, ("sync", "a.jsonl"), *record]
 

@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 
 from conf.errors import Interrupted, UserError
+from conf.jsonl import records
 from conf.schema import compose
 from decode.models.load import TargetConfig, load_target
 from decode.sampling import Sampling
 from scripts.common.files import sole_writer
+from scripts.synthesis import ledger
 from scripts.synthesis import write as synthesis
-from scripts.synthesis.write import Store, Writer, clean_question, differences, fingerprint, junk
+from scripts.synthesis.ledger import Ledger, differences
+from scripts.synthesis.write import Writer, clean_question, fingerprint, junk
 from scripts.synthesize import SynthesizeConfig, synthesize
 from tests.helpers import faults
 
@@ -97,7 +100,7 @@ def test_interrupted_run_continues_to_the_same_file(
 def test_a_signal_while_a_block_is_written_waits_for_its_record(
     tmp_path, monkeypatch, whole: bytes
 ) -> None:
-    path, real, written = tmp_path / "a.jsonl", synthesis.write_json, []
+    path, real, written = tmp_path / "a.jsonl", ledger.write_json, []
 
     def interrupting(target, value):
         written.append(target)
@@ -105,7 +108,7 @@ def test_a_signal_while_a_block_is_written_waits_for_its_record(
             os.kill(os.getpid(), signal.SIGTERM)
         real(target, value)
 
-    monkeypatch.setattr(synthesis, "write_json", interrupting)
+    monkeypatch.setattr(ledger, "write_json", interrupting)
     with pytest.raises(Interrupted, match="holds 4 of 14 .*the same command continues") as stop:
         synthesize(config(path))
     assert stop.value.code == 75 and len(written) == 2
@@ -118,7 +121,7 @@ def test_file_one_block_ahead_of_its_record_is_mended(
     tmp_path, whole: bytes, monkeypatch, dies: int
 ) -> None:
     path = tmp_path / "a.jsonl"
-    real = synthesis.write_json
+    real = ledger.write_json
     written = []
 
     def dying(target, value):
@@ -127,11 +130,11 @@ def test_file_one_block_ahead_of_its_record_is_mended(
             raise OSError(errno.ENOSPC, "No space left on device", str(target))
         real(target, value)
 
-    monkeypatch.setattr(synthesis, "write_json", dying)
+    monkeypatch.setattr(ledger, "write_json", dying)
     with pytest.raises(OSError, match="No space"):
         synthesize(config(path))
     assert whole.startswith(path.read_bytes())
-    monkeypatch.setattr(synthesis, "write_json", real)
+    monkeypatch.setattr(ledger, "write_json", real)
     synthesize(config(path))
     assert path.read_bytes() == whole
 
@@ -183,12 +186,10 @@ def test_foreign_damaged_and_held_files(tmp_path) -> None:
     path.unlink()
     synthesize(config(path, num_conversations=2, batch=2))
     lines = path.read_text().splitlines(keepends=True)
-    path.write_text("{}\n" + lines[1])
-    with pytest.raises(UserError, match=r"a.jsonl:1: no conversation"):
-        synthesize(config(path, num_conversations=3, batch=2))
-    path.write_text(lines[0])
-    with pytest.raises(UserError, match="lost lines"):
-        synthesize(config(path, num_conversations=3, batch=2))
+    for changed in ("{}\n" + lines[1], lines[0]):
+        path.write_text(changed)
+        with pytest.raises(UserError, match="a.jsonl was changed since it was written"):
+            synthesize(config(path, num_conversations=3, batch=2))
     (tmp_path / "a.jsonl.meta.json").write_text("{")
     with pytest.raises(UserError, match="damaged"):
         synthesize(config(path))
@@ -293,12 +294,35 @@ def test_blocks_draw_questions_of_their_own() -> None:
 
 
 def test_unusual_line_ends_inside_a_text_do_not_split_its_line(tmp_path) -> None:
-    store = Store(tmp_path / "a.jsonl", {})
-    text = "What is\u2028this\x85and\u2029that\x0b?\r\n1"
-    store.append([{"messages": [{"role": "user", "content": text}]}], 1)
-    again = Store(tmp_path / "a.jsonl", {})
-    again.open(1, 1)
-    assert list(again.questions()) == [text] and len(again.path.read_text().splitlines()) == 1
+    made = Ledger(tmp_path / "a.jsonl", {})
+    row = {"messages": [{"role": "user", "content": "What\u2028is\x85and\u2029that\x0b?\r\n1"}]}
+    made.append([row], 1)
+    again = Ledger(tmp_path / "a.jsonl", {})
+    again.open()
+    assert (again.rows, again.settled) == (1, 1) and records(again.path) == [row]
+    assert len(again.path.read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "old", [("blocks",), ("settled", "rows", "bytes", "sha256", "failed")], ids=["local", "server"]
+)
+def test_files_of_earlier_versions_go_on(tmp_path, old: tuple[str, ...]) -> None:
+    made = Ledger(tmp_path / "a.jsonl", {"seed": 0})
+    made.append([{"a": 1}, {"a": 2}], 3)
+    made.append([{"a": 3}], 2, [[4, "refused"]], goes_on="blocks" not in old)
+    record = json.loads(made.meta.read_text()) | {"settled": made.settled, "rows": made.rows}
+    made.meta.write_text(json.dumps({k: record[k] for k in ("settings", *old)}))
+    again = Ledger(made.path, {"seed": 0})
+    again.open()
+    assert (again.blocks, again.bytes) == (made.blocks, made.bytes)
+    again.append([{"a": 4}], 1)
+    assert [row["a"] for row in records(again.path)] == [1, 2, 3, 4]
+    again = Ledger(made.path, {"seed": 0})
+    again.open()
+    again.shorten(2)
+    again = Ledger(made.path, {"seed": 0})
+    again.open()
+    assert (again.rows, len(again.path.read_text().splitlines())) == (3, 3)
 
 
 def test_differences_are_named_by_path() -> None:
@@ -306,7 +330,7 @@ def test_differences_are_named_by_path() -> None:
         "b.c 2, now 3",
         "b.d None, now 4",
     ]
-    assert Store(Path("x/a.jsonl"), {}).meta == Path("x/a.jsonl.meta.json")
+    assert Ledger(Path("x/a.jsonl"), {}).meta == Path("x/a.jsonl.meta.json")
 
 
 def test_a_made_up_domain_is_asked(tmp_path: Path) -> None:

@@ -24,8 +24,6 @@ from train.block import BlockRun
 from train.config import EagleRun, MedusaRun
 from train.loop import fit
 
-ROOT = Path(__file__).resolve().parents[2]
-PATHS = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
 SHAPE = {**TINY, "layers": 4}
 STEPS, MANY = 4, 100
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from conf.errors import UserError
+from conf.jsonl import read_lines
 from decode.models.identity import cache_root
 from decode.models.tiny import byte_tokenizer
 from tests.helpers.faults import fork, ranks, wait
@@ -22,7 +23,7 @@ from train import waiting
 from train.config import DataConfig
 from train.texts import batches, tokenizing, tokens
 from train.texts.batches import Rows, load_rows
-from train.texts.rows import Reading, read_lines
+from train.texts.rows import Reading
 from train.texts.tokenizing import Parts, Work, encoded
 from train.waiting import turn
 
@@ -237,7 +238,8 @@ def test_workers_end_with_their_parent(tmp_path: Path, data: Path) -> None:
         "from pathlib import Path\n"
         "from decode.models.tiny import byte_tokenizer\n"
         "from train.texts import tokenizing\n"
-        "from train.texts.rows import Reading, read_lines\n"
+        "from conf.jsonl import read_lines\n"
+        "from train.texts.rows import Reading\n"
         "if __name__ == '__main__':\n"
         "    tokenizing.SECONDS, tokenizing.CHUNK = 0.0, 8\n"
         "    work = tokenizing.Work(sys.argv[1], byte_tokenizer(), Reading(512), 0.0)\n"

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from conf.errors import first_line
+
 FOLDER = "profile"  # in the run folder
 MOST = 100  # steps of a window: a trace of more than that opens nowhere
 
@@ -59,8 +61,7 @@ class Window:
             self.folder.mkdir(parents=True, exist_ok=True)
             trace.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:
-            line = (str(error).splitlines() or [type(error).__name__])[0]
-            self.say(f"profile: {path}: no trace ({line})")
+            self.say(f"profile: {path}: no trace ({first_line(error)})")
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
             return

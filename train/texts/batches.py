@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from conf import disk
-from conf.errors import UserError
+from conf.errors import UserError, first_line
+from conf.jsonl import read_lines
 from decode.models.identity import (
     cache_root,
     sha256_known,
@@ -36,7 +37,7 @@ from heads.base import Batch
 from train.config import DataConfig
 from train.stored import rounds
 from train.texts.mix import File, Joined, drawn, shares
-from train.texts.rows import BadRow, Reading, Row, read_lines, read_records, read_text
+from train.texts.rows import BadRow, Reading, Row, read_records, read_text
 from train.texts.tokenizing import CHUNK, LETTERS, Item, Parts, Work, encoded, processes
 from train.texts.tokens import HASHED, PART, Counted, TokenWriter, mapped, sha256_of
 from train.waiting import nothing, turn
@@ -632,9 +633,8 @@ def _source(cfg: DataConfig, heed: Callable[[], None]) -> tuple[Iterator[Item], 
         else:
             data = datasets.load_dataset(cfg.name, split=cfg.split, revision=cfg.revision)
     except Exception as error:  # hub, network, parsing: all about what the user named
-        line = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise UserError(
-            f"data.name: cannot load {name} ({line}); check name, split and network"
+            f"data.name: cannot load {name} ({first_line(error)}); check name, split and network"
         ) from None
     return (
         read_records(data, f"{name}[{cfg.split}]"),
@@ -683,9 +683,8 @@ def _unbroken(rows: Iterator[Row | BadRow], name: str) -> Iterator[Row | BadRow]
     except UserError:
         raise
     except Exception as error:  # network, parquet, decompression: all about what the user named
-        line = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise UserError(
-            f"data.name: {name} cannot be read beyond row {count} ({line}); start the "
+            f"data.name: {name} cannot be read beyond row {count} ({first_line(error)}); start the "
             "same command again, "
             "or set data.streaming=false"
         ) from None

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from conf.errors import UserError
-from conf.jsonl import MAX_LINE, is_array, no_array, parse_line
+from conf.errors import UserError, first_line
+from conf.jsonl import parse_line
 from train.texts.spans import (
     REASONING,
     Message,
@@ -91,25 +91,6 @@ class Encoded(NamedTuple):
     ids: list[int]
     loss: list[bool]
     turns: tuple[int, int, int] = (0, 0, 0)
-
-
-def read_lines(path: Path, key: str = "data.path") -> Iterator[tuple[int, bytes]]:
-    """Line numbers and lines of a JSONL file that are not blank, for `raw_row`. key: what
-    names the file in messages. Raises UserError without a file, and for one that holds a
-    single JSON array, as ShareGPT is handed around."""
-    try:
-        stream = path.open("rb")
-    except OSError as error:
-        raise UserError(
-            f"{key}: cannot read {path} ({error.strerror}); give an existing JSONL file"
-        ) from None
-    with stream:
-        if is_array(iter(lambda: stream.readline(MAX_LINE), b"")):
-            raise UserError(f"{key}: {no_array(path)}")
-        stream.seek(0)
-        for number, line in enumerate(stream, 1):
-            if line.strip():
-                yield number, line
 
 
 def raw_row(name: str, number: int, line: bytes) -> Row | BadRow:
@@ -289,8 +270,8 @@ def _encode(
     except ValueError as error:
         raise BadRow(row.where, str(error)) from None
     except Exception as error:  # templates raise jinja errors of many kinds
-        line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise BadRow(row.where, f"the chat template refuses it ({line[:120]})") from None
+        reason = f"the chat template refuses it ({first_line(error)})"
+        raise BadRow(row.where, reason) from None
     said = sum(m["role"] == "assistant" for m in chat)
     if last_only:
         said, masks = 1, masks[-1:]

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from scripts.reports.block import md_table
+
 # "equivalent": nothing that can be observed changes. "not the law": speed, acceptance, records
 # or words change alone. "gone": it got through, and the line that it changed is no more.
 GONE = "gone"
@@ -116,18 +118,17 @@ def page(found: dict[str, Any]) -> str:
         f"{_share(a['silent law by certificate'], a['silent law'])}.",
         *_again(found),
         "",
-        "| module | mutants | equivalent | enumeration | unit tests | certificate | "
-        "something | law, certificate |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
+    head = ("module", "mutants", "equivalent", "enumeration", "unit tests", "certificate")
+    cells: list[list[str]] = []
     for name, c in [*found["modules"].items(), ("**all**", a)]:
         name = name if name.startswith("*") else f"`{name}`"
-        text.append(
-            f"| {name} | {c['mutants']} | {c['equivalent']} | {c['enumeration']} | "
-            f"{c['tests']} | {c['certificate']} "
-            f"| {_share(c['something'], c['judged'])} | "
-            f"{_share(c['law by certificate'], c['law'])} |"
-        )
+        counts = [
+            str(c[k]) for k in ("mutants", "equivalent", "enumeration", "tests", "certificate")
+        ]
+        something = _share(c["something"], c["judged"])
+        cells.append([name, *counts, something, _share(c["law by certificate"], c["law"])])
+    text.append(md_table([*head, "something", "law, certificate"], cells))
     for title, key in (
         ("Nothing rejects", "open"),
         ("No certificate rejects, though the law changes", "missed"),

@@ -16,6 +16,7 @@ from decode.models.load import TargetConfig
 from decode.sampling import Sampling
 from heads.interop import exported
 from scripts.common.parts import Parts
+from scripts.reports.block import md_table
 from scripts.serving import gguf_export, llamacpp_cases, server_certificate
 from scripts.serving import llamacpp as server
 from scripts.serving.asking import Address
@@ -258,5 +259,4 @@ def title(report: dict[str, Any]) -> str:
 
 def markdown(report: dict[str, Any]) -> str:
     """The table for documents."""
-    rule = ["---", "---", *["---:"] * (len(COLUMNS) - 3), "---"]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [list(COLUMNS), rule, *cells(report)])
+    return md_table(COLUMNS, cells(report), (0, 1, -1))

@@ -22,6 +22,7 @@ from conf.rules import AtATime, OneOrMore, one_of
 from conf.schema import entry
 from decode.models.load import TargetConfig
 from heads.interop import gguf_write
+from scripts.reports.block import md_table
 from scripts.serving import contract, costs, gguf_export, llamacpp_cases, load, settings
 from scripts.serving import llamacpp as server
 from scripts.serving.asking import Address
@@ -249,5 +250,4 @@ def title(report: dict[str, Any]) -> str:
 
 def markdown(report: dict[str, Any]) -> str:
     """The table for documents."""
-    rule = ["---:"] * len(COLUMNS)
-    return "\n".join("| " + " | ".join(row) + " |" for row in [list(COLUMNS), rule, *cells(report)])
+    return md_table(COLUMNS, cells(report), ())

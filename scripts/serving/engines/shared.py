@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from conf.errors import UserError
+from conf.errors import UserError, last_line
 from decode.models.load import TargetConfig, load_target
 from decode.target import Target
 from heads import find_head
@@ -164,8 +164,7 @@ def call(command: list[str], log: Path) -> None:
             command, stdout=file, stderr=subprocess.STDOUT, check=False
         ).returncode
     if code:
-        lines = [line for line in log.read_text().splitlines() if line.strip()] or ["no output"]
+        said = last_line(log.read_text())
         raise UserError(
-            f"{Path(command[1]).name}: failed with code {code} ({lines[-1][:200]}); all "
-            f"of it: {log}"
+            f"{Path(command[1]).name}: failed with code {code} ({said}); all of it: {log}"
         )

@@ -113,7 +113,7 @@ def main(cfg: EnginesConfig) -> int:
                 }
             )
     settings = {"dtype": "float32", "batch_size": cfg.batch_size, "timed": cfg.timed}
-    engine_case.show(stage.report(plain["versions"], settings, cases))
+    print(engine_case.markdown(stage.report(plain["versions"], settings, cases)))
     return stage.end()
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import Interrupted, UserError
+from conf.jsonl import records
 from decode.drafters import NoDraft
 from decode.engine import Request, generate
 from decode.models.load import load_target
@@ -20,9 +21,9 @@ from scripts.common.files import write_text
 from scripts.common.prompts import chat_ids
 from scripts.synthesis.config import SynthesizeConfig
 from scripts.synthesis.from_server import from_server
+from scripts.synthesis.ledger import Ledger, json_line
 from scripts.synthesis.logs.prepare import Ask
 from scripts.synthesis.questions import Questions, turns_of
-from scripts.synthesis.write import Store, json_line
 
 ASKED, ANSWERS = "asked.jsonl", "answers.jsonl"
 Rows = list[dict[str, Any] | None]
@@ -55,7 +56,7 @@ def _served(cfg: SynthesizeConfig, path: Path, answers: Path) -> Rows:
     record = json.loads(answers.with_name(answers.name + ".meta.json").read_text())
     gone = {line for line, _ in record["failed"]}
     kept = [line for line in questions.lines if line not in gone]
-    rows = _read(answers)
+    rows = records(answers)
     if len(rows) != len(kept):
         raise UserError(
             f"out: {answers} holds {len(rows)} answers where its record says {len(kept)}; delete "
@@ -70,15 +71,15 @@ def _here(cfg: SynthesizeConfig, path: Path, answers: Path) -> Rows:
     """In this process, cfg.batch chats at a time. A chat that cannot be asked gives {}."""
     lines = path.read_bytes().splitlines()
     settings = {**cfg.settings(), "asked": [len(lines), Questions(path).sha256]}
-    store = Store(answers, settings)
-    store.open(len(lines), cfg.batch)
-    at = sum(asked for asked, _ in store.blocks)
+    ledger = Ledger(answers, settings)
+    ledger.open()
+    at = ledger.settled
     if at < len(lines):
         target = load_target(cfg.target, cfg.dtype)
         try:
             while at < len(lines):
                 part = lines[at : at + cfg.batch]
-                store.append(block(cfg, target, part, at), len(part))
+                ledger.append(block(cfg, target, part, at), len(part))
                 at += len(part)
                 print(f"synthesize: {at} of {len(lines)} asked again", file=sys.stderr)
         except KeyboardInterrupt:
@@ -86,7 +87,7 @@ def _here(cfg: SynthesizeConfig, path: Path, answers: Path) -> Rows:
                 f"interrupted: {answers} holds {at} of {len(lines)} answers; the same command "
                 "continues"
             ) from None
-    return [row or None for row in _read(answers)]
+    return [row or None for row in records(answers)]
 
 
 def block(
@@ -138,8 +139,3 @@ def block(
         {"messages": messages, "complete": ended} if messages else {}
         for messages, ended in zip(made, whole, strict=True)
     ]
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    text = path.read_bytes().decode(errors="replace")
-    return [json.loads(line) for line in text.split("\n") if line.strip()]

@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError
-from conf.jsonl import parse_line
+from conf.jsonl import parse_line, read_lines
 from decode.models.identity import sha256_template, sha256_tokenizer
 from decode.models.load import TargetConfig
 from scripts.common.files import sha256, write_json, write_text
 from scripts.synthesis.config import REGIONS
+from scripts.synthesis.ledger import damaged, differences, json_line
 from scripts.synthesis.logs import forms, masking
 from scripts.synthesis.logs.forms import Exchange, Half, Unusable
 from scripts.synthesis.logs.prompts import Renderings
-from scripts.synthesis.write import damaged, differences, json_line
-from train.texts.rows import Row, interpret, read_lines
+from train.texts.rows import Row, interpret
 
 FORMAT = 2  # raise when the same logs would give other rows
 SHOWN = 20  # lines named for each reason
