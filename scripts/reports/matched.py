@@ -73,7 +73,7 @@ def costs(found: Report) -> str:
     the one before was: of its chain, at the first temperature."""
     places = [f"token {k}" for k in range(1, SHOWN + 1)]
     columns = ["head", "steps", "10¹² FLOPs", "million tokens", "core minutes", *places]
-    lines = []
+    rows = []
     for name, head in found["heads"].items():
         chain = next(iter(head["scores"].values())).get("chain")
         known = [c for c in chain["conditional"] if c is not None][:SHOWN] if chain else []
@@ -86,8 +86,8 @@ def costs(found: Report) -> str:
             *(f"{chance:.0%}" for chance in known),
             *["–"] * (SHOWN - len(known)),
         ]
-        lines.append(cells)
-    return md_table(columns, lines)
+        rows.append(cells)
+    return md_table(columns, rows)
 
 
 def scores(found: Report, temperature: str) -> str:
@@ -96,7 +96,7 @@ def scores(found: Report, temperature: str) -> str:
     columns = [f"T = {temperature}"]
     for shape in SHAPES:
         columns += [shape, f"to {REFERENCE}", "draft ms", "speedup"]
-    lines = []
+    rows = []
     for name, head in found["heads"].items():
         cells = [name]
         for shape in SHAPES:
@@ -110,8 +110,8 @@ def scores(found: Report, temperature: str) -> str:
                 _scaled(score["draft_ms"], 1, 1),
                 interval(score["speedup"], 2, "×"),
             ]
-        lines.append(cells)
-    return md_table(columns, lines)
+        rows.append(cells)
+    return md_table(columns, rows)
 
 
 def title(found: Report) -> str:
