@@ -85,6 +85,7 @@ class Ledger:
             self.blocks.pop()
             self._read()
             self._record()
+            os.truncate(self.path, self.bytes)
 
     def append(
         self,
