@@ -172,13 +172,16 @@ def leaders() -> str:
     report = read("matched")
     told = []
     for shape in matched.SHAPES:
-        lengths = {
-            name: head["scores"]["0"][shape]["accepted_length"]["mean"]
+        scores = {
+            name: head["scores"]["0"][shape]
             for name, head in report["heads"].items()
             if shape in head["scores"]["0"]
         }
-        best = max(lengths, key=lambda name: lengths[name])
-        told.append(f"`{best}@{shape}` ({lengths[best]:.2f} tokens a pass)")
+        best = max(scores, key=lambda name: scores[name]["accepted_length"]["mean"])
+        cell = f"`{best}@{shape}` ({scores[best]['accepted_length']['mean']:.2f} tokens a pass"
+        if best != matched.REFERENCE:
+            cell += f", {fit_table.change(scores[best]['against'])} to `{matched.REFERENCE}`"
+        told.append(f"{cell})")
     return (
         f"Of {len(report['heads'])} heads with the same conversations and the same arithmetic "
         f"{' and '.join(told)} are accepted most "
