@@ -6,7 +6,6 @@ import torch
 
 from heads.parallel.base import ParallelConfig, ParallelHead
 from heads.parallel.drafter import AtOnce
-from heads.parallel.saved import ParallelSaved
 
 
 @dataclass
@@ -15,7 +14,7 @@ class ToyConfig(ParallelConfig):
 
 
 @dataclass(kw_only=True)
-class ToySaved(ParallelSaved):
+class ToySaved(ParallelHead.Saved):
     config: ToyConfig
 
 

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from conf.errors import UserError
 from decode.cache import TreeCache
+from decode.fits import check_depth, check_switch
 from decode.target import Target
 from decode.tree import DraftTree
 from tests.helpers.archs import build
@@ -71,15 +72,15 @@ def test_the_depth_of_a_draft_is_its_deepest_node_and_no_padding() -> None:
     cache = small()
     fill(cache, [5, 7], 3)
     tree = DraftTree.chain(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([3, 1]))
-    cache.check_depth(tree, 9)
+    check_depth(cache, tree, 9)
     with pytest.raises(UserError, match="row 0 holds 5 tokens, and a draft of depth 3"):
-        cache.check_depth(tree, 8)
+        check_depth(cache, tree, 8)
     with pytest.raises(ValueError, match="row 0 holds 5 tokens, and a draft of depth 3"):
-        cache.check_switch(tree, 6)
+        check_switch(cache, tree, 6)
     fill(cache, [1, 7], 3)
-    cache.check_switch(tree, 9)
+    check_switch(cache, tree, 9)
     with pytest.raises(ValueError, match="row 1 holds 7 tokens, and a draft of depth 1"):
-        cache.check_switch(tree, 8)
+        check_switch(cache, tree, 8)
 
 
 def test_select_keeps_live_rows_a_prefix() -> None:

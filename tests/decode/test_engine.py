@@ -20,7 +20,7 @@ from decode.rng import Rng
 from decode.sampling import Law, Sampling
 from decode.target import Target
 from decode.tree import DraftTree, TreeShape
-from decode.verify import Verdict, traversal
+from decode.verify import Verdict, verify
 
 
 class Tree(NoDraft):
@@ -325,7 +325,7 @@ def test_a_cycle_tells_how_deep_each_row_drafted(target: Target) -> None:
 
 def test_what_a_rule_spends_on_laws_is_counted_as_law(target: Target) -> None:
     def slow(tree: DraftTree, law: Law, rng: Rng) -> Verdict:
-        verdict = traversal(tree, law, rng)
+        verdict = verify(tree, law, rng)
         law.seconds += 100.0
         return verdict
 

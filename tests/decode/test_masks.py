@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from decode.draft_masks import scratch
 from decode.layout import Layout
 from decode.masks import FULL, Reach, TreeMasks
 from decode.tree import DraftTree, TreeShape
@@ -67,7 +68,7 @@ def test_masks_of_drafted_tokens_equal_the_definition(reach: Reach) -> None:
         for level in sorted(set(deep)):
             new = deep.count(level)
             read = sum(d <= level for d in deep)
-            made = masks.scratch([end + 1], seen[:, read - new : read, :read], deep[:read], new)
+            made = scratch(masks, [end + 1], seen[:, read - new : read, :read], deep[:read], new)
             asked = wanted[:, read - new : read, : end + 1 + read]
             found = torch.ones_like(asked) if made is None else (made == 0)[:, 0]
             assert torch.equal(found, asked), (end, level)

@@ -83,7 +83,7 @@ class Anticipating(Monitor):
 
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
         tree = self.inner.propose(budget, sampling, rng)
-        if tree.proposal is None:
+        if tree.proposal is None or not tree.width:
             return tree
         q = tree.proposal.law[:, 0].gather(1, tree.tokens[:, :1])[:, 0]
         return DraftTree(
