@@ -115,14 +115,15 @@ def scores(found: Report, temperature: str) -> str:
 
 
 def title(found: Report) -> str:
-    """At which budget, and what was asked."""
+    """At which budget, what was asked, and what somebody noted beside it ("note")."""
     budget = max(head["flops"] for head in found["heads"].values())
     asked = "; ".join(
         f"T = {temperature}: {each['num_prompts']} prompts × {each['max_new_tokens']} tokens, "
         f"batch {each['batch_size']}, {each['dtype']}"
         for temperature, each in found["asked"].items()
     )
-    return f"{budget / 1e12:.0f} × 10¹² floating point operations of the draft each; {asked}"
+    told = f"{budget / 1e12:.0f} × 10¹² floating point operations of the draft each; {asked}"
+    return f"{told}. {found['note']}" if found.get("note") else told
 
 
 def _scaled(value: float | None, unit: float, digits: int) -> str:
