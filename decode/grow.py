@@ -22,7 +22,7 @@ from torch import Tensor
 
 from decode import waits
 from decode.levels import Level, law_rows, levels_of
-from decode.price import FREE, Draws, Growth, Price, pruned, undrafted
+from decode.price import FREE, Draws, Growth, Price, pruned
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.tree import DraftTree, Layout, Proposal, TreeShape
@@ -116,7 +116,7 @@ def draft(source: Source, form: Form, budget: Tensor, sampling: Sampling, rng: R
     levels = min(form.depth, int(budget.max())) if budget.numel() else 0
     drawn = not sampling.greedy and (form.drawn or form.shape == "chain")
     if levels <= 0:
-        return undrafted(budget.numel(), source.device, drawn and form.static is not None)
+        return DraftTree.empty(budget.numel(), source.device, drawn and form.static is not None)
     if form.static is None or (form.width and not drawn):
         return dynamic(source, levels, budget, form.width, form.nodes, form.price)
     shape, law = form.static.cut(levels), sampling if drawn else None

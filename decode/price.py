@@ -26,7 +26,7 @@ from torch import Tensor
 
 from decode import waits
 from decode.levels import Level
-from decode.tree import DraftTree, Layout, Proposal, TreeShape
+from decode.tree import DraftTree, Layout, TreeShape
 
 
 @dataclass(frozen=True)
@@ -188,17 +188,6 @@ class Growth:
         self.chance[:, number] = path.to(self.chance.dtype)
 
 
-def undrafted(count: int, device: torch.device, drawn: bool) -> DraftTree:
-    """No draft for `count` rows. drawn: of a drafter that draws. What a union adds to it is then
-    verified as beside rows of which something was drawn: a row's random numbers, and so its
-    tokens, do not depend on its neighbours."""
-    tree = DraftTree.empty(count, device)
-    if not drawn:
-        return tree
-    none, law = tree.tokens, torch.ones(count, 1, 1, device=device)
-    return replace(tree, sampled=none.bool(), proposal=Proposal(law, none, none.new_zeros(1)))
-
-
 def pruned(tree: DraftTree, there: Tensor) -> DraftTree:
     """`tree`, of a static shape, without the nodes that are not in `there` [B, N]. Of every node
     that is, its parent and its elder siblings are."""
@@ -208,7 +197,7 @@ def pruned(tree: DraftTree, there: Tensor) -> DraftTree:
     size, sampled, proposal = there.sum(1), tree.sampled, tree.proposal
     width = int(size.max()) if waits.free(size) else n
     if not width:
-        return undrafted(count, there.device, sampled is not None)
+        return DraftTree.empty(count, there.device, sampled is not None)
     if waits.free(there) and bool(there.all()):
         return tree
     kept = (~there).to(torch.uint8).argsort(dim=1, stable=True)[:, :width]  # old numbers

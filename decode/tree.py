@@ -112,13 +112,21 @@ class DraftTree:
         return torch.cat([depth.new_zeros(depth.shape[0], 1), depth + 1], 1)
 
     @staticmethod
-    def empty(rows: int, device: torch.device | str = "cpu") -> DraftTree:
-        """No draft at all for `rows` rows."""
+    def empty(rows: int, device: torch.device | str = "cpu", drawn: bool = False) -> DraftTree:
+        """No draft at all for `rows` rows. drawn: of a drafter that draws. What a union adds to
+        it is then verified as beside rows of which something was drawn: a row's random numbers,
+        and so its tokens, do not depend on its neighbours."""
         none = torch.empty(rows, 0, dtype=torch.int64, device=device)
+        sampled = proposal = None
+        if drawn:
+            law = torch.ones(rows, 1, 1, device=device)
+            sampled, proposal = none.bool(), Proposal(law, none, none.new_zeros(1))
         return DraftTree(
             none,
             none,
             torch.zeros(rows, dtype=torch.int64, device=device),
+            sampled,
+            proposal,
             static_layout=TreeShape.chain(0).layout(torch.device(device)),
         )
 

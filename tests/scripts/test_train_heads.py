@@ -165,3 +165,7 @@ def test_scores_join_cost_and_acceptance(
     assert "| eagle3 | 2.80 [2.70, 2.90] |  | 2.0 | 1.10× [1.00, 1.20] | – | – | – | – |" in out
     assert "| T = 1 | chain | to eagle3 |" in matched.markdown(found)
     assert matched.title(found).endswith("T = 1: 2 prompts × 64 tokens, batch 1, float32")
+    eagle["scores"]["1"]["chain"] |= {"speedup": None, "draft_ms": None}
+    shown = matched.scores(found, "1")
+    assert "| eagle3 | 2.80 [2.70, 2.90] |  | – | – |" in shown, "times that nobody vouches for"
+    assert matched.title({**found, "note": "No times."}).endswith("float32. No times.")
