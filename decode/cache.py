@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from conf.errors import UserError
+from decode import waits
 
 LayerShape = tuple[int, int, int]  # Hkv, key size, value size
 
@@ -190,29 +191,27 @@ class TreeCache(Cache):
             moves = moves or nodes[:count] != list(range(count))
         moves = not self.in_place and (moves or min(self.physical) < self.offset)
         if moves:
-            self._compact(path, max(t[0] for t in table))
+            deepest = max(t[0] for t in table)
+            self._compact([nodes[:deepest] for _, *nodes in table], deepest)
         for i in range(len(self.physical)):
             self.physical[i] += 1 + table[i // self.width][0]
         self.pending = None
 
-    def _compact(self, path: Tensor, deepest: int) -> None:
-        """Move the path from scratch to each row's end; padded places (-1) move the root's slot,
-        garbage beyond the new end.
+    def _compact(self, paths: list[list[int]], deepest: int) -> None:
+        """Move the path of every live row, `deepest` node numbers, from scratch to its end; padded
+        places (-1) move the root's slot, garbage beyond the new end.
         """
-        path = path[:, :deepest].to(self.device).repeat_interleave(self.width, 0)
-        source = torch.cat(
-            [path.new_full((path.shape[0], 1), self.offset), path + self.offset + 1], 1
-        )
+        come = [[self.offset, *(self.offset + 1 + node for node in path)] for path in paths]
         if len(self.physical) == 1:
-            begin = self.physical[0]
+            begin, source = self.physical[0], waits.sent(come[0], self.device)
             for buffer in self.buffers:
-                buffer[:, 0, :, begin : begin + 1 + deepest] = buffer[:, 0].index_select(
-                    2, source[0]
-                )
+                buffer[:, 0, :, begin : begin + 1 + deepest] = buffer[:, 0].index_select(2, source)
             return
-        ends = torch.tensor(self.physical, device=self.device)[:, None]
-        target = ends + torch.arange(deepest + 1, device=self.device)
-        row = torch.arange(len(self.physical), device=self.device)[:, None]
+        moves = [
+            [[row] * (deepest + 1), come[row // self.width], [*range(end, end + deepest + 1)]]
+            for row, end in enumerate(self.physical)
+        ]
+        row, source, target = waits.sent(moves, self.device).unbind(1)
         for buffer in self.buffers:
             buffer[:, row, :, target] = buffer[:, row, :, source]
 

@@ -226,7 +226,7 @@ class Engine:
                 self.timing.prefill_s += self.clock() - start
 
     def _tensors(self, texts: Iterable[list[int]]) -> list[Tensor]:
-        return [torch.tensor(text, device=self.target.device) for text in texts]
+        return [waits.sent(text, self.target.device) for text in texts]
 
     def _headroom(self, row: _Row) -> int:
         """Levels of a draft before the row, or its companion under guidance, must be read
@@ -281,7 +281,7 @@ class Engine:
         return tree
 
     def _score(self, cache: TreeCache, tree: DraftTree) -> Step:
-        last = torch.tensor([row.out.token_ids[-1] for row in self.rows], device=self.target.device)
+        last = waits.sent([row.out.token_ids[-1] for row in self.rows], self.target.device)
         return self.target.score(cache, last, tree, self.drafter.taps)
 
     def _verify(self, tree: DraftTree, step: Step, rng: Rng) -> tuple[Verdict, Law]:
@@ -376,11 +376,11 @@ class Engine:
             self.rows = [self.rows[b] for b in keep]
 
     def _rng(self, rows: list[_Row]) -> Rng:
-        ids = torch.tensor(
-            [[row.request.id for row in rows], [row.cycle for row in rows]],
-            device=self.target.device,
-        )
-        return self.coins(self.seed, ids[0], ids[1])
+        requests = torch.tensor([row.request.id for row in rows])
+        rng = self.coins(self.seed, requests, torch.tensor([row.cycle for row in rows]))
+        if isinstance(rng, Rng):
+            rng.reserve(self.drafter.max_nodes)
+        return rng
 
     def _law(self, logits: Tensor, tree: DraftTree, rows: list[_Row]) -> Law:
         if not self.sampling.uses_history:

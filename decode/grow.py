@@ -12,7 +12,6 @@ candidates.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -20,8 +19,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from decode import levels as tables
 from decode import waits
-from decode.levels import Level, law_rows, levels_of
 from decode.price import FREE, Draws, Growth, Price, pruned
 from decode.rng import Rng
 from decode.sampling import Sampling
@@ -107,7 +106,8 @@ class Source(Protocol):
 
     def level(self, nodes: Nodes) -> Tensor:
         """Logits [B, P, Vd] of the children of P nodes, or [B, 1, Vd] where they all have the
-        same."""
+        same. A source whose levels look at no drafted token may have a method `at_once(levels)`:
+        logits [B, levels, Vd] of all of them, or None."""
         ...
 
 
@@ -142,14 +142,20 @@ def static(
     stands in as a deterministic candidate. growth: asked before every level."""
     ids = source.draft_ids()
     count, device = budget.shape[0], source.device
+    known = None
+    if sampling is not None and growth is None and (at_once := getattr(source, "at_once", None)):
+        known = at_once(shape.depth)
     tokens = torch.empty(count, len(shape), dtype=torch.int64, device=device)
-    drawn = torch.ones(count, len(shape), dtype=torch.bool, device=device)
+    stand_ins: list[tuple[Tensor, Tensor]] = []
     laws: list[Tensor] = []
-    for level in levels_of(shape, device):
+    levels = tables.levels_of(shape, device) if known is None else (tables.merged(shape, device),)
+    for level in levels:
         if growth and not growth.enter(level):
             shape = shape.cut(level.depth)
             break
-        if level.depth:
+        if known is not None:
+            logits = known
+        elif level.depth:
             seen = None if level.seen is None else level.seen.expand(count, -1, -1)
             parents = Nodes(level.depth, tokens[:, level.parents], level.above, seen)
             logits = source.level(parents)
@@ -162,23 +168,28 @@ def static(
                 growth.point(logits, place, level.number)
         else:
             laws.append(sampling.draft_law(logits.flatten(0, 1)).view(logits.shape))
-            wide = (count, len(level.kids), logits.shape[2])
-            law = laws[-1].expand(wide)
+            each = [laws[-1], logits]
+            if level.law is not None:
+                each = [t[:, level.law] for t in each]
+            law, logits = (t.expand(-1, len(level.kids), -1) for t in each)
             if level.width == 1:
-                place = _drawn(law, level, rng)
+                place = _drawn(law, level.kids, rng)
             else:
-                nodes, place, fresh = siblings(law, logits.expand(wide), level.kids, rng)
-                drawn[:, nodes] = fresh
+                nodes, place, fresh = siblings(law, logits, level.kids, rng)
+                stand_ins.append((nodes, fresh))
         tokens[:, nodes] = place if ids is None else ids[place]
-    size, tokens = shape.size_at(budget), tokens[:, : len(shape)]
+    tokens = tokens[:, : len(shape)]
     if sampling is None:
-        return DraftTree.static(shape, tokens, size)
-    law = torch.cat(laws, 1)
-    row = law_rows(shape, device)[int(law.shape[1] > shape.depth)].expand(count, -1)
-    return DraftTree.static(shape, tokens, size, drawn[:, : len(shape)], Proposal(law, row, ids))
+        return DraftTree.static(shape, tokens, shape.size_at(budget))
+    drawn = torch.ones_like(tokens, dtype=torch.bool)
+    for nodes, fresh in stand_ins:
+        drawn[:, nodes] = fresh
+    law = laws[0] if len(laws) == 1 else torch.cat(laws, 1)
+    row = tables.law_rows(shape, device)[int(law.shape[1] > shape.depth)].expand(count, -1)
+    return DraftTree.static(shape, tokens, shape.size_at(budget), drawn, Proposal(law, row, ids))
 
 
-def _best(logits: Tensor, level: Level) -> Tensor:
+def _best(logits: Tensor, level: tables.Level) -> Tensor:
     """[B, n] places of the most probable children of P parents: logits [B, P or 1, Vd]."""
     if level.width == 1:
         return logits.argmax(-1).expand(-1, len(level.kids))
@@ -186,11 +197,11 @@ def _best(logits: Tensor, level: Level) -> Tensor:
     return best[:, level.parent, level.rank]
 
 
-def _drawn(law: Tensor, level: Level, rng: Draws) -> Tensor:
+def _drawn(law: Tensor, kids: Sequence[Sequence[int]], rng: Draws) -> Tensor:
     """[B, P] places drawn for parents with one child each: law [B, P, Vd]."""
     count, parents, width = law.shape
-    row = torch.arange(count, device=law.device).repeat_interleave(parents)
-    return rng.draft(law.reshape(-1, width), row, level.number.repeat(count)).view(count, parents)
+    _, ((row, number),) = tables.turns_of(tuple(map(tuple, kids)), count, law.device)
+    return rng.draft(law.reshape(-1, width), row, number).view(count, parents)
 
 
 def dynamic(
@@ -221,8 +232,8 @@ def dynamic(
             levels = level
             break
         beam, total, above = beam[:, :wide], total[:, :wide], above[..., :wide]
-        own = torch.eye(wide, dtype=torch.bool, device=device).expand(count, wide, wide)
-        ancestors = torch.cat([ancestors[:, :wide], own], 2)
+        here = tables.own(wide, device).expand(count, wide, wide)
+        ancestors = torch.cat([ancestors[:, :wide], here], 2)
         logits = source.level(Nodes(level, tokens[-1].gather(1, beam), above, ancestors))
         found = torch.log_softmax(logits.float(), -1).topk(width, -1)
         score, place = (t.expand(-1, wide, -1) for t in found)  # [B, W, children]
@@ -236,8 +247,9 @@ def dynamic(
             beam = scores[-1].topk(width, -1).indices
             above = beam // width
             ancestors = ancestors.gather(1, above[..., None].expand(-1, -1, ancestors.shape[2]))
-    depth = torch.tensor(depths, device=device)
-    score = torch.cat(scores, 1).masked_fill(depth >= budget.to(device)[:, None], -torch.inf)
+    depth = tables.depths_of(tuple(depths), device)
+    deep = depth >= waits.sent(budget, device)[:, None]
+    score = torch.cat(scores, 1).masked_fill(deep, -torch.inf)
     score, nodes = price.kept(score, nodes)
     if not nodes:
         return DraftTree.empty(count, device)
@@ -281,39 +293,33 @@ def siblings(
     where the law had no token left and the best remaining logit was taken.
     """
     count, width = law.shape[0], law.shape[2]
-    order, numbers = _turns(tuple(map(tuple, kids)), law.device)
-    left, every = law[:, order], torch.arange(count, device=law.device)  # a copy
+    kids = tuple(map(tuple, kids))
+    order, turns = tables.turns_of(kids, count, law.device)
+    left = law[:, order]  # a copy
     places: list[Tensor] = []
-    fresh: list[Tensor] = []
-    for number in numbers:
-        some = left[:, : len(number)]
-        row, address = every.repeat_interleave(len(number)), number.repeat(count)
-        place = rng.draft(some.reshape(-1, width), row, address).view(count, -1)
-        # A law without mass gives some place without. One of NaN counts as drawn from: then
-        # the tree is refused.
-        there = ~(some.gather(2, place[..., None])[..., 0] <= 0)
-        if not waits.free(law) or not bool(there.all()):
-            spare = logits[:, order[: len(number)]].float()
-            for old in places:
-                spare.scatter_(2, old[:, : len(number), None], -torch.inf)
-            place = torch.where(there, place, spare.argmax(-1))
+    masses: list[Tensor] = []
+    for row, number in turns:
+        some = left[:, : len(number) // count]
+        place = rng.draft(some.reshape(-1, width), row, number).view(count, -1, 1)
         places.append(place)
-        fresh.append(there)
-        if len(places) < len(numbers):
-            some.scatter_(2, place[..., None], 0.0)
-    return torch.cat(numbers), torch.cat(places, 1), torch.cat(fresh, 1)
+        masses.append(some.gather(2, place))
+        if len(places) < len(turns):
+            some.scatter_(2, place, 0.0)
+    # A law without mass gives some place without. One of NaN counts as drawn from, wherever its
+    # NaN stands: then the tree is refused.
+    there = ~(torch.cat(masses, 1) <= 0)
+    if not waits.free(law) or not bool(there.all()):
+        there[:, : len(kids)] |= law.sum(2, keepdim=True).isnan()[:, order]
+        sizes = [place.shape[1] for place in places]
+        _stand_in(places, there.split(sizes, 1), logits[:, order].float())
+    return tables.nodes_of(kids, law.device), torch.cat(places, 1)[..., 0], there[..., 0]
 
 
-@functools.lru_cache(maxsize=1024)
-def _turns(
-    kids: tuple[tuple[int, ...], ...], device: torch.device
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """[P] the parents, those with more children in front, and for each rank the numbers of the
-    children of that rank, in the order of their parents."""
-    order = sorted(range(len(kids)), key=lambda j: -len(kids[j]))
-    ranks = range(len(kids[order[0]]))
-    numbers = [[kids[j][rank] for j in order if len(kids[j]) > rank] for rank in ranks]
-    return (
-        torch.tensor(order, device=device),
-        tuple(torch.tensor(row, device=device) for row in numbers),
-    )
+def _stand_in(places: list[Tensor], there: Sequence[Tensor], spare: Tensor) -> None:
+    """Put the best remaining token in the place of one that is not `there`, rank by rank: places,
+    there [B, P', 1], logits [B, P, Vd]."""
+    for rank, (place, has_mass) in enumerate(zip(places, there, strict=True)):
+        some = spare[:, : place.shape[1]]
+        places[rank] = torch.where(has_mass, place, some.argmax(2, keepdim=True))
+        if rank + 1 < len(places):
+            some.scatter_(2, places[rank], -torch.inf)

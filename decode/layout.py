@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from decode import waits
+from decode.inner import Inner
 
 
 @dataclass(frozen=True)
-class Layout:
+class Layout(Inner):
     """What follows from the parents alone. Leading dimension B, or 1 where all rows share one
     static shape.
 
@@ -28,8 +29,8 @@ class Layout:
     rank: [B, N] int64, place of a node among its siblings in draw order.
     levels: deepest level as a count (0 for the empty tree); known on the host so that loops
         need no round trip.
-    room: for every level of slots, how many of a row at most have children, where rows differ
-        and the host knows it all the same; else None.
+    room: for every level of slots, how many of a row at most have children and how many at most,
+        where the host knows it; else None.
     """
 
     parents: Tensor
@@ -38,28 +39,18 @@ class Layout:
     children: Tensor
     rank: Tensor
     levels: int
-    room: tuple[int, ...] | None = None
+    room: tuple[tuple[int, int], ...] | None = None
 
     @functools.cached_property
-    def inner(self) -> tuple[Tensor, ...]:
-        """[S] int64 slots with children of every level, the root's first, where all rows share
-        one shape: one host round trip, once a layout. [B, S] where they differ within a `room`,
-        -1 padded."""
-        device = self.depth.device
-        level_of = torch.cat([self.depth.new_full((len(self.depth), 1), -1), self.depth], 1)
-        if self.room:
-            found = []
-            for level, most in enumerate(self.room):
-                here = (level_of == level - 1) & (self.children[..., 0] >= 0)
-                slots = (~here).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
-                found.append(torch.where(here.gather(1, slots), slots, -1))
-            return tuple(found)
-        levels: list[list[int]] = [[] for _ in range(self.levels)]
-        pairs = zip(self.children[0].tolist(), level_of[0].tolist(), strict=True)
-        for slot, (kids, level) in enumerate(pairs):
-            if any(kid >= 0 for kid in kids):
-                levels[level + 1].append(slot)
-        return tuple(torch.tensor(slots, device=device) for slots in levels)
+    def paths(self) -> Tensor:
+        """[B, N + 1, levels] int64 nodes from the top to each slot, -1 padded."""
+        rows, n = self.parents.shape
+        device = self.parents.device
+        path = torch.full((rows, n + 1, self.levels + 1), -1, dtype=torch.int64, device=device)
+        above = self.mask[:, :, 1:]  # slots that are not above write behind the last level
+        node = torch.arange(n, device=device).expand_as(above)
+        place = torch.where(above, self.depth[:, None], self.levels)
+        return path.scatter_(2, place, node)[..., : self.levels]
 
     @functools.cached_property
     def postorder(self) -> Tensor:
@@ -88,7 +79,7 @@ class Layout:
         depth: Tensor | None = None,
         levels: int = 0,
         most: int | None = None,
-        room: tuple[int, ...] | None = None,
+        room: tuple[tuple[int, int], ...] | None = None,
     ) -> Layout:
         """Derive the layout of `parents` [B, N] int64 (already validated: parents[b, i] < i).
 

@@ -6,12 +6,14 @@ Shape letters: P parents, N nodes, n nodes of one level.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from decode.tree import TreeShape
+
+Kids = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Level:
 
     nodes, number: theirs, [n]. width: most children of one. kids: the children of each parent
     in draw order. parent, rank: [n] int64 place of a node's parent among the parents, and its
-    own among its siblings. parents: [P] their node numbers. above, seen: as in `Nodes`.
+    own among its siblings. parents: [P] their node numbers. above, seen: as in `Nodes`. law: [P]
+    which of the laws that are given is that of a parent's children; None: its own, or the one.
     """
 
     depth: int
@@ -34,6 +37,7 @@ class Level:
     parents: slice | Tensor
     above: Tensor | None
     seen: Tensor | None
+    law: Tensor | None = None
 
 
 @functools.lru_cache(maxsize=256)
@@ -91,3 +95,60 @@ def law_rows(shape: TreeShape, device: torch.device) -> tuple[Tensor, Tensor]:
         torch.tensor([len(path) - 1 for path in shape.paths], device=device),
         torch.tensor([parents.index(path[:-1]) for path in shape.paths], device=device),
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def turns_of(
+    kids: Kids, count: int, device: torch.device
+) -> tuple[Tensor, tuple[tuple[Tensor, Tensor], ...]]:
+    """[P] the parents, those with more children in front, and for each rank of children the row
+    and the number [count * P'] of each, row by row in the order of their parents."""
+    order, ranks = _ranked(kids)
+    row = torch.arange(count, device=device)
+    return (
+        torch.tensor(order, device=device),
+        tuple(
+            (row.repeat_interleave(len(n)), torch.tensor(n, device=device).repeat(count))
+            for n in ranks
+        ),
+    )
+
+
+def _ranked(kids: Kids) -> tuple[list[int], list[list[int]]]:
+    """The parents, those with more children in front, and the numbers of the children of each
+    rank in their order."""
+    order = sorted(range(len(kids)), key=lambda j: -len(kids[j]))
+    ranks = range(len(kids[order[0]]))
+    return order, [[kids[j][rank] for j in order if len(kids[j]) > rank] for rank in ranks]
+
+
+@functools.lru_cache(maxsize=1024)
+def nodes_of(kids: Kids, device: torch.device) -> Tensor:
+    """[K] numbers of all children, rank by rank."""
+    return torch.tensor([number for rank in _ranked(kids)[1] for number in rank], device=device)
+
+
+@functools.lru_cache(maxsize=256)
+def merged(shape: TreeShape, device: torch.device) -> Level:
+    """All levels as one, for laws that look at no drafted token: the parents of all of them, each
+    with the law of its children's level."""
+    levels = levels_of(shape, device)
+    depth = [level.depth for level in levels for _ in level.kids]
+    return replace(
+        levels[0],
+        nodes=slice(0, len(shape)),
+        width=max(level.width for level in levels),
+        kids=tuple(kids for level in levels for kids in level.kids),
+        law=None if depth == list(range(shape.depth)) else torch.tensor(depth, device=device),
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def own(wide: int, device: torch.device) -> Tensor:
+    """[W, W] bool: nodes of a level are not above each other."""
+    return torch.eye(wide, dtype=torch.bool, device=device)
+
+
+@functools.lru_cache(maxsize=256)
+def depths_of(depths: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(depths, device=device)

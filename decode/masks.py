@@ -12,6 +12,7 @@ from collections import OrderedDict
 import torch
 from torch import Tensor
 
+from decode import waits
 from decode.tree import DraftTree, Layout
 
 # A layer type's reach: ("full", 0), ("window", W): W positions including its own, ("chunk",
@@ -66,7 +67,7 @@ class TreeMasks:
         self, lengths: list[int], tree: DraftTree, width: int, reaches: set[Reach]
     ) -> dict[Reach, Tensor]:
         longest, n, rows = max(lengths), tree.width + 1, len(lengths)
-        ends = torch.tensor(lengths, device=self.device)
+        ends = waits.sent(lengths, self.device)
         slots = torch.arange(longest, device=self.device)
         block = tree.mask()
         block = block.repeat_interleave(width, 0) if block.shape[0] > 1 else block

@@ -16,9 +16,10 @@ import functools
 import torch
 from torch import Tensor
 
+from decode import waits
+from decode.inverse_cdf import inverse_cdf
+
 DRAFT, ACCEPT, RESIDUAL = 1, 2, 3
-# Two-level inverse CDF: a full-vocabulary cumulative sum in float64 would cost ten times more.
-_BLOCK = 256
 
 
 def _signed(value: int) -> int:
@@ -41,40 +42,10 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
-def inverse_cdf(weights: Tensor, u: Tensor) -> Tensor:
-    """Index of the first weight whose cumulative sum exceeds u * total. weights [R, S] >= 0, u
-    [R] in [0, 1): [R].
-
-    A weight of zero is never chosen, not at u = 0 either. Sums run in float64.
-    """
-    rows, size = weights.shape
-    if size == 1:
-        return torch.zeros(rows, dtype=torch.int64, device=weights.device)
-    if size > 4 * _BLOCK and size % _BLOCK == 0:
-        blocks = weights.view(rows, -1, _BLOCK)
-        mass = blocks.sum(-1, dtype=torch.float64)
-        cumulative = mass.cumsum(-1)
-        goal = u.to(torch.float64)[:, None] * cumulative[:, -1:]
-        block = _first_above(cumulative, mass, goal)
-        before = (cumulative - mass).gather(1, block)
-        inside = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0].to(torch.float64)
-        # The block's own running sum may differ from its total in the last bit: keep the goal
-        # inside the block. Below 0 it would find the first weight, whatever it is.
-        rest = (goal - before).clamp(min=0)
-        return (block * _BLOCK + _first_above(inside.cumsum(-1), inside, rest))[:, 0]
-    fine = weights.to(torch.float64)
-    cumulative = fine.cumsum(-1)
-    return _first_above(cumulative, fine, u.to(torch.float64)[:, None] * cumulative[:, -1:])[:, 0]
-
-
-def _first_above(cumulative: Tensor, mass: Tensor, goal: Tensor) -> Tensor:
-    """[R, 1] first index with cumulative > goal; where rounding leaves none, the last index
-    with mass.
-    """
-    index = torch.searchsorted(cumulative, goal, right=True)
-    size = cumulative.shape[1]
-    last = size - 1 - (mass > 0).flip(1).to(torch.uint8).argmax(1, keepdim=True)
-    return torch.minimum(index, last)
+def _numbers(base: Tensor, node: Tensor, purpose: int) -> Tensor:
+    """Uniforms of `node` [..] of the cycles that hash to `base` [..]."""
+    bits = _mix(_mix(base ^ (node + 1)) ^ purpose)
+    return ((bits >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
 
 
 class Rng:
@@ -86,6 +57,14 @@ class Rng:
 
     def __init__(self, seed: int, requests: Tensor, cycles: Tensor) -> None:
         self._address = seed, requests, cycles
+        self._span, self._tables = 0, dict[int, Tensor]()
+
+    def reserve(self, nodes: int) -> None:
+        """Nothing but the nodes of drafts of at most so many will be asked for: the numbers of a
+        purpose are made together, where the requests are (on the host), and sent to the device
+        in one piece. Candidates that do not pay are drawn at numbers behind all nodes
+        (decode.price)."""
+        self._span, self._tables = 2 * nodes + 1, {}
 
     @functools.cached_property
     def _base(self) -> Tensor:
@@ -99,10 +78,15 @@ class Rng:
         """float64 in [0, 1) with 53 random bits, the shape of `node` (first dimension [R],
         like `rows`).
         """
-        base = self._base[rows]
-        base = base.view(-1, *[1] * (node.dim() - 1)) if node.dim() > 1 else base
-        bits = _mix(_mix(base ^ (node + 1)) ^ purpose)
-        return ((bits >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
+        rows = rows.view(-1, *[1] * (node.dim() - 1)) if node.dim() > 1 else rows
+        if not self._span:
+            return _numbers(self._base[rows], node, purpose)
+        if purpose not in self._tables:
+            nodes = torch.arange(self._span + 1, device=self._base.device)
+            nodes[-1] = -1  # behind all others, where the index -1 finds it
+            table = _numbers(self._base[:, None], nodes[None], purpose)
+            self._tables[purpose] = waits.sent(table, node.device)
+        return self._tables[purpose][rows, node]
 
     def accept(self, probability: Tensor, rows: Tensor, node: Tensor) -> Tensor:
         """Bernoulli tests [R] bool: strictly u < probability, so probability 0 is never

@@ -256,6 +256,13 @@ class Law:
         """The laws [R] of (rows, slots); slot 0 follows the last committed token, slot i + 1
         follows node i.
         """
+        support, lawless = self.read(rows, slots)
+        self.miss(rows, slots, lawless)
+        return support
+
+    def read(self, rows: Tensor, slots: Tensor) -> tuple[Support, Tensor]:
+        """As `at`, for slots that may turn out to lead nowhere: which [R] bool have no law is
+        told, not noted (`miss`)."""
         begin = self.clock()
         self.computed += rows.numel()
         scores = self.logits[rows, slots]
@@ -263,10 +270,14 @@ class Law:
             scores = self._process(scores, rows, slots)
         # The maximum is NaN if any logit is, +inf if one is, -inf if all are masked: one test
         # for all three.
-        _mark(self._lawless, rows, slots, ~scores.amax(-1).isfinite())
+        lawless = ~scores.amax(-1).isfinite()
         support = self.sampling.support(scores)
         self.seconds += self.clock() - begin
-        return support
+        return support, lawless
+
+    def miss(self, rows: Tensor, slots: Tensor, bad: Tensor) -> None:
+        """`slots` [R] of `rows` [R] are looked at and have no law where `bad` [R] bool."""
+        _mark(self._lawless, rows, slots, bad)
 
     def refuse(self, rows: Tensor, nodes: Tensor, bad: Tensor) -> None:
         """Verification met something that is not finite at `nodes` [R] of `rows` [R] where

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from conf.errors import UserError
-from decode import fits
+from decode import fits, waits
 from decode.cache import TreeCache
 from decode.masks import TreeMasks
 from decode.models import facts, rope
@@ -212,7 +212,7 @@ class Scorer:
         if len(cache.physical) == 1:
             positions = places + offset
         else:
-            positions = places + torch.tensor(cache.physical, device=self.device)[:, None]
+            positions = places + waits.sent(cache.physical, self.device)[:, None]
         if offset + n > self.span:  # padding nodes of a tree cut by its size may stick out
             ends = [
                 self.context_length if length > self.span else self.span

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
-from decode import tree_rules
+from decode import tree_rules, waits
 from decode.layout import Layout
 
 __all__ = ["DraftTree", "Layout", "Proposal", "TreeShape"]
@@ -157,7 +157,7 @@ class DraftTree:
         return DraftTree(
             tokens,
             shape.parents(tokens.device).expand(rows, n),
-            size.to(tokens.device),
+            waits.sent(size, tokens.device),
             sampled,
             proposal,
             static_layout=shape.layout(tokens.device),
@@ -271,4 +271,4 @@ def _static(shape: TreeShape, device: torch.device) -> tuple[Tensor, Layout]:
         name: getattr(layout, name).to(device)
         for name in ("parents", "depth", "mask", "children", "rank")
     }
-    return fields["parents"], Layout(**fields, levels=layout.levels)
+    return fields["parents"], Layout(**fields, levels=layout.levels, room=layout.counted())

@@ -23,13 +23,13 @@ refuses the cycle before anything is committed.
 `rng` is asked for accept(p), first(p) and draw(weights) only: an enumerator in its place walks
 every branch. Nothing here knows a temperature: T = 0 is a law with one token.
 
-Shape letters: B rows, N nodes, C siblings, D levels, R rows in hand, S support size.
+Shape letters: B rows, N nodes, C siblings, D levels, R rows in hand, S support size, Vd draft
+vocabulary, G groups of I slots: all slots that have been found in one, or one of each row.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,9 +38,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from conf.errors import UserError
-from decode import waits
+from decode import unasked, waits
 from decode.sampling import Law, Support
-from decode.tree import DraftTree
+from decode.tree import DraftTree, Proposal
 
 
 class Coins(Protocol):
@@ -124,35 +124,35 @@ def _start(tree: DraftTree) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 
 def children(tree: DraftTree, rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Node numbers [R, C] below `slots` [R] (clamped to be readable) and which of them are
-    there.
+    """Node numbers [.., C] below `slots` [..] of `rows` [..] (clamped to be readable) and which
+    of them are there.
     """
     table = tree.layout.children
-    kids = table[rows if table.shape[0] > 1 else torch.zeros_like(rows), slots]
-    return kids.clamp(min=0), (kids >= 0) & (kids < tree.size[rows, None])
+    kids = table[rows, slots] if table.shape[0] > 1 else table[0, slots]
+    return kids.clamp(min=0), (kids >= 0) & (kids < tree.size[rows][..., None])
 
 
 def walk(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
     """For trees whose candidates are all deterministic: sample, then match."""
+    if not waits.free(tree.tokens):
+        return Verdict(*unasked.walk(tree, law, rng))
     path, length, bonus, rows, slots = _start(tree)
-    on = torch.ones_like(rows, dtype=torch.bool)  # rows that have walked so far
     for level in range(tree.layout.levels + 1):
         support = law.at(rows, slots)
         token = support.token(rng.draw(support.probs, rows, slots - 1))
-        bonus[rows] = torch.where(on, token, bonus[rows])  # rows that walk on overwrite it
+        bonus[rows] = token  # rows that walk on overwrite it
         if level == tree.layout.levels:
             break
         kids, there = children(tree, rows, slots)
         match = there & (tree.tokens[rows[:, None], kids] == token[:, None])
-        on = on & match.any(1)
-        if _nobody(on):
+        on = match.any(1)
+        if not bool(on.any()):
             break
-        node = kids.gather(1, match.to(torch.uint8).argmax(1, keepdim=True))[:, 0]
-        path[rows, level] = torch.where(on, node, -1)
-        length[rows] += on
-        slots = torch.where(on, node + 1, slots)
-        if waits.free(on):  # elsewhere rows that stay behind cost less than a wait
-            rows, slots, on = rows[on], slots[on], on[on]
+        rows, place = rows[on], match[on].to(torch.uint8).argmax(1, keepdim=True)
+        node = kids[on].gather(1, place)[:, 0]
+        path[rows, level] = node
+        length[rows] += 1
+        slots = node + 1
     return Verdict(path, length, bonus)
 
 
@@ -161,142 +161,197 @@ NOTHING = 1e-300
 
 
 class Siblings:
-    """The children of R slots in draw order, each with its proposal q_j, and what is left of
-    the slots' laws as one child after the other fails. All float64.
+    """Slots and their children in draw order: with what chance each child is reached, and what is
+    left of the slots' laws when all have failed. All float64.
 
-    What is left of a law is inside / total, [R, S], and outside / total, [R]: together of mass
-    one. Usually S is the support of the law and `outside` is 0. A dense law under a draft
-    vocabulary that holds all candidates is looked at there alone (S = Vd): the other tokens
-    only ever keep their ratios, so their mass says all of them. The next sampled sibling was
-    drawn from proposal * scale, [R, Vd]: earlier siblings removed, of mass one.
+    A slot is reached with probability w and has the law p; its child j is x_j, drawn from q_j =
+    scale_j q with its elder siblings' tokens removed (a point mass where it is deterministic).
+    The part of w p that no child has taken yet is left_0 = w p, left_j+1 = [left_j - d_j q_j]+
+    without x_j, where d_j = (sum of left_j) + (1 - w) is the chance that nobody was accepted
+    before it, in the slot or without it. Child j is reached with left_j(x_j) / (d_j q_j(x_j)).
+    In place of the normalised law after every failure these are that law times d_j, so nothing
+    is divided but what is asked for. What follows a residual of 0 (equal laws, up to rounding)
+    has probability 0.
+
+    rows, slots: [G, I], read only where `used` [G, I] (None: everywhere). kids, there, below: [G,
+    I, C], their children, which of them are there, and their slots, N + 1 where none is. A dense
+    law under a draft vocabulary that holds all candidates is looked at there alone, S = Vd, where
+    asking is free: the other tokens only ever keep their ratios, so their mass says all of them.
+
+    left: [G, I, S + 3]: the tokens, the mass outside the draft vocabulary, 1 - w, and a place for
+    tokens that are in no place.
     """
 
     def __init__(
-        self, tree: DraftTree, law: Law, rows: Tensor, slots: Tensor, kids: Tensor
+        self, tree: DraftTree, law: Law, rows: Tensor, slots: Tensor, used: Tensor | None = None
     ) -> None:
-        assert tree.proposal is not None and tree.sampled is not None
-        self.law, self.rows, self.kids = law, rows, kids
-        self.replacement = tree.proposal.replacement
-        self.support = support = law.at(rows, slots)
-        self.tokens = tree.tokens[rows[:, None], kids]  # [R, C]
-        self.sampled = tree.sampled[rows[:, None], kids]  # [R, C]
-        self.place, self.known = tree.proposal.place(self.tokens)
-        self.read = functools.partial(
-            tree.proposal.read, ids=support.ids, vocab_size=law.vocab_size
-        )
-        # All sampled siblings share one law row: take it from the first of them. Deterministic
-        # ones need none, and what stands in their place is never looked at.
-        first = kids.gather(1, self.sampled.to(torch.uint8).argmax(1, keepdim=True))[:, 0]
-        law_row = tree.proposal.row[rows, first].clamp(0, tree.proposal.law.shape[1] - 1)
-        self.proposal = tree.proposal.law[rows, law_row].to(torch.float64)
-        self.proposal.masked_fill_(~self.sampled.any(1)[:, None], 0.0)
-        self._rescale_proposal()
-        looks = support.ids is None and waits.free(self.known)
-        vocab = tree.proposal.vocab if looks else None
-        self.vocab = vocab if vocab is not None and bool(self.known.all()) else None
+        assert tree.proposal is not None
+        self.law, self.rows, self.slots, self.used = law, rows, slots, used
+        self.kids, self.there = children(tree, rows, slots)
+        if used is not None:
+            self.there = self.there & used[..., None]
+        self.below = torch.where(self.there, self.kids + 1, tree.width + 1)
+        groups, inner, _ = self.kids.shape
+        self.support, self.lawless = law.read(rows.reshape(-1), slots.reshape(-1))
+        each = rows[..., None]
+        tokens = tree.tokens[each, self.kids]
+        place, known = tree.proposal.place(tokens)
+        proposal = self._proposals(tree, tree.proposal, tokens, place, known)
+        ids, probs = self.support.ids, self.support.probs
+        if used is not None:  # of slots that nothing leads to the law may be anything
+            probs = probs.masked_fill(self.lawless[:, None], 0.0)
+        self.vocab, found = None, self.there
+        if ids is not None:
+            same = ids.view(groups, inner, 1, -1) == tokens[..., None]
+            place, found = same.to(torch.uint8).argmax(-1), found & same.any(-1)
+        elif waits.free(known) and bool((known | ~self.there).all()):
+            self.vocab = tree.proposal.vocab
+        if ids is None and self.vocab is None:
+            place = tokens
         if self.vocab is None:
-            self.inside = support.probs.to(torch.float64)
-            self.outside = torch.zeros_like(self.scale)
+            self.taken = tree.proposal.read(proposal, ids, law.vocab_size)
         else:
-            self.inside = support.probs[:, self.vocab].to(torch.float64)
             # Summed, not taken as what the others leave of one: that would be noise where it
             # is small.
-            self.outside = support.probs.index_fill(1, self.vocab, 0.0).sum(-1, dtype=torch.float64)
-        self.all_outside = self.outside
-        self.total = self.inside.sum(-1) + self.outside
-        self.sum = (
-            self.total + self.scale
-        )  # of all that is divided or multiplied here: not finite if any of it is not
+            outside = probs.index_fill(1, self.vocab, 0.0).sum(-1, dtype=torch.float64)
+            self.outside = outside.view(groups, inner)
+            self.taken, probs = proposal, probs[:, self.vocab]
+        self.size = probs.shape[1]
+        self.probs, self.taken = (t.view(groups, inner, -1) for t in (probs, self.taken))
+        self.place = torch.where(found, place, self.size + 2)
+        self.left = self.taken.new_empty(groups, inner, self.size + 3)
+        self.left[..., self.size :: 2] = 0.0
+        self.judged: list[tuple[slice, int, Tensor, Tensor | None]] = []
 
-    def _rescale_proposal(self) -> None:
-        """A law that has run out of tokens counts for nothing: its siblings are judged as
+    def _proposals(
+        self, tree: DraftTree, proposal: Proposal, tokens: Tensor, place: Tensor, known: Tensor
+    ) -> Tensor:
+        """The laws [R, Vd] that the children were drawn from, and of every child [G, I, C]
+        `scale` (0: deterministic) and `given`, the chance that it was drawn, infinite where it
+        could not be.
+
+        A law that has run out of tokens counts for nothing: its siblings are judged as
         deterministic from there on, which is right for any candidate, also one that was drawn
         from what is next to nothing."""
-        mass = self.proposal.sum(-1)
-        self.scale = torch.where(mass < NOTHING, 0.0, 1 / mass)  # NaN stays NaN
-        self.sampled = self.sampled & ~(mass < NOTHING)[:, None]
+        assert tree.sampled is not None
+        sampled = tree.sampled[self.rows[..., None], self.kids] & self.there
+        # All sampled siblings share one law row: take it from the first of them. Deterministic
+        # ones need none, and what stands in their place is never looked at.
+        first = self.kids.gather(2, sampled.to(torch.uint8).argmax(2, keepdim=True))[..., 0]
+        law_row = proposal.row[self.rows, first].clamp(0, proposal.law.shape[1] - 1)
+        law = proposal.law[self.rows, law_row].to(torch.float64)
+        law = law.masked_fill_(~sampled.any(2, keepdim=True), 0.0)
+        mass = law.sum(-1, keepdim=True)
+        if not proposal.replacement and tokens.shape[2] > 1:
+            # A later draw had the tokens of its elder siblings removed from its law.
+            size = law.shape[2]
+            rest, gone, masses = F.pad(law, (0, 1)), torch.where(known, place, size), [mass]
+            for j in range(tokens.shape[2] - 1):
+                rest.scatter_(2, gone[..., j, None], 0.0)
+                masses.append(rest[..., :size].sum(-1, keepdim=True))
+            mass = torch.cat(masses, 2)
+        sampled = sampled & ~(mass < NOTHING)
+        self.scale = torch.where(sampled, 1 / mass, 0.0)  # NaN stays NaN
+        drawn = torch.where(known, law.gather(2, place), 0.0) * self.scale
+        given = torch.where(sampled, drawn, 1.0)
+        self.given = given.masked_fill_(given < NOTHING, torch.inf)
+        return law.flatten(0, 1)
 
-    def chance(self, carried: Tensor, j: int) -> Tensor:
-        """carried * p(x_j) / q_j(x_j), at most 1: [R]. A token without proposal mass gives 0.
-        carried: [R] float64.
-        """
-        place, token = self.place[:, j, None], self.tokens[:, j]
-        mass = (
-            torch.where(self.known[:, j, None], self.proposal.gather(1, place), 0.0)[:, 0]
-            * self.scale
+    def judge(self, part: slice, w: Tensor, ranks: int) -> Tensor:
+        """Chances [G, I', ranks] that the children of the slots `part` are reached, who are
+        themselves with w [G, I'] float64 and have at most so many children. The first ones hang
+        on nothing that is left of the law, so a level of them needs no more than that."""
+        if ranks == 1:
+            self.judged.append((part, ranks, w, None))
+            return (w[..., None] * self.first[:, part]).clamp_(max=1)
+        left = self._open(part, w)
+        got, before = [], [torch.ones_like(left[..., :1])]
+        for j in range(ranks):
+            got.append(left.gather(2, self.place[:, part, j, None]))
+            if j + 1 < ranks:
+                before.append(self._fail(part, self.place, self.scale, before[-1], slice(j, j + 1)))
+        self.judged.append((part, ranks, w, before[-1]))
+        chance = torch.cat(got, 2) / torch.cat(before, 2).clamp_(min=NOTHING)
+        return (chance / self.given[:, part, :ranks]).clamp_(max=1)
+
+    @functools.cached_property
+    def first(self) -> Tensor:
+        """[G, I, 1] p(x_0) / q_0(x_0)."""
+        place = self.place[..., :1]
+        mass = self.probs.gather(2, place.clamp(max=self.size - 1)).to(torch.float64)
+        return torch.where(place < self.size, mass, 0.0) / self.given[..., :1]
+
+    def _open(self, part: slice, w: Tensor) -> Tensor:
+        """left_0 of the slots `part`."""
+        left, size = self.left[:, part], self.size
+        torch.mul(self.probs[:, part], w[..., None], out=left[..., :size])
+        if self.vocab is not None:
+            left[..., size] = w * self.outside[:, part]
+        left[..., size + 1] = 1 - w
+        return left
+
+    def _fail(
+        self, part: slice, place: Tensor, scale: Tensor, before: Tensor | None, rank: slice
+    ) -> Tensor:
+        """A rank of children fails: d_j+1, [G, I', 1]. before: d_j, None for 1. Its own token is
+        left out whatever q_j is: where a candidate can fail nothing is left of it."""
+        left, scale = self.left[:, part], scale[:, part, rank]
+        by = scale if before is None else before * scale
+        body = left[..., : self.size]
+        body.addcmul_(self.taken[:, part], by, value=-1).clamp_(min=0)
+        left.scatter_(2, place[:, part, rank], 0.0)
+        return left[..., : self.size + 2].sum(-1, keepdim=True)
+
+    def close(self) -> Tensor:
+        """[G, I] what is left of each w when all children have failed. Reports what was not
+        finite. Call after every slot was judged."""
+        parts, ranks, ws, befores = zip(*self.judged, strict=True)
+        w = torch.cat(ws, 1)
+        fresh = [before is None for before in befores]
+        if all(fresh):
+            self._open(slice(None), w)
+        else:
+            for part, own, is_fresh in zip(parts, ws, fresh, strict=True):
+                if is_fresh:
+                    self._open(part, own)
+        last = list(zip(parts, ranks, strict=True))
+        place, scale = (
+            torch.cat([t[:, part, rank - 1 : rank] for part, rank in last], 1)
+            for t in (self.place, self.scale)
         )
-        q = torch.where(self.sampled[:, j], mass, 1.0)
+        before = None
+        if not all(fresh):
+            both = zip(ws, befores, strict=True)
+            known = [torch.ones_like(own[..., None]) if b is None else b for own, b in both]
+            before = torch.cat(known, 1)
+        after = self._fail(slice(None), place, scale, before, slice(None))[..., 0]
+        self.rest = self.left[..., : self.size + 1].sum(-1)
+        rows, live = self.rows.reshape(-1), w > 0 if self.used is None else self.used & (w > 0)
+        wild = live & ~(after.isfinite() & ~self.given.isnan().any(2))
+        self.law.refuse(rows, self.kids[..., 0].reshape(-1), wild.view(-1))
+        self.law.miss(rows, self.slots.reshape(-1), self.lawless & live.view(-1))
+        return torch.where(after > 0, self.rest / after, 1.0)
+
+    def remains(self, at: Tensor) -> Support:
+        """What is left of the laws of the slots `at` [R'], places in [G * I], all tokens of them,
+        up to a factor; the law itself where nothing is."""
+        ids, size = self.support.ids, self.size
+        left = self.left.flatten(0, 1)[at]
+        nothing = (self.rest.view(-1)[at] < NOTHING)[:, None]
+        probs = self.support.probs[at].to(torch.float64)
         if self.vocab is None:
-            p = Support(self.support.ids, self.inside).of(token)
-        else:
-            p = self.inside.gather(1, place)[:, 0]
-        chance = torch.where(q < NOTHING, 0.0, carried * (p / self.total) / q).clamp(max=1)
-        self.sum = self.sum + chance
-        return chance
-
-    def fail(self, carried: Tensor, j: int, failed: Tensor) -> Tensor:
-        """Rows `failed` [R] bool go on with norm([carried * p - q_j]+); returns its sum before
-        normalising, [R].
-
-        A candidate that can fail has carried * p(x_j) < q_j(x_j), so its own place is 0
-        whatever q_j is, a law or a point mass. A sum of 0 (equal laws, up to rounding) leaves
-        nothing to normalise: the rejection that led here had probability 0 and the law is
-        kept.
-        """
-        ids, token = self.support.ids, self.tokens[:, j, None]
-        by = (carried / self.total)[:, None]
-        inside = self.inside * by
-        q = self.proposal if self.vocab is not None else self.read(self.proposal)
-        inside.addcmul_(
-            q, torch.where(self.sampled[:, j], self.scale, 0.0)[:, None], value=-1
-        ).clamp_(min=0)
-        if ids is None:
-            inside.scatter_(1, token if self.vocab is None else self.place[:, j, None], 0.0)
-        else:
-            inside.masked_fill_(ids == token, 0.0)
-        outside = self.outside * by[:, 0]
-        total = inside.sum(-1) + outside
-        self.sum = self.sum + total
-        total = torch.where(total < NOTHING, 0.0, total)
-        changed = failed & (total > 0)
-        if waits.free(changed) and bool(changed.all()):
-            self.inside, self.outside, self.total = inside, outside, total
-        else:
-            self.inside = torch.where(changed[:, None], inside, self.inside)
-            self.outside = torch.where(changed, outside, self.outside)
-            self.total = torch.where(changed, total, self.total)
-        self._remove(j)
-        return total
-
-    def _remove(self, j: int) -> None:
-        """A later draw without replacement had sibling j's token removed from its law."""
-        if self.replacement or j + 1 == self.tokens.shape[1]:
-            return
-        place = self.place[:, j, None]
-        kept = torch.where(self.known[:, j, None], 0.0, self.proposal.gather(1, place))
-        self.proposal.scatter_(1, place, kept)
-        self._rescale_proposal()
-
-    def close(self) -> None:
-        """Report what was not finite. Call after the last sibling."""
-        self.law.refuse(self.rows, self.kids[:, 0], ~(self.sum + self.scale).isfinite())
-
-    def left(self, at: Tensor) -> Support:
-        """What is left of the laws `at` [R'], all tokens of them, up to a factor."""
-        ids, inside = self.support.ids, self.inside[at]
-        if self.vocab is None:
-            return Support(None if ids is None else ids[at], inside)
-        all_outside = self.all_outside[at]
-        share = torch.where(all_outside > 0, self.outside[at] / all_outside, 0.0)
-        probs = self.support.probs[at].to(torch.float64) * share[:, None]
-        return Support(None, probs.index_copy_(1, self.vocab, inside))
+            return Support(
+                None if ids is None else ids[at], torch.where(nothing, probs, left[:, :size])
+            )
+        outside = self.outside.view(-1)[at]
+        share = torch.where(outside > 0, left[:, size] / outside, 0.0)
+        shared = (probs * share[:, None]).index_copy_(1, self.vocab, left[:, :size])
+        return Support(None, torch.where(nothing, probs, shared))
 
 
-def _nobody(mask: Tensor) -> bool:
-    """True when no row is left, where asking is free: on an accelerator the loop runs on
-    rather than wait.
-    """
-    return waits.free(mask) and not bool(mask.any())
+def _ranks(there: Tensor) -> int:
+    """The most children that a slot has, [G, I, C] bool; C where asking is not free."""
+    return int(there.any(1).sum()) if waits.free(there) else there.shape[2]
 
 
 def rejection(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
@@ -306,25 +361,21 @@ def rejection(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
         chosen = torch.full_like(rows, -1)
         siblings = None
         if level < tree.layout.levels:
-            kids, there = children(tree, rows, slots)
-            siblings = Siblings(tree, law, rows, slots, kids)
-            certain = torch.ones(rows.shape[0], dtype=torch.float64, device=rows.device)
-            for j in range(kids.shape[1]):
+            siblings = Siblings(tree, law, rows[None], slots[None])
+            certain = torch.ones(1, len(rows), dtype=torch.float64, device=rows.device)
+            ranks = _ranks(siblings.there)
+            chances = siblings.judge(slice(None), certain, max(1, ranks))[0]
+            siblings.close()
+            kids, there = siblings.kids[0], siblings.there[0]
+            for j in range(ranks):
                 trying = there[:, j] & (chosen < 0)
-                if _nobody(trying):
-                    break
-                chance = torch.where(trying, siblings.chance(certain, j), 1.0)
+                chance = torch.where(trying, chances[:, j], 1.0)
                 accepted = rng.accept(chance, rows, kids[:, j]) & trying
                 chosen = torch.where(accepted, kids[:, j], chosen)
-                failed = trying & ~accepted
-                if _nobody(failed):
-                    break
-                siblings.fail(certain, j, failed)
-            siblings.close()
         stay = chosen < 0
         end = stay.nonzero()[:, 0]
         if end.numel():  # at the last level nobody walks on
-            last = siblings.left(end) if siblings else law.at(rows, slots)
+            last = siblings.remains(end) if siblings else law.at(rows, slots)
             bonus[rows[end]] = last.token(rng.draw(last.probs, rows[end], slots[end] - 1))
         rows, node = rows[~stay], chosen[~stay]
         if rows.numel() == 0:
@@ -335,41 +386,6 @@ def rejection(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
     return Verdict(path, length, bonus)
 
 
-@dataclass(frozen=True)
-class Opened:
-    """Slots of one level whose children were judged. rows, slots: [R]. used: [R] bool, False:
-    another stands in its place and counts for nothing. left: what their laws are after all
-    children failed, of some of them.
-    """
-
-    rows: Tensor
-    slots: Tensor
-    used: Tensor
-    left: Callable[[Tensor], Support]
-
-
-def _parents(tree: DraftTree, level: int, live: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows, slots and `used` (see Opened) of the slots of a level that have children. live: [B,
-    N + 1] bool, which can be reached.
-
-    On an accelerator all rows' slots of a shared shape are taken without asking, and of rows that
-    differ as many as there may be. Where one is not live the root stands in for it: its law is
-    there in any case.
-    """
-    layout, (count, _) = tree.layout, live.shape
-    if waits.free(live) or layout.children.shape[0] > 1 and not layout.room:
-        depth = torch.cat([layout.depth.new_full((len(layout.depth), 1), -1), layout.depth], 1)
-        rows, slots = ((depth == level - 1) & live).nonzero(as_tuple=True)
-        _, there = children(tree, rows, slots)
-        inner = there[:, 0].nonzero()[:, 0]
-        return rows[inner], slots[inner], torch.ones_like(inner, dtype=torch.bool)
-    found = layout.inner[level].expand(count, -1)
-    rows = torch.arange(count, device=live.device).repeat_interleave(found.shape[1])
-    slots = found.clamp(min=0).reshape(-1)
-    used = live[rows, slots] & (found >= 0).reshape(-1)
-    return rows, torch.where(used, slots, 0), used
-
-
 def traversal(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
     """Leaf to root. A slot is accepted with the probability w that is left to it after all its
     children failed.
@@ -377,60 +393,72 @@ def traversal(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
     Neither w nor the residual depends on a coin, so both are computed for every slot, one
     level and one sibling rank at a time; then the first slot in post-order whose own coin
     falls below its w ends the path. Laws are needed where children hang (a leaf's only if it
-    ends the path) and only below slots that can be reached at all (w > 0).
+    ends the path) and, where asking is free, only below slots that can be reached at all (w >
+    0): elsewhere those of all levels are made at once.
     """
     count, n = tree.tokens.shape
-    device = tree.tokens.device
+    device, layout = tree.tokens.device, tree.layout
     every = torch.arange(count, device=device)
     whole = torch.zeros(count, n + 2, dtype=torch.float64, device=device)
     carried, nowhere = whole[:, : n + 1], n + 1
     carried[:, 0] = 1
     present = torch.arange(n + 1, device=device) <= tree.size[:, None]
-    levels: list[Opened] = []
-    for level in range(tree.layout.levels):
-        rows, slots, used = _parents(tree, level, present & (carried > 0))
-        if rows.numel() == 0:
-            break
-        kids, there = children(tree, rows, slots)
-        there = there & used[:, None]
-        siblings, w = Siblings(tree, law, rows, slots, kids), carried[rows, slots]
-        for j in range(kids.shape[1]):
-            old = there[:, j]
-            if _nobody(old):
+    groups: list[Siblings] = []
+
+    def judge(siblings: Siblings, part: slice, ranks: int) -> None:
+        rows, slots = siblings.rows[:, part], siblings.slots[:, part]
+        chance = siblings.judge(part, whole[rows, slots], ranks)
+        whole[rows[..., None], siblings.below[:, part, :ranks]] = chance
+
+    def close(siblings: Siblings) -> None:
+        slots, used = siblings.slots, siblings.used
+        slots = slots if used is None else torch.where(used, slots, nowhere)
+        whole[siblings.rows, slots] = siblings.close()
+        groups.append(siblings)
+
+    if asks := waits.free(carried) or layout.spans is None:
+        for level in range(layout.levels):
+            rows, slots = _parents(tree, level, present & (carried > 0))
+            if rows.numel() == 0:
                 break
-            whole[rows, torch.where(old, kids[:, j] + 1, nowhere)] = siblings.chance(w, j)
-            total = siblings.fail(w, j, old)
-            spent = total + 1 - w
-            left = torch.where(spent > 0, total / torch.where(spent > 0, spent, 1.0), 1.0)
-            w = torch.where(old, left, w)
-        siblings.close()
-        carried[rows, slots] = w
-        levels.append(Opened(rows, slots, used, siblings.left))
+            siblings = Siblings(tree, law, rows[None], slots[None])
+            judge(siblings, slice(None), _ranks(siblings.there))
+            close(siblings)
+    elif layout.spans:
+        siblings = Siblings(tree, law, *unasked.slots_of(tree, present))
+        for start, stop, ranks in layout.spans:
+            judge(siblings, slice(start, stop), ranks)
+        close(siblings)
     carried[:, 0] = 1  # the root never rejects; rounding must not either
-    order = tree.layout.postorder.expand(count, n + 1)
+    order = layout.postorder.expand(count, n + 1)
     chance = torch.where(present, carried, 0.0).gather(1, order)
     end = order.gather(1, rng.first(chance, every, order - 1)[:, None])[:, 0]
-    mask = tree.layout.mask
-    on_path = mask[every if mask.shape[0] > 1 else torch.zeros_like(every), end, 1:]
-    node = torch.arange(n, device=device).expand(count, n)
-    place = torch.where(on_path, tree.layout.depth.expand(count, n), tree.layout.levels)
-    path = torch.full((count, tree.layout.levels + 1), -1, dtype=torch.int64, device=device)
-    path.scatter_(1, place, torch.where(on_path, node, -1))
-    return Verdict(path[:, : tree.layout.levels], on_path.sum(-1), _bonus(law, rng, end, levels))
+    path = layout.paths.expand(count, -1, -1)[every, end]
+    bonus = (_bonus if asks else unasked.bonus)(law, rng, end, groups)
+    return Verdict(path, (path >= 0).sum(1), bonus)
 
 
-def _bonus(law: Law, rng: Coins, end: Tensor, levels: list[Opened]) -> Tensor:
+def _parents(tree: DraftTree, level: int, live: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and slots [R] of a level that have children. live: [B, N + 1] bool, which can be
+    reached."""
+    layout = tree.layout
+    depth = torch.cat([layout.depth.new_full((len(layout.depth), 1), -1), layout.depth], 1)
+    rows, slots = ((depth == level - 1) & live).nonzero(as_tuple=True)
+    _, there = children(tree, rows, slots)
+    inner = there[:, 0].nonzero()[:, 0]
+    return rows[inner], slots[inner]
+
+
+def _bonus(law: Law, rng: Coins, end: Tensor, groups: list[Siblings]) -> Tensor:
     """The token after slot `end` [B]: from the residual where its children failed, from the
     law at a leaf.
     """
-    if not waits.free(end):
-        return _bonus_everywhere(law, rng, end, levels)
     bonus = torch.zeros_like(end)
     leaf = torch.ones_like(end, dtype=torch.bool)
-    for level in levels:
-        hit = (end[level.rows] == level.slots).nonzero()[:, 0]
+    for siblings in groups:
+        hit = (end[siblings.rows[0]] == siblings.slots[0]).nonzero()[:, 0]
         if hit.numel():
-            chosen, rows = level.left(hit), level.rows[hit]
+            chosen, rows = siblings.remains(hit), siblings.rows[0, hit]
             bonus[rows] = chosen.token(rng.draw(chosen.probs, rows, end[rows] - 1))
             leaf[rows] = False
     rows = leaf.nonzero()[:, 0]
@@ -438,35 +466,6 @@ def _bonus(law: Law, rng: Coins, end: Tensor, levels: list[Opened]) -> Tensor:
         support = law.at(rows, end[rows])
         bonus[rows] = support.token(rng.draw(support.probs, rows, end[rows] - 1))
     return bonus
-
-
-def _bonus_everywhere(law: Law, rng: Coins, end: Tensor, levels: list[Opened]) -> Tensor:
-    """`_bonus` without a question to the device: what is left is laid side by side for all
-    levels, and every row draws from the one where its path ends.
-    """
-    every = torch.arange(len(end), device=end.device)
-    supports: list[Support] = []
-    ending: list[Tensor] = []
-    for level in levels:
-        hit = level.used & (end[level.rows] == level.slots)
-        place = torch.where(hit, torch.arange(len(hit), device=end.device), -1)
-        at = torch.full_like(end, -1).scatter_reduce_(0, level.rows, place, "amax")
-        supports.append(level.left(at.clamp(min=0)))
-        ending.append(at >= 0)
-    supports.append(law.at(every, end))
-    ending.append(torch.ones_like(end, dtype=torch.bool))  # at a leaf, if at no level before
-    which = torch.stack(ending).to(torch.uint8).argmax(0)
-    width = max(support.probs.shape[1] for support in supports)
-
-    def here(tables: list[Tensor]) -> Tensor:
-        """The row of the level where each path ends; [R, S] of all levels -> [B, S]."""
-        wide = [F.pad(table, (0, width - table.shape[1])) for table in tables]
-        return torch.stack(wide)[which, every]
-
-    ids = [support.ids for support in supports if support.ids is not None]
-    probs = here([support.probs.to(torch.float64) for support in supports])
-    chosen = Support(here(ids) if ids else None, probs)
-    return chosen.token(rng.draw(probs, every, end - 1))
 
 
 RULES = {"rejection": rejection, "traversal": traversal}

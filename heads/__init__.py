@@ -9,7 +9,7 @@ unless `trains_target` says otherwise.
 
 To add a head: a file with a subclass of Head (or of parallel.base.ParallelHead), a line in
 registry.HEADS, a YAML in conf/head. tests/contract then asks of it what it asks of all; its
-toy.py is such a file. A drafter of it implements decode.grow.Source.
+toy.py is such a file. Its `Drafts`, the class of its drafters, implements decode.grow.Source.
 
 A drafter's name is read by names.parse and nowhere else; `asked` adds what scripts/tune.py
 left, `resolve_drafter` makes the drafter. Not to be changed: the names of stored tensors and

@@ -22,10 +22,11 @@ from decode.grow import Form
 from decode.target import Target
 from decode.tree import TreeShape
 from heads import shapes, vocab
-from heads.batch import Batch, LossOut
+from heads.batch import Batch, LossOut, moved
 from heads.forced import ranks
-from heads.limits import Draw
+from heads.limits import Count, CountOrZero, Draw, Nodes, Shape
 from heads.lora import LoraKeys
+from heads.losses import LossWeights
 from heads.names import DEFAULT_DRAW, Draft
 from heads.stored import Stored
 
@@ -48,9 +49,25 @@ class HeadConfig:
     lora: LoraKeys = field(default_factory=LoraKeys)
 
 
+@dataclass
+class CommonConfig(HeadConfig):
+    """Keys of what a trained head guesses, learns from and drafts."""
+
+    # number of frequent tokens the head predicts; 0 = the whole vocabulary
+    draft_vocab: CountOrZero = 8192
+    # what the head learns from
+    loss: LossWeights = field(default_factory=LossWeights)
+    # supervised tokens whose logits exist at the same time; null = 512 on CPUs, 4096 on GPUs
+    chunk: Count | None = None
+    # shape of the draft when the drafter is named without @chain or @tree
+    shape: Shape = "chain"
+    # nodes of the draft tree
+    nodes: Nodes = 24
+
+
 class Head(Stored):
-    """A draft head. Subclasses set `kind` and `Config`, and define for_target, forward and
-    drafter.
+    """A draft head. Subclasses set `kind`, `Config` and `Drafts`, the class of its drafters, and
+    define for_target and forward.
 
     taps: which target features it reads; tap k means hidden_states[k] of transformers: 0 =
         embeddings, num_layers = output after the final norm.
@@ -62,10 +79,12 @@ class Head(Stored):
     takes_stored_law: whether it can learn from the k most probable tokens in place of the
         target's last feature.
     why: a draft may not be deeper than `deepest`, for the error about it.
+    step: of the run, 0-based.
     """
 
     kind: ClassVar[str] = ""
     Config: ClassVar[type[HeadConfig]] = HeadConfig
+    Drafts: ClassVar[type[Any]]
     trains_target: ClassVar[bool] = False
     reads_features: ClassVar[bool] = True
     packs: ClassVar[bool] = False
@@ -73,6 +92,7 @@ class Head(Stored):
     takes_stored_law: ClassVar[bool] = False
     why: ClassVar[str] = ""
     taps: tuple[int, ...] = ()
+    step = 0
     d2t: Tensor | None
 
     def __init__(self, cfg: Any) -> None:
@@ -99,9 +119,16 @@ class Head(Stored):
     def plan(self, batch: Batch, step: int) -> Any:
         """What `forward` wants to know of a batch on the CPU before it goes to a device, for
         `batch.plan`: everything that decides on shapes, so that the pass need not wait for the
-        device. step: of the run, 0-based. A pass without it finds out by itself. Default:
-        nothing."""
+        device. step: of the run, 0-based. Default: nothing."""
         return None
+
+    def planned(self, batch: Batch) -> Any:
+        """What `plan` has said of `batch`; of one that nobody asked about it says it now and
+        reads the masks back."""
+        if batch.plan is not None:
+            return batch.plan
+        device, here = batch.ids.device, batch.to(torch.device("cpu"))
+        return moved(self.plan(here, self.step), lambda t: t.to(device))
 
     def forward(self, batch: Batch, target: Target) -> LossOut:
         """The training loss of one micro-batch."""
@@ -109,8 +136,8 @@ class Head(Stored):
 
     def drafter(self, target: Target, draft: Draft | None = None) -> Drafter:
         """A drafter over a copy of these weights in the target's dtype. draft: what is asked
-        of it (`form`), None: nothing. Raises UserError as `form` does."""
-        raise TypeError(f"{type(self).__name__} must define drafter")
+        of it (`form`), None: nothing. Raises UserError as `form` does. Default: a `Drafts`."""
+        return self.Drafts(self, target, self.form(target, draft))  # type: ignore[no-any-return]
 
     def form(self, target: Target, draft: Draft | None = None) -> Form:
         """What a drafter drafts: what is asked for, and this head's own keys where that leaves
@@ -239,9 +266,9 @@ class Head(Stored):
         return [{"params": [p for p in self.parameters() if p.requires_grad], "lr_scale": 1.0}]
 
     def begin_step(self, step: int, steps: int) -> None:
-        """Told before every update (0-based) of a run of `steps`: for weights on a schedule.
-        Default: nothing.
-        """
+        """Told before every update (0-based) of a run of `steps`: for draws of the step and
+        weights on a schedule."""
+        self.step = step
 
     def attach(self, target: Target) -> None:
         """Called once the weights are loaded from a folder: a head with trains_target tunes

@@ -6,16 +6,25 @@ Shape letters: B rows, T positions.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 
+class Movable:
+    """A dataclass that holds tensors and goes to a device as a whole."""
+
+    def to(self, device: torch.device) -> Self:
+        """The same on `device`."""
+        return moved(self, lambda t: t.to(device, non_blocking=True))  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True)
-class Batch:
+class Batch(Movable):
     """Training rows, right-padded. Without `position` each is one document; with it, documents
     are packed end to end.
 
@@ -43,10 +52,10 @@ class Batch:
     plan: Any = None
     documents: list[tuple[int, int, int]] | None = None
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> Self:
         """The same batch on `device`."""
         known = self.documents if device.type == self.ids.device.type else self.spans()
-        there = moved(self, lambda t: t.to(device, non_blocking=True))
+        there = super().to(device)
         return dataclasses.replace(there, sample_ids=self.sample_ids, documents=known)
 
     def pinned(self) -> Batch:
@@ -58,6 +67,12 @@ class Batch:
         if self.position is not None:
             return self.position.reshape(-1)
         return torch.arange(self.ids.shape[1], device=self.ids.device).repeat(self.ids.shape[0])
+
+    def supervised(self, past: int) -> Tensor:
+        """[n] int64, flat places of the supervised tokens that have so many tokens of their
+        document before them."""
+        flat = (self.loss_mask & self.mask).reshape(-1).nonzero()[:, 0]
+        return flat[self.depth()[flat] >= past]
 
     def spans(self) -> list[tuple[int, int, int]]:
         """(row, first place, tokens) of every document, in the order of sample_ids."""
@@ -98,6 +113,11 @@ def moved(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         return dataclasses.replace(value, **{k: moved(v, move) for k, v in fields.items()})
     return value
+
+
+def hash_u63(*values: int | str) -> int:
+    """A seed for torch.Generator from any address."""
+    return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8]) >> 1
 
 
 @dataclass(frozen=True)

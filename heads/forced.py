@@ -47,7 +47,7 @@ def ranks(head: Guesses, batch: Batch, target: Target, levels: int) -> Tensor:
     table = torch.full((size, levels), shapes.RANKS, dtype=torch.int64, device=tokens.device)
     first = torch.zeros(size, dtype=torch.bool, device=tokens.device)
     for flat, level, z in head.forced(batch, target, levels):
-        place = tokens[flat] if ids is None else vocab.places(ids, tokens[flat])
+        place = vocab.places(ids, tokens[flat])
         rank = (z > z.gather(1, place.clamp(min=0)[:, None])).sum(1).clamp_(max=shapes.RANKS)
         table[flat - 2 - level, level] = torch.where(place >= 0, rank, shapes.RANKS)
         if level == 0:
@@ -73,7 +73,7 @@ def judge(head: Guesses, batch: Batch, target: Target, levels: int) -> Forced:
     tokens, ids, size = batch.ids.reshape(-1), head.ids(), batch.ids.numel()
     hit, sure, seen = torch.zeros(3, size, levels, dtype=torch.bool, device=tokens.device)
     for flat, level, z in head.forced(batch, target, levels):
-        place = tokens[flat] if ids is None else vocab.places(ids, tokens[flat])
+        place = vocab.places(ids, tokens[flat])
         best = z.topk(min(2, z.shape[1]), -1)
         own = z.gather(1, place.clamp(min=0)[:, None])[:, 0].masked_fill(place < 0, -torch.inf)
         right = z.argmax(-1) == place

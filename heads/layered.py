@@ -6,52 +6,61 @@ Shape letters: T positions of all rows, n predicted tokens, D width, Vd draft vo
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from decode.target import Target
 from heads import vocab
-from heads.base import Head
-from heads.eagle.init import reset_weights
-from heads.eagle.shape import LayerShape
+from heads.base import CommonConfig, Head
+from heads.eagle.init import reset_weights, start_norm
+from heads.eagle.shape import LayerShape, layer_config
 from heads.layered_saved import LayeredSaved
+from heads.limits import Layers, TokenId, Width
 from heads.losses import LawFn, target_law
 from heads.stored_law import stored_law
 
 
+@dataclass
+class LayeredConfig(CommonConfig):
+    """Keys of heads that run decoder layers of their own."""
+
+    # decoder layers of the drafter
+    layers: Layers = 1
+    # id of a reserved token whose embedding in the target is the mask's, as in engines; -1 = a
+    # trained one
+    mask_token: TokenId = -1
+    # dynamic tree: nodes expanded per level, and children looked at of each
+    width: Width = 6
+
+
 class LayeredHead(Head):
-    """net: the network, with the transformers config of its layers. taps: what it reads.
+    """net: the network, a `Net`, with the transformers config of its layers. taps: what it reads.
     final: number of the target's last hidden state."""
 
+    Net: ClassVar[type[Any]]
     Saved: ClassVar[type[LayeredSaved]] = LayeredSaved
     packs: ClassVar[bool] = True
     takes_stored_law: ClassVar[bool] = True
     net: Any
 
     def __init__(
-        self, cfg: Any, net: nn.Module, taps: tuple[int, ...], vocab_size: int, final: int
+        self, cfg: Any, layer: dict[str, Any], taps: tuple[int, ...], vocab_size: int, final: int
     ) -> None:
+        """With weights that mean nothing yet. layer: keys of a LlamaConfig."""
         super().__init__(cfg)
-        self.net, self.taps, self.vocab_size, self.final = net, taps, vocab_size, final
+        self.net = self.Net(cfg, layer, len(taps), vocab_size)
+        self.taps, self.vocab_size, self.final = taps, vocab_size, final
         if cfg.draft_vocab:
             self.d2t = torch.zeros(cfg.draft_vocab, dtype=torch.int64)
 
     @classmethod
-    def restored(cls, known: Any, layer: dict[str, Any], target: Target) -> Self:
-        """The empty head that `known`, of the class's own `Saved`, describes. layer: keys of a
-        LlamaConfig."""
-        raise TypeError("a subclass defines it")
-
-    @classmethod
-    def from_json(cls, saved: dict[str, Any], target: Target) -> Self:
-        """See Head. Raises UserError for values that are no such head."""
-        known = cls.Saved.read(saved, target, cls.kind)
-        head = cls.restored(known, asdict(known.layer), target)
-        head.coverage, head.calibration = known.coverage, known.calibration
-        return head
+    def restored(cls, known: Any, target: Target) -> Self:
+        """See Stored."""
+        taps = tuple(known.taps)
+        return cls(known.config, asdict(known.layer), taps, known.vocab_size, known.final)
 
     def config_json(self) -> dict[str, Any]:
         """See Head; also the draft layer's shape, the taps with their convention."""
@@ -73,12 +82,46 @@ class LayeredHead(Head):
         own = getattr(self.net, "lm_head", None)
         return self.target_rows(target)[0] * target.head.scale if own is None else own.weight
 
-    def begin(self, target: Target, counts: Tensor | None) -> None:
-        """Random weights and the draft vocabulary of a fresh head, on the target's device."""
-        reset_weights(self.net, float(getattr(target.config, "initializer_range", 0) or 0.02))
-        if size := self.cfg.draft_vocab:
-            self.d2t = vocab.to_d2t(self.choose_vocabulary(counts, size))
-        self.to(target.device)
+    @classmethod
+    def for_target(cls, target: Target, cfg: Any, counts: Tensor | None = None) -> Self:
+        """See Head. Raises UserError for taps that the target does not have, a mask token that
+        means something, or a draft vocabulary larger than the tokens seen."""
+        taps = cls.choose_taps(target, cfg)
+        if cfg.mask_token >= 0:
+            vocab.check_reserved(cfg.mask_token, target, counts, "head.mask_token")
+        layer = layer_config(target, cfg.layers)
+        head = cls(cfg, layer, taps, target.vocab_size, target.num_layers)
+        reset_weights(head.net, float(getattr(target.config, "initializer_range", 0) or 0.02))
+        if cfg.draft_vocab:
+            head.d2t = vocab.to_d2t(head.choose_vocabulary(counts, cfg.draft_vocab))
+        head.to(target.device)
+        head.start(target, counts)
+        return head
+
+    @classmethod
+    def choose_taps(cls, target: Target, cfg: Any) -> tuple[int, ...]:
+        """The taps of a fresh head. Raises UserError for some that the target does not have."""
+        raise TypeError("a subclass defines it")
+
+    def start(self, target: Target, counts: Tensor | None) -> None:
+        """Give a fresh head of random weights a better start. counts: see Head.for_target."""
+        raise TypeError("a subclass defines it")
+
+    @torch.no_grad()
+    def start_output(self, target: Target) -> None:
+        """The LM head starts as the target's rows, the final norm as start_norm says."""
+        rows = self.target_rows(target)[0] * target.head.scale
+        if self.net.lm_head is not None:
+            self.net.lm_head.weight.copy_(rows)
+        start_norm(self.net.norm, rows.float(), target)
+
+    @torch.no_grad()
+    def start_mask(self, mask: Tensor, target: Target) -> None:
+        """`mask` [.., D] becomes the frozen embedding of the mask's token, if it has one."""
+        if self.cfg.mask_token >= 0:
+            token = torch.tensor([self.cfg.mask_token], device=target.device)
+            mask.copy_(target.embed(token).view_as(mask))
+            mask.requires_grad_(False)
 
     def law(self, target: Target, last: Tensor | None, source: Tensor, place: Tensor) -> LawFn:
         """The target's law of n tokens: from stored laws where there are such, else from its

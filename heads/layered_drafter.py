@@ -7,7 +7,6 @@ Shape letters: B live rows.
 
 from __future__ import annotations
 
-import copy
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -19,8 +18,7 @@ from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import DraftTree
-from heads import lora
-from heads.eagle.cache import DraftCache
+from heads.eagle.cache import CachedNet
 from heads.packing import Unembedding, pack_net
 
 
@@ -37,26 +35,25 @@ class Layers(Protocol):
     def projection(self, target: Target) -> Tensor: ...
 
 
-class LayeredDrafter:
+class LayeredDrafter(CachedNet):
     """A chain or tree drafter over a copy of the head's weights in the target's dtype. See
     decode.drafters.Drafter. What draft layers share: their cache, and one state `h` per row.
+    blind: no level looks at a drafted token, and `open` leaves the logits of all in `known`.
     """
 
+    blind = False
+    known: Tensor
+
     def __init__(self, head: Layers, target: Target, form: Form) -> None:
-        dtype = target.dtype
+        super().__init__(head.net, target)
         self.name, self.form, self.shape = f"{head.kind}@{form.shape}", form, form.shape
         self.taps, self.max_depth, self.max_nodes = head.taps, form.depth, form.nodes
-        self.net: Any = copy.deepcopy(head.net)
-        lora.merge(self.net)
-        self.net.to(device=target.device, dtype=dtype).eval().requires_grad_(False)
         own = getattr(self.net, "lm_head", None) is not None
         self.net.lm_head = None  # a copy of what is read below
-        proj = head.projection(target).detach().to(dtype)
+        proj = head.projection(target).detach().to(self.dtype)
         self.proj = Unembedding(proj, pack_net(self.net, target), own or head.ids() is not None)
-        self.dtype = dtype
         self.width = min(form.width, self.proj.size)
-        self.ids, self.embed, self.device = head.ids(), target.embed, target.device
-        self.lengths: list[int] = []
+        self.ids, self.embed = head.ids(), target.embed
         self.most_rows = 0  # that are read at once behind the committed ones, whatever is drafted
         self.reset(1, 1)
 
@@ -69,11 +66,8 @@ class LayeredDrafter:
             if self.shape == "chain"
             else max(self.max_nodes, self.max_depth * self.width)
         )
-        slots = max_len + max(scratch, self.most_rows) + self.max_depth + 2
-        self.cache = DraftCache(self.net, rows, slots, self.dtype, self.device)
-        self.rope = self.net.rope(slots, self.dtype, self.device)
+        self.room(rows, max_len + max(scratch, self.most_rows) + self.max_depth + 2)
         self.h = self.blank(rows)
-        self.lengths = []
 
     def blank(self, rows: int) -> Tensor:
         """The state of so many rows, empty."""
@@ -86,15 +80,14 @@ class LayeredDrafter:
         have, need = len(self.lengths), len(self.lengths) + len(prompts)
         if need > self.h.shape[0]:
             raise ValueError(f"begin: {need} rows, but reset made room for {self.h.shape[0]}")
-        self.lengths += [0] * len(prompts)
+        self.append(len(prompts))
         self.h[have:need] = 0
 
     def select(self, rows: list[int]) -> None:
         """Keep these live rows in this order."""
+        super().select(rows)
         if rows != list(range(len(rows))):
-            self.cache.select(rows, max((self.lengths[r] for r in rows), default=0))
             self.h[: len(rows)] = self.h[rows]
-        self.lengths = [self.lengths[r] for r in rows]
 
     @torch.inference_mode()
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
@@ -112,3 +105,10 @@ class LayeredDrafter:
     def level(self, nodes: Nodes) -> Tensor:
         """See decode.grow.Source."""
         raise TypeError("a subclass defines it")
+
+    def at_once(self, levels: int) -> Tensor | None:
+        """See decode.grow.Source."""
+        if not self.blind:
+            return None
+        self.open(levels)
+        return self.known

@@ -147,12 +147,30 @@ class Taught:
 class Rows(NamedTuple):
     """What was found of n tokens by K heads, [K, n] each, without gradient. loss: unweighted,
     0 where a head has no feature. hit: the head's best token is the data's. counted: there is
-    a loss. rate: sum min(p, q) where the law is usable, 0 where it was not asked for."""
+    a loss. rate: sum min(p, q) where the law is usable, 0 where it was not asked for. tried:
+    the head has a feature."""
 
     loss: Tensor
     hit: Tensor
     counted: Tensor
     rate: Tensor
+    tried: Tensor
+
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """[K, 2] float64: the loss and its number of tokens per head, hits and tries. A valid
+        token outside the draft vocabulary gives no loss but counts as a miss."""
+        losses = torch.stack([self.loss.sum(1, dtype=torch.float64), self.counted.sum(1)], 1)
+        return losses, torch.stack([self.hit.sum(1), self.tried.sum(1)], 1).double()
+
+    def stats(self) -> dict[str, Tensor]:
+        """`sums` as a head's stats."""
+        return by_level(*self.sums())
+
+
+def by_level(losses: Tensor, hits: Tensor) -> dict[str, Tensor]:
+    """Tables [K, 2] of (sum, count) as a head's stats: loss_0, loss_1, .., top1_0, .."""
+    tables = (("loss", losses), ("top1", hits))
+    return {f"{name}_{k}": row for name, table in tables for k, row in enumerate(table)}
 
 
 def chunked_loss(
@@ -163,7 +181,7 @@ def chunked_loss(
     head_weights: Tensor,
     chunk: int = 512,
     low_rank: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Rows]:
     """Loss of K parallel heads over one draft vocabulary.
 
     hidden: [K, n, D], head k's hidden state for predicted token j. weight: [K, Vd, D], or [Vd,
@@ -172,28 +190,12 @@ def chunked_loss(
     logits of all heads; both are cast to hidden's dtype.
 
     Returns (scalar loss summed over tokens and heads, with gradient to hidden, weight and the
-    low-rank pair; [K, 2] float64 loss and its number of tokens per head; [K, 2] float64 hits
-    of the argmax and tries). A valid token outside the draft vocabulary gives no loss but
-    counts as a miss.
+    low-rank pair; what was found token by token).
     """
-    total, rows = row_loss(hidden, weight, taught, terms, head_weights, chunk, low_rank)
-    losses = torch.stack([rows.loss.sum(1, dtype=torch.float64), rows.counted.sum(1)], 1)
-    return total, losses, torch.stack([rows.hit.sum(1), taught.valid.sum(1)], 1).double()
-
-
-def row_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    taught: Taught,
-    terms: LossWeights,
-    head_weights: Tensor,
-    chunk: int = 512,
-    low_rank: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Rows]:
-    """As `chunked_loss`; what was found token by token."""
     near, far = (None, None) if low_rank is None else (low_rank[0].to(hidden.dtype), low_rank[1])
-    total, *rows = _ChunkedLoss.apply(hidden, weight, near, far, taught, terms, head_weights, chunk)  # type: ignore[no-untyped-call]
-    return total, Rows(*rows)
+    args = (hidden, weight, near, far, taught, terms, head_weights, chunk)
+    total, loss, hit, counted, rate = _ChunkedLoss.apply(*args)  # type: ignore[no-untyped-call]
+    return total, Rows(loss, hit, counted, rate, taught.valid)
 
 
 class _ChunkedLoss(torch.autograd.Function):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from safetensors.torch import save_file
 
@@ -15,9 +15,11 @@ from heads.saved import differing
 
 
 class Stored(Adaptable):
-    """What of a head stands in its folder: its weights, and in head.json what rebuilds it. cfg,
-    coverage, calibration: see heads.base.Head."""
+    """What of a head stands in its folder: its weights, and in head.json what rebuilds it.
+    Saved: what head.json says, as types. kind, cfg, coverage, calibration: see heads.base.Head."""
 
+    Saved: ClassVar[type[Any]]
+    kind: ClassVar[str]
     cfg: Any
     coverage: float
     calibration: dict[str, Any]
@@ -31,7 +33,17 @@ class Stored(Adaptable):
 
         Raises UserError, KeyError or TypeError for values that are no head of this kind.
         """
-        raise TypeError(f"{cls.__name__} must define from_json")
+        known = cls.Saved.read(saved, target, cls.kind)
+        head = cls.restored(known, target)
+        head.coverage, head.calibration = known.coverage, known.calibration
+        return head
+
+    @classmethod
+    def restored(cls, known: Any, target: Target) -> Self:
+        """The empty head that `known`, of the class's own `Saved`, describes.
+
+        Raises UserError where none can be made of it."""
+        raise TypeError(f"{cls.__name__} must define restored")
 
     @classmethod
     def misfits(

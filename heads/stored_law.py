@@ -23,7 +23,7 @@ def stored_law(
 
     def law(part: slice) -> tuple[Tensor, Tensor]:
         at = source[part]
-        spot = tokens[at] if ids is None else vocab.places(ids, tokens[at])
+        spot = vocab.places(ids, tokens[at])
         p = probabilities[at] * (spot >= 0)
         total = p.sum(-1, keepdim=True)
         dense = p.new_zeros(spot.shape[0], size if ids is None else ids.numel())

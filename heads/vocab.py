@@ -15,6 +15,7 @@ from torch import Tensor
 
 from conf.errors import UserError
 from conf.typed import SHORT
+from decode.models.tokenizers import specials
 from decode.target import Target
 
 
@@ -74,8 +75,10 @@ def to_t2d(ids: Tensor, vocab_size: int) -> Tensor:
     return torch.zeros(vocab_size, dtype=torch.bool, device=ids.device).index_fill_(0, ids, True)
 
 
-def places(ids: Tensor, tokens: Tensor) -> Tensor:
-    """Draft ids of target `tokens` (any shape), -1 outside. ids: ascending [Vd]."""
+def places(ids: Tensor | None, tokens: Tensor) -> Tensor:
+    """Draft ids of target `tokens` (any shape), -1 outside. ids: ascending [Vd], None: all."""
+    if ids is None:
+        return tokens
     spot = torch.searchsorted(ids, tokens).clamp_(max=ids.numel() - 1)
     return torch.where(ids[spot] == tokens, spot, -1)
 
@@ -91,7 +94,7 @@ def check_reserved(token: int, target: Target, counts: Tensor | None, key: str) 
         size = target.vocab_size
         raise UserError(f"{key}: {token} is not in the target's vocabulary of {size}; {fix}")
     ordinary = tokenizer is not None and token < len(tokenizer)
-    if ordinary := ordinary and token not in tokenizer.all_special_ids:
+    if ordinary := ordinary and token not in specials(tokenizer).values():
         word = tokenizer.decode([token])
         split = "\ufffd" in word  # a part of a letter
         ordinary = split or token in tokenizer(word, add_special_tokens=False).input_ids

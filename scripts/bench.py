@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -250,9 +249,7 @@ def main(cfg: BenchConfig) -> None:
         known[name] = {
             "about": " ".join((BENCHES[name].__doc__ or "").split()),
             **result,
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": files.command(),
-            "environment": files.environment(cfg.device or "cpu"),
+            **files.origin(cfg.device or "cpu"),
         }
         files.write_json(out, known)
         if "ratio" in result:

@@ -154,17 +154,17 @@ class CertifyConfig:
         """What the layers do."""
         return certificate.Plan(
             self.sampling(),
-            self.verify,
             self.tokens,
             self.max_new_tokens,
             self.batch_size,
-            self.cases,
-            self.greedy_prompts,
-            self.greedy_tokens,
-            self.alpha,
-            self.detect,
             self.seed,
+            self.verify,
             None if self.guidance_scale == 1 else self.guidance_scale,
+            cases=self.cases,
+            greedy_prompts=self.greedy_prompts,
+            greedy_tokens=self.greedy_tokens,
+            alpha=self.alpha,
+            detect=self.detect,
         )
 
     def sampling(self) -> Sampling:

@@ -25,7 +25,6 @@ from __future__ import annotations
 import itertools
 import sys
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -256,14 +255,13 @@ def measure(
     """(report, lines of outputs.jsonl) at the temperature and batch size of `cfg`."""
     sampling = sampling_of(cfg)
     settings = contest.Settings(sampling, cfg.max_new_tokens, cfg.batch_size, cfg.seed, cfg.verify)
-    measured = contest.run_contest(target, target.tokenizer, prompts, lanes, settings, cfg.quiet)
+    measured = contest.run_contest(target, prompts, lanes, settings, cfg.quiet)
     scores = Scores(measured, lanes)
     same = lossless(measured, lanes, target) if cfg.temperature == 0 else {}
     identity = target.identity
     report: dict[str, Any] = {
         "format": 1,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": files.command(),
+        **files.origin(str(target.device)),
         "target": {
             **(asdict(identity) if identity else {"name": "unknown"}),
             "generation_config": facts.unheeded(target.model, sampling),
@@ -280,7 +278,6 @@ def measure(
             "target": asdict(cfg.target),
             "num_prompts": len(prompts),
         },
-        "environment": files.environment(str(target.device)),
         "drafters": [{**scores.row(lane), "lossless": same.get(lane.name)} for lane in lanes],
         "pairs": scores.pairs(),
         "plain_pass_ms": scores.steadiness(),

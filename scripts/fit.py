@@ -28,7 +28,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -135,9 +134,7 @@ def fitted(cfg: FitConfig, out: Path) -> int:
         stages.once("export", f"its export, {cfg.format}", lambda: exported(cfg, out))
     report = {
         "format": 1,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": files.command(),
-        "environment": files.environment(cfg.device or "cpu"),
+        **files.origin(cfg.device or "cpu"),
         "target": about["target"],
         "settings": {k: v for k, v in cfg.settings().items() if k != "target"},
         "start": {"path": cfg.start, "kind": about["kind"], "sha256": sha256},

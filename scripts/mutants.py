@@ -52,8 +52,10 @@ from scripts.proofs.mutants.mutate import Mutant, choose, mutants
 # the law q.
 MODULES: dict[str, tuple[str, ...]] = {
     "decode/verify.py": (),
+    "decode/unasked.py": (),
     "decode/sampling.py": (),
     "decode/rng.py": (),
+    "decode/inverse_cdf.py": (),
     "decode/engine.py": (),
     "decode/cache.py": (),
     "decode/masks.py": (),

@@ -12,6 +12,11 @@ head that is done is not trained again. Leaves OUT/NAME for every recipe and OUT
 conversations' sha256, steps and FLOPs of every head. With `prompts` every head is then scored as
 a chain and as a tree, at T = 0 and at T = 1 (OUT/t0, OUT/t1), and OUT/matched.json joins what it
 cost with what it brought.
+
+    python scripts/train_heads.py path=conversations.jsonl flops=2e14 out=runs/heads \\
+        heads=[eagle3,hydra_heads] seeds=[1,2] prompts=unseen.jsonl
+
+trains them again from other seeds (OUT/NAME-seed1, ...): how much of a difference is chance?
 """
 
 from __future__ import annotations
@@ -23,17 +28,19 @@ import sys
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 
-from conf.rules import NotEmpty, NotNegative, OneOrMore, one_of
+from conf.errors import UserError
+from conf.rules import Filled, NotEmpty, NotNegative, OneOrMore, Seed, one_of
 from conf.schema import compose, entry
 from decode.models.identity import sha256_file
 from decode.models.load import load_target
+from heads.batch import hash_u63
 from scripts.common import files
 from scripts.common.prompts import load_prompts
 from scripts.common.steps import Step, done, remember, run
@@ -42,7 +49,7 @@ from scripts.reports import matched
 from train.config import ENTRIES
 from train.facts import measured_head
 from train.measure.speed import draft_flops
-from train.texts.batches import Plan, hash_u63, load_rows
+from train.texts.batches import Plan, load_rows
 
 FEW = 4  # rows of a step that are counted
 READ = ("target", "data.", "dtype=", "device=")  # keys that say what is read, and how
@@ -56,6 +63,7 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
         "eagle3",
         ["head=eagle3", "head.norm_before_fc=true", "head.norm_output=true"],
     ),
+    "eagle3_portable": ("eagle3", ["head=eagle3"]),  # without the norms that few engines know
     "p_eagle": ("eagle3", ["head=p_eagle"]),
     "dflash": ("dflash", ["head=dflash", "head.block=4"]),
     "dflash_causal": ("dflash", ["head=dflash_causal", "head.block=4"]),
@@ -75,6 +83,8 @@ class HeadsConfig:
     conversations: OneOrMore = 600
     # recipes, in this order; empty = all
     heads: list[Annotated[str, one_of(RECIPES)]] = field(default_factory=list)
+    # every recipe once more from each of these seeds
+    seeds: list[Seed] = field(default_factory=list)
     # steps of every head
     steps: OneOrMore = 200
     # floating point operations of a head's training beyond the target's, in place of steps;
@@ -83,14 +93,28 @@ class HeadsConfig:
     # the target reads the conversations once and its features are stored (some 8 kB a token);
     # false = every head's training runs the target
     features: bool = True
+    # features that an earlier run has stored, in place of OUT/features; empty = made here
+    store: str = ""
     # further keys of every training command, such as target=tiny or seed=1
     more: list[str] = field(default_factory=list)
     # JSONL of prompts to score the heads on (scripts/evaluate.py); empty = they are not scored
     prompts: str = ""
+    # the drafts that they are scored with
+    shapes: Filled[Annotated[str, one_of(matched.SHAPES)]] = field(
+        default_factory=lambda: list(matched.SHAPES)
+    )
+    # and the temperatures
+    temperatures: Filled[Literal[0, 1]] = field(default_factory=lambda: [0, 1])
     # further keys of the scoring commands, such as num_prompts=16 or batch_size=8
     scoring: list[str] = field(default_factory=list)
     # the same for T = 1 alone
     sampling: list[str] = field(default_factory=list)
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        if len(set(self.seeds)) == len(self.seeds):
+            return []
+        return [f"seeds: {self.seeds}; each seed trains one head; say each once"]
 
 
 def read(data: Path) -> list[str]:
@@ -112,36 +136,61 @@ def features(cfg: HeadsConfig, data: Path) -> Step:
     return Step("the target reads them, once for all heads", args, [data], out / "manifest.json")
 
 
-def keys(cfg: HeadsConfig, name: str, data: Path, steps: int) -> list[str]:
-    """The command line of a recipe behind its script."""
-    stored = [f"data.features={Path(cfg.out) / 'features'}"] if cfg.features else []
+@dataclass(frozen=True)
+class Wanted:
+    """A head to train. recipe: its name in RECIPES. seed: none is the one that `more` or the
+    default says."""
+
+    recipe: str
+    seed: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Of its folder and its row."""
+        return self.recipe if self.seed is None else f"{self.recipe}{matched.SEED}{self.seed}"
+
+    @property
+    def seeds(self) -> list[str]:
+        """Its seed as a key of the command line."""
+        return [] if self.seed is None else [f"seed={self.seed}"]
+
+
+def wanted(cfg: HeadsConfig) -> list[Wanted]:
+    """Every recipe, then every recipe again from the next seed."""
+    return [Wanted(recipe, seed) for seed in (None, *cfg.seeds) for recipe in cfg.heads or RECIPES]
+
+
+def keys(cfg: HeadsConfig, head: Wanted, data: Path, steps: int) -> list[str]:
+    """The command line of a head behind its script."""
+    stored = [f"data.features={cfg.store or Path(cfg.out) / 'features'}"] if cfg.features else []
     return [
         *read(data),
-        *RECIPES[name][1],
+        *RECIPES[head.recipe][1],
         *stored,
         "head.draft_vocab=4096",
         "batch_size=16",
-        f"out_dir={Path(cfg.out) / name}",
+        f"out_dir={Path(cfg.out) / head.name}",
         f"steps={steps}",
         "eval.every=0",
         "eval.parity=2",
         *cfg.more,
+        *head.seeds,
     ]
 
 
-def counted(cfg: HeadsConfig, name: str, data: Path) -> float:
+def counted(cfg: HeadsConfig, head: Wanted, data: Path) -> float:
     """Floating point operations of a step of a recipe beyond the target's."""
-    config, schema = ENTRIES[RECIPES[name][0]]
-    run_cfg: Any = compose(config, schema, keys(cfg, name, data, 1))
+    config, schema = ENTRIES[RECIPES[head.recipe][0]]
+    run_cfg: Any = compose(config, schema, keys(cfg, head, data, 1))
     target = load_target(run_cfg.target, run_cfg.dtype, "cpu")
     args = (target.tokenizer, target.eos_ids, target.vocab_size, target.context_length)
     rows = load_rows(run_cfg.data, *args)
     plan = Plan(rows, run_cfg.batch_size, run_cfg.data.window, run_cfg.seed)
     torch.manual_seed(hash_u63(run_cfg.seed, "head"))
-    head = measured_head(run_cfg.head, target, rows)
+    measured = measured_head(run_cfg.head, target, rows)
     few = plan.batch(0)[:: max(1, plan.batch_size // FEW)][:FEW]
     tokens = float(rows.lengths[plan.train].double().mean()) * plan.batch_size
-    return tokens * draft_flops(target, head, rows.batch(few))
+    return tokens * draft_flops(target, measured, rows.batch(few))
 
 
 @entry("train_heads", HeadsConfig)
@@ -151,6 +200,11 @@ def main(cfg: HeadsConfig) -> None:
     out, data = Path(cfg.out), Path(cfg.path).expanduser()
     if cfg.prompts:
         load_prompts(cfg.prompts, [])  # what is not there is said before hours of training
+    if cfg.store and not (Path(cfg.store) / "manifest.json").is_file():
+        raise UserError(
+            f"store: {cfg.store} holds no stored features (no manifest.json); name OUT/features of "
+            "a run that made them, or leave it out"
+        )
     out.mkdir(parents=True, exist_ok=True)
     if not cfg.path:
         data = out / "data.jsonl"
@@ -159,26 +213,32 @@ def main(cfg: HeadsConfig) -> None:
         write.append(f"num_conversations={cfg.conversations}")
         _do(Step("the target writes conversations", write, [], data), out)
     reads = [data]
-    if cfg.features:
+    if cfg.features and cfg.store:
+        reads = [Path(cfg.store) / "manifest.json"]
+    elif cfg.features:
         store = features(cfg, data)
         _do(store, out)
         reads = [store.leaves]
     found: dict[str, Any] = {"data_sha256": sha256_file(data), "heads": {}}
-    for name in cfg.heads or RECIPES:
-        flops = counted(cfg, name, data)
-        steps = max(1, round(cfg.flops / flops)) if cfg.flops else cfg.steps
-        args = [f"train/{ENTRIES[RECIPES[name][0]][0]}.py", *keys(cfg, name, data, steps)]
-        _do(Step(f"{name}, {steps} steps", args, reads, out / name / "head" / "head.json"), out)
-        found["heads"][name] = {"steps": steps, "flops_per_step": flops, "flops": flops * steps}
+    flops: dict[str, float] = {}  # of a recipe's step, whatever the seed
+    for head in wanted(cfg):
+        if head.recipe not in flops:
+            flops[head.recipe] = counted(cfg, head, data)
+        each = flops[head.recipe]
+        steps = max(1, round(cfg.flops / each)) if cfg.flops else cfg.steps
+        args = [f"train/{ENTRIES[RECIPES[head.recipe][0]][0]}.py", *keys(cfg, head, data, steps)]
+        leaves = out / head.name / "head" / "head.json"
+        _do(Step(f"{head.name}, {steps} steps", args, reads, leaves), out)
+        found["heads"][head.name] = {"steps": steps, "flops_per_step": each, "flops": each * steps}
         files.write_json(out / "heads.json", found)
     if cfg.prompts:
         scored(cfg, found, out)
 
 
 def score(cfg: HeadsConfig, temperature: int) -> Step:
-    """All heads on the same prompts, each as a chain and as a tree."""
-    folders = [str(Path(cfg.out) / name) for name in cfg.heads or RECIPES]
-    drafters = ["none", *(f"{folder}@{shape}" for folder in folders for shape in matched.SHAPES)]
+    """All heads on the same prompts, each in every shape."""
+    folders = [str(Path(cfg.out) / head.name) for head in wanted(cfg)]
+    drafters = ["none", *(f"{folder}@{shape}" for folder in folders for shape in cfg.shapes)]
     out = Path(cfg.out) / f"t{temperature}"
     args = [
         "scripts/evaluate.py",
@@ -200,12 +260,12 @@ def score(cfg: HeadsConfig, temperature: int) -> Step:
 def scored(cfg: HeadsConfig, trained: dict[str, Any], out: Path) -> None:
     """Score the heads and join it with what they cost: OUT/matched.json."""
     reports = {}
-    for temperature in (0, 1):
+    for temperature in cfg.temperatures:
         step = score(cfg, temperature)
         _do(step, out, (0, SKIPPED))  # the table has a dash for what could not be scored
         reports[str(temperature)] = json.loads(step.leaves.read_text())
     drafters = {name: str(out / name) for name in trained["heads"]}
-    about = {"command": files.command(), "environment": reports["0"]["environment"]}
+    about = {"command": files.command(), "environment": next(iter(reports.values()))["environment"]}
     found = {**about, **matched.matched(trained, drafters, reports)}
     files.write_json(out / "matched.json", found)
     print(matched.markdown(found), flush=True)

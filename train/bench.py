@@ -36,11 +36,12 @@ from conf.schema import entry
 from decode.models.load import load_target
 from decode.target import Target
 from heads.base import Batch, Head
+from heads.batch import hash_u63
 from heads.losses import chunk_of
 from train.facts import measured_head, settle
 from train.measure.speed import draft_flops
 from train.stored.features import CachedTarget, Source
-from train.texts.batches import Plan, hash_u63, load_rows
+from train.texts.batches import Plan, load_rows
 from train.validate import ValidateConfig, head_config
 
 Pass = tuple[Batch, Target | CachedTarget]

@@ -13,11 +13,11 @@ from conf.errors import UserError
 from decode.target import Target
 from heads import vocab
 from heads.base import Head
+from heads.batch import hash_u63
 from heads.lora import Base
 from heads.warm import Start
 from train.config import TrainConfig, flat
 from train.facts import fit_vocabulary, given_vocabulary
-from train.texts.batches import hash_u63
 
 
 @dataclass(frozen=True)

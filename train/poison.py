@@ -17,9 +17,9 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from conf.errors import UserError
+from heads.batch import hash_u63
 from train.passes import Totals, add, one_pass
 from train.run import Run
-from train.texts.batches import hash_u63
 
 
 def without_poisoned(run: Run, micro: list[list[int]], sound: Tensor, names: Totals) -> Totals:

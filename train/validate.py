@@ -30,11 +30,12 @@ from decode.models.load import load_target
 from decode.target import Target
 from heads import HEADS
 from heads.base import Head
+from heads.batch import hash_u63
 from train import checks
 from train.config import TrainConfig
 from train.facts import fit_vocabulary, given_vocabulary, settle
 from train.launch_keys import device_of
-from train.texts.batches import Plan, hash_u63, load_rows
+from train.texts.batches import Plan, load_rows
 
 
 @dataclass

@@ -159,7 +159,7 @@ def _rows(
 
 
 def _special(target: Tokenizer, draft: Tokenizer, notes: list[str]) -> str:
-    theirs, mine = _specials(target), _specials(draft)
+    theirs, mine = specials(target), specials(draft)
     for token in sorted(set(theirs) ^ set(mine), key=lambda t: theirs.get(t, mine.get(t, 0))):
         if _idle(token):
             continue
@@ -176,7 +176,8 @@ def _special(target: Tokenizer, draft: Tokenizer, notes: list[str]) -> str:
     return ""
 
 
-def _specials(tokenizer: Tokenizer) -> dict[str, int]:
+def specials(tokenizer: Tokenizer) -> dict[str, int]:
+    """Special tokens and their ids, those without a role among them."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return {str(t): int(i) for i, t in added.items() if getattr(t, "special", True)}
 
@@ -195,7 +196,7 @@ def _texts(target: Tokenizer, draft: Tokenizer) -> str:
                 return (
                     f"{what}: {_show(a)} is decoded as {c!r} by the target and {d!r} by the draft"
                 )
-    names = [t for t in _specials(target) if t in draft.get_vocab()]
+    names = [t for t in specials(target) if t in draft.get_vocab()]
     for token in names[:64]:
         text = f"a{token}b"
         a, b = (_encode(t, text) for t in (target, draft))

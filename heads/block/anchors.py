@@ -10,14 +10,13 @@ Shape letters: B rows, T positions, A anchors of a row, K slots.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from heads.base import Batch
-from heads.batch import moved
+from heads.batch import Movable, hash_u63
 from heads.block.loss import Slots
 
 TWICE = 2  # how often a supervised token is predicted in an epoch, on average
@@ -68,7 +67,7 @@ class Anchors:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class Blocks(Movable):
     """The blocks of a pass: a function of its tokens and masks, made where the batch is made,
     so that no device has to be asked for it. slots: the supervised ones. flat: [n] int64, flat
     places of the tokens that they predict."""
@@ -90,10 +89,6 @@ class Blocks:
         found = Slots.of(on.cumprod(2).bool().flatten(0, 1))
         return cls(anchors, found, flat.flatten()[found.at])
 
-    def to(self, device: torch.device) -> Blocks:
-        """The same on `device`."""
-        return moved(self, lambda t: t.to(device, non_blocking=True))  # type: ignore[no-any-return]
-
 
 def draw(batch: Batch, count: int, slots: int, seed: tuple[int, int]) -> Anchors:
     """At most `count` anchors of each document (0: as many as predict every supervised token
@@ -108,8 +103,7 @@ def draw(batch: Batch, count: int, slots: int, seed: tuple[int, int]) -> Anchors
         if batch.reach is not None:  # logged drafts: where they began
             fit = fit[batch.reach[b][fit] > 0]
             wanted = count or fit.numel()
-        key = hashlib.sha256(repr((*seed, sample)).encode()).digest()[:8]
-        generator = torch.Generator().manual_seed(int.from_bytes(key) >> 1)
+        generator = torch.Generator().manual_seed(hash_u63(*seed, sample))
         some = torch.randperm(fit.numel(), generator=generator)[:wanted]
         chosen[b] += fit[some].sort().values.tolist()
     return Anchors.of(chosen, torch.device("cpu"))

@@ -9,13 +9,12 @@ from typing import Annotated, Literal
 from annotated_types import Interval
 
 from conf.rules import AboveZero, BelowOne
-from heads.base import HeadConfig
-from heads.limits import MOST_DEPTH, Count, CountOrZero, Layers, Nodes, Shape, Size, TokenId, Width
-from heads.losses import LossWeights
+from heads.layered import LayeredConfig
+from heads.limits import MOST_DEPTH, CountOrZero, Layers, Size
 
 
 @dataclass
-class BlockConfig(HeadConfig):
+class BlockConfig(LayeredConfig):
     """Keys of DFlash and DSpark. kind: where the slots of a block stand, dflash = behind the
     anchor (row k predicts token k behind it), dspark = from the anchor on (row k predicts
     token k + 1 behind it)."""
@@ -23,7 +22,6 @@ class BlockConfig(HeadConfig):
     kind: Literal["dflash", "dspark"] = "dflash"
     # rows of a block, the anchor's among them
     block: Annotated[int, Interval(ge=2, le=MOST_DEPTH)] = 8
-    # decoder layers
     layers: Layers = 2
     # a row sees no later row of its block: one head drafts any number of slots
     causal: bool = False
@@ -35,15 +33,10 @@ class BlockConfig(HeadConfig):
     look_back: bool = False
     # target features to fuse, hidden_states[k] of transformers; empty = three, evenly spread
     taps: list[int] = field(default_factory=list)
-    # number of frequent tokens the head predicts; 0 = the whole vocabulary
-    draft_vocab: CountOrZero = 8192
     # use the target's frozen LM head in place of one of the head's own
     share_lm_head: bool = False
     # rank of a term of the token before the guessed one, added to the logits; 0 = none
     markov_rank: CountOrZero = 0
-    # id of a reserved token whose embedding in the target stands for the mask, as in engines;
-    # -1 = a trained vector
-    mask_token: TokenId = -1
     # blocks per document in training, redrawn every epoch; 0 = as many as predict every
     # supervised token twice
     anchors: CountOrZero = 0
@@ -52,23 +45,13 @@ class BlockConfig(HeadConfig):
     weights: Literal["decay", "dpace"] = "decay"
     # slots in which the weight falls to 1 / e
     decay: AboveZero = 4.0
-    # what the head learns from
-    loss: LossWeights = field(default_factory=LossWeights)
     # weight of a head that predicts whether the target will accept a slot; 0 = no such head
     confidence: Size = 0.0
     # chains: leave out slots that the target accepts with less than this chance, by the
     # confidence head; 0 = none
     least: BelowOne = 0.0
-    # supervised slots whose logits exist at the same time; null = 512 on CPUs, 4096 on GPUs
-    chunk: Count | None = None
-    # shape of the draft when the drafter is named without @chain or @tree
-    shape: Shape = "chain"
     # levels of the draft; 0 = as many as the block has slots
     depth: Annotated[int, Interval(ge=0, le=MOST_DEPTH)] = 0
-    # nodes of the draft tree
-    nodes: Nodes = 24
-    # tree at temperature 0: nodes expanded per level, and children looked at of each
-    width: Width = 6
 
     @property
     def slots(self) -> int:

@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from decode import waits
 from decode.attention import tree_attention
 from decode.grow import Form, Nodes
 from decode.target import Target
@@ -32,6 +33,7 @@ class BlockDrafter(LayeredDrafter):
     def __init__(self, head: Layers, target: Target, form: Form) -> None:
         super().__init__(head, target, form)
         self.cfg, self.most_rows = head.cfg, max(head.cfg.block, form.depth + 1)
+        self.blind = self.net.markov_in is None
         self.temperatures: list[float] = head.calibration.get("confidence") or [1.0]
         if form.shape == "chain" and head.cfg.least > form.price.node:
             self.form = replace(form, price=replace(form.price, node=head.cfg.least))
@@ -45,17 +47,15 @@ class BlockDrafter(LayeredDrafter):
         """tokens [b, n_max], feats [b, n_max, F, D], n [b]: feature i stands before token i."""
         if feats is None:
             raise ValueError("a block head drafts from the target's features; none were given")
-        lengths, counts = self.lengths[rows], n.tolist()
-        new = max(counts)
-        places = self.cache.aim(rows, lengths, 0, new)
-        c = self.net.fuse(feats[:, :new].to(self.dtype))
-        rope = (self.rope[0][places], self.rope[1][places])
-        for layer, (key, value) in enumerate(self.net.context(c, rope)):
+        counts = n.tolist()
+        places = self.commit(rows, counts)
+        c = self.net.fuse(feats[:, : places.shape[1]].to(self.dtype))
+        for layer, (key, value) in enumerate(self.net.context(c, self.turned(places))):
             self.cache.update(key, value, layer)
-        n = n.to(self.device)
-        newest = tokens.gather(1, (n[:, None] - 1).clamp(min=0))[:, 0]
-        self.h[rows] = torch.where(n > 0, newest, self.h[rows])
-        self.lengths[rows] = [a + b for a, b in zip(lengths, counts, strict=True)]
+        newest = tokens.gather(1, waits.sent((n[:, None] - 1).clamp(min=0), self.device))[:, 0]
+        if not min(counts):  # a row without news keeps its state
+            newest = torch.where(waits.sent(n, self.device) > 0, newest, self.h[rows])
+        self.h[rows] = newest
 
     def open(self, levels: int) -> Tensor:
         """See decode.grow.Source: the block. A block whose rows see each other has all that it
@@ -64,14 +64,14 @@ class BlockDrafter(LayeredDrafter):
         rows = before + levels if self.cfg.causal else self.cfg.block
         places = self.cache.aim(slice(0, count), self.lengths, 0, rows)
         seen = places if self.cfg.causal else places[:, -1:].expand(-1, rows)
-        mask = (torch.arange(self.cache.reach, device=self.device) <= seen[..., None])[:, None]
+        mask = self.cache.back(seen)[:, None]
 
         def attend(layer: int, query: Tensor, own: Keys) -> Tensor:
             key, value = self.cache.update(*own, layer)
             return tree_attention(self.net, query, key, value, mask)[0].transpose(1, 2)
 
         x = self.net.rows(self.embed(self.h[:count]), rows)
-        h = self.net.run(x, (self.rope[0][places], self.rope[1][places]), attend)
+        h = self.net.run(x, self.turned(places), attend)
         self.state = h[:, before : before + levels]
         self.known = self.proj(self.state)
         return self._after(self.h[:count, None], 0)

@@ -19,14 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, cast
+from typing import ClassVar, Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from decode.drafters import Drafter
 from decode.target import Target
 from heads import vocab
 from heads.batch import Batch, LossOut
@@ -37,13 +36,10 @@ from heads.block.drafter import BlockDrafter
 from heads.block.look_back import look_back
 from heads.block.loss import Slots, Weights
 from heads.block.net import BlockNet, Keys, attend_blocks
-from heads.eagle.init import start_norm
 from heads.eagle.modules import take
-from heads.eagle.shape import layer_config
 from heads.layered import LayeredHead
 from heads.layered_saved import LayeredSaved
-from heads.losses import Rows, Taught, chunk_of, row_loss
-from heads.names import Draft
+from heads.losses import Rows, Taught, by_level, chunk_of, chunked_loss
 
 MEASURED = 64  # tokens by which the size of the tapped features is measured
 FORCED = 64  # blocks of a row that a forced pass runs at a time
@@ -64,30 +60,23 @@ class BlockSaved(LayeredSaved):
 
 
 class BlockHead(LayeredHead):
-    """net: the network. drawn: what the draw of anchors starts from, the run's and the step."""
+    """net: the network. seed: of the run, from which anchors are drawn."""
 
-    Config = BlockConfig
+    Config, Net, Drafts = BlockConfig, BlockNet, BlockDrafter
     Saved: ClassVar[type[BlockSaved]] = BlockSaved
     cfg: BlockConfig
     net: BlockNet
     why = ", whose rows see each other (head.causal=true takes any)"
-    drawn = (0, 0)
+    seed = 0
 
     # -- making one
 
     @classmethod
     def for_target(cls, target: Target, cfg: BlockConfig, counts: Tensor | None = None) -> Self:
-        """See Head. Raises UserError for taps outside the target or on its last layer, a mask
-        token that means something, or a draft vocabulary larger than the tokens seen."""
+        """See LayeredHead; the last layer's output is none of the taps."""
         seed = int(torch.randint(1 << 62, ()))
-        taps = cls.choose_taps(target, cfg)
-        if cfg.mask_token >= 0:
-            vocab.check_reserved(cfg.mask_token, target, counts, "head.mask_token")
-        net = BlockNet(cfg, layer_config(target, cfg.layers), len(taps), target.vocab_size)
-        head = cls(cfg, net, taps, target.vocab_size, target.num_layers)
-        head.drawn = (seed, 0)
-        head.begin(target, counts)
-        head._start(target, counts)
+        head = super().for_target(target, cfg, counts)
+        head.seed = seed
         return head
 
     @classmethod
@@ -105,20 +94,15 @@ class BlockHead(LayeredHead):
         return tuple(sorted(set(cfg.taps) or usual))
 
     @torch.no_grad()
-    def _start(self, target: Target, counts: Tensor | None) -> None:
+    def start(self, target: Target, counts: Tensor | None) -> None:
         """The mask as large as an embedding; the output side the target's; every feature
         divided by its usual size: a few are hundreds of times larger than the others and the
         same everywhere, and would be all that is left behind a norm."""
-        net, token = self.net, self.cfg.mask_token
+        net = self.net
         table = target.model.get_input_embeddings().weight
         nn.init.normal_(net.mask, 0.0, float(table[:4096].float().square().mean().sqrt()))
-        if token >= 0:
-            net.mask.copy_(target.embed(torch.tensor([token], device=target.device))[0])
-            net.mask.requires_grad_(False)
-        rows = self.target_rows(target)[0] * target.head.scale
-        if net.lm_head is not None:
-            net.lm_head.weight.copy_(rows)
-        start_norm(net.norm, rows.float(), target)
+        self.start_mask(net.mask, target)
+        self.start_output(target)
         if net.markov_in is not None and net.markov_out is not None:
             # Unit rows on one side: what the zero side learns from is of one size for all.
             net.markov_in.copy_(F.normalize(net.markov_in, dim=-1))
@@ -130,26 +114,14 @@ class BlockHead(LayeredHead):
         if self.cfg.look_back:
             look_back(net, feats[0].float(), target.embed(ids[0]).float())
 
-    @classmethod
-    def restored(cls, known: BlockSaved, layer: dict[str, Any], target: Target) -> Self:
-        """See LayeredHead."""
-        net = BlockNet(known.config, layer, len(known.taps), known.vocab_size)
-        return cls(known.config, net, tuple(known.taps), known.vocab_size, known.final)
-
     # -- training
-
-    def begin_step(self, step: int, steps: int) -> None:
-        """See Head: the anchors of this step."""
-        self.drawn = (self.drawn[0], step)
 
     def forward(self, batch: Batch, target: Target) -> LossOut:
         """The loss summed over the supervised slots of the drawn blocks, which are the count."""
         slots, chances, total, rows = self._judged(batch, target)
         count = slots.sums(torch.ones_like(rows.loss[0]))
-        stats: dict[str, Tensor] = {}
-        for name, values in (("loss", rows.loss[0]), ("top1", rows.hit[0])):
-            both = torch.stack([slots.sums(values), count], 1)
-            stats |= {f"{name}_{k}": t for k, t in enumerate(both)}
+        found = (torch.stack([slots.sums(t[0]), count], 1) for t in (rows.loss, rows.hit))
+        stats = by_level(*found)
         if chances is not None:
             z, rate = chances.to(total.dtype), rows.rate[0]
             wrong = F.binary_cross_entropy_with_logits(z, rate, reduction="none")
@@ -160,28 +132,21 @@ class BlockHead(LayeredHead):
 
     def plan(self, batch: Batch, step: int) -> Blocks:
         """See Head: the blocks of a batch on the CPU."""
-        return Blocks.draw(batch, self.cfg.anchors, self.cfg.slots, (self.drawn[0], step))
-
-    def blocks(self, batch: Batch) -> Blocks:
-        """What was planned for `batch`; of one that nobody asked about it reads the masks back."""
-        if isinstance(batch.plan, Blocks):
-            return batch.plan
-        here = batch.to(torch.device("cpu"))
-        return self.plan(here, self.drawn[1]).to(batch.ids.device)
+        return Blocks.draw(batch, self.cfg.anchors, self.cfg.slots, (self.seed, step))
 
     def _judged(self, batch: Batch, target: Target) -> tuple[Slots, Tensor | None, Tensor, Rows]:
         """Of the drawn blocks: which slots are supervised, the confidence head's logits [n]
         there, None without such a head, the loss of the tokens and what was found."""
         cfg, needs_law = self.cfg, self.cfg.loss.needs_law or bool(self.cfg.confidence)
-        blocks = self.blocks(batch)
+        blocks: Blocks = self.planned(batch)
         slots, flat = blocks.slots, blocks.flat
         last = needs_law and not getattr(target, "stored_law", None)
         reads = (*self.taps, self.final) if last else self.taps
         feats = target.features(batch.ids, batch.mask, reads, position=batch.position).detach()
         hidden = next(self._unroll(batch, target, feats, [blocks.anchors], cfg.slots))
         hidden = take(hidden.flatten(0, 2), slots.at)
-        tokens, ids = batch.ids.reshape(-1), self.ids()
-        place = tokens[flat] if ids is None else vocab.places(ids, tokens[flat])
+        tokens = batch.ids.reshape(-1)
+        place = vocab.places(self.ids(), tokens[flat])
         law = None
         if needs_law:
             law = self.law(target, feats[:, :, -1].flatten(0, 1), flat - 1, place)
@@ -192,7 +157,7 @@ class BlockHead(LayeredHead):
         near = self.net.before(tokens[flat - 1], hidden.dtype)
         pair = None if near is None else (near, cast(Tensor, self.net.markov_out))
         proj, one = self.projection(target), torch.ones(1, device=hidden.device)
-        total, rows = row_loss(hidden[None], proj, taught, cfg.loss, one, low_rank=pair)
+        total, rows = chunked_loss(hidden[None], proj, taught, cfg.loss, one, low_rank=pair)
         chances = self.net.chance(hidden, near) if cfg.confidence else None
         return slots, chances, total, rows
 
@@ -275,10 +240,6 @@ class BlockHead(LayeredHead):
     def usual(self) -> int:
         """See Head."""
         return self.cfg.depth or self.cfg.slots
-
-    def drafter(self, target: Target, draft: Draft | None = None) -> Drafter:
-        """See Head."""
-        return BlockDrafter(self, target, self.form(target, draft))
 
 
 class DFlashHead(BlockHead):

@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, rotate_half
 
 from heads.block.config import BlockConfig
 from heads.eagle.modules import Linear, RMSNorm, owned
-from heads.eagle.rope import Rope, rope_table
+from heads.eagle.rope import DraftNet, Rope
 
 Keys = tuple[Tensor, Tensor]  # keys and values, [B, Hkv, n, hd] each
 Attend = Callable[[int, Tensor, Keys], Tensor]  # layer, queries, the rows' own keys
@@ -70,18 +70,17 @@ class BlockLayer(nn.Module):
         return x.unflatten(-1, (-1, self.size)).transpose(1, 2)
 
 
-class BlockNet(nn.Module):
+class BlockNet(DraftNet):
     """mask: [D]. scale: [F, D], by which tapped features are divided. lm_head [Vd, D], None for
     the target's; markov_in [V, r], markov_out [Vd, r] and confidence [D + r] where there are
-    such. shape: keys of a LlamaConfig (heads.eagle.shape.layer_config)."""
+    such."""
 
     own = None  # layers of the target's class, which only EAGLE has
     scale: Tensor
 
     def __init__(self, cfg: BlockConfig, shape: dict[str, Any], features: int, size: int) -> None:
         """size: V."""
-        super().__init__()
-        self.config = LlamaConfig(**shape)
+        super().__init__(shape)
         width, eps = self.config.hidden_size, self.config.rms_norm_eps
         vocab, rank = cfg.draft_vocab or size, cfg.markov_rank
         self.fc = Linear(features * width, width, bias=False)
@@ -95,10 +94,6 @@ class BlockNet(nn.Module):
         self.markov_out = nn.Parameter(torch.zeros(vocab, rank)) if rank else None
         self.confidence = Linear(width + rank, 1) if cfg.confidence else None
         self.register_buffer("scale", torch.ones(features, width))
-
-    def rope(self, length: int, dtype: torch.dtype, device: torch.device) -> Rope:
-        """cos and sin [length, hd] of positions 0 .. length - 1."""
-        return rope_table(self.config, length, dtype, device)
 
     def fuse(self, feats: Tensor) -> Tensor:
         """Target features [.., F, D] -> c [.., D]."""

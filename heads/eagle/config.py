@@ -7,40 +7,24 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
-from heads.base import HeadConfig
 from heads.eagle.clashes import problems
-from heads.limits import (
-    MOST,
-    Count,
-    CountOrZero,
-    Layers,
-    Levels,
-    Nodes,
-    Shape,
-    Size,
-    TokenId,
-    Width,
-)
+from heads.layered import LayeredConfig
+from heads.limits import MOST, Count, CountOrZero, Levels, Size
 from heads.losses import LossWeights
 
 
 @dataclass
-class EagleConfig(HeadConfig):
+class EagleConfig(LayeredConfig):
     """Keys of EAGLE-1, EAGLE-3 and HASS (EAGLE-1 with steps above 1)."""
 
     kind: Literal["eagle1", "eagle3"] = "eagle3"
-    # decoder layers of the drafter
-    layers: Layers = 1
     # eagle3: target features to fuse, hidden_states[k] of transformers; empty = 2, L // 2, L -
     #     3
     taps: list[int] = field(default_factory=list)
-    # number of frequent tokens the head predicts; 0 = the whole vocabulary
-    draft_vocab: CountOrZero = 8192
     # steps the drafter goes on its own outputs in training: 1 = none, 3 is usual
     steps: Levels = 3
     # the loss of step s counts step_decay ** s
     step_decay: Annotated[float, Interval(gt=0, le=1)] = 0.8
-    # what the head learns from
     loss: LossWeights = field(default_factory=lambda: LossWeights(hard=0.0, soft=1.0))
     # weight of the smooth L1 distance to the target's feature (EAGLE-1: 1.0 beside soft 0.1)
     feature_loss: Size = 0.0
@@ -58,9 +42,6 @@ class EagleConfig(HeadConfig):
     # eagle3: from the second step on read a trained mask in place of the token and of own
     # outputs, so that one pass drafts all levels (P-EAGLE)
     parallel: bool = False
-    # id of a reserved token whose embedding in the target is the mask's, as in engines; -1 = a
-    # trained one
-    mask_token: TokenId = -1
     # eagle3: norm every tapped feature before fusing them (EAGLE-3.1)
     norm_before_fc: bool = False
     # eagle3: hand the normed output on to the next step (EAGLE-3.1)
@@ -72,21 +53,13 @@ class EagleConfig(HeadConfig):
     norm_before_residual: bool = False
     # eagle1: fc has a bias; for imported heads, and serving engines drop it
     fc_bias: bool = False
-    # supervised tokens whose logits exist at the same time; null = 512 on CPUs, 4096 on GPUs
-    chunk: Count | None = None
     # compile the draft layer (torch.compile): faster, after minutes at the first step
     compile: bool = False
     # keep only what goes from step to step and compute the rest again in the backward pass:
     # less memory, slower
     activation_checkpointing: bool = False
-    # shape of the draft when the drafter is named without @chain or @tree
-    shape: Shape = "chain"
     # levels of the draft
     depth: Levels = 5
-    # nodes of the draft tree
-    nodes: Nodes = 24
-    # tree: nodes expanded per level, and children looked at of each
-    width: Width = 6
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""

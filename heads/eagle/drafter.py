@@ -63,26 +63,14 @@ class EagleDrafter(LayeredDrafter):
         self, tokens: Tensor, feats: Tensor, n: Tensor, counts: list[int], rows: slice
     ) -> None:
         """See observe. counts: n, known to the host."""
-        lengths, new = self.lengths[rows], max(counts)
-        places = self.cache.aim(rows, lengths, 0, new)
-        mask = None
-        if new > 1 and max(lengths) or self._masked(places, new):
-            mask = self.cache.back(places)[:, None]
+        places = self.commit(rows, counts)
+        new = places.shape[1]
+        mask = self.cache.back(places)[:, None] if self.cache.masked(places) else None
         g = self.net.start(feats[:, :new].to(self.dtype))
-        last = torch.tensor(
-            [i * new + max(c, 1) - 1 for i, c in enumerate(counts)], device=self.device
-        )
-        h = self._pass(self.embed(tokens[:, :new]), g, places, mask, last)
+        h = self._pass(self.embed(tokens[:, :new]), g, places, mask, self.last(counts))
         if min(counts) == 0:  # a row without news keeps its state
             h = torch.where(n.to(self.device)[:, None] > 0, h, self.h[rows])
         self.h[rows] = h
-        self.lengths[rows] = [a + b for a, b in zip(lengths, counts, strict=True)]
-
-    def _masked(self, places: Tensor, new: int) -> bool:
-        """Whether tokens that stand in a line need a mask: single ones of rows that have
-        several lengths, and where the window ends behind the first slot."""
-        cut = 0 < self.window < self.cache.reach - self.cache.low
-        return cut or new == 1 and places.shape[0] > 1
 
     def _pass(
         self,
@@ -100,7 +88,7 @@ class EagleDrafter(LayeredDrafter):
         return self.net.advance(
             e,
             g,
-            (self.rope[0][at], self.rope[1][at]),
+            self.turned(at),
             keep,
             attention_mask=mask,
             past_key_values=self.cache,
@@ -129,12 +117,12 @@ class EagleDrafter(LayeredDrafter):
         start, new = self.drafted, tokens.shape[1]
         self.drafted += new
         places = self.cache.aim(slice(0, len(self.lengths)), self.lengths, start, new)
-        ends = places[:, :1] - start
+        ends = self.cache.ends
         mask, depth = None, None
         if seen is not None:
-            depth = (ends + level - 1).expand(-1, new)
+            depth = (ends + (level - 1)).expand(-1, new)
             mask = self._tree_mask(seen, ends, level)
-        elif self._masked(places, new):
+        elif self.cache.masked(places):
             mask = self.cache.back(places)[:, None]
         return self._pass(self.embed(tokens), self.net.feed(above), places, mask, depth=depth)
 
@@ -142,7 +130,7 @@ class EagleDrafter(LayeredDrafter):
         """[B or 1, 1, W, S] bool: committed slots and the ancestors' (the node's own
         included). ends: [B or 1, 1].
         """
-        slot = torch.arange(self.cache.low, self.cache.reach, device=self.device)
+        slot = self.cache.line[self.cache.low : self.cache.reach]
         near = slot < ends
         if self.window:
             near &= slot > ends + level - 1 - self.window
@@ -150,7 +138,8 @@ class EagleDrafter(LayeredDrafter):
         if ends.shape[0] == 1:
             mask[:, :, len(slot) - ancestors.shape[2] :] = ancestors
         else:
-            spot = ends - self.cache.low + torch.arange(ancestors.shape[2], device=self.device)
+            spot = ends + self.cache.line[: ancestors.shape[2]]
+            spot = spot - self.cache.low if self.cache.low else spot
             mask.scatter_(2, spot[:, None].expand_as(ancestors), ancestors)
         return mask[:, None]
 
@@ -159,6 +148,7 @@ class ParallelEagleDrafter(EagleDrafter):
     """P-EAGLE: rows of masks behind the committed ones, so that all levels are known at once."""
 
     net: Eagle3Net
+    blind = True
 
     def open(self, levels: int) -> Tensor:
         """See decode.grow.Source."""

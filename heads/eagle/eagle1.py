@@ -19,14 +19,11 @@ from heads.eagle.rope import Rope
 
 
 class Eagle1Net(EagleNet):
-    """fc [D, 2 D] over (embedding, feature), layers; the LM head is the target's. fc_bias:
-    with a bias in fc.
-    """
+    """fc [D, 2 D] over (embedding, feature), layers; the LM head is the target's."""
 
-    def __init__(self, shape: dict[str, Any], fc_bias: bool = False) -> None:
+    def __init__(self, cfg: EagleConfig, shape: dict[str, Any], features: int, size: int) -> None:
         super().__init__(shape)
-        width = self.config.hidden_size
-        self.fc = Linear(2 * width, width, bias=fc_bias)
+        self.fc = Linear(2 * self.width, self.width, bias=cfg.fc_bias)
         self.layers = self.stack(False, False)
 
     def start(self, feats: Tensor) -> Tensor:
@@ -45,19 +42,8 @@ class Eagle1Net(EagleNet):
 class Eagle1Head(EagleHead):
     """EAGLE-1: embedding and LM head are the target's and frozen; learns features and tokens."""
 
-    kind = "eagle1"
+    kind, Net = "eagle1", Eagle1Net
     net: Eagle1Net
-
-    @classmethod
-    def network(
-        cls,
-        cfg: EagleConfig,
-        shape: dict[str, Any],
-        taps: int,
-        vocab_size: int,
-    ) -> EagleNet:
-        """See EagleHead."""
-        return Eagle1Net(shape, cfg.fc_bias)
 
     @classmethod
     def choose_taps(cls, target: Target, cfg: EagleConfig) -> tuple[int, ...]:

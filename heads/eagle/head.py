@@ -16,7 +16,7 @@ tokens, R packed rows.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Self, cast
+from typing import ClassVar, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,13 +31,11 @@ from heads.eagle.attention import Memory
 from heads.eagle.config import EagleConfig
 from heads.eagle.copied import copy_layer
 from heads.eagle.drafter import EagleDrafter, ParallelEagleDrafter
-from heads.eagle.init import start_output
 from heads.eagle.modules import cast_once, compiled, take
 from heads.eagle.net import Eagle3Net, EagleNet
 from heads.eagle.noise import feature_noise
 from heads.eagle.places import Places
 from heads.eagle.saved import EagleSaved
-from heads.eagle.shape import layer_config
 from heads.layered import LayeredHead
 from heads.losses import Taught, chunk_of, chunked_loss
 from heads.names import Draft
@@ -45,86 +43,39 @@ from heads.recompute import plainly, recomputed
 
 
 class EagleHead(LayeredHead):
-    """What EAGLE-1 and EAGLE-3 share. net: the network. step: of the run, 0-based."""
+    """What EAGLE-1 and EAGLE-3 share. net: the network."""
 
     Config = EagleConfig
     Saved: ClassVar[type[EagleSaved]] = EagleSaved
     cfg: EagleConfig
     net: EagleNet
     why: ClassVar[str] = " inside head.sliding_window"
-    step = 0
-
-    @classmethod
-    def build(
-        cls,
-        cfg: EagleConfig,
-        shape: dict[str, Any],
-        taps: tuple[int, ...],
-        vocab_size: int,
-        final: int,
-    ) -> Self:
-        """The module with weights that mean nothing yet."""
-        net = cls.network(cfg, shape, len(taps), vocab_size)
-        return cls(cfg, net, taps, vocab_size, final)
-
-    @classmethod
-    def network(
-        cls,
-        cfg: EagleConfig,
-        shape: dict[str, Any],
-        taps: int,
-        vocab_size: int,
-    ) -> EagleNet:
-        """Its layers; taps: how many states they read."""
-        raise TypeError("a subclass defines it")
 
     @classmethod
     def for_target(cls, target: Target, cfg: EagleConfig, counts: Tensor | None = None) -> Self:
-        """See Head. Raises UserError for taps outside the target, a draft vocabulary larger
-        than the tokens seen, or a layer that cannot be copied."""
-        taps = cls.choose_taps(target, cfg)
-        for tap in taps:
-            if not 0 <= tap <= target.num_layers:
-                raise UserError(
-                    f"head.taps: {tap} is not among the target's hidden states "
-                    f"0..{target.num_layers}; "
-                    "0 = embeddings, the last = output after the final norm"
-                )
+        """See LayeredHead. Raises UserError also for a window that is longer than the target's
+        context, or a layer that cannot be copied."""
         if (cfg.sliding_window or 0) > target.context_length:
             raise UserError(
                 f"head.sliding_window: {cfg.sliding_window}, but the target's context ends at "
                 f"{target.context_length}; give that or less, or null for all of it"
             )
-        if cfg.mask_token >= 0:
-            vocab.check_reserved(cfg.mask_token, target, counts, "head.mask_token")
-        head = cls.build(
-            cfg, layer_config(target, cfg.layers), taps, target.vocab_size, target.num_layers
-        )
-        head.begin(target, counts)
-        if cfg.init == "layer":
-            source = cfg.init_layer if cfg.init_layer >= 0 else target.num_layers + cfg.init_layer
-            if not 0 <= source < target.num_layers:
-                raise UserError(
-                    f"head.init_layer: {cfg.init_layer} is not among the target's "
-                    f"{target.num_layers} layers"
-                )
-            copy_layer(head.net, target, source)
-        head.init_head(target)
-        return head
+        return super().for_target(target, cfg, counts)
 
-    @classmethod
-    def choose_taps(cls, target: Target, cfg: EagleConfig) -> tuple[int, ...]:
-        """The taps of a fresh head."""
-        raise TypeError("a subclass defines it")
+    def start(self, target: Target, counts: Tensor | None) -> None:
+        """See LayeredHead: with init=layer from a layer of the target."""
+        cfg, deep = self.cfg, target.num_layers
+        if cfg.init == "layer":
+            source = cfg.init_layer if cfg.init_layer >= 0 else deep + cfg.init_layer
+            if not 0 <= source < deep:
+                raise UserError(
+                    f"head.init_layer: {cfg.init_layer} is not among the target's {deep} layers"
+                )
+            copy_layer(self.net, target, source)
+        self.init_head(target)
 
     def init_head(self, target: Target) -> None:
         """Give the output side of a fresh head the target's weights. Default: nothing."""
-
-    @classmethod
-    def restored(cls, known: EagleSaved, layer: dict[str, Any], target: Target) -> Self:
-        """See LayeredHead."""
-        cfg = known.config
-        return cls.build(cfg, layer, tuple(known.taps), known.vocab_size, known.final)
 
     # -- training
 
@@ -137,14 +88,13 @@ class EagleHead(LayeredHead):
         if batch.reach is not None:
             step = torch.arange(self.cfg.steps, device=flat.device)[:, None]
             valid = valid & (batch.reach.reshape(-1)[(flat - 1 - step).clamp(min=0)] > step)
-        tokens, ids = batch.ids.reshape(-1)[flat], self.ids()
-        place = tokens if ids is None else vocab.places(ids, tokens)
+        place = vocab.places(self.ids(), batch.ids.reshape(-1)[flat])
         exponents = torch.arange(self.cfg.steps, dtype=torch.float64, device=flat.device)
         weights = (self.cfg.step_decay**exponents).float()
         terms = self.cfg.loss
         law = self.law(target, feats, flat - 1, place) if terms.needs_law else None
         read = self.net.read(torch.stack(hidden))
-        total, losses, hits = chunked_loss(
+        total, rows = chunked_loss(
             read,
             self.projection(target),
             Taught(place, valid, law),
@@ -152,8 +102,7 @@ class EagleHead(LayeredHead):
             weights,
             chunk_of(self.cfg.chunk, flat.device),
         )
-        stats = {f"loss_{s}": losses[s] for s in range(self.cfg.steps)}
-        stats |= {f"top1_{s}": hits[s] for s in range(self.cfg.steps)}
+        stats = rows.stats()
         if self.cfg.feature_loss:
             wanted = feats[flat - 1].to(
                 total.dtype
@@ -226,10 +175,6 @@ class EagleHead(LayeredHead):
                 hidden.append(take(h, spot) if places.whole else h[spot])
         return feats[:, :, reads.index(self.final)].flatten(0, 1), hidden
 
-    def begin_step(self, step: int, steps: int) -> None:
-        """See Head: the noise of this step."""
-        self.step = step
-
     @property
     def levels(self) -> int:
         """See Head: every level that may be drafted. Beyond the steps of training the states
@@ -273,30 +218,8 @@ class Eagle3Head(EagleHead):
     vocabulary, tokens alone.
     """
 
-    kind = "eagle3"
+    kind, Net = "eagle3", Eagle3Net
     net: Eagle3Net
-
-    @classmethod
-    def network(
-        cls,
-        cfg: EagleConfig,
-        shape: dict[str, Any],
-        taps: int,
-        vocab_size: int,
-    ) -> EagleNet:
-        """See EagleHead."""
-        net = Eagle3Net(
-            shape,
-            taps,
-            cfg.draft_vocab or vocab_size,
-            cfg.norm_before_fc,
-            cfg.norm_output,
-            cfg.norm_joined,
-            cfg.norm_before_residual,
-        )
-        if cfg.parallel:
-            net.add_mask(taps)
-        return net
 
     @classmethod
     def choose_taps(cls, target: Target, cfg: EagleConfig) -> tuple[int, ...]:
@@ -304,14 +227,18 @@ class Eagle3Head(EagleHead):
         assume.
         """
         deep = target.num_layers
+        for tap in cfg.taps:
+            if not 0 <= tap <= deep:
+                raise UserError(
+                    f"head.taps: {tap} is not among the target's hidden states 0..{deep}; "
+                    "0 = embeddings, the last = output after the final norm"
+                )
         return tuple(cfg.taps) or tuple(
             min(max(1, tap), max(1, deep - 1)) for tap in (2, deep // 2, deep - 3)
         )
 
     def init_head(self, target: Target) -> None:
-        """See start_output."""
-        start_output(self.net, self.target_rows(target)[0] * target.head.scale, target)
-        token = torch.tensor([self.cfg.mask_token], device=target.device)
-        if self.net.mask_embed is not None and self.cfg.mask_token >= 0:
-            self.net.mask_embed.data.copy_(target.embed(token))
-            self.net.mask_embed.requires_grad_(False)
+        """See LayeredHead."""
+        self.start_output(target)
+        if self.net.mask_embed is not None:
+            self.start_mask(self.net.mask_embed, target)

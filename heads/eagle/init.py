@@ -1,4 +1,4 @@
-"""Where a fresh EAGLE head starts: random weights, a layer of the target, the target's own
+"""Where fresh draft layers start: random weights, a layer of the target, the target's own
 output side.
 
 Shape letters: D width, Vd draft vocabulary.
@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from decode.target import Target
 from heads.eagle.modules import RMSNorm
-from heads.eagle.net import Eagle3Net
 
-SPREAD = 1.5  # of a fresh EAGLE-3 head's logits
+SPREAD = 1.5  # of a fresh head's logits
 
 
 def backbone(target: Target) -> Any:
@@ -44,13 +43,6 @@ def norm_weight(norm: Any, target: Target) -> Tensor:
     x = torch.ones(width, dtype=target.dtype, device=target.device)
     x[1::2] = -1  # mean 0 and mean square 1: LayerNorm and RMSNorm leave it as it is
     return ((norm(x[None]) - norm(-x[None])) / 2 * x)[0].float()
-
-
-@torch.no_grad()
-def start_output(net: Eagle3Net, rows: Tensor, target: Target) -> None:
-    """The LM head starts as the target's `rows` [Vd, D], the final norm as start_norm says."""
-    net.lm_head.weight.copy_(rows)
-    start_norm(net.norm, net.lm_head.weight, target)
 
 
 @torch.no_grad()

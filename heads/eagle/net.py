@@ -22,25 +22,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
 
 from heads.eagle.attention import NAME
+from heads.eagle.config import EagleConfig
 from heads.eagle.layer import DraftLayer
 from heads.eagle.modules import Linear, RMSNorm
-from heads.eagle.rope import Rope, Turns, rope_table
+from heads.eagle.rope import DraftNet, Rope, Turns
 
 
-class EagleNet(nn.Module):
-    """Base of both. shape: keys of a LlamaConfig (layer_config). Weights are float32 at first;
-    see DraftLayer.
-    """
+class EagleNet(DraftNet):
+    """Base of both. Weights are float32 at first; see DraftLayer."""
 
-    config: LlamaConfig
     layers: nn.ModuleList
 
     def __init__(self, shape: dict[str, Any]) -> None:
-        super().__init__()
-        self.config = LlamaConfig(**shape)
+        super().__init__(shape)
         self.width = int(shape["hidden_size"])
         self.turns = Turns(self.config)  # as `rope`, from one pass to the next
         self.attend(NAME)
@@ -48,10 +44,6 @@ class EagleNet(nn.Module):
     def attend(self, name: str) -> None:
         """Choose the attention by its name in transformers' registry."""
         self.config._attn_implementation = name
-
-    def rope(self, length: int, dtype: torch.dtype, device: torch.device) -> Rope:
-        """cos and sin [length, rotated width] of positions 0 .. length - 1."""
-        return rope_table(self.config, length, dtype, device)
 
     def stack(self, wide: bool, norm: bool) -> nn.ModuleList:
         """The layers; wide, norm: of the first one, see DraftLayer."""
@@ -91,43 +83,31 @@ class Eagle3Net(EagleNet):
     """fc [D, F D] without bias, layers of which the first is wide, final norm, lm_head [Vd,
     D].
 
-    masked: what P-EAGLE (2602.01469) reads from depth 1 on; its mask may attend where a row of
-    training-time test may.
+    masked: what P-EAGLE (2602.01469) reads from depth 1 on; its mask, an embedding [1, D] and
+    tapped features [F, D], may attend where a row of training-time test may.
 
     norm_joined: one norm over the features side by side before fc. norm_before_residual: the
     first layer adds to norm(g), not to g. Neither is trained here; both occur in published
     heads.
     """
 
-    def __init__(
-        self,
-        shape: dict[str, Any],
-        features: int,
-        vocab: int,
-        norm_before_fc: bool,
-        norm_output: bool,
-        norm_joined: bool = False,
-        norm_before_residual: bool = False,
-    ) -> None:
+    def __init__(self, cfg: EagleConfig, shape: dict[str, Any], features: int, size: int) -> None:
+        """size: of the target's vocabulary."""
         super().__init__(shape)
         width, eps = self.config.hidden_size, self.config.rms_norm_eps
         self.fc = Linear(features * width, width, bias=False)
-        self.fc_norm = (
-            nn.ModuleList(RMSNorm(width, eps) for _ in range(features)) if norm_before_fc else None
-        )
-        self.input_norm = RMSNorm(features * width, eps) if norm_joined else None
+        each = (RMSNorm(width, eps) for _ in range(features))
+        self.fc_norm = nn.ModuleList(each) if cfg.norm_before_fc else None
+        self.input_norm = RMSNorm(features * width, eps) if cfg.norm_joined else None
         self.embed_norm, self.hidden_norm = RMSNorm(width, eps), RMSNorm(width, eps)
         self.layers = self.stack(True, False)
         self.norm = RMSNorm(width, eps)
-        self.lm_head = Linear(width, vocab, bias=False)
-        self.norm_output, self.norm_before_residual = norm_output, norm_before_residual
-        self.mask_embed: nn.Parameter | None = None
-        self.mask_feats: nn.Parameter | None = None
-
-    def add_mask(self, features: int) -> None:
-        """P-EAGLE's mask: an embedding [1, D] and tapped features [F, D]."""
-        self.mask_embed = nn.Parameter(torch.zeros(1, self.width))
-        self.mask_feats = nn.Parameter(torch.zeros(features, self.width))
+        self.lm_head = Linear(width, cfg.draft_vocab or size, bias=False)
+        self.norm_output = cfg.norm_output
+        self.norm_before_residual = cfg.norm_before_residual
+        some = cfg.parallel
+        self.mask_embed = nn.Parameter(torch.zeros(1, width)) if some else None
+        self.mask_feats = nn.Parameter(torch.zeros(features, width)) if some else None
 
     def masked(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(embeddings, features) of masks, [*shape, D] each."""

@@ -5,12 +5,10 @@ Shape letters: as in heads/eagle/head.py.
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 from torch import Tensor
 
-from heads.batch import Batch
+from heads.batch import Batch, hash_u63
 
 
 def feature_noise(batch: Batch, g: Tensor, step: int, spread: float) -> Tensor:
@@ -20,8 +18,7 @@ def feature_noise(batch: Batch, g: Tensor, step: int, spread: float) -> Tensor:
     out = torch.zeros(g.shape, dtype=torch.float32, device=g.device)
     generator = torch.Generator(device=g.device)
     for sample, (b, start, size) in zip(batch.sample_ids.tolist(), batch.spans(), strict=True):
-        seed = hashlib.sha256(repr((step, sample)).encode()).digest()[:8]
-        generator.manual_seed(int.from_bytes(seed) >> 1)
+        generator.manual_seed(hash_u63(step, sample))
         drawn = torch.rand(size, g.shape[-1], generator=generator, device=g.device) - 0.5
         out[b, start : start + size] = drawn * (spread * 512 / size)
     return out.to(g)

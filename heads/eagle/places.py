@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heads.batch import Batch, moved
+from heads.batch import Batch, Movable
 from heads.eagle.layout import Layout
 
 
 @dataclass(frozen=True)
-class Places:
+class Places(Movable):
     """Where everything stands. steps: S.
 
     flat: [n] int64 flat positions of the supervised tokens that some row can predict. valid:
@@ -41,8 +41,7 @@ class Places:
         device = batch.ids.device
         here = batch.to(torch.device("cpu"))
         depth = here.depth()
-        flat = (here.loss_mask & here.mask).reshape(-1).nonzero()[:, 0]
-        flat = flat[depth[flat] > 1]
+        flat = here.supervised(2)
         back = torch.arange(2, 2 + steps)[:, None]
         valid, source = depth[flat] >= back, (flat - back).clamp(min=0)
         needed = torch.zeros(here.ids.numel(), dtype=torch.bool)
@@ -63,7 +62,3 @@ class Places:
             Layout.of((count, length), keep, here.position),
         )
         return found if device.type == "cpu" else found.to(device)
-
-    def to(self, device: torch.device) -> Places:
-        """The same on `device`."""
-        return moved(self, lambda t: t.to(device, non_blocking=True))  # type: ignore[no-any-return]

@@ -1,12 +1,14 @@
-"""Rotary positions of draft layers.
+"""Rotary positions of draft layers, and the networks that have such layers.
 
 Shape letters: hd head size.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -21,6 +23,19 @@ def rope_table(config: LlamaConfig, length: int, dtype: torch.dtype, device: tor
     positions = torch.arange(length, device=device)[None]
     cos, sin = rotary(torch.empty(0, dtype=dtype, device=device), positions)
     return cos[0], sin[0]
+
+
+class DraftNet(nn.Module):
+    """A network of draft layers. config: theirs, of the keys `shape` of a LlamaConfig
+    (heads.eagle.shape.layer_config)."""
+
+    def __init__(self, shape: dict[str, Any]) -> None:
+        super().__init__()
+        self.config = LlamaConfig(**shape)
+
+    def rope(self, length: int, dtype: torch.dtype, device: torch.device) -> Rope:
+        """cos and sin [length, hd] of positions 0 .. length - 1."""
+        return rope_table(self.config, length, dtype, device)
 
 
 class Turns:

@@ -22,32 +22,26 @@ from torch import Tensor
 
 from conf.typed import faults
 from decode.target import Target
-from heads import vocab
 from heads.base import Head
 from heads.block.config import BlockConfig
 from heads.block.head import BlockHead, DFlashHead, DSparkHead
-from heads.block.net import BlockNet
 from heads.interop import engines, llama
-from heads.interop.eagle1 import layer_sizes
 from heads.interop.eagle3 import MASK
-from heads.interop.layout import Facts, Layout, check_draft_map, check_same, number, refuse
+from heads.interop.layout import (
+    Facts,
+    Layout,
+    check_draft_map,
+    check_same,
+    embedding,
+    number,
+    refuse,
+)
 from heads.interop.reading import Foreign
 from heads.interop.speculators import VERSION, about, first, inner, nameless
 from heads.interop.table import Row, Sizes
 
-LAYER = {
-    "input_layernorm": ("input_layernorm", "D"),
-    "post_attention_layernorm": ("post_attention_layernorm", "D"),
-    "self_attn.q_proj": ("q_proj", "A D"),
-    "self_attn.k_proj": ("k_proj", "G D"),
-    "self_attn.v_proj": ("v_proj", "G D"),
-    "self_attn.o_proj": ("o_proj", "D A"),
-    "self_attn.q_norm": ("q_norm", "S"),
-    "self_attn.k_norm": ("k_norm", "S"),
-    "mlp.gate_proj": ("mlp.gate_proj", "I D"),
-    "mlp.up_proj": ("mlp.up_proj", "I D"),
-    "mlp.down_proj": ("mlp.down_proj", "D I"),
-}  # theirs -> ours, shape
+NORMED = {"input_layernorm": "D", "self_attn.q_norm": "S", "self_attn.k_norm": "S"}
+LAYER = {**llama.LAYER, **NORMED}  # we leave out "self_attn."
 
 
 def refusals(head: BlockHead, facts: Facts) -> list[str]:
@@ -91,8 +85,12 @@ class BlockNative(Layout[BlockHead]):
     def rows(self, sizes: Sizes) -> list[Row]:
         """See Layout."""
         layer = [
-            Row(f"layers.{{l}}.{theirs}.weight", f"net.layers.{{l}}.{ours}.weight", shape)
-            for theirs, (ours, shape) in LAYER.items()
+            Row(
+                f"layers.{{l}}.{theirs}.weight",
+                f"net.layers.{{l}}.{theirs.removeprefix('self_attn.')}.weight",
+                shape,
+            )
+            for theirs, shape in LAYER.items()
         ]
         return [
             Row("fc.weight", "net.fc.weight", "D F*D"),
@@ -112,26 +110,12 @@ class BlockNative(Layout[BlockHead]):
     def sizes(self, head: BlockHead, facts: Facts) -> dict[str, int]:
         """See Layout."""
         cfg, layer = head.cfg, head.config_json()["layer"]
-        return {
-            **layer_sizes(layer, facts.vocab),
-            "F": len(head.taps),
-            "L": cfg.layers,
-            "S": layer["head_dim"],
-            "R": cfg.markov_rank,
-            "C": (layer["hidden_size"] + cfg.markov_rank) * int(cfg.confidence > 0),
-            "Vd": cfg.draft_vocab or facts.vocab,
-            "map": int(cfg.draft_vocab > 0),
-            "own": int(not cfg.share_lm_head or cfg.draft_vocab > 0),
-        }
+        own = not cfg.share_lm_head or cfg.draft_vocab > 0
+        return letters(cfg, layer, len(head.taps), facts.vocab) | {"own": own}
 
     def state(self, head: BlockHead, target: Target, dtype: torch.dtype) -> Mapping[str, Tensor]:
         """See Layout."""
         return exported(head, target)
-
-    def extras(self, head: BlockHead, target: Target) -> dict[str, Tensor]:
-        """See Layout."""
-        ids = head.ids()
-        return {} if ids is None else {"t2d": vocab.to_t2d(ids, head.vocab_size)}
 
     def parts(self, head: BlockHead) -> dict[str, Any]:
         """Keys of the Markov term and the confidence head."""
@@ -186,7 +170,7 @@ class BlockNative(Layout[BlockHead]):
         given = {**config, **nested}
         layers = given.get("target_layer_ids")
         if not isinstance(layers, list) or not all(type(k) is int for k in layers):
-            refuse(foreign, [f"target_layer_ids: {layers!r}; expected a list of whole numbers"])
+            refuse(foreign, f"target_layer_ids: {layers!r}; expected a list of whole numbers")
         return {
             "mask_token_id": given.get("mask_token_id"),
             "causal": causal,
@@ -205,31 +189,11 @@ class BlockNative(Layout[BlockHead]):
         rank = tensors["markov_head.markov_w1.weight"].shape[-1] if self.kind == "dspark" else 0
         size = tensors["d2t"].numel() if there else target.vocab_size
         self._check(foreign, target, layer, given)
-        sizes = {
-            **layer_sizes(layer, target.vocab_size),
-            "F": len(given["taps"]),
-            "L": layer["num_hidden_layers"],
-            "S": layer["head_dim"],
-            "R": rank,
-            "C": (layer["hidden_size"] + rank) * int(sure),
-            "Vd": size,
-            "map": int(there),
-            "own": int(own),
-        }
-        state = self.checked(foreign, sizes, tensors)
-        if there:
-            check_draft_map(foreign, tensors, target.vocab_size)
-        if "embed_tokens.weight" in tensors:
-            table = target.model.get_input_embeddings().weight
-            check_same(foreign, "embed_tokens.weight", tensors["embed_tokens.weight"], table)
-        norms = [n for n in state if n.endswith("k_norm.weight")]
-        keyed = any(not bool((state[n] == 1).all()) for n in norms)
         cfg = BlockConfig(
             kind="dspark" if self.kind == "dspark" else "dflash",
             block=block,
-            layers=sizes["L"],
+            layers=layer["num_hidden_layers"],
             causal=given["causal"],
-            key_norm=keyed,
             taps=given["taps"],
             draft_vocab=size if there else 0,
             share_lm_head=not own,
@@ -237,17 +201,23 @@ class BlockNative(Layout[BlockHead]):
             mask_token=given["mask_token_id"],
             confidence=float(sure),
         )
+        sizes = letters(cfg, layer, len(cfg.taps), target.vocab_size) | {"own": own}
+        state = self.checked(foreign, sizes, tensors)
+        if there:
+            check_draft_map(foreign, tensors, target.vocab_size)
+        check_same(foreign, tensors, embedding(target))
+        norms = [n for n in state if n.endswith("k_norm.weight")]
+        cfg.key_norm = any(not bool((state[n] == 1).all()) for n in norms)
         wrong = faults(cfg)
         if wrong:
-            refuse(foreign, wrong)
+            refuse(foreign, *wrong)
         taps = tuple(given["taps"])
-        net = BlockNet(cfg, layer, len(taps), target.vocab_size)
-        head = self.family(cfg, net, taps, target.vocab_size, target.num_layers)
-        if not keyed:
+        head = self.family(cfg, layer, taps, target.vocab_size, target.num_layers)
+        if not cfg.key_norm:
             state = {n: t for n, t in state.items() if n not in norms}
         mask = torch.tensor([cfg.mask_token], device=target.device)
         state["net.mask"] = target.embed(mask)[0].detach().float().cpu()
-        state["net.scale"] = torch.ones_like(net.scale)
+        state["net.scale"] = torch.ones_like(head.net.scale)
         head.load_state_dict(state)
         return head.to(target.device)
 
@@ -285,7 +255,20 @@ class BlockNative(Layout[BlockHead]):
         if config.get("enable_confidence_head") and not config.get("confidence_head_with_markov"):
             found.append("confidence_head_with_markov: not true; heads with it are read")
         if found:
-            refuse(foreign, found)
+            refuse(foreign, *found)
+
+
+def letters(cfg: BlockConfig, layer: dict[str, Any], features: int, vocab: int) -> dict[str, int]:
+    """The letters of the tables for such a head, but for "own", an LM head in the file."""
+    return {
+        **llama.sizes(layer, vocab),
+        "F": features,
+        "L": cfg.layers,
+        "R": cfg.markov_rank,
+        "C": (layer["hidden_size"] + cfg.markov_rank) * int(cfg.confidence > 0),
+        "Vd": cfg.draft_vocab or vocab,
+        "map": cfg.draft_vocab,
+    }
 
 
 class DFlashVllm(BlockNative):
@@ -299,12 +282,7 @@ class DSparkDeepSpec(BlockNative):
     """DSpark's own layout, with the target's embedding; vLLM on a GPU, method "dspark"."""
 
     format, kind, engine, serves = "deepspec", "dspark", engines.VLLM, engines.VLLM_EAGLE3
-    family = DSparkHead
-
-    def extras(self, head: BlockHead, target: Target) -> dict[str, Tensor]:
-        """See Layout."""
-        embed = target.model.get_input_embeddings().weight.detach()
-        return super().extras(head, target) | {"embed_tokens.weight": embed}
+    family, embeds = DSparkHead, True
 
 
 class BlockSpeculators(BlockNative):
@@ -346,14 +324,12 @@ class BlockSpeculators(BlockNative):
         taps, wide = config.get("aux_hidden_state_layer_ids"), "sliding_window_non_causal"
         if not isinstance(taps, list) or not all(type(k) is int for k in taps):
             found = f"aux_hidden_state_layer_ids: {taps!r}; expected a list of whole numbers"
-            refuse(foreign, [found])
+            refuse(foreign, found)
         if type(config.get(wide)) is not bool:
             refuse(
                 foreign,
-                [
-                    f"{wide}: {config.get(wide)!r}; engines would serve the head causally or not "
-                    "by their version: write true for rows that see each other, else false"
-                ],
+                f"{wide}: {config.get(wide)!r}; engines would serve the head causally or not "
+                "by their version: write true for rows that see each other, else false",
             )
         return {
             "mask_token_id": config.get("mask_token_id"),

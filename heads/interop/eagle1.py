@@ -21,44 +21,15 @@ from heads.eagle.config import EagleConfig
 from heads.eagle.eagle1 import Eagle1Head
 from heads.eagle.head import EagleHead
 from heads.interop import engines, llama
-from heads.interop.layout import Facts, Layout, check_same, refuse
+from heads.interop.layout import Facts, Layout, check_same, embedding, refuse
 from heads.interop.reading import Foreign
 from heads.interop.table import Row, Sizes
 
-LAYER = "net.layers.0."
 
-
-def body(theirs: str, wide: str) -> list[Row]:
-    """The rows that EAGLE-1 and EAGLE-3 share. theirs: prefix of the layer; wide: width of
-    what the attention reads.
-    """
-    ours = LAYER
-    return [
-        Row(f"{theirs}self_attn.q_proj.weight", f"{ours}self_attn.q_proj.weight", f"A {wide}"),
-        Row(f"{theirs}self_attn.k_proj.weight", f"{ours}self_attn.k_proj.weight", f"G {wide}"),
-        Row(f"{theirs}self_attn.v_proj.weight", f"{ours}self_attn.v_proj.weight", f"G {wide}"),
-        Row(f"{theirs}self_attn.o_proj.weight", f"{ours}self_attn.o_proj.weight", "D A"),
-        Row(f"{theirs}mlp.gate_proj.weight", f"{ours}mlp.gate_proj.weight", "I D"),
-        Row(f"{theirs}mlp.up_proj.weight", f"{ours}mlp.up_proj.weight", "I D"),
-        Row(f"{theirs}mlp.down_proj.weight", f"{ours}mlp.down_proj.weight", "D I"),
-        Row(
-            f"{theirs}post_attention_layernorm.weight",
-            f"{ours}post_attention_layernorm.weight",
-            "D",
-        ),
-    ]
-
-
-def layer_sizes(layer: dict[str, Any], vocab: int) -> dict[str, int]:
-    """The letters of a draft layer."""
-    size = layer["head_dim"]
-    return {
-        "D": layer["hidden_size"],
-        "V": vocab,
-        "I": layer["intermediate_size"],
-        "A": layer["num_attention_heads"] * size,
-        "G": layer["num_key_value_heads"] * size,
-    }
+def body(theirs: str) -> list[Row]:
+    """The rows of the layer that EAGLE-1 and EAGLE-3 share. theirs: its prefix."""
+    names = llama.LAYER.items()
+    return [Row(f"{theirs}{n}.weight", f"net.layers.0.{n}.weight", shape) for n, shape in names]
 
 
 def layer_refusals(head: EagleHead, engine: str, window: bool = False) -> list[str]:
@@ -95,23 +66,21 @@ def check_layer(foreign: Foreign, layer: dict[str, Any], target: Target) -> None
     if layer["num_hidden_layers"] != 1:
         refuse(
             foreign,
-            [f"num_hidden_layers: {layer['num_hidden_layers']}; draft heads of one layer are read"],
+            f"num_hidden_layers: {layer['num_hidden_layers']}; draft heads of one layer are read",
         )
     said = foreign.config.get("target_hidden_size")
     if layer["hidden_size"] != target.hidden_size or said not in (None, target.hidden_size):
         refuse(
             foreign,
-            [
-                f"hidden_size: {layer['hidden_size']} (target_hidden_size {said}); the target's is "
-                f"{target.hidden_size}: give the target that the head was trained for"
-            ],
+            f"hidden_size: {layer['hidden_size']} (target_hidden_size {said}); the target's is "
+            f"{target.hidden_size}: give the target that the head was trained for",
         )
 
 
 def check_window(foreign: Foreign, cfg: EagleConfig) -> None:
     """Raises UserError for a window that a draft of usual depth fills."""
     if wrong := [line for line in cfg.validate() if line.startswith("sliding_window")]:
-        refuse(foreign, wrong)
+        refuse(foreign, *wrong)
 
 
 class Eagle1Vllm(Layout[Eagle1Head]):
@@ -137,19 +106,15 @@ class Eagle1Vllm(Layout[Eagle1Head]):
         return [
             Row("fc.weight", "net.fc.weight", "D 2*D"),
             own,
-            *body("layers.0.", "D"),
-            Row("embed_tokens.weight", "", "V D", when="embed", optional=True),
-            Row("lm_head.weight", "", "V D", when="embed", optional=True),
+            *body("layers.0."),
+            Row("embed_tokens.weight", "", "V D", optional=True),
+            Row("lm_head.weight", "", "V D", optional=True),
         ]
 
     def sizes(self, head: Eagle1Head, facts: Facts) -> dict[str, int]:
         """See Layout."""
-        return {
-            **layer_sizes(head.config_json()["layer"], facts.vocab),
-            "bias": int(self.bias),
-            "own_bias": int(head.cfg.fc_bias),
-            "embed": 0,
-        }
+        layer = llama.sizes(head.config_json()["layer"], facts.vocab)
+        return {**layer, "bias": int(self.bias), "own_bias": int(head.cfg.fc_bias)}
 
     def extras(self, head: Eagle1Head, target: Target) -> dict[str, Tensor]:
         """See Layout."""
@@ -180,23 +145,12 @@ class Eagle1Vllm(Layout[Eagle1Head]):
         there = "fc.bias" in tensors
         wants = bool(foreign.config.get("bias", there))
         if there and foreign.config.get("bias") is False:
-            refuse(
-                foreign, ["fc.bias: a bias where none is expected: bias in config.json is false"]
-            )
+            refuse(foreign, "fc.bias: a bias where none is expected: bias in config.json is false")
         keep = there and bool(tensors["fc.bias"].any())
-        sizes = {
-            **layer_sizes(layer, target.vocab_size),
-            "bias": int(wants),
-            "own_bias": int(keep),
-            "embed": 1,
-        }
-        state = self.checked(foreign, sizes, tensors)
-        for name, own in (
-            ("embed_tokens.weight", target.model.get_input_embeddings().weight),
-            ("lm_head.weight", target.lm_head_weight),
-        ):
-            if name in tensors:
-                check_same(foreign, name, tensors[name], own)
+        sizes = llama.sizes(layer, target.vocab_size)
+        state = self.checked(foreign, {**sizes, "bias": wants, "own_bias": keep}, tensors)
+        check_same(foreign, tensors, embedding(target))
+        check_same(foreign, tensors, target.lm_head_weight, "lm_head.weight")
         cfg = EagleConfig(
             kind="eagle1",
             draft_vocab=0,
@@ -207,9 +161,8 @@ class Eagle1Vllm(Layout[Eagle1Head]):
             sliding_window=llama.window_in(foreign, foreign.config),
         )
         check_window(foreign, cfg)
-        head = Eagle1Head.build(
-            cfg, layer, (target.num_layers,), target.vocab_size, target.num_layers
-        )
+        last = target.num_layers
+        head = Eagle1Head(cfg, layer, (last,), target.vocab_size, last)
         head.load_state_dict(state)
         return head.to(target.device)
 

@@ -25,13 +25,19 @@ import torch
 from torch import Tensor
 
 from decode.target import Target
-from heads import vocab
 from heads.base import Head
 from heads.eagle.config import EagleConfig
 from heads.eagle.head import Eagle3Head
 from heads.interop import engines, llama
-from heads.interop.eagle1 import body, check_layer, check_window, layer_refusals, layer_sizes
-from heads.interop.layout import Facts, Layout, check_draft_map, check_same, refuse
+from heads.interop.eagle1 import body, check_layer, check_window, layer_refusals
+from heads.interop.layout import (
+    Facts,
+    Layout,
+    check_draft_map,
+    check_same,
+    embedding,
+    refuse,
+)
 from heads.interop.reading import Foreign
 from heads.interop.table import Row, Sizes
 
@@ -55,7 +61,6 @@ class Eagle3Vllm(Layout[Eagle3Head]):
     format, kind, engine, serves = "vllm", "eagle3", engines.VLLM, engines.VLLM_EAGLE3
     prefix: ClassVar[str] = "midlayer."
     norms: ClassVar[tuple[str, ...]] = tuple(NORMS)
-    embeds: ClassVar[bool] = False
     masks: ClassVar[bool] = True
     windows: ClassVar[bool] = True
 
@@ -100,27 +105,18 @@ class Eagle3Vllm(Layout[Eagle3Head]):
             Row("input_norm.weight", "net.input_norm.weight", "F*D", when="input_norm"),
             Row(f"{self.prefix}input_layernorm.weight", "net.embed_norm.weight", "D"),
             Row(f"{self.prefix}hidden_norm.weight", "net.hidden_norm.weight", "D"),
-            *body(self.prefix, "2*D"),
+            *body(self.prefix),
             Row("mask_hidden", "mask_hidden", "1 F*D", when="mask"),
             Row("norm.weight", "net.norm.weight", "D"),
             Row("lm_head.weight", "net.lm_head.weight", "Vd D"),
             Row("d2t", "d2t", "Vd", when="map", dtype="int64"),
             Row("t2d", "", "V", when="map", dtype="bool", optional=True),
-            Row("embed_tokens.weight", "", "V D", when="embed", optional=True),
+            Row("embed_tokens.weight", "", "V D", optional=True),
         ]
 
     def sizes(self, head: Eagle3Head, facts: Facts) -> dict[str, int]:
         """See Layout."""
-        return {
-            **layer_sizes(head.config_json()["layer"], facts.vocab),
-            "F": len(head.taps),
-            "Vd": head.cfg.draft_vocab or facts.vocab,
-            "map": int(head.cfg.draft_vocab > 0),
-            "fc_norm": int(head.cfg.norm_before_fc),
-            "input_norm": int(head.cfg.norm_joined),
-            "embed": int(self.embeds),
-            "mask": int(head.cfg.parallel),
-        }
+        return letters(head.cfg, head.config_json()["layer"], len(head.taps), facts.vocab)
 
     def state(self, head: Eagle3Head, target: Target, dtype: torch.dtype) -> Mapping[str, Tensor]:
         """See Layout. The mask's features lie side by side."""
@@ -128,11 +124,6 @@ class Eagle3Vllm(Layout[Eagle3Head]):
         if head.cfg.parallel:
             state["mask_hidden"] = state["net.mask_feats"].reshape(1, -1)
         return state
-
-    def extras(self, head: Eagle3Head, target: Target) -> dict[str, Tensor]:
-        """See Layout."""
-        ids = head.ids()
-        return {} if ids is None else {"t2d": vocab.to_t2d(ids, head.vocab_size)}
 
     def config(self, head: Eagle3Head, facts: Facts, dtype: str) -> dict[str, Any]:
         """See Layout."""
@@ -171,17 +162,15 @@ class Eagle3Vllm(Layout[Eagle3Head]):
         if not isinstance(given, list) or not all(isinstance(k, int) for k in given):
             refuse(
                 foreign,
-                [f"eagle_aux_hidden_state_layer_ids: {given!r}; expected a list of whole numbers"],
+                f"eagle_aux_hidden_state_layer_ids: {given!r}; expected a list of whole numbers",
             )
         wrong = [k for k in given if not 0 <= k < deep]
         if wrong or given != sorted(set(given)):
             refuse(
                 foreign,
-                [
-                    f"eagle_aux_hidden_state_layer_ids: {given}; expected ascending "
-                    "numbers among the "
-                    f"target's layers 0..{deep - 1}"
-                ],
+                f"eagle_aux_hidden_state_layer_ids: {given}; expected ascending "
+                "numbers among the "
+                f"target's layers 0..{deep - 1}",
             )
         return tuple(given)
 
@@ -216,47 +205,31 @@ class Eagle3Vllm(Layout[Eagle3Head]):
         size = tensors["d2t"].numel() if there else target.vocab_size
         said = config.get("draft_vocab_size")
         if said not in (None, size):
-            refuse(foreign, [f"draft_vocab_size: {said} in config.json, the weights hold {size}"])
+            refuse(foreign, f"draft_vocab_size: {said} in config.json, the weights hold {size}")
         flags: dict[str, Any] = {ours: bool(config.get(theirs)) for ours, theirs in NORMS.items()}
         nested = config.get("eagle_config")
         if isinstance(nested, dict) and "norm_before_fc" in nested:
             flags["norm_joined"] = bool(nested["norm_before_fc"])
-        sizes = {
-            **layer_sizes(layer, target.vocab_size),
-            "F": len(taps),
-            "Vd": size,
-            "map": int(there),
-            "fc_norm": int(flags["norm_before_fc"]),
-            "input_norm": int(flags["norm_joined"]),
-            "embed": 1,
-            "mask": int(parallel),
-        }
-        state = self.checked(foreign, sizes, tensors)
-        token = self._mask(foreign, target) if parallel else -1
-        if parallel:
-            given = torch.tensor([token], device=target.device)
-            state["net.mask_embed"] = target.embed(given).detach().float().cpu()
-            state["net.mask_feats"] = state.pop("mask_hidden").view(len(taps), -1)
-        if there:
-            check_draft_map(foreign, tensors, target.vocab_size)
-        if "embed_tokens.weight" in tensors:
-            check_same(
-                foreign,
-                "embed_tokens.weight",
-                tensors["embed_tokens.weight"],
-                target.model.get_input_embeddings().weight,
-            )
         cfg = EagleConfig(
             kind="eagle3",
             taps=list(taps),
             draft_vocab=size if there else 0,
             parallel=parallel,
-            mask_token=token,
             sliding_window=window,
             **flags,
         )
+        sizes = letters(cfg, layer, len(taps), target.vocab_size)
+        state = self.checked(foreign, sizes, tensors)
+        if parallel:
+            cfg.mask_token = self._mask(foreign, target)
+            given = torch.tensor([cfg.mask_token], device=target.device)
+            state["net.mask_embed"] = target.embed(given).detach().float().cpu()
+            state["net.mask_feats"] = state.pop("mask_hidden").view(len(taps), -1)
+        if there:
+            check_draft_map(foreign, tensors, target.vocab_size)
+        check_same(foreign, tensors, embedding(target))
         check_window(foreign, cfg)
-        head = Eagle3Head.build(cfg, layer, taps, target.vocab_size, target.num_layers)
+        head = Eagle3Head(cfg, layer, taps, target.vocab_size, target.num_layers)
         head.load_state_dict(state)
         return head.to(target.device)
 
@@ -265,8 +238,21 @@ class Eagle3Vllm(Layout[Eagle3Head]):
         token = foreign.config.get("pard_token", foreign.config.get("mask_token_id"))
         if type(token) is not int or not 0 <= token < target.vocab_size:
             found = f"pard_token: {token!r}; expected a token of the target's vocabulary"
-            refuse(foreign, [found])
+            refuse(foreign, found)
         return int(token)
+
+
+def letters(cfg: EagleConfig, layer: dict[str, Any], features: int, vocab: int) -> dict[str, int]:
+    """The letters of the tables for such a head."""
+    return {
+        **llama.sizes(layer, vocab, wide=2),
+        "F": features,
+        "Vd": cfg.draft_vocab or vocab,
+        "map": cfg.draft_vocab,
+        "fc_norm": cfg.norm_before_fc,
+        "input_norm": cfg.norm_joined,
+        "mask": cfg.parallel,
+    }
 
 
 class Eagle3Sglang(Eagle3Vllm):

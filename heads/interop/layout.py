@@ -16,6 +16,7 @@ from torch import Tensor
 
 from conf.errors import UserError
 from decode.target import Target
+from heads import vocab
 from heads.base import Head
 from heads.interop.reading import Foreign
 from heads.interop.table import Row, Sizes, problems, to_ours, to_theirs
@@ -67,13 +68,14 @@ H = TypeVar("H", bound=Head)
 class Layout(Generic[H]):
     """One kind of head in one format. needs: tensors of the target that an export holds (for
     the message when the target is not there); serves: architectures of targets that the engine
-    takes (None: not restricted)."""
+    takes (None: not restricted); embeds: the file carries the target's embedding."""
 
     format: ClassVar[str] = ""
     kind: ClassVar[str] = ""
     engine: ClassVar[str] = ""
     file: ClassVar[str] = "model.safetensors"
     serves: ClassVar[frozenset[str] | None] = None
+    embeds: ClassVar[bool] = False
 
     def refusals(self, head: H, facts: Facts) -> list[str]:
         """Why this head cannot go into this layout, each with the nearest thing that works; []
@@ -106,8 +108,14 @@ class Layout(Generic[H]):
         raise TypeError("a subclass defines it")
 
     def extras(self, head: H, target: Target) -> dict[str, Tensor]:
-        """Tensors that follow from the target or from others."""
-        return {}
+        """Tensors that follow from the target or from others. Default: of a draft vocabulary its
+        mask, and the target's embedding."""
+        ids, found = head.ids(), dict[str, Tensor]()
+        if ids is not None:
+            found["t2d"] = vocab.to_t2d(ids, target.vocab_size)
+        if self.embeds:
+            found["embed_tokens.weight"] = embedding(target)
+        return found
 
     def config(self, head: H, facts: Facts, dtype: str) -> dict[str, Any]:
         """config.json."""
@@ -156,16 +164,16 @@ class Layout(Generic[H]):
         """
         found = problems(self.rows(sizes), sizes, tensors)
         if found:
-            refuse(foreign, found)
+            refuse(foreign, *found)
         state = to_ours(self.rows(sizes), sizes, tensors)
         return {k: v.float() if v.is_floating_point() else v for k, v in state.items()}
 
 
-def refuse(foreign: Foreign, found: list[str]) -> NoReturn:
+def refuse(foreign: Foreign, *found: str) -> NoReturn:
     """Raises the UserError of a folder that does not fit: every problem, one line each."""
     if len(found) == 1:
         raise UserError(f"{foreign.folder}: {found[0]}")
-    shown = found[:20] + ([f"and {len(found) - 20} more"] if len(found) > 20 else [])
+    shown = [*found[:20]] + ([f"and {len(found) - 20} more"] if len(found) > 20 else [])
     raise UserError(
         f"{foreign.folder}: {len(found)} problems:" + "".join(f"\n  {line}" for line in shown)
     )
@@ -183,9 +191,9 @@ def number(
     return value
 
 
-def check_draft_map(foreign: Foreign, tensors: Mapping[str, Tensor], vocab: int) -> None:
-    """d2t [Vd] must hold offsets: target id = i + d2t[i], ascending, below V; t2d [V] must say
-    the same.
+def check_draft_map(foreign: Foreign, tensors: Mapping[str, Tensor], size: int) -> None:
+    """d2t [Vd] must hold offsets: target id = i + d2t[i], ascending, below V = size; t2d [V]
+    must say the same.
 
     Raises UserError; names absolute ids where the file shows them.
     """
@@ -194,61 +202,61 @@ def check_draft_map(foreign: Foreign, tensors: Mapping[str, Tensor], vocab: int)
     absolute = (
         d2t.numel() == len(torch.unique(d2t))
         and bool((d2t >= 0).all())
-        and bool((d2t < vocab).all())
+        and bool((d2t < size).all())
     )
     t2d = tensors.get("t2d")
     if t2d is not None and int(t2d.sum()) != d2t.numel():
         refuse(
             foreign,
-            [
-                f"t2d: marks {int(t2d.sum())} tokens, d2t has {d2t.numel()}; the two are "
-                "of different heads"
-            ],
+            f"t2d: marks {int(t2d.sum())} tokens, d2t has {d2t.numel()}; the two are "
+            "of different heads",
         )
     if absolute and t2d is not None and bool(t2d[d2t].all()) and not torch.equal(ids, d2t):
         refuse(
             foreign,
-            [
-                "d2t: holds absolute token ids; offsets are expected (target id = i + "
-                "d2t[i]): subtract 0, "
-                "1, 2, .."
-            ],
+            "d2t: holds absolute token ids; offsets are expected (target id = i + "
+            "d2t[i]): subtract 0, "
+            "1, 2, ..",
         )
-    if bool((ids < 0).any()) or bool((ids >= vocab).any()):
+    if bool((ids < 0).any()) or bool((ids >= size).any()):
         hint = "; these look like absolute token ids: subtract 0, 1, 2, .." if absolute else ""
-        refuse(foreign, [f"d2t: i + d2t[i] leaves the vocabulary of {vocab}{hint}"])
+        refuse(foreign, f"d2t: i + d2t[i] leaves the vocabulary of {size}{hint}")
     if bool((ids[1:] <= ids[:-1]).any()):
         refuse(
             foreign,
-            [
-                "d2t: the target ids i + d2t[i] do not ascend; a token stands there "
-                "twice or out of order"
-            ],
+            "d2t: the target ids i + d2t[i] do not ascend; a token stands there "
+            "twice or out of order",
         )
     if absolute and d2t.numel() >= 16 and bool((d2t[1:] > d2t[:-1]).all()):
         refuse(
             foreign,
-            [
-                "d2t: rises with every entry, as absolute token ids do; offsets are "
-                "expected: subtract 0, 1, "
-                "2, .."
-            ],
+            "d2t: rises with every entry, as absolute token ids do; offsets are "
+            "expected: subtract 0, 1, "
+            "2, ..",
         )
     if t2d is not None and not bool(t2d[ids].all()):
-        refuse(foreign, ["t2d: does not mark the tokens of d2t; the two are of different heads"])
+        refuse(foreign, "t2d: does not mark the tokens of d2t; the two are of different heads")
 
 
-def check_same(foreign: Foreign, name: str, theirs: Tensor, ours: Tensor) -> None:
+def embedding(target: Target) -> Tensor:
+    """[V, D], the target's own."""
+    return target.model.get_input_embeddings().weight.detach()  # type: ignore[no-any-return]
+
+
+def check_same(
+    foreign: Foreign, tensors: Mapping[str, Tensor], ours: Tensor, name: str = "embed_tokens.weight"
+) -> None:
     """A copy of the target's tensor in the file must be the target's, up to the rounding of
     its dtype.
     """
+    if name not in tensors:
+        return
+    theirs = tensors[name]
     error = (theirs.float() - ours.float()).norm() / ours.float().norm().clamp(min=1e-9)
     if not float(error) < 0.01:
         refuse(
             foreign,
-            [
-                f"{name}: differs from the target's own (relative error "
-                f"{float(error):.3g}); this repository "
-                "drafts with the target's: give the target that the head was trained for"
-            ],
+            f"{name}: differs from the target's own (relative error "
+            f"{float(error):.3g}); this repository "
+            "drafts with the target's: give the target that the head was trained for",
         )

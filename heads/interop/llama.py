@@ -13,6 +13,33 @@ from heads.eagle.shape import LayerShape
 from heads.interop.layout import Facts, number
 from heads.interop.reading import Foreign
 
+# Tensors of a layer and their shapes, by the letters of `sizes`.
+LAYER = {
+    "self_attn.q_proj": "A W",
+    "self_attn.k_proj": "G W",
+    "self_attn.v_proj": "G W",
+    "self_attn.o_proj": "D A",
+    "mlp.gate_proj": "I D",
+    "mlp.up_proj": "I D",
+    "mlp.down_proj": "D I",
+    "post_attention_layernorm": "D",
+}
+
+
+def sizes(layer: dict[str, Any], vocab: int, wide: int = 1) -> dict[str, int]:
+    """The letters of a draft layer: D width, V vocabulary, I width of the MLP, S head size, A
+    query heads x S, G key heads x S, W what the attention reads, `wide` times D."""
+    size = layer["head_dim"]
+    return {
+        "D": layer["hidden_size"],
+        "W": wide * layer["hidden_size"],
+        "V": vocab,
+        "I": layer["intermediate_size"],
+        "S": size,
+        "A": layer["num_attention_heads"] * size,
+        "G": layer["num_key_value_heads"] * size,
+    }
+
 
 def fields(layer: dict[str, Any], facts: Facts, dtype: str) -> dict[str, Any]:
     """Keys of a LlamaConfig. The rotary base stands there twice: old engines read rope_theta

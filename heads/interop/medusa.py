@@ -12,7 +12,7 @@ Shape letters: K heads, L blocks, D width, V vocabulary, Vd draft vocabulary.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +24,7 @@ from heads.base import Head
 from heads.interop import engines
 from heads.interop.layout import Facts, Layout, refuse
 from heads.interop.reading import Foreign
-from heads.interop.table import Row, Sizes
+from heads.interop.table import Row, Sizes, to_ours
 from heads.parallel.medusa import MedusaConfig, MedusaHead
 
 MAP = Row("token_map", "", "Vd", when="map", dtype="int64", optional=True)
@@ -36,6 +36,12 @@ class MedusaVllm(Layout[MedusaHead]):
     """
 
     format, kind, engine = "vllm", "medusa", engines.VLLM
+    # What config.json calls the numbers of heads and of blocks, the first that is there counts;
+    # names of their tensors.
+    heads_key: ClassVar[tuple[str, ...]] = ("num_heads", "medusa_num_heads")
+    blocks_key: ClassVar[str] = "num_hidden_layers"
+    of_head: ClassVar[str] = r"blocks\.(\d{1,3})\.layers\.\d{1,3}\."
+    of_block: ClassVar[str] = r"blocks\.\d{1,3}\.layers\.(\d{1,3})\."
 
     def refusals(self, head: MedusaHead, facts: Facts) -> list[str]:
         """See Layout."""
@@ -67,15 +73,9 @@ class MedusaVllm(Layout[MedusaHead]):
 
     def sizes(self, head: MedusaHead, facts: Facts) -> dict[str, int]:
         """See Layout."""
-        return {
-            "K": head.cfg.heads,
-            "L": head.cfg.blocks,
-            "D": facts.hidden,
-            "V": facts.vocab,
-            "bias": 1,
-            "map": int(head.cfg.draft_vocab > 0),
-            "Vd": head.cfg.draft_vocab,
-        }
+        cfg, known = head.cfg, head.cfg.draft_vocab
+        letters = {"K": cfg.heads, "L": cfg.blocks, "D": facts.hidden, "V": facts.vocab}
+        return {**letters, "bias": 1, "map": known, "Vd": known}
 
     def state(self, head: MedusaHead, target: Target, dtype: torch.dtype) -> Mapping[str, Tensor]:
         """See Layout."""
@@ -107,59 +107,35 @@ class MedusaVllm(Layout[MedusaHead]):
             "torch_dtype": dtype,
         }
 
-    def counted(self, foreign: Foreign) -> tuple[dict[str, Tensor], int, int]:
-        """Tensors by this layout's names, and how many heads and blocks there are by name."""
-        tensors = {name.removeprefix("medusa_heads."): t for name, t in foreign.tensors.items()}
-        found = [
-            re.fullmatch(r"blocks\.(\d{1,3})\.layers\.(\d{1,3})\..*", name) for name in tensors
-        ]
-        heads = [int(m[1]) for m in found if m]
-        blocks = [int(m[2]) for m in found if m]
-        return tensors, 1 + max(heads, default=0), 1 + max(blocks, default=0)
-
-    def asked(self, foreign: Foreign) -> tuple[Any, Any]:
-        """What config.json says of heads and blocks."""
-        config = foreign.config
-        return config.get("num_heads", config.get("medusa_num_heads")), config.get(
-            "num_hidden_layers"
-        )
-
     def read(self, foreign: Foreign, target: Target) -> Head:
         """See Layout."""
-        tensors, heads, blocks = self.counted(foreign)
-        for what, found, said in zip(
-            ("heads", "layers"), (heads, blocks), self.asked(foreign), strict=True
+        config = foreign.config
+        tensors = {name.removeprefix("medusa_heads."): t for name, t in foreign.tensors.items()}
+        heads, blocks = counted(tensors, self.of_head), counted(tensors, self.of_block)
+        asked = next((config[key] for key in self.heads_key if key in config), None)
+        for what, found, said in (
+            ("heads", heads, asked),
+            ("layers", blocks, config.get(self.blocks_key)),
         ):
             if isinstance(said, int) and said > found:
                 refuse(
                     foreign,
-                    [
-                        f"config.json asks for {said} {what}, the weights hold {found}: "
-                        "half-written, or the "
-                        "config of another head"
-                    ],
+                    f"config.json asks for {said} {what}, the weights hold {found}: "
+                    "half-written, or the "
+                    "config of another head",
                 )
         bias = int(any(name.endswith("bias") for name in tensors))
-        if self.format == "vllm" and bias and not foreign.config.get("medusa_fc_bias"):
+        if self.format == "vllm" and bias and not config.get("medusa_fc_bias"):
             names = [n for n in tensors if n.endswith("bias")]
             refuse(
                 foreign,
-                [
-                    f"{names[0]}: a bias where none is expected: medusa_fc_bias in "
-                    "config.json is not true, "
-                    "and vLLM then drops biases without a word; set it if they were trained"
-                ],
+                f"{names[0]}: a bias where none is expected: medusa_fc_bias in "
+                "config.json is not true, "
+                "and vLLM then drops biases without a word; set it if they were trained",
             )
         ids = tensors.get("token_map")
-        sizes = {
-            "K": heads,
-            "L": blocks,
-            "D": target.hidden_size,
-            "V": target.vocab_size,
-            "bias": bias,
-            "map": int(ids is not None),
-            "Vd": 0 if ids is None else ids.numel(),
-        }
+        sizes = {"K": heads, "L": blocks, "D": target.hidden_size, "V": target.vocab_size}
+        sizes |= {"bias": bias, "map": ids is not None, "Vd": 0 if ids is None else ids.numel()}
         state = self.checked(foreign, sizes, tensors)
         if not bias:
             state["block_bias"] = torch.zeros(heads, blocks, target.hidden_size)
@@ -167,8 +143,9 @@ class MedusaVllm(Layout[MedusaHead]):
         if ids is not None:
             if not vocab.ascends(ids, target.vocab_size):
                 wrong = f"its ids do not ascend within the vocabulary of {target.vocab_size}"
-                refuse(foreign, [f"token_map: {wrong}"])
-            narrow = self._narrow(tensors, ids, heads, blocks)
+                refuse(foreign, f"token_map: {wrong}")
+            rows = [row for row in self.rows(sizes) if row.ours == "proj"]
+            narrow = narrowed(to_ours(rows, sizes, tensors)["proj"], ids)
             if narrow is not None:
                 chosen, state["proj"] = ids, narrow
         size = 0 if chosen is None else chosen.numel()
@@ -181,22 +158,6 @@ class MedusaVllm(Layout[MedusaHead]):
         head.load_state_dict(state)
         return head
 
-    def _narrow(
-        self, tensors: dict[str, Tensor], ids: Tensor, heads: int, blocks: int
-    ) -> Tensor | None:
-        """The projections [K, Vd, D] of the draft vocabulary alone; None where they say more."""
-        raw = torch.stack([tensors[self.head_name(k, blocks)] for k in range(heads)])
-        narrow = raw[:, ids].float()
-        same = (
-            torch.equal(widen(n, ids, raw.shape[1]).to(raw.dtype), r)
-            for n, r in zip(narrow, raw, strict=True)
-        )
-        return narrow if all(same) else None
-
-    def head_name(self, k: int, blocks: int) -> str:
-        """Name of head k's projection."""
-        return f"lm_heads.{k}.weight"
-
 
 class MedusaOriginal(MedusaVllm):
     """The original repository: bare numbers as names, biases always, blocks of a head are one
@@ -205,6 +166,8 @@ class MedusaOriginal(MedusaVllm):
 
     format, engine, serves = "medusa", "the original Medusa code", engines.MEDUSA_CODE
     file: ClassVar[str] = "medusa_lm_head.safetensors"
+    heads_key, blocks_key = ("medusa_num_heads",), "medusa_num_layers"
+    of_head, of_block = r"(\d{1,3})\.\d{1,3}\.", r"\d{1,3}\.(\d{1,3})\.linear\."
 
     def refusals(self, head: MedusaHead, facts: Facts) -> list[str]:
         """See Layout."""
@@ -240,21 +203,10 @@ class MedusaOriginal(MedusaVllm):
             "torch_dtype": dtype,
         }
 
-    def counted(self, foreign: Foreign) -> tuple[dict[str, Tensor], int, int]:
-        """See MedusaVllm."""
-        tensors = {name.removeprefix("medusa_heads."): t for name, t in foreign.tensors.items()}
-        found = [re.fullmatch(r"(\d{1,3})\.(\d{1,3})\.linear\..*", name) for name in tensors]
-        heads = [int(m[1]) for name in tensors if (m := re.match(r"(\d{1,3})\.\d{1,3}\.", name))]
-        blocks = [int(m[2]) for m in found if m]
-        return tensors, 1 + max(heads, default=0), 1 + max(blocks, default=0)
 
-    def asked(self, foreign: Foreign) -> tuple[Any, Any]:
-        """See MedusaVllm."""
-        return foreign.config.get("medusa_num_heads"), foreign.config.get("medusa_num_layers")
-
-    def head_name(self, k: int, blocks: int) -> str:
-        """See MedusaVllm."""
-        return f"{k}.{blocks}.weight"
+def counted(names: Iterable[str], pattern: str) -> int:
+    """One more than the largest number that `pattern` finds at the start of names; at least 1."""
+    return 1 + max((int(m[1]) for name in names if (m := re.match(pattern, name))), default=0)
 
 
 def widen(rows: Tensor, ids: Tensor, vocab: int) -> Tensor:
@@ -263,3 +215,14 @@ def widen(rows: Tensor, ids: Tensor, vocab: int) -> Tensor:
     """
     mean = rows.double().mean(0).to(rows.dtype)
     return mean.expand(vocab, -1).clone().index_copy_(0, ids.to(rows.device), rows)
+
+
+def narrowed(wide: Tensor, ids: Tensor) -> Tensor | None:
+    """The rows [K, Vd, D] of the draft vocabulary alone, of [K, V, D]; None where `wide` says
+    more than `widen` gives."""
+    narrow = wide[:, ids].float()
+    same = (
+        torch.equal(widen(few, ids, wide.shape[1]).to(wide.dtype), all_)
+        for few, all_ in zip(narrow, wide, strict=True)
+    )
+    return narrow if all(same) else None

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from torch import Tensor
-
 from conf.errors import UserError
 from decode.target import Target
 from heads.base import Head
@@ -44,11 +42,6 @@ class Speculators(Eagle3Vllm):
     def refusals(self, head: Eagle3Head, facts: Facts) -> list[str]:
         """See Layout."""
         return super().refusals(head, facts) + nameless(facts)
-
-    def extras(self, head: Eagle3Head, target: Target) -> dict[str, Tensor]:
-        """See Layout."""
-        embed = target.model.get_input_embeddings().weight.detach()
-        return super().extras(head, target) | {"embed_tokens.weight": embed}
 
     def config(self, head: Eagle3Head, facts: Facts, dtype: str) -> dict[str, Any]:
         """See Layout."""

@@ -13,7 +13,7 @@ r low rank.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Self
 
 import torch
@@ -22,34 +22,26 @@ from torch import Tensor, nn
 
 from decode.target import Target
 from heads import losses, vocab
-from heads.base import Head, HeadConfig
+from heads.base import CommonConfig, Head, HeadConfig
 from heads.batch import Batch, LossOut
-from heads.limits import Count, CountOrZero, Layers, Levels, Nodes, Shape
-from heads.losses import LossWeights, Taught, chunk_of, chunked_loss, target_law
+from heads.limits import Layers, Levels, Nodes, Shape
+from heads.losses import Taught, chunk_of, chunked_loss, target_law
 from heads.parallel.saved import ParallelSaved
 
 
 @dataclass
-class ParallelConfig(HeadConfig):
+class ParallelConfig(CommonConfig):
     """Keys that Medusa and Hydra heads share."""
 
     # K: how many tokens ahead of the LM head to guess
     heads: Levels = 4
     # L: residual blocks of each head
     blocks: Layers = 1
-    # number of frequent tokens the heads predict; 0 = the whole vocabulary
-    draft_vocab: CountOrZero = 8192
     # use the target's frozen LM head in place of a projection of each head's own
     share_lm_head: bool = False
     # head i's loss counts decay ** i
     decay: Annotated[float, Interval(gt=0, le=1)] = 0.8
-    # what the heads learn from
-    loss: LossWeights = field(default_factory=LossWeights)
-    # supervised tokens whose logits exist at the same time; null = 512 on CPUs, 4096 on GPUs
-    chunk: Count | None = None
-    # shape of the draft when the drafter is named without @chain or @tree
     shape: Shape = "tree"
-    # nodes of the draft tree
     nodes: Nodes = 16
 
 
@@ -84,6 +76,11 @@ class ParallelHead(Head):
         if cfg.draft_vocab:
             self.d2t = torch.zeros(size, dtype=torch.int64, device=device)
         self._shared: Tensor | None = None
+        self.make(device)
+
+    def make(self, device: torch.device | str | None) -> None:
+        """Add the weights between the feature and the projection, at their start. Default:
+        none."""
 
     @classmethod
     def build(cls, target: Target, cfg: Any) -> Self:
@@ -105,16 +102,8 @@ class ParallelHead(Head):
         return head
 
     @classmethod
-    def from_json(cls, saved: dict[str, Any], target: Target) -> Self:
-        """See Head. Raises UserError for values that are no such head."""
-        known = cls.Saved.read(saved, target, cls.kind)
-        head = cls.restored(known)
-        head.coverage, head.calibration = known.coverage, known.calibration
-        return head
-
-    @classmethod
-    def restored(cls, known: Any) -> Self:
-        """The empty head that `known`, of the class's own `Saved`, describes."""
+    def restored(cls, known: Any, target: Target) -> Self:
+        """See Stored."""
         return cls(known.config, known.width, known.vocab_size, known.taps[0])
 
     def config_json(self) -> dict[str, Any]:
@@ -158,9 +147,9 @@ class ParallelHead(Head):
         Default: none."""
         return None
 
-    def plan(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
-        """See Head: what `supervised` says."""
-        return supervised(batch)
+    def plan(self, batch: Batch, step: int) -> Tensor:
+        """See Head: flat places [n] of the supervised tokens that have a past."""
+        return batch.supervised(1)
 
     def forward(self, batch: Batch, target: Target) -> LossOut:
         """Loss over the supervised tokens alone: they are gathered before the first matmul.
@@ -170,20 +159,17 @@ class ParallelHead(Head):
         """
         return self.loss(batch, target, *self._features(batch, target))
 
-    def loss(
-        self, batch: Batch, target: Target, feats: Tensor, rows: Tensor, steps: Tensor
-    ) -> LossOut:
+    def loss(self, batch: Batch, target: Target, feats: Tensor, flat: Tensor) -> LossOut:
         """forward, given what _features found."""
-        place, valid, reads = self._reads(batch, rows, steps)
+        place, valid, reads = self._reads(batch, flat)
         x = self.states(batch, target, feats, reads)
-        flat = rows * batch.ids.shape[1] + steps
         law, terms = None, self.cfg.loss
         if terms.needs_law:
             law = target_law(
                 target, self.law_rows(target), feats, flat - 1, self.ids(), place, terms.mask
             )
         weights = torch.tensor([self.cfg.decay**i for i in range(self.cfg.heads)], device=x.device)
-        total, losses, hits = chunked_loss(
+        total, rows = chunked_loss(
             x,
             self.projection(target),
             Taught(place, valid, law),
@@ -192,26 +178,19 @@ class ParallelHead(Head):
             chunk_of(self.cfg.chunk, x.device),
             self.low_rank(batch, flat),
         )
-        stats = {f"loss_{i}": losses[i] for i in range(self.cfg.heads)}
-        stats |= {f"top1_{i}": hits[i] for i in range(self.cfg.heads)}
-        return LossOut(
-            total, torch.tensor(float(rows.numel()), dtype=torch.float64, device=x.device), stats
-        )
+        count = torch.tensor(float(flat.numel()), dtype=torch.float64, device=x.device)
+        return LossOut(total, count, rows.stats())
 
-    def _features(self, batch: Batch, target: Target) -> tuple[Tensor, Tensor, Tensor]:
-        """Flat features [B * T, D] and (row [n], place [n]) of the supervised tokens; the
-        first of a document has no past."""
+    def _features(self, batch: Batch, target: Target) -> tuple[Tensor, Tensor]:
+        """Features [B * T, D] and flat places [n] of the supervised tokens; the first of a
+        document has no past."""
         feats = target.features(batch.ids, batch.mask, self.taps, position=batch.position)[:, :, 0]
-        rows, steps = planned(batch)
-        return feats.reshape(-1, feats.shape[-1]), rows, steps
+        return feats.reshape(-1, feats.shape[-1]), self.planned(batch)
 
-    def _reads(self, batch: Batch, rows: Tensor, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _reads(self, batch: Batch, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """For each supervised token: its place in the draft vocabulary [n], which heads can
         see it [K, n], and the flat position that head i reads, i + 2 before the token: [K, n]."""
-        flat = rows * batch.ids.shape[1] + steps
-        tokens = batch.ids.reshape(-1)[flat]
-        ids = self.ids()
-        place = tokens if ids is None else vocab.places(ids, tokens)
+        place = vocab.places(self.ids(), batch.ids.reshape(-1)[flat])
         back = torch.arange(2, self.cfg.heads + 2, device=flat.device)[:, None]
         return place, batch.depth()[flat] >= back, (flat - back).clamp(min=0)
 
@@ -220,9 +199,8 @@ class ParallelHead(Head):
         self, batch: Batch, target: Target, levels: int
     ) -> Iterator[tuple[Tensor, int, Tensor]]:
         """See Head; at most as many levels as there are heads."""
-        feats, rows, steps = self._features(batch, target)
-        _, valid, reads = self._reads(batch, rows, steps)
-        flat = rows * batch.ids.shape[1] + steps
+        feats, flat = self._features(batch, target)
+        _, valid, reads = self._reads(batch, flat)
         hidden, extra = self.states(batch, target, feats, reads), self.low_rank(batch, flat)
         proj, size = self.projection(target), chunk_of(self.cfg.chunk, flat.device)
         for k in range(min(levels, self.cfg.heads)):
@@ -243,15 +221,3 @@ class ParallelHead(Head):
     def deepest(self) -> int:
         """See Head."""
         return int(self.cfg.heads)
-
-
-def planned(batch: Batch) -> tuple[Tensor, Tensor]:
-    """What `supervised` has said of `batch`, or says now."""
-    return supervised(batch) if batch.plan is None else batch.plan
-
-
-def supervised(batch: Batch) -> tuple[Tensor, Tensor]:
-    """(row [n], place [n]) of the supervised tokens that have a past."""
-    rows, steps = (batch.loss_mask & batch.mask).nonzero(as_tuple=True)
-    later = batch.depth()[rows * batch.ids.shape[1] + steps] > 0
-    return rows[later], steps[later]

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decode import grow
+from decode import grow, waits
 from decode.grow import Form, Nodes
 from decode.rng import Rng
 from decode.sampling import Sampling
@@ -79,15 +79,18 @@ class LastFeature:
         self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice = slice(None)
     ) -> None:
         """Keep the feature that predicted the last committed token of each row; tokens [B,
-        n_max], feats [B, n_max, 1, D], n [B] (a row with n = 0 keeps what it has)."""
+        n_max], feats [B, n_max, 1, D], n [B] on the host (a row with n = 0 keeps what it
+        has)."""
         if feats is None:
             raise ValueError(f"{self.kind} drafts from the target's features; none were given")
-        n = n.to(self.device)
-        row, at = torch.arange(n.shape[0], device=n.device), (n - 1).clamp(min=0)
-        self.feats[rows] = torch.where(
-            n[:, None] > 0, feats[row, at, 0].to(self.feats.dtype), self.feats[rows]
-        )
-        self.last[rows] = torch.where(n > 0, tokens[row, at], self.last[rows])
+        host = torch.stack([torch.arange(len(n)), (n - 1).clamp(min=0)])
+        row, at = waits.sent(host, self.device).unbind(0)
+        newest, last = feats[row, at, 0].to(self.feats.dtype), tokens[row, at]
+        if not bool((n > 0).all()):
+            news = waits.sent(n, self.device) > 0
+            newest = torch.where(news[:, None], newest, self.feats[rows])
+            last = torch.where(news, last, self.last[rows])
+        self.feats[rows], self.last[rows] = newest, last
 
     def select(self, rows: list[int]) -> None:
         """Keep these rows in this order."""
@@ -117,6 +120,10 @@ class AtOnce(LastFeature):
     def logits(self, depth: int) -> Tensor:
         """[depth, B, Vd]: head i's guess at the token i + 1 after the last committed one."""
         raise TypeError("a subclass defines it")
+
+    def at_once(self, levels: int) -> Tensor | None:
+        """See decode.grow.Source."""
+        return self.logits(levels).transpose(0, 1)
 
     def open(self, levels: int) -> Tensor:
         """See decode.grow.Source."""
@@ -157,6 +164,10 @@ class MarkovDrafter(MedusaDrafter):
         assert head.markov_in is not None and head.markov_out is not None
         self.markov_in = head.markov_in.detach().to(target.dtype, copy=True)
         self.markov_out = head.markov_out.detach().to(target.dtype, copy=True)
+
+    def at_once(self, levels: int) -> Tensor | None:
+        """See decode.grow.Source: a level reads the tokens before it."""
+        return None
 
     def open(self, levels: int) -> Tensor:
         """See decode.grow.Source."""

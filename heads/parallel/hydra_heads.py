@@ -27,7 +27,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from decode.drafters import Drafter
 from decode.grow import Form, Nodes
 from decode.sampling import Sampling
 from decode.target import Target
@@ -35,7 +34,6 @@ from heads.batch import Batch
 from heads.eagle.shape import LayerShape, layer_config
 from heads.limits import Layers, SomeLayers
 from heads.losses import LossWeights
-from heads.names import Draft
 from heads.parallel.base import ParallelConfig, ParallelHead
 from heads.parallel.drafter import LastFeature
 from heads.parallel.prefix import Prefix, PrefixState
@@ -53,7 +51,6 @@ class HydraHeadsConfig(ParallelConfig):
     blocks: Layers = 2
     # decoder layers over the target's features in front of all heads; 0 = none, 1 = Hydra++
     prefix_layers: SomeLayers = 0
-    # what the heads learn from
     loss: LossWeights = field(default_factory=lambda: LossWeights(hard=0.0, soft=1.0))
 
 
@@ -85,14 +82,89 @@ class HydraHeadsSaved(ParallelSaved):
         return found
 
 
+def first_block(feature: Tensor, embeddings: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """R c + SiLU(W c + b) of c = (feature [.., D], embeddings [.., (i + 1) E]); weight is R
+    above W: [.., D].
+    """
+    both = F.linear(torch.cat([feature, embeddings], -1), weight.to(feature.dtype))
+    carried, gate = both.chunk(2, -1)
+    return carried + F.silu(gate + bias.to(feature.dtype))
+
+
+class HydraDrafter(LastFeature):
+    """Each level reads the embeddings of its parents' own paths."""
+
+    def __init__(self, head: HydraHeads, target: Target, form: Form) -> None:
+        super().__init__(head, target, form)
+        self.embed, self.scale, dtype = target.embed, head.embed_scale, target.dtype
+        self.enter = [w.detach().to(dtype, copy=True) for w in head.enter[: form.depth]]
+        self.enter_bias = head.enter_bias.detach().to(dtype, copy=True)
+        self.weight = (
+            None if head.block_weight is None else head.block_weight.detach().to(dtype, copy=True)
+        )
+        self.bias = (
+            None if head.block_bias is None else head.block_bias.detach().to(dtype, copy=True)
+        )
+        self.prefix = None if head.prefix is None else PrefixState(head.prefix, target, form.depth)
+
+    def reset(self, rows: int, max_len: int) -> None:
+        """Forget every row; the prefix layers make room for `rows` rows of `max_len` tokens."""
+        super().reset(rows, max_len)
+        if self.prefix is not None:
+            self.prefix.reset(rows, max_len)
+
+    def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
+        """See LastFeature."""
+        super().begin(prompts, sampling)
+        if self.prefix is not None:
+            self.prefix.append(len(prompts))
+
+    @torch.inference_mode()
+    def observe(
+        self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice = slice(None)
+    ) -> None:
+        """See LastFeature; with prefix layers the kept feature is their output."""
+        if self.prefix is None or feats is None:
+            return super().observe(tokens, feats, n, rows)
+        last = self.prefix.observe(feats[:, :, 0], n, rows)
+        super().observe(tokens, last[:, None, None].expand(-1, tokens.shape[1], -1, -1), n, rows)
+
+    def select(self, rows: list[int]) -> None:
+        """Keep these rows in this order."""
+        super().select(rows)
+        if self.prefix is not None:
+            self.prefix.select(rows)
+
+    def open(self, levels: int) -> Tensor:
+        """See decode.grow.Source."""
+        self.path = self.last[:, None, None]  # [B, P, d + 1], from the last committed token on
+        return self._logits(0)
+
+    def level(self, nodes: Nodes) -> Tensor:
+        """See decode.grow.Source."""
+        self.path = torch.cat([nodes.of_parents(self.path), nodes.tokens[..., None]], 2)
+        return self._logits(nodes.level)
+
+    def _logits(self, d: int) -> Tensor:
+        """What head d guesses behind each path: [B, P, Vd]."""
+        path = self.path
+        e = (self.embed(path).to(self.feats.dtype) * self.scale).flatten(2)  # [B, P, (d + 1) E]
+        x = first_block(
+            self.feats[:, None].expand(-1, path.shape[1], -1), e, self.enter[d], self.enter_bias[d]
+        )
+        if self.weight is not None and self.bias is not None:
+            for weight, bias in zip(self.weight[d], self.bias[d], strict=True):
+                x = x + F.silu(F.linear(x, weight, bias))
+        return F.linear(x, self.proj if self.proj.dim() == 2 else self.proj[d])
+
+
 class HydraHeads(ParallelHead):
     """K Hydra heads: enter[i] [2 D, D + (i + 1) E] holds R above W of head i's first block,
     enter_bias [K, D]; block_weight [K, L - 1, D, D] and block_bias [K, L - 1, D] (absent for L
     = 1); the rest as in ParallelHead."""
 
     kind = "hydra_heads"
-    Config = HydraHeadsConfig
-    Saved = HydraHeadsSaved
+    Config, Saved, Drafts = HydraHeadsConfig, HydraHeadsSaved, HydraDrafter
     block_weight: nn.Parameter | None
     block_bias: nn.Parameter | None
 
@@ -148,8 +220,8 @@ class HydraHeads(ParallelHead):
         return head
 
     @classmethod
-    def restored(cls, known: Any) -> Self:
-        """See ParallelHead."""
+    def restored(cls, known: Any, target: Target) -> Self:
+        """See Stored."""
         prefix = None if known.prefix is None else asdict(known.prefix)
         tap = known.taps[0]
         head = cls(
@@ -199,83 +271,3 @@ class HydraHeads(ParallelHead):
         for layer in range(weight.shape[1]):
             x = x + F.silu(torch.baddbmm(bias[:, layer, None], x, weight[:, layer].transpose(1, 2)))
         return x
-
-    def drafter(self, target: Target, draft: Draft | None = None) -> Drafter:
-        """See Head."""
-        return HydraDrafter(self, target, self.form(target, draft))
-
-
-def first_block(feature: Tensor, embeddings: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """R c + SiLU(W c + b) of c = (feature [.., D], embeddings [.., (i + 1) E]); weight is R
-    above W: [.., D].
-    """
-    both = F.linear(torch.cat([feature, embeddings], -1), weight.to(feature.dtype))
-    carried, gate = both.chunk(2, -1)
-    return carried + F.silu(gate + bias.to(feature.dtype))
-
-
-class HydraDrafter(LastFeature):
-    """Each level reads the embeddings of its parents' own paths."""
-
-    def __init__(self, head: HydraHeads, target: Target, form: Form) -> None:
-        super().__init__(head, target, form)
-        self.embed, self.scale, dtype = target.embed, head.embed_scale, target.dtype
-        self.enter = [w.detach().to(dtype, copy=True) for w in head.enter[: form.depth]]
-        self.enter_bias = head.enter_bias.detach().to(dtype, copy=True)
-        self.weight = (
-            None if head.block_weight is None else head.block_weight.detach().to(dtype, copy=True)
-        )
-        self.bias = (
-            None if head.block_bias is None else head.block_bias.detach().to(dtype, copy=True)
-        )
-        self.prefix = None if head.prefix is None else PrefixState(head.prefix, target, form.depth)
-
-    def reset(self, rows: int, max_len: int) -> None:
-        """Forget every row; the prefix layers make room for `rows` rows of `max_len` tokens."""
-        super().reset(rows, max_len)
-        if self.prefix is not None:
-            self.prefix.reset(rows, max_len)
-
-    def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
-        """See LastFeature."""
-        super().begin(prompts, sampling)
-        if self.prefix is not None:
-            self.prefix.begin(len(prompts))
-
-    @torch.inference_mode()
-    def observe(
-        self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice = slice(None)
-    ) -> None:
-        """See LastFeature; with prefix layers the kept feature is their output."""
-        if self.prefix is None or feats is None:
-            return super().observe(tokens, feats, n, rows)
-        last = self.prefix.observe(feats[:, :, 0], n, rows)
-        super().observe(tokens, last[:, None, None].expand(-1, tokens.shape[1], -1, -1), n, rows)
-
-    def select(self, rows: list[int]) -> None:
-        """Keep these rows in this order."""
-        super().select(rows)
-        if self.prefix is not None:
-            self.prefix.select(rows)
-
-    def open(self, levels: int) -> Tensor:
-        """See decode.grow.Source."""
-        self.path = self.last[:, None, None]  # [B, P, d + 1], from the last committed token on
-        return self._logits(0)
-
-    def level(self, nodes: Nodes) -> Tensor:
-        """See decode.grow.Source."""
-        self.path = torch.cat([nodes.of_parents(self.path), nodes.tokens[..., None]], 2)
-        return self._logits(nodes.level)
-
-    def _logits(self, d: int) -> Tensor:
-        """What head d guesses behind each path: [B, P, Vd]."""
-        path = self.path
-        e = (self.embed(path).to(self.feats.dtype) * self.scale).flatten(2)  # [B, P, (d + 1) E]
-        x = first_block(
-            self.feats[:, None].expand(-1, path.shape[1], -1), e, self.enter[d], self.enter_bias[d]
-        )
-        if self.weight is not None and self.bias is not None:
-            for weight, bias in zip(self.weight[d], self.bias[d], strict=True):
-                x = x + F.silu(F.linear(x, weight, bias))
-        return F.linear(x, self.proj if self.proj.dim() == 2 else self.proj[d])

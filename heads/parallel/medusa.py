@@ -19,7 +19,7 @@ supervised tokens, r rank.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -83,19 +83,13 @@ class MedusaHead(ParallelHead):
     kind = "medusa"
     Config = MedusaConfig
     Saved: ClassVar[type[MedusaSaved]] = MedusaSaved
+    cfg: MedusaConfig
     markov_in: nn.Parameter | None
     markov_out: nn.Parameter | None
 
-    def __init__(
-        self,
-        cfg: Any,
-        width: int,
-        vocab_size: int,
-        tap: int,
-        device: torch.device | str | None = None,
-    ):
-        super().__init__(cfg, width, vocab_size, tap, device)
-        self.cfg: MedusaConfig = cfg
+    def make(self, device: torch.device | str | None) -> None:
+        """See ParallelHead."""
+        cfg, width, vocab_size = self.cfg, self.width, self.vocab_size
         self.block_weight = nn.Parameter(
             torch.zeros(cfg.heads, cfg.blocks, width, width, device=device)
         )

@@ -37,7 +37,6 @@ from decode.models.identity import Identity, sha256_state
 from decode.target import Target
 from heads.batch import Batch, LossOut
 from heads.losses import chunk_of
-from heads.parallel.base import planned
 from heads.parallel.medusa import MedusaHead, MedusaSaved
 from heads.recompute import layers_recomputed
 from heads.saved import differing
@@ -72,15 +71,9 @@ class Medusa2Head(MedusaHead):
     Saved: ClassVar[type[MedusaSaved]] = Medusa2Saved
     trains_target: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        cfg: Any,
-        width: int,
-        vocab_size: int,
-        tap: int,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(cfg, width, vocab_size, tap, device)
+    def make(self, device: torch.device | str | None) -> None:
+        """See ParallelHead; the adapter comes later."""
+        super().make(device)
         self.adapter = nn.ParameterDict()
         self.layers: list[
             tuple[str, Any]
@@ -99,9 +92,9 @@ class Medusa2Head(MedusaHead):
         return head
 
     @classmethod
-    def restored(cls, known: Any) -> Self:
-        """See ParallelHead."""
-        head = super().restored(known)
+    def restored(cls, known: Any, target: Target) -> Self:
+        """See Stored."""
+        head = super().restored(known, target)
         head.adapter = nn.ParameterDict(
             {k: nn.Parameter(torch.zeros(size)) for k, size in known.adapter.items()}
         )
@@ -246,6 +239,7 @@ class Medusa2Head(MedusaHead):
 
     def begin_step(self, step: int, steps: int) -> None:
         """See Head: the ramp of the heads' loss."""
+        super().begin_step(step, steps)
         rise = self.cfg.tune.ramp * steps
         self.strength = math.sin(math.pi / 2 * min(1.0, (step + 1) / rise)) if rise else 1.0
 
@@ -253,9 +247,8 @@ class Medusa2Head(MedusaHead):
         """See the head of this file. The count is the number of supervised tokens."""
         with torch.no_grad(), self.without_adapter():
             base = super()._features(batch, target)[0]
-        feats, rows, steps = self._features(batch, target)
-        out = self.loss(batch, target, feats, rows, steps)
-        flat = rows * batch.ids.shape[1] + steps
+        feats, flat = self._features(batch, target)
+        out = self.loss(batch, target, feats, flat)
         divergence = _divergence(
             feats, base, flat - 1, target, chunk_of(self.cfg.chunk, feats.device)
         )
@@ -268,12 +261,12 @@ class Medusa2Head(MedusaHead):
             {**out.stats, "kl": torch.stack([divergence.detach().double(), out.count])},
         )
 
-    def _features(self, batch: Batch, target: Target) -> tuple[Tensor, Tensor, Tensor]:
+    def _features(self, batch: Batch, target: Target) -> tuple[Tensor, Tensor]:
         with layers_recomputed(target.model, self.cfg.activation_checkpointing):
             feats = target.features(
                 batch.ids, batch.mask, self.taps, torch.is_grad_enabled(), batch.position
             )[:, :, 0]
-        return feats.reshape(-1, feats.shape[-1]), *planned(batch)
+        return feats.reshape(-1, feats.shape[-1]), self.planned(batch)
 
 
 def tuned_identity(base: Identity, adapter_sha256: str) -> Identity:

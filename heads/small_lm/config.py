@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from heads.base import HeadConfig
-from heads.limits import Count, CountOrZero, Levels, Nodes, Shape, SomeLayers, Width
+from heads.base import CommonConfig
+from heads.limits import Count, CountOrZero, Levels, SomeLayers, Width
 from heads.lora import LoraKeys
 from heads.losses import LossWeights
 
@@ -16,7 +16,7 @@ __all__ = ["LoraKeys", "SmallLMConfig"]
 
 
 @dataclass
-class SmallLMConfig(HeadConfig):
+class SmallLMConfig(CommonConfig):
     """Keys of a separate small draft model."""
 
     kind: Literal["small_lm"] = "small_lm"
@@ -45,13 +45,9 @@ class SmallLMConfig(HeadConfig):
     # keep the input of every layer alone and compute the rest again in the backward pass: less
     # memory, slower
     activation_checkpointing: bool = False
-    # shape of the draft when the drafter is named without @chain or @tree
-    shape: Shape = "chain"
     # levels of the draft
     depth: Levels = 5
-    # nodes of the draft tree
-    nodes: Nodes = 24
-    # tree: nodes expanded per level, and children looked at of each
+    # dynamic tree: nodes expanded per level, and children looked at of each
     width: Width = 4
 
     def validate(self) -> list[str]:

@@ -102,7 +102,7 @@ class SmallLM(Head):
     """
 
     kind = "small_lm"
-    Config = SmallLMConfig
+    Config, Saved = SmallLMConfig, SmallLMSaved
     reads_features: ClassVar[bool] = False
     own_lora: ClassVar[bool] = True
 
@@ -156,9 +156,8 @@ class SmallLM(Head):
         return head
 
     @classmethod
-    def from_json(cls, saved: dict[str, Any], target: Target) -> Self:
-        """See Head. Raises UserError for values that are no such head."""
-        known = SmallLMSaved.read(saved, target, cls.kind)
+    def restored(cls, known: Any, target: Target) -> Self:
+        """See Stored."""
         cfg = known.config
         if known.merged:
             cfg = replace(cfg, lora=replace(cfg.lora, rank=0))
@@ -174,7 +173,6 @@ class SmallLM(Head):
         ids = known.draft_ids
         head.layers = list(known.layers)
         head.chosen = torch.tensor(ids, dtype=torch.int64, device=target.device) if ids else None
-        head.coverage, head.calibration = known.coverage, known.calibration
         return head
 
     @classmethod
@@ -227,14 +225,13 @@ class SmallLM(Head):
 
     def plan(self, batch: Batch, step: int) -> Tensor:
         """See Head: flat places [n] of the supervised tokens that have a past."""
-        rows, at = (batch.loss_mask & batch.mask).nonzero(as_tuple=True)
-        return (rows * batch.ids.shape[1] + at)[at > 0]
+        return batch.supervised(1)
 
     def forward(self, batch: Batch, target: Target) -> LossOut:
         """Loss over the supervised tokens, each predicted from all tokens before it. No
         rollout: a draft step sees committed tokens and its own guesses, which are the target's
         wherever they are kept."""
-        flat = self.plan(batch, 0) if batch.plan is None else batch.plan
+        flat = self.planned(batch)
         place = batch.ids.reshape(-1)[flat]
         x = self.hidden(batch.ids).flatten(0, 1)[flat - 1]
         x = (
@@ -258,7 +255,7 @@ class SmallLM(Head):
             if both is not None and terms.mask != "argmax":
                 weight, bias = weight[: self.vocab], None if bias is None else bias[: self.vocab]
             law = target_law(target, (weight, bias), feats, flat - 1, both, inside, terms.mask)
-        total, losses, hits = chunked_loss(
+        total, rows = chunked_loss(
             x[None],
             out.weight[: self.vocab],
             Taught(inside, torch.ones_like(flat, dtype=torch.bool)[None], law),
@@ -268,7 +265,7 @@ class SmallLM(Head):
             extra,
         )
         count = torch.tensor(float(flat.numel()), dtype=torch.float64, device=x.device)
-        return LossOut(total, count, {"loss_0": losses[0], "top1_0": hits[0]})
+        return LossOut(total, count, rows.stats())
 
     def hidden(self, ids: Tensor) -> Tensor:
         """[B, T, D] the draft's last hidden states, after its final norm, computed in the

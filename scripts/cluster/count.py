@@ -14,11 +14,11 @@ gradients made of them); batch; inside kernels.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ RUN = 3  # pieces of a loss that are run
 FEW = 4  # layers of the target that are run, and two more
 TARGET, HEAD, GRADIENTS, PASS = "target", "head", "gradients", "activations"
 FEATURES, LOGITS, BATCH = "target's pass", "logits and laws", "batch"
+WORK = ("flops", "traffic", "seconds", "launches")
 _passed: dict[Any, Counted] = {}
 _asked: dict[str, bool] = {}
 
@@ -103,33 +104,42 @@ def full_batch(ghost: Phantom, shape: Shape, head: Head | None = None) -> Batch:
     return batch.to(ghost.device)
 
 
-def count(
-    model: Model,
-    typed: Any,
-    dtype: str,
-    shape: Shape,
-    room: Shape | None,
-    accumulates: bool,
-    on: tuple[str, Any],
-) -> Counted:
-    """Count the passes of a head with the typed keys `typed` on a target.
+@dataclass(frozen=True)
+class Asked:
+    """What is counted: the passes of a head with the typed keys `typed` on a target.
 
     room: of a pass of the calibration, None: there is none. accumulates: gradients of other
-    passes of the step are there already. on: (phantom or cpu, seconds of an operation by its
-    FLOPs and traffic). Raises UserError for a head that such a target cannot have.
-    """
-    kind, layers = HEADS[typed.kind], model.layers
-    few = min(layers, max(FEW, getattr(typed, "from_target_layers", 0) + 1))
+    passes of the step are there already. device: phantom or cpu. cost: seconds of an operation by
+    its FLOPs and traffic."""
+
+    model: Model
+    typed: Any
+    dtype: str
+    shape: Shape
+    room: Shape | None
+    accumulates: bool
+    device: str
+    cost: Callable[[float, float], float]
+
+    def target(self, ghost: Phantom, layers: int) -> Target:
+        """With so many layers, of fake tensors."""
+        with ghost.within(TARGET):
+            return self.model.target(layers, torch_dtype(self.dtype), ghost.device)
+
+
+def count(asked: Asked) -> Counted:
+    """Count the passes. Raises UserError for a head that such a target cannot have."""
+    layers, shape, room = asked.model.layers, asked.shape, asked.room
+    few = min(layers, max(FEW, getattr(asked.typed, "from_target_layers", 0) + 1))
     more = min(layers, few + 2)
-    first = _passes(model, few, typed, dtype, shape, room, accumulates, on)
+    first = _passes(asked, few)
     if more == few:
         return first
-    if kind.trains_target:
-        second = _passes(model, more, typed, dtype, shape, room, accumulates, on)
-        return _carried_on(first, second, layers - more, more - few)
-    second, third = (_known(model, layers, dtype, shape, on) for layers in (few, more))
+    if HEADS[asked.typed.kind].trains_target:
+        return _carried_on(first, _passes(asked, more), (layers - more) / (more - few))
+    second, third = _features(asked, few), _features(asked, more)
     steps = (layers - few) / (more - few)
-    for name in ("flops", "traffic", "seconds", "launches"):
+    for name in WORK:
         slope = getattr(third, name)[FEATURES] - getattr(second, name)[FEATURES]
         getattr(first, name)[FEATURES] += steps * slope
     first.features = round(third.features + (third.features - second.features) * (steps - 1))
@@ -140,23 +150,12 @@ def count(
     return first
 
 
-def _passes(
-    model: Model,
-    layers: int,
-    typed: Any,
-    dtype: str,
-    shape: Shape,
-    room: Shape | None,
-    accumulates: bool,
-    on: tuple[str, Any],
-) -> Counted:
+def _passes(asked: Asked, layers: int) -> Counted:
     """With `layers` layers of the target."""
-    with _counting(on) as ghost:
-        device = ghost.device
-        with ghost.within(TARGET):
-            target = model.target(layers, torch_dtype(dtype), device)
-        head = _head(ghost, target, typed, dtype)
-        base = sum(ghost.live[part] for part in (TARGET,))
+    with phantom(asked.device, asked.cost) as ghost:
+        target = asked.target(ghost, layers)
+        head = _head(ghost, target, asked.typed, asked.dtype)
+        base = ghost.live[TARGET]
         trained = [p for p in head.parameters() if p.requires_grad]
         found = Counted(
             trained=sum(p.numel() for p in trained),
@@ -165,17 +164,17 @@ def _passes(
             hidden_states=states_of(head, layers),
         )
         for p in trained:
-            if accumulates:
+            if asked.accumulates:
                 with ghost.within(GRADIENTS):
                     p.grad = torch.empty_like(p)
             p.register_post_accumulate_grad_hook(
                 lambda p: ghost.belongs(p.grad, GRADIENTS) if p.grad is not None else None
             )
         with ghost.within(BATCH):
-            batch = full_batch(ghost, shape, head)
+            batch = full_batch(ghost, asked.shape, head)
         head.train()
         head.begin_step(1, 2)
-        _ask(model, target, batch)
+        _ask(asked.model, target, batch)
         ghost.restart()
         with _parts(ghost, target), ghost.within(PASS):
             out = head(batch, target)
@@ -183,19 +182,17 @@ def _passes(
         found.parts = {k: int(v) for k, v in ghost.peak.items() if v}
         found.parts[TARGET] = found.parts.get(TARGET, 0) - base
         found.reads = ghost.list_reads()
-        for name in ("flops", "traffic", "seconds", "launches"):
+        for name in WORK:
             counter = getattr(ghost, name)
-            whole = dict.fromkeys((FEATURES, PASS), 0.0)
-            for part, amount in counter.items():
-                whole[FEATURES if part == FEATURES else PASS] += amount
-            setattr(found, name, whole)
+            rest = sum((amount for part, amount in counter.items() if part != FEATURES), 0.0)
+            setattr(found, name, {FEATURES: counter.get(FEATURES, 0.0), PASS: rest})
         found.features = found.peak
         del out
         for p in trained:
             p.grad = None
-        if room is not None:
+        if asked.room is not None:
             del batch
-            found.calibration = _calibration(ghost, target, head, room)
+            found.calibration = _calibration(ghost, target, head, asked.room)
         return found
 
 
@@ -210,34 +207,25 @@ def _calibration(ghost: Phantom, target: Target, head: Head, room: Shape) -> int
     return ghost.most - held
 
 
-def _known(model: Model, layers: int, dtype: str, shape: Shape, on: tuple[str, Any]) -> Counted:
-    """The target's pass alone, counted once for all recipes of one target and shape."""
-    key = model.key, layers, dtype, shape, on
-    if key not in _passed:
-        _passed[key] = _features(model, layers, dtype, shape, on)
-    return copy.deepcopy(_passed[key])
-
-
-def _features(model: Model, layers: int, dtype: str, shape: Shape, on: tuple[str, Any]) -> Counted:
-    """The target's pass alone, four hidden states tapped."""
-    with _counting(on) as ghost:
-        with ghost.within(TARGET):
-            target = model.target(layers, torch_dtype(dtype), ghost.device)
+def _features(asked: Asked, layers: int) -> Counted:
+    """The target's pass alone, four hidden states tapped; counted once for all recipes of one
+    target and shape."""
+    key = asked.model.key, layers, asked.dtype, asked.shape, asked.device, asked.cost
+    if key in _passed:
+        return _passed[key]
+    with phantom(asked.device, asked.cost) as ghost:
+        target = asked.target(ghost, layers)
         with ghost.within(BATCH):
-            batch = full_batch(ghost, shape)
-        _ask(model, target, batch)
+            batch = full_batch(ghost, asked.shape)
+        _ask(asked.model, target, batch)
         ghost.restart()
         held = ghost.live[TARGET]
         taps = tuple(sorted({1, 2, min(3, layers), layers}))
         with ghost.within(FEATURES):
             target.features(batch.ids, batch.mask, taps)
-        return Counted(
-            features=ghost.most - held,
-            flops=dict(ghost.flops),
-            traffic=dict(ghost.traffic),
-            seconds=dict(ghost.seconds),
-            launches=dict(ghost.launches),
-        )
+        work: dict[str, Any] = {name: dict(getattr(ghost, name)) for name in WORK}
+        _passed[key] = Counted(features=ghost.most - held, **work)
+    return _passed[key]
 
 
 def states_of(head: Head, layers: int) -> int:
@@ -276,9 +264,8 @@ def _head(ghost: Phantom, target: Target, typed: Any, dtype: str) -> Head:
     return head
 
 
-def _carried_on(first: Counted, second: Counted, layers: int, step: int) -> Counted:
-    """What `layers` layers more would add to the second, where `step` made the difference."""
-    ratio = layers / step
+def _carried_on(first: Counted, second: Counted, ratio: float) -> Counted:
+    """The second with `ratio` times more of what makes the difference between both."""
 
     def on(a: Any, b: Any) -> Any:
         if isinstance(a, dict):
@@ -286,17 +273,9 @@ def _carried_on(first: Counted, second: Counted, layers: int, step: int) -> Coun
         return type(b)(b + (b - a) * ratio)
 
     sizes = ("trained", "head", "copy", "parts", "features", "calibration")
-    work = ("flops", "traffic", "seconds", "launches")
-    for name in (*sizes, *work):
+    for name in (*sizes, *WORK):
         setattr(second, name, on(getattr(first, name), getattr(second, name)))
     return second
-
-
-@contextlib.contextmanager
-def _counting(on: tuple[str, Any]) -> Iterator[Phantom]:
-    with phantom(on[0]) as ghost:
-        ghost.cost = on[1]
-        yield ghost
 
 
 @contextlib.contextmanager
@@ -326,11 +305,8 @@ def _parts(ghost: Phantom, target: Target) -> Iterator[None]:
             with ghost.within(LOGITS):
                 return plain.apply(*args)  # type: ignore[no-untyped-call]
 
-    shown: Any = target
-    module: Any = losses
-    shown.features, module._ChunkedLoss, module.pieces = apart, Labelled, few
-    try:
+    with (
+        mock.patch.object(target, "features", apart),
+        mock.patch.multiple(losses, _ChunkedLoss=Labelled, pieces=few),
+    ):
         yield
-    finally:
-        del shown.features
-        module._ChunkedLoss, module.pieces = plain, pieces

@@ -80,18 +80,11 @@ class Model:
     def size(self) -> Size:
         """Its parameters, counted on torch's meta device."""
         model = self.build(0, torch.bfloat16, "meta")
-        total = sum(p.numel() for p in model.parameters())
-        longest = max(
-            (m for m in model.modules() if isinstance(m, torch.nn.ModuleList)),
-            key=lambda stack: sum(p.numel() for p in stack.parameters()),
-        )
-        stacked = sum(p.numel() for p in longest.parameters())
-        return Size(
-            total,
-            stacked,
-            max(sum(p.numel() for p in layer.parameters()) for layer in longest),
-            max(p.numel() for p in longest.parameters()),
-        )
+        count = lambda module: sum(p.numel() for p in module.parameters())
+        stacks = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
+        longest = max(stacks, key=count)
+        largest = max(p.numel() for p in longest.parameters())
+        return Size(count(model), count(longest), max(map(count, longest)), largest)
 
 
 @dataclass(frozen=True)

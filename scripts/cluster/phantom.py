@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import backend_registration
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 from transformers import masking_utils
 
@@ -51,10 +51,7 @@ aten = torch.ops.aten
 # Operations that read, or write, few rows of a large operand.
 READS_FEW = (aten.embedding, aten.index_select, aten.index, aten.gather)
 WRITES_FEW = (aten.index_copy_, aten.index_put_, aten.scatter_, aten.scatter_add_, aten.index_add_)
-FLASH_BACK = (
-    aten._scaled_dot_product_flash_attention_backward,
-    aten._flash_attention_backward,
-)
+FLASH_BACK = (aten._scaled_dot_product_flash_attention_backward, aten._flash_attention_backward)
 EMPTY = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty)
 DEVICE = torch.ops.prim.device.default  # asked half as often as all operations together
 DRAWN = torch.Tag.nondeterministic_seeded
@@ -114,19 +111,26 @@ def register() -> None:
     if why := missing():
         raise UserError(f"dry_run: {why}; install torch 2.13")
     if torch._C._get_privateuse1_backend_name() != NAME:
+        # At the first backward pass torch starts a thread for every device it knows, and from then
+        # on refuses to work in a process that was forked. No thread is wanted for this one.
+        torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
         getattr(backend_registration, _HAS)(NAME, _Module(), _Hook())
 
 
+Cost = Callable[[float, float], float]
+
+
 @contextlib.contextmanager
-def phantom(device: str = NAME) -> Iterator[Phantom]:
+def phantom(device: str = NAME, cost: Cost = lambda flops, traffic: 0.0) -> Iterator[Phantom]:
     """Within, tensors are fake, and what happens on `device` (phantom, or cpu to count what a
-    CPU would do) is counted. Raises UserError where torch has no phantom."""
+    CPU would do) is counted; cost: seconds of an operation. Raises UserError where torch has no
+    phantom."""
     register()
     with FakeTensorMode(allow_non_fake_inputs=True) as fakes, _stand_ins():
         # The backward pass in this thread: an exception in one of torch's own for the
         # device would end the process.
         alone = torch.autograd.set_multithreading_enabled(False)
-        with alone, Phantom(torch.device(device), fakes) as ghost:
+        with alone, Phantom(torch.device(device), fakes, cost) as ghost:
             try:
                 yield ghost
             finally:
@@ -150,11 +154,10 @@ class Phantom(TorchDispatchMode):
     (file:line) -> copies to the device that wait. live, peak: bytes by part, now and at the
     moment of the most."""
 
-    def __init__(self, device: torch.device, fakes: FakeTensorMode) -> None:
+    def __init__(self, device: torch.device, fakes: FakeTensorMode, cost: Cost) -> None:
         super().__init__()
-        self.device, self.fakes = device, fakes
+        self.device, self.fakes, self.cost = device, fakes, cost
         self.part = "other"
-        self.cost: Callable[[float, float], float] = lambda flops, traffic: 0.0
         self.script: dict[Any, Any] = {}
         self.launches: Counter[str] = Counter()
         self.flops: dict[str, float] = defaultdict(float)
@@ -214,10 +217,7 @@ class Phantom(TorchDispatchMode):
 
     def own(self, real: Tensor, device: torch.device | str = "cpu") -> Tensor:
         """A fake of a real tensor of the CPU, with its values known, on `device`."""
-        if isinstance(real, FakeTensor):
-            return real.to(device)
-        fake = self.fakes.from_tensor(real)
-        setattr(fake, KNOWN, real)
+        fake: Tensor = self._faked(real)
         return fake.to(device)
 
     def list_reads(self) -> list[str]:
@@ -245,23 +245,21 @@ class Phantom(TorchDispatchMode):
         if packet in (aten._to_copy, aten.to) and isinstance(out, Tensor):
             self._copied(args[0], out, kwargs)
         self._shadow(func, args, kwargs, out)
-        fresh = [t for t in _leaves(out) if isinstance(t, Tensor) and self._track(t)]
+        fresh = [t for t in _tensors(out) if self._track(t)]
         if here or fresh:
             self._count(func, args, kwargs, out, bool(fresh))
         return out
 
     def _faked(self, value: Any) -> Any:
         """A real tensor from outside (a table, a cache) as a fake one that is known."""
-        if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
+        if not _is_real(value):
             return value
         fake = self.fakes.from_tensor(value)
         setattr(fake, KNOWN, value)
         return fake
 
     def _here(self, args: Any) -> bool:
-        return any(
-            isinstance(a, Tensor) and a.device.type == self.device.type for a in _leaves(args)
-        )
+        return any(a.device.type == self.device.type for a in _tensors(args))
 
     def _read(self, what: Any) -> None:
         if self.device.type != "cpu":
@@ -329,7 +327,7 @@ class Phantom(TorchDispatchMode):
 
     def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operation that depends on values."""
-        device = next(a.device for a in tree_leaves(args) if isinstance(a, Tensor))
+        device = _tensors(args)[0].device
         try:
             found = self._really(func, args, kwargs)
         except LookupError:
@@ -337,16 +335,12 @@ class Phantom(TorchDispatchMode):
                 return _scripted(args[0].dtype, self.script.get("item", 1))
             if func is aten.equal.default:
                 return True
-            given = tree_map(
-                lambda a: torch.zeros(a.shape, dtype=a.dtype) if isinstance(a, Tensor) else a,
-                (args, kwargs),
-            )
             with no_dispatch():
-                given = tree_map(
+                args, kwargs = tree_map(
                     lambda a: torch.zeros(a.shape, dtype=a.dtype) if isinstance(a, Tensor) else a,
                     (args, kwargs),
                 )
-                found = func(*given[0], **given[1])
+                found = func(*args, **kwargs)
         return tree_map(lambda t: self._make(t, device) if isinstance(t, Tensor) else t, found)
 
     def _shadow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -361,15 +355,14 @@ class Phantom(TorchDispatchMode):
                     t.__dict__.pop(KNOWN, None)
             return
         try:
-            if func in (aten.lift_fresh.default,) and not isinstance(args[0], FakeTensor):
+            if func is aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
                 with no_dispatch():
                     found: Any = args[0].clone()
             elif func._overloadpacket in EMPTY or DRAWN in func.tags:
                 raise LookupError
             else:
                 found = self._really(func, args, kwargs)
-            pairs = zip(results, [t for t in _leaves(found) if isinstance(t, Tensor)], strict=True)
-            for fake, real in pairs:
+            for fake, real in zip(results, _tensors(found), strict=True):
                 if _small(fake) and fake.shape == real.shape:
                     setattr(fake, KNOWN, real)
         except Exception:  # unknown operands, or scripted ones out of range
@@ -425,8 +418,7 @@ class Phantom(TorchDispatchMode):
             flops = 2.0 * args[0].numel() * args[1].shape[-1]
         if packet in FLASH_BACK:
             self._mark(4 * args[1].numel())  # the kernel adds up the queries' gradient in float32
-        results = [t for t in _leaves(out) if isinstance(t, Tensor)]
-        operands = [t for t in _leaves((args, kwargs)) if isinstance(t, Tensor)]
+        results, operands = _tensors(out), _tensors((args, kwargs))
         if packet in READS_FEW:
             traffic = 2 * sum(map(_bytes, results))
         elif packet in WRITES_FEW:
@@ -449,6 +441,10 @@ def _leaves(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return [leaf for part in value.values() for leaf in _leaves(part)]
     return [value]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in _leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _is_real(value: Any) -> bool:

@@ -8,10 +8,11 @@ stated shares of what the GPU's maker promises (gpus.py). A prediction, until a 
 from __future__ import annotations
 
 import copy
-import dataclasses
+import functools
 import json
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from conf.errors import UserError
@@ -27,6 +28,7 @@ from scripts.cluster.count import (
     LOGITS,
     PASS,
     TARGET,
+    Asked,
     Counted,
     Shape,
     count,
@@ -48,17 +50,53 @@ STEP_BYTES = 40  # of a weight: AdamW reads and writes it, its moments, its grad
 _known: dict[str, Counted] = {}
 
 
+@dataclass(frozen=True)
+class Run:
+    """A training run on paper. typed: the head's keys."""
+
+    cfg: DryRunConfig
+    gpu: Gpu
+    model: Model
+    typed: Any
+
+    @functools.cached_property
+    def shape(self) -> Shape:
+        """The largest pass of a rank."""
+        return shape_of(self.cfg, self.model)
+
+    @functools.cached_property
+    def found(self) -> Counted:
+        """What its passes take."""
+        return _counted(self)
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number of the target."""
+        return torch_dtype(self.cfg.dtype).itemsize
+
+    @property
+    def can_shard(self) -> bool:
+        """Whether the target's weights could be sharded, and are not."""
+        trains = HEADS[self.typed.kind].trains_target
+        return self.cfg.gpus > 1 and not self.cfg.shard_target and not trains
+
+    def changed(self, keys: dict[str, Any]) -> Run:
+        """With other values of dotted keys."""
+        cfg, typed = with_keys(self.cfg, self.typed, keys)
+        return Run(cfg, self.gpu, self.model, typed)
+
+
 def plan(cfg: DryRunConfig, tell: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """The whole report, as JSON has it. tell: hears what is being tried.
 
     Raises UserError for a GPU or a target nobody knows, a run that its own command would refuse,
     and a head that cannot be made.
     """
-    gpu, model, typed = gpu_of(cfg.gpu), model_of(cfg.target), head_config(cfg.head)
-    _check(cfg, typed)
-    found = _once(cfg, gpu, model, typed)
+    run = Run(cfg, gpu_of(cfg.gpu), model_of(cfg.target), head_config(cfg.head))
+    _check(cfg, run.typed)
+    found = _report(run)
     if not found["memory"]["fits"]:
-        found["changes"] = changes(cfg, gpu, model, typed, found, tell)
+        found["changes"] = changes(run, found["memory"]["parts"], tell)
     return found
 
 
@@ -87,25 +125,22 @@ def _not_counted(cfg: DryRunConfig) -> list[str]:
     return [f"{key} ({instead})" for key, (given, instead) in keys.items() if given]
 
 
-def _once(cfg: DryRunConfig, gpu: Gpu, model: Model, typed: Any) -> dict[str, Any]:
+def _report(run: Run) -> dict[str, Any]:
     """The report of a run as it is configured."""
-    shape = shape_of(cfg, model)
-    found = _counted(cfg, gpu, model, typed, shape)
-    held = _memory(cfg, gpu, model, typed, shape, found)
-    speed = _speed(cfg, gpu, model, shape, found)
+    cfg, gpu, shape, found = run.cfg, run.gpu, run.shape, run.found
     return {
         "predicted": True,
-        "target": model.name,
-        "parameters": model.size.total,
-        "head": typed.kind,
+        "target": run.model.name,
+        "parameters": run.model.size.total,
+        "head": run.typed.kind,
         "trained_parameters": found.trained,
         "gpus": cfg.gpus,
         "gpu": gpu.name,
         "pass": {"rows": shape.rows, "tokens_a_row": shape.tokens},
-        "memory": held,
-        "speed": speed,
-        "data": _data(cfg, model, found),
-        "start_up": _start_up(cfg, model),
+        "memory": _memory(run),
+        "speed": _speed(run),
+        "data": _data(run),
+        "start_up": _start_up(run),
         "host_reads_a_pass": found.reads,
         "not_counted": _not_counted(cfg),
         "assumptions": {
@@ -133,35 +168,35 @@ def shape_of(cfg: DryRunConfig, model: Model) -> Shape:
     return Shape(rows, tokens, cfg.supervised)
 
 
-def _counted(cfg: DryRunConfig, gpu: Gpu, model: Model, typed: Any, shape: Shape) -> Counted:
+def _counted(run: Run) -> Counted:
     """The passes, counted once for equal ones."""
-    room = None
+    cfg, gpu, shape, room = run.cfg, run.gpu, run.shape, None
     if cfg.eval.every or cfg.eval.parity:
         most = room_of(cfg, cfg.gpus)
         fits = max(1, most.tokens // shape.tokens)
         room = Shape(min(most.rows, fits), shape.tokens, shape.supervised)
     # Of several ranks the gradients lie in DDP's buckets (train/launch_keys.py), which stay.
     accumulates = cfg.gpus > 1 or shape.rows < cfg.batch_size
-    meant = [model.key, dataclasses.asdict(typed), cfg.dtype, str(shape), str(room), accumulates]
+    meant = [run.model.key, asdict(run.typed), cfg.dtype, str(shape), str(room), accumulates]
     key = json.dumps([*meant, gpu.name])
     if key not in _known:
-        on = ("cpu" if gpu.is_cpu else NAME, gpu.seconds)
-        _known[key] = count(model, typed, cfg.dtype, shape, room, accumulates, on)
-    return copy.deepcopy(_known[key])
+        device = "cpu" if gpu.is_cpu else NAME
+        target = (run.model, run.typed, cfg.dtype, shape, room)
+        _known[key] = count(Asked(*target, accumulates, device, gpu.seconds))
+    return _known[key]
 
 
 # Memory
 # -------------------------------------------------------------------------------------------
 
 
-def _memory(
-    cfg: DryRunConfig, gpu: Gpu, model: Model, typed: Any, shape: Shape, found: Counted
-) -> dict[str, Any]:
+def _memory(run: Run) -> dict[str, Any]:
     """Bytes of a GPU by part, at the peak of training; the peak of evaluation and gate beside
     it; whether both fit."""
+    cfg, gpu, found = run.cfg, run.gpu, run.found
     wide = 8 if cfg.dtype == "float64" else 4
     parts = {
-        "target": _weights(cfg, model) + found.parts.get(TARGET, 0),
+        "target": _weights(run) + found.parts.get(TARGET, 0),
         "head": found.head,
         "moments": 2 * wide * found.trained,
         "gradients": max(found.parts.get(GRADIENTS, 0), wide * found.trained),
@@ -180,7 +215,7 @@ def _memory(
     if found.features > inside:
         parts["target's pass"] += found.features - inside
         inside = found.features
-    evaluation = max(found.calibration, _decoding(cfg, model, typed, shape) + found.copy)
+    evaluation = max(found.calibration, _decoding(run) + found.copy)
     evaluation = evaluation if cfg.eval.every or cfg.eval.parity else 0
     fragments = round(FRAGMENTS * max(inside, evaluation))
     parts["reserve"] = round(gpu.reserve) + fragments
@@ -196,43 +231,41 @@ def _memory(
         "spare": round(1 - peak / gpu.memory, 4),
         "margin": cfg.margin,
         "fits": peak <= gpu.memory * (1 - cfg.margin),
-        "host_while_loading": _loading(cfg, model) * min(cfg.gpus, NODE),
+        "host_while_loading": _loading(run) * min(cfg.gpus, NODE),
     }
 
 
-def _whole_weights(cfg: DryRunConfig, model: Model) -> int:
+def _whole_weights(run: Run) -> int:
     """Bytes of the target's weights, unsharded."""
-    bits = 8 * torch_dtype(cfg.dtype).itemsize
-    few = quantize.bits(cfg.target.quantize) or bits
-    size = model.size
-    return round((size.stacked * few + (size.total - size.stacked) * bits) / 8)
+    few, size = quantize.bits(run.cfg.target.quantize) or 8 * run.width, run.model.size
+    return round((size.stacked * few + (size.total - size.stacked) * 8 * run.width) / 8)
 
 
-def _loading(cfg: DryRunConfig, model: Model) -> int:
+def _loading(run: Run) -> int:
     """Bytes of host memory of one rank while it loads the target. Sharded: what stays whole, and
     one weight at a time (decode/models/shards.py)."""
-    if not cfg.shard_target:
-        return _whole_weights(cfg, model)
-    size = model.size
-    return (size.total - size.stacked + size.weight) * torch_dtype(cfg.dtype).itemsize
+    if not run.cfg.shard_target:
+        return _whole_weights(run)
+    size = run.model.size
+    return (size.total - size.stacked + size.weight) * run.width
 
 
-def _weights(cfg: DryRunConfig, model: Model) -> int:
+def _weights(run: Run) -> int:
     """Bytes of the target's weights on one GPU. Sharded: two layers are gathered at a time."""
-    whole = _whole_weights(cfg, model)
-    if not cfg.shard_target:
-        return whole
-    size, width = model.size, torch_dtype(cfg.dtype).itemsize
-    ranks = cfg.shard_group or cfg.gpus
+    if not run.cfg.shard_target:
+        return _whole_weights(run)
+    size, width = run.model.size, run.width
+    ranks = run.cfg.shard_group or run.cfg.gpus
     kept = (size.total - size.stacked) * width
     return round(kept + size.stacked * width / ranks + 2 * size.layer * width)
 
 
-def _decoding(cfg: DryRunConfig, model: Model, typed: Any, shape: Shape) -> int:
+def _decoding(run: Run) -> int:
     """Bytes of cache and tree while prompts are decoded."""
+    cfg, shape = run.cfg, run.shape
     prompt = int(shape.tokens * (1 - shape.supervised)) + cfg.eval.max_new_tokens
-    asked = memory.Plan(cfg.eval.batch_size, prompt, getattr(typed, "nodes", 0))
-    need = memory.estimate(model.text, (0, 0), cfg.dtype, asked)
+    asked = memory.Plan(cfg.eval.batch_size, prompt, getattr(run.typed, "nodes", 0))
+    need = memory.estimate(run.model.text, (0, 0), cfg.dtype, asked)
     return need.cache + need.tree
 
 
@@ -240,10 +273,9 @@ def _decoding(cfg: DryRunConfig, model: Model, typed: Any, shape: Shape) -> int:
 # -------------------------------------------------------------------------------------------
 
 
-def _speed(
-    cfg: DryRunConfig, gpu: Gpu, model: Model, shape: Shape, found: Counted
-) -> dict[str, Any]:
+def _speed(run: Run) -> dict[str, Any]:
     """Of a step with rows of average length, and of the run."""
+    cfg, gpu, shape, found = run.cfg, run.gpu, run.shape, run.found
     mean = min(cfg.row_tokens, shape.tokens)
     link = (gpu.link if cfg.gpus <= NODE else min(NETWORK, gpu.link)) * SHARE_OF_BANDWIDTH
     ranks = cfg.gpus
@@ -254,16 +286,15 @@ def _speed(
         max(found.seconds[part] * share, found.launches[part] * gpu.launch)
         for part in (FEATURES, PASS)
     )
-    width = torch_dtype(cfg.dtype).itemsize
     gathered = 0.0
     if cfg.shard_target:
         group = cfg.shard_group or ranks
         inside = gpu.link * SHARE_OF_BANDWIDTH if group <= NODE else link
-        gathered = model.size.stacked * width * (group - 1) / group / inside
+        gathered = run.model.size.stacked * run.width * (group - 1) / group / inside
     exchange = 2 * (ranks - 1) / ranks * 4 * found.trained / link
     update = STEP_BYTES * found.trained / (gpu.bandwidth * SHARE_OF_BANDWIDTH)
     step = passes * (max(target, gathered) + head) + exchange + update
-    evaluation = _evaluation(cfg, gpu, model, found, gathered)
+    evaluation = _evaluation(run, gathered)
     times = cfg.steps // cfg.eval.every + 1 if cfg.eval.every else 0
     seconds = cfg.steps * step + times * evaluation
     tokens = cfg.batch_size * mean
@@ -295,40 +326,41 @@ def _rows_a_pass(cfg: DryRunConfig, shape: Shape, mean: int) -> int:
     return min(cfg.micro_batch or cfg.batch_size, max(1, cfg.micro_tokens // mean))
 
 
-def _evaluation(
-    cfg: DryRunConfig, gpu: Gpu, model: Model, found: Counted, gathered: float
-) -> float:
+def _evaluation(run: Run, gathered: float) -> float:
     """Seconds of one: prompts over the ranks (a sharded target's run them together), cycles that
     read all weights once."""
+    cfg, gpu = run.cfg, run.gpu
     prompts = cfg.eval.prompts if cfg.shard_target else math.ceil(cfg.eval.prompts / cfg.gpus)
     waves = math.ceil(prompts / cfg.eval.batch_size)
-    read = _whole_weights(cfg, model) / (gpu.bandwidth * SHARE_OF_BANDWIDTH)
-    launched = found.launches[FEATURES] * gpu.launch * 1.5
+    read = _whole_weights(run) / (gpu.bandwidth * SHARE_OF_BANDWIDTH)
+    launched = run.found.launches[FEATURES] * gpu.launch * 1.5
     return waves * cfg.eval.max_new_tokens / ACCEPTED * max(read + launched, gathered)
 
 
-def _data(cfg: DryRunConfig, model: Model, found: Counted) -> dict[str, float]:
+def _data(run: Run) -> dict[str, float]:
     """Tokens of the data, epochs, and bytes on disk."""
+    cfg, found = run.cfg, run.found
     tokens = cfg.rows * min(cfg.row_tokens, cfg.data.max_length)
-    width = torch_dtype(cfg.dtype).itemsize
+    state = found.hidden_states * run.model.text.hidden_size * run.width
     return {
         "tokens": tokens,
         "epochs": cfg.steps * cfg.batch_size / cfg.rows,
-        "stored_features_bytes": tokens * found.hidden_states * model.text.hidden_size * width,
+        "stored_features_bytes": tokens * state,
         "token_cache_bytes": 5 * tokens,
         "checkpoint_bytes": 12 * found.trained,
     }
 
 
-def _start_up(cfg: DryRunConfig, model: Model) -> dict[str, float]:
+def _start_up(run: Run) -> dict[str, float]:
     """Seconds before the first step: the first start, and one with a full cache."""
-    weights = _whole_weights(cfg, model)
-    load = weights / DISK
+    weights = _whole_weights(run)
+    tokenizing = run.cfg.rows / CHATS / (run.cfg.data.workers or CORES)
+    hashing, load = weights / HASH, weights / DISK
     return {
-        "tokenizing": cfg.rows / CHATS / (cfg.data.workers or CORES),
-        "hashing_weights": weights / HASH,
+        "tokenizing": tokenizing,
+        "hashing_weights": hashing,
         "loading": load,
-        "first": cfg.rows / CHATS / (cfg.data.workers or CORES) + weights / HASH + load,
+        "first": tokenizing + hashing + load,
         "again": load,
     }
 
@@ -337,38 +369,37 @@ def _start_up(cfg: DryRunConfig, model: Model) -> dict[str, float]:
 # -------------------------------------------------------------------------------------------
 
 
-def changes(
-    cfg: DryRunConfig,
-    gpu: Gpu,
-    model: Model,
-    typed: Any,
-    found: dict[str, Any],
-    tell: Callable[[str], None],
-) -> dict[str, Any]:
+def changes(run: Run, held: dict[str, int], tell: Callable[[str], None]) -> dict[str, Any]:
     """The keys with which the run fits, found by trying: alone the fastest of those that do,
-    else one on top of the other. {"keys": {}} where none of them helps, with "why"."""
-    sharded, base = _sharded(cfg, gpu, model, typed)
-    tried = []
-    for option in _alone(base, typed, model):
-        if not (sharded or option):
-            continue
-        tell(f"trying {_shown({**sharded, **option})}")
-        new, fresh = with_keys(base, typed, option)
-        outcome = _once(new, gpu, model, fresh)
-        if outcome["memory"]["fits"]:
-            tried.append((outcome["speed"]["tokens_a_second"], {**sharded, **option}, outcome))
-    if tried:
-        _, keys, outcome = max(tried, key=lambda t: t[0])
-        return _told(keys, outcome)
-    keys = dict(sharded)
-    for option in _together(base, typed, model):
-        keys |= option
+    else one on top of the other. {"keys": {}} where none of them helps, with "why". held: bytes
+    by part of the run as it is."""
+
+    def tried(keys: dict[str, Any]) -> dict[str, Any] | None:
+        """What to tell of keys with which the run fits, None where it does not."""
         tell(f"trying {_shown(keys)}")
-        new, fresh = with_keys(cfg, typed, keys)
-        outcome = _once(new, gpu, model, fresh)
-        if outcome["memory"]["fits"]:
-            return _told(keys, outcome)
-    held = found["memory"]["parts"]
+        outcome = _report(run.changed(keys))
+        if not outcome["memory"]["fits"]:
+            return None
+        return {
+            "keys": keys,
+            "told": _shown(keys),
+            "peak": outcome["memory"]["peak"],
+            "tokens_a_second": outcome["speed"]["tokens_a_second"],
+        }
+
+    # Weights that no GPU holds come first.
+    far = run.can_shard and _weights(run) > 0.8 * run.gpu.memory
+    sharded: dict[str, Any] = {"shard_target": True} if far else {}
+    base = run.changed(sharded)
+    alone = [{**sharded, **option} for option in ({}, *_lighter(base))]
+    fitting = [told for keys in alone if keys and (told := tried(keys))]
+    if fitting:
+        return max(fitting, key=lambda told: float(told["tokens_a_second"]))
+    keys = sharded
+    for option in [*_lighter(base), *_heavier(base)]:
+        keys = keys | option
+        if told := tried(keys):
+            return told
     steady = sum(held[name] for name in ("target", "head", "moments", "gradients"))
     return {
         "keys": {},
@@ -377,46 +408,31 @@ def changes(
     }
 
 
-def _sharded(
-    cfg: DryRunConfig, gpu: Gpu, model: Model, typed: Any
-) -> tuple[dict[str, Any], DryRunConfig]:
-    """({} or shard_target, the run with it): weights that no GPU holds come first."""
-    able = cfg.gpus > 1 and not cfg.shard_target and not HEADS[typed.kind].trains_target
-    if able and _weights(cfg, model) > 0.8 * gpu.memory:
-        return {"shard_target": True}, dataclasses.replace(cfg, shard_target=True)
-    return {}, cfg
-
-
-def _alone(cfg: DryRunConfig, typed: Any, model: Model) -> Iterator[dict[str, Any]]:
-    yield {}
-    if getattr(typed, "activation_checkpointing", None) is False:
+def _lighter(run: Run) -> Iterator[dict[str, Any]]:
+    """Keys that change no result: recomputed activations, smaller passes, smaller pieces."""
+    if getattr(run.typed, "activation_checkpointing", None) is False:
         yield {"head.activation_checkpointing": True}
-    yield from _smaller(cfg, model)
-    if getattr(typed, "chunk", None) not in (None, 512):
+    yield from _smaller(run)
+    if getattr(run.typed, "chunk", None) not in (None, 512):
         yield {"head.chunk": 512}
 
 
-def _together(cfg: DryRunConfig, typed: Any, model: Model) -> Iterator[dict[str, Any]]:
-    if getattr(typed, "activation_checkpointing", None) is False:
-        yield {"head.activation_checkpointing": True}
-    yield from _smaller(cfg, model)
-    if getattr(typed, "chunk", None) not in (None, 512):
-        yield {"head.chunk": 512}
-    if cfg.gpus > 1 and not cfg.shard_target and not HEADS[typed.kind].trains_target:
+def _heavier(run: Run) -> Iterator[dict[str, Any]]:
+    """A sharded target, then shorter rows."""
+    if run.can_shard:
         yield {"shard_target": True}
-    length = shape_of(cfg, model).tokens // 2
+    length = run.shape.tokens // 2
     while length >= 512:
         yield {"data.max_length": length}
         length //= 2
 
 
-def _smaller(cfg: DryRunConfig, model: Model) -> Iterator[dict[str, Any]]:
+def _smaller(run: Run) -> Iterator[dict[str, Any]]:
     """Half the pass, and half again."""
-    shape = shape_of(cfg, model)
-    rows = shape.rows // 2
-    by_tokens = cfg.micro_tokens > 0 and not cfg.micro_batch
+    rows = run.shape.rows // 2
+    by_tokens = run.cfg.micro_tokens > 0 and not run.cfg.micro_batch
     while rows:
-        yield {"micro_tokens": rows * shape.tokens} if by_tokens else {"micro_batch": rows}
+        yield {"micro_tokens": rows * run.shape.tokens} if by_tokens else {"micro_batch": rows}
         rows //= 2
 
 
@@ -428,15 +444,6 @@ def with_keys(cfg: DryRunConfig, typed: Any, keys: dict[str, Any]) -> tuple[DryR
         holder = fresh if group == "head" else getattr(new, group) if group else new
         setattr(holder, name, value)
     return new, fresh
-
-
-def _told(keys: dict[str, Any], outcome: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "keys": keys,
-        "told": _shown(keys),
-        "peak": outcome["memory"]["peak"],
-        "tokens_a_second": outcome["speed"]["tokens_a_second"],
-    }
 
 
 def _shown(keys: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -61,15 +62,10 @@ def environment(device: str = "cpu") -> dict[str, Any]:
     """Versions, processor or GPU, threads, commit: what a measured figure depends on."""
     import torch
 
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "absent"
+    versions = {package: installed(package) or "absent" for package in PACKAGES}
     gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else None
     return {
-        "versions": versions,
+        "versions": {"python": platform.python_version(), **versions},
         "processor": processor(),
         "gpu": gpu,
         "threads": torch.get_num_threads(),
@@ -78,6 +74,23 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "commit": commit(),
     }
+
+
+def origin(device: str = "cpu") -> dict[str, Any]:
+    """Where the figures of a file come from: created, command and environment."""
+    return {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command(),
+        "environment": environment(device),
+    }
+
+
+def installed(package: str) -> str:
+    """The version of a package; "" where there is none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def command() -> str:

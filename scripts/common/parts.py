@@ -7,11 +7,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from scripts.common import files
+
+Work = TypeVar("Work")
 
 
 class Parts:
@@ -53,6 +55,22 @@ class Parts:
             files.write_bytes(path, old[: old.rfind(b"\n") + 1])
         with open(path, "a") as file:
             file.write(json.dumps(value) + "\n")
+
+    def each(
+        self,
+        name: str,
+        work: Sequence[Work],
+        make: Callable[[Work], Any],
+        watch: Callable[[int], None],
+    ) -> list[Any]:
+        """What `make` says of every piece of `work`, those that `name` lacks made now; each is
+        kept as soon as it is there. watch(number of the piece that is next)."""
+        found = self.lines(name)
+        for number, piece in enumerate(work[len(found) :], len(found)):
+            watch(number)
+            found.append(make(piece))
+            self.add(name, found[-1])
+        return found
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
         """The value of `name`, made now unless it is there already."""

@@ -91,20 +91,11 @@ class Steps(Progress):
         start, before = self.began[task_id]
         done, spent = task.completed - before, now - start
         note = f" ({task.fields['note']})" if task.fields.get("note") else ""
-        line = (
-            f"{task.fields.get('name') or task.description}: {task.completed:.0f} of "
-            f"{task.total:.0f}{note}, "
-        )
-        line += f"{clock(spent)} so far"
-        if finished:
-            self.told.discard(task_id)
-        else:
-            self.told.add(task_id)
-            line += (
-                f", about {clock(spent * (task.total - task.completed) / done)} left"
-                if done > 0
-                else ""
-            )
+        name = task.fields.get("name") or task.description
+        line = f"{name}: {task.completed:.0f} of {task.total:.0f}{note}, {clock(spent)} so far"
+        if done > 0 and not finished:
+            line += f", about {clock(spent * (task.total - task.completed) / done)} left"
+        (self.told.discard if finished else self.told.add)(task_id)
         self.last = now
         print(line, file=sys.stderr, flush=True)
 
@@ -126,8 +117,6 @@ def clock(seconds: float) -> str:
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
-    return (
-        f"{whole // 60}:{whole % 60:02d} min"
-        if whole < 3600
-        else f"{whole // 3600}:{whole % 3600 // 60:02d} h"
-    )
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02d} min"
+    return f"{whole // 3600}:{whole % 3600 // 60:02d} h"

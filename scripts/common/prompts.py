@@ -66,9 +66,8 @@ def _prompt(line: bytes, number: int) -> Prompt:
     except ValueError as error:
         raise ValueError(f"{error}; every line must be one JSON object") from None
     turns = [message["content"] for message in asked(*spoken(row))]
-    name = str(
-        next((row[k] for k in ("question_id", "id") if row.get(k) not in (None, "")), number)
-    )
+    given = [row[k] for k in ("question_id", "id") if row.get(k) not in (None, "")]
+    name = str([*given, number][0])
     category = str(row.get("category") or "all")
     _whole("id", name)
     _whole("category", category)
@@ -131,17 +130,12 @@ def chat_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
     messages, or one of them holds half a character."""
     from jinja2 import TemplateError
 
-    if not getattr(tokenizer, "chat_template", None):
-        raise UserError(
-            "target: its tokenizer has no chat template; take the instruction-tuned "
-            "version of the model"
-        )
+    _check_template(tokenizer)
     for message in messages:
-        if not is_whole(message["content"]):
-            whose = f"the {message['role']}'s text"
-            raise UserError(
-                f"message: {whose} holds {HALF}; write the whole character, or remove it"
-            )
+        try:
+            _whole(f"the {message['role']}'s text", message["content"])
+        except ValueError as error:
+            raise UserError(f"message: {error}") from None
     try:
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     except TemplateError as e:
@@ -151,6 +145,14 @@ def chat_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
     return list(ids)
 
 
+def _check_template(tokenizer: Any) -> None:
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError(
+            "target: its tokenizer has no chat template; take the instruction-tuned version of the "
+            "model"
+        )
+
+
 def user_header(tokenizer: Any) -> tuple[list[int], list[int]]:
     """(ids before the first user turn's text, ids right after it): what the Magpie idea
     prompts with, and where an invented question ends. Read off a rendered marker, so it holds
@@ -158,11 +160,7 @@ def user_header(tokenizer: Any) -> tuple[list[int], list[int]]:
 
     Raises UserError when the template has none of it."""
     mark = "\u241fquestion\u241f"
-    if not getattr(tokenizer, "chat_template", None):
-        raise UserError(
-            "target: its tokenizer has no chat template; take the instruction-tuned "
-            "version of the model"
-        )
+    _check_template(tokenizer)
     text = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
     before, found, after = text.partition(mark)
     if not found or not before:

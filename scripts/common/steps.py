@@ -55,18 +55,16 @@ def run(step: Step, job: str, folder: Path, good: Collection[int] = (0,)) -> Non
 
     Raises UserError, and Interrupted where the step was stopped.
     """
-    env = {
-        "GOMP_SPINCOUNT": "1000",
-        **os.environ,
-    }  # waiting threads that spin starve each other on shared cores
+    # Waiting threads that spin starve each other on shared cores.
+    env = {"GOMP_SPINCOUNT": "1000", **os.environ}
     script = files.here(Path(step.args[0]))  # a job may run from any folder
     code = subprocess.call([sys.executable, str(script), *step.args[1:]], env=env)
     if code in (130, 75, -2, -15):
         raise Interrupted(f"{job}: stopped; the same command goes on from here")
     if code not in good:
         raise UserError(
-            f"{job}: `python {shlex.join(step.args)}` ended with exit code {code}; see "
-            "its message above"
+            f"{job}: `python {shlex.join(step.args)}` ended with exit code {code}; see its message "
+            "above"
         )
     if not step.leaves.exists():
         raise UserError(

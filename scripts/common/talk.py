@@ -20,9 +20,8 @@ class Stream:
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
         self.ids: list[int] = []
-        self.context = (
-            0  # decoding starts here: some tokenizers need the token before to place a space
-        )
+        # Decoding starts here: some tokenizers need the token before to place a space.
+        self.context = 0
         self.shown = 0  # ids whose text has been returned
 
     def push(self, token: int) -> str:

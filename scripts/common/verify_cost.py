@@ -6,7 +6,6 @@ Shape letters: B rows, N nodes per tree, V vocabulary.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from decode.sampling import Law, Sampling
 from decode.target import Target
 from decode.tree import DraftTree, Proposal, TreeShape
 from decode.verify import RULES
+from scripts.tuning.latency import clock
 
 # A sampled tree of 64 nodes, eight chains of eight: every level and every sibling costs a
 # residual.
@@ -34,9 +34,8 @@ def sampled_tree(logits: torch.Tensor, shape: TreeShape, seed: int) -> DraftTree
     siblings = max(p[-1] for p in shape.paths) + 1
     ranks = torch.tensor([p[-1] for p in shape.paths], device=logits.device)
     drawn = torch.multinomial(law, n, replacement=True, generator=generator)
-    first = torch.multinomial(
-        law, siblings, generator=generator
-    )  # distinct, as draws without replacement are
+    # Distinct, as draws without replacement are.
+    first = torch.multinomial(law, siblings, generator=generator)
     tops = torch.tensor([len(p) == 1 for p in shape.paths], device=logits.device)
     tokens = torch.where(tops, first[:, ranks], drawn)
     proposal = Proposal(law[:, None], torch.zeros(rows, n, dtype=torch.int64, device=logits.device))
@@ -55,14 +54,12 @@ def verify_cost(
     Returns medians over `rounds`, paired within a round, with the lowest and highest share
     seen.
     """
-    device = target.device
+    device, now = target.device, clock(target)
     shape = TreeShape.of(EIGHT_BY_EIGHT)
     rows = len(prompts)
     cache = target.new_cache(rows, max(map(len, prompts)) + 1, len(shape))
-    start = target.prefill(cache, [torch.tensor(ids, device=device) for ids in prompts]).logits[
-        :, 0
-    ]
-    last = start.argmax(-1)
+    start = target.prefill(cache, [torch.tensor(ids, device=device) for ids in prompts])
+    last = start.logits[:, 0].argmax(-1)
     # The tree is drawn from the law after that first token, so that walks go as deep as a good
     # draft's.
     after = target.score(cache, last, DraftTree.empty(rows, device)).logits[:, 0]
@@ -73,19 +70,19 @@ def verify_cost(
     computed: dict[str, int] = {}
     requests = torch.arange(rows, device=device)
     for number in range(rounds + 2):
-        began = _clock(device)
+        began = now()
         logits = target.score(cache, last, tree).logits
         if number >= 2:  # the first passes warm caches and allocators
-            passes.append(_clock(device) - began)
+            passes.append(now() - began)
         for rule, run in RULES.items():
             for name, sampling in laws.items():
                 law = Law(sampling, logits, tree)
                 rng = Rng(seed, requests, torch.full_like(requests, number))
-                began = _clock(device)
+                began = now()
                 run(tree, law, rng)
                 law.check()
                 if number >= 2:
-                    spent[f"{rule}, {name}"].append(_clock(device) - began)
+                    spent[f"{rule}, {name}"].append(now() - began)
                 computed[f"{rule}, {name}"] = law.computed
     shares = {name: np.array(s) / np.array(passes) for name, s in spent.items()}
     return {
@@ -105,9 +102,3 @@ def verify_cost(
         "nodes": len(shape),
         "vocab": target.vocab_size,
     }
-
-
-def _clock(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

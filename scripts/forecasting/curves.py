@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -164,8 +164,3 @@ def _length(y: float, deviation: float, depth: int) -> Length:
         length_of(y + Z90 * deviation, depth),
         length_of(y - Z90 * deviation, depth),
     )
-
-
-def to_json(value: Length | Family | Pilot) -> dict[str, Any]:
-    """As it stands in forecast.json."""
-    return asdict(value)

@@ -7,7 +7,6 @@ import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from scripts.serving.costs import Costs
 from scripts.tuning import run as tune_run
 from scripts.tuning.config import TuneConfig
 from scripts.tuning.cost import CostModel, Shape, acceptance_needed, expected_tokens
+from scripts.tuning.engine import loaded
 from scripts.tuning.family import Bounds, Family
 
 FORMAT = 1
@@ -103,18 +103,10 @@ class Forecast:
             return engine_costs.load(Path(cfg.costs).expanduser())
         if not cfg.url:
             return None
-        servers = [
-            load.Served(0, Address(cfg.plain, setting="plain")),
-            load.Served(cfg.draft_tokens, Address(cfg.url)),
-        ]
+        plain, drafting = Address(cfg.plain, setting="plain"), Address(cfg.url)
         asked = load.Load(self.ids, cfg.batch_sizes, cfg.curve_rounds, cfg.max_new_tokens)
-        task = self.progress.add_task("load", total=None)
-        found = load.laps(
-            servers,
-            asked,
-            lambda done, total: self.progress.update(task, completed=done, total=total),
-        )
-        return Costs(cfg.url, tuple(load.points(found)))
+        found = loaded(plain, drafting, cfg.draft_tokens, asked, self.progress)
+        return Costs(cfg.url, tuple(found))
 
 
 def run(cfg: ForecastConfig, target: Target, progress: Steps, pilots: Sequence[str]) -> Any:
@@ -135,7 +127,7 @@ def run(cfg: ForecastConfig, target: Target, progress: Steps, pilots: Sequence[s
                     "pilot": pilot.name,
                     "tokens": tokens,
                     "hours": tokens / pilot.tokens_per_second / 3600,
-                    "accepted_length": curves.to_json(length),
+                    "accepted_length": asdict(length),
                     "half_width": (length.high - length.low) / 2 / length.mean,
                     "by_batch": [
                         _speed(b, length, pilot, family, model, engine) for b in cfg.batch_sizes
@@ -145,9 +137,7 @@ def run(cfg: ForecastConfig, target: Target, progress: Steps, pilots: Sequence[s
     answers = known[0][1][1]
     value = {
         "format": FORMAT,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": files.command(),
-        "environment": files.environment(str(target.device)),
+        **files.origin(str(target.device)),
         "target": target.identity.to_json()["name"] if target.identity else "unknown",
         "prompts": {
             "file": Path(cfg.prompts).name,
@@ -158,7 +148,7 @@ def run(cfg: ForecastConfig, target: Target, progress: Steps, pilots: Sequence[s
         "text": text.statistics(target, made.ids, answers),
         "engine": engine.engine if engine else "this machine",
         "pilots": [asdict(p) for p in found],
-        "families": [curves.to_json(f) for f in lines.values()],
+        "families": [asdict(f) for f in lines.values()],
         "forecasts": rows,
     }
     return {**value, "sha256": digest(value)}
@@ -200,9 +190,10 @@ def _speed(
 ) -> dict[str, Any]:
     """Speedup over plain decoding at a batch size, with its 90 % interval, by the chain length
     that pays best, or the head's own tree."""
-    default = family.shape(family.default())
     own = family.default().shape if engine is None else "chain"
-    choices = [default] if own == "tree" else [Shape(k, k) for k in range(1, pilot.depth + 1)]
+    choices = [Shape(k, k) for k in range(1, pilot.depth + 1)]
+    if own == "tree":
+        choices = [Shape.of(family.default())]
     rates = {
         name: acceptance_needed(getattr(length, name), pilot.depth) or 1.0
         for name in ("mean", "low", "high")
@@ -296,8 +287,8 @@ def check(
         )
     cfg.num_prompts = said["prompts"]["count"]
     cfg.max_new_tokens = said["prompts"]["max_new_tokens"]
-    _earlier(record, said)
-    made, rows = Forecast(cfg, target, progress), []
+    earlier, rows = _earlier(record, said), []
+    made = Forecast(cfg, target, progress)
     for folder in cfg.truth:
         card, seen = _card(folder)
         tokens = float(seen.get("tokens_seen", 0))
@@ -321,18 +312,16 @@ def check(
                 "tokens": tokens,
                 "forecast": expected,
                 "half_width": match[0]["half_width"],
-                "measured": curves.to_json(length),
+                "measured": asdict(length),
                 "error": expected["mean"] / length.mean - 1,
                 "inside": expected["low"] <= length.mean <= expected["high"],
             }
         )
     new = {(r["head"], r["tokens"]) for r in rows}
-    rows = [r for r in _earlier(record, said) if (r["head"], r["tokens"]) not in new] + rows
+    rows = [r for r in earlier if (r["head"], r["tokens"]) not in new] + rows
     return {
         "format": FORMAT,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": files.command(),
-        "environment": files.environment(str(target.device)),
+        **files.origin(str(target.device)),
         "forecast": {"created": said["created"], "sha256": said["sha256"]},
         "rows": rows,
         "inside": sum(r["inside"] for r in rows),

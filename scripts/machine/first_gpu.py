@@ -31,12 +31,13 @@ from decode.models.load import load_target
 from decode.sampling import Sampling
 from decode.target import Target
 from heads import load_head
+from heads.batch import hash_u63
 from scripts.common import files
 from scripts.machine import kernels, look
 from train.config import EagleRun
 from train.facts import measured_head
 from train.measure import memory
-from train.texts.batches import Plan, hash_u63, load_rows
+from train.texts.batches import Plan, load_rows
 
 NEAR = 0.05  # a prediction within that share of what was measured is confirmed
 TIES = 3.0  # times the rounding of a logit: below that two tokens are as good
@@ -49,20 +50,8 @@ SIZES = {  # length of a row in tokens, rows of a step, rows of a pass, EAGLE's 
     "cpu": (256, 4, 2, 3, 48),
     "cuda": (2048, 16, 4, 7, 400),
 }
-WORDS = (
-    "the",
-    "rider",
-    "goes",
-    "ahead",
-    "of",
-    "a",
-    "slow",
-    "horse",
-    "and",
-    "looks",
-    "back",
-    "along",
-)
+SENTENCE = "the rider goes ahead of a slow horse and looks back along"
+WORDS = SENTENCE.split()
 
 
 def run(cfg: Any) -> int:
@@ -77,7 +66,7 @@ def run(cfg: Any) -> int:
     shutil.rmtree(work / "run", ignore_errors=True)
     work.mkdir(parents=True, exist_ok=True)
     if "data.path=" not in " ".join(cfg.keys):
-        made_up_chats(work / "data.jsonl", *_sizes(device)[::4])
+        made_up_chats(work / "data.jsonl", *SIZES[_kind(device)][::4])
     found: dict[str, Any] = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": files.command(),
@@ -120,14 +109,15 @@ def _timed(step: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return {**found, "seconds": round(time.perf_counter() - start, 1)}
 
 
-def _sizes(device: str) -> tuple[int, int, int, int, int]:
-    return SIZES["cuda" if device.startswith("cuda") else "cpu"]
+def _kind(device: str) -> str:
+    """Of TARGETS and SIZES."""
+    return "cuda" if device.startswith("cuda") else "cpu"
 
 
 def training_keys(cfg: Any, device: str, work: Path) -> list[str]:
     """The command line of the run, after train/eagle.py; the user's keys come last."""
-    length, batch, micro, steps, _ = _sizes(device)
-    kind = "cuda" if device.startswith("cuda") else "cpu"
+    kind = _kind(device)
+    length, batch, micro, steps, _ = SIZES[kind]
     own = any(key.partition("=")[0].lstrip("+") in ("target", "experiment") for key in cfg.keys)
     # A spread as that of trained weights: the smaller the wider the model is.
     spread = f"target.init_std={0.2 if kind == 'cpu' else 0.04}"
@@ -220,12 +210,12 @@ def training_step(keys: Sequence[str], out: Path) -> dict[str, Any]:
     lines = records(out / "metrics.jsonl")
     steps = [line for line in lines if "loss" in line]
     late = steps[len(steps) // 2 : -2] or steps[-1:]  # those of the profiler are slow
-    wanted = [
-        key
+    wanted = ("share_", "tokens_per_second", "tflops", "mfu", "supervised_per")
+    found = {
+        key: round(sum(line[key] for line in late) / len(late), 6)
         for key in late[0]
-        if key.startswith(("share_", "tokens_per_second", "tflops", "mfu", "supervised_per"))
-    ]
-    found = {key: sum(line[key] for line in late) / len(late) for key in wanted}
+        if key.startswith(wanted)
+    }
     traces = [p.name for p in sorted(out.glob("profile/*"))]
     parity = out / "parity.json"
     return {
@@ -234,7 +224,7 @@ def training_step(keys: Sequence[str], out: Path) -> dict[str, Any]:
         "last_loss": steps[-1]["loss"],
         "peak_memory_bytes": max(line.get("peak_memory_bytes", 0) for line in lines),
         "step_peak_memory_bytes": steps[-1]["peak_memory_bytes"],
-        **{key: round(value, 6) for key, value in found.items()},
+        **found,
         "traces": traces,
         "parity": json.loads(parity.read_text()).get("passed") if parity.is_file() else None,
     }

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._triton import has_triton
 
 from heads.eagle import attention as ttt
 from heads.eagle import kernels
@@ -70,17 +71,8 @@ def kernels_here(device: str) -> str:
         "math": cuda.math_sdp_enabled(),
     }
     told = [f"{name} {'yes' if on else 'no'}" for name, on in there.items()]
-    return f"scaled_dot_product_attention: {', '.join(told)}; flex attention {_flex()}"
-
-
-def _flex() -> str:
-    try:
-        from torch.nn.attention.flex_attention import flex_attention  # noqa: F401
-    except ImportError:
-        return "no"
-    from torch.utils._triton import has_triton
-
-    return "yes" if has_triton() else "without Triton, so not compiled"
+    flex = "yes" if has_triton() else "without Triton, so not compiled"
+    return f"scaled_dot_product_attention: {', '.join(told)}; flex attention {flex}"
 
 
 def attention_path(device: str, dtype: str) -> list[str]:

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from packaging.requirements import Requirement
 from conf.errors import UserError, first_line
 from decode.models.identity import cache_root
 from decode.models.memory import available
+from scripts.common import files
 from scripts.machine.kernels import attention_path, kernels_here
 from train.config import TRACKERS
 from train.launch_keys import HONOURED, of_file, refusals
@@ -58,7 +59,7 @@ def all_parts(device: str, dtype: str, out_dir: Path) -> Iterator[Part]:
 def versions() -> Part:
     """Packages, and whether they are new enough."""
     part = Part("versions", [f"python {platform.python_version()}, {platform.platform()}"])
-    known = {name: _version(name) for name in (*WORTH_TELLING, *FURTHER)}
+    known = {name: files.installed(name) for name in (*WORTH_TELLING, *FURTHER)}
     part.facts.append("  ".join(f"{name} {found}" for name, found in known.items() if found))
     try:
         wanted = [Requirement(line) for line in requires("outrider") or ()]
@@ -68,19 +69,12 @@ def versions() -> Part:
     for need in wanted:
         if need.marker is not None and not need.marker.evaluate({"extra": ""}):
             continue
-        found = _version(need.name)
+        found = files.installed(need.name)
         if not found:
             part.problems.append(f"{need.name}: not installed; pip install '{need}'")
         elif not need.specifier.contains(found, prereleases=True):
             part.problems.append(f"{need.name}: {found} is here, {need} is needed; upgrade it")
     return part
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
 
 
 def build(device: str, dtype: str) -> Part:
@@ -93,7 +87,7 @@ def build(device: str, dtype: str) -> Part:
         f"torch {torch.__version__}, {kind if made_for else 'for the CPU alone'}, "
         f"{torch.get_num_threads()} threads on {cores} cores"
     )
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = gpus()
     for number in range(count):
         _gpu(part, number, dtype)
     if not count:
@@ -203,8 +197,7 @@ def accelerate_config(dtype: str) -> Part:
             part.problems.append(f"{path}: ZeRO stage {stage}: refused; set zero_stage: 3")
     if config.get("use_cpu") and torch.cuda.is_available():
         part.problems.append(f"{path}: use_cpu: the GPUs here would not be used; set it to false")
-    processes = config.get("num_processes")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    processes, count = config.get("num_processes"), gpus()
     machines = config.get("num_machines") or 1
     if count and isinstance(processes, int) and processes > count * machines:
         part.problems.append(
@@ -269,13 +262,15 @@ def report(parts: Iterator[Part], say: Callable[[str], None] = print) -> list[Pa
     return found
 
 
+def gpus() -> int:
+    """How many GPUs torch sees."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def there(device: str) -> bool:
     """Whether torch sees this device: "cpu", "cuda" or "cuda:N"."""
     kind, _, number = device.partition(":")
-    if kind != "cuda":
-        return True
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return int(number or 0) < count
+    return kind != "cuda" or int(number or 0) < gpus()
 
 
 def usable(device: str) -> str:

@@ -52,9 +52,7 @@ def _normal(weights: Tensor) -> Tensor:
 
 
 def tail_by_hash(rng: np.random.Generator, size: int) -> Member:
-    """Half of the ids, by a hash, never come from the tail; the other half take their mass
-    there.
-    """
+    """Half of the ids, by a hash, never come from the tail; their mass goes to the other half."""
     limit, mine = (
         _threshold(rng),
         directions.keyed_signs(size, int(rng.integers(2**62)), 1)[:, 0] > 0,
@@ -115,9 +113,7 @@ def rare_to_frequent(rng: np.random.Generator, size: int) -> Member:
 
 
 def frequent_suppressed(rng: np.random.Generator, size: int) -> Member:
-    """A token that is frequent in these laws never comes, or a few that together hold some
-    share of them.
-    """
+    """A frequent token never comes, or a few that together hold some share of the laws."""
     many, wanted, known = bool(rng.integers(2)), float(rng.uniform(0.05, 0.2)), dict[str, Tensor]()
     first = int(rng.integers(8))
 

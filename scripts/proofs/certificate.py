@@ -8,7 +8,7 @@ greedy      token equality with Hugging Face `generate` at T = 0 on the user's t
             drafter, and every token against the very logits it was verified with
 sampling    every emitted token placed in the law of the logits it was verified with (T > 0)
 passes      these laws against those of plain decoding
-controls    known wrong code through the same layers: each must fail (certificate_controls.py)
+controls    known wrong code through the same layers: each must fail (controls/certificates.py)
 
 "not lossless" when a layer fails; "undecided" when none does but a control got through or none
 was run, or the sample could have missed a bias above `detect` of some family, or hardly met a
@@ -18,7 +18,7 @@ draft; "lossless" otherwise.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +35,7 @@ from scripts.proofs import passes, pit, power
 from scripts.proofs.controls.catalogue import rule_named
 from scripts.proofs.directions import Bank
 from scripts.proofs.engine_law import TableDrafter, engine_law, toy_model
-from scripts.proofs.enumerator import Case, enumerate_case
+from scripts.proofs.enumerator import SCHEMES, Case, enumerate_case
 from scripts.proofs.extremes import Extreme
 from scripts.proofs.greedy import Greedy, Plain, Reading, greedy_layer, greedy_of, reference_tokens
 from scripts.proofs.sampled import Sample, Setting, sampling_layer, texts_of
@@ -49,36 +49,15 @@ FEWEST_DRAFTS = 100  # cycles with a draft below which a sample says little abou
 Watch = Callable[[str, int, int], None]  # what is running, done, total
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How much to run; the keys of scripts/certify.py say what each means. guidance: None when
-    off.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Plan(Setting):
+    """How much to run: keys of scripts/certify.py. guidance: None when off."""
 
-    sampling: Sampling
-    verify: str
-    tokens: int
-    max_new_tokens: int
-    batch_size: int
     cases: int
     greedy_prompts: int
     greedy_tokens: int
     alpha: float
     detect: float
-    seed: int
-    guidance: float | None = None
-
-    def setting(self) -> Setting:
-        """What the sampling layer and its controls share."""
-        return Setting(
-            self.sampling,
-            self.tokens,
-            self.max_new_tokens,
-            self.batch_size,
-            self.seed,
-            self.verify,
-            self.guidance,
-        )
 
     def reading(self, tie: float) -> Reading:
         """The greedy layer's. tie: see World."""
@@ -120,63 +99,36 @@ def open_world(
     spread = 1.0 if plan.guidance is None else abs(plan.guidance) + abs(1 - plan.guidance)
     chosen = [prompts[i % len(prompts)] for i in range(plan.greedy_prompts)]
     asked = [Request(list(p), plan.greedy_tokens, id=i) for i, p in enumerate(chosen)]
-    theirs = reference_tokens(
-        plain,
-        asked,
-        greedy_of(plan.sampling),
-        plan.batch_size,
-        plan.guidance,
-        ticker(watch, "reference", len(chosen)),
-        parts,
-    )
+    settings, tick = greedy_of(plan.sampling), ticker(watch, "reference", len(chosen))
+    theirs = reference_tokens(plain, asked, settings, plan.batch_size, plan.guidance, tick, parts)
     return World(target, plain, prompts, chosen, noise, SAFETY * noise["gap"] * spread, theirs)
 
 
 def layers(world: World, drafter: Drafter, plan: Plan, watch: Watch, parts: Parts) -> Findings:
     """The layers of this drafter and these settings."""
+    plain, target, chosen, prompts = world.plain, world.target, world.chosen, world.prompts
     found = Findings([parts.once("exact", lambda: exact_layer(plan, watch))])
-    greedy = greedy_layer(
-        world.plain,
-        world.target,
-        drafter,
-        world.chosen,
-        plan.reading(world.tie),
-        world.theirs,
-        ticker(watch, "greedy", len(world.chosen)),
-        parts,
-    )
+    how, tick = plan.reading(world.tie), ticker(watch, "greedy", len(chosen))
+    greedy = greedy_layer(plain, target, drafter, chosen, how, world.theirs, tick, parts)
     found.layers.append(_greedy_json(greedy, world.noise["gap"], world.tie))
     if plan.sampling.greedy:
-        found.power = {
-            "tokens": 0,
-            "alpha": plan.alpha,
-            "min_detectable": None,
-            "reason": "T = 0 has no law to sample",
-        }
+        why = "T = 0 has no law to sample"
+        found.power = {"tokens": 0, "alpha": plan.alpha, "min_detectable": None, "reason": why}
         return found
-    watch("sampling", 0, plan.tokens)
-    own = sampling_layer(
-        world.plain,
-        world.target,
-        drafter,
-        world.prompts,
-        plan.setting(),
-        None,
-        lambda done: watch("sampling", done, plan.tokens),
-        parts,
-    )
+    drawn = lambda done: watch("sampling", done, plan.tokens)
+    drawn(0)
+    own = sampling_layer(plain, target, drafter, prompts, plan, None, drawn, parts)
     layer = sampling_json(own, plan.alpha)
-    texts = texts_of(parts.lines("sampling")[:1], world.prompts)
+    texts = texts_of(parts.lines("sampling")[:1], prompts)
     found.layers += [layer, passes_layer(world, plan, own, texts, parts)]
+    name = f"power-{len(own.u)}-{plan.alpha}-{plan.detect}"
+    count = len(layer["tests"])
     found.power = {
         "tokens": len(own.u),
         "alpha": plan.alpha,
         "detect": plan.detect,
         "cycles_with_a_draft": own.proposals if drafter.max_depth else None,
-        **parts.once(
-            f"power-{len(own.u)}-{plan.alpha}-{plan.detect}",
-            lambda: power_of(world, plan, own, texts, len(layer["tests"]), watch),
-        ),
+        **parts.once(name, lambda: power_of(world, plan, own, texts, count, watch)),
     }
     return found
 
@@ -188,10 +140,8 @@ def passes_layer(
     world: World, plan: Plan, own: Sample, texts: Texts, parts: Parts
 ) -> dict[str, Any]:
     """The verifier's laws beside those of plain decoding, by place in the cycle."""
-    plainly = parts.once(
-        "plainly",
-        lambda: passes.yardstick(world.plain, texts[: passes.TEXTS], plan.sampling, plan.guidance),
-    )
+    some, how = texts[: passes.TEXTS], (plan.sampling, plan.guidance)
+    plainly = parts.once("plainly", lambda: passes.yardstick(world.plain, some, *how))
     first = np.r_[True, own.sequence[1:] != own.sequence[:-1]]
     return passes.passes_json(own.depth, first, own.passes, plainly)
 
@@ -199,9 +149,7 @@ def passes_layer(
 def power_of(
     world: World, plan: Plan, own: Sample, texts: Texts, tests: int, watch: Watch
 ) -> dict[str, Any]:
-    """What a run of this length finds, measured on its own first laws (of a plain pass:
-    rounding changes nothing).
-    """
+    """What a run of this length finds, measured on plain passes over its own first answers."""
     assert own.tally is not None
     watch("power", 0, 1)
     left, answers = power.laws_wanted(world.target.vocab_size), list[power.Answer]()
@@ -210,14 +158,11 @@ def power_of(
             break
         logits = next(world.plain.in_batches([(ids, start)], plan.guidance))[1][:left]
         past = [ids[: start + i] for i in range(len(logits))] if plan.sampling.uses_history else []
-        law = pit.law_of(logits, plan.sampling, past).float()
-        whole = (logits.float() / plan.sampling.temperature).softmax(-1)
-        answers.append(power.Answer(law, whole, ids[start : start + len(law)]))
-        left -= len(law)
+        answers.append(power.Answer.of(logits, plan.sampling, past))
+        left -= len(logits)
     bank = Bank(world.target.vocab_size, plan.seed, world.target.device)
-    found = power.measure(
-        power.Power(answers, bank, len(own.u), plan.alpha, tests), plan.detect, plan.seed
-    )
+    known = power.Power(answers, bank, len(own.u), plan.alpha, tests)
+    found = power.measure(known, plan.detect, plan.seed)
     watch("power", 1, 1)
     return found
 
@@ -232,11 +177,8 @@ def verdict(
     failed = [f"layer {layer['name']}: {layer['why']}" for layer in layers if not layer["passed"]]
     if failed:
         return "not lossless", failed
-    open_points = [
-        f"control not rejected by layer {c['layer']}: {c['name']}"
-        for c in negative
-        if not c["rejected"]
-    ]
+    missed = [c for c in negative if not c["rejected"]]
+    open_points = [f"control not rejected by layer {c['layer']}: {c['name']}" for c in missed]
     if not negative:
         open_points.append(
             "no negative control was run, so nothing shows that the layers see anything; set "
@@ -244,11 +186,9 @@ def verdict(
         )
     least = power.get("min_detectable")
     if power.get("tokens") and (least is None or not least <= detect):
-        words = (
-            "are too few to find a bias of any size"
-            if least is None
-            else (f"could miss a bias of {least:.3f} (total variation), more than detect={detect}")
-        )
+        words = "are too few to find a bias of any size"
+        if least is not None:
+            words = f"could miss a bias of {least:.3f} (total variation), more than detect={detect}"
         open_points.append(f"{power['tokens']} tokens {words}; set tokens higher")
     for name in power.get("blind", ()) if power.get("tokens") else ():
         open_points.append(
@@ -284,8 +224,7 @@ def exact_layer(plan: Plan, watch: Watch) -> dict[str, Any]:
     of float32 at the user's temperature, and the whole loop on toy models.
     """
     rule, generator = rule_named(plan.verify), torch.Generator().manual_seed(plan.seed)
-    worst = loop = 0.0
-    leaves = 0
+    worst, leaves = 0.0, 0
     for i in range(plan.cases):
         case = Case.random(generator)
         if i % 2:
@@ -294,23 +233,7 @@ def exact_layer(plan: Plan, watch: Watch) -> dict[str, Any]:
         worst, leaves = max(worst, outcome.error), leaves + outcome.leaves
         watch("exact", i + 1, 2 * plan.cases)
     edges, edge, edge_leaves = _edges(plan, watch)
-    tree = TreeShape.of([(0,), (1,), (0, 0)])
-    toys: list[tuple[Any, TreeShape | None]] = [(DraftModel(toy_model(seed=5, layers=1), 2), None)]
-    toys += [
-        (TableDrafter(tree, scheme, 8), tree) for scheme in ("top", "iid", "without", "hybrid")
-    ]
-    for toy, shape in toys:
-        target = toy_model()
-        settings = _toy_settings(plan.sampling, 8)
-        settings = dataclasses.replace(
-            settings, repetition_penalty=plan.sampling.repetition_penalty
-        )
-        loop = max(
-            loop,
-            engine_law(
-                target, toy, [3, 1, 4], 3, settings, plan.verify, shape, plan.guidance
-            ).error,
-        )
+    loop = max(_loop_errors(plan))
     passed = worst <= CASE_LIMIT and edge <= EDGE_LIMIT and loop <= LOOP_LIMIT
     return {
         "name": "exact",
@@ -327,6 +250,19 @@ def exact_layer(plan: Plan, watch: Watch) -> dict[str, Any]:
         "verify": plan.verify,
         "why": "" if passed else f"output law off by {max(worst, edge, loop):.3g}",
     }
+
+
+def _loop_errors(plan: Plan) -> Iterator[float]:
+    """Of the whole loop under the user's settings: a draft model, and trees of every scheme."""
+    tree = TreeShape.of([(0,), (1,), (0, 0)])
+    toys: list[tuple[Any, TreeShape | None]] = [(DraftModel(toy_model(seed=5, layers=1), 2), None)]
+    toys += [(TableDrafter(tree, scheme, 8), tree) for scheme in SCHEMES]
+    penalty = plan.sampling.repetition_penalty
+    how = dataclasses.replace(_toy_settings(plan.sampling, 8), repetition_penalty=penalty)
+    for toy, shape in toys:
+        target = toy_model()
+        law = engine_law(target, toy, [3, 1, 4], 3, how, plan.verify, shape, plan.guidance)
+        yield law.error
 
 
 def _edges(plan: Plan, watch: Watch) -> tuple[int, float, int]:
@@ -346,9 +282,7 @@ def _edges(plan: Plan, watch: Watch) -> tuple[int, float, int]:
 
 
 def _toy_settings(s: Sampling, vocab: int) -> Sampling:
-    """The user's settings where a toy vocabulary can have them: foreign processors name tokens
-    it lacks.
-    """
+    """The user's settings without processors, which name tokens that a toy vocabulary lacks."""
     return Sampling(s.temperature, min(s.top_k, vocab), s.top_p, s.min_p)
 
 
@@ -357,11 +291,9 @@ def _toy_settings(s: Sampling, vocab: int) -> Sampling:
 
 def _greedy_json(greedy: Greedy, noise: float, tolerance: float) -> dict[str, Any]:
     ties = len(greedy.divergences) - greedy.defects
-    why = (
-        f"{greedy.defects} of {greedy.prompts} outputs differ from generate beyond rounding"
-        if greedy.defects
-        else ""
-    )
+    why = ""
+    if greedy.defects:
+        why = f"{greedy.defects} of {greedy.prompts} outputs differ from generate beyond rounding"
     if greedy.astray:
         why = (
             f"{greedy.astray} emitted tokens are not the best one of the logits they "

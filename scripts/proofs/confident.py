@@ -18,6 +18,7 @@ from decode.price import Price
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.tree import DraftTree, TreeShape
+from scripts.proofs.engine_law import Table
 from scripts.proofs.enumerator import Branches, Case
 
 CPU = torch.device("cpu")
@@ -82,31 +83,15 @@ class _Table:
         return self.case.draft[self.context]
 
 
-class ConfidentTable:
-    """A drafter for the whole loop: grown at a price from a fixed random table, the logits of the
-    next token given its parent. See decode.drafters.Drafter and decode.grow.Source."""
+class ConfidentTable(Table):
+    """A drafter for the whole loop, grown at a price from a table. See also decode.grow.Source."""
 
-    taps: tuple[int, ...] = ()
     name, device = "confident table", CPU
 
     def __init__(self, form: Form, vocab: int, seed: int = 0) -> None:
+        super().__init__(vocab, seed)
         self.form, self.shape = form, form.shape
         self.max_nodes, self.max_depth = form.nodes, form.depth
-        generator = torch.Generator().manual_seed(seed)
-        self.table = 1.5 * torch.randn(vocab, vocab, dtype=torch.float64, generator=generator)
-        self.last = torch.zeros(0, dtype=torch.int64)
-
-    def reset(self, rows: int, max_len: int) -> None:
-        self.last = self.last[:0]
-
-    def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
-        self.last = torch.cat([self.last, torch.stack([prompt[-1] for prompt in prompts])])
-
-    def observe(self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice) -> None:
-        self.last[rows] = tokens.gather(1, n[:, None] - 1)[:, 0]
-
-    def select(self, rows: list[int]) -> None:
-        self.last = self.last[rows]
 
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
         return grow.draft(self, self.form, budget, sampling, rng)

@@ -71,9 +71,7 @@ def verdict(found: Sample, alpha: float) -> dict[str, Any]:
 
 
 def family(bench: Bench, name: str, member: int, tokens: int = TOKENS) -> dict[str, Any]:
-    """What the layer says of one member of one family of biases, at mean total variation
-    TOTAL.
-    """
+    """What the layer says of a member of a family of biases at total variation TOTAL."""
     rule = biases.biased_rule(name, member, VOCAB, Sampling(1.0), TOTAL)
     found = verdict(bench.sample(Sampling(1.0), tokens, member, rule), ALPHA)
     return {"decoder": name, "member": member, "variation": rule.reached, **found}
@@ -84,31 +82,22 @@ def biased(parts: Parts, tick: Tick) -> dict[str, Any]:
     earlier certificate passed.
     """
     exact, rough = Bench("float32"), Bench("bfloat16")
-    work: list[tuple[str, Callable[[], dict[str, Any]]]] = []
 
-    def merged() -> dict[str, Any]:
-        found = verdict(
-            exact.sample(Sampling(1.0), TOKENS, 0, wrong_rules.merges_neighbours(0.02)), ALPHA
-        )
-        return {
-            "decoder": "every second tail token merged into its neighbour",
-            "member": 0,
-            "variation": None,
-            **found,
-        }
+    def passed(name: str, bench: Bench, sampling: Sampling, rule: Any) -> dict[str, Any]:
+        found = verdict(bench.sample(sampling, TOKENS, 0, rule), ALPHA)
+        return {"decoder": name, "member": 0, "variation": None, **found}
 
-    def uncut() -> dict[str, Any]:
-        found = verdict(rough.sample(CUT, TOKENS, 0, wrong_rules.ignores_truncation), ALPHA)
-        return {"decoder": "top-p ignored, bfloat16", "member": 0, "variation": None, **found}
-
+    merged = ("every second tail token merged into its neighbour", exact, Sampling(1.0))
+    uncut = ("top-p ignored, bfloat16", rough, CUT)
     every = [(name, member) for name in biases.FAMILIES for member in range(MEMBERS)]
-    work += [(f"{name} {m}", functools.partial(family, exact, name, m)) for name, m in every]
-    work += [("neighbours merged", merged), ("top-p ignored", uncut)]
-    rows = parts.lines("biased")
-    for i, (name, run) in enumerate(work[len(rows) :], len(rows)):
-        tick(name, i, len(work))
-        rows.append(run())
-        parts.add("biased", rows[-1])
+    work: list[tuple[str, Callable[[], dict[str, Any]]]] = [
+        *((f"{name} {m}", functools.partial(family, exact, name, m)) for name, m in every),
+        ("neighbours merged", lambda: passed(*merged, wrong_rules.merges_neighbours(0.02))),
+        ("top-p ignored", lambda: passed(*uncut, wrong_rules.ignores_truncation)),
+    ]
+    rows = parts.each(
+        "biased", work, lambda one: one[1](), lambda i: tick(work[i][0], i, len(work))
+    )
     return {
         "target": f"tiny, {VOCAB} tokens",
         "tokens": TOKENS,
@@ -125,21 +114,15 @@ def sound(parts: Parts, tick: Tick, seeds: int = SEEDS) -> dict[str, Any]:
     of that.
     """
     benches = {dtype: Bench(dtype) for dtype in ("float32", "bfloat16")}
-    rows = parts.lines("sound")
-    for seed in range(len(rows), seeds):
-        tick("sound", seed, seeds)
+
+    def one(seed: int) -> dict[str, Any]:
         sampling, dtype = SETTINGS[seed % len(SETTINGS)]
         found = benches[dtype].sample(sampling, SOUND_TOKENS, 1000 + seed)
         words = f"T = {sampling.temperature:g}, top-p {sampling.top_p:g}, {dtype}"
-        rows.append(
-            {
-                "seed": seed,
-                "settings": words,
-                "drafted": found.drafted,
-                **verdict(found, SOUND_ALPHA),
-            }
-        )
-        parts.add("sound", rows[-1])
+        told = {"seed": seed, "settings": words, "drafted": found.drafted}
+        return {**told, **verdict(found, SOUND_ALPHA)}
+
+    rows = parts.each("sound", range(seeds), one, lambda seed: tick("sound", seed, seeds))
     rejected, p = sum(r["rejected"] for r in rows), np.array([r["p"] for r in rows])
     at_most = sum(
         math.comb(seeds, k) * SOUND_ALPHA**k * (1 - SOUND_ALPHA) ** (seeds - k)

@@ -24,6 +24,7 @@ Shape letters: R tokens, V vocabulary, K directions, F ranks looked at, G strata
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,16 +36,14 @@ from scripts.proofs.pit import FEW, Test
 TAILS = (0.1, 0.02, 0.005)  # tokens below these probabilities form a tail
 TAIL = 0.02  # the tail whose ids are looked at
 LEARNED_TAILS = (0.1, 0.02)
-STARTS = np.geomspace(
-    0.3, 0.003, 512
-)  # where a tail may start from which ranks are counted: parity needs them close
+# where a tail may start from which ranks are counted: parity needs them close
+STARTS = np.geomspace(0.3, 0.003, 512)
 HASHES, TAIL_HASHES, TAIL_BITS = 16, 8, 2
+RECENT = 8  # tokens of the same answer that a stale row could repeat
 ENOUGH = 50.0  # variance from which on the limit law is trusted
 STAKES = (1.0, 0.5, 0.25, 0.125, 0.0625)
-SHRINK, REACH = (
-    40.0,
-    0.45,
-)  # a learned score is (observed - expected) / (expected + SHRINK), cut at REACH
+# a learned score is (observed - expected) / (expected + SHRINK), cut at REACH
+SHRINK, REACH = 40.0, 0.45
 
 
 @dataclass
@@ -60,11 +59,33 @@ class Block:
     recent: Tensor
     theirs: Tensor
 
+    @classmethod
+    def of(
+        cls,
+        law: Tensor,
+        last: Tensor | None,
+        others: Tensor,
+        text: tuple[list[int], int],
+        theirs: list[list[int]],
+    ) -> Block:
+        """last: [1, V] law of the step before the first token, None for none. text: ids of the
+        answer, and where its first token stands. theirs: R id lists."""
+        (ids, at), device = text, law.device
+        recent = [([-1] * RECENT + ids[: at + i])[-RECENT:] for i in range(len(law))]
+        most = max(map(len, theirs))
+        padded = [row + [-1] * (most - len(row)) for row in theirs]
+        last = torch.zeros_like(law[:1]) if last is None else last
+        return cls(
+            law,
+            torch.cat([last, law[:-1]]),
+            others,
+            torch.tensor(recent, device=device),
+            torch.tensor(padded, dtype=torch.int64, device=device).reshape(len(law), most),
+        )
+
 
 class Bank:
-    """The directions over one vocabulary. key: any int, drawn after the first answers: no
-    decoder knew it.
-    """
+    """The directions over one vocabulary. key: any int that no decoder knew."""
 
     def __init__(self, vocab_size: int, key: int, device: torch.device | str = "cpu") -> None:
         ids = torch.arange(vocab_size)
@@ -96,9 +117,7 @@ class Bank:
 
 
 class Scores:
-    """d_t of one block, read in whatever way each direction is cheapest. All answers are [R,
-    K] float32.
-    """
+    """d_t of one block, each read in the cheapest way: [R, K] float32."""
 
     def __init__(self, bank: Bank, block: Block) -> None:
         p = block.law
@@ -106,19 +125,14 @@ class Scores:
         self.tail = p < TAIL
         self.mass, self.order = p.topk(bank.few, -1)  # [R, F]
         self.below = torch.stack([self.mass < t for t in TAILS])  # [T, R, F]
-        starts = (
-            torch.tensor(-STARTS, dtype=p.dtype, device=p.device).expand(len(p), -1).contiguous()
-        )
-        self.start = torch.searchsorted(
-            -self.mass, starts, right=True
-        )  # [R, S] ranks before each tail
+        starts = torch.tensor(-STARTS, dtype=p.dtype, device=p.device)
+        starts = starts.expand(len(p), -1).contiguous()
+        # [R, S] ranks before each tail
+        self.start = torch.searchsorted(-self.mass, starts, right=True)
         self.turn = (1 - 2 * (self.start & 1)).float()
         log = p.clamp(min=1e-30).log()
-        self.dense = [
-            (log / 8 + 1).clamp(-1, 1),
-            contrast(block.before, p),
-            contrast(block.others, p),
-        ]
+        laws = [contrast(block.before, p), contrast(block.others, p)]
+        self.dense = [(log / 8 + 1).clamp(-1, 1), *laws]
         self.sets = [_once(block.recent), _once(block.theirs)]
 
     def ranks_of(self, tokens: Tensor) -> Tensor:
@@ -135,15 +149,11 @@ class Scores:
         tail, head = law * self.tail, law.gather(1, self.order)
         tails = head * self.below  # [T, R, F]
         parity = tails @ self.bank.ranks[:, 0]  # [T, R]
-        shares = [
-            (law.gather(1, ids.clamp(min=0)) * (ids >= 0)).sum(-1, keepdim=True)
-            for ids in self.sets
-        ]
+        known = [law.gather(1, ids.clamp(min=0)) * (ids >= 0) for ids in self.sets]
+        shares = [mass.sum(-1, keepdim=True) for mass in known]
         first = [law @ self.bank.ids, tail @ self.bank.tail_ids, head @ self.bank.ranks]
-        sizes = [
-            m.sum(-1, keepdim=True).expand_as(f)
-            for m, f in zip((law, tail, head), first, strict=True)
-        ]
+        pairs = zip((law, tail, head), first, strict=True)
+        sizes = [mass.sum(-1, keepdim=True).expand_as(f) for mass, f in pairs]
         first.append(parity.T)
         sizes.append(tails.sum(-1).T)
         third = list(first)
@@ -152,11 +162,8 @@ class Scores:
             first.append(weighted.sum(-1, keepdim=True))
             sizes.append((weighted := weighted * d).sum(-1, keepdim=True))
             third.append((weighted * d).sum(-1, keepdim=True))
-        return (
-            torch.cat([*first, *shares], 1),
-            torch.cat([*sizes, *shares], 1),
-            torch.cat([*third, *shares], 1),
-        )
+        one, two, three = (torch.cat([*each, *shares], 1) for each in (first, sizes, third))
+        return one, two, three
 
     def at(self, tokens: Tensor) -> Tensor:
         """d of `tokens` [R]."""
@@ -164,19 +171,15 @@ class Scores:
         rank = self.ranks_of(tokens)
         seen, rank = (rank < bank.few)[:, None], rank.clamp(max=bank.few - 1)
         ranks = bank.ranks[rank] * seen
-        inside = (
-            self.below.gather(2, rank[None, :, None].expand(len(TAILS), -1, 1))[:, :, 0].T
-            * ranks[:, :1]
-        )
+        below = self.below.gather(2, rank[None, :, None].expand(len(TAILS), -1, 1))[:, :, 0]
+        inside = below.T * ranks[:, :1]
         parts = [bank.ids[tokens], bank.tail_ids[tokens] * self.tail.gather(1, one), ranks, inside]
         parts += [d.gather(1, one) for d in self.dense]
         parts += [(ids == one).any(1, keepdim=True).float() for ids in self.sets]
         return torch.cat(parts, 1)
 
     def parities(self, law: Tensor) -> tuple[Tensor, Tensor]:
-        """The direction 1, -1, 1, -1 ... from the start of each tail on: E d and E d^2 under
-        `law`, [R, S].
-        """
+        """E d and E d^2 [R, S] under `law` of 1, -1, 1, -1 ... from each tail's start on."""
         head = law.gather(1, self.order)
         found = []
         for weighted in (head * self.bank.ranks[:, 0], head):
@@ -202,9 +205,7 @@ class Learner:
     wealth: np.ndarray = field(default_factory=lambda: np.zeros(len(STAKES)))
 
     def score(self) -> Tensor:
-        """d of every bin: how much more often than expected, in proportion, drawn towards 0
-        while little is known.
-        """
+        """d of every bin: how much more often than expected, drawn towards 0 at first."""
         return (self.over / (self.expected + SHRINK)).clamp(-REACH, REACH)
 
     def bet(self, mean: Tensor, own: Tensor) -> None:
@@ -221,24 +222,53 @@ class Learner:
         """The stakes played side by side, each with its share."""
         top = float(self.wealth.max())
         total = top + math.log(np.exp(self.wealth - top).mean())
-        return Test(
-            f"learned direction, {name}", "all tokens", n, total, math.exp(-max(total, 0.0))
-        )
+        p = math.exp(-max(total, 0.0))
+        return Test(f"learned direction, {name}", "all tokens", n, total, p)
 
 
-class Tally:
-    """All direction tests of a run, block by block. groups: names of the G strata, the first
-    of them all tokens.
-    """
+class Sums:
+    """What is summed of K named directions in G strata: [3, G, K] S, its variance, its third
+    cumulant; count: [G] tokens."""
+
+    def __init__(self, names: Sequence[str], groups: tuple[str, ...]) -> None:
+        self.names, self.groups = names, groups
+        self.sums = np.zeros((3, len(groups), len(names)))
+        self.count = np.zeros(len(groups), dtype=np.int64)
+
+    def note(self, own: Tensor, moments: Sequence[Tensor], groups: np.ndarray) -> None:
+        """own: [R, K] d of what came. moments: [R, K] each. groups: [R, G] bool, which strata
+        each place belongs to."""
+        member = torch.from_numpy(groups.T.astype(np.float64)).to(own.device)
+        found = [member @ f for f in _cumulants(own, *moments)]
+        self.sums += torch.stack(found).cpu().numpy()
+        self.count += groups.sum(0)
+
+    def tests(self) -> list[Test]:
+        """Every direction in every stratum that has variance enough."""
+        found = []
+        for g, group in enumerate(self.groups):
+            for k, name in enumerate(self.names):
+                s, variance, third = self.sums[:, g, k]
+                if variance >= ENOUGH:
+                    z, p = float(s / math.sqrt(variance)), tail(s, variance, third)
+                    found.append(Test(name, group, int(self.count[g]), z, p))
+        return found
+
+
+def _cumulants(own: Tensor, m1: Tensor, m2: Tensor, m3: Tensor) -> list[Tensor]:
+    """What came minus what was expected, the variance and the third cumulant."""
+    return [own.double() - m1, m2 - m1**2, m3 - 3 * m1 * m2 + 2 * m1**3]
+
+
+class Tally(Sums):
+    """All direction tests of a run. groups: names of the G strata, all tokens first."""
 
     def __init__(self, bank: Bank, groups: tuple[str, ...]) -> None:
+        super().__init__(bank.names, groups)
         size, device = bank.ids.shape[0], bank.ids.device
-        self.bank, self.groups = bank, groups
-        self.sums = np.zeros((3, len(groups), len(bank.names)))  # S, variance, third cumulant
-        self.count = np.zeros(len(groups), dtype=np.int64)
-        self.powers = torch.zeros(
-            3, size, dtype=torch.float64, device=device
-        )  # sums of p, p^2, p^3 by id
+        self.bank = bank
+        # sums of p, p^2, p^3 by id
+        self.powers = torch.zeros(3, size, dtype=torch.float64, device=device)
         self.parity = np.zeros((3, len(STARTS)))
         bins = {"token ids": size, "ranks": bank.few + 1, "ranks in the tail": bank.few + 1}
         bins |= {f"token ids in the tail below {t:g}": size for t in LEARNED_TAILS}
@@ -248,16 +278,12 @@ class Tally:
     def add(self, scores: Scores, tokens: Tensor, groups: np.ndarray) -> None:
         """tokens: [R] what came. groups: [R, G] bool, which strata each place belongs to."""
         p = scores.law
-        m1, m2, m3 = (m.double() for m in scores.moments(p))
-        found = [scores.at(tokens).double() - m1, m2 - m1**2, m3 - 3 * m1 * m2 + 2 * m1**3]
-        member = torch.from_numpy(groups.T.astype(np.float64)).to(p.device)
-        self.sums += torch.stack([member @ f for f in found]).cpu().numpy()
-        self.count += groups.sum(0)
+        self.note(scores.at(tokens), [m.double() for m in scores.moments(p)], groups)
         square = p * p
         self.powers += torch.stack([p.sum(0), square.sum(0), (square * p).sum(0)])
         rank = scores.ranks_of(tokens)
         m1, m2 = (m.double() for m in scores.parities(p))
-        found = [scores.parities_at(tokens).double() - m1, m2 - m1**2, m1 - 3 * m1 * m2 + 2 * m1**3]
+        found = _cumulants(scores.parities_at(tokens), m1, m2, m1)
         self.parity += torch.stack([f.sum(0) for f in found]).cpu().numpy()
         self._by_id("token ids", p, tokens, 2.0)
         for t in LEARNED_TAILS:
@@ -275,9 +301,7 @@ class Tally:
         learner.learn(torch.bincount(tokens[inside], minlength=p.shape[1]).to(p.dtype), p.sum(0))
 
     def _by_rank(self, name: str, mass: Tensor, rank: Tensor, start: Tensor) -> None:
-        """Bins count from `start` [R] on; what lies before it or beyond the ranks looked at
-        shares the last bin.
-        """
+        """Bins count from `start` [R] on; the last one holds all ranks outside."""
         learner, few = self.learners[name], self.bank.few
         place = torch.arange(few, device=mass.device) - start[:, None]
         place = torch.where(place < 0, few, place)
@@ -291,43 +315,22 @@ class Tally:
         learner.learn(torch.bincount(own, minlength=few + 1).to(mass.dtype), expected)
 
     def tests(self) -> list[Test]:
-        """Every direction in every stratum that has variance enough, single tokens, and the
-        learned directions.
-        """
-        found = []
-        for g, group in enumerate(self.groups):
-            for k, name in enumerate(self.bank.names):
-                s, variance, third = self.sums[:, g, k]
-                if variance >= ENOUGH:
-                    z, p = float(s / math.sqrt(variance)), tail(s, variance, third)
-                    found.append(Test(name, group, int(self.count[g]), z, p))
+        """Every direction and stratum with variance enough, single tokens, learned directions."""
         n = int(self.count[0])
         learned = [learner.test(name, n) for name, learner in self.learners.items()]
-        return [*found, *self._parity(n), *self._single(n), *learned]
+        return [*super().tests(), *self._parity(n), *self._single(n), *learned]
 
     def _parity(self, n: int) -> list[Test]:
-        """Parity of the ranks in a tail, wherever that starts: one test, the smallest p-value
-        of all.
-        """
+        """Parity of the ranks in a tail, wherever it starts: one test, the smallest p of all."""
         known = [sums for sums in self.parity.T if sums[1] >= ENOUGH]
         if not known:
             return []
-        z = max(abs(s) / math.sqrt(variance) for s, variance, _ in known)
-        p = min(tail(*sums) for sums in known)
-        return [
-            Test(
-                "rank parity from the start of a tail",
-                "all tokens",
-                n,
-                float(z),
-                min(1.0, p * len(known)),
-            )
-        ]
+        z = float(max(abs(s) / math.sqrt(variance) for s, variance, _ in known))
+        p = min(1.0, min(tail(*sums) for sums in known) * len(known))
+        return [Test("rank parity from the start of a tail", "all tokens", n, z, p)]
 
     def _single(self, n: int) -> list[Test]:
-        """Every token that is frequent enough to be counted by itself: one test, the smallest
-        p-value of all.
-        """
+        """Tokens that are frequent enough to be counted: one test, the smallest p of all."""
         p1, p2, p3 = self.powers.cpu().numpy()
         over = self.learners["token ids"].over.cpu().numpy()
         variance, third = p1 - p2, p1 - 3 * p2 + 2 * p3
@@ -348,10 +351,8 @@ class Tally:
             "parity": self.parity,
         }
         for i, learner in enumerate(self.learners.values()):
-            known[f"over {i}"], known[f"expected {i}"] = (
-                learner.over.cpu().numpy(),
-                learner.expected.cpu().numpy(),
-            )
+            known[f"over {i}"] = learner.over.cpu().numpy()
+            known[f"expected {i}"] = learner.expected.cpu().numpy()
             known[f"wealth {i}"] = learner.wealth
         return known
 
@@ -367,9 +368,7 @@ class Tally:
 
 
 def tail(s: float, variance: float, third: float) -> float:
-    """Two-sided p-value of a sum with mean 0, this variance and third cumulant: the gamma law
-    that has all three.
-    """
+    """Two-sided p-value of a sum of mean 0, from the gamma law with these cumulants."""
     z, skew = s / math.sqrt(variance), third / variance**1.5
     if skew < 0:
         z, skew = -z, -skew
@@ -393,9 +392,8 @@ def keyed_signs(size: int, key: int, count: int) -> Tensor:
 def hashed(size: int, key: int) -> np.ndarray:
     """[size] uint64: SplitMix64 of every id under `key`."""
     with np.errstate(over="ignore"):
-        x = np.arange(size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(
-            key & (2**64 - 1)
-        )
+        x = np.arange(size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        x += np.uint64(key & (2**64 - 1))
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return x ^ (x >> np.uint64(31))
@@ -406,9 +404,7 @@ def _signs(bits: Tensor) -> Tensor:
 
 
 def contrast(other: Tensor, law: Tensor) -> Tensor:
-    """(other - law) / (other + law): 1 where only the other law has mass; 0 everywhere where
-    there is none.
-    """
+    """(other - law) / (other + law); 0 everywhere where there is no other law."""
     some = other.sum(-1, keepdim=True) > 0
     return torch.where(some, (other - law) / (other + law + 1e-30), 0.0)
 
@@ -418,7 +414,5 @@ def _once(ids: Tensor) -> Tensor:
     if ids.shape[1] == 0:
         return ids.new_full((ids.shape[0], 1), -1)
     ordered = ids.sort(-1).values
-    again = torch.cat(
-        [torch.zeros_like(ordered[:, :1], dtype=torch.bool), ordered[:, 1:] == ordered[:, :-1]], 1
-    )
+    again = torch.nn.functional.pad(ordered[:, 1:] == ordered[:, :-1], (1, 0))
     return torch.where(again, -1, ordered)

@@ -23,27 +23,24 @@ from decode.engine import Request, Rule, generate
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
-from decode.tree import DraftTree, Proposal, TreeShape
+from decode.tree import DraftTree, TreeShape
 from decode.wrapped import Wrapped
-from scripts.proofs.enumerator import largest_difference, naive_law
+from scripts.proofs.enumerator import Choices, Drafted, largest_difference, naive_law
 
 Address = tuple[int, str, int, int]  # cycle, purpose, node, how often it was asked before
 CHUNK = 512  # branches in one batch
 
 
-class _Cycle:
-    """The coins of one cycle: every choice has an address, so that a replay meets the same
-    ones in any batch.
-    """
+class _Cycle(Choices):
+    """The coins of one cycle: choices have addresses, the same ones in any batch."""
 
     def __init__(self, walk: _Walk, branches: list[int], cycles: list[int]) -> None:
         self.walk, self.branches, self.cycles = walk, branches, cycles
         self.asked: dict[tuple[int, str, int], int] = {}
-        self.levels: list[int] | None = (
-            None  # draft levels that matter, per row; deeper draws are padding
-        )
+        # draft levels that matter, per row; deeper draws are padding
+        self.levels: list[int] | None = None
 
-    def _choose(self, purpose: str, law: Tensor, rows: Tensor, node: Tensor) -> Tensor:
+    def choose(self, purpose: str, law: Tensor, rows: Tensor, node: Tensor) -> Tensor:
         law = law.to(torch.float64)
         law = law / law.sum(-1, keepdim=True)
         out = []
@@ -59,25 +56,6 @@ class _Cycle:
             address = (self.cycles[row], purpose, number, again)
             out.append(self.walk.choose(self.branches[row], address, p, options))
         return torch.tensor(out, dtype=torch.int64)
-
-    def accept(self, probability: Tensor, rows: Tensor, node: Tensor) -> Tensor:
-        p = probability.to(torch.float64).clamp(0, 1)
-        return self._choose("accept", torch.stack([1 - p, p], 1), rows, node) == 1
-
-    def first(self, probability: Tensor, rows: Tensor, node: Tensor) -> Tensor:
-        p = probability.to(torch.float64).clamp(0, 1)
-        before = torch.cat([torch.ones_like(p[:, :1]), (1 - p).cumprod(1)[:, :-1]], 1)
-        # Outcomes are noted as nodes: where nodes stand depends on the rows beside them.
-        place = (node + 1).argsort(1)
-        law = (p * before).gather(1, place)
-        chosen = self._choose("first", law, rows, torch.zeros_like(rows))
-        return place.gather(1, chosen[:, None])[:, 0]
-
-    def draw(self, weights: Tensor, rows: Tensor, node: Tensor) -> Tensor:
-        return self._choose("draw", weights, rows, node)
-
-    def draft(self, weights: Tensor, rows: Tensor, node: Tensor) -> Tensor:
-        return self._choose("draft", weights, rows, node)
 
 
 class _Walk:
@@ -116,69 +94,48 @@ class Counted(Wrapped):
         return self.inner.propose(budget, sampling, rng)
 
 
-class TableDrafter:
-    """A static tree drawn from a fixed random table of laws (the next token given its parent).
-    No model.
-
-    scheme: "top" (deterministic), "iid", "without" (replacement) or "hybrid" (the best
-    candidate, then draws from what is left). It proposes below the last committed token of
-    each row.
-    """
+class Table:
+    """A drafter without a model, below the last committed token of each row: `table` [V, V] holds
+    random logits of the next token given its parent. See decode.drafters.Drafter."""
 
     taps: tuple[int, ...] = ()
 
-    def __init__(self, shape: TreeShape, scheme: str, vocab: int, seed: int = 0) -> None:
-        self.tree, self.scheme, self.name = shape, scheme, f"table-{scheme}"
-        self.shape = "tree" if any(max(p) for p in shape.paths) else "chain"
-        self.max_nodes, self.max_depth = len(shape), shape.depth
+    def __init__(self, vocab: int, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.table = (
-            torch.randn(vocab, vocab, dtype=torch.float64, generator=generator).mul(1.5).softmax(-1)
-        )
-        self.last: list[int] = []
+        self.table = 1.5 * torch.randn(vocab, vocab, dtype=torch.float64, generator=generator)
+        self.last = torch.zeros(0, dtype=torch.int64)
 
     def reset(self, rows: int, max_len: int) -> None:
-        self.last = []
+        self.last = self.last[:0]
 
     def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
-        self.last += [int(p[-1]) for p in prompts]
+        self.last = torch.cat([self.last, torch.stack([prompt[-1] for prompt in prompts])])
 
     def observe(self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice) -> None:
-        for b, new, count in zip(
-            range(rows.start, rows.stop), tokens.tolist(), n.tolist(), strict=True
-        ):
-            self.last[b] = new[count - 1]
+        self.last[rows] = tokens.gather(1, n[:, None] - 1)[:, 0]
 
     def select(self, rows: list[int]) -> None:
-        self.last = [self.last[b] for b in rows]
+        self.last = self.last[rows]
+
+
+class TableDrafter(Table):
+    """A static tree drawn from the laws of a table. scheme: see enumerator.Case."""
+
+    def __init__(self, shape: TreeShape, scheme: str, vocab: int, seed: int = 0) -> None:
+        super().__init__(vocab, seed)
+        self.tree, self.name = shape, f"table-{scheme}"
+        self.shape = "tree" if any(max(p) for p in shape.paths) else "chain"
+        self.max_nodes, self.max_depth = len(shape), shape.depth
+        self.drafted = Drafted(shape, scheme, self.table.softmax(-1), lambda above, token: token)
 
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
-        rows, n = len(self.last), len(self.tree)
-        every = torch.arange(rows)
-        slots = torch.zeros(rows, n + 1, dtype=torch.int64)
-        slots[:, 0] = torch.tensor(self.last)
-        law = self.table.new_zeros(rows, n + 1, self.table.shape[0])
-        law[:, :, 0] = 1
-        left = law.clone()
-        sampled = torch.zeros(rows, n, dtype=torch.bool)
-        parents = self.tree.parents(torch.device("cpu"))[0].tolist() if n else []
-        for i, parent in enumerate(parents):
-            above, rank = parent + 1, self.tree.paths[i][-1]
-            if rank == 0:
-                law[:, above] = left[:, above] = self.table[slots[:, above]]
-            if self.scheme == "top" or (self.scheme == "hybrid" and rank == 0):
-                token = left[:, above].argmax(1)
-            else:
-                token = rng.draft(left[:, above], every, torch.full((rows,), i))
-                sampled[:, i] = True
-            if self.scheme != "iid":
-                left[every, above, token] = 0
-            slots[:, i + 1] = token
-        row = (torch.tensor(parents, dtype=torch.int64) + 1).expand(rows, n)
-        proposal = Proposal(law, row, replacement=self.scheme == "iid")
-        return DraftTree.static(
-            self.tree, slots[:, 1:], self.tree.size_at(budget), sampled, proposal
-        )
+        return self.drafted.tree(self.last, self.tree.size_at(budget), rng)[0]
+
+
+def counted_chain(vocab: int) -> Drafter:
+    """A drawn chain of two tokens, counted below whatever shortens it."""
+    shape = TreeShape.chain(2)
+    return Counted(TableDrafter(shape, "iid", vocab), shape)  # type: ignore[return-value]
 
 
 def toy_model(
@@ -206,9 +163,7 @@ def toy_model(
 
 @dataclass
 class EngineLaw:
-    """error: largest difference of any output's probability. outputs: outputs with mass.
-    branches: runs of the loop.
-    """
+    """error: of any output's probability. outputs: with mass. branches: runs of the loop."""
 
     error: float
     outputs: int
@@ -225,9 +180,7 @@ def engine_law(
     shape: TreeShape | None = None,
     guidance: float | None = None,
 ) -> EngineLaw:
-    """Exact law of `length` tokens after `prompt`, against plain passes. shape: the static
-    tree when not a chain.
-    """
+    """Exact law of `length` tokens against plain passes. shape: the tree when not a chain."""
     law: dict[tuple[int, ...], float] = {}
     todo: list[dict[Address, int]] = [{}]
     branches = 0
@@ -235,16 +188,9 @@ def engine_law(
         scripts, todo = todo[:CHUNK], todo[CHUNK:]
         walk = _Walk(scripts)
         requests = [Request(prompt, length, id=i) for i in range(len(scripts))]
-        run = generate(
-            target,
-            Counted(drafter, shape),
-            requests,
-            sampling,
-            batch_size=len(scripts),
-            verify=verify,
-            guidance=guidance,
-            coins=walk.coins,
-        )
+        how: dict[str, Any] = {"verify": verify, "guidance": guidance, "coins": walk.coins}
+        counted = Counted(drafter, shape)
+        run = generate(target, counted, requests, sampling, batch_size=len(scripts), **how)
         for out, weight in zip(run.generations, walk.weight, strict=True):
             law[tuple(out.token_ids)] = law.get(tuple(out.token_ids), 0.0) + weight
         todo += walk.new
@@ -262,8 +208,8 @@ def plain_law(
     guidance: float | None = None,
 ) -> dict[tuple[int, ...], float]:
     """The target's own law of up to `length` tokens (a stop token ends them), by one plain
-    pass per prefix, two with
-    guidance: the second one sees the prompt's last token and what follows it."""
+    pass per prefix, two with guidance: the second one sees the prompt's last token and what
+    follows it."""
     done: dict[tuple[int, ...], float] = {}
     todo: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
     while todo:
@@ -271,22 +217,20 @@ def plain_law(
         if len(prefix) == length or (prefix and prefix[-1] in target.eos_ids):
             done[prefix] = mass
             continue
-        logits = target.model(torch.tensor([[*prompt, *prefix]]), use_cache=False).logits[0, -1]
+        logits = _last(target, [*prompt, *prefix])
         if guidance is not None:
-            free = (
-                target.model(torch.tensor([[prompt[-1], *prefix]]), use_cache=False)
-                .logits[0, -1]
-                .log_softmax(-1)
-            )
+            free = _last(target, [prompt[-1], *prefix]).log_softmax(-1)
             logits = free + guidance * (logits.log_softmax(-1) - free)
         for token in {*prompt, *prefix} if sampling.repetition_penalty != 1 else ():
             penalty = sampling.repetition_penalty
-            logits[token] = (
-                logits[token] * penalty if logits[token] < 0 else logits[token] / penalty
-            )
-        todo += [
-            ((*prefix, x), mass * p)
-            for x, p in enumerate(naive_law(logits, sampling).tolist())
-            if p
-        ]
+            own = float(logits[token])
+            logits[token] = own * penalty if own < 0 else own / penalty
+        law = naive_law(logits, sampling).tolist()
+        todo += [((*prefix, x), mass * p) for x, p in enumerate(law) if p]
     return done
+
+
+def _last(target: Target, ids: list[int]) -> Tensor:
+    """Logits [V] behind a text, of a pass of its own."""
+    logits: Tensor = target.model(torch.tensor([ids]), use_cache=False).logits[0, -1]
+    return logits

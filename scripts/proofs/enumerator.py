@@ -12,8 +12,10 @@ Shape letters: B rows (branches), N nodes, V vocabulary, Vd draft vocabulary.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +24,37 @@ from decode.sampling import Law, Sampling
 from decode.tree import DraftTree, Proposal, TreeShape
 from decode.verify import Verdict
 
+SCHEMES = ("top", "iid", "without", "hybrid")  # how siblings are drafted: see Case
 
-class Branches:
+
+class Choices(ABC):
+    """Stands in for decode.rng.Rng: every random choice is one of finitely many outcomes."""
+
+    @abstractmethod
+    def choose(self, purpose: str, law: Tensor, rows: Tensor, node: Tensor) -> Tensor:
+        """Outcomes [K] of weights [K, S] whose sums need not be 1."""
+
+    def accept(self, probability: Tensor, rows: Tensor, node: Tensor) -> Tensor:
+        p = probability.to(torch.float64).clamp(0, 1)
+        return self.choose("accept", torch.stack([1 - p, p], 1), rows, node) == 1
+
+    def first(self, probability: Tensor, rows: Tensor, node: Tensor) -> Tensor:
+        p = probability.to(torch.float64).clamp(0, 1)
+        before = torch.cat([torch.ones_like(p[:, :1]), (1 - p).cumprod(1)[:, :-1]], 1)
+        # Outcomes are noted as nodes: where nodes stand depends on the rows beside them.
+        place = (node + 1).argsort(1)
+        law = (p * before).gather(1, place)
+        chosen = self.choose("first", law, rows, torch.zeros_like(rows))
+        return place.gather(1, chosen[:, None])[:, 0]
+
+    def draw(self, weights: Tensor, rows: Tensor, node: Tensor) -> Tensor:
+        return self.choose("draw", weights, rows, node)
+
+    def draft(self, weights: Tensor, rows: Tensor, node: Tensor) -> Tensor:
+        return self.choose("draft", weights, rows, node)
+
+
+class Branches(Choices):
     """One round: `scripts` holds a list of outcomes per row."""
 
     def __init__(self, scripts: list[list[int]]) -> None:
@@ -33,7 +64,7 @@ class Branches:
         self.new: list[list[int]] = []
         self.padding: int | None = None  # draws at this number and beyond are not read
 
-    def _choose(self, law: Tensor, rows: Tensor) -> Tensor:
+    def choose(self, purpose: str, law: Tensor, rows: Tensor, node: Tensor) -> Tensor:
         law = law.to(torch.float64)
         total = law.sum(-1, keepdim=True)
         law = law / torch.where(total == 0, 1.0, total)
@@ -56,26 +87,53 @@ class Branches:
             out.append(pick)
         return torch.tensor(out)
 
-    def accept(self, probability: Tensor, rows: Tensor, node: Tensor) -> Tensor:
-        p = probability.to(torch.float64).clamp(0, 1)
-        return self._choose(torch.stack([1 - p, p], 1), rows) == 1
-
-    def first(self, probability: Tensor, rows: Tensor, node: Tensor) -> Tensor:
-        p = probability.to(torch.float64).clamp(0, 1)
-        before = torch.cat([torch.ones_like(p[:, :1]), (1 - p).cumprod(1)[:, :-1]], 1)
-        # Outcomes are noted as nodes: where nodes stand depends on the rows beside them.
-        place = (node + 1).argsort(1)
-        chosen = self._choose((p * before).gather(1, place), rows)
-        return place.gather(1, chosen[:, None])[:, 0]
-
-    def draw(self, weights: Tensor, rows: Tensor, node: Tensor) -> Tensor:
-        return self._choose(weights, rows)
-
     def draft(self, weights: Tensor, rows: Tensor, node: Tensor) -> Tensor:
         if self.padding is not None:
             first = torch.nn.functional.one_hot(torch.tensor(0), weights.shape[1])
             weights = torch.where((node >= self.padding)[:, None], first.to(weights), weights)
-        return self._choose(weights, rows)
+        return super().draft(weights, rows, node)
+
+
+@dataclass
+class Drafted:
+    """How a static tree is drafted from a table of laws [contexts, Vd]; scheme, ids: see Case.
+    child(context [B], token [B]) is the context behind a token."""
+
+    shape: TreeShape
+    scheme: str
+    laws: Tensor
+    child: Callable[[Tensor, Tensor], Tensor]
+    ids: Tensor | None = None
+
+    def tree(self, begin: Tensor, size: Tensor | None, rng: Any) -> tuple[DraftTree, Tensor]:
+        """The tree of every row, whose drafts begin in these contexts [B], and the context
+        [B, N + 1] of every slot."""
+        rows, n = len(begin), len(self.shape)
+        parents = self.shape.parents(torch.device("cpu"))[0].tolist() if n else []
+        every = torch.arange(rows)
+        tokens = torch.zeros(rows, n, dtype=torch.int64)
+        context = torch.zeros(rows, n + 1, dtype=torch.int64)
+        context[:, 0] = begin
+        sampled = torch.zeros(rows, n, dtype=torch.bool)
+        law = self.laws.new_zeros(rows, n + 1, self.laws.shape[1])
+        law[:, :, 0] = 1
+        left: dict[int, Tensor] = {}
+        for i, parent in enumerate(parents):
+            slot, rank = parent + 1, self.shape.paths[i][-1]
+            if rank == 0:
+                law[:, slot] = left[slot] = self.laws[context[:, slot]]
+            if self.scheme == "top" or (self.scheme == "hybrid" and rank == 0):
+                place = left[slot].argmax(1)
+            else:
+                place = rng.draft(left[slot], every, torch.full((rows,), i))
+                sampled[:, i] = True
+            if self.scheme != "iid":
+                left[slot] = left[slot].scatter(1, place[:, None], 0.0)
+            tokens[:, i] = place if self.ids is None else self.ids[place]
+            context[:, i + 1] = self.child(context[:, slot], tokens[:, i])
+        row = (torch.tensor(parents, dtype=torch.int64) + 1).expand(rows, n)
+        proposal = Proposal(law, row, self.ids, self.scheme == "iid")
+        return DraftTree.static(self.shape, tokens, size, sampled, proposal), context
 
 
 @dataclass
@@ -106,35 +164,33 @@ class Case:
             return int(torch.randint(n, (), generator=generator))
 
         vocab = 2 + pick(max_vocab - 1)
-        scheme = ("top", "iid", "without", "hybrid")[pick(4)]
+        scheme = SCHEMES[pick(4)]
         known = vocab if pick(3) or vocab < 3 else vocab - 1
         width = known if scheme != "iid" else 3
         nodes = pick(max_nodes + (4 if scheme == "top" else 1))
         paths: list[tuple[int, ...]] = []
         chain_only = pick(3) == 0
         for _ in range(nodes):
-            above = (
-                (paths[-1] if paths else ()) if chain_only else ((), *paths)[pick(len(paths) + 1)]
-            )
+            above = ((), *paths)[-1 if chain_only else pick(len(paths) + 1)]
             rank = sum(len(p) == len(above) + 1 and p[:-1] == above for p in paths)
             if rank < width and len(above) < 4:
                 paths.append((*above, rank))
         shape = TreeShape.of(paths)
         contexts = (vocab + 1) ** (shape.depth + 1)
         sharp = (0.5, 2.0, 6.0)[pick(3)]
-        target = torch.randn(contexts, vocab, dtype=torch.float64, generator=generator) * sharp
-        draft = (
-            torch.randn(contexts, known, dtype=torch.float64, generator=generator)
-            * (0.5, 2.0)[pick(2)]
-        )
+
+        def logits(width: int) -> Tensor:
+            return torch.randn(contexts, width, dtype=torch.float64, generator=generator)
+
+        target = logits(vocab) * sharp
+        draft = logits(known) * (0.5, 2.0)[pick(2)]
         kind = pick(6)
         if kind == 0:  # p = q
-            target = torch.randn(contexts, vocab, dtype=torch.float64, generator=generator)
+            target = logits(vocab)
             draft = target[:, -known:].clone()
         if kind == 1:  # mass on few tokens, often none shared
-            target = target.masked_fill(
-                torch.rand(target.shape, generator=generator) < 0.5, -torch.inf
-            )
+            lost = torch.rand(target.shape, generator=generator) < 0.5
+            target = target.masked_fill(lost, -torch.inf)
             target[:, 0] = torch.where(target.isneginf().all(1), 0.0, target[:, 0])
         if kind == 2:  # exact ties
             target = target.round()
@@ -148,44 +204,18 @@ class Case:
             Sampling(0.0),
             Sampling(1.0, min_p=0.2),
         )[pick(7)]
-        size = (
-            None
-            if pick(3) or not len(shape)
-            else int(shape.size_at(torch.tensor([pick(shape.depth + 1)])))
-        )
+        size = None
+        if not pick(3) and len(shape):
+            size = int(shape.size_at(torch.tensor([pick(shape.depth + 1)])))
         return Case(vocab, shape, scheme, sampling, target, draft, ids, size)
 
     def propose(self, rng: Branches, rows: int) -> tuple[DraftTree, Tensor]:
         """The tree of every row and the context [B, N + 1] of every slot."""
-        n = len(self.shape)
-        parents = self.shape.parents(torch.device("cpu"))[0].tolist() if n else []
-        every = torch.arange(rows)
-        tokens = torch.zeros(rows, n, dtype=torch.int64)
-        context = torch.zeros(rows, n + 1, dtype=torch.int64)
-        sampled = torch.zeros(rows, n, dtype=torch.bool)
-        known = self.draft.shape[1]
-        law = torch.zeros(rows, n + 1, known, dtype=torch.float64)
-        law[:, :, 0] = 1
-        left: dict[int, Tensor] = {}
-        for i, parent in enumerate(parents):
-            slot, rank = parent + 1, self.shape.paths[i][-1]
-            if rank == 0:
-                law[:, slot] = self.draft[context[:, slot]].softmax(-1)
-                left[slot] = law[:, slot].clone()
-            fixed = self.scheme == "top" or (self.scheme == "hybrid" and rank == 0)
-            if fixed:
-                place = left[slot].argmax(1)
-            else:
-                place = rng.draft(left[slot], every, torch.full((rows,), i))
-                sampled[:, i] = True
-            if self.scheme != "iid":
-                left[slot] = left[slot].scatter(1, place[:, None], 0.0)
-            tokens[:, i] = place if self.draft_vocab is None else self.draft_vocab[place]
-            context[:, i + 1] = self.child(context[:, slot], tokens[:, i])
-        row = (torch.tensor(parents, dtype=torch.int64) + 1).expand(rows, n)
-        proposal = Proposal(law, row, self.draft_vocab, self.scheme == "iid")
         size = None if self.size is None else torch.full((rows,), self.size)
-        return DraftTree.static(self.shape, tokens, size, sampled, proposal), context
+        begin = torch.zeros(rows, dtype=torch.int64)
+        laws = self.draft.softmax(-1)
+        drafted = Drafted(self.shape, self.scheme, laws, self.child, self.draft_vocab)
+        return drafted.tree(begin, size, rng)
 
     def contexts(self, tree: DraftTree) -> Tensor:
         """The context [B, N + 1] of every slot of `tree`, read from its tokens and parents."""
@@ -228,9 +258,7 @@ Mangle = Callable[[DraftTree], DraftTree]
 
 @dataclass
 class Outcome:
-    """error: largest difference of any sequence's probability. accepted: expected accepted
-    draft tokens.
-    """
+    """error: of any sequence's probability. accepted: draft tokens to be expected."""
 
     error: float
     accepted: float

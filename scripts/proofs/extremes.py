@@ -81,9 +81,7 @@ class Extreme(Case):
         return DraftTree.static(self.shape, tokens, None, sampled, proposal), context
 
     def _children(self, law: Tensor, kids: Sequence[int], rng: Branches) -> tuple[Tensor, Tensor]:
-        """Tokens [B, K] and which of them were drawn [B, K], from the law [B, Vd] of their
-        parent.
-        """
+        """Tokens [B, K], and which were drawn [B, K], from their parent's law [B, Vd]."""
         rows, width = law.shape
         ids = torch.arange(width) if self.draft_vocab is None else self.draft_vocab
         coins: Any = _Drafts(rng)
@@ -136,9 +134,7 @@ class Extreme(Case):
 
 
 class _Drafts:
-    """Draws a token also where a law has no mass left, as decode.rng does: which one is looked
-    at later.
-    """
+    """Draws a token also where a law has no mass left, as decode.rng does."""
 
     def __init__(self, rng: Branches) -> None:
         self.rng = rng
@@ -151,9 +147,7 @@ class _Drafts:
 
 
 def _logits(vocab: int, pick: Any) -> Tensor:
-    """[V] float64 at temperature one: one token or two at 0, the others some gap below, or out
-    of reach.
-    """
+    """[V] float64 at T = 1: one or two tokens at 0, the others below or out of reach."""
     logits = torch.tensor([-GAPS[pick(len(GAPS))] for _ in range(vocab)], dtype=torch.float64)
     if pick(4) == 0:
         logits[pick(vocab)] = -torch.inf

@@ -54,10 +54,8 @@ class Plain:
             parts = [_sides(ids, start, switch) for ids, start in sequences]
             if len(parts) > 1 or len(parts[0]) > 1:
                 return [torch.cat([self.logits([part])[0] for part in either]) for either in parts]
-        longest, first = (
-            max(len(ids) for ids, _ in sequences) - 1,
-            min(start for _, start in sequences) - 1,
-        )
+        longest = max(len(ids) for ids, _ in sequences) - 1
+        first = min(start for _, start in sequences) - 1
         batch = torch.zeros(len(sequences), longest, dtype=torch.int64)
         mask = torch.zeros_like(batch)
         for b, (ids, _) in enumerate(sequences):
@@ -67,15 +65,11 @@ class Plain:
             keep = {}
             if "logits_to_keep" in inspect.signature(model.forward).parameters:
                 keep["logits_to_keep"] = longest - first
-            device = self.target.device
-            out = model(
-                batch.to(device), attention_mask=mask.to(device), use_cache=False, **keep
-            ).logits
-        skip = longest - out.shape[1]
-        return [
-            out[b, start - 1 - skip : len(ids) - 1 - skip]
-            for b, (ids, start) in enumerate(sequences)
-        ]
+            batch, mask = batch.to(self.target.device), mask.to(self.target.device)
+            out = model(batch, attention_mask=mask, use_cache=False, **keep).logits
+        before = 1 + longest - out.shape[1]
+        ends = enumerate(sequences)
+        return [out[b, start - before : len(ids) - before] for b, (ids, start) in ends]
 
     def in_batches(
         self, sequences: Sequence[tuple[list[int], int]], guidance: float | None = None
@@ -98,36 +92,35 @@ class Plain:
             chunk, order = order[:size], order[size:]
             found = self.logits([sequences[i] for i in chunk])
             if guidance is not None:
-                free = self.logits(
-                    [(ids[start - 1 :], 1) for ids, start in (sequences[i] for i in chunk)]
-                )
+                texts = (sequences[i] for i in chunk)
+                free = self.logits([(ids[start - 1 :], 1) for ids, start in texts])
                 found = [_guided(a, b, guidance) for a, b in zip(found, free, strict=True)]
             yield from zip(chunk, found, strict=True)
 
     def stepped(self, ids: list[int], start: int, guidance: float | None = None) -> Tensor:
-        """What `in_batches` says of one text, [len(ids) - start, V], by a cached step per
-        token: plain decoding.
-        """
-        found = self._steps(ids, start)
-        return (
-            found
-            if guidance is None
-            else _guided(found, self._steps(ids[start - 1 :], 1), guidance)
+        """Logits [len(ids) - start, V] of one text by a cached step per token."""
+        found = self._steps(ids[:start], len(ids) - start, ids[start:])
+        if guidance is None:
+            return found
+        return _guided(
+            found, self._steps(ids[start - 1 : start], len(found), ids[start:]), guidance
         )
 
     @torch.no_grad()
-    def _steps(self, ids: list[int], start: int) -> Tensor:
-        found = []
+    def _steps(self, ids: list[int], count: int, then: Sequence[int] = ()) -> Tensor:
+        """Logits [count, V] behind `ids`, which grow by the tokens `then`, and by the best one
+        where these have ended, by a cached step each."""
+        found: list[Tensor] = []
+        new, past = list(ids), None
         with self.target.as_loaded() as model:
-            out = model(torch.tensor([ids[:start]], device=self.target.device), use_cache=True)
-            for token in ids[start:]:
+            while len(found) < count:
+                now = torch.tensor([new], device=self.target.device)
+                out = model(now, past_key_values=past, use_cache=True)
                 found.append(out.logits[0, -1])
-                if len(found) < len(ids) - start:
-                    now = torch.tensor([[token]], device=self.target.device)
-                    out = model(now, past_key_values=out.past_key_values, use_cache=True)
+                given = then[len(found) - 1 : len(found)]
+                new, past = list(given) or [int(found[-1].argmax())], out.past_key_values
         return torch.stack(found)
 
-    @torch.no_grad()
     def rounding(self, prompts: Sequence[Sequence[int]], steps: int = 16) -> dict[str, float]:
         """What rounding does in this model and dtype, the engine left out: two plain ways to
         compute the same logits, one pass over the whole text and one cached step per token,
@@ -139,22 +132,12 @@ class Plain:
         worst = gap = 0.0
         for prompt in prompts:
             ids = list(prompt)
-            stepped: list[Tensor] = []
             length = steps
             if self.target.switch is not None and len(ids) <= self.target.switch:
                 length = min(steps, self.target.switch - len(ids) + 1)
-            with self.target.as_loaded() as model:
-                out = model(torch.tensor([ids], device=self.target.device), use_cache=True)
-                for _ in range(length):
-                    stepped.append(out.logits[0, -1])
-                    ids.append(int(stepped[-1].argmax()))
-                    out = model(
-                        torch.tensor([[ids[-1]]], device=self.target.device),
-                        past_key_values=out.past_key_values,
-                        use_cache=True,
-                    )
-            whole = self.logits([(ids, len(prompt))])[0]
-            a, b = whole.double(), torch.stack(stepped).double()
+            stepped = self._steps(ids, length)
+            whole = self.logits([([*ids, *stepped.argmax(-1).tolist()], len(ids))])[0]
+            a, b = whole.double(), stepped.double()
             worst = max(worst, float((a - b).abs().max()))
             near = torch.zeros_like(a, dtype=torch.bool)
             for x in (a, b):
@@ -170,9 +153,7 @@ def _guided(given: Tensor, free: Tensor, guidance: float) -> Tensor:
 
 
 def _sides(ids: list[int], start: int, switch: int) -> list[tuple[list[int], int]]:
-    """The text and start as they are, or cut in two where places on either side of `switch`
-    tokens are asked for.
-    """
+    """The text and start, cut in two where places on either side of `switch` are asked for."""
     if start <= switch < len(ids) - 1:
         return [(ids[: switch + 1], start), (ids, switch + 1)]
     return [(ids, start)]
@@ -181,9 +162,8 @@ def _sides(ids: list[int], start: int, switch: int) -> list[tuple[list[int], int
 @dataclass
 class Greedy:
     """divergences: {prompt, position, ours, theirs, margin, kind: "rounding tie" | "defect"},
-    first one per prompt.
-    astray: emitted tokens that are not the best one of the very logits they were verified
-        against."""
+    first one per prompt. astray: emitted tokens that are not the best one of the very logits
+    they were verified against."""
 
     prompts: int
     tokens: int
@@ -230,7 +210,8 @@ def greedy_layer(
     ALONE, are written in a batch of one. theirs: the reference's tokens, when known already.
     parts: keeps what is done.
     """
-    sampling, guidance = greedy_of(reading.sampling), reading.guidance
+    reading = replace(reading, sampling=greedy_of(reading.sampling))
+    sampling, guidance = reading.sampling, reading.guidance
     parts = parts or Parts(None)
     requests = [Request(list(p), reading.tokens, id=i) for i, p in enumerate(prompts)]
     if theirs is None:
@@ -242,21 +223,20 @@ def greedy_layer(
         size = reading.batch_size if len(ours) < together else 1
         end = together if len(ours) < together else len(requests)
         chunk = requests[len(ours) : min(end, len(ours) + CHUNK * size)]
-        for row in _written(target, drafter, chunk, replace(reading, sampling=sampling), size):
+        for row in _written(target, drafter, chunk, reading, size):
             ours.append(row)
             parts.add("greedy", row)
         advance(len(chunk))
     result = Greedy(
         len(prompts), sum(len(o[0]) for o in ours), sum(o[1] for o in ours), sum(o[2] for o in ours)
     )
-    judged = replace(reading, sampling=sampling)
     for i, (out, wanted) in enumerate(zip((o[0] for o in ours), theirs, strict=True)):
         if out == wanted:
             continue
         alone = reference_tokens(plain, [requests[i]], sampling, 1, guidance)[0]
         if out != alone:
             known = Generation(list(prompts[i]), out)
-            result.divergences.append(_classify(plain, i, known, alone, judged))
+            result.divergences.append(_classify(plain, i, known, alone, reading))
     return result
 
 
@@ -266,16 +246,8 @@ def _written(
     """Of every answer its tokens, how many were drafted, and how many are not the best ones of
     the logits that they were verified against."""
     seen = Recorder(reading.verify, asked, functools.partial(_is_best, reading.sampling))
-    run = generate(
-        target,
-        drafter,
-        asked,
-        reading.sampling,
-        batch_size=size,
-        verify=seen,
-        guidance=reading.guidance,
-        coins=seen.coins,
-    )
+    how: dict[str, Any] = {"verify": seen, "guidance": reading.guidance, "coins": seen.coins}
+    run = generate(target, drafter, asked, reading.sampling, batch_size=size, **how)
     rows = []
     for g, line in zip(run.generations, seen.emitted(run, asked), strict=True):
         pairs = zip(line, g.token_ids, strict=False)
@@ -287,15 +259,12 @@ def _written(
 def _is_best(
     sampling: Sampling, logits: Tensor, tokens: Tensor, histories: list[list[int]]
 ) -> list[bool]:
-    """Whether each token [K] is the best one of its logits [K, V]; in the decoder's precision:
-    nothing to forgive.
-    """
+    """Whether each token [K] is the best of its logits [K, V], in the decoder's precision."""
     scores = logits if logits.dtype == torch.float64 else logits.float()
     scores = pit.processed(scores, sampling, histories)
-    return [
-        bool(x)
-        for x in (scores == scores.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1) == tokens
-    ]
+    best = (scores == scores.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1)
+    found: list[bool] = (best == tokens).tolist()
+    return found
 
 
 def greedy_of(sampling: Sampling) -> Sampling:
@@ -314,9 +283,7 @@ def reference_tokens(
     advance: Advance = lambda n: None,
     parts: Parts | None = None,
 ) -> list[list[int]]:
-    """What Hugging Face `generate` writes. Guided rows go one by one: it cannot batch unlike
-    prompts there.
-    """
+    """What Hugging Face `generate` writes; guided rows alone, since it cannot batch them."""
     parts = parts or Parts(None)
     size = 1 if guidance is not None else batch_size
     found = parts.lines("reference")
@@ -333,36 +300,23 @@ def reference_tokens(
 
 
 def _classify(
-    plain: Plain,
-    prompt: int,
-    out: Generation,
-    wanted: list[int],
-    reading: Reading,
+    plain: Plain, prompt: int, out: Generation, wanted: list[int], reading: Reading
 ) -> dict[str, Any]:
-    at = next(
-        (k for k, (a, b) in enumerate(zip(out.token_ids, wanted, strict=False)) if a != b), None
-    )
-    if at is None:  # one stopped where the other went on
-        short = min(len(out.token_ids), len(wanted))
-        return {
-            "prompt": prompt,
-            "position": short,
-            "ours": None,
-            "theirs": None,
-            "margin": None,
-            "kind": "defect",
-        }
-    a, b = out.token_ids[at], wanted[at]
-    ids, start = [*out.prompt_ids, *out.token_ids[:at], a], len(out.prompt_ids)
-    logits = next(plain.in_batches([(ids, start)], reading.guidance))[1][-1:].double()
-    scores = pit.processed(logits, reading.sampling, [ids[:-1]])[0]
-    margin = float(scores.max() - torch.minimum(scores[a], scores[b]))
-    kind = "rounding tie" if margin <= reading.tolerance else "defect"
+    pairs = list(zip(out.token_ids, wanted, strict=False))
+    at = next((k for k, (a, b) in enumerate(pairs) if a != b), len(pairs))
+    a, b, margin = None, None, None
+    if at < len(pairs):  # else one stopped where the other went on
+        a, b = pairs[at]
+        ids, start = [*out.prompt_ids, *out.token_ids[:at], a], len(out.prompt_ids)
+        logits = next(plain.in_batches([(ids, start)], reading.guidance))[1][-1:].double()
+        scores = pit.processed(logits, reading.sampling, [ids[:-1]])[0]
+        margin = float(scores.max() - torch.minimum(scores[a], scores[b]))
+    tie = margin is not None and margin <= reading.tolerance
     return {
         "prompt": prompt,
         "position": at,
         "ours": a,
         "theirs": b,
         "margin": margin,
-        "kind": kind,
+        "kind": "rounding tie" if tie else "defect",
     }

@@ -30,10 +30,8 @@ from scripts.proofs.greedy import Plain
 
 LIKELY = 0.01
 TEXTS = 6  # answers that are computed in two plain ways
-MEAN, FAR = (
-    2.0,
-    4.0,
-)  # a stratum's mean, and a single shift, beyond so many times the yardstick's are no rounding
+# a stratum's mean, and a single shift, beyond so many times the yardstick's are no rounding
+MEAN, FAR = 2.0, 4.0
 FLOOR = 1e-5  # mean total variation that is never called a difference
 # Share of tokens that may be shifted far: the yardstick's largest is one of a few hundred.
 STRAYS = 0.002
@@ -73,9 +71,7 @@ def yardstick(
 
 
 def strata(depth: np.ndarray, first: np.ndarray) -> dict[str, np.ndarray]:
-    """Masks [n] of STRATA. depth: place in the cycle; first: the token that follows the
-    prompt.
-    """
+    """Masks [n] of STRATA. depth: place in the cycle; first: whether it follows the prompt."""
     masks = (first, (depth == 0) & ~first, depth == 1, depth == 2, depth >= 3)
     return dict(zip(STRATA, masks, strict=True))
 
@@ -83,9 +79,7 @@ def strata(depth: np.ndarray, first: np.ndarray) -> dict[str, np.ndarray]:
 def passes_json(
     depth: np.ndarray, first: np.ndarray, measured: np.ndarray, plainly: dict[str, Any]
 ) -> dict[str, Any]:
-    """The layer's entry of certificate.json. measured: [n, 2] of `distances`; plainly: see
-    `yardstick`.
-    """
+    """The layer in certificate.json. measured: [n, 2] of `distances`; plainly: `yardstick`."""
     limit = max(MEAN * plainly["variation"], FLOOR)
     shift = max(FAR * plainly["largest_shift"], FLOOR)
     rows, why = [], ""
@@ -93,15 +87,13 @@ def passes_json(
         if not mask.any():
             continue
         tv, far = measured[mask, 0], int((measured[mask, 1] > shift).sum())
-        sure = float(
-            tv.mean() - 3 * tv.std() / np.sqrt(len(tv))
-        )  # a few tokens at a truncation's edge are no bug
+        # a few tokens at a truncation's edge are no bug
+        sure = float(tv.mean() - 3 * tv.std() / np.sqrt(len(tv)))
         row = {"stratum": name, "tokens": len(tv), "variation": float(tv.mean()), "far": far}
         if not why and sure > limit:
             why = (
-                f"{name}: the verifier's laws lie {row['variation']:.2g} (mean total "
-                "variation) from plain decoding's, "
-                f"two plain computations {plainly['variation']:.2g}"
+                f"{name}: the verifier's laws lie {row['variation']:.2g} (mean total variation) "
+                f"from plain decoding's, two plain computations {plainly['variation']:.2g}"
             )
         if not why and far > max(2, STRAYS * len(tv)):
             why = (

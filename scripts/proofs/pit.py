@@ -23,15 +23,11 @@ from torch import Tensor
 
 from decode.sampling import Sampling
 
-CELLS, PAIR_CELLS, SMALLEST = (
-    20,
-    8,
-    200,
-)  # cells of the chi-squares; strata below SMALLEST are not tested
+CELLS, PAIR_CELLS = 20, 8  # of the chi-squares
+SMALLEST = 200  # strata below are not tested
 FEW = 512  # best tokens that nearly every truncation's edge lies among
-TOLERANCE = (
-    1e-6  # of a score, relative: what float32 loses between a logit and the edge of a truncation
-)
+# of a score, relative: what float32 loses between a logit and the edge of a truncation
+TOLERANCE = 1e-6
 
 
 @dataclass
@@ -91,9 +87,7 @@ def law_of(logits: Tensor, sampling: Sampling, histories: Sequence[Sequence[int]
 def processed(
     scores: Tensor, sampling: Sampling, histories: Sequence[Sequence[int]] = ()
 ) -> Tensor:
-    """`scores` [R, V] after the logits processors and the repetition penalty, each row with
-    its own history.
-    """
+    """`scores` [R, V] after processors and repetition penalty, each row by its history."""
     if not sampling.uses_history:
         return scores
     rows = []
@@ -115,19 +109,16 @@ def _edges(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
         return none, none
     strict, wide = none, none
     size = scores.shape[1]
-    ordered = scores.topk(
-        min(size, max(FEW, sampling.top_k)), -1
-    ).values  # a whole sort costs ten times as much
+    # a whole sort costs ten times as much
+    ordered = scores.topk(min(size, max(FEW, sampling.top_k)), -1).values
     off = TOLERANCE * (1 + scores.masked_fill(scores.isneginf(), 0).abs().amax(-1, keepdim=True))
     if sampling.top_k:
         strict = ordered[:, sampling.top_k - 1 : sampling.top_k]
         wide = strict - off
     if sampling.top_p < 1:
         total = scores.masked_fill(scores < strict, -torch.inf).logsumexp(-1, keepdim=True)
-        both = [
-            _nucleus(scores, ordered, strict, total, share)
-            for share in (sampling.top_p, sampling.top_p + 2 * off)
-        ]
+        shares = (sampling.top_p, sampling.top_p + 2 * off)
+        both = [_nucleus(scores, ordered, strict, total, share) for share in shares]
         strict, wide = torch.maximum(strict, both[0]), torch.maximum(wide, both[1] - off)
     if sampling.min_p:
         least = ordered[:, :1] + math.log(sampling.min_p)
@@ -138,15 +129,12 @@ def _edges(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
 def _nucleus(
     scores: Tensor, ordered: Tensor, edge: Tensor, total: Tensor, share: float | Tensor
 ) -> Tensor:
-    """The lowest score [R, 1] of the fewest tokens, none below `edge`, that hold `share` of
-    exp(total).
-    """
+    """The lowest score [R, 1] of the fewest tokens above `edge` with `share` of exp(total)."""
     law = (ordered.masked_fill(ordered < edge, -torch.inf) - total).exp()
     count = (law.cumsum(-1) - law < share).sum(-1, keepdim=True).clamp(min=1)
     found = ordered.gather(1, count - 1)
-    rows = (law.sum(-1, keepdim=True) < share)[:, 0].nonzero()[
-        :, 0
-    ]  # more tokens than were ordered
+    # more tokens than were ordered
+    rows = (law.sum(-1, keepdim=True) < share)[:, 0].nonzero()[:, 0]
     if rows.numel() and ordered.shape[1] < scores.shape[1]:
         every = scores[rows].sort(-1, descending=True).values
         some = share[rows] if isinstance(share, Tensor) else share
@@ -156,9 +144,7 @@ def _nucleus(
 
 @dataclass(frozen=True)
 class Test:
-    """One test of one stratum. p: probability of a value at least as extreme when every U is
-    uniform.
-    """
+    """One test of one stratum. p: probability of a value as extreme when every U is uniform."""
 
     name: str
     stratum: str
@@ -168,9 +154,7 @@ class Test:
 
 
 def kolmogorov(u: np.ndarray) -> tuple[float, float]:
-    """D and p of the one-sample Kolmogorov-Smirnov test against the uniform law (Stephens'
-    finite-n argument).
-    """
+    """D and p of the Kolmogorov-Smirnov test of uniformity (Stephens' finite-n argument)."""
     n = len(u)
     x = np.sort(u)
     steps = np.arange(1, n + 1) / n
@@ -184,36 +168,33 @@ def kolmogorov(u: np.ndarray) -> tuple[float, float]:
 
 def chi_square(counts: np.ndarray) -> tuple[float, float]:
     """Statistic and p of equal expected counts."""
-    expected = counts.sum() / counts.size
-    value = float(((counts - expected) ** 2 / expected).sum())
-    return value, _chi_tail(value, counts.size - 1)
+    return _chi_square(counts[None])
 
 
-def _chi_tail(value: float, freedom: int) -> float:
-    if freedom == 0:  # no row of the table was full enough to be asked
-        return 1.0
+def _chi_square(table: np.ndarray) -> tuple[float, float]:
+    """Of a table each row of which expects equal counts."""
+    expected = table.sum(1, keepdims=True) / table.shape[1]
+    value = float(((table - expected) ** 2 / expected).sum())
+    freedom = len(table) * (table.shape[1] - 1)
+    if not freedom:  # no row was full enough to be asked
+        return value, 1.0
     half = torch.tensor([freedom / 2, value / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1]))
+    return value, float(torch.special.gammaincc(half[0], half[1]))
 
 
 def poisson(count: int, mean: float) -> float:
     """Probability of at least `count` events where `mean` are expected."""
     if count == 0:
         return 1.0
-    return float(
-        torch.special.gammainc(*torch.tensor([count, max(mean, 1e-300)], dtype=torch.float64))
-    )
+    pair = torch.tensor([count, max(mean, 1e-300)], dtype=torch.float64)
+    return float(torch.special.gammainc(*pair))
 
 
 def edge_test(count: int, mean: float, n: int) -> list[Test]:
-    """Tokens at the edge of a truncation against as many as the wider law expects: forgiving
-    them has a price.
-    """
-    return (
-        [Test("tokens at a truncation's edge", "all tokens", n, count, poisson(count, mean))]
-        if count
-        else []
-    )
+    """Tokens at a truncation's edge against as many as the wider law expects there."""
+    if not count:
+        return []
+    return [Test("tokens at a truncation's edge", "all tokens", n, count, poisson(count, mean))]
 
 
 def uniformity(u: np.ndarray, stratum: str, order: str = "by probability") -> list[Test]:
@@ -232,8 +213,8 @@ def independence(
     Correlation, and a chi-square.
 
     joined[t] may depend on token t - 1 (a cycle goes on because that was accepted), whose
-    transform is then not uniform
-    here: both tests take it as it came and ask whether the second is uniform given it.
+    transform is then not uniform here: both tests take it as it came and ask whether the second
+    is uniform given it.
     """
     at = np.flatnonzero(joined[1:]) + 1
     if len(at) < SMALLEST:
@@ -241,13 +222,10 @@ def independence(
     a, b = u[at - 1] - 0.5, u[at] - 0.5
     z = float((a * b).sum() / math.sqrt((a**2).sum() / 12))
     table = np.histogram2d(a, b, bins=PAIR_CELLS, range=[[-0.5, 0.5], [-0.5, 0.5]])[0]
-    table = table[table.sum(1) >= 5 * PAIR_CELLS]
-    expected = table.sum(1, keepdims=True) / PAIR_CELLS
-    value = float(((table - expected) ** 2 / expected).sum())
-    freedom = len(table) * (PAIR_CELLS - 1)
+    full = table[table.sum(1) >= 5 * PAIR_CELLS]
     return [
         Test(f"correlation, {order}", stratum, len(at), z, math.erfc(abs(z) / math.sqrt(2))),
-        Test(f"chi-square of pairs, {order}", stratum, len(at), value, _chi_tail(value, freedom)),
+        Test(f"chi-square of pairs, {order}", stratum, len(at), *_chi_square(full)),
     ]
 
 
@@ -265,7 +243,5 @@ def objection(tests: Sequence[Test], alpha: float) -> str:
 
 
 def overall(tests: Sequence[Test]) -> float:
-    """The p-value of all tests together (Bonferroni, which asks nothing of how they depend on
-    one another).
-    """
+    """The p-value of all tests together (Bonferroni: they may depend on one another)."""
     return min(1.0, len(tests) * min((t.p for t in tests), default=1.0))

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decode.sampling import Sampling
 from scripts.proofs import pit
 from scripts.proofs.biases import FAMILIES, Laws, Member
 from scripts.proofs.directions import (
@@ -48,13 +49,18 @@ LIMITS = (2.0, *LEARNED_TAILS)  # the first lets every token in
 
 @dataclass
 class Answer:
-    """The laws of consecutive tokens of one answer: law, before truncation [R, V] float32, and
-    token ids [R].
-    """
+    """The laws of consecutive tokens of one answer, and before truncation: [R, V] float32."""
 
     law: Tensor
     whole: Tensor
-    tokens: list[int]
+
+    @classmethod
+    def of(
+        cls, logits: Tensor, sampling: Sampling, histories: Sequence[Sequence[int]] = ()
+    ) -> Answer:
+        """From logits [R, V]; histories: see pit."""
+        whole = (logits.float() / sampling.temperature).softmax(-1)
+        return cls(pit.law_of(logits, sampling, histories).float(), whole)
 
 
 def laws_wanted(vocab_size: int) -> int:
@@ -85,36 +91,30 @@ class Power:
     ) -> None:
         self.answers, self.bank, self.n, self.level = list(answers), bank, n, alpha / max(tests, 1)
         self.count = sum(len(a.law) for a in self.answers)
-        self.owner = torch.tensor(
-            [i for i, a in enumerate(self.answers) for _ in range(len(a.law))]
-        )
+        self.lengths = torch.tensor([len(a.law) for a in self.answers]).double()
         self.blocks = list(self._blocks())
-        moments = [s.moments(s.law) for s, _, _ in self.blocks]
-        spread = torch.stack([(m2 - m1**2).double().sum(0) for m1, m2, _ in moments]).sum(0)
-        self.variance = spread.cpu().numpy() / self.count
-        self.mean = [m1 for m1, _, _ in moments]
-        inside = [
-            torch.stack([s.law * (s.law < limit) for limit in LIMITS]) for s, _, _ in self.blocks
-        ]
-        self.rate = torch.stack([p.double().sum(1) for p in inside]).sum(0) / self.count  # [D, V]
-        self.spread = (
-            self.rate - torch.stack([(p.double() ** 2).sum(1) for p in inside]).sum(0) / self.count
-        )
+        self.mean, self.variance = self._moments([s.moments(s.law)[:2] for s, _, _ in self.blocks])
+        every = [torch.stack([s.law * (s.law < x) for x in LIMITS]) for s, _, _ in self.blocks]
+        self.rate = torch.stack([p.double().sum(1) for p in every]).sum(0) / self.count  # [D, V]
+        square = torch.stack([(p.double() ** 2).sum(1) for p in every]).sum(0) / self.count
+        self.spread = self.rate - square
         self.z = _quantile(1 - self.level / 2)
-        pairs = [s.parities(s.law) for s, _, _ in self.blocks]
-        self.parity = [m1 for m1, _ in pairs]
-        spread = torch.stack([(m2 - m1**2).double().sum(0) for m1, m2 in pairs]).sum(0)
-        self.parity_variance = spread.cpu().numpy() / self.count
+        parities = [s.parities(s.law) for s, _, _ in self.blocks]
+        self.parity, self.parity_variance = self._moments(parities)
 
-    def _blocks(self) -> Iterator[tuple[Scores, Laws, Tensor]]:
+    def _moments(self, found: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], np.ndarray]:
+        """The means of every block, and the mean variance, from (E d, E d^2) of the blocks."""
+        spread = torch.stack([(m2 - m1**2).double().sum(0) for m1, m2 in found]).sum(0)
+        return [m1 for m1, _ in found], spread.cpu().numpy() / self.count
+
+    def _blocks(self) -> Iterator[tuple[Scores, Laws, int]]:
         """Scores, laws and numbers of the answers, block by block."""
         for i, answer in enumerate(self.answers):
             other = self.answers[(i + 1) % len(self.answers)]
             for a in range(0, len(answer.law), ROWS):
                 law = answer.law[a : a + ROWS]
-                before = torch.cat(
-                    [answer.law[a - 1 : a] if a else torch.zeros_like(law[:1]), law[:-1]]
-                )
+                last = answer.law[a - 1 : a] if a else torch.zeros_like(law[:1])
+                before = torch.cat([last, law[:-1]])
                 there = [o for o in self.answers if o is not answer]
                 mixed, lone = torch.zeros_like(law), torch.zeros_like(law)
                 if there:
@@ -125,25 +125,16 @@ class Power:
                     lone[: len(some)] = some
                 none = torch.full((len(law), 1), -1, device=law.device)
                 block = Block(law, before, mixed, none, none)
-                yield (
-                    self.bank.open(block),
-                    Laws(law, before, lone, answer.whole[a : a + ROWS]),
-                    torch.tensor(i),
-                )
+                laws = Laws(law, before, lone, answer.whole[a : a + ROWS])
+                yield self.bank.open(block), laws, i
 
     def shift(self, member: Member) -> _Shift:
         """What the member does to the statistics at e = 1."""
-        found = _Shift(
-            torch.zeros(len(self.bank.names), dtype=torch.float64),
-            torch.zeros(len(STARTS), dtype=torch.float64),
-            torch.zeros(pit.CELLS, dtype=torch.float64),
-            torch.zeros(
-                len(LIMITS), len(self.answers), len(self.bank.ids), device=self.bank.ids.device
-            ),
-        )
-        for (scores, laws, number), mean, parity in zip(
-            self.blocks, self.mean, self.parity, strict=True
-        ):
+        zero = lambda size: torch.zeros(size, dtype=torch.float64)
+        ids = self.bank.ids.new_zeros(len(LIMITS), len(self.answers), len(self.bank.ids))
+        found = _Shift(zero(len(self.bank.names)), zero(len(STARTS)), zero(pit.CELLS), ids)
+        blocks = zip(self.blocks, self.mean, self.parity, strict=True)
+        for (scores, laws, number), mean, parity in blocks:
             p, r = laws.law, member(laws)
             found.mean += (scores.mean(r) - mean).double().sum(0).cpu()
             found.parity += (scores.parities(r)[0] - parity).double().sum(0).cpu()
@@ -152,16 +143,12 @@ class Power:
                 found.ids[i, number] += ((r - p) * (p < limit)).sum(0)
             found.total += float((r - p).abs().sum()) / 2
             found.impossible += float((r * (p == 0)).sum())
-        found.total, found.impossible = found.total / self.count, found.impossible / self.count
-        found.mean, found.parity, found.cells = (
-            x / self.count for x in (found.mean, found.parity, found.cells)
-        )
+        for name in ("mean", "parity", "cells", "total", "impossible"):
+            setattr(found, name, getattr(found, name) / self.count)
         return found
 
     def curve(self, member: Member) -> tuple[np.ndarray, float]:
-        """Power at every mean total variation of GRID (nan beyond reach), and the largest that
-        the member can reach.
-        """
+        """Power at every total variation of GRID (nan beyond reach), and the largest reached."""
         s = self.shift(member)
         share = GRID / max(s.total, 1e-12)
         share = np.where(share <= 1, share, np.nan)[:, None]
@@ -177,9 +164,8 @@ class Power:
 
     def _directions(self, s: _Shift, share: np.ndarray) -> np.ndarray:
         own = self._best(s.mean.numpy(), self.variance, share, self.level)
-        return np.fmax(
-            own, self._best(s.parity.numpy(), self.parity_variance, share, self.level / len(STARTS))
-        )
+        level = self.level / len(STARTS)
+        return np.fmax(own, self._best(s.parity.numpy(), self.parity_variance, share, level))
 
     def _best(
         self, mean: np.ndarray, variance: np.ndarray, share: np.ndarray, level: float
@@ -198,41 +184,32 @@ class Power:
         kolmogorov = _normal_cdf(2 * (share[:, 0] * math.sqrt(n) * farthest - needed))
         free = pit.CELLS - 1
         center = n * share[:, 0] ** 2 * pit.CELLS * (cells**2).sum()
-        critical = (
-            free + self.z * math.sqrt(2 * free) + self.z**2
-        )  # a bound from above (Laurent and Massart 2000)
-        return np.fmax(
-            kolmogorov, _normal_cdf((free + center - critical) / np.sqrt(2 * (free + 2 * center)))
-        )
+        # a bound from above (Laurent and Massart 2000)
+        critical = free + self.z * math.sqrt(2 * free) + self.z**2
+        chi_square = _normal_cdf((free + center - critical) / np.sqrt(2 * (free + 2 * center)))
+        return np.fmax(kolmogorov, chi_square)
 
     def _single(self, s: _Shift, share: np.ndarray) -> np.ndarray:
         spread = self.spread[0].cpu().numpy()
         many = max(int((self.n * spread >= ENOUGH).sum()), 1)
-        return self._best(
-            s.ids[0].sum(0).cpu().numpy() / self.count, spread, share, self.level / many
-        )
+        mean = s.ids[0].sum(0).cpu().numpy() / self.count
+        return self._best(mean, spread, share, self.level / many)
 
     def _learned(self, s: _Shift, share: np.ndarray) -> np.ndarray:
         """The bets on token ids, in all laws or in a tail."""
         if len(self.answers) < 2:
             return np.full(len(share), np.nan)
-        every = [
-            self._bets(ids, rate, spread, share)
-            for ids, rate, spread in zip(s.ids, self.rate, self.spread, strict=True)
-        ]
-        return np.fmax.reduce(every)
+        places = zip(s.ids, self.rate, self.spread, strict=True)
+        return np.fmax.reduce([self._bets(*place, share) for place in places])
 
     def _bets(self, ids: Tensor, rate: Tensor, spread: Tensor, share: np.ndarray) -> np.ndarray:
         """ids: [L, V] shifts, summed over each answer; rate, spread: [V] mean of p and of p (1
         - p). What an id gains is measured between answers: within one it is partly chance."""
-        counts = torch.bincount(self.owner, minlength=len(self.answers)).double()
+        counts = self.lengths
         whole = ids.double().sum(0)
         square = (whole**2 - (ids.double() ** 2).sum(0)) / (counts.sum() ** 2 - (counts**2).sum())
-        times = (
-            (torch.arange(STEPS, dtype=torch.float64, device=square.device) + 0.5)[:, None]
-            * self.n
-            / STEPS
-        )
+        steps = torch.arange(STEPS, dtype=torch.float64, device=square.device)
+        times = (steps + 0.5)[:, None] * self.n / STEPS
         weight = 1 / (times * rate + SHRINK)
         lean = torch.minimum(square.clamp(min=0).sqrt(), rate)
         power = []
@@ -243,20 +220,17 @@ class Power:
             whole_score = e * lean * times * weight
             expected = whole_score.clamp(max=REACH)
             kept = expected / whole_score.clamp(min=1e-30)
-            gain = (
-                float((e**2 * square * times * weight * kept).sum()) * self.n / STEPS
-            )  # chance cancels where signed
-            noise = (
-                float((spread * (expected**2 + times * spread * weight**2)).sum()) * self.n / STEPS
-            )
+            # chance cancels where signed
+            gain = float((e**2 * square * times * weight * kept).sum()) * self.n / STEPS
+            variance = spread * (expected**2 + times * spread * weight**2)
+            noise = float(variance.sum()) * self.n / STEPS
             if noise <= 0:
                 power.append(0.0)
                 continue
             needed = math.log(len(STAKES) / self.level)
-            growth = [
-                (c * gain - c**2 * noise / 2 - needed) / (c * math.sqrt(noise)) for c in STAKES
-            ]
-            power.append(float(_normal_cdf(np.array(max(growth)))))
+            root = math.sqrt(noise)
+            growth = max((c * gain - c**2 * noise / 2 - needed) / (c * root) for c in STAKES)
+            power.append(float(_normal_cdf(np.array(growth))))
         return np.array(power)
 
 
@@ -266,11 +240,8 @@ def _cells(scores: Scores, law: Tensor) -> Tensor:
     own, new = scores.mass.double(), law.gather(1, scores.order).double()
     ends = [torch.cat([x, (1 - x.sum(-1, keepdim=True)).clamp(min=0)], 1) for x in (own, new)]
     edges = [torch.cat([torch.zeros_like(x[:, :1]), x.cumsum(-1)], 1) for x in ends]
-    cut = (
-        torch.linspace(0, 1, pit.CELLS + 1, dtype=torch.float64, device=law.device)
-        .expand(len(own), -1)
-        .contiguous()
-    )
+    cut = torch.linspace(0, 1, pit.CELLS + 1, dtype=torch.float64, device=law.device)
+    cut = cut.expand(len(own), -1).contiguous()
     at = (torch.searchsorted(edges[0], cut, right=True) - 1).clamp(0, own.shape[1])
     start, width = edges[0].gather(1, at), ends[0].gather(1, at)
     part = torch.where(width > 0, (cut - start) / width.clamp(min=1e-300), 0.0).clamp(0, 1)
@@ -291,10 +262,10 @@ def measure(power: Power, detect: float, seed: int, members: int | None = None) 
     for number, (name, family) in enumerate(FAMILIES.items()):
         rng = np.random.default_rng([seed, number])
         found = [power.curve(family(rng, len(power.bank.ids))) for _ in range(members)]
-        rows[name] = _family(
-            np.array([c for c, _ in found]), np.array([r for _, r in found]), detect
-        )
+        curves, reach = (np.array(part) for part in zip(*found, strict=True))
+        rows[name] = _family(curves, reach, detect)
     least = [row["min_detectable"] for row in rows.values()]
+    seen = {name: row["at_detect"] for name, row in rows.items()}
     return {
         "power": WANTED,
         "min_detectable": None if None in least else max(least),
@@ -304,11 +275,7 @@ def measure(power: Power, detect: float, seed: int, members: int | None = None) 
         "laws": power.count,
         "grid": [round(float(x), 5) for x in GRID],
         "families": rows,
-        "blind": [
-            name
-            for name, row in rows.items()
-            if row["at_detect"] is not None and row["at_detect"] < LEAST
-        ],
+        "blind": [name for name, found in seen.items() if found is not None and found < LEAST],
     }
 
 
@@ -317,23 +284,21 @@ def _family(curves: np.ndarray, reach: np.ndarray, detect: float) -> dict[str, A
     there = np.isfinite(curves)
     mean = np.where(there.any(0), np.nansum(curves, 0) / np.maximum(there.sum(0), 1), np.nan)
     low = np.flatnonzero(mean < WANTED)  # nan is not below
-    if not len(low):
-        least: float | None = float(GRID[0])
-    elif low[-1] + 1 < len(GRID):
-        least = float(GRID[low[-1] + 1])
-    else:
-        least = None
+    first = low[-1] + 1 if len(low) else 0
+    least = float(GRID[first]) if first < len(GRID) else None
+
+    def told(y: float) -> float | None:
+        return None if not math.isfinite(y) else round(float(y), 4)
 
     def at(x: float) -> float | None:
-        y = mean[int(np.searchsorted(GRID, x * (1 + 1e-9), side="right")) - 1]
-        return None if not math.isfinite(y) else round(float(y), 4)
+        return told(mean[int(np.searchsorted(GRID, x * (1 + 1e-9), side="right")) - 1])
 
     return {
         "min_detectable": least,
         "largest": round(float(reach.max()), 4),
         "at_detect": at(detect),
         "power_at": {f"{x:g}": at(x) for x in SHOWN},
-        "curve": [None if not math.isfinite(y) else round(float(y), 4) for y in mean],
+        "curve": [told(y) for y in mean],
     }
 
 

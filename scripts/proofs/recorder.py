@@ -116,9 +116,7 @@ class Recorder:
         return verdict
 
     def emitted(self, run: Run, requests: Sequence[Request]) -> list[list[Emitted]]:
-        """The tokens of every generation, without what a stop token or the length limit cut
-        off.
-        """
+        """The tokens of every generation, up to a stop token or the length limit."""
         found: dict[int, list[Emitted]] = {r.id: [] for r in requests}
         for call in self.calls:
             for row, request in enumerate(call.requests):

@@ -32,7 +32,6 @@ from scripts.proofs.greedy import Advance, Plain
 from scripts.proofs.recorder import Emitted, Recorder, astray
 
 ROWS = 128  # laws at once
-RECENT = 8  # tokens of the same answer that a stale row could repeat
 KEYED = 4  # pseudo-random orders of the ids
 ORDERS = ("by probability", "by id", *(f"by key {k}" for k in range(KEYED)))
 GROUPS = (
@@ -48,7 +47,6 @@ GROUPS = (
 FLAT = 0.5  # a law is flat when its largest mass is below
 COLUMNS = (
     "u",
-    "top",
     "depth",
     "sequence",
     "groups",
@@ -66,17 +64,15 @@ COLUMNS = (
 class Sample:
     """n emitted tokens in the order of their requests.
 
-    u: [n, O] transforms, one column per order; top: largest mass of each law; depth: place in
-    its cycle (0 = first token of a cycle, or the prefill's); sequence: which request; groups:
-    [n, G] bool; outside: tokens without mass;
-    edge: tokens at a truncation's edge within float32's tolerance, sliver: how many the laws
-    expect there; passes: [n, 2] of passes.distances; drafted: share that were accepted draft
-    tokens; proposals: cycles that had a draft to verify; astray: answers that hold something
-    else than verification chose; tally: the direction tests.
+    u: [n, O] transforms, one column per order; depth: place in its cycle (0 = first token of a
+    cycle, or the prefill's); sequence: which request; groups: [n, G] bool; outside: tokens
+    without mass; edge: tokens at a truncation's edge within float32's tolerance, sliver: how many
+    the laws expect there; passes: [n, 2] of passes.distances; drafted: share that were accepted
+    draft tokens; proposals: cycles that had a draft to verify; astray: answers that hold
+    something else than verification chose; tally: the direction tests.
     """
 
     u: np.ndarray
-    top: np.ndarray
     depth: np.ndarray
     sequence: np.ndarray
     groups: np.ndarray
@@ -91,8 +87,7 @@ class Sample:
 
     def strata(self) -> dict[str, np.ndarray]:
         """The transforms by probability of all tokens and, where both are large enough, of
-        first and later tokens of a
-        cycle: for figures."""
+        first and later tokens of a cycle: for figures."""
         first, u = self.depth == 0, self.u[:, 0]
         cut = {"first of a cycle": u[first], "later in a cycle": u[~first]}
         return {"all tokens": u, **(cut if min(map(len, cut.values())) >= pit.SMALLEST else {})}
@@ -103,25 +98,10 @@ class Sample:
         The strata are known before the token: that a cycle got as far as place d says nothing
         about the token there, given those before it (docs/lossless.md). Whether the token
         itself was an accepted draft token would."""
-        found = [
-            t
-            for i, order in enumerate(ORDERS)
-            for t in pit.uniformity(self.u[:, i], GROUPS[0], order)
-        ]
-        for g, group in enumerate(GROUPS[1:], 1):
-            u = self.u[self.groups[:, g], 0]
-            found += pit.uniformity(u, group) if len(u) >= pit.SMALLEST else []
-        same = (
-            np.r_[False, self.sequence[1:] == self.sequence[:-1]]
-            if len(self.u)
-            else np.zeros(0, dtype=bool)
-        )
-        for name, joined in (
-            ("inside a cycle", same & (self.depth > 0)),
-            ("between cycles", same & (self.depth == 0)),
-        ):
-            for i, order in enumerate(ORDERS[:3]):
-                found += pit.independence(self.u[:, i], joined, f"two tokens {name}", order)
+        found = marginals(self.u, self.groups, GROUPS)
+        same = np.r_[False, self.sequence[1:] == self.sequence[:-1]][: len(self.u)]
+        found += pairs(self.u, same & (self.depth > 0), "two tokens inside a cycle")
+        found += pairs(self.u, same & (self.depth == 0), "two tokens between cycles")
         found += pit.edge_test(self.edge, self.sliver, len(self.u))
         return found + (self.tally.tests() if self.tally else [])
 
@@ -174,9 +154,7 @@ def sampling_layer(
 
 
 def _known(parts: Parts, tokens: int) -> list[dict[str, Any]]:
-    """The chunks done so far. One that an earlier run cut short, because it wanted fewer
-    tokens, is done again.
-    """
+    """The chunks done so far, without one that an earlier run cut short."""
     rows = list({row["number"]: row for row in parts.lines("sampling")}.values())
     short = sum(row["size"] for row in rows) < tokens
     return rows[:-1] if rows and short and not rows[-1]["whole"] else rows
@@ -201,11 +179,10 @@ def _packed(tally: directions.Tally) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-def _key(generations: Sequence[Generation]) -> int:
+def hashed_key(answers: Sequence[list[int]]) -> int:
     """The key of all pseudo-random orders and directions: a hash of the first answers, which
-    no decoder knew before.
-    """
-    text = json.dumps([g.token_ids for g in generations]).encode()
+    no decoder knew before."""
+    text = json.dumps(answers).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8])
 
 
@@ -226,17 +203,14 @@ def _chunk(
         for i in range(how.chunk * how.batch_size)
     ]
     run, lines = _recorded(target, drafter, asked, how)
-    key = rows[0]["key"] if rows else _key(run.generations)
+    key = rows[0]["key"] if rows else hashed_key([g.token_ids for g in run.generations])
     tally = tally or directions.Tally(
         directions.Bank(target.vocab_size, key, target.device), GROUPS
     )
     judge = _Judge(how, key, tally, np.random.default_rng([how.seed, 20240601, number]))
     texts = [([*g.prompt_ids, *g.token_ids], len(g.prompt_ids)) for g in run.generations]
-    counts = np.clip(
-        wanted - np.r_[0, np.cumsum([len(line) for line in lines])[:-1]],
-        0,
-        [len(line) for line in lines],
-    )
+    lengths = np.array([len(line) for line in lines])
+    counts = np.clip(wanted - np.r_[0, lengths.cumsum()[:-1]], 0, lengths)
     used = [i for i, count in enumerate(counts) if count]
     near: dict[int, np.ndarray] = {}
     for i, logits in plain.in_batches([texts[i] for i in used], how.guidance):
@@ -250,13 +224,12 @@ def _chunk(
         found["passes"] = near[i][: counts[i]].tolist()
         for name in COLUMNS:
             columns[name] += found[name]
-    judge.close()
     size = int(counts.sum())
     row = {
         "number": number,
         "requests": len(asked),
         "size": size,
-        "whole": size == sum(map(len, lines)),
+        "whole": size == int(lengths.sum()),
         "key": key,
         "astray": astray(lines, run),
         "tally": _packed(tally),
@@ -288,27 +261,62 @@ def _logits(line: Sequence[Emitted]) -> Tensor:
     return torch.stack([e.call.kept[e.index] for e in line])
 
 
+class Orders:
+    """The transforms of tokens, a column for each of ORDERS. coin: places a token within its own
+    mass."""
+
+    def __init__(
+        self, size: int, key: int, coin: np.random.Generator, device: torch.device | str = "cpu"
+    ) -> None:
+        keyed = [directions.hashed(size, key + 1 + k).argsort().argsort() for k in range(KEYED)]
+        self.keyed, self.coin = torch.tensor(np.stack(keyed), device=device), coin
+
+    def transforms(self, p: pit.Places, law: Tensor, chosen: Tensor) -> np.ndarray:
+        """[R, O]. A token without mass has none: it is counted apart, and its place is drawn."""
+        one = chosen[:, None]
+        below = [torch.from_numpy(p.below), (law.cumsum(-1) - law).gather(1, one)[:, 0].cpu()]
+        for order in self.keyed:
+            below.append((law * (order < order[one])).sum(-1).cpu())
+        v = self.coin.random((len(chosen), len(ORDERS)))
+        found = np.stack([b.double().numpy() for b in below], 1) + v * p.mass[:, None]
+        return np.where(p.outside[:, None], v, found.clip(0, 1))
+
+
+def marginals(u: np.ndarray, groups: np.ndarray, names: Sequence[str]) -> list[pit.Test]:
+    """Whether the transforms [n, O] are uniform: of all tokens in every order, and by
+    probability in every stratum of [n, G] that is large enough."""
+    found: list[pit.Test] = []
+    for i, order in enumerate(ORDERS):
+        found += pit.uniformity(u[:, i], names[0], order)
+    for g, name in enumerate(names[1:], 1):
+        some = u[groups[:, g], 0]
+        found += pit.uniformity(some, name) if len(some) >= pit.SMALLEST else []
+    return found
+
+
+def pairs(u: np.ndarray, joined: np.ndarray, name: str) -> list[pit.Test]:
+    """Whether neighbours are independent in the first three orders; joined: see pit."""
+    found: list[pit.Test] = []
+    for i, order in enumerate(ORDERS[:3]):
+        found += pit.independence(u[:, i], joined, name, order)
+    return found
+
+
 class _Judge:
-    """Places the tokens of a chunk, answer by answer; the direction tests take them in blocks
-    of ROWS.
-    """
+    """Places the tokens of a chunk, answer by answer, in blocks of ROWS."""
 
     def __init__(
         self, how: Setting, key: int, tally: directions.Tally, coin: np.random.Generator
     ) -> None:
-        self.how, self.tally, self.coin = how, tally, coin
-        size, device = tally.bank.ids.shape[0], tally.bank.ids.device
-        keyed = [directions.hashed(size, key + 1 + k).argsort().argsort() for k in range(KEYED)]
-        self.keyed = torch.tensor(np.stack(keyed), device=device)
+        self.how, self.tally = how, tally
+        ids = tally.bank.ids
+        self.orders = Orders(len(ids), key, coin, ids.device)
         self.mean: dict[int, Tensor] = {}
 
     def answer(self, g: Generation, line: Sequence[Emitted]) -> dict[str, list[Any]]:
         """The columns of the tokens `line`, which begin the generation `g`."""
-        ids, start, tokens = (
-            [*g.prompt_ids, *g.token_ids],
-            len(g.prompt_ids),
-            [e.token for e in line],
-        )
+        ids, start = [*g.prompt_ids, *g.token_ids], len(g.prompt_ids)
+        tokens = [e.token for e in line]
         depth = _depths(g)[: len(line)]
         columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
         before: Tensor | None = None
@@ -322,67 +330,30 @@ class _Judge:
             p = pit.places(logits, chosen, self.how.sampling, histories)
             groups[some, -1] = p.top < FLAT
             law = p.law.float()
-            block = self._block(law, before, line[some], ids, start + a)
+            others = torch.stack([self._mean(e) for e in line[some]])
+            theirs = [[t for r, t in enumerate(e.call.last) if r != e.row] for e in line[some]]
+            block = directions.Block.of(law, before, others, (ids, start + a), theirs)
             before = law[-1:]
             self.tally.add(self.tally.bank.open(block), chosen, groups[some])
-            columns["u"] += self._transforms(p, law, chosen).tolist()
-            for name in ("top", "outside", "edge", "sliver"):
+            columns["u"] += self.orders.transforms(p, law, chosen).tolist()
+            for name in ("outside", "edge", "sliver"):
                 columns[name] += getattr(p, name).astype(float).tolist()
         starts = {c.start for c in g.cycles if c.proposed > 0}
-        columns["depth"], columns["groups"] = (
-            depth.tolist(),
-            (groups @ (1 << np.arange(len(GROUPS)))).tolist(),
-        )
+        columns["depth"] = depth.tolist()
+        columns["groups"] = (groups @ (1 << np.arange(len(GROUPS)))).tolist()
         columns["drafted"] = [int(d) for d in g.from_draft[: len(line)]]
-        columns["draft"] = [
-            int(t in starts) for t in range(len(line))
-        ]  # a cycle with a draft begins here
+        # a cycle with a draft begins here
+        columns["draft"] = [int(t in starts) for t in range(len(line))]
         columns["tokens"] = tokens
         return columns
 
-    def _transforms(self, p: pit.Places, law: Tensor, chosen: Tensor) -> np.ndarray:
-        """[R, O]. A token without mass has none: it is counted apart, and its place is drawn."""
-        one = chosen[:, None]
-        below = [torch.from_numpy(p.below), (law.cumsum(-1) - law).gather(1, one)[:, 0].cpu()]
-        for order in self.keyed:
-            below.append((law * (order < order[one])).sum(-1).cpu())
-        v = self.coin.random((len(chosen), len(ORDERS)))
-        found = np.stack([b.double().numpy() for b in below], 1) + v * p.mass[:, None]
-        return np.where(p.outside[:, None], v, found.clip(0, 1))
-
-    def _block(
-        self, law: Tensor, before: Tensor | None, line: Sequence[Emitted], ids: list[int], at: int
-    ) -> directions.Block:
-        """What is known before each token of `line`, the first of which is number `at` of the
-        text `ids`.
-        """
-        before = torch.zeros_like(law[:1]) if before is None else before
-        others = torch.stack([self._mean(e) for e in line])
-        recent = torch.tensor(
-            [([-1] * RECENT + ids[: at + i])[-RECENT:] for i in range(len(line))], device=law.device
-        )
-        rows = [[t for r, t in enumerate(e.call.last) if r != e.row] for e in line]
-        most = max(map(len, rows))
-        theirs = torch.tensor(
-            [r + [-1] * (most - len(r)) for r in rows], dtype=torch.int64, device=law.device
-        )
-        return directions.Block(
-            law, torch.cat([before, law[:-1]]), others, recent, theirs.reshape(len(line), most)
-        )
-
     def _mean(self, e: Emitted) -> Tensor:
-        """The mean law of the call's rows, near enough: a direction may be any function of the
-        past.
-        """
+        """The mean law of the call's rows, near enough for a direction."""
         if id(e.call) not in self.mean:
             logits = e.call.kept[e.call.start].float() / self.how.sampling.temperature
             mean = logits.softmax(-1).mean(0)
             self.mean[id(e.call)] = mean if len(e.call.start) > 1 else torch.zeros_like(mean)
         return self.mean[id(e.call)]
-
-    def close(self) -> None:
-        """Let go of the laws."""
-        self.mean.clear()
 
 
 def _groups(g: Generation, depth: np.ndarray) -> np.ndarray:
@@ -420,13 +391,9 @@ def _depths(generation: Generation) -> np.ndarray:
 def gather(rows: Sequence[dict[str, Any]], tally: directions.Tally | None) -> Sample:
     """All chunks as one sample."""
 
-    def column(name: str, width: int = 0) -> np.ndarray:
-        shape = (-1, width) if width else (-1,)
-        return (
-            np.concatenate([np.array(row[name], dtype=float).reshape(shape) for row in rows])
-            if rows
-            else np.zeros((0, width) if width else 0)
-        )
+    def column(name: str, *width: int) -> np.ndarray:
+        found = [np.array(row[name], dtype=float).reshape(-1, *width) for row in rows]
+        return np.concatenate([np.zeros((0, *width)), *found])
 
     u = column("u", len(ORDERS))
     outside, edge, proposals = (int(column(name).sum()) for name in ("outside", "edge", "draft"))
@@ -434,7 +401,6 @@ def gather(rows: Sequence[dict[str, Any]], tally: directions.Tally | None) -> Sa
     drafted = float(column("drafted").sum()) / max(len(u), 1)
     return Sample(
         u,
-        column("top"),
         column("depth"),
         column("sequence"),
         groups.astype(bool),

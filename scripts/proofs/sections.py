@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -20,9 +21,9 @@ from decode.tree import TreeShape
 from decode.verify import RULES, walk
 from scripts.common.parts import Parts
 from scripts.proofs.confident import ConfidentTable
-from scripts.proofs.controls.catalogue import controls
-from scripts.proofs.engine_law import Counted, TableDrafter, engine_law, toy_model
-from scripts.proofs.enumerator import Case, enumerate_case
+from scripts.proofs.controls.catalogue import controls, measured
+from scripts.proofs.engine_law import TableDrafter, counted_chain, engine_law, toy_model
+from scripts.proofs.enumerator import SCHEMES, Case, enumerate_case
 
 Tick = Callable[[str, int, int], None]
 BLOCK = 50  # cases between two saves
@@ -32,14 +33,15 @@ def enumeration(count: int, seed: int, parts: Parts, tick: Tick) -> dict[str, An
     """Exact law of one verification on random worlds (up to 5 tokens, 8 nodes), every branch
     walked, both rules.
     """
-    blocks = parts.lines("enumeration")
-    while BLOCK * len(blocks) < count:
-        tick("enumeration", BLOCK * len(blocks), count)
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + len(blocks)) % SEEDS)
-        blocks.append(
-            [_case(Case.random(generator, max_nodes=5, max_vocab=5)) for _ in range(BLOCK)]
-        )
-        parts.add("enumeration", blocks[-1])
+
+    def block(number: int) -> list[dict[str, Any]]:
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + number) % SEEDS)
+        return [_case(Case.random(generator, max_nodes=5, max_vocab=5)) for _ in range(BLOCK)]
+
+    numbers = range(-(-count // BLOCK))
+    blocks = parts.each(
+        "enumeration", numbers, block, lambda i: tick("enumeration", BLOCK * i, count)
+    )
     tick("enumeration", count, count)
     rows = [row for block in blocks for row in block][:count]
     kinds: dict[str, Any] = {}
@@ -104,19 +106,14 @@ def engine(parts: Parts, tick: Tick) -> dict[str, Any]:
     """Exact law of the whole loop (prefill, drafting, verification, commit, stopping): two
     layers, fp64, 8 tokens.
     """
-    pair = TreeShape.chain(2)
-
-    def adaptive(vocab: int) -> Any:
-        return Adaptive(Counted(TableDrafter(pair, "iid", vocab), pair), cost=0.27)  # type: ignore[arg-type]
-
     toys: dict[str, tuple[Callable[[], Any], TreeShape | None]] = {
         "none": (NoDraft, None),
         "draft model, sampled chain": (lambda: DraftModel(toy_model(8, seed=5, layers=1), 2), None),
         **{
             f"tree, {scheme}": (lambda scheme=scheme: TableDrafter(TREE, scheme, 8), TREE)  # type: ignore[misc]
-            for scheme in ("top", "iid", "without", "hybrid")
+            for scheme in SCHEMES
         },
-        "adaptive chain": (lambda: adaptive(8), pair),
+        "adaptive chain": (lambda: Adaptive(counted_chain(8), cost=0.27), TreeShape.chain(2)),
         **{
             f"{name} at a price": (lambda form=form: ConfidentTable(form, 8), form.static)  # type: ignore[misc]
             for name, form in AT_A_PRICE.items()
@@ -129,25 +126,15 @@ def engine(parts: Parts, tick: Tick) -> dict[str, Any]:
         "T=1 guidance=1.5": (Sampling(1.0), 1.5),
         "T=0": (Sampling(0.0), None),
     }
+
+    def run(one: tuple[str, str, str]) -> dict[str, Any]:
+        toy, law, rule = one
+        (make, shape), (sampling, guidance) = toys[toy], laws[law]
+        found = engine_law(toy_model(), make(), [3, 1, 4], 3, sampling, rule, shape, guidance)
+        return {"drafter": toy, "law": law, "verify": rule, **asdict(found)}
+
     work = [(t, law, rule) for t in toys for law in laws for rule in RULES]
-    rows = parts.lines("engine")
-    for i, (toy, law, rule) in enumerate(work[len(rows) :], len(rows)):
-        tick("engine", i, len(work))
-        make, shape = toys[toy]
-        found = engine_law(
-            toy_model(), make(), [3, 1, 4], 3, laws[law][0], rule, shape, laws[law][1]
-        )
-        rows.append(
-            {
-                "drafter": toy,
-                "law": law,
-                "verify": rule,
-                "error": found.error,
-                "outputs": found.outputs,
-                "branches": found.branches,
-            }
-        )
-        parts.add("engine", rows[-1])
+    rows = parts.each("engine", work, run, lambda i: tick("engine", i, len(work)))
     tick("engine", len(work), len(work))
     return {
         "max_error": max(r["error"] for r in rows),
@@ -162,21 +149,7 @@ def engine(parts: Parts, tick: Tick) -> dict[str, Any]:
 
 def negative_controls(parts: Parts, tick: Tick) -> dict[str, Any]:
     """Known wrong code, what its layer measures on it and on the correct code."""
-    known, rows = controls(), parts.lines("controls")
-    for i, c in enumerate(known[len(rows) :], len(rows)):
-        tick("controls", i, len(known))
-        wrong, right = c.wrong(), c.right()
-        rows.append(
-            {
-                "name": c.name,
-                "layer": c.layer,
-                "seen": c.seen,
-                "rejected": wrong > c.limit >= right,
-                "measured": wrong,
-                "correct_code": right,
-                "limit": c.limit,
-            }
-        )
-        parts.add("controls", rows[-1])
-    tick("controls", len(known), len(known))
+    shown = ("name", "layer", "seen", "rejected", "measured", "correct_code", "limit")
+    found = measured(controls(), parts, "controls", tick)
+    rows = [{key: row[key] for key in shown} for row in found]
     return {"controls": len(rows), "rejected": sum(r["rejected"] for r in rows), "rows": rows}

@@ -15,9 +15,6 @@ Shape letters: R tokens, V vocabulary, O orders, G strata.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +25,7 @@ from torch import Tensor
 
 from decode.sampling import Sampling
 from scripts.proofs import directions, pit, power
-from scripts.proofs.sampled import FLAT, KEYED, ORDERS, RECENT, ROWS
+from scripts.proofs.sampled import FLAT, ROWS, Orders, hashed_key, marginals, pairs
 
 CONTROL_TOKENS = 4000  # of a control, unless it is rejected sooner
 COOLER, NARROWER = 0.8, 0.9  # what the wrong temperature and the wrong top-p are multiplied by
@@ -71,8 +68,7 @@ Laws = Callable[[Sequence[Answer]], Iterator[tuple[int, Tensor]]]  # (index, log
 def key_of(answers: Sequence[Answer]) -> int:
     """The key of all pseudo-random orders: a hash of the first answers, which no server knew
     before."""
-    text = json.dumps([a.tokens for a in answers[:16]]).encode()
-    return int.from_bytes(hashlib.sha256(text).digest()[:8])
+    return hashed_key([a.tokens for a in answers[:16]])
 
 
 @dataclass
@@ -86,7 +82,7 @@ class Wave:
 Towards = Callable[[Answer], Tensor]  # the drafter's laws [R, V] behind an answer's text
 
 
-class Lean:
+class Lean(directions.Sums):
     """Do tokens lean towards the drafter's law? At every place the direction (q - p) / (q + p)
     of that law q against the one that is owed: of the same place, and of the place before,
     which the last step of a draft knows. A direction only looks at earlier tokens, so the sums
@@ -95,36 +91,15 @@ class Lean:
     NAMES = ("law of the drafter", "law of the drafter a token before")
 
     def __init__(self, groups: tuple[str, ...]) -> None:
-        self.groups = groups
-        self.sums = np.zeros((3, len(groups), len(self.NAMES)))
-        self.count = np.zeros(len(groups), dtype=np.int64)
+        super().__init__(self.NAMES, groups)
 
     def add(self, law: Tensor, laws: Sequence[Tensor], tokens: Tensor, groups: np.ndarray) -> None:
         """law: [R, V] that is owed. laws: [R, V] each, in the order of NAMES."""
-        member = torch.from_numpy(groups.T.astype(np.float64))
         law = law.double()
-        for k, drafter in enumerate(laws):
-            d = directions.contrast(drafter.double(), law)
-            m1, m2, m3 = ((law * d**power).sum(-1) for power in (1, 2, 3))
-            own = d.gather(1, tokens[:, None])[:, 0]
-            found = (own - m1, m2 - m1**2, m3 - 3 * m1 * m2 + 2 * m1**3)
-            self.sums[:, :, k] += torch.stack([member @ f for f in found]).numpy()
-        self.count += groups.sum(0)
-
-    def tests(self) -> list[pit.Test]:
-        """Both directions in every stratum that has variance enough."""
-        return [
-            pit.Test(
-                name,
-                group,
-                int(self.count[g]),
-                float(self.sums[0, g, k] / math.sqrt(self.sums[1, g, k])),
-                directions.tail(*self.sums[:, g, k]),
-            )
-            for g, group in enumerate(self.groups)
-            for k, name in enumerate(self.NAMES)
-            if self.sums[1, g, k] >= directions.ENOUGH
-        ]
+        scores = [directions.contrast(drafter.double(), law) for drafter in laws]
+        own = torch.cat([d.gather(1, tokens[:, None]) for d in scores], 1)
+        moments = [torch.stack([(law * d**n).sum(-1) for d in scores], 1) for n in (1, 2, 3)]
+        self.note(own, moments, groups)
 
 
 class Judge:
@@ -136,9 +111,7 @@ class Judge:
         self.lean = Lean(plan.groups)
         self.bank = directions.Bank(vocab, key)
         self.tally = directions.Tally(self.bank, plan.groups)
-        self.coin = np.random.default_rng([plan.seed, 20240601])
-        keyed = [directions.hashed(vocab, key + 1 + k).argsort().argsort() for k in range(KEYED)]
-        self.keyed = torch.tensor(np.stack(keyed))
+        self.orders = Orders(vocab, key, np.random.default_rng([plan.seed, 20240601]))
         self.u: list[np.ndarray] = []
         self.groups: list[np.ndarray] = []
         self.where: list[np.ndarray] = []  # (wave, place, number) of every token
@@ -163,13 +136,13 @@ class Judge:
                 p = pit.places(logits[rows], tokens, plan.sampling, histories)
                 law = p.law.float()
                 groups = self._groups(answer, rows, p.top)
-                block = self._block(law, before, softly, i, rows, wave)
+                block = self._block(law, before, softly, i, a, wave)
                 before = law[-1:]
                 self.tally.add(self.bank.open(block), tokens, groups)
                 if drafter is not None:
                     shifted = torch.cat([torch.zeros_like(drafter[:1]), drafter[:-1]])
                     self.lean.add(law, [drafter[rows], shifted[rows]], tokens, groups)
-                self.u.append(self._transforms(p, law, tokens))
+                self.u.append(self.orders.transforms(p, law, tokens))
                 self.groups.append(groups)
                 place = np.arange(rows.start, rows.stop)
                 self.where.append(
@@ -186,47 +159,27 @@ class Judge:
         first = np.arange(rows.start, rows.stop) == 0
         return np.stack([every, *together, first, top < FLAT], 1)
 
-    def _transforms(self, p: pit.Places, law: Tensor, chosen: Tensor) -> np.ndarray:
-        """[R, O]. A token without mass has none: it is counted apart, and its place is drawn."""
-        one = chosen[:, None]
-        below = [torch.from_numpy(p.below), (law.cumsum(-1) - law).gather(1, one)[:, 0]]
-        for order in self.keyed:
-            below.append((law * (order < order[one])).sum(-1))
-        v = self.coin.random((len(chosen), len(ORDERS)))
-        found = np.stack([b.double().numpy() for b in below], 1) + v * p.mass[:, None]
-        return np.where(p.outside[:, None], v, found.clip(0, 1))
-
     def _block(
         self,
         law: Tensor,
-        before: Tensor | None,
+        last: Tensor | None,
         softly: Sequence[Tensor],
         mine: int,
-        rows: slice,
+        at: int,
         wave: Wave,
     ) -> directions.Block:
-        """What is known before each token of these rows."""
-        before = torch.zeros_like(law[:1]) if before is None else before
+        """What is known before each token of an answer from place `at` on."""
         others = torch.zeros_like(law)
         answer = wave.answers[mine]
-        text = [*answer.prompt, *answer.tokens]
-        start = len(answer.prompt)
         mates = [k for k in range(len(softly)) if k != mine]
         for k in mates:
-            some = softly[k][rows][: len(law)]
+            some = softly[k][at : at + len(law)]
             others[: len(some)] += some / len(mates)
-        recent, theirs = [], []
-        for t in range(rows.start, rows.stop):
-            recent.append(([-1] * RECENT + text[: start + t])[-RECENT:])
-            last = [[*wave.answers[k].prompt, *wave.answers[k].tokens[:t]][-1] for k in mates]
-            theirs.append(last)
-        return directions.Block(
-            law,
-            torch.cat([before, law[:-1]]),
-            others,
-            torch.tensor(recent),
-            torch.tensor(theirs, dtype=torch.int64).reshape(len(law), len(mates)),
-        )
+        texts = [(wave.answers[k].prompt, wave.answers[k].tokens) for k in mates]
+        places = range(at, at + len(law))
+        theirs = [[[*prompt, *tokens[:t]][-1] for prompt, tokens in texts] for t in places]
+        text = ([*answer.prompt, *answer.tokens], len(answer.prompt) + at)
+        return directions.Block.of(law, last, others, text, theirs)
 
     @property
     def count(self) -> int:
@@ -239,14 +192,7 @@ class Judge:
             return []
         u, groups = np.concatenate(self.u), np.concatenate(self.groups)
         where = np.concatenate(self.where)
-        found = [
-            test
-            for k, order in enumerate(ORDERS)
-            for test in pit.uniformity(u[:, k], "all tokens", order)
-        ]
-        for g, name in enumerate(self.plan.groups[1:], 1):
-            some = u[groups[:, g], 0]
-            found += pit.uniformity(some, name) if len(some) >= pit.SMALLEST else []
+        found = marginals(u, groups, self.plan.groups)
         found += self._pairs(u, where, (0, 2, 1), "two tokens of an answer")
         found += self._pairs(u, where, (0, 1, 2), "two answers at once")
         found += pit.edge_test(self.edge, self.sliver, len(u))
@@ -260,40 +206,27 @@ class Judge:
         ranked = np.lexsort(keys.T[::-1])
         keys, sorted_u = keys[ranked], u[ranked]
         same = np.r_[False, (keys[1:, :2] == keys[:-1, :2]).all(1)]
-        return [
-            test
-            for k, label in enumerate(ORDERS[:3])
-            for test in pit.independence(sorted_u[:, k], same, name, label)
-        ]
+        return pairs(sorted_u, same, name)
 
     def p(self) -> float:
         """Of all tests together; 0 when a token came that its law does not hold."""
         return 0.0 if self.outside else pit.overall(self.tests())
 
 
+Wrong = Callable[[Tensor, Sampling], Tensor]  # laws [R, V] of logits and what was asked
+
+
 @dataclass
 class Control:
-    """A wrong law. wrong: the laws [R, V] that it draws from, of logits and the laws owed."""
+    """A wrong law. wrong: the laws that it draws from."""
 
     name: str
-    wrong: Callable[[Tensor, Sampling], Tensor]
+    wrong: Wrong
     judge: Judge
     rejected: bool = False
     p: float = 1.0
     tokens: int = 0
     coin: np.random.Generator = field(default_factory=lambda: np.random.default_rng(7))
-
-
-def wrong_temperature(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Cooler than asked."""
-    cooler = dataclasses.replace(sampling, temperature=sampling.temperature * COOLER)
-    return pit.law_of(logits, cooler)
-
-
-def wrong_top_p(logits: Tensor, sampling: Sampling) -> Tensor:
-    """A narrower nucleus than asked."""
-    narrower = dataclasses.replace(sampling, top_p=sampling.top_p * NARROWER)
-    return pit.law_of(logits, narrower)
 
 
 def typical(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -305,9 +238,13 @@ def typical(logits: Tensor, sampling: Sampling) -> Tensor:
     return kept / kept.sum(-1, keepdim=True)
 
 
-CONTROLS = {
-    f"temperature {COOLER:g} times what was asked": wrong_temperature,
-    f"top-p {NARROWER:g} times what was asked": wrong_top_p,
+CONTROLS: dict[str, Wrong] = {
+    f"temperature {COOLER:g} times what was asked": lambda logits, asked: pit.law_of(
+        logits, dataclasses.replace(asked, temperature=asked.temperature * COOLER)
+    ),
+    f"top-p {NARROWER:g} times what was asked": lambda logits, asked: pit.law_of(
+        logits, dataclasses.replace(asked, top_p=asked.top_p * NARROWER)
+    ),
     "typical acceptance": typical,
 }
 
@@ -401,13 +338,10 @@ def power_json(plan: Plan, seen: Sequence[Wave], tokens: int, tests: int) -> dic
     left = power.laws_wanted(vocab)
     answers: list[power.Answer] = []
     for wave in seen:
-        for answer, logits in zip(wave.answers, wave.logits, strict=True):
-            logits = logits[:left]
-            if len(logits):
-                law = pit.law_of(logits, plan.sampling).float()
-                whole = (logits.float() / plan.sampling.temperature).softmax(-1)
-                answers.append(power.Answer(law, whole, answer.tokens[: len(law)]))
-                left -= len(law)
+        for logits in wave.logits:
+            if left:
+                answers.append(power.Answer.of(logits[:left], plan.sampling))
+                left -= len(answers[-1].law)
     bank = directions.Bank(vocab, plan.seed)
     known = power.Power(answers, bank, tokens, plan.alpha, tests)
     found = power.measure(known, plan.detect, plan.seed, plan.members)

@@ -1,11 +1,13 @@
 """What scripts write into pages: the part between two lines that stay where they are, and tables
-in Markdown."""
+in Markdown; the same tables on a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from rich.table import Table
 
 from scripts.common import files
 
@@ -17,6 +19,13 @@ class Block:
     page: Path
     first: str
     last: str
+
+    @classmethod
+    def of(cls, page: str, name: str, by: str) -> Block:
+        """What the command `by` writes into `page` of the repository, under a name."""
+        return cls(
+            files.ROOT / page, f"<!-- {name}: written by {by} -->", f"<!-- end of {name} -->"
+        )
 
     def put(self, text: str, body: str) -> str:
         """`text` of the page with `body` as the block. Raises ValueError when a line is missing."""
@@ -43,3 +52,11 @@ def md_table(
 
 def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def shown_table(title: str, head: Sequence[str]) -> Table:
+    """An empty table for a terminal: the first column stands left, the others right."""
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    for i, name in enumerate(head):
+        table.add_column(name, justify="right" if i else "left", overflow="fold")
+    return table

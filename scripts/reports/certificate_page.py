@@ -11,31 +11,27 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from scripts.reports import plots
-from scripts.reports.rendering import Drawing, Table, render
+from scripts.reports.rendering import Drawing, Table, render, table_of
 from scripts.scoring import names
 
 TONE = {"lossless": "good", "not lossless": "bad", "undecided": "open"}  # of style.css
 SHOWN = 24  # tests in the table; certificate.json has them all
+OFF = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "guidance_scale": 1}
 PROSE = ("evidence", "result")  # columns whose text may run over several lines
 
 
 def summary(paper: dict[str, Any], out: Path) -> str:
     """A few lines for the terminal."""
-    drafter, target = (
-        paper["identities"]["drafter"]["name"],
-        paper["identities"]["target"].get("name", "target"),
-    )
+    drafter = paper["identities"]["drafter"]["name"]
+    target = paper["identities"]["target"].get("name", "target")
     lines = [f"{paper['verdict'].upper()}: {drafter} on {target}, {_settings(paper)}"]
     lines += [
         f"  {layer['name']:<9} {'passed' if layer['passed'] else 'FAILED'}  {_evidence(layer)}"
         for layer in paper["layers"]
     ]
-    caught = sum(c["rejected"] for c in paper["negative_controls"])
-    lines.append(
-        f"  controls  {caught} of {len(paper['negative_controls'])} rejected{_origin(paper)}"
-        if paper["negative_controls"]
-        else "  controls  not run"
-    )
+    controls = paper["negative_controls"]
+    caught = f"{sum(c['rejected'] for c in controls)} of {len(controls)} rejected{_origin(paper)}"
+    lines.append(f"  controls  {caught if controls else 'not run'}")
     lines += [f"  - {reason}" for reason in paper["reasons"]]
     lines.append(f"  {out / 'certificate.html'}  ({paper['seconds']:.0f} s)")
     return "\n".join(lines)
@@ -44,27 +40,14 @@ def summary(paper: dict[str, Any], out: Path) -> str:
 def _origin(paper: dict[str, Any]) -> str:
     """Where the controls come from, when not from this run."""
     origin = paper["controls"]
-    return (
-        f", in the certificate {origin['from']} of {origin['created']}"
-        if "created" in origin
-        else ""
-    )
+    borrowed = "created" in origin
+    return f", in the certificate {origin['from']} of {origin['created']}" if borrowed else ""
 
 
 def _settings(paper: dict[str, Any]) -> str:
     s = paper["settings"]
     words = [f"T = {s['temperature']:g}"]
-    words += [
-        f"{k} = {s[k]:g}"
-        for k, off in (
-            ("top_k", 0),
-            ("top_p", 1),
-            ("min_p", 0),
-            ("repetition_penalty", 1),
-            ("guidance_scale", 1),
-        )
-        if s[k] != off
-    ]
+    words += [f"{key} = {s[key]:g}" for key, off in OFF.items() if s[key] != off]
     words += list(s["processors"])
     return ", ".join([*words, f"verify = {s['verify']}", paper["identities"]["target"]["dtype"]])
 
@@ -78,21 +61,19 @@ def _evidence(layer: dict[str, Any]) -> str:
         )
     if layer["name"] == "greedy":
         return (
-            f"{layer['prompts']} prompts, {layer['tokens']} tokens "
-            f"({layer['drafted_tokens']} drafted): "
-            f"{layer['rounding_ties']} rounding ties, {layer['defects']} defects, "
+            f"{layer['prompts']} prompts, {layer['tokens']} tokens ({layer['drafted_tokens']} "
+            f"drafted): {layer['rounding_ties']} rounding ties, {layer['defects']} defects, "
             f"{layer['not_the_verifiers_best']} not the verifier's own best"
         )
     if layer["name"] == "passes":
         return (
             "mean total variation between the verifier's and plain decoding's law "
-            f"{layer['variation']:.2g}; two "
-            f"plain computations {layer['two_plain_computations']['variation']:.2g}"
+            f"{layer['variation']:.2g}; two plain computations "
+            f"{layer['two_plain_computations']['variation']:.2g}"
         )
     return (
-        f"{layer['tokens']} tokens ({layer['drafted_share']:.0%} drafted), "
-        f"{len(layer['tests'])} tests: "
-        f"p = {layer['p']:.3g} at alpha = {layer['alpha']:g}"
+        f"{layer['tokens']} tokens ({layer['drafted_share']:.0%} drafted), {len(layer['tests'])} "
+        f"tests: p = {layer['p']:.3g} at alpha = {layer['alpha']:g}"
     )
 
 
@@ -147,17 +128,12 @@ def _table(head: list[str], rows: list[list[str]]) -> Table:
 
 
 def _layers(paper: dict[str, Any]) -> Table:
-    return _table(
-        ["layer", "result", "evidence"],
-        [
-            [
-                layer["name"],
-                "passed" if layer["passed"] else "FAILED: " + layer["why"],
-                _evidence(layer),
-            ]
-            for layer in paper["layers"]
-        ],
-    )
+    columns: list[tuple[str, Any]] = [
+        ("layer", lambda layer: layer["name"]),
+        ("result", lambda layer: "passed" if layer["passed"] else "FAILED: " + layer["why"]),
+        ("evidence", _evidence),
+    ]
+    return table_of(columns, paper["layers"], PROSE)
 
 
 def _tests(layer: dict[str, Any]) -> Table:
@@ -165,10 +141,8 @@ def _tests(layer: dict[str, Any]) -> Table:
         [t["name"], t["stratum"], f"{t['n']:,}", f"{t['statistic']:.4g}", f"{t['p']:.3g}"]
         for t in layer["tests"]
     ]
-    return _table(
-        [f"test ({SHOWN} of {len(layer['tests'])}, smallest p)", "tokens", "n", "statistic", "p"],
-        rows[:SHOWN],
-    )
+    first = f"test ({SHOWN} of {len(layer['tests'])}, smallest p)"
+    return _table([first, "tokens", "n", "statistic", "p"], rows[:SHOWN])
 
 
 def _families(power: dict[str, Any]) -> Table:
@@ -197,17 +171,14 @@ def _families(power: dict[str, Any]) -> Table:
 
 def _strata(layer: dict[str, Any]) -> Table:
     plainly = layer["two_plain_computations"]
-    rows = [
-        [s["stratum"], f"{s['tokens']:,}", f"{s['variation']:.2g}", str(s["far"])]
-        for s in layer["strata"]
+    columns: list[tuple[str, Any]] = [
+        ("verifier's law beside plain decoding's", lambda s: s["stratum"]),
+        ("tokens", lambda s: f"{s['tokens']:,}"),
+        ("mean total variation", lambda s: f"{s['variation']:.2g}"),
+        ("shifted far", lambda s: str(s["far"])),
     ]
-    rows.append(
-        ["two plain computations", f"{plainly['tokens']:,}", f"{plainly['variation']:.2g}", "0"]
-    )
-    return _table(
-        ["verifier's law beside plain decoding's", "tokens", "mean total variation", "shifted far"],
-        rows,
-    )
+    last = {**plainly, "stratum": "two plain computations", "far": 0}
+    return table_of(columns, [*layer["strata"], last], PROSE)
 
 
 def _controls(paper: dict[str, Any]) -> Table:

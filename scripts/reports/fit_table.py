@@ -36,28 +36,15 @@ def lines(report: Report) -> list[list[str]]:
             continue
         names = labels(report, part)
         for name, row in zip(names, report[part]["drafters"], strict=True):
-            where = f"{part} ({report[part]['prompts']})"
-            found.append(
-                [
-                    where,
-                    name,
-                    interval(row["accepted_length"]),
-                    change(row["against_before"]) if name != "before" else "",
-                    interval(row["speedup"], unit="×"),
-                ]
-            )
+            where, length = f"{part} ({report[part]['prompts']})", interval(row["accepted_length"])
+            against = change(row["against_before"]) if name != "before" else ""
+            found.append([where, name, length, against, interval(row["speedup"], unit="×")])
             if name != "after" or len(row["by_category"]) < 2:
                 continue
             for category, cell in row["by_category"].items():
-                found.append(
-                    [
-                        f"  {category} ({cell['prompts']})",
-                        name,
-                        interval(cell["accepted_length"]),
-                        change(cell["against_before"]),
-                        "",
-                    ]
-                )
+                where, length = f"  {category} ({cell['prompts']})", cell["accepted_length"]
+                against = change(cell["against_before"])
+                found.append([where, name, interval(length), against, ""])
     return found
 
 
@@ -81,13 +68,10 @@ def change(cell: dict[str, Any] | None) -> str:
 def told(report: Report) -> list[str]:
     """What was decided and why, in lines."""
     gain, training = change(report["gain"]), report["training"]
-    if report["kept"] == "new":
-        found = [f"kept: the new head, {gain} accepted length on the later part"]
-    else:
-        found = [
-            f"kept: the OLD head: {gain} accepted length on the later part, and only an interval "
-            "above 0 would count"
-        ]
+    found = [f"kept: the new head, {gain} accepted length on the later part"]
+    if report["kept"] != "new":
+        why = "and only an interval above 0 would count"
+        found = [f"kept: the OLD head: {gain} accepted length on the later part, {why}"]
     steps = report["budget"]["steps"]
     if training["steps"] < steps:
         found.append(
@@ -153,19 +137,14 @@ def markdown(reports: Sequence[Report]) -> str:
         for i, name in enumerate(report["bytes"]):
             row = report["later"]["drafters"][i]
             general = report["general"]["drafters"][i] if report["general"] else None
-            kind = (
-                f"{name}, LoRA {report['settings']['lora']['rank']}" if _lora(report, i) else name
-            )
+            rank = report["settings"]["lora"]["rank"]
+            kind = f"{name}, LoRA {rank}" if rank and i == 1 else name
             cells = [report["name"], kind, f"{report['budget']['minutes'] if i else 0:g}"]
             cells.append(interval(row["accepted_length"]))
             cells.append(change(row["against_before"]) if i else "")
             cells.append(change(general["against_before"]) if i and general else "")
             rows.append([*cells, f"{report['bytes'][name]:,}"])
     return md_table(head, rows, (0, 1))
-
-
-def _lora(report: Report, index: int) -> bool:
-    return index == 1 and bool(report["settings"]["lora"]["rank"])
 
 
 def page(reports: Sequence[Report]) -> str:

@@ -5,24 +5,19 @@ compares the two.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from scripts.common import files
 from scripts.reports.block import Block, md_table
 
 RESULTS = files.ROOT / "docs" / "results" / "lossless.json"
-BLOCK = Block(
-    files.ROOT / "docs" / "lossless.md",
-    "<!-- figures: written by scripts/prove.py -->",
-    "<!-- end of figures -->",
-)
+BLOCK = Block.of("docs/lossless.md", "figures", "scripts/prove.py")
 DOUBTFUL = 12  # tests of a certificate that the results keep
 
 
 def slim(paper: dict[str, Any]) -> dict[str, Any]:
-    """A certificate without folders of this machine and without its plots' data; of its tests,
-    the most doubtful.
-    """
+    """A certificate without folders, plots' data and all but its most doubtful tests."""
     layers = [
         {k: v for k, v in layer.items() if k not in ("histograms", "distribution", "divergences")}
         for layer in paper["layers"]
@@ -53,8 +48,7 @@ def slim(paper: dict[str, Any]) -> dict[str, Any]:
 
 def render(known: dict[str, Any]) -> str:
     """The tables of the page."""
-    rows = [row for name, write in ROWS.items() if name in known for row in write(known[name])]
-    parts = [md_table(("what", "how much", "found"), rows, (0, 1, 2)), ""]
+    parts = [md_table(("what", "how much", "found"), _rows(known), (0, 1, 2)), ""]
     if "certificates" in known:
         parts += [_certificates(known["certificates"]), ""]
     if "controls" in known:
@@ -63,80 +57,58 @@ def render(known: dict[str, Any]) -> str:
 
 
 def refresh() -> None:
-    """Put the figures of the committed JSON into the page. Raises ValueError when the lines
-    around them are missing.
-    """
+    """Put the committed figures into the page. Raises ValueError where a line is missing."""
     BLOCK.write(render(json.loads(RESULTS.read_text())))
 
 
-def _enumeration(e: dict[str, Any]) -> list[tuple[str, str, str]]:
-    less = e["traversal_accepts_less"]
-    found = f"law off by at most {e['max_error']:.1e} (limit {e['limit']:g})"
-    fewer = f"on {less['chains']} chains and {less['trees']} trees"
-    if less["chains"] or less["trees"]:
-        fewer += f", by at most {less['largest']:.1e}"
-    size = (
-        f"{e['cases']:,} random worlds, up to {e['max_vocab']} tokens and {e['max_nodes']} nodes, "
-    )
-    return [
-        ("one verification, every branch", f"{size}{e['branches']:,} branches", found),
-        ("traversal against rejection", "the same worlds", f"accepts less {fewer}"),
-    ]
-
-
-def _engine(e: dict[str, Any]) -> list[tuple[str, str, str]]:
-    much = f"{e['runs']} drafters × laws × rules, outputs of {e['length']} of {e['vocab']} tokens, "
-    return [
-        (
-            "the whole loop, every branch",
-            f"{much}{e['branches']:,} branches",
-            f"law off by at most {e['max_error']:.1e} (limit {e['limit']:g})",
-        )
-    ]
-
-
-def _greedy(e: dict[str, Any]) -> list[tuple[str, str, str]]:
-    found = []
-    for r in e["rows"]:
-        what = f"greedy, {e['target']['name']}, {r['drafter']}, B = {r['batch_size']}"
-        words = f"{r['equal']} equal, {r['rounding_ties']} rounding ties, {r['defects']} defects"
-        found.append((what, f"{r['prompts']} prompts, {r['tokens']:,} tokens", words))
-    return found
-
-
-def _biased(e: dict[str, Any]) -> list[tuple[str, str, str]]:
-    odd = "two that one order of the tokens cannot see"
-    size = f"{e['decoders']} of total variation {e['variation']:g} and {odd}"
-    return [
-        (
-            "biased decoders, certificate's sampling layer",
-            f"{size}, {e['tokens']:,} tokens each",
-            f"{e['rejected']} rejected at alpha = {e['alpha']:g}",
-        )
-    ]
-
-
-def _sound(e: dict[str, Any]) -> list[tuple[str, str, str]]:
-    found = (
-        f"{e['rejected']} rejected at alpha = {e['alpha']:g}, smallest p = {e['smallest_p']:.2g}"
-    )
-    return [
-        ("sound decoder, the same layer", f"{e['seeds']} seeds, {e['tokens']:,} tokens each", found)
-    ]
-
-
-def _caught(e: dict[str, Any]) -> list[tuple[str, str, str]]:
-    return [("known wrong code (below)", f"{e['controls']} controls", f"{e['rejected']} rejected")]
-
-
-ROWS = {
-    "enumeration": _enumeration,
-    "engine": _engine,
-    "controls": _caught,
-    "biased": _biased,
-    "sound": _sound,
-    "greedy": _greedy,
+# section -> what, how much, found
+TOLD = {
+    "enumeration": (
+        "one verification, every branch",
+        "{cases:,} random worlds, up to {max_vocab} tokens and {max_nodes} nodes, {branches:,} "
+        "branches",
+        "law off by at most {max_error:.1e} (limit {limit:g})",
+    ),
+    "engine": (
+        "the whole loop, every branch",
+        "{runs} drafters × laws × rules, outputs of {length} of {vocab} tokens, {branches:,} "
+        "branches",
+        "law off by at most {max_error:.1e} (limit {limit:g})",
+    ),
+    "controls": ("known wrong code (below)", "{controls} controls", "{rejected} rejected"),
+    "biased": (
+        "biased decoders, certificate's sampling layer",
+        "{decoders} of total variation {variation:g} and two that one order of the tokens cannot "
+        "see, {tokens:,} tokens each",
+        "{rejected} rejected at alpha = {alpha:g}",
+    ),
+    "sound": (
+        "sound decoder, the same layer",
+        "{seeds} seeds, {tokens:,} tokens each",
+        "{rejected} rejected at alpha = {alpha:g}, smallest p = {smallest_p:.2g}",
+    ),
 }
+
+
+def _rows(known: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """The first table, section by section."""
+    for name, told in TOLD.items():
+        if name in known:
+            yield tuple(cell.format(**known[name]) for cell in told)
+            if name == "enumeration":
+                yield "traversal against rejection", "the same worlds", _less(known[name])
+    for r in known["greedy"]["rows"] if "greedy" in known else ():
+        what = f"greedy, {known['greedy']['target']['name']}, {r['drafter']}, B = {r['batch_size']}"
+        words = f"{r['equal']} equal, {r['rounding_ties']} rounding ties, {r['defects']} defects"
+        yield what, f"{r['prompts']} prompts, {r['tokens']:,} tokens", words
+
+
+def _less(e: dict[str, Any]) -> str:
+    """Where traversal accepts less than rejection."""
+    less = e["traversal_accepts_less"]
+    fewer = f"accepts less on {less['chains']} chains and {less['trees']} trees"
+    some = less["chains"] or less["trees"]
+    return f"{fewer}, by at most {less['largest']:.1e}" if some else fewer
 
 
 def _certificates(e: dict[str, Any]) -> str:
@@ -157,11 +129,8 @@ def _certificates(e: dict[str, Any]) -> str:
             if c["layer"] == "sampling"
         }
         least = f"{power['min_detectable']:.1%}" if power.get("min_detectable") else "–"
-        words = (
-            f"T = {s['temperature']:g}"
-            + (f", top-p {s['top_p']:g}" if s["top_p"] != 1 else "")
-            + f", {s['dtype']}"
-        )
+        cut = f", top-p {s['top_p']:g}" if s["top_p"] != 1 else ""
+        words = f"T = {s['temperature']:g}{cut}, {s['dtype']}"
         verdict = ": ".join([paper["verdict"], *paper["reasons"][:1]])
         cells = [s["drafter"], words, f"{power['tokens']:,}", p, least]
         rows.append([*cells, *(by.get(name, "–") for name in wrong), verdict])
@@ -169,15 +138,9 @@ def _certificates(e: dict[str, Any]) -> str:
 
 
 def _controls(e: dict[str, Any]) -> str:
-    rows = [
-        [
-            r["name"],
-            r["layer"] if r["rejected"] else "NOTHING",
-            f"{r['measured']:.2g}",
-            f"{r['correct_code']:.1g}",
-        ]
-        for r in e["rows"]
-    ]
-    return md_table(
-        ("known wrong code", "caught by", "measured there", "correct code"), rows, (0, 1)
-    )
+    rows = []
+    for r in e["rows"]:
+        layer = r["layer"] if r["rejected"] else "NOTHING"
+        rows.append([r["name"], layer, f"{r['measured']:.2g}", f"{r['correct_code']:.1g}"])
+    head = ("known wrong code", "caught by", "measured there", "correct code")
+    return md_table(head, rows, (0, 1))

@@ -5,6 +5,7 @@ report.json alone, by templates/report.html.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from scripts.reports import plots, table, tuning_plots
@@ -58,33 +59,31 @@ def drawings(report: dict[str, Any]) -> list[Drawing]:
     return drawn
 
 
+BARS = {
+    "speedup": ("Speed against plain decoding", "×"),
+    "accepted_length": ("Tokens per target pass", ""),
+}
+WORDS = {
+    "acceptance_by_position": "Acceptance by depth in the draft, a line per drafter.",
+    "accepted_length_by_category": "Accepted length by category with intervals, a dot per drafter.",
+    "time_per_token": "Milliseconds per token by part: target, drafter, law, verification, cache, "
+    "Python.",
+}
+
+
 def described(name: str, report: dict[str, Any]) -> str:
     """A figure in words, with the numbers that it shows."""
-    rows = report["drafters"]
-    if name in ("speedup", "accepted_length"):
-        told = [
-            f"{r['label']} {table.interval(r[name], 2, '×' if name == 'speedup' else '')}"
-            for r in rows
-            if r.get(name) and r[name]["mean"] is not None
-        ]
-        return (
-            "Speed against plain decoding: " if name == "speedup" else "Tokens per target pass: "
-        ) + "; ".join(told)
-    words = {
-        "acceptance_by_position": "Acceptance by depth in the draft, a line per drafter.",
-        "accepted_length_by_category": "Accepted length by category with intervals, a "
-        "dot per drafter.",
-        "time_per_token": "Milliseconds per token by part: target, drafter, law, "
-        "verification, cache, Python.",
-    }
-    return words.get(name, name.replace("_", " "))
+    if name in WORDS:
+        return WORDS[name]
+    title, unit = BARS[name]
+    known = [r for r in report["drafters"] if r.get(name) and r[name]["mean"] is not None]
+    told = [f"{r['label']} {table.interval(r[name], 2, unit)}" for r in known]
+    return f"{title}: {'; '.join(told)}"
 
 
 def best_of(report: dict[str, Any]) -> dict[str, Any] | None:
     """The fastest row that drafts."""
-    rows = [
-        r for r in report["drafters"] if r["shape"] != "none" and r["speedup"]["mean"] is not None
-    ]
+    rows = [r for r in plots.drafting(report) if r["speedup"]["mean"] is not None]
     return max(rows, key=lambda r: r["speedup"]["mean"], default=None)
 
 
@@ -100,11 +99,8 @@ def headline(report: dict[str, Any]) -> tuple[str, str]:
     if low is not None and low > 1:
         return f"{best['label']} makes {report['target']['name']} {speed:.2f}× as fast", sub
     if high is not None and high < 1:
-        return (
-            f"No drafter pays here: the fastest, {best['label']}, runs at {speed:.2f}× "
-            "plain decoding",
-            sub,
-        )
+        what = f"the fastest, {best['label']}, runs at {speed:.2f}× plain decoding"
+        return f"No drafter pays here: {what}", sub
     return f"{best['label']}: {speed:.2f}× plain decoding, not clearly faster on this machine", sub
 
 
@@ -115,20 +111,12 @@ def cards(report: dict[str, Any]) -> list[tuple[str, str]]:
     facts = []
     if best:
         if report["plain_pass_ms"]["steady"]:
-            facts.append(
-                (table.number(best["speedup"]["mean"]) + "×", f"decoding speed, {best['label']}")
-            )
-        longest = max(
-            (r for r in rows if r["shape"] != "none" and r["accepted_length"]["mean"]),
-            key=lambda r: r["accepted_length"]["mean"],
-            default=best,
-        )
-        facts.append(
-            (
-                table.number(longest["accepted_length"]["mean"]),
-                f"tokens per target pass, {longest['label']}",
-            )
-        )
+            speed = table.number(best["speedup"]["mean"]) + "×"
+            facts.append((speed, f"decoding speed, {best['label']}"))
+        known = [r for r in plots.drafting(report) if r["accepted_length"]["mean"]]
+        longest = max(known, key=lambda r: r["accepted_length"]["mean"], default=best)
+        length = table.number(longest["accepted_length"]["mean"])
+        facts.append((length, f"tokens per target pass, {longest['label']}"))
         facts.append((table.number(best["tokens_per_second"], 1), f"tokens/s, {best['label']}"))
     checked = [r["lossless"] for r in rows if r.get("lossless") and r["name"] != "none"]
     if checked:
@@ -167,6 +155,13 @@ def ranking(report: dict[str, Any]) -> Table | None:
     return table_of(columns, found, (told,))
 
 
+DEPTHS: dict[str, Callable[[table.Row, int], str]] = {
+    "Accepted at d, given that d − 1 was, %": lambda r, d: table.by_depth(r, "conditional", d),
+    "Accepted up to d, of all cycles, %": lambda r, d: table.by_depth(r, "unconditional", d),
+    "Place of the accepted candidate among its siblings, trees: 1st 2nd 3rd 4th, %": table.ranks,
+}
+
+
 def depths(report: dict[str, Any]) -> list[tuple[str, Table]]:
     """Acceptance at every depth, conditional and unconditional, and which of the siblings was
     accepted in trees: (title, table).
@@ -176,27 +171,13 @@ def depths(report: dict[str, Any]) -> list[tuple[str, Table]]:
         return []
     most = range(1, 1 + min(table.DEPTHS, max(len(r["acceptance_by_position"]) for r in rows)))
     parts = []
-    for title, cell in (
-        (
-            "Accepted at d, given that d − 1 was, %",
-            lambda r, d: table.by_depth(r, "conditional", d),
-        ),
-        ("Accepted up to d, of all cycles, %", lambda r, d: table.by_depth(r, "unconditional", d)),
-        (
-            "Place of the accepted candidate among its siblings, trees: 1st 2nd 3rd 4th, %",
-            table.ranks,
-        ),
-    ):
+    for title, cell in DEPTHS.items():
         shown = [r for r in rows if any(cell(r, d) != "–" for d in most)]
         if shown:
             columns: list[tuple[str, Any]] = [("drafter", lambda r: r["label"])]
-            columns += [(f"d = {d}", functools.partial(_flipped, cell, d)) for d in most]
+            columns += [(f"d = {d}", lambda r, cell=cell, d=d: cell(r, d)) for d in most]
             parts.append((title, table_of(columns, shown)))
     return parts
-
-
-def _flipped(cell: Any, d: int, row: dict[str, Any]) -> str:
-    return str(cell(row, d))
 
 
 def batches(report: dict[str, Any]) -> Table | None:
@@ -212,13 +193,9 @@ def batches(report: dict[str, Any]) -> Table | None:
 
     def verdict(row: dict[str, Any]) -> str:
         at = stops_paying(row["points"])["stops_at"]
-        return (
-            f"not up to {sizes[-1]}"
-            if at is None
-            else "never pays"
-            if at == sizes[0]
-            else f"batch {at}"
-        )
+        if at is None:
+            return f"not up to {sizes[-1]}"
+        return "never pays" if at == sizes[0] else f"batch {at}"
 
     columns: list[tuple[str, Any]] = [("drafter", lambda r: r["label"])]
     columns += [(f"batch {size}", functools.partial(cell, size)) for size in sizes]
@@ -239,9 +216,7 @@ def others(report: dict[str, Any]) -> list[tuple[str, str, Table]]:
 
 
 def pairs(report: dict[str, Any]) -> Table | None:
-    """Paired differences between the drafters that draft; nothing when there are fewer than
-    two.
-    """
+    """Paired differences between the drafters; nothing for fewer than two."""
     found = [p for p in report["pairs"] if p.get("accepted_length_difference")]
     if not found:
         return None

@@ -38,6 +38,7 @@ PARTS = {
     "cache": ("cache", "#e2762b"),
     "python": ("Python", "#b9bfcc"),
 }
+EVEN: Any = {"color": MUTED, "linewidth": 1, "linestyle": (0, (3, 3))}  # the line at no gain
 STYLE: Any = {
     "font.family": "sans-serif",
     "font.size": 10,
@@ -66,11 +67,8 @@ STYLE: Any = {
 
 
 def color_of(report: dict[str, Any]) -> dict[str, str]:
-    """Drafter name -> colour: grey for rows that draft nothing, the palette in order for the
-    others.
-    """
-    drafting = [d["name"] for d in report["drafters"] if d["shape"] != "none"]
-    palette = {name: COLORS[i % len(COLORS)] for i, name in enumerate(drafting)}
+    """Drafter name -> colour: the palette in order, grey for rows that draft nothing."""
+    palette = {d["name"]: COLORS[i % len(COLORS)] for i, d in enumerate(drafting(report))}
     return {d["name"]: palette.get(d["name"], "#98a1b3") for d in report["drafters"]}
 
 
@@ -86,6 +84,12 @@ def named(ax: Axes, labels: Sequence[str]) -> None:
     ax.grid(axis="y", visible=False)
 
 
+def curve(ax: Axes, points: Sequence[Any], keys: tuple[Any, Any], style: str, **how: Any) -> None:
+    """A line through what `points` hold under two keys, (x, y)."""
+    x, y = ([point[key] for point in points] for key in keys)
+    ax.plot(x, y, style, **how)
+
+
 def _bars(ax: Axes, report: dict[str, Any], key: str, title: str, unit: str, label: str) -> None:
     rows = [d for d in report["drafters"] if d.get(key) and d[key]["mean"] is not None][::-1]
     colors = color_of(report)
@@ -96,7 +100,7 @@ def _bars(ax: Axes, report: dict[str, Any], key: str, title: str, unit: str, lab
         if low is not None and high > low:
             ax.plot([low, high], [y, y], color=INK, linewidth=1.6, solid_capstyle="butt")
         ax.text(far * 1.03, y, f"{value:.2f}{unit}", va="center", color=INK, fontweight="bold")
-    ax.axvline(1.0, color=MUTED, linewidth=1, linestyle=(0, (3, 3)))
+    ax.axvline(1.0, **EVEN)
     named(ax, [d["label"] for d in rows])
     ax.set_xlim(0, far * 1.2)
     ax.set_title(title)
@@ -104,20 +108,13 @@ def _bars(ax: Axes, report: dict[str, Any], key: str, title: str, unit: str, lab
 
 
 def speedup(ax: Axes, report: dict[str, Any]) -> None:
-    _bars(
-        ax, report, "speedup", "Speed against plain decoding", "×", "times `none`, decoding alone"
-    )
+    label = "times `none`, decoding alone"
+    _bars(ax, report, "speedup", "Speed against plain decoding", "×", label)
 
 
 def accepted_length(ax: Axes, report: dict[str, Any]) -> None:
-    _bars(
-        ax,
-        report,
-        "accepted_length",
-        "Tokens per target pass",
-        "",
-        "accepted length, bonus token included",
-    )
+    label = "accepted length, bonus token included"
+    _bars(ax, report, "accepted_length", "Tokens per target pass", "", label)
 
 
 def by_position(ax: Axes, report: dict[str, Any]) -> None:
@@ -127,20 +124,11 @@ def by_position(ax: Axes, report: dict[str, Any]) -> None:
         points = [p for p in d["acceptance_by_position"] if p["trials"] >= FEW]
         if not points:
             continue
-        x = [p["position"] for p in points]
-        deepest = max(deepest, *x)
-        ax.plot(
-            x,
-            [p["conditional"] for p in points],
-            "o-",
-            color=colors[d["name"]],
-            label=d["label"],
-            ms=5,
-        )
+        color = colors[d["name"]]
+        deepest = max(deepest, *(p["position"] for p in points))
+        curve(ax, points, ("position", "conditional"), "o-", color=color, label=d["label"], ms=5)
         if both:
-            ax.plot(
-                x, [p["unconditional"] for p in points], "--", color=colors[d["name"]], alpha=0.55
-            )
+            curve(ax, points, ("position", "unconditional"), "--", color=color, alpha=0.55)
     ax.set_ylim(0, 1.02)
     ax.set_xticks(range(1, deepest + 1))
     ax.set_title("Acceptance by position")
@@ -162,22 +150,14 @@ def by_category(ax: Axes, report: dict[str, Any]) -> None:
             cell = d["by_category"].get(name, {}).get("accepted_length")
             if not cell or cell["mean"] is None:
                 continue
-            at = y + 0.38 - step * (i + 0.5)
+            at, color = y + 0.38 - step * (i + 0.5), colors[d["name"]]
             if cell["low"] is not None:
-                ax.plot(
-                    [cell["low"], cell["high"]], [at, at], color=colors[d["name"]], alpha=0.45, lw=3
-                )
-            ax.plot(
-                cell["mean"],
-                at,
-                "o",
-                color=colors[d["name"]],
-                ms=5.5,
-                label=None if y else d["label"],
-            )
+                ax.plot([cell["low"], cell["high"]], [at, at], color=color, alpha=0.45, lw=3)
+            label = None if y else d["label"]
+            ax.plot(cell["mean"], at, "o", color=color, ms=5.5, label=label)
     for y in range(1, len(names)):
         ax.axhline(y - 0.5, color=MUTED, linewidth=0.4, alpha=0.4)
-    ax.axvline(1.0, color=MUTED, linewidth=1, linestyle=(0, (3, 3)))
+    ax.axvline(1.0, **EVEN)
     named(ax, names)
     ax.set_title("Accepted length by category")
     ax.set_xlabel("tokens per target pass")
@@ -186,16 +166,13 @@ def by_category(ax: Axes, report: dict[str, Any]) -> None:
 
 def stacked(ax: Axes, rows: Sequence[tuple[str, dict[str, float]]]) -> None:
     """Milliseconds per token by part, a bar for every (label, parts)."""
-    seen: set[str] = set()
     far = max((sum(max(v, 0.0) for v in parts.values()) for _, parts in rows), default=1.0)
     for y, (_, parts) in enumerate(rows[::-1]):
         left = 0.0
-        for part, (label, color) in PARTS.items():
+        for part, (name, color) in PARTS.items():
             width = max(parts.get(part) or 0.0, 0.0)
-            ax.barh(
-                y, width, left=left, height=0.62, color=color, label=None if part in seen else label
-            )
-            seen.add(part)
+            label = None if y else name
+            ax.barh(y, width, left=left, height=0.62, color=color, label=label)
             left += width
         ax.text(left + 0.012 * far, y, f"{left:.1f}", va="center", color=INK)
     named(ax, [label for label, _ in rows[::-1]])
@@ -206,15 +183,12 @@ def stacked(ax: Axes, rows: Sequence[tuple[str, dict[str, float]]]) -> None:
 
 
 def time_per_token(ax: Axes, report: dict[str, Any]) -> None:
-    stacked(
-        ax, [(d["label"], d["ms_per_token"]) for d in report["drafters"] if d.get("ms_per_token")]
-    )
+    timed = [d for d in report["drafters"] if d.get("ms_per_token")]
+    stacked(ax, [(d["label"], d["ms_per_token"]) for d in timed])
 
 
 def legend(ax: Axes, columns: int = 3) -> None:
-    """Below the panel, in as many columns as its width holds: a wider one would squeeze the
-    drawing.
-    """
+    """Below the panel, in as many columns as fit: a wider one would squeeze the drawing."""
     handles, labels = ax.get_legend_handles_labels()
     if not handles:
         return
@@ -297,9 +271,7 @@ def png(figure: Figure, dpi: int = 130) -> bytes:
 
 
 def svg(figure: Figure, salt: str) -> str:
-    """Inline SVG whose ids are its own (several stand on one page) and whose bytes hold no
-    date.
-    """
+    """Inline SVG with ids of its own (several stand on one page) and without a date."""
     buffer = io.StringIO()
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": salt}):
         figure.savefig(
@@ -308,9 +280,7 @@ def svg(figure: Figure, salt: str) -> str:
     text = buffer.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)
     text = re.sub(r'\b(id="|url\(#|href="#)', rf"\g<1>{salt}-", text)
-    for (
-        color,
-        name,
-    ) in THEMED.items():  # the page's own colours, so that figures follow a dark theme
+    # The page's own colours, so that figures follow a dark theme.
+    for color, name in THEMED.items():
         text = text.replace(color, f"var(--{name})")
     return re.sub(r' (?:width|height)="[^"]*pt"', "", text, count=2)  # the page sets the width

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from scripts.common import files
@@ -22,36 +23,13 @@ from scripts.serving.engines import sampled as engine_sampled
 from scripts.serving.engines import settings as engine_settings
 
 RESULTS = files.ROOT / "docs" / "results"
-README = Block(
-    files.ROOT / "README.md",
-    "<!-- results: written by `make readme` -->",
-    "<!-- end of results -->",
-)
-TABLES = Block(
-    files.ROOT / "docs" / "results.md",
-    "<!-- tables: written by `make readme` -->",
-    "<!-- end of tables -->",
-)
-TUNING = Block(
-    files.ROOT / "docs" / "tuning.md",
-    "<!-- tuned: written by `make readme` -->",
-    "<!-- end of tuned -->",
-)
-ENGINES = Block(
-    files.ROOT / "docs" / "engines.md",
-    "<!-- engines: written by `make readme` -->",
-    "<!-- end of engines -->",
-)
-SERVING = Block(
-    files.ROOT / "docs" / "serving.md",
-    "<!-- serves: written by `make readme` -->",
-    "<!-- end of serves -->",
-)
-FIT = Block(
-    files.ROOT / "docs" / "fit.md",
-    "<!-- fits: written by `make readme` -->",
-    "<!-- end of fits -->",
-)
+BY = "`make readme`"
+README = Block.of("README.md", "results", BY)
+TABLES = Block.of("docs/results.md", "tables", BY)
+TUNING = Block.of("docs/tuning.md", "tuned", BY)
+ENGINES = Block.of("docs/engines.md", "engines", BY)
+SERVING = Block.of("docs/serving.md", "serves", BY)
+FIT = Block.of("docs/fit.md", "fits", BY)
 DROPPED = ("per_prompt", "acceptance_by_rank")
 # file in docs/results without its ending -> folder under reports/
 COPIED = {
@@ -130,19 +108,17 @@ def front() -> str:
         "",
     ]
     head = "drafter", "tokens a pass", "× plain decoding", "× `generate`", "same tokens, float32"
-    cells = []
-    for label, row in rows.items():
-        if label.endswith("(defaults)"):
-            continue
-        cells.append(
-            [
-                label,
-                table.interval(row["accepted_length"]),
-                table.interval(row["speedup"]),
-                f"{row['tokens_per_second'] / generate:.2f}",
-                table.equality(same[label]) if label in same else "–",
-            ]
-        )
+    cells = [
+        [
+            label,
+            table.interval(row["accepted_length"]),
+            table.interval(row["speedup"]),
+            f"{row['tokens_per_second'] / generate:.2f}",
+            table.equality(same[label]) if label in same else "–",
+        ]
+        for label, row in rows.items()
+        if not label.endswith("(defaults)")
+    ]
     more = " ".join(filter(None, [unseen(), leaders(), fitted()]))
     return "\n".join([*lines, md_table(head, cells), "", more])
 
@@ -203,84 +179,85 @@ def fitted() -> str:
     )
 
 
+def made(report: dict[str, Any]) -> str:
+    """The machine and the commit of a report."""
+    env = report["environment"]
+    machine = env.get("gpu") or env["processor"]
+    return f"{machine}, {env['threads']} threads, commit `{env['commit']}`"
+
+
+def known(*names: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Those files of docs/results that are there."""
+    for name in names:
+        if (RESULTS / f"{name}.json").exists():
+            yield name, read(name)
+
+
 def results() -> str:
     """The tables of docs/results.md, from the JSON beside it."""
+    headings = SHOWN | BY_CATEGORY
     blocks = []
-    for name, heading in (SHOWN | BY_CATEGORY).items():
-        if not (RESULTS / f"{name}.json").exists():
-            continue
-        report = read(name)
-        env = report["environment"]
-        machine = f"{env['gpu'] or env['processor']}, {env['threads']} threads"
-        where = f"{machine}, commit `{env['commit']}`, [JSON](results/{name}.json)"
-        blocks += [f"## {heading}", "", f"{table.title(report)} ({where})", ""]
+    for name, report in known(*headings):
+        where = f"{made(report)}, [JSON](results/{name}.json)"
+        blocks += [f"## {headings[name]}", "", f"{table.title(report)} ({where})", ""]
         shown = table.by_category if name in BY_CATEGORY else table.markdown
         blocks += [shown(report), ""]
     blocks += level()
-    engines = RESULTS / "engines.json"
-    if engines.exists():
-        report = json.loads(engines.read_text())
-        blocks += [
-            f"## Exported heads, {engine_case.title(report)}",
-            "",
-            "`make engines`",
-            "",
-            engine_case.markdown(report),
-            "",
-        ]
+    for _, report in known("engines"):
+        heading = f"## Exported heads, {engine_case.title(report)}"
+        blocks += [heading, "", "`make engines`", "", engine_case.markdown(report), ""]
     return "\n".join(blocks)
 
 
 def level() -> list[str]:
     """The heads that learned from the same data with the same arithmetic, at every budget."""
     blocks = []
-    for path in sorted(RESULTS.glob("matched*.json")):
-        report = json.loads(path.read_text())
-        env = report["environment"]
-        machine = f"{env['gpu'] or env['processor']}, {env['threads']} threads"
-        where = f"{machine}, commit `{env['commit']}`, [JSON](results/{path.name})"
+    for name, report in known(*(path.stem for path in sorted(RESULTS.glob("matched*.json")))):
+        where = f"{made(report)}, [JSON](results/{name}.json)"
         blocks += [f"{matched.title(report)} ({where})", "", matched.markdown(report), ""]
     return ["## All heads on the same data and arithmetic", "", *blocks] if blocks else []
 
 
 def tuned() -> str:
     """The table of docs/tuning.md."""
-    return tune_table.markdown(json.loads((RESULTS / "tune.json").read_text()))
+    return tune_table.markdown(read("tune"))
+
+
+# what shows an engine's file of docs/results, and the command that wrote it
+ENGINE_RUNS: dict[str, tuple[Any, str]] = {
+    "engines-llamacpp": (llamacpp_cases, "make engines ONLY=llamacpp"),
+    "engines-llamacpp-block": (llamacpp_cases, "scripts/engines.py llamacpp"),
+    "engines-llamacpp-files": (llamacpp_cases, "scripts/engines.py llamacpp"),
+    "engines-llamacpp-sampled": (engine_sampled, "scripts/engines.py sampled"),
+    "engine-settings": (engine_settings, "scripts/engines.py settings"),
+    "engines": (engine_case, "make engines ONLY=vllm"),
+    "engines-block": (engine_case, "scripts/engines.py"),
+    "engines-vllm-sampled": (engine_sampled, "scripts/engines.py sampled server=vllm"),
+}
 
 
 def engines() -> str:
     """The tables of docs/engines.md, one for every engine that was run."""
     blocks = []
-    for name, room, command in (
-        ("engines-llamacpp", llamacpp_cases, "make engines ONLY=llamacpp"),
-        ("engines-llamacpp-draft", llamacpp_cases, "scripts/engines.py llamacpp"),
-        ("engines-llamacpp-files", llamacpp_cases, "scripts/engines.py llamacpp"),
-        ("engines-llamacpp-sampled", engine_sampled, "scripts/engines.py sampled"),
-        ("engine-settings", engine_settings, "scripts/engines.py settings"),
-        ("engines", engine_case, "make engines ONLY=vllm"),
-    ):
-        path = RESULTS / f"{name}.json"
-        if path.exists():
-            report = json.loads(path.read_text())
-            env = report["environment"]
-            machine = f"{env['processor']}, {env['threads']} threads"
-            where = f"`{command}`; {machine}, commit `{env['commit']}`"
-            blocks += [f"**{room.title(report)}** ({where})", "", room.markdown(report), ""]
+    for name, report in known(*ENGINE_RUNS):
+        room, command = ENGINE_RUNS[name]
+        where = f"`{command}`; {made(report)}"
+        blocks += [f"**{room.title(report)}** ({where})", "", room.markdown(report), ""]
     return "\n".join(blocks)
 
 
 def fits() -> str:
     """The table of docs/fit.md."""
-    found = sorted(RESULTS.glob("fit-*.json"))
-    reports = [{**json.loads(path.read_text()), "name": path.stem[4:]} for path in found]
+    found = known(*(path.stem for path in sorted(RESULTS.glob("fit-*.json"))))
+    reports = [{**report, "name": name.removeprefix("fit-")} for name, report in found]
     return fit_table.page(reports) if reports else ""
 
 
 def mutants() -> str:
     """docs/mutants.md, with the reasons as they stand today."""
     report = read("mutants")
-    known = mutants_page.reasons(RESULTS / "mutants-harmless.json")
-    return mutants_page.page({**report, **mutants_page.summary(report["mutants"], known)})
+    reasons = mutants_page.reasons(RESULTS / "mutants-harmless.json")
+    return mutants_page.page({**report, **mutants_page.summary(report["mutants"], reasons)})
 
 
 PAGES = {

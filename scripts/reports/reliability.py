@@ -36,11 +36,7 @@ from scripts.common import files
 from scripts.reports.block import Block, md_table
 
 RESULTS = files.ROOT / "docs" / "results" / "reliability.json"
-BLOCK = Block(
-    files.ROOT / "docs" / "reliability.md",
-    "<!-- reliability: written by `make slow` -->",
-    "<!-- end of reliability -->",
-)
+BLOCK = Block.of("docs/reliability.md", "reliability", "`make slow`")
 PACKAGES = ("torch", "transformers", "accelerate")
 CODE = (":!docs", ":!*.md")  # pages and results are no code: git pathspecs
 

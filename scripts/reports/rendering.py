@@ -91,7 +91,5 @@ def _environment() -> Environment:
 
 
 def render(name: str, **values: Any) -> str:
-    """The page of a template as text. Raises jinja2.UndefinedError for a value that it needs
-    and does not get.
-    """
+    """A template's page as text. Raises jinja2.UndefinedError for a value that it lacks."""
     return _environment().get_template(name).render(**values)

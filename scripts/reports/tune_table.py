@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from scripts.reports.block import md_table
-from scripts.reports.table import interval, number
+from scripts.reports.block import md_table, shown_table
+from scripts.reports.table import asked, interval, law_of, number, unsteady
 
 
 def percent(value: float | None) -> str:
@@ -17,12 +16,8 @@ def percent(value: float | None) -> str:
 
 def title(report: dict[str, Any]) -> str:
     s = report["settings"]
-    law = "greedy (T = 0)" if s["temperature"] == 0 else f"T = {s['temperature']:g}"
-    return (
-        f"{report['drafter']} on {report['target']['name']} · {law} · {s['dtype']} · "
-        f"batch {s['batch_size']} · "
-        f"{s['num_prompts']} prompts"
-    )
+    where = f"{report['drafter']} on {report['target']['name']}"
+    return f"{where} · {law_of(s['temperature'])} · {asked(s)}"
 
 
 HEADER = ("settings", "accepted length", "predicted", "tokens/s", "predicted", "error", "speedup")
@@ -31,31 +26,25 @@ HEADER = ("settings", "accepted length", "predicted", "tokens/s", "predicted", "
 def cells(report: dict[str, Any]) -> list[tuple[dict[str, Any], list[str]]]:
     """(row, its cells) in the order of measured speed."""
     rows = sorted(report["rows"], key=lambda r: -(r["measured"]["tokens_per_second"] or 0))
+    return [(row, _line(row, row["measured"])) for row in rows]
+
+
+def _line(row: dict[str, Any], measured: dict[str, Any]) -> list[str]:
     return [
-        (
-            r,
-            [
-                r["name"],
-                interval(r["measured"]["accepted_length"]),
-                number(r["predicted"]["accepted_length"]),
-                number(r["measured"]["tokens_per_second"], 1),
-                number(r["predicted_at_pace"], 1),
-                percent(r["error"]),
-                interval(r["measured"]["speedup"], 2, "×"),
-            ],
-        )
-        for r in rows
+        row["name"],
+        interval(measured["accepted_length"]),
+        number(row["predicted"]["accepted_length"]),
+        number(measured["tokens_per_second"], 1),
+        number(row["predicted_at_pace"], 1),
+        percent(row["error"]),
+        interval(measured["speedup"], 2, "×"),
     ]
 
 
 def show(report: dict[str, Any], console: Console) -> None:
     """Print the measured settings, the chosen one marked, and what follows from it."""
     wide = console if console.is_terminal else Console(width=130)
-    table = Table(
-        title=title(report), title_justify="left", title_style="bold", header_style="bold"
-    )
-    for i, name in enumerate(HEADER):
-        table.add_column(name, justify="left" if i == 0 else "right", overflow="fold")
+    table = shown_table(title(report), HEADER)
     for row, line in cells(report):
         chosen = row["name"] == report["chosen"]["name"]
         mark = "▸ " if chosen else "  "
@@ -67,27 +56,22 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 def sentences(report: dict[str, Any]) -> list[str]:
     """What a reader of the table must know."""
-    chosen, plain = (
-        report["chosen"],
-        report["latency"]["fit"]["target_line"][str(report["settings"]["batch_size"])],
-    )
+    chosen, batch = report["chosen"], str(report["settings"]["batch_size"])
+    plain = report["latency"]["fit"]["target_line"][batch]
     lines = []
     if chosen["pays"]:
         lines.append(
-            f"Chosen: {chosen['name']}. Break-even: {chosen['break_even']:.2f} tokens "
-            "per target pass; below "
-            "that plain decoding is faster."
+            f"Chosen: {chosen['name']}. Break-even: {chosen['break_even']:.2f} tokens per target "
+            "pass; below that plain decoding is faster."
         )
     else:
         lines.append(
-            "Nothing was faster than plain decoding here. The nearest is "
-            f"{chosen['name']}; it would need "
-            f"{chosen['break_even']:.2f} tokens per target pass."
+            f"Nothing was faster than plain decoding here. The nearest is {chosen['name']}; it "
+            f"would need {chosen['break_even']:.2f} tokens per target pass."
         )
     lines.append(
-        f"A target pass takes {plain['ms']:.1f} ms and {plain['ms_per_node']:.2f} ms "
-        "more per node (straight "
-        f"line through the curve); {report['searched']} settings were searched by replay."
+        f"A target pass takes {plain['ms']:.1f} ms and {plain['ms_per_node']:.2f} ms more per node "
+        f"(straight line through the curve); {report['searched']} settings were searched by replay."
     )
     lines.append(
         "Predictions are set to the pace at which plain decoding ran while measuring "
@@ -95,19 +79,14 @@ def sentences(report: dict[str, Any]) -> list[str]:
     )
     pace = report["plain_pass_ms"]
     if not pace["steady"]:
-        lines.append(
-            f"UNSTEADY: a plain pass took {pace['low']:.0f} to {pace['high']:.0f} ms in "
-            "this run; the machine "
-            "was busy with other work, so choose again on a quiet one."
-        )
+        lines.append(f"{unsteady(pace)}, so choose again on a quiet one.")
     grid = report.get("grid")
     if grid:
         r, off = grid["chosen_over_best"], grid["error_proposed"]
         lines.append(
             f"Grid of {grid['settings']}: the choice runs at {interval(r, 3)} of the best measured "
             f"({grid['best']}); tokens/s of the proposed settings were predicted to "
-            f"{off['mean']:.1%} on "
-            f"average, {off['worst']:.1%} at worst."
+            f"{off['mean']:.1%} on average, {off['worst']:.1%} at worst."
         )
     return lines + [str(n) for n in report["notes"]]
 

@@ -11,26 +11,40 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from scripts.reports import plots
-from scripts.reports.plots import COLORS, MUTED, color_of, legend
+from scripts.reports.plots import COLORS, EVEN, color_of, curve, legend
 
 Report = dict[str, Any]
+LINES = (("chain", "K", "depth", "-"), ("tree", "n nodes", "nodes", "--"))
+
+
+def _banded(
+    ax: Axes, points: list[dict[str, Any]], keys: tuple[str, str], color: str, **how: Any
+) -> None:
+    """A line through `points`, and a band of their intervals where all have one."""
+    curve(ax, points, keys, "o-", color=color, ms=4.5, **how)
+    if all(p.get("low") is not None for p in points):
+        x, low, high = ([p[key] for p in points] for key in (keys[0], "low", "high"))
+        ax.fill_between(x, low, high, color=color, alpha=0.13, lw=0)
+
+
+def _doubling(ax: Axes) -> None:
+    """Along x a step is twice as much."""
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
+
+
+def _times(ax: Axes) -> None:
+    """Speedups over what doubles."""
+    ax.axhline(1.0, **EVEN)
+    _doubling(ax)
+    ax.yaxis.set_major_formatter(lambda v, _: f"{v:.2f}×")
 
 
 def learning(ax: Axes, report: Report) -> None:
     """Decoded accepted length on held-out prompts while the heads were trained."""
     for i, (label, points) in enumerate(report["learning"].items()):
         color = COLORS[i % len(COLORS)]
-        x = [p["step"] for p in points]
-        ax.plot(x, [p["accepted_length"] for p in points], "o-", color=color, label=label, ms=4.5)
-        if all(p.get("low") is not None for p in points):
-            ax.fill_between(
-                x,
-                [p["low"] for p in points],
-                [p["high"] for p in points],
-                color=color,
-                alpha=0.13,
-                lw=0,
-            )
+        _banded(ax, points, ("step", "accepted_length"), color=color, label=label)
     ax.set_title("Learning curves")
     ax.set_xlabel("training step")
     ax.set_ylabel("accepted length, held out")
@@ -41,77 +55,39 @@ def against_k(ax: Axes, report: Report) -> None:
     """Predicted speedup against levels and nodes, with what was measured on top."""
     for i, (label, t) in enumerate(report["tuning"].items()):
         color = COLORS[i % len(COLORS)]
-        for kind, key, style in (("chain", "depth", "-"), ("tree", "nodes", "--")):
+        for kind, size, key, style in LINES:
             points = t["curves"].get(kind) or []
             if points:
-                ax.plot(
-                    [p[key] for p in points],
-                    [p["speedup"] for p in points],
-                    style,
-                    color=color,
-                    linewidth=1.8,
-                    label=f"{label}, {'chain of K' if kind == 'chain' else 'tree of n nodes'}",
-                )
+                told = f"{label}, {kind} of {size}"
+                curve(ax, points, (key, "speedup"), style, color=color, lw=1.8, label=told)
         for row in t.get("rows", []):
             at = row["settings"].get("nodes") or row["settings"].get("depth")
             found = row["measured"]["speedup"]
             if not at or found["mean"] is None:
                 continue
             if found["low"] is not None:
-                ax.plot(
-                    [at, at], [found["low"], found["high"]], color=color, alpha=0.35, linewidth=2.4
-                )
+                ax.plot([at, at], [found["low"], found["high"]], color=color, alpha=0.35, lw=2.4)
             mark = "o" if row["kind"] == "chain" else "D"
             ax.plot(at, found["mean"], mark, color=color, ms=5.5, mec="white", mew=0.8)
-    ax.axhline(1.0, color=MUTED, linewidth=1, linestyle=(0, (3, 3)))
-    ax.set_xscale("log", base=2)
-    ax.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
-    ax.yaxis.set_major_formatter(lambda v, _: f"{v:.2f}×")
+    _times(ax)
     ax.set_title("Speedup against K and tree size")
     ax.set_xlabel("draft tokens verified per cycle (lines: predicted, points: measured)")
     legend(ax, 2)
 
 
 def against_batch(ax: Axes, report: Report) -> None:
-    """Speedup against batch size: predicted for tuned settings, and measured where several
-    were run.
-    """
+    """Speedup against batch size: predicted, and measured where several were run."""
+    keys = ("batch_size", "speedup")
     for i, (label, t) in enumerate(report.get("tuning", {}).items()):
         points = t["curves"].get("batch") or []
         if points:
-            ax.plot(
-                [p["batch_size"] for p in points],
-                [p["speedup"] for p in points],
-                "o--",
-                ms=4.5,
-                color=COLORS[i % len(COLORS)],
-                label=f"{label}, predicted",
-            )
+            how = {"color": COLORS[i % len(COLORS)], "label": f"{label}, predicted"}
+            curve(ax, points, keys, "o--", ms=4.5, **how)
     own = {d["label"]: color_of(report)[d["name"]] for d in report.get("drafters", ())}
     for i, (label, points) in enumerate(report.get("batches", {}).items()):
-        x, color = [p["batch_size"] for p in points], own.get(label, COLORS[i % len(COLORS)])
-        ax.plot(
-            x,
-            [p["speedup"] for p in points],
-            "o-",
-            color=color,
-            label=f"{label}, measured",
-            ms=4.5,
-            linewidth=1.8,
-        )
-        if all(p.get("low") is not None for p in points):
-            ax.fill_between(
-                x,
-                [p["low"] for p in points],
-                [p["high"] for p in points],
-                color=color,
-                alpha=0.13,
-                lw=0,
-            )
-    ax.axhline(1.0, color=MUTED, linewidth=1, linestyle=(0, (3, 3)))
-    ax.set_xscale("log", base=2)
-    ax.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
-    ax.yaxis.set_major_formatter(lambda v, _: f"{v:.2f}×")
+        color = own.get(label, COLORS[i % len(COLORS)])
+        _banded(ax, points, keys, color=color, label=f"{label}, measured", lw=1.8)
+    _times(ax)
     ax.set_title("Speedup against batch size")
     ax.set_xlabel("rows decoded together")
     legend(ax, 2)
@@ -122,30 +98,12 @@ def latency(ax: Axes, report: Report) -> None:
     _, t = next(iter(report["tuning"].items()))
     for i, (batch, knots) in enumerate(t["latency"]["target"].items()):
         color = COLORS[i % len(COLORS)]
-        ax.plot(
-            [n + 1 for n, _ in knots],
-            [ms for _, ms in knots],
-            "-",
-            color=color,
-            lw=1.8,
-            label=f"batch {batch}",
-        )
-        seen = [
-            (s["nodes"] + 1, s["target"])
-            for s in t.get("samples", [])
-            if str(s["batch_size"]) == batch
-        ]
-        ax.plot(
-            [n for n, _ in seen],
-            [ms for _, ms in seen],
-            "o",
-            color=color,
-            ms=2.6,
-            alpha=0.35,
-            mew=0,
-        )
-    ax.set_xscale("log", base=2)
-    ax.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
+        fitted = [(nodes + 1, ms) for nodes, ms in knots]
+        curve(ax, fitted, (0, 1), "-", color=color, lw=1.8, label=f"batch {batch}")
+        own = (s for s in t.get("samples", []) if str(s["batch_size"]) == batch)
+        seen = [(s["nodes"] + 1, s["target"]) for s in own]
+        curve(ax, seen, (0, 1), "o", color=color, ms=2.6, alpha=0.35, mew=0)
+    _doubling(ax)
     ax.set_ylim(bottom=0)
     ax.set_title("Latency of a target pass")
     ax.set_xlabel("tokens per row: the last one and the draft")

@@ -14,30 +14,24 @@ cache.
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import StoppingCriteriaList
 
 from conf.errors import UserError
-from conf.rules import SEEDS
 from decode.draft_model import DraftModel
 from decode.engine import Cycle, Generation, Request, Run, Timing
 from decode.sampling import Sampling
 from decode.target import Target
-from scripts.scoring.reference import FirstToken, room, settings, without_wishes
+from scripts.scoring.reference import Pass, generated, room, settings, without_wishes
 
 LOOKUP_TOKENS, LOOKUP_GRAM = 10, 3  # our n-gram drafter's
 DEFAULT_TOKENS = 20  # transformers' own number of assistant tokens
-# How long the assistant drafts.
-DRAFTING = (
-    "num_assistant_tokens",
-    "num_assistant_tokens_schedule",
-    "assistant_confidence_threshold",
-)
+# How long the assistant drafts: K tokens, always.
+CONSTANT = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
 
 
 @dataclass(frozen=True)
@@ -67,80 +61,42 @@ class Assisted:
         seed: int,
         timing: Timing,
     ) -> Generation:
-        begin, device = time.perf_counter(), self.target.device
-        ids = torch.tensor([list(request.prompt)], device=device)
+        ids = torch.tensor([list(request.prompt)], device=self.target.device)
         limit = room(self.target, request)
-        config, processors = settings(self.target, sampling, limit)
-        extra: dict[str, Any] = {}
+        how = settings(self.target, sampling, limit)
         if helper is None:
-            config.prompt_lookup_num_tokens = LOOKUP_TOKENS
+            how[0].prompt_lookup_num_tokens = self.tokens or LOOKUP_TOKENS
             if self.tokens is not None:
-                config.prompt_lookup_num_tokens, config.max_matching_ngram_size = (
-                    self.tokens,
-                    LOOKUP_GRAM,
-                )
-        else:
-            extra["assistant_model"] = helper
-        first, passes = FirstToken(), _Passes()
-        devices = [device] if device.type == "cuda" else []
-        with (
-            without_wishes(model),
-            self._settings(helper),
-            passes.watch(model, helper),
-            torch.inference_mode(),
-            torch.random.fork_rng(devices=devices),
-        ):
-            torch.manual_seed((seed * 1_000_003 + request.id) % SEEDS)
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                generation_config=config,
-                logits_processor=processors,
-                stopping_criteria=StoppingCriteriaList([first]),
-                **extra,
-            )
-        tokens = out[0, ids.shape[1] :].tolist()
-        end = time.perf_counter()
-        timing.total_s += end - begin
-        timing.prefill_s += (first.at or end) - begin
-        later = [p for p in passes.target if p.began >= (first.at or end)]
-        timing.target_s += sum(p.seconds for p in later)
-        timing.draft_s += sum(s for began, s in passes.draft if began >= (first.at or end))
-        timing.drafter_s = timing.draft_s
-        timing.cycles += len(later)
+                how[0].max_matching_ngram_size = LOOKUP_GRAM
+        seed = seed * 1_000_003 + request.id
+        with self._settings(helper):
+            rows, passes = generated(model, ids, torch.ones_like(ids), how, seed, timing, helper)
+        tokens = rows[0]
         stop = "eos" if tokens and tokens[-1] in self.target.eos_ids else "length"
-        cycles = self._cycles(passes.target, ids.shape[1], len(tokens), limit, stop)
+        cycles = self._cycles(passes, ids.shape[1], len(tokens), limit, stop)
         drafted = [False] * len(tokens)
         for cycle in cycles:
             drafted[cycle.start : cycle.start + cycle.accepted] = [True] * cycle.accepted
         return Generation(list(request.prompt), tokens, cycles, drafted, stop)
 
-    @contextlib.contextmanager
-    def _settings(self, helper: Any) -> Iterator[None]:
+    def _settings(self, helper: Any) -> AbstractContextManager[None]:
         """The assistant's generation config, which is where transformers looks for K; restored
         afterwards. What its own one says about drafting counts under the defaults, and nothing
         else of it does."""
         if helper is None:
-            yield
-            return
-        fields = {name: getattr(helper.generation_config, name, None) for name in DRAFTING}
-        if self.tokens is not None:
-            fields |= {
-                "num_assistant_tokens": self.tokens,
-                "num_assistant_tokens_schedule": "constant",
-                "assistant_confidence_threshold": 0.0,
-            }
-        with without_wishes(helper, **fields):
-            yield
+            return contextlib.nullcontext()
+        fields = {**CONSTANT, "num_assistant_tokens": self.tokens}
+        if self.tokens is None:
+            fields = {name: getattr(helper.generation_config, name, None) for name in fields}
+        return without_wishes(helper, **fields)
 
     def _cycles(
-        self, passes: list[_Pass], prompt: int, total: int, limit: int, stop: str
+        self, passes: list[Pass], prompt: int, total: int, limit: int, stop: str
     ) -> list[Cycle]:
         """One cycle for every pass after the first, which belongs to the prefill. A pass reads
         the last token and the candidates; the next one starts where it has stopped accepting."""
-        ends = [p.start + 1 - prompt for p in passes[1:]] + [
-            total
-        ]  # tokens generated when the pass begins
+        # Tokens generated when each pass begins, and at the end.
+        ends = [*(p.start + 1 - prompt for p in passes[1:]), total]
         cycles = []
         for p, before, after in zip(passes[1:], ends, ends[1:], strict=False):
             committed, proposed = after - before, p.tokens - 1
@@ -151,64 +107,6 @@ class Assisted:
             cut = (last and stop == "eos") or (self.tokens is not None and room < self.tokens)
             cycles.append(Cycle(proposed, committed - 1, (0,) * (committed - 1), cut, before))
         return cycles
-
-
-@dataclass
-class _Pass:
-    start: int
-    tokens: int
-    began: float
-    seconds: float = 0.0
-
-
-class _Passes:
-    """Notes every pass of the target and every draft of the assistant, by hooks."""
-
-    def __init__(self) -> None:
-        self.target: list[_Pass] = []
-        self.draft: list[tuple[float, float]] = []
-
-    @contextlib.contextmanager
-    def watch(self, model: Any, helper: Any) -> Iterator[None]:
-        """Hooks while the block runs."""
-
-        def before(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-            cache = kwargs.get("past_key_values")
-            ids = kwargs.get("input_ids", args[0] if args else None)
-            start = int(cache.get_seq_length()) if cache is not None else 0
-            self.target.append(
-                _Pass(start, 0 if ids is None else ids.shape[1], time.perf_counter())
-            )
-
-        def after(module: Any, args: Any, out: Any) -> None:
-            self.target[-1].seconds = time.perf_counter() - self.target[-1].began
-
-        hooks = [
-            model.register_forward_pre_hook(before, with_kwargs=True),
-            model.register_forward_hook(after),
-        ]
-        plain = helper.generate if helper is not None else None
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
-            config = kwargs.get(
-                "generation_config"
-            )  # transformers' own call gives settings beside it, and warns of it
-            for key in [k for k in kwargs if k != "generation_config" and hasattr(config, k)]:
-                setattr(config, key, kwargs.pop(key))
-            out = plain(*args, **kwargs)  # type: ignore[misc]
-            self.draft.append((began, time.perf_counter() - began))
-            return out
-
-        if helper is not None:
-            helper.generate = timed
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-            if helper is not None:
-                del helper.generate
 
 
 def assistants(
@@ -227,9 +125,8 @@ def assistants(
     sizes = [m.model.config.get_text_config().vocab_size for m in (target, draft.draft)]
     if sizes[0] != sizes[1]:
         raise UserError(
-            f"drafters: {spec}: transformers takes no assistant with {sizes[1]} rows of "
-            "vocabulary for a "
-            f"target with {sizes[0]}; leave this reference out"
+            f"drafters: {spec}: transformers takes no assistant with {sizes[1]} rows of vocabulary "
+            f"for a target with {sizes[0]}; leave this reference out"
         )
     k = draft.max_depth
     return [

@@ -59,14 +59,10 @@ def again(
     waiting = dataclasses.replace(settings, wait=True)
     every: list[contest.Lap] = []
     if prompts:
-        every = contest.run_contest(
-            target, target.tokenizer, prompts, ours, waiting, quiet=True
-        ).laps
+        every = contest.run_contest(target, prompts, ours, waiting, quiet=True).laps
     source = f"{len(prompts)} prompts decoded once more, waiting for the device at every part"
     for row in rows:
         laps = [lap for lap in every if lap.drafter == row["name"]]
-        tokens = sum(
-            lap.tokens - (len(lap.prompts) if lap.first is None else lap.first) for lap in laps
-        )
+        tokens = sum(lap.decoded for lap in laps)
         told = breakdown([lap.timing for lap in laps], tokens, row["speedup"]["mean"], source)
         row["breakdown"], row["ms_per_token"] = told, told["ms_per_token"] if told else {}

@@ -81,9 +81,8 @@ def _folders(name: str) -> list[str]:
     found = [str(child) for child in _children(folder) if _is_run(child) or is_plain(str(child))]
     if not found:
         raise UserError(
-            f"candidates: {name}: neither a drafter nor a folder of drafters; give run "
-            "folders, head "
-            "folders or model folders"
+            f"candidates: {name}: neither a drafter nor a folder of drafters; give run folders, "
+            "head folders or model folders"
         )
     return found
 
@@ -95,11 +94,9 @@ def _is_run(folder: Path) -> bool:
 
 
 def _children(folder: Path) -> list[Path]:
-    return (
-        sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
-        if folder.is_dir()
-        else []
-    )
+    if not folder.is_dir():
+        return []
+    return sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
 
 
 def claims(report: dict[str, Any]) -> list[tuple[str, str]]:
@@ -122,12 +119,7 @@ def ranking(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Rows that draft, the fastest first: {name, label, rank, speedup, beaten_by, tied_with}.
     beaten_by: rows that are clearly faster; tied_with: rows of the same rank from which this
     one cannot be told apart."""
-    parted = set(claims(report))
-
-    def faster(a: str, b: str) -> bool:
-        """Whether a is clearly faster than b."""
-        return (a, b) in parted
-
+    faster = set(claims(report))  # (a, b): a is clearly faster than b
     rows = [
         r
         for r in report["drafters"]
@@ -136,11 +128,11 @@ def ranking(report: dict[str, Any]) -> list[dict[str, Any]]:
     rows.sort(key=lambda r: -r["tokens_per_second"])
     found = []
     for row in rows:
-        beaten = [r["name"] for r in rows if faster(r["name"], row["name"])]
+        beaten = [r["name"] for r in rows if (r["name"], row["name"]) in faster]
         tied = [
             r["name"]
             for r in rows
-            if r is not row and r["name"] not in beaten and not faster(row["name"], r["name"])
+            if r is not row and r["name"] not in beaten and (row["name"], r["name"]) not in faster
         ]
         found.append(
             {
@@ -160,16 +152,11 @@ def lines(found: Sequence[dict[str, Any]]) -> list[str]:
     out, label = [], {row["name"]: row["label"] for row in found}
     for row in found:
         s = row["speedup"]
-        spread = (
-            ""
-            if s["low"] is None or s["low"] == s["high"]
-            else f" [{s['low']:.2f}, {s['high']:.2f}]"
-        )
-        mean = "–" if s["mean"] is None else f"{s['mean']:.2f}×"
-        tied = (
-            f", not to be told from {', '.join(label[n] for n in row['tied_with'])}"
-            if row["tied_with"]
-            else ""
-        )
-        out.append(f"{row['rank']}. {row['label']}: {mean}{spread}{tied}")
+        line = f"{row['rank']}. {row['label']}: "
+        line += "–" if s["mean"] is None else f"{s['mean']:.2f}×"
+        if s["low"] is not None and s["low"] != s["high"]:
+            line += f" [{s['low']:.2f}, {s['high']:.2f}]"
+        if row["tied_with"]:
+            line += f", not to be told from {', '.join(label[n] for n in row['tied_with'])}"
+        out.append(line)
     return out

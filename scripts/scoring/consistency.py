@@ -94,13 +94,8 @@ def agreement(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compared(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    known = all(x[k] is not None for x in (a, b) for k in ("low", "high"))
-    overlap = (
-        (a["low"] <= b["high"] and b["low"] <= a["high"])
-        if known
-        else True
-        if a["mean"] == b["mean"]
-        else None
-    )
+    overlap = True if a["mean"] == b["mean"] else None
+    if all(x[k] is not None for x in (a, b) for k in ("low", "high")):
+        overlap = a["low"] <= b["high"] and b["low"] <= a["high"]
     change = b["mean"] / a["mean"] - 1 if a["mean"] and b["mean"] is not None else None
     return {"a": a, "b": b, "change": change, "overlap": overlap}

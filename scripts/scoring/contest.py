@@ -9,7 +9,7 @@ the history of later turns of that group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,6 +88,11 @@ class Lap:
     first: int | None = None
     peak: int | None = None
 
+    @property
+    def decoded(self) -> int:
+        """Tokens of decoding: those of the prefill are no work of it."""
+        return self.tokens - (len(self.prompts) if self.first is None else self.first)
+
 
 @dataclass
 class Contest:
@@ -99,10 +104,59 @@ class Contest:
     laps: list[Lap] = field(default_factory=list)
     skipped_turns: list[dict[str, Any]] = field(default_factory=list)
 
+    def note(
+        self, lane: Lane, live: Sequence[Prompt], turn: int, run: Run, most: int | None
+    ) -> None:
+        """What a lane answered to the prompts `live`. most: bytes of memory."""
+        tokens = sum(len(g.token_ids) for g in run.generations)
+        first = sum(g.cycles[0].start if g.cycles else len(g.token_ids) for g in run.generations)
+        unit = tuple(p.id for p in live)
+        self.laps.append(Lap(lane.name, unit, turn, run.timing, tokens, first, most))
+        for p, generation in zip(live, run.generations, strict=True):
+            self.answers.append(Answer(lane.name, p.id, turn, p.category, generation))
+
+
+class Talks:
+    """What was said so far: in every group of drafters the answers of its own `none`."""
+
+    def __init__(self, target: Target, prompts: Sequence[Prompt], groups: Iterable[str]) -> None:
+        self.target = target
+        self.numbers = {p.id: i for i, p in enumerate(prompts)}
+        self.history: dict[str, History] = {g: {p.id: [] for p in prompts} for g in groups}
+
+    def asked(
+        self, asking: Sequence[Prompt], turn: int, limit: int, skipped: list[dict[str, Any]]
+    ) -> tuple[list[Prompt], dict[str, list[Request]]]:
+        """The prompts whose turn can be asked in every group, and each group's requests for
+        `limit` tokens; those that have outgrown the context go to `skipped`."""
+        live: list[Prompt] = []
+        requests: dict[str, list[Request]] = {group: [] for group in self.history}
+        for p in asking:
+            if any(len(held[p.id]) < 2 * turn for held in self.history.values()):
+                continue
+            ids_of = {}
+            for group, held in self.history.items():
+                held[p.id].append({"role": "user", "content": p.turns[turn]})
+                ids_of[group] = chat_ids(self.target.tokenizer, held[p.id])
+            longest = max(map(len, ids_of.values()))
+            if longest >= self.target.context_length:
+                skipped.append({"prompt_id": p.id, "turn": turn, "tokens": longest})
+                continue
+            live.append(p)
+            number = request_id(self.numbers[p.id], turn)
+            for group, ids in ids_of.items():
+                requests[group].append(Request(ids, limit, id=number))
+        return live, requests
+
+    def remember(self, group: str, live: Sequence[Prompt], run: Run) -> None:
+        """Answers that later turns of a group go on from."""
+        for p, generation in zip(live, run.generations, strict=True):
+            text = self.target.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
+            self.history[group][p.id].append({"role": "assistant", "content": text})
+
 
 def run_contest(
     target: Target,
-    tokenizer: Any,
     prompts: Sequence[Prompt],
     lanes: Sequence[Lane],
     settings: Settings,
@@ -113,11 +167,9 @@ def run_contest(
     Raises UserError when the first turn of a prompt does not fit the context; a later turn
     that does not fit, because the history grew, is skipped for all drafters and noted.
     """
-    contest = Contest()
-    groups = list(dict.fromkeys(lane.group for lane in lanes))
-    history: dict[str, History] = {g: {p.id: [] for p in prompts} for g in groups}
-    numbers = {p.id: i for i, p in enumerate(prompts)}
-    first = [chat_ids(tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in prompts]
+    contest, talks = Contest(), Talks(target, prompts, {lane.group: None for lane in lanes})
+    turn_of = lambda p: chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}])
+    first = [turn_of(p) for p in prompts]
     for prompt, ids in zip(prompts, first, strict=True):
         if len(ids) >= target.context_length:
             raise UserError(
@@ -133,8 +185,8 @@ def run_contest(
         for number, chunk in enumerate(chunks):
             for turn in range(max(len(p.turns) for p in chunk)):
                 asking = [p for p in chunk if turn < len(p.turns)]
-                live, requests = _asked(
-                    contest, target, tokenizer, asking, turn, history, numbers, settings
+                live, requests = talks.asked(
+                    asking, turn, settings.max_new_tokens, contest.skipped_turns
                 )
                 for k in range(len(lanes)):
                     lane = lanes[(k + number) % len(lanes)]
@@ -146,43 +198,11 @@ def run_contest(
                     if live:
                         reset_peak(target.device)
                         run = lane.run(requests[lane.group], settings)
-                        _note(contest, lane, live, turn, run, peak_bytes(target.device))
+                        contest.note(lane, live, turn, run, peak_bytes(target.device))
                         if lane.name == lane.base:
-                            _remember(tokenizer, history[lane.group], live, run)
+                            talks.remember(lane.group, live, run)
                     progress.advance(task)
     return contest
-
-
-def _asked(
-    contest: Contest,
-    target: Target,
-    tokenizer: Any,
-    asking: Sequence[Prompt],
-    turn: int,
-    history: dict[str, History],
-    numbers: dict[str, int],
-    settings: Settings,
-) -> tuple[list[Prompt], dict[str, list[Request]]]:
-    """The prompts whose turn can be asked in every group, and each group's requests; those
-    that have outgrown the context are noted."""
-    live: list[Prompt] = []
-    requests: dict[str, list[Request]] = {group: [] for group in history}
-    for p in asking:
-        if any(len(held[p.id]) < 2 * turn for held in history.values()):
-            continue
-        ids_of = {}
-        for group, held in history.items():
-            held[p.id].append({"role": "user", "content": p.turns[turn]})
-            ids_of[group] = chat_ids(tokenizer, held[p.id])
-        longest = max(map(len, ids_of.values()))
-        if longest >= target.context_length:
-            contest.skipped_turns.append({"prompt_id": p.id, "turn": turn, "tokens": longest})
-            continue
-        live.append(p)
-        number = request_id(numbers[p.id], turn)
-        for group, ids in ids_of.items():
-            requests[group].append(Request(ids, settings.max_new_tokens, id=number))
-    return live, requests
 
 
 def request_id(prompt: int, turn: int) -> int:
@@ -193,24 +213,6 @@ def request_id(prompt: int, turn: int) -> int:
     """
     later, place = divmod(turn, 64)
     return (later << 40) + 64 * prompt + place
-
-
-def _note(
-    contest: Contest, lane: Lane, live: Sequence[Prompt], turn: int, run: Run, most: int | None
-) -> None:
-    tokens = sum(len(g.token_ids) for g in run.generations)
-    first = sum(g.cycles[0].start if g.cycles else len(g.token_ids) for g in run.generations)
-    contest.laps.append(
-        Lap(lane.name, tuple(p.id for p in live), turn, run.timing, tokens, first, most)
-    )
-    for p, generation in zip(live, run.generations, strict=True):
-        contest.answers.append(Answer(lane.name, p.id, turn, p.category, generation))
-
-
-def _remember(tokenizer: Any, history: History, live: Sequence[Prompt], run: Run) -> None:
-    for p, generation in zip(live, run.generations, strict=True):
-        text = tokenizer.decode(generation.token_ids, skip_special_tokens=True)
-        history[p.id].append({"role": "assistant", "content": text})
 
 
 def _warm_up(lanes: Sequence[Lane], ids: list[int], settings: Settings) -> None:

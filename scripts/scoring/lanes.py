@@ -65,21 +65,13 @@ def _lanes(
     tuned: dict[str, tuple[str, Target]],
 ) -> list[Lane]:
     if spec == GENERATE:
-        return [
-            Lane(
-                spec,
-                spec,
-                "reference",
-                "none",
-                0,
-                0,
-                lambda requests, s: hf_generate(
-                    target, requests, s.sampling, batch_size=s.batch_size, seed=s.seed
-                ),
-            )
-        ]
+
+        def run(requests: Sequence[Request], s: Settings) -> Run:
+            return hf_generate(target, requests, s.sampling, batch_size=s.batch_size, seed=s.seed)
+
+        return [_reference(spec, run)]
     if spec == LOOKUP:
-        return [_assisted(*row) for row in assistants(spec, target, None)]
+        return _assisted(spec, target, None)
     if spec == names.ASSISTED:
         raise UserError(f"drafters: {spec}: transformers needs an assistant; write {spec}@DIR")
     if spec.startswith(f"{names.ASSISTED}@"):
@@ -95,7 +87,7 @@ def _lanes(
             resolve_drafter(spec, copy)  # merges its adapter; raises before the group exists
             tuned[sha] = (copy.identity.name if copy.identity else copy.tuning, copy)
         group, mine = tuned[sha]
-    lane = _drafting(spec, resolve_drafter(spec, mine), mine)
+    lane = drafting(spec, resolve_drafter(spec, mine), mine)
     lane.draft = asked
     if not asked.parts:
         lane.facts |= training(cards[0])
@@ -104,7 +96,7 @@ def _lanes(
     if not group:
         return [lane]
     base = f"none ({names.label(asked.each[shas.index(sha)].source)})"
-    plain = _drafting("none", resolve_drafter("none", mine), mine)
+    plain = drafting("none", resolve_drafter("none", mine), mine)
     plain.name = plain.label = base
     for one in (plain, lane):
         one.group, one.base = group, base
@@ -120,23 +112,17 @@ def _with_assistant(spec: str, target: Target) -> list[Lane]:
     card = _card(parse(assistant))
     if card is not None and card["kind"] != "small_lm":
         raise UserError(
-            f"drafters: {spec}: {assistant} is no language model of its own, which "
-            "transformers needs "
-            "as an assistant; give a separate draft model"
+            f"drafters: {spec}: {assistant} is no language model of its own, which transformers "
+            "needs as an assistant; give a separate draft model"
         )
     draft = resolve_drafter(f"{assistant}@chain", target)
     assert isinstance(draft, DraftModel), "all other kinds have been refused"
-    return [_assisted(*row) for row in assistants(spec, target, draft)]
+    return _assisted(spec, target, draft)
 
 
-def _drafting(spec: str, drafter: Drafter, target: Target) -> Lane:
-    shape = (
-        "none"
-        if not drafter.max_nodes
-        else "chain"
-        if drafter.max_nodes == drafter.max_depth
-        else "tree"
-    )
+def drafting(spec: str, drafter: Drafter, target: Target) -> Lane:
+    """The row of a drafter under the name `spec`."""
+    nodes, depth = drafter.max_nodes, drafter.max_depth
     elements, size = own_elements(drafter, target)
 
     def run(requests: Sequence[Request], s: Settings) -> Run:
@@ -155,9 +141,9 @@ def _drafting(spec: str, drafter: Drafter, target: Target) -> Lane:
         spec,
         spec,
         getattr(drafter, "kind", spec),
-        shape,
-        drafter.max_depth,
-        drafter.max_nodes,
+        ("chain" if nodes == depth else "tree") if nodes else "none",
+        depth,
+        nodes,
         run,
         target,
         facts={
@@ -168,17 +154,16 @@ def _drafting(spec: str, drafter: Drafter, target: Target) -> Lane:
     )
 
 
-def _assisted(name: str, reference: Assisted, k: int) -> Lane:
+def _assisted(spec: str, target: Target, draft: DraftModel | None) -> list[Lane]:
+    def of(reference: Assisted) -> Callable[[Sequence[Request], Settings], Run]:
+        return lambda requests, s: reference(requests, s.sampling, s.seed)
+
+    return [_reference(name, of(one), k) for name, one, k in assistants(spec, target, draft)]
+
+
+def _reference(name: str, run: Callable[[Sequence[Request], Settings], Run], k: int = 0) -> Lane:
     # nodes 0: its cycles are read off from outside, so it stands in no comparison of drafters
-    return Lane(
-        name,
-        name,
-        "reference",
-        "none",
-        k,
-        0,
-        lambda requests, s: reference(requests, s.sampling, s.seed),
-    )
+    return Lane(name, name, "reference", "none", k, 0, run)
 
 
 def _card(draft: Draft) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,16 +29,110 @@ from decode.sampling import Sampling
 from decode.target import Target
 
 
-class FirstToken(StoppingCriteria):
-    """Never stops; `at` is when the first token was there, which ends the prefill."""
+@dataclass
+class Pass:
+    """A pass of the target: where in the cache it starts, how many tokens it reads, when it began
+    and how long it took, seconds."""
+
+    start: int
+    tokens: int
+    began: float
+    seconds: float = 0.0
+
+
+class Watch(StoppingCriteria):
+    """What is seen of a call of `generate`: when the first token was there, which ends the
+    prefill (it never stops the call), every pass of the target, every draft of an assistant."""
 
     def __init__(self) -> None:
-        self.at: float | None = None
+        self.first: float | None = None
+        self.passes: list[Pass] = []
+        self.drafts: list[tuple[float, float]] = []  # when it began, seconds
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        if self.at is None:
-            self.at = time.perf_counter()
+        if self.first is None:
+            self.first = time.perf_counter()
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+    @contextlib.contextmanager
+    def hooked(self, model: Any, helper: Any) -> Iterator[None]:
+        """Hooks while the block runs. helper: the assistant's model, None without one."""
+
+        def before(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+            cache = kwargs.get("past_key_values")
+            ids = kwargs.get("input_ids", args[0] if args else None)
+            start = int(cache.get_seq_length()) if cache is not None else 0
+            tokens = 0 if ids is None else ids.shape[1]
+            self.passes.append(Pass(start, tokens, time.perf_counter()))
+
+        def after(module: Any, args: Any, out: Any) -> None:
+            self.passes[-1].seconds = time.perf_counter() - self.passes[-1].began
+
+        plain = helper.generate if helper is not None else None
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            # transformers' own call gives settings beside the config, and warns of it
+            config = kwargs.get("generation_config")
+            for key in [k for k in kwargs if k != "generation_config" and hasattr(config, k)]:
+                setattr(config, key, kwargs.pop(key))
+            out = plain(*args, **kwargs)  # type: ignore[misc]
+            self.drafts.append((began, time.perf_counter() - began))
+            return out
+
+        with contextlib.ExitStack() as stack:
+            for hook in (
+                model.register_forward_pre_hook(before, with_kwargs=True),
+                model.register_forward_hook(after),
+            ):
+                stack.callback(hook.remove)
+            if helper is not None:
+                helper.generate = timed
+                stack.callback(delattr, helper, "generate")
+            yield
+
+
+def generated(
+    model: Any,
+    ids: Tensor,
+    mask: Tensor,
+    how: tuple[GenerationConfig, LogitsProcessorList],
+    seed: int,
+    timing: Timing,
+    helper: Any = None,
+) -> tuple[list[list[int]], list[Pass]]:
+    """The tokens that model.generate writes behind `ids` [B, T], and its passes. how: see
+    `settings`. timing: takes what was spent; `cycles` counts passes after the prefill. Random
+    numbers come from torch's global generator, seeded here and restored."""
+    watch, extra = Watch(), {} if helper is None else {"assistant_model": helper}
+    devices = [ids.device] if ids.is_cuda else []
+    with (
+        without_wishes(model),
+        watch.hooked(model, helper),
+        torch.inference_mode(),
+        torch.random.fork_rng(devices=devices),
+    ):
+        begin = time.perf_counter()
+        torch.manual_seed(seed % SEEDS)
+        out = model.generate(
+            ids,
+            attention_mask=mask,
+            generation_config=how[0],
+            logits_processor=how[1],
+            stopping_criteria=StoppingCriteriaList([watch]),
+            **extra,
+        )
+        rows = out[:, ids.shape[1] :].tolist()
+        end = time.perf_counter()
+    first = watch.first or end
+    later = [p for p in watch.passes if p.began >= first]
+    timing.total_s += end - begin
+    timing.prefill_s += first - begin
+    timing.target_s += sum(p.seconds for p in later)
+    timing.draft_s += sum(seconds for began, seconds in watch.drafts if began >= first)
+    timing.drafter_s = timing.draft_s
+    timing.cycles += len(later)
+    return rows, watch.passes
 
 
 @contextlib.contextmanager
@@ -125,53 +220,14 @@ def _batch(
     mask = torch.tensor(
         [[0] * (longest - len(r.prompt)) + [1] * len(r.prompt) for r in batch], device=target.device
     )
-    config, processors = settings(target, sampling, limit)
-    if guidance is not None:
-        config.guidance_scale = guidance
-    first = FirstToken()
-    devices = [target.device] if target.device.type == "cuda" else []
-    with (
-        target.as_loaded() as model,
-        without_wishes(model),
-        _passes(model) as spent,
-        torch.inference_mode(),
-        torch.random.fork_rng(devices=devices),
-    ):
-        begin = time.perf_counter()  # the model is as transformers loads it
-        torch.manual_seed((seed * 1_000_003 + batch[0].id) % SEEDS)
-        out = model.generate(
-            ids,
-            attention_mask=mask,
-            generation_config=config,
-            logits_processor=processors,
-            stopping_criteria=StoppingCriteriaList([first]),
-        )
-        rows = out[:, longest:].tolist()
-        end = time.perf_counter()
-    timing.total_s += end - begin
-    timing.prefill_s += (first.at or end) - begin
-    timing.target_s += sum(seconds for began, seconds in spent if began >= (first.at or end))
-    timing.cycles += max(len(rows[0]) - 1, 0)
+    how = settings(target, sampling, limit)
+    how[0].guidance_scale = guidance
+    passes = timing.cycles
+    with target.as_loaded() as model:
+        seed = seed * 1_000_003 + batch[0].id
+        rows, _ = generated(model, ids, mask, how, seed, timing)
+    timing.cycles = passes + max(len(rows[0]) - 1, 0)  # guidance makes two of each
     return [_trim(r, tokens, target.eos_ids) for r, tokens in zip(batch, rows, strict=True)]
-
-
-@contextlib.contextmanager
-def _passes(model: Any) -> Iterator[list[tuple[float, float]]]:
-    """(when it began, seconds) of every pass of the model while the block runs, by hooks."""
-    found: list[tuple[float, float]] = []
-
-    def before(*_: Any) -> None:
-        found.append((time.perf_counter(), 0.0))
-
-    def after(*_: Any) -> None:
-        found[-1] = (found[-1][0], time.perf_counter() - found[-1][0])
-
-    hooks = [model.register_forward_pre_hook(before), model.register_forward_hook(after)]
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _trim(request: Request, tokens: list[int], eos: tuple[int, ...]) -> Generation:

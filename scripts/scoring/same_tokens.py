@@ -24,10 +24,8 @@ from scripts.scoring.contest import Answer, Contest, Lane
 # disagree unmeasured.
 ROUNDING_ULPS = {torch.bfloat16: 2, torch.float16: 4, torch.float32: 64, torch.float64: 64}
 LOOKED_UP = 100
-PROBED, SAFETY = (
-    4,
-    2,
-)  # prompts on which rounding is measured; a largest value over so few is no bound
+PROBED = 4  # prompts on which rounding is measured
+SAFETY = 2  # a largest value over so few is no bound
 
 
 def lossless(contest: Contest, lanes: list[Lane], target: Target) -> dict[str, dict[str, Any]]:
@@ -72,23 +70,15 @@ def _difference(none: Answer, other: Answer, target: Target) -> dict[str, Any]:
     )
     found: dict[str, Any] = {"prompt_id": none.prompt_id, "turn": none.turn, "position": place}
     if place >= min(len(a), len(b)):  # one is a prefix of the other: no rounding explains that
-        return {
-            **found,
-            "none": None,
-            "other": None,
-            "margin": None,
-            "gap": None,
-            "margin_ulps": None,
-            "within_rounding": False,
-        }
+        unknown = dict.fromkeys(("none", "other", "margin", "gap", "margin_ulps"))
+        return {**found, **unknown, "within_rounding": False}
     ids = torch.tensor([[*none.generation.prompt_ids, *a[:place]]], device=target.device)
     logits = target.model(ids).logits[0, -1].float()
     best = logits.topk(2)
     high, low = best.values.tolist()
     ulp = torch.finfo(target.dtype).eps * 2.0 ** math.floor(math.log2(max(abs(high), 1e-30)))
-    gap = max(
-        high - logits[[a[place], b[place]]].min().item(), 0.0
-    )  # how far below the best either choice lies
+    # How far below the best either choice lies.
+    gap = max(high - logits[[a[place], b[place]]].min().item(), 0.0)
     return {
         **found,
         "none": a[place],

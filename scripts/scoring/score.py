@@ -21,9 +21,8 @@ from decode.engine import Cycle
 from scripts.scoring.breakdown import breakdown
 from scripts.scoring.contest import Answer, Contest, Lane, Lap
 
-UNSTEADY = (
-    1.5  # 90th over 10th percentile of the time of a plain pass; a quiet machine stays below 1.2
-)
+# 90th over 10th percentile of the time of a plain pass; a quiet machine stays below 1.2.
+UNSTEADY = 1.5
 
 
 class Scores:
@@ -35,9 +34,8 @@ class Scores:
         self.laps: dict[str, dict[tuple[str, ...], list[Lap]]] = {lane.name: {} for lane in lanes}
         for answer in contest.answers:
             self.answers[answer.drafter].setdefault(answer.prompt_id, []).append(answer)
-        for lap in (
-            contest.laps
-        ):  # a chunk whose shorter prompts are through keeps its first prompt's unit
+        for lap in contest.laps:
+            # A chunk whose shorter prompts are through keeps its first prompt's unit.
             units = self.laps[lap.drafter]
             unit = next((u for u in units if lap.turn and set(lap.prompts) <= set(u)), lap.prompts)
             units.setdefault(unit, []).append(lap)
@@ -49,11 +47,7 @@ class Scores:
     def clean(self, name: str, prompts: Sequence[str]) -> list[list[Cycle]]:
         """[prompt][cycle]: the cycles that count."""
         return [
-            list(
-                itertools.chain.from_iterable(
-                    stats.split(a.generation).clean for a in self.answers[name][p]
-                )
-            )
+            [c for a in self.answers[name][p] for c in stats.split(a.generation).clean]
             for p in prompts
         ]
 
@@ -73,10 +67,9 @@ class Scores:
         tokens, seconds = [], []
         for unit in units:
             laps = self.laps[name][unit]
-            tokens.append(float(sum(lap.tokens - (0 if whole else _first(lap)) for lap in laps)))
-            seconds.append(
-                sum(lap.timing.total_s if whole else lap.timing.decode_s for lap in laps)
-            )
+            tokens.append(float(sum(lap.tokens if whole else lap.decoded for lap in laps)))
+            timings = [lap.timing for lap in laps]
+            seconds.append(sum(t.total_s if whole else t.decode_s for t in timings))
         return tokens, seconds
 
     def speedup(
@@ -104,26 +97,18 @@ class Scores:
         """Accepted length at which the drafter's cycles, as long as they were, would be as
         fast as plain decoding.
         """
-        spent = [
-            sum(lap.timing.decode_s for u in units for lap in self.laps[n][u])
-            for n in (lane.name, lane.base)
-        ]
-        passes = [
+        _, spent = self.work(lane.name, units, False)
+        tokens, base = (sum(part) for part in self.work(lane.base, units, False))
+        passes, plain_passes = (
             sum(lap.timing.cycles for u in units for lap in self.laps[n][u])
             for n in (lane.name, lane.base)
-        ]
-        tokens = sum(self.work(lane.base, units, False)[0])
-        if not lane.nodes or not all(passes) or not tokens or not spent[1]:
-            return None
-        return (spent[0] / passes[0]) / (spent[1] / tokens) / self._rows(lane, units)
-
-    def _rows(self, lane: Lane, units: Sequence[tuple[str, ...]]) -> float:
-        """Rows that a target pass of this drafter serves on average."""
-        cycles = sum(
-            len(a.generation.cycles) for u in units for p in u for a in self.answers[lane.name][p]
         )
-        passes = sum(lap.timing.cycles for u in units for lap in self.laps[lane.name][u])
-        return cycles / passes if passes and cycles else 1.0
+        if not lane.nodes or not passes or not plain_passes or not tokens or not base:
+            return None
+        answers = [a for u in units for p in u for a in self.answers[lane.name][p]]
+        cycles = sum(len(a.generation.cycles) for a in answers)
+        rows = cycles / passes if cycles else 1.0  # that a target pass serves on average
+        return (sum(spent) / passes) / (base / tokens) / rows
 
     def rate(self, name: str, units: Sequence[tuple[str, ...]], whole: bool) -> float | None:
         tokens, seconds = self.work(name, units, whole)
@@ -151,7 +136,7 @@ class Scores:
                 "bytes": lane.facts.get("bytes"),
                 "training": lane.facts.get("training"),
                 **{k: v for k, v in lane.facts.items() if k == "trained_for"},
-                **self._parts(lane, list(itertools.chain.from_iterable(clean))),
+                **self._parts(lane, [c for cycles in clean for c in cycles]),
                 **self._times(lane, units, speed["speedup"]["mean"]),
                 "per_prompt": [
                     self._prompt(lane, p, cycles)
@@ -170,7 +155,7 @@ class Scores:
         """What was written and accepted. clean: the cycles of every prompt that count."""
         answers = [a for rows in self.answers[lane.name].values() for a in rows]
         splits = [stats.split(a.generation) for a in answers]
-        flat = list(itertools.chain.from_iterable(clean))
+        flat = [c for cycles in clean for c in cycles]
         cut = [c for p in splits for c in p.cut]
         loop = [c for p in splits for c in p.loop]
         everything = [
@@ -220,9 +205,7 @@ class Scores:
         laps = [lap for laps in self.laps[name].values() for lap in laps]
         timings = [lap.timing for lap in laps]
         passes = sum(t.cycles for t in timings)
-        seconds = {
-            phase: sum(getattr(t, f"{phase}_s") for t in timings) for phase in ("draft", "target")
-        }
+        draft, target = sum(t.draft_s for t in timings), sum(t.target_s for t in timings)
         checked = sum(t.verify_s + t.commit_s for t in timings)
         decoded = sum(self.work(name, units, False)[0])
         parts = breakdown(timings, decoded, speedup)
@@ -230,9 +213,9 @@ class Scores:
             "peak_bytes": max((lap.peak or 0 for lap in laps), default=0) or None,
             "draft_ms_interval": self.cycle_ms(name, ("draft",), units),
             "verify_ms_interval": self.cycle_ms(name, ("target", "verify", "commit"), units),
-            "draft_ms": _per(seconds["draft"], passes),
-            "verify_ms": _per(seconds["target"] + checked, passes),
-            "target_ms": _per(seconds["target"], passes),
+            "draft_ms": _per(draft, passes),
+            "verify_ms": _per(target + checked, passes),
+            "target_ms": _per(target, passes),
             "target_passes": passes,
             "prefill_seconds": sum(t.prefill_s for t in timings),
             "ms_per_token": parts["ms_per_token"] if parts else {},
@@ -249,13 +232,10 @@ class Scores:
     def _positions(self, flat: list[Cycle], clean: list[list[Cycle]]) -> list[dict[str, Any]]:
         if not flat:
             return []
-        found, spread = (
-            stats.acceptance_by_position(flat),
-            stats.position_intervals(clean, self.seed),
-        )
+        spread = stats.position_intervals(clean, self.seed)
         return [
             {**p.json(), "conditional_interval": c.json(), "unconditional_interval": u.json()}
-            for p, (c, u) in zip(found, spread, strict=True)
+            for p, (c, u) in zip(stats.acceptance_by_position(flat), spread, strict=True)
         ]
 
     def _category(self, lane: Lane, category: str) -> dict[str, Any]:
@@ -309,11 +289,8 @@ class Scores:
                 "speed_ratio": self.speedup(a.name, b.name, self.units()),
             }
             if a.nodes and b.nodes:
-                clean_a, clean_b = (
-                    self.clean(a.name, self.prompts),
-                    self.clean(b.name, self.prompts),
-                )
-                difference = stats.paired_difference(clean_a, clean_b, self.seed)
+                mine, theirs = (self.clean(lane.name, self.prompts) for lane in (a, b))
+                difference = stats.paired_difference(mine, theirs, self.seed)
                 pair["accepted_length_difference"] = plain(difference.json())
             out.append(pair)
         return out
@@ -327,6 +304,9 @@ def output_lines(contest: Contest) -> list[dict[str, Any]]:
     for a in contest.answers:
         g = a.generation
         looping = stats.loop_starts(g.token_ids)
+        # Tokens that each cycle committed: fewer than accepted + 1 where a stop token or the
+        # limit cut it.
+        starts = [*(c.start for c in g.cycles), len(g.token_ids)]
         lines.append(
             {
                 "drafter": a.drafter,
@@ -335,9 +315,7 @@ def output_lines(contest: Contest) -> list[dict[str, Any]]:
                 "category": a.category,
                 "prompt_ids": list(g.prompt_ids),
                 "token_ids": g.token_ids,
-                "cycles": [
-                    _length(c, i, g.cycles, len(g.token_ids)) for i, c in enumerate(g.cycles)
-                ],
+                "cycles": [end - start for start, end in itertools.pairwise(starts)],
                 "proposed": [c.proposed for c in g.cycles],
                 "cut": [i for i, c in enumerate(g.cycles) if c.cut],
                 "loop": [i for i, c in enumerate(g.cycles) if not c.cut and looping[c.start]],
@@ -345,19 +323,6 @@ def output_lines(contest: Contest) -> list[dict[str, Any]]:
             }
         )
     return lines
-
-
-def _length(cycle: Cycle, index: int, cycles: list[Cycle], total: int) -> int:
-    """Tokens that the cycle committed; fewer than accepted + 1 where a stop token or the limit
-    cut it.
-    """
-    end = cycles[index + 1].start if index + 1 < len(cycles) else total
-    return end - cycle.start
-
-
-def _first(lap: Lap) -> int:
-    """Tokens of the prefill, which are no work of decoding."""
-    return len(lap.prompts) if lap.first is None else lap.first
 
 
 def plain(value: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from conf.typed import from_json, raise_all
 from scripts.common.prompts import Prompt
 
 ALL = "all"
+TOLD = ("name", "dataset", "config", "split", "revision", "licence", "path", "tried")
 FORMS = (".jsonl", ".json", ".parquet", ".csv")
 
 
@@ -102,15 +103,8 @@ def load_suite(suite: SuiteConfig) -> Loaded:
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(json.dumps([prompt.id, prompt.category, prompt.turns]).encode())
-    told = {
-        **{k: v for k, v in asdict(suite).items() if k in ("name", "dataset", "config", "split")},
-        "revision": suite.revision,
-        "licence": suite.licence,
-        "path": suite.path,
-        "sha256": digest.hexdigest(),
-        "loaded": len(prompts),
-        "tried": suite.tried,
-    }
+    told = {key: getattr(suite, key) for key in TOLD}
+    told |= {"sha256": digest.hexdigest(), "loaded": len(prompts)}
     if suite.prompts and suite.prompts != len(prompts):
         told["expected"] = suite.prompts
     return Loaded(prompts, digest.hexdigest(), told)

@@ -78,13 +78,18 @@ class About:
         )
 
 
+def vllm(head: Head, folder: Path, draft_tokens: int) -> dict[str, Any]:
+    """vLLM's speculative_config for an exported head."""
+    method = METHOD[head.kind]
+    spec = {"model": str(folder), "method": method, "num_speculative_tokens": draft_tokens}
+    return spec | {"parallel_drafting": True} if getattr(head.cfg, "parallel", False) else spec
+
+
 def serve(about: About) -> list[tuple[str, str]]:
     """(engine, command) pairs; the original repositories have none."""
     target, folder, kind = about.facts.name or "TARGET", str(about.out), about.head.kind
     steps = about.depth
-    spec = {"model": folder, "method": METHOD[kind], "num_speculative_tokens": steps}
-    if getattr(about.head.cfg, "parallel", False):
-        spec["parallel_drafting"] = True
+    spec = vllm(about.head, about.out, steps)
     adaptive = ""
     slots = ""
     if about.plan is not None:
@@ -94,7 +99,8 @@ def serve(about: About) -> list[tuple[str, str]]:
         flags, table = settings.sglang(about.plan, kind, place)
         adaptive = f" {flags[-1]}" if table else ""
         slots = f" -np {about.plan.off_above}" if about.plan.off_above else ""
-    vllm = f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(spec))}"
+    config = shlex.quote(json.dumps(spec))
+    on_vllm = f"vllm serve {shlex.quote(target)} --speculative-config {config}"
     algorithm = {"eagle1": "EAGLE", "eagle3": "EAGLE3", "small_lm": "STANDALONE"}.get(kind)
     sglang = (
         f"python -m sglang.launch_server --model-path {shlex.quote(target)} "
@@ -111,12 +117,12 @@ def serve(about: About) -> list[tuple[str, str]]:
         )
         return [(LLAMACPP, command)]
     if about.format == "speculators":
-        return [(VLLM, f"vllm serve {shlex.quote(folder)}"), (f"{VLLM}, other settings", vllm)]
+        return [(VLLM, f"vllm serve {shlex.quote(folder)}"), (f"{VLLM}, other settings", on_vllm)]
     if about.format == "transformers":
-        return [(VLLM, vllm), (SGLANG, sglang)]
+        return [(VLLM, on_vllm), (SGLANG, sglang)]
     if about.format == "sglang":
         return [(SGLANG, sglang)]
-    return [(VLLM, vllm)] if about.format in ("vllm", "deepspec", "medusa") else []
+    return [(VLLM, on_vllm)] if about.format in ("vllm", "deepspec", "medusa") else []
 
 
 def page(about: About) -> str:

@@ -164,43 +164,36 @@ def rate(laps: Sequence[Sequence[float]]) -> float | None:
     return sum(n for n, _ in laps) / sum(s for _, s in laps) if laps else None
 
 
-@torch.no_grad()
 def package(
     python: Path, folder: Path, head: Head, target: Target, prompt: Sequence[int], work: Path
 ) -> dict[str, Any]:
-    """The speculators package on an exported folder: its draft logits against ours (three
-    steps, teacher-forced), and what it saves against what we wrote, tensor by tensor. Raises
-    UserError when it cannot load the folder."""
-    ids = torch.tensor([list(prompt)[:96]])
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    feats = target.features(ids, mask, head.taps)
-    given, out, saved = (
+    """The speculators package on an exported folder: what it saves against what we wrote,
+    tensor by tensor, and of EAGLE-3 its draft logits against ours (three steps,
+    teacher-forced). Raises UserError when it cannot load the folder."""
+    saved, given, out = (
+        work / "package.saved",
         work / "package.in.safetensors",
         work / "package.out.safetensors",
-        work / "package.saved",
     )
-    save_file(
-        {"features": feats[:, :-1].flatten(2).contiguous(), "ids": ids[:, 1:].contiguous()}, given
-    )
+    command = [python, Path(__file__).with_name("run_speculators.py"), folder, saved]
+    forced = head.kind == "eagle3" and not head.cfg.parallel
+    batch = None
+    if forced:
+        ids = torch.tensor([list(prompt)[:96]])
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        feats = target.features(ids, mask, head.taps)
+        shown = {"features": feats[:, :-1].flatten(2).contiguous(), "ids": ids[:, 1:].contiguous()}
+        save_file(shown, given)
+        command += [given, out]
+        batch = Batch(ids, mask, mask, torch.zeros(1, dtype=torch.int64))
     log = work / "package.log"
     with open(log, "w") as file:
-        worker = Path(__file__).with_name("run_speculators.py")
-        command = [str(part) for part in (python, worker, folder, given, out, saved)]
         code = subprocess.run(
-            command, stdout=file, stderr=subprocess.STDOUT, check=False
+            [str(part) for part in command], stdout=file, stderr=subprocess.STDOUT, check=False
         ).returncode
     if code:
         said = last_line(log.read_text())
         raise UserError(f"speculators: cannot load {folder} ({said}); all of it: {log}")
-    theirs = load_file(out)
-    twin = copy.deepcopy(head).float().eval()
-    batch = Batch(ids, mask, mask, torch.zeros(1, dtype=torch.int64))
-    error, largest, rows = 0.0, 0.0, 0
-    for flat, level, logits in twin.forced(batch, target, 3):
-        if level < 3:
-            wanted = theirs[f"logits.{level}"][flat - 2 - level]
-            error = max(error, float((logits - wanted).abs().max()))
-            largest, rows = max(largest, float(logits.abs().max())), rows + len(flat)
     before, after = load_file(folder / "model.safetensors"), load_file(saved / "model.safetensors")
     same = before.keys() == after.keys() and all(
         torch.equal(t, after[k]) for k, t in before.items()
@@ -208,14 +201,31 @@ def package(
     foreign = read_folder(saved)
     again = detect(foreign, "auto").read(foreign, target).state_dict()
     return {
-        "rows": rows,
-        "largest_logit_difference": error,
-        "largest_logit": largest,
-        "relative": error / largest,
+        **(_logits(head, target, batch, load_file(out)) if batch is not None else {}),
         "saved_tensors_bitwise_equal": same,
         "imported_tensors_bitwise_equal": all(
             torch.equal(v, again[k]) for k, v in head.state_dict().items()
         ),
+    }
+
+
+@torch.no_grad()
+def _logits(
+    head: Head, target: Target, batch: Batch, theirs: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Draft logits of the package, logits.{step} [T, Vd], against those of the head."""
+    twin = copy.deepcopy(head).float().eval()
+    error, largest, rows = 0.0, 0.0, 0
+    for flat, level, logits in twin.forced(batch, target, 3):
+        if level < 3:
+            wanted = theirs[f"logits.{level}"][flat - 2 - level]
+            error = max(error, float((logits - wanted).abs().max()))
+            largest, rows = max(largest, float(logits.abs().max())), rows + len(flat)
+    return {
+        "rows": rows,
+        "largest_logit_difference": error,
+        "largest_logit": largest,
+        "relative": error / largest,
     }
 
 

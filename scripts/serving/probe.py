@@ -147,7 +147,7 @@ def accepted(head: Head, batch: Batch, target: Target) -> tuple[Tensor, Tensor]:
     token that a draft can begin with; and the log-probability of that token and of the next
     one, added up (0 outside the draft vocabulary)."""
     tokens, ids = batch.ids.reshape(-1), head.ids()
-    place = tokens if ids is None else vocab.places(ids, tokens)
+    place = vocab.places(ids, tokens)
     hit = torch.zeros(2, tokens.numel() + 1, dtype=torch.bool, device=tokens.device)
     logp = torch.zeros(2, tokens.numel() + 1, dtype=torch.float64, device=tokens.device)
     first = torch.zeros(tokens.numel(), dtype=torch.bool, device=tokens.device)

@@ -1,33 +1,40 @@
 """Runs inside the speculators package's own environment (no import of this repository): load,
-draft logits, save.
+save, and the draft logits of an EAGLE-3 head.
 
-    .venv-speculators/bin/python scripts/serving/run_speculators.py FOLDER INPUTS.safetensors
-    ANSWER.safetensors SAVED
+    .venv-speculators/bin/python scripts/serving/run_speculators.py FOLDER SAVED
+    [INPUTS.safetensors ANSWER.safetensors]
 
-INPUTS: features [1, T, F * D] float32 and ids [1, T] int64, the token behind each feature.
-ANSWER: logits.{step} [T, Vd] of three teacher-forced steps. SAVED: the folder that the package
-writes back.
+SAVED: the folder that the package writes back. INPUTS: features [1, T, F * D] float32 and ids
+[1, T] int64, the token behind each feature. ANSWER: logits.{step} [T, Vd] of three
+teacher-forced steps.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def main(folder: str, inputs: str, answer: str, saved: str) -> None:
-    """Load the folder as the package does, run its forward pass, write the logits and the
-    folder.
-    """
-    import torch
-    from safetensors.torch import load_file, save_file
+def main(folder: str, saved: str, inputs: str = "", answer: str = "") -> None:
+    """Load the folder as the package does, write it again, run its forward pass."""
     from speculators import SpeculatorModel, SpeculatorModelConfig
 
     config = SpeculatorModelConfig.from_pretrained(folder)
     config.transformer_layer_config._attn_implementation = "eager"
     model = SpeculatorModel.from_pretrained(folder, config=config).eval()
+    model.save_pretrained(saved)
+    if inputs:
+        steps(model, inputs, answer)
+
+
+def steps(model: Any, inputs: str, answer: str) -> None:
+    """Draft logits of three teacher-forced steps."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
     data = load_file(inputs)
     seen: list[torch.Tensor] = []
     model.lm_head.register_forward_hook(
@@ -42,7 +49,6 @@ def main(folder: str, inputs: str, answer: str, saved: str) -> None:
             ttt_steps=3,
         )
     save_file({f"logits.{i}": rows.float().contiguous() for i, rows in enumerate(seen)}, answer)
-    model.save_pretrained(saved)
 
 
 if __name__ == "__main__":

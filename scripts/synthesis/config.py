@@ -117,17 +117,11 @@ class SynthesizeConfig:
 
     def _log_problems(self) -> list[str]:
         if not self.log_files:
-            changed = {
-                "served": bool(self.served),
-                "again": not self.again,
-                "mask": not self.mask,
-                "later": self.later != 0.2,
-                "category": self.category != "category",
-            }
+            as_it_is = SynthesizeConfig(out="-")
             return [
                 f"{key}: only with logs=FILE; give that or leave it out"
-                for key, is_changed in changed.items()
-                if is_changed
+                for key in ("served", "again", "mask", "later", "category")
+                if getattr(self, key) != getattr(as_it_is, key)
             ]
         problems = []
         if not all(self.log_files):

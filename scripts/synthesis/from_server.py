@@ -32,14 +32,15 @@ def from_server(cfg: SynthesizeConfig, path: Path) -> None:
     bad, of = questions.bad, len(questions) + len(questions.bad)
     if len(bad) > cfg.max_failed * of:
         raise UserError(
-            f"{questions.path}:{bad[0][0]}: {bad[0][1]}; {len(bad)} of {of} questions "
-            "are malformed, above "
-            f"max_failed={cfg.max_failed:g}; mend them or raise it"
+            f"{questions.path}:{bad[0][0]}: {bad[0][1]}; {len(bad)} of {of} questions are "
+            f"malformed, above max_failed={cfg.max_failed:g}; mend them or raise it"
         )
     for line, reason in bad[:5]:
         _say(f"left out {questions.path}:{line}: {reason}")
     total = min(cfg.num_conversations or len(questions), len(questions))
-    _check_space(cfg, path, total)
+    # About 5 bytes a token, and the questions again.
+    need = 5 * total * cfg.max_new_tokens + questions.path.stat().st_size + (1 << 20)
+    check_space(path.parent, need)
     asyncio.run(_ask(cfg, path, questions, total))
 
 
@@ -69,9 +70,8 @@ async def _ask(cfg: SynthesizeConfig, path: Path, questions: Questions, total: i
             ledger.open()
             if ledger.settled > total:
                 raise UserError(
-                    f"num_conversations: {path} already holds the answers to "
-                    f"{ledger.settled} questions, "
-                    f"{total} asked; give another name"
+                    f"num_conversations: {path} already holds the answers to {ledger.settled} "
+                    f"questions, {total} asked; give another name"
                 )
             if ledger.settled == total:
                 return _say(f"{path} already holds the answers to {total} questions; nothing to do")
@@ -156,14 +156,11 @@ def _closing(path: Path, server: OpenAIServer, work: Regenerator, meter: Meter) 
     )
     if work.ledger.failed:
         (line, reason), count = work.ledger.failed[0], len(work.ledger.failed)
-        text += (
-            f"; {count} questions without an answer, the first "
-            f"{work.questions.path}:{line}: {reason}"
-        )
+        where = f"{work.questions.path}:{line}"
+        text += f"; {count} questions without an answer, the first {where}: {reason}"
     if server.troubles:
-        text += "; tried again after " + ", ".join(
-            f"{n} x {why}" for why, n in server.troubles.most_common(4)
-        )
+        often = server.troubles.most_common(4)
+        text += "; tried again after " + ", ".join(f"{n} x {why}" for why, n in often)
     _say(text)
     counted = sum(work.tokens_alike.values())
     if not counted:
@@ -172,24 +169,13 @@ def _closing(path: Path, server: OpenAIServer, work: Regenerator, meter: Meter) 
             "ones is unknown"
         )
     alike = work.tokens_alike[True] / counted
-    _say(
-        f"{alike:.1%} of the answers have the server's tokens when the target's "
-        "tokenizer reads them"
-    )
+    read = "have the server's tokens when the target's tokenizer reads them"
+    _say(f"{alike:.1%} of the answers {read}")
     if alike < UNLIKE:
         _say(
-            "warning: so few mean that the server's model has another tokenizer than "
-            "target, or that the server cuts "
-            "something out of its answers (reasoning, for one)"
+            "warning: so few mean that the server's model has another tokenizer than target, or "
+            "that the server cuts something out of its answers (reasoning, for one)"
         )
-
-
-def _check_space(cfg: SynthesizeConfig, path: Path, total: int) -> None:
-    # About 5 bytes a token, and the questions again.
-    need = (
-        5 * total * cfg.max_new_tokens + Path(cfg.prompts).expanduser().stat().st_size + (1 << 20)
-    )
-    check_space(path.parent, need)
 
 
 def _say(text: str) -> None:

@@ -22,6 +22,7 @@ from scripts.synthesis.server import Answer, GivenUp, OpenAIServer, Refused
 
 AHEAD = 16  # times the concurrency: how many questions may be asked beyond the oldest open one
 IN_A_ROW = 8  # questions without an answer, one after the other, that stop the run
+HINT = "the same command goes on from here"
 COMMIT_SECONDS = 1.0  # between two writes to the file
 
 
@@ -82,17 +83,18 @@ class Regenerator:
             raise group.exceptions[0] from None
         finally:
             self._commit(finished)
-        if (
-            self.ledger.settled < self.total
-        ):  # all that was left failed, and nothing else was answered
-            left = self._done[self.ledger.settled]
+        at = self.ledger.settled
+        if at < self.total:  # all that was left failed, and nothing else was answered
+            left = self._done[at]
             reason = left.reason if isinstance(left, Failed) else ""
             raise UserError(
-                "base_url: no answer to "
-                f"{self.questions.path}:{self.questions.lines[self.ledger.settled]} "
-                f"({reason}) and what follows it; look at the server, the same command "
-                "goes on from here"
+                f"base_url: no answer to {self._where(at)} ({reason}) and what follows it; look at "
+                f"the server, {HINT}"
             )
+
+    def _where(self, n: int) -> str:
+        """The file and line of a question."""
+        return f"{self.questions.path}:{self.questions.lines[n]}"
 
     async def _work(self) -> None:
         for n in self._todo:
@@ -103,11 +105,8 @@ class Regenerator:
             try:
                 row, tokens = await self._converse(n)
                 self._done[n] = row
-                self.answered, self._in_a_row, self._proved = (
-                    self.answered + 1,
-                    0,
-                    max(self._proved, mine),
-                )
+                self.answered, self._in_a_row = self.answered + 1, 0
+                self._proved = max(self._proved, mine)
                 self.on_row(tokens)
             except (Refused, GivenUp) as error:
                 self._fail(n, error)
@@ -116,20 +115,18 @@ class Regenerator:
                 self._moved.set()
 
     def _fail(self, n: int, error: Exception) -> None:
-        where = f"{self.questions.path}:{self.questions.lines[n]}"
+        where = self._where(n)
         self._failures, self._in_a_row = self._failures + 1, self._in_a_row + 1
-        hint = "the same command goes on from here"
         if self._in_a_row >= IN_A_ROW and (isinstance(error, GivenUp) or not self.answered):
             raise UserError(
-                f"base_url: {self._in_a_row} questions in a row without an answer, the "
-                f"last {where} "
-                f"({error}); look at the server, {hint}"
+                f"base_url: {self._in_a_row} questions in a row without an answer, the last "
+                f"{where} ({error}); look at the server, {HINT}"
             ) from None
         of = self.total + len(self.questions.bad)
         if self._failures > self.share * of:
             raise UserError(
                 f"{where}: {error}; {self._failures} of {of} questions have no answer, above "
-                f"max_failed={self.share:g}; look at the server or raise it, {hint}"
+                f"max_failed={self.share:g}; look at the server or raise it, {HINT}"
             ) from None
         self._done[n] = Failed(str(error), self._begun)
         self.on_row(0)
@@ -144,12 +141,8 @@ class Regenerator:
             messages.append(message)
             if message["role"] == "system":
                 continue
-            seed = (
-                int.from_bytes(
-                    hashlib.sha256(repr((self.seed, n, len(messages))).encode()).digest()[:4]
-                )
-                >> 1
-            )
+            digest = hashlib.sha256(repr((self.seed, n, len(messages))).encode()).digest()
+            seed = int.from_bytes(digest[:4]) >> 1
             answer = await self.server.chat({**self.body, "messages": messages, "seed": seed})
             text = answer.text.strip()
             if any(s in text for s in self.specials):

@@ -21,20 +21,7 @@ from typing import Any
 
 from conf.errors import UserError
 
-PASSING = (
-    408,
-    409,
-    425,
-    429,
-    500,
-    502,
-    503,
-    504,
-    520,
-    522,
-    524,
-    529,
-)  # statuses that are worth another try
+PASSING = (408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529)  # worth another try
 LONGEST_WAIT = 60.0  # seconds between two tries, unless the server asks for more
 LONGEST_PAUSE = 600.0  # seconds that a server's Retry-After is believed
 MAX_BYTES = 16 << 20  # a longer answer is no answer
@@ -83,7 +70,6 @@ class OpenAIServer:
     on_trouble: Callable[[str, float], None] = lambda reason, wait: None
     setting: str = "base_url"  # the key that messages about the address name
     troubles: Counter[str] = field(default_factory=Counter)
-    answered: int = 0
     _resume_at: float = 0.0
     _heard: float = field(default_factory=time.monotonic)
 
@@ -108,7 +94,7 @@ class OpenAIServer:
 
         Raises UserError: no server, another model, several to choose from."""
         try:
-            reply = await self._patiently("GET", "/models", None)
+            reply = await self.ask("GET", "/models")
             names = sorted(str(m["id"]) for m in reply["data"])
         except (Refused, KeyError, TypeError):
             if wanted:
@@ -117,8 +103,7 @@ class OpenAIServer:
         except GivenUp as error:
             raise UserError(
                 f"{self.setting}: nothing usable at {self.base_url} ({error}); start the "
-                "server, or mend the "
-                "address (it usually ends with /v1)"
+                "server, or mend the address (it usually ends with /v1)"
             ) from None
         shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
         if wanted and wanted not in names:
@@ -135,27 +120,22 @@ class OpenAIServer:
         """Whether the server still answers anything at all."""
         try:
             await self._once("GET", "/models", None)
-            return True
-        except Refused:
-            return True
         except (Again, UserError):
             return False
+        except Refused:
+            pass
+        return True
 
     async def chat(self, body: dict[str, Any]) -> Answer:
         """The answer to one chat request. Raises Refused, GivenUp, or UserError when no
         request can succeed.
         """
-        return await self._patiently("POST", "/chat/completions", body, read_answer)
+        return await self.ask("POST", "/chat/completions", body, read_answer)
 
     async def ask(
         self, method: str, path: str, body: Any = None, read: Callable[[Any], Any] = lambda v: v
     ) -> Any:
         """Any request; `read` turns the JSON into a value. Raises as `chat` does."""
-        return await self._patiently(method, path, body, read)
-
-    async def _patiently(
-        self, method: str, path: str, body: Any, read: Callable[[Any], Any] = lambda v: v
-    ) -> Any:
         tries = 0
         while True:
             while (left := self._resume_at - time.monotonic()) > 0:
@@ -163,23 +143,17 @@ class OpenAIServer:
             try:
                 value = read(await self._once(method, path, body))
                 self._heard = time.monotonic()
-                self.answered += 1
                 return value
             except Again as error:
                 self.troubles[str(error).partition(",")[0][:60]] += 1
-                if error.limited:
-                    if time.monotonic() - self._heard > self.timeout + error.wait:
-                        raise GivenUp(
-                            f"{error}, and nothing else for {self.timeout:.0f} s"
-                        ) from None
-                else:
-                    tries += 1
-                    if tries > self.retries:
-                        raise GivenUp(f"{error}, {tries} tries") from None
-                own = min(LONGEST_WAIT, self.backoff * 2 ** min(tries, 16)) * random.uniform(
-                    0.5, 1.0
-                )
-                wait = max(own, error.wait)
+                tries += not error.limited
+                if error.limited and time.monotonic() - self._heard > self.timeout + error.wait:
+                    told = f"{error}, and nothing else for {self.timeout:.0f} s"
+                    raise GivenUp(told) from None
+                if tries > self.retries:
+                    raise GivenUp(f"{error}, {tries} tries") from None
+                own = min(LONGEST_WAIT, self.backoff * 2 ** min(tries, 16))
+                wait = max(own * random.uniform(0.5, 1.0), error.wait)
                 self.on_trouble(str(error), wait)
                 if error.limited:
                     self._resume_at = max(self._resume_at, time.monotonic() + wait)
@@ -229,8 +203,7 @@ class OpenAIServer:
         if 300 <= status < 400:
             raise UserError(
                 f"{self.setting}: {url} redirects to "
-                f"{self._safe(str(headers.get('location')))[:200]}; give the "
-                "final address"
+                f"{self._safe(str(headers.get('location')))[:200]}; give the final address"
             ) from None
         if status == 404 and path != "/models":
             raise UserError(

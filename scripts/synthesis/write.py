@@ -97,9 +97,8 @@ class Writer:
         first = number << 24
         requests = [Request(p, self.max_new_tokens, id=first + i) for i, p in enumerate(prompts)]
         rows = []
-        for text, out in zip(
-            questions, self._run(requests, self.answer, 2 * self.seed + 1, None), strict=True
-        ):
+        answers = self._run(requests, self.answer, 2 * self.seed + 1, None)
+        for text, out in zip(questions, answers, strict=True):
             reply = self._text(out).strip()
             if not reply or any(s in reply for s in self.specials):
                 self.dropped["no answer"] += 1
@@ -115,9 +114,8 @@ class Writer:
         drawn = 0
         reasons: Counter[str] = Counter()
         for _ in range(ROUNDS):
-            count = (
-                (want - len(good)) + (want - len(good)) // 8 + 1
-            )  # a few more than missing: some will be junk
+            missing = want - len(good)
+            count = missing + missing // 8 + 1  # some will be junk
             first = (number << 24) + drawn
             drawn += count
             requests = [
@@ -126,9 +124,9 @@ class Writer:
             for out in self._run(requests, self.question, 2 * self.seed, self.stop):
                 text = clean_question(self._text(out), out.finish == "eos")
                 key = fingerprint(text)
-                reason = junk(text, self.specials) or (
-                    "duplicate" if key in (self.seen | here) else ""
-                )
+                reason = junk(text, self.specials)
+                if not reason and (key in self.seen or key in here):
+                    reason = "duplicate"
                 if reason:
                     reasons[reason] += 1
                 elif len(good) < want:
@@ -137,10 +135,10 @@ class Writer:
             if len(good) == want:
                 self.dropped += reasons
                 return good
+        why = ", ".join(f"{n} {reason}" for reason, n in reasons.most_common()) or "none dropped"
         raise UserError(
-            f"target: only {len(good)} of {drawn} invented questions are usable "
-            f"({_counts(reasons)}); "
-            "take an instruction-tuned chat model, or a higher question_temperature"
+            f"target: only {len(good)} of {drawn} invented questions are usable ({why}); take an "
+            "instruction-tuned chat model, or a higher question_temperature"
         )
 
     def _run(
@@ -163,9 +161,10 @@ class Writer:
         return run.generations
 
     def _text(self, out: Generation) -> str:
-        ids = out.token_ids[:-1] if out.finish == "eos" else out.token_ids
-        return self.target.tokenizer.decode(ids, skip_special_tokens=False)
+        return text_of(self.target, out)
 
 
-def _counts(reasons: Counter[str]) -> str:
-    return ", ".join(f"{n} {reason}" for reason, n in reasons.most_common()) or "none dropped"
+def text_of(target: Target, out: Generation) -> str:
+    """An answer without its end-of-turn token; other special tokens are shown."""
+    ids = out.token_ids[:-1] if out.finish == "eos" else out.token_ids
+    return str(target.tokenizer.decode(ids, skip_special_tokens=False))

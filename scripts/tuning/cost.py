@@ -18,9 +18,11 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from heads.tuned import Settings
 
 INDEPENDENCE = (
     "independence approximation: one acceptance rate for every position, "
@@ -60,9 +62,7 @@ class Curve:
 
     def __call__(self, batch: int, nodes: float) -> float:
         sizes = list(self.knots)
-        if batch <= sizes[0]:
-            return _along(self.knots[sizes[0]], nodes)
-        if batch >= sizes[-1] and len(sizes) == 1:
+        if batch <= sizes[0] or len(sizes) == 1:
             return _along(self.knots[sizes[0]], nodes)
         low, high = _bracket(sizes, batch)
         a, b = _along(self.knots[low], nodes), _along(self.knots[high], nodes)
@@ -96,10 +96,8 @@ class Linear:
         """Non-negative least squares of relative errors."""
         y = np.asarray(ms, float)
         table = np.array([[row.get(n, 0.0) for n in names] for row in rows], float)
-        scale = 1 / np.maximum(y, 1e-9)
-        return Linear(
-            tuple(names), tuple(nonnegative(table * scale[:, None], np.ones(len(y))).tolist())
-        )
+        relative = table / np.maximum(y, 1e-9)[:, None]
+        return Linear(tuple(names), tuple(nonnegative(relative, np.ones(len(y))).tolist()))
 
     def __call__(self, **features: float) -> float:
         return sum(w * features.get(n, 0.0) for n, w in zip(self.names, self.weights, strict=True))
@@ -118,6 +116,14 @@ class Shape:
     nodes: int
     width: int = 1
 
+    @staticmethod
+    def of(settings: Settings) -> Shape:
+        """What a full draft of `settings` costs by."""
+        depth = settings.depth or 0
+        if settings.shape == "chain":
+            return Shape(depth, depth)
+        return Shape(depth, settings.nodes or 0, settings.width or 1)
+
     def features(self) -> dict[str, float]:
         """What the drafter's time is fitted to. passes: levels after the first; expanded:
         tokens read in them.
@@ -131,9 +137,8 @@ OBSERVE = ("one", "tokens")
 PARTS = ("target", "drafter", "law and verification", "cache", "Python")
 
 
-@dataclass(frozen=True)
-class Price:
-    """Milliseconds of one cycle by part."""
+class Price(NamedTuple):
+    """Milliseconds of one cycle by part (PARTS)."""
 
     target: float
     drafter: float
@@ -143,16 +148,10 @@ class Price:
 
     @property
     def ms(self) -> float:
-        return self.target + self.drafter + self.verify + self.cache + self.python
+        return sum(self)
 
     def to_json(self) -> dict[str, float]:
-        return dict(
-            zip(
-                PARTS,
-                (self.target, self.drafter, self.verify, self.cache, self.python),
-                strict=True,
-            )
-        )
+        return dict(zip(PARTS, self, strict=True))
 
 
 NOTHING = Shape(0, 0)
@@ -178,18 +177,22 @@ class CostModel:
         """One cycle of `batch` rows, each with a draft of `shape`, of which `tokens` a row are
         committed.
         """
-        loop = [
-            curve(batch, shape.nodes)
-            for curve in (self.target, self.verify, self.cache, self.python)
-        ]
-        drafter = 0.0
+        nodes, drafter = shape.nodes, 0.0
         if kind in self.propose:
             if shape.depth:
                 drafter += _nearest(self.propose[kind], batch)(**shape.features())
-            drafter += _nearest(self.observe[kind], batch)(one=1.0, tokens=tokens)
+            drafter += self.observing(batch, kind, tokens)
         return Price(
-            loop[0], drafter, loop[1] + self.extra.get(kind, 0.0) * shape.depth, loop[2], loop[3]
+            self.target(batch, nodes),
+            drafter,
+            self.verify(batch, nodes) + self.extra.get(kind, 0.0) * shape.depth,
+            self.cache(batch, nodes),
+            self.python(batch, nodes),
         )
+
+    def observing(self, batch: int, kind: str, tokens: float) -> float:
+        """Milliseconds in which a drafter takes in `tokens` a row."""
+        return _nearest(self.observe[kind], batch)(one=1.0, tokens=tokens)
 
     def plain(self, batch: int = 1) -> float:
         """Milliseconds of a cycle of plain decoding."""

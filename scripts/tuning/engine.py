@@ -104,23 +104,23 @@ def measured(
     """The known points with those of a load of both servers."""
     address = Address(cfg.url, cfg.timeout, cfg.retries, 1, cfg.key_env)
     plain = Address(cfg.plain, cfg.timeout, cfg.retries, 1, cfg.key_env, "plain")
-    servers = [load.Served(0, plain), load.Served(depth, address)]
     asked = load.Load(prompts_of(wanted), cfg.batches, cfg.rounds, cfg.max_new_tokens)
     with Steps(*columns(20), quiet=cfg.quiet, transient=True) as bar:
-        task = bar.add_task("load", total=None)
-        found = load.laps(
-            servers, asked, lambda done, total: bar.update(task, completed=done, total=total)
-        )
-    return costs.Costs(known.engine or cfg.url, known.points).joined(load.points(found))
+        found = loaded(plain, address, depth, asked, bar)
+    return costs.Costs(known.engine or cfg.url, known.points).joined(found)
+
+
+def loaded(
+    plain: Address, drafting: Address, depth: int, asked: load.Load, bar: Steps
+) -> list[costs.Point]:
+    """What a cycle costs on two servers of the same model, one of which drafts `depth` tokens."""
+    task = bar.add_task("load", total=None)
+    servers = [load.Served(0, plain), load.Served(depth, drafting)]
+    watch = lambda done, total: bar.update(task, completed=done, total=total)
+    return load.points(load.laps(servers, asked, watch))
 
 
 def prompts_of(wanted: dict[str, Any]) -> list[list[int]]:
-    """The contract's prompts, those with whole answers where there are some: an answer that
-    stops early leaves its place empty."""
-    whole = [row["ids"] for row in wanted["prompts"] if len(row["tokens"]) >= wanted_length(wanted)]
-    return whole or [row["ids"] for row in wanted["prompts"]]
-
-
-def wanted_length(wanted: dict[str, Any]) -> int:
-    """Tokens of an answer that nothing stopped."""
-    return max(len(row["tokens"]) for row in wanted["prompts"])
+    """The contract's prompts with whole answers: one that stops early leaves its place empty."""
+    longest = max(len(row["tokens"]) for row in wanted["prompts"])
+    return [row["ids"] for row in wanted["prompts"] if len(row["tokens"]) == longest]

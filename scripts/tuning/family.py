@@ -8,6 +8,7 @@ depth, width and size.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path as File
@@ -20,24 +21,21 @@ from decode.engine import Request, generate
 from decode.price import Price
 from decode.sampling import Sampling
 from decode.target import Target
-from heads import drafting_head, settings_folder, shapes
+from heads import drafting_head, settings_folder
 from heads.base import Head
 from heads.names import NGRAM, NONE, Draft, parse
 from heads.tuned import Settings
 from scripts.tuning import replay, search
-from scripts.tuning.cost import CostModel, Shape
+from scripts.tuning.cost import Shape
 from scripts.tuning.latency import Probe, Tick
 from scripts.tuning.replay import Shadow, Text
-from scripts.tuning.search import Candidate
+from scripts.tuning.search import Candidate, Pricing
 
 SUPERSET = 256  # nodes of the static tree that is recorded
 CONFIDENT = "confident"  # name of the dynamic tree that is recorded of heads with static ones
 DRAWN = (8, 16, 32, 64)  # nodes of the drawn trees that are measured
-DRAWN_PRICES = (
-    (0.03, 0.15),
-    (0.05, 0.35),
-    (0.1, 0.35),
-)  # of a node and of a level, for the largest
+# Of a node and of a level, for the largest of them.
+DRAWN_PRICES = (Price(0.03, 0.15), Price(0.05, 0.35), Price(0.1, 0.35))
 
 
 @dataclass(frozen=True)
@@ -78,9 +76,8 @@ class Family:
         path, shape = draft.source, draft.shape
         if path == NONE or draft != Draft(path, shape) or (path == NGRAM and shape):
             raise UserError(
-                f"drafter: {spec}; give ngram, a run folder, a head folder or a smaller "
-                "model, with "
-                "@chain or @tree at most"
+                f"drafter: {spec}; give ngram, a run folder, a head folder or a smaller model, "
+                "with @chain or @tree at most"
             )
         if path == NGRAM:
             return cls(spec, target, sampling, bounds, ["chain"])
@@ -112,6 +109,11 @@ class Family:
         return self.head.cfg.heads if self.parallel else self.bounds.depth
 
     @property
+    def calibration(self) -> dict[str, Any]:
+        """What the head itself has measured of its acceptance."""
+        return getattr(self.head, "calibration", {})
+
+    @property
     def drawn_chain(self) -> bool:
         """Whether chains are drawn from a law, so that replay cannot say what would be
         accepted.
@@ -137,7 +139,7 @@ class Family:
     def drawn_at_a_price(self) -> list[Settings]:
         """Drawn trees that the drafter's own confidence cuts, to be measured beside the others."""
         large = [one for one in self.drawn() if (one.nodes or 0) <= search.MOST_PRICED][-1:]
-        return [replace(one, price=Price(*price)) for one in large for price in DRAWN_PRICES]
+        return [replace(one, price=price) for one in large for price in DRAWN_PRICES]
 
     def default(self) -> Settings:
         """What the drafter does untuned."""
@@ -152,13 +154,6 @@ class Family:
             tree = self.head.tree(cfg.nodes, self.deepest)
             return Settings("tree", depth=tree.depth, nodes=len(tree), paths=tree.paths)
         return Settings("tree", depth=form.depth, nodes=cfg.nodes, width=cfg.width)
-
-    def shape(self, settings: Settings) -> Shape:
-        """What a full draft of `settings` costs by."""
-        depth = settings.depth or 0
-        if settings.shape == "chain":
-            return Shape(depth, depth)
-        return Shape(depth, settings.nodes or 0, settings.width or 1)
 
     def drafter(self, settings: Settings) -> Drafter:
         """A fresh drafter with these settings."""
@@ -200,15 +195,11 @@ class Family:
             found += [
                 Settings("tree", depth=d, nodes=min(n, b.nodes), width=w) for d, w, n in spread
             ]
-        return [Probe(s.shape, self.shape(s), self.drafter(s)) for s in dict.fromkeys(found)]
+        return [Probe(s.shape, Shape.of(s), self.drafter(s)) for s in dict.fromkeys(found)]
 
     def _static(self, depth: int, nodes: int) -> Settings:
-        assert self.head is not None
-        calibration: dict[str, Any] = getattr(self.head, "calibration", {})
-        value = search.value_of([], calibration, self.deepest)
-        tree = [p for p, _ in shapes.grow(value, nodes, depth)]
-        paths = tuple(sorted(tree, key=lambda p: (len(p), p)))
-        return Settings("tree", depth=max(map(len, paths)), nodes=len(paths), paths=paths)
+        value = search.value_of([], self.calibration, self.deepest)
+        return search.static_settings(search.static_tree(value, nodes, depth))
 
     def recorders(self) -> dict[str, Drafter]:
         """Drafters whose drafts hold those of every setting within the bounds."""
@@ -261,38 +252,33 @@ class Family:
 
     # -- choosing
 
-    def candidates(
-        self, model: CostModel, batch: int, texts: dict[str, list[Text]]
-    ) -> list[Candidate]:
+    def candidates(self, pricing: Pricing, texts: dict[str, list[Text]]) -> list[Candidate]:
         """Every setting within the bounds with what is expected of it."""
-        out: list[Candidate] = []
-        if "chain" in self.kinds:
-            if self.drawn_chain:
-                out += search.sampled_chains(model, batch, self.unconditional)
-            elif self.parallel:
-                out += self._straight(model, batch, texts["tree"])
-            else:
-                out += search.chains(model, batch, texts["chain"], self.deepest)
+        b, out = self.bounds, list[Candidate]()
+        if "chain" in self.kinds and self.drawn_chain:
+            out += search.sampled_chains(pricing, self.unconditional)
+        elif "chain" in self.kinds and self.parallel:
+            # The best rank of every level, read off the recorded tree.
+            found = replay.paths(texts["tree"])
+            straight = lambda k: replay.static_of(found, [(0,) * (d + 1) for d in range(k)])
+            out += search.chains(pricing, texts["tree"], self.deepest, straight)
+        elif "chain" in self.kinds:
+            first = lambda k: replay.chain_of(texts["chain"], k)
+            out += search.chains(pricing, texts["chain"], self.deepest, first)
         if self.drawn_tree:
             return out
         if "tree" in self.kinds and self.parallel:
-            assert self.head is not None
-            calibration: dict[str, Any] = getattr(self.head, "calibration", {})
             out += search.static_trees(
-                model, batch, texts["tree"], calibration, self.deepest, self.bounds.nodes
+                pricing, texts["tree"], self.calibration, self.deepest, b.nodes
             )
         elif "tree" in self.kinds:
-            b = self.bounds
             widths = [w for w in (1, 2, 3, 4, 6, 8, 10, 12, 16) if 1 < w <= b.width]
             nodes = [n for n in range(2, b.nodes + 1) if n <= 16 or n % 4 == 0]
-            out += search.dynamic_trees(
-                model, batch, texts["tree"], range(1, b.depth + 1), nodes, widths
-            )
+            depths = range(1, b.depth + 1)
+            out += search.dynamic_trees(pricing, texts["tree"], depths, nodes, widths)
         return out
 
-    def confident(
-        self, model: CostModel, batch: int, texts: dict[str, list[Text]]
-    ) -> list[Candidate]:
+    def confident(self, pricing: Pricing, texts: dict[str, list[Text]]) -> list[Candidate]:
         """Dynamic trees with every price, with what is expected of them."""
         if "tree" not in self.kinds or self.drawn_tree:
             return []
@@ -300,19 +286,7 @@ class Family:
         nodes = min(b.nodes, search.MOST_PRICED)
         widths = sorted({min(width, b.width) for width in (1, 4, b.width)})
         found = texts[CONFIDENT if self.parallel else "tree"]
-        return search.priced_trees(model, batch, found, most.depth or 1, nodes, widths)
-
-    def _straight(self, model: CostModel, batch: int, texts: list[Text]) -> list[Candidate]:
-        """Chains of parallel heads: the best rank of every level, read off the recorded tree."""
-        found = replay.paths(texts)
-        out = []
-        for k in range(1, self.deepest + 1):
-            kept = replay.static_of(found, [(0,) * (d + 1) for d in range(k)])
-            cycles = [replay.walk(text, one, k) for text, one in zip(texts, kept, strict=True)]
-            shape = Shape(k, k)
-            expected = search.evaluate(model, batch, shape, "chain", cycles)
-            out.append(Candidate(Settings("chain", depth=k), "chain", shape, expected))
-        return out
+        return search.priced_trees(pricing, found, most.depth or 1, nodes, widths)
 
     def acceptance(self, texts: dict[str, list[Text]]) -> dict[str, Any]:
         """Acceptance by position and rank at every position of the texts: what the search went
@@ -325,11 +299,8 @@ class Family:
         total = max(len(found), 1)
         by_rank: list[list[float]] = []
         for d in range(self.deepest):
-            counts = [0] * (1 + max((p[d] for p in found if len(p) > d), default=-1))
-            for p in found:
-                if len(p) > d:
-                    counts[p[d]] += 1
-            by_rank.append([c / total for c in counts])
+            counts = Counter(p[d] for p in found if len(p) > d)
+            by_rank.append([counts[rank] / total for rank in range(max(counts, default=-1) + 1)])
         return {
             "positions": len(found),
             "recorded": name,

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from decode.drafters import Drafter, NoDraft
-from decode.engine import Request, generate
+from decode.engine import Request, Timing, generate
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import DraftTree, TreeShape
 from scripts.tuning.cost import OBSERVE, PROPOSE, CostModel, Curve, Linear, Shape
-from scripts.tuning.replay import Shadow
+from scripts.tuning.replay import Clock, Shadow
 
 LOOP = ("target", "verify", "cache", "python")
 Tick = Callable[[], Any]
@@ -65,49 +65,6 @@ def clock(target: Target) -> Callable[[], float]:
     return now
 
 
-def requests_of(
-    prompts: Sequence[list[int]], rows: int, tokens: int, turn: int = 0
-) -> list[Request]:
-    return [Request(prompts[(turn + i) % len(prompts)], tokens, id=i) for i in range(rows)]
-
-
-def loop_curves(
-    target: Target,
-    prompts: Sequence[list[int]],
-    nodes: Sequence[int],
-    batch_sizes: Sequence[int],
-    rounds: int,
-    cycles: int,
-    sampling: Sampling,
-    tick: Tick = lambda: None,
-) -> tuple[dict[str, Curve], list[dict[str, Any]]]:
-    """Curves of the loop's parts over (B, N), and the raw samples. Every round visits all
-    cases in another order.
-    """
-    stars = {n: Star(n, target) if n else NoDraft() for n in sorted({0, *nodes})}
-    cases = [(b, n) for b in sorted(set(batch_sizes)) for n in stars]
-    generator = np.random.default_rng(0)
-    samples: list[dict[str, Any]] = []
-    for turn in range(rounds + 1):
-        for at in generator.permutation(len(cases)):
-            batch, n = cases[at]
-            asked = requests_of(prompts, batch, 3 if turn == 0 else cycles + 1, turn)
-            timing = generate(
-                target, stars[n], asked, sampling, batch_size=batch, eos_ids=()
-            ).timing
-            if turn:  # the first round warms caches, allocators and layouts
-                per = 1000 / max(timing.cycles, 1)
-                parts = (timing.target_s, timing.verify_s, timing.commit_s)
-                rest = max(timing.decode_s - sum(parts) - timing.draft_s, 0.0)
-                found = dict(zip(LOOP, (per * x for x in (*parts, rest)), strict=True))
-                samples.append({"batch_size": batch, "nodes": n, **found})
-            tick()
-    curves = {
-        part: Curve.fit((s["batch_size"], s["nodes"], s[part]) for s in samples) for part in LOOP
-    }
-    return curves, samples
-
-
 @dataclass(frozen=True)
 class Probe:
     """A setting whose drafter is timed. kind: "chain" or "tree"."""
@@ -117,82 +74,104 @@ class Probe:
     drafter: Drafter
 
 
-def drafter_fits(
-    target: Target,
-    probes: Sequence[Probe],
-    prompts: Sequence[list[int]],
-    batch_sizes: Sequence[int],
-    tokens: int,
-    sampling: Sampling,
-    tick: Tick = lambda: None,
-) -> dict[str, dict[str, dict[int, Linear]]]:
-    """{"propose": kind -> batch size -> fit, "observe": the same}, from a plain run in which
-    all probes draft.
-    """
-    found: dict[str, dict[str, dict[int, Linear]]] = {"propose": {}, "observe": {}}
-    for batch in sorted(set(batch_sizes)):
-        shadow = Shadow(
-            {str(i): p.drafter for i, p in enumerate(probes)}, keep=False, sync=clock(target)
-        )
-        for turn in range(2):  # the first one warms up
-            for timed in shadow.clocks.values():
-                timed.propose.clear()
-                timed.observe.clear()
-            asked = requests_of(prompts, batch, tokens if turn else 3)
-            generate(target, shadow, asked, sampling, batch_size=batch, eos_ids=())
+@dataclass(frozen=True)
+class Bench:
+    """What everything is timed with: the engine's own loop on a target, prompts and a law."""
+
+    target: Target
+    prompts: Sequence[list[int]]
+    sampling: Sampling
+
+    def time(self, drafter: Drafter, rows: int, tokens: int, turn: int = 0) -> Timing:
+        """Of `rows` answers of so many tokens, decoded together, beginning with prompt `turn`."""
+        asked = [
+            Request(self.prompts[(turn + i) % len(self.prompts)], tokens, id=i) for i in range(rows)
+        ]
+        run = generate(self.target, drafter, asked, self.sampling, batch_size=rows, eos_ids=())
+        return run.timing
+
+    def loop(
+        self,
+        nodes: Sequence[int],
+        batch_sizes: Sequence[int],
+        rounds: int,
+        cycles: int,
+        tick: Tick,
+    ) -> list[dict[str, Any]]:
+        """Raw samples of the loop's parts over (B, N). Every round visits all cases in another
+        order."""
+        stars = {n: Star(n, self.target) if n else NoDraft() for n in sorted({0, *nodes})}
+        cases = [(b, n) for b in sorted(set(batch_sizes)) for n in stars]
+        generator = np.random.default_rng(0)
+        samples: list[dict[str, Any]] = []
+        for turn in range(rounds + 1):
+            for at in generator.permutation(len(cases)):
+                batch, n = cases[at]
+                timing = self.time(stars[n], batch, cycles + 1 if turn else 3, turn)
+                if turn:  # the first round warms caches, allocators and layouts
+                    per = 1000 / max(timing.cycles, 1)
+                    parts = (timing.target_s, timing.verify_s, timing.commit_s)
+                    rest = max(timing.decode_s - sum(parts) - timing.draft_s, 0.0)
+                    found = dict(zip(LOOP, (per * x for x in (*parts, rest)), strict=True))
+                    samples.append({"batch_size": batch, "nodes": n, **found})
+                tick()
+        return samples
+
+    def drafters(
+        self, probes: Sequence[Probe], batch_sizes: Sequence[int], tokens: int, tick: Tick
+    ) -> dict[str, dict[str, dict[int, Linear]]]:
+        """{"propose": kind -> batch size -> fit, "observe": the same}, from a plain run in which
+        all probes draft."""
+        found: dict[str, dict[str, dict[int, Linear]]] = {"propose": {}, "observe": {}}
+        inners = {str(i): probe.drafter for i, probe in enumerate(probes)}
+        for batch in sorted(set(batch_sizes)):
+            shadow = Shadow(inners, keep=False, sync=clock(self.target))
+            self.time(shadow, batch, 3)  # warms up
+            shadow.clocks = {name: Clock() for name in inners}
             tick()
-        for kind in {p.kind for p in probes}:
-            rows, spent, seen, read = [], [], [], []
-            for i, probe in enumerate(probes):
-                if probe.kind != kind:
-                    continue
-                timed = shadow.clocks[str(i)]
-                rows.append(probe.shape.features())
-                spent.append(1000 * float(np.median([s for b, s in timed.propose if b == batch])))
-                by_tokens: dict[int, list[float]] = {}
-                for _, n, s in timed.observe:
-                    by_tokens.setdefault(n, []).append(s)
-                for n, seconds in by_tokens.items():
-                    seen.append({"one": 1.0, "tokens": float(n)})
-                    read.append(1000 * float(np.median(seconds)))
-            found["propose"].setdefault(kind, {})[batch] = Linear.fit(rows, spent, PROPOSE)
-            found["observe"].setdefault(kind, {})[batch] = Linear.fit(seen, read, OBSERVE)
-    return found
+            self.time(shadow, batch, tokens)
+            tick()
+            for kind in {p.kind for p in probes}:
+                rows, spent, seen, read = [], [], [], []
+                for probe, timed in zip(probes, shadow.clocks.values(), strict=True):
+                    if probe.kind != kind:
+                        continue
+                    rows.append(probe.shape.features())
+                    spent.append(
+                        1000 * float(np.median([s for b, s in timed.propose if b == batch]))
+                    )
+                    by_tokens: dict[int, list[float]] = {}
+                    for _, n, s in timed.observe:
+                        by_tokens.setdefault(n, []).append(s)
+                    for n, seconds in by_tokens.items():
+                        seen.append({"one": 1.0, "tokens": float(n)})
+                        read.append(1000 * float(np.median(seconds)))
+                found["propose"].setdefault(kind, {})[batch] = Linear.fit(rows, spent, PROPOSE)
+                found["observe"].setdefault(kind, {})[batch] = Linear.fit(seen, read, OBSERVE)
+        return found
+
+    def extra_per_level(
+        self, model: CostModel, probes: Sequence[Probe], tokens: int, batch: int, tick: Tick
+    ) -> dict[str, float]:
+        """Per kind: milliseconds of verification, commit and Python per drafted level beyond what
+        the loop's curves say, from a real speculative run of one probe (what is beyond them is
+        little); 0 where there is nothing beyond them."""
+        beyond: dict[str, float] = {}
+        for kind, probe in {p.kind: p for p in probes}.items():
+            timing = self.time(probe.drafter, batch, tokens + 1)
+            if timing.cycles and probe.shape.depth:
+                rest = timing.decode_s - timing.target_s - timing.draft_s
+                price = model.cycle(batch, probe.shape, kind)
+                known = price.verify + price.cache + price.python
+                known += model.observing(batch, kind, 1.5)
+                per_level = (1000 * rest / timing.cycles - known) / probe.shape.depth
+                beyond[kind] = max(per_level, 0.0)
+            tick()
+        return beyond
 
 
-def extra_per_level(
-    target: Target,
-    model: CostModel,
-    probes: Sequence[Probe],
-    prompts: Sequence[list[int]],
-    tokens: int,
-    sampling: Sampling,
-    batch: int,
-    tick: Tick = lambda: None,
-) -> dict[str, float]:
-    """Per kind: milliseconds of verification, commit and Python per drafted level beyond what
-    the loop's curves say, from real speculative runs; 0 where there is nothing beyond them."""
-    beyond: dict[str, list[float]] = {}
-    last = {
-        p.kind: p for p in probes
-    }  # one per kind is enough: what is beyond the curves is little
-    for probe in last.values():
-        asked = requests_of(prompts, batch, tokens + 1)
-        timing = generate(
-            target, probe.drafter, asked, sampling, batch_size=batch, eos_ids=()
-        ).timing
-        if timing.cycles and probe.shape.depth:
-            rest = timing.decode_s - timing.target_s - timing.draft_s
-            price = model.cycle(batch, probe.shape, probe.kind)
-            known = price.verify + price.cache + price.python
-            known += _observe(model, probe.kind, batch)
-            beyond.setdefault(probe.kind, []).append(
-                (1000 * rest / timing.cycles - known) / probe.shape.depth
-            )
-        tick()
-    return {kind: max(float(np.median(found)), 0.0) for kind, found in beyond.items()}
-
-
-def _observe(model: CostModel, kind: str, batch: int) -> float:
-    by = model.observe[kind]
-    return by[min(by, key=lambda b: abs(b - batch))](one=1.0, tokens=1.5)
+def curves_of(samples: Sequence[dict[str, Any]]) -> dict[str, Curve]:
+    """The curve of each of the loop's parts, from the samples of all batch sizes."""
+    return {
+        part: Curve.fit((s["batch_size"], s["nodes"], s[part]) for s in samples) for part in LOOP
+    }

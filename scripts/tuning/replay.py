@@ -22,15 +22,14 @@ import torch
 from torch import Tensor
 
 from decode.drafters import Drafter
-from decode.price import Price
+from decode.price import FREE, Price
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.tree import DraftTree
 from heads.shapes import Path
 
-Kept = tuple[
-    int, int
-]  # draft tokens accepted, nodes drafted: of a cycle that starts at some position
+# Draft tokens accepted, nodes drafted: of a cycle that starts at some position.
+Kept = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -110,6 +109,8 @@ class Shadow:
             self.length[b] += 1
 
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
+        # The engine counts on no more nodes than this draft has, which is empty.
+        rng.reserve(max(drafter.max_nodes for drafter in self.inners.values()))
         for name, drafter in self.inners.items():
             start = self.clock()
             tree = drafter.propose(torch.full_like(budget, drafter.max_depth), sampling, rng)
@@ -209,120 +210,78 @@ def static_of(found: Sequence[dict[int, Path]], tree: Sequence[Path]) -> list[di
     return [{t: (depth(path), len(tree)) for t, path in one.items()} for one in found]
 
 
+@dataclass(frozen=True)
+class Grown:
+    """What a smaller tree takes of a recorded draft. places: of its accepted nodes, root first, in
+    the order in which nodes are kept. nodes: of the whole tree. levels: drafted."""
+
+    places: list[int]
+    nodes: int
+    levels: int
+
+    def kept(self, nodes: int) -> Kept:
+        """With at most so many nodes."""
+        return sum(place < nodes for place in self.places), min(nodes, self.nodes)
+
+
 class Beams:
-    """Dynamic trees replayed from the largest one: fewer levels and fewer nodes exactly, a
-    smaller width closely (of the largest tree's candidates those are taken that a beam of that
-    width would have seen)."""
+    """Dynamic trees replayed from the largest one: fewer levels, fewer nodes and prices
+    (decode.price) exactly, a smaller width closely (of the largest tree's candidates those are
+    taken that a beam of that width would have seen)."""
 
     def __init__(self, texts: Sequence[Text]) -> None:
-        self.texts = texts
-        self.known: dict[tuple[int, int], list[dict[int, tuple[list[int], int]]]] = {}
-
-    def of(self, depth: int, nodes: int, width: int) -> list[dict[int, Kept]]:
-        """Per text: position -> (accepted, nodes)."""
-        if (depth, width) not in self.known:
-            self.known[depth, width] = [
-                {t: self._orders(d, text.tokens[t:], depth, width) for t, d in text.drafts.items()}
-                for text in self.texts
-            ]
-        return [
-            {t: (_prefix(orders, nodes), min(nodes, total)) for t, (orders, total) in one.items()}
-            for one in self.known[depth, width]
-        ]
-
-    @staticmethod
-    def _orders(
-        draft: Draft, follows: Sequence[int], depth: int, width: int
-    ) -> tuple[list[int], int]:
-        """(place of every accepted node in the order of scores, nodes there are)."""
-        assert draft.score is not None, "a dynamic tree comes with its scores"
-        level: list[int] = []
-        allowed: list[bool] = []
-        for path, parent in zip(ranks(draft), draft.parents, strict=True):
-            level.append(len(path) - 1)
-            allowed.append(
-                len(path) <= depth and path[-1] < width and (parent < 0 or allowed[parent])
-            )
-        score = draft.score
-        for d in range(max(level, default=-1)):  # only the best `width` of a level are expanded
-            here = sorted(
-                (i for i, x in enumerate(level) if x == d and allowed[i]), key=lambda i: -score[i]
-            )
-            beam = set(here[:width])
-            for i, parent in enumerate(draft.parents):
-                if level[i] > d:
-                    allowed[i] = (
-                        allowed[i]
-                        and (level[i] > d + 1 or parent in beam)
-                        and (parent < 0 or allowed[parent])
-                    )
-        order = sorted((i for i, ok in enumerate(allowed) if ok), key=lambda i: -score[i])
-        place = {node: i for i, node in enumerate(order)}
-        agreed = matched(draft, follows)
-        return [place[n] for n in agreed if n in place], len(order)
-
-
-class Confident:
-    """Dynamic trees with a price (decode.price), replayed from the largest one as `Beams` are.
-
-    `of` gives per text: position -> (accepted, nodes), and position -> levels drafted."""
-
-    def __init__(self, texts: Sequence[Text]) -> None:
-        self.texts = texts
-        # Of every draft, node by node: its path of ranks, and whether what follows agrees with it.
-        self.known = [
-            {t: (ranks(d), set(matched(d, text.tokens[t:]))) for t, d in text.drafts.items()}
+        # Of every draft: each node's path of ranks, and the nodes that agree with what follows.
+        self.texts = [
+            {t: (d, ranks(d), matched(d, text.tokens[t:])) for t, d in text.drafts.items()}
             for text in texts
         ]
+        self.last: tuple[Any, list[dict[int, Grown]]] = (None, [])
 
     def of(
-        self, depth: int, nodes: int, width: int, price: Price
+        self, depth: int, nodes: int, width: int, price: Price = FREE
     ) -> tuple[list[dict[int, Kept]], list[dict[int, int]]]:
-        """Trees of at most so many levels and nodes, `width` of which are expanded a level."""
-        kept: list[dict[int, Kept]] = []
-        levels: list[dict[int, int]] = []
-        for text, known in zip(self.texts, self.known, strict=True):
-            kept.append({})
-            levels.append({})
-            for t, draft in text.drafts.items():
-                some, grown = _grown(draft, known[t][0], depth, width, price)
-                best = set(sorted(some, key=lambda i: -_score(draft, i))[:nodes])
-                kept[-1][t] = len(best & known[t][1]), len(best)
-                levels[-1][t] = grown
-        return kept, levels
-
-
-def _score(draft: Draft, node: int) -> float:
-    assert draft.score is not None, "a dynamic tree comes with its scores"
-    return draft.score[node]
+        """Per text position -> (accepted, nodes), and per text position -> levels drafted, of
+        trees of at most so many levels and nodes, `width` of which are expanded a level."""
+        asked = (depth, width, price)
+        if asked != self.last[0]:  # trees that differ in their nodes are asked for in a row
+            self.last = (
+                asked,
+                [
+                    {t: _grown(*recorded, *asked) for t, recorded in text.items()}
+                    for text in self.texts
+                ],
+            )
+        found = self.last[1]
+        return (
+            [{t: grown.kept(nodes) for t, grown in text.items()} for text in found],
+            [{t: grown.levels for t, grown in text.items()} for text in found],
+        )
 
 
 def _grown(
-    draft: Draft, paths: Sequence[Path], depth: int, width: int, price: Price
-) -> tuple[list[int], int]:
-    """(nodes that pay, levels drafted) of a draft whose candidates stand in a larger one."""
-    floor = math.log(price.node) if price.node > 0 else -math.inf
-    here = [i for i, path in enumerate(paths) if len(path) == 1 and path[0] < width]
-    found: list[int] = []
-    for level in range(1, depth + 1):
-        here = sorted(
-            (i for i in here if _score(draft, i) >= floor), key=lambda i: -_score(draft, i)
-        )
-        found += here
-        beam = set(here[:width])
-        worth = sum(math.exp(_score(draft, i)) for i in beam)
-        if level == depth or not beam or worth < price.level:
-            return found, level
-        here = [
+    draft: Draft, paths: Sequence[Path], agreed: Sequence[int], depth: int, width: int, price: Price
+) -> Grown:
+    """The tree that a drafter would have grown, of a draft whose candidates stand in a larger
+    one."""
+    assert draft.score is not None, "a dynamic tree comes with its scores"
+    score, floor = draft.score, math.log(price.node) if price.node > 0 else -math.inf
+    level, beam, found = 0, {-1}, list[int]()
+    while level < depth:
+        level += 1
+        pays = [
             i
             for i, path in enumerate(paths)
-            if len(path) == level + 1 and path[-1] < width and draft.parents[i] in beam
+            if len(path) == level
+            and path[-1] < width
+            and draft.parents[i] in beam
+            and score[i] >= floor
         ]
-    return found, depth
-
-
-def _prefix(orders: Sequence[int], nodes: int) -> int:
-    return next((i for i, place in enumerate(orders) if place >= nodes), len(orders))
+        found += pays
+        beam = set(sorted(pays, key=lambda i: -score[i])[:width])
+        if not beam or sum(math.exp(score[i]) for i in beam) < price.level:
+            break
+    place = {node: n for n, node in enumerate(sorted(found, key=lambda i: -score[i]))}
+    return Grown([place[i] for i in agreed if i in place], len(found), level)
 
 
 # -- stepping through the texts
@@ -361,6 +320,18 @@ def walk(
         steps.append(Step(t, drafted, accepted, tokens, clean, grown))
         t += tokens
     return steps
+
+
+def walks(
+    texts: Sequence[Text],
+    kept: Sequence[dict[int, Kept]],
+    depth: int,
+    levels: Sequence[dict[int, int]] | None = None,
+) -> list[list[Step]]:
+    """`walk` of every text."""
+    grown: Sequence[dict[int, int] | None] = levels or [None] * len(texts)
+    rows = zip(texts, kept, grown, strict=True)
+    return [walk(text, one, depth, more) for text, one, more in rows]
 
 
 def accepted_length(cycles: Iterable[Sequence[Step]]) -> float:

@@ -7,13 +7,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError
-from decode.engine import generate
 from decode.sampling import Sampling
 from decode.target import Target
 from heads.tuned import Settings, Tuned, card_sha256
@@ -21,17 +19,25 @@ from scripts.common import files
 from scripts.common.progress import Steps
 from scripts.common.prompts import Prompt, chat_ids, load_prompts
 from scripts.scoring import contest
-from scripts.scoring.lanes import lanes_of
+from scripts.scoring.lanes import drafting, lanes_of
 from scripts.scoring.score import Scores, plain
-from scripts.tuning import latency, search
+from scripts.tuning import search
 from scripts.tuning.config import TuneConfig
-from scripts.tuning.cost import CostModel
+from scripts.tuning.cost import CostModel, Shape
 from scripts.tuning.family import Bounds, Family
-from scripts.tuning.search import Candidate
+from scripts.tuning.latency import Bench, curves_of
+from scripts.tuning.replay import Text
+from scripts.tuning.search import Candidate, Pricing
 
 CURVE_NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 CURVE_CYCLES = 8
 FIT_TOKENS = 16
+# What `collect` keeps of a report, beside its rows.
+COLLECTED = (
+    *("kind", "created", "command", "environment", "chosen", "searched", "pace"),
+    *("plain_pass_ms", "breakdown", "grid"),
+)
+Texts = dict[str, list[Text]]  # of every drafter that was recorded
 
 
 class Tuning:
@@ -52,17 +58,16 @@ class Tuning:
         self.batches = sorted({cfg.batch_size, *cfg.curve_batches})
 
     def stage(self, name: str, total: int) -> Any:
-        if self.progress.plain:
-            self.progress.console.print(
-                f"{name}: {total} steps", style="dim", highlight=False
-            )  # a log shows no bar
+        if self.progress.plain:  # a log shows no bar
+            line = f"{name}: {total} steps"
+            self.progress.console.print(line, style="dim", highlight=False)
         task = self.progress.add_task(name, total=total)
         return lambda: self.progress.advance(task)
 
     def model(self) -> tuple[CostModel, list[dict[str, Any]]]:
         """The fitted cost model, and the raw samples of the loop's curves."""
-        cfg, t = self.cfg, self.target
-        default = self.family.shape(self.family.default()).nodes
+        cfg, bench = self.cfg, Bench(self.target, self.ids, self.sampling)
+        default = Shape.of(self.family.default()).nodes
         biggest = max(
             self.bounds.nodes if "tree" in self.family.kinds else 1, self.family.deepest, default
         )
@@ -72,43 +77,25 @@ class Tuning:
         more = [b for b in self.batches if b != cfg.batch_size]
         total = (rounds + 1) * (len(nodes) + 1) + 3 * (len(few) + 1) * len(more)
         tick = self.stage("latency curve", total)
-        curves, samples = latency.loop_curves(
-            t, self.ids, nodes, [cfg.batch_size], rounds, CURVE_CYCLES, self.sampling, tick
-        )
+        samples = bench.loop(nodes, [cfg.batch_size], rounds, CURVE_CYCLES, tick)
         if more:
-            others, extra = latency.loop_curves(
-                t, self.ids, few, more, 2, CURVE_CYCLES // 2, self.sampling, tick
-            )
-            samples += extra
-            for part, curve in others.items():
-                curves[part].knots.update(curve.knots)
-                curves[part] = type(curve)(dict(sorted(curves[part].knots.items())))
+            samples += bench.loop(few, more, 2, CURVE_CYCLES // 2, tick)
         probes = self.family.probes()
-        tick = self.stage(
-            "drafter's latency", 2 * len(self.batches) + len({p.kind for p in probes})
-        )
-        fits = latency.drafter_fits(
-            t, probes, self.ids, self.batches, FIT_TOKENS, self.sampling, tick
-        )
-        first = CostModel(
-            curves["target"],
-            curves["verify"],
-            curves["cache"],
-            curves["python"],
-            fits["propose"],
-            fits["observe"],
-        )
-        extra_ms = latency.extra_per_level(
-            t, first, probes, self.ids, FIT_TOKENS, self.sampling, cfg.batch_size, tick
-        )
-        return dataclasses.replace(first, extra=extra_ms), samples
+        total = 2 * len(self.batches) + len({p.kind for p in probes})
+        tick = self.stage("drafter's latency", total)
+        fits = bench.drafters(probes, self.batches, FIT_TOKENS, tick)
+        parts: dict[str, Any] = {**curves_of(samples), **fits}
+        first = CostModel(**parts)
+        extra = bench.extra_per_level(first, probes, FIT_TOKENS, cfg.batch_size, tick)
+        return dataclasses.replace(first, extra=extra), samples
 
     def measure(self, settings: dict[str, Settings]) -> dict[str, Any]:
         """name -> what interleaved decoding gave, plain decoding under "none" among them."""
         cfg = self.cfg
         lanes, _ = lanes_of(["none"], self.target)
-        for name, one in settings.items():
-            lanes.append(self._lane(name, one))
+        lanes += [
+            drafting(name, self.family.drafter(one), self.target) for name, one in settings.items()
+        ]
         plan = contest.Settings(
             self.sampling, cfg.max_new_tokens, cfg.batch_size, cfg.seed, cfg.verify
         )
@@ -119,34 +106,17 @@ class Tuning:
         for lane in lanes:
             lane.run = _ticking(lane.run, tick)
         first = [Prompt(p.id, p.category, p.turns[:1]) for p in self.prompts]
-        scores = Scores(
-            contest.run_contest(self.target, self.target.tokenizer, first, lanes, plan, quiet=True),
-            lanes,
-            cfg.seed,
-        )
-        rows = {lane.name: scores.row(lane) for lane in lanes}
-        self.scores, self.steadiness = scores, scores.steadiness()
-        return rows
+        found = contest.run_contest(self.target, first, lanes, plan, quiet=True)
+        self.scores = Scores(found, lanes, cfg.seed)
+        return {lane.name: self.scores.row(lane) for lane in lanes}
 
-    def _lane(self, name: str, one: Settings) -> contest.Lane:
-        drafter, target = self.family.drafter(one), self.target
-        return contest.Lane(
-            name,
-            name,
-            "tuned",
-            drafter.shape,
-            drafter.max_depth,
-            drafter.max_nodes,
-            lambda requests, s: generate(
-                target,
-                drafter,
-                requests,
-                s.sampling,
-                batch_size=s.batch_size,
-                seed=s.seed,
-                verify=s.verify,
-            ),
-        )
+    def rows_together(self) -> float:
+        """Rows that ran together on average: the last chunk may be smaller, and rows finish at
+        different times."""
+        laps = [lap for laps in self.scores.laps["none"].values() for lap in laps]
+        passes = sum(lap.timing.cycles for lap in laps)
+        tokens = sum(lap.tokens - len(lap.prompts) for lap in laps)
+        return tokens / passes if passes else float(self.cfg.batch_size)
 
 
 def _ticking(run: Any, tick: Any) -> Any:
@@ -170,7 +140,7 @@ def compared(row: dict[str, Any], expected: dict[str, Any], pace: float) -> dict
     """Predicted beside measured. pace: how fast plain decoding ran while measuring, over what
     the curves say of it; a shared machine drifts between the two, and `error` is what is left
     when that one number is taken out."""
-    measured = row["tokens_per_second"]
+    measured, length = row["tokens_per_second"], row["accepted_length"]["mean"]
     at_pace = expected["tokens_per_second"] * pace
     return {
         "measured": {
@@ -180,136 +150,139 @@ def compared(row: dict[str, Any], expected: dict[str, Any], pace: float) -> dict
         "predicted_at_pace": at_pace,
         "error": at_pace / measured - 1 if measured else None,
         "error_raw": expected["tokens_per_second"] / measured - 1 if measured else None,
-        "error_accepted_length": expected["accepted_length"] / row["accepted_length"]["mean"] - 1
-        if row["accepted_length"]["mean"]
-        else None,
+        "error_accepted_length": expected["accepted_length"] / length - 1 if length else None,
     }
+
+
+@dataclass
+class Choice:
+    """The settings of a drafter that are weighed.
+
+    found: every fixed one that was searched, priced: those with a price, each with what is
+    expected of it. lanes: those that are measured, by name. proposed: the names of those among
+    which is chosen; `default` is among them as well."""
+
+    model: CostModel
+    default: Settings
+    found: list[Candidate]
+    priced: list[Candidate]
+    lanes: dict[str, Settings]
+    proposed: set[str]
+
+    @classmethod
+    def of(cls, cfg: TuneConfig, family: Family, model: CostModel, texts: Texts) -> Choice:
+        """Search, and pick the few that are worth measuring. Raises UserError where nothing can
+        be searched."""
+        pricing = Pricing(model, cfg.batch_size)
+        found, priced = family.candidates(pricing, texts), family.confident(pricing, texts)
+        # Proposed unseen: nothing predicts what they accept.
+        drawn = [*family.drawn(), *family.drawn_at_a_price()]
+        if not found and not drawn:
+            raise UserError(
+                f"drafter: {cfg.drafter} accepted nothing that could be searched; give more prompts"
+            )
+        few = search.best_few(found, cfg.confirm) if found else []
+        few += search.best_prices(priced)
+        grid = search.grid(found, cfg.grid_size) if cfg.grid else []
+        proposed = [*(c.settings for c in few), *drawn]
+        lanes = {str(one): one for one in [*(c.settings for c in grid), *proposed]}
+        default = family.default()
+        if default not in lanes.values():
+            lanes[f"default ({default})"] = default
+        return cls(model, default, found, priced, lanes, set(map(str, proposed)))
+
+    def candidate(self, one: Settings) -> Candidate | None:
+        """What the search said of a setting; None where it did not meet it."""
+        return next((c for c in [*self.found, *self.priced] if c.settings == one), None)
+
+    def row(self, name: str, measured: dict[str, Any], batch: int, pace: float) -> dict[str, Any]:
+        """One entry of the report's `rows`."""
+        one = self.lanes[name]
+        if known := self.candidate(one):
+            expected = known.expected
+        else:
+            # Outside the search (a tree that was trained in, one that is drawn): its measured
+            # accepted length, at the model's price.
+            length = measured["accepted_length"]["mean"] or 1.0
+            expected = self.model.predict(batch, Shape.of(one), one.shape, length)
+        return {
+            "name": name,
+            "settings": listed(one),
+            "kind": one.shape,
+            "proposed": name in self.proposed,
+            "default": one == self.default,
+            **compared(measured, expected, pace),
+        }
 
 
 def run(cfg: TuneConfig, target: Target, progress: Steps) -> dict[str, Any]:
     """Everything but the files."""
     tuning = Tuning(cfg, target, progress)
-    family = tuning.family
-    tick = tuning.stage("drafting along", len(tuning.prompts))
+    family, tick = tuning.family, tuning.stage("drafting along", len(tuning.prompts))
     texts = family.record(tuning.ids, cfg.max_new_tokens, cfg.seed, tick)
     model, samples = tuning.model()
-    found = family.candidates(model, cfg.batch_size, texts)
-    confident = family.confident(model, cfg.batch_size, texts)
-    # Proposed unseen: nothing predicts what they accept.
-    drawn = {str(one): one for one in [*family.drawn(), *family.drawn_at_a_price()]}
-    if not found and not drawn:
-        raise UserError(
-            f"drafter: {cfg.drafter} accepted nothing that could be searched; give more prompts"
-        )
-    few = search.best_few(found, cfg.confirm) if found else []
-    few += search.best_prices(confident)
-    default = family.default()
-    wanted = {str(c.settings): c for c in few}
-    grid = {str(c.settings): c for c in search.grid(found, cfg.grid_size)} if cfg.grid else {}
-    lanes = {name: c.settings for name, c in {**grid, **wanted}.items()} | drawn
-    as_it_was = f"default ({default})"
-    if not any(search.same(default, one) for one in lanes.values()):
-        lanes[as_it_was] = default
-    rows = tuning.measure(lanes)
-    pace = rows["none"]["tokens_per_second"] / (
-        1000 * _rows(cfg, tuning) / model.plain(cfg.batch_size)
-    )
-    table = []
-    for name, one in lanes.items():
-        match = wanted.get(name) or grid.get(name) or _like(default, found)
-        expected = match.expected if match else _outside(model, family, one, rows[name], cfg)
-        proposed = name in wanted or name in drawn
-        table.append(
-            {
-                "name": name,
-                "settings": one.to_json(),
-                "kind": one.shape,
-                "proposed": proposed,
-                "default": search.same(one, default),
-                **compared(rows[name], expected, pace),
-            }
-        )
-    chosen = max(
-        (r for r in table if r["proposed"] or r["default"]),
-        key=lambda r: r["measured"]["tokens_per_second"],
-    )
-    candidate = wanted.get(chosen["name"]) or _like(
-        Settings.from_json(_json(chosen["settings"])), found
-    )
-    best = Settings.from_json(_json(chosen["settings"]))
-    limit = _break_even(rows, chosen["name"])
-    report: dict[str, Any] = {
-        "format": 1,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": files.command(),
-        "drafter": cfg.drafter,
-        "kind": family.head.kind if family.head else "ngram",
-        "target": asdict(target.identity) if target.identity else {"name": "unknown"},
-        "settings": {
-            **{k: v for k, v in asdict(cfg).items() if k not in ("target", "quiet", "wandb")},
-            "num_prompts": len(tuning.prompts),
-            "target": asdict(cfg.target),
-            "prompts_sha256": files.sha256(Path(cfg.prompts)),
-        },
-        "environment": files.environment(str(target.device)),
-        "notes": family.notes,
+    choice = Choice.of(cfg, family, model, texts)
+    rows = tuning.measure(choice.lanes)
+    plain_rate = 1000 * tuning.rows_together() / model.plain(cfg.batch_size)
+    pace = rows["none"]["tokens_per_second"] / plain_rate
+    table = [choice.row(name, rows[name], cfg.batch_size, pace) for name in choice.lanes]
+    chosen = max((r for r in table if r["proposed"] or r["default"]), key=_pace)
+    speedup = chosen["measured"]["speedup"]
+    best = choice.candidate(choice.lanes[chosen["name"]])
+    report = {
+        **_made_with(tuning),
         "latency": {
             "samples": samples,
             "fit": model.to_json(),
             "plain_ms": {str(b): model.plain(b) for b in tuning.batches},
         },
         "acceptance": family.acceptance(texts),
-        "searched": len(found) + len(confident),
-        "curves": curves(model, found, candidate, tuning.batches),
+        "searched": len(choice.found) + len(choice.priced),
+        "curves": curves(model, choice.found, best, tuning.batches),
         "rows": table,
         "none": {k: rows["none"][k] for k in ("tokens_per_second", "ms_per_token", "target_ms")},
         "pace": pace,
-        "plain_pass_ms": tuning.steadiness,
+        "plain_pass_ms": tuning.scores.steadiness(),
         "chosen": {
             "name": chosen["name"],
-            "settings": best.to_json(),
-            "break_even": limit,
-            "speedup": chosen["measured"]["speedup"],
-            "pays": (chosen["measured"]["speedup"]["mean"] or 0) > 1,
+            "settings": chosen["settings"],
+            "break_even": _break_even(rows, chosen["name"]),
+            "speedup": speedup,
+            "pays": (speedup["mean"] or 0) > 1,
         },
-        "per_shape": per_shape(table, found),
+        "per_shape": per_shape(table, choice.found),
+        **({"grid": judged(table, chosen, tuning)} if cfg.grid else {}),
     }
-    if cfg.grid:
-        report["grid"] = judged(table, chosen, tuning)
-    report = plain(report)
-    report["breakdown"] = {name: rows[name]["ms_per_token"] for name in ("none", chosen["name"])}
-    return report
+    parts = {name: rows[name]["ms_per_token"] for name in ("none", chosen["name"])}
+    return {**plain(report), "breakdown": parts}
 
 
-def _rows(cfg: TuneConfig, tuning: Tuning) -> float:
-    """Rows that run together on average: the last chunk may be smaller, and rows finish at
-    different times.
-    """
-    laps = [lap for laps in tuning.scores.laps["none"].values() for lap in laps]
-    tokens, passes = (
-        sum(lap.tokens - len(lap.prompts) for lap in laps),
-        sum(lap.timing.cycles for lap in laps),
-    )
-    return tokens / passes if passes else float(cfg.batch_size)
+def _made_with(tuning: Tuning) -> dict[str, Any]:
+    """What the report rests on: command, drafter, target, settings, machine."""
+    cfg, target, head = tuning.cfg, tuning.target, tuning.family.head
+    return {
+        "format": 1,
+        **files.origin(str(target.device)),
+        "drafter": cfg.drafter,
+        "kind": head.kind if head else "ngram",
+        "target": asdict(target.identity) if target.identity else {"name": "unknown"},
+        "settings": {
+            **{k: v for k, v in asdict(cfg).items() if k not in ("quiet", "wandb")},
+            "num_prompts": len(tuning.prompts),
+            "prompts_sha256": files.sha256(Path(cfg.prompts)),
+        },
+        "notes": tuning.family.notes,
+    }
 
 
-def _json(value: Any) -> Any:
-    return {k: [list(p) for p in v] if k == "paths" else v for k, v in value.items()}
+def _pace(row: dict[str, Any]) -> float:
+    """Measured tokens per second of a row of the report."""
+    return float(row["measured"]["tokens_per_second"])
 
 
-def _like(settings: Settings, found: Sequence[Candidate]) -> Candidate | None:
-    return next((c for c in found if search.same(c.settings, settings)), None)
-
-
-def _outside(
-    model: CostModel, family: Family, one: Settings, row: dict[str, Any], cfg: TuneConfig
-) -> dict[str, Any]:
-    """A setting outside the search (a tree that was trained in): its measured accepted length,
-    at the model's price.
-    """
-    return model.predict(
-        cfg.batch_size, family.shape(one), one.shape, row["accepted_length"]["mean"] or 1.0
-    )
+def listed(one: Settings) -> dict[str, Any]:
+    """Settings as JSON has them: lists in place of tuples."""
+    return json.loads(json.dumps(one.to_json()))  # type: ignore[no-any-return]
 
 
 def _break_even(rows: dict[str, Any], name: str) -> float:
@@ -333,8 +306,7 @@ def curves(
         for c in found:
             if c.kind == kind:
                 at = getattr(c.shape, key)
-                if at not in best or c.expected["speedup"] > best[at].expected["speedup"]:
-                    best[at] = c
+                best[at] = max(best.get(at, c), c, key=lambda one: one.expected["speedup"])
         told = ("speedup", "accepted_length", "break_even", "tokens_per_second")
         return [{key: at, **{k: c.expected[k] for k in told}} for at, c in sorted(best.items())]
 
@@ -358,13 +330,10 @@ def per_shape(table: Sequence[dict[str, Any]], found: Sequence[Candidate]) -> di
         ]
         guesses = [c for c in found if c.kind == kind]
         if rows:
-            out[kind] = _json(
-                max(rows, key=lambda r: r["measured"]["tokens_per_second"])["settings"]
-            )
+            out[kind] = max(rows, key=_pace)["settings"]
         elif guesses:
-            out[kind] = _json(
-                max(guesses, key=lambda c: c.expected["tokens_per_second"]).settings.to_json()
-            )
+            best = max(guesses, key=lambda c: c.expected["tokens_per_second"])
+            out[kind] = listed(best.settings)
     return out
 
 
@@ -372,7 +341,7 @@ def judged(
     table: Sequence[dict[str, Any]], chosen: dict[str, Any], tuning: Tuning
 ) -> dict[str, Any]:
     """The choice against the best of everything measured, and how good the predictions were."""
-    best = max(table, key=lambda r: r["measured"]["tokens_per_second"])
+    best = max(table, key=_pace)
     ratio = tuning.scores.speedup(chosen["name"], best["name"], tuning.scores.units())
     errors = [abs(r["error"]) for r in table if r["error"] is not None]
     proposed = [abs(r["error"]) for r in table if r["proposed"] and r["error"] is not None]
@@ -414,7 +383,7 @@ def tuned_from(report: dict[str, Any], folder: Path) -> Tuned:
     }
     return Tuned(
         card_sha256(folder),
-        Settings.from_json(_json(chosen["settings"])),
+        Settings.from_json(chosen["settings"]),
         get("chain"),
         get("tree"),
         chosen["break_even"],
@@ -432,21 +401,7 @@ def collect(report: dict[str, Any], path: Path) -> None:
     try:
         known = json.loads(path.read_text()) if path.exists() else {}
         known[name] = {
-            **{
-                k: report[k]
-                for k in (
-                    "kind",
-                    "created",
-                    "command",
-                    "environment",
-                    "chosen",
-                    "searched",
-                    "pace",
-                    "plain_pass_ms",
-                    "breakdown",
-                )
-            },
-            **({"grid": report["grid"]} if "grid" in report else {}),
+            **{key: report[key] for key in COLLECTED if key in report},
             "rows": [
                 {
                     "name": r["name"],

@@ -11,9 +11,10 @@ from) and its time follows from the latency curves: a larger tree is kept only w
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from decode.price import Price
@@ -21,7 +22,7 @@ from heads import shapes
 from heads.shapes import Path
 from heads.tuned import Settings
 from scripts.tuning import replay
-from scripts.tuning.cost import PARTS, CostModel, Shape
+from scripts.tuning.cost import PARTS, CostModel, Shape, length_of_chain
 from scripts.tuning.replay import Kept, Step, Text
 
 PRIOR = 60.0  # recorded positions that the head's own calibration (or independence) is worth
@@ -29,14 +30,18 @@ PRIOR = 60.0  # recorded positions that the head's own calibration (or independe
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setting with what is expected of it. shape: a full draft. steps: replayed cycles per
-    text (for a batch of one).
-    rates: accepted at or beyond each level where nothing can be replayed (sampled drafts)."""
+    """A setting with what is expected of it. shape: a full draft."""
 
     settings: Settings
-    kind: str
-    shape: Shape
     expected: dict[str, Any] = field(hash=False)
+
+    @property
+    def kind(self) -> str:
+        return self.settings.shape
+
+    @property
+    def shape(self) -> Shape:
+        return Shape.of(self.settings)
 
 
 def evaluate(
@@ -106,32 +111,45 @@ def _plain_passes(cycles: Sequence[Sequence[Step]], batch: int) -> Counter[int]:
     return Counter(live for _, live, _ in _passes(single, batch))
 
 
+@dataclass(frozen=True)
+class Pricing:
+    """What settings are priced by, for `batch` rows together."""
+
+    model: CostModel
+    batch: int
+
+    def of(self, settings: Settings, cycles: Sequence[Sequence[Step]]) -> Candidate:
+        """Settings with what is expected of their replayed cycles."""
+        shape = Shape.of(settings)
+        return Candidate(settings, evaluate(self.model, self.batch, shape, settings.shape, cycles))
+
+
 # -- chains, n-grams
 
 
-def chains(model: CostModel, batch: int, texts: Sequence[Text], deepest: int) -> list[Candidate]:
-    """Chains of 1 .. deepest; also n-grams, whose drafts are of any length up to that."""
-    out = []
-    for k in range(1, deepest + 1):
-        kept = replay.chain_of(texts, k)
-        shape = Shape(k, k)
-        cycles = [replay.walk(text, one, k) for text, one in zip(texts, kept, strict=True)]
-        expected = evaluate(model, batch, shape, "chain", cycles)
-        out.append(Candidate(Settings("chain", depth=k), "chain", shape, expected))
-    return out
+def chains(
+    pricing: Pricing,
+    texts: Sequence[Text],
+    deepest: int,
+    kept: Callable[[int], list[dict[int, Kept]]],
+) -> list[Candidate]:
+    """Chains of 1 .. deepest; also n-grams, whose drafts are of any length up to that. kept: per
+    text, what a chain of so many tokens gives."""
+    return [
+        pricing.of(Settings("chain", depth=k), replay.walks(texts, kept(k), k))
+        for k in range(1, deepest + 1)
+    ]
 
 
-def sampled_chains(model: CostModel, batch: int, unconditional: Sequence[float]) -> list[Candidate]:
+def sampled_chains(pricing: Pricing, unconditional: Sequence[float]) -> list[Candidate]:
     """Chains drawn from the drafter's law (T > 0) cannot be replayed: acceptance by position
     comes from real cycles.
     """
-    from scripts.tuning.cost import length_of_chain
-
     out = []
     for k in range(1, len(unconditional) + 1):
-        shape = Shape(k, k)
-        expected = model.predict(batch, shape, "chain", length_of_chain(unconditional, k))
-        out.append(Candidate(Settings("chain", depth=k), "chain", shape, expected))
+        length = length_of_chain(unconditional, k)
+        expected = pricing.model.predict(pricing.batch, Shape(k, k), "chain", length)
+        out.append(Candidate(Settings("chain", depth=k), expected))
     return out
 
 
@@ -171,9 +189,19 @@ def value_of(
     return value
 
 
+def static_tree(value: Callable[[Path], float], nodes: int, depth: int) -> list[Path]:
+    """The best tree of so many nodes and levels, the most valuable nodes first."""
+    return [path for path, _ in shapes.grow(value, nodes, depth)]
+
+
+def static_settings(tree: Sequence[Path]) -> Settings:
+    """What asks for a static tree."""
+    paths = tuple(sorted(tree, key=lambda p: (len(p), p)))
+    return Settings("tree", depth=max(map(len, paths)), nodes=len(paths), paths=paths)
+
+
 def static_trees(
-    model: CostModel,
-    batch: int,
+    pricing: Pricing,
     texts: Sequence[Text],
     calibration: dict[str, Any],
     heads: int,
@@ -183,37 +211,21 @@ def static_trees(
     grown from the other half of the texts, so that a tree is not flattered by the hits it was
     fitted to."""
     found = replay.paths(texts)
-    halves = [list(range(i, len(texts), 2)) for i in (0, 1)] if len(texts) > 1 else [[0]]
-    out = []
+    halves = [slice(0, None, 2), slice(1, None, 2)] if len(texts) > 1 else [slice(None)]
+    values = [value_of(found[rest], calibration, heads) for rest in reversed(halves)]
+    own, out = value_of(found, calibration, heads), []
     for depth in range(1, heads + 1):
-        whole = [p for p, _ in shapes.grow(value_of(found, calibration, heads), most, depth)]
-        folds = []
-        for half in halves:
-            rest = [found[i] for i in range(len(texts)) if i not in half] or found
-            folds.append(
-                [p for p, _ in shapes.grow(value_of(rest, calibration, heads), most, depth)]
-            )
+        whole = static_tree(own, most, depth)
+        folds = [static_tree(value, most, depth) for value in values]
         for nodes in range(1, len(whole) + 1):
-            tree = whole[:nodes]
-            levels = max(map(len, tree))
-            if levels < depth:
+            settings = static_settings(whole[:nodes])
+            if settings.depth != depth:
                 continue  # stands among those of a smaller depth limit
             cycles = []
             for half, fold in zip(halves, folds, strict=True):
-                kept = replay.static_of([found[i] for i in half], fold[:nodes])
-                cycles += [
-                    replay.walk(texts[i], one, levels) for i, one in zip(half, kept, strict=True)
-                ]
-            shape = Shape(levels, nodes)
-            settings = Settings(
-                "tree",
-                depth=levels,
-                nodes=nodes,
-                paths=tuple(sorted(tree, key=lambda p: (len(p), p))),
-            )
-            out.append(
-                Candidate(settings, "tree", shape, evaluate(model, batch, shape, "tree", cycles))
-            )
+                kept = replay.static_of(found[half], fold[:nodes])
+                cycles += replay.walks(texts[half], kept, depth)
+            out.append(pricing.of(settings, cycles))
     return out
 
 
@@ -221,8 +233,7 @@ def static_trees(
 
 
 def dynamic_trees(
-    model: CostModel,
-    batch: int,
+    pricing: Pricing,
     texts: Sequence[Text],
     depths: Sequence[int],
     nodes: Sequence[int],
@@ -235,19 +246,9 @@ def dynamic_trees(
             for n in nodes:
                 if n < depth or n > width + max(depth - 1, 0) * width * width:
                     continue
-                kept: list[dict[int, Kept]] = beams.of(depth, n, width)
-                cycles = [
-                    replay.walk(text, one, depth) for text, one in zip(texts, kept, strict=True)
-                ]
-                shape = Shape(depth, n, width)
-                out.append(
-                    Candidate(
-                        Settings("tree", depth=depth, nodes=n, width=width),
-                        "tree",
-                        shape,
-                        evaluate(model, batch, shape, "tree", cycles),
-                    )
-                )
+                kept, _ = beams.of(depth, n, width)
+                settings = Settings("tree", depth=depth, nodes=n, width=width)
+                out.append(pricing.of(settings, replay.walks(texts, kept, depth)))
     return out
 
 
@@ -258,27 +259,16 @@ MOST_PRICED = 32  # nodes of a tree with a price, which hardly ever come togethe
 
 
 def priced_trees(
-    model: CostModel,
-    batch: int,
-    texts: Sequence[Text],
-    depth: int,
-    nodes: int,
-    widths: Sequence[int],
+    pricing: Pricing, texts: Sequence[Text], depth: int, nodes: int, widths: Sequence[int]
 ) -> list[Candidate]:
     """Trees that the drafter's own confidence grows, for every price and beam width."""
-    confident, out = replay.Confident(texts), []
+    beams, out = replay.Beams(texts), []
     for width in widths:
         most = min(nodes, width + (depth - 1) * width**2)
-        for node in NODE_PRICES:
-            for level in LEVEL_PRICES:
-                price = Price(node, level)
-                kept, levels = confident.of(depth, most, width, price)
-                found = zip(texts, kept, levels, strict=True)
-                cycles = [replay.walk(text, one, depth, grown) for text, one, grown in found]
-                shape = Shape(depth, most, width)
-                settings = Settings("tree", depth=depth, nodes=most, width=width, price=price)
-                expected = evaluate(model, batch, shape, "tree", cycles)
-                out.append(Candidate(settings, "tree", shape, expected))
+        for price in itertools.starmap(Price, itertools.product(NODE_PRICES, LEVEL_PRICES)):
+            kept, levels = beams.of(depth, most, width, price)
+            settings = Settings("tree", depth=depth, nodes=most, width=width, price=price)
+            out.append(pricing.of(settings, replay.walks(texts, kept, depth, levels)))
     return out
 
 
@@ -310,14 +300,8 @@ def best_prices(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _differs(a: Candidate, b: Candidate) -> bool:
-    if a.kind != b.kind:
-        return True
-    pairs = (
-        (a.shape.nodes, b.shape.nodes),
-        (a.shape.depth, b.shape.depth),
-        (a.shape.width, b.shape.width),
-    )
-    return any(max(x, y) >= 1.25 * min(x, y) for x, y in pairs)
+    pairs = zip(astuple(a.shape), astuple(b.shape), strict=True)
+    return a.kind != b.kind or any(max(x, y) >= 1.25 * min(x, y) for x, y in pairs)
 
 
 def grid(candidates: Sequence[Candidate], per_kind: int) -> list[Candidate]:
@@ -328,17 +312,8 @@ def grid(candidates: Sequence[Candidate], per_kind: int) -> list[Candidate]:
         every = [
             c
             for c in candidates
-            if c.kind == kind and (kind == "chain" or _power_of_two(c.shape.nodes))
+            if c.kind == kind and (kind == "chain" or c.shape.nodes.bit_count() == 1)
         ]
         step = max(len(every) / per_kind, 1.0)
         out += [every[int(i * step)] for i in range(min(per_kind, len(every)))]
     return out
-
-
-def _power_of_two(n: int) -> bool:
-    return n & (n - 1) == 0
-
-
-def same(a: Settings, b: Settings) -> bool:
-    """Whether two settings draft the same."""
-    return a.to_json() == b.to_json()

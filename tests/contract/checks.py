@@ -23,6 +23,7 @@ from heads.losses import LossWeights
 from heads.names import Draft
 from heads.warm import Start
 from tests.contract.cases import Case, alone, drafted, features, fresh, moved, observe, rng
+from tests.helpers.decoding import texts
 from tests.helpers.training import random_batch, tiny_target
 
 SHAPES = ("chain", "tree")
@@ -184,7 +185,7 @@ def decoding_is_lossless(case: Case) -> None:
     gets the same tokens alone and beside others."""
     target, head = moved(case, "float64")
     asked = [Request([5, 6, 7, 8 + i][: 2 + i], 14, id=i) for i in range(3)]
-    plain = generate(target, NoDraft(), asked, Sampling(), eos_ids=()).generations
+    plain = texts(target, NoDraft(), asked, eos_ids=())
     for shape in SHAPES:
         for sampling in (Sampling(), WARM):
             runs = [
@@ -198,10 +199,10 @@ def decoding_is_lossless(case: Case) -> None:
                 )
                 for size in (1, 3)
             ]
-            texts = [[g.token_ids for g in run.generations] for run in runs]
-            assert texts[0] == texts[1] and all(len(text) == 14 for text in texts[0])
+            one, three = ([g.token_ids for g in run.generations] for run in runs)
+            assert one == three and all(len(text) == 14 for text in one)
             if sampling.greedy:
-                assert texts[0] == [g.token_ids for g in plain], shape
+                assert one == plain, shape
             assert sum(c.proposed for g in runs[0].generations for c in g.cycles) > 0
 
 
@@ -229,17 +230,10 @@ def a_price_only_leaves_out(case: Case) -> None:
     )
     assert whole.score is not None and whole.width == 6 and paths(whole) >= paths(some)
     asked = [Request([5, 6, 7, 8 + i][: 2 + i], 10, id=i) for i in range(3)]
-    texts = [
-        [
-            g.token_ids
-            for g in generate(target, drafter, asked, Sampling(), batch_size=size).generations
-        ]
-        for drafter, size in (
-            (NoDraft(), 1),
-            *((head.drafter(target, Draft(shape="tree", price=Price(0.02))), n) for n in (1, 3)),
-        )
-    ]
-    assert texts[0] == texts[1] == texts[2]
+    plain = texts(target, NoDraft(), asked, batch_size=1)
+    for size in (1, 3):
+        drafter = head.drafter(target, Draft(shape="tree", price=Price(0.02)))
+        assert texts(target, drafter, asked, batch_size=size) == plain
 
 
 def uncut(head: Head) -> Head:
@@ -284,14 +278,8 @@ def joins_an_ngram(case: Case) -> None:
         assert tree.drafters is not None and bool((tree.drafters[0] >> 1).any()), sampling
         assert tree.sampled is None or not bool(tree.sampled[0, size:].any())
     asked = [Request([5, 6, 7, 5, 6, 7, 8 + i][: 7 - i], 8, id=i) for i in range(2)]
-    texts = [
-        [
-            g.token_ids
-            for g in generate(target, drafter, asked, Sampling(), batch_size=2).generations
-        ]
-        for drafter in (NoDraft(), union)
-    ]
-    assert texts[0] == texts[1]
+    plain, got = (texts(target, drafter, asked, batch_size=2) for drafter in (NoDraft(), union))
+    assert got == plain
 
 
 def a_saved_head_drafts_the_same(case: Case, folder: Path) -> None:

@@ -18,23 +18,20 @@ class ToySaved(ParallelHead.Saved):
     config: ToyConfig
 
 
-class Toy(ParallelHead):
-    kind, Config, Saved = "toy", ToyConfig, ToySaved
+class ToyDrafter(AtOnce):
+    def logits(self, depth):
+        return self.feats @ self.proj[:depth].transpose(1, 2)
 
-    def __init__(self, cfg, *sizes):
-        super().__init__(cfg, *sizes)
-        self.turn = torch.nn.Parameter(torch.eye(self.width).repeat(cfg.heads, 1, 1))
+
+class Toy(ParallelHead):
+    kind, Config, Saved, Drafts = "toy", ToyConfig, ToySaved, ToyDrafter
+
+    def make(self, device):
+        turn = torch.eye(self.width, device=device).repeat(self.cfg.heads, 1, 1)
+        self.turn = torch.nn.Parameter(turn)
 
     def projection(self, target):
         return self.proj @ self.turn
 
     def states(self, batch, target, feats, reads):
         return feats[reads]
-
-    def drafter(self, target, draft=None):
-        return ToyDrafter(self, target, self.form(target, draft))
-
-
-class ToyDrafter(AtOnce):
-    def logits(self, depth):
-        return self.feats @ self.proj[:depth].transpose(1, 2)

@@ -21,7 +21,8 @@ from transformers import (
 )
 
 from conf.errors import UserError
-from decode.rng import ACCEPT, DRAFT, RESIDUAL, Rng, inverse_cdf
+from decode.inverse_cdf import inverse_cdf
+from decode.rng import ACCEPT, DRAFT, RESIDUAL, Rng
 from decode.sampling import Law, Sampling
 from decode.tree import DraftTree
 from scripts.proofs.enumerator import naive_law

@@ -358,7 +358,7 @@ def test_the_table_tells_who_proposed_what_was_accepted(runs: tuple[Path, Target
     assert not skipped and lanes[1].label == "medusa@tree+ngram@tree"
     prompts = [Prompt("1", "chat", ["abcabcabcabc"]), Prompt("2", "chat", ["aaaaaaaaaaa"])]
     settings = Settings(Sampling(), 24, 1, 0, "traversal")
-    measured = run_contest(target, target.tokenizer, prompts, lanes, settings, True)
+    measured = run_contest(target, prompts, lanes, settings, True)
     row = Scores(measured, lanes).row(lanes[1])
     cycles = Scores(measured, lanes).clean(spec, ["1", "2"])
     accepted = sum(c.accepted for part in cycles for c in part)

@@ -14,8 +14,9 @@ from conf.errors import UserError
 from decode import waits
 from decode.drafters import DraftModel, NoDraft
 from decode.engine import Request, generate
-from decode.grow import Form
-from decode.rng import Rng, inverse_cdf
+from decode.grow import Form, siblings
+from decode.inverse_cdf import inverse_cdf
+from decode.rng import Rng
 from decode.sampling import Law, Sampling
 from decode.tree import DraftTree, Proposal, TreeShape
 from decode.verify import RULES, rejection, traversal, verify_chain
@@ -315,3 +316,43 @@ def test_logits_that_no_path_reaches_may_be_anything(
     verdict = traversal(tree, found, Rng(0, torch.tensor([0]), torch.tensor([0])))
     found.check()
     assert verdict.length.tolist() == [0] and verdict.bonus.tolist() != [1]
+
+
+@pytest.mark.parametrize("free", [True, False], ids=["host", "accelerator"])
+def test_logits_where_a_budget_ends_may_be_anything(
+    free: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row's draft is cut above a slot that has a child in the shape, and the path ends before:
+    the cut slot's law is not looked at."""
+    monkeypatch.setattr(waits, "free", lambda tensor: free)
+    tokens = torch.tensor([[1, 2], [1, 2]])
+    law = torch.full((2, 2, 4), 0.25, dtype=torch.float64)
+    row, drawn = torch.tensor([[0, 1], [0, 1]]), torch.ones(2, 2, dtype=torch.bool)
+    tree = DraftTree.chain(tokens, torch.tensor([2, 1]), drawn, Proposal(law, row))
+    logits = torch.zeros(2, 3, 4)
+    logits[:, 0, 1] = -20.0
+    logits[1, 1] = torch.nan
+    found = Law(Sampling(1.0), logits, tree)
+    rows = torch.arange(2)
+    verdict = traversal(tree, found, Rng(0, rows, torch.zeros_like(rows)))
+    found.check()
+    assert verdict.length.tolist() == [0, 0] and 1 not in verdict.bonus.tolist()
+
+
+@pytest.mark.parametrize("free", [True, False], ids=["host", "accelerator"])
+@pytest.mark.parametrize("settings", [{}, {"top_k": 4}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
+def test_a_tree_drawn_from_nan_is_refused_under_every_setting(
+    free: bool, settings: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A truncated law of NaN holds it at a few tokens alone: what is drawn beside them has no mass,
+    and once passed for a stand-in."""
+    monkeypatch.setattr(waits, "free", lambda tensor: free)
+    logits = -torch.arange(600.0).repeat(2, 1, 1)
+    logits[1, 0, 3] = torch.nan
+    law = Sampling(1.0, **settings).draft_law(logits[:, 0])[:, None]  # type: ignore[arg-type]
+    rng = Rng(0, torch.arange(2), torch.zeros(2, dtype=torch.int64))
+    _, place, fresh = siblings(law, logits, [[0, 1]], rng)
+    proposal = Proposal(law, torch.zeros(2, 2, dtype=torch.int64))
+    tree = DraftTree.static(TreeShape.of([(0,), (1,)]), place, None, fresh, proposal)
+    with pytest.raises(UserError, match="row 1, node 0: the law .* NaN or infinity"):
+        tree.validate(600)

@@ -45,9 +45,8 @@ def check_worlds(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     for number in range(count):
-        check(
-            Extreme.random(generator, temperature, stored, laws), f"world {number} of seed {seed}"
-        )
+        world = Extreme.random(generator, temperature, stored, laws)
+        check(world, f"world {number} of seed {seed}")
 
 
 @pytest.mark.parametrize("stored, laws", DTYPES, ids=NAMES)
@@ -111,9 +110,7 @@ def test_a_draft_law_whose_remainder_is_denormal(rest: float, known: int) -> Non
 
 @pytest.mark.parametrize("rule", RULES)
 def test_tree_of_one_hot_laws_has_stand_ins(rule: str) -> None:
-    """A one-hot draft law: the second sibling is a deterministic candidate, whatever its law
-    row says.
-    """
+    """A one-hot law: the second sibling is deterministic, whatever its law row says."""
     shape = TreeShape.of([(0,), (1,), (0, 0), (0, 1)])
     target = (-torch.arange(3.0).repeat(64, 1) * torch.arange(64)[:, None] / 8).double()
     draft = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64).repeat(32, 1)

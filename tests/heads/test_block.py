@@ -4,6 +4,7 @@ the same."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -12,18 +13,21 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from conf.errors import UserError
 from conf.schema import compose
 from decode.drafters import NoDraft
 from decode.engine import Request, generate
+from decode.models.tiny import byte_tokenizer
 from decode.price import Price
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.tree import DraftTree, TreeShape
-from heads import HEADS
+from heads import HEADS, vocab
 from heads.batch import Batch
 from heads.block.anchors import Anchors, draw
 from heads.block.confidence import temperatures
@@ -31,9 +35,10 @@ from heads.block.config import BlockConfig
 from heads.block.drafter import BlockDrafter
 from heads.block.head import DFlashHead
 from heads.block.loss import SMOOTH, Slots, Weights
-from heads.losses import LossWeights, Taught, row_loss
+from heads.losses import LossWeights, Taught, chunked_loss
 from heads.names import Draft
 from scripts.proofs.engine_law import engine_law, toy_model
+from tests.helpers.decoding import texts
 from tests.helpers.training import overrides, tiny_target
 from train.block import BlockRun
 
@@ -156,7 +161,7 @@ def loss_is_its_definition(target, kind: str) -> None:
     head, batch = made(target, kind, decay=3.0), packed()
     net, cfg = head.net, head.cfg
     net.confidence, cfg.confidence = None, 0.0
-    anchors = draw(batch, 0, cfg.slots, head.drawn)
+    anchors = draw(batch, 0, cfg.slots, (head.seed, head.step))
     feats = target.features(batch.ids, batch.mask, head.taps, position=batch.position)
     fall = [math.exp(-k / 3.0) for k in range(cfg.slots)]
     total, count = 0.0, 0
@@ -547,7 +552,7 @@ def test_loss_and_gradient_with_weights_by_the_block() -> None:
             )
             one = torch.ones(1, dtype=torch.float64)
             pair = (given[2], given[3])
-            total, found = row_loss(given[0][None], given[1], taught, terms, one, low_rank=pair)
+            total, found = chunked_loss(given[0][None], given[1], taught, terms, one, low_rank=pair)
             got = torch.autograd.grad(total, given)
             z = given[0] @ given[1].T + given[2] @ given[3].T
             q, inside = z.softmax(-1), place >= 0
@@ -710,6 +715,31 @@ def test_what_does_not_fit_the_target_is_named(target, keys, said: str) -> None:
         made(target, "dflash", **keys)
 
 
+def test_a_special_token_without_a_role_may_be_the_mask(
+    target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SmolLM2 names its reserved tokens nowhere but among the added ones."""
+    core = json.loads(byte_tokenizer(300).backend_tokenizer.to_str())
+    about = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    for token, special in ((65, True), (66, False)):
+        content = next(word for word, at in core["model"]["vocab"].items() if at == token)
+        core["added_tokens"].append({"id": token, "content": content, "special": special, **about})
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(core)),
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+    )
+    assert 65 not in tokenizer.all_special_ids
+    monkeypatch.setattr(target, "tokenizer", tokenizer)
+    vocab.check_reserved(65, target, None, "head.mask_token")
+    counts = torch.zeros(target.vocab_size, dtype=torch.int64)
+    vocab.check_reserved(65, target, counts, "head.mask_token")
+    counts[65] = 1
+    for token, known in ((65, counts), (66, None), (tokenizer.eos_token_id, None)):
+        with pytest.raises(UserError, match=f"head.mask_token: the tokenizer uses {token}"):
+            vocab.check_reserved(token, target, known, "head.mask_token")
+
+
 def test_more_slots_than_a_bidirectional_head_was_trained_with(target) -> None:
     with pytest.raises(
         UserError, match=r"decode settings: 4 levels, .* guesses 3, whose rows see each other"
@@ -729,10 +759,9 @@ def test_usual_taps_lie_below_the_last_layer(layers: int, taps: tuple[int, ...])
 def test_greedy_tokens_are_the_targets(target, kind: str, shape: str) -> None:
     head = made(target, kind)
     asked = [Request([5, 6, 7, 8 + i], 12, id=i) for i in range(2)]
-    plain = generate(target, NoDraft(), asked, Sampling(), eos_ids=()).generations
     drafter = head.drafter(target, Draft(shape=shape))
-    got = generate(target, drafter, asked, Sampling(), batch_size=2, eos_ids=()).generations
-    assert [g.token_ids for g in got] == [g.token_ids for g in plain]
+    got = texts(target, drafter, asked, batch_size=2, eos_ids=())
+    assert got == texts(target, NoDraft(), asked, eos_ids=())
 
 
 def test_two_ranks_make_the_same_step_as_one(target) -> None:

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from decode.drafters import NoDraft
-from decode.engine import Request, generate
-from decode.sampling import Sampling
+from decode.engine import Request
 from decode.target import Target
 from heads import HEADS, load_head, save_head
 from heads.block.config import BlockConfig
@@ -20,6 +19,7 @@ from heads.names import Draft
 from heads.parallel.hydra_heads import HydraHeadsConfig
 from heads.parallel.medusa import MedusaConfig, TuneConfig
 from tests.helpers.archs import CHAIN, TREE, VOCAB, build
+from tests.helpers.decoding import texts
 from tests.helpers.training import random_batch
 
 CASES = {
@@ -62,15 +62,8 @@ def test_trains_saves_loads_and_decodes_losslessly(arch: str, name: str, tmp_pat
     fresh = Target(build(arch))
     loaded = load_head(tmp_path / "head", fresh)
     requests = [Request([5, 6, 7, 8 + i][: 2 + i], 8, id=i) for i in range(3)]
-    want = generate(fresh, NoDraft(), requests, Sampling(), eos_ids=()).generations
+    want = texts(fresh, NoDraft(), requests, eos_ids=())
     for shape in ("chain", "tree") if arch in TREE else ("chain",):
         for size in (1, 3):
-            got = generate(
-                fresh,
-                loaded.drafter(fresh, Draft(shape=shape)),
-                requests,
-                Sampling(),
-                batch_size=size,
-                eos_ids=(),
-            )
-            assert [g.token_ids for g in got.generations] == [g.token_ids for g in want]
+            drafter = loaded.drafter(fresh, Draft(shape=shape))
+            assert texts(fresh, drafter, requests, batch_size=size, eos_ids=()) == want

@@ -24,6 +24,7 @@ from heads.names import Draft
 from heads.parallel.medusa import MedusaConfig, MedusaHead, TuneConfig
 from heads.parallel.medusa2 import Medusa2Head
 from heads.warm import Start
+from tests.helpers.decoding import texts
 from tests.helpers.training import chats, overrides, random_batch, tiny_target
 from train.loop import fit
 from train.medusa import MedusaRun
@@ -156,19 +157,12 @@ def test_loading_tunes_the_target_and_names_it(tmp_path: Path) -> None:
     cards = [read_card(tmp_path / name)["head"] for name in ("copy", "two")]
     assert cards[0]["adapter_sha256"] == cards[1]["adapter_sha256"]
     requests = [Request([5, 6, 7 + i], 12, id=i) for i in range(3)]
-    want = generate(again, NoDraft(), requests, Sampling()).generations
-    plain = generate(tiny_target(), NoDraft(), requests, Sampling()).generations
-    assert [g.token_ids for g in plain] != [g.token_ids for g in want]
+    want = texts(again, NoDraft(), requests)
+    assert texts(tiny_target(), NoDraft(), requests) != want
     for shape in ("chain", "tree"):
         for size in (1, 3):
-            got = generate(
-                again,
-                resolve_drafter(f"{tmp_path / 'two'}@{shape}", again),
-                requests,
-                Sampling(),
-                batch_size=size,
-            ).generations
-            assert [g.token_ids for g in got] == [g.token_ids for g in want]
+            drafter = resolve_drafter(f"{tmp_path / 'two'}@{shape}", again)
+            assert texts(again, drafter, requests, batch_size=size) == want
 
 
 def test_heads_of_the_original_do_not_fit_the_tuned_target(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from heads.small_lm.config import LoraKeys, SmallLMConfig
 from heads.small_lm.cut import chosen_layers, cut
 from heads.small_lm.head import SmallLM
 from tests.helpers.archs import build
+from tests.helpers.decoding import texts
 from tests.helpers.training import chats, overrides, random_batch, sigterm_at_update, tiny_target
 from train import state as disk
 from train.config import DraftRun
@@ -204,10 +205,7 @@ def test_a_relative_starts_it_and_a_stranger_is_refused(
     drafter = resolve_drafter(
         f"{tmp_path}/small@tree", target
     )  # an ordinary folder is a drafter, too
-    want = generate(target, NoDraft(), asked(), Sampling()).generations
-    assert [g.token_ids for g in generate(target, drafter, asked(), Sampling()).generations] == [
-        g.token_ids for g in want
-    ]
+    assert texts(target, drafter, asked()) == texts(target, NoDraft(), asked())
     odd = tiny_target(layers=1, vocab=261)
     odd.tokenizer.add_tokens(["<real>"])
     odd.model.save_pretrained(tmp_path / "odd")
@@ -247,11 +245,9 @@ def test_batches_write_the_same_and_a_perfect_draft_is_accepted(
     target, other = pair
     for name, drafter in drafters(other).items():
         one, three = (
-            generate(target, drafter, asked(), sampling, batch_size=b, eos_ids=()) for b in (1, 3)
+            texts(target, drafter, asked(), sampling, batch_size=b, eos_ids=()) for b in (1, 3)
         )
-        assert [g.token_ids for g in one.generations] == [g.token_ids for g in three.generations], (
-            name
-        )
+        assert one == three, name
     for name, drafter in drafters(target).items():
         made = generate(
             target, drafter, asked(tokens=14), sampling, batch_size=2, eos_ids=()
@@ -310,8 +306,8 @@ def test_a_short_context_ends_drafting_not_decoding(pair: Any) -> None:
         got = generate(
             target, drafter, asked(tokens=24), Sampling(), batch_size=2, eos_ids=()
         ).generations
-        want = generate(target, NoDraft(), asked(tokens=24), Sampling(), eos_ids=()).generations
-        assert [g.token_ids for g in got] == [g.token_ids for g in want], name
+        want = texts(target, NoDraft(), asked(tokens=24), eos_ids=())
+        assert [g.token_ids for g in got] == want, name
         assert all(g.cycles[-1].proposed == 0 for g in got)
         for request, g in zip(asked(tokens=24), got, strict=True):
             for cycle in g.cycles:  # as deep as the draft can read, and not one token less
@@ -320,14 +316,7 @@ def test_a_short_context_ends_drafting_not_decoding(pair: Any) -> None:
                 most = min(drafter.max_depth, room, left)
                 assert cycle.proposed == most or name == "dynamic" and cycle.proposed <= most
     long = [Request(list(range(40, 70)), 6)]
-    assert (
-        len(
-            generate(target, drafters(short)["chain"], long, Sampling(), eos_ids=())
-            .generations[0]
-            .token_ids
-        )
-        == 6
-    )
+    assert len(texts(target, drafters(short)["chain"], long, eos_ids=())[0]) == 6
 
 
 @pytest.mark.parametrize("rows", [256, 300])
@@ -339,11 +328,10 @@ def test_vocabularies_of_other_sizes(pair: Any, rows: int) -> None:
     draft = Target(build("llama", torch.float64, vocab_size=rows))
     for sampling in (Sampling(), Sampling(1.0)):
         drafter = DraftModel(draft, 3, vocab_size=target.vocab_size)
-        made = generate(target, drafter, asked(), sampling, eos_ids=()).generations
-        assert all(len(g.token_ids) == 12 for g in made)
+        made = texts(target, drafter, asked(), sampling, eos_ids=())
+        assert all(len(text) == 12 for text in made)
         if sampling.greedy:
-            plain = generate(target, NoDraft(), asked(), sampling, eos_ids=()).generations
-            assert [g.token_ids for g in made] == [g.token_ids for g in plain]
+            assert made == texts(target, NoDraft(), asked(), eos_ids=())
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "gemma2", "bloom"])

@@ -286,7 +286,7 @@ def held_by_8b(batch: Batch, **keys: Any) -> Held:
     cfg = EagleConfig(draft_vocab=32000, steps=7, **keys)
     batch = dataclasses.replace(batch, plan=Places.of(batch, cfg.steps))
     with torch.device("meta"), Held() as held:
-        target, head = FakeTarget(), Eagle3Head.build(cfg, LLAMA_8B, (2, 16, 29), 128256, 32)
+        target, head = FakeTarget(), Eagle3Head(cfg, LLAMA_8B, (2, 16, 29), 128256, 32)
         head.d2t = torch.zeros(32000, dtype=torch.int64)
         head.target_rows(target)
         held.peak = before = held.now

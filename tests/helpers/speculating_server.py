@@ -23,7 +23,8 @@ import torch
 
 from decode.drafters import DraftModel
 from decode.engine import Request, generate
-from decode.rng import ACCEPT, inverse_cdf
+from decode.inverse_cdf import inverse_cdf
+from decode.rng import ACCEPT
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.verify import verify

@@ -24,22 +24,8 @@ from train.config import MedusaRun
 from train.loop import fit
 
 TINY = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "vocab": 260}
-WORDS = [
-    "the",
-    "rider",
-    "goes",
-    "ahead",
-    "of",
-    "a",
-    "slow",
-    "horse",
-    "and",
-    "looks",
-    "back",
-    "along",
-    "the",
-    "road",
-]
+SENTENCE = "the rider goes ahead of a slow horse and looks back along the road"
+WORDS = SENTENCE.split()
 
 
 def tiny_target(dtype: str = "float32", **shape: Any):

@@ -44,21 +44,8 @@ FAULTS = (
     "no-http",
     "not-utf8",
 )
-WORDS = [
-    "the",
-    "rider",
-    "goes",
-    "ahead",
-    "of",
-    "a",
-    "slow",
-    "horse",
-    "and",
-    "looks",
-    "back",
-    "along",
-    "road",
-]
+SENTENCE = "the rider goes ahead of a slow horse and looks back along road"
+WORDS = SENTENCE.split()
 
 
 def answer_to(body: dict[str, Any]) -> tuple[str, str, int]:

@@ -15,6 +15,7 @@ from decode.target import Target
 from heads import HEADS, save_head
 from scripts import evaluate
 from scripts.reports import table
+from tests.helpers.commands import code_of
 
 SHAPE = {"layers": 2, "context": 256}
 
@@ -39,20 +40,9 @@ def head_without_weights(place: Path, target: Target) -> Path:
 
 
 def evaluated(*overrides: str) -> int:
-    with pytest.raises(SystemExit) as stop:
-        evaluate.main(
-            [
-                "target=tiny",
-                *(f"target.{k}={v}" for k, v in SHAPE.items()),
-                "dtype=float32",
-                "device=cpu",
-                "max_new_tokens=6",
-                "quiet=true",
-                "parity=0",
-                *overrides,
-            ]
-        )
-    return int(stop.value.code or 0)
+    shape = (f"target.{k}={v}" for k, v in SHAPE.items())
+    small = ("dtype=float32", "device=cpu", "max_new_tokens=6", "quiet=true", "parity=0")
+    return code_of(evaluate.main, "target=tiny", *shape, *small, *overrides)
 
 
 def test_everything_else_is_scored(
@@ -80,15 +70,8 @@ def test_everything_else_is_scored(
     bare = folder(tmp_path / "bare", weights=False, layers=1)
     empty = head_without_weights(tmp_path / "empty", target)
     (tmp_path / "cut").mkdir()
-    asked = [
-        "ngram",
-        f"{big}@chain",
-        odd,
-        bare,
-        f"{empty}@tree",
-        tmp_path / "cut",
-        tmp_path / "absent",
-    ]
+    asked = ["ngram", f"{big}@chain", odd, bare, f"{empty}@tree"]
+    asked += [tmp_path / "cut", tmp_path / "absent"]
     code = evaluated(
         f"prompts={prompts}", f"out={tmp_path}/out", f"drafters=[{','.join(map(str, asked))}]"
     )
@@ -108,10 +91,9 @@ def test_everything_else_is_scored(
     }
     assert reasons.keys() == told.keys(), reasons
     for name, word in told.items():
-        assert (
-            word in reasons[name] and "\n" not in reasons[name] and "Traceback" not in reasons[name]
-        ), reasons[name]
-        assert ";" in reasons[name], f"{reasons[name]}: says no way out"
+        reason = reasons[name]
+        assert word in reason and "\n" not in reason and "Traceback" not in reason, reason
+        assert ";" in reason, f"{reason}: says no way out"
         assert name in shown.out
     notes = table.notes(report)
     limit = next(r["break_even"] for r in report["drafters"] if r["label"] == "big@chain")
@@ -124,27 +106,13 @@ def test_everything_else_is_scored(
         for cell in (once["accepted_length"], once["speedup"]):
             assert cell["low"] is None and cell["high"] is None and "[" not in table.interval(cell)
         assert often["speedup"]["low"] is not None
-    assert (
-        report["settings"]["num_prompts"] == 3
-        and "warning: " in shown.err
-        and "break-even" in shown.err
-    )
+    assert report["settings"]["num_prompts"] == 3
+    assert "warning: " in shown.err and "break-even" in shown.err
 
 
-@pytest.mark.parametrize(
-    "text, words",
-    [
-        ("", "the file holds no prompt"),
-        ("\n \n", "the file holds no prompt"),
-        ('{"messages": [{"role": "assistant", "content": "a"}]}\n', "no user turn"),
-        ('{"turns": []}\n', "no user turn"),
-        ("{broken\n", "p.jsonl:1: is not JSON"),
-    ],
-)
-def test_a_file_without_a_prompt_ends_it_in_one_line(
-    tmp_path: Path, capsys: Any, text: str, words: str
-) -> None:
-    (tmp_path / "p.jsonl").write_text(text)
-    assert evaluated(f"prompts={tmp_path}/p.jsonl", f"out={tmp_path}/out") == 2
-    shown = capsys.readouterr().err
-    assert words in shown and shown.count("\n") == 1 and not (tmp_path / "out").exists()
+def test_a_file_without_a_prompt_ends_it_in_one_line(tmp_path: Path, capsys: Any) -> None:
+    for text, words in (("\n \n", "the file holds no prompt"), ("{broken\n", "p.jsonl:1: is not")):
+        (tmp_path / "p.jsonl").write_text(text)
+        assert evaluated(f"prompts={tmp_path}/p.jsonl", f"out={tmp_path}/out") == 2
+        shown = capsys.readouterr().err
+        assert words in shown and shown.count("\n") == 1 and not (tmp_path / "out").exists()

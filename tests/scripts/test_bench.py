@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 
 from scripts import bench
+from tests.helpers.commands import code_of
 
 
 def run(out: Path, *overrides: str) -> int:
     small = ["rounds=3", "context=8", "device=cpu"]
-    with pytest.raises(SystemExit) as stop:
-        bench.main(["target=tiny", f"out={out}", *small, *overrides])
-    return int(stop.value.code or 0)
+    return code_of(bench.main, "target=tiny", f"out={out}", *small, *overrides)
 
 
 def test_every_bench_runs_and_entries_merge(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from decode.stats import accepted_length, split
 from heads.names import Draft
 from scripts import chat
 from scripts.common.talk import Stream, Tally
+from tests.helpers.commands import code_of
 
 
 @pytest.mark.parametrize(
@@ -50,10 +51,8 @@ def test_tally_of_a_stopped_answer_agrees_with_the_engine() -> None:
             on_tokens=lambda _, t, d, tally=tally: tally.add(t, d),
         )
         (done,) = run.generations
-        assert (
-            tally.generation.token_ids == done.token_ids
-            and tally.generation.from_draft == done.from_draft
-        )
+        assert tally.generation.token_ids == done.token_ids
+        assert tally.generation.from_draft == done.from_draft
         assert [c.accepted for c in tally.generation.cycles] == [c.accepted for c in done.cycles]
         assert [c.start for c in tally.generation.cycles] == [c.start for c in done.cycles]
         cycles = split(done)
@@ -102,10 +101,8 @@ def test_footer_of_an_answer_without_cycles() -> None:
 
 def talk(monkeypatch, capsys, lines: str, *keys: str) -> tuple[int, str, str]:
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-    with pytest.raises(SystemExit) as leave:
-        chat.main(["target=tiny", "dtype=float32", "max_new_tokens=20", *keys])
-    out = capsys.readouterr()
-    return leave.value.code, out.out, out.err
+    code = code_of(chat.main, "target=tiny", "dtype=float32", "max_new_tokens=20", *keys)
+    return code, *capsys.readouterr()
 
 
 def test_piped_turns_are_answered_in_order_with_history(monkeypatch, capsys) -> None:
@@ -142,9 +139,8 @@ def test_drafter_does_not_change_greedy_answers(monkeypatch, capsys) -> None:
 )
 def test_mistakes_are_one_line(monkeypatch, capsys, keys: list[str], word: str) -> None:
     code, _, err = talk(monkeypatch, capsys, "hi\n", *keys)
-    assert (
-        code == 2 and word in err and "Traceback" not in err and len(err.strip().splitlines()) == 1
-    )
+    assert code == 2 and word in err and "Traceback" not in err
+    assert len(err.strip().splitlines()) == 1
 
 
 def test_message_longer_than_the_context(monkeypatch, capsys) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from decode import stats
 from scripts import compare
 from scripts.scoring import candidates, consistency
+from tests.helpers.commands import code_of
 
 PROMPTS = 24
 
@@ -80,9 +80,7 @@ def written(report: dict[str, Any], folder: Path) -> Path:
 
 
 def run(*args: str) -> int:
-    with pytest.raises(SystemExit) as stop:
-        compare.main(list(args))
-    return int(stop.value.code or 0)
+    return code_of(compare.main, *args)
 
 
 CLEAR = {"none": 1.0, "a": 1.5, "b": 1.2, "hf_generate": 1.0}

@@ -4,6 +4,7 @@ engine then accepts.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -107,14 +108,12 @@ MODEL = CostModel(
 def test_a_cycle_is_the_sum_of_its_parts() -> None:
     price = MODEL.cycle(1, Shape(3, 3), "chain", 2.0)
     assert price.target == pytest.approx(11.5) and price.drafter == pytest.approx(1 + 2 * 2 + 0.5)
-    assert price.verify == pytest.approx(1 + 3 * 0.25) and price.ms == pytest.approx(
-        11.5 + 5.5 + 1.75 + 0.5 + 0.5
-    )
+    assert price.verify == pytest.approx(1 + 3 * 0.25)
+    assert price.ms == pytest.approx(11.5 + 5.5 + 1.75 + 0.5 + 0.5)
     found = MODEL.predict(1, Shape(3, 3), "chain", 2.0)
     assert found["tokens_per_second"] == pytest.approx(2000 / price.ms)
-    assert found["speedup"] == pytest.approx(2 * 12 / price.ms) and found[
-        "break_even"
-    ] == pytest.approx(price.ms / 12)
+    assert found["speedup"] == pytest.approx(2 * 12 / price.ms)
+    assert found["break_even"] == pytest.approx(price.ms / 12)
     even = MODEL.predict(1, Shape(3, 3), "chain", found["break_even"])
     assert even["speedup"] == pytest.approx(1.0)
 
@@ -153,12 +152,20 @@ def test_a_cycle_at_a_price_costs_the_levels_it_drafted() -> None:
 # -- replay against the engine
 
 
+def tiny(**more: float) -> Target:
+    shape = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "vocab": 260}
+    return load_target(TargetConfig(kind="tiny", **shape, **more), torch.float64)
+
+
 @pytest.fixture(scope="module")
 def target() -> Target:
-    return load_target(
-        TargetConfig(kind="tiny", layers=1, hidden=32, heads=2, kv_heads=1, vocab=260),
-        torch.float64,
-    )
+    return tiny()
+
+
+@pytest.fixture(scope="module")
+def other() -> Target:
+    """A draft model that is right now and then."""
+    return tiny(init_std=0.25)
 
 
 ASKED = [Request([5 + i, 6, 7, 5 + i, 6], 24, id=i) for i in range(2)]
@@ -176,10 +183,7 @@ def engine(target: Target, drafter: object) -> list[list[tuple[int, bool]]]:
 
 
 def replayed(texts: list[Text], kept: list, depth: int) -> list[list[tuple[int, bool]]]:
-    return [
-        [(s.accepted, s.clean) for s in replay.walk(t, k, depth)]
-        for t, k in zip(texts, kept, strict=True)
-    ]
+    return [[(s.accepted, s.clean) for s in steps] for steps in replay.walks(texts, kept, depth)]
 
 
 def test_chains_and_ngrams_replay_exactly(target: Target) -> None:
@@ -189,34 +193,24 @@ def test_chains_and_ngrams_replay_exactly(target: Target) -> None:
             assert replayed(texts, replay.chain_of(texts, k), k) == engine(target, make(k))
 
 
-def test_dynamic_trees_replay_exactly_for_fewer_nodes_and_levels(target: Target) -> None:
-    other = load_target(
-        TargetConfig(
-            kind="tiny", layers=1, hidden=32, heads=2, kv_heads=1, vocab=260, init_std=0.25
-        ),
-        torch.float64,
-    )
+def test_dynamic_trees_replay_exactly_for_fewer_nodes_and_levels(
+    target: Target, other: Target
+) -> None:
     make = lambda depth, nodes: DraftModel(other, Form.tree(depth, nodes))
     texts = texts_of(target, make(4, 40))
     beams = replay.Beams(texts)
     accepted = set()
     for depth, nodes in ((4, 40), (4, 12), (2, 12), (3, 6), (1, 4)):
         wanted = engine(target, make(depth, nodes))
-        assert replayed(texts, beams.of(depth, nodes, 4), depth) == wanted
+        assert replayed(texts, beams.of(depth, nodes, 4)[0], depth) == wanted
         accepted |= {a for row in wanted for a, _ in row}
     assert len(accepted) > 1, "nothing was ever accepted: the test compares zeros"
 
 
-def test_trees_at_a_price_replay_exactly(target: Target) -> None:
+def test_trees_at_a_price_replay_exactly(target: Target, other: Target) -> None:
     """Accepted tokens, nodes and levels of every cycle, for prices of nodes and of levels."""
-    other = load_target(
-        TargetConfig(
-            kind="tiny", layers=1, hidden=32, heads=2, kv_heads=1, vocab=260, init_std=0.25
-        ),
-        torch.float64,
-    )
     texts = texts_of(target, DraftModel(other, Form.tree(4, 40)))
-    confident = replay.Confident(texts)
+    beams = replay.Beams(texts)
     sizes = set()
     for depth, nodes, node, level in (
         (4, 40, 0.003, 0.0),
@@ -228,10 +222,8 @@ def test_trees_at_a_price_replay_exactly(target: Target) -> None:
         price = Price(node, level)
         drafter = Spied(other, Form.tree(depth, nodes, price=price))
         wanted = engine(target, drafter)
-        kept, levels = confident.of(depth, nodes, 4, price)
-        cycles = [
-            replay.walk(*one[:2], depth, one[2]) for one in zip(texts, kept, levels, strict=True)
-        ]
+        kept, levels = beams.of(depth, nodes, 4, price)
+        cycles = replay.walks(texts, kept, depth, levels)
         assert [[(s.accepted, s.clean) for s in steps] for steps in cycles] == wanted
         clean = [s for steps in cycles for s in steps if s.clean]
         seen = [one for one in drafter.seen if one[2] == depth]
@@ -279,7 +271,7 @@ def test_the_best_tree_for_recorded_hits() -> None:
 def test_the_few_are_different() -> None:
     def made(kind: str, depth: int, nodes: int, speed: float) -> search.Candidate:
         settings = Settings(kind, depth=depth, nodes=nodes)
-        return search.Candidate(settings, kind, Shape(depth, nodes), {"tokens_per_second": speed})
+        return search.Candidate(settings, {"tokens_per_second": speed})
 
     found = [made("tree", 3, n, 50 - abs(n - 12)) for n in range(4, 33)]
     found += [made("chain", k, k, 20 + k) for k in range(1, 5)]
@@ -319,15 +311,13 @@ def test_drafters_that_read_their_own_tokens_are_searched(kind: str, tmp_path: P
         {"chain": linear, "tree": linear},
         {"chain": reads, "tree": reads},
     )
-    found = family.candidates(model, 1, texts)
+    found = family.candidates(search.Pricing(model, 1), texts)
     assert {c.kind for c in found} == {"chain", "tree"} and len(found) > 10
     for one in search.best_few(found, 3):
         made = family.drafter(one.settings)
         assert made.max_depth == one.shape.depth and made.max_nodes == one.shape.nodes
-        wanted = [
-            [s.accepted for s in replay.walk(t, k, one.shape.depth)]
-            for t, k in zip(texts[one.kind], _kept(texts, one), strict=True)
-        ]
+        walks = replay.walks(texts[one.kind], _kept(texts, one), one.shape.depth)
+        wanted = [[s.accepted for s in steps] for steps in walks]
         asked = [Request(p, 8, id=i * 64) for i, p in enumerate(([5, 6, 7], [8, 9, 5, 6]))]
         run = generate(target, made, asked, Sampling())
         assert [[c.accepted for c in g.cycles] for g in run.generations] == wanted
@@ -336,4 +326,4 @@ def test_drafters_that_read_their_own_tokens_are_searched(kind: str, tmp_path: P
 def _kept(texts: dict[str, list[Text]], one: search.Candidate) -> list:
     if one.kind == "chain":
         return replay.chain_of(texts["chain"], one.shape.depth)
-    return replay.Beams(texts["tree"]).of(one.shape.depth, one.shape.nodes, one.shape.width)
+    return replay.Beams(texts["tree"]).of(*dataclasses.astuple(one.shape))[0]

@@ -16,6 +16,7 @@ from conf.errors import UserError
 from scripts.common.files import ROOT
 from scripts.machine import first_gpu, kernels, look
 from scripts.machine.kernels import Compared, compared
+from tests.helpers.commands import code_of
 from train.launch_keys import HONOURED, of_file, refusals
 
 doctor = importlib.import_module("scripts.doctor")
@@ -23,11 +24,7 @@ doctor = importlib.import_module("scripts.doctor")
 
 def told(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
     """Exit code and words of the command."""
-    with pytest.raises(SystemExit) as end:
-        doctor.main([*args])
-    code = end.value.code
-    assert isinstance(code, int)
-    return code, capsys.readouterr().out
+    return code_of(doctor.main, *args), capsys.readouterr().out
 
 
 @pytest.fixture
@@ -204,9 +201,8 @@ def test_nothing_is_confirmed_on_a_cpu() -> None:
 def test_mistakes_are_told_before_anything_runs(
     keys: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as end:
-        doctor.first([f"work={tmp_path / 'work'}", *keys])
-    assert end.value.code == 2 and said in capsys.readouterr().err
+    assert code_of(doctor.first, f"work={tmp_path / 'work'}", *keys) == 2
+    assert said in capsys.readouterr().err
     assert not (tmp_path / "work" / "run").exists()
 
 
@@ -217,14 +213,11 @@ def test_the_first_ten_minutes_on_a_cpu(
     """All steps with a tiny target; the JSON has what would be confirmed."""
     monkeypatch.setitem(first_gpu.SIZES, "cpu", (96, 4, 2, 2, 24))
     out = tmp_path / "first.json"
-    with pytest.raises(SystemExit) as end:
-        doctor.first(
-            ["device=cpu", f"work={tmp_path / 'work'}", f"out={out}", "steps=8", "prompts=2"]
-            + ["max_new_tokens=12"]
-        )
+    keys = ("device=cpu", f"work={tmp_path / 'work'}", f"out={out}", "steps=8", "prompts=2")
+    code = code_of(doctor.first, *keys, "max_new_tokens=12")
     said = capsys.readouterr().out
     found = json.loads(out.read_text())
-    assert end.value.code == 0, said
+    assert code == 0, said
     assert found["confirmed"] == [] and "nothing, this is no GPU" in said
     assert found["training"]["traces"] and found["training"]["tflops_per_device"] > 0
     assert 0.5 < found["memory"]["predicted_over_measured"] < 2
@@ -241,9 +234,8 @@ def test_a_step_that_fails_does_not_stop_the_others(
     for name in ("training_step", "prediction_step", "decoding_step"):
         monkeypatch.setattr(first_gpu, name, failing)
     out = tmp_path / "first.json"
-    with pytest.raises(SystemExit) as end:
-        doctor.first(["device=cpu", f"work={tmp_path / 'work'}", f"out={out}"])
+    assert code_of(doctor.first, "device=cpu", f"work={tmp_path / 'work'}", f"out={out}") == 1
     found = json.loads(out.read_text())
-    assert end.value.code == 1 and found["kernels"]["passed"]
+    assert found["kernels"]["passed"]
     assert found["training"]["problem"] == "no such thing" and not found["memory"]["passed"]
     assert "prediction, training, memory, decoding failed" in capsys.readouterr().out

@@ -20,7 +20,7 @@ from heads.batch import Batch
 from scripts.cluster import count as counting
 from scripts.cluster import gpus, models, page, phantom
 from scripts.cluster.config import DryRunConfig
-from scripts.cluster.count import Shape, count
+from scripts.cluster.count import Asked, Shape, count
 from scripts.cluster.plan import _rows_a_pass, plan, shape_of, with_keys
 from scripts.cluster.table import table
 from tests.heads.test_ttt_attention import batch_of, held_by_8b
@@ -120,14 +120,15 @@ def test_pieces_between_are_counted_as_the_second(monkeypatch: pytest.MonkeyPatc
     """Three of many pieces are run: the same memory, work and launches as all of them."""
     cfg = config(*TINY, "head=medusa", "head.chunk=32", "head.heads=2")
     gpu, model = gpus.gpu_of("h100-80gb"), models.model_of(cfg.target)
-    asked = (model, head_config(cfg.head), "bfloat16", Shape(4, 61, 0.8), Shape(4, 61, 0.8), True)
-    few = count(*asked, (phantom.NAME, gpu.seconds))
+    run = (model, head_config(cfg.head), "bfloat16", Shape(4, 61, 0.8), Shape(4, 61, 0.8), True)
+    asked = Asked(*run, phantom.NAME, gpu.seconds)
+    few = count(asked)
     monkeypatch.setattr(phantom.Phantom, "repeat", lambda *_: None)
-    less = count(*asked, (phantom.NAME, gpu.seconds))
+    less = count(asked)
     calls = []
     monkeypatch.setattr(counting, "RUN", 10**9)
     monkeypatch.setattr(phantom.Phantom, "repeat", lambda self, before, times: calls.append(times))
-    all_of_them = count(*asked, (phantom.NAME, gpu.seconds))
+    all_of_them = count(asked)
     assert not any(calls)
     for name, amount in vars(all_of_them).items():
         if isinstance(amount, dict):
@@ -151,15 +152,8 @@ def test_the_peak_of_8b_is_that_of_an_independent_count() -> None:
     cfg = config("head=eagle3", "head.draft_vocab=32000", "head.steps=7", "head.chunk=4096")
     model = models.shipped()["meta-llama/llama-3.1-8b-instruct"]
     gpu = gpus.gpu_of("h100-80gb")
-    found = count(
-        model,
-        head_config(cfg.head),
-        "bfloat16",
-        Shape(2, 4096, 0.8),
-        None,
-        False,
-        (phantom.NAME, gpu.seconds),
-    )
+    run = (model, head_config(cfg.head), "bfloat16", Shape(2, 4096, 0.8), None, False)
+    found = count(Asked(*run, phantom.NAME, gpu.seconds))
     held = held_by_8b(batch_of(2, 4096, 0.8), chunk=4096)
     mine = found.peak - found.head
     assert mine == pytest.approx(held.peak, rel=0.05), (mine / 1e9, held.peak / 1e9)
@@ -201,8 +195,8 @@ def test_the_peak_of_a_real_pass_is_predicted(kind: str) -> None:
     for p in head.parameters():
         p.grad = None
     real = allocated(once)
-    shape, on = Shape(4, 256, 0.8), ("cpu", gpus.gpu_of("cpu-16gb").seconds)
-    found = count(models.model_of(cfg.target), typed, "float32", shape, None, False, on)
+    run = (models.model_of(cfg.target), typed, "float32", Shape(4, 256, 0.8), None, False)
+    found = count(Asked(*run, "cpu", gpus.gpu_of("cpu-16gb").seconds))
     mine = found.peak - found.head - found.parts.get("batch", 0)
     assert mine == pytest.approx(real, rel=0.05), (mine, real)
 
@@ -220,9 +214,8 @@ def test_remedies_are_found_by_trying(monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = dataclasses.replace(base, gpu="toy")
     found = plan(cfg)
     keys = found["changes"]["keys"]
-    assert (
-        not found["memory"]["fits"] and keys and "to change" in str(table(found).columns[0]._cells)
-    )
+    assert not found["memory"]["fits"] and keys
+    assert "to change" in str(table(found).columns[0]._cells)
     again, typed = with_keys(cfg, head_config(cfg.head), keys)
     again.head = dataclasses.asdict(typed)
     assert plan(again)["memory"]["fits"]
@@ -261,8 +254,6 @@ def test_a_config_that_makes_no_model_is_told(tmp_path: Path) -> None:
 
 
 def test_a_pass_too_large_to_count_is_refused() -> None:
-    from scripts.cluster.count import Shape
-
     with pytest.raises(UserError, match="^micro_batch: a pass of 1024 x 1024 tokens"):
         Shape(1024, 1024, 0.8)
 

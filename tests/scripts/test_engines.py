@@ -13,7 +13,7 @@ from scripts.serving import case as engine_case
 from scripts.serving import probe as acceptance_probe
 from scripts.serving import trial as probe_trial
 from scripts.serving.reader import Exported
-from tests.helpers.interop import DEEP, deep_target, folder, random_head
+from tests.helpers.interop import DEEP, MASK, deep_target, folder, random_head
 
 LIMIT, K = 12, 3
 
@@ -162,14 +162,22 @@ def test_the_command_from_export_to_json(tmp_path: Path, monkeypatch, capsys) ->
     from heads import save_head
     from scripts.serving.engines import shared, vllm
 
-    target = deep_target()
-    for kind in ("medusa", "eagle3"):
-        head = random_head(target, kind, **({"heads": K} if kind == "medusa" else {}))
-        save_head(head, tmp_path / kind / "head", target.identity, {})
+    target, jobs = deep_target(), {}
+    heads: dict[str, tuple[str, dict]] = {
+        "medusa": ("medusa", {"heads": K}),
+        "eagle3": ("eagle3", {}),
+        "p_eagle": ("eagle3", {"parallel": True, "steps": K, "mask_token": MASK}),
+        "dflash": ("dflash", {"block": K + 1}),
+        "dflash_causal": ("dflash", {"block": K + 1, "causal": True, "depth": K}),
+        "eagle3-2": ("eagle3", {"seed": 1}),
+    }
+    for name, (kind, more) in heads.items():
+        save_head(random_head(target, kind, **more), tmp_path / name / "head", target.identity, {})
     (tmp_path / "p.jsonl").write_text('{"prompt": "go"}\n{"prompt": "a horse"}\n')
 
     def engine(cfg, work: Path, name: str, job: dict) -> dict:
         given = Path((job["speculative"] or {"model": job["model"]})["model"] or ".")
+        jobs[name] = job["speculative"]
         if name == "plain":
             runs = engine_case.Runs(target, job["prompts"], LIMIT, 2, work)
             return {
@@ -183,7 +191,7 @@ def test_the_command_from_export_to_json(tmp_path: Path, monkeypatch, capsys) ->
 
     monkeypatch.setattr(vllm, "answered", engine)
     monkeypatch.setattr(shared, "call", lambda command, log: exported(command))
-    monkeypatch.setattr(vllm, "FORMATS", {"medusa": ("vllm",), "eagle3": ("vllm",)})
+    monkeypatch.setattr(vllm, "FORMATS", dict.fromkeys(vllm.FORMATS, ("vllm",)))
 
     def exported(command: list[str]) -> None:
         from scripts.export import main
@@ -197,7 +205,7 @@ def test_the_command_from_export_to_json(tmp_path: Path, monkeypatch, capsys) ->
         "target=tiny",
         *(f"target.{k}={v}" for k, v in DEEP.items()),
         f"prompts={tmp_path / 'p.jsonl'}",
-        f"drafters=[{tmp_path / 'medusa'},{tmp_path / 'eagle3'},{tmp_path / 'none'}]",
+        f"drafters=[{','.join(str(tmp_path / name) for name in (*heads, 'none'))}]",
         f"work={tmp_path / 'work'}",
         f"out={tmp_path / 'engines.json'}",
         f"max_new_tokens={LIMIT}",
@@ -208,7 +216,10 @@ def test_the_command_from_export_to_json(tmp_path: Path, monkeypatch, capsys) ->
         vllm.main(args)
     assert stop.value.code == 3 and "not there" in capsys.readouterr().err
     report = json.loads((tmp_path / "engines.json").read_text())
-    assert [c["case"] for c in report["cases"]] == ["plain", "medusa-vllm", "eagle3-vllm"]
+    assert [c["case"] for c in report["cases"]] == ["plain", *(f"{name}-vllm" for name in heads)]
+    assert {job["method"] for name, job in jobs.items() if "dflash" in name} == {"dflash"}
+    parallel = {name for name, job in jobs.items() if job and "parallel_drafting" in job}
+    assert parallel == {"p_eagle-vllm"} and jobs["p_eagle-vllm"]["method"] == "eagle3"
     for case in report["cases"][1:]:
         assert case["same_tokens"]["equal"] == 2 and case["draft_tokens"] == K
         assert case["accepted_by_position"]["ours"] == case["accepted_by_position"]["engine"]

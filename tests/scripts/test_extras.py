@@ -68,7 +68,8 @@ def test_speed_by_batch_size_is_of_one_temperature() -> None:
     assert [(p["batch_size"], p["speedup"]) for p in found.pop("a@tree")] == [
         (1, 1.4),
         (4, 0.9),
-    ] and not found
+    ]
+    assert not found
 
 
 def test_only_panels_with_something_to_show_are_drawn() -> None:

@@ -25,6 +25,7 @@ from scripts.forecast import main
 from scripts.forecasting import curves, run, text
 from scripts.forecasting.config import ForecastConfig
 from scripts.forecasting.curves import Family, Length, Pilot
+from tests.helpers.commands import code_of
 from tests.helpers.interop import random_head
 
 # -- arithmetic
@@ -316,9 +317,7 @@ def test_a_forecast_stays_as_it_was(
         (["check=none.json", "truth=[x]"], "check: cannot read none.json"),
         ([f"check={tmp_path}/forecast.json", "truth=[x]"], "is no forecast"),
     ):
-        with pytest.raises(SystemExit) as caught:
-            main([f"out={tmp_path}", f"prompts={prompts}", "target=tiny", *keys])
-        assert caught.value.code == 2
+        assert code_of(main, f"out={tmp_path}", f"prompts={prompts}", "target=tiny", *keys) == 2
         assert told in capsys.readouterr().err
 
 
@@ -372,28 +371,10 @@ def test_a_published_forecast_is_as_it_was_frozen(name: str) -> None:
 
 @pytest.mark.slow
 def test_a_pilot_is_trained_by_the_command(tmp_path: Path, data: Path, prompts: Path) -> None:
-    keys = [
-        "target=tiny",
-        "target.layers=3",
-        "dtype=float32",
-        "pilot_steps=2",
-        "num_prompts=2",
-        "max_new_tokens=8",
-    ]
+    small = ["target=tiny", "target.layers=3", "dtype=float32", "pilot_steps=2", "num_prompts=2"]
+    small += ["max_new_tokens=8", "curve_rounds=1", "batch_sizes=[1]", "heads=[eagle3]"]
     more = "more=['head.draft_vocab=0','batch_size=2']"
-    with pytest.raises(SystemExit) as caught:
-        main(
-            [
-                *keys,
-                f"out={tmp_path / 'out'}",
-                f"prompts={prompts}",
-                "heads=[eagle3]",
-                f"chats={data}",
-                "curve_rounds=1",
-                "batch_sizes=[1]",
-                more,
-            ]
-        )
-    assert not caught.value.code
+    places = [f"out={tmp_path / 'out'}", f"prompts={prompts}", f"chats={data}"]
+    assert code_of(main, *small, *places, more) == 0
     said = run.frozen(tmp_path / "out" / "forecast.json")
     assert said["pilots"][0]["kind"] == "eagle3" and said["pilots"][0]["tokens"] > 0

@@ -178,7 +178,6 @@ def test_ids_of_turns_never_meet() -> None:
     prompts = [Prompt("a", "all", ["x"] * 66), Prompt("b", "all", ["y", "z"])]
     run_contest(
         target,
-        target.tokenizer,
         prompts,
         [lane],
         Settings(Sampling(), 4, 1, 0, "traversal"),

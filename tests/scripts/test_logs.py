@@ -91,6 +91,11 @@ def request(n: int) -> dict[str, Any]:
     return {"model": "tiny", "messages": chat(n), "temperature": 0.7}
 
 
+def asked(n: int, response: Any) -> dict[str, Any]:
+    """A line with request and response."""
+    return {"request": request(n), "response": response}
+
+
 def native(n: int, tokenizer: Any) -> dict[str, Any]:
     prompt = tokenizer.apply_chat_template(chat(n), tokenize=False, add_generation_prompt=True)
     said = {"content": "It is a number.", "stop": True, "stop_type": "eos", "model": "tiny.gguf"}
@@ -105,7 +110,7 @@ def completion(n: int, tokenizer: Any) -> dict[str, Any]:
 
 
 FORMS = {
-    "request and response": lambda n, t: {"request": request(n), "response": reply()},
+    "request and response": lambda n, t: asked(n, reply()),
     "LiteLLM": lambda n, t: {
         "id": "c",
         "call_type": "acompletion",
@@ -136,12 +141,9 @@ FORMS = {
         "response": {"status_code": 200, "body": reply(), "request_id": "x"},
         "error": None,
     },
-    "chunks": lambda n, t: {"request": request(n), "response": streamed()},
-    "events": lambda n, t: {"request": request(n), "response": events(streamed())},
-    "chunks as texts": lambda n, t: {
-        "request": request(n),
-        "response": [f"data: {json.dumps(c)}" for c in streamed()],
-    },
+    "chunks": lambda n, t: asked(n, streamed()),
+    "events": lambda n, t: asked(n, events(streamed())),
+    "chunks as texts": lambda n, t: asked(n, [f"data: {json.dumps(c)}" for c in streamed()]),
     "completion": completion,
     "completion of token ids": lambda n, t: {
         **(made := completion(n, t)),
@@ -209,7 +211,7 @@ def test_tool_calls_and_reasoning_of_a_stream(tmp_path: Path, tokenizer: Any) ->
         call(arguments='rd": "x"}'),
         {"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]},
     ]
-    made = [{"request": request(n), "response": chunks} for n in range(2)]
+    made = [asked(n, chunks) for n in range(2)]
     row = rows_of(prepared(tmp_path, made, tokenizer))[0]
     answer = row["messages"][-1]
     assert answer["reasoning_content"] == "I look it up." and answer["content"] is None
@@ -248,6 +250,15 @@ def test_vllm_says_what_ended_an_answer(
 # -- what is left out
 
 SECRET = "sk-proj-" + "aB3" * 14
+MISSING, OTHER = "the answer is missing", "another API's form"
+CHUNK = "a chunk of its stream is of another form"
+
+
+def turns(*messages: dict[str, Any]) -> dict[str, Any]:
+    """A line that asks with these messages."""
+    return {**line(89), "messages": [*messages]}
+
+
 BAD: dict[str, tuple[Any, str]] = {
     "broken JSON": (f'{{"key": "{SECRET}', "is not JSON"),
     "not an object": ("[1, 2]", "is not an object {..}"),
@@ -255,11 +266,13 @@ BAD: dict[str, tuple[Any, str]] = {
     "a key twice": ('{"a": 1, "a": 2}', "has a key twice"),
     "NUL": ('{"a": "\\u0000", "b": "' + "\0" + '"}', "holds a NUL byte"),
     "nested deeply": ("[" * 100_000, "is nested too deeply"),
-    "no answer": ({"model": "tiny", "messages": chat(90)}, "the answer is missing"),
-    "no choices": (line(91) | {"response": reply() | {"choices": []}}, "the answer is missing"),
-    "empty answer": (line(92) | {"response": reply("  ")}, "the answer is empty"),
-    "filtered": (line(93) | {"response": reply(end="content_filter")}, "the answer was filtered"),
-    "failed": (line(94) | {"response": {"error": {"message": SECRET}}}, "the request failed"),
+    "no answer": ({"model": "tiny", "messages": chat(90)}, MISSING),
+    "no choices": (asked(91, reply() | {"choices": []}), MISSING),
+    "choices by name": (asked(80, {"content": "x", "stop": True, "choices": {"a": 1}}), MISSING),
+    "messages by name": ({"prompt": ["x"], "messages": {"a": 1}, "response": {}}, MISSING),
+    "empty answer": (asked(92, reply("  ")), "the answer is empty"),
+    "filtered": (asked(93, reply(end="content_filter")), "the answer was filtered"),
+    "failed": (asked(94, {"error": {"message": SECRET}}), "the request failed"),
     "failed by status": (
         {"messages": chat(95), "status": "failure", "response": {}},
         "the request failed",
@@ -269,82 +282,48 @@ BAD: dict[str, tuple[Any, str]] = {
         "a chat row, no log: it has no response (train on it with data.path)",
     ),
     "Anthropic": (
-        {
-            "request": request(97),
-            "response": {"type": "message", "content": [{"type": "text", "text": "x"}]},
-        },
-        "another API's form (Anthropic's Messages)",
+        asked(97, {"type": "message", "content": [{"type": "text", "text": "x"}]}),
+        f"{OTHER} (Anthropic's Messages)",
     ),
     "Responses": (
         {"request": {"input": "x"}, "response": {"object": "response", "output": []}},
-        "another API's form (OpenAI's Responses)",
+        f"{OTHER} (OpenAI's Responses)",
     ),
-    "Gemini": (
-        {"request": {"contents": []}, "response": {"candidates": []}},
-        "another API's form (Gemini)",
-    ),
-    "Ollama": (
-        {"request": request(98), "response": {"message": {"content": "x"}, "done": True}},
-        "another API's form (Ollama)",
-    ),
+    "Gemini": ({"request": {"contents": []}, "response": {"candidates": []}}, f"{OTHER} (Gemini)"),
+    "Ollama": (asked(98, {"message": {"content": "x"}, "done": True}), f"{OTHER} (Ollama)"),
     "embeddings": (
         {"request": {"input": "x"}, "response": {"data": [], "embeddings": []}},
         "no text was asked for (embeddings)",
     ),
-    "something else": ({"level": "info"}, "another API's form (no messages or prompt, no choices)"),
-    "an unknown role": (
-        line(99) | {"messages": [{"role": SECRET, "content": "x"}]},
-        "a turn: unknown role ..",
-    ),
+    "something else": ({"level": "info"}, f"{OTHER} (no messages or prompt, no choices)"),
+    "an unknown role": (turns({"role": SECRET, "content": "x"}), "a turn: unknown role .."),
     "a role with quotes of both kinds": (
-        line(79) | {"messages": [{"role": f"it's \"{SECRET}", "content": "x"}]},
+        turns({"role": f"it's \"{SECRET}", "content": "x"}),
         "a turn: unknown role ..",
     ),
     "an image": (
-        line(89) | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        turns({"role": "user", "content": [{"type": "image_url"}]}),
         "a turn: content holds a part that is .., not text",
     ),
-    "two users": (
-        line(88) | {"messages": [*chat(1), *chat(2)]},
-        "a turn: role .. where .. is due",
-    ),
-    "no user": (
-        line(87) | {"messages": [{"role": "system", "content": "x"}]},
-        "a turn: role .. where .. is due",
-    ),
+    "two users": (turns(*chat(1), *chat(2)), "a turn: role .. where .. is due"),
+    "no user": (turns({"role": "system", "content": "x"}), "a turn: role .. where .. is due"),
     "half an emoji": (
-        '{"messages": [{"role": "user", "content": "\\ud83d"}], "response": '
-        + json.dumps(reply())
-        + "}",
+        json.dumps(turns({"role": "user", "content": "\ud83d"})),
         "a turn: holds half of a surrogate pair",
     ),
     "redacted": (
-        line(86) | {"messages": [{"role": "user", "content": "redacted-by-litellm"}]},
+        turns({"role": "user", "content": "redacted-by-litellm"}),
         "the log keeps no text (redacted)",
     ),
-    "a broken stream": (
-        {"request": request(85), "response": "data: {broken\n\n"},
-        "a chunk of its stream is not JSON",
-    ),
-    "a stream of bare texts": (
-        {"request": request(83), "response": [{"choices": [{"delta": "Hello"}]}]},
-        "a chunk of its stream is of another form",
-    ),
+    "a broken stream": (asked(85, "data: {broken\n\n"), "a chunk of its stream is not JSON"),
+    "a stream of bare texts": (asked(83, [{"choices": [{"delta": "Hello"}]}]), CHUNK),
     "a stream whose calls are no list": (
-        {"request": request(82), "response": [{"choices": [{"delta": {"tool_calls": 5}}]}]},
-        "a chunk of its stream is of another form",
+        asked(82, [{"choices": [{"delta": {"tool_calls": 5}}]}]),
+        CHUNK,
     ),
     "a stream without choices": (
-        {"request": request(81), "response": [{"choices": [{"delta": {}}]}, {"choices": True}]},
+        asked(81, [{"choices": [{"delta": {}}]}, {"choices": True}]),
         "the answer is empty",
-    ),
-    "choices by name": (
-        {"request": request(80), "response": {"content": "x", "stop": True, "choices": {"a": 1}}},
-        "the answer is missing",
-    ),
-    "messages by name": (
-        {"prompt": ["x"], "messages": {"a": 1}, "response": {}},
-        "the answer is missing",
     ),
     "several prompts": (
         {"request": {"prompt": ["a", "b"]}, "response": reply()},
@@ -479,10 +458,8 @@ def test_split_by_time_not_by_place(tmp_path: Path, tokenizer: Any) -> None:
     asked = [r["messages"][0]["content"] for r in rows_of(report)]
     assert asked == [f"What is number {n}?" for n in range(20)]
     assert report.rows == {"train": 15, "later": 5}
-    assert (
-        report.split_by == "time"
-        and report.split_at == "2001-09-09T01:46:55+00:00" == (rows_of(report)[15]["time"])
-    )
+    assert report.split_by == "time"
+    assert report.split_at == "2001-09-09T01:46:55+00:00" == (rows_of(report)[15]["time"])
 
 
 def test_equal_times_fall_on_one_side(tmp_path: Path, tokenizer: Any) -> None:
@@ -580,7 +557,8 @@ def test_masking_can_be_left_out(tmp_path: Path, tokenizer: Any) -> None:
 def test_rules_are_listed(tmp_path: Path, tokenizer: Any) -> None:
     prepared(tmp_path, [line(0), line(1)], tokenizer)
     listed = json.loads((tmp_path / "out" / "logs.json").read_text())["rules"]
-    assert len(listed) == len(RULES) and {r["source"] for r in listed} == {
+    assert len(listed) == len(RULES)
+    assert {r["source"] for r in listed} == {
         "detect-secrets",
         "phonenumbers",
         "own",

@@ -142,10 +142,8 @@ def test_forms_of_answers() -> None:
 
     assert read() == Answer(" yes ", True, -1, None)
     assert not read("length").finished and not read(None).finished, "unknown is not finished"
-    assert (
-        read(usage={"completion_tokens": 5}).tokens == 5
-        and read(usage={"completion_tokens": "5"}).tokens == -1
-    )
+    assert read(usage={"completion_tokens": 5}).tokens == 5
+    assert read(usage={"completion_tokens": "5"}).tokens == -1
     assert read(choice={"token_ids": [1, 2]}).token_ids == [1, 2]
     assert read(choice={"token_ids": [1, 2.5]}).token_ids is None
     for error, keys in (
@@ -278,15 +276,8 @@ def test_failures_of_an_earlier_run_count(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="3 of 10 questions have no answer"):
         ask(tmp_path, failing(6, 8), share=0.25)
     _, ledger = ask(tmp_path, failing(6, 8), share=0.3)
-    assert [line for line, _ in ledger.failed] == [2, 7, 9] and asked(tmp_path) == [
-        0,
-        2,
-        3,
-        4,
-        5,
-        7,
-        9,
-    ]
+    assert [line for line, _ in ledger.failed] == [2, 7, 9]
+    assert asked(tmp_path) == [0, 2, 3, 4, 5, 7, 9]
 
 
 def test_an_answer_between_them_ends_a_row_of_failures(tmp_path: Path) -> None:

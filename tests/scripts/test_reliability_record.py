@@ -57,23 +57,13 @@ def test_the_readme_shows_the_committed_rows() -> None:
 
 
 def test_a_benchmark_of_two_processes_becomes_a_row(out: Path) -> None:
-    found = [
-        {
-            "head": head,
-            "ratio": ratio,
-            "ratio_low": 0.8,
-            "ratio_high": 1.0,
-            "command": "python train/x.py",
-            "environment": {"commit": "abc"},
-        }
-        for head, ratio in (("medusa", 0.95), ("eagle3", 0.891))
-    ]
+    about = {"command": "python train/x.py", "environment": {"commit": "abc"}}
+    about |= {"ratio_low": 0.8, "ratio_high": 1.0}
+    found = [{"head": h, "ratio": r, **about} for h, r in (("medusa", 0.95), ("eagle3", 0.891))]
     reliability.two_processes(found)
     row = json.loads(out.read_text())["two-processes"]
-    assert (
-        row["result"] == "medusa 0.95 [0.80, 1.00], eagle3 0.89 [0.80, 1.00] of their sum"
-        and not row["met"]
-    )
+    assert row["result"] == "medusa 0.95 [0.80, 1.00], eagle3 0.89 [0.80, 1.00] of their sum"
+    assert not row["met"]
     assert (row["commit"], row["command"], row["measured"]) == ("abc", "python train/x.py", found)
     reliability.two_processes(found[:1])
     assert json.loads(out.read_text())["two-processes"]["met"]

@@ -100,17 +100,13 @@ def test_a_row_by_hand(contest: Contest) -> None:
     )
     assert [p["trials"] for p in fast["acceptance_by_position"]] == [5, 3]
     assert none["tokens"] == fast["tokens"] == 12 and fast["cycles"] == 5
-    assert fast["tokens_per_second"] == pytest.approx(10 / 4) and none[
-        "tokens_per_second"
-    ] == pytest.approx(1.0)
-    assert (
-        fast["speedup"]["mean"] == pytest.approx(2.5)
-        and 2 <= fast["speedup"]["low"] <= fast["speedup"]["high"] <= 3
-    )
+    assert fast["tokens_per_second"] == pytest.approx(10 / 4)
+    assert none["tokens_per_second"] == pytest.approx(1.0)
+    assert fast["speedup"]["mean"] == pytest.approx(2.5)
+    assert 2 <= fast["speedup"]["low"] <= fast["speedup"]["high"] <= 3
     assert fast["end_to_end"]["speedup"]["mean"] == pytest.approx((12 / 6) / (12 / 12))
-    assert fast["draft_ms"] == pytest.approx(1000 * 0.4 / 5) and fast["verify_ms"] == pytest.approx(
-        1000 * 3.2 / 5
-    )
+    assert fast["draft_ms"] == pytest.approx(1000 * 0.4 / 5)
+    assert fast["verify_ms"] == pytest.approx(1000 * 3.2 / 5)
     assert sum(fast["ms_per_token"].values()) == pytest.approx(1000 * 4 / 10)
     assert fast["units"] == [
         {"prompts": ["a"], "tokens": 6.0, "seconds": 2.0},

@@ -12,6 +12,7 @@ import pytest
 from conf.errors import UserError
 from scripts import cli, evaluate
 from scripts.scoring.suites import SuiteConfig, load_suite, notes, suites
+from tests.helpers.commands import code_of
 
 # A row or two in the form of each published set.
 ROWS: dict[str, list[dict[str, Any]]] = {
@@ -128,11 +129,8 @@ def test_bad_sets_are_one_line(
 
 
 def run(*words: str) -> int:
-    with pytest.raises(SystemExit) as end:
-        evaluate.main(
-            ["target=tiny", "dtype=float32", "device=cpu", "max_new_tokens=6", "quiet=true", *words]
-        )
-    return int(end.value.code or 0)
+    small = ("target=tiny", "dtype=float32", "device=cpu", "max_new_tokens=6", "quiet=true")
+    return code_of(evaluate.main, *small, *words)
 
 
 def test_the_report_holds_the_sha256_of_the_suite(

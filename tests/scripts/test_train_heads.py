@@ -15,7 +15,7 @@ from scripts import train_heads
 from scripts.common.steps import Step, run
 from scripts.evaluate import SKIPPED, EvaluateConfig
 from scripts.reports import matched
-from scripts.train_heads import RECIPES, HeadsConfig
+from scripts.train_heads import RECIPES, HeadsConfig, Wanted
 from tests.helpers.training import chats
 from train.cache_features import CacheConfig
 from train.config import ENTRIES
@@ -36,8 +36,10 @@ TINY = [
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_is_a_real_command(name: str) -> None:
     config, schema = ENTRIES[RECIPES[name][0]]
-    cfg: Any = compose(config, schema, train_heads.keys(HeadsConfig(), name, Path("x"), 3))
-    assert cfg.steps == 3 and cfg.out_dir == f"runs/heads/{name}"
+    for head, folder in ((Wanted(name), name), (Wanted(name, 7), f"{name}-seed7")):
+        cfg: Any = compose(config, schema, train_heads.keys(HeadsConfig(), head, Path("x"), 3))
+        assert cfg.steps == 3 and cfg.out_dir == f"runs/heads/{folder}"
+        assert cfg.seed == (head.seed or 0)
 
 
 def test_heads_are_given_alike_and_trained_once(
@@ -80,6 +82,10 @@ def test_mistakes_are_named() -> None:
         (["steps=0"], "steps: 0"),
         (["flops=-1"], "flops: -1 is below 0"),
         (["out="], "out: is empty"),
+        (["seeds=[1,2,1]"], "each seed trains one head"),
+        (["seeds=[-1]"], "seeds"),
+        (["shapes=[bush]"], "shapes: 'bush' is none of chain, tree"),
+        (["temperatures=[2]"], "temperatures: 2 is none of 0, 1"),
     ):
         with pytest.raises(UserError, match=said):
             compose("train_heads", HeadsConfig, keys)
@@ -94,6 +100,74 @@ def test_prompts_that_are_not_there_are_told_before_anything_runs(
         train_heads.main([f"out={out}", f"prompts={tmp_path / 'gone.jsonl'}"])
     assert caught.value.code == 2 and not out.exists()
     assert "prompts: cannot read" in capsys.readouterr().err
+
+
+def test_heads_of_several_seeds_read_features_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, store, ran = chats(tmp_path / "data.jsonl"), tmp_path / "features", []
+    monkeypatch.setattr(train_heads, "counted", lambda *_: 2e6)
+
+    def trained(step: Step, job: str, folder: Path, good: object = None) -> None:
+        ran.append(step.args)
+        step.leaves.parent.mkdir(parents=True, exist_ok=True)
+        step.leaves.write_text("{}")
+
+    monkeypatch.setattr(train_heads, "run", trained)
+    asked = [f"path={data}", f"out={tmp_path / 'heads'}", f"store={store}", "flops=1e7"]
+    command = [*asked, "heads=[medusa,eagle3_portable]", "seeds=[1,5]"]
+    with pytest.raises(SystemExit) as caught:
+        train_heads.main(command)
+    assert caught.value.code == 2 and not ran
+    assert f"store: {store} holds no stored features" in capsys.readouterr().err
+    store.mkdir()
+    (store / "manifest.json").write_text("{}")
+    with pytest.raises(SystemExit) as caught:
+        train_heads.main(command)
+    assert caught.value.code == 0
+    names = [next(k for k in args if k.startswith("out_dir=")).rsplit("/", 1)[1] for args in ran]
+    assert names == [
+        "medusa",
+        "eagle3_portable",
+        "medusa-seed1",
+        "eagle3_portable-seed1",
+        "medusa-seed5",
+        "eagle3_portable-seed5",
+    ]
+    assert all(f"data.features={store}" in args and "steps=5" in args for args in ran)
+    found = json.loads((tmp_path / "heads/heads.json").read_text())
+    assert list(found["heads"]) == names and found["heads"]["medusa-seed5"]["flops"] == 1e7
+
+
+def test_seeds_are_counted_together_and_paired_by_prompt() -> None:
+    def row(lengths: list[float], cycles: int) -> dict[str, Any]:
+        prompts = [
+            {"prompt_id": str(i), "category": "x", "accepted_length": x, "cycles": cycles}
+            for i, x in enumerate(lengths)
+        ]
+        return {"accepted_length": {"mean": sum(lengths) / len(lengths)}, "per_prompt": prompts}
+
+    names = ["eagle3", "eagle3-seed1", "medusa", "medusa-seed1", "dspark"]
+    rows = [
+        row([2.0, 4.0], 10),
+        row([2.0, 4.0], 30),
+        row([1.0, 2.0], 30),
+        row([2.0, 4.0], 10),
+        row([3.0, 3.0], 10),
+    ]
+    drafters = [{**one, "name": f"f/{name}@chain"} for name, one in zip(names, rows, strict=True)]
+    found = matched.over_seeds({name: f"f/{name}" for name in names}, {"0": {"drafters": drafters}})
+    assert set(found) == {"eagle3", "medusa"}, "one seed says nothing about seeds"
+    medusa = found["medusa"]["0"]["chain"]
+    assert medusa["lengths"] == [1.5, 3.0]
+    assert medusa["against"]["mean"] == pytest.approx((30 * 3 + 10 * 6) / 80 / 3)
+    assert medusa["against"]["low"] == pytest.approx(0.625), "the same ratio for every prompt"
+    assert found["eagle3"]["0"]["chain"]["against"]["mean"] == pytest.approx(1)
+    assert "tree" not in found["medusa"]["0"]
+    shown = matched.seeds({"seeds": found})
+    assert shown.startswith("| all seeds together | chain, T = 0 | to eagle3 |")
+    assert "| medusa | 2.250 (1.500 to 3.000) | -37.5% [-37.5%, -37.5%] |" in shown
+    assert "| eagle3 | 3.000 (3.000 to 3.000) |  |" in shown
 
 
 def test_a_step_may_do_its_work_and_end_with_another_exit_code(tmp_path: Path) -> None:
@@ -164,6 +238,10 @@ def test_scores_join_cost_and_acceptance(
     assert f"| medusa | 1.40 [1.30, 1.50] | {half} | 2.0 | 1.10× [1.00, 1.20] | 1.40" in out
     assert "| eagle3 | 2.80 [2.70, 2.90] |  | 2.0 | 1.10× [1.00, 1.20] | – | – | – | – |" in out
     assert "| T = 1 | chain | to eagle3 |" in matched.markdown(found)
+    chains = json.loads(json.dumps(found))
+    for head in chains["heads"].values():
+        head["scores"]["0"].pop("tree", None)
+    assert "tree" not in matched.scores(chains, "0") and "tree" in matched.scores(chains, "1")
     assert matched.title(found).endswith("T = 1: 2 prompts × 64 tokens, batch 1, float32")
     eagle["scores"]["1"]["chain"] |= {"speedup": None, "draft_ms": None}
     shown = matched.scores(found, "1")

@@ -115,25 +115,25 @@ def test_the_script_leaves_no_process_behind_that_ctrl_c_would_hit(
 class ReadsOneLate(MedusaHead):
     """Reads a feature that has seen one token more than decoding will have."""
 
-    def _reads(self, batch, rows, steps):
-        place, valid, reads = super()._reads(batch, rows, steps)
+    def _reads(self, batch, flat):
+        place, valid, reads = super()._reads(batch, flat)
         return place, valid, reads + 1
 
 
 class ReadsOneEarly(MedusaHead):
     """One position too far back."""
 
-    def _reads(self, batch, rows, steps):
-        place, valid, reads = super()._reads(batch, rows, steps)
+    def _reads(self, batch, flat):
+        place, valid, reads = super()._reads(batch, flat)
         return place, valid, (reads - 1).clamp(min=0)
 
 
 class PredictsItsInput(MedusaHead):
     """The label is one token early."""
 
-    def _reads(self, batch, rows, steps):
-        place, valid, reads = super()._reads(batch, rows, steps)
-        return vocab.places(self.ids(), batch.ids[rows, steps - 1]), valid, reads
+    def _reads(self, batch, flat):
+        place, valid, reads = super()._reads(batch, flat)
+        return vocab.places(self.ids(), batch.ids.reshape(-1)[flat - 1]), valid, reads
 
 
 @pytest.mark.parametrize("kind", [ReadsOneLate, ReadsOneEarly, PredictsItsInput])

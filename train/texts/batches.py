@@ -33,7 +33,7 @@ from decode.models.identity import (
     sha256_template,
     sha256_tokenizer,
 )
-from heads.base import Batch
+from heads.batch import Batch, hash_u63
 from train.config import DataConfig
 from train.stored import rounds
 from train.texts.mix import File, Joined, drawn, shares
@@ -430,11 +430,6 @@ def _bins(rows: list[int], most: int, fits: Callable[[list[int]], bool]) -> list
         else:
             found.append([row])
     return found
-
-
-def hash_u63(*values: int | str) -> int:
-    """A seed for torch.Generator from any address."""
-    return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8]) >> 1
 
 
 def held_out_batches(rows: Rows, limit: int, size: int = 8, tokens: int = 0) -> Iterator[Batch]:

@@ -16,9 +16,7 @@ ONE = Sampling(1.0)
 
 @dataclass(frozen=True)
 class Control:
-    """wrong() is what the layer measures on the wrong code, right() on the correct code; above
-    `limit` means caught.
-    """
+    """What a layer measures on wrong and on right code; above `limit` means caught."""
 
     name: str
     layer: str
@@ -28,7 +26,9 @@ class Control:
     limit: float
 
 
-def rule_named(name: str) -> Rule:
+def rule_named(name: str | Rule) -> Rule:
     """A rule of decode.verify as a callable, on sampled and deterministic trees alike."""
+    if callable(name):
+        return name
     assert name in RULES
     return lambda tree, law, rng: verify(tree, law, rng, name)

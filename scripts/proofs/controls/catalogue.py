@@ -31,24 +31,15 @@ from decode.target import Target
 from decode.tree import DraftTree, TreeShape
 from decode.verify import RULES
 from decode.wrapped import Wrapped
+from scripts.common.parts import Parts
 from scripts.proofs.controls import drafters as wrong_drafters
 from scripts.proofs.controls import numbers as number_controls
 from scripts.proofs.controls import rules as wrong_rules
-from scripts.proofs.controls.base import ONE, Control, Rule, rule_named
-from scripts.proofs.engine_law import Counted, TableDrafter, engine_law, toy_model
+from scripts.proofs.controls.base import ONE, Control, Measure, Rule, rule_named
+from scripts.proofs.engine_law import TableDrafter, counted_chain, engine_law, toy_model
 from scripts.proofs.enumerator import Case, Mangle, Verifier, enumerate_case
 
 EXACT, LOOP = 1e-9, 1e-9
-
-__all__ = [
-    "Control",
-    "Mangled",
-    "cases",
-    "commits_wrong_rows",
-    "controls",
-    "law_error",
-    "rule_named",
-]
 
 CHAIN = TreeShape.chain(2)
 STAR = TreeShape.of([(0,), (1,), (2,)])
@@ -242,36 +233,22 @@ def _loop() -> list[Control]:
         return target
 
     def adaptive(wrap: Callable[[Drafter], Any]) -> float:
-        drafter = wrap(
-            Counted(TableDrafter(CHAIN, "iid", 3), CHAIN)
-        )  # below the rule: it sees the depth of each row
+        drafter = wrap(counted_chain(3))  # below the rule: it sees the depth of each row
         return engine_law(toy_model(vocab=3), drafter, [1, 2], 4, ONE, shape=CHAIN).error
 
+    def one(name: str, seen: str, wrong: Measure, right: Measure) -> Control:
+        return Control(name, "engine enumeration", seen, wrong, right, LOOP)
+
+    rows, leak = commits_wrong_rows, wrong_drafters.leaks_siblings
     right = lambda: measure(same, None)
     return [
-        Control(
-            "cache keeps the wrong rows",
-            "engine enumeration",
-            "mutation",
-            lambda: measure(commits_wrong_rows, None),
-            right,
-            LOOP,
-        ),
-        Control(
-            "mask lets siblings see each other",
-            "engine enumeration",
-            "mutation",
-            lambda: measure(same, wrong_drafters.leaks_siblings),
-            right,
-            LOOP,
-        ),
-        Control(
+        one("cache keeps the wrong rows", "mutation", lambda: measure(rows, None), right),
+        one("mask lets siblings see each other", "mutation", lambda: measure(same, leak), right),
+        one(
             "draft length adapted to the tokens just drafted",
-            "engine enumeration",
             "DSpark, appendix A",
             lambda: adaptive(wrong_drafters.Anticipating),
             lambda: adaptive(lambda d: Adaptive(d, cost=0.27)),
-            LOOP,
         ),
     ]
 
@@ -285,3 +262,27 @@ def controls() -> list[Control]:
         *number_controls.below(),
         *number_controls.floor(),
     ]
+
+
+def measured(
+    known: Sequence[Control], parts: Parts, name: str, watch: Callable[[str, int, int], None]
+) -> list[dict[str, Any]]:
+    """What the layer of every control measures on the wrong code and on the correct one, kept in
+    `parts` under a name."""
+
+    def row(control: Control) -> dict[str, Any]:
+        wrong, right = control.wrong(), control.right()
+        return {
+            "name": control.name,
+            "layer": control.layer,
+            "rejected": wrong > control.limit >= right,
+            "p": None,
+            "measured": wrong,
+            "correct_code": right,
+            "limit": control.limit,
+            "seen": control.seen,
+        }
+
+    found = parts.each(name, known, row, lambda i: watch("controls", i, len(known)))
+    watch("controls", len(known), len(known))
+    return found

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from scripts.proofs import pit
 from scripts.proofs.certificate import Plan, Watch, World, passes_layer
 from scripts.proofs.controls import drafters as wrong_drafters
 from scripts.proofs.controls import rules as wrong_rules
-from scripts.proofs.controls.catalogue import Mangled, commits_wrong_rows, controls
+from scripts.proofs.controls.catalogue import Mangled, commits_wrong_rows, controls, measured
 from scripts.proofs.greedy import greedy_layer
 from scripts.proofs.sampled import Sample, sampling_layer, texts_of
 
@@ -44,13 +43,12 @@ TESTED = ("decode", "heads", "scripts/proofs")
 def run(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict[str, Any]]:
     """Every control, in the words of certificate.json."""
     found = [*_sampling(world, plan, watch, parts), *_passes(world, plan, watch, parts)]
-    return [*found, *_static(watch, parts), *_greedy(world, plan, watch, parts)]
+    found += measured(controls(), parts, "static", watch)
+    return [*found, *_greedy(world, plan, watch, parts)]
 
 
 def identity(target: Target, plan: Plan, processors: Any) -> dict[str, Any]:
-    """What the outcome of the controls depends on. code: hash of all source files under test
-    and of the layers.
-    """
+    """What the controls depend on. code: hash of the files under test and of the layers."""
     s, known = plan.sampling, target.identity
     return {
         "weights_sha256": known.weights_sha256 if known else None,
@@ -123,39 +121,29 @@ def _sampling(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict
     if plan.sampling.greedy:
         return []
     helper = DraftModel(world.target, 3, name="the target itself")
-    how = dataclasses.replace(plan.setting(), chunk=1)
-    cut = (
-        plan.sampling if plan.sampling.top_p < 1 else dataclasses.replace(plan.sampling, top_p=0.9)
-    )
+    own = plan.sampling
+    cut = own if own.top_p < 1 else dataclasses.replace(own, top_p=0.9)
     enough = min(CONTROL_P, plan.alpha)
 
     def tried(title: str, who: Any, verify: Any, sampling: Sampling, tokens: int) -> dict[str, Any]:
-        watch(title, 0, tokens)
-        bad = sampling_layer(
-            world.plain,
-            world.target,
-            who,
-            world.prompts,
-            dataclasses.replace(how, verify=verify, sampling=sampling, tokens=tokens),
-            lambda s: _p(s) < enough,
-            lambda done: watch(title, done, tokens),
-            Parts(None),
-        )
-        watch(title, tokens, tokens)  # it may stop early
+        changes: dict[str, Any] = {"verify": verify, "sampling": sampling, "tokens": tokens}
+        how = dataclasses.replace(plan, chunk=1, **changes)
+        tick = lambda done: watch(title, done, tokens)
+        tick(0)
+        stop = lambda sample: _p(sample) < enough
+        bad = sampling_layer(world.plain, world.target, who, world.prompts, how, stop, tick)
+        tick(tokens)  # it may stop early
         p = _p(bad)
         return {"rejected": p < plan.alpha, "p": p, "tokens": len(bad.u)}
 
-    def run(
-        key: str, name: str, who: Any, verify: Any, sampling: Sampling = plan.sampling
-    ) -> dict[str, Any]:
+    def run(key: str, name: str, who: Any, verify: Any, sampling: Sampling = own) -> dict[str, Any]:
         known = [row for row in parts.lines(key) if row["p"] < enough]
         if known:  # one that got through is tried again, maybe with more tokens
             return known[0]
         cold = sampling.temperature < COLD
         title = f"control: {name}"
-        found = tried(
-            title, who, verify, sampling, min(plan.tokens, FAINT if cold else plan.tokens)
-        )
+        most = min(plan.tokens, FAINT if cold else plan.tokens)
+        found = tried(title, who, verify, sampling, most)
         if cold and not found["rejected"]:
             warm = dataclasses.replace(sampling, temperature=1.0)
             faint = {"temperature": sampling.temperature, **found}
@@ -165,15 +153,11 @@ def _sampling(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict
         return row
 
     mangled = Mangled(helper, wrong_drafters.scored_unwarped)
+    merges = wrong_rules.merges_neighbours(0.2)
     return [
         run("typical", "typical acceptance", helper, wrong_rules.typical_acceptance),
         run("mislaid", "draft scored with the wrong law", mangled, plan.verify),
-        run(
-            "merged",
-            "every second token below 0.2 merged with its neighbour",
-            helper,
-            wrong_rules.merges_neighbours(0.2),
-        ),
+        run("merged", "every second token below 0.2 merged with its neighbour", helper, merges),
         run("uncut", "top-p ignored", helper, wrong_rules.ignores_truncation, cut),
     ]
 
@@ -186,7 +170,7 @@ def _passes(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict[s
     """Wrong masks and caches: the laws that verification used are not plain decoding's."""
     if plan.sampling.greedy:
         return []
-    how = dataclasses.replace(plan.setting(), tokens=min(PASSES, plan.tokens), chunk=1)
+    how = dataclasses.replace(plan, tokens=min(PASSES, plan.tokens), chunk=1)
 
     def run(key: str, name: str, target: Target, who: Any) -> dict[str, Any]:
         watch(f"control: {name}", 0, 1)
@@ -194,9 +178,8 @@ def _passes(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict[s
         def tried() -> dict[str, Any]:
             chunks = Parts(None)
             bad = sampling_layer(world.plain, target, who, world.prompts, how, parts=chunks)
-            layer = passes_layer(
-                world, plan, bad, texts_of(chunks.lines("sampling"), world.prompts), parts
-            )
+            texts = texts_of(chunks.lines("sampling"), world.prompts)
+            layer = passes_layer(world, plan, bad, texts, parts)
             return {
                 "name": name,
                 "layer": "passes",
@@ -212,38 +195,14 @@ def _passes(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict[s
         watch(f"control: {name}", 1, 1)
         return row
 
-    chain = DraftModel(world.target, 3, name="the target itself")
-    found = [
-        run("passes-rows", "cache keeps the wrong rows", commits_wrong_rows(world.target), chain)
-    ]
-    if world.target.support == "tree":
-        tree = DraftModel(
-            world.target, Form.tree(2, nodes=6, width=2), name="the target itself, a tree"
-        )
+    target = world.target
+    chain = DraftModel(target, 3, name="the target itself")
+    found = [run("passes-rows", "cache keeps the wrong rows", commits_wrong_rows(target), chain)]
+    if target.support == "tree":
+        form = Form.tree(2, nodes=6, width=2)
+        tree = DraftModel(target, form, name="the target itself, a tree")
         leaky = Mangled(tree, wrong_drafters.leaks_siblings)
-        found.append(run("passes-leak", "mask lets siblings see each other", world.target, leaky))
-    return found
-
-
-def _static(watch: Watch, parts: Parts) -> list[dict[str, Any]]:
-    known, found = controls(), parts.lines("static")
-    for i, control in enumerate(known[len(found) :], len(found)):
-        watch("controls", i, len(known))
-        wrong, right = control.wrong(), control.right()
-        found.append(
-            {
-                "name": control.name,
-                "layer": control.layer,
-                "rejected": wrong > control.limit >= right,
-                "p": None,
-                "measured": wrong,
-                "correct_code": right,
-                "limit": control.limit,
-                "seen": control.seen,
-            }
-        )
-        parts.add("static", found[-1])
-    watch("controls", len(known), len(known))
+        found.append(run("passes-leak", "mask lets siblings see each other", target, leaky))
     return found
 
 
@@ -251,25 +210,16 @@ def _greedy(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict[s
     helper = DraftModel(world.target, 3, name="the target itself")
 
     def run(key: str, name: str, who: Target, verify: Any) -> dict[str, Any]:
-        known = [
-            row
-            for row in parts.lines(key)
-            if row["rejected"] or row["prompts"] == len(world.chosen)
-        ]
+        most = len(world.chosen)
+        known = [r for r in parts.lines(key) if r["rejected"] or r["prompts"] == most]
         if known:
             return known[0]
         watch(f"control: {name}", 0, 1)
-        for count in sorted({min(GREEDY_PROMPTS, len(world.chosen)), len(world.chosen)}):
+        how = dataclasses.replace(plan.reading(world.tie), verify=verify)
+        for count in sorted({min(GREEDY_PROMPTS, most), most}):
             # in 16 bits many first differences are ties: look at more
-            few: Sequence[Sequence[int]] = world.chosen[:count]
-            bad = greedy_layer(
-                world.plain,
-                who,
-                helper,
-                few,
-                dataclasses.replace(plan.reading(world.tie), verify=verify),
-                world.theirs[: len(few)],
-            )
+            few, theirs = world.chosen[:count], world.theirs[:count]
+            bad = greedy_layer(world.plain, who, helper, few, how, theirs)
             if bad.defects or bad.astray:
                 break
         watch(f"control: {name}", 1, 1)

@@ -67,9 +67,7 @@ def with_scored_as_without(tree: DraftTree) -> DraftTree:
 
 
 def candidates_scored_softly(tree: DraftTree) -> DraftTree:
-    """Deterministic candidates (top-k) scored with their softmax probability instead of a
-    point mass.
-    """
+    """Deterministic candidates (top-k) scored with their softmax instead of a point mass."""
     return dataclasses.replace(tree, sampled=torch.ones_like(tree.tokens, dtype=torch.bool))
 
 
@@ -83,9 +81,7 @@ def drops_unlikely(tree: DraftTree) -> DraftTree:
 
 
 def reranks_siblings(tree: DraftTree) -> DraftTree:
-    """Anticipates: sampled siblings are re-ordered by their own q before verification (trees
-    of one level).
-    """
+    """Anticipates: sampled siblings are re-ordered by their own q (trees of one level)."""
     order = (-_own_q(tree)).argsort(dim=1, stable=True)
     return dataclasses.replace(tree, tokens=tree.tokens.gather(1, order))
 

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from decode.drafters import Drafter, DraftModel, NoDraft
 from decode.engine import Request, generate
-from decode.rng import ACCEPT, Rng, inverse_cdf
+from decode.inverse_cdf import inverse_cdf
+from decode.rng import ACCEPT, Rng
 from decode.sampling import Law, Sampling
 from decode.tree import DraftTree, Proposal, TreeShape
 from decode.verify import RULES
 from decode.wrapped import Wrapped
 from scripts.proofs.controls import rules as wrong_rules
-from scripts.proofs.controls.base import ONE, Control, Rule, rule_named
+from scripts.proofs.controls.base import ONE, Control, Measure, Rule, rule_named
 from scripts.proofs.engine_law import TableDrafter, toy_model
 
 FLOOR, COUNT = 0.01, 0.0
@@ -45,9 +46,7 @@ class LooseTest(Rng):
 
 
 def repeated_numbers(rng: type[Rng]) -> float:
-    """Numbers asked for more than once while decoding plainly, with a sampled chain and with a
-    sampled tree.
-    """
+    """Numbers asked for twice while decoding plainly, with a drawn chain and a drawn tree."""
     count = 0
     target = toy_model()
     shape = TreeShape.of([(0,), (1,), (0, 0)])
@@ -68,17 +67,9 @@ def repeated_numbers(rng: type[Rng]) -> float:
                     heard += u.flatten().tolist()
                     return u
 
-            requests = [Request([3, 1, 4], 12, id=i) for i in range(3)]
-            generate(
-                target,
-                drafter,
-                requests,
-                ONE,
-                batch_size=2,
-                verify=rule,
-                eos_ids=(),
-                coins=Recorder,
-            )
+            asked = [Request([3, 1, 4], 12, id=i) for i in range(3)]
+            how: dict[str, Any] = {"verify": rule, "eos_ids": (), "coins": Recorder}
+            generate(target, drafter, asked, ONE, batch_size=2, **how)
             count += len(heard) - len(set(heard))
     return float(count)
 
@@ -92,24 +83,15 @@ def _scripted(rng: type[Rng], value: float, rows: int) -> Rng:
 
 
 def impossible_tokens(rng: type[Rng]) -> float:
-    """Tokens of probability 0 emitted when every random number is exactly 0: chains and
-    siblings, both rules.
-    """
+    """Tokens of probability 0 emitted where every number is 0: chains, siblings, both rules."""
     count = 0
-    half = torch.tensor(
-        [0.5, 0.5, 0, 0], dtype=torch.float64
-    )  # the draft's law; the target's has the other half
+    # the draft's law; the target's has the other half
+    half = torch.tensor([0.5, 0.5, 0, 0], dtype=torch.float64)
     logits = torch.tensor([-torch.inf, -torch.inf, 0.0, 0.0], dtype=torch.float64)
     for shape in (TreeShape.chain(2), TreeShape.of([(0,), (1,)])):
-        n = len(shape)
-        tokens = torch.tensor([[0, 1]])
-        tree = DraftTree.static(
-            shape,
-            tokens,
-            None,
-            torch.ones(1, n, dtype=torch.bool),
-            Proposal(half.expand(1, 1, 4), torch.zeros(1, n, dtype=torch.int64)),
-        )
+        n, tokens = len(shape), torch.tensor([[0, 1]])
+        proposal = Proposal(half.expand(1, 1, 4), torch.zeros_like(tokens))
+        tree = DraftTree.static(shape, tokens, None, torch.ones(1, n, dtype=torch.bool), proposal)
         for rule in RULES:
             law = Law(ONE, logits.expand(1, n + 1, 4), tree)
             verdict = RULES[rule](tree, law, _scripted(rng, 0.0, 1))
@@ -127,15 +109,10 @@ def empty_residuals(rules: Sequence[Rule], rows: int) -> float:
         logits = torch.randn(rows, 1, vocab, generator=generator).expand(rows, 2, vocab)
         law = logits[:, :1].softmax(-1)
         token = law[:, 0].argmax(-1)
-        nudged = law.scatter(
-            2, token[:, None, None], torch.nextafter(law.amax(-1, keepdim=True), torch.tensor(2.0))
-        )
-        tree = DraftTree.chain(
-            token[:, None],
-            None,
-            torch.ones(rows, 1, dtype=torch.bool),
-            Proposal(nudged, torch.zeros(rows, 1, dtype=torch.int64)),
-        )
+        above = torch.nextafter(law.amax(-1, keepdim=True), torch.tensor(2.0))
+        nudged, row = law.scatter(2, token[:, None, None], above), torch.zeros_like(token[:, None])
+        sampled = torch.ones_like(row, dtype=torch.bool)
+        tree = DraftTree.chain(token[:, None], None, sampled, Proposal(nudged, row))
         for rule in rules:
             heard: list[Tensor] = []
             rng = _scripted(Rng, 1 - 2.0**-53, rows)
@@ -144,42 +121,35 @@ def empty_residuals(rules: Sequence[Rule], rows: int) -> float:
             verdict = rule(tree, Law(ONE, logits, tree), rng)
             for weights in heard:
                 bad += int((~weights.sum(-1).isfinite() | ~(weights.sum(-1) > 0)).sum())
-            reached = (
-                logits[torch.arange(rows), verdict.length]
-                .softmax(-1)
-                .gather(1, verdict.bonus[:, None])
-            )
-            bad += int((~(reached > 0)).sum())
+            law_there = logits[torch.arange(rows), verdict.length].softmax(-1)
+            bad += int((~(law_there.gather(1, verdict.bonus[:, None]) > 0)).sum())
     return float(bad)
 
 
 def below() -> list[Control]:
-    base = [rule_named(r) for r in RULES]
-    layer = "scripted uniforms"
+    """What the exact law does not see: numbers used twice, u = 0, a sum of 0."""
+
+    def one(name: str, seen: str, wrong: Measure, right: Measure) -> Control:
+        return Control(name, "scripted uniforms", seen, wrong, right, COUNT)
+
     return [
-        Control(
+        one(
             "one number for the draft draw and its test",
-            layer,
             "several engines",
             lambda: repeated_numbers(SharedNumber),
             lambda: repeated_numbers(Rng),
-            COUNT,
         ),
-        Control(
+        one(
             "u <= p accepts probability 0 at u = 0",
-            layer,
             "float32 generators return 0",
             lambda: impossible_tokens(LooseTest),
             lambda: impossible_tokens(Rng),
-            COUNT,
         ),
-        Control(
+        one(
             "empty residual divided by its sum",
-            layer,
             "gpt-fast, transformers, EAGLE",
             lambda: empty_residuals([wrong_rules.residual_unguarded], 50),
-            lambda: empty_residuals(base, 2000),
-            COUNT,
+            lambda: empty_residuals([rule_named(r) for r in RULES], 2000),
         ),
     ]
 
@@ -188,9 +158,7 @@ def below() -> list[Control]:
 
 
 class _Misinformed(Wrapped):
-    """A drafter that reads another first token (a BOS, say) than the target: its state is
-    wrong from the start.
-    """
+    """A drafter that reads another first token (a BOS, say) than the target."""
 
     def __init__(self, drafter: Drafter, vocab: int) -> None:
         super().__init__(drafter)
@@ -201,9 +169,7 @@ class _Misinformed(Wrapped):
 
 
 def acceptance_shortfall(change: Callable[[Drafter], Any], rule: str | Rule) -> float:
-    """Share of draft tokens rejected when the target drafts for itself: 0 for a sound loop, T
-    = 0 and T = 1.
-    """
+    """Share of draft tokens rejected where the target drafts for itself: 0 for a sound loop."""
     target = toy_model(vocab=32)
     proposed = accepted = 0
     for sampling in (Sampling(0.0), ONE):
@@ -216,24 +182,23 @@ def acceptance_shortfall(change: Callable[[Drafter], Any], rule: str | Rule) -> 
 
 
 def floor() -> list[Control]:
+    """Lossless and worthless."""
+
+    def one(name: str, seen: str, wrong: Measure) -> Control:
+        return Control(name, "acceptance floor", seen, wrong, right, FLOOR)
+
     def right() -> float:
         return max(acceptance_shortfall(lambda d: d, r) for r in RULES)
 
     return [
-        Control(
+        one(
             "drafter reads another first token",
-            "acceptance floor",
             "prompt templates, missing BOS",
             lambda: acceptance_shortfall(lambda d: _Misinformed(d, 32), "traversal"),
-            right,
-            FLOOR,
         ),
-        Control(
+        one(
             "draft ignored",
-            "acceptance floor",
             "mutation",
             lambda: acceptance_shortfall(lambda d: d, wrong_rules.never_accepts),
-            right,
-            FLOOR,
         ),
     ]

@@ -20,9 +20,7 @@ Path = tuple[list[int], int]  # accepted nodes, bonus token
 
 
 class Row:
-    """One row of a tree with the laws and coins it needs. Slot 0 follows the last committed
-    token.
-    """
+    """One row of a tree, its laws and coins. Slot 0 follows the last committed token."""
 
     def __init__(self, tree: DraftTree, law: Law, rng: Coins, row: int) -> None:
         self.law, self.rng, self.size = law, rng, int(tree.size[row])
@@ -47,9 +45,7 @@ class Row:
         return self.tree.sampled is not None and bool(self.tree.sampled[self.row, node])
 
     def q(self, node: int, before: list[int]) -> Tensor:
-        """The law [V] that `node` was drawn from, its earlier siblings `before` removed where
-        that is the scheme.
-        """
+        """The law [V] that `node` was drawn from, without the siblings that are removed."""
         if not self.sampled(node):
             return torch.nn.functional.one_hot(
                 torch.tensor(self.tokens[node]), self.law.vocab_size

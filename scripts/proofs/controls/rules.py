@@ -45,9 +45,7 @@ def argmax_bonus(row: Row) -> Path:
 
 @by_row
 def draws_per_path(row: Row) -> Path:
-    """Every root-to-leaf path gets draws of its own, shared prefixes too; the longest match
-    wins.
-    """
+    """Every root-to-leaf path has draws of its own, also where shared; the longest match wins."""
     leaves = [i for i in range(row.size) if not row.kids(i + 1)]
     best: list[int] = []
     for leaf in leaves:
@@ -113,9 +111,7 @@ def rejected_token_stays(row: Row) -> Path:
 
 @by_row
 def bonus_unwarped(row: Row) -> Path:
-    """The bonus token of a wholly accepted draft comes from the law before temperature and
-    truncation.
-    """
+    """The bonus token of a whole draft comes from the law before temperature and truncation."""
     return descend(
         row, final=lambda row, slot, r, rejected: r if rejected or not slot else row.raw(slot)
     )
@@ -149,9 +145,7 @@ def temperature_twice(row: Row) -> Path:
 
 @by_row
 def softmax_acceptance(row: Row) -> Path:
-    """litgpt at T = 0: the argmax candidate is accepted with its softmax probability; the
-    residual's argmax follows.
-    """
+    """litgpt at T = 0: accepts the argmax with its softmax probability, else the next best."""
     slot = 0
     nodes: list[int] = []
     while True:
@@ -170,9 +164,7 @@ def softmax_acceptance(row: Row) -> Path:
 
 @by_row
 def bonus_from_wrong_node(row: Row) -> Path:
-    """The bonus token is drawn from the law of the accepted node's parent: off by one row of
-    logits.
-    """
+    """The bonus token is drawn from the law of the accepted node's parent: one row off."""
 
     def parent(row: Row, slot: int, r: Tensor, rejected: bool) -> Tensor:
         return r if slot == 0 else row.p(row.parents[slot - 1] + 1)
@@ -188,9 +180,7 @@ def law_of_the_child(row: Row) -> Path:
 
 @by_row
 def residual_unguarded(row: Row) -> Path:
-    """gpt-fast and others: the residual is divided by its sum, which rounding may leave at 0:
-    NaN.
-    """
+    """gpt-fast and others: the residual is divided by its sum, which may round to 0: NaN."""
     r = row.p(0)
     before: list[int] = []
     for node in row.kids(0):
@@ -235,16 +225,12 @@ def traversal_stale(row: Row) -> Path:
 
 @by_row
 def traversal_ratio(row: Row) -> Path:
-    """vllm-ascend #7807, the other half: a node is kept with its own ratio, not with S / (S +
-    1 - w).
-    """
+    """vllm-ascend #7807 as well: a node is kept with its own ratio, not with S / (S + 1 - w)."""
     return _traverse(row, ratio_only=True)
 
 
 def merges_neighbours(limit: float) -> Rule:
-    """Ordered by probability, every second token below `limit` hands its mass to the one
-    before it.
-    """
+    """By probability every second token below `limit` hands its mass to the one before."""
 
     @by_row
     def merged(row: Row) -> Path:

@@ -28,31 +28,19 @@ COMPARISONS: dict[type[ast.cmpop], tuple[str, ...]] = {
     ast.In: ("not in",),
     ast.NotIn: ("in",),
 }
-ARITHMETIC: dict[type[ast.operator], str] = {
-    ast.Add: "-",
-    ast.Sub: "+",
-    ast.Mult: "/",
-    ast.Div: "*",
-    ast.FloorDiv: "*",
-    ast.Mod: "//",
-    ast.BitAnd: "|",
-    ast.BitOr: "&",
-    ast.BitXor: "|",
-    ast.LShift: ">>",
-    ast.RShift: "<<",
-}
-SIGNS: dict[type[ast.operator], str] = {
-    ast.Add: "+",
-    ast.Sub: "-",
-    ast.Mult: "*",
-    ast.Div: "/",
-    ast.FloorDiv: "//",
-    ast.Mod: "%",
-    ast.BitAnd: "&",
-    ast.BitOr: "|",
-    ast.BitXor: "^",
-    ast.LShift: "<<",
-    ast.RShift: ">>",
+# the sign of an operator, and the one that it becomes
+ARITHMETIC: dict[type[ast.operator], tuple[str, str]] = {
+    ast.Add: ("+", "-"),
+    ast.Sub: ("-", "+"),
+    ast.Mult: ("*", "/"),
+    ast.Div: ("/", "*"),
+    ast.FloorDiv: ("//", "*"),
+    ast.Mod: ("%", "//"),
+    ast.BitAnd: ("&", "|"),
+    ast.BitOr: ("|", "&"),
+    ast.BitXor: ("^", "|"),
+    ast.LShift: ("<<", ">>"),
+    ast.RShift: (">>", "<<"),
 }
 _PAIRS = (
     ("min", "max"),
@@ -157,9 +145,7 @@ class _Source:
 
 
 def mutants(root: Path, file: str, scopes: Sequence[str] = ()) -> list[Mutant]:
-    """All mutants of `file` below `root`, in the order of the source. scopes: only within
-    these functions.
-    """
+    """All mutants of `file` below `root`, in its order. scopes: only in these functions."""
     text = (root / file).read_text()
     source, tree = _Source(text), ast.parse(text)
     found: dict[tuple[int, int, str], Mutant] = {}
@@ -211,9 +197,7 @@ def _mutant(
 
 
 def _nodes(tree: ast.Module) -> Iterator[tuple[str, tuple[int, int], ast.AST]]:
-    """Every node that may be edited, with the function (Class.function) and the lines of the
-    statement around it.
-    """
+    """Every node that may be edited, with its function and the lines of its statement."""
     todo: list[tuple[str, tuple[int, int], ast.AST]] = [("", (0, 0), tree)]
     while todo:
         scope, lines, node = todo.pop()
@@ -235,9 +219,8 @@ def _parts(node: ast.AST) -> list[ast.AST]:
     """The parts of a node that may hold edits."""
     if isinstance(node, ast.FunctionDef):
         return [*node.args.defaults, *filter(None, node.args.kw_defaults), *node.body]
-    if isinstance(
-        node, ast.ClassDef | ast.Module
-    ):  # fields, their annotations and constants are no code
+    if isinstance(node, ast.ClassDef | ast.Module):
+        # fields, their annotations and constants are no code
         return [part for part in node.body if isinstance(part, ast.FunctionDef | ast.ClassDef)]
     if isinstance(node, ast.AnnAssign):
         return [node.value] if node.value else []
@@ -249,18 +232,16 @@ def _parts(node: ast.AST) -> list[ast.AST]:
 def _edits(source: _Source, node: ast.AST) -> Iterator[Edit]:
     """The edits of one node, those of its parts not among them."""
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
-        old = (
-            source.data[source.end(node.left) : source.begin(node.comparators[0])].decode().strip()
-        )
+        right = node.comparators[0]
+        old = source.data[source.end(node.left) : source.begin(right)].decode().strip()
         for new in COMPARISONS.get(type(node.ops[0]), ()):
             if "(" not in old and ")" not in old:
-                yield source.between(node.left, node.comparators[0], old, new, "comparison")
+                yield source.between(node.left, right, old, new, "comparison")
     elif isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
-        new = ARITHMETIC[type(node.op)]
-        yield source.between(node.left, node.right, SIGNS[type(node.op)], new, "arithmetic")
+        old, new = ARITHMETIC[type(node.op)]
+        yield source.between(node.left, node.right, old, new, "arithmetic")
     elif isinstance(node, ast.AugAssign) and type(node.op) in ARITHMETIC:
-        old = SIGNS[type(node.op)] + "="
-        new = ARITHMETIC[type(node.op)] + "="
+        old, new = (sign + "=" for sign in ARITHMETIC[type(node.op)])
         yield source.between(node.target, node.value, old, new, "arithmetic")
     elif isinstance(node, ast.BoolOp):
         old, new = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
@@ -284,10 +265,9 @@ def _edits(source: _Source, node: ast.AST) -> Iterator[Edit]:
         yield from _call(source, node)
     if isinstance(node, ast.Expr | ast.Assign | ast.AugAssign | ast.Break | ast.Continue):
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        local = not isinstance(node, ast.Assign) or not isinstance(
-            node.targets[0], ast.Name | ast.Tuple
-        )
-        if local and not docstring:  # a name that is never bound only ends in a NameError
+        # a name that is never bound only ends in a NameError
+        binds = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name | ast.Tuple)
+        if not binds and not docstring:
             yield source.swap(node, "pass", "statement")
 
 
@@ -340,9 +320,4 @@ def _call(source: _Source, node: ast.Call) -> Iterator[Edit]:
 
 def _is_last_dim(node: ast.AST) -> bool:
     """A literal -1, most often the dimension that a reduction or a join runs over."""
-    return (
-        isinstance(node, ast.UnaryOp)
-        and isinstance(node.op, ast.USub)
-        and isinstance(node.operand, ast.Constant)
-        and node.operand.value == 1
-    )
+    return isinstance(node, ast.expr) and ast.unparse(node) == "-1"

@@ -36,9 +36,7 @@ TESTS = {
 
 
 def unit_tests(file: str) -> None:
-    """The fast unit tests about `file`; the first red one ends it. Raises AssertionError that
-    names it.
-    """
+    """The fast unit tests about `file`. Raises AssertionError with the first red one."""
     paths = [f"tests/{name}" for name in TESTS[file]]
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):

@@ -32,15 +32,12 @@ from heads.parallel.medusa import MedusaConfig, MedusaHead
 from scripts.common.parts import Parts
 from scripts.proofs import certificate
 from scripts.proofs.confident import Confident, ConfidentTable
-from scripts.proofs.engine_law import Counted, TableDrafter, engine_law, toy_model
+from scripts.proofs.engine_law import TableDrafter, counted_chain, engine_law, toy_model
 from scripts.proofs.enumerator import Case, enumerate_case
 from scripts.proofs.extremes import TEMPERATURES, Extreme
 
-EXACT, ROUNDED, LOOP = (
-    1e-12,
-    1e-6,
-    1e-9,
-)  # limits of the exact law: float64, float32, the whole loop
+# limits of the exact law: float64, float32, the whole loop
+EXACT, ROUNDED, LOOP = 1e-12, 1e-6, 1e-9
 SMALL = TreeShape.of([(0,), (1,), (0, 0)])
 BUSHY = TreeShape.of([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
 PENALTY = Sampling(1.0, repetition_penalty=1.3)
@@ -50,9 +47,7 @@ PENALTY = Sampling(1.0, repetition_penalty=1.3)
 
 
 def enumeration(cases: int = 80, extremes: int = 1) -> None:
-    """The exact law of one verification on random and on extreme worlds, and of the whole loop
-    with every drafter.
-    """
+    """The exact law of one verification on worlds, and of the whole loop with every drafter."""
     generator = torch.Generator().manual_seed(11)
     for number in range(cases):
         _exact(Case.random(generator), EXACT, f"world {number}")
@@ -78,9 +73,7 @@ def _exact(case: Case, limit: float, name: str) -> None:
 
 
 def small_lm(target: Target, shape: TreeShape | None = None) -> DraftModel:
-    """A smaller model of the target's vocabulary: a chain, or a tree drawn over some of its
-    tokens.
-    """
+    """A smaller model: a chain, or a tree drawn over some of the target's tokens."""
     vocab = target.vocab_size
     model = tiny_model(layers=1, hidden=16, heads=2, kv_heads=1, vocab=vocab, init_std=0.35, seed=5)
     draft = Target(model.to(target.dtype))
@@ -118,8 +111,7 @@ def _drafter(head: Head, target: Target, shape: TreeShape) -> Drafter:
 
 
 def _adaptive(target: Target) -> Any:
-    shape = TreeShape.chain(2)
-    return Adaptive(Counted(TableDrafter(shape, "iid", 8), shape), cost=0.27)  # type: ignore[arg-type]
+    return Adaptive(counted_chain(8), cost=0.27)
 
 
 def _confident(target: Target) -> Any:
@@ -162,18 +154,8 @@ class Certified:
 
     def target(self) -> Target:
         more: dict[str, Any] = {"sliding_window": self.window} if self.window else {}
-        model = tiny_model(
-            self.arch,
-            layers=2,
-            hidden=32,
-            heads=2,
-            kv_heads=1,
-            vocab=self.vocab,
-            context=256,
-            init_std=0.3,
-            **more,
-        )
-        return Target(model)
+        size = {"layers": 2, "hidden": 32, "heads": 2, "kv_heads": 1, "vocab": self.vocab}
+        return Target(tiny_model(self.arch, **size, context=256, init_std=0.3, **more))
 
     def plan(self) -> certificate.Plan:
         return certificate.Plan(

@@ -52,7 +52,7 @@ class LlamaCppConfig:
     threads: OneOrMore = 1
     # Python of the environment with xllamacpp
     engine: str = ".venv-llamacpp/bin/python"
-    # K of a kind of drafter (eagle3, small_lm), in place of the export's
+    # K of a drafter by its name in the table (eagle3, small_lm), in place of the export's
     draft_tokens: dict[str, int] = field(default_factory=dict)
 
     def validate(self) -> list[str]:
@@ -72,7 +72,7 @@ def main(cfg: LlamaCppConfig) -> int:
     bench = llamacpp_cases.Bench(python, stage.work, stage.runs, cfg.max_new_tokens, cfg.traced)
     heads = []
     for found in stage.drafters():
-        name = f"{found.kind}-{cfg.dtype}"
+        name = f"{found.name}-{cfg.dtype}"
         folder = stage.exported(name, found, "gguf", f"dtype={cfg.dtype}")
         heads.append((found, folder, load_head(found.folder, stage.target)))
     cases = []
@@ -88,7 +88,7 @@ def main(cfg: LlamaCppConfig) -> int:
         cases.append({"case": "plain", **about, **llamacpp_cases.plain_case(bench, plain)})
         for found, folder, head in heads:
             manifest = exported(folder) or {}
-            depth = cfg.draft_tokens.get(found.kind) or manifest["draft_tokens"]
+            depth = cfg.draft_tokens.get(found.name) or manifest["draft_tokens"]
             said = replace(
                 settings,
                 draft=str(folder / gguf_export.DRAFT),
@@ -97,13 +97,13 @@ def main(cfg: LlamaCppConfig) -> int:
             )
             print(f"llama.cpp on the {label} target: {found.spec}", flush=True)
             key = about["target_sha256"] + manifest["files"][gguf_export.DRAFT]["sha256"]
-            answer = llamacpp_cases.served(bench, f"{found.kind}-{label}", said, key)
+            answer = llamacpp_cases.served(bench, f"{found.name}-{label}", said, key)
             twin = gguf_export.rounded_head(head, cfg.dtype)
             drafter = twin.drafter(stage.target, Draft(shape="chain"))
             case = llamacpp_cases.case(bench, drafter, depth, answer, plain)
             cases.append(
                 {
-                    "case": found.kind,
+                    "case": found.name,
                     **about,
                     "drafter": found.spec,
                     "card_sha256": found.card_sha256,

@@ -1,44 +1,54 @@
-"""`engines.py sampled`: is llama.cpp's sampled speculation lossless? Its server with a drafter,
-taking the draft's best tokens (`greedy`) or drawing them from its law (`probabilistic`: true
-rejection sampling, which this version has for a separate draft alone), certified over HTTP
-against the same weights here."""
+"""`engines.py sampled`: is an engine's sampled speculation lossless? Its server with a drafter,
+certified over HTTP against the same weights here. A draft takes the drafter's best tokens
+(`greedy`), or in llama.cpp draws them from its law (`probabilistic`: true rejection sampling,
+which this version has for a separate draft alone)."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 from conf.errors import UserError
 from conf.rules import AboveZero, AtATime, Filled, Inside, OneOrMore, Seed, one_of
 from conf.schema import entry
 from decode.models.load import TargetConfig
 from decode.sampling import Sampling
+from heads import load_head
 from heads.interop import exported
 from scripts.common.parts import Parts
 from scripts.reports.block import md_table
-from scripts.serving import gguf_export, llamacpp_cases, server_certificate
-from scripts.serving import llamacpp as server
+from scripts.serving import card, gguf_export, llamacpp_cases, server_certificate, vllm_server
+from scripts.serving import llamacpp as llamacpp_server
 from scripts.serving.asking import Address
 from scripts.serving.drafter_laws import drafter_laws
-from scripts.serving.engines import shared
-from scripts.serving.engines.llamacpp import MAKE, target_file
+from scripts.serving.engines import llamacpp, shared, vllm
 
 PROBABILISTIC, GREEDY = "probabilistic", "greedy"
 MODES = (PROBABILISTIC, GREEDY)
-DRAWN = ("small_lm",)  # drafters whose law it samples; others take their best tokens all the same
+DRAWN = ("small_lm",)  # drafters whose law llama.cpp samples; others take their best tokens
+LLAMACPP, VLLM, NGRAM = "llamacpp", "vllm", "ngram"
+# by engine: its name for people and the Python of its environment
+ENGINES = {
+    LLAMACPP: ("llama.cpp", "xllamacpp", ".venv-llamacpp/bin/python", llamacpp.MAKE),
+    VLLM: ("vLLM", "vllm", ".venv-engines/bin/python", "make engines ONLY=vllm"),
+}
 
 
 @dataclass
 class SampledConfig:
     """Keys of scripts/engines.py sampled."""
 
-    # run folders or head folders to export and serve
+    # run folders or head folders to export and serve; vLLM's own n-grams: ngram
     drafters: list[str]
-    # JSON to write
-    out: str = "docs/results/engines-llamacpp-sampled.json"
-    # folder for exports and for the answers that are there
-    work: str = "runs/engines-llamacpp"
+    # the engine: llamacpp, vllm
+    server: Annotated[str, one_of(ENGINES)] = LLAMACPP
+    # JSON to write; empty = docs/results/engines-SERVER-sampled.json
+    out: str = ""
+    # folder for exports and for the answers that are there; empty = runs/engines-SERVER
+    work: str = ""
     # the target of all of them
     target: TargetConfig = field(default_factory=TargetConfig)
     # how the draft is drawn: probabilistic, greedy
@@ -75,8 +85,8 @@ class SampledConfig:
     threads: OneOrMore = 1
     # addresses all random numbers
     seed: Seed = 0
-    # Python of the environment with xllamacpp
-    engine: str = ".venv-llamacpp/bin/python"
+    # Python of the engine's environment; empty = the one that `make engines` builds
+    engine: str = ""
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
@@ -109,19 +119,20 @@ class SampledConfig:
 @entry("engines_sampled", SampledConfig)
 def main(cfg: SampledConfig) -> int:
     """Export, serve, certify, write."""
-    python = shared.environment(cfg.engine, MAKE)
+    label, package, default, make = ENGINES[cfg.server]
+    python = shared.environment(cfg.engine or default, make)
+    cfg.out = cfg.out or f"docs/results/engines-{cfg.server}-sampled.json"
+    cfg.work = cfg.work or f"runs/engines-{cfg.server}"
     stage = shared.Stage(cfg)
-    target = target_file(stage, "float32")
+    bench = BENCHES[cfg.server](cfg, stage, python)
     cases = []
-    version = ""
-    for found in stage.drafters():
-        if PROBABILISTIC in cfg.modes and found.kind not in DRAWN:
-            raise UserError(
-                f"modes: {cfg.modes}; llama.cpp draws the tokens of a separate draft alone from "
-                f"its law, {found.spec} is {found.kind}: set modes=[{GREEDY}]"
-            )
-        version, rows = served(cfg, stage, found, python, target)
-        cases += rows
+    for found in bench.drafters():
+        for mode in cfg.modes:
+            if (problem := bench.refusal(found, mode)) is not None:
+                raise UserError(problem)
+        for mode in cfg.modes:
+            print(f"{label}, {mode}: {found.spec}", flush=True)
+            cases.append(certified(cfg, stage, bench, found, mode))
     about = {
         "temperature": cfg.temperature,
         "top_k": cfg.top_k,
@@ -134,7 +145,7 @@ def main(cfg: SampledConfig) -> int:
         "cache": "float32",
         "threads": cfg.threads,
     }
-    print(markdown(stage.report({"xllamacpp": version}, about, cases)))
+    print(markdown(stage.report({package: bench.version}, about, cases)))
     return stage.end()
 
 
@@ -144,18 +155,63 @@ def tell(what: str, done: int, total: int) -> None:
         print(f"{what}: {done} of {total}", flush=True)
 
 
-def served(
-    cfg: SampledConfig, stage: shared.Stage, found: shared.Found, python: Path, target: Path
-) -> tuple[str, list[dict[str, Any]]]:
-    """(version of the server, a row for every mode) of one drafter."""
-    how, version, rows = cfg.how(), "", []
-    folder = stage.exported(f"{found.kind}-float32", found, "gguf", "dtype=float32")
-    towards = drafter_laws(str(found.folder), stage.target, cfg.sampling())
-    draft = (exported(folder) or {})["files"][gguf_export.DRAFT]["sha256"]
-    for mode in cfg.modes:
-        settings = server.Settings(
-            str(target),
-            str(folder / gguf_export.DRAFT),
+class Bench(Protocol):
+    """An engine that is certified. version: of the server that ran last."""
+
+    version: str
+
+    def drafters(self) -> Iterator[shared.Found]:
+        """Those that are there."""
+        ...
+
+    def refusal(self, found: shared.Found, mode: str) -> str | None:
+        """Why it cannot draft so."""
+        ...
+
+    def stamp(self, found: shared.Found) -> str:
+        """What drafts, by its hash."""
+        ...
+
+    def serving(
+        self, found: shared.Found, mode: str, name: str
+    ) -> contextlib.AbstractContextManager[str]:
+        """The server's address while the block runs."""
+        ...
+
+
+class LlamaCppBench:
+    """llama.cpp on GGUF files of target and drafts."""
+
+    def __init__(self, cfg: SampledConfig, stage: shared.Stage, python: Path) -> None:
+        self.cfg, self.stage, self.python = cfg, stage, python
+        self.version = ""
+        self.target = llamacpp.target_file(stage, "float32")
+
+    def drafters(self) -> Iterator[shared.Found]:
+        return self.stage.drafters()
+
+    def refusal(self, found: shared.Found, mode: str) -> str | None:
+        if mode != PROBABILISTIC or found.kind in DRAWN:
+            return None
+        return (
+            f"modes: {self.cfg.modes}; llama.cpp draws the tokens of a separate draft alone from "
+            f"its law, {found.spec} is {found.kind}: set modes=[{GREEDY}]"
+        )
+
+    def export(self, found: shared.Found) -> Path:
+        """The folder with the draft's file."""
+        return self.stage.exported(f"{found.name}-float32", found, "gguf", "dtype=float32")
+
+    def stamp(self, found: shared.Found) -> str:
+        manifest = exported(self.export(found)) or {}
+        return str(manifest["files"][gguf_export.DRAFT]["sha256"])
+
+    @contextlib.contextmanager
+    def serving(self, found: shared.Found, mode: str, name: str) -> Iterator[str]:
+        cfg = self.cfg
+        settings = llamacpp_server.Settings(
+            str(self.target),
+            str(self.export(found) / gguf_export.DRAFT),
             llamacpp_cases.METHODS[found.kind],
             cfg.draft_tokens,
             probabilistic=mode == PROBABILISTIC,
@@ -164,27 +220,92 @@ def served(
             threads=cfg.threads,
             talk=1,
         )
-        name = f"sampled-{found.kind}-{mode}"
-        key = [draft, mode, cfg.draft_tokens, vars(how) | {"members": None, "detect": None}]
-        parts = Parts(stage.work / name, key)
-        print(f"llama.cpp, {mode}: {found.spec}", flush=True)
-        with server.running(python, settings, stage.work, name) as one:
-            version = one.version
-            address = Address(one.url, llamacpp_cases.PATIENCE, connections=max(cfg.at_a_time))
-            paper = server_certificate.certified(
-                stage.target, stage.ids, how, address, None, parts, tell, towards
-            )
-        rows.append(
-            {
-                "case": found.kind,
-                "mode": mode,
-                "drafter": found.spec,
-                "card_sha256": found.card_sha256,
-                "draft_tokens": cfg.draft_tokens,
-                **brief(paper),
-            }
+        with llamacpp_server.running(self.python, settings, self.stage.work, name) as one:
+            self.version = one.version
+            yield one.url
+
+
+class VllmBench:
+    """vLLM on the target's folder, with exported heads or its own n-grams."""
+
+    def __init__(self, cfg: SampledConfig, stage: shared.Stage, python: Path) -> None:
+        self.cfg, self.stage, self.python = cfg, stage, python
+        self.version = ""
+
+    def drafters(self) -> Iterator[shared.Found]:
+        if NGRAM in self.cfg.drafters:
+            yield shared.Found(NGRAM, NGRAM, Path(), NGRAM, "")
+        yield from self.stage.drafters(without=(NGRAM,))
+
+    def refusal(self, found: shared.Found, mode: str) -> str | None:
+        if mode == PROBABILISTIC:
+            return f"modes: {self.cfg.modes}; vLLM's drafts take the best tokens: set [{GREEDY}]"
+        if found.kind != NGRAM and found.kind not in vllm.FORMATS:
+            return f"drafters: {found.spec} is {found.kind}, which vLLM's CPU build does not serve"
+        return None
+
+    def export(self, found: shared.Found) -> Path:
+        """The folder of the exported head."""
+        format = vllm.FORMATS[found.kind][0]
+        return self.stage.exported(f"{found.name}-{format}", found, format)
+
+    def stamp(self, found: shared.Found) -> str:
+        return found.card_sha256
+
+    @contextlib.contextmanager
+    def serving(self, found: shared.Found, mode: str, name: str) -> Iterator[str]:
+        cfg, identity = self.cfg, self.stage.target.identity
+        if found.kind == NGRAM:
+            speculative = vllm_server.ngram(cfg.draft_tokens)
+        else:
+            head = load_head(found.folder, self.stage.target)
+            speculative = card.vllm(head, self.export(found), cfg.draft_tokens)
+        settings = vllm_server.Settings(
+            identity.path if identity else "",
+            speculative,
+            max(cfg.at_a_time),
+            cfg.context,
+            cfg.threads,
         )
-    return version, rows
+        with vllm_server.running(self.python, settings, self.stage.work, name) as one:
+            self.version = one.version
+            yield one.url
+
+
+BENCHES: dict[str, Callable[[SampledConfig, shared.Stage, Path], Bench]] = {
+    LLAMACPP: LlamaCppBench,
+    VLLM: VllmBench,
+}
+
+
+def certified(
+    cfg: SampledConfig,
+    stage: shared.Stage,
+    bench: Bench,
+    found: shared.Found,
+    mode: str,
+) -> dict[str, Any]:
+    """The row of one drafter in one mode."""
+    how = cfg.how()
+    towards = None
+    if found.kind != NGRAM:
+        towards = drafter_laws(str(found.folder), stage.target, cfg.sampling())
+    name = f"sampled-{found.name}-{mode}"
+    depends = vars(how) | {"members": None, "detect": None}
+    parts = Parts(stage.work / name, [bench.stamp(found), mode, cfg.draft_tokens, depends])
+    with bench.serving(found, mode, name) as url:
+        address = Address(url, llamacpp_cases.PATIENCE, connections=max(cfg.at_a_time))
+        paper = server_certificate.certified(
+            stage.target, stage.ids, how, address, None, parts, tell, towards
+        )
+    return {
+        "case": found.name,
+        "mode": mode,
+        "drafter": found.spec,
+        "card_sha256": found.card_sha256,
+        "draft_tokens": cfg.draft_tokens,
+        **brief(paper),
+    }
 
 
 def brief(paper: dict[str, Any]) -> dict[str, Any]:
@@ -209,7 +330,7 @@ def brief(paper: dict[str, Any]) -> dict[str, Any]:
 
 
 COLUMNS = (
-    "served by llama.cpp",
+    "drafter",
     "draft drawn",
     "K",
     "sampled tokens",
@@ -250,8 +371,10 @@ def cells(report: dict[str, Any]) -> list[list[str]]:
 def title(report: dict[str, Any]) -> str:
     """Where and how it was measured."""
     said = report["settings"]
+    ((package, version),) = report["engine"].items()
+    label = next(name for name, known, *_ in ENGINES.values() if known == package)
     return (
-        f"llama.cpp (xllamacpp {report['engine']['xllamacpp']}) on the CPU · sampled "
+        f"{label} ({package} {version}) on the CPU · sampled "
         f"(T = {said['temperature']:g}), {', '.join(map(str, said['at_a_time']))} at a time · "
         f"alpha {said['alpha']:g}"
     )

@@ -91,7 +91,7 @@ def main(cfg: SettingsConfig) -> int:
         return stage.end()
     target = target_file(stage, cfg.dtype)
     keys = (f"dtype={cfg.dtype}", f"prompts={cfg.prompts}")
-    name = f"settings-{found.kind}-{cfg.dtype}"
+    name = f"settings-{found.name}-{cfg.dtype}"
     count = f"num_prompts={cfg.expected}"
     folder = stage.exported(name, found, "gguf", *keys, count, "max_new_tokens=32")
     wanted = contract.load(folder)

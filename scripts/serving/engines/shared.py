@@ -49,9 +49,11 @@ def environment(python: str, make: str) -> Path:
 
 @dataclass(frozen=True)
 class Found:
-    """A drafter that is there. spec: as it was asked for. folder: of the head."""
+    """A drafter that is there. spec: as it was asked for. name: its own among the drafters of
+    the run. folder: of the head."""
 
     spec: str
+    name: str
     folder: Path
     kind: str
     card_sha256: str
@@ -77,16 +79,23 @@ class Stage:
             self.target, self.ids, cfg.max_new_tokens, cfg.batch_size, self.work
         )
 
-    def drafters(self) -> Iterator[Found]:
-        """Those that are there; the others are noted as missing."""
+    def drafters(self, without: Sequence[str] = ()) -> Iterator[Found]:
+        """Those that are there; the others are noted as missing. without: drafters that need
+        no folder."""
+        names: list[str] = []
         for spec in self.cfg.drafters:
+            if spec in without:
+                continue
             try:
                 folder = find_head(spec)
                 card = read_card(folder)
             except UserError as error:
                 self.missing.append({"drafter": spec, "reason": str(error)})
                 continue
-            yield Found(spec, folder, card["kind"], card["sha256"])
+            names.append(name_of(card))
+            again = names.count(names[-1])
+            name = names[-1] if again == 1 else f"{names[-1]}-{again}"
+            yield Found(spec, name, folder, card["kind"], card["sha256"])
 
     def exported(self, name: str, found: Found, format: str, *more: str) -> Path:
         """The folder WORK/name with an export of a head; made again when the head has changed.
@@ -145,6 +154,15 @@ class Stage:
         for row in self.missing:
             print(f"not there: {row['drafter']} ({row['reason']})", file=sys.stderr)
         return SKIPPED if self.missing else 0
+
+
+def name_of(card: dict[str, Any]) -> str:
+    """What a head is called in tables, by its card."""
+    kind = str(card["kind"])
+    config = card["head"].get("config", {})
+    if config.get("parallel"):
+        return "p_eagle"
+    return f"{kind}_causal" if config.get("causal") else kind
 
 
 def prompt_ids(target: Target, path: str, count: int) -> list[list[int]]:

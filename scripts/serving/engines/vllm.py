@@ -13,8 +13,10 @@ from conf.rules import OneOrMore
 from conf.schema import entry
 from decode.models.load import TargetConfig
 from heads import load_head
+from heads.base import Head
 from heads.interop import exported, read_folder
 from scripts.common import files
+from scripts.serving import card
 from scripts.serving import case as engine_case
 from scripts.serving import probe as acceptance_probe
 from scripts.serving import trial as probe_trial
@@ -24,9 +26,9 @@ FORMATS = {
     "medusa": ("vllm", "medusa"),
     "eagle1": ("vllm",),
     "eagle3": ("vllm", "speculators"),
+    "dflash": ("vllm", "speculators"),
     "small_lm": ("transformers",),
 }
-METHODS = {"medusa": "medusa", "eagle1": "eagle", "eagle3": "eagle3", "small_lm": "draft_model"}
 PROBED = 16  # prompts of the acceptance probe
 
 
@@ -86,14 +88,14 @@ def main(cfg: EnginesConfig) -> int:
     batch = acceptance_probe.answers(stage.target, stage.ids[:PROBED], cfg.max_new_tokens)
     for found in stage.drafters():
         for format in FORMATS.get(found.kind, ()):
-            name = f"{found.kind.replace('small_lm', 'draft')}-{format}"
+            name = f"{found.name.replace('small_lm', 'draft')}-{format}"
             if cfg.only and name not in cfg.only:
                 continue
             print(f"{name}: {found.spec}", flush=True)
             folder = stage.exported(name, found, format)
             depth = cfg.draft_tokens.get(name) or (exported(folder) or {})["draft_tokens"]
             head = load_head(found.folder, stage.target)
-            answer = answered(cfg, stage.work, name, asked(job, folder, found.kind, depth, format))
+            answer = answered(cfg, stage.work, name, asked(job, folder, head, depth, format))
             case = stage.runs.case(head, found.card_sha256, depth, answer, plain)
             if format == "vllm":
                 foreign = replace(read_folder(folder), manifest=None)
@@ -106,7 +108,7 @@ def main(cfg: EnginesConfig) -> int:
                 {
                     "case": name,
                     "drafter": found.spec,
-                    "kind": found.kind,
+                    "kind": found.name,
                     "format": format,
                     "draft_tokens": depth,
                     **case,
@@ -117,12 +119,11 @@ def main(cfg: EnginesConfig) -> int:
     return stage.end()
 
 
-def asked(job: dict[str, Any], folder: Path, kind: str, depth: int, format: str) -> dict[str, Any]:
+def asked(job: dict[str, Any], folder: Path, head: Head, depth: int, format: str) -> dict[str, Any]:
     """The plain job with a drafter. A folder of speculators is served as it is."""
     if format == "speculators":
         return {**job, "model": str(folder)}
-    spec = {"model": str(folder), "method": METHODS[kind], "num_speculative_tokens": depth}
-    return {**job, "speculative": spec}
+    return {**job, "speculative": card.vllm(head, folder, depth)}
 
 
 def answered(cfg: EnginesConfig, work: Path, name: str, job: dict[str, Any]) -> dict[str, Any]:

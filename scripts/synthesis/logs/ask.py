@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -24,6 +25,7 @@ from scripts.synthesis.from_server import from_server
 from scripts.synthesis.ledger import Ledger, json_line
 from scripts.synthesis.logs.prepare import Ask
 from scripts.synthesis.questions import Questions, turns_of
+from scripts.synthesis.write import text_of
 
 ASKED, ANSWERS = "asked.jsonl", "answers.jsonl"
 Rows = list[dict[str, Any] | None]
@@ -96,12 +98,10 @@ def block(
     """Rows {"messages", "complete"} of some chats, {} for those that cannot be asked: every
     user turn is put again, with the target's own answers before it. Chat n draws the same
     whatever else is in its block."""
-    chats: list[list[dict[str, str]]] = []
-    for line in lines:
-        try:
-            chats.append(turns_of(line))
-        except ValueError:
-            chats.append([])
+    chats: list[list[dict[str, str]]] = [[] for _ in lines]
+    for chat, line in zip(chats, lines, strict=True):
+        with contextlib.suppress(ValueError):
+            chat += turns_of(line)
     made: list[list[dict[str, str]]] = [[] for _ in chats]
     whole = [True] * len(chats)
     for turn in range(max(map(len, chats), default=0)):
@@ -127,14 +127,12 @@ def block(
             seed=2 * cfg.seed + 1,
         )
         for (n, _), out in zip(asked, run.generations, strict=True):
-            ended = out.finish == "eos"
-            ids = out.token_ids[:-1] if ended else out.token_ids
-            text = target.tokenizer.decode(ids, skip_special_tokens=False).strip()
+            text = text_of(target, out).strip()
             if not text or any(s and s in text for s in target.tokenizer.all_special_tokens):
                 whole[n], made[n] = False, []  # what would follow was said to another answer
                 continue
             made[n].append({"role": "assistant", "content": text})
-            whole[n] = ended
+            whole[n] = out.finish == "eos"
     return [
         {"messages": messages, "complete": ended} if messages else {}
         for messages, ended in zip(made, whole, strict=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -50,55 +50,47 @@ class Exchange:
 
 @dataclass
 class Half:
-    """A line of one of a batch's two files. request, response: the one that it holds."""
+    """A line, with the request and the response that are found in it; one of a batch's two files
+    holds only one of both, and says by its custom_id to which other line it belongs."""
 
     where: str
-    custom_id: str
-    request: dict[str, Any] | None = None
-    response: Any = None
-    record: dict[str, Any] = field(default_factory=dict)
+    record: dict[str, Any]
+    request: dict[str, Any] | None
+    response: Any
+
+    @property
+    def custom_id(self) -> str:
+        return str(self.record["custom_id"])
 
 
 def read(record: Any, where: str, category_key: str) -> Exchange | Half:
     """The exchange in a record, or its half. Raises Unusable."""
     if not isinstance(record, dict):
         raise Unusable("is not an object {..}")
-    request, response = _find(record, _is_request), _find(record, _is_response)
-    custom = record.get("custom_id")
-    if isinstance(custom, str | int) and (request is None) != (response is None):
-        return Half(where, str(custom), request, response, record)
-    return _exchange([record], request, response, where, category_key)
+    half = Half(where, record, _find(record, _is_request), _find(record, _is_response))
+    batched = isinstance(record.get("custom_id"), str | int)
+    if batched and (half.request is None) != (half.response is None):
+        return half
+    return joined(half, half, category_key)
 
 
 def joined(asked: Half, answered: Half, category_key: str) -> Exchange:
-    """The exchange of a batch's two lines; where it stands is the answer's line. Raises
-    Unusable."""
-    records = [answered.record, asked.record]
-    return _exchange(records, asked.request, answered.response, answered.where, category_key)
-
-
-def _exchange(
-    records: list[dict[str, Any]],
-    request: dict[str, Any] | None,
-    response: Any,
-    where: str,
-    category_key: str,
-) -> Exchange:
-    record = records[0]
+    """The exchange of a batch's two lines, or of a line that holds both; where it stands is the
+    answer's line. Raises Unusable."""
+    request, response = asked.request, answered.response
     if request is None or response is None:
-        raise Unusable(_why_not(record, request))
+        raise Unusable(_why_not(answered.record, request))
     answer, end, told = _answer(response)
-    complete = end in ("stop", "tool_calls", "function_call", "eos") and not _stopped_by_word(
-        request, told
-    )
+    ended = end in ("stop", "tool_calls", "function_call", "eos")
+    records = [answered.record, *([asked.record] if asked is not answered else [])]
     exchange = Exchange(
-        where,
+        answered.where,
         [],
         answer,
         _models(told, request, *records),
         when=next(filter(None, map(moment, _times(*records, request, told))), None),
         category=next((c for r in records for c in _named(r, category_key)), ""),
-        complete=complete,
+        complete=ended and not _stopped_by_word(request, told),
         tools=request.get("tools"),
     )
     messages = request.get("messages")

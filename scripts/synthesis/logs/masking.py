@@ -27,13 +27,13 @@ UNMASKED_KEYS = ("role", "type")
 
 @dataclass(frozen=True)
 class Rule:
-    """One way to find something. stand_in: the word of its stand-ins. source: the library, or
-    "own". find: spans in a text."""
+    """One way to find something. stand_in: the word of its stand-ins. find: spans in a text.
+    source: the library, or "own"."""
 
     name: str
     stand_in: str
-    source: str
     find: Callable[[str], Iterable[Span]]
+    source: str = "own"
 
 
 # -- kept libraries
@@ -58,7 +58,7 @@ def _library() -> list[Rule]:
         if isinstance(detector, RegexBasedDetector) and name != "Private Key":
             word = "IP" if name.startswith("Public IP") else "SECRET"
             find = functools.partial(_detected, detector)
-            rules.append(Rule(name, word, "detect-secrets", find))
+            rules.append(Rule(name, word, find, "detect-secrets"))
     return rules
 
 
@@ -196,12 +196,8 @@ STREETS = (
 NUMBER = r"\+?\(?\d[\d \-./()]{5,18}\d(?:\s?(?:x|ext\.?)\s?\d{1,6})?"
 
 
-def _rule(name: str, stand_in: str, find: Callable[[str], Iterable[Span]]) -> Rule:
-    return Rule(name, stand_in, "own", find)
-
-
 OWN = [
-    _rule(
+    Rule(
         "private key, from its first to its last line",
         "PRIVATE_KEY",
         _pattern(
@@ -209,7 +205,7 @@ OWN = [
             r"(?:[\s\S]*?-----END [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----|[A-Za-z0-9+/=\s\\]*)"
         ),
     ),
-    _rule(
+    Rule(
         "tokens of Anthropic, OpenAI, GitHub, GitLab, Hugging Face, Google, Slack, Stripe",
         "SECRET",
         _pattern(
@@ -219,19 +215,19 @@ OWN = [
             r"https://hooks\.slack\.com/services/[\w/]{20,})"
         ),
     ),
-    _rule("AWS access key id", "SECRET", _pattern(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b")),
-    _rule("JSON web token", "SECRET", _pattern(r"\beyJ[\w-]{5,}={0,2}\.[\w-]{5,}={0,2}\.[\w-]*")),
-    _rule(
+    Rule("AWS access key id", "SECRET", _pattern(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b")),
+    Rule("JSON web token", "SECRET", _pattern(r"\beyJ[\w-]{5,}={0,2}\.[\w-]{5,}={0,2}\.[\w-]*")),
+    Rule(
         "token behind Bearer or Basic",
         "SECRET",
         _pattern(r"\b(?:bearer|basic)\s+([\w.~+/=-]{16,})", re.IGNORECASE),
     ),
-    _rule(
+    Rule(
         "password in an address",
         "SECRET",
         _pattern(r"\b[a-z][a-z0-9+.-]{0,20}://[^\s:/@]*:([^\s@/]{3,})@", re.IGNORECASE),
     ),
-    _rule(
+    Rule(
         "value assigned to a name such as password, token or api_key",
         "SECRET",
         _kept(
@@ -240,7 +236,7 @@ OWN = [
             re.IGNORECASE,
         ),
     ),
-    _rule(
+    Rule(
         "password told in a sentence",
         "SECRET",
         _kept(
@@ -249,12 +245,12 @@ OWN = [
             re.IGNORECASE,
         ),
     ),
-    _rule(
+    Rule(
         "e-mail address",
         "EMAIL",
         _pattern(r"(?<!\w)[\w+%][\w.+%'-]{0,63}@[\w-]{1,63}(?:\.[\w-]{1,63}){0,8}\.[^\W\d_]{2,}"),
     ),
-    _rule(
+    Rule(
         "payment card, by its check digit",
         "CARD",
         _kept(
@@ -263,22 +259,22 @@ OWN = [
             lambda t: 12 + t.isdigit() <= sum(map(str.isdigit, t)) <= 19 and luhn(t),
         ),
     ),
-    _rule(
+    Rule(
         "IBAN, by its check digits",
         "IBAN",
         _kept(r"\b[A-Z]{2}\d{2}(?: ?[A-Z0-9]{2,4}){2,8}(?: ?[A-Z0-9]{1,3})?\b", iban),
     ),
-    _rule(
+    Rule(
         "social security number of the United States",
         "SSN",
         _pattern(r"(?<![\w-])(?!000|666)[0-8]\d\d-(?!00)\d\d-(?!0000)\d{4}(?![\w-])"),
     ),
-    _rule(
+    Rule(
         "IPv6 address, unless of this machine or of documentation",
         "IP",
         _kept(r"(?<![\w:.])(?:[0-9A-Fa-f]{0,4}:){3,7}[0-9A-Fa-f]{1,4}(?![\w:.]*:)", _ipv6),
     ),
-    _rule(
+    Rule(
         "MAC address",
         "MAC",
         _pattern(
@@ -286,7 +282,7 @@ OWN = [
             r"(?:\1[0-9A-Fa-f]{2}){4}(?![\w:-])"
         ),
     ),
-    _rule(
+    Rule(
         "telephone number behind a word such as call, phone or tel.",
         "PHONE",
         _kept(
@@ -296,7 +292,7 @@ OWN = [
             re.IGNORECASE,
         ),
     ),
-    _rule(
+    Rule(
         "telephone number as it is written with +, brackets, dots or dashes",
         "PHONE",
         _pattern(
@@ -305,14 +301,14 @@ OWN = [
             r"(?:\+?1[-. ])?\d{3}([-.])\d{3}\2\d{4}(?:x\d+)?)(?![\w-])"
         ),
     ),
-    _rule(
+    Rule(
         "date of birth",
         "BIRTH_DATE",
         _pattern(
             r"\b(?:born|birth|birth[-_ ]?date|birthday|dob)\b[^\n\d]{0,20}?" + DATE, re.IGNORECASE
         ),
     ),
-    _rule(
+    Rule(
         "number of a passport, licence or identity card",
         "ID",
         _kept(
@@ -322,7 +318,7 @@ OWN = [
             re.IGNORECASE,
         ),
     ),
-    _rule(
+    Rule(
         "person who is introduced, addressed or signs",
         "PERSON",
         _kept(
@@ -331,7 +327,7 @@ OWN = [
             lambda t: not ROLES.search(t),
         ),
     ),
-    _rule(
+    Rule(
         "street and number behind a word such as address or live at",
         "ADDRESS",
         _pattern(
@@ -340,7 +336,7 @@ OWN = [
             rf"(\d{{1,6}} {WORD}(?: {WORD}){{0,3}}(?:,? (?:Apt|Suite|Unit)\.? #?\w+)?)"
         ),
     ),
-    _rule(
+    Rule(
         "street and number, by the kind of street",
         "ADDRESS",
         _pattern(
@@ -348,7 +344,7 @@ OWN = [
             r"(?:,? (?:Apt|Suite|Unit|Flat|Apartment)\.? #?\w+)?"
         ),
     ),
-    _rule(
+    Rule(
         "long run of letters and digits that was drawn",
         "SECRET",
         _kept(r"(?<![\w/+-])[A-Za-z0-9_+/-]{24,}={0,2}(?![\w/+-])", _random),
@@ -374,8 +370,8 @@ def rules(regions: Sequence[str] = REGIONS) -> list[Rule]:
     number = Rule(
         "telephone number that is valid in one of regions",
         "PHONE",
-        "phonenumbers",
         functools.partial(_phones, tuple(regions)),
+        "phonenumbers",
     )
     return [*found, number, *OWN]
 

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from conf.errors import UserError
 from conf.jsonl import parse_line, read_lines
 from decode.models.identity import sha256_template, sha256_tokenizer
 from decode.models.load import TargetConfig
-from scripts.common.files import sha256, write_json, write_text
+from scripts.common.files import installed, sha256, write_json, write_text
 from scripts.synthesis.config import REGIONS
 from scripts.synthesis.ledger import damaged, differences, json_line
 from scripts.synthesis.logs import forms, masking
@@ -95,6 +94,11 @@ class _Kept:
     own: bool
     category: str = ""
 
+    @property
+    def chat(self) -> list[dict[str, Any]]:
+        """Its messages, the answer last."""
+        return self.row.chat or []
+
 
 class _Book:
     """Counts lines by what became of them, and names the first ones."""
@@ -159,14 +163,12 @@ def prepare(
     order, split_by, notes = _ordered(kept)
     first = _first_later(order, options.later)
     rows = _answered(order, ask, out, book)
+    train, later = ([row for row in part if row] for part in (rows[:first], rows[first:]))
     report = LogsReport(
         out / TRAIN,
         out / LATER,
-        {
-            "train": len([r for r in rows[:first] if r]),
-            "later": len([r for r in rows[first:] if r]),
-        },
-        {"usable": sum(r is not None for r in rows), **dict(book.counts.most_common())},
+        {"train": len(train), "later": len(later)},
+        {"usable": len(train) + len(later), **dict(book.counts.most_common())},
         book.named,
         dict(masker.counts.most_common()),
         {masker.chat().mask(m): n for m, n in models.most_common()},
@@ -175,8 +177,8 @@ def prepare(
         _iso(order[first].exchange.when) if split_by == "time" else "",
     )
     _check_rows(report, paths, book)
-    for path, part in ((report.train, rows[:first]), (report.later, rows[first:])):
-        write_text(path, "".join(json_line(row) for row in part if row))
+    for path, part in ((report.train, train), (report.later, later)):
+        write_text(path, "".join(map(json_line, part)))
     _record(out, settings, report, rules)
     return report
 
@@ -204,11 +206,8 @@ def _exchanges(paths: Iterable[Path], book: _Book, category_key: str) -> Iterabl
             where = f"{path.name}:{number}"
             try:
                 found = forms.read(parse_line(line), where, category_key)
-            except Unusable as error:
-                book.out(str(error), where)
-                continue
-            except ValueError as error:
-                book.out(_plain(error), where)
+            except (Unusable, ValueError) as error:
+                book.out(str(error) if isinstance(error, Unusable) else _plain(error), where)
                 continue
             if isinstance(found, Exchange):
                 yield found
@@ -262,11 +261,8 @@ def _rows(
                 # Said to the model without its template: what it answers to the same words in
                 # a chat is another text.
                 messages, own = [{"role": "user", "content": one.prompt}], False
-        record = {
-            "messages": [*messages, one.answer],
-            "complete": one.complete,
-            "tools": one.tools,
-        }
+        chat = [*messages, one.answer]
+        record = {"messages": chat, "complete": one.complete, "tools": one.tools}
         try:
             row = interpret(record, one.where)
         except ValueError as error:
@@ -304,24 +300,18 @@ def _chain(chat: Sequence[dict[str, Any]]) -> list[bytes]:
 def _apart(kept: list[_Kept], book: _Book) -> list[_Kept]:
     """Without what was asked before in the same words, and without requests that a later one
     goes on from: that one holds them."""
-    seen: set[bytes] = set()
-    first = []
+    first: dict[bytes, tuple[_Kept, bytes]] = {}  # by what was asked: the row, its whole chat
+    inner: set[bytes] = set()
     for one in kept:
-        assert one.row.chat
-        asked = _chain(one.row.chat[:-1])[-1]
-        if asked in seen:
+        *begun, whole = _chain(one.chat)
+        if begun[-1] in first:
             book.out("duplicates", one.exchange.where)
             continue
-        seen.add(asked)
-        first.append(one)
-    inner: set[bytes] = set()
-    for one in first:
-        assert one.row.chat
-        inner.update(_chain(one.row.chat)[:-1])
+        first[begun[-1]] = one, whole
+        inner.update(begun)
     out = []
-    for one in first:
-        assert one.row.chat
-        if _chain(one.row.chat)[-1] in inner:
+    for one, whole in first.values():
+        if whole in inner:
             book.out("held by a later request of the same chat", one.exchange.where)
         else:
             out.append(one)
@@ -334,13 +324,10 @@ def _own_alone(
     """The target's own answers. Raises UserError where there are none but others."""
     own = [k for k in kept if k.own]
     for one in kept:
+        bare = one.exchange.prompt is not None
+        why = "said without the chat template" if bare else "answered by another model"
         if not one.own:
-            book.out(
-                "said without the chat template"
-                if one.exchange.prompt is not None
-                else "answered by another model",
-                one.exchange.where,
-            )
+            book.out(why, one.exchange.where)
     if kept and not own:
         name = next(iter(models))
         raise UserError(
@@ -370,10 +357,8 @@ def _mask(kept: list[_Kept], masker: masking.Masker) -> None:
     for one in kept:
         masker.look([one.row.chat, one.row.tools, one.category])
     for one in kept:
-        chat = masker.chat()
-        one.row.chat = chat.mask(one.row.chat)
-        one.row.tools = chat.mask(one.row.tools)
-        one.category = chat.mask(one.category)
+        texts = [one.row.chat, one.row.tools, one.category]
+        one.row.chat, one.row.tools, one.category = masker.chat().mask(texts)
 
 
 # -- time
@@ -416,7 +401,7 @@ def _iso(when: float | None) -> str:
 
 
 def _history(kept: list[_Kept]) -> list[str]:
-    several = sum(sum(m["role"] == "assistant" for m in k.row.chat or []) > 1 for k in kept)
+    several = sum(sum(m["role"] == "assistant" for m in k.chat) > 1 for k in kept)
     if not several:
         return []
     return [
@@ -432,57 +417,47 @@ def _answered(
     order: list[_Kept], ask: Ask | None, out: Path, book: _Book
 ) -> list[dict[str, Any] | None]:
     """The rows; what another model answered is asked again. None: no answer came."""
-    rows: list[dict[str, Any] | None] = []
-    again: list[int] = []
-    for n, one in enumerate(order):
-        assert one.row.chat
-        row: dict[str, Any] = {"messages": one.row.chat, "complete": one.row.complete}
-        if one.row.tools:
-            row["tools"] = one.row.tools
-        if one.category:
-            row["category"] = one.category
-        if one.exchange.when is not None:
-            row["time"] = _iso(one.exchange.when)
-        rows.append(row)
-        if not one.own:
-            again.append(n)
+    known = []
+    for one in order:
+        row: dict[str, Any] = {"messages": one.chat, "complete": one.row.complete}
+        when = _iso(one.exchange.when)
+        more = {"tools": one.row.tools, "category": one.category, "time": when}
+        known.append(row | {key: value for key, value in more.items() if value})
+    rows: list[dict[str, Any] | None] = [*known]
+    again = [n for n, one in enumerate(order) if not one.own]
     if ask is None or not again:
         return rows
-    questions = [{**rows[n], "messages": rows[n]["messages"][:-1]} for n in again]  # type: ignore[dict-item,index]
+    questions = [{**known[n], "messages": order[n].chat[:-1]} for n in again]
     for n, made in zip(again, ask(questions, out), strict=True):
+        rows[n] = None if made is None else {**known[n], **made}
         if made is None:
             book.out("no answer when asked again", order[n].exchange.where)
-            rows[n] = None
-        else:
-            rows[n] = {**rows[n], **made}  # type: ignore[dict-item]
     book.counts["asked again"] = sum(rows[n] is not None for n in again)
     return rows
 
 
 def _settings(paths: list[Path], tokenizer: Any, options: LogOptions, asks: bool) -> dict[str, Any]:
     """What decides the rows."""
-    packages = {}
-    for name in ("detect-secrets", "phonenumbers") if options.mask else ():
-        try:
-            packages[name] = version(name)
-        except PackageNotFoundError:
-            packages[name] = "absent"
+    wanted = ("detect-secrets", "phonenumbers") if options.mask else ()
     try:
         digests = [sha256(p) for p in paths]
     except OSError as error:
         raise UserError(
             f"logs: cannot read {error.filename} ({error.strerror}); give an existing JSONL file"
         ) from None
-    how = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(options).items()}
     return {
         "format": FORMAT,
         "logs": digests,
-        **how,
+        **json.loads(json.dumps(asdict(options))),  # lists in place of tuples
         "ask": asks,
-        "packages": packages,
+        "packages": {name: installed(name) or "absent" for name in wanted},
         "tokenizer": sha256_tokenizer(tokenizer),
         "template": sha256_template(tokenizer),
     }
+
+
+def _sums(report: LogsReport) -> dict[str, str]:
+    return {p.name: sha256(p) for p in (report.train, report.later)}
 
 
 def _record(
@@ -490,7 +465,7 @@ def _record(
 ) -> None:
     value = {
         "settings": settings,
-        "sha256": {p.name: sha256(p) for p in (report.train, report.later)},
+        "sha256": _sums(report),
         "report": report.to_json(),
         "rules": [{"name": r.name, "stand_in": r.stand_in, "source": r.source} for r in rules],
     }
@@ -507,11 +482,8 @@ def _finished(out: Path, settings: dict[str, Any]) -> LogsReport | None:
     try:
         value = json.loads(record.read_text(encoding="utf-8"))
         wrong = differences(value["settings"], settings)
-        report = LogsReport(
-            **{**value["report"], "train": out / TRAIN, "later": out / LATER},
-        )
-        sums = {p.name: sha256(p) for p in (report.train, report.later)}
-        sound = sums == value["sha256"]
+        report = LogsReport(**{**value["report"], "train": out / TRAIN, "later": out / LATER})
+        sound = _sums(report) == value["sha256"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise damaged(out, record) from error
     if wrong:

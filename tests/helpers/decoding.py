@@ -1,0 +1,19 @@
+"""What the engine writes, for tests that compare answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from decode.drafter import Drafter
+from decode.engine import Request, generate
+from decode.sampling import Sampling
+from decode.target import Target
+
+GREEDY = Sampling()
+
+
+def texts(
+    target: Target, drafter: Drafter, asked: list[Request], sampling: Sampling = GREEDY, **how: Any
+) -> list[list[int]]:
+    """The tokens of every answer. how: further arguments of decode.engine.generate."""
+    return [g.token_ids for g in generate(target, drafter, asked, sampling, **how).generations]

