@@ -137,7 +137,7 @@ def self_check(rows: Rows, plan: Plan, tokenizer: Any) -> str:
 def check_ranks(cfg: TrainConfig, world: int) -> None:
     """Raises UserError when the ranks cannot share a batch, or copies of the target, evenly.
 
-    Every rank finds that by itself: one that still talked to the others would see them leave.
+    world: how many there are.
     """
     if cfg.batch_size % world:
         raise UserError(

@@ -23,10 +23,12 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
 )
+from accelerate.utils.environment import get_cpu_distributed_information
 
 from conf.errors import UserError
 from train import rendezvous
 from train.config import TrainConfig
+from train.facts import check_ranks
 from train.zero3 import plain_launch
 
 OFF = ("", "no", "none", "false", "0", "auto")
@@ -85,9 +87,11 @@ AGREE = {"bf16": "bfloat16"}  # mixed_precision -> the dtype under which it says
 
 
 def start(cfg: TrainConfig) -> Accelerator:
-    """The Accelerator of a run. Raises UserError for a setting that it would not honour, a
-    device that is not there, and what train.zero3 refuses."""
+    """The Accelerator of a run. Raises UserError for a setting that it would not honour, ranks
+    that do not fit, a device that is not there, and what train.zero3 refuses."""
     check_settings(cfg)
+    # Before the ranks meet: one that is still connecting would see those leave that know.
+    check_ranks(cfg, get_cpu_distributed_information().world_size)
     device = device_of(cfg)
     # Gradients lie in DDP's own buckets: a copy less. No buffer changes while a head learns.
     handlers = [

@@ -24,12 +24,13 @@ from torch import Tensor
 
 from conf.errors import UserError
 from heads.base import Head
+from heads.batch import hash_u63
 from heads.checkpoint import save_head
 from train import state as disk
 from train.begin import begin
 from train.config import TrainConfig
 from train.evaluation import evaluate, seen
-from train.facts import check_ranks, is_no_memory, no_memory
+from train.facts import is_no_memory, no_memory
 from train.gate import gate
 from train.launch_keys import start
 from train.lock import Lock, locked
@@ -41,7 +42,6 @@ from train.run import Run
 from train.saving import RETRIES, asked_anywhere
 from train.schedule import learning_rate
 from train.signals import Stop, interruption
-from train.texts.batches import hash_u63
 from train.trackers import check_installed
 
 
@@ -53,7 +53,6 @@ def fit(cfg: TrainConfig, kind: type[Head]) -> None:
     """
     check_installed(cfg)
     accelerator = start(cfg)
-    check_ranks(cfg, accelerator.num_processes)
     hold = locked(Path(cfg.out_dir)) if accelerator.is_main_process else nullcontext()
     try:
         with hold as lock, Stop() as stop:
