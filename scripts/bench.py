@@ -13,7 +13,6 @@ BENCHES. Every entry keeps the command, the commit and the machine that gave it.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,6 +36,7 @@ from decode.models.load import TargetConfig, load_target
 from decode.target import Target
 from decode.tree import DraftTree, TreeShape
 from scripts.common import files
+from scripts.common.clock import clock
 from scripts.common.prompts import Prompt, chat_ids, load_prompts
 from scripts.common.verify_cost import verify_cost
 
@@ -76,13 +76,14 @@ def tree_score(cfg: BenchConfig) -> dict[str, Any]:
     cache = target.new_cache(1, cfg.context + 4 * cfg.rounds + 32, 16)
     target.prefill(cache, [torch.arange(cfg.context, device=target.device) % 1000 + 5])
     last = torch.tensor([7], device=target.device)
+    now = clock(target.device)
     seconds: dict[str, list[float]] = {name: [] for name in trees}
     with torch.inference_mode():
         for number in range(cfg.rounds + 5):
             for name, tree in list(trees.items())[:: 1 if number % 2 else -1]:
-                start = clock(target)
+                start = now()
                 target.score(cache, last, tree)
-                spent = clock(target) - start
+                spent = now() - start
                 cache.commit(
                     torch.full((1, 1), -1, device=target.device), torch.zeros(1, dtype=torch.int64)
                 )
@@ -170,12 +171,13 @@ def alternated(targets: dict[str, Target], nodes: int, cfg: BenchConfig) -> dict
         target.prefill(caches[name], [torch.arange(cfg.context) % 1000 + 5])
     chain = DraftTree.chain(torch.arange(nodes)[None] + 5, torch.tensor([nodes]))
     tree = chain if nodes else DraftTree.empty(1, torch.device("cpu"))
+    now = clock(torch.device("cpu"))  # weights are packed there alone
     seconds: dict[str, list[float]] = {name: [] for name in targets}
     for number in range(cfg.rounds + 5):
         for name, target in list(targets.items())[:: 1 if number % 2 else -1]:
-            start = clock(target)
+            start = now()
             target.score(caches[name], last, tree)
-            spent = clock(target) - start
+            spent = now() - start
             caches[name].truncate([cfg.context])  # the same text again
             if number >= 5:
                 seconds[name].append(spent)
@@ -229,13 +231,6 @@ def median_ratio(a: np.ndarray, b: np.ndarray, seed: int) -> dict[str, float]:
     pick = np.random.default_rng(seed).integers(0, len(a), (2000, len(a)))
     low, high = np.percentile(np.median(a[pick], 1) / np.median(b[pick], 1), [2.5, 97.5])
     return {"mean": float(np.median(a) / np.median(b)), "low": float(low), "high": float(high)}
-
-
-def clock(target: Target) -> float:
-    """Seconds, after the device has done its work."""
-    if target.device.type == "cuda":
-        torch.cuda.synchronize(target.device)
-    return time.perf_counter()
 
 
 @entry("bench", BenchConfig)

@@ -16,7 +16,7 @@ from decode.sampling import Law, Sampling
 from decode.target import Target
 from decode.tree import DraftTree, Proposal, TreeShape
 from decode.verify import RULES
-from scripts.tuning.latency import clock
+from scripts.common.clock import clock
 
 # A sampled tree of 64 nodes, eight chains of eight: every level and every sibling costs a
 # residual.
@@ -54,7 +54,7 @@ def verify_cost(
     Returns medians over `rounds`, paired within a round, with the lowest and highest share
     seen.
     """
-    device, now = target.device, clock(target)
+    device, now = target.device, clock(target.device)
     shape = TreeShape.of(EIGHT_BY_EIGHT)
     rows = len(prompts)
     cache = target.new_cache(rows, max(map(len, prompts)) + 1, len(shape))

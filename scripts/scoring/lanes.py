@@ -17,12 +17,12 @@ from decode.target import Target
 from heads import HEADS, head_folder, resolve_drafter
 from heads.checkpoint import read_card, trained_for
 from heads.names import Draft, parse
+from scripts.common.clock import clock
 from scripts.scoring import names
 from scripts.scoring.assisted import Assisted, assistants
 from scripts.scoring.contest import Lane, Settings
 from scripts.scoring.memory import own_elements
 from scripts.scoring.reference import hf_generate
-from scripts.tuning.latency import clock
 
 GENERATE, LOOKUP = "hf_generate", "hf_prompt_lookup"
 Skipped = dict[str, str]
@@ -134,7 +134,7 @@ def drafting(spec: str, drafter: Drafter, target: Target) -> Lane:
             batch_size=s.batch_size,
             seed=s.seed,
             verify=s.verify,
-            clock=clock(target) if s.wait else time.perf_counter,
+            clock=clock(target.device) if s.wait else time.perf_counter,
         )
 
     return Lane(

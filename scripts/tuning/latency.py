@@ -10,7 +10,6 @@ Shape letters: B rows, N nodes.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import DraftTree, TreeShape
+from scripts.common.clock import clock
 from scripts.tuning.cost import OBSERVE, PROPOSE, CostModel, Curve, Linear, Shape
 from scripts.tuning.replay import Clock, Shadow
 
@@ -51,18 +51,6 @@ class Star(NoDraft):
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
         tokens = self.tokens.expand(self.rows, -1)
         return DraftTree.static(self.tree, tokens, self.tree.size_at(budget))
-
-
-def clock(target: Target) -> Callable[[], float]:
-    """Seconds, after the device has done its work."""
-    if target.device.type != "cuda":
-        return time.perf_counter
-
-    def now() -> float:
-        torch.cuda.synchronize(target.device)
-        return time.perf_counter()
-
-    return now
 
 
 @dataclass(frozen=True)
@@ -125,7 +113,7 @@ class Bench:
         found: dict[str, dict[str, dict[int, Linear]]] = {"propose": {}, "observe": {}}
         inners = {str(i): probe.drafter for i, probe in enumerate(probes)}
         for batch in sorted(set(batch_sizes)):
-            shadow = Shadow(inners, keep=False, sync=clock(self.target))
+            shadow = Shadow(inners, keep=False, sync=clock(self.target.device))
             self.time(shadow, batch, 3)  # warms up
             shadow.clocks = {name: Clock() for name in inners}
             tick()
