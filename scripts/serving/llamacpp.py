@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,12 +31,12 @@ class Settings:
     talk: int = TALK
 
 
-@contextmanager
-def running(python: Path, settings: Settings, work: Path, name: str) -> Iterator[Running]:
+def running(
+    python: Path, settings: Settings, work: Path, name: str
+) -> AbstractContextManager[Running]:
     """A server while the block runs. Raises UserError when it does not come up."""
     program = Program("llama.cpp", python, Path(__file__).with_name("run_llamacpp.py"))
-    with process.running(program, asdict(settings), work, name) as server:
-        yield server
+    return process.running(program, asdict(settings), work, name)
 
 
 def drafts(log: Path, start: int = 0) -> list[tuple[int, list[tuple[int, float]]]]:

@@ -3,8 +3,7 @@ for the scripts beside it that run in its environment.)"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,11 +38,9 @@ def ngram(draft_tokens: int) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def running(python: Path, settings: Settings, work: Path, name: str) -> Iterator[Running]:
+def running(
+    python: Path, settings: Settings, work: Path, name: str
+) -> AbstractContextManager[Running]:
     """A server while the block runs. Raises UserError when it does not come up."""
-    worker = Path(__file__).with_name("run_vllm_server.py")
-    with process.running(
-        Program("vLLM", python, worker, START), asdict(settings), work, name
-    ) as server:
-        yield server
+    program = Program("vLLM", python, Path(__file__).with_name("run_vllm_server.py"), START)
+    return process.running(program, asdict(settings), work, name)

@@ -30,7 +30,8 @@ PROBABILISTIC, GREEDY = "probabilistic", "greedy"
 MODES = (PROBABILISTIC, GREEDY)
 DRAWN = ("small_lm",)  # drafters whose law llama.cpp samples; others take their best tokens
 LLAMACPP, VLLM, NGRAM = "llamacpp", "vllm", "ngram"
-# by engine: its name for people and the Python of its environment
+# by engine: its name for people, its package's name in reports, the Python of its environment,
+# and the command that builds that
 ENGINES = {
     LLAMACPP: ("llama.cpp", "xllamacpp", ".venv-llamacpp/bin/python", llamacpp.MAKE),
     VLLM: ("vLLM", "vllm", ".venv-engines/bin/python", "make engines ONLY=vllm"),
