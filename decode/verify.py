@@ -220,7 +220,7 @@ class Siblings:
         self.probs, self.taken = (t.view(groups, inner, -1) for t in (probs, self.taken))
         self.place = torch.where(found, place, self.size + 2)
         self.left = self.taken.new_empty(groups, inner, self.size + 3)
-        self.left[..., self.size :: 2] = 0.0
+        self.left[..., self.size :] = 0.0
         self.judged: list[tuple[slice, int, Tensor, Tensor | None]] = []
 
     def _proposals(
