@@ -2,13 +2,16 @@
 whether a running server does it.
 
 `expected.json` holds prompts as token ids, the greedy answer behind each, and what our chain
-of the exported numbers accepted there. Cycles are counted as engines count them: all that a
-cycle accepted, also behind a stop token; a draft never reaches beyond the length limit.
+of the exported numbers accepted there: an accepted stop token counts, what a draft holds behind
+it does not; a draft never reaches beyond the length limit. Engines differ in the cycle that ends
+an answer: vLLM counts what stands behind the stop token as well, llama.cpp not even that token
+(`until_stop`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +88,27 @@ def hits(cycles: Sequence[Cycle]) -> list[int]:
 
 def cycles_of(contract: dict[str, Any]) -> list[list[Cycle]]:
     """The cycles of every prompt as they were counted."""
-    return [
-        [Cycle(p, a, (), False, 0) for p, a in zip(row["proposed"], row["accepted"], strict=True)]
-        for row in contract["prompts"]
-    ]
+    out = []
+    for row in contract["prompts"]:
+        cycles, start = [], 1  # the pass over the prompt gave a token
+        for proposed, accepted in zip(row["proposed"], row["accepted"], strict=True):
+            cycles.append(Cycle(proposed, accepted, (), False, start))
+            start += accepted + 1
+        out.append(cycles)
+    return out
+
+
+def until_stop(
+    cycles: Sequence[Cycle], tokens: Sequence[int], stop: Collection[int]
+) -> list[Cycle]:
+    """The cycles of an answer `tokens` as an engine counts them for which an accepted token that
+    ends the text is none."""
+    out = []
+    for cycle in cycles:
+        drafted = tokens[cycle.start : cycle.start + cycle.accepted]
+        before = next((i for i, token in enumerate(drafted) if token in stop), cycle.accepted)
+        out.append(replace(cycle, accepted=before))
+    return out
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -176,14 +196,16 @@ def _parting(row: dict[str, Any], answer: dict[str, Any], stop: set[int]) -> str
 def _by_prompt(
     contract: dict[str, Any], answers: Sequence[dict[str, Any]], counters: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Drafted and accepted tokens of every prompt against the contract's."""
-    rows = contract["prompts"]
-    mine = [(sum(row["proposed"]), sum(row["accepted"])) for row in rows]
+    """Drafted and accepted tokens of every prompt against the contract's. llama.cpp alone tells
+    them of every prompt, so they are counted as it does."""
+    rows = zip(contract["prompts"], cycles_of(contract), strict=True)
+    known = [until_stop(cycles, row["tokens"], contract["stop"]) for row, cycles in rows]
+    mine = [(sum(c.proposed for c in cycles), sum(c.accepted for c in cycles)) for cycles in known]
     theirs = [(int(a["draft_tokens"]), int(a["accepted"])) for a in answers]
     unlike = [i for i, (a, b) in enumerate(zip(mine, theirs, strict=True), 1) if a != b]
-    hits = (counters or {}).get("accepted_by_position", [])
-    wanted = contract["accepted_by_position"]
-    place = next((d for d, (a, b) in enumerate(zip(wanted, hits, strict=False), 1) if a != b), None)
+    counted = (counters or {}).get("accepted_by_position", [])
+    places = enumerate(zip(hits([c for row in known for c in row]), counted, strict=False), 1)
+    place = next((d for d, (a, b) in places if a != b), None)
     return {
         "drafted": {"expected": sum(a for a, _ in mine), "server": sum(a for a, _ in theirs)},
         "accepted": {"expected": sum(b for _, b in mine), "server": sum(b for _, b in theirs)},

@@ -2,8 +2,9 @@
 counted prompt by prompt.
 
 Its server drafts at most `draft_tokens`, and one token less than what is left of the answer,
-as ours does; it counts all that a cycle accepted. So at T = 0, with the same float32 numbers,
-every count must be equal, and every draft token too (they stand in its log).
+as ours does; of what a cycle accepted it counts the tokens before a stop token. So at T = 0, with
+the same float32 numbers, every count must be equal, and every draft token too (they stand in its
+log).
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def case(
     target = bench.runs.target
     mine = ours(bench, drafter, depth, requests, answer["stamp"])
     replies = answer["replies"]
-    theirs = [cycles_of(r) for r in replies]
+    theirs = [contract.until_stop(cycles_of(r), r["tokens"], target.eos_ids) for r in replies]
     unlike = [
         i
         for i, reply in enumerate(replies)
@@ -200,15 +201,17 @@ def own_plain(bench: Bench, answer: dict[str, Any], plain: dict[str, Any]) -> di
 def ours(
     bench: Bench, drafter: Drafter, depth: int, requests: Sequence[Request], stamp: Sequence[Any]
 ) -> list[list[Cycle]]:
-    """Our cycles that drafted, prompt by prompt; from WORK when they were counted before.
-    stamp: what they depend on."""
+    """Our cycles that drafted, prompt by prompt, counted as llama.cpp does; from WORK when they
+    were counted before. stamp: what they depend on."""
     key = hashlib.sha256(json.dumps([stamp, depth]).encode()).hexdigest()[:16]
-    kept = bench.work / f"ours.chain.{key}.json"
+    kept = bench.work / f"ours.counted.{key}.json"
     if not kept.is_file():
-        run = generate(
-            bench.runs.target, drafter, requests, Sampling(), batch_size=bench.runs.batch
-        )
-        rows = [[[c.proposed, c.accepted, c.start] for c in g.cycles] for g in run.generations]
+        target = bench.runs.target
+        run = generate(target, drafter, requests, Sampling(), batch_size=bench.runs.batch)
+        counted = [
+            contract.until_stop(g.cycles, g.token_ids, target.eos_ids) for g in run.generations
+        ]
+        rows = [[[c.proposed, c.accepted, c.start] for c in cycles] for cycles in counted]
         files.write_json(kept, rows)
     return [
         [Cycle(p, a, (), False, at) for p, a, at in row if p]

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from decode.drafters import DraftModel, NoDraft
+from decode.engine import Cycle, Request, generate
 from decode.models.load import TargetConfig, load_target
 from decode.sampling import Sampling
 from heads import save_head
@@ -95,8 +97,6 @@ def draft():
 
 
 def test_a_server_keeps_or_breaks_the_contract(target, draft) -> None:
-    from decode.drafters import DraftModel
-
     wanted = contract.expected(target, DraftModel(draft, 3), PROMPTS, 3, LIMIT)
     with serving(target, draft) as url:
         found = contract_check.checked(wanted, Address(url))
@@ -115,13 +115,34 @@ def test_a_server_keeps_or_breaks_the_contract(target, draft) -> None:
 
 
 def test_a_server_that_speculates_with_something_else_breaks_it(target, draft) -> None:
-    from decode.drafters import DraftModel
-
     wanted = contract.expected(target, DraftModel(target, 3), PROMPTS, 3, LIMIT)
     with serving(target, draft) as url:
         found = contract_check.checked(wanted, Address(url))
     assert found["equal"] == len(PROMPTS) and not found["served"]
     assert found["acceptance"]["position"] == 1
+
+
+def test_a_stop_token_is_no_accepted_one(target) -> None:
+    tokens, stop = [5, 6, 7, 8, 9, 1], (1, 2)
+    cycles = [Cycle(3, 2, (), False, 1), Cycle(2, 2, (), True, 4)]
+    counted = contract.until_stop(cycles, tokens, stop)
+    assert [(c.proposed, c.accepted, c.start) for c in counted] == [(3, 2, 1), (2, 1, 4)]
+    assert contract.until_stop(cycles, [5, 6, 7, 8, 9, 4], stop) == cycles
+    assert contract.until_stop(cycles[:1], [5, 6, 7, 1], stop) == cycles[:1], "as the bonus token"
+    row = {"ids": [3], "tokens": tokens, "text": "", "proposed": [3, 2], "accepted": [2, 2]}
+    wanted = {"stop": stop, "prompts": [row], **contract.rates([cycles])}
+    assert contract.cycles_of(wanted)[0][1].start == 4
+    answer = {"tokens": tokens[:-1], "text": "", "draft_tokens": 5, "accepted": 3}
+    assert contract.verdict(wanted, [answer])["served"]
+    counters = {"accepted_by_position": [2, 1, 1]}
+    for accepted in (2, 4):
+        found = contract.verdict(wanted, [answer | {"accepted": accepted}], counters)
+        assert not found["served"] and found["acceptance"]["accepted"]["expected"] == 3
+        assert found["acceptance"]["position"] == 3
+    counters = {"drafts": 2, "draft_tokens": 5, "accepted_tokens": 4}
+    counters["accepted_by_position"] = [2, 2, 0]
+    found = contract.verdict(wanted, [answer | {"accepted": None}], counters)
+    assert found["served"] and found["acceptance"]["accepted"]["expected"] == 4
 
 
 @pytest.mark.parametrize(
@@ -214,8 +235,6 @@ def test_a_real_server_drafts_what_the_head_drafts(
 def test_a_real_server_takes_a_separate_draft(target, draft, tmp_path: Path) -> None:
     import torch
 
-    from decode.drafters import DraftModel
-
     kind = gguf_export.Kind("float32")
     some = [torch.tensor(p) for p in PROMPTS[:2]]
     for name, model in (("target.gguf", target), ("draft.gguf", draft)):
@@ -228,6 +247,39 @@ def test_a_real_server_takes_a_separate_draft(target, draft, tmp_path: Path) -> 
         found = contract_check.checked(wanted, Address(server.url))
     assert found["served"] and found["equal"] == len(PROMPTS), found
     assert found["acceptance"]["accepted"]["expected"] > 0
+
+
+@needs_engine
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [1, 2])
+def test_a_real_server_stops_counting_at_a_stop_token(
+    target, tmp_path: Path, monkeypatch, place: int
+) -> None:
+    """The target as its own draft has every token accepted, one of them ends the answer."""
+    import torch
+
+    prompt = PROMPTS[0]
+    whole = generate(target, NoDraft(), [Request(prompt, LIMIT)], Sampling(), eos_ids=())
+    tokens = whole.generations[0].token_ids
+    end = DEPTH + 1 + place  # of the second cycle's draft
+    assert tokens[end] not in tokens[:end]
+    monkeypatch.setattr(target, "eos_ids", (tokens[end],))
+
+    def ending(*args):
+        kind, _ = WHOLE(*args)["tokenizer.ggml.eos_token_id"]
+        return in_letters(*args) | {"tokenizer.ggml.eos_token_id": (kind, tokens[end])}
+
+    monkeypatch.setattr(gguf_write, "tokenizer_fields", ending)
+    path = tmp_path / "target.gguf"
+    kind = gguf_export.Kind("float32")
+    gguf_export.write_model(path, target.model, target, [torch.tensor(prompt)], kind)
+    wanted = contract.expected(target, DraftModel(target, DEPTH), [prompt], DEPTH, LIMIT)
+    assert wanted["prompts"][0]["accepted"] == [DEPTH, place]
+    settings = llamacpp.Settings(str(path), str(path), "SIMPLE", DEPTH, context=256)
+    with llamacpp.running(PYTHON, settings, tmp_path, "stops") as server:
+        found = contract_check.checked(wanted, Address(server.url))
+    assert found["acceptance"]["accepted"]["server"] == DEPTH + place - 1, found
+    assert found["served"], found
 
 
 @needs_engine
