@@ -105,6 +105,8 @@ class HeadsConfig:
     )
     # and the temperatures
     temperatures: Filled[Literal[0, 1]] = field(default_factory=lambda: [0, 1])
+    # whether the scores tell times; false where the machine does other work beside them
+    timed: bool = True
     # further keys of the scoring commands, such as num_prompts=16 or batch_size=8
     scoring: list[str] = field(default_factory=list)
     # the same for T = 1 alone
@@ -266,7 +268,7 @@ def scored(cfg: HeadsConfig, trained: dict[str, Any], out: Path) -> None:
         reports[str(temperature)] = json.loads(step.leaves.read_text())
     drafters = {name: str(out / name) for name in trained["heads"]}
     about = {"command": files.command(), "environment": next(iter(reports.values()))["environment"]}
-    found = {**about, **matched.matched(trained, drafters, reports)}
+    found = {**about, **matched.matched(trained, drafters, reports, cfg.timed)}
     files.write_json(out / "matched.json", found)
     print(matched.markdown(found), flush=True)
 

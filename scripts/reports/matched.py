@@ -15,14 +15,22 @@ Report = dict[str, Any]
 SHAPES = ("chain", "tree")
 SHOWN = 4  # tokens of a chain whose acceptance is told
 ASKED = ("prompts", "num_prompts", "max_new_tokens", "batch_size", "dtype")
+UNTIMED = "No times: the machine did other work."
 REFERENCE = "eagle3"  # the head that the others are compared with, paired by prompt
 SEED = "-seed"  # between a recipe's name and the seed of a head that is not from the first one
 
 
-def matched(trained: Report, drafters: Mapping[str, str], reports: Mapping[str, Report]) -> Report:
+def matched(
+    trained: Report,
+    drafters: Mapping[str, str],
+    reports: Mapping[str, Report],
+    timed: bool = True,
+) -> Report:
     """What scripts/train_heads.py knows of its heads joined with how they scored. trained:
     heads.json; drafters: by head, the folder that was scored; reports: by temperature, the
-    report of scripts/evaluate.py with every folder as a chain and as a tree.
+    report of scripts/evaluate.py with every folder as a chain and as a tree; timed: whether
+    anybody vouches for what they say of time. If not, `speedup` and `draft_ms` are None and
+    "note" says why.
 
     {"data_sha256", "asked": {temperature: what was asked}, "heads": {name: {steps, flops,
     tokens, cpu_seconds, "scores": {temperature: {shape: {accepted_length, against, speedup,
@@ -47,8 +55,8 @@ def matched(trained: Report, drafters: Mapping[str, str], reports: Mapping[str, 
                 scores[temperature][shape] = {
                     "accepted_length": row["accepted_length"],
                     "against": ratio(row, first) if first else None,
-                    "speedup": row["speedup"],
-                    "draft_ms": row["draft_ms"],
+                    "speedup": row["speedup"] if timed else None,
+                    "draft_ms": row["draft_ms"] if timed else None,
                     "conditional": [p["conditional"] for p in row["acceptance_by_position"]],
                 }
         heads[name] = {
@@ -62,6 +70,8 @@ def matched(trained: Report, drafters: Mapping[str, str], reports: Mapping[str, 
         for temperature, report in reports.items()
     }
     found = {"data_sha256": trained["data_sha256"], "asked": asked, "heads": heads}
+    if not timed:
+        found["note"] = UNTIMED
     seeds = over_seeds(drafters, reports)
     return {**found, "seeds": seeds} if seeds else found
 

@@ -243,7 +243,16 @@ def test_scores_join_cost_and_acceptance(
         head["scores"]["0"].pop("tree", None)
     assert "tree" not in matched.scores(chains, "0") and "tree" in matched.scores(chains, "1")
     assert matched.title(found).endswith("T = 1: 2 prompts × 64 tokens, batch 1, float32")
-    eagle["scores"]["1"]["chain"] |= {"speedup": None, "draft_ms": None}
-    shown = matched.scores(found, "1")
-    assert "| eagle3 | 2.80 [2.70, 2.90] |  | – | – |" in shown, "times that nobody vouches for"
-    assert matched.title({**found, "note": "No times."}).endswith("float32. No times.")
+    with pytest.raises(SystemExit) as caught:
+        train_heads.main([*asked, *more, "scoring=['seed=7']", "timed=false"])
+    assert caught.value.code == 0
+    untimed = json.loads((tmp_path / "heads/matched.json").read_text())
+    for head in untimed["heads"].values():
+        for score in (shape for shapes in head["scores"].values() for shape in shapes.values()):
+            assert score["speedup"] is None and score["draft_ms"] is None
+    same = untimed["heads"]["medusa"]["scores"]["0"]["chain"]
+    assert same["accepted_length"] == medusa["scores"]["0"]["chain"]["accepted_length"]
+    assert same["against"] == medusa["scores"]["0"]["chain"]["against"]
+    assert "| eagle3 | 2.80 [2.70, 2.90] |  | – | – |" in matched.scores(untimed, "1")
+    assert matched.title(untimed).endswith("float32. No times: the machine did other work.")
+    assert "note" not in found
