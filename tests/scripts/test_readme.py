@@ -19,6 +19,7 @@ from conf.schema import compose
 from scripts import cli, demo
 from scripts.common import files
 from scripts.reports import readme
+from train.config import EagleRun
 
 TEXT = readme.README.page.read_text()
 DOCS = files.ROOT / "docs"
@@ -166,6 +167,13 @@ def test_the_demo_calls_real_commands(fast: bool, block: bool) -> None:
     shared = len(steps) - 2 - block
     plain = demo.steps(demo.FAST if fast else demo.FULL, fast)
     assert steps[:shared] == plain[:shared], "a block head is added to a demo that is there"
+
+
+def test_the_demos_head_is_served_everywhere() -> None:
+    _, args = demo.trainings(demo.FULL, False)["eagle3"]
+    cfg = compose("eagle", EagleRun, args[1:])
+    assert cfg.head.kind == "eagle3" and not cfg.head.norm_output
+    assert not cfg.head.norm_before_fc, "llama.cpp has no such norm"
 
 
 def test_the_demo_tells_where_its_time_went(
