@@ -180,6 +180,22 @@ def test_pairs_that_the_first_token_selects_raise_no_false_alarms() -> None:
     assert ((share > 0.02) & (share < 0.085)).all()
 
 
+def test_a_correlation_is_measured_by_what_the_first_tokens_spread() -> None:
+    """Given the first ones a, the sum of a b has the variance of sum(a^2) / 12, whatever a is:
+    here places near the middle, whose spread is a tenth of a uniform's."""
+    rng, found = np.random.default_rng(8), []
+    for u in rng.random((300, 3000)):
+        centred = (u - 0.5).tolist()
+        near = [(a, b) for a, b in zip(centred[:-1], centred[1:], strict=True) if abs(a) < 0.16]
+        test = pit.independence(u, np.r_[False, abs(u[:-1] - 0.5) < 0.16], "pairs")[0]
+        spread = math.sqrt(sum(a * a for a, _ in near) / 12)
+        z = sum(a * b for a, b in near) / spread
+        assert test.n == len(near) and test.statistic == pytest.approx(z)
+        assert test.p == pytest.approx(math.erfc(abs(z) / math.sqrt(2)))
+        found.append(test.statistic)
+    assert 0.85 < float(np.std(found)) < 1.15 and abs(float(np.mean(found))) < 0.25
+
+
 def test_dependent_neighbours_are_found_where_the_marginal_is_uniform() -> None:
     rng = np.random.default_rng(3)
     base = rng.random(3000)
