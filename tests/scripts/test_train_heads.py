@@ -137,6 +137,13 @@ def test_heads_of_several_seeds_read_features_that_are_there(
     assert all(f"data.features={store}" in args and "steps=5" in args for args in ran)
     found = json.loads((tmp_path / "heads/heads.json").read_text())
     assert list(found["heads"]) == names and found["heads"]["medusa-seed5"]["flops"] == 1e7
+    with pytest.raises(SystemExit):
+        train_heads.main(command)
+    assert len(ran) == len(names), "done already"
+    (store / "manifest.json").write_text('{"other": 1}')
+    with pytest.raises(SystemExit):
+        train_heads.main(command)
+    assert len(ran) == 2 * len(names), "other features: all learn again"
 
 
 def test_seeds_are_counted_together_and_paired_by_prompt() -> None:
@@ -164,6 +171,13 @@ def test_seeds_are_counted_together_and_paired_by_prompt() -> None:
     assert medusa["against"]["low"] == pytest.approx(0.625), "the same ratio for every prompt"
     assert found["eagle3"]["0"]["chain"]["against"]["mean"] == pytest.approx(1)
     assert "tree" not in found["medusa"]["0"]
+    known = {"training": {}, "speedup": None, "draft_ms": None, "acceptance_by_position": []}
+    drafters[1] |= row([4.0, 8.0], 30)
+    report = {"settings": dict.fromkeys(matched.ASKED), "drafters": [x | known for x in drafters]}
+    trained: Any = {"data_sha256": "", "heads": {name: {} for name in names}}
+    heads = matched.matched(trained, {n: f"f/{n}" for n in names}, {"0": report})["heads"]
+    against = [heads[n]["scores"]["0"]["chain"]["against"]["mean"] for n in names[1:4]]
+    assert against == pytest.approx([1.0, 0.5, 0.5]), "each to the reference from its own seed"
     shown = matched.seeds({"seeds": found})
     assert shown.startswith("| all seeds together | chain, T = 0 | to eagle3 |")
     assert "| medusa | 2.250 (1.500 to 3.000) | -37.5% [-37.5%, -37.5%] |" in shown
