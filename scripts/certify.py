@@ -62,7 +62,7 @@ from heads.names import parse
 from scripts.common import files
 from scripts.common.parts import Parts
 from scripts.common.progress import Steps, by_name, columns
-from scripts.common.prompts import Prompt, chat_ids, load_prompts
+from scripts.common.prompts import Prompt, load_prompts, question_ids
 from scripts.proofs import certificate
 from scripts.proofs.controls import certificates as controls
 from scripts.reports import certificate_page
@@ -183,9 +183,7 @@ class CertifyConfig:
 def main(cfg: CertifyConfig) -> int:
     """Load, run every layer, write, say the verdict. Exit codes: see the file's first lines."""
     out = Path(cfg.out)
-    if out.exists() and not out.is_dir():
-        raise UserError(f"out: {out} is a file; give a folder")
-    with files.sole_writer(out):
+    with files.sole_folder(out):
         return certified(cfg, out)
 
 
@@ -194,7 +192,7 @@ def fitting(
 ) -> list[list[int]]:
     """Token ids of the first turns that leave `room` tokens of the target's context. Raises
     UserError for none."""
-    found = [chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in known]
+    found = [question_ids(target.tokenizer, p.turns[0]) for p in known]
     found = [p for p in found if len(p) + room <= target.context_length]
     if not found:
         raise UserError(
@@ -388,9 +386,7 @@ class CertifyServerConfig:
 def server(cfg: CertifyServerConfig) -> int:
     """Ask, judge, write, say the verdict. Exit codes: see the file's first lines."""
     out = Path(cfg.out)
-    if out.exists() and not out.is_dir():
-        raise UserError(f"out: {out} is a file; give a folder")
-    with files.sole_writer(out):
+    with files.sole_folder(out):
         target = load_target(cfg.target, "float32", cfg.device)
         cfg.sampling().check_vocab(target.vocab_size)
         prompts = fitting(cfg, load_prompts(Path(cfg.prompts)), target, cfg.max_new_tokens)

@@ -44,7 +44,7 @@ from decode.target import Target
 from decode.verify import RULES
 from heads.small_lm.net import parameters
 from scripts.common import files
-from scripts.common.prompts import Prompt, chat_ids, load_prompts
+from scripts.common.prompts import Prompt, load_prompts, question_ids
 from scripts.reports import table
 from scripts.reports.wandb_log import to_wandb
 from scripts.scoring import candidates, contest
@@ -141,9 +141,7 @@ def main(cfg: EvaluateConfig) -> int:
     failed the parity gate.
     """
     out = Path(cfg.out)
-    if out.exists() and not out.is_dir():
-        raise UserError(f"out: {out} is a file; give a folder")
-    with files.sole_writer(out):
+    with files.sole_folder(out):
         if cfg.suite is None:
             return evaluated(cfg, out)
         return by_suite(cfg, suites(cfg.suite), out)
@@ -311,7 +309,7 @@ def fitting(prompts: list[Prompt], target: Target, bad: list[dict[str, str]]) ->
     """
     kept, room = [], target.context_length
     for prompt in prompts:
-        size = len(chat_ids(target.tokenizer, [{"role": "user", "content": prompt.turns[0]}]))
+        size = len(question_ids(target.tokenizer, prompt.turns[0]))
         if size < room:
             kept.append(prompt)
             continue
@@ -402,7 +400,6 @@ def write(report: dict[str, Any], lines: list[dict[str, Any]], out: Path) -> Non
     for name, (draw, _) in more_plots.present(more_plots.EVALUATE, report).items():
         drawn = plots.figure(draw, report, plots.height(name, report))
         files.write_bytes(out / "figures" / f"{name}.png", plots.png(drawn))
-    files.write_bytes(out / "figure.png", plots.overview(report, table.title(report)))
     files.write_text(out / "report.html", page.page(report))
     files.write_json(out / "report.json", report)
 

@@ -44,7 +44,7 @@ from scripts.certify import about_drafter
 from scripts.common import files
 from scripts.common.parts import Parts
 from scripts.common.progress import Steps, by_name, columns
-from scripts.common.prompts import chat_ids, load_prompts
+from scripts.common.prompts import load_prompts, question_ids
 from scripts.proofs import detection
 from scripts.proofs import sections as proofs
 from scripts.proofs.certificate import ticker
@@ -97,7 +97,7 @@ Tick = Callable[[str, int, int], None]
 def _prompts(cfg: ProveConfig, target: Target, count: int) -> list[list[int]]:
     texts = [p.turns[0] for path in cfg.prompts for p in load_prompts(path)]
     texts = list(dict.fromkeys(texts))
-    ids = [chat_ids(target.tokenizer, [{"role": "user", "content": t}]) for t in texts]
+    ids = [question_ids(target.tokenizer, t) for t in texts]
     ids = [i for i in ids if len(i) + cfg.max_new_tokens <= target.context_length]
     if len(ids) < count:
         raise UserError(

@@ -80,14 +80,6 @@ def sentences(report: dict[str, Any]) -> list[str]:
     pace = report["plain_pass_ms"]
     if not pace["steady"]:
         lines.append(f"{unsteady(pace)}, so choose again on a quiet one.")
-    grid = report.get("grid")
-    if grid:
-        r, off = grid["chosen_over_best"], grid["error_proposed"]
-        lines.append(
-            f"Grid of {grid['settings']}: the choice runs at {interval(r, 3)} of the best measured "
-            f"({grid['best']}); tokens/s of the proposed settings were predicted to "
-            f"{off['mean']:.1%} on average, {off['worst']:.1%} at worst."
-        )
     return lines + [str(n) for n in report["notes"]]
 
 
@@ -104,12 +96,11 @@ COLLECTED = (
 
 
 def markdown(known: dict[str, Any]) -> str:
-    """What tuning runs with grid=true came to (the JSON of `results=`), a row per drafter."""
+    """What tuning came to beside a grid of settings that were all measured
+    (docs/results/tune.json), a row per drafter."""
     rows = []
     for name, run in known.items():
         grid, chosen = run["grid"], run["chosen"]
-        if grid is None:
-            continue
         off = grid["error_proposed"]
         rows.append(
             [

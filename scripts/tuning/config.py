@@ -57,12 +57,6 @@ class TuneConfig:
     max_width: OneOrMore = 8
     # settings that are confirmed by measurement
     confirm: OneOrMore = 4
-    # measure a whole grid of settings as well, and say how far the choice is from its best
-    grid: bool = False
-    # settings of each shape in that grid
-    grid_size: OneOrMore = 8
-    # JSON file that collects what runs came to, an entry per drafter; "" = none
-    results: str = ""
     # write the choice into the head's folder
     write: bool = True
     # log figures and table to Weights & Biases

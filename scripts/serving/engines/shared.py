@@ -20,7 +20,7 @@ from heads import find_head
 from heads.checkpoint import read_card
 from heads.interop import exported
 from scripts.common import files
-from scripts.common.prompts import chat_ids, load_prompts
+from scripts.common.prompts import load_prompts, question_ids, spread
 from scripts.serving import case as engine_case
 
 SKIPPED = 3  # exit code: a drafter that was asked for is not there
@@ -167,10 +167,8 @@ def name_of(card: dict[str, Any]) -> str:
 
 def prompt_ids(target: Target, path: str, count: int) -> list[list[int]]:
     """Token ids of `count` prompts of a file, spread evenly over it."""
-    known = load_prompts(path)
-    count = min(count, len(known))
-    some = [known[i * len(known) // count] for i in range(count)]
-    return [chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in some]
+    some = spread(load_prompts(path), count)
+    return [question_ids(target.tokenizer, p.turns[0]) for p in some]
 
 
 def call(command: list[str], log: Path) -> None:

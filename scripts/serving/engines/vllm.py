@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,10 @@ from conf.schema import entry
 from decode.models.load import TargetConfig
 from heads import load_head
 from heads.base import Head
-from heads.interop import exported, read_folder
+from heads.interop import exported
 from scripts.common import files
 from scripts.serving import card
 from scripts.serving import case as engine_case
-from scripts.serving import probe as acceptance_probe
-from scripts.serving import trial as probe_trial
 from scripts.serving.engines import shared
 
 FORMATS = {
@@ -29,7 +27,6 @@ FORMATS = {
     "dflash": ("vllm", "speculators"),
     "small_lm": ("transformers",),
 }
-PROBED = 16  # prompts of the acceptance probe
 
 
 @dataclass
@@ -85,7 +82,6 @@ def main(cfg: EnginesConfig) -> int:
     print("plain decoding: the engine's", flush=True)
     plain = answered(cfg, stage.work, "plain", job)
     cases = [{"case": "plain", **stage.runs.plain_case(plain)}]
-    batch = acceptance_probe.answers(stage.target, stage.ids[:PROBED], cfg.max_new_tokens)
     for found in stage.drafters():
         for format in FORMATS.get(found.kind, ()):
             name = f"{found.name.replace('small_lm', 'draft')}-{format}"
@@ -97,9 +93,6 @@ def main(cfg: EnginesConfig) -> int:
             head = load_head(found.folder, stage.target)
             answer = answered(cfg, stage.work, name, asked(job, folder, head, depth, format))
             case = stage.runs.case(head, found.card_sha256, depth, answer, plain)
-            if format == "vllm":
-                foreign = replace(read_folder(folder), manifest=None)
-                case["probe"] = probe_trial.trial(foreign, stage.target, batch)
             if format == "speculators":
                 case["package"] = engine_case.package(
                     package, folder, head, stage.target, stage.ids[0], stage.work
