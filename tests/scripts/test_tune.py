@@ -1,5 +1,5 @@
-"""scripts/tune.py on the tiny target: files, the choice in the head's folder, the grid, the
-formulas, and mistakes.
+"""scripts/tune.py on the tiny target: files, the choice in the head's folder, and
+mistakes.
 """
 
 from __future__ import annotations
@@ -195,11 +195,3 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: Any, overrides: list[str]
     told = capsys.readouterr().err
     assert told.startswith(f"error: {key}") and told.count("\n") == 1
     assert not (tmp_path / "out" / "tune.json").exists()
-
-
-def test_the_formulas_say_what_they_assume(capsys: Any) -> None:
-    assert code_of(tune.command, "formula", "acceptance=0.5", "cost=0.1", "max_k=3") == 0
-    told = capsys.readouterr().out
-    assert "1.750" in told and "1.458" in told and cost.INDEPENDENCE.partition(":")[0] in told
-    assert code_of(tune.command, "formula", "acceptance=2") == 2
-    assert capsys.readouterr().err.startswith("error: acceptance: ")
