@@ -1,5 +1,5 @@
-"""Pages from the templates beside this file, and the tables that they lay out. Everything is
-escaped but the drawings, which are ours.
+"""Pages from the templates beside this file, and the tables that they lay out. In HTML everything
+is escaped but the drawings, which are ours.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
 TEMPLATES = Path(__file__).parent / "templates"
 Columns = Sequence[tuple[str, Callable[[dict[str, Any]], str]]]
@@ -83,7 +83,8 @@ def about_environment(report: dict[str, Any]) -> Table:
 def _environment() -> Environment:
     return Environment(
         loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
+        autoescape=select_autoescape(("html",)),
+        keep_trailing_newline=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
