@@ -6,15 +6,16 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
+from scripts.reports.block import Columns
+
 TEMPLATES = Path(__file__).parent / "templates"
-Columns = Sequence[tuple[str, Callable[[dict[str, Any]], str]]]
 
 
 @dataclass(frozen=True)

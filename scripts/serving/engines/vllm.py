@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from conf.rules import OneOrMore
 from conf.schema import entry
-from decode.models.load import TargetConfig
 from heads import load_head
 from heads.base import Head
 from heads.interop import exported
@@ -30,30 +28,13 @@ FORMATS = {
 
 
 @dataclass
-class EnginesConfig:
+class EnginesConfig(shared.Keys):
     """Keys of scripts/engines.py."""
 
-    # run folders or head folders to export and serve
-    drafters: list[str]
-    # JSON to write
     out: str = "docs/results/engines.json"
-    # folder for exports and for the parts that are finished
     work: str = "runs/engines"
-    # the target of all of them
-    target: TargetConfig = field(default_factory=TargetConfig)
-    # JSONL of prompts
-    prompts: str = "scripts/prompts/demo.jsonl"
-    # how many of them
-    num_prompts: OneOrMore = 50
-    # most tokens per answer
-    max_new_tokens: OneOrMore = 64
-    # prompts that are decoded together, on both sides
-    batch_size: OneOrMore = 25
     # prompts that the engine answers alone, for its speed
     timed: int = 6
-    # the engine's max_model_len
-    context: OneOrMore = 1024
-    # Python of the environment with vLLM
     engine: str = ".venv-engines/bin/python"
     # Python of the environment with the speculators package
     speculators: str = ".venv-speculators/bin/python"
