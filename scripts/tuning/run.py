@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError
-from decode.sampling import Sampling
 from decode.target import Target
 from heads.tuned import Settings, Tuned, card_sha256
 from scripts.common import files
@@ -40,9 +39,7 @@ class Tuning:
 
     def __init__(self, cfg: TuneConfig, target: Target, progress: Steps) -> None:
         self.cfg, self.target, self.progress = cfg, target, progress
-        self.sampling = Sampling(
-            cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, cfg.repetition_penalty
-        )
+        self.sampling = cfg.sampling()
         self.bounds = Bounds(cfg.max_depth, cfg.max_nodes, cfg.max_width)
         self.family = Family.of(cfg.drafter, target, self.sampling, self.bounds)
         self.prompts = spread(load_prompts(cfg.prompts), cfg.num_prompts)

@@ -14,10 +14,10 @@ from typing import Annotated, Any, Protocol
 from conf.errors import UserError
 from conf.rules import AboveZero, AtATime, Filled, Inside, OneOrMore, Seed, one_of
 from conf.schema import entry
-from decode.sampling import Sampling
 from heads import load_head
 from heads.interop import exported
 from scripts.common.parts import Parts
+from scripts.common.sampling_keys import SamplingKeys
 from scripts.reports.block import Columns, md_of
 from scripts.reports.table import number
 from scripts.serving import card, gguf_export, llamacpp_cases, server_certificate, vllm_server
@@ -37,8 +37,8 @@ ENGINES = {
 }
 
 
-@dataclass
-class SampledConfig(shared.Keys):
+@dataclass(kw_only=True)
+class SampledConfig(shared.Keys, SamplingKeys):
     """Keys of scripts/engines.py sampled."""
 
     # run folders or head folders to export and serve; vLLM's own n-grams: ngram
@@ -55,10 +55,6 @@ class SampledConfig(shared.Keys):
     draft_tokens: OneOrMore = 3
     # what is asked of the server
     temperature: AboveZero = 1.0
-    # keep the k likeliest tokens; 0 = off
-    top_k: int = 0
-    # nucleus; 1 = off
-    top_p: float = 1.0
     # sampled tokens, spread evenly over `at_a_time`
     tokens: OneOrMore = 3000
     # numbers of requests that are asked together
@@ -76,18 +72,6 @@ class SampledConfig(shared.Keys):
     seed: Seed = 0
     # Python of the engine's environment; empty = the one that `make engines` builds
     engine: str = ""
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        try:
-            self.sampling()
-        except UserError as error:
-            return [str(error)]
-        return []
-
-    def sampling(self) -> Sampling:
-        """What is asked of the server."""
-        return Sampling(self.temperature, self.top_k, self.top_p)
 
     def how(self) -> server_certificate.How:
         """What is asked of the server, and how it is judged."""
@@ -126,6 +110,7 @@ def main(cfg: SampledConfig) -> int:
         "temperature": cfg.temperature,
         "top_k": cfg.top_k,
         "top_p": cfg.top_p,
+        "min_p": cfg.min_p,
         "tokens": cfg.tokens,
         "at_a_time": list(cfg.at_a_time),
         "alpha": cfg.alpha,
