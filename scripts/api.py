@@ -36,7 +36,7 @@ from decode.target import Target
 from heads import resolve_drafter
 from heads.names import NONE
 from scripts import cli
-from scripts.common.prompts import chat_ids
+from scripts.common.prompts import question_ids
 from scripts.common.talk import Stream
 
 __all__ = ["Answer", "Piece", "generate", "load_drafter", "load_target", "train"]
@@ -187,11 +187,7 @@ def generate(
     """
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens: {max_new_tokens} is below 1; give 1 or more")
-    ids = (
-        chat_ids(target.tokenizer, [{"role": "user", "content": prompt}])
-        if isinstance(prompt, str)
-        else list(prompt)
-    )
+    ids = question_ids(target.tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
     made = resolve_drafter(drafter, target) if isinstance(drafter, str) else drafter
     longest = min(target.context_length, len(ids) + max_new_tokens)
     batch = LiveBatch(target, made, Sampling(temperature, top_k, top_p), Room(1, longest))

@@ -26,7 +26,7 @@ settings (controls=FOLDER).
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -34,13 +34,11 @@ from typing import Annotated, Any, Literal
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from annotated_types import Interval
 
 from conf.errors import UserError, resumable
 from conf.rules import (
     AboveZero,
     AtATime,
-    BelowOne,
     Inside,
     NotEmpty,
     NotNegative,
@@ -62,7 +60,8 @@ from heads.names import parse
 from scripts.common import files
 from scripts.common.parts import Parts
 from scripts.common.progress import Steps, by_name, columns
-from scripts.common.prompts import Prompt, chat_ids, load_prompts
+from scripts.common.prompts import Prompt, load_prompts, question_ids
+from scripts.common.sampling_keys import PenaltyKeys, SamplingKeys
 from scripts.proofs import certificate
 from scripts.proofs.controls import certificates as controls
 from scripts.reports import certificate_page
@@ -82,8 +81,8 @@ LATER = (
 )  # a run goes on under other values of these
 
 
-@dataclass
-class CertifyConfig:
+@dataclass(kw_only=True)
+class CertifyConfig(PenaltyKeys):
     """Keys of scripts/certify.py."""
 
     # folder for certificate.json and certificate.html
@@ -96,14 +95,6 @@ class CertifyConfig:
     target: TargetConfig = field(default_factory=TargetConfig)
     # 0 = greedy: then the greedy layer decides alone
     temperature: NotNegative = 1.0
-    # sample among the k best tokens; 0 = off
-    top_k: ZeroOrMore = 0
-    # sample among the fewest tokens that hold this much probability; 1 = off
-    top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
-    # drop tokens below this share of the best token's probability; 0 = off
-    min_p: BelowOne = 0.0
-    # Hugging Face's repetition penalty; 1 = off
-    repetition_penalty: AboveZero = 1.0
     # classifier-free guidance, with the prompt's last token as unconditional prompt; 1 = off
     guidance_scale: AboveZero = 1.0
     # stateless logits processors of transformers with their arguments:
@@ -142,14 +133,6 @@ class CertifyConfig:
     # no progress bar
     quiet: bool = False
 
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        try:
-            self.sampling()
-        except UserError as error:
-            return [str(error)]
-        return []
-
     def plan(self) -> certificate.Plan:
         """What the layers do."""
         return certificate.Plan(
@@ -168,14 +151,8 @@ class CertifyConfig:
         )
 
     def sampling(self) -> Sampling:
-        return Sampling(
-            self.temperature,
-            self.top_k,
-            self.top_p,
-            self.min_p,
-            self.repetition_penalty,
-            named_processors(self.processors),
-        )
+        """See SamplingKeys."""
+        return replace(super().sampling(), processors=named_processors(self.processors))
 
 
 @entry("certify", CertifyConfig)
@@ -183,9 +160,7 @@ class CertifyConfig:
 def main(cfg: CertifyConfig) -> int:
     """Load, run every layer, write, say the verdict. Exit codes: see the file's first lines."""
     out = Path(cfg.out)
-    if out.exists() and not out.is_dir():
-        raise UserError(f"out: {out} is a file; give a folder")
-    with files.sole_writer(out):
+    with files.sole_folder(out):
         return certified(cfg, out)
 
 
@@ -194,7 +169,7 @@ def fitting(
 ) -> list[list[int]]:
     """Token ids of the first turns that leave `room` tokens of the target's context. Raises
     UserError for none."""
-    found = [chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in known]
+    found = [question_ids(target.tokenizer, p.turns[0]) for p in known]
     found = [p for p in found if len(p) + room <= target.context_length]
     if not found:
         raise UserError(
@@ -292,8 +267,8 @@ def about_drafter(spec: str) -> dict[str, Any]:
     return {"name": spec, "files": found}
 
 
-@dataclass
-class CertifyServerConfig:
+@dataclass(kw_only=True)
+class CertifyServerConfig(SamplingKeys):
     """Keys of scripts/certify.py url=..."""
 
     # folder for certificate.json
@@ -310,12 +285,6 @@ class CertifyServerConfig:
     drafter: str = ""
     # what is asked of the server; 0 = greedy alone
     temperature: NotNegative = 1.0
-    # sample among the k best tokens; 0 = off
-    top_k: ZeroOrMore = 0
-    # sample among the fewest tokens that hold this much probability; 1 = off
-    top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
-    # drop tokens below this share of the best token's probability; 0 = off
-    min_p: BelowOne = 0.0
     # sampled tokens, spread evenly over `at_a_time`; more find smaller biases
     tokens: OneOrMore = 20000
     # most tokens per answer
@@ -350,7 +319,7 @@ class CertifyServerConfig:
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        found = []
+        found = super().validate()
         if len(set(self.at_a_time)) != len(self.at_a_time):
             found.append(f"at_a_time: {self.at_a_time} names one twice; name each once")
         if self.plain != "weights" and self.temperature and not 0 < self.top_k <= MOST_TOP:
@@ -358,14 +327,7 @@ class CertifyServerConfig:
                 f"top_k: {self.top_k}; a plain server tells the {MOST_TOP} best of a law only: set "
                 f"top_k to 1..{MOST_TOP}, or plain=weights"
             )
-        try:
-            self.sampling()
-        except UserError as error:
-            found.append(str(error))
         return found
-
-    def sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
     def how(self) -> server_certificate.How:
         """What is asked of the server, and how it is judged."""
@@ -388,9 +350,7 @@ class CertifyServerConfig:
 def server(cfg: CertifyServerConfig) -> int:
     """Ask, judge, write, say the verdict. Exit codes: see the file's first lines."""
     out = Path(cfg.out)
-    if out.exists() and not out.is_dir():
-        raise UserError(f"out: {out} is a file; give a folder")
-    with files.sole_writer(out):
+    with files.sole_folder(out):
         target = load_target(cfg.target, "float32", cfg.device)
         cfg.sampling().check_vocab(target.vocab_size)
         prompts = fitting(cfg, load_prompts(Path(cfg.prompts)), target, cfg.max_new_tokens)

@@ -21,24 +21,23 @@ from typing import Annotated, Any, Literal
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from annotated_types import Interval
 
 from conf.errors import UserError
-from conf.rules import BelowOne, NotNegative, OneOrMore, Seed, ZeroOrMore, one_of
+from conf.rules import NotNegative, OneOrMore, Seed, one_of
 from conf.schema import entry
 from decode.engine import Request, Run, generate
 from decode.models.load import DTYPES, TargetConfig, load_target
 from decode.monitor import Monitor
-from decode.sampling import Sampling
 from heads import asked, resolve_drafter
 from scripts.common.prompts import chat_ids
+from scripts.common.sampling_keys import SamplingKeys
 from scripts.common.talk import Stream, Tally
 
 DRAFTED = "bright_green"
 
 
 @dataclass
-class ChatConfig:
+class ChatConfig(SamplingKeys):
     """Keys of scripts/chat.py."""
 
     # the model to talk to
@@ -49,14 +48,7 @@ class ChatConfig:
     # a tuned drafter below its break-even (scripts/tune.py): off, warn in the footer, or
     # fallback to plain decoding
     monitor: Literal["off", "warn", "fallback"] = "warn"
-    # 0 = greedy
     temperature: NotNegative = 0.7
-    # keep the k likeliest tokens (0 = off)
-    top_k: ZeroOrMore = 0
-    # nucleus (1 = off)
-    top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
-    # drop tokens below this share of the likeliest one (0 = off)
-    min_p: BelowOne = 0.0
     # longest answer, tokens
     max_new_tokens: OneOrMore = 256
     # number format of the target: bfloat16, float32 or float16
@@ -74,7 +66,7 @@ class Chat:
         from rich.console import Console
 
         self.cfg = cfg
-        self.sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)
+        self.sampling = cfg.sampling()
         self.target = load_target(cfg.target, cfg.dtype)
         self.drafter = resolve_drafter(cfg.drafter, self.target)
         limit = asked(cfg.drafter).break_even

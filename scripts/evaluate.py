@@ -31,20 +31,19 @@ from typing import Annotated, Any
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from annotated_types import Interval
 
 from conf.errors import UserError
-from conf.rules import AboveZero, BelowOne, Filled, NotNegative, OneOrMore, Seed, ZeroOrMore, one_of
+from conf.rules import Filled, NotNegative, OneOrMore, Seed, ZeroOrMore, one_of
 from conf.schema import entry
 from decode.models import facts, packed
 from decode.models.load import DTYPES, TargetConfig, load_target
 from decode.models.memory import Plan
-from decode.sampling import Sampling
 from decode.target import Target
 from decode.verify import RULES
 from heads.small_lm.net import parameters
 from scripts.common import files
-from scripts.common.prompts import Prompt, chat_ids, load_prompts
+from scripts.common.prompts import Prompt, load_prompts, question_ids
+from scripts.common.sampling_keys import PenaltyKeys
 from scripts.reports import table
 from scripts.reports.wandb_log import to_wandb
 from scripts.scoring import candidates, contest
@@ -62,7 +61,7 @@ PLANNED_NODES = 64  # of a draft tree, when memory is estimated
 
 
 @dataclass
-class EvaluateConfig:
+class EvaluateConfig(PenaltyKeys):
     """Keys of scripts/evaluate.py."""
 
     # folder for report.json, report.html, outputs.jsonl and figures/
@@ -86,18 +85,8 @@ class EvaluateConfig:
     num_prompts: OneOrMore | None = None
     # only these categories; [] = all
     categories: list[str] = field(default_factory=list)
-    # 0 = greedy
-    temperature: NotNegative = 0.0
     # several temperatures in one report; [] = temperature alone
     temperatures: list[NotNegative] = field(default_factory=list)
-    # sample among the k best tokens; 0 = off
-    top_k: ZeroOrMore = 0
-    # sample among the fewest tokens that hold this much probability; 1 = off
-    top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
-    # drop tokens below this share of the best token's probability; 0 = off
-    min_p: BelowOne = 0.0
-    # Hugging Face's repetition penalty; 1 = off
-    repetition_penalty: AboveZero = 1.0
     # most tokens per answer
     max_new_tokens: OneOrMore = 128
     # float32, bfloat16 or float16
@@ -125,14 +114,9 @@ class EvaluateConfig:
     quiet: bool = False
 
     def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        found = []
-        for t in {self.temperature, *self.temperatures}:
-            try:
-                Sampling(t, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
-            except UserError as error:
-                found.append(str(error))
-        return found
+        """Problems as "key: value; rule; fix", at every temperature."""
+        every = {self.temperature, *self.temperatures}
+        return [line for t in every for line in PenaltyKeys.validate(replace(self, temperature=t))]
 
 
 @entry("evaluate", EvaluateConfig)
@@ -141,9 +125,7 @@ def main(cfg: EvaluateConfig) -> int:
     failed the parity gate.
     """
     out = Path(cfg.out)
-    if out.exists() and not out.is_dir():
-        raise UserError(f"out: {out} is a file; give a folder")
-    with files.sole_writer(out):
+    with files.sole_folder(out):
         if cfg.suite is None:
             return evaluated(cfg, out)
         return by_suite(cfg, suites(cfg.suite), out)
@@ -193,7 +175,7 @@ def evaluated(cfg: EvaluateConfig, out: Path) -> int:
     plan = Plan(max(cfg.batch_sizes or [cfg.batch_size]), longest, PLANNED_NODES)
     target = load_target(cfg.target, cfg.dtype, cfg.device, plan)
     prompts = fitting(prompts, target, bad)
-    for line in facts.notes(target, sampling_of(cfg)):
+    for line in facts.notes(target, cfg.sampling()):
         print(line, file=sys.stderr)
     more, unknown = candidates.expand(cfg.candidates, cfg.runs, target.support == "tree")
     names = list(dict.fromkeys([*cfg.drafters, *more]))
@@ -253,7 +235,7 @@ def measure(
     skipped: list[dict[str, str]],
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(report, lines of outputs.jsonl) at the temperature and batch size of `cfg`."""
-    sampling = sampling_of(cfg)
+    sampling = cfg.sampling()
     settings = contest.Settings(sampling, cfg.max_new_tokens, cfg.batch_size, cfg.seed, cfg.verify)
     measured = contest.run_contest(target, prompts, lanes, settings, cfg.quiet)
     scores = Scores(measured, lanes)
@@ -311,7 +293,7 @@ def fitting(prompts: list[Prompt], target: Target, bad: list[dict[str, str]]) ->
     """
     kept, room = [], target.context_length
     for prompt in prompts:
-        size = len(chat_ids(target.tokenizer, [{"role": "user", "content": prompt.turns[0]}]))
+        size = len(question_ids(target.tokenizer, prompt.turns[0]))
         if size < room:
             kept.append(prompt)
             continue
@@ -323,11 +305,6 @@ def fitting(prompts: list[Prompt], target: Target, bad: list[dict[str, str]]) ->
     if not kept:
         raise UserError(f"{bad[-1]['reason']} (and no other prompt fits)")
     return kept
-
-
-def sampling_of(cfg: EvaluateConfig) -> Sampling:
-    """The law of the first setting."""
-    return Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, cfg.repetition_penalty)
 
 
 def folder(temperature: float, batch_size: int) -> str:
@@ -402,7 +379,6 @@ def write(report: dict[str, Any], lines: list[dict[str, Any]], out: Path) -> Non
     for name, (draw, _) in more_plots.present(more_plots.EVALUATE, report).items():
         drawn = plots.figure(draw, report, plots.height(name, report))
         files.write_bytes(out / "figures" / f"{name}.png", plots.png(drawn))
-    files.write_bytes(out / "figure.png", plots.overview(report, table.title(report)))
     files.write_text(out / "report.html", page.page(report))
     files.write_json(out / "report.json", report)
 

@@ -36,7 +36,7 @@ from heads.interop import FORMATS, LAYOUTS, MANIFEST, Facts, exported, find_layo
 from heads.names import NONE, Draft
 from heads.small_lm.plain import plain_model
 from scripts.common import files
-from scripts.common.prompts import chat_ids, load_prompts
+from scripts.common.prompts import load_prompts, question_ids, spread
 from scripts.serving import card as export_card
 from scripts.serving import contract, costs, gguf_export, settings
 from scripts.serving import draft as export_draft
@@ -263,13 +263,9 @@ def check_prompts(cfg: ExportConfig, target: Target) -> list[Any]:
     """Token ids of the prompts, the ends of long ones, spread over the file."""
     import torch
 
-    known = load_prompts(cfg.prompts)
-    step = max(1, len(known) // cfg.num_prompts)
+    some = spread(load_prompts(cfg.prompts), cfg.num_prompts)
     room = min(PROMPT_TOKENS, target.context_length - 16)
-    ids = [
-        chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in known[::step]
-    ]
-    return [torch.tensor(i[-room:]) for i in ids[: cfg.num_prompts]]
+    return [torch.tensor(question_ids(target.tokenizer, p.turns[0])[-room:]) for p in some]
 
 
 def first_heads(head: Head, count: int | None) -> Head:

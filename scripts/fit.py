@@ -12,8 +12,8 @@ within them and stops early where decoded acceptance no longer rises, then compa
 after on the later part and on prompts of no traffic in particular. The head of `start` is
 never written to. OUT/head is the better one of the two: the new one where the paired interval
 of its accepted length on the later part lies above the old one's, else a copy of the old one.
-OUT/fit.json holds everything that was found, OUT/fit.png the picture, OUT/certificate the
-certificate of OUT/head, and OUT/export with format=FORMAT its export.
+OUT/fit.json holds everything that was found, OUT/certificate the certificate of OUT/head, and
+OUT/export with format=FORMAT its export.
 
 Stop it at any time: the same command goes on where it stopped, with the same result; a stage
 that is done is not done again. Exit codes: 0; 1 the certificate found a bias, or training and
@@ -55,7 +55,7 @@ from scripts.reports import fit_table
 from scripts.synthesis import logs
 from scripts.synthesis.ledger import differences
 
-SETTINGS, REPORT, PICTURE = "settings.json", "fit.json", "fit.png"
+SETTINGS, REPORT = "settings.json", "fit.json"
 
 
 @dataclass
@@ -96,9 +96,7 @@ def _stage(path: Path) -> dict[str, Any]:
 def main(cfg: FitConfig) -> int:
     """Run the stages that are not done yet, and tell."""
     out = Path(cfg.out).expanduser()
-    if out.exists() and not out.is_dir():
-        raise UserError(f"out: {out} is a file; give a folder")
-    with files.sole_writer(out):
+    with files.sole_folder(out):
         return fitted(cfg, out)
 
 
@@ -151,10 +149,9 @@ def fitted(cfg: FitConfig, out: Path) -> int:
         "export": str(out / "export") if cfg.format else None,
         "seconds": stages.seconds,
     }
-    files.write_bytes(out / PICTURE, fit_table.picture(report))
     files.write_json(out / REPORT, report)
     fit_table.show(report)
-    print(f"report: {out / REPORT}, {out / PICTURE}; drafter: {out}")
+    print(f"report: {out / REPORT}; drafter: {out}")
     return 1 if paper and paper["verdict"] == "not lossless" else 0
 
 

@@ -49,14 +49,12 @@ RECORD, TRUTH = "forecast.json", "truth.json"
 def main(cfg: ForecastConfig) -> None:
     """Measure, foretell, freeze; or hold a frozen forecast against truth."""
     out = Path(cfg.out).expanduser()
-    if out.exists() and not out.is_dir():
-        raise UserError(f"out: {out} is a file; give a folder")
     record = out / (TRUTH if cfg.check else RECORD)
-    if record.exists() and not cfg.check:
-        raise UserError(
-            f"out: {record} exists, and a forecast stays as it was; give another folder"
-        )
-    with files.sole_writer(out):
+    with files.sole_folder(out):
+        if record.exists() and not cfg.check:
+            raise UserError(
+                f"out: {record} exists, and a forecast stays as it was; give another folder"
+            )
         foretold(cfg, out, record)
 
 

@@ -34,7 +34,7 @@ from heads.base import Head
 from heads.checkpoint import CARD, recover
 from heads.interop import FORMATS, Foreign, detect, read_folder
 from scripts.common import files
-from scripts.common.prompts import chat_ids, load_prompts
+from scripts.common.prompts import load_prompts, question_ids, spread
 from scripts.serving import probe as acceptance_probe
 from scripts.serving.probe import AS_WRITTEN, Reading
 
@@ -99,9 +99,8 @@ def main(cfg: ImportConfig) -> int:
     if cfg.convention != AS_WRITTEN:
         head = chosen(head, cfg.convention)
     if cfg.probe:
-        known = load_prompts(cfg.prompts)
-        some = known[:: max(1, len(known) // cfg.num_prompts)][: cfg.num_prompts]
-        ids = [chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in some]
+        some = spread(load_prompts(cfg.prompts), cfg.num_prompts)
+        ids = [question_ids(target.tokenizer, p.turns[0]) for p in some]
         batch = acceptance_probe.answers(target, ids, cfg.max_new_tokens)
         found = acceptance_probe.probe(head, batch, target)
         show(found, cfg.convention)

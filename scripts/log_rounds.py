@@ -29,7 +29,7 @@ from decode.sampling import Sampling
 from heads import names, resolve_drafter
 from heads.checkpoint import staged
 from scripts.common import files
-from scripts.common.prompts import chat_ids, load_prompts
+from scripts.common.prompts import load_prompts, question_ids
 from train.stored import rounds
 
 
@@ -83,8 +83,8 @@ def main(cfg: RoundsConfig) -> int:
     if getattr(drafter, "shape", "chain") != "chain":
         raise UserError(f"drafter: {cfg.drafter} drafts trees; give a head and @chain")
     room = target.context_length - cfg.max_new_tokens
-    turns = ([{"role": "user", "content": prompt.turns[0]}] for prompt in known)
-    texts = [ids for ids in (chat_ids(target.tokenizer, turn) for turn in turns) if len(ids) < room]
+    every = (question_ids(target.tokenizer, prompt.turns[0]) for prompt in known)
+    texts = [ids for ids in every if len(ids) < room]
     asked = [Request(ids, cfg.max_new_tokens, id=i) for i, ids in enumerate(texts)]
     if not asked:
         raise UserError(

@@ -39,7 +39,7 @@ from conf.schema import entry
 from decode.models.load import load_target, load_tokenizer
 from decode.sampling import Sampling
 from decode.target import Target
-from scripts.common.files import sole_writer
+from scripts.common.files import sole_folder, sole_writer
 from scripts.common.meter import Meter
 from scripts.synthesis.config import SynthesizeConfig
 from scripts.synthesis.domains import DomainWriter
@@ -159,10 +159,8 @@ def draw(cfg: SynthesizeConfig, target: Target, ledger: Ledger, signals: Signals
 
 def from_logs(cfg: SynthesizeConfig, out: Path) -> None:
     """Rows from logs into the folder `out`. Raises UserError, or Interrupted."""
-    if out.is_file():
-        raise UserError(f"out: {out} is a file; logs= writes a folder")
     options = LogOptions(tuple(cfg.served), cfg.later, cfg.mask, tuple(cfg.regions), cfg.category)
-    with sole_writer(out):
+    with sole_folder(out):
         report = prepare(
             cfg.log_files,
             out,

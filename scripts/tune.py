@@ -2,17 +2,13 @@
 bring.
 
     python scripts/tune.py target=smollm2 drafter=runs/medusa out=reports/tune-medusa
-    python scripts/tune.py target=smollm2 drafter=runs/eagle3 out=reports/tune-eagle3 grid=true
-    python scripts/tune.py formula acceptance=0.7 cost=0.05
     python scripts/tune.py engine expected=exports/eagle3 url=URL plain=URL out=reports/engine
 
 Measures the latency curves inside the decode loop, drafts once along the target's plain
 answers, searches every setting by replay, confirms the best few by interleaved measurement,
 and writes the winner into the head's folder (decode.json), where evaluate, chat and export
-read it. OUT gets tune.json, tune.html and figures/*.png. With grid=true the choice is checked
-against a grid of settings that are all measured; results=FILE collects the verdicts of several
-runs. `formula` prints the closed formulas of the literature; `engine` times a running server
-and writes what it is best told (scripts/tuning/engine.py).
+read it. OUT gets tune.json, tune.html and figures/*.png. `engine` times a running server and
+writes what it is best told (scripts/tuning/engine.py).
 """
 
 from __future__ import annotations
@@ -47,9 +43,7 @@ from scripts.tuning.config import TuneConfig
 def main(cfg: TuneConfig) -> None:
     """Measure, search, confirm, write."""
     out = Path(cfg.out)
-    if out.exists() and not out.is_dir():
-        raise UserError(f"out: {out} is a file; give a folder")
-    with files.sole_writer(out):
+    with files.sole_folder(out):
         tuned(cfg, out)
 
 
@@ -87,9 +81,6 @@ def tuned(cfg: TuneConfig, out: Path) -> None:
         console.print(
             f"{draft.source} has no folder to write to; ask for it as {name}", highlight=False
         )
-    if cfg.results:
-        tune_run.collect(report, Path(cfg.results))
-        console.print(f"written: {cfg.results}", highlight=False)
     if cfg.wandb:
         to_wandb(report, out, "tune")
     console.print(f"report: {out / 'tune.html'}", highlight=False)
@@ -103,12 +94,8 @@ def asked_as(source: str, best: dict[str, Any]) -> str:
 
 
 def command(argv: Sequence[str] | None = None) -> None:
-    """`tune.py formula ...`, `tune.py engine ...` or `tune.py KEY=VALUE ...`."""
+    """`tune.py engine ...` or `tune.py KEY=VALUE ...`."""
     args = list(sys.argv[1:] if argv is None else argv)
-    if args[:1] == ["formula"]:
-        from scripts.formula import main as formula
-
-        formula(args[1:])
     if args[:1] == ["engine"]:
         from scripts.tuning.engine import main as engine
 

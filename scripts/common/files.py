@@ -121,6 +121,16 @@ def processor() -> str:
 
 
 @contextlib.contextmanager
+def sole_folder(path: Path) -> Iterator[None]:
+    """Hold a folder that a command writes, as `sole_writer` does. Raises UserError for a file
+    as well."""
+    if path.exists() and not path.is_dir():
+        raise UserError(f"out: {path} is a file; give a folder")
+    with sole_writer(path):
+        yield
+
+
+@contextlib.contextmanager
 def sole_writer(path: Path) -> Iterator[None]:
     """Hold a file or folder that a command writes against a second process.
 

@@ -4,6 +4,7 @@ plain rows {"prompt": "..."}, one JSON object a line, also mixed. And how turns 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,17 @@ def chat_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
             f"target: its chat template refuses the messages ({e}); change the order of roles"
         ) from e
     return list(ids)
+
+
+def question_ids(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a conversation that begins with this question, as `chat_ids` makes them."""
+    return chat_ids(tokenizer, [{"role": "user", "content": text}])
+
+
+def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """At most `count` prompts, spread evenly over the file and so over its categories."""
+    count = min(count, len(prompts))
+    return [prompts[i * len(prompts) // count] for i in range(count)]
 
 
 def _check_template(tokenizer: Any) -> None:

@@ -22,7 +22,7 @@ class FitConfig:
 
     # run or head folder that is fitted; it is never written to
     start: NotEmpty
-    # folder of the fit: head/ (the better of the two), fit.json, fit.png and every stage
+    # folder of the fit: head/ (the better of the two), fit.json and every stage
     out: NotEmpty
     # the frozen model that answers
     target: TargetConfig = field(default_factory=TargetConfig)

@@ -20,7 +20,7 @@ from heads.checkpoint import read_card
 from heads.names import parse
 from scripts.common import files
 from scripts.common.progress import Steps
-from scripts.common.prompts import chat_ids, load_prompts
+from scripts.common.prompts import load_prompts, question_ids, spread
 from scripts.forecasting import curves, text
 from scripts.forecasting.config import ForecastConfig
 from scripts.forecasting.curves import Length, Pilot
@@ -44,10 +44,9 @@ class Forecast:
 
     def __init__(self, cfg: ForecastConfig, target: Target, progress: Steps) -> None:
         self.cfg, self.target, self.progress = cfg, target, progress
-        self.prompts = tune_run.some(load_prompts(cfg.prompts), cfg.num_prompts)
-        turns = [[{"role": "user", "content": p.turns[0]}] for p in self.prompts]
+        self.prompts = spread(load_prompts(cfg.prompts), cfg.num_prompts)
         room = target.context_length - cfg.max_new_tokens
-        every = (chat_ids(target.tokenizer, turn) for turn in turns)
+        every = (question_ids(target.tokenizer, p.turns[0]) for p in self.prompts)
         self.ids = [ids for ids in every if len(ids) < room]
         if len(self.ids) < 2:
             raise UserError(

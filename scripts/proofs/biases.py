@@ -3,8 +3,8 @@ owes.
 
 Each family makes random members (a key, a threshold, a share ...); a member turns the laws of
 a block into others. What a decoder emits with bias e is (1 - e) p + e r.
-scripts/proofs/power.py asks how much of each a run would find, and `biased_rule` makes real
-decoders of them, which the certificate must reject.
+scripts/proofs/power.py asks how much of each a run would find; the tests make real decoders of
+them, which the certificate must reject.
 
 Shape letters: R laws, V vocabulary, F ranks looked at.
 """
@@ -18,9 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.sampling import Law, Sampling
-from decode.tree import DraftTree
-from decode.verify import Coins, Verdict
 from scripts.proofs import directions
 
 RANKS = 1024  # best tokens among which ranks are told apart
@@ -184,46 +181,3 @@ FAMILIES: dict[str, Family] = {
     "top-p": truncation,
     "law of another row": other_row,
 }
-
-
-class BiasedRule:
-    """Plain decoding from (1 - e) p + e r: ignores the draft and draws each token from the
-    biased law.
-
-    total: mean total variation to reach; e follows from what the laws so far allow, and never
-    exceeds 1. reached: the mean that came out.
-    """
-
-    def __init__(self, member: Member, sampling: Sampling, total: float) -> None:
-        self.member, self.sampling, self.total = member, sampling, total
-        self.before: dict[int, Tensor] = {}
-        self.moved = self.unit = 0.0
-        self.seen = 0
-
-    def __call__(self, tree: DraftTree, law: Law, rng: Coins) -> Verdict:
-        rows = torch.arange(tree.tokens.shape[0])
-        zero = torch.zeros_like(rows)
-        p = law.at(rows, zero).dense(law.vocab_size).double()
-        requests = rng._address[1].tolist()  # type: ignore[attr-defined]
-        before = torch.stack([self.before.get(r, torch.zeros_like(p[0])) for r in requests])
-        whole = (law.logits[:, 0].double() / self.sampling.temperature).softmax(-1)
-        r = self.member(Laws(p, before, p.roll(1, 0) if len(p) > 1 else p, whole))
-        for request, line in zip(requests, p, strict=True):
-            self.before[request] = line
-        self.unit += float((r - p).abs().sum()) / 2
-        self.seen += len(p)
-        share = min(1.0, self.total * self.seen / max(self.unit, 1e-12))
-        q = (1 - share) * p + share * r
-        self.moved += float((q - p).abs().sum()) / 2
-        path = torch.full((len(p), tree.layout.levels), -1, dtype=torch.int64)
-        return Verdict(path, zero, rng.draw(q, rows, zero - 1))
-
-    @property
-    def reached(self) -> float:
-        """Mean total variation between what was owed and what was drawn from."""
-        return self.moved / max(self.seen, 1)
-
-
-def biased_rule(family: str, seed: int, size: int, sampling: Sampling, total: float) -> BiasedRule:
-    """A decoder of one member of `family`, which member `seed` says."""
-    return BiasedRule(FAMILIES[family](np.random.default_rng(seed), size), sampling, total)

@@ -3,13 +3,16 @@ in Markdown; the same tables on a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
 from scripts.common import files
+
+Columns = Sequence[tuple[str, Callable[[dict[str, Any]], str]]]
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,12 @@ def md_table(
     left = {place % len(head) for place in words}
     rule = "|".join("---" if place in left else "---:" for place in range(len(head)))
     return "\n".join([_line(head), f"|{rule}|", *map(_line, rows)])
+
+
+def md_of(columns: Columns, rows: Iterable[dict[str, Any]], words: Sequence[int] = (0,)) -> str:
+    """The same of named columns, each a function row -> text."""
+    cells = ([cell(row) for _, cell in columns] for row in rows)
+    return md_table([name for name, _ in columns], cells, words)
 
 
 def _line(cells: Sequence[str]) -> str:

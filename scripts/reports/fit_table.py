@@ -1,5 +1,4 @@
-"""The table and the picture of a fit, drawn from fit.json alone, and the table of docs/fit.md
-from several of them."""
+"""The table of a fit, from fit.json alone, and the table of docs/fit.md from several of them."""
 
 from __future__ import annotations
 
@@ -84,48 +83,6 @@ def told(report: Report) -> list[str]:
     if report["certificate"]:
         found.append(f"certificate: {report['certificate']['verdict']}")
     return found
-
-
-def picture(report: Report) -> bytes:
-    """Accepted length before and after by category, as a PNG."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    from scripts.reports.plots import COLORS, INK, STYLE, png
-
-    bars = _bars(report)
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(6.6, 1.2 + 0.5 * len(bars)), layout="constrained")
-        ax = figure.add_subplot()
-        for y, (_, cells) in enumerate(bars[::-1]):
-            for i, cell in enumerate(cells[:2]):
-                if cell["mean"] is None:
-                    continue
-                at = y + (0.19 if i == 0 else -0.19)
-                label = ("before", "after")[i] if y == 0 else None
-                ax.barh(at, cell["mean"], height=0.34, color=COLORS[i], label=label)
-                if cell["low"] is not None:
-                    ax.plot([cell["low"], cell["high"]], [at, at], color=INK, linewidth=1.4)
-        ax.set_yticks(range(len(bars)), [name for name, _ in bars[::-1]])
-        ax.set_xlabel("accepted length, tokens per target pass")
-        ax.set_title("Before and after")
-        ax.legend(loc="lower right")
-        return png(figure)
-
-
-def _bars(report: Report) -> list[tuple[str, list[dict[str, Any]]]]:
-    """(name, [before, after]) of every bar: each part, and its categories."""
-    bars = []
-    for part in ("later", "general"):
-        if not report[part]:
-            continue
-        rows = report[part]["drafters"][:2]
-        bars.append((part, [row["accepted_length"] for row in rows]))
-        categories = rows[0]["by_category"]
-        for name in categories if len(categories) > 1 else ():
-            cells = [row["by_category"][name]["accepted_length"] for row in rows]
-            bars.append((f"{part}: {name}", cells))
-    return bars
 
 
 def markdown(reports: Sequence[Report]) -> str:

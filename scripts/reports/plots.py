@@ -1,7 +1,7 @@
 """The figures of a report, drawn from report.json alone: nothing is recomputed here.
 
 Each panel is a function (axes, report) so that the same drawing serves the page (inline SVG)
-and figure.png.
+and figures/*.png.
 """
 
 from __future__ import annotations
@@ -244,23 +244,6 @@ def figure(
         made = Figure(figsize=(WIDE, tall), layout="constrained")
         draw(made.subplots(), report)
         return made
-
-
-def overview(report: dict[str, Any], title: str) -> bytes:
-    """All panels on one sheet, as PNG."""
-    names = list(PANELS)
-    tall = [max(height(n, report) for n in names[i : i + 2]) for i in range(0, len(names), 2)]
-    with matplotlib.rc_context(STYLE):
-        sheet = Figure(
-            figsize=(2 * WIDE + 0.8, sum(tall) + 0.7), layout="constrained", facecolor="white"
-        )
-        sheet.get_layout_engine().set(w_pad=0.15, h_pad=0.15)  # type: ignore[union-attr,call-arg]
-        sheet.suptitle(title, x=0.02, ha="left", fontsize=14, fontweight="bold", color=INK)
-        parts: Any = sheet.subfigures(len(tall), 2, height_ratios=tall, squeeze=False)
-        # An odd number of panels leaves the last place empty.
-        for part, name in zip(parts.flat, names, strict=False):
-            PANELS[name](part.subplots(), report)
-        return png(sheet)
 
 
 def png(figure: Figure, dpi: int = 130) -> bytes:

@@ -1,20 +1,21 @@
-"""Pages from the templates beside this file, and the tables that they lay out. Everything is
-escaped but the drawings, which are ours.
+"""Pages from the templates beside this file, and the tables that they lay out. In HTML everything
+is escaped but the drawings, which are ours.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+
+from scripts.reports.block import Columns
 
 TEMPLATES = Path(__file__).parent / "templates"
-Columns = Sequence[tuple[str, Callable[[dict[str, Any]], str]]]
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ def about_environment(report: dict[str, Any]) -> Table:
 def _environment() -> Environment:
     return Environment(
         loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
+        autoescape=select_autoescape(("html",)),
+        keep_trailing_newline=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from scripts.reports.block import md_table, shown_table
+from scripts.reports.block import md_of, md_table, shown_table
 
 Row = dict[str, Any]
 
@@ -312,6 +312,4 @@ def _doubts(row: Row, target: dict[str, Any]) -> list[str]:
 
 def markdown(report: dict[str, Any]) -> str:
     """The same table in Markdown."""
-    columns = columns_of(report)
-    rows = [[cell(row) for _, cell in columns] for row in report["drafters"]]
-    return md_table([name for name, _ in columns], rows)
+    return md_of(columns_of(report), report["drafters"])

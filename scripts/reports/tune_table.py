@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from scripts.reports.block import md_table, shown_table
+from scripts.reports.block import Columns, md_of, shown_table
 from scripts.reports.table import asked, interval, law_of, number, unsteady
 
 
@@ -80,47 +80,27 @@ def sentences(report: dict[str, Any]) -> list[str]:
     pace = report["plain_pass_ms"]
     if not pace["steady"]:
         lines.append(f"{unsteady(pace)}, so choose again on a quiet one.")
-    grid = report.get("grid")
-    if grid:
-        r, off = grid["chosen_over_best"], grid["error_proposed"]
-        lines.append(
-            f"Grid of {grid['settings']}: the choice runs at {interval(r, 3)} of the best measured "
-            f"({grid['best']}); tokens/s of the proposed settings were predicted to "
-            f"{off['mean']:.1%} on average, {off['worst']:.1%} at worst."
-        )
     return lines + [str(n) for n in report["notes"]]
 
 
-COLLECTED = (
-    "drafter",
-    "chosen",
-    "speedup",
-    "settings searched",
-    "measured",
-    "choice / best measured",
-    "tokens/s predicted, mean and worst error of the proposed settings",
-    "break-even",
+def _errors(run: dict[str, Any]) -> str:
+    off = run["grid"]["error_proposed"]
+    return f"{off['mean']:.1%}, {off['worst']:.1%}"
+
+
+COLLECTED: Columns = (
+    ("drafter", lambda run: run["name"]),
+    ("chosen", lambda run: run["chosen"]["name"]),
+    ("speedup", lambda run: interval(run["chosen"]["speedup"], 2, "×")),
+    ("settings searched", lambda run: str(run["searched"])),
+    ("measured", lambda run: str(run["grid"]["settings"])),
+    ("choice / best measured", lambda run: interval(run["grid"]["chosen_over_best"], 3)),
+    ("tokens/s predicted, mean and worst error of the proposed settings", _errors),
+    ("break-even", lambda run: f"{run['chosen']['break_even']:.2f}"),
 )
 
 
 def markdown(known: dict[str, Any]) -> str:
-    """What tuning runs with grid=true came to (the JSON of `results=`), a row per drafter."""
-    rows = []
-    for name, run in known.items():
-        grid, chosen = run["grid"], run["chosen"]
-        if grid is None:
-            continue
-        off = grid["error_proposed"]
-        rows.append(
-            [
-                name,
-                chosen["name"],
-                interval(chosen["speedup"], 2, "×"),
-                str(run["searched"]),
-                str(grid["settings"]),
-                interval(grid["chosen_over_best"], 3),
-                f"{off['mean']:.1%}, {off['worst']:.1%}",
-                f"{chosen['break_even']:.2f}",
-            ]
-        )
-    return md_table(COLLECTED, rows, (0, 1))
+    """What tuning came to beside a grid of settings that were all measured
+    (docs/results/tune.json), a row per drafter."""
+    return md_of(COLLECTED, [{"name": name, **run} for name, run in known.items()], (0, 1))

@@ -19,7 +19,7 @@ from decode.sampling import Sampling
 from decode.target import Target
 from heads.names import Draft
 from scripts.common.progress import Steps, columns
-from scripts.common.prompts import Prompt, chat_ids
+from scripts.common.prompts import Prompt, chat_ids, question_ids
 from scripts.scoring.names import clipped
 from train.measure.memory import peak_bytes, reset_peak
 
@@ -168,8 +168,7 @@ def run_contest(
     that does not fit, because the history grew, is skipped for all drafters and noted.
     """
     contest, talks = Contest(), Talks(target, prompts, {lane.group: None for lane in lanes})
-    turn_of = lambda p: chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}])
-    first = [turn_of(p) for p in prompts]
+    first = [question_ids(target.tokenizer, p.turns[0]) for p in prompts]
     for prompt, ids in zip(prompts, first, strict=True):
         if len(ids) >= target.context_length:
             raise UserError(

@@ -13,7 +13,7 @@ from decode.target import Target
 from heads import head_folder, load_head, save_head
 from heads.parity import Parity, check
 from scripts.common.progress import Steps, columns
-from scripts.common.prompts import Prompt, chat_ids
+from scripts.common.prompts import Prompt, question_ids
 from scripts.scoring.contest import Lane
 
 
@@ -36,10 +36,7 @@ def gates(
         for part in lane.draft.each if lane.draft else ():
             if folder := head_folder(part):
                 heads.setdefault(part.source, (folder, lane.target or target))
-    asked = [
-        chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}])
-        for p in prompts[:count]
-    ]
+    asked = [question_ids(target.tokenizer, p.turns[0]) for p in prompts[:count]]
     found = {}
     with Steps(*columns(28), quiet=quiet, transient=True) as bar:
         task = bar.add_task("parity gate", total=len(heads))

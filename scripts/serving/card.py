@@ -17,6 +17,7 @@ from heads.interop import Facts
 from heads.interop.engines import LLAMACPP, SGLANG, VLLM
 from heads.tuned import Tuned
 from scripts.common import files
+from scripts.reports.rendering import render
 from scripts.serving import settings
 from scripts.serving.settings import Plan
 
@@ -37,6 +38,8 @@ NAMES = {
     "dspark": "a DSpark head",
     "small_lm": "a draft model",
 }
+
+TOLD = ("batches", "draft vocabulary", "target", "commit")  # of the training, where it is known
 
 
 @dataclass
@@ -127,102 +130,24 @@ def serve(about: About) -> list[tuple[str, str]]:
 
 def page(about: About) -> str:
     """README.md."""
-    lines = _title(about)
-    for engine, command in serve(about):
-        lines += [f"Serve ({engine}):", "", "```", command, "```", ""]
-    lines += [*NOTES.get(about.format, []), *_facts(about), *_training(about), *_check(about)]
-    return "\n".join(lines)
-
-
-NOTES = {
-    "medusa": [
-        "The original code reads `medusa_lm_head.pt`, a pickle, which is not written "
-        "here; one line makes "
-        "it:",
-        "",
-        "```",
-        'python -c "import torch; from safetensors.torch import load_file; '
-        "torch.save(load_file('medusa_lm_head.safetensors'), 'medusa_lm_head.pt')\"",
-        "```",
-        "",
-    ],
-    "eagle": [
-        "The original code takes this folder as `ea_model_path`; embeddings come from the target.",
-        "",
-    ],
-}
-
-
-def _title(about: About) -> list[str]:
-    """Front matter and the first paragraph."""
-    head, name = about.head, about.facts.name
-    tags = ["speculative-decoding", head.kind]
-    tags += ["speculators"] if about.format == "speculators" else []
-    front = ["---", "tags:", *(f"- {t}" for t in tags)]
-    if name and "/" in name and not Path(name).is_absolute():
-        front.append(f"base_model: {name}")
-    what, identity = NAMES[head.kind], about.card.get("target") or {}
-    return [
-        *front,
-        "---",
-        "",
-        f"# {what[0].upper()}{what[1:]} for {identity.get('name', name)}",
-        "",
-        f"Exported in the format `{about.format}`. A drafter changes the speed of a "
-        "model, never its answers.",
-        "",
-    ]
-
-
-def _facts(about: About) -> list[str]:
-    """Target and head."""
-    identity = about.card.get("target") or {}
-    return [
-        "## Target",
-        "",
-        "| | |",
-        "|---|---|",
-        f"| name | {identity.get('name', about.facts.name)} |",
-        f"| architecture | {about.facts.architecture} |",
-        *(f"| {k.replace('_', ' ')} | `{identity[k]}` |" for k in identity if k.endswith("sha256")),
-        *("", "## Head", "", "| | |", "|---|---|", f"| weights | {about.dtype} |"),
-        *(f"| {name} | {value} |" for name, value in described(about.head)),
-    ]
-
-
-def _training(about: About) -> list[str]:
-    """How the head was trained, what it accepts, how it is decoded."""
-    run, extra = about.run, about.card.get("extra") or {}
-    calibration = getattr(about.head, "calibration", {}) or {}
-    recipe = json.dumps(about.card["head"].get("config", {}), sort_keys=True)
-    return [
-        *("", "## Training", "", f"- data: {run.get('data', 'not recorded beside the head')}"),
-        *(
-            f"- {key}: {run[key]}"
-            for key in ("batches", "draft vocabulary", "target", "commit")
-            if run.get(key)
-        ),
-        *([f"- optimizer steps: {extra['step']}"] if extra.get("step") else []),
-        f"- recipe: `{recipe}`",
-        *("", "## Acceptance", "", *acceptance(extra, calibration)),
-        *("", "## Decode settings", "", *decoding(about)),
-    ]
-
-
-def _check(about: About) -> list[str]:
-    """What the independent reader found."""
-    found = about.check
-    error = found.get("largest_logit_difference")
-    return [
-        *("", "## Check", ""),
-        "The folder was read again by an independent reader: "
-        f"{found['draft_tokens_equal']} draft tokens behind "
-        f"{found['prompts']} prompts equal the head's"
-        + ("." if error is None else f", logits within {error:.2g}."),
-        "",
-        "`outrider.json` holds the hashes of every file, of the target, tokenizer and template.",
-        "",
-    ]
+    head, name, identity = about.head, about.facts.name, about.card.get("target") or {}
+    what = NAMES[head.kind]
+    extra = about.card.get("extra") or {}
+    return render(
+        "export.md",
+        about=about,
+        what=what[0].upper() + what[1:],
+        base_model=name if name and "/" in name and not Path(name).is_absolute() else "",
+        target=identity.get("name", name),
+        hashes={k.replace("_", " "): identity[k] for k in identity if k.endswith("sha256")},
+        serve=serve(about),
+        described=described(head),
+        training={k: about.run[k] for k in TOLD if about.run.get(k)},
+        steps=extra.get("step"),
+        recipe=json.dumps(about.card["head"].get("config", {}), sort_keys=True),
+        acceptance=acceptance(extra, getattr(head, "calibration", {}) or {}),
+        decoding=decoding(about),
+    )
 
 
 def described(head: Head) -> list[tuple[str, Any]]:
@@ -257,38 +182,36 @@ def acceptance(extra: dict[str, Any], calibration: dict[str, Any]) -> list[str]:
     best = extra.get("best")
     if isinstance(best, dict) and isinstance(best.get("accepted_length"), int | float):
         lines.append(
-            f"- decoded on held-out prompts: accepted length {best['accepted_length']:.2f} "
+            f"decoded on held-out prompts: accepted length {best['accepted_length']:.2f} "
             f"(bonus token counted, step {best.get('step')})"
         )
     table = calibration.get("acceptance") or []
     if table:
         rates = " ".join(f"{row[0]:.0%}" for row in table[:8])
         lines.append(
-            f"- teacher-forced, right token is the head's first choice, by depth: {rates} "
+            f"teacher-forced, right token is the head's first choice, by depth: {rates} "
             f"({calibration.get('positions', '?')} positions)"
         )
-    return lines or ["- not measured"]
+    return lines or ["not measured"]
 
 
 def decoding(about: About) -> list[str]:
     """What tune found for this head, if it ran."""
     found = about.settings
     if about.plan is not None:
-        return [f"- {line}" for line in settings.told(about.plan, about.head.kind)]
+        return settings.told(about.plan, about.head.kind)
     if found is None:
-        return [
-            "- not tuned; `python scripts/tune.py drafter=...` finds K for a machine and prompts"
-        ]
+        return ["not tuned; `python scripts/tune.py drafter=...` finds K for a machine and prompts"]
     lines = [
-        f"- tuned here: {found.best}"
+        f"tuned here: {found.best}"
         + ("" if found.pays else " (slower than plain decoding when measured)")
     ]
     if found.chain is not None:
-        lines.append(f"- for engines, which draft chains: {found.chain}")
+        lines.append(f"for engines, which draft chains: {found.chain}")
     if found.break_even:
-        lines.append(f"- break-even: an accepted length of {found.break_even:.2f} tokens")
+        lines.append(f"break-even: an accepted length of {found.break_even:.2f} tokens")
     where = {k: v for k, v in found.evidence.items() if isinstance(v, str | int | float)}
-    return lines + ([f"- measured: `{json.dumps(where)}`"] if where else [])
+    return lines + ([f"measured: `{json.dumps(where)}`"] if where else [])
 
 
 def run_record(source: Path) -> dict[str, Any]:

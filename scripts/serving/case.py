@@ -28,7 +28,8 @@ from heads.base import Batch, Head
 from heads.interop import detect, read_folder
 from heads.names import Draft
 from scripts.common import files
-from scripts.reports.block import md_table
+from scripts.reports.block import Columns, md_of
+from scripts.reports.table import interval, number
 from scripts.serving.check import comparable
 
 TIE = 1e-3  # logits that lie this near may change places with the order of sums
@@ -229,50 +230,44 @@ def _logits(
     }
 
 
-COLUMNS = (
-    "served by vLLM",
-    "K",
-    "same tokens as plain decoding",
-    "accepted length here",
-    "in vLLM",
-    "accepted by position here",
-    "in vLLM",
-    "tokens/s",
-    "against plain vLLM",
+def _same(row: dict[str, Any]) -> str:
+    """Answers equal to plain decoding's, of all; +n more at a tie."""
+    same = row["same_tokens"]
+    tie = f" +{same['ties']}≈" if same["ties"] else ""
+    return f"{same['equal']}/{same['answers']}{tie}"
+
+
+def _hits(row: dict[str, Any], side: str) -> str:
+    """Shares of the cycles of a side, "ours" or "engine", that accepted each position."""
+    if "accepted_by_position" not in row:
+        return "–"
+    counts, cycles = row["accepted_by_position"][side], row["cycles"][side]
+    return " ".join(f"{100 * hit / cycles:.1f}%" for hit in counts)
+
+
+def _length(row: dict[str, Any], side: str) -> str:
+    """The accepted length of a side; our own has an interval."""
+    if "accepted_length" not in row:
+        return "–"
+    found = row["accepted_length"][side]
+    return interval(found, 3) if side == "ours" else f"{found:.3f}"
+
+
+COLUMNS: Columns = (
+    ("served by vLLM", lambda row: row["case"]),
+    ("K", lambda row: str(row.get("draft_tokens", ""))),
+    ("same tokens as plain decoding", _same),
+    ("accepted length here", lambda row: _length(row, "ours")),
+    ("in vLLM", lambda row: _length(row, "engine")),
+    ("accepted by position here", lambda row: _hits(row, "ours")),
+    ("in vLLM", lambda row: _hits(row, "engine")),
+    ("tokens/s", lambda row: number(row["tokens_per_second"], 1)),
+    ("against plain vLLM", lambda row: _times(row.get("speed_against_plain"))),
 )
 
 
-def cells(report: dict[str, Any]) -> list[list[str]]:
-    """The table's rows as text."""
-    out = []
-    for row in report["cases"]:
-        same = row["same_tokens"]
-        tie = f" +{same['ties']}≈" if same["ties"] else ""
-        line = [
-            row["case"],
-            str(row.get("draft_tokens", "")),
-            f"{same['equal']}/{same['answers']}{tie}",
-        ]
-        if "accepted_length" in row:
-            mine, counts = row["accepted_length"]["ours"], row["accepted_by_position"]
-            both = [
-                " ".join(f"{100 * hit / row['cycles'][side]:.1f}%" for hit in counts[side])
-                for side in ("ours", "engine")
-            ]
-            line += [
-                f"{mine['mean']:.3f} [{mine['low']:.3f}, {mine['high']:.3f}]",
-                f"{row['accepted_length']['engine']:.3f}",
-                *both,
-            ]
-        else:
-            line += ["–"] * 4
-        speed, ratio = row["tokens_per_second"], row.get("speed_against_plain")
-        line += [
-            "–" if speed is None else f"{speed:.1f}",
-            f"{ratio['mean']:.2f}×" if ratio else "–",
-        ]
-        out.append(line)
-    return out
+def _times(ratio: dict[str, Any] | None) -> str:
+    return f"{ratio['mean']:.2f}×" if ratio else "–"
 
 
 def title(report: dict[str, Any]) -> str:
@@ -287,4 +282,4 @@ def title(report: dict[str, Any]) -> str:
 
 def markdown(report: dict[str, Any]) -> str:
     """The table for the README."""
-    return md_table(COLUMNS, cells(report))
+    return md_of(COLUMNS, report["cases"])

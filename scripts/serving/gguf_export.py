@@ -22,6 +22,7 @@ from heads.interop import gguf_write
 from heads.interop.gguf_block import block_model
 from heads.interop.gguf_write import GgufModel
 from scripts.common import files
+from scripts.reports.rendering import render
 from scripts.serving.check import TOLERANCE, Check, check_drafts, rounded
 from scripts.serving.gguf_reader import Served
 
@@ -125,25 +126,8 @@ def write_model(
 
 def page(name: str, drafter: str, kind: Kind, check: Check) -> str:
     """README.md of a whole model."""
-    what = "The target itself" if name == TARGET else f"`{drafter}` as a separate draft"
-    return "\n".join(
-        [
-            f"# {name}",
-            "",
-            f"{what} for llama.cpp, {kind.dtype}. Serve:",
-            "",
-            "```",
-            f"llama-server -m {name}"
-            if name == TARGET
-            else f"llama-server -m TARGET.gguf -md {name} --spec-type draft-simple",
-            "```",
-            "",
-            f"The file was read again by an independent reader: its logits behind {check.prompts} "
-            f"prompts lie within {check.error:.2g} of the model's (the largest is "
-            f"{check.largest:.3g}).",
-            "",
-        ]
-    )
+    told = {"file": name, "whole": name == TARGET, "drafter": drafter, "dtype": kind.dtype}
+    return render("model.md", **told, check=check)
 
 
 def manifest(about: dict[str, Any], stage: Path) -> dict[str, Any]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from annotated_types import Ge, Interval
+from annotated_types import Ge
 
-from conf.rules import AboveZero, BelowOne, NotNegative, OneOrMore, Seed, ZeroOrMore, one_of
+from conf.rules import OneOrMore, Seed, one_of
 from decode.models.load import TargetConfig
 from decode.verify import RULES
+from scripts.common.sampling_keys import PenaltyKeys
 
 
 @dataclass
-class TuneConfig:
+class TuneConfig(PenaltyKeys):
     """Keys of scripts/tune.py."""
 
     # ngram, a run folder, a head folder or a smaller model; FOLDER@chain and FOLDER@tree
@@ -29,16 +30,6 @@ class TuneConfig:
     num_prompts: Annotated[int, Ge(2)] = 16
     # longest answer, tokens
     max_new_tokens: Annotated[int, Ge(8)] = 64
-    # 0 = greedy
-    temperature: NotNegative = 0.0
-    # keep the k likeliest tokens; 0 = off
-    top_k: ZeroOrMore = 0
-    # nucleus; 1 = off
-    top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
-    # drop tokens below this share of the best token's probability; 0 = off
-    min_p: BelowOne = 0.0
-    # Hugging Face's repetition penalty; 1 = off
-    repetition_penalty: AboveZero = 1.0
     # float32, bfloat16 or float16
     dtype: str = "bfloat16"
     # cpu, cuda, cuda:1; null = the GPU when there is one
@@ -57,12 +48,6 @@ class TuneConfig:
     max_width: OneOrMore = 8
     # settings that are confirmed by measurement
     confirm: OneOrMore = 4
-    # measure a whole grid of settings as well, and say how far the choice is from its best
-    grid: bool = False
-    # settings of each shape in that grid
-    grid_size: OneOrMore = 8
-    # JSON file that collects what runs came to, an entry per drafter; "" = none
-    results: str = ""
     # write the choice into the head's folder
     write: bool = True
     # log figures and table to Weights & Biases

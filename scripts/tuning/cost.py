@@ -6,9 +6,8 @@ cache, Python. Its time is the sum of fitted parts (`CostModel.cycle`); with acc
 position and rank, or with replayed cycles (scripts/tuning/replay.py), it gives tokens/s,
 speedup and the break-even accepted length of any K, tree and batch.
 
-The closed formulas at the end are those of the literature. They assume that every draft token
-is accepted independently with one probability and that verification is as cheap as a plain
-step: rules of thumb, and marked so wherever shown.
+At the end stands what the literature has in closed form, for draft tokens that are accepted
+independently with one probability: a way to compare accepted lengths of chains of unlike depth.
 
 Shape letters: none; everything is small and on the host. Times are milliseconds.
 """
@@ -23,11 +22,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from heads.tuned import Settings
-
-INDEPENDENCE = (
-    "independence approximation: one acceptance rate for every position, "
-    "verification as cheap as one step"
-)
 
 
 @dataclass(frozen=True)
@@ -301,25 +295,13 @@ def _nearest(by_batch: dict[int, Linear], batch: int) -> Linear:
     return by_batch[min(by_batch, key=lambda b: (abs(b - batch), b))]
 
 
-# -- the closed formulas of the literature (independence)
+# -- accepted length under independence
 
 
 def expected_tokens(a: float, k: int) -> float:
     """Expected tokens per cycle, bonus included, of a chain of k whose tokens are accepted
     independently with probability a: (1 - a^(k+1)) / (1 - a) (Leviathan et al. 2022, eq. 1)."""
     return float(k + 1) if a >= 1 else (1 - a ** (k + 1)) / (1 - a)
-
-
-def closed_speedup(a: float, k: int, c: float) -> float:
-    """Speedup over plain decoding when one draft token costs c target passes (same paper,
-    theorem 3.8).
-    """
-    return expected_tokens(a, k) / (c * k + 1)
-
-
-def best_k(a: float, c: float, most: int = 64) -> int:
-    """The k with the highest closed speedup; 0 when none pays."""
-    return max(range(most + 1), key=lambda k: (closed_speedup(a, k, c), -k))
 
 
 def acceptance_needed(length: float, k: int) -> float | None:

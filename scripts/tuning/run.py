@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError
-from decode.sampling import Sampling
 from decode.target import Target
 from heads.tuned import Settings, Tuned, card_sha256
 from scripts.common import files
 from scripts.common.progress import Steps
-from scripts.common.prompts import Prompt, chat_ids, load_prompts
+from scripts.common.prompts import Prompt, load_prompts, question_ids, spread
 from scripts.scoring import contest
 from scripts.scoring.lanes import drafting, lanes_of
 from scripts.scoring.score import Scores, plain
@@ -32,11 +31,6 @@ from scripts.tuning.search import Candidate, Pricing
 CURVE_NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 CURVE_CYCLES = 8
 FIT_TOKENS = 16
-# What `collect` keeps of a report, beside its rows.
-COLLECTED = (
-    *("kind", "created", "command", "environment", "chosen", "searched", "pace"),
-    *("plain_pass_ms", "breakdown", "grid"),
-)
 Texts = dict[str, list[Text]]  # of every drafter that was recorded
 
 
@@ -45,16 +39,13 @@ class Tuning:
 
     def __init__(self, cfg: TuneConfig, target: Target, progress: Steps) -> None:
         self.cfg, self.target, self.progress = cfg, target, progress
-        self.sampling = Sampling(
-            cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, cfg.repetition_penalty
-        )
+        self.sampling = cfg.sampling()
         self.bounds = Bounds(cfg.max_depth, cfg.max_nodes, cfg.max_width)
         self.family = Family.of(cfg.drafter, target, self.sampling, self.bounds)
-        self.prompts = some(load_prompts(cfg.prompts), cfg.num_prompts)
-        self.ids = [
-            chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}])
-            for p in self.prompts
-        ]
+        self.prompts = spread(load_prompts(cfg.prompts), cfg.num_prompts)
+        if len(self.prompts) < 2:
+            raise UserError("prompts: the file holds a single prompt; give at least two")
+        self.ids = [question_ids(target.tokenizer, p.turns[0]) for p in self.prompts]
         self.batches = sorted({cfg.batch_size, *cfg.curve_batches})
 
     def stage(self, name: str, total: int) -> Any:
@@ -100,9 +91,7 @@ class Tuning:
             self.sampling, cfg.max_new_tokens, cfg.batch_size, cfg.seed, cfg.verify
         )
         chunks = -(-len(self.prompts) // cfg.batch_size)
-        tick = self.stage(
-            "confirming" if not cfg.grid else "measuring the grid", chunks * len(lanes)
-        )
+        tick = self.stage("confirming", chunks * len(lanes))
         for lane in lanes:
             lane.run = _ticking(lane.run, tick)
         first = [Prompt(p.id, p.category, p.turns[:1]) for p in self.prompts]
@@ -126,14 +115,6 @@ def _ticking(run: Any, tick: Any) -> Any:
         return result
 
     return ran
-
-
-def some(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    """Prompts spread over the file, so over its categories."""
-    if len(prompts) < 2:
-        raise UserError("prompts: the file holds a single prompt; give at least two")
-    step = max(len(prompts) / count, 1.0)
-    return [prompts[int(i * step)] for i in range(min(count, len(prompts)))]
 
 
 def compared(row: dict[str, Any], expected: dict[str, Any], pace: float) -> dict[str, Any]:
@@ -183,13 +164,12 @@ class Choice:
             )
         few = search.best_few(found, cfg.confirm) if found else []
         few += search.best_prices(priced)
-        grid = search.grid(found, cfg.grid_size) if cfg.grid else []
-        proposed = [*(c.settings for c in few), *drawn]
-        lanes = {str(one): one for one in [*(c.settings for c in grid), *proposed]}
+        lanes = {str(one): one for one in [*(c.settings for c in few), *drawn]}
+        proposed = set(lanes)
         default = family.default()
         if default not in lanes.values():
             lanes[f"default ({default})"] = default
-        return cls(model, default, found, priced, lanes, set(map(str, proposed)))
+        return cls(model, default, found, priced, lanes, proposed)
 
     def candidate(self, one: Settings) -> Candidate | None:
         """What the search said of a setting; None where it did not meet it."""
@@ -251,7 +231,6 @@ def run(cfg: TuneConfig, target: Target, progress: Steps) -> dict[str, Any]:
             "pays": (speedup["mean"] or 0) > 1,
         },
         "per_shape": per_shape(table, choice.found),
-        **({"grid": judged(table, chosen, tuning)} if cfg.grid else {}),
     }
     parts = {name: rows[name]["ms_per_token"] for name in ("none", chosen["name"])}
     return {**plain(report), "breakdown": parts}
@@ -337,25 +316,6 @@ def per_shape(table: Sequence[dict[str, Any]], found: Sequence[Candidate]) -> di
     return out
 
 
-def judged(
-    table: Sequence[dict[str, Any]], chosen: dict[str, Any], tuning: Tuning
-) -> dict[str, Any]:
-    """The choice against the best of everything measured, and how good the predictions were."""
-    best = max(table, key=_pace)
-    ratio = tuning.scores.speedup(chosen["name"], best["name"], tuning.scores.units())
-    errors = [abs(r["error"]) for r in table if r["error"] is not None]
-    proposed = [abs(r["error"]) for r in table if r["proposed"] and r["error"] is not None]
-    return {
-        "settings": len(table),
-        "best": best["name"],
-        "chosen_over_best": ratio,
-        "within_5_percent": bool((ratio["mean"] or 0) >= 0.95),
-        "error_all": {"mean": sum(errors) / len(errors), "worst": max(errors)},
-        "error_proposed": {"mean": sum(proposed) / len(proposed), "worst": max(proposed)},
-        "within_10_percent": max(proposed) <= 0.10,
-    }
-
-
 def tuned_from(report: dict[str, Any], folder: Path) -> Tuned:
     """What is written beside the head."""
     chosen, shapes = report["chosen"], report["per_shape"]
@@ -391,32 +351,3 @@ def tuned_from(report: dict[str, Any], folder: Path) -> Tuned:
         evidence,
         get("adaptive"),
     )
-
-
-def collect(report: dict[str, Any], path: Path) -> None:
-    """Merge the figures of a run into a JSON file, an entry per drafter and setting. Raises
-    UserError for a file that holds something else."""
-    s = report["settings"]
-    name = f"{report['drafter']}, T={s['temperature']:g}, batch {s['batch_size']}"
-    try:
-        known = json.loads(path.read_text()) if path.exists() else {}
-        known[name] = {
-            **{key: report[key] for key in COLLECTED if key in report},
-            "rows": [
-                {
-                    "name": r["name"],
-                    "proposed": r["proposed"],
-                    "predicted": r["predicted_at_pace"],
-                    "predicted_raw": r["predicted"]["tokens_per_second"],
-                    "error": r["error"],
-                    "measured": r["measured"]["tokens_per_second"],
-                    "speedup": r["measured"]["speedup"],
-                }
-                for r in report["rows"]
-            ],
-        }
-    except (ValueError, TypeError):
-        raise UserError(
-            f"results: {path} holds something else than results; give another file"
-        ) from None
-    files.write_json(path, known)

@@ -302,18 +302,3 @@ def best_prices(candidates: Sequence[Candidate]) -> list[Candidate]:
 def _differs(a: Candidate, b: Candidate) -> bool:
     pairs = zip(astuple(a.shape), astuple(b.shape), strict=True)
     return a.kind != b.kind or any(max(x, y) >= 1.25 * min(x, y) for x, y in pairs)
-
-
-def grid(candidates: Sequence[Candidate], per_kind: int) -> list[Candidate]:
-    """An even subset of everything that could be chosen, whatever is expected of it: sizes in
-    powers of two, every depth of a chain. At most `per_kind` of a kind, spread over the list."""
-    out: list[Candidate] = []
-    for kind in dict.fromkeys(c.kind for c in candidates):
-        every = [
-            c
-            for c in candidates
-            if c.kind == kind and (kind == "chain" or c.shape.nodes.bit_count() == 1)
-        ]
-        step = max(len(every) / per_kind, 1.0)
-        out += [every[int(i * step)] for i in range(min(per_kind, len(every)))]
-    return out

@@ -7,9 +7,9 @@ from __future__ import annotations
 import pytest
 
 from decode.sampling import Sampling
-from scripts.common.parts import Parts
-from scripts.proofs import biases, detection
+from scripts.proofs.biases import FAMILIES
 from scripts.proofs.controls import rules as wrong_rules
+from tests.helpers import detection
 
 
 @pytest.fixture(scope="module")
@@ -28,19 +28,25 @@ def test_the_two_decoders_that_one_order_could_not_see_are_rejected(bench: detec
 
 
 def test_a_biased_rule_has_the_total_variation_it_says(bench: detection.Bench) -> None:
-    rule = biases.biased_rule("temperature", 0, detection.VOCAB, Sampling(1.0), 0.05)
+    rule = detection.biased_rule("temperature", 0, detection.VOCAB, Sampling(1.0), 0.05)
     bench.sample(Sampling(1.0), 500, 0, rule)
     assert rule.reached == pytest.approx(0.05, abs=0.01)
-    assert biases.biased_rule("temperature", 0, 4, Sampling(1.0), 0.0).reached == 0
+    assert detection.biased_rule("temperature", 0, 4, Sampling(1.0), 0.0).reached == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(biases.FAMILIES))
+@pytest.mark.parametrize("name", list(FAMILIES))
 def test_every_family_is_rejected_at_full_size(bench: detection.Bench, name: str) -> None:
     assert detection.family(bench, name, 0)["rejected"]
 
 
 @pytest.mark.slow
 def test_the_sound_engine_passes_twenty_seeds() -> None:
-    found = detection.sound(Parts(None), lambda *_: None, 20)
-    assert found["rejected"] == 0 and found["p_below_0.1"] <= 8
+    benches = {dtype: detection.Bench(dtype) for dtype in ("float32", "bfloat16")}
+    found = []
+    for seed in range(20):
+        sampling, dtype = detection.SETTINGS[seed % len(detection.SETTINGS)]
+        sample = benches[dtype].sample(sampling, detection.SOUND_TOKENS, 1000 + seed)
+        found.append(detection.verdict(sample, detection.SOUND_ALPHA))
+    assert not any(row["rejected"] for row in found)
+    assert sum(row["p"] < 0.1 for row in found) <= 8

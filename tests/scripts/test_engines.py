@@ -4,14 +4,16 @@ tables say what the JSON says."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from scripts.serving import case as engine_case
 from scripts.serving import probe as acceptance_probe
-from scripts.serving import trial as probe_trial
 from scripts.serving.reader import Exported
 from tests.helpers.interop import DEEP, MASK, deep_target, folder, random_head
 
@@ -131,6 +133,45 @@ def test_the_table_shows_every_case(target) -> None:
     assert "12.5 | 1.31× |" in text
 
 
+def breakages(foreign, head) -> Iterator[tuple[str, Any]]:
+    """(the convention that mends it, the folder broken in a way that leaves no trace in names,
+    shapes and dtypes)."""
+    yield acceptance_probe.AS_WRITTEN, foreign
+    if head.kind == "eagle3":
+        for step, mend in ((-1, "taps_plus_1"), (1, "taps_minus_1")):
+            ids = [tap + step for tap in head.taps]
+            yield (
+                mend,
+                replace(
+                    foreign, config={**foreign.config, "eagle_aux_hidden_state_layer_ids": ids}
+                ),
+            )
+        yield (
+            "fc_210",
+            edited(foreign, "fc.weight", lambda t: torch.cat(t.chunk(3, 1)[::-1], 1)),
+        )
+    if head.kind == "eagle1":
+        swapped = edited(foreign, "fc.weight", lambda t: torch.cat(t.chunk(2, 1)[::-1], 1))
+        yield "fc_halves", swapped
+    if head.kind == "medusa":
+        yield (
+            "transpose_blocks",
+            edited(foreign, "layers.0.weight", lambda t: t.T.contiguous()),
+        )
+    else:
+        weight = next(t for n, t in foreign.tensors.items() if n.endswith("o_proj.weight"))
+        if weight.shape[0] == weight.shape[1]:
+            yield (
+                "transpose_o_proj",
+                edited(foreign, "o_proj.weight", lambda t: t.T.contiguous()),
+            )
+
+
+def edited(foreign, name: str, edit) -> Any:
+    tensors = {n: edit(t) if n.endswith(name) else t for n, t in foreign.tensors.items()}
+    return replace(foreign, tensors=tensors)
+
+
 def test_every_breakage_has_the_convention_that_mends_it(target, tmp_path: Path) -> None:
     from heads.interop import detect, read_folder
 
@@ -139,7 +180,7 @@ def test_every_breakage_has_the_convention_that_mends_it(target, tmp_path: Path)
         foreign = read_folder(folder(tmp_path / kind, target, head, "vllm"))
         layout = detect(foreign, "auto")
         done = 0
-        for _, mend, broken in probe_trial.breakages(foreign, layout.read(foreign, target)):
+        for mend, broken in breakages(foreign, layout.read(foreign, target)):
             read = layout.read(broken, target)
             if mend != acceptance_probe.AS_WRITTEN:
                 read = {n: t for n, _, t in acceptance_probe.conventions(read)}[mend]
@@ -223,9 +264,3 @@ def test_the_command_from_export_to_json(tmp_path: Path, monkeypatch, capsys) ->
     for case in report["cases"][1:]:
         assert case["same_tokens"]["equal"] == 2 and case["draft_tokens"] == K
         assert case["accepted_by_position"]["ours"] == case["accepted_by_position"]["engine"]
-        assert case["probe"][0] == {
-            **case["probe"][0],
-            "done": "nothing",
-            "named": "as_written",
-            "right": True,
-        }

@@ -120,7 +120,6 @@ def test_report_and_outputs(tmp_path: Path, capsys: Any) -> None:
     second = {line["drafter"]: line["prompt_ids"] for line in lines if line["turn"] == 1}
     assert second["none"] == second["ngram"] == second["hf_generate"], "history comes from none"
     assert (out / "report.html").read_text().startswith("<!doctype html>")
-    assert (out / "figure.png").stat().st_size > 10_000
     assert {p.stem for p in (out / "figures").glob("*.png")} == set(plots.PANELS)
     assert "ngram" in capsys.readouterr().out
     assert not list(out.rglob(".tmp-*"))

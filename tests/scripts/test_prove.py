@@ -54,29 +54,6 @@ def test_sections_merge_and_go_on(
         assert capsys.readouterr().err.startswith(f"error: {key}: ")
 
 
-def test_greedy_against_generate_on_a_small_target(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prove, "code_sha256", lambda: "the code is edited while tests run")
-    words = (
-        "only=[greedy]",
-        "target=tiny",
-        "target.hidden=32",
-        "num_prompts=5",
-        "max_new_tokens=10",
-        "batch_size=2",
-        "alone=2",
-        f"out={tmp_path / 'l.json'}",
-        f"state={tmp_path / 's'}",
-    )
-    assert run(*words) == 0
-    rows = json.loads((tmp_path / "l.json").read_text())["greedy"]["rows"]
-    asked = [(r["drafter"], r["batch_size"], r["prompts"]) for r in rows]
-    assert asked == [(name, *size) for name in ("none", "ngram") for size in ((2, 5), (1, 2))]
-    assert all(r["equal"] + r["rounding_ties"] == r["prompts"] and not r["defects"] for r in rows)
-    assert "path" not in (tmp_path / "l.json").read_text()
-
-
 def test_a_certificate_is_slimmed_and_shown(tmp_path: Path) -> None:
     paper = {
         "verdict": "undecided",

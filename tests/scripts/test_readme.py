@@ -29,7 +29,6 @@ ROOMS = ("scripts", "train")  # what `python -m` may name of ours
 # where a script hands on: to what answers its first word, or all of its words
 BEHIND = {
     ("scripts/tune.py", "engine"): "scripts.tuning.engine",
-    ("scripts/tune.py", "formula"): "scripts.formula",
     **{
         ("scripts/engines.py", part): f"scripts.serving.engines.{part}"
         for part in ("check", "llamacpp", "sampled", "settings")

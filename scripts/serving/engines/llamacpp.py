@@ -8,7 +8,6 @@ from typing import Annotated
 
 from conf.rules import Filled, OneOrMore, one_of
 from conf.schema import entry
-from decode.models.load import TargetConfig
 from heads import load_head
 from heads.interop import exported, gguf_write
 from heads.names import Draft
@@ -21,36 +20,19 @@ MAKE = "make engines ONLY=llamacpp"
 
 
 @dataclass
-class LlamaCppConfig:
+class LlamaCppConfig(shared.Keys):
     """Keys of scripts/engines.py llamacpp."""
 
-    # run folders or head folders to export and serve
-    drafters: list[str]
-    # JSON to write
     out: str = "docs/results/engines-llamacpp.json"
-    # folder for exports and for the parts that are finished
     work: str = "runs/engines-llamacpp"
-    # the target of all of them
-    target: TargetConfig = field(default_factory=TargetConfig)
     # numbers of the target's GGUF: float32, float16, q8_0, or a GGUF file of it
     targets: Filled[str] = field(default_factory=lambda: ["float32"])
     # numbers of the drafts' GGUF
     dtype: Annotated[str, one_of(gguf_write.DTYPES)] = "float32"
-    # JSONL of prompts
-    prompts: str = "scripts/prompts/demo.jsonl"
-    # how many of them
-    num_prompts: OneOrMore = 50
-    # most tokens per answer
-    max_new_tokens: OneOrMore = 64
-    # prompts that are decoded together on our side
-    batch_size: OneOrMore = 25
     # prompts whose draft tokens are compared one by one
     traced: int = 5
-    # the server's context
-    context: OneOrMore = 1024
-    # its threads
+    # the server's threads
     threads: OneOrMore = 1
-    # Python of the environment with xllamacpp
     engine: str = ".venv-llamacpp/bin/python"
     # K of a drafter by its name in the table (eagle3, small_lm), in place of the export's
     draft_tokens: dict[str, int] = field(default_factory=dict)

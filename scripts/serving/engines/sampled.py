@@ -14,12 +14,12 @@ from typing import Annotated, Any, Protocol
 from conf.errors import UserError
 from conf.rules import AboveZero, AtATime, Filled, Inside, OneOrMore, Seed, one_of
 from conf.schema import entry
-from decode.models.load import TargetConfig
-from decode.sampling import Sampling
 from heads import load_head
 from heads.interop import exported
 from scripts.common.parts import Parts
-from scripts.reports.block import md_table
+from scripts.common.sampling_keys import SamplingKeys
+from scripts.reports.block import Columns, md_of
+from scripts.reports.table import number
 from scripts.serving import card, gguf_export, llamacpp_cases, server_certificate, vllm_server
 from scripts.serving import llamacpp as llamacpp_server
 from scripts.serving.asking import Address
@@ -38,8 +38,8 @@ ENGINES = {
 }
 
 
-@dataclass
-class SampledConfig:
+@dataclass(kw_only=True)
+class SampledConfig(shared.Keys, SamplingKeys):
     """Keys of scripts/engines.py sampled."""
 
     # run folders or head folders to export and serve; vLLM's own n-grams: ngram
@@ -50,22 +50,14 @@ class SampledConfig:
     out: str = ""
     # folder for exports and for the answers that are there; empty = runs/engines-SERVER
     work: str = ""
-    # the target of all of them
-    target: TargetConfig = field(default_factory=TargetConfig)
     # how the draft is drawn: probabilistic, greedy
     modes: Filled[Annotated[str, one_of(MODES)]] = field(default_factory=lambda: [GREEDY])
     # draft tokens of a cycle
     draft_tokens: OneOrMore = 3
     # what is asked of the server
     temperature: AboveZero = 1.0
-    # keep the k likeliest tokens; 0 = off
-    top_k: int = 0
-    # nucleus; 1 = off
-    top_p: float = 1.0
     # sampled tokens, spread evenly over `at_a_time`
     tokens: OneOrMore = 3000
-    # most tokens per answer
-    max_new_tokens: OneOrMore = 64
     # numbers of requests that are asked together
     at_a_time: AtATime = field(default_factory=lambda: [1, 2, 8])
     # false-alarm rate of all tests together
@@ -74,13 +66,6 @@ class SampledConfig:
     detect: Inside = 0.2
     # random biases of each family that the power is measured on
     members: OneOrMore = 4
-    # JSONL of prompts
-    prompts: str = "scripts/prompts/demo.jsonl"
-    # how many of them
-    num_prompts: OneOrMore = 50
-    # of our own decoding, which this does not need
-    batch_size: OneOrMore = 8
-    # each slot's context
     context: OneOrMore = 512
     # the server's threads
     threads: OneOrMore = 1
@@ -88,18 +73,6 @@ class SampledConfig:
     seed: Seed = 0
     # Python of the engine's environment; empty = the one that `make engines` builds
     engine: str = ""
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        try:
-            self.sampling()
-        except UserError as error:
-            return [str(error)]
-        return []
-
-    def sampling(self) -> Sampling:
-        """What is asked of the server."""
-        return Sampling(self.temperature, self.top_k, self.top_p)
 
     def how(self) -> server_certificate.How:
         """What is asked of the server, and how it is judged."""
@@ -138,6 +111,7 @@ def main(cfg: SampledConfig) -> int:
         "temperature": cfg.temperature,
         "top_k": cfg.top_k,
         "top_p": cfg.top_p,
+        "min_p": cfg.min_p,
         "tokens": cfg.tokens,
         "at_a_time": list(cfg.at_a_time),
         "alpha": cfg.alpha,
@@ -330,43 +304,35 @@ def brief(paper: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-COLUMNS = (
-    "drafter",
-    "draft drawn",
-    "K",
-    "sampled tokens",
-    "drafted",
-    "greedy tokens off",
-    "sampling, p",
-    "controls rejected",
-    "bias surely found",
-    "verdict",
+def _layer(row: dict[str, Any], name: str) -> dict[str, Any]:
+    """A layer of a row's certificate."""
+    return next(layer for layer in row["layers"] if layer["name"] == name)
+
+
+def _greedy(row: dict[str, Any]) -> str:
+    """Greedy tokens beyond ties, of all."""
+    layer = _layer(row, "greedy")
+    return f"{layer['beyond_ties']} of {layer['tokens']}"
+
+
+def _rejected(row: dict[str, Any]) -> str:
+    """Controls that were rejected, of all."""
+    controls = row["negative_controls"]
+    return f"{sum(c['rejected'] for c in controls)} of {len(controls)}"
+
+
+COLUMNS: Columns = (
+    ("drafter", lambda row: row["case"]),
+    ("draft drawn", lambda row: row["mode"]),
+    ("K", lambda row: str(row["draft_tokens"])),
+    ("sampled tokens", lambda row: f"{_layer(row, 'sampling')['tokens']:,}"),
+    ("drafted", lambda row: f"{row['drafted']:,}"),
+    ("greedy tokens off", _greedy),
+    ("sampling, p", lambda row: f"{_layer(row, 'sampling')['p']:.2g}"),
+    ("controls rejected", _rejected),
+    ("bias surely found", lambda row: number(row["min_detectable"])),
+    ("verdict", lambda row: row["verdict"]),
 )
-
-
-def cells(report: dict[str, Any]) -> list[list[str]]:
-    """The table's rows as text."""
-    out = []
-    for row in report["cases"]:
-        layers = {layer["name"]: layer for layer in row["layers"]}
-        greedy, sampling = layers["greedy"], layers["sampling"]
-        least = row["min_detectable"]
-        controls = row["negative_controls"]
-        out.append(
-            [
-                row["case"],
-                row["mode"],
-                str(row["draft_tokens"]),
-                f"{sampling['tokens']:,}",
-                f"{row['drafted']:,}",
-                f"{greedy['beyond_ties']} of {greedy['tokens']}",
-                f"{sampling['p']:.2g}",
-                f"{sum(c['rejected'] for c in controls)} of {len(controls)}",
-                "–" if least is None else f"{least:.2f}",
-                row["verdict"],
-            ]
-        )
-    return out
 
 
 def title(report: dict[str, Any]) -> str:
@@ -383,4 +349,4 @@ def title(report: dict[str, Any]) -> str:
 
 def markdown(report: dict[str, Any]) -> str:
     """The table for documents."""
-    return md_table(COLUMNS, cells(report), (0, 1, -1))
+    return md_of(COLUMNS, report["cases"], (0, 1, -1))

@@ -20,9 +20,8 @@ from annotated_types import Len
 from conf.errors import UserError
 from conf.rules import AtATime, OneOrMore, one_of
 from conf.schema import entry
-from decode.models.load import TargetConfig
 from heads.interop import gguf_write
-from scripts.reports.block import md_table
+from scripts.reports.block import Columns, md_of
 from scripts.serving import contract, costs, gguf_export, llamacpp_cases, load, settings
 from scripts.serving import llamacpp as server
 from scripts.serving.asking import Address
@@ -33,17 +32,13 @@ NEAR = 0.15  # of the measured ratio, by which a prediction may miss
 
 
 @dataclass
-class SettingsConfig:
+class SettingsConfig(shared.Keys):
     """Keys of scripts/engines.py settings."""
 
     # one run folder or head folder to export and serve
     drafters: Annotated[list[str], Len(1, 1)]
-    # JSON to write
     out: str = "docs/results/engine-settings.json"
-    # folder for exports
     work: str = "runs/engines-llamacpp"
-    # the target
-    target: TargetConfig = field(default_factory=TargetConfig)
     # numbers of target and draft in their files: float32, float16 or q8_0
     dtype: Annotated[str, one_of(gguf_write.DTYPES)] = "float32"
     # draft tokens that the curve is measured with
@@ -54,21 +49,15 @@ class SettingsConfig:
     batches: AtATime = field(default_factory=lambda: [1, 2, 4, 8])
     # rounds of either load
     rounds: OneOrMore = 5
-    # JSONL of prompts
-    prompts: str = "scripts/prompts/demo.jsonl"
     # how many of them acceptance and curve come from
     expected: OneOrMore = 24
     # how many are looked at for the check, which takes those that are left
     num_prompts: OneOrMore = 60
-    # tokens per answer
     max_new_tokens: OneOrMore = 32
-    # of the plain pass behind expected.json
     batch_size: OneOrMore = 8
-    # each slot's context
     context: OneOrMore = 512
     # each server's threads
     threads: OneOrMore = 1
-    # Python of the environment with xllamacpp
     engine: str = ".venv-llamacpp/bin/python"
 
     def validate(self) -> list[str]:
@@ -209,33 +198,16 @@ def compared(
     return out
 
 
-COLUMNS = (
-    "requests at a time",
-    "draft tokens",
-    "accepted length expected",
-    "measured",
-    "speed against plain predicted",
-    "measured",
-    "rounds",
-    "error",
+COLUMNS: Columns = (
+    ("requests at a time", lambda row: str(row["batch"])),
+    ("draft tokens", lambda row: str(row["draft_tokens"])),
+    ("accepted length expected", lambda row: f"{row['accepted_length']['expected']:.2f}"),
+    ("measured", lambda row: f"{row['accepted_length']['measured']:.2f}"),
+    ("speed against plain predicted", lambda row: f"{row['predicted']:.2f}×"),
+    ("measured", lambda row: f"{row['measured']:.2f}×"),
+    ("rounds", lambda row: f"{min(row['rounds']):.2f} to {max(row['rounds']):.2f}"),
+    ("error", lambda row: f"{row['error']:+.0%}"),
 )
-
-
-def cells(report: dict[str, Any]) -> list[list[str]]:
-    """The table's rows as text."""
-    return [
-        [
-            str(row["batch"]),
-            str(row["draft_tokens"]),
-            f"{row['accepted_length']['expected']:.2f}",
-            f"{row['accepted_length']['measured']:.2f}",
-            f"{row['predicted']:.2f}×",
-            f"{row['measured']:.2f}×",
-            f"{min(row['rounds']):.2f} to {max(row['rounds']):.2f}",
-            f"{row['error']:+.0%}",
-        ]
-        for row in report["cases"]
-    ]
 
 
 def title(report: dict[str, Any]) -> str:
@@ -250,4 +222,4 @@ def title(report: dict[str, Any]) -> str:
 
 def markdown(report: dict[str, Any]) -> str:
     """The table for documents."""
-    return md_table(COLUMNS, cells(report), ())
+    return md_of(COLUMNS, report["cases"], ())

@@ -8,35 +8,49 @@ import functools
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from conf.errors import UserError, last_line
+from conf.rules import OneOrMore
 from decode.models.load import TargetConfig, load_target
 from decode.target import Target
 from heads import find_head
 from heads.checkpoint import read_card
 from heads.interop import exported
 from scripts.common import files
-from scripts.common.prompts import chat_ids, load_prompts
+from scripts.common.prompts import load_prompts, question_ids, spread
 from scripts.serving import case as engine_case
 
 SKIPPED = 3  # exit code: a drafter that was asked for is not there
 
 
-class Keys(Protocol):
+@dataclass(kw_only=True)
+class Keys:
     """The keys that every engine's run has."""
 
+    # run folders or head folders to export and serve
     drafters: list[str]
+    # JSON to write
     out: str
+    # folder for exports and for the parts that are finished
     work: str
-    target: TargetConfig
-    prompts: str
-    num_prompts: int
-    max_new_tokens: int
-    batch_size: int
+    # the target of all of them
+    target: TargetConfig = field(default_factory=TargetConfig)
+    # JSONL of prompts
+    prompts: str = "scripts/prompts/demo.jsonl"
+    # how many of them
+    num_prompts: OneOrMore = 50
+    # most tokens per answer
+    max_new_tokens: OneOrMore = 64
+    # prompts that are decoded together on our side
+    batch_size: OneOrMore = 25
+    # the engine's context, of each slot
+    context: OneOrMore = 1024
+    # Python of the engine's environment
+    engine: str
 
 
 def environment(python: str, make: str) -> Path:
@@ -167,10 +181,8 @@ def name_of(card: dict[str, Any]) -> str:
 
 def prompt_ids(target: Target, path: str, count: int) -> list[list[int]]:
     """Token ids of `count` prompts of a file, spread evenly over it."""
-    known = load_prompts(path)
-    count = min(count, len(known))
-    some = [known[i * len(known) // count] for i in range(count)]
-    return [chat_ids(target.tokenizer, [{"role": "user", "content": p.turns[0]}]) for p in some]
+    some = spread(load_prompts(path), count)
+    return [question_ids(target.tokenizer, p.turns[0]) for p in some]
 
 
 def call(command: list[str], log: Path) -> None:

@@ -5,21 +5,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from conf.rules import OneOrMore
 from conf.schema import entry
-from decode.models.load import TargetConfig
 from heads import load_head
 from heads.base import Head
-from heads.interop import exported, read_folder
+from heads.interop import exported
 from scripts.common import files
 from scripts.serving import card
 from scripts.serving import case as engine_case
-from scripts.serving import probe as acceptance_probe
-from scripts.serving import trial as probe_trial
 from scripts.serving.engines import shared
 
 FORMATS = {
@@ -29,34 +25,16 @@ FORMATS = {
     "dflash": ("vllm", "speculators"),
     "small_lm": ("transformers",),
 }
-PROBED = 16  # prompts of the acceptance probe
 
 
 @dataclass
-class EnginesConfig:
+class EnginesConfig(shared.Keys):
     """Keys of scripts/engines.py."""
 
-    # run folders or head folders to export and serve
-    drafters: list[str]
-    # JSON to write
     out: str = "docs/results/engines.json"
-    # folder for exports and for the parts that are finished
     work: str = "runs/engines"
-    # the target of all of them
-    target: TargetConfig = field(default_factory=TargetConfig)
-    # JSONL of prompts
-    prompts: str = "scripts/prompts/demo.jsonl"
-    # how many of them
-    num_prompts: OneOrMore = 50
-    # most tokens per answer
-    max_new_tokens: OneOrMore = 64
-    # prompts that are decoded together, on both sides
-    batch_size: OneOrMore = 25
     # prompts that the engine answers alone, for its speed
     timed: int = 6
-    # the engine's max_model_len
-    context: OneOrMore = 1024
-    # Python of the environment with vLLM
     engine: str = ".venv-engines/bin/python"
     # Python of the environment with the speculators package
     speculators: str = ".venv-speculators/bin/python"
@@ -85,7 +63,6 @@ def main(cfg: EnginesConfig) -> int:
     print("plain decoding: the engine's", flush=True)
     plain = answered(cfg, stage.work, "plain", job)
     cases = [{"case": "plain", **stage.runs.plain_case(plain)}]
-    batch = acceptance_probe.answers(stage.target, stage.ids[:PROBED], cfg.max_new_tokens)
     for found in stage.drafters():
         for format in FORMATS.get(found.kind, ()):
             name = f"{found.name.replace('small_lm', 'draft')}-{format}"
@@ -97,9 +74,6 @@ def main(cfg: EnginesConfig) -> int:
             head = load_head(found.folder, stage.target)
             answer = answered(cfg, stage.work, name, asked(job, folder, head, depth, format))
             case = stage.runs.case(head, found.card_sha256, depth, answer, plain)
-            if format == "vllm":
-                foreign = replace(read_folder(folder), manifest=None)
-                case["probe"] = probe_trial.trial(foreign, stage.target, batch)
             if format == "speculators":
                 case["package"] = engine_case.package(
                     package, folder, head, stage.target, stage.ids[0], stage.work

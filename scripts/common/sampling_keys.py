@@ -1,0 +1,51 @@
+"""The keys of a sampling law, for the commands that decode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Interval
+
+from conf.errors import UserError
+from conf.rules import AboveZero, BelowOne, NotNegative, ZeroOrMore
+from decode.sampling import Sampling
+
+
+@dataclass(kw_only=True)
+class SamplingKeys:
+    """Keys of every command that draws tokens."""
+
+    # 0 = greedy
+    temperature: NotNegative = 0.0
+    # sample among the k best tokens; 0 = off
+    top_k: ZeroOrMore = 0
+    # sample among the fewest tokens that hold this much probability; 1 = off
+    top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
+    # drop tokens below this share of the best token's probability; 0 = off
+    min_p: BelowOne = 0.0
+
+    def sampling(self) -> Sampling:
+        """The law. Raises UserError for keys that do not go together."""
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        try:
+            self.sampling()
+        except UserError as error:
+            return [str(error)]
+        return []
+
+
+@dataclass(kw_only=True)
+class PenaltyKeys(SamplingKeys):
+    """The same with a repetition penalty."""
+
+    # Hugging Face's repetition penalty; 1 = off
+    repetition_penalty: AboveZero = 1.0
+
+    def sampling(self) -> Sampling:
+        """See SamplingKeys."""
+        drawn = (self.temperature, self.top_k, self.top_p, self.min_p)
+        return Sampling(*drawn, self.repetition_penalty)
