@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from scripts.common import files
+from scripts.proofs.mutants import page as mutants_page
 from scripts.reports import fit_table, matched, serves, table, tune_table
 from scripts.reports.block import Block, md_table
 from scripts.serving import case as engine_case
@@ -252,6 +253,13 @@ def fits() -> str:
     return fit_table.page(reports) if reports else ""
 
 
+def mutants() -> str:
+    """docs/mutants.md, with the reasons as they stand today."""
+    report = read("mutants")
+    reasons = mutants_page.reasons(RESULTS / "mutants-harmless.json")
+    return mutants_page.page({**report, **mutants_page.summary(report["mutants"], reasons)})
+
+
 PAGES = {
     README: front,
     TABLES: results,
@@ -275,6 +283,8 @@ def main() -> int:
         files.write_json(RESULTS / "demo-spent.json", json.loads(spent.read_text()))
     for block, body in PAGES.items():
         block.write(body())
+    if (RESULTS / "mutants.json").exists():
+        files.write_text(files.ROOT / "docs" / "mutants.md", mutants())
     print(f"written: {', '.join(block.page.name for block in PAGES)}, docs/results")
     return 0
 

@@ -1,0 +1,1 @@
+"""Mutants: one seeded bug after the other, and which proof notices it."""
