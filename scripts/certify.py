@@ -103,7 +103,7 @@ class CertifyConfig(PenaltyKeys):
     # the rule under test: traversal or rejection
     verify: Annotated[str, one_of(RULES)] = "traversal"
     # emitted tokens of the sampling layer; more find smaller biases
-    tokens: OneOrMore = 10000
+    tokens: OneOrMore = 5000
     # most tokens per answer in the sampling layer
     max_new_tokens: OneOrMore = 64
     # prompts that are decoded together

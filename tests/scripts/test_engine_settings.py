@@ -176,6 +176,29 @@ def test_a_load_counts_cycles_and_times_decoding(target, draft, monkeypatch) -> 
     assert set(load.ratios(laps)) == {(1, 2), (2, 2)}
 
 
+@pytest.mark.parametrize("busy", [1, 3, 4])
+def test_a_busy_moment_is_timed_again(target, monkeypatch, busy: int) -> None:
+    """The long answers of the first laps seem to be quicker than the short ones."""
+    ask, long = load._asked, 0
+
+    async def timed(door: Any, prompts: Any, limit: int) -> Any:
+        nonlocal long
+        long += limit > 1
+        seconds = 1.0 if limit == 1 else 0.5 if long <= busy else 1.5
+        return seconds, (await ask(door, prompts, limit))[1]
+
+    monkeypatch.setattr(load, "_asked", timed)
+    asked = load.Load([[5, 6]], [1], 1, 4)
+    with serving(target, target) as url:
+        servers = [load.Served(0, Address(url))]
+        if busy < load.TRIES:
+            (one,) = load.laps(servers, asked, lambda *_: None)
+            assert one.seconds == 0.5 and long == busy + 1
+        else:
+            with pytest.raises(UserError, match="too short to be timed"):
+                load.laps(servers, asked, lambda *_: None)
+
+
 def test_a_plain_server_in_the_drafters_place_is_named(target, draft, monkeypatch) -> None:
     async def silent(self):
         return None
