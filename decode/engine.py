@@ -274,7 +274,7 @@ class Engine:
     def _propose(self, budget: Tensor, rng: Rng) -> DraftTree:
         with self.timing.part("drafter", self.clock):
             tree = self.drafter.propose(budget, self.sampling, rng)
-        if waits.free(tree.tokens):
+        if waits.free(tree.tokens) or tree.static_layout is None:  # which is asked for as well
             tree.validate(self.target.vocab_size, self.drafter.max_nodes)
         else:
             tree.check_form(self.drafter.max_nodes)  # the values are looked at in _look

@@ -6,49 +6,45 @@ Shape letters: as in decode/layout.py; I slots with children.
 
 from __future__ import annotations
 
-import functools
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+# For every level of slots, the root's first: how many of a row have children and how many at
+# most.
+Room = tuple[tuple[int, int], ...]
 
+
+@dataclass(frozen=True)
 class Inner:
-    """What a Layout has of it; the fields are described there."""
+    """slots: [B, I] int64, level by level, -1 padded. spans: of every level of slots, the root's
+    first, where it begins and ends in `slots`, and the most children that one of them has."""
 
-    depth: Tensor
-    children: Tensor
-    levels: int
-    room: tuple[tuple[int, int], ...] | None
+    slots: Tensor
+    spans: tuple[tuple[int, int, int], ...]
 
-    @functools.cached_property
-    def spans(self) -> tuple[tuple[int, int, int], ...] | None:
-        """Of every level of slots, the root's first: where it begins and ends in `inner`, and the
-        most children that one of them has. None where only the device knows."""
-        if self.room is None:
-            return None
-        found, start = [], 0
-        for slots, most in self.room:
-            found.append((start, start + slots, most))
-            start += slots
-        return tuple(found)
-
-    @functools.cached_property
-    def inner(self) -> Tensor:
-        """[B, I] int64 slots with children, level by level (`spans`), -1 padded."""
-        level_of = torch.cat([self.depth.new_full((len(self.depth), 1), -1), self.depth], 1)
-        parent, found = self.children[..., 0] >= 0, []
-        for level, (most, _) in enumerate(self.room or ()):
+    @staticmethod
+    def of(depth: Tensor, children: Tensor, room: Room) -> Inner:
+        """depth, children: of a `Layout`; room: no less than its rows have."""
+        level_of = torch.cat([depth.new_full((len(depth), 1), -1), depth], 1)
+        parent = (children >= 0).any(2)
+        found, spans, start = [level_of[:, :0]], [], 0
+        for level, (count, most) in enumerate(room):
             here = (level_of == level - 1) & parent
-            slots = (~here).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
+            slots = (~here).view(torch.uint8).argsort(dim=1, stable=True)[:, :count]
             found.append(torch.where(here.gather(1, slots), slots, -1))
-        return torch.cat(found, 1) if found else level_of[:, :0]
+            spans.append((start, start + count, most))
+            start += count
+        return Inner(torch.cat(found, 1), tuple(spans))
 
-    def counted(self) -> tuple[tuple[int, int], ...]:
-        """`room` of a shape that all rows share, asked of the values."""
-        level_of = [-1, *self.depth[0].tolist()]
-        found = [(0, 0)] * self.levels
-        for slot, kids in enumerate(self.children[0].tolist()):
-            if width := sum(kid >= 0 for kid in kids):
-                slots, most = found[level_of[slot] + 1]
-                found[level_of[slot] + 1] = (slots + 1, max(most, width))
-        return tuple(found)
+
+def room_of(paths: Iterable[tuple[int, ...]]) -> Room:
+    """What the slots of a static shape need that has these paths (decode.tree.TreeShape)."""
+    kids = Counter(path[:-1] for path in paths)
+    widths: dict[int, list[int]] = {}
+    for above, count in kids.items():
+        widths.setdefault(len(above), []).append(count)
+    return tuple((len(widths[level]), max(widths[level])) for level in sorted(widths))

@@ -18,8 +18,8 @@ def inverse_cdf(weights: Tensor, u: Tensor) -> Tensor:
     """Index of the first weight whose cumulative sum exceeds u * total. weights [R, S] >= 0, u
     [R] in [0, 1): [R].
 
-    A weight of zero is never chosen, not at u = 0 either; the last index where there is no
-    mass. Sums run in float64.
+    Where sums run from left to right, as on a CPU, a weight of zero is never chosen, not at
+    u = 0 either; the last index where there is no mass. Sums run in float64.
     """
     rows, size = weights.shape
     if size == 1:

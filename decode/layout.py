@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from decode import waits
-from decode.inner import Inner
+from decode.inner import Inner, Room
 
 
 @dataclass(frozen=True)
-class Layout(Inner):
+class Layout:
     """What follows from the parents alone. Leading dimension B, or 1 where all rows share one
     static shape.
 
@@ -29,8 +29,7 @@ class Layout(Inner):
     rank: [B, N] int64, place of a node among its siblings in draw order.
     levels: deepest level as a count (0 for the empty tree); known on the host so that loops
         need no round trip.
-    room: for every level of slots, how many of a row at most have children and how many at most,
-        where the host knows it; else None.
+    room: slots with children, by level (decode.inner), where the host knows them; else None.
     """
 
     parents: Tensor
@@ -39,7 +38,12 @@ class Layout(Inner):
     children: Tensor
     rank: Tensor
     levels: int
-    room: tuple[tuple[int, int], ...] | None = None
+    room: Room | None = None
+
+    @functools.cached_property
+    def inner(self) -> Inner | None:
+        """The slots with children; None where only the device knows them."""
+        return None if self.room is None else Inner.of(self.depth, self.children, self.room)
 
     @functools.cached_property
     def paths(self) -> Tensor:
@@ -79,7 +83,7 @@ class Layout(Inner):
         depth: Tensor | None = None,
         levels: int = 0,
         most: int | None = None,
-        room: tuple[tuple[int, int], ...] | None = None,
+        room: Room | None = None,
     ) -> Layout:
         """Derive the layout of `parents` [B, N] int64 (already validated: parents[b, i] < i).
 

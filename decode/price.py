@@ -213,7 +213,6 @@ def pruned(tree: DraftTree, there: Tensor) -> DraftTree:
     above = tree.parents.gather(1, kept)
     parents = torch.where(used & (above >= 0), number.gather(1, above.clamp(min=0)), -1)
     depth = torch.where(used, layout.depth.expand(count, n).gather(1, kept), 0)
-    room = tuple((stop - start, ranks) for start, stop, ranks in layout.spans or ())
-    own = Layout.of(parents, depth, layout.levels, most, room)
+    own = Layout.of(parents, depth, layout.levels, most, layout.room)
     tokens = tree.tokens.gather(1, kept)
     return DraftTree(tokens, parents, size, sampled, proposal, static_layout=own, score=score)

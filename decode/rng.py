@@ -98,15 +98,21 @@ class Rng:
         """Index [R] of the first of M independent tests [R, M] to succeed; the last must have
         probability 1.
         """
-        return (self.uniform(rows, node, ACCEPT) < probability).to(torch.uint8).argmax(1)
+        return (self.uniform(rows, node, ACCEPT) < probability).view(torch.uint8).argmax(1)
 
     def draw(self, weights: Tensor, rows: Tensor, node: Tensor) -> Tensor:
         """Indices [R] into unnormalised `weights` [R, S], for the token emitted after `node`
-        [R].
+        [R]: never one of weight 0.
         """
         if weights.shape[1] == 1:
             return torch.zeros_like(rows)
-        return inverse_cdf(weights, self.uniform(rows, node, RESIDUAL))
+        index = inverse_cdf(weights, self.uniform(rows, node, RESIDUAL))
+        if waits.free(weights):
+            return index
+        # On an accelerator a running sum rounds at every place in its own way, and so may seem
+        # to grow where nothing is added.
+        mass = weights.gather(1, index[:, None])[:, 0]
+        return torch.where(mass > 0, index, weights.argmax(1))
 
     def draft(self, weights: Tensor, rows: Tensor, node: Tensor) -> Tensor:
         """Indices [R] into unnormalised `weights` [R, S], for draft token number `node` [R]."""

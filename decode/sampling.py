@@ -36,14 +36,6 @@ class Support:
     ids: Tensor | None
     probs: Tensor
 
-    def of(self, tokens: Tensor) -> Tensor:
-        """Probability [R] of `tokens` [R]; 0 outside the support."""
-        if self.ids is None:
-            return self.probs.gather(1, tokens[:, None])[:, 0]
-        return torch.where(self.ids == tokens[:, None], self.probs, self.probs.new_zeros(())).sum(
-            -1
-        )
-
     def token(self, index: Tensor) -> Tensor:
         """Token ids [R] at support places `index` [R]."""
         return index if self.ids is None else self.ids.gather(1, index[:, None])[:, 0]
@@ -100,9 +92,8 @@ class Sampling:
         wrong = [f"{key}={value}: {rule}" for key, value, good, rule in problems if not good]
         if wrong:
             raise UserError("; ".join(wrong))
-        object.__setattr__(
-            self, "top_k", int(self.top_k)
-        )  # 2.0 passes above, and indexing refuses it
+        # 2.0 passes above, and indexing refuses it.
+        object.__setattr__(self, "top_k", int(self.top_k))
         for processor in self.processors:
             refuse_state(processor)
 
@@ -247,10 +238,8 @@ class Law:
         self.vocab_size = logits.shape[-1]
         self.computed, self.seconds, self.clock = 0, 0.0, clock
         none = torch.full((logits.shape[0],), -1, dtype=torch.int64, device=logits.device)
-        self._lawless, self._refused = (
-            none,
-            none.clone(),
-        )  # by row: a slot without a law, a node without a chance
+        # By row: a slot without a law, a node without a chance.
+        self._lawless, self._refused = none, none.clone()
 
     def at(self, rows: Tensor, slots: Tensor) -> Support:
         """The laws [R] of (rows, slots); slot 0 follows the last committed token, slot i + 1
@@ -307,15 +296,14 @@ class Law:
         place = torch.arange(self.history.shape[1], device=rows.device)
         old = self.history[rows]
         first = old[:, :1]
-        old = torch.where(
-            place < self.lengths[rows, None], old, first
-        )  # padding repeats a token that is there anyway
+        # Padding repeats a token that is there anyway.
+        old = torch.where(place < self.lengths[rows, None], old, first)
         mask = self.tree.mask()
         on_path = mask[rows if mask.shape[0] > 1 else torch.zeros_like(rows), slots, 1:]
-        new = torch.where(on_path, self.tree.tokens[rows], first)
-        for (
-            processor
-        ) in self.sampling.processors:  # foreign code knows no padding: one row at a time
+        tokens = self.tree.tokens[rows].clamp_(0, self.vocab_size - 1)  # see verify.Siblings
+        new = torch.where(on_path, tokens, first)
+        # Foreign code knows no padding: one row at a time.
+        for processor in self.sampling.processors:
             scores = torch.cat(
                 [
                     processor(torch.cat([o[: int(n)], t[m]])[None], s[None])

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from conf.errors import UserError
 from decode import tree_rules, waits
+from decode.inner import room_of
 from decode.layout import Layout
 
 __all__ = ["DraftTree", "Layout", "Proposal", "TreeShape"]
@@ -271,4 +272,4 @@ def _static(shape: TreeShape, device: torch.device) -> tuple[Tensor, Layout]:
         name: getattr(layout, name).to(device)
         for name in ("parents", "depth", "mask", "children", "rank")
     }
-    return fields["parents"], Layout(**fields, levels=layout.levels, room=layout.counted())
+    return fields["parents"], Layout(**fields, levels=layout.levels, room=room_of(shape.paths))

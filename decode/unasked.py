@@ -50,12 +50,12 @@ def walk(tree: DraftTree, law: Law, rng: Coins) -> tuple[Tensor, Tensor, Tensor]
     return path, on.sum(1) - 1, drawn.gather(1, deepest[:, None])[:, 0]
 
 
-def slots_of(tree: DraftTree, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows and slots [B, I] that may have children, level by level (`Layout.spans`), and which of
-    them are there and have one: of a leaf, as where a budget ends, the law is asked for only if
-    the path ends there. present: [B, N + 1] bool."""
+def slots_of(tree: DraftTree, inner: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows and slots [B, I] that may have children (inner: `Inner.slots`), and which of them are
+    there and have one: of a leaf, as where a budget ends, the law is asked for only if the path
+    ends there. present: [B, N + 1] bool."""
     count = len(present)
-    inner = tree.layout.inner.expand(count, -1)
+    inner = inner.expand(count, -1)
     rows = torch.arange(count, device=present.device)[:, None].expand_as(inner)
     slots = inner.clamp(min=0)
     eldest = tree.layout.children[..., 0].expand(count, -1).gather(1, slots)
@@ -73,7 +73,7 @@ def bonus(law: Law, rng: Coins, end: Tensor, groups: Sequence[Judged]) -> Tensor
     (siblings,) = groups
     hit = siblings.slots == end[:, None]
     hit = hit if siblings.used is None else hit & siblings.used
-    left = siblings.remains(every * hit.shape[1] + hit.to(torch.uint8).argmax(1))
+    left = siblings.remains(every * hit.shape[1] + hit.view(torch.uint8).argmax(1))
     here = hit.any(1, keepdim=True)
     short = leaf.probs.shape[1] - left.probs.shape[1]  # more of a law may have been looked at
 

@@ -95,7 +95,7 @@ def verify_chain(
 def _inverse(weights: Tensor, coin: float) -> int:
     """The first token whose cumulative weight exceeds `coin` times the sum of `weights` [V]."""
     cumulative = weights.cumsum(0)
-    return int((cumulative > coin * cumulative[-1]).to(torch.uint8).argmax())
+    return int((cumulative > coin * cumulative[-1]).view(torch.uint8).argmax())
 
 
 # --- the same for a tree and many rows
@@ -148,7 +148,7 @@ def walk(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
         on = match.any(1)
         if not bool(on.any()):
             break
-        rows, place = rows[on], match[on].to(torch.uint8).argmax(1, keepdim=True)
+        rows, place = rows[on], match[on].view(torch.uint8).argmax(1, keepdim=True)
         node = kids[on].gather(1, place)[:, 0]
         path[rows, level] = node
         length[rows] += 1
@@ -194,7 +194,8 @@ class Siblings:
         groups, inner, _ = self.kids.shape
         self.support, self.lawless = law.read(rows.reshape(-1), slots.reshape(-1))
         each = rows[..., None]
-        tokens = tree.tokens[each, self.kids]
+        # What a draft holds may be anything where it is padding, and where it is refused later.
+        tokens = tree.tokens[each, self.kids].clamp_(0, law.vocab_size - 1)
         place, known = tree.proposal.place(tokens)
         proposal = self._proposals(tree, tree.proposal, tokens, place, known)
         ids, probs = self.support.ids, self.support.probs
@@ -203,7 +204,7 @@ class Siblings:
         self.vocab, found = None, self.there
         if ids is not None:
             same = ids.view(groups, inner, 1, -1) == tokens[..., None]
-            place, found = same.to(torch.uint8).argmax(-1), found & same.any(-1)
+            place, found = same.view(torch.uint8).argmax(-1), found & same.any(-1)
         elif waits.free(known) and bool((known | ~self.there).all()):
             self.vocab = tree.proposal.vocab
         if ids is None and self.vocab is None:
@@ -237,7 +238,7 @@ class Siblings:
         sampled = tree.sampled[self.rows[..., None], self.kids] & self.there
         # All sampled siblings share one law row: take it from the first of them. Deterministic
         # ones need none, and what stands in their place is never looked at.
-        first = self.kids.gather(2, sampled.to(torch.uint8).argmax(2, keepdim=True))[..., 0]
+        first = self.kids.gather(2, sampled.view(torch.uint8).argmax(2, keepdim=True))[..., 0]
         law_row = proposal.row[self.rows, first].clamp(0, proposal.law.shape[1] - 1)
         law = proposal.law[self.rows, law_row].to(torch.float64)
         law = law.masked_fill_(~sampled.any(2, keepdim=True), 0.0)
@@ -327,7 +328,7 @@ class Siblings:
         after = self._fail(slice(None), place, scale, before, slice(None))[..., 0]
         self.rest = self.left[..., : self.size + 1].sum(-1)
         rows, live = self.rows.reshape(-1), w > 0 if self.used is None else self.used & (w > 0)
-        wild = live & ~(after.isfinite() & ~self.given.isnan().any(2))
+        wild = live & (~after.isfinite() | self.given.isnan().any(2))
         self.law.refuse(rows, self.kids[..., 0].reshape(-1), wild.view(-1))
         self.law.miss(rows, self.slots.reshape(-1), self.lawless & live.view(-1))
         return torch.where(after > 0, self.rest / after, 1.0)
@@ -416,7 +417,8 @@ def traversal(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
         whole[siblings.rows, slots] = siblings.close()
         groups.append(siblings)
 
-    if asks := waits.free(carried) or layout.spans is None:
+    inner = None if waits.free(carried) else layout.inner
+    if inner is None:
         for level in range(layout.levels):
             rows, slots = _parents(tree, level, present & (carried > 0))
             if rows.numel() == 0:
@@ -424,17 +426,16 @@ def traversal(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
             siblings = Siblings(tree, law, rows[None], slots[None])
             judge(siblings, slice(None), _ranks(siblings.there))
             close(siblings)
-    elif layout.spans:
-        siblings = Siblings(tree, law, *unasked.slots_of(tree, present))
-        for start, stop, ranks in layout.spans:
+    elif inner.spans:
+        siblings = Siblings(tree, law, *unasked.slots_of(tree, inner.slots, present))
+        for start, stop, ranks in inner.spans:
             judge(siblings, slice(start, stop), ranks)
         close(siblings)
     carried[:, 0] = 1  # the root never rejects; rounding must not either
     order = layout.postorder.expand(count, n + 1)
-    chance = torch.where(present, carried, 0.0).gather(1, order)
-    end = order.gather(1, rng.first(chance, every, order - 1)[:, None])[:, 0]
+    end = order.gather(1, rng.first(carried.gather(1, order), every, order - 1)[:, None])[:, 0]
     path = layout.paths.expand(count, -1, -1)[every, end]
-    bonus = (_bonus if asks else unasked.bonus)(law, rng, end, groups)
+    bonus = (_bonus if inner is None else unasked.bonus)(law, rng, end, groups)
     return Verdict(path, (path >= 0).sum(1), bonus)
 
 

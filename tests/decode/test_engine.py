@@ -19,7 +19,7 @@ from decode.models.load import TargetConfig, load_target
 from decode.rng import Rng
 from decode.sampling import Law, Sampling
 from decode.target import Target
-from decode.tree import DraftTree, TreeShape
+from decode.tree import DraftTree, Proposal, TreeShape
 from decode.verify import Verdict, verify
 
 
@@ -310,6 +310,74 @@ def test_a_malformed_draft_commits_nothing(
             on_tokens=lambda row, fresh, drafted: told.append(row),
         )
     assert sorted(told) == [0, 1], "a prompt's first token is no cycle's"
+
+
+class Drawn(Tree):
+    """The same tree, all of it drawn from even laws. token: what stands in the place of its third
+    node, or of all padding and in every law row of it."""
+
+    def __init__(self, token: int, padding: bool) -> None:
+        super().__init__()
+        self.token, self.padding = token, padding
+
+    def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
+        tokens = torch.arange(7).repeat(self.rows, 1) * 3 + 5
+        size, node = self.paths.size_at(budget), torch.arange(7)
+        size[0] = size[0].clamp(max=3)
+        row = torch.tensor([0, 0, 0, 1, 1, 2, 3]).repeat(self.rows, 1)
+        there = (node < size[:, None]) if self.padding else (node != 2).expand(self.rows, 7)
+        tokens[~there] = self.token
+        row[(node >= size[:, None]) & self.padding] = self.token
+        law = torch.full((self.rows, 4, 320), 1 / 320)
+        drawn = torch.ones_like(there)
+        return DraftTree.static(self.paths, tokens, size, drawn, Proposal(law, row))
+
+
+@pytest.mark.parametrize("free", [True, False], ids=["host", "accelerator"])
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+@pytest.mark.parametrize("token", [-1, 320, 10**9])
+def test_a_drawn_token_outside_the_vocabulary_is_named(
+    token: int, penalty: float, free: bool, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An index out of range ends a process on an accelerator before anything can be said."""
+    monkeypatch.setattr(waits, "free", lambda tensor: free)
+    assert target.vocab_size == 320
+    sampling = Sampling(1.0, repetition_penalty=penalty)
+    for rule in ("traversal", "rejection"):
+        with pytest.raises(ValueError, match=f"row 0, node 2: token {token} outside the vocab"):
+            generate(target, Drawn(token, False), requests(2), sampling, batch_size=2, verify=rule)
+
+
+@pytest.mark.parametrize("free", [True, False], ids=["host", "accelerator"])
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_padding_of_a_drawn_tree_may_hold_anything(
+    penalty: float, free: bool, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waits, "free", lambda tensor: free)
+    sampling = Sampling(1.0, repetition_penalty=penalty)
+    for rule in ("traversal", "rejection"):
+        found = [
+            tokens(target, Drawn(token, True), sampling, batch_size=3, verify=rule, eos_ids=())
+            for token in (0, -1, 10**9)
+        ]
+        assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("above", [-2, 99])
+def test_parents_that_are_none_are_named_on_an_accelerator_too(
+    above: int, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layout of such a tree follows from its parents, and is asked for before the pass."""
+    monkeypatch.setattr(waits, "free", lambda tensor: False)
+
+    class Orphans(Tree):
+        def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
+            parents = torch.tensor([[-1, above]]).repeat(self.rows, 1)
+            tokens = torch.tensor([[5, 6]]).repeat(self.rows, 1)
+            return DraftTree(tokens, parents, budget.clamp(max=2))
+
+    with pytest.raises(ValueError, match=f"row 0, node 1: parent {above} must be"):
+        generate(target, Orphans(), requests(2), Sampling(), batch_size=2, eos_ids=())
 
 
 def test_a_cycle_tells_how_deep_each_row_drafted(target: Target) -> None:

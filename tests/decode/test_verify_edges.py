@@ -225,6 +225,39 @@ def test_weight_of_zero_is_never_chosen_at_the_edge_of_a_block() -> None:
             assert (weights.gather(1, chosen[:, None]) > 0).all()
 
 
+def scan(values: Tensor, dim: int) -> Tensor:
+    """Running sums as an accelerator adds them (Hillis and Steele 1986): those of neighbours round
+    apart, so that they may fall, or grow where nothing is added."""
+    assert dim == -1
+    sums, step = values.clone(), 1
+    while step < sums.shape[-1]:
+        more = sums[..., :-step].clone()
+        sums[..., step:] += more
+        step *= 2
+    return sums
+
+
+@pytest.mark.parametrize("size", [40, 200, 2048])
+def test_no_token_of_weight_zero_is_emitted_however_sums_round(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waits, "free", lambda tensor: False)
+    monkeypatch.setattr(Tensor, "cumsum", scan)
+    g = torch.Generator().manual_seed(0)
+    weights = (6 * torch.randn(50, size, generator=g, dtype=torch.float64)).softmax(-1)
+    weights = torch.where(torch.rand(50, size, generator=g) < 0.5, 0.0, weights)
+    sums, every = weights.cumsum(-1), torch.arange(50)
+    rng, seen = Rng(0, every, torch.zeros_like(every)), 0
+    for _ in range(100):
+        place = torch.randint(size, (50, 1), generator=g)
+        edge = (sums.gather(1, place) / sums[:, -1:])[:, 0].clamp(max=1 - 2.0**-53)
+        monkeypatch.setattr(rng, "uniform", lambda rows, node, purpose, edge=edge: edge)
+        chosen = rng.draw(weights, every, every)
+        assert (weights.gather(1, chosen[:, None]) > 0).all()
+        seen += int((weights.gather(1, inverse_cdf(weights, edge)[:, None]) == 0).sum())
+    assert seen, "no sum grew where nothing was added: the test saw nothing"
+
+
 def test_chain_of_the_first_lines_is_the_rule() -> None:
     """The function that is there to be read does what the batched rule does, coin by coin."""
     g = torch.Generator().manual_seed(1)
