@@ -30,7 +30,7 @@ def meaning_of(cfg: TrainConfig, target: Target, rows: Rows) -> dict[str, Any]:
     files = {f"data.sha256.{i}": file.sha256 for i, file in enumerate(rows.files)}
     if isinstance(cfg.data.held_out, str):
         files["data.held_out"] = "a file"  # known by its hash, wherever it lies
-    if folder := getattr(cfg.head, "draft_vocab_from", ""):
+    if folder := cfg.head.draft_vocab_from:
         ids = vocabulary_in(folder, target.vocab_size)
         files["head.draft_vocab_from"] = hashlib.sha256(ids.numpy().data).hexdigest()
     found = {**flat(cfg), **hashes, "data.sha256": rows.sha256(), **files}
@@ -44,7 +44,7 @@ def fit_vocabulary(cfg: Any, counts: torch.Tensor) -> str:
 
     counts: [V] int64, how often each token is supervised.
     """
-    wanted, seen = getattr(cfg, "draft_vocab", 0), int((counts > 0).sum())
+    wanted, seen = cfg.draft_vocab, int((counts > 0).sum())
     if not wanted or wanted <= seen or not seen:
         return ""
     cfg.draft_vocab = seen // 64 * 64 or seen
@@ -59,7 +59,7 @@ def given_vocabulary(cfg: Any, counts: torch.Tensor) -> tuple[torch.Tensor, str]
     """(counts [V] from which a head of keys `cfg` chooses its draft vocabulary, what to tell):
     those of the data, or with head.draft_vocab_from such that it chooses that one, as large as
     it is. Raises UserError for one that is none of this target."""
-    folder = getattr(cfg, "draft_vocab_from", "")
+    folder = cfg.draft_vocab_from
     if not folder:
         return counts, ""
     ids = vocabulary_in(folder, counts.numel())

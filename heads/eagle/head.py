@@ -94,28 +94,19 @@ class EagleHead(LayeredHead):
         terms = self.cfg.loss
         law = self.law(target, feats, flat - 1, place) if terms.needs_law else None
         read = self.net.read(torch.stack(hidden))
-        total, rows = chunked_loss(
-            read,
-            self.projection(target),
-            Taught(place, valid, law),
-            terms,
-            weights,
-            chunk_of(self.cfg.chunk, flat.device),
-        )
+        chunk = chunk_of(self.cfg.chunk, flat.device)
+        taught = Taught(place, valid, terms, weights, law, chunk)
+        total, rows = chunked_loss(read, self.projection(target), taught)
         stats = rows.stats()
         if self.cfg.feature_loss:
-            wanted = feats[flat - 1].to(
-                total.dtype
-            )  # row t of step s guesses f_{t+1+s}, one before its token
+            # Row t of step s guesses f_{t+1+s}, one before its token.
+            wanted = feats[flat - 1].to(total.dtype)
             for s, h in enumerate(hidden):
-                error = (
-                    F.smooth_l1_loss(h.to(total.dtype), wanted, reduction="none").mean(-1)
-                    * valid[s]
-                )
+                apart = F.smooth_l1_loss(h.to(total.dtype), wanted, reduction="none")
+                error = apart.mean(-1) * valid[s]
                 total = total + self.cfg.feature_loss * weights[s] * error.sum()
-                stats[f"feature_{s}"] = torch.stack(
-                    [error.detach().sum().double(), valid[s].sum().double()]
-                )
+                both = error.detach().sum().double(), valid[s].sum().double()
+                stats[f"feature_{s}"] = torch.stack(both)
         count = torch.full((), float(flat.numel()), dtype=torch.float64, device=flat.device)
         return LossOut(total, count, stats)
 
@@ -155,11 +146,8 @@ class EagleHead(LayeredHead):
             return advance(e_next, g, first, keep, memory=memory), memory
 
         def go_on(h: Tensor, memory: Memory, step: int) -> tuple[Tensor, Memory]:
-            memory, e_next = (
-                memory.at(step),
-                flat_e[(keep + 1 + step).clamp(max=flat_e.shape[0] - 1)],
-            )
-            g = self.net.feed(h)
+            memory, g = memory.at(step), self.net.feed(h)
+            e_next = flat_e[(keep + 1 + step).clamp(max=flat_e.shape[0] - 1)]
             if cfg.parallel:
                 e_next, g = cast(Eagle3Net, self.net).masked(h.shape[:1], h.dtype)
             rope = (cos[at + step][None], sin[at + step][None])

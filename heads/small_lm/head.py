@@ -255,15 +255,9 @@ class SmallLM(Head):
             if both is not None and terms.mask != "argmax":
                 weight, bias = weight[: self.vocab], None if bias is None else bias[: self.vocab]
             law = target_law(target, (weight, bias), feats, flat - 1, both, inside, terms.mask)
-        total, rows = chunked_loss(
-            x[None],
-            out.weight[: self.vocab],
-            Taught(inside, torch.ones_like(flat, dtype=torch.bool)[None], law),
-            self.cfg.loss,
-            torch.ones(1, device=x.device),
-            self.cfg.chunk,
-            extra,
-        )
+        whole, one = torch.ones_like(flat, dtype=torch.bool)[None], torch.ones(1, device=x.device)
+        taught = Taught(inside, whole, terms, one, law, self.cfg.chunk)
+        total, rows = chunked_loss(x[None], out.weight[: self.vocab], taught, extra)
         count = torch.tensor(float(flat.numel()), dtype=torch.float64, device=x.device)
         return LossOut(total, count, rows.stats())
 
