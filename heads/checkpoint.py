@@ -216,9 +216,8 @@ def _belongs(
             )
     if kind.trains_target and target.borrowed and not target.tuning:
         raise UserError(
-            f"{folder}: loading it tunes the target, and a head of the original target "
-            "is in use already; "
-            "score the two in separate runs"
+            f"{folder}: loading it tunes the target, and a head of the original target is in use "
+            "already; score the two in separate runs"
         )
 
 

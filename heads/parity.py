@@ -406,9 +406,8 @@ def _verdict(
     ]
     if any(far):
         where = (
-            "already at the first level: it reads another feature, embedding or position "
-            "than training does, or "
-            "another map of the draft vocabulary"
+            "already at the first level: it reads another feature, embedding or position than "
+            "training does, or another map of the draft vocabulary"
             if far[0]
             else "but not at the first level: its own cache or positions go wrong while "
             "it drafts on"
@@ -431,9 +430,8 @@ def _verdict(
     ):
         side = "below" if gap.mean < 0 else "above"
         problems.append(
-            f"{who} decodes with an accepted length {abs(gap.mean):.3f} {side} the "
-            "training pass on "
-            f"the same text [{gap.low:.3f}, {gap.high:.3f}]"
+            f"{who} decodes with an accepted length {abs(gap.mean):.3f} {side} the training pass "
+            f"on the same text [{gap.low:.3f}, {gap.high:.3f}]"
         )
     return problems
 

@@ -95,9 +95,8 @@ def write(writer: Writer, rank: int, world: int, console: Console) -> bool:
                         bar.advance(task, tokens)
                         if stop.asked:
                             raise Interrupted(
-                                f"stopped; {writer.folder} keeps the files that are "
-                                "complete, the same "
-                                "command continues",
+                                f"stopped; {writer.folder} keeps the files that are complete, the "
+                                "same command continues",
                                 CODES[signal.Signals(stop.asked)],
                             )
                     console.print(f"features: {writer.path(number).name} written", highlight=False)

@@ -49,9 +49,8 @@ def fit_vocabulary(cfg: Any, counts: torch.Tensor) -> str:
         return ""
     cfg.draft_vocab = seen // 64 * 64 or seen
     return (
-        f"head.draft_vocab: {wanted:,} wanted, but only {seen:,} different tokens are "
-        "supervised in these data: "
-        f"the {cfg.draft_vocab:,} most frequent are taken"
+        f"head.draft_vocab: {wanted:,} wanted, but only {seen:,} different tokens are supervised "
+        f"in these data: the {cfg.draft_vocab:,} most frequent are taken"
     )
 
 
@@ -106,9 +105,8 @@ def facts_of(
         "target": f"{target.identity.name if target.identity else 'unnamed'}, {cfg.dtype}, "
         + ("trained with the head" if head.trains_target else "frozen"),
         "data": f"{plan.train.numel():,} rows to train on, {held:,} held out, "
-        f"{rows.ids.numel():,} tokens, "
-        f"{supervised:,} supervised ({supervised / rows.ids.numel():.0%}), "
-        f"{len(rows.bad)} rows left out"
+        f"{rows.ids.numel():,} tokens, {supervised:,} supervised "
+        f"({supervised / rows.ids.numel():.0%}), {len(rows.bad)} rows left out"
         + (f", {plan.skipped} skipped as data.skip says" if cfg.data.skip else ""),
         "batches": f"{cfg.batch_size} rows over {world} rank(s), {plan.per_epoch:,} per "
         f"epoch, {cfg.steps} steps, "

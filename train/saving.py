@@ -141,9 +141,8 @@ class Saver:
                 self._problem = first_line(error)
             if time.monotonic() + PAUSE > deadline or self.stop.asked:
                 self.log.say(
-                    f"step {snapshot.step}: checkpoint not written ({self._problem}); "
-                    "older ones are "
-                    "untouched"
+                    f"step {snapshot.step}: checkpoint not written ({self._problem}); older ones "
+                    "are untouched"
                 )
                 return
             self.log.say(
@@ -206,17 +205,15 @@ class Saver:
         )
         if not all(row[2] for row in every):
             raise UserError(
-                f"optim.lr: weights are not finite at step {state.step}, no checkpoint "
-                "was written; lower "
-                f"it and start again from the newest one in {self.out}"
+                f"optim.lr: weights are not finite at step {state.step}, no checkpoint was "
+                f"written; lower it and start again from the newest one in {self.out}"
             )
         apart = [rank for rank, row in enumerate(every) if row[:2] != every[0][:2]]
         if apart:
             raise UserError(
                 f"out_dir: rank {apart[0]} has other weights than rank 0 at step {state.step}, no "
-                "checkpoint was written; look at its hardware, then start the same "
-                "command again to go "
-                f"on from the newest one in {self.out}"
+                "checkpoint was written; look at its hardware, then start the same command again "
+                f"to go on from the newest one in {self.out}"
             )
 
 

@@ -41,15 +41,13 @@ def loaded(cfg: TrainConfig, kind: type[Head], device: torch.device) -> tuple[Ta
         return load_target(cfg.target, cfg.dtype, device), ""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         raise UserError(
-            "shard_target: needs several processes; start it with torchrun or accelerate "
-            "launch, or leave "
-            "it out"
+            "shard_target: needs several processes; start it with torchrun or accelerate launch, "
+            "or leave it out"
         )
     if kind.trains_target:
         raise UserError(
-            f"shard_target: {kind.kind} changes the target while it learns, and "
-            "sharded weights are "
-            "frozen; leave it out"
+            f"shard_target: {kind.kind} changes the target while it learns, and sharded weights "
+            "are frozen; leave it out"
         )
     if _needs_whole(cfg):
         return load_target(cfg.target, cfg.dtype, "cpu"), ""

@@ -226,9 +226,8 @@ def read(checkpoint: Path) -> State:
         return State(**json.loads((checkpoint / STATE).read_text()))
     except (TypeError, ValueError) as error:
         raise UserError(
-            f"{checkpoint / STATE}: this version cannot read it ({error}); use the "
-            "version that wrote it, "
-            "or choose another out_dir"
+            f"{checkpoint / STATE}: this version cannot read it ({error}); use the version that "
+            "wrote it, or choose another out_dir"
         ) from None
 
 

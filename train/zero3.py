@@ -49,9 +49,8 @@ def plain_launch(cfg: Any) -> Iterator[None]:
     stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
     if stage != "3":
         raise UserError(
-            f"shard_target: ZeRO stage {stage} shards what is trained, not a frozen "
-            "target; launch with "
-            "conf/launch/zero3.yaml or conf/launch/fsdp2.yaml"
+            f"shard_target: ZeRO stage {stage} shards what is trained, not a frozen target; launch "
+            "with conf/launch/zero3.yaml or conf/launch/fsdp2.yaml"
         )
     if cfg.dtype == "float64":
         raise UserError(

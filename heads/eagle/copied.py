@@ -37,9 +37,8 @@ def copy_layer(net: EagleNet, target: Target, source: int, key: str = "head.init
             found = {n: given.get_submodule(n).weight for n in names}
         except AttributeError:
             raise UserError(
-                f"{key}: the target's layers ({type(given).__name__}) have no separate "
-                "q, k, v, o and "
-                "gate, up, down projections to copy; use head.init=random"
+                f"{key}: the target's layers ({type(given).__name__}) have no separate q, k, v, o "
+                "and gate, up, down projections to copy; use head.init=random"
             ) from None
         for name, weight in found.items():
             mine = layer.get_submodule(name).weight
@@ -49,8 +48,7 @@ def copy_layer(net: EagleNet, target: Target, source: int, key: str = "head.init
             ):
                 raise UserError(
                     f"{key}: the target's {name} is {tuple(weight.shape)}, the draft's "
-                    f"{tuple(mine.shape)}"
-                    "; use head.init=random"
+                    f"{tuple(mine.shape)}; use head.init=random"
                 )
             mine.zero_()
             mine[:, -weight.shape[1] :] = weight.float()

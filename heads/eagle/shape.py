@@ -36,9 +36,8 @@ def layer_config(target: Target, layers: int) -> dict[str, Any]:
     wide = target.model.get_input_embeddings().weight.shape[1]
     if wide != width:
         raise UserError(
-            f"head: the target's embeddings are {wide} wide and its hidden states "
-            f"{width}: EAGLE puts them "
-            "side by side; use head=medusa"
+            f"head: the target's embeddings are {wide} wide and its hidden states {width}: EAGLE "
+            "puts them side by side; use head=medusa"
         )
     heads = get("num_attention_heads", default=1)
     rope = dict(get("rope_parameters", default={}))

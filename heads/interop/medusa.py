@@ -48,9 +48,8 @@ class MedusaVllm(Layout[MedusaHead]):
         found = super().refusals(head, facts)
         if head.cfg.markov_rank:
             found.append(
-                "head.markov_rank: no engine knows the term of the token before; the "
-                "nearest that is served: "
-                "train with head.markov_rank=0"
+                "head.markov_rank: no engine knows the term of the token before; the nearest that "
+                "is served: train with head.markov_rank=0"
             )
         return found
 
@@ -120,18 +119,16 @@ class MedusaVllm(Layout[MedusaHead]):
             if isinstance(said, int) and said > found:
                 refuse(
                     foreign,
-                    f"config.json asks for {said} {what}, the weights hold {found}: "
-                    "half-written, or the "
-                    "config of another head",
+                    f"config.json asks for {said} {what}, the weights hold {found}: half-written, "
+                    "or the config of another head",
                 )
         bias = int(any(name.endswith("bias") for name in tensors))
         if self.format == "vllm" and bias and not config.get("medusa_fc_bias"):
             names = [n for n in tensors if n.endswith("bias")]
             refuse(
                 foreign,
-                f"{names[0]}: a bias where none is expected: medusa_fc_bias in "
-                "config.json is not true, "
-                "and vLLM then drops biases without a word; set it if they were trained",
+                f"{names[0]}: a bias where none is expected: medusa_fc_bias in config.json is not "
+                "true, and vLLM then drops biases without a word; set it if they were trained",
             )
         ids = tensors.get("token_map")
         sizes = {"K": heads, "L": blocks, "D": target.hidden_size, "V": target.vocab_size}
@@ -175,9 +172,8 @@ class MedusaOriginal(MedusaVllm):
         weight = head.block_weight
         if head.cfg.blocks > 1 and not bool((weight == weight[:, :1]).all()):
             found.append(
-                "head.blocks: the original code repeats one block, these differ; the "
-                "nearest that is served: "
-                "format=vllm, or train with head.blocks=1"
+                "head.blocks: the original code repeats one block, these differ; the nearest that "
+                "is served: format=vllm, or train with head.blocks=1"
             )
         return found
 

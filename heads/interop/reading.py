@@ -118,9 +118,8 @@ def _weight_files(folder: Path) -> list[str]:
     partial = sorted(p.name for p in folder.iterdir() if p.suffix in parts)
     there = f"; it has {', '.join(partial[:3])}" if partial else ""
     raise UserError(
-        f"{folder}: holds no weights ({', '.join((*SAFE, *PICKLES))}){there}: "
-        "half-written, or not a head; "
-        "fetch or export it again"
+        f"{folder}: holds no weights ({', '.join((*SAFE, *PICKLES))}){there}: half-written, or not "
+        "a head; fetch or export it again"
     )
 
 
@@ -160,9 +159,8 @@ def _read(path: Path) -> dict[str, Tensor]:
                 f"{path}: refused: unpickling it would call {code[1]}; ask for a safetensors file"
             ) from None
         raise UserError(
-            f"{path}: cannot be read ({first_line(error)}); cut off or "
-            "damaged: fetch the "
-            "head again, as safetensors where there is one"
+            f"{path}: cannot be read ({first_line(error)}); cut off or damaged: fetch the head "
+            "again, as safetensors where there is one"
         ) from None
     if isinstance(value, dict) and isinstance(value.get("state_dict"), dict):
         value = value["state_dict"]
@@ -196,7 +194,6 @@ def _check_manifest(folder: Path, manifest: dict[str, Any]) -> None:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if not isinstance(wanted, dict) or found != wanted.get("sha256"):
             raise UserError(
-                f"{path}: damaged (sha256 differs from {MANIFEST}); export the head "
-                "again, or remove "
-                f"{MANIFEST} if the change was meant"
+                f"{path}: damaged (sha256 differs from {MANIFEST}); export the head again, or "
+                f"remove {MANIFEST} if the change was meant"
             )

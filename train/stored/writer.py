@@ -45,9 +45,8 @@ def taps_of(cfg: Any, target: Target) -> tuple[int, ...]:
         )
         if cfg.law_top_k and (not own or target.num_layers in own):
             raise UserError(
-                f"law_top_k: {name} reads the last hidden state itself; leave law_top_k "
-                "out, or store for "
-                "heads=[eagle3] alone"
+                f"law_top_k: {name} reads the last hidden state itself; leave law_top_k out, or "
+                "store for heads=[eagle3] alone"
             )
         wanted |= own
     for tap in wanted:
@@ -134,9 +133,8 @@ class Writer:
         """
         whole = self.rows.ids.numel() * self.per_token
         text = (
-            f"features: {self.rows.ids.numel():,} tokens x {len(self.taps)} hidden "
-            f"states {list(self.taps)} x "
-            f"{self.target.hidden_size} x {self.store}"
+            f"features: {self.rows.ids.numel():,} tokens x {len(self.taps)} hidden states "
+            f"{list(self.taps)} x {self.target.hidden_size} x {self.store}"
             + (f" and the {self.cfg.law_top_k} most probable tokens" if self.cfg.law_top_k else "")
             + f" = {whole:,} bytes in {self.count} files"
         )
@@ -156,9 +154,8 @@ class Writer:
             ]
             if differ:
                 raise UserError(
-                    f"out: {self.folder} holds other features ({'; '.join(differ)}); "
-                    "choose another "
-                    "folder, or remove this one"
+                    f"out: {self.folder} holds other features ({'; '.join(differ)}); choose "
+                    "another folder, or remove this one"
                 )
         elif self.folder.is_dir() and any(self.folder.iterdir()):
             raise UserError(
@@ -175,9 +172,8 @@ class Writer:
         free, need = shutil.disk_usage(near).free, whole - there + (1 << 20)
         if free < need:
             raise UserError(
-                f"out: {near} has {free:,} bytes free, {need:,} are needed; free space, "
-                "store fewer taps, "
-                "or give another folder"
+                f"out: {near} has {free:,} bytes free, {need:,} are needed; free space, store "
+                "fewer taps, or give another folder"
             )
         return f"{text}, {there:,} there already, {free:,} free on {near}"
 

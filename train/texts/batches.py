@@ -470,16 +470,13 @@ def load_rows(
     total = rows.lines.numel() + len(rows.bad)
     if len(rows.bad) > cfg.max_bad_fraction * total:
         raise UserError(
-            f"{rows.bad[0]}; {len(rows.bad)} of {total} rows are unusable "
-            f"({rows.reasons()}), above "
-            f"data.max_bad_fraction={cfg.max_bad_fraction}; mend them or raise it (a run "
-            "that starts lists "
-            f"all of them in {LEFT_OUT})"
+            f"{rows.bad[0]}; {len(rows.bad)} of {total} rows are unusable ({rows.reasons()}), "
+            f"above data.max_bad_fraction={cfg.max_bad_fraction}; mend them or raise it (a run "
+            f"that starts lists all of them in {LEFT_OUT})"
         )
     if rows.max_id >= vocab_size:
         raise UserError(
-            f"target: its tokenizer makes id {rows.max_id}, its vocabulary has "
-            f"{vocab_size} "
+            f"target: its tokenizer makes id {rows.max_id}, its vocabulary has {vocab_size} "
             "entries; use the tokenizer of this model"
         )
     if not rows.supervised:
@@ -680,8 +677,7 @@ def _unbroken(rows: Iterator[Row | BadRow], name: str) -> Iterator[Row | BadRow]
     except Exception as error:  # network, parquet, decompression: all about what the user named
         raise UserError(
             f"data.name: {name} cannot be read beyond row {count} ({first_line(error)}); start the "
-            "same command again, "
-            "or set data.streaming=false"
+            "same command again, or set data.streaming=false"
         ) from None
 
 
