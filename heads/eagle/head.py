@@ -29,9 +29,8 @@ from heads import losses, vocab
 from heads.batch import Batch, LossOut
 from heads.eagle.attention import Memory
 from heads.eagle.config import EagleConfig
-from heads.eagle.copied import copy_layer
 from heads.eagle.drafter import EagleDrafter, ParallelEagleDrafter
-from heads.eagle.modules import cast_once, compiled, take
+from heads.eagle.modules import cast_once, take
 from heads.eagle.net import Eagle3Net, EagleNet
 from heads.eagle.noise import feature_noise
 from heads.eagle.places import Places
@@ -54,7 +53,7 @@ class EagleHead(LayeredHead):
     @classmethod
     def for_target(cls, target: Target, cfg: EagleConfig, counts: Tensor | None = None) -> Self:
         """See LayeredHead. Raises UserError also for a window that is longer than the target's
-        context, or a layer that cannot be copied."""
+        context."""
         if (cfg.sliding_window or 0) > target.context_length:
             raise UserError(
                 f"head.sliding_window: {cfg.sliding_window}, but the target's context ends at "
@@ -63,19 +62,7 @@ class EagleHead(LayeredHead):
         return super().for_target(target, cfg, counts)
 
     def start(self, target: Target, counts: Tensor | None) -> None:
-        """See LayeredHead: with init=layer from a layer of the target."""
-        cfg, deep = self.cfg, target.num_layers
-        if cfg.init == "layer":
-            source = cfg.init_layer if cfg.init_layer >= 0 else deep + cfg.init_layer
-            if not 0 <= source < deep:
-                raise UserError(
-                    f"head.init_layer: {cfg.init_layer} is not among the target's {deep} layers"
-                )
-            copy_layer(self.net, target, source)
-        self.init_head(target)
-
-    def init_head(self, target: Target) -> None:
-        """Give the output side of a fresh head the target's weights. Default: nothing."""
+        """See LayeredHead. Default: nothing."""
 
     # -- training
 
@@ -128,7 +115,7 @@ class EagleHead(LayeredHead):
         reads = self.taps if self.final in self.taps else (*self.taps, self.final)
         feats = target.features(batch.ids, batch.mask, reads, position=batch.position).detach()
         e = target.embed(batch.ids).detach()
-        cos, sin = self.net.turns(length + places.steps, e.dtype, e.device)
+        cos, sin = self.net.rope(length + places.steps, e.dtype, e.device)
         first = (
             (cos[None, :length], sin[None, :length])
             if batch.position is None
@@ -136,14 +123,13 @@ class EagleHead(LayeredHead):
         )
         hidden, flat_e = [], e.flatten(0, 1)
         at, keep = places.at, places.layout.rows
-        advance = compiled(self.net) if cfg.compile else self.net.advance
 
         def start(memory: Memory) -> tuple[Tensor, Memory]:
             g, memory = self.net.start(feats[:, :, : len(self.taps)]), memory.at(0)
             if cfg.noise and self.training:
                 g = g + feature_noise(batch, g, self.step, cfg.noise)
             e_next = torch.cat([e[:, 1:], e[:, -1:]], 1)
-            return advance(e_next, g, first, keep, memory=memory), memory
+            return self.net.advance(e_next, g, first, keep, memory=memory), memory
 
         def go_on(h: Tensor, memory: Memory, step: int) -> tuple[Tensor, Memory]:
             memory, g = memory.at(step), self.net.feed(h)
@@ -151,7 +137,7 @@ class EagleHead(LayeredHead):
             if cfg.parallel:
                 e_next, g = cast(Eagle3Net, self.net).masked(h.shape[:1], h.dtype)
             rope = (cos[at + step][None], sin[at + step][None])
-            return advance(e_next[None], g[None], rope, memory=memory)[0], memory
+            return self.net.advance(e_next[None], g[None], rope, memory=memory)[0], memory
 
         again = recomputed if cfg.activation_checkpointing else plainly
         with cast_once(self.net, e.dtype):
@@ -225,8 +211,8 @@ class Eagle3Head(EagleHead):
             min(max(1, tap), max(1, deep - 1)) for tap in (2, deep // 2, deep - 3)
         )
 
-    def init_head(self, target: Target) -> None:
-        """See LayeredHead."""
+    def start(self, target: Target, counts: Tensor | None) -> None:
+        """See LayeredHead: the output side is the target's."""
         self.start_output(target)
         if self.net.mask_embed is not None:
             self.start_mask(self.net.mask_embed, target)
