@@ -50,11 +50,9 @@ class Weights:
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule"."""
-        return (
-            []
-            if self.file in WEIGHTS
-            else [f"file: names {self.file[:80]!r}; known: {', '.join(WEIGHTS)}"]
-        )
+        if self.file in WEIGHTS:
+            return []
+        return [f"file: names {self.file[:80]!r}; known: {', '.join(WEIGHTS)}"]
 
 
 @dataclass

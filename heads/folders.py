@@ -9,12 +9,13 @@ from conf.errors import UserError
 from heads.checkpoint import CARD
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# Folders of this tool, also where they are not made yet
 OURS = (
     "runs",
     "reports",
     "exports",
     "checkpoints",
-)  # folders of this tool, also where they are not made yet
+)
 
 
 def is_plain(path: str) -> bool:

@@ -43,11 +43,9 @@ class LayeredDrafter(CachedNet, Drafting):
         """Forget everything; room for `rows` rows of `max_len` committed tokens and a draft
         behind them.
         """
-        scratch = (
-            self.max_depth
-            if self.shape == "chain"
-            else max(self.max_nodes, self.max_depth * self.width)
-        )
+        scratch = self.max_depth
+        if self.shape == "tree":
+            scratch = max(self.max_nodes, self.max_depth * self.width)
         self.room(rows, max_len + max(scratch, self.most_rows) + self.max_depth + 2)
         self.h = self.blank(rows)
 

@@ -127,10 +127,6 @@ class Adaptable(nn.Module):
             raise RuntimeError(f"the adapter's {sorted(odd)[0]} is missing or unknown")
         return super().load_state_dict(renamed(state_dict), strict=False, assign=assign)
 
-    def lora_json(self) -> dict[str, Any]:
-        """What a head's card says of the adapter; {} without one."""
-        return {"lora": asdict(self.lora)} if self.lora else {}
-
 
 def layers(root: nn.Module, targets: list[str], leave: nn.Module | None = None) -> list[str]:
     """Names of the linear layers of `root` that a LoRA is put on: those of `targets`, or all.

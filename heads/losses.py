@@ -35,9 +35,10 @@ from heads import vocab
 CHUNKS = {"cpu": 512}
 CHUNK = 4096
 
+# Tokens of a chunk -> (p [m, Vd], usable [m] bool)
 LawFn = Callable[
     [slice], tuple[Tensor, Tensor]
-]  # tokens of a chunk -> (p [m, Vd], usable [m] bool)
+]
 Mask = Literal["token", "argmax", "all"]
 
 

@@ -80,9 +80,10 @@ class Parity:
     cycles: int = 0
     lengths: dict[str, stats.Interval] = field(default_factory=dict)
     every_place: float | None = None
+    # Per level: total variation, mean and largest.
     distance: list[list[float]] = field(
         default_factory=list
-    )  # per level: total variation, mean and largest
+    )
     identical: bool | None = None  # the reloaded head wrote the very same drafts
     problems: list[str] = field(default_factory=list)
 
@@ -164,13 +165,10 @@ class _Witness(Wrapped):
             if tree.proposal is not None and size == self.max_depth:
                 if len(self.kept[index]) == PROBES:
                     del self.kept[index][1]
-                laws, self.vocab = (
-                    tree.proposal.law[row, tree.proposal.row[row, :size]],
-                    tree.proposal.vocab,
-                )
-                self.kept[index].append(
-                    (self.cycles[index], tree.tokens[row, :size].tolist(), laws.cpu())
-                )
+                self.vocab = tree.proposal.vocab
+                laws = tree.proposal.law[row, tree.proposal.row[row, :size]].cpu()
+                tokens = tree.tokens[row, :size].tolist()
+                self.kept[index].append((self.cycles[index], tokens, laws))
             self.cycles[index] += 1
         return tree
 

@@ -23,9 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
+# train/ stands first and would shadow libraries
 sys.path[0] = str(
     Path(__file__).resolve().parents[1]
-)  # train/ stands first and would shadow libraries
+)
 
 from accelerate import PartialState
 from rich.console import Console

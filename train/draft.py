@@ -13,9 +13,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+# train/ stands first and would shadow libraries
 sys.path[0] = str(
     Path(__file__).resolve().parents[1]
-)  # train/ stands first and would shadow libraries
+)
 
 from train import launcher
 from train.config import DraftRun

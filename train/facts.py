@@ -16,6 +16,7 @@ from decode.target import Target
 from heads import HEADS
 from heads.base import Head
 from heads.given import vocabulary_in
+from heads.warm import Start
 from train.config import TrainConfig, flat
 from train.schedule import usual_rate
 from train.texts.batches import Plan, Rows
@@ -54,13 +55,17 @@ def fit_vocabulary(cfg: Any, counts: torch.Tensor) -> str:
     )
 
 
-def given_vocabulary(cfg: Any, counts: torch.Tensor) -> tuple[torch.Tensor, str]:
+def settle_vocabulary(
+    cfg: Any, counts: torch.Tensor, start: Start | None = None
+) -> tuple[torch.Tensor, str]:
     """(counts [V] from which a head of keys `cfg` chooses its draft vocabulary, what to tell):
-    those of the data, or with head.draft_vocab_from such that it chooses that one, as large as
-    it is. Raises UserError for one that is none of this target."""
+    those of the data, with the tokens of a `start` behind them, or with head.draft_vocab_from
+    such that it chooses that one, as large as it is. Raises UserError for one that is none of
+    this target."""
     folder = cfg.draft_vocab_from
     if not folder:
-        return counts, ""
+        known = counts if start is None else start.counts(counts)
+        return known, fit_vocabulary(cfg, known)
     ids = vocabulary_in(folder, counts.numel())
     cfg.draft_vocab = ids.numel()
     note = (
@@ -89,8 +94,8 @@ def settle(cfg: TrainConfig, kind: type[Head], target: Target, plan: Plan) -> li
 def measured_head(cfg: Any, target: Target, rows: Rows) -> Head:
     """A fresh head for a measurement, its draft vocabulary fitted to the data as training
     would; what that changes is told on stderr."""
-    counts, given = given_vocabulary(cfg, rows.counts(target.vocab_size))
-    if note := given or fit_vocabulary(cfg, counts):
+    counts, note = settle_vocabulary(cfg, rows.counts(target.vocab_size))
+    if note:
         print(note, file=sys.stderr)
     return HEADS[cfg.kind].for_target(target, cfg, counts)
 

@@ -55,13 +55,8 @@ class Saver:
         written: int,
     ) -> None:
         """lock: on rank 0 alone."""
-        self.cfg, self.out, self.accelerator, self.log, self.stop = (
-            cfg,
-            Path(cfg.out_dir),
-            accelerator,
-            log,
-            stop,
-        )
+        self.cfg, self.out, self.accelerator = cfg, Path(cfg.out_dir), accelerator
+        self.log, self.stop = log, stop
         self.lock, self.begun, self.written, self.failures = lock, written, written, 0
         self._flying = -1  # step of the save that is being written
         self._thread: threading.Thread | None = None
@@ -195,14 +190,9 @@ class Saver:
         total = torch.stack(
             [p.contiguous().view(bits[p.element_size()]).sum(dtype=torch.int64) for p in mine]
         ).sum()
-        found = torch.stack([torch.full_like(total, state.step), total, finite.to(total.dtype)])[
-            None
-        ]
-        every = (
-            self.accelerator.gather(found).tolist()
-            if self.accelerator.num_processes > 1
-            else found.tolist()
-        )
+        found = torch.stack([torch.full_like(total, state.step), total, finite.to(total.dtype)])
+        several = self.accelerator.num_processes > 1
+        every = (self.accelerator.gather(found[None]) if several else found[None]).tolist()
         if not all(row[2] for row in every):
             raise UserError(
                 f"optim.lr: weights are not finite at step {state.step}, no checkpoint was "

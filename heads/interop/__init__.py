@@ -64,12 +64,13 @@ FORMATS = (
     "transformers",
     "gguf",
 )
+# speculators_model_type -> kind of head
 SPECULATORS = {
     "eagle3": "eagle3",
     "peagle": "eagle3",
     "dflash": "dflash",
     "dspark": "dspark",
-}  # speculators_model_type -> kind of head
+}
 UNSERVED = {
     "hydra_heads": "no engine serves Hydra heads (each reads the tokens drafted before "
     "it); the nearest that is served: head=medusa (format=vllm or medusa), or head=eagle3",

@@ -115,12 +115,9 @@ class Eagle1Vllm(Layout[Eagle1Head]):
 
     def extras(self, head: Eagle1Head, target: Target) -> dict[str, Tensor]:
         """See Layout."""
-        fc = head.net.fc
-        return (
-            {"fc.bias": torch.zeros(fc.weight.shape[0])}
-            if self.bias and not head.cfg.fc_bias
-            else {}
-        )
+        if head.cfg.fc_bias or not self.bias:
+            return {}
+        return {"fc.bias": torch.zeros(head.net.fc.weight.shape[0])}
 
     def config(self, head: Eagle1Head, facts: Facts, dtype: str) -> dict[str, Any]:
         """See Layout."""

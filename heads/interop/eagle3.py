@@ -41,12 +41,13 @@ from heads.interop.layout import (
 from heads.interop.reading import Foreign
 from heads.interop.table import Row, Sizes
 
+# Ours -> theirs
 NORMS = {
     "norm_before_fc": "fc_norm",
     "norm_joined": "norm_before_fc",
     "norm_output": "norm_output",
     "norm_before_residual": "norm_before_residual",
-}  # ours -> theirs
+}
 
 
 MASK = (

@@ -55,11 +55,9 @@ class MedusaVllm(Layout[MedusaHead]):
 
     def needs(self, head: MedusaHead) -> list[str]:
         """See Layout."""
-        return (
-            ["lm_head.weight [V, D] (head.share_lm_head: the heads use the target's)"]
-            if head.cfg.share_lm_head
-            else []
-        )
+        if not head.cfg.share_lm_head:
+            return []
+        return ["lm_head.weight [V, D] (head.share_lm_head: the heads use the target's)"]
 
     def rows(self, sizes: Sizes) -> list[Row]:
         """See Layout."""
@@ -83,9 +81,9 @@ class MedusaVllm(Layout[MedusaHead]):
         ids = head.ids()
         if proj.dim() == 2:
             proj = proj.expand(head.cfg.heads, *proj.shape)
-        state["proj"] = (
-            proj if ids is None else torch.stack([widen(p, ids, head.vocab_size) for p in proj])
-        )
+        if ids is not None:
+            proj = torch.stack([widen(p, ids, head.vocab_size) for p in proj])
+        state["proj"] = proj
         return state
 
     def extras(self, head: MedusaHead, target: Target) -> dict[str, Tensor]:

@@ -234,9 +234,10 @@ class SmallLM(Head):
         flat = self.planned(batch)
         place = batch.ids.reshape(-1)[flat]
         x = self.hidden(batch.ids).flatten(0, 1)[flat - 1]
+        # A softcap keeps the order and is left out.
         x = (
             x * self.finish.scale if self.finish.scale != 1 else x
-        )  # a softcap keeps the order and is left out
+        )
         out = self.net.get_output_embeddings()
         bias = getattr(out, "bias", None)
         extra = None if bias is None else (x.new_ones(flat.numel(), 1), bias[: self.vocab, None])
@@ -292,9 +293,10 @@ class SmallLM(Head):
         for part in self.plan(batch, 0).split(self.cfg.chunk):
             z = self.finish.finish(nn.functional.linear(x[part - 1], weight, bias))
             for level in range(levels):
+                # The anchor, two before the first level, must exist.
                 deep = (
                     part % batch.ids.shape[1] >= 2 + level
-                )  # the anchor, two before the first level, must exist
+                )
                 yield part[deep], level, z[deep]
 
     @property
@@ -370,9 +372,10 @@ class SmallLM(Head):
         bare = not any(name.startswith("net.") for name in state_dict)
         state = {f"net.{k}" if bare else k: v for k, v in state_dict.items()}
         if bare:
+            # The target's own: they are there.
             state = {
                 k: v for k, v in state.items() if k not in self.outside
-            }  # the target's own: they are there
+            }
         found = super().load_state_dict(state, strict=False, assign=assign)
         missing = [k for k in found.missing_keys if k not in self.outside]
         if strict and (missing or found.unexpected_keys):

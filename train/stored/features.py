@@ -198,9 +198,10 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], list[Shard]]:
             raise UserError(
                 f"{path}: its shards do not cover the rows 0 to {card['rows']} once; {AGAIN}"
             )
+        # Reads the same, but it is not what was written.
         if (
             text != json.dumps(card, indent=1) + "\n"
-        ):  # reads the same, but it is not what was written
+        ):
             raise UserError(f"{path}: damaged (changed after it was written); {AGAIN}")
     except FileNotFoundError:
         if (folder / PLAN).is_file():
@@ -230,16 +231,11 @@ def damage(shards: Sequence[Shard]) -> list[str]:
 
     def check(shard: Shard) -> str | None:
         try:
-            if shard.path.stat().st_size != shard.bytes:
-                return (
-                    f"{shard.path}: {shard.path.stat().st_size:,} bytes, {shard.bytes:,} were "
-                    "written"
-                )
-            return (
-                None
-                if sha256_remembered([shard.path])[0] == shard.sha256
-                else f"{shard.path}: sha256 differs"
-            )
+            size = shard.path.stat().st_size
+            if size != shard.bytes:
+                return f"{shard.path}: {size:,} bytes, {shard.bytes:,} were written"
+            same = sha256_remembered([shard.path])[0] == shard.sha256
+            return None if same else f"{shard.path}: sha256 differs"
         except OSError as error:
             return f"{shard.path}: cannot be read ({error.strerror})"
 

@@ -76,12 +76,8 @@ class Writer:
 
     def __init__(self, cfg: Any, target: Target, rows: Rows) -> None:
         """cfg: keys of scripts/cache_features.py."""
-        self.cfg, self.target, self.rows, self.folder = (
-            cfg,
-            target,
-            rows,
-            Path(cfg.out).expanduser(),
-        )
+        self.cfg, self.target, self.rows = cfg, target, rows
+        self.folder = Path(cfg.out).expanduser()
         self.taps, self.store = taps_of(cfg, target), cfg.store or cfg.dtype
         size = torch_dtype(self.store).itemsize
         self.per_token = len(self.taps) * target.hidden_size * size + cfg.law_top_k * (4 + size)
@@ -232,16 +228,10 @@ class Writer:
                     out[f"tap.{tap}"][start : start + size] = found[b, :size, i]
                 for piece in range(0, size if law else 0, 512):
                     end = min(size, piece + 512)
-                    p = (
-                        self.target.unembed(wide[b, piece:end, -1])
-                        .float()
-                        .softmax(-1)
-                        .topk(law, -1)
-                    )
-                    out["law.p"][start + piece : start + end] = p.values.to(
-                        device="cpu", dtype=kind
-                    )
-                    out["law.ids"][start + piece : start + end] = p.indices.to("cpu", torch.int32)
+                    z = self.target.unembed(wide[b, piece:end, -1])
+                    p, part_of = z.float().softmax(-1).topk(law, -1), slice(start + piece, start + end)
+                    out["law.p"][part_of] = p.values.to(device="cpu", dtype=kind)
+                    out["law.ids"][part_of] = p.indices.to("cpu", torch.int32)
             yield int(self.rows.lengths[part].sum())
         self._keep(number, out)
 

@@ -191,10 +191,7 @@ class Rows:
         sizes = self.lengths[rows].tolist()
         bins, longest = _sequences(sizes, width)
         ids = torch.zeros(len(bins), longest, dtype=torch.int64)
-        mask, loss = (
-            torch.zeros_like(ids, dtype=torch.bool),
-            torch.zeros_like(ids, dtype=torch.bool),
-        )
+        mask, loss = (torch.zeros_like(ids, dtype=torch.bool) for _ in range(2))
         position = torch.zeros_like(ids)
         reach = None if self.reach is None else torch.zeros_like(ids)
         for b, chosen in enumerate(bins):
@@ -202,11 +199,8 @@ class Rows:
             for i in chosen:
                 part = slice(start, start := start + sizes[i])
                 flat = slice(int(self.offsets[rows[i]]), int(self.offsets[rows[i] + 1]))
-                ids[b, part], mask[b, part], loss[b, part] = (
-                    self.ids[flat].long(),
-                    True,
-                    self.loss[flat],
-                )
+                ids[b, part], mask[b, part] = self.ids[flat].long(), True
+                loss[b, part] = self.loss[flat]
                 position[b, part] = torch.arange(sizes[i])
                 if reach is not None and self.reach is not None:
                     reach[b, part] = self.reach[flat]
