@@ -47,12 +47,6 @@ class HeadConfig:
     draft_vocab_from: str = ""
     # a LoRA in place of full weights: on the frozen head at start=, or on a separate draft
     lora: LoraKeys = field(default_factory=LoraKeys)
-
-
-@dataclass
-class CommonConfig(HeadConfig):
-    """Keys of what a trained head guesses, learns from and drafts."""
-
     # number of frequent tokens the head predicts; 0 = the whole vocabulary
     draft_vocab: CountOrZero = 8192
     # what the head learns from

@@ -50,11 +50,9 @@ class Weights:
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule"."""
-        return (
-            []
-            if self.file in WEIGHTS
-            else [f"file: names {self.file[:80]!r}; known: {', '.join(WEIGHTS)}"]
-        )
+        if self.file in WEIGHTS:
+            return []
+        return [f"file: names {self.file[:80]!r}; known: {', '.join(WEIGHTS)}"]
 
 
 @dataclass
@@ -216,9 +214,8 @@ def _belongs(
             )
     if kind.trains_target and target.borrowed and not target.tuning:
         raise UserError(
-            f"{folder}: loading it tunes the target, and a head of the original target "
-            "is in use already; "
-            "score the two in separate runs"
+            f"{folder}: loading it tunes the target, and a head of the original target is in use "
+            "already; score the two in separate runs"
         )
 
 

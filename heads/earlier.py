@@ -6,7 +6,13 @@ from typing import Any
 
 # Keys of a head that later versions do without, and the values that change nothing for it now
 # (None: any).
-GONE: dict[str, tuple[Any, ...] | None] = {"tune.start": None, "layer": ("llama",)}
+GONE: dict[str, tuple[Any, ...] | None] = {
+    "tune.start": None,
+    "layer": ("llama",),
+    "init": None,
+    "init_layer": None,
+    "compile": None,
+}
 
 
 def is_gone(key: str, value: Any) -> bool:

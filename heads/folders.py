@@ -9,12 +9,13 @@ from conf.errors import UserError
 from heads.checkpoint import CARD
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# Folders of this tool, also where they are not made yet
 OURS = (
     "runs",
     "reports",
     "exports",
     "checkpoints",
-)  # folders of this tool, also where they are not made yet
+)
 
 
 def is_plain(path: str) -> bool:
@@ -45,18 +46,15 @@ def find_head(path: str) -> Path:
         return place
     if is_plain(path):
         raise UserError(
-            f"drafters: {path}: an ordinary language model, not a head that was trained "
-            "here; give a "
-            "run folder or a head folder"
+            f"drafters: {path}: an ordinary language model, not a head that was trained here; give "
+            "a run folder or a head folder"
         )
     if Path(path).expanduser().is_dir():
         raise UserError(
             f"drafters: {path}: the folder holds no head (no {CARD}, head/, best/ or "
-            "checkpoints/); "
-            "finish the training run, or give another folder"
+            "checkpoints/); finish the training run, or give another folder"
         )
     raise UserError(
-        f"drafters: {path}: neither none, ngram nor an existing folder; give a run "
-        "folder, a head folder, "
-        "or a model with the target's tokenizer"
+        f"drafters: {path}: neither none, ngram nor an existing folder; give a run folder, a head "
+        "folder, or a model with the target's tokenizer"
     )

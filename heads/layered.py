@@ -14,7 +14,7 @@ from torch import Tensor
 
 from decode.target import Target
 from heads import vocab
-from heads.base import CommonConfig, Head
+from heads.base import Head, HeadConfig
 from heads.eagle.init import reset_weights, start_norm
 from heads.eagle.shape import LayerShape, layer_config
 from heads.layered_saved import LayeredSaved
@@ -24,7 +24,7 @@ from heads.stored_law import stored_law
 
 
 @dataclass
-class LayeredConfig(CommonConfig):
+class LayeredConfig(HeadConfig):
     """Keys of heads that run decoder layers of their own."""
 
     # decoder layers of the drafter

@@ -7,35 +7,18 @@ Shape letters: B live rows.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol
-
-import torch
 from torch import Tensor
 
-from decode import grow
-from decode.grow import Form, Nodes
-from decode.rng import Rng
+from decode.grow import Form
 from decode.sampling import Sampling
 from decode.target import Target
-from decode.tree import DraftTree
+from heads.drafting import Drafting
 from heads.eagle.cache import CachedNet
+from heads.layered import LayeredHead
 from heads.packing import Unembedding, pack_net
 
 
-class Layers(Protocol):
-    """What the drafter reads of a head (heads/layered.py)."""
-
-    kind: ClassVar[str]
-    cfg: Any
-    calibration: dict[str, Any]
-    taps: tuple[int, ...]
-    net: Any
-
-    def ids(self) -> Tensor | None: ...
-    def projection(self, target: Target) -> Tensor: ...
-
-
-class LayeredDrafter(CachedNet):
+class LayeredDrafter(CachedNet, Drafting):
     """A chain or tree drafter over a copy of the head's weights in the target's dtype. See
     decode.drafters.Drafter. What draft layers share: their cache, and one state `h` per row.
     blind: no level looks at a drafted token, and `open` leaves the logits of all in `known`.
@@ -44,16 +27,15 @@ class LayeredDrafter(CachedNet):
     blind = False
     known: Tensor
 
-    def __init__(self, head: Layers, target: Target, form: Form) -> None:
-        super().__init__(head.net, target)
-        self.name, self.form, self.shape = f"{head.kind}@{form.shape}", form, form.shape
-        self.taps, self.max_depth, self.max_nodes = head.taps, form.depth, form.nodes
+    def __init__(self, head: LayeredHead, target: Target, form: Form) -> None:
+        CachedNet.__init__(self, head.net, target)
+        Drafting.__init__(self, head, target, form)
         own = getattr(self.net, "lm_head", None) is not None
         self.net.lm_head = None  # a copy of what is read below
         proj = head.projection(target).detach().to(self.dtype)
         self.proj = Unembedding(proj, pack_net(self.net, target), own or head.ids() is not None)
         self.width = min(form.width, self.proj.size)
-        self.ids, self.embed = head.ids(), target.embed
+        self.embed = target.embed
         self.most_rows = 0  # that are read at once behind the committed ones, whatever is drafted
         self.reset(1, 1)
 
@@ -61,11 +43,9 @@ class LayeredDrafter(CachedNet):
         """Forget everything; room for `rows` rows of `max_len` committed tokens and a draft
         behind them.
         """
-        scratch = (
-            self.max_depth
-            if self.shape == "chain"
-            else max(self.max_nodes, self.max_depth * self.width)
-        )
+        scratch = self.max_depth
+        if self.shape == "tree":
+            scratch = max(self.max_nodes, self.max_depth * self.width)
         self.room(rows, max_len + max(scratch, self.most_rows) + self.max_depth + 2)
         self.h = self.blank(rows)
 
@@ -88,23 +68,6 @@ class LayeredDrafter(CachedNet):
         super().select(rows)
         if rows != list(range(len(rows))):
             self.h[: len(rows)] = self.h[rows]
-
-    @torch.inference_mode()
-    def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
-        """A draft no deeper than budget [B]."""
-        return grow.draft(self, self.form, budget, sampling, rng)
-
-    def draft_ids(self) -> Tensor | None:
-        """See decode.grow.Source."""
-        return self.ids
-
-    def open(self, levels: int) -> Tensor:
-        """See decode.grow.Source."""
-        raise TypeError("a subclass defines it")
-
-    def level(self, nodes: Nodes) -> Tensor:
-        """See decode.grow.Source."""
-        raise TypeError("a subclass defines it")
 
     def at_once(self, levels: int) -> Tensor | None:
         """See decode.grow.Source."""

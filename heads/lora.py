@@ -12,7 +12,7 @@ An LM head is left alone: it is read as a matrix, not called.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -126,10 +126,6 @@ class Adaptable(nn.Module):
         if odd:
             raise RuntimeError(f"the adapter's {sorted(odd)[0]} is missing or unknown")
         return super().load_state_dict(renamed(state_dict), strict=False, assign=assign)
-
-    def lora_json(self) -> dict[str, Any]:
-        """What a head's card says of the adapter; {} without one."""
-        return {"lora": asdict(self.lora)} if self.lora else {}
 
 
 def layers(root: nn.Module, targets: list[str], leave: nn.Module | None = None) -> list[str]:

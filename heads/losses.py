@@ -35,9 +35,8 @@ from heads import vocab
 CHUNKS = {"cpu": 512}
 CHUNK = 4096
 
-LawFn = Callable[
-    [slice], tuple[Tensor, Tensor]
-]  # tokens of a chunk -> (p [m, Vd], usable [m] bool)
+# Tokens of a chunk -> (p [m, Vd], usable [m] bool)
+LawFn = Callable[[slice], tuple[Tensor, Tensor]]
 Mask = Literal["token", "argmax", "all"]
 
 
@@ -125,23 +124,28 @@ class Taught:
     """What K heads learn from n predicted tokens.
 
     place: [n] int64, the token's place in the draft vocabulary, -1 outside. valid: [K, n]
-    bool, head k has a feature for token j. law: gives the target's law over the draft
-    vocabulary, renormalised, and which tokens have a usable one; None where no term needs it.
-    weigh: gives weights [m] to the tokens of a chunk by the log-probabilities [m] of the
-    data's tokens, minus infinity outside the draft vocabulary; None: all are 1. parts: the
-    chunks where they may not begin anywhere. rated: the overlap of both laws is wanted.
+    bool, head k has a feature for token j. terms: of the loss. scale: [K] float32, how much
+    each head's loss counts. law: gives the target's law over the draft vocabulary,
+    renormalised, and which tokens have a usable one; None where no term needs it. chunk: tokens
+    that are met at once. parts: the chunks where they may not begin anywhere. weigh: gives
+    weights [m] to the tokens of a chunk by the log-probabilities [m] of the data's tokens,
+    minus infinity outside the draft vocabulary; None: all are 1. rated: the overlap of both
+    laws is wanted.
     """
 
     place: Tensor
     valid: Tensor
+    terms: LossWeights
+    scale: Tensor
     law: LawFn | None = None
-    weigh: Callable[[slice, Tensor], Tensor] | None = None
+    chunk: int = CHUNKS["cpu"]
     parts: list[slice] | None = None
+    weigh: Callable[[slice, Tensor], Tensor] | None = None
     rated: bool = False
 
-    def chunks(self, size: int) -> Iterable[slice]:
+    def chunks(self) -> Iterable[slice]:
         """The tokens that are met at once."""
-        return pieces(self.place.numel(), size) if self.parts is None else self.parts
+        return pieces(self.place.numel(), self.chunk) if self.parts is None else self.parts
 
 
 class Rows(NamedTuple):
@@ -174,28 +178,67 @@ def by_level(losses: Tensor, hits: Tensor) -> dict[str, Tensor]:
 
 
 def chunked_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    taught: Taught,
-    terms: LossWeights,
-    head_weights: Tensor,
-    chunk: int = 512,
-    low_rank: tuple[Tensor, Tensor] | None = None,
+    hidden: Tensor, weight: Tensor, taught: Taught, low_rank: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Rows]:
     """Loss of K parallel heads over one draft vocabulary.
 
     hidden: [K, n, D], head k's hidden state for predicted token j. weight: [K, Vd, D], or [Vd,
-    D] shared by all heads; cast to hidden's dtype once.
-    head_weights: [K] float32. low_rank: m [n, r] and W [Vd, r] of a term m W^T added to the
-    logits of all heads; both are cast to hidden's dtype.
+    D] shared by all heads; cast to hidden's dtype once. low_rank: m [n, r] and W [Vd, r] of a
+    term m W^T added to the logits of all heads; both are cast to hidden's dtype.
 
     Returns (scalar loss summed over tokens and heads, with gradient to hidden, weight and the
     low-rank pair; what was found token by token).
     """
     near, far = (None, None) if low_rank is None else (low_rank[0].to(hidden.dtype), low_rank[1])
-    args = (hidden, weight, near, far, taught, terms, head_weights, chunk)
+    args = (hidden, weight, near, far, taught)
     total, loss, hit, counted, rate = _ChunkedLoss.apply(*args)  # type: ignore[no-untyped-call]
     return total, Rows(loss, hit, counted, rate, taught.valid)
+
+
+class _Product:
+    """The logits x W^T + m V^T of K heads, a chunk at a time, and what their gradients come to.
+    into: the gradients with respect to hidden, weight, near and far, None where nobody needs
+    one."""
+
+    def __init__(self, given: tuple[Tensor, Tensor, Tensor | None, Tensor | None], needs: Any):
+        self.hidden, weight, self.near, far = given
+        self.dtype, self.shared = self.hidden.dtype, weight.dim() == 2
+        self.weight = weight.detach().to(self.dtype)
+        self.far = None if far is None else far.detach().to(self.dtype)
+        blank = (torch.empty_like, *[torch.zeros_like] * 3)  # every row of hidden is written
+        self.into = [
+            make(t) if t is not None and need else None
+            for make, t, need in zip(blank, given, needs, strict=False)
+        ]
+
+    def open(self, part: slice) -> None:
+        """The tokens of a chunk come next: what all heads share of it."""
+        self.common, self.near_sum = None, self.hidden.new_zeros(1, dtype=wide_of(self.hidden))
+        if self.near is not None and self.far is not None:
+            self.common = self.near[part] @ self.far.T
+
+    def logits(self, k: int, part: slice) -> Tensor:
+        """[m, Vd] of head k."""
+        x, w = self.hidden[k, part], self._rows(k)
+        return x @ w.T if self.common is None else torch.addmm(self.common, x, w.T)
+
+    def add(self, k: int, part: slice, grad: Tensor, row: Tensor) -> None:
+        """Take in the gradient [m, Vd] of head k's logits, its rows times `row` [m]."""
+        into_hidden, into_weight, into_near, into_far = self.into
+        row = row.to(self.dtype)[:, None]
+        if into_hidden is not None:
+            torch.mul(grad @ self._rows(k), row, out=into_hidden[k, part])
+        if into_weight is not None:
+            own = into_weight if self.shared else into_weight[k]
+            own += grad.T @ (self.hidden[k, part] * row)
+        if into_near is not None and self.far is not None:
+            self.near_sum = self.near_sum + (grad @ self.far) * row
+            into_near[part] = self.near_sum.to(self.dtype)
+        if into_far is not None and self.near is not None:
+            into_far += grad.T @ (self.near[part] * row)
+
+    def _rows(self, k: int) -> Tensor:
+        return self.weight if self.shared else self.weight[k]
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -207,63 +250,36 @@ class _ChunkedLoss(torch.autograd.Function):
         near: Tensor | None,
         far: Tensor | None,
         taught: Taught,
-        terms: LossWeights,
-        head_weights: Tensor,
-        chunk: int,
     ) -> tuple[Tensor, ...]:
-        place, valid, law = taught.place, taught.valid, taught.law
-        heads, n, _ = hidden.shape
-        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        shared = weight.dim() == 2
-        cast = weight.detach().to(hidden.dtype)
-        cast_far = None if far is None else far.detach().to(hidden.dtype)
+        terms, (heads, n, _) = taught.terms, hidden.shape
+        wide = wide_of(hidden)
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         losses, rates = torch.zeros(2, heads, n, dtype=wide, device=hidden.device)
         hits, counted = torch.zeros(2, heads, n, dtype=torch.bool, device=hidden.device)
-        needs = ctx.needs_input_grad
-        grad_hidden = torch.empty_like(hidden) if needs[0] else None
-        grad_weight = torch.zeros_like(weight) if needs[1] else None
-        grad_near = torch.zeros_like(near) if near is not None and needs[2] else None
-        grad_far = torch.zeros_like(far) if far is not None and needs[3] else None
-        for part in taught.chunks(chunk):
-            inside = place[part] >= 0
-            spot = place[part].clamp(min=0)[:, None]
-            p, usable = law(part) if law is not None else (None, inside)
-            common = None if near is None or cast_far is None else near[part] @ cast_far.T
-            near_sum = torch.zeros(1, dtype=wide, device=hidden.device)
+        product = _Product((hidden, weight, near, far), ctx.needs_input_grad)
+        for part in taught.chunks():
+            place = taught.place[part]
+            inside, spot = place >= 0, place.clamp(min=0)[:, None]
+            p, usable = (None, inside) if taught.law is None else taught.law(part)
+            product.open(part)
             for k in range(heads):
-                x, w = hidden[k, part], cast if shared else cast[k]
-                tried = valid[k, part]
-                z = x @ w.T if common is None else torch.addmm(common, x, w.T)
+                tried, z = taught.valid[k, part], product.logits(k, part)
                 loss, grad, row, hit, own, rate = kernel(
                     z, p, spot, inside, usable, terms, taught.rated
                 )
-                loss, row = loss * tried, row * tried * head_weights[k]
+                loss, row = loss * tried, row * tried * taught.scale[k]
                 losses[k, part], hits[k, part] = loss, hit & inside & tried
-                counted[k, part] = tried & (
-                    (inside & bool(terms.hard)) | (usable & terms.needs_law)
-                )
+                learned = (inside & bool(terms.hard)) | (usable & terms.needs_law)
+                counted[k, part] = tried & learned
                 if rate is not None:
                     rates[k, part] = rate * usable
                 if taught.weigh is not None:
                     weights = taught.weigh(part, own.masked_fill(~inside, -torch.inf))
                     loss, row = loss * weights, row * weights
-                total += loss.sum(dtype=torch.float64) * head_weights[k]
-                row = row.to(hidden.dtype)[:, None]
-                if grad_hidden is not None:
-                    torch.mul(grad @ w, row, out=grad_hidden[k, part])
-                if grad_weight is not None:
-                    into = grad_weight if shared else grad_weight[k]
-                    into += grad.T @ (x * row)
-                if grad_near is not None and cast_far is not None:
-                    near_sum = near_sum + (grad @ cast_far) * row
-                if grad_far is not None and near is not None:
-                    grad_far += grad.T @ (near[part] * row)
-            if grad_near is not None:
-                grad_near[part] = near_sum.to(grad_near.dtype)
-        grads = (grad_hidden, grad_weight, grad_near, grad_far)
-        ctx.save_for_backward(*(g for g in grads if g is not None))
-        ctx.has = [g is not None for g in grads]
+                total += loss.sum(dtype=torch.float64) * taught.scale[k]
+                product.add(k, part, grad, row)
+        ctx.save_for_backward(*(g for g in product.into if g is not None))
+        ctx.has = [g is not None for g in product.into]
         ctx.mark_non_differentiable(losses, hits, counted, rates)
         return total.to(wide), losses, hits, counted, rates
 
@@ -274,7 +290,7 @@ class _ChunkedLoss(torch.autograd.Function):
         """
         scale, saved = grads[0], list(ctx.saved_tensors)
         found = [saved.pop(0).mul_(scale) if has else None for has in ctx.has]
-        return *found, None, None, None, None
+        return *found, None
 
 
 def kernel(
@@ -294,7 +310,7 @@ def kernel(
     int64 place of the data's token. inside, usable: [m] bool, it lies in the draft vocabulary,
     p is to be learned from. rated: the overlap is wanted in any case. Every pass over [m, Vd]
     costs as much as a third of a matmul."""
-    wide = torch.float64 if z.dtype == torch.float64 else torch.float32
+    wide = wide_of(z)
     q = torch.softmax(z, -1)
     top, best = q.max(-1, keepdim=True)
     hit = (best == spot)[:, 0]
@@ -326,6 +342,11 @@ def kernel(
     mixed = sum(part.mul_(row.to(q.dtype)[:, None]) for part, row in parts)
     assert isinstance(mixed, Tensor)
     return loss, mixed, torch.ones_like(loss), hit, own, rate
+
+
+def wide_of(x: Tensor) -> torch.dtype:
+    """The dtype of sums over numbers such as `x`."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _less(q: Tensor, spot: Tensor, amount: Tensor) -> Tensor:

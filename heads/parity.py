@@ -80,9 +80,8 @@ class Parity:
     cycles: int = 0
     lengths: dict[str, stats.Interval] = field(default_factory=dict)
     every_place: float | None = None
-    distance: list[list[float]] = field(
-        default_factory=list
-    )  # per level: total variation, mean and largest
+    # Per level: total variation, mean and largest.
+    distance: list[list[float]] = field(default_factory=list)
     identical: bool | None = None  # the reloaded head wrote the very same drafts
     problems: list[str] = field(default_factory=list)
 
@@ -164,13 +163,10 @@ class _Witness(Wrapped):
             if tree.proposal is not None and size == self.max_depth:
                 if len(self.kept[index]) == PROBES:
                     del self.kept[index][1]
-                laws, self.vocab = (
-                    tree.proposal.law[row, tree.proposal.row[row, :size]],
-                    tree.proposal.vocab,
-                )
-                self.kept[index].append(
-                    (self.cycles[index], tree.tokens[row, :size].tolist(), laws.cpu())
-                )
+                self.vocab = tree.proposal.vocab
+                laws = tree.proposal.law[row, tree.proposal.row[row, :size]].cpu()
+                tokens = tree.tokens[row, :size].tolist()
+                self.kept[index].append((self.cycles[index], tokens, laws))
             self.cycles[index] += 1
         return tree
 
@@ -406,9 +402,8 @@ def _verdict(
     ]
     if any(far):
         where = (
-            "already at the first level: it reads another feature, embedding or position "
-            "than training does, or "
-            "another map of the draft vocabulary"
+            "already at the first level: it reads another feature, embedding or position than "
+            "training does, or another map of the draft vocabulary"
             if far[0]
             else "but not at the first level: its own cache or positions go wrong while "
             "it drafts on"
@@ -431,9 +426,8 @@ def _verdict(
     ):
         side = "below" if gap.mean < 0 else "above"
         problems.append(
-            f"{who} decodes with an accepted length {abs(gap.mean):.3f} {side} the "
-            "training pass on "
-            f"the same text [{gap.low:.3f}, {gap.high:.3f}]"
+            f"{who} decodes with an accepted length {abs(gap.mean):.3f} {side} the training pass "
+            f"on the same text [{gap.low:.3f}, {gap.high:.3f}]"
         )
     return problems
 

@@ -62,7 +62,7 @@ class Stored(Adaptable):
             "config": {k: v for k, v in asdict(self.cfg).items() if k not in UNSAVED},
             "coverage": self.coverage,
             "calibration": self.calibration,
-            **self.lora_json(),
+            **({"lora": asdict(self.lora)} if self.lora else {}),
         }
 
     def restore_json(self, saved: dict[str, Any]) -> None:

@@ -12,19 +12,24 @@ import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from annotated_types import Interval, MaxLen
 
 from conf.errors import UserError
+from conf.typed import from_json
 from decode.models.identity import sha256_weights
 from decode.price import FREE, Price
 from decode.tree import TreeShape
 from heads.checkpoint import CARD
-from heads.limits import MOST_DEPTH, MOST_NODES, MOST_WIDTH
+from heads.limits import MOST_DEPTH, MOST_NODES, MOST_WIDTH, Levels, Nodes, Width
 from heads.names import Draft
 
 DECODE = "decode.json"
 FORMAT = 1
 SHAPES = ("best", "chain", "tree", "adaptive")
+Rank = Annotated[int, Interval(ge=0, lt=MOST_WIDTH)]
+Ranks = Annotated[tuple[Rank, ...], MaxLen(MOST_DEPTH)]
 
 
 @dataclass(frozen=True)
@@ -35,12 +40,20 @@ class Settings:
     has it, and no price.
     """
 
-    shape: str
-    depth: int | None = None
-    nodes: int | None = None
-    width: int | None = None
-    paths: tuple[tuple[int, ...], ...] | None = None
+    shape: Literal["chain", "tree"]
+    depth: Levels | None = None
+    nodes: Nodes | None = None
+    width: Width | None = None
+    paths: Annotated[tuple[Ranks, ...], MaxLen(MOST_NODES)] | None = None
     price: Price | None = None
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule"."""
+        try:
+            TreeShape.of(self.paths or ())
+        except UserError as error:
+            return [f"paths: {error}"]
+        return []
 
     def draft(self, asked: Draft | None = None) -> Draft:
         """`asked` (None: anything) in this shape."""
@@ -58,36 +71,6 @@ class Settings:
         """The fields that say something."""
         return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
 
-    @classmethod
-    def from_json(cls, data: Any) -> Settings:
-        """The inverse, everything checked. Raises ValueError that names the field."""
-        if not isinstance(data, dict) or data.get("shape") not in ("chain", "tree"):
-            raise ValueError("shape must be chain or tree")
-        for key, most in (("depth", MOST_DEPTH), ("nodes", MOST_NODES), ("width", MOST_WIDTH)):
-            value = data.get(key)
-            if value is not None and (type(value) is not int or not 1 <= value <= most):
-                raise ValueError(f"{key} must be a whole number from 1 to {most}")
-        paths = data.get("paths")
-        if paths is not None:
-            ok = isinstance(paths, list) and 0 < len(paths) <= MOST_NODES
-            ok = ok and all(isinstance(p, list) and len(p) <= MOST_DEPTH for p in paths)
-            if not ok or any(
-                type(r) is not int or not 0 <= r < MOST_WIDTH for p in paths for r in p
-            ):
-                raise ValueError("paths must be lists of ranks")
-            try:
-                paths = TreeShape.of(paths).paths
-            except UserError as error:
-                raise ValueError(str(error)) from None
-        price = data.get("price")
-        if price is not None:
-            ok = isinstance(price, dict) and price.keys() <= {"node", "level"}
-            if not ok or not all(_tokens(value) for value in price.values()):
-                raise ValueError("price must be numbers of tokens, node and level, from 0 on")
-            price = Price(**price)
-        depth, nodes, width = (data.get(key) for key in ("depth", "nodes", "width"))
-        return cls(data["shape"], depth, nodes, width, paths, price)
-
     def __str__(self) -> str:
         price = f"at {self.price}" if self.price else ""
         if self.shape == "chain":
@@ -102,11 +85,6 @@ class Settings:
         return " ".join(["tree", ", ".join(p for p in parts if p)]).strip()
 
 
-def _tokens(value: Any) -> bool:
-    """Whether it can be a price."""
-    return not isinstance(value, bool) and isinstance(value, int | float) and 0 <= value < 1e6
-
-
 @dataclass(frozen=True)
 class Tuned:
     """What tuning chose for one head. best: the fastest of all shapes. adaptive: the best one
@@ -119,10 +97,18 @@ class Tuned:
     best: Settings
     chain: Settings | None = None
     tree: Settings | None = None
-    break_even: float | None = None
+    break_even: Annotated[float, Interval(ge=1, lt=1e6)] | None = None
     pays: bool = True
     evidence: dict[str, Any] = field(default_factory=dict)
     adaptive: Settings | None = None
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule"."""
+        of_shape = (("chain", self.chain), ("tree", self.tree))
+        found = [f"{k}: holds settings of a {s.shape}" for k, s in of_shape if s and s.shape != k]
+        if self.adaptive is not None and self.adaptive.price is None:
+            found.append("adaptive: holds settings without a price")
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """What stands in decode.json."""
@@ -178,36 +164,14 @@ def read(folder: Path) -> Tuned | None:
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read ({type(error).__name__}); {fix}") from None
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
+    if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
         raise UserError(f"{path}: not in format {FORMAT}; {fix}")
     if data.get("card_sha256") != card_sha256(folder):
         raise UserError(f"{path}: was tuned for another head than the one in this folder; {fix}")
-    limit, evidence = data.get("break_even"), data.get("evidence", {})
-    if limit is not None and (
-        isinstance(limit, bool) or not isinstance(limit, int | float) or not 1 <= limit < 1e6
-    ):
-        raise UserError(f"{path}: break_even must be a number from 1 on; {fix}")
     try:
-        shapes = {
-            k: Settings.from_json(data[k]) if k == "best" or data.get(k) is not None else None
-            for k in SHAPES
-        }
-    except (ValueError, KeyError) as error:
-        raise UserError(f"{path}: {error}; {fix}") from None
-    known = shapes["adaptive"]
-    if known is not None and known.price is None:
-        raise UserError(f"{path}: adaptive holds settings without a price; {fix}")
-    for name in ("chain", "tree"):
-        found = shapes[name]
-        if found is not None and found.shape != name:
-            raise UserError(f"{path}: {name} holds settings of a {found.shape}; {fix}")
-    return Tuned(
-        str(data["card_sha256"]),
-        shapes["best"],  # type: ignore[arg-type]
-        shapes["chain"],
-        shapes["tree"],
-        limit,
-        data.get("pays") is not False,
-        evidence if isinstance(evidence, dict) else {},
-        known,
-    )
+        known, problems = from_json(data, Tuned)
+    except ValueError as error:  # of a price
+        problems = [str(error)]
+    if problems:
+        raise UserError(f"{path}: {problems[0].partition('; ')[0]}; {fix}")
+    return known

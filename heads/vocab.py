@@ -28,9 +28,8 @@ def choose(counts: Tensor, size: int, key: str = "head.draft_vocab") -> Tensor:
     seen = int((counts > 0).sum())
     if size > seen:
         raise UserError(
-            f"{key}: {size} is larger than the {seen} different tokens seen in the "
-            "supervised data; "
-            f"set {key}={max(1, seen)} or less, or 0 for the whole vocabulary"
+            f"{key}: {size} is larger than the {seen} different tokens seen in the supervised "
+            f"data; set {key}={max(1, seen)} or less, or 0 for the whole vocabulary"
         )
     order = torch.sort(counts.to("cpu"), descending=True, stable=True).indices
     return order[:size].sort().values

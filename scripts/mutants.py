@@ -70,10 +70,10 @@ MODULES: dict[str, tuple[str, ...]] = {
         "DraftModel.logits",
         "DraftModel._extend",
     ),
-    "heads/parallel/drafter.py": (
-        "LastFeature.propose",
+    "heads/drafting.py": ("Drafting.propose",),
+    "heads/parallel/drafter.py": ("AtOnce.open",),
+    "heads/parallel/medusa.py": (
         "MedusaDrafter.logits",
-        "AtOnce.open",
         "MarkovDrafter.open",
         "MarkovDrafter.level",
         "MarkovDrafter._after",

@@ -96,8 +96,7 @@ def test_no_files_import_each_other() -> None:
 
 
 PARAMETERS = 8  # of a function, at most
-LINES = 60  # of a function, at most, but for these
-LONG = {"heads/losses.py:forward"}
+LINES = 60  # of a function, at most
 
 # What a stranger reads to know how a token comes about: the algorithm, what heads share, the
 # training loop, and one head with what it shares with its kin. Other drafters than that one do
@@ -112,7 +111,8 @@ ALGORITHM = (
 )
 SHARED = (
     *(f"decode/{name}.py" for name in ALGORITHM),
-    *("heads/base.py", "heads/batch.py", "heads/losses.py", "train/loop.py", "train/run.py"),
+    *("heads/base.py", "heads/batch.py", "heads/drafting.py", "heads/losses.py"),
+    *("train/loop.py", "train/run.py"),
 )
 EAGLE = (*("head", "config", "net", "layer", "places", "attention", "cache", "init", "drafter"),)
 READING = {
@@ -153,13 +153,13 @@ def test_no_function_has_more_than_eight_parameters() -> None:
 
 
 def test_no_function_has_more_than_sixty_lines() -> None:
-    long = {
+    long = [
         f"{path.relative_to(ROOT)}:{function.name}"
         for path in SOURCES
         for function in functions(path)
         if (function.end_lineno or 0) - function.lineno >= LINES
-    }
-    assert long <= LONG
+    ]
+    assert not long
 
 
 @pytest.mark.parametrize("head", READING)

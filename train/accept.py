@@ -57,9 +57,8 @@ def decoded_acceptance(
     if not chosen:
         return {}
     requests = [Request(rows.prompt(row), cfg.max_new_tokens, id=row) for row in chosen]
-    alone = (
-        accelerator.num_processes == 1 or target.sharded
-    )  # the ranks of a sharded target only run it together
+    # The ranks of a sharded target only run it together.
+    alone = accelerator.num_processes == 1 or target.sharded
     mine = requests if alone else requests[accelerator.process_index :: accelerator.num_processes]
 
     def heed(*_: Any) -> None:

@@ -220,9 +220,9 @@ def _timed_features(target: Target | CachedTarget, clock: Clock, found: Step) ->
 def product_speed(head: Head, target: Target, batch: Batch, clock: Clock) -> float:
     """FLOP/s of a matrix product with both gradients: the supervised rows that are met at once,
     by the target's width, by the draft vocabulary."""
-    size = chunk_of(getattr(head.cfg, "chunk", None), target.device)
+    size = chunk_of(head.cfg.chunk, target.device)
     rows = max(1, min(int(batch.loss_mask.sum()), size))
-    vocab = getattr(head.cfg, "draft_vocab", 0) or target.vocab_size
+    vocab = head.cfg.draft_vocab or target.vocab_size
     x = torch.randn(rows, target.hidden_size, device=target.device, dtype=target.dtype)
     weight = torch.randn(vocab, target.hidden_size, device=target.device, dtype=target.dtype)
     start = clock()

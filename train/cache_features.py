@@ -23,9 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-sys.path[0] = str(
-    Path(__file__).resolve().parents[1]
-)  # train/ stands first and would shadow libraries
+# train/ stands first and would shadow libraries
+sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from accelerate import PartialState
 from rich.console import Console
@@ -95,9 +94,8 @@ def write(writer: Writer, rank: int, world: int, console: Console) -> bool:
                         bar.advance(task, tokens)
                         if stop.asked:
                             raise Interrupted(
-                                f"stopped; {writer.folder} keeps the files that are "
-                                "complete, the same "
-                                "command continues",
+                                f"stopped; {writer.folder} keeps the files that are complete, the "
+                                "same command continues",
                                 CODES[signal.Signals(stop.asked)],
                             )
                     console.print(f"features: {writer.path(number).name} written", highlight=False)

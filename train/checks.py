@@ -25,9 +25,8 @@ from heads.names import Draft
 from train.measure import memory
 from train.texts.batches import Plan, Rows
 
-Fresh = Callable[
-    ..., tuple[Target, Head]
-]  # (counts [V], **changed head keys) -> a target and a fresh head on it
+# (counts [V], **changed head keys) -> a target and a fresh head on it
+Fresh = Callable[..., tuple[Target, Head]]
 TOKENS = 24  # different tokens of the oracle's random texts: chance is 1 in 24
 NEAR = 0.85  # near-maximal accepted length, as a share of the longest possible
 
@@ -249,9 +248,8 @@ def overfit(fresh: Fresh, prompt: list[int], updates: int = 300, lr: float = 2e-
     drafter = head.drafter(target, Draft(shape="chain"))
     run = generate(target, drafter, [ask], Sampling(), eos_ids=()).generations[0]
     clean = [c.accepted for c in run.cycles if not c.cut] or [0]
-    least = NEAR * (
-        1 + min(levels, drafter.max_depth)
-    )  # levels that no training step has seen are not asked for
+    # Levels that no training step has seen are not asked for.
+    least = NEAR * (1 + min(levels, drafter.max_depth))
     got = 1 + sum(clean) / len(clean)
     check.say(f"teacher-forced top-1 {' '.join(f'{r:.0%}' for r in right)} after {used} updates")
     check.say(
@@ -301,32 +299,26 @@ def cost(cfg: Any, target: Target, head: Head, rows: Rows, plan: Plan) -> Check:
     held = sum(p.numel() * p.element_size() for p in target.model.parameters())
     step = seconds * per_step / tokens
     check.say(
-        f"memory: {n:,} trainable parameters, {_si(16 * n, 'B', 1024)} with gradients "
-        "and moments in float32; "
-        f"target {_si(held, 'B', 1024)}; peak of one process about "
-        f"{_si(peak.bytes, 'B', 1024)} with its widest "
-        f"pass, {peak.rows} rows of {peak.width} tokens (held "
-        f"{_si(peak.held + peak.moments, 'B', 1024)}, pass "
+        f"memory: {n:,} trainable parameters, {_si(16 * n, 'B', 1024)} with gradients and moments "
+        f"in float32; target {_si(held, 'B', 1024)}; peak of one process about "
+        f"{_si(peak.bytes, 'B', 1024)} with its widest pass, {peak.rows} rows of {peak.width} "
+        f"tokens (held {_si(peak.held + peak.moments, 'B', 1024)}, pass "
         f"{_si(peak.step, 'B', 1024)}), evaluation not counted"
     )
     check.say(
-        f"time: {tokens / seconds:,.0f} tokens/s with {len(chosen)} rows at a time, "
-        f"{step:.2g} s per step of "
-        f"{cfg.batch_size} rows in one process, {step * cfg.steps / 60:.3g} minutes for "
-        f"{cfg.steps:,} steps, not "
-        "counting optimizer and evaluation"
+        f"time: {tokens / seconds:,.0f} tokens/s with {len(chosen)} rows at a time, {step:.2g} s "
+        f"per step of {cfg.batch_size} rows in one process, {step * cfg.steps / 60:.3g} minutes "
+        f"for {cfg.steps:,} steps, not counting optimizer and evaluation"
     )
     whole = flops / tokens * per_step * cfg.steps
     check.say(
-        f"arithmetic: {_si(flops / tokens, 'FLOP')} per token, {_si(whole, 'FLOP')} for "
-        "the run; here "
-        f"{_si(flops / seconds, 'FLOP/s')}"
+        f"arithmetic: {_si(flops / tokens, 'FLOP')} per token, {_si(whole, 'FLOP')} for the run; "
+        f"here {_si(flops / seconds, 'FLOP/s')}"
     )
     most = (12 * (cfg.keep + 1) + 8) * n  # one checkpoint more while it is written, head/ and best/
     check.say(
-        f"disk: head {_si(4 * n, 'B', 1024)}, checkpoint {_si(12 * n, 'B', 1024)}, "
-        f"{cfg.out_dir} up to "
-        f"{_si(most, 'B', 1024)}; features are made on the fly: 0 B"
+        f"disk: head {_si(4 * n, 'B', 1024)}, checkpoint {_si(12 * n, 'B', 1024)}, {cfg.out_dir} "
+        f"up to {_si(most, 'B', 1024)}; features are made on the fly: 0 B"
     )
     return check
 

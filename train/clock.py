@@ -80,10 +80,8 @@ class Clock:
         head as it is called: DDP on several ranks."""
         found, exchanged = self.take(), exchange_seconds(model)
         hidden = min(exchanged, found["head"])  # the exchange happens inside the backward pass
-        found["head"], found["communication"] = (
-            found["head"] - hidden,
-            found["communication"] + hidden,
-        )
+        found["head"] -= hidden
+        found["communication"] += hidden
         return {name: [seconds, 1.0] for name, seconds in found.items()}
 
 

@@ -81,7 +81,6 @@ LOGISTICS = (
     "data.packing",
     "head.activation_checkpointing",
     "head.chunk",
-    "head.compile",
     "head.shape",
     "head.nodes",
     "head.depth",

@@ -16,6 +16,7 @@ from decode.target import Target
 from heads import HEADS
 from heads.base import Head
 from heads.given import vocabulary_in
+from heads.warm import Start
 from train.config import TrainConfig, flat
 from train.schedule import usual_rate
 from train.texts.batches import Plan, Rows
@@ -30,7 +31,7 @@ def meaning_of(cfg: TrainConfig, target: Target, rows: Rows) -> dict[str, Any]:
     files = {f"data.sha256.{i}": file.sha256 for i, file in enumerate(rows.files)}
     if isinstance(cfg.data.held_out, str):
         files["data.held_out"] = "a file"  # known by its hash, wherever it lies
-    if folder := getattr(cfg.head, "draft_vocab_from", ""):
+    if folder := cfg.head.draft_vocab_from:
         ids = vocabulary_in(folder, target.vocab_size)
         files["head.draft_vocab_from"] = hashlib.sha256(ids.numpy().data).hexdigest()
     found = {**flat(cfg), **hashes, "data.sha256": rows.sha256(), **files}
@@ -44,24 +45,27 @@ def fit_vocabulary(cfg: Any, counts: torch.Tensor) -> str:
 
     counts: [V] int64, how often each token is supervised.
     """
-    wanted, seen = getattr(cfg, "draft_vocab", 0), int((counts > 0).sum())
+    wanted, seen = cfg.draft_vocab, int((counts > 0).sum())
     if not wanted or wanted <= seen or not seen:
         return ""
     cfg.draft_vocab = seen // 64 * 64 or seen
     return (
-        f"head.draft_vocab: {wanted:,} wanted, but only {seen:,} different tokens are "
-        "supervised in these data: "
-        f"the {cfg.draft_vocab:,} most frequent are taken"
+        f"head.draft_vocab: {wanted:,} wanted, but only {seen:,} different tokens are supervised "
+        f"in these data: the {cfg.draft_vocab:,} most frequent are taken"
     )
 
 
-def given_vocabulary(cfg: Any, counts: torch.Tensor) -> tuple[torch.Tensor, str]:
+def settle_vocabulary(
+    cfg: Any, counts: torch.Tensor, start: Start | None = None
+) -> tuple[torch.Tensor, str]:
     """(counts [V] from which a head of keys `cfg` chooses its draft vocabulary, what to tell):
-    those of the data, or with head.draft_vocab_from such that it chooses that one, as large as
-    it is. Raises UserError for one that is none of this target."""
-    folder = getattr(cfg, "draft_vocab_from", "")
+    those of the data, with the tokens of a `start` behind them, or with head.draft_vocab_from
+    such that it chooses that one, as large as it is. Raises UserError for one that is none of
+    this target."""
+    folder = cfg.draft_vocab_from
     if not folder:
-        return counts, ""
+        known = counts if start is None else start.counts(counts)
+        return known, fit_vocabulary(cfg, known)
     ids = vocabulary_in(folder, counts.numel())
     cfg.draft_vocab = ids.numel()
     note = (
@@ -90,8 +94,8 @@ def settle(cfg: TrainConfig, kind: type[Head], target: Target, plan: Plan) -> li
 def measured_head(cfg: Any, target: Target, rows: Rows) -> Head:
     """A fresh head for a measurement, its draft vocabulary fitted to the data as training
     would; what that changes is told on stderr."""
-    counts, given = given_vocabulary(cfg, rows.counts(target.vocab_size))
-    if note := given or fit_vocabulary(cfg, counts):
+    counts, note = settle_vocabulary(cfg, rows.counts(target.vocab_size))
+    if note:
         print(note, file=sys.stderr)
     return HEADS[cfg.kind].for_target(target, cfg, counts)
 
@@ -106,9 +110,8 @@ def facts_of(
         "target": f"{target.identity.name if target.identity else 'unnamed'}, {cfg.dtype}, "
         + ("trained with the head" if head.trains_target else "frozen"),
         "data": f"{plan.train.numel():,} rows to train on, {held:,} held out, "
-        f"{rows.ids.numel():,} tokens, "
-        f"{supervised:,} supervised ({supervised / rows.ids.numel():.0%}), "
-        f"{len(rows.bad)} rows left out"
+        f"{rows.ids.numel():,} tokens, {supervised:,} supervised "
+        f"({supervised / rows.ids.numel():.0%}), {len(rows.bad)} rows left out"
         + (f", {plan.skipped} skipped as data.skip says" if cfg.data.skip else ""),
         "batches": f"{cfg.batch_size} rows over {world} rank(s), {plan.per_epoch:,} per "
         f"epoch, {cfg.steps} steps, "

@@ -17,7 +17,7 @@ from heads.batch import hash_u63
 from heads.lora import Base
 from heads.warm import Start
 from train.config import TrainConfig, flat
-from train.facts import fit_vocabulary, given_vocabulary
+from train.facts import settle_vocabulary
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,8 @@ def first_head(
             "head.lora.rank=0, or put it on a draft by head.path=FOLDER/head"
         )
     start = Start(cfg.start, kind.kind, target) if cfg.start else None
-    known, given = given_vocabulary(cfg.head, counts)
-    if start is not None and not given:
-        known = start.counts(counts)
-    notes = [given or fit_vocabulary(cfg.head, known)]
+    known, note = settle_vocabulary(cfg.head, counts, start)
+    notes = [note]
     head = kind.for_target(target, cfg.head, known)
     if cfg.dtype == "float64":
         head.double()

@@ -30,9 +30,8 @@ def run(command: Callable[[], None]) -> None:
         if end.code in (1, 2, 75, 130) and (parent := waiting_launcher()):
             sys.stdout.flush()
             sys.stderr.flush()
-            os.kill(
-                parent, signal.SIGTERM
-            )  # it only waits for this process, and has nothing to add
+            # It only waits for this process, and has nothing to add.
+            os.kill(parent, signal.SIGTERM)
         raise
 
 

@@ -41,9 +41,8 @@ class Lock:
             if error.errno in TAKEN:
                 os.close(handle)
                 raise UserError(
-                    f"out_dir: another run is writing to {self.folder}; wait for it or "
-                    "choose another "
-                    "folder"
+                    f"out_dir: another run is writing to {self.folder}; wait for it or choose "
+                    "another folder"
                 ) from None
             if error.errno not in WITHOUT:
                 os.close(handle)

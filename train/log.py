@@ -95,8 +95,7 @@ class Log:
             "config": meaning_hash(self.cfg)[:12],
             "commit": commit() or "none",
             "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, "
-            f"{torch.get_num_threads()} threads, "
-            f"{_accelerator()}",
+            f"{torch.get_num_threads()} threads, {_accelerator()}",
             "python": platform.python_version(),
             **{p: version(p) for p in PACKAGES},
             "trust_remote_code": "ON: code of the target's repository runs here"

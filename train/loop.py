@@ -58,10 +58,9 @@ def fit(cfg: TrainConfig, kind: type[Head]) -> None:
         with hold as lock, Stop() as stop:
             _fit(cfg, kind, accelerator, stop, lock)
     except BaseException as error:
-        if (
-            accelerator.num_processes > 1
-        ):  # the exception keeps the wrapped model alive, which hangs when it outlives
-            traceback.clear_frames(error.__traceback__)  # its process group
+        # It keeps the wrapped model alive, which hangs when it outlives its process group.
+        if accelerator.num_processes > 1:
+            traceback.clear_frames(error.__traceback__)
         if is_no_memory(error):
             raise UserError(no_memory(cfg, accelerator.num_processes)) from error
         raise

@@ -9,9 +9,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path[0] = str(
-    Path(__file__).resolve().parents[1]
-)  # train/ stands first and would shadow libraries
+# train/ stands first and would shadow libraries
+sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from train import launcher
 from train.config import MedusaRun

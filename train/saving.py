@@ -55,13 +55,8 @@ class Saver:
         written: int,
     ) -> None:
         """lock: on rank 0 alone."""
-        self.cfg, self.out, self.accelerator, self.log, self.stop = (
-            cfg,
-            Path(cfg.out_dir),
-            accelerator,
-            log,
-            stop,
-        )
+        self.cfg, self.out, self.accelerator = cfg, Path(cfg.out_dir), accelerator
+        self.log, self.stop = log, stop
         self.lock, self.begun, self.written, self.failures = lock, written, written, 0
         self._flying = -1  # step of the save that is being written
         self._thread: threading.Thread | None = None
@@ -141,9 +136,8 @@ class Saver:
                 self._problem = first_line(error)
             if time.monotonic() + PAUSE > deadline or self.stop.asked:
                 self.log.say(
-                    f"step {snapshot.step}: checkpoint not written ({self._problem}); "
-                    "older ones are "
-                    "untouched"
+                    f"step {snapshot.step}: checkpoint not written ({self._problem}); older ones "
+                    "are untouched"
                 )
                 return
             self.log.say(
@@ -196,27 +190,20 @@ class Saver:
         total = torch.stack(
             [p.contiguous().view(bits[p.element_size()]).sum(dtype=torch.int64) for p in mine]
         ).sum()
-        found = torch.stack([torch.full_like(total, state.step), total, finite.to(total.dtype)])[
-            None
-        ]
-        every = (
-            self.accelerator.gather(found).tolist()
-            if self.accelerator.num_processes > 1
-            else found.tolist()
-        )
+        found = torch.stack([torch.full_like(total, state.step), total, finite.to(total.dtype)])
+        several = self.accelerator.num_processes > 1
+        every = (self.accelerator.gather(found[None]) if several else found[None]).tolist()
         if not all(row[2] for row in every):
             raise UserError(
-                f"optim.lr: weights are not finite at step {state.step}, no checkpoint "
-                "was written; lower "
-                f"it and start again from the newest one in {self.out}"
+                f"optim.lr: weights are not finite at step {state.step}, no checkpoint was "
+                f"written; lower it and start again from the newest one in {self.out}"
             )
         apart = [rank for rank, row in enumerate(every) if row[:2] != every[0][:2]]
         if apart:
             raise UserError(
                 f"out_dir: rank {apart[0]} has other weights than rank 0 at step {state.step}, no "
-                "checkpoint was written; look at its hardware, then start the same "
-                "command again to go "
-                f"on from the newest one in {self.out}"
+                "checkpoint was written; look at its hardware, then start the same command again "
+                f"to go on from the newest one in {self.out}"
             )
 
 

@@ -28,6 +28,8 @@ from heads.base import Head
 from train import zero3
 from train.config import TrainConfig
 
+COPIES = ("copies", "shards")  # the dimensions of ranks of which several groups hold a copy
+
 
 def loaded(cfg: TrainConfig, kind: type[Head], device: torch.device) -> tuple[Target, str]:
     """The target of a run, and a line about its shards, "" where it was read whole.
@@ -41,15 +43,13 @@ def loaded(cfg: TrainConfig, kind: type[Head], device: torch.device) -> tuple[Ta
         return load_target(cfg.target, cfg.dtype, device), ""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         raise UserError(
-            "shard_target: needs several processes; start it with torchrun or accelerate "
-            "launch, or leave "
-            "it out"
+            "shard_target: needs several processes; start it with torchrun or accelerate launch, "
+            "or leave it out"
         )
     if kind.trains_target:
         raise UserError(
-            f"shard_target: {kind.kind} changes the target while it learns, and "
-            "sharded weights are "
-            "frozen; leave it out"
+            f"shard_target: {kind.kind} changes the target while it learns, and sharded weights "
+            "are frozen; leave it out"
         )
     if _needs_whole(cfg):
         return load_target(cfg.target, cfg.dtype, "cpu"), ""
@@ -69,8 +69,6 @@ def _needs_whole(cfg: TrainConfig) -> str:
         return "target=tiny has no files"
     if cfg.target.quantize != quantize.NONE:
         return f"target.quantize={cfg.target.quantize} packs whole weights"
-    if getattr(cfg.head, "init", "") == "layer":
-        return "head.init=layer copies layers of it"
     if getattr(cfg.head, "from_target_layers", 0):
         return "head.from_target_layers copies layers of it"
     return ""
@@ -105,13 +103,8 @@ def shard_target(
     else:
         world = dist.get_world_size()
         size = cfg.shard_group or world
-        mesh = (
-            init_device_mesh(device.type, (world,))
-            if size == world
-            else init_device_mesh(
-                device.type, (world // size, size), mesh_dim_names=("copies", "shards")
-            )
-        )
+        shape, names = ((world,), None) if size == world else ((world // size, size), COPIES)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
         for name, stack in stacks:
             for number, layer in enumerate(stack):
                 _shard(layer, mesh, f"{name}.{number}", shards, device)

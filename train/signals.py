@@ -19,12 +19,13 @@ from typing import Any
 from conf.errors import Interrupted
 from train.launcher import follow
 
+# 75: start it again
 CODES = {
     signal.SIGINT: 130,
     signal.SIGTERM: 75,
     signal.SIGUSR1: 75,
     signal.SIGUSR2: 75,
-}  # 75: start it again
+}
 ECHO = 1.0  # seconds
 
 

@@ -180,9 +180,8 @@ def damage(checkpoint: Path) -> str | None:
         files, stated = manifest["files"], manifest.pop("sha256", None)
         if set(manifest) != {"step", "files"} or manifest["step"] != step_of(checkpoint):
             return f"{path}: is not the manifest of {checkpoint.name}"
-        whole = (
-            manifest if stated is None else {**manifest, "sha256": stated}
-        )  # none: written by an early version
+        # None: written by an early version.
+        whole = manifest if stated is None else {**manifest, "sha256": stated}
         if text != text_of(whole) or stated not in (None, _sha256(manifest)):
             return f"{path}: damaged (sha256 differs from the one it states)"
         for name, wanted in files.items():
@@ -226,9 +225,8 @@ def read(checkpoint: Path) -> State:
         return State(**json.loads((checkpoint / STATE).read_text()))
     except (TypeError, ValueError) as error:
         raise UserError(
-            f"{checkpoint / STATE}: this version cannot read it ({error}); use the "
-            "version that wrote it, "
-            "or choose another out_dir"
+            f"{checkpoint / STATE}: this version cannot read it ({error}); use the version that "
+            "wrote it, or choose another out_dir"
         ) from None
 
 

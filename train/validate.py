@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(
-    Path(__file__).resolve().parents[1]
-)  # train/ stands first and would shadow libraries
+# train/ stands first and would shadow libraries
+sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 from omegaconf import OmegaConf
@@ -33,7 +32,7 @@ from heads.base import Head
 from heads.batch import hash_u63
 from train import checks
 from train.config import TrainConfig
-from train.facts import fit_vocabulary, given_vocabulary, settle
+from train.facts import settle, settle_vocabulary
 from train.launch_keys import device_of
 from train.texts.batches import Plan, load_rows
 
@@ -68,8 +67,7 @@ def main(cfg: ValidateConfig) -> int:
         cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
     )
     plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed, cfg.data.skip)
-    counted, given = given_vocabulary(typed, rows.counts(target.vocab_size))
-    vocabulary = given or fit_vocabulary(typed, counted)
+    counted, vocabulary = settle_vocabulary(typed, rows.counts(target.vocab_size))
     for note in filter(None, (vocabulary, *settle(cfg, kind, target, plan))):
         print(f"     {note}", flush=True)
 

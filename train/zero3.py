@@ -49,9 +49,8 @@ def plain_launch(cfg: Any) -> Iterator[None]:
     stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
     if stage != "3":
         raise UserError(
-            f"shard_target: ZeRO stage {stage} shards what is trained, not a frozen "
-            "target; launch with "
-            "conf/launch/zero3.yaml or conf/launch/fsdp2.yaml"
+            f"shard_target: ZeRO stage {stage} shards what is trained, not a frozen target; launch "
+            "with conf/launch/zero3.yaml or conf/launch/fsdp2.yaml"
         )
     if cfg.dtype == "float64":
         raise UserError(
@@ -79,9 +78,8 @@ def shard_layers(target: Target, stacks: list[nn.ModuleList], device: torch.devi
         ) from None
     from accelerate.utils import DeepSpeedPlugin
 
-    if (
-        device.type == "cpu"
-    ):  # gloo will do: DeepSpeed would compile a collective of its own first, for minutes
+    # Gloo will do: DeepSpeed would compile a collective of its own first, for minutes.
+    if device.type == "cpu":
         deepspeed.ops.__compatible_ops__ = dict.fromkeys(deepspeed.ops.__compatible_ops__, False)
     given = DeepSpeedPlugin().deepspeed_config["zero_optimization"]
     zero = {k: v for k, v in given.items() if v != "auto" and not k.startswith("offload")}

@@ -22,7 +22,8 @@ from decode.attention import tree_attention
 from decode.grow import Form, Nodes
 from decode.target import Target
 from heads.block.net import BlockNet, Keys
-from heads.layered_drafter import LayeredDrafter, Layers
+from heads.layered import LayeredHead
+from heads.layered_drafter import LayeredDrafter
 
 
 class BlockDrafter(LayeredDrafter):
@@ -30,7 +31,7 @@ class BlockDrafter(LayeredDrafter):
 
     net: BlockNet
 
-    def __init__(self, head: Layers, target: Target, form: Form) -> None:
+    def __init__(self, head: LayeredHead, target: Target, form: Form) -> None:
         super().__init__(head, target, form)
         self.cfg, self.most_rows = head.cfg, max(head.cfg.block, form.depth + 1)
         self.blind = self.net.markov_in is None

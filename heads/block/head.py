@@ -153,11 +153,11 @@ class BlockHead(LayeredHead):
         weights = Weights(slots, cfg.decay if cfg.weights == "decay" else None)
         whole = torch.ones_like(place, dtype=torch.bool)[None]
         parts, rated = slots.parts(chunk_of(cfg.chunk, place.device)), bool(cfg.confidence)
-        taught = Taught(place, whole, law, weights, parts, rated)
         near = self.net.before(tokens[flat - 1], hidden.dtype)
         pair = None if near is None else (near, cast(Tensor, self.net.markov_out))
-        proj, one = self.projection(target), torch.ones(1, device=hidden.device)
-        total, rows = chunked_loss(hidden[None], proj, taught, cfg.loss, one, low_rank=pair)
+        one = torch.ones(1, device=place.device)
+        taught = Taught(place, whole, cfg.loss, one, law, 0, parts, weights, rated)
+        total, rows = chunked_loss(hidden[None], self.projection(target), taught, pair)
         chances = self.net.chance(hidden, near) if cfg.confidence else None
         return slots, chances, total, rows
 

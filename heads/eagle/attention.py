@@ -60,7 +60,6 @@ class Memory:
         return found
 
 
-@torch.compiler.disable
 def ttt_attention(
     module: nn.Module,
     query: Tensor,

@@ -6,22 +6,15 @@ Shape letters: b rows of a pass, Hkv key heads, hd head size.
 from __future__ import annotations
 
 import copy
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
 
 from decode import waits
 from decode.target import Target
 from heads import lora
-from heads.eagle.rope import Rope
-
-
-class Layers(Protocol):
-    """What a cache is shaped after: the config of the draft layers."""
-
-    config: LlamaConfig
+from heads.eagle.rope import DraftNet, Rope
 
 
 class DraftCache:
@@ -34,16 +27,11 @@ class DraftCache:
     window = 0
 
     def __init__(
-        self, net: Layers, rows: int, slots: int, dtype: torch.dtype, device: torch.device
+        self, net: DraftNet, rows: int, slots: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         c = net.config
-        shape = [
-            c.num_hidden_layers,
-            rows,
-            int(c.num_key_value_heads or 0),
-            slots,
-            int(c.head_dim or 0),
-        ]
+        heads, size = int(c.num_key_value_heads or 0), int(c.head_dim or 0)
+        shape = [c.num_hidden_layers, rows, heads, slots, size]
         # Zeros: a hidden slot has weight 0, and 0 * NaN would still be NaN.
         self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         self.rows, self.low, self.reach, self.start = slice(0, 0), 0, 0, 0

@@ -42,6 +42,4 @@ def problems(cfg: Any) -> list[str]:
         found.append(
             "feature_loss: EAGLE-3 has no feature of the target to match; use 0, or head=eagle1"
         )
-    if cfg.kind == "eagle1" and cfg.init == "layer":
-        found.append("init: a layer of the target can start eagle3 only; use head.init=random")
     return found

@@ -9,7 +9,7 @@ from annotated_types import Interval
 
 from heads.eagle.clashes import problems
 from heads.layered import LayeredConfig
-from heads.limits import MOST, Count, CountOrZero, Levels, Size
+from heads.limits import Count, CountOrZero, Levels, Size
 from heads.losses import LossWeights
 
 
@@ -35,10 +35,6 @@ class EagleConfig(LayeredConfig):
     noise: Size = 0.0
     # positions that the draft layers look back over, the row's own among them; null = all
     sliding_window: Count | None = None
-    # weights at the start: random, or layer = copied from a layer of the target
-    init: Literal["random", "layer"] = "random"
-    # init=layer: which layer, counted from 0; negative counts from the end
-    init_layer: Annotated[int, Interval(ge=-MOST, le=MOST)] = -3
     # eagle3: from the second step on read a trained mask in place of the token and of own
     # outputs, so that one pass drafts all levels (P-EAGLE)
     parallel: bool = False
@@ -53,8 +49,6 @@ class EagleConfig(LayeredConfig):
     norm_before_residual: bool = False
     # eagle1: fc has a bias; for imported heads, and serving engines drop it
     fc_bias: bool = False
-    # compile the draft layer (torch.compile): faster, after minutes at the first step
-    compile: bool = False
     # keep only what goes from step to step and compute the rest again in the backward pass:
     # less memory, slower
     activation_checkpointing: bool = False

@@ -18,7 +18,8 @@ from decode import attention
 from decode.grow import Form, Nodes
 from decode.target import Target
 from heads.eagle.net import Eagle3Net, EagleNet
-from heads.layered_drafter import LayeredDrafter, Layers
+from heads.layered import LayeredHead
+from heads.layered_drafter import LayeredDrafter
 
 PIECE = 512  # tokens of a prompt that are read at once where a window is narrower
 
@@ -28,7 +29,7 @@ class EagleDrafter(LayeredDrafter):
 
     net: EagleNet
 
-    def __init__(self, head: Layers, target: Target, form: Form) -> None:
+    def __init__(self, head: LayeredHead, target: Target, form: Form) -> None:
         self.window = int(head.cfg.sliding_window or 0)
         super().__init__(head, target, form)
         self.net.attend(attention.NAME)

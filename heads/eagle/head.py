@@ -29,9 +29,8 @@ from heads import losses, vocab
 from heads.batch import Batch, LossOut
 from heads.eagle.attention import Memory
 from heads.eagle.config import EagleConfig
-from heads.eagle.copied import copy_layer
 from heads.eagle.drafter import EagleDrafter, ParallelEagleDrafter
-from heads.eagle.modules import cast_once, compiled, take
+from heads.eagle.modules import cast_once, take
 from heads.eagle.net import Eagle3Net, EagleNet
 from heads.eagle.noise import feature_noise
 from heads.eagle.places import Places
@@ -54,7 +53,7 @@ class EagleHead(LayeredHead):
     @classmethod
     def for_target(cls, target: Target, cfg: EagleConfig, counts: Tensor | None = None) -> Self:
         """See LayeredHead. Raises UserError also for a window that is longer than the target's
-        context, or a layer that cannot be copied."""
+        context."""
         if (cfg.sliding_window or 0) > target.context_length:
             raise UserError(
                 f"head.sliding_window: {cfg.sliding_window}, but the target's context ends at "
@@ -63,19 +62,7 @@ class EagleHead(LayeredHead):
         return super().for_target(target, cfg, counts)
 
     def start(self, target: Target, counts: Tensor | None) -> None:
-        """See LayeredHead: with init=layer from a layer of the target."""
-        cfg, deep = self.cfg, target.num_layers
-        if cfg.init == "layer":
-            source = cfg.init_layer if cfg.init_layer >= 0 else deep + cfg.init_layer
-            if not 0 <= source < deep:
-                raise UserError(
-                    f"head.init_layer: {cfg.init_layer} is not among the target's {deep} layers"
-                )
-            copy_layer(self.net, target, source)
-        self.init_head(target)
-
-    def init_head(self, target: Target) -> None:
-        """Give the output side of a fresh head the target's weights. Default: nothing."""
+        """See LayeredHead. Default: nothing."""
 
     # -- training
 
@@ -94,28 +81,19 @@ class EagleHead(LayeredHead):
         terms = self.cfg.loss
         law = self.law(target, feats, flat - 1, place) if terms.needs_law else None
         read = self.net.read(torch.stack(hidden))
-        total, rows = chunked_loss(
-            read,
-            self.projection(target),
-            Taught(place, valid, law),
-            terms,
-            weights,
-            chunk_of(self.cfg.chunk, flat.device),
-        )
+        chunk = chunk_of(self.cfg.chunk, flat.device)
+        taught = Taught(place, valid, terms, weights, law, chunk)
+        total, rows = chunked_loss(read, self.projection(target), taught)
         stats = rows.stats()
         if self.cfg.feature_loss:
-            wanted = feats[flat - 1].to(
-                total.dtype
-            )  # row t of step s guesses f_{t+1+s}, one before its token
+            # Row t of step s guesses f_{t+1+s}, one before its token.
+            wanted = feats[flat - 1].to(total.dtype)
             for s, h in enumerate(hidden):
-                error = (
-                    F.smooth_l1_loss(h.to(total.dtype), wanted, reduction="none").mean(-1)
-                    * valid[s]
-                )
+                apart = F.smooth_l1_loss(h.to(total.dtype), wanted, reduction="none")
+                error = apart.mean(-1) * valid[s]
                 total = total + self.cfg.feature_loss * weights[s] * error.sum()
-                stats[f"feature_{s}"] = torch.stack(
-                    [error.detach().sum().double(), valid[s].sum().double()]
-                )
+                both = error.detach().sum().double(), valid[s].sum().double()
+                stats[f"feature_{s}"] = torch.stack(both)
         count = torch.full((), float(flat.numel()), dtype=torch.float64, device=flat.device)
         return LossOut(total, count, stats)
 
@@ -137,7 +115,7 @@ class EagleHead(LayeredHead):
         reads = self.taps if self.final in self.taps else (*self.taps, self.final)
         feats = target.features(batch.ids, batch.mask, reads, position=batch.position).detach()
         e = target.embed(batch.ids).detach()
-        cos, sin = self.net.turns(length + places.steps, e.dtype, e.device)
+        cos, sin = self.net.rope(length + places.steps, e.dtype, e.device)
         first = (
             (cos[None, :length], sin[None, :length])
             if batch.position is None
@@ -145,25 +123,21 @@ class EagleHead(LayeredHead):
         )
         hidden, flat_e = [], e.flatten(0, 1)
         at, keep = places.at, places.layout.rows
-        advance = compiled(self.net) if cfg.compile else self.net.advance
 
         def start(memory: Memory) -> tuple[Tensor, Memory]:
             g, memory = self.net.start(feats[:, :, : len(self.taps)]), memory.at(0)
             if cfg.noise and self.training:
                 g = g + feature_noise(batch, g, self.step, cfg.noise)
             e_next = torch.cat([e[:, 1:], e[:, -1:]], 1)
-            return advance(e_next, g, first, keep, memory=memory), memory
+            return self.net.advance(e_next, g, first, keep, memory=memory), memory
 
         def go_on(h: Tensor, memory: Memory, step: int) -> tuple[Tensor, Memory]:
-            memory, e_next = (
-                memory.at(step),
-                flat_e[(keep + 1 + step).clamp(max=flat_e.shape[0] - 1)],
-            )
-            g = self.net.feed(h)
+            memory, g = memory.at(step), self.net.feed(h)
+            e_next = flat_e[(keep + 1 + step).clamp(max=flat_e.shape[0] - 1)]
             if cfg.parallel:
                 e_next, g = cast(Eagle3Net, self.net).masked(h.shape[:1], h.dtype)
             rope = (cos[at + step][None], sin[at + step][None])
-            return advance(e_next[None], g[None], rope, memory=memory)[0], memory
+            return self.net.advance(e_next[None], g[None], rope, memory=memory)[0], memory
 
         again = recomputed if cfg.activation_checkpointing else plainly
         with cast_once(self.net, e.dtype):
@@ -237,8 +211,8 @@ class Eagle3Head(EagleHead):
             min(max(1, tap), max(1, deep - 1)) for tap in (2, deep // 2, deep - 3)
         )
 
-    def init_head(self, target: Target) -> None:
-        """See LayeredHead."""
+    def start(self, target: Target, counts: Tensor | None) -> None:
+        """See LayeredHead: the output side is the target's."""
         self.start_output(target)
         if self.net.mask_embed is not None:
             self.start_mask(self.net.mask_embed, target)

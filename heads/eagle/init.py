@@ -1,5 +1,4 @@
-"""Where fresh draft layers start: random weights, a layer of the target, the target's own
-output side.
+"""Where fresh draft layers start: random weights, the target's own output side.
 
 Shape letters: D width, Vd draft vocabulary.
 """

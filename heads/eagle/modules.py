@@ -6,17 +6,13 @@ dtype of its input.
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-_COMPILED: WeakKeyDictionary[nn.Module, Callable[..., Tensor]] = WeakKeyDictionary()
 
 
 class Linear(nn.Linear):
@@ -153,11 +149,3 @@ class _Take(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
         return grads[0].new_zeros(ctx.size).index_copy_(0, rows, grads[0]), None
-
-
-def compiled(net: Any) -> Callable[..., Tensor]:
-    """`net.advance` by torch.compile, for batches of any size; compiled at the first call. The
-    attention stays as it is: its keys go from step to step."""
-    if net not in _COMPILED:
-        _COMPILED[net] = torch.compile(type(net).advance, dynamic=True)
-    return functools.partial(_COMPILED[net], net)

@@ -27,7 +27,7 @@ from heads.eagle.attention import NAME
 from heads.eagle.config import EagleConfig
 from heads.eagle.layer import DraftLayer
 from heads.eagle.modules import Linear, RMSNorm
-from heads.eagle.rope import DraftNet, Rope, Turns
+from heads.eagle.rope import DraftNet, Rope
 
 
 class EagleNet(DraftNet):
@@ -38,7 +38,6 @@ class EagleNet(DraftNet):
     def __init__(self, shape: dict[str, Any]) -> None:
         super().__init__(shape)
         self.width = int(shape["hidden_size"])
-        self.turns = Turns(self.config)  # as `rope`, from one pass to the next
         self.attend(NAME)
 
     def attend(self, name: str) -> None:

@@ -32,26 +32,15 @@ class DraftNet(nn.Module):
     def __init__(self, shape: dict[str, Any]) -> None:
         super().__init__()
         self.config = LlamaConfig(**shape)
+        self._table: Rope | None = None
 
     def rope(self, length: int, dtype: torch.dtype, device: torch.device) -> Rope:
-        """cos and sin [length, hd] of positions 0 .. length - 1."""
-        return rope_table(self.config, length, dtype, device)
-
-
-class Turns:
-    """A table as `rope_table` gives it, kept from one pass to the next where the angles do not
-    depend on the length. config: of the draft layers."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        self.config = config
-        self.kept: Rope | None = None
-
-    def __call__(self, length: int, dtype: torch.dtype, device: torch.device) -> Rope:
-        """cos and sin [length, hd] of positions 0 .. length - 1."""
+        """cos and sin [length, hd] of positions 0 .. length - 1: from a table that is kept from
+        one pass to the next where the angles do not depend on the length."""
         if (self.config.rope_parameters or {}).get("rope_type", "default") not in STEADY:
             return rope_table(self.config, length, dtype, device)
-        known = self.kept
+        known = self._table
         there = known is not None and (known[0].dtype, known[0].device) == (dtype, device)
         if known is None or not there or known[0].shape[0] < length:
-            known = self.kept = rope_table(self.config, max(length, SHORTEST), dtype, device)
+            known = self._table = rope_table(self.config, max(length, SHORTEST), dtype, device)
         return known[0][:length], known[1][:length]

@@ -36,15 +36,13 @@ def layer_config(target: Target, layers: int) -> dict[str, Any]:
     wide = target.model.get_input_embeddings().weight.shape[1]
     if wide != width:
         raise UserError(
-            f"head: the target's embeddings are {wide} wide and its hidden states "
-            f"{width}: EAGLE puts them "
-            "side by side; use head=medusa"
+            f"head: the target's embeddings are {wide} wide and its hidden states {width}: EAGLE "
+            "puts them side by side; use head=medusa"
         )
     heads = get("num_attention_heads", default=1)
     rope = dict(get("rope_parameters", default={}))
-    rope = dict(
-        rope.get("full_attention") or rope
-    )  # families with a sliding window keep one set per layer type
+    # Families with a sliding window keep one set per layer type.
+    rope = dict(rope.get("full_attention") or rope)
     rope.pop("partial_rotary_factor", None)  # a Llama layer rotates whole heads
     return {
         "hidden_size": width,

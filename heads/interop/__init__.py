@@ -64,22 +64,21 @@ FORMATS = (
     "transformers",
     "gguf",
 )
+# speculators_model_type -> kind of head
 SPECULATORS = {
     "eagle3": "eagle3",
     "peagle": "eagle3",
     "dflash": "dflash",
     "dspark": "dspark",
-}  # speculators_model_type -> kind of head
+}
 UNSERVED = {
     "hydra_heads": "no engine serves Hydra heads (each reads the tokens drafted before "
-    "it); the nearest that is "
-    "served: head=medusa (format=vllm or medusa), or head=eagle3",
+    "it); the nearest that is served: head=medusa (format=vllm or medusa), or head=eagle3",
     "medusa2": "its heads belong to the target as they tuned it, and an engine would run "
     "the untuned one; the nearest "
     "that is served: the Medusa heads of its first stage (head=medusa, format=vllm)",
     "small_lm": "a separate draft is an ordinary model: export it with "
-    "format=transformers, which vLLM and SGLang "
-    "serve",
+    "format=transformers, which vLLM and SGLang serve",
 }
 
 
@@ -112,9 +111,8 @@ def detect(foreign: Foreign, format: str) -> Layout:
     if (chosen, kind) not in LAYOUTS:
         works = [f for f, k in LAYOUTS if k == kind]
         raise UserError(
-            f"format={format}: {foreign.folder} holds a {kind} head, and {format} has no "
-            "layout for it; "
-            f"use format={' or '.join(works)}, or auto"
+            f"format={format}: {foreign.folder} holds a {kind} head, and {format} has no layout "
+            f"for it; use format={' or '.join(works)}, or auto"
         )
     if format != "auto" and format != natural and "speculators" in (format, natural):
         raise UserError(
@@ -123,9 +121,8 @@ def detect(foreign: Foreign, format: str) -> Layout:
         )
     if kind == "medusa" and chosen != natural and format != "auto":
         raise UserError(
-            f"format={format}: the names in {foreign.folder} are those of "
-            f"format={natural}; use that, or "
-            "auto"
+            f"format={format}: the names in {foreign.folder} are those of format={natural}; use "
+            "that, or auto"
         )
     return LAYOUTS[chosen, kind]
 
@@ -161,9 +158,8 @@ def _kind(foreign: Foreign) -> tuple[str, str]:
         and "model_type" in config
     ):
         raise UserError(
-            f"{foreign.folder}: a whole language model, not a head; it needs no import: "
-            "name the folder as "
-            "a drafter"
+            f"{foreign.folder}: a whole language model, not a head; it needs no import: name the "
+            "folder as a drafter"
         )
     shown = ", ".join(sorted(names)[:4])
     raise UserError(

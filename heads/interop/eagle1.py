@@ -47,16 +47,14 @@ def layer_refusals(head: EagleHead, engine: str, window: bool = False) -> list[s
         )
     if layer["num_hidden_layers"] != 1:
         found.append(
-            f"head.layers: {layer['num_hidden_layers']} layers; engines differ on "
-            "further layers (names and "
-            "norms), and only one is checked here; the nearest that is served: train "
+            f"head.layers: {layer['num_hidden_layers']} layers; engines differ on further layers "
+            "(names and norms), and only one is checked here; the nearest that is served: train "
             "with head.layers=1"
         )
     if layer["hidden_act"] != "silu":
         found.append(
-            f"head: its MLP uses {layer['hidden_act']}, as the target's does; the "
-            "engines' Llama layers know "
-            "silu alone; the nearest that is served: head=medusa with format=vllm"
+            f"head: its MLP uses {layer['hidden_act']}, as the target's does; the engines' Llama "
+            "layers know silu alone; the nearest that is served: head=medusa with format=vllm"
         )
     return found
 
@@ -94,9 +92,8 @@ class Eagle1Vllm(Layout[Eagle1Head]):
         found = super().refusals(head, facts) + layer_refusals(head, self.engine)
         if head.cfg.fc_bias and not self.bias and bool(head.net.fc.bias.any()):
             found.append(
-                "head.fc_bias: vLLM drops the bias of fc without a word, and this one is "
-                "not zero; the "
-                "nearest that is served: format=sglang, or a head trained here (no bias)"
+                "head.fc_bias: vLLM drops the bias of fc without a word, and this one is not zero; "
+                "the nearest that is served: format=sglang, or a head trained here (no bias)"
             )
         return found
 
@@ -118,12 +115,9 @@ class Eagle1Vllm(Layout[Eagle1Head]):
 
     def extras(self, head: Eagle1Head, target: Target) -> dict[str, Tensor]:
         """See Layout."""
-        fc = head.net.fc
-        return (
-            {"fc.bias": torch.zeros(fc.weight.shape[0])}
-            if self.bias and not head.cfg.fc_bias
-            else {}
-        )
+        if head.cfg.fc_bias or not self.bias:
+            return {}
+        return {"fc.bias": torch.zeros(head.net.fc.weight.shape[0])}
 
     def config(self, head: Eagle1Head, facts: Facts, dtype: str) -> dict[str, Any]:
         """See Layout."""

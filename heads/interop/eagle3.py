@@ -41,12 +41,13 @@ from heads.interop.layout import (
 from heads.interop.reading import Foreign
 from heads.interop.table import Row, Sizes
 
+# Ours -> theirs
 NORMS = {
     "norm_before_fc": "fc_norm",
     "norm_joined": "norm_before_fc",
     "norm_output": "norm_output",
     "norm_before_residual": "norm_before_residual",
-}  # ours -> theirs
+}
 
 
 MASK = (
@@ -71,9 +72,8 @@ class Eagle3Vllm(Layout[Eagle3Head]):
         unknown = [key for key in NORMS if getattr(head.cfg, key) and key not in self.norms]
         if unknown:
             found.append(
-                f"head.{unknown[0]}: {self.engine} has no such norm; the nearest that is "
-                "served: format=vllm, "
-                f"or train with head.{unknown[0]}=false"
+                f"head.{unknown[0]}: {self.engine} has no such norm; the nearest that is served: "
+                f"format=vllm, or train with head.{unknown[0]}=false"
             )
         if head.cfg.parallel and not self.masks:
             found.append(
@@ -85,15 +85,13 @@ class Eagle3Vllm(Layout[Eagle3Head]):
         taps = head.taps
         if list(taps) != sorted(set(taps)):
             found.append(
-                f"head.taps: {list(taps)} do not ascend, and engines sort them; the "
-                "nearest that is served: "
-                "train with ascending taps"
+                f"head.taps: {list(taps)} do not ascend, and engines sort them; the nearest that "
+                "is served: train with ascending taps"
             )
         if facts.layers in taps:
             found.append(
-                f"head.taps: {facts.layers} is the output after the final norm here, and "
-                "before it in "
-                f"engines; the nearest that is served: train with taps below {facts.layers}"
+                f"head.taps: {facts.layers} is the output after the final norm here, and before it "
+                f"in engines; the nearest that is served: train with taps below {facts.layers}"
             )
         return found
 
@@ -168,8 +166,7 @@ class Eagle3Vllm(Layout[Eagle3Head]):
         if wrong or given != sorted(set(given)):
             refuse(
                 foreign,
-                f"eagle_aux_hidden_state_layer_ids: {given}; expected ascending "
-                "numbers among the "
+                f"eagle_aux_hidden_state_layer_ids: {given}; expected ascending numbers among the "
                 f"target's layers 0..{deep - 1}",
             )
         return tuple(given)
@@ -268,9 +265,8 @@ class Eagle3Sglang(Eagle3Vllm):
         found = super().refusals(head, facts)
         if 0 in head.taps:
             found.append(
-                "head.taps: SGLang cannot name the embeddings (its number would be -1); "
-                "the nearest that is "
-                "served: format=vllm, or train with taps from 1 on"
+                "head.taps: SGLang cannot name the embeddings (its number would be -1); the "
+                "nearest that is served: format=vllm, or train with taps from 1 on"
             )
         return found
 
@@ -288,9 +284,8 @@ class Eagle3Original(Eagle3Vllm):
         found = super().refusals(head, facts)
         if tuple(head.taps) != facts.default_taps:
             found.append(
-                f"head.taps: {list(head.taps)}; the original code reads "
-                f"{list(facts.default_taps)} always; "
-                "the nearest that is served: format=vllm"
+                f"head.taps: {list(head.taps)}; the original code reads {list(facts.default_taps)} "
+                "always; the nearest that is served: format=vllm"
             )
         return found
 

@@ -18,47 +18,36 @@ def _names(text: str) -> frozenset[str]:
 # models alone.
 VLLM_EAGLE3 = _names(
     "AfmoeForCausalLM ApertusForCausalLM Cohere2MoeForCausalLM DeepseekForCausalLM "
-    "DeepseekV2ForCausalLM "
-    "DeepseekV3ForCausalLM Ernie4_5ForCausalLM Gemma4ForCausalLM GptOssForCausalLM "
-    "GraniteForCausalLM "
-    "IQuestCoderForCausalLM InternLM3ForCausalLM LLaMAForCausalLM LagunaForCausalLM "
-    "Llama4ForCausalLM LlamaForCausalLM "
-    "MiMoForCausalLM MiMoV2FlashForCausalLM MiniCPM3ForCausalLM MiniCPMForCausalLM "
-    "MiniMaxM2ForCausalLM "
+    "DeepseekV2ForCausalLM DeepseekV3ForCausalLM Ernie4_5ForCausalLM Gemma4ForCausalLM "
+    "GptOssForCausalLM GraniteForCausalLM IQuestCoderForCausalLM InternLM3ForCausalLM "
+    "LLaMAForCausalLM LagunaForCausalLM Llama4ForCausalLM LlamaForCausalLM MiMoForCausalLM "
+    "MiMoV2FlashForCausalLM MiniCPM3ForCausalLM MiniCPMForCausalLM MiniMaxM2ForCausalLM "
     "Ministral3ForCausalLM MistralForCausalLM NemotronHForCausalLM Phi3ForCausalLM "
-    "Plamo3ForCausalLM Qwen2ForCausalLM "
-    "Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM Step1ForCausalLM "
-    "TeleChat2ForCausalLM"
+    "Plamo3ForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM "
+    "Step1ForCausalLM TeleChat2ForCausalLM"
 )
 # Targets whose vLLM class takes EAGLE-1 heads (SupportsEagle), text models alone.
 VLLM_EAGLE1 = _names(
     "ApertusForCausalLM DeepseekForCausalLM DeepseekV2ForCausalLM DeepseekV3ForCausalLM "
-    "Ernie4_5ForCausalLM "
-    "GptOssForCausalLM IQuestCoderForCausalLM InternLM3ForCausalLM LLaMAForCausalLM "
-    "Llama4ForCausalLM LlamaForCausalLM "
-    "MiMoForCausalLM MiniCPM3ForCausalLM MiniCPMForCausalLM Ministral3ForCausalLM "
-    "MistralForCausalLM "
-    "NemotronHForCausalLM Phi3ForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM "
-    "Qwen3MoeForCausalLM Step1ForCausalLM "
+    "Ernie4_5ForCausalLM GptOssForCausalLM IQuestCoderForCausalLM InternLM3ForCausalLM "
+    "LLaMAForCausalLM Llama4ForCausalLM LlamaForCausalLM MiMoForCausalLM MiniCPM3ForCausalLM "
+    "MiniCPMForCausalLM Ministral3ForCausalLM MistralForCausalLM NemotronHForCausalLM "
+    "Phi3ForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM Step1ForCausalLM "
     "TeleChat2ForCausalLM"
 )
 # Targets whose SGLang class lends embedding and LM head (get_embed_and_head), and those that
 # also capture inner layers.
 SGLANG_EAGLE3 = _names(
-    "ApertusForCausalLM BailingMoEForCausalLM BailingMoeForCausalLM "
-    "BailingMoeV2ForCausalLM DeepseekV2ForCausalLM "
-    "DeepseekV3ForCausalLM ExaoneMoEForCausalLM Gemma3ForCausalLM Gemma4ForCausalLM "
-    "Glm4MoeForCausalLM "
-    "Glm4MoeLiteForCausalLM GptOssForCausalLM IQuestCoderForCausalLM "
-    "InternLM3ForCausalLM LlamaForCausalLM "
-    "LongcatFlashForCausalLM MiniMaxM2ForCausalLM Phi3ForCausalLM Qwen2ForCausalLM "
-    "Qwen3ForCausalLM "
-    "Qwen3MoeForCausalLM Qwen3NextForCausalLM"
+    "ApertusForCausalLM BailingMoEForCausalLM BailingMoeForCausalLM BailingMoeV2ForCausalLM "
+    "DeepseekV2ForCausalLM DeepseekV3ForCausalLM ExaoneMoEForCausalLM Gemma3ForCausalLM "
+    "Gemma4ForCausalLM Glm4MoeForCausalLM Glm4MoeLiteForCausalLM GptOssForCausalLM "
+    "IQuestCoderForCausalLM InternLM3ForCausalLM LlamaForCausalLM LongcatFlashForCausalLM "
+    "MiniMaxM2ForCausalLM Phi3ForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM "
+    "Qwen3NextForCausalLM"
 )
 SGLANG_EAGLE1 = SGLANG_EAGLE3 | _names(
     "Ernie4_5_ForCausalLM Ernie4_5_MoeForCausalLM Exaone4ForCausalLM FalconH1ForCausalLM "
-    "Glm4ForCausalLM "
-    "MiMoForCausalLM NemotronHForCausalLM OPTForCausalLM"
+    "Glm4ForCausalLM MiMoForCausalLM NemotronHForCausalLM OPTForCausalLM"
 )
 # The original EAGLE code brings its own copies of these targets.
 EAGLE_CODE = _names("LlamaForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM MixtralForCausalLM")

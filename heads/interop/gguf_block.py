@@ -25,6 +25,7 @@ ROOT = {
     "norm": "output_norm",
     "lm_head": "output",
 }
+# Ours -> theirs
 LAYER = {
     "input_layernorm": "attn_norm",
     "q_proj": "attn_q",
@@ -37,7 +38,7 @@ LAYER = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
-}  # ours -> theirs
+}
 
 
 def block_refusals(head: BlockHead, target: Target) -> list[str]:

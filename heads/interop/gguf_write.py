@@ -318,18 +318,17 @@ def _split(said: dict[str, Any]) -> str | None:
 
 
 def _copied(source: Path, vocab: int) -> Fields:
-    found = read_gguf(source, with_tensors=False).fields
-    words = found.get("tokenizer.ggml.tokens")
+    found = read_gguf(source, with_tensors=False)
+    words = found.fields.get("tokenizer.ggml.tokens")
     if not isinstance(words, list) or len(words) != vocab:
         size = len(words) if isinstance(words, list) else "no"
         raise UserError(
             f"tokenizer_from: {source} holds {size} tokens, the target {vocab}; give the target's "
             "own GGUF file"
         )
-    reader = gguf.GGUFReader(source)
     return {
-        name: (reader.fields[name].types[0], value)
-        for name, value in found.items()
+        name: (found.kinds[name], value)
+        for name, value in found.fields.items()
         if name.startswith("tokenizer.")
     }
 

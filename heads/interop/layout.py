@@ -214,9 +214,8 @@ def check_draft_map(foreign: Foreign, tensors: Mapping[str, Tensor], size: int) 
     if absolute and t2d is not None and bool(t2d[d2t].all()) and not torch.equal(ids, d2t):
         refuse(
             foreign,
-            "d2t: holds absolute token ids; offsets are expected (target id = i + "
-            "d2t[i]): subtract 0, "
-            "1, 2, ..",
+            "d2t: holds absolute token ids; offsets are expected (target id = i + d2t[i]): "
+            "subtract 0, 1, 2, ..",
         )
     if bool((ids < 0).any()) or bool((ids >= size).any()):
         hint = "; these look like absolute token ids: subtract 0, 1, 2, .." if absolute else ""
@@ -230,9 +229,8 @@ def check_draft_map(foreign: Foreign, tensors: Mapping[str, Tensor], size: int) 
     if absolute and d2t.numel() >= 16 and bool((d2t[1:] > d2t[:-1]).all()):
         refuse(
             foreign,
-            "d2t: rises with every entry, as absolute token ids do; offsets are "
-            "expected: subtract 0, 1, "
-            "2, ..",
+            "d2t: rises with every entry, as absolute token ids do; offsets are expected: subtract "
+            "0, 1, 2, ..",
         )
     if t2d is not None and not bool(t2d[ids].all()):
         refuse(foreign, "t2d: does not mark the tokens of d2t; the two are of different heads")
@@ -256,7 +254,6 @@ def check_same(
     if not float(error) < 0.01:
         refuse(
             foreign,
-            f"{name}: differs from the target's own (relative error "
-            f"{float(error):.3g}); this repository "
-            "drafts with the target's: give the target that the head was trained for",
+            f"{name}: differs from the target's own (relative error {float(error):.3g}); this "
+            "repository drafts with the target's: give the target that the head was trained for",
         )

@@ -104,40 +104,25 @@ def layer(foreign: Foreign, config: dict[str, Any]) -> dict[str, Any]:
     cannot run.
     """
     where = foreign.folder / "config.json"
-    width = number(foreign, config, "hidden_size")
-    heads = number(foreign, config, "num_attention_heads")
-    act = config.get("hidden_act", "silu")
-    if not isinstance(act, str):
-        raise UserError(f"{where}: hidden_act is {act!r}; expected a name such as silu")
     for key in ("attention_bias", "mlp_bias", "qkv_bias"):
         if config.get(key):
             raise UserError(f"{where}: {key} is true; draft layers with biases are not read")
-    eps = config.get("rms_norm_eps", 1e-6)
-    if not isinstance(eps, float | int) or not 0 <= eps < 1:
-        raise UserError(f"{where}: rms_norm_eps is {eps!r}; expected a small number")
+    width, heads = (number(foreign, config, key) for key in ("hidden_size", "num_attention_heads"))
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise UserError(f"{where}: rope_parameters is {rope!r}; expected a mapping")
-    rope = {"rope_type": "default", "rope_theta": config.get("rope_theta", 10000.0), **rope}
-    if not isinstance(rope["rope_theta"], float | int) or not rope["rope_theta"] > 0:
-        raise UserError(f"{where}: rope_theta is {rope['rope_theta']!r}; expected a number above 0")
-    if "type" in rope:  # the key's older name
-        rope["rope_type"] = rope.pop("type")
-    shape = {
-        "hidden_size": width,
-        "intermediate_size": number(foreign, config, "intermediate_size"),
-        "num_hidden_layers": number(foreign, config, "num_hidden_layers", 1),
-        "num_attention_heads": heads,
-        "num_key_value_heads": number(foreign, config, "num_key_value_heads", heads),
-        "head_dim": number(
-            foreign, config | {"head_dim": config.get("head_dim") or width // heads}, "head_dim"
-        ),
-        "hidden_act": act,
-        "rms_norm_eps": float(eps),
-        "max_position_embeddings": number(foreign, config, "max_position_embeddings", 2048),
-        "rope_parameters": rope,
+    if isinstance(rope, dict):
+        rope = {"rope_type": "default", "rope_theta": config.get("rope_theta", 10000.0), **rope}
+        if "type" in rope:  # the key's older name
+            rope["rope_type"] = rope.pop("type")
+    usual = {
+        "num_hidden_layers": 1,
+        "num_key_value_heads": heads,
+        "head_dim": width // heads,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 2048,
     }
-    known, found = from_json(shape, LayerShape)
+    given = {k: config[k] for k in LayerShape.__dataclass_fields__ if config.get(k) is not None}
+    known, found = from_json({**usual, **given, "rope_parameters": rope}, LayerShape)
     if found:
         raise UserError(
             f"{where}: {found[0].partition('; set ')[0]}; no draft layer can be made of it"

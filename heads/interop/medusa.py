@@ -48,19 +48,16 @@ class MedusaVllm(Layout[MedusaHead]):
         found = super().refusals(head, facts)
         if head.cfg.markov_rank:
             found.append(
-                "head.markov_rank: no engine knows the term of the token before; the "
-                "nearest that is served: "
-                "train with head.markov_rank=0"
+                "head.markov_rank: no engine knows the term of the token before; the nearest that "
+                "is served: train with head.markov_rank=0"
             )
         return found
 
     def needs(self, head: MedusaHead) -> list[str]:
         """See Layout."""
-        return (
-            ["lm_head.weight [V, D] (head.share_lm_head: the heads use the target's)"]
-            if head.cfg.share_lm_head
-            else []
-        )
+        if not head.cfg.share_lm_head:
+            return []
+        return ["lm_head.weight [V, D] (head.share_lm_head: the heads use the target's)"]
 
     def rows(self, sizes: Sizes) -> list[Row]:
         """See Layout."""
@@ -84,9 +81,9 @@ class MedusaVllm(Layout[MedusaHead]):
         ids = head.ids()
         if proj.dim() == 2:
             proj = proj.expand(head.cfg.heads, *proj.shape)
-        state["proj"] = (
-            proj if ids is None else torch.stack([widen(p, ids, head.vocab_size) for p in proj])
-        )
+        if ids is not None:
+            proj = torch.stack([widen(p, ids, head.vocab_size) for p in proj])
+        state["proj"] = proj
         return state
 
     def extras(self, head: MedusaHead, target: Target) -> dict[str, Tensor]:
@@ -120,18 +117,16 @@ class MedusaVllm(Layout[MedusaHead]):
             if isinstance(said, int) and said > found:
                 refuse(
                     foreign,
-                    f"config.json asks for {said} {what}, the weights hold {found}: "
-                    "half-written, or the "
-                    "config of another head",
+                    f"config.json asks for {said} {what}, the weights hold {found}: half-written, "
+                    "or the config of another head",
                 )
         bias = int(any(name.endswith("bias") for name in tensors))
         if self.format == "vllm" and bias and not config.get("medusa_fc_bias"):
             names = [n for n in tensors if n.endswith("bias")]
             refuse(
                 foreign,
-                f"{names[0]}: a bias where none is expected: medusa_fc_bias in "
-                "config.json is not true, "
-                "and vLLM then drops biases without a word; set it if they were trained",
+                f"{names[0]}: a bias where none is expected: medusa_fc_bias in config.json is not "
+                "true, and vLLM then drops biases without a word; set it if they were trained",
             )
         ids = tensors.get("token_map")
         sizes = {"K": heads, "L": blocks, "D": target.hidden_size, "V": target.vocab_size}
@@ -175,9 +170,8 @@ class MedusaOriginal(MedusaVllm):
         weight = head.block_weight
         if head.cfg.blocks > 1 and not bool((weight == weight[:, :1]).all()):
             found.append(
-                "head.blocks: the original code repeats one block, these differ; the "
-                "nearest that is served: "
-                "format=vllm, or train with head.blocks=1"
+                "head.blocks: the original code repeats one block, these differ; the nearest that "
+                "is served: format=vllm, or train with head.blocks=1"
             )
         return found
 

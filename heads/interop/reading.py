@@ -7,7 +7,6 @@ and what is missing, cut off or damaged is named.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from conf.errors import UserError, first_line
+from decode.models.identity import sha256_file
 
 MANIFEST = "outrider.json"
 SAFE = ("model.safetensors", "medusa_lm_head.safetensors")
@@ -85,9 +85,8 @@ def exported(folder: Path) -> dict[str, Any] | None:
     if not (folder / MANIFEST).is_file():
         return None
     value = _json(folder / MANIFEST)
-    return (
-        value if "engine_format" in value else None
-    )  # converted targets carry a file of this name too
+    # Converted targets carry a file of this name too.
+    return value if "engine_format" in value else None
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -118,9 +117,8 @@ def _weight_files(folder: Path) -> list[str]:
     partial = sorted(p.name for p in folder.iterdir() if p.suffix in parts)
     there = f"; it has {', '.join(partial[:3])}" if partial else ""
     raise UserError(
-        f"{folder}: holds no weights ({', '.join((*SAFE, *PICKLES))}){there}: "
-        "half-written, or not a head; "
-        "fetch or export it again"
+        f"{folder}: holds no weights ({', '.join((*SAFE, *PICKLES))}){there}: half-written, or not "
+        "a head; fetch or export it again"
     )
 
 
@@ -160,9 +158,8 @@ def _read(path: Path) -> dict[str, Tensor]:
                 f"{path}: refused: unpickling it would call {code[1]}; ask for a safetensors file"
             ) from None
         raise UserError(
-            f"{path}: cannot be read ({first_line(error)}); cut off or "
-            "damaged: fetch the "
-            "head again, as safetensors where there is one"
+            f"{path}: cannot be read ({first_line(error)}); cut off or damaged: fetch the head "
+            "again, as safetensors where there is one"
         ) from None
     if isinstance(value, dict) and isinstance(value.get("state_dict"), dict):
         value = value["state_dict"]
@@ -192,11 +189,8 @@ def _check_manifest(folder: Path, manifest: dict[str, Any]) -> None:
                 f"{folder}: {name} is missing, which {MANIFEST} names: half-written; "
                 "export the head again"
             )
-        with open(path, "rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if not isinstance(wanted, dict) or found != wanted.get("sha256"):
+        if not isinstance(wanted, dict) or sha256_file(path) != wanted.get("sha256"):
             raise UserError(
-                f"{path}: damaged (sha256 differs from {MANIFEST}); export the head "
-                "again, or remove "
-                f"{MANIFEST} if the change was meant"
+                f"{path}: damaged (sha256 differs from {MANIFEST}); export the head again, or "
+                f"remove {MANIFEST} if the change was meant"
             )

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from decode.target import Target
 from heads import losses, vocab
-from heads.base import CommonConfig, Head, HeadConfig
+from heads.base import Head, HeadConfig
 from heads.batch import Batch, LossOut
 from heads.limits import Layers, Levels, Nodes, Shape
 from heads.losses import Taught, chunk_of, chunked_loss, target_law
@@ -30,7 +30,7 @@ from heads.parallel.saved import ParallelSaved
 
 
 @dataclass
-class ParallelConfig(CommonConfig):
+class ParallelConfig(HeadConfig):
     """Keys that Medusa and Hydra heads share."""
 
     # K: how many tokens ahead of the LM head to guess
@@ -67,11 +67,9 @@ class ParallelHead(Head):
         self.taps = (tap,)
         self.width, self.vocab_size = width, vocab_size
         size = cfg.draft_vocab or vocab_size
-        own = (
-            None
-            if cfg.share_lm_head
-            else nn.Parameter(torch.zeros(cfg.heads, size, width, device=device))
-        )
+        own = None
+        if not cfg.share_lm_head:
+            own = nn.Parameter(torch.zeros(cfg.heads, size, width, device=device))
         self.register_parameter("proj", own)
         if cfg.draft_vocab:
             self.d2t = torch.zeros(size, dtype=torch.int64, device=device)
@@ -94,9 +92,8 @@ class ParallelHead(Head):
         """
         head = cls.build(target, cfg)
         if cfg.draft_vocab:
-            head.d2t = vocab.to_d2t(
-                head.choose_vocabulary(counts, cfg.draft_vocab).to(target.device)
-            )
+            ids = head.choose_vocabulary(counts, cfg.draft_vocab)
+            head.d2t = vocab.to_d2t(ids.to(target.device))
         if head.proj is not None:
             head.proj.data.copy_(head._lm_rows(target).float())
         return head
@@ -168,16 +165,11 @@ class ParallelHead(Head):
             law = target_law(
                 target, self.law_rows(target), feats, flat - 1, self.ids(), place, terms.mask
             )
-        weights = torch.tensor([self.cfg.decay**i for i in range(self.cfg.heads)], device=x.device)
-        total, rows = chunked_loss(
-            x,
-            self.projection(target),
-            Taught(place, valid, law),
-            self.cfg.loss,
-            weights,
-            chunk_of(self.cfg.chunk, x.device),
-            self.low_rank(batch, flat),
-        )
+        scale = torch.tensor([self.cfg.decay**i for i in range(self.cfg.heads)], device=x.device)
+        chunk = chunk_of(self.cfg.chunk, x.device)
+        taught = Taught(place, valid, terms, scale, law, chunk)
+        pair = self.low_rank(batch, flat)
+        total, rows = chunked_loss(x, self.projection(target), taught, pair)
         count = torch.tensor(float(flat.numel()), dtype=torch.float64, device=x.device)
         return LossOut(total, count, rows.stats())
 

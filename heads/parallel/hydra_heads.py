@@ -253,9 +253,8 @@ class HydraHeads(ParallelHead):
             else self.prefix.at(feats.view(*batch.ids.shape, -1), reads, batch)
         )
         for i, at in enumerate(reads):
-            ahead = at[:, None] + torch.arange(
-                1, i + 2, device=at.device
-            )  # beyond the end only where t does not exist
+            # Beyond the end only where t does not exist.
+            ahead = at[:, None] + torch.arange(1, i + 2, device=at.device)
             e = (
                 target.embed(ids[ahead.clamp(max=ids.numel() - 1)]).detach().to(feats.dtype)
                 * self.embed_scale

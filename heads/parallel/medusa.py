@@ -13,7 +13,7 @@ fresh head still equals the LM head. Trained by train/medusa.py; conf/head/medus
 the keys.
 
 Shape letters: B rows, T positions, D width, K heads, L blocks, Vd draft vocabulary, n
-supervised tokens, r rank.
+supervised tokens, r rank, P nodes of one level.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from decode.drafters import Drafter
+from decode.grow import Form, Nodes
 from decode.target import Target
 from heads.batch import Batch
 from heads.limits import CountOrZero
 from heads.names import Draft
 from heads.parallel.base import ParallelConfig, ParallelHead
-from heads.parallel.drafter import MarkovDrafter, MedusaDrafter
+from heads.parallel.drafter import AtOnce
 from heads.parallel.saved import ParallelSaved
 from heads.parallel.tune_keys import TuneConfig
 
@@ -128,3 +129,48 @@ class MedusaHead(ParallelHead):
         if self.markov_in is not None:
             return MarkovDrafter(self, target, form)
         return MedusaDrafter(self, target, form)
+
+
+class MedusaDrafter(AtOnce):
+    """Medusa's."""
+
+    def __init__(self, head: MedusaHead, target: Target, form: Form) -> None:
+        super().__init__(head, target, form)
+        depth = form.depth
+        self.weight = head.block_weight.detach()[:depth].to(target.dtype, copy=True).transpose(2, 3)
+        self.bias = head.block_bias.detach()[:depth, :, None].to(target.dtype, copy=True)
+
+    def logits(self, depth: int) -> Tensor:
+        """See AtOnce."""
+        x = self.feats.expand(depth, *self.feats.shape)
+        for layer in range(self.weight.shape[1]):
+            x = x + F.silu(torch.baddbmm(self.bias[:depth, layer], x, self.weight[:depth, layer]))
+        if self.proj.dim() == 2:
+            return x @ self.proj.T
+        return torch.bmm(x, self.proj[:depth].transpose(1, 2))
+
+
+class MarkovDrafter(MedusaDrafter):
+    """Medusa with a low-rank term of the token before."""
+
+    def __init__(self, head: MedusaHead, target: Target, form: Form) -> None:
+        super().__init__(head, target, form)
+        assert head.markov_in is not None and head.markov_out is not None
+        self.markov_in = head.markov_in.detach().to(target.dtype, copy=True)
+        self.markov_out = head.markov_out.detach().to(target.dtype, copy=True)
+
+    def at_once(self, levels: int) -> Tensor | None:
+        """See decode.grow.Source: a level reads the tokens before it."""
+        return None
+
+    def open(self, levels: int) -> Tensor:
+        """See decode.grow.Source."""
+        return super().open(levels) + self._after(self.last[:, None])
+
+    def level(self, nodes: Nodes) -> Tensor:
+        """See decode.grow.Source."""
+        return super().level(nodes) + self._after(nodes.tokens)
+
+    def _after(self, tokens: Tensor) -> Tensor:
+        """The term of tokens [B, P]: [B, P, Vd]."""
+        return F.linear(F.embedding(tokens, self.markov_in), self.markov_out)

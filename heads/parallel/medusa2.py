@@ -143,9 +143,8 @@ class Medusa2Head(MedusaHead):
         for name, layer in self.layers:
             if not layer.get_base_layer().weight.is_floating_point():
                 raise UserError(
-                    f"target: {name} is stored as {layer.get_base_layer().weight.dtype}, "
-                    "which takes no "
-                    "gradient; load weights that are not quantised"
+                    f"target: {name} is stored as {layer.get_base_layer().weight.dtype}, which "
+                    "takes no gradient; load weights that are not quantised"
                 )
         own = {}
         for key, weight in _weights(self.layers).items():

@@ -72,9 +72,8 @@ class Prefix(DraftNet):
         packed[keep] = torch.arange(keep.numel(), device=feats.device)
         cos, sin = self.rope(length, feats.dtype, feats.device)
         rope, mask, apart = (cos[None], sin[None]), None, batch.apart()
-        if (
-            apart is not None
-        ):  # packed documents: each at its own positions, and no document sees another
+        # Packed documents: each at its own positions, and no document sees another.
+        if apart is not None:
             rope = (cos[batch.position], sin[batch.position])
             mask = (~apart).tril()[:, None]
         out = self(feats, rope, keep, mask)

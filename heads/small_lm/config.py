@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from heads.base import CommonConfig
+from heads.base import HeadConfig
 from heads.limits import Count, CountOrZero, Levels, SomeLayers, Width
 from heads.lora import LoraKeys
 from heads.losses import LossWeights
@@ -16,7 +16,7 @@ __all__ = ["LoraKeys", "SmallLMConfig"]
 
 
 @dataclass
-class SmallLMConfig(CommonConfig):
+class SmallLMConfig(HeadConfig):
     """Keys of a separate small draft model."""
 
     kind: Literal["small_lm"] = "small_lm"

@@ -43,9 +43,8 @@ def cut(target: Target, layers: list[int]) -> tuple[Any, dict[str, Tensor]]:
     ]
     if len(stacks) != 1:
         raise UserError(
-            f"head.from_target_layers: {type(whole).__name__} has {len(stacks)} lists of "
-            f"{total} layers, "
-            "not one; give a smaller model instead (head.path or head.name)"
+            f"head.from_target_layers: {type(whole).__name__} has {len(stacks)} lists of {total} "
+            "layers, not one; give a smaller model instead (head.path or head.name)"
         )
     model = empty(
         cut_config(target, layers), type(whole) if whole.config is target.config else None

@@ -234,9 +234,8 @@ class SmallLM(Head):
         flat = self.planned(batch)
         place = batch.ids.reshape(-1)[flat]
         x = self.hidden(batch.ids).flatten(0, 1)[flat - 1]
-        x = (
-            x * self.finish.scale if self.finish.scale != 1 else x
-        )  # a softcap keeps the order and is left out
+        # A softcap keeps the order and is left out.
+        x = x * self.finish.scale if self.finish.scale != 1 else x
         out = self.net.get_output_embeddings()
         bias = getattr(out, "bias", None)
         extra = None if bias is None else (x.new_ones(flat.numel(), 1), bias[: self.vocab, None])
@@ -255,15 +254,9 @@ class SmallLM(Head):
             if both is not None and terms.mask != "argmax":
                 weight, bias = weight[: self.vocab], None if bias is None else bias[: self.vocab]
             law = target_law(target, (weight, bias), feats, flat - 1, both, inside, terms.mask)
-        total, rows = chunked_loss(
-            x[None],
-            out.weight[: self.vocab],
-            Taught(inside, torch.ones_like(flat, dtype=torch.bool)[None], law),
-            self.cfg.loss,
-            torch.ones(1, device=x.device),
-            self.cfg.chunk,
-            extra,
-        )
+        whole, one = torch.ones_like(flat, dtype=torch.bool)[None], torch.ones(1, device=x.device)
+        taught = Taught(inside, whole, terms, one, law, self.cfg.chunk)
+        total, rows = chunked_loss(x[None], out.weight[: self.vocab], taught, extra)
         count = torch.tensor(float(flat.numel()), dtype=torch.float64, device=x.device)
         return LossOut(total, count, rows.stats())
 
@@ -298,9 +291,8 @@ class SmallLM(Head):
         for part in self.plan(batch, 0).split(self.cfg.chunk):
             z = self.finish.finish(nn.functional.linear(x[part - 1], weight, bias))
             for level in range(levels):
-                deep = (
-                    part % batch.ids.shape[1] >= 2 + level
-                )  # the anchor, two before the first level, must exist
+                # The anchor, two before the first level, must exist.
+                deep = part % batch.ids.shape[1] >= 2 + level
                 yield part[deep], level, z[deep]
 
     @property
@@ -376,9 +368,8 @@ class SmallLM(Head):
         bare = not any(name.startswith("net.") for name in state_dict)
         state = {f"net.{k}" if bare else k: v for k, v in state_dict.items()}
         if bare:
-            state = {
-                k: v for k, v in state.items() if k not in self.outside
-            }  # the target's own: they are there
+            # The target's own: they are there.
+            state = {k: v for k, v in state.items() if k not in self.outside}
         found = super().load_state_dict(state, strict=False, assign=assign)
         missing = [k for k in found.missing_keys if k not in self.outside]
         if strict and (missing or found.unexpected_keys):

@@ -36,9 +36,8 @@ def load_base(cfg: SmallLMConfig, target: Target) -> Any:
         verdict = compare(target.tokenizer, base.tokenizer, target.vocab_size, base.vocab_size)
         if not verdict.compatible:
             raise UserError(
-                f"head.{'path' if cfg.path else 'name'}: {cfg.path or cfg.name}: another "
-                "tokenizer than "
-                f"the target's: {verdict.reason}; choose a draft of the same family"
+                f"head.{'path' if cfg.path else 'name'}: {cfg.path or cfg.name}: another tokenizer "
+                f"than the target's: {verdict.reason}; choose a draft of the same family"
             )
     return base.model
 

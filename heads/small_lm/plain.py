@@ -69,16 +69,14 @@ def plain_model(path: str, target: Target) -> PlainModel:
         verdict = compare(target.tokenizer, draft.tokenizer, target.vocab_size, draft.vocab_size)
         if not verdict.compatible:
             raise UserError(
-                f"drafters: {path}: another tokenizer than the target's: "
-                f"{verdict.reason}; choose a draft "
-                "of the same family"
+                f"drafters: {path}: another tokenizer than the target's: {verdict.reason}; choose "
+                "a draft of the same family"
             )
     size, whole = parameters(draft.model), parameters(target.model)
     if size >= whole:
         print(
-            f"warning: {path} ({size:,} parameters) is no smaller than its target "
-            f"({whole:,}); drafting with it can "
-            "hardly pay, see the break-even figure",
+            f"warning: {path} ({size:,} parameters) is no smaller than its target ({whole:,}); "
+            "drafting with it can hardly pay, see the break-even figure",
             file=sys.stderr,
         )
     return PlainModel(draft, path, "tree" if draft.support == target.support == "tree" else "chain")

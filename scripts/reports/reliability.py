@@ -13,9 +13,7 @@ test processes record at once. Each row carries its own commit, date, command an
 tests record nothing: their share is too small to be a figure.
 
 `python -m scripts.reports.reliability` puts the table into the page; `make slow` and `make
-readme` call it. Behind it, results of train/bench_ranks.py (runs/ranks/ranks.json) become the
-row of two processes first: a speed is measured by a benchmark on a quiet machine, never by a
-test. $OUTRIDER_RELIABILITY names another JSON file, for trials.
+readme` call it. $OUTRIDER_RELIABILITY names another JSON file, for trials.
 """
 
 from __future__ import annotations
@@ -108,33 +106,11 @@ def _provenance() -> dict[str, str]:
     }
 
 
-def two_processes(found: list[dict[str, Any]]) -> None:
-    """The row of two processes, from what train/bench_ranks.py wrote for each head."""
-    texts = [
-        f"{f['head']} {f['ratio']:.2f} [{f['ratio_low']:.2f}, {f['ratio_high']:.2f}]" for f in found
-    ]
-    row = {
-        "what": "two processes on two cores against two independent runs side by side: "
-        "tokens/s (SmolLM2)",
-        "result": f"{', '.join(texts)} of their sum",
-        "met": all(f["ratio"] >= 0.9 for f in found),
-        "bar": 0.9,
-        "measured": found,
-        **_provenance(),
-        "commit": found[0]["environment"]["commit"],
-        "command": found[0]["command"],
-    }
-    with _held(path := _path()):
-        files.write_json(path, dict(sorted({**read(path), "two-processes": row}.items())))
-
-
-def main(paths: list[str]) -> int:
-    """Put the table into the page; paths: results of train/bench_ranks.py to take in before."""
-    if paths:
-        two_processes([json.loads(Path(p).read_text()) for p in paths])
+def main() -> int:
+    """Put the table into the page."""
     BLOCK.write(markdown(read(RESULTS)))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -24,7 +24,7 @@ from heads.base import Head
 from heads.interop.block import folded
 from heads.layered_drafter import LayeredDrafter
 from heads.names import Draft
-from heads.parallel.drafter import MedusaDrafter
+from heads.parallel.medusa import MedusaDrafter
 from scripts.serving.reader import Drafts, Exported, Features
 
 FROM_TARGET = ("net.mask", "net.mask_embed")  # of exported heads: rows of the target's table

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError
+from conf.typed import from_json
 from decode.target import Target
 from heads.tuned import Settings, Tuned, card_sha256
 from scripts.common import files
@@ -319,7 +320,7 @@ def per_shape(table: Sequence[dict[str, Any]], found: Sequence[Candidate]) -> di
 def tuned_from(report: dict[str, Any], folder: Path) -> Tuned:
     """What is written beside the head."""
     chosen, shapes = report["chosen"], report["per_shape"]
-    get = lambda kind: Settings.from_json(shapes[kind]) if shapes.get(kind) else None
+    get = lambda kind: from_json(shapes[kind], Settings)[0] if shapes.get(kind) else None
     s = report["settings"]
     evidence = {
         "created": report["created"],
@@ -343,7 +344,7 @@ def tuned_from(report: dict[str, Any], folder: Path) -> Tuned:
     }
     return Tuned(
         card_sha256(folder),
-        Settings.from_json(chosen["settings"]),
+        from_json(chosen["settings"], Settings)[0],
         get("chain"),
         get("tree"),
         chosen["break_even"],

@@ -63,7 +63,7 @@ CASES = {
         EagleConfig(kind="eagle1", draft_vocab=60, depth=3, nodes=7, width=3, feature_loss=1.0),
         ("steps", 0),
     ),
-    "eagle3": Case(EagleConfig(draft_vocab=60, depth=3, nodes=7, width=3), ("init", "warm")),
+    "eagle3": Case(EagleConfig(draft_vocab=60, depth=3, nodes=7, width=3), ("steps", 0)),
     "eagle3.1-two-layers": Case(
         EagleConfig(
             layers=2,

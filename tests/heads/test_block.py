@@ -545,14 +545,15 @@ def test_loss_and_gradient_with_weights_by_the_block() -> None:
             taught = Taught(
                 place,
                 whole,
+                terms,
+                torch.ones(1, dtype=torch.float64),
                 lambda part: (p[part], usable[part]),
-                Weights(slots, decay),
-                slots.parts(chunk),
-                True,
+                parts=slots.parts(chunk),
+                weigh=Weights(slots, decay),
+                rated=True,
             )
-            one = torch.ones(1, dtype=torch.float64)
             pair = (given[2], given[3])
-            total, found = chunked_loss(given[0][None], given[1], taught, terms, one, low_rank=pair)
+            total, found = chunked_loss(given[0][None], given[1], taught, pair)
             got = torch.autograd.grad(total, given)
             z = given[0] @ given[1].T + given[2] @ given[3].T
             q, inside = z.softmax(-1), place >= 0

@@ -31,6 +31,7 @@ from heads.eagle.config import EagleConfig
 from heads.eagle.head import Eagle3Head
 from heads.eagle.modules import RMSNorm
 from heads.eagle.noise import feature_noise
+from heads.eagle.rope import rope_table
 from heads.eagle.shape import layer_config
 from heads.losses import LossWeights, target_law
 from heads.names import Draft
@@ -220,24 +221,6 @@ def test_sampled_drafts_come_from_the_law_they_state(shape: str) -> None:
     narrow.validate(VOCAB, drafter.max_nodes)
 
 
-def test_initialisation_from_a_target_layer() -> None:
-    """init=layer: o and MLP equal the target's, q, k, v act on the feature half, fc hands on
-    the highest tap; EAGLE-3 then gives what the target's layer gives when the embedding is
-    ignored."""
-    target = target_of("llama", num_hidden_layers=3)
-    cfg = EagleConfig(draft_vocab=0, taps=[1, 1, 2], init="layer", init_layer=-1)
-    head = Eagle3Head.for_target(target, cfg)
-    layer = target.model.base_model.layers[2]
-    mine = head.net.layers[0]
-    assert torch.equal(mine.self_attn.q_proj.weight[:, 32:], layer.self_attn.q_proj.weight)  # type: ignore
-    assert not bool(mine.self_attn.q_proj.weight[:, :32].any())  # type: ignore
-    batch = batch_of([10])
-    feats = target.features(batch.ids, batch.mask, (1, 1, 2, 3))
-    drafter = drafter_state(head, target, batch.ids[0], [10])
-    want = feats[0, 8, 3]  # the output of the last layer after the final norm, at the last row
-    torch.testing.assert_close(head.net.read(drafter.h[0]), want, rtol=1e-4, atol=1e-4)
-
-
 def test_fresh_final_norm_and_scale_are_the_targets() -> None:
     """Gemma stores norm weights minus one, Granite and Cohere scale their logits: both end up
     in the fresh head.
@@ -352,14 +335,11 @@ def test_top_k_distillation() -> None:
     [
         ("llama", {"taps": [1, 9]}, "head.taps: 9"),
         ("llama", {"draft_vocab": 62}, "head.draft_vocab: 62 is larger"),
-        ("gpt2", {"init": "layer"}, "head.init=random"),
-        ("gpt2", {"init": "layer", "init_layer": -1}, "head.init=random"),
-        ("llama", {"init": "layer", "init_layer": 7}, "head.init_layer: 7"),
     ],
 )
 def test_mistakes_are_named(arch: str, changes: dict, words: str) -> None:
     """A user's mistake is one line that names the key."""
-    cfg = EagleConfig(**{"draft_vocab": 0, "taps": [1], "init_layer": -1, **changes})
+    cfg = EagleConfig(**{"draft_vocab": 0, "taps": [1], **changes})
     with pytest.raises(UserError, match=words):
         Eagle3Head.for_target(target_of(arch), cfg, torch.ones(VOCAB, dtype=torch.int64))
 
@@ -372,12 +352,11 @@ def test_config_problems_are_listed() -> None:
         layers=0,
         steps=0,
         step_decay=0,
-        init="x",
         shape="y",
         tree_draw="z",
     )
-    assert len(faults(bad)) == 7
-    assert EagleConfig(kind="eagle1", taps=[1], norm_output=True, init="layer").validate() != []
+    assert len(faults(bad)) == 6
+    assert EagleConfig(kind="eagle1", taps=[1], norm_output=True).validate() != []
     assert faults(EagleConfig()) == []
 
 
@@ -444,30 +423,15 @@ def test_weights_are_cast_once_a_pass(again: bool, monkeypatch: pytest.MonkeyPat
 
 def test_a_table_of_angles_serves_many_passes() -> None:
     net = head_of(target_of()).net
-    short, again = (net.turns(n, torch.float32, torch.device("cpu")) for n in (40, 70))
+    short, again = (net.rope(n, torch.float32, torch.device("cpu")) for n in (40, 70))
     assert short[0].data_ptr() == again[0].data_ptr() and len(again[0]) == 70
     for n in (40, 70, 3000):
         for one, other in zip(
-            net.turns(n, torch.float32, torch.device("cpu")),
             net.rope(n, torch.float32, torch.device("cpu")),
+            rope_table(net.config, n, torch.float32, torch.device("cpu")),
             strict=True,
         ):
             assert torch.equal(one, other)
-    assert net.turns(9, torch.bfloat16, torch.device("cpu"))[0].dtype == torch.bfloat16
+    assert net.rope(9, torch.bfloat16, torch.device("cpu"))[0].dtype == torch.bfloat16
     net.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    assert len(net.turns(2, torch.float32, torch.device("cpu"))[0]) == 2
-
-
-@pytest.mark.slow
-def test_a_compiled_layer_learns_the_same() -> None:
-    """Through batches of several sizes, which are compiled once."""
-    target = target_of()
-    heads = [head_of(target, steps=3, compile=on) for on in (False, True)]
-    for sizes in ([14, 9], [21], [12, 12, 5]):
-        outs = [head(batch_of(sizes), target) for head in heads]
-        torch.testing.assert_close(outs[0].sum, outs[1].sum, rtol=1e-5, atol=1e-5)
-        for head, out in zip(heads, outs, strict=True):
-            head.zero_grad()
-            out.sum.backward()
-        for one, other in zip(*(h.parameters() for h in heads), strict=True):
-            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
+    assert len(net.rope(2, torch.float32, torch.device("cpu"))[0]) == 2

@@ -14,7 +14,7 @@ from heads import load_head
 from heads.given import vocabulary_in
 from heads.vocab import choose
 from tests.helpers.training import chats, run, tiny_target
-from train.facts import given_vocabulary
+from train.facts import settle_vocabulary
 
 SIZE = 260
 IDS = torch.tensor([3, 10, 32, 97, 101, 110, 116, 120])
@@ -124,8 +124,8 @@ def test_its_size_is_its_own(tmp_path: Path) -> None:
 
     counts = torch.zeros(SIZE, dtype=torch.int64)
     counts[97] = 5
-    known, note = given_vocabulary(Keys, counts)
+    known, note = settle_vocabulary(Keys, counts)
     assert "the 8 tokens of" in note and "1 of them supervised" in note and Keys.draft_vocab == 8
     assert torch.equal(choose(known, 8), IDS)
-    Keys.draft_vocab_from = ""
-    assert given_vocabulary(Keys, counts) == (counts, "")
+    Keys.draft_vocab_from, Keys.draft_vocab = "", 1
+    assert settle_vocabulary(Keys, counts) == (counts, "")

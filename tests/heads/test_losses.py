@@ -64,7 +64,7 @@ def test_chunked_equals_naive(terms: LossWeights, shared: bool) -> None:
     scale = torch.tensor([1.0, 0.8, 0.64], dtype=torch.float64)
     want = naive(hidden, weight, place, valid, law, terms, scale)
     grads = torch.autograd.grad(3 * want, (hidden, weight))
-    got, rows = chunked_loss(hidden, weight, Taught(place, valid, law), terms, scale, chunk=7)
+    got, rows = chunked_loss(hidden, weight, Taught(place, valid, terms, scale, law, chunk=7))
     mine = torch.autograd.grad(3 * got, (hidden, weight))
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
     for a, b in zip(mine, grads, strict=True):
@@ -100,8 +100,8 @@ def test_low_rank_term_equals_naive(terms: LossWeights, shared: bool) -> None:
     wide = torch.cat([hidden, near.expand(K, N, 2)], -1)
     both = torch.cat([weight, far if shared else far.expand(K, V, 2)], -1)
     want = naive(wide, both, place, valid, law, terms, scale)
-    taught = Taught(place, valid, law)
-    got, rows = chunked_loss(hidden, weight, taught, terms, scale, 7, (near, far))
+    taught = Taught(place, valid, terms, scale, law, chunk=7)
+    got, rows = chunked_loss(hidden, weight, taught, (near, far))
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
     for a, b in zip(
         torch.autograd.grad(2 * got, made), torch.autograd.grad(2 * want, made), strict=True
@@ -117,7 +117,8 @@ def test_no_supervised_token_gives_zero_gradients() -> None:
     weight = torch.randn(K, V, D).requires_grad_()
     none = torch.zeros(0, dtype=torch.int64)
     valid = torch.ones(K, 0, dtype=torch.bool)
-    loss, _ = chunked_loss(hidden, weight, Taught(none, valid), LossWeights(), torch.ones(K))
+    taught = Taught(none, valid, LossWeights(), torch.ones(K))
+    loss, _ = chunked_loss(hidden, weight, taught)
     loss.backward()
     assert loss.item() == 0 and weight.grad is not None and not weight.grad.any()
 
@@ -129,9 +130,8 @@ def test_bfloat16_is_close_to_float32() -> None:
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         w = weight.clone().requires_grad_()
-        loss, _ = chunked_loss(
-            hidden.to(dtype), w, Taught(place, valid), LossWeights(), torch.ones(1)
-        )
+        taught = Taught(place, valid, LossWeights(), torch.ones(1))
+        loss, _ = chunked_loss(hidden.to(dtype), w, taught)
         loss.backward()
         found.append((loss.item() / 200, w.grad))
     assert abs(found[0][0] - found[1][0]) < 0.02
@@ -156,13 +156,8 @@ def test_peak_block_is_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
             return out
 
     hidden, weight = torch.randn(2, 64, 4).requires_grad_(), torch.randn(2, 97, 4).requires_grad_()
+    place, valid = torch.zeros(64, dtype=torch.int64), torch.ones(2, 64, dtype=torch.bool)
+    taught = Taught(place, valid, LossWeights(), torch.ones(2), chunk=16)
     with Spy():
-        chunked_loss(
-            hidden,
-            weight,
-            Taught(torch.zeros(64, dtype=torch.int64), torch.ones(2, 64, dtype=torch.bool)),
-            LossWeights(),
-            torch.ones(2),
-            chunk=16,
-        )[0].backward()
+        chunked_loss(hidden, weight, taught)[0].backward()
     assert 0 < largest <= 16 * 97

@@ -26,9 +26,9 @@ from heads.batch import Batch
 from heads.eagle.cache import DraftCache
 from heads.eagle.drafter import EagleDrafter
 from heads.losses import LossWeights
-from heads.parallel.drafter import LastFeature, MedusaDrafter
+from heads.parallel.drafter import LastFeature
 from heads.parallel.hydra_heads import HydraHeadsConfig
-from heads.parallel.medusa import MedusaConfig, MedusaHead, TuneConfig
+from heads.parallel.medusa import MedusaConfig, MedusaDrafter, MedusaHead, TuneConfig
 from tests.heads.test_eagle import head_of, target_of
 from tests.helpers.archs import VOCAB, build
 from tests.helpers.training import chats, overrides, run_config

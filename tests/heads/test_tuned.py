@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from conf.errors import UserError
+from conf.typed import from_json
 from decode.adaptive import Adaptive
 from decode.drafters import NoDraft
 from decode.engine import Request, generate
@@ -49,9 +50,9 @@ def leave(folder: Path, **changes: Any) -> None:
 
 def test_settings_survive_the_disk() -> None:
     for one in (TREE, Settings("chain", depth=4), Settings("tree", 5, 24, 6), Settings("chain")):
-        assert Settings.from_json(json.loads(json.dumps(one.to_json()))) == one
+        assert from_json(json.loads(json.dumps(one.to_json())), Settings) == (one, [])
     priced = Settings("tree", 8, 24, 4, price=Price(0.04, 0.35))
-    assert Settings.from_json(json.loads(json.dumps(priced.to_json()))) == priced
+    assert from_json(json.loads(json.dumps(priced.to_json())), Settings) == (priced, [])
     assert str(priced) == "tree 24 nodes, depth 8, width 4, at 0.04 a node, 0.35 a level"
     assert str(TREE) == "tree 3 nodes, depth 2" and str(Settings("chain", depth=4)) == "chain K=4"
 
@@ -157,18 +158,22 @@ def test_more_levels_than_heads_are_refused(medusa: Path, target: Target) -> Non
     [
         ({"format": 2}, "not in format 1"),
         ({"card_sha256": "0" * 64}, "tuned for another head"),
-        ({"best": {"shape": "star"}}, "shape must be chain or tree"),
-        ({"break_even": 0.5}, "break_even must be"),
-        ({"best": {"shape": "chain", "depth": 10**9}}, "depth must be a whole number"),
-        ({"best": {"shape": "tree", "paths": [[0, 0]]}}, "has no parent"),
-        ({"best": {"shape": "tree", "paths": [["a"]]}}, "lists of ranks"),
-        ({"chain": {"shape": "tree"}}, "chain holds"),
-        ({"best": None}, "shape must be"),
-        ({"best": {"shape": "chain", "price": 0.1}}, "price must be numbers of tokens"),
-        ({"best": {"shape": "chain", "price": {"node": True}}}, "price must be numbers of tokens"),
-        ({"best": {"shape": "chain", "price": {"level": float("nan")}}}, "price must be numbers"),
-        ({"best": {"shape": "chain", "price": {"leaf": 1}}}, "price must be numbers of tokens"),
-        ({"adaptive": {"shape": "chain"}}, "adaptive holds settings without a price"),
+        ({"best": {"shape": "star"}}, "best.shape: 'star' is none of"),
+        ({"break_even": 0.5}, "break_even: 0.5 is below 1"),
+        ({"best": {"shape": "chain", "depth": 10**9}}, "best.depth: 1000000000 is above"),
+        ({"best": {"shape": "tree", "paths": [[0, 0]]}}, "best.paths: .* has no parent"),
+        ({"best": {"shape": "tree", "paths": [["a"]]}}, "best.paths: 'a' is not"),
+        ({"chain": {"shape": "tree"}}, "chain: holds"),
+        ({"best": None}, "best: None is not"),
+        ({"best": {"shape": "chain", "price": 0.1}}, "best.price: 0.1 is not"),
+        ({"best": {"shape": "chain", "price": {"node": True}}}, "best.price.node: True is not"),
+        (
+            {"best": {"shape": "chain", "price": {"level": float("nan")}}},
+            "best.price.level: nan is",
+        ),
+        ({"best": {"shape": "chain", "price": {"leaf": 1}}}, "best.price.leaf: no such key"),
+        ({"best": {"shape": "chain", "price": {"node": -1}}}, "price: .* from 0 on"),
+        ({"adaptive": {"shape": "chain"}}, "adaptive: holds settings without a price"),
     ],
 )
 def test_a_damaged_file_is_told_with_the_fix(

@@ -54,16 +54,3 @@ def test_the_readme_shows_the_committed_rows() -> None:
     text = reliability.BLOCK.page.read_text()
     body = reliability.markdown(reliability.read(reliability.RESULTS))
     assert reliability.BLOCK.put(text, body) == text, "run python -m scripts.reports.reliability"
-
-
-def test_a_benchmark_of_two_processes_becomes_a_row(out: Path) -> None:
-    about = {"command": "python train/x.py", "environment": {"commit": "abc"}}
-    about |= {"ratio_low": 0.8, "ratio_high": 1.0}
-    found = [{"head": h, "ratio": r, **about} for h, r in (("medusa", 0.95), ("eagle3", 0.891))]
-    reliability.two_processes(found)
-    row = json.loads(out.read_text())["two-processes"]
-    assert row["result"] == "medusa 0.95 [0.80, 1.00], eagle3 0.89 [0.80, 1.00] of their sum"
-    assert not row["met"]
-    assert (row["commit"], row["command"], row["measured"]) == ("abc", "python train/x.py", found)
-    reliability.two_processes(found[:1])
-    assert json.loads(out.read_text())["two-processes"]["met"]

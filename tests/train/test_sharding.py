@@ -25,7 +25,7 @@ from tests.helpers.archs import build
 from tests.helpers.faults import finish
 from tests.helpers.training import overrides
 from train import accept, loop, sharding
-from train.config import EagleRun, MedusaRun
+from train.config import DraftRun, MedusaRun
 
 # Names of tensors as in the model; experts that the files keep apart; a fused projection;
 # transposed weights and buffers; sliding windows. Five rows of 16 make no two equal halves.
@@ -178,13 +178,16 @@ def test_a_signal_at_one_rank_ends_the_evaluation_of_a_sharded_target(
 def test_what_needs_whole_layers_says_why(data: Path, tmp_path: Path) -> None:
     """A head that copies layers of its target reads them whole, and learns as in one process."""
     target = saved(tmp_path / "target", "llama", num_hidden_layers=3)
-    keys = ["head.init=layer", "head.draft_vocab=0", "dtype=float64", "steps=1", "device=cpu"]
+    keys = ["head.from_target_layers=1", "dtype=float64", "steps=1", "device=cpu"]
     keys += ["data.cache=false", "data.held_out=0.1", "eval.every=0", "eval.parity=0"]
     given = ["target=local", f"target.path={target.path}", f"data.path={data}", "batch_size=4"]
     given += [*keys, "save_every=0", f"out_dir={tmp_path / 'run'}", "shard_target=true"]
-    cfg = compose("eagle", EagleRun, given)
-    assert finish(2, lambda: loop.fit(cfg, HEADS["eagle3"]), tmp_path / "said") == [0, 0]
-    assert "read whole by every rank (head.init=layer copies" in (tmp_path / "said.0").read_text()
+    cfg = compose("draft", DraftRun, given)
+    assert finish(2, lambda: loop.fit(cfg, HEADS["small_lm"]), tmp_path / "said") == [0, 0]
+    assert (
+        "read whole by every rank (head.from_target_layers copies"
+        in (tmp_path / "said.0").read_text()
+    )
 
 
 def test_an_empty_weight_that_was_never_read_is_named(tmp_path: Path) -> None:

@@ -118,9 +118,8 @@ class FeatureStore:
         missing = [t for t in taps if t not in card["taps"]]
         if missing:
             raise UserError(
-                f"{path}: holds the hidden states {card['taps']}, the head reads "
-                f"{list(taps)}; {AGAIN}, "
-                "and with taps=[..] or heads=[..] of this head"
+                f"{path}: holds the hidden states {card['taps']}, the head reads {list(taps)}; "
+                f"{AGAIN}, and with taps=[..] or heads=[..] of this head"
             )
         problems = damage(shards)
         if problems:
@@ -199,16 +198,14 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], list[Shard]]:
             raise UserError(
                 f"{path}: its shards do not cover the rows 0 to {card['rows']} once; {AGAIN}"
             )
-        if (
-            text != json.dumps(card, indent=1) + "\n"
-        ):  # reads the same, but it is not what was written
+        # Reads the same, but it is not what was written.
+        if text != json.dumps(card, indent=1) + "\n":
             raise UserError(f"{path}: damaged (changed after it was written); {AGAIN}")
     except FileNotFoundError:
         if (folder / PLAN).is_file():
             raise UserError(
-                f"{folder}: the features are not complete; start the command that wrote "
-                "them again, it "
-                "continues"
+                f"{folder}: the features are not complete; start the command that wrote them "
+                "again, it continues"
             ) from None
         raise UserError(
             f"data.features: {folder} has no {MANIFEST}; scripts/cache_features.py writes one"
@@ -232,16 +229,11 @@ def damage(shards: Sequence[Shard]) -> list[str]:
 
     def check(shard: Shard) -> str | None:
         try:
-            if shard.path.stat().st_size != shard.bytes:
-                return (
-                    f"{shard.path}: {shard.path.stat().st_size:,} bytes, {shard.bytes:,} were "
-                    "written"
-                )
-            return (
-                None
-                if sha256_remembered([shard.path])[0] == shard.sha256
-                else f"{shard.path}: sha256 differs"
-            )
+            size = shard.path.stat().st_size
+            if size != shard.bytes:
+                return f"{shard.path}: {size:,} bytes, {shard.bytes:,} were written"
+            same = sha256_remembered([shard.path])[0] == shard.sha256
+            return None if same else f"{shard.path}: sha256 differs"
         except OSError as error:
             return f"{shard.path}: cannot be read ({error.strerror})"
 
@@ -392,10 +384,9 @@ class Source:
             or getattr(head.cfg, "top_k", 0) not in (0, law)
         ):
             raise UserError(
-                f"data.features: {folder} holds the law of the {law} most probable "
-                "tokens in place of the "
-                f"last hidden state, which this {type(head).kind} head reads; write it "
-                "with law_top_k=0"
+                f"data.features: {folder} holds the law of the {law} most probable tokens in place "
+                f"of the last hidden state, which this {type(head).kind} head reads; write it with "
+                "law_top_k=0"
             )
         _ = target.head  # asks the layers how logits follow; later they may be gone
         self.store = FeatureStore.open(
@@ -418,7 +409,6 @@ def refuse(kind: type[Head]) -> None:
     """Raises UserError for a kind of head that cannot learn from stored features."""
     if kind.trains_target:
         raise UserError(
-            f"data.features: {kind.kind} changes the target while it learns, stored "
-            "features would be "
-            "those of a model that is no more; leave data.features out"
+            f"data.features: {kind.kind} changes the target while it learns, stored features would "
+            "be those of a model that is no more; leave data.features out"
         )

@@ -21,7 +21,6 @@ target's.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +33,7 @@ from torch import Tensor
 
 from conf.errors import UserError
 from decode.engine import Request, Rule
+from decode.models.identity import sha256_file
 from decode.rng import Rng
 from decode.sampling import Law
 from decode.tree import DraftTree
@@ -121,7 +121,7 @@ def write(folder: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> No
         "rounds": len(tensors["row"]),
         "accepted": int(tensors["accepted"].sum()),
         **about,
-        "weights_sha256": _sha256(folder / WEIGHTS),
+        "weights_sha256": sha256_file(folder / WEIGHTS),
     }
     (folder / CARD).write_text(json.dumps(card, indent=1) + "\n")
 
@@ -134,7 +134,7 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         card = json.loads(path.read_text())
         if card["format"] != FORMAT:
             raise UserError(f"{path}: format {card['format']}, this version reads {FORMAT}")
-        if _sha256(folder / WEIGHTS) != card["weights_sha256"]:
+        if sha256_file(folder / WEIGHTS) != card["weights_sha256"]:
             raise UserError(f"{folder / WEIGHTS}: damaged (sha256 differs); {AGAIN}")
         tensors = load_file(folder / WEIGHTS)
     except FileNotFoundError as error:
@@ -176,8 +176,3 @@ def reach(tensors: dict[str, Tensor]) -> Tensor:
     far = torch.minimum(tensors["accepted"] + 1, drafted)
     out[tensors["offsets"][tensors["row"]] + tensors["anchor"]] = far
     return out
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

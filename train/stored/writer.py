@@ -45,9 +45,8 @@ def taps_of(cfg: Any, target: Target) -> tuple[int, ...]:
         )
         if cfg.law_top_k and (not own or target.num_layers in own):
             raise UserError(
-                f"law_top_k: {name} reads the last hidden state itself; leave law_top_k "
-                "out, or store for "
-                "heads=[eagle3] alone"
+                f"law_top_k: {name} reads the last hidden state itself; leave law_top_k out, or "
+                "store for heads=[eagle3] alone"
             )
         wanted |= own
     for tap in wanted:
@@ -77,12 +76,8 @@ class Writer:
 
     def __init__(self, cfg: Any, target: Target, rows: Rows) -> None:
         """cfg: keys of scripts/cache_features.py."""
-        self.cfg, self.target, self.rows, self.folder = (
-            cfg,
-            target,
-            rows,
-            Path(cfg.out).expanduser(),
-        )
+        self.cfg, self.target, self.rows = cfg, target, rows
+        self.folder = Path(cfg.out).expanduser()
         self.taps, self.store = taps_of(cfg, target), cfg.store or cfg.dtype
         size = torch_dtype(self.store).itemsize
         self.per_token = len(self.taps) * target.hidden_size * size + cfg.law_top_k * (4 + size)
@@ -134,9 +129,8 @@ class Writer:
         """
         whole = self.rows.ids.numel() * self.per_token
         text = (
-            f"features: {self.rows.ids.numel():,} tokens x {len(self.taps)} hidden "
-            f"states {list(self.taps)} x "
-            f"{self.target.hidden_size} x {self.store}"
+            f"features: {self.rows.ids.numel():,} tokens x {len(self.taps)} hidden states "
+            f"{list(self.taps)} x {self.target.hidden_size} x {self.store}"
             + (f" and the {self.cfg.law_top_k} most probable tokens" if self.cfg.law_top_k else "")
             + f" = {whole:,} bytes in {self.count} files"
         )
@@ -156,9 +150,8 @@ class Writer:
             ]
             if differ:
                 raise UserError(
-                    f"out: {self.folder} holds other features ({'; '.join(differ)}); "
-                    "choose another "
-                    "folder, or remove this one"
+                    f"out: {self.folder} holds other features ({'; '.join(differ)}); choose "
+                    "another folder, or remove this one"
                 )
         elif self.folder.is_dir() and any(self.folder.iterdir()):
             raise UserError(
@@ -175,9 +168,8 @@ class Writer:
         free, need = shutil.disk_usage(near).free, whole - there + (1 << 20)
         if free < need:
             raise UserError(
-                f"out: {near} has {free:,} bytes free, {need:,} are needed; free space, "
-                "store fewer taps, "
-                "or give another folder"
+                f"out: {near} has {free:,} bytes free, {need:,} are needed; free space, store "
+                "fewer taps, or give another folder"
             )
         return f"{text}, {there:,} there already, {free:,} free on {near}"
 
@@ -236,16 +228,11 @@ class Writer:
                     out[f"tap.{tap}"][start : start + size] = found[b, :size, i]
                 for piece in range(0, size if law else 0, 512):
                     end = min(size, piece + 512)
-                    p = (
-                        self.target.unembed(wide[b, piece:end, -1])
-                        .float()
-                        .softmax(-1)
-                        .topk(law, -1)
-                    )
-                    out["law.p"][start + piece : start + end] = p.values.to(
-                        device="cpu", dtype=kind
-                    )
-                    out["law.ids"][start + piece : start + end] = p.indices.to("cpu", torch.int32)
+                    z = self.target.unembed(wide[b, piece:end, -1])
+                    p = z.float().softmax(-1).topk(law, -1)
+                    part_of = slice(start + piece, start + end)
+                    out["law.p"][part_of] = p.values.to(device="cpu", dtype=kind)
+                    out["law.ids"][part_of] = p.indices.to("cpu", torch.int32)
             yield int(self.rows.lengths[part].sum())
         self._keep(number, out)
 

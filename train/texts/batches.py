@@ -191,10 +191,7 @@ class Rows:
         sizes = self.lengths[rows].tolist()
         bins, longest = _sequences(sizes, width)
         ids = torch.zeros(len(bins), longest, dtype=torch.int64)
-        mask, loss = (
-            torch.zeros_like(ids, dtype=torch.bool),
-            torch.zeros_like(ids, dtype=torch.bool),
-        )
+        mask, loss = (torch.zeros_like(ids, dtype=torch.bool) for _ in range(2))
         position = torch.zeros_like(ids)
         reach = None if self.reach is None else torch.zeros_like(ids)
         for b, chosen in enumerate(bins):
@@ -202,11 +199,8 @@ class Rows:
             for i in chosen:
                 part = slice(start, start := start + sizes[i])
                 flat = slice(int(self.offsets[rows[i]]), int(self.offsets[rows[i] + 1]))
-                ids[b, part], mask[b, part], loss[b, part] = (
-                    self.ids[flat].long(),
-                    True,
-                    self.loss[flat],
-                )
+                ids[b, part], mask[b, part] = self.ids[flat].long(), True
+                loss[b, part] = self.loss[flat]
                 position[b, part] = torch.arange(sizes[i])
                 if reach is not None and self.reach is not None:
                     reach[b, part] = self.reach[flat]
@@ -470,16 +464,13 @@ def load_rows(
     total = rows.lines.numel() + len(rows.bad)
     if len(rows.bad) > cfg.max_bad_fraction * total:
         raise UserError(
-            f"{rows.bad[0]}; {len(rows.bad)} of {total} rows are unusable "
-            f"({rows.reasons()}), above "
-            f"data.max_bad_fraction={cfg.max_bad_fraction}; mend them or raise it (a run "
-            "that starts lists "
-            f"all of them in {LEFT_OUT})"
+            f"{rows.bad[0]}; {len(rows.bad)} of {total} rows are unusable ({rows.reasons()}), "
+            f"above data.max_bad_fraction={cfg.max_bad_fraction}; mend them or raise it (a run "
+            f"that starts lists all of them in {LEFT_OUT})"
         )
     if rows.max_id >= vocab_size:
         raise UserError(
-            f"target: its tokenizer makes id {rows.max_id}, its vocabulary has "
-            f"{vocab_size} "
+            f"target: its tokenizer makes id {rows.max_id}, its vocabulary has {vocab_size} "
             "entries; use the tokenizer of this model"
         )
     if not rows.supervised:
@@ -680,8 +671,7 @@ def _unbroken(rows: Iterator[Row | BadRow], name: str) -> Iterator[Row | BadRow]
     except Exception as error:  # network, parquet, decompression: all about what the user named
         raise UserError(
             f"data.name: {name} cannot be read beyond row {count} ({first_line(error)}); start the "
-            "same command again, "
-            "or set data.streaming=false"
+            "same command again, or set data.streaming=false"
         ) from None
 
 

@@ -131,11 +131,8 @@ class TokenWriter:
 
     def _array(self, name: str) -> Any:
         """What of a tensor is in memory."""
-        return (
-            np.frombuffer(getattr(self, name), dtype=KINDS[name][1])
-            if len(getattr(self, name))
-            else np.empty(0, KINDS[name][1])
-        )
+        held, kind = getattr(self, name), KINDS[name][1]
+        return np.frombuffer(held, dtype=kind) if len(held) else np.empty(0, kind)
 
     def write(self, path: Path, about: dict[str, Any]) -> None:
         """Leave the rows as `path`: staged, synced, renamed. about: JSON kept with them.

@@ -30,7 +30,9 @@ TESTS = {
     "decode/adaptive.py": ["decode/test_adaptive.py"],
     "decode/union.py": ["decode/test_union.py"],
     "decode/draft_model.py": ["heads/test_small_lm.py"],
+    "heads/drafting.py": ["heads/test_sequential_heads.py", "heads/test_medusa.py"],
     "heads/parallel/drafter.py": ["heads/test_sequential_heads.py", "heads/test_medusa.py"],
+    "heads/parallel/medusa.py": ["heads/test_sequential_heads.py", "heads/test_medusa.py"],
     "heads/eagle/drafter.py": ["heads/test_eagle.py", "heads/test_parity.py"],
 }
 
