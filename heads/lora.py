@@ -12,7 +12,7 @@ An LM head is left alone: it is read as a matrix, not called.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 

@@ -36,9 +36,7 @@ CHUNKS = {"cpu": 512}
 CHUNK = 4096
 
 # Tokens of a chunk -> (p [m, Vd], usable [m] bool)
-LawFn = Callable[
-    [slice], tuple[Tensor, Tensor]
-]
+LawFn = Callable[[slice], tuple[Tensor, Tensor]]
 Mask = Literal["token", "argmax", "all"]
 
 

@@ -81,9 +81,7 @@ class Parity:
     lengths: dict[str, stats.Interval] = field(default_factory=dict)
     every_place: float | None = None
     # Per level: total variation, mean and largest.
-    distance: list[list[float]] = field(
-        default_factory=list
-    )
+    distance: list[list[float]] = field(default_factory=list)
     identical: bool | None = None  # the reloaded head wrote the very same drafts
     problems: list[str] = field(default_factory=list)
 

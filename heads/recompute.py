@@ -54,9 +54,7 @@ def layers_recomputed(model: nn.Module, on: bool = True) -> Iterator[None]:
 def _again(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     places = [(part._parameters, name) for part in layer.modules() for name in part._parameters]
     # torch.func.functional_call puts others in for a while.
-    weights = [
-        held[name] for held, name in places
-    ]
+    weights = [held[name] for held, name in places]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         now = [held[name] for held, name in places]

@@ -58,9 +58,7 @@ def decoded_acceptance(
         return {}
     requests = [Request(rows.prompt(row), cfg.max_new_tokens, id=row) for row in chosen]
     # The ranks of a sharded target only run it together.
-    alone = (
-        accelerator.num_processes == 1 or target.sharded
-    )
+    alone = accelerator.num_processes == 1 or target.sharded
     mine = requests if alone else requests[accelerator.process_index :: accelerator.num_processes]
 
     def heed(*_: Any) -> None:

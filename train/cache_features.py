@@ -24,9 +24,7 @@ from pathlib import Path
 from typing import Annotated
 
 # train/ stands first and would shadow libraries
-sys.path[0] = str(
-    Path(__file__).resolve().parents[1]
-)
+sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from accelerate import PartialState
 from rich.console import Console

@@ -26,9 +26,7 @@ from train.measure import memory
 from train.texts.batches import Plan, Rows
 
 # (counts [V], **changed head keys) -> a target and a fresh head on it
-Fresh = Callable[
-    ..., tuple[Target, Head]
-]
+Fresh = Callable[..., tuple[Target, Head]]
 TOKENS = 24  # different tokens of the oracle's random texts: chance is 1 in 24
 NEAR = 0.85  # near-maximal accepted length, as a share of the longest possible
 
@@ -251,9 +249,7 @@ def overfit(fresh: Fresh, prompt: list[int], updates: int = 300, lr: float = 2e-
     run = generate(target, drafter, [ask], Sampling(), eos_ids=()).generations[0]
     clean = [c.accepted for c in run.cycles if not c.cut] or [0]
     # Levels that no training step has seen are not asked for.
-    least = NEAR * (
-        1 + min(levels, drafter.max_depth)
-    )
+    least = NEAR * (1 + min(levels, drafter.max_depth))
     got = 1 + sum(clean) / len(clean)
     check.say(f"teacher-forced top-1 {' '.join(f'{r:.0%}' for r in right)} after {used} updates")
     check.say(

@@ -31,9 +31,7 @@ def run(command: Callable[[], None]) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
             # It only waits for this process, and has nothing to add.
-            os.kill(
-                parent, signal.SIGTERM
-            )
+            os.kill(parent, signal.SIGTERM)
         raise
 
 

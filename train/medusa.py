@@ -10,9 +10,7 @@ import sys
 from pathlib import Path
 
 # train/ stands first and would shadow libraries
-sys.path[0] = str(
-    Path(__file__).resolve().parents[1]
-)
+sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from train import launcher
 from train.config import MedusaRun

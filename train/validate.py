@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any
 
 # train/ stands first and would shadow libraries
-sys.path[0] = str(
-    Path(__file__).resolve().parents[1]
-)
+sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 from omegaconf import OmegaConf

@@ -79,9 +79,7 @@ def shard_layers(target: Target, stacks: list[nn.ModuleList], device: torch.devi
     from accelerate.utils import DeepSpeedPlugin
 
     # Gloo will do: DeepSpeed would compile a collective of its own first, for minutes.
-    if (
-        device.type == "cpu"
-    ):
+    if device.type == "cpu":
         deepspeed.ops.__compatible_ops__ = dict.fromkeys(deepspeed.ops.__compatible_ops__, False)
     given = DeepSpeedPlugin().deepspeed_config["zero_optimization"]
     zero = {k: v for k, v in given.items() if v != "auto" and not k.startswith("offload")}

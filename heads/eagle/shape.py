@@ -42,9 +42,7 @@ def layer_config(target: Target, layers: int) -> dict[str, Any]:
     heads = get("num_attention_heads", default=1)
     rope = dict(get("rope_parameters", default={}))
     # Families with a sliding window keep one set per layer type.
-    rope = dict(
-        rope.get("full_attention") or rope
-    )
+    rope = dict(rope.get("full_attention") or rope)
     rope.pop("partial_rotary_factor", None)  # a Llama layer rotates whole heads
     return {
         "hidden_size": width,

@@ -86,9 +86,7 @@ def exported(folder: Path) -> dict[str, Any] | None:
         return None
     value = _json(folder / MANIFEST)
     # Converted targets carry a file of this name too.
-    return (
-        value if "engine_format" in value else None
-    )
+    return value if "engine_format" in value else None
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -254,9 +254,7 @@ class HydraHeads(ParallelHead):
         )
         for i, at in enumerate(reads):
             # Beyond the end only where t does not exist.
-            ahead = at[:, None] + torch.arange(
-                1, i + 2, device=at.device
-            )
+            ahead = at[:, None] + torch.arange(1, i + 2, device=at.device)
             e = (
                 target.embed(ids[ahead.clamp(max=ids.numel() - 1)]).detach().to(feats.dtype)
                 * self.embed_scale

@@ -73,9 +73,7 @@ class Prefix(DraftNet):
         cos, sin = self.rope(length, feats.dtype, feats.device)
         rope, mask, apart = (cos[None], sin[None]), None, batch.apart()
         # Packed documents: each at its own positions, and no document sees another.
-        if (
-            apart is not None
-        ):
+        if apart is not None:
             rope = (cos[batch.position], sin[batch.position])
             mask = (~apart).tril()[:, None]
         out = self(feats, rope, keep, mask)

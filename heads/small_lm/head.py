@@ -235,9 +235,7 @@ class SmallLM(Head):
         place = batch.ids.reshape(-1)[flat]
         x = self.hidden(batch.ids).flatten(0, 1)[flat - 1]
         # A softcap keeps the order and is left out.
-        x = (
-            x * self.finish.scale if self.finish.scale != 1 else x
-        )
+        x = x * self.finish.scale if self.finish.scale != 1 else x
         out = self.net.get_output_embeddings()
         bias = getattr(out, "bias", None)
         extra = None if bias is None else (x.new_ones(flat.numel(), 1), bias[: self.vocab, None])
@@ -294,9 +292,7 @@ class SmallLM(Head):
             z = self.finish.finish(nn.functional.linear(x[part - 1], weight, bias))
             for level in range(levels):
                 # The anchor, two before the first level, must exist.
-                deep = (
-                    part % batch.ids.shape[1] >= 2 + level
-                )
+                deep = part % batch.ids.shape[1] >= 2 + level
                 yield part[deep], level, z[deep]
 
     @property
@@ -373,9 +369,7 @@ class SmallLM(Head):
         state = {f"net.{k}" if bare else k: v for k, v in state_dict.items()}
         if bare:
             # The target's own: they are there.
-            state = {
-                k: v for k, v in state.items() if k not in self.outside
-            }
+            state = {k: v for k, v in state.items() if k not in self.outside}
         found = super().load_state_dict(state, strict=False, assign=assign)
         missing = [k for k in found.missing_keys if k not in self.outside]
         if strict and (missing or found.unexpected_keys):

@@ -309,7 +309,7 @@ def taught(target: Target, kind: str, depth: int = 4, **changes: object) -> Eagl
     the target's.
     """
     head = head_of(target, kind=kind, draft_vocab=0, depth=depth, nodes=9, width=3, **changes)
-    head.init_head(target)
+    head.start(target, None)
     return head
 
 

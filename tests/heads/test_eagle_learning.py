@@ -28,10 +28,10 @@ from heads.batch import Batch
 from heads.eagle import head as head_module
 from heads.eagle import modules
 from heads.eagle.config import EagleConfig
-from heads.eagle.rope import rope_table
 from heads.eagle.head import Eagle3Head
 from heads.eagle.modules import RMSNorm
 from heads.eagle.noise import feature_noise
+from heads.eagle.rope import rope_table
 from heads.eagle.shape import layer_config
 from heads.losses import LossWeights, target_law
 from heads.names import Draft

@@ -184,7 +184,10 @@ def test_what_needs_whole_layers_says_why(data: Path, tmp_path: Path) -> None:
     given += [*keys, "save_every=0", f"out_dir={tmp_path / 'run'}", "shard_target=true"]
     cfg = compose("draft", DraftRun, given)
     assert finish(2, lambda: loop.fit(cfg, HEADS["small_lm"]), tmp_path / "said") == [0, 0]
-    assert "read whole by every rank (head.from_target_layers copies" in (tmp_path / "said.0").read_text()
+    assert (
+        "read whole by every rank (head.from_target_layers copies"
+        in (tmp_path / "said.0").read_text()
+    )
 
 
 def test_an_empty_weight_that_was_never_read_is_named(tmp_path: Path) -> None:

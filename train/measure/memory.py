@@ -124,9 +124,7 @@ def predict(cfg: Any, target: Target, head: Head, rows: Rows, plan: Plan) -> Pea
     held, saving = found[small][1], 0
     if device.type != "cuda":
         # train/saving.py.
-        held += (
-            12 * trained if cfg.async_save and 0 < cfg.save_every < cfg.steps else 0
-        )
+        held += 12 * trained if cfg.async_save and 0 < cfg.save_every < cfg.steps else 0
         saving = 8 * trained  # safetensors copies the moments; no gradient is held then
     return Peak(
         held, 8 * trained, round(step), saving, loading, len(part), int(rows.lengths[longest[0]])

@@ -199,9 +199,7 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], list[Shard]]:
                 f"{path}: its shards do not cover the rows 0 to {card['rows']} once; {AGAIN}"
             )
         # Reads the same, but it is not what was written.
-        if (
-            text != json.dumps(card, indent=1) + "\n"
-        ):
+        if text != json.dumps(card, indent=1) + "\n":
             raise UserError(f"{path}: damaged (changed after it was written); {AGAIN}")
     except FileNotFoundError:
         if (folder / PLAN).is_file():

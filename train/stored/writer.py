@@ -229,9 +229,10 @@ class Writer:
                 for piece in range(0, size if law else 0, 512):
                     end = min(size, piece + 512)
                     z = self.target.unembed(wide[b, piece:end, -1])
-                    p, part_of = z.float().softmax(-1).topk(law, -1), slice(start + piece, start + end)
-                    out["law.p"][part_of] = p.values.to(device="cpu", dtype=kind)
-                    out["law.ids"][part_of] = p.indices.to("cpu", torch.int32)
+                    p = z.float().softmax(-1).topk(law, -1)
+                    place = slice(start + piece, start + end)
+                    out["law.p"][place] = p.values.to(device="cpu", dtype=kind)
+                    out["law.ids"][place] = p.indices.to("cpu", torch.int32)
             yield int(self.rows.lengths[part].sum())
         self._keep(number, out)
 
