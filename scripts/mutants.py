@@ -53,6 +53,7 @@ from scripts.proofs.mutants.mutate import Mutant, choose, mutants
 MODULES: dict[str, tuple[str, ...]] = {
     "decode/verify.py": (),
     "decode/unasked.py": (),
+    "decode/inner.py": (),
     "decode/sampling.py": (),
     "decode/rng.py": (),
     "decode/inverse_cdf.py": (),

@@ -23,6 +23,7 @@ from scripts.scoring.assisted import assistants
 from scripts.scoring.contest import Lane, Settings, request_id, run_contest
 from scripts.scoring.reference import hf_generate
 from tests.helpers import pictures
+from tests.helpers.commands import code_of
 from tests.helpers.training import TINY
 
 TARGET = ["target=tiny", *(f"target.{k}={v}" for k, v in TINY.items())]
@@ -192,10 +193,10 @@ def test_ids_of_turns_never_meet() -> None:
 @pytest.mark.parametrize(
     "command, more",
     [
-        (evaluate.main, ["drafters=[none]", "out=OUT"]),
-        (certify.main, ["drafter=none", "out=OUT"]),
-        (tune.command, ["drafter=ngram", "out=OUT"]),
-        (prove.main, ["only=[scalar]", "state=OUT", "out=OUT/x.json"]),
+        (evaluate.main, ["drafters=[none]", "out=OUT", *TARGET]),
+        (certify.main, ["drafter=none", "out=OUT", *TARGET]),
+        (tune.command, ["drafter=ngram", "out=OUT", *TARGET]),
+        (prove.main, ["only=[enumeration]", "state=OUT", "out=OUT/x.json"]),
     ],
 )
 def test_a_second_process_is_refused(
@@ -206,14 +207,14 @@ def test_a_second_process_is_refused(
 
     for module in (certify, tune, evaluate):
         monkeypatch.setattr(module, "load_target", loaded)
-    monkeypatch.setitem(prove.SECTIONS, "scalar", loaded)
+    monkeypatch.setitem(prove.SECTIONS, "enumeration", loaded)
     args = [a.replace("OUT", str(tmp_path / "out")) for a in more]
     with files.sole_writer(tmp_path / "out"):
-        assert code(command, *args) == 2
+        assert code_of(command, *args) == 2
         assert f"another process is writing {tmp_path / 'out'}; wait for it" in one_line(capsys)
     assert not list(tmp_path.glob(".*.lock"))
     with pytest.raises(AssertionError, match="the run began"):
-        command([*TARGET, *args])
+        command(args)
     assert not list(tmp_path.glob(".*.lock")), "a run that fails gives its mark back"
 
 

@@ -230,9 +230,9 @@ class Writer:
                     end = min(size, piece + 512)
                     z = self.target.unembed(wide[b, piece:end, -1])
                     p = z.float().softmax(-1).topk(law, -1)
-                    part_of = slice(start + piece, start + end)
-                    out["law.p"][part_of] = p.values.to(device="cpu", dtype=kind)
-                    out["law.ids"][part_of] = p.indices.to("cpu", torch.int32)
+                    place = slice(start + piece, start + end)
+                    out["law.p"][place] = p.values.to(device="cpu", dtype=kind)
+                    out["law.ids"][place] = p.indices.to("cpu", torch.int32)
             yield int(self.rows.lengths[part].sum())
         self._keep(number, out)
 

@@ -7,13 +7,17 @@ import io
 
 import pytest
 
+VERIFIER = [
+    "decode/test_verify.py",
+    "decode/test_verify_edges.py",
+    "decode/test_verify_extremes.py",
+]
 # The test files about each module.
 TESTS = {
-    "decode/verify.py": [
-        "decode/test_verify.py",
-        "decode/test_verify_edges.py",
-        "decode/test_verify_extremes.py",
-    ],
+    "decode/verify.py": VERIFIER,
+    "decode/unasked.py": VERIFIER,
+    "decode/inner.py": [*VERIFIER, "decode/test_tree.py"],
+    "decode/inverse_cdf.py": ["decode/test_sampling.py", "decode/test_verify_edges.py"],
     "decode/sampling.py": ["decode/test_sampling.py", "decode/test_verify_edges.py"],
     "decode/rng.py": ["decode/test_sampling.py"],
     "decode/engine.py": ["decode/test_engine.py"],
