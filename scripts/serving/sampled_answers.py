@@ -67,18 +67,35 @@ def ask_all(job: Job, parts: Parts, watch: Watch, approve: Approve) -> Asked:
 
 async def _ask_all(job: Job, parts: Parts, watch: Watch, approve: Approve) -> Asked:
     async with Door(job.address) as door:
+        before, known = await door.counters(), _answers(parts)
         greedy = await _greedy(door, job, parts, watch)
         await asyncio.to_thread(approve, greedy)
         sampled = [] if job.sampling.greedy else await _sampled(door, job, parts, watch)
         if sampled:
             await parts_once(parts, "seeds", _seeds(door, job))
-        counters = await door.counters()
+        after = await door.counters()
+    if before is not None and after is not None:
+        made = after["draft_tokens"] - before["draft_tokens"]
+        parts.add("counted", {"answers": _answers(parts) - known, "drafted": made})
     rows = [*parts.lines("greedy"), *parts.lines("sampled")]
     told = [row["drafted"] for row in rows if row["drafted"] is not None]
-    drafted = sum(told) if told else (counters or {}).get("draft_tokens")
+    drafted = sum(told) if told else _counted(parts)
     notes = sorted({note for row in rows for note in row["ignored"]})
     notes += [row for row in parts.lines("seeds") if row]
     return Asked(door.kind, sampled, greedy, drafted, notes)
+
+
+def _answers(parts: Parts) -> int:
+    return len(parts.lines("greedy")) + len(parts.lines("sampled"))
+
+
+def _counted(parts: Parts) -> int | None:
+    """Draft tokens by the server's counters, those of earlier runs too; None where it has none,
+    or where none were seen and some answers came in a run that was killed."""
+    runs = parts.lines("counted")
+    drafted = sum(run["drafted"] for run in runs)
+    whole = sum(run["answers"] for run in runs) == _answers(parts)
+    return drafted if runs and (drafted or whole) else None
 
 
 async def parts_once(parts: Parts, name: str, value: Any) -> None:

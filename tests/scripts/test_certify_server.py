@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from decode.models.load import TargetConfig, load_target
+from decode.sampling import Sampling
 from scripts.certify import server
+from scripts.common.parts import Parts
 from scripts.serving import asking
+from scripts.serving.sampled_answers import Job, ask_all
 from tests.helpers.speculating_server import DEFECTS, serving
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab": 260}
@@ -117,6 +120,26 @@ def test_a_killed_run_goes_on(target, draft, prompts, tmp_path, monkeypatch) -> 
     assert code in (0, 3) and paper["resumed"] and len(kept) > 3
     numbers = [json.loads(line)["number"] for line in kept]
     assert numbers == sorted(numbers)
+
+
+def test_drafts_are_counted_over_all_runs(target, draft, tmp_path) -> None:
+    """A server that was started anew counts from 0; a run that was killed leaves no count, and
+    is not taken for one without drafts."""
+    parts = Parts(tmp_path / "parts", ["key"])
+
+    def asked() -> int | None:
+        with serving(target, draft) as url:
+            stops = frozenset(target.eos_ids)
+            sampling = Sampling(TEMPERATURE)
+            where = asking.Address(url)
+            vocab = target.vocab_size
+            job = Job(where, [[5, 6, 7]], sampling, 40, 16, 1, (1, 2), vocab, stops, 0)
+            return ask_all(job, parts, lambda *_: None, lambda _: None).drafted
+
+    first = asked()
+    assert first and asked() == first
+    (tmp_path / "parts/counted.jsonl").unlink()
+    assert asked() is None
 
 
 class Bad(BaseHTTPRequestHandler):
