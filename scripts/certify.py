@@ -56,7 +56,7 @@ from decode.target import Target
 from decode.verify import RULES
 from heads import drafter_folder, drafter_folders, head_folder, resolve_drafter
 from heads.checkpoint import read_card, trained_for
-from heads.names import parse
+from heads.names import NONE, parse
 from scripts.common import files
 from scripts.common.parts import Parts
 from scripts.common.progress import Steps, by_name, columns
@@ -281,7 +281,7 @@ class CertifyServerConfig(SamplingKeys):
     # the model that the server runs
     target: TargetConfig = field(default_factory=TargetConfig)
     # the drafter that the server runs, where it lies here (a run folder, a head folder, a
-    # smaller model): leans towards its law are looked for; empty = not known
+    # smaller model): leans towards its law are looked for; empty = not known, none = it has none
     drafter: str = ""
     # what is asked of the server; 0 = greedy alone
     temperature: NotNegative = 1.0
@@ -358,7 +358,8 @@ def server(cfg: CertifyServerConfig) -> int:
         plain = None
         if cfg.plain != "weights":
             plain = Address(cfg.plain, cfg.timeout, cfg.retries, 1, cfg.key_env, "plain")
-        towards = drafter_laws(cfg.drafter, target, cfg.sampling()) if cfg.drafter else None
+        known = cfg.drafter not in ("", NONE)
+        towards = drafter_laws(cfg.drafter, target, cfg.sampling()) if known else None
         settings = {
             k: v for k, v in asdict(cfg).items() if k not in (*LATER, "members", "tie", "drafter")
         }

@@ -39,6 +39,8 @@ def _sampled(path: Path) -> dict[str, list[str]]:
     """What the certificates of an engine say, by drafter."""
     told: dict[str, list[str]] = {}
     for row in _read(path)["cases"]:
+        if not row["mode"]:  # the control without a draft
+            continue
         layer = next(x for x in row["layers"] if x["name"] == "sampling")
         said = f"{row['mode']}: {row['verdict']}, {layer['tokens']:,} tokens, p = {layer['p']:.2g}"
         told.setdefault(row["case"], []).append(said)

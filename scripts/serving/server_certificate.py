@@ -3,6 +3,7 @@ tests)."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +53,7 @@ def certified(
 ) -> dict[str, Any]:
     """verdict, reasons, layers, negative_controls, power, untested: what certificate.json
     holds of the server. plain: None for the laws of the weights in this process. towards: the
-    laws of the server's drafter where it is known here.
+    laws of the server's drafter where it is known here. spent: seconds of this run alone.
 
     Raises UserError for a server that cannot be asked or runs another model.
     """
@@ -64,17 +65,28 @@ def certified(
         laws = plain_laws(plain, MOST_TOP, target.vocab_size, parts, watch)
         tie = how.tie or PLAIN_TIE
     layers: list[dict[str, Any]] = []
-    asked = ask_all(
-        _job(target, prompts, how, address),
-        parts,
-        watch,
-        lambda greedy: layers.append(greedy_layer(greedy, laws, tie, address)),
-    )
+    spent = {"asking": 0.0, "judging": 0.0}
+    began = time.perf_counter()
+
+    def lap(what: str) -> None:
+        nonlocal began
+        now = time.perf_counter()
+        spent[what] += now - began
+        began = now
+
+    def approve(greedy: Sequence[Answer]) -> None:
+        lap("asking")
+        layers.append(greedy_layer(greedy, laws, tie, address))
+        lap("judging")
+
+    asked = ask_all(_job(target, prompts, how, address), parts, watch, approve)
+    lap("asking")
     negative: list[dict[str, Any]] = []
     found: dict[str, Any] = {"tokens": 0, "min_detectable": None}
     if asked.sampled:
         layer, negative, found = sampling_layers(target, asked, laws, how, watch, towards)
         layers.append(layer)
+    lap("judging")
     verdict, reasons = certificate.verdict(
         layers, negative or [{"rejected": True}], found, how.detect
     )
@@ -86,6 +98,7 @@ def certified(
         "reasons": reasons,
         "server": {"url": address.url, "kind": asked.kind, "drafted": asked.drafted},
         "laws": "weights" if plain is None else plain.url,
+        "spent": {what: round(seconds, 2) for what, seconds in spent.items()},
         "layers": layers,
         "negative_controls": negative,
         "power": found,

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from decode.drafters import DraftModel
+from decode.drafters import DraftModel, NoDraft
 from decode.engine import Request, generate
 from decode.inverse_cdf import inverse_cdf
 from decode.rng import ACCEPT
@@ -117,7 +117,7 @@ DEFECTS = (*RULES, COOL)
 class Decoder(threading.Thread):
     """Takes requests off a queue, those that wait together in one batch."""
 
-    def __init__(self, target: Target, draft: Target, defect: str, depth: int) -> None:
+    def __init__(self, target: Target, draft: Target | None, defect: str, depth: int) -> None:
         super().__init__(daemon=True)
         self.target, self.draft, self.defect, self.depth = target, draft, defect, depth
         self.waiting: queue.Queue[Any] = queue.Queue()
@@ -141,7 +141,7 @@ class Decoder(threading.Thread):
         for item in batch:
             alike.setdefault(item["sampling"], []).append(item)
         for sampling, items in alike.items():
-            drafter: Any = DraftModel(self.draft, self.depth)
+            drafter: Any = DraftModel(self.draft, self.depth) if self.draft else NoDraft()
             if self.defect == COOL and not sampling.greedy:
                 heat = sampling.temperature
                 drafter = Mangled(drafter, lambda tree, heat=heat: untempered(tree, heat))
@@ -228,8 +228,10 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def serving(target: Target, draft: Target, defect: str = "", depth: int = DEPTH) -> Iterator[str]:
-    """The address of a server while the block runs."""
+def serving(
+    target: Target, draft: Target | None, defect: str = "", depth: int = DEPTH
+) -> Iterator[str]:
+    """The address of a server while the block runs. draft: None for plain decoding."""
     decoder = Decoder(target, draft, defect, depth)
     decoder.start()
     handler = type("Bound", (Handler,), {"decoder": decoder})

@@ -117,7 +117,7 @@ def certify(tmp_path: Path, *keys: str) -> int:
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"prompt": "go"}\n{"prompt": "hay"}\n')
     shape = [f"target.{k}={v}" for k, v in SHAPE.items()]
-    args = ["target=tiny", *shape, "server=vllm", "drafters=[ngram]", "engine=README.md"]
+    args = ["target=tiny", *shape, "server=vllm", "drafters=[ngram,none]", "engine=README.md"]
     args += [f"prompts={prompts}", f"work={tmp_path / 'work'}", f"out={tmp_path / 'out.json'}"]
     args += ["tokens=900", "max_new_tokens=32", "temperature=0.7", "detect=0.9", "members=1"]
     with pytest.raises(SystemExit) as stop:
@@ -137,17 +137,23 @@ def test_an_engine_is_certified_without_a_head(
         python: Path, settings: vllm_server.Settings, *_: object
     ) -> Iterator[process.Running]:
         asked.append(settings)
-        with serving(target, draft) as url:
+        with serving(target, draft if settings.speculative else None) as url:
             yield process.Running(url, "9.9", tmp_path / "log")
 
     monkeypatch.setattr(vllm_server, "running", running)
     assert certify(tmp_path) == 0
     report = json.loads((tmp_path / "out.json").read_text())
-    (row,) = report["cases"]
+    control, row = report["cases"]
     assert row["case"] == "ngram" and row["drafted"] > 200
+    assert (control["case"], control["mode"], control["draft_tokens"]) == ("none", "", 0)
+    assert row["spent"]["asking"] > 0 and row["spent"]["judging"] > 0
+    assert not control["drafted"] and all(layer["passed"] for layer in control["layers"])
     assert all(layer["passed"] for layer in row["layers"]), row["reasons"]
-    assert asked[0].speculative == vllm_server.ngram(3) and asked[0].slots == 8
+    assert asked[0].speculative is None
+    assert asked[1].speculative == vllm_server.ngram(3) and asked[1].slots == 8
     assert sampled.title(report).startswith("vLLM (vllm 9.9) on the CPU · sampled (T = 0.7)")
-    assert "| ngram | greedy | 3 |" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "| ngram | greedy | 3 |" in said
+    assert "| none | – | – |" in said and "| control passed |" in said
     assert certify(tmp_path, "modes=[probabilistic]") == 2
     assert "vLLM's drafts take the best tokens" in capsys.readouterr().err

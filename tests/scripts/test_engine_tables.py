@@ -26,6 +26,7 @@ PAPER = {
     "power": {"min_detectable": None},
     "notes": [],
     "untested": ["y"],
+    "spent": {"asking": 61.2, "judging": 9.9},
 }
 
 
@@ -53,7 +54,7 @@ def test_a_certificate_is_kept_without_address_and_single_tests() -> None:
     assert found["layers"][1]["tests"] == 3 and found["layers"][1]["smallest"] == {"p": 0.01}
     row = {"case": "eagle3", "mode": "probabilistic", "draft_tokens": 3, **found}
     text = sampled.markdown({"cases": [row]})
-    assert "| 2,010 | 1,234 | 0 of 96 | 0.25 | 1 of 2 | – | undecided |" in text
+    assert "| 2,010 | 1,234 | 0 of 96 | 0.25 | 1 of 2 | – | 61, 10 | undecided |" in text
 
 
 def test_the_gap_at_which_answers_part_stands_in_the_table() -> None:

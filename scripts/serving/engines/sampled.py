@@ -1,13 +1,14 @@
 """`engines.py sampled`: is an engine's sampled speculation lossless? Its server with a drafter,
 certified over HTTP against the same weights here. A draft takes the drafter's best tokens
 (`greedy`), or in llama.cpp draws them from its law (`probabilistic`: true rejection sampling,
-which this version has for a separate draft alone)."""
+which this version has for a separate draft alone). `none` among the drafters is the control:
+the same server without a draft, asked the same, in the same run."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -16,6 +17,7 @@ from conf.rules import AboveZero, AtATime, Filled, Inside, OneOrMore, Seed, one_
 from conf.schema import entry
 from heads import load_head
 from heads.interop import exported
+from heads.names import NGRAM, NONE
 from scripts.common.parts import Parts
 from scripts.common.sampling_keys import SamplingKeys
 from scripts.reports.block import Columns, md_of
@@ -29,7 +31,7 @@ from scripts.serving.engines import llamacpp, shared, vllm
 PROBABILISTIC, GREEDY = "probabilistic", "greedy"
 MODES = (PROBABILISTIC, GREEDY)
 DRAWN = ("small_lm",)  # drafters whose law llama.cpp samples; others take their best tokens
-LLAMACPP, VLLM, NGRAM = "llamacpp", "vllm", "ngram"
+LLAMACPP, VLLM = "llamacpp", "vllm"
 # by engine: its name for people, its package's name in reports, the Python of its environment,
 # and the command that builds that
 ENGINES = {
@@ -42,7 +44,8 @@ ENGINES = {
 class SampledConfig(shared.Keys, SamplingKeys):
     """Keys of scripts/engines.py sampled."""
 
-    # run folders or head folders to export and serve; vLLM's own n-grams: ngram
+    # run folders or head folders to export and serve; none: the control, the server without a
+    # draft; ngram: vLLM's own n-grams
     drafters: list[str]
     # the engine: llamacpp, vllm
     server: Annotated[str, one_of(ENGINES)] = LLAMACPP
@@ -100,12 +103,13 @@ def main(cfg: SampledConfig) -> int:
     stage = shared.Stage(cfg)
     bench = BENCHES[cfg.server](cfg, stage, python)
     cases = []
-    for found in bench.drafters():
-        for mode in cfg.modes:
-            if (problem := bench.refusal(found, mode)) is not None:
+    for found in drafters(cfg, stage, bench.headless):
+        modes = [""] if found.kind == NONE else cfg.modes
+        for mode in modes:
+            if mode and (problem := bench.refusal(found, mode)) is not None:
                 raise UserError(problem)
-        for mode in cfg.modes:
-            print(f"{label}, {mode}: {found.spec}", flush=True)
+        for mode in modes:
+            print(f"{label}, {mode or 'no draft'}: {found.spec}", flush=True)
             cases.append(certified(cfg, stage, bench, found, mode))
     about = {
         "temperature": cfg.temperature,
@@ -130,14 +134,22 @@ def tell(what: str, done: int, total: int) -> None:
         print(f"{what}: {done} of {total}", flush=True)
 
 
+def drafters(
+    cfg: SampledConfig, stage: shared.Stage, headless: tuple[str, ...]
+) -> Iterator[shared.Found]:
+    """Those that are there, the ones without a folder first."""
+    for name in headless:
+        if name in cfg.drafters:
+            yield shared.Found(name, name, Path(), name, "")
+    yield from stage.drafters(without=headless)
+
+
 class Bench(Protocol):
-    """An engine that is certified. version: of the server that ran last."""
+    """An engine that is certified. version: of the server that ran last. headless: the
+    drafters that need no folder."""
 
     version: str
-
-    def drafters(self) -> Iterator[shared.Found]:
-        """Those that are there."""
-        ...
+    headless: tuple[str, ...]
 
     def refusal(self, found: shared.Found, mode: str) -> str | None:
         """Why it cannot draft so."""
@@ -157,13 +169,12 @@ class Bench(Protocol):
 class LlamaCppBench:
     """llama.cpp on GGUF files of target and drafts."""
 
+    headless: tuple[str, ...] = (NONE,)
+
     def __init__(self, cfg: SampledConfig, stage: shared.Stage, python: Path) -> None:
         self.cfg, self.stage, self.python = cfg, stage, python
         self.version = ""
         self.target = llamacpp.target_file(stage, "float32")
-
-    def drafters(self) -> Iterator[shared.Found]:
-        return self.stage.drafters()
 
     def refusal(self, found: shared.Found, mode: str) -> str | None:
         if mode != PROBABILISTIC or found.kind in DRAWN:
@@ -178,6 +189,8 @@ class LlamaCppBench:
         return self.stage.exported(f"{found.name}-float32", found, "gguf", "dtype=float32")
 
     def stamp(self, found: shared.Found) -> str:
+        if found.kind == NONE:
+            return found.card_sha256
         manifest = exported(self.export(found)) or {}
         return str(manifest["files"][gguf_export.DRAFT]["sha256"])
 
@@ -186,15 +199,19 @@ class LlamaCppBench:
         cfg = self.cfg
         settings = llamacpp_server.Settings(
             str(self.target),
-            str(self.export(found) / gguf_export.DRAFT),
-            llamacpp_cases.METHODS[found.kind],
-            cfg.draft_tokens,
-            probabilistic=mode == PROBABILISTIC,
             slots=max(cfg.at_a_time),
             context=cfg.context,
             threads=cfg.threads,
             talk=1,
         )
+        if found.kind != NONE:
+            settings = replace(
+                settings,
+                draft=str(self.export(found) / gguf_export.DRAFT),
+                method=llamacpp_cases.METHODS[found.kind],
+                draft_tokens=cfg.draft_tokens,
+                probabilistic=mode == PROBABILISTIC,
+            )
         with llamacpp_server.running(self.python, settings, self.stage.work, name) as one:
             self.version = one.version
             yield one.url
@@ -203,14 +220,11 @@ class LlamaCppBench:
 class VllmBench:
     """vLLM on the target's folder, with exported heads or its own n-grams."""
 
+    headless: tuple[str, ...] = (NONE, NGRAM)
+
     def __init__(self, cfg: SampledConfig, stage: shared.Stage, python: Path) -> None:
         self.cfg, self.stage, self.python = cfg, stage, python
         self.version = ""
-
-    def drafters(self) -> Iterator[shared.Found]:
-        if NGRAM in self.cfg.drafters:
-            yield shared.Found(NGRAM, NGRAM, Path(), NGRAM, "")
-        yield from self.stage.drafters(without=(NGRAM,))
 
     def refusal(self, found: shared.Found, mode: str) -> str | None:
         if mode == PROBABILISTIC:
@@ -230,9 +244,10 @@ class VllmBench:
     @contextlib.contextmanager
     def serving(self, found: shared.Found, mode: str, name: str) -> Iterator[str]:
         cfg, identity = self.cfg, self.stage.target.identity
+        speculative = None
         if found.kind == NGRAM:
             speculative = vllm_server.ngram(cfg.draft_tokens)
-        else:
+        elif found.kind != NONE:
             head = load_head(found.folder, self.stage.target)
             speculative = card.vllm(head, self.export(found), cfg.draft_tokens)
         settings = vllm_server.Settings(
@@ -263,9 +278,9 @@ def certified(
     """The row of one drafter in one mode."""
     how = cfg.how()
     towards = None
-    if found.kind != NGRAM:
+    if found.folder != Path():
         towards = drafter_laws(str(found.folder), stage.target, cfg.sampling())
-    name = f"sampled-{found.name}-{mode}"
+    name = "-".join(filter(None, ("sampled", found.name, mode)))
     depends = vars(how) | {"members": None, "detect": None}
     parts = Parts(stage.work / name, [bench.stamp(found), mode, cfg.draft_tokens, depends])
     with bench.serving(found, mode, name) as url:
@@ -278,7 +293,7 @@ def certified(
         "mode": mode,
         "drafter": found.spec,
         "card_sha256": found.card_sha256,
-        "draft_tokens": cfg.draft_tokens,
+        "draft_tokens": cfg.draft_tokens if mode else 0,
         **brief(paper),
     }
 
@@ -296,6 +311,7 @@ def brief(paper: dict[str, Any]) -> dict[str, Any]:
         "verdict": paper["verdict"],
         "reasons": paper["reasons"],
         "drafted": paper["server"]["drafted"],
+        "spent": paper["spent"],
         "layers": layers,
         "negative_controls": paper["negative_controls"],
         "min_detectable": power.get("min_detectable"),
@@ -321,17 +337,31 @@ def _rejected(row: dict[str, Any]) -> str:
     return f"{sum(c['rejected'] for c in controls)} of {len(controls)}"
 
 
+def _verdict(row: dict[str, Any]) -> str:
+    """Of the control, which drafts nothing, only whether it passed."""
+    if row["mode"]:
+        return str(row["verdict"])
+    return f"control {'passed' if all(x['passed'] for x in row['layers']) else 'failed'}"
+
+
+def _spent(row: dict[str, Any]) -> str:
+    """Seconds with the server and without it, of one run."""
+    spent = row.get("spent")  # older reports have none
+    return "–" if spent is None else f"{spent['asking']:.0f}, {spent['judging']:.0f}"
+
+
 COLUMNS: Columns = (
     ("drafter", lambda row: row["case"]),
-    ("draft drawn", lambda row: row["mode"]),
-    ("K", lambda row: str(row["draft_tokens"])),
+    ("draft drawn", lambda row: row["mode"] or "–"),
+    ("K", lambda row: str(row["draft_tokens"] or "–")),
     ("sampled tokens", lambda row: f"{_layer(row, 'sampling')['tokens']:,}"),
-    ("drafted", lambda row: f"{row['drafted']:,}"),
+    ("drafted", lambda row: f"{row['drafted'] or 0:,}"),
     ("greedy tokens off", _greedy),
     ("sampling, p", lambda row: f"{_layer(row, 'sampling')['p']:.2g}"),
     ("controls rejected", _rejected),
     ("bias surely found", lambda row: number(row["min_detectable"])),
-    ("verdict", lambda row: row["verdict"]),
+    ("asked, judged in s", _spent),
+    ("verdict", _verdict),
 )
 
 
