@@ -4,8 +4,9 @@ loopback, until its standard input is closed.
     .venv-llamacpp/bin/python scripts/serving/run_llamacpp.py SETTINGS.json
 
 Settings: model (GGUF), draft (GGUF or null), method (EAGLE3, SIMPLE), draft_tokens,
-probabilistic, slots, context, threads, talk (log level; 5 writes every draft token to standard
-error). K/V caches are float32 and flash attention is off: sums in the order of plain code.
+probabilistic, synth_rates (made-up acceptance), slots, context, threads, talk (log level; 5
+writes every draft token to standard error). K/V caches are float32 and flash attention is off:
+sums in the order of plain code.
 Prints one JSON line {"url", "version"} when the model is loaded.
 """
 
@@ -43,6 +44,7 @@ def main(path: str) -> None:
         draft.mparams.path = job["draft"]
         draft.n_max = job["draft_tokens"]
         draft.p_min = 0.0
+        params.speculative.synth_rates = job["synth_rates"]
         draft.probabilistic = job["probabilistic"]
         draft.cache_type_k = draft.cache_type_v = llama.ggml_type.GGML_TYPE_F32
         draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = job["threads"]

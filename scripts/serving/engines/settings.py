@@ -4,6 +4,9 @@ A llama.cpp server for every number of draft tokens, and a plain one, are loaded
 cost curve comes from `curve` depths on the prompts of the export's contract. Then other
 prompts are asked, and depths that the curve has not seen: their speed against plain, the
 median of rounds in turns, stands beside the prediction.
+
+With `pilot=FOLDER synthetic=[..]` the curve needs no trained head: a cycle costs the same whatever
+it accepts, so a short run of the same shape serves, told to accept at made-up rates.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ from typing import Annotated, Any
 from annotated_types import Len
 
 from conf.errors import UserError
-from conf.rules import AtATime, OneOrMore, one_of
+from conf.rules import AtATime, OneOrMore, Share, one_of
 from conf.schema import entry
+from heads import find_head
+from heads.checkpoint import read_card
 from heads.interop import gguf_write
 from scripts.reports.block import Columns, md_of
 from scripts.serving import contract, costs, gguf_export, llamacpp_cases, load, settings
@@ -45,6 +50,10 @@ class SettingsConfig(shared.Keys):
     curve: AtATime = field(default_factory=lambda: [1, 5])
     # draft tokens whose speed is predicted and measured
     checked: AtATime = field(default_factory=lambda: [1, 3])
+    # run folder or head folder that the curve is measured with; empty = the drafter itself
+    pilot: str = ""
+    # share of cycles in which llama.cpp shall accept the pilot's 1st, 2nd, .. token
+    synthetic: list[Share] = field(default_factory=list)
     # requests at a time
     batches: AtATime = field(default_factory=lambda: [1, 2, 4, 8])
     # rounds of either load
@@ -62,12 +71,27 @@ class SettingsConfig(shared.Keys):
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        if max(self.checked) <= max(self.curve):
-            return []
-        return [
-            f"checked: {self.checked} goes beyond curve: {self.curve}, where nothing is "
-            "claimed; measure the curve as deep"
-        ]
+        found = []
+        if max(self.checked) > max(self.curve):
+            found.append(
+                f"checked: {self.checked} goes beyond curve: {self.curve}, where nothing is "
+                "claimed; measure the curve as deep"
+            )
+        if bool(self.pilot) != bool(self.synthetic):
+            found.append(
+                "synthetic: made-up rates of a pilot; give pilot and synthetic, or neither"
+            )
+        if self.synthetic and len(self.synthetic) < max(self.curve):
+            found.append(
+                f"synthetic: {self.synthetic} has {len(self.synthetic)} rates; curve: "
+                f"{self.curve} needs {max(self.curve)}"
+            )
+        if sorted(self.synthetic, reverse=True) != self.synthetic:
+            found.append(
+                f"synthetic: {self.synthetic} rises; each is the share of cycles that accept so "
+                "many tokens or more"
+            )
+        return found
 
 
 @entry("engines_settings", SettingsConfig)
@@ -98,13 +122,17 @@ def main(cfg: SettingsConfig) -> int:
         threads=cfg.threads,
         talk=1,
     )
-    depths = sorted({*cfg.curve, *cfg.checked})
-    with served(python, base, str(folder / gguf_export.DRAFT), depths, stage.work) as (urls, which):
-        known = [load.Served(k, urls[k]) for k in (0, *cfg.curve)]
+    drafting = replace(base, draft=str(folder / gguf_export.DRAFT))
+    timed = [replace(drafting, draft_tokens=k) for k in cfg.curve]
+    if cfg.pilot:
+        timed = [made_up(cfg, one, pilot(stage, cfg)) for one in timed]
+    checked = [replace(drafting, draft_tokens=k) for k in cfg.checked]
+    with served(python, [base, *timed, *checked], stage.work) as (address, which):
+        known = [load.Served(one.draft_tokens, address[one]) for one in (base, *timed)]
         asked = load.Load(ids(wanted), cfg.batches, cfg.rounds, cfg.max_new_tokens)
         laps = load.laps(known, asked, lambda *at: tell("curve", *at))
         curve = costs.Costs(f"llama.cpp (xllamacpp {which})", tuple(load.points(laps)))
-        tested = [load.Served(k, urls[k]) for k in (0, *cfg.checked)]
+        tested = [load.Served(one.draft_tokens, address[one]) for one in (base, *checked)]
         asked = load.Load(others, cfg.batches, cfg.rounds, cfg.max_new_tokens)
         laps = load.laps(tested, asked, lambda *at: tell("check", *at))
     plan = settings.plan(rates, curve)
@@ -115,6 +143,8 @@ def main(cfg: SettingsConfig) -> int:
         "kind": found.kind,
         "dtype": cfg.dtype,
         "curve_depths": list(cfg.curve),
+        "pilot": cfg.pilot,
+        "synthetic": list(cfg.synthetic),
         "rounds": cfg.rounds,
         "slots": max(cfg.batches),
         "threads": cfg.threads,
@@ -151,19 +181,32 @@ def tell(what: str, done: int, total: int) -> None:
         print(f"{what}: {done} of {total}", flush=True)
 
 
+def pilot(stage: shared.Stage, cfg: SettingsConfig) -> Path:
+    """The file of the head whose cost stands for the drafter's."""
+    folder = find_head(cfg.pilot)
+    said = read_card(folder)
+    found = shared.Found(cfg.pilot, "pilot", folder, said["kind"], said["sha256"])
+    name = f"settings-pilot-{cfg.dtype}"
+    return stage.exported(name, found, "gguf", f"dtype={cfg.dtype}") / gguf_export.DRAFT
+
+
+def made_up(cfg: SettingsConfig, one: server.Settings, draft: Path) -> server.Settings:
+    """A server with another draft, told what to accept."""
+    return replace(one, draft=str(draft), synth_rates=tuple(cfg.synthetic[: one.draft_tokens]))
+
+
 @contextmanager
 def served(
-    python: Path, base: server.Settings, draft: str, depths: Sequence[int], work: Path
-) -> Iterator[tuple[dict[int, Address], str]]:
-    """A plain server and one for every depth while the block runs: their addresses by draft
-    tokens, and the version."""
+    python: Path, wanted: Sequence[server.Settings], work: Path
+) -> Iterator[tuple[dict[server.Settings, Address], str]]:
+    """One server for all settings that are equal, while the block runs: their addresses, and
+    the version."""
     with ExitStack() as stack:
-        found: dict[int, Address] = {}
+        found: dict[server.Settings, Address] = {}
         version = ""
-        for depth in (0, *depths):
-            said = replace(base, draft=draft, draft_tokens=depth) if depth else base
-            one = stack.enter_context(server.running(python, said, work, f"settings-{depth}"))
-            found[depth] = Address(one.url, timeout=llamacpp_cases.PATIENCE)
+        for number, settings in enumerate(dict.fromkeys(wanted)):
+            one = stack.enter_context(server.running(python, settings, work, f"settings-{number}"))
+            found[settings] = Address(one.url, timeout=llamacpp_cases.PATIENCE)
             version = one.version
         yield found, version
 
@@ -215,8 +258,9 @@ def title(report: dict[str, Any]) -> str:
     said = report["settings"]
     return (
         f"{said['costs']['engine']} on the CPU · {said['kind']}, {said['dtype']} · curve from "
-        f"K = {', '.join(map(str, said['curve_depths']))} · median of {said['rounds']} rounds in "
-        "turns"
+        f"K = {', '.join(map(str, said['curve_depths']))}"
+        f"{' of a short run, acceptance made up' if said.get('pilot') else ''} · median of "
+        f"{said['rounds']} rounds in turns"
     )
 
 
