@@ -8,8 +8,9 @@
 Writes OUT/report.json, OUT/report.html (one file with its plots), OUT/outputs.jsonl and
 OUT/figures/*.png, and prints the table and the ranking. Among the drafters may stand outside
 references, which take turns with ours: hf_generate, hf_assisted@DIR (`assistant_model=` with
-the same draft and K, and a second row with transformers' defaults) and hf_prompt_lookup (two
-rows alike). `candidates=[...]` takes folders, folders of folders, repositories and families,
+the same draft and K, and a second row with transformers' defaults), hf_prompt_lookup (two
+rows alike) and NAME@http://HOST:PORT, a running server that takes token ids (vLLM, llama.cpp,
+scripts/serve.py). `candidates=[...]` takes folders, folders of folders, repositories and families,
 and tries each as chain and tree. `temperatures=[0,1]` and `batch_sizes=[1,4]` measure several
 settings at once. suite=NAME asks a published set in place of prompts (mtbench, gsm8k,
 humaneval, math500, specbench, speedbench, livecodebench, alpaca), suite=all each of them into
@@ -70,7 +71,7 @@ class EvaluateConfig(PenaltyKeys):
     target: TargetConfig = field(default_factory=TargetConfig)
     # none, ngram, hf_generate, run folders or head folders; FOLDER@chain and FOLDER@tree
     # choose the shape, @adaptive behind any of them an adaptive draft length; FOLDER@tree+ngram
-    # joins the drafts of two
+    # joins the drafts of two; NAME@http://HOST:PORT is a running server
     drafters: Filled[str] = field(default_factory=lambda: ["none", "ngram"])
     # further drafters to choose among: folders, folders of runs, repositories, families (a
     # kind of head)

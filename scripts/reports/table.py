@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from scripts.reports.block import md_of, md_table, shown_table
+from scripts.scoring import names
 
 Row = dict[str, Any]
 
@@ -255,6 +256,11 @@ def notes(report: dict[str, Any]) -> list[str]:
         lines.append(
             "hf_ rows are transformers' own loops: their cycles are read off the target's passes, "
             "verify ms is the pass alone, and a dash stands where nothing can be seen from outside."
+        )
+    if any(names.SERVER.fullmatch(r["name"]) for r in report["drafters"]):
+        lines.append(
+            "NAME@URL rows are running servers: decoding is what an answer takes longer than its "
+            "first token, accepted length comes from their own totals."
         )
     if report["skipped_turns"]:
         lines.append(

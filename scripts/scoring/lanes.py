@@ -23,6 +23,7 @@ from scripts.scoring.assisted import Assisted, assistants
 from scripts.scoring.contest import Lane, Settings
 from scripts.scoring.memory import own_elements
 from scripts.scoring.reference import hf_generate
+from scripts.scoring.served import Served
 
 GENERATE, LOOKUP = "hf_generate", "hf_prompt_lookup"
 Skipped = dict[str, str]
@@ -76,6 +77,8 @@ def _lanes(
         raise UserError(f"drafters: {spec}: transformers needs an assistant; write {spec}@DIR")
     if spec.startswith(f"{names.ASSISTED}@"):
         return _with_assistant(spec, target)
+    if (server := names.SERVER.fullmatch(spec)) is not None:
+        return [_server(spec, Served(target, *server.groups()))]
     asked = parse(spec)
     cards = [_card(part) for part in asked.each]
     group, mine = "", target
@@ -164,6 +167,12 @@ def _assisted(spec: str, target: Target, draft: DraftModel | None) -> list[Lane]
 def _reference(name: str, run: Callable[[Sequence[Request], Settings], Run], k: int = 0) -> Lane:
     # nodes 0: its cycles are read off from outside, so it stands in no comparison of drafters
     return Lane(name, name, "reference", "none", k, 0, run)
+
+
+def _server(spec: str, served: Served) -> Lane:
+    lane = _reference(spec, lambda requests, s: served(requests, s.sampling, s.seed))
+    lane.facts["totals_alone"] = True  # of what it accepted
+    return lane
 
 
 def _card(draft: Draft) -> dict[str, Any] | None:

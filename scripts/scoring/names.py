@@ -10,6 +10,7 @@ from heads.names import JOIN, members, split
 
 INSIDE = ("head", "best", "checkpoints")  # folders of a run, which say nothing about it
 LONGEST = 30
+SERVER = re.compile(r"([\w.+-]+)@(https?://\S+)")  # a running one, by a name for it
 ASSISTED = "hf_assisted"  # stands before the name of a draft: transformers decodes with it
 
 
@@ -47,6 +48,8 @@ def clipped(text: str, longest: int = LONGEST) -> str:
 
 def _levels(name: str) -> list[str]:
     """Ever longer labels of a name, the name itself last."""
+    if (server := SERVER.fullmatch(name)) is not None:
+        return [server[1], name]
     whole, extra = re.fullmatch(r"(.*?)((?: \(\w+\)| #\d+)*)", name, re.S).groups()  # type: ignore[union-attr]
     lead = [ASSISTED] if whole.startswith(f"{ASSISTED}@") else []
     drafters = members(whole)

@@ -158,6 +158,7 @@ class Scores:
         flat = [c for cycles in clean for c in cycles]
         cut = [c for p in splits for c in p.cut]
         loop = [c for p in splits for c in p.loop]
+        totals = lane.facts.get("totals_alone", False)
         everything = [
             [c for a in self.answers[lane.name][p] for c in a.generation.cycles]
             for p in self.prompts
@@ -166,8 +167,8 @@ class Scores:
             "tokens": sum(len(a.generation.token_ids) for a in answers),
             "cycles": len(flat),
             "accepted_length": stats.accepted_length(clean, self.seed).json(),
-            "acceptance_by_position": self._positions(flat, clean),
-            "acceptance_by_rank": stats.acceptance_by_rank(flat),
+            "acceptance_by_position": [] if totals else self._positions(flat, clean),
+            "acceptance_by_rank": [] if totals else stats.acceptance_by_rank(flat),
             "cut_cycles": {
                 "cycles": len(cut),
                 "draft_tokens_accepted": sum(c.accepted for c in cut),
@@ -208,13 +209,14 @@ class Scores:
         draft, target = sum(t.draft_s for t in timings), sum(t.target_s for t in timings)
         checked = sum(t.verify_s + t.commit_s for t in timings)
         decoded = sum(self.work(name, units, False)[0])
-        parts = breakdown(timings, decoded, speedup)
+        outside = lane.facts.get("totals_alone", False)  # a server: nothing is seen of a cycle
+        parts = None if outside else breakdown(timings, decoded, speedup)
         return {
             "peak_bytes": max((lap.peak or 0 for lap in laps), default=0) or None,
             "draft_ms_interval": self.cycle_ms(name, ("draft",), units),
             "verify_ms_interval": self.cycle_ms(name, ("target", "verify", "commit"), units),
             "draft_ms": _per(draft, passes),
-            "verify_ms": _per(target + checked, passes),
+            "verify_ms": None if outside else _per(target + checked, passes),
             "target_ms": _per(target, passes),
             "target_passes": passes,
             "prefill_seconds": sum(t.prefill_s for t in timings),

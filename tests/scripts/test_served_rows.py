@@ -1,0 +1,75 @@
+"""A running server as a row of the table: the same answers as plain decoding here, its accepted
+length from its own counters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from conf.errors import UserError
+from decode.engine import Request
+from decode.models.load import TargetConfig, load_target
+from decode.sampling import Sampling
+from decode.target import Target
+from scripts import evaluate
+from scripts.scoring import names
+from scripts.scoring.served import Served, accepted, cycles_of
+from scripts.serving.asking import Reply
+from tests.helpers.speculating_server import serving
+
+SHAPE = {"layers": 2, "hidden": 32, "vocab": 260}
+KEYS = [f"target.{key}={value}" for key, value in SHAPE.items()]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return load_target(TargetConfig(kind="tiny", **SHAPE), "float32", "cpu")
+
+
+def test_a_server_stands_in_the_table(target: Target, tmp_path: Path, capsys) -> None:
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "{word}"}}\n' for word in ("go", "hay", "sun")))
+    with serving(target, target) as right, serving(target, None) as plain:
+        keys = ["target=tiny", *KEYS, f"prompts={prompts}", f"out={tmp_path / 'out'}", "parity=0"]
+        keys += [f"drafters=[none,spec@{right},plain@{plain}/v1]", "max_new_tokens=16"]
+        with pytest.raises(SystemExit) as stop:
+            evaluate.main([*keys, "dtype=float32", "batch_size=2", "quiet=true"])
+    assert not stop.value.code
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    rows = {row["label"]: row for row in report["drafters"]}
+    assert list(rows) == ["none", "spec", "plain"]
+    assert rows["spec"]["accepted_length"]["mean"] > 2  # it drafts with the target itself
+    assert rows["plain"]["accepted_length"]["mean"] == 1
+    for row in (rows["spec"], rows["plain"]):
+        assert row["tokens"] == rows["none"]["tokens"] and row["tokens_per_second"] > 0
+        assert row["acceptance_by_position"] == []  # where its cycles end is not seen
+        assert row["lossless"]["equal"] == row["lossless"]["checked"] == 3
+        assert row["verify_ms"] is None and row["breakdown"] is None
+    assert "running servers" in capsys.readouterr().out
+
+
+def test_a_server_that_is_down_is_named(target: Target) -> None:
+    served = Served(target, "gone", "http://127.0.0.1:9")
+    with pytest.raises(UserError, match=r"drafters: gone: http://127.0.0.1:9: asked GET"):
+        served([Request([1, 2], 4)], Sampling(), 0)
+    with pytest.raises(UserError, match="without repetition_penalty"):
+        served([Request([1, 2], 4)], Sampling(repetition_penalty=1.2), 0)
+
+
+def test_names_of_servers() -> None:
+    url = "http://127.0.0.1:8000/v1"
+    assert names.label(f"vllm-0.32@{url}") == "vllm-0.32"
+    assert names.labels([f"a@{url}", "a"]) == [f"a@{url}", "a"]
+
+
+def test_cycles_are_as_many_as_the_totals_say() -> None:
+    (cycles,) = cycles_of([[5] * 11], [6])
+    assert [c.accepted for c in cycles] == [1, 2, 1, 2] and cycles[0].start == 1
+    assert cycles_of([[5]], [0]) == [[]] and len(cycles_of([[5] * 4], [9])[0]) == 1
+    told = [Reply([1, 2], "", False, 3, 1), Reply([1, 2, 3], "", True, 3, 2)]
+    assert accepted(told, None, [[1, 2], [1, 2, 3]]) == [1, 2]
+    silent = [Reply([1] * 10, "", False), Reply([1] * 30, "", False)]
+    assert accepted(silent, 20, [[1] * 10, [1] * 30]) == [5, 15]
+    assert accepted(silent, None, [[1] * 10, [1] * 30]) == [0, 0]
