@@ -24,6 +24,11 @@ Sampled speculation of llama.cpp, certified over HTTP as scripts/certify.py url=
 Are the settings right that scripts/tune.py engine derives? Predicted speed against plain
 decoding beside what llama.cpp then does, with 1, 2, 4 and 8 requests at a time.
 
+    python scripts/engines.py race drafters=[none,runs/eagle3_portable] lanes=[none,runs/eagle3]
+
+llama.cpp and vLLM as they are fast, without a draft and with these, in one table with our engine
+and transformers, prompt by prompt in turns.
+
     python scripts/engines.py check url=http://127.0.0.1:8080 expected=exports/eagle3
 
 Does a running server do what the export beside expected.json was measured to do? Exit code 1:
@@ -38,12 +43,13 @@ from pathlib import Path
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from scripts.serving.engines import check, llamacpp, sampled, settings, vllm
+from scripts.serving.engines import check, llamacpp, race, sampled, settings, vllm
 
 PARTS = {
     "llamacpp": llamacpp.main,
     "sampled": sampled.main,
     "settings": settings.main,
+    "race": race.main,
     "check": check.main,
 }
 

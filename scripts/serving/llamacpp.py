@@ -19,7 +19,8 @@ DRAFTED = re.compile(r"generate_draft: id=(\d+), .*#draft=(\d+)")
 class Settings:
     """What a server runs. draft: "" for none. method: EAGLE3 or SIMPLE. synth_rates: made-up
     acceptance, one share for each draft token, of all cycles: it then writes nonsense at the
-    cost of a drafter that is so often right. context: tokens of each slot."""
+    cost of a drafter that is so often right. context: tokens of each slot. exact: K/V caches in
+    float32 and no flash attention, sums in the order of plain code; else the engine's own."""
 
     model: str
     draft: str = ""
@@ -31,6 +32,7 @@ class Settings:
     context: int = 1024
     threads: int = 1
     talk: int = TALK
+    exact: bool = True
 
 
 def running(

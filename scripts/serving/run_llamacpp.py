@@ -5,8 +5,8 @@ loopback, until its standard input is closed.
 
 Settings: model (GGUF), draft (GGUF or null), method (EAGLE3, SIMPLE), draft_tokens,
 probabilistic, synth_rates (made-up acceptance), slots, context, threads, talk (log level; 5
-writes every draft token to standard error). K/V caches are float32 and flash attention is off:
-sums in the order of plain code.
+writes every draft token to standard error), exact (K/V caches are float32 and flash attention is
+off: sums in the order of plain code; else the engine's own).
 Prints one JSON line {"url", "version"} when the model is loaded.
 """
 
@@ -34,8 +34,9 @@ def main(path: str) -> None:
     params.warmup = False
     params.cache_prompt = False
     params.cache_ram_mib = 0
-    params.flash_attn_type = llama.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    params.cache_type_k = params.cache_type_v = llama.ggml_type.GGML_TYPE_F32
+    if job["exact"]:
+        params.flash_attn_type = llama.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params.cache_type_k = params.cache_type_v = llama.ggml_type.GGML_TYPE_F32
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = job["threads"]
     if job["draft"]:
         draft = params.speculative.draft
@@ -46,7 +47,8 @@ def main(path: str) -> None:
         draft.p_min = 0.0
         params.speculative.synth_rates = job["synth_rates"]
         draft.probabilistic = job["probabilistic"]
-        draft.cache_type_k = draft.cache_type_v = llama.ggml_type.GGML_TYPE_F32
+        if job["exact"]:
+            draft.cache_type_k = draft.cache_type_v = llama.ggml_type.GGML_TYPE_F32
         draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = job["threads"]
     server = llama.Server(params)
     print(json.dumps({"url": server.listening_address, "version": llama.__version__}), flush=True)

@@ -3,7 +3,8 @@ until its standard input is closed.
 
     .venv-engines/bin/python scripts/serving/run_vllm_server.py SETTINGS.json
 
-Settings: model (folder), speculative (a speculative_config or null), slots, context, threads.
+Settings: model (folder), speculative (a speculative_config or null), slots, context, threads,
+exact (float32 and eager, else bfloat16 and compiled).
 Prints one JSON line {"url", "version"} when it answers.
 """
 
@@ -63,8 +64,7 @@ def options(job: dict[str, Any], port: int) -> list[str]:
         f"--model={job['model']}",
         "--host=127.0.0.1",
         f"--port={port}",
-        "--dtype=float32",
-        "--enforce-eager",
+        *(["--dtype=float32", "--enforce-eager"] if job["exact"] else ["--dtype=bfloat16"]),
         f"--max-model-len={job['context']}",
         f"--max-num-seqs={job['slots']}",
         "--no-enable-prefix-caching",

@@ -18,14 +18,15 @@ LOOKS_BACK = 4  # words of n-grams, at most
 @dataclass(frozen=True)
 class Settings:
     """What a server runs. speculative: its speculative_config, None for plain decoding. slots:
-    requests at a time. context: tokens of each. Always float32 and eager, without a prefix
-    cache."""
+    requests at a time. context: tokens of each. exact: float32 and eager; else bfloat16 and
+    compiled. Always without a prefix cache."""
 
     model: str
     speculative: dict[str, Any] | None = None
     slots: int = 8
     context: int = 1024
     threads: int = 1
+    exact: bool = True
 
 
 def ngram(draft_tokens: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import pytest
 from conf.errors import UserError
 from decode.models.load import TargetConfig, load_target
 from scripts.serving import process, vllm_server
-from scripts.serving.engines import sampled
+from scripts.serving.engines import race, sampled
 from scripts.serving.process import Program
 from tests.helpers.speculating_server import serving
 
@@ -157,3 +157,36 @@ def test_an_engine_is_certified_without_a_head(
     assert "| none | – | – |" in said and "| control passed |" in said
     assert certify(tmp_path, "modes=[probabilistic]") == 2
     assert "vLLM's drafts take the best tokens" in capsys.readouterr().err
+
+
+def test_servers_race_in_one_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = load_target(TargetConfig(kind="tiny", **SHAPE), "float32", "cpu")
+    asked = []
+
+    @contextmanager
+    def running(
+        python: Path, settings: vllm_server.Settings, *_: object
+    ) -> Iterator[process.Running]:
+        asked.append(settings)
+        with serving(target, target if settings.speculative else None) as url:
+            yield process.Running(url, "9.9", tmp_path / "log")
+
+    monkeypatch.setattr(vllm_server, "running", running)
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "go"}\n{"prompt": "hay"}\n')
+    keys = ["target=tiny", *(f"target.{k}={v}" for k, v in SHAPE.items()), f"prompts={prompts}"]
+    keys += [f"work={tmp_path / 'work'}", f"out={tmp_path / 'out'}", "dtype=float32", "threads=1"]
+    keys += ["servers=[vllm]", "engine=README.md", "max_new_tokens=16"]
+    with pytest.raises(SystemExit) as stop:
+        race.main([*keys, "drafters=[ngram,none,nowhere]", "lanes=[none,ngram]"])
+    assert stop.value.code == 3 and "not there: nowhere" in capsys.readouterr().err
+    assert [one.exact for one in asked] == [False, False]
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    labels = [row["label"] for row in report["drafters"]]
+    assert labels == ["none", "ngram", "vllm", "vllm-ngram"]
+    assert all(row["lossless"]["equal"] == 2 for row in report["drafters"])
+    with pytest.raises(SystemExit) as stop:
+        race.main([*keys, "drafters=[nowhere]"])
+    assert stop.value.code == 2 and "no server was started" in capsys.readouterr().err

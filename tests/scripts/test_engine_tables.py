@@ -11,7 +11,7 @@ from scripts.reports import serves
 from scripts.reports.block import md_table
 from scripts.serving import llamacpp_cases
 from scripts.serving.costs import Costs, Point
-from scripts.serving.engines import sampled, settings
+from scripts.serving.engines import race, sampled, settings
 from scripts.serving.load import Lap
 
 PAPER = {
@@ -106,6 +106,8 @@ def test_vllm_rows_say_what_was_certified(tmp_path: Path) -> None:
         (sampled, ["tokens=0"], "tokens: 0 is below 1"),
         (settings, ["drafters=[a,b]"], "drafters: "),
         (settings, ["curve=[2]", "checked=[4]"], "goes beyond curve"),
+        (race, ["servers=[sglang]"], "servers: 'sglang' is none of llamacpp, vllm"),
+        (race, ["engine=nowhere/python"], "`make engines ONLY=llamacpp` builds it"),
         (settings, ["batches=[]"], "batches: is empty"),
         (settings, ["pilot=x"], "synthetic: made-up rates of a pilot; give pilot and synthetic"),
         (settings, ["pilot=x", "synthetic=[0.5]"], "has 1 rates; curve: [1, 5] needs 5"),

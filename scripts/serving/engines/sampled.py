@@ -6,38 +6,32 @@ the same server without a draft, asked the same, in the same run."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from conf.errors import UserError
 from conf.rules import AboveZero, AtATime, Filled, Inside, OneOrMore, Seed, one_of
 from conf.schema import entry
-from heads import load_head
-from heads.interop import exported
-from heads.names import NGRAM, NONE
+from heads.names import NONE
 from scripts.common.parts import Parts
 from scripts.common.sampling_keys import SamplingKeys
 from scripts.reports.block import Columns, md_of
 from scripts.reports.table import number
-from scripts.serving import card, gguf_export, llamacpp_cases, server_certificate, vllm_server
-from scripts.serving import llamacpp as llamacpp_server
+from scripts.serving import llamacpp_cases, server_certificate
 from scripts.serving.asking import Address
 from scripts.serving.drafter_laws import drafter_laws
-from scripts.serving.engines import llamacpp, shared, vllm
-
-PROBABILISTIC, GREEDY = "probabilistic", "greedy"
-MODES = (PROBABILISTIC, GREEDY)
-DRAWN = ("small_lm",)  # drafters whose law llama.cpp samples; others take their best tokens
-LLAMACPP, VLLM = "llamacpp", "vllm"
-# by engine: its name for people, its package's name in reports, the Python of its environment,
-# and the command that builds that
-ENGINES = {
-    LLAMACPP: ("llama.cpp", "xllamacpp", ".venv-llamacpp/bin/python", llamacpp.MAKE),
-    VLLM: ("vLLM", "vllm", ".venv-engines/bin/python", "make engines ONLY=vllm"),
-}
+from scripts.serving.engines import shared
+from scripts.serving.engines.benches import (
+    BENCHES,
+    ENGINES,
+    GREEDY,
+    LLAMACPP,
+    MODES,
+    Bench,
+    Serving,
+    drafters,
+)
 
 
 @dataclass(kw_only=True)
@@ -101,9 +95,10 @@ def main(cfg: SampledConfig) -> int:
     cfg.out = cfg.out or f"docs/results/engines-{cfg.server}-sampled.json"
     cfg.work = cfg.work or f"runs/engines-{cfg.server}"
     stage = shared.Stage(cfg)
-    bench = BENCHES[cfg.server](cfg, stage, python)
+    how = Serving(cfg.draft_tokens, max(cfg.at_a_time), cfg.context, cfg.threads)
+    bench = BENCHES[cfg.server](stage, python, how)
     cases = []
-    for found in drafters(cfg, stage, bench.headless):
+    for found in drafters(stage, bench.headless):
         modes = [""] if found.kind == NONE else cfg.modes
         for mode in modes:
             if mode and (problem := bench.refusal(found, mode)) is not None:
@@ -134,140 +129,6 @@ def tell(what: str, done: int, total: int) -> None:
         print(f"{what}: {done} of {total}", flush=True)
 
 
-def drafters(
-    cfg: SampledConfig, stage: shared.Stage, headless: tuple[str, ...]
-) -> Iterator[shared.Found]:
-    """Those that are there, the ones without a folder first."""
-    for name in headless:
-        if name in cfg.drafters:
-            yield shared.Found(name, name, Path(), name, "")
-    yield from stage.drafters(without=headless)
-
-
-class Bench(Protocol):
-    """An engine that is certified. version: of the server that ran last. headless: the
-    drafters that need no folder."""
-
-    version: str
-    headless: tuple[str, ...]
-
-    def refusal(self, found: shared.Found, mode: str) -> str | None:
-        """Why it cannot draft so."""
-        ...
-
-    def stamp(self, found: shared.Found) -> str:
-        """What drafts, by its hash."""
-        ...
-
-    def serving(
-        self, found: shared.Found, mode: str, name: str
-    ) -> contextlib.AbstractContextManager[str]:
-        """The server's address while the block runs."""
-        ...
-
-
-class LlamaCppBench:
-    """llama.cpp on GGUF files of target and drafts."""
-
-    headless: tuple[str, ...] = (NONE,)
-
-    def __init__(self, cfg: SampledConfig, stage: shared.Stage, python: Path) -> None:
-        self.cfg, self.stage, self.python = cfg, stage, python
-        self.version = ""
-        self.target = llamacpp.target_file(stage, "float32")
-
-    def refusal(self, found: shared.Found, mode: str) -> str | None:
-        if mode != PROBABILISTIC or found.kind in DRAWN:
-            return None
-        return (
-            f"modes: {self.cfg.modes}; llama.cpp draws the tokens of a separate draft alone from "
-            f"its law, {found.spec} is {found.kind}: set modes=[{GREEDY}]"
-        )
-
-    def export(self, found: shared.Found) -> Path:
-        """The folder with the draft's file."""
-        return self.stage.exported(f"{found.name}-float32", found, "gguf", "dtype=float32")
-
-    def stamp(self, found: shared.Found) -> str:
-        if found.kind == NONE:
-            return found.card_sha256
-        manifest = exported(self.export(found)) or {}
-        return str(manifest["files"][gguf_export.DRAFT]["sha256"])
-
-    @contextlib.contextmanager
-    def serving(self, found: shared.Found, mode: str, name: str) -> Iterator[str]:
-        cfg = self.cfg
-        settings = llamacpp_server.Settings(
-            str(self.target),
-            slots=max(cfg.at_a_time),
-            context=cfg.context,
-            threads=cfg.threads,
-            talk=1,
-        )
-        if found.kind != NONE:
-            settings = replace(
-                settings,
-                draft=str(self.export(found) / gguf_export.DRAFT),
-                method=llamacpp_cases.METHODS[found.kind],
-                draft_tokens=cfg.draft_tokens,
-                probabilistic=mode == PROBABILISTIC,
-            )
-        with llamacpp_server.running(self.python, settings, self.stage.work, name) as one:
-            self.version = one.version
-            yield one.url
-
-
-class VllmBench:
-    """vLLM on the target's folder, with exported heads or its own n-grams."""
-
-    headless: tuple[str, ...] = (NONE, NGRAM)
-
-    def __init__(self, cfg: SampledConfig, stage: shared.Stage, python: Path) -> None:
-        self.cfg, self.stage, self.python = cfg, stage, python
-        self.version = ""
-
-    def refusal(self, found: shared.Found, mode: str) -> str | None:
-        if mode == PROBABILISTIC:
-            return f"modes: {self.cfg.modes}; vLLM's drafts take the best tokens: set [{GREEDY}]"
-        if found.kind != NGRAM and found.kind not in vllm.FORMATS:
-            return f"drafters: {found.spec} is {found.kind}, which vLLM's CPU build does not serve"
-        return None
-
-    def export(self, found: shared.Found) -> Path:
-        """The folder of the exported head."""
-        format = vllm.FORMATS[found.kind][0]
-        return self.stage.exported(f"{found.name}-{format}", found, format)
-
-    def stamp(self, found: shared.Found) -> str:
-        return found.card_sha256
-
-    @contextlib.contextmanager
-    def serving(self, found: shared.Found, mode: str, name: str) -> Iterator[str]:
-        cfg, identity = self.cfg, self.stage.target.identity
-        speculative = None
-        if found.kind == NGRAM:
-            speculative = vllm_server.ngram(cfg.draft_tokens)
-        elif found.kind != NONE:
-            head = load_head(found.folder, self.stage.target)
-            speculative = card.vllm(head, self.export(found), cfg.draft_tokens)
-        settings = vllm_server.Settings(
-            identity.path if identity else "",
-            speculative,
-            max(cfg.at_a_time),
-            cfg.context,
-            cfg.threads,
-        )
-        with vllm_server.running(self.python, settings, self.stage.work, name) as one:
-            self.version = one.version
-            yield one.url
-
-
-BENCHES: dict[str, Callable[[SampledConfig, shared.Stage, Path], Bench]] = {
-    LLAMACPP: LlamaCppBench,
-    VLLM: VllmBench,
-}
-
-
 def certified(
     cfg: SampledConfig,
     stage: shared.Stage,
@@ -283,7 +144,7 @@ def certified(
     name = "-".join(filter(None, ("sampled", found.name, mode)))
     depends = vars(how) | {"members": None, "detect": None}
     parts = Parts(stage.work / name, [bench.stamp(found), mode, cfg.draft_tokens, depends])
-    with bench.serving(found, mode, name) as url:
+    with bench.running(found, mode, name) as url:
         address = Address(url, llamacpp_cases.PATIENCE, connections=max(cfg.at_a_time))
         paper = server_certificate.certified(
             stage.target, stage.ids, how, address, None, parts, tell, towards
