@@ -43,7 +43,9 @@ class Union:
 
     def reset(self, rows: int, max_len: int) -> None:
         for part in self.parts:
-            part.reset(rows, max_len)
+            # A pass over what was accepted is as wide as the row that accepted most, which may
+            # be more than this part ever drafts; the shorter rows are padded.
+            part.reset(rows, max_len + self.max_depth - part.max_depth)
 
     def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
         for place, part in enumerate(self.parts):

@@ -12,7 +12,7 @@ import torch
 
 from conf.errors import UserError
 from decode.adaptive import Adaptive
-from decode.drafters import Drafter, NGram, NoDraft
+from decode.drafters import Drafter, DraftModel, NGram, NoDraft
 from decode.engine import Request, generate
 from decode.grow import Form
 from decode.listed import listed
@@ -224,6 +224,43 @@ def test_every_part_is_told_what_it_would_be_told_alone() -> None:
                 size = int(alone.size[0])
                 assert torch.equal(tree.tokens[0, :size], alone.tokens[0, :size])
         assert paths(tree, 0) == expected
+
+
+@pytest.mark.parametrize("name", [*CASES, "draft model"])
+def test_a_row_may_be_full_when_another_accepts_a_long_match(name: str) -> None:
+    """An n-gram of another row is accepted whole, deeper than this drafter goes: the pass over
+    what was accepted is padded beyond the end of a row that has no room left."""
+    target, most, deep = tiny_target("float64", layers=2), 40, 30
+    if name == "draft model":
+        part: Drafter = DraftModel(target, 1)
+    else:
+        _, head = moved(CASES[name], "float64")
+        part = head.drafter(target, Draft(shape="chain"))
+    texts = torch.randint(3, 60, (2, most), generator=torch.Generator().manual_seed(0))
+    width = target.model.config.hidden_size
+    feats = torch.randn(2, most, len(part.taps), width, dtype=torch.float64)
+
+    def told(drafter: Drafter, rows: list[int]) -> DraftTree:
+        drafter.reset(len(rows), most)
+        first = torch.tensor([most - 1, 2])[rows]  # tokens that each row has seen
+        drafter.begin([texts[row, : int(count)] for row, count in zip(rows, first)], Sampling())
+        order = [part.taps.index(tap) for tap in drafter.taps]  # a union's stand in its own order
+        seen = feats[rows][:, :, order] if part.taps else None
+        shown = None if seen is None else seen[:, : int(first.max())]
+        every = slice(0, len(rows))
+        drafter.observe(texts[rows][:, 1 : 1 + int(first.max())], shown, first, every)
+        fresh = torch.tensor([1, deep])[rows]
+        news = int(fresh.max())
+        shown = None if seen is None else seen[:, :news]
+        drafter.observe(texts[rows][:, :news], shown, fresh, every)
+        budget = torch.tensor([0, 1])[rows]
+        rng = Rng(0, torch.tensor(rows), torch.zeros(len(rows), dtype=torch.int64))
+        return part.propose(budget, Sampling(), rng)
+
+    alone = told(part, [1])
+    beside = told(Union([part, NGram(deep)]), [0, 1])
+    assert beside.size.tolist()[0] == 0 and alone.size.tolist()[0] > 0
+    assert paths(beside, 1) == paths(alone, 0)
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
