@@ -47,10 +47,10 @@ class FineTuneConfig:
 
     # JSONL of chats
     chats: NotEmpty
-    # teach this many sentences of every answer; 0 = all
-    sentences: ZeroOrMore = 0
     # folder of the merged model
     out: NotEmpty
+    # teach this many sentences of every answer; 0 = all
+    sentences: ZeroOrMore = 0
     # the model that is fine-tuned
     target: TargetConfig = field(default_factory=TargetConfig)
     # rank of the LoRA
@@ -77,7 +77,7 @@ def main(cfg: FineTuneConfig) -> int:
     out = Path(cfg.out).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"out: {out} exists; give another folder")
-    files.check_out(out / "config.json")
+    files.check_out(out)
     target = load_target(cfg.target, "float32")
     with tempfile.TemporaryDirectory() as scratch:
         chats = shortened(Path(cfg.chats), cfg.sentences, Path(scratch))

@@ -243,7 +243,8 @@ def test_a_row_may_be_full_when_another_accepts_a_long_match(name: str) -> None:
     def told(drafter: Drafter, rows: list[int]) -> DraftTree:
         drafter.reset(len(rows), most)
         first = torch.tensor([most - 1, 2])[rows]  # tokens that each row has seen
-        drafter.begin([texts[row, : int(count)] for row, count in zip(rows, first)], Sampling())
+        begun = zip(rows, first.tolist(), strict=True)
+        drafter.begin([texts[row, :count] for row, count in begun], Sampling())
         order = [part.taps.index(tap) for tap in drafter.taps]  # a union's stand in its own order
         seen = feats[rows][:, :, order] if part.taps else None
         shown = None if seen is None else seen[:, : int(first.max())]
