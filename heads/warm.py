@@ -10,7 +10,9 @@ have the same shape.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +32,12 @@ LEVELS = ("proj", "block_weight", "block_bias", "enter_bias")
 STAGES = {"medusa2": ("medusa",)}  # kinds that may start from another one
 
 
+BEFORE = "start_"  # before what the head that another one started from had taken, in its card
+
+
 class Start:
-    """The head that another one starts from. sha256: of its weights file."""
+    """The head that another one starts from. sha256: of its weights file. spent: what its own
+    training took, and that of the head that it had started from, by name."""
 
     def __init__(self, path: str, kind: str, target: Target) -> None:
         """Loads it. path: a head folder, or a run folder. kind: of the head that will start
@@ -54,6 +60,7 @@ class Start:
             )
         self.path, self.folder = path, folder
         self.sha256 = str(card["weights"]["sha256"])
+        self.spent = _spent(card["extra"].get("training"))
         try:
             self.head = load_head(folder, target, relative=True)
         except UserError as error:
@@ -177,3 +184,14 @@ def _rows(head: Head) -> int:
 def _short(names: list[str]) -> str:
     """Some names, and how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _spent(training: Any) -> dict[str, float]:
+    """All that a head's card tells of its training, earlier stages included; {} for one that
+    tells nothing."""
+    found: dict[str, float] = {}
+    for name, amount in training.items() if isinstance(training, dict) else ():
+        if isinstance(amount, int | float) and math.isfinite(amount):
+            name = str(name).removeprefix(BEFORE)
+            found[name] = found.get(name, 0.0) + amount
+    return found

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 
 from decode.target import Target
 from heads.base import Head
+from heads.warm import BEFORE
 from train.clock import Clock
 from train.config import TrainConfig
 from train.facts import facts_of, meaning_of, self_check, settle
@@ -61,6 +62,8 @@ def begin(
     kept = ("optim.lr",) if open_rate else ()
     state, notes = resumed(cfg, head, optimizer, meaning, accelerator, kept)
     cfg.optim.lr = meaning["optim.lr"]
+    for name, amount in begun.spent.items():
+        state.seen.setdefault(f"{BEFORE}{name}", amount)
 
     log = Log(cfg, main, state)
     for note in notes:

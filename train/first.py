@@ -3,7 +3,7 @@ LoRA on a frozen one."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -23,10 +23,11 @@ from train.facts import settle_vocabulary
 @dataclass(frozen=True)
 class Begun:
     """How a run's head began. notes: lines to tell. meaning: what of it decides what is
-    learned, as facts.meaning_of has it."""
+    learned, as facts.meaning_of has it. spent: what the head that it started from had taken."""
 
     notes: list[str]
     meaning: dict[str, str]
+    spent: dict[str, float] = field(default_factory=dict)
 
 
 def first_head(
@@ -59,7 +60,7 @@ def first_head(
     if start is None:
         return head, Begun(notes, {})
     notes.append(start.give(head))
-    return head, Begun(notes, {"start_sha256": start.sha256})
+    return head, Begun(notes, {"start_sha256": start.sha256}, start.spent)
 
 
 def _adapted(
@@ -96,4 +97,4 @@ def _adapted(
     notes = [f"{told} learn, {total:,} stay as they are"]
     if others:
         notes.append(f"as the frozen head has them: {', '.join(f'head.{k}' for k in others)}")
-    return head, Begun(notes, {"start_sha256": start.sha256})
+    return head, Begun(notes, {"start_sha256": start.sha256}, start.spent)

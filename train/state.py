@@ -44,7 +44,8 @@ class State:
 
     window: sums since the last line of metrics. meaning: what the run learns, see `meaning`.
     seen: what the updates so far took, tokens and supervised tokens of all ranks, wall seconds
-    and CPU seconds of rank 0 without evaluations. skipped: rows left out so far since their
+    and CPU seconds of rank 0 without evaluations; behind heads.warm.BEFORE those of the head that
+    it started from. skipped: rows left out so far since their
     loss or gradient was not finite; unsound: steps in a row that had such rows.
     """
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from heads.warm import BEFORE
 from scripts.common import files
 from scripts.proofs.mutants import page as mutants_page
 from scripts.reports import fit_table, matched, serves, table, tune_table
@@ -96,6 +97,7 @@ def front() -> str:
     )
     training = heads[best["label"]]["training"]
     seconds = training.get("cpu_seconds") or training["train_seconds"]
+    seconds += training.get(f"{BEFORE}cpu_seconds", 0)
     found = same[best["label"]]["lossless"]
     kill = read("reliability")["kill9"]["result"].split(",")[0]
     generate = rows["hf_generate"]["tokens_per_second"]

@@ -45,6 +45,13 @@ def test_a_run_starts_from_a_run_and_resumes(tmp_path: Path) -> None:
     assert torch.allclose(before.block_weight, after.block_weight, atol=1e-6)
     assert not before.proj.equal(MedusaHead.for_target(tiny_target(), before.cfg).proj)
 
+    spent = [read_card(path / "head")["extra"]["training"] for path in (first, second)]
+    assert spent[1]["tokens_seen"] == spent[1]["start_tokens_seen"] == spent[0]["tokens_seen"]
+    third = run(data, tmp_path / "third", f"start={second}")
+    told = read_card(third / "head")["extra"]["training"]  # of all stages before it
+    assert told["start_tokens_seen"] == 2 * spent[0]["tokens_seen"]
+    assert told["start_cpu_seconds"] >= sum(one["cpu_seconds"] for one in spent) - 0.02
+
     whole = run(data, tmp_path / "whole", f"start={first}")
     part = run(data, tmp_path / "part", f"start={first}", "steps=3", "save_every=3")
     moved = tmp_path / "moved"
@@ -54,7 +61,7 @@ def test_a_run_starts_from_a_run_and_resumes(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="start_sha256: .* in the checkpoint, not set now"):
         run(data, part, "steps=3")
     with pytest.raises(UserError, match="^start: "):
-        run(data, tmp_path / "third", f"start={first}")
+        run(data, tmp_path / "fourth", f"start={first}")
 
 
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
