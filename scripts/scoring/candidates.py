@@ -17,7 +17,7 @@ from heads import HEADS, head_in
 from heads.checkpoint import CARD, read_card
 from heads.folders import is_plain
 from heads.names import members, split
-from scripts.scoring.names import ASSISTED
+from scripts.scoring.names import ASSISTED, SERVER
 
 WITHOUT_SHAPE = ("none", "ngram", "hf_generate", "hf_prompt_lookup")
 
@@ -48,8 +48,8 @@ def expand(names: Sequence[str], runs: str, trees: bool) -> tuple[list[str], lis
 
 def _is_spelled_out(name: str) -> bool:
     """Whether `name` says how it drafts, or has no shape to choose."""
-    known = name in WITHOUT_SHAPE or name.startswith(f"{ASSISTED}@")
-    return known or len(members(name)) > 1 or bool(split(name)[1])
+    known = name in WITHOUT_SHAPE or name.startswith(f"{ASSISTED}@") or SERVER.fullmatch(name)
+    return bool(known) or len(members(name)) > 1 or bool(split(name)[1])
 
 
 def _family(kind: str, runs: str, skipped: list[dict[str, str]]) -> list[str]:

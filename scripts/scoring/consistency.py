@@ -5,10 +5,12 @@ have, the 95 % intervals of accepted length, tokens/s and speedup overlap.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError
+from scripts.scoring.names import SERVER
 
 METRICS = {
     "accepted_length": "accepted length",
@@ -73,14 +75,14 @@ def agreement(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     """{rows: [{name, label, metrics: {metric: {a, b, change, overlap}}, agrees}], only_in_one,
     agrees}. A metric without an interval agrees where the means are the same, and is left open
     (None) elsewhere."""
-    mine, theirs = ({row["name"]: row for row in r["drafters"]} for r in (a, b))
+    mine, theirs = (_named(r["drafters"]) for r in (a, b))
     rows = []
     for name in (n for n in mine if n in theirs):
         metrics = {m: _compared(mine[name][m], theirs[name][m]) for m in METRICS}
         verdicts = [cell["overlap"] for cell in metrics.values()]
         rows.append(
             {
-                "name": name,
+                "name": mine[name]["name"],
                 "label": mine[name]["label"],
                 "metrics": metrics,
                 "agrees": False if False in verdicts else None if None in verdicts else True,
@@ -91,6 +93,17 @@ def agreement(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
         "only_in_one": sorted(mine.keys() ^ theirs.keys()),
         "agrees": bool(rows) and all(row["agrees"] is not False for row in rows),
     }
+
+
+def _named(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Rows by name. A server is known by what it is called, where no other row is: it may have
+    been started at another port."""
+    full = [row["name"] for row in rows]
+    called = [server[1] if (server := SERVER.fullmatch(name)) else name for name in full]
+    short = [
+        one if called.count(one) == 1 else name for one, name in zip(called, full, strict=True)
+    ]
+    return dict(zip(short, rows, strict=True))
 
 
 def _compared(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:

@@ -97,12 +97,28 @@ class Lap:
 @dataclass
 class Contest:
     """Everything measured. skipped_turns: (prompt id, turn, why) of turns that no drafter
-    could run.
+    could run. lost: {name, reason} of servers that failed on the way, of which nothing is kept.
     """
 
     answers: list[Answer] = field(default_factory=list)
     laps: list[Lap] = field(default_factory=list)
     skipped_turns: list[dict[str, Any]] = field(default_factory=list)
+    lost: list[dict[str, str]] = field(default_factory=list)
+
+    def run(self, lane: Lane, requests: Sequence[Request], settings: Settings) -> Run | None:
+        """What a lane answers; None for one that is lost. A server is beyond our power: its failure
+        costs its own row alone, that of any other lane is raised."""
+        if any(one["name"] == lane.name for one in self.lost):
+            return None
+        try:
+            return lane.run(requests, settings)
+        except UserError as error:
+            if not lane.facts.get("totals_alone"):
+                raise
+            self.lost.append({"name": lane.name, "reason": str(error)})
+            self.answers = [one for one in self.answers if one.drafter != lane.name]
+            self.laps = [one for one in self.laps if one.drafter != lane.name]
+            return None
 
     def note(
         self, lane: Lane, live: Sequence[Prompt], turn: int, run: Run, most: int | None
@@ -175,7 +191,7 @@ def run_contest(
                 f"prompts: {prompt.id} has {len(ids)} tokens and the target's context holds "
                 f"{target.context_length}; shorten or remove that prompt"
             )
-    _warm_up(lanes, first[0], settings)
+    _warm_up(contest, lanes, first[0], settings)
     size = settings.batch_size
     chunks = [list(prompts[i : i + size]) for i in range(0, len(prompts), size)]
     total = sum(max(len(p.turns) for p in chunk) for chunk in chunks) * len(lanes)
@@ -196,9 +212,10 @@ def run_contest(
                     )
                     if live:
                         reset_peak(target.device)
-                        run = lane.run(requests[lane.group], settings)
-                        contest.note(lane, live, turn, run, peak_bytes(target.device))
-                        if lane.name == lane.base:
+                        run = contest.run(lane, requests[lane.group], settings)
+                        if run is not None:
+                            contest.note(lane, live, turn, run, peak_bytes(target.device))
+                        if run is not None and lane.name == lane.base:
                             talks.remember(lane.group, live, run)
                     progress.advance(task)
     return contest
@@ -214,9 +231,9 @@ def request_id(prompt: int, turn: int) -> int:
     return (later << 40) + 64 * prompt + place
 
 
-def _warm_up(lanes: Sequence[Lane], ids: list[int], settings: Settings) -> None:
+def _warm_up(contest: Contest, lanes: Sequence[Lane], ids: list[int], settings: Settings) -> None:
     greedy = Settings(
         Sampling(), min(WARM_UP_TOKENS, settings.max_new_tokens), 1, settings.seed, settings.verify
     )
     for lane in lanes:
-        lane.run([Request(ids, greedy.max_new_tokens)], greedy)
+        contest.run(lane, [Request(ids, greedy.max_new_tokens)], greedy)

@@ -170,8 +170,16 @@ def _reference(name: str, run: Callable[[Sequence[Request], Settings], Run], k: 
 
 
 def _server(spec: str, served: Served) -> Lane:
-    lane = _reference(spec, lambda requests, s: served(requests, s.sampling, s.seed))
-    lane.facts["totals_alone"] = True  # of what it accepted
+    """The row of a running server. Raises UserError where none answers."""
+    served.check()
+
+    def run(requests: Sequence[Request], s: Settings) -> Run:
+        found = served(requests, s.sampling, s.seed)
+        lane.facts["tells"] = served.tells
+        return found
+
+    lane = _reference(spec, run)
+    lane.facts |= {"totals_alone": True, "tells": True}  # of what it accepted
     return lane
 
 

@@ -30,6 +30,8 @@ class Scores:
 
     def __init__(self, contest: Contest, lanes: Sequence[Lane], seed: int = 0) -> None:
         self.seed, self.lanes = seed, list(lanes)
+        # servers that do not say what they accepted: of their cycles nothing is known
+        self.silent = {lane.name for lane in lanes if not lane.facts.get("tells", True)}
         self.answers: dict[str, dict[str, list[Answer]]] = {lane.name: {} for lane in lanes}
         self.laps: dict[str, dict[tuple[str, ...], list[Lap]]] = {lane.name: {} for lane in lanes}
         for answer in contest.answers:
@@ -46,6 +48,8 @@ class Scores:
 
     def clean(self, name: str, prompts: Sequence[str]) -> list[list[Cycle]]:
         """[prompt][cycle]: the cycles that count."""
+        if name in self.silent:
+            return [[] for _ in prompts]
         return [
             [c for a in self.answers[name][p] for c in stats.split(a.generation).clean]
             for p in prompts
@@ -154,13 +158,14 @@ class Scores:
     def _accepted(self, lane: Lane, clean: list[list[Cycle]]) -> dict[str, Any]:
         """What was written and accepted. clean: the cycles of every prompt that count."""
         answers = [a for rows in self.answers[lane.name].values() for a in rows]
-        splits = [stats.split(a.generation) for a in answers]
+        seen = [] if lane.name in self.silent else answers
+        splits = [stats.split(a.generation) for a in seen]
         flat = [c for cycles in clean for c in cycles]
         cut = [c for p in splits for c in p.cut]
         loop = [c for p in splits for c in p.loop]
         totals = lane.facts.get("totals_alone", False)
         everything = [
-            [c for a in self.answers[lane.name][p] for c in a.generation.cycles]
+            [c for a in self.answers[lane.name][p] if seen for c in a.generation.cycles]
             for p in self.prompts
         ]
         return {
@@ -209,16 +214,19 @@ class Scores:
         draft, target = sum(t.draft_s for t in timings), sum(t.target_s for t in timings)
         checked = sum(t.verify_s + t.commit_s for t in timings)
         decoded = sum(self.work(name, units, False)[0])
-        outside = lane.facts.get("totals_alone", False)  # a server: nothing is seen of a cycle
+        outside = lane.facts.get("totals_alone", False)  # a server
         parts = None if outside else breakdown(timings, decoded, speedup)
-        return {
+        inside = {  # what is seen in this process alone
             "peak_bytes": max((lap.peak or 0 for lap in laps), default=0) or None,
             "draft_ms_interval": self.cycle_ms(name, ("draft",), units),
             "verify_ms_interval": self.cycle_ms(name, ("target", "verify", "commit"), units),
             "draft_ms": _per(draft, passes),
-            "verify_ms": None if outside else _per(target + checked, passes),
+            "verify_ms": _per(target + checked, passes),
             "target_ms": _per(target, passes),
             "target_passes": passes,
+        }
+        return {
+            **(dict.fromkeys(inside) if outside else inside),
             "prefill_seconds": sum(t.prefill_s for t in timings),
             "ms_per_token": parts["ms_per_token"] if parts else {},
             "breakdown": parts,

@@ -9,26 +9,41 @@ prefill, what the second takes longer is decoding. A server tells how much it ac
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
 
 from conf.errors import UserError
 from decode.engine import Cycle, Generation, Request, Run, Timing
 from decode.sampling import Sampling
 from decode.target import Target
 from scripts.scoring.reference import room
-from scripts.serving.asking import Address, Ask, Door, Reply
+from scripts.serving.asking import VLLM, Address, Ask, Door, Reply, read_counters
 
 TRIES = 4
 PATIENCE = 600.0  # seconds for one answer
+SEEDS = 1 << 31  # llama.cpp takes no larger seeds
 
 
 class Served:
-    """A server at `url`. Raises UserError when it is called and cannot be asked."""
+    """A server at `url`. tells: so far it has told how much it accepted. Raises UserError when it
+    is called and cannot be asked."""
 
     def __init__(self, target: Target, name: str, url: str) -> None:
-        self.target, self.name = target, name
+        self.target, self.name, self.tells = target, name, True
         self.address = Address(url, PATIENCE, setting=f"drafters: {name}")
+
+    def check(self) -> None:
+        """Ask it for a token. Raises UserError when it cannot be asked, or does not answer as a
+        row needs it."""
+        asyncio.run(self._check())
+
+    async def _check(self) -> None:
+        async with Door(replace(self.address, retries=1)) as door:
+            self._tokens([0], await door.answer([0], Ask(1)), 1)
 
     def __call__(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> Run:
         """Decode `requests`, all at the same time."""
@@ -41,30 +56,40 @@ class Served:
 
     async def _run(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> Run:
         s, limits = sampling, [room(self.target, request) for request in requests]
+        prompts = [request.prompt for request in requests]
         asks = [
-            Ask(limit, s.temperature, s.top_k, s.top_p, s.min_p, seed * 1_000_003 + request.id)
+            Ask(
+                limit,
+                s.temperature,
+                s.top_k,
+                s.top_p,
+                s.min_p,
+                (seed * 1_000_003 + request.id) % SEEDS,
+            )
             for request, limit in zip(requests, limits, strict=True)
         ]
-        async with Door(self._address(len(requests))) as door:
+        times: list[tuple[float, float]] = []  # of first tokens, of whole answers
+        async with Door(replace(self.address, connections=len(requests))) as door:
+            await door.connect()
             for _ in range(TRIES):
+                failed = door.troubles
                 short, _first = await asked(door, requests, [Ask(1) for _ in asks])
-                before = await door.counters()
+                before = await door.metrics()
                 whole, replies = await asked(door, requests, asks)
-                after = await door.counters()
-                if whole > short or max(limits) == 1:
+                after = await door.metrics()
+                answers = list(map(self._tokens, prompts, replies, limits))
+                if all(len(tokens) == 1 for tokens in answers):
+                    short = whole  # nothing was decoded
                     break
+                if door.troubles == failed:
+                    times.append((short, whole))
+                    if whole > short:
+                        break
             else:
-                raise UserError(
-                    f"drafters: {self.name}: {door.root}: whole answers took {whole:.3g} s, their "
-                    f"first tokens {short:.3g} s: nothing can be timed; give more max_new_tokens"
-                )
-        rose = None
-        if before is not None and after is not None:
-            rose = after["accepted_tokens"] - before["accepted_tokens"]
-        answers = [self._tokens(reply) for reply in replies]
-        cycles = cycles_of(answers, accepted(replies, rose, answers))
+                short, whole = self._least(times, door)
+        cycles = cycles_of(answers, self._accepted(door.kind, replies, before, after, answers))
         timing = Timing(
-            prefill_s=min(short, whole),
+            prefill_s=short,
             total_s=whole,
             cycles=max(map(len, cycles), default=0),
         )
@@ -80,31 +105,94 @@ class Served:
         ]
         return Run(found, timing, law_rows=0)
 
-    def _address(self, connections: int) -> Address:
-        given = self.address
-        return Address(given.url, given.timeout, connections=connections, setting=given.setting)
-
-    def _tokens(self, reply: Reply) -> list[int]:
-        """The answer as ours are: with its stop token, which llama.cpp does not send."""
-        if not reply.tokens:
+    def _least(self, times: Sequence[tuple[float, float]], door: Door) -> tuple[float, float]:
+        """The least time of first tokens and of whole answers, when no single try made sense of
+        both: chance only ever adds to a time. Raises UserError where these make none either."""
+        if not times:
             raise UserError(
-                f"drafters: {self.name}: an answer came back without token ids; nothing can be "
-                "counted or compared"
+                f"drafters: {self.name}: {door.root}: in every one of {TRIES} tries a question "
+                "had to be asked again; nothing can be timed"
             )
+        short, whole = (min(column) for column in zip(*times, strict=True))
+        if whole <= short:
+            raise UserError(
+                f"drafters: {self.name}: {door.root}: whole answers took {whole:.3g} s, their "
+                f"first tokens {short:.3g} s: nothing can be timed; give more max_new_tokens"
+            )
+        return short, whole
+
+    def _accepted(
+        self,
+        kind: str,
+        replies: Sequence[Reply],
+        before: str | None,
+        after: str | None,
+        answers: Sequence[Sequence[int]],
+    ) -> list[int]:
+        """Accepted draft tokens of every answer; none, and `tells` no more, where nobody says."""
+        rose = risen(kind, before, after)
+        if rose is None and any(reply.accepted is None for reply in replies):
+            self.tells = False
+        return accepted(replies, rose, answers)
+
+    def _tokens(self, prompt: Sequence[int], reply: Reply, limit: int) -> list[int]:
+        """The answer as ours are: with its stop token, which llama.cpp does not send. Raises
+        UserError for one that cannot stand beside ours."""
+        tokens, eos = reply.tokens, self.target.eos_ids
+        where = f"drafters: {self.name}: {self.address.url}"
+        if tokens is None or (not tokens and not (reply.stopped and eos)):
+            raise UserError(
+                f"{where}: an answer came back without token ids; nothing can be counted or "
+                "compared"
+            )
+        wrong = [token for token in tokens if token >= self.target.vocab_size]
+        if wrong:
+            raise UserError(
+                f"{where}: an answer holds token {wrong[0]}, and the target has "
+                f"{self.target.vocab_size}: the server runs another model"
+            )
+        if len(tokens) > limit:
+            raise UserError(f"{where}: asked {limit} tokens; {len(tokens)} came back")
+        if reply.ignored:
+            raise UserError(f"{where}: it decoded otherwise than asked: {reply.ignored[0]}")
+        ended = bool(tokens) and tokens[-1] in eos
+        missing = reply.stopped and eos and not ended and len(tokens) < limit
+        return [*tokens, self._stop([*prompt, *tokens])] if missing else list(tokens)
+
+    @torch.inference_mode()
+    def _stop(self, ids: Sequence[int]) -> int:
+        """The stop token behind these: of several the one that the target likes best."""
         eos = self.target.eos_ids
-        missing = reply.stopped and eos and reply.tokens[-1] not in eos
-        return [*reply.tokens, *([eos[0]] if missing else [])]
+        if len(eos) == 1:
+            return eos[0]
+        row = torch.tensor([list(ids)], device=self.target.device)
+        logits = self.target.model(row).logits[0, -1]
+        return max(eos, key=lambda token: float(logits[token]))
 
 
 async def asked(
     door: Door, requests: Sequence[Request], asks: Sequence[Ask]
 ) -> tuple[float, list[Reply]]:
-    """(seconds, answers) of all requests at the same time."""
+    """(seconds, answers) of all requests at the same time. The prompts are read anew: a server
+    that kept them from the question before would seem to decode in no time."""
+    fresh = [replace(ask, salt=secrets.token_hex(8)) for ask in asks]
     start = time.perf_counter()
     replies = await asyncio.gather(
-        *(door.answer(list(r.prompt), ask) for r, ask in zip(requests, asks, strict=True))
+        *(door.answer(list(r.prompt), ask) for r, ask in zip(requests, fresh, strict=True))
     )
     return time.perf_counter() - start, list(replies)
+
+
+def risen(kind: str, before: str | None, after: str | None) -> int | None:
+    """Draft tokens that were accepted between two looks at a server's metrics; None where these
+    do not tell."""
+    if before is None or after is None:
+        return None
+    old, new = read_counters(before), read_counters(after)
+    if new is None:
+        return 0 if kind == VLLM and old is None else None  # which counts wherever it drafts
+    rose = new.get("accepted_tokens", 0) - (old or {}).get("accepted_tokens", 0)
+    return int(rose) if rose >= 0 else None  # less than before: it was started anew
 
 
 def accepted(

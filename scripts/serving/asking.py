@@ -11,6 +11,7 @@ before it is believed; what a server does not tell is None.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import re
@@ -45,7 +46,8 @@ class Address:
 @dataclass(frozen=True)
 class Ask:
     """One answer. limit: most tokens. temperature 0 = greedy; top_k 0 and top_p 1 = off. keep:
-    the server may keep the prompt and need not read it again."""
+    the server may keep the prompt and need not read it again. salt: the prompt shares nothing with
+    what vLLM has kept of prompts with another salt."""
 
     limit: int
     temperature: float = 0.0
@@ -54,6 +56,7 @@ class Ask:
     min_p: float = 0.0
     seed: int = 0
     keep: bool = False
+    salt: str = ""
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,8 @@ class Door:
         if self.kind == LLAMACPP:
             return await self._post("/completion", _llamacpp(ids, ask), _read_llamacpp(ask), about)
         body = {"model": self.model, **_openai(ids, ask)}
+        if self.kind == VLLM and ask.salt:
+            body["cache_salt"] = ask.salt
         return await self._post("/v1/completions", body, _read_openai, about)
 
     async def laws(self, ids: list[int], start: int, top: int) -> list[dict[int, float]]:
@@ -166,19 +171,36 @@ class Door:
     async def counters(self) -> dict[str, Any] | None:
         """drafts, draft_tokens, accepted_tokens since the server's start, and
         accepted_by_position; None where it does not tell."""
+        page = await self.metrics()
+        return None if page is None else read_counters(page)
+
+    async def metrics(self) -> str | None:
+        """Its Prometheus page; None where it has none."""
         import httpx
 
         try:
             reply = await self._server._client.get(f"{self.root}/metrics")
         except httpx.HTTPError:
             return None
-        if reply.status_code != 200:
-            return None
-        return read_counters(reply.text)
+        return reply.text if reply.status_code == 200 else None
+
+    async def connect(self) -> None:
+        """Open all connections, so that none is opened while somebody takes the time."""
+        lists = (self._server.ask("GET", "/v1/models") for _ in range(self.address.connections))
+        try:
+            await asyncio.gather(*lists)
+        except (GivenUp, Refused) as error:
+            raise self._wrong("GET /v1/models", str(error)) from None
+
+    @property
+    def troubles(self) -> int:
+        """How many tries have failed so far: each costs a wait before the next one."""
+        return self._server.troubles.total()
 
 
 def read_counters(text: str) -> dict[str, Any] | None:
-    """Of a Prometheus page with speculation's counters; None without them."""
+    """Of a Prometheus page with speculation's counters, summed over a server's engines; None
+    without them."""
     out: dict[str, Any] = {}
     places: dict[int, int] = {}
     for line in text.splitlines():
@@ -186,11 +208,12 @@ def read_counters(text: str) -> dict[str, Any] | None:
             continue
         found = PER_POSITION.search(line)
         if found:
-            places[int(found[1])] = int(float(found[2]))
+            place = int(found[1])
+            places[place] = places.get(place, 0) + int(float(found[2]))
             continue
         total = TOTALS.search(line)
         if total:
-            out[total[1]] = int(float(total[2]))
+            out[total[1]] = out.get(total[1], 0) + int(float(total[2]))
     if "drafts" not in out:
         return None
     return {**out, "accepted_by_position": [places[k] for k in sorted(places)]}

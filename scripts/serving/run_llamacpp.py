@@ -45,7 +45,8 @@ def main(path: str) -> None:
         draft.mparams.path = job["draft"]
         draft.n_max = job["draft_tokens"]
         draft.p_min = 0.0
-        params.speculative.synth_rates = job["synth_rates"]
+        if job["synth_rates"]:  # not every version has it
+            params.speculative.synth_rates = job["synth_rates"]
         draft.probabilistic = job["probabilistic"]
         if job["exact"]:
             draft.cache_type_k = draft.cache_type_v = llama.ggml_type.GGML_TYPE_F32

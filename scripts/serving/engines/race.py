@@ -20,6 +20,7 @@ from conf.rules import Filled, OneOrMore, Seed, one_of
 from conf.schema import entry
 from heads.names import NONE
 from scripts import evaluate
+from scripts.common import files
 from scripts.serving.engines import shared
 from scripts.serving.engines.benches import BENCHES, ENGINES, GREEDY, Serving, drafters
 
@@ -69,10 +70,17 @@ def main(cfg: RaceConfig) -> int:
                 name = server if found.kind == NONE else f"{server}-{found.name}"
                 print(f"{label}: {found.spec}", flush=True)
                 mode = GREEDY if found.kind != NONE else ""
-                url = stack.enter_context(bench.running(found, mode, f"race-{name}"))
+                try:
+                    url = stack.enter_context(bench.running(found, mode, f"race-{name}"))
+                except UserError as error:  # no export, or a server that does not come up
+                    stage.missing.append({"drafter": found.spec, "reason": str(error)})
+                    continue
                 lanes.append(f"{name}@{url}")
+        # every engine looks for all drafters
+        stage.missing = [one for i, one in enumerate(stage.missing) if one not in stage.missing[:i]]
         if len(lanes) == len(cfg.lanes):
-            raise UserError("drafters: no server was started; none of them is there")
+            stage.end()
+            raise UserError("drafters: no server was started; none of them can be served")
         torch.set_num_threads(cfg.threads)
         asked = evaluate.EvaluateConfig(
             out=cfg.out,
@@ -82,9 +90,13 @@ def main(cfg: RaceConfig) -> int:
             num_prompts=cfg.num_prompts,
             max_new_tokens=cfg.max_new_tokens,
             dtype=cfg.dtype,
+            device="cpu",  # where the servers run
             batch_size=cfg.batch_size,
             seed=cfg.seed,
             parity=0,
         )
-        code = evaluate.evaluated(asked, Path(cfg.out))
-    return code or stage.end()
+        out = Path(cfg.out)
+        with files.sole_folder(out):
+            code = evaluate.evaluated(asked, out)
+    ended = stage.end()  # names what is missing in any case
+    return code or ended

@@ -97,15 +97,18 @@ def main(cfg: SampledConfig) -> int:
     stage = shared.Stage(cfg)
     how = Serving(cfg.draft_tokens, max(cfg.at_a_time), cfg.context, cfg.threads)
     bench = BENCHES[cfg.server](stage, python, how)
-    cases = []
+    wanted = []
     for found in drafters(stage, bench.headless):
-        modes = [""] if found.kind == NONE else cfg.modes
-        for mode in modes:
+        for mode in [""] if found.kind == NONE else cfg.modes:
             if mode and (problem := bench.refusal(found, mode)) is not None:
                 raise UserError(problem)
-        for mode in modes:
-            print(f"{label}, {mode or 'no draft'}: {found.spec}", flush=True)
-            cases.append(certified(cfg, stage, bench, found, mode))
+            wanted.append((found, mode))
+    if not wanted:
+        return stage.end()  # a report of nothing would take the place of the last one
+    cases = []
+    for found, mode in wanted:
+        print(f"{label}, {mode or 'no draft'}: {found.spec}", flush=True)
+        cases.append(certified(cfg, stage, bench, found, mode))
     about = {
         "temperature": cfg.temperature,
         "top_k": cfg.top_k,
@@ -143,7 +146,10 @@ def certified(
         towards = drafter_laws(str(found.folder), stage.target, cfg.sampling())
     name = "-".join(filter(None, ("sampled", found.name, mode)))
     depends = vars(how) | {"members": None, "detect": None}
-    parts = Parts(stage.work / name, [bench.stamp(found), mode, cfg.draft_tokens, depends])
+    identity = stage.target.identity
+    asked = [identity.weights_sha256 if identity else "", stage.ids]
+    key = [bench.stamp(found), mode, cfg.draft_tokens, depends, asked]
+    parts = Parts(stage.work / name, key)
     with bench.running(found, mode, name) as url:
         address = Address(url, llamacpp_cases.PATIENCE, connections=max(cfg.at_a_time))
         paper = server_certificate.certified(

@@ -125,7 +125,8 @@ def main(cfg: SettingsConfig) -> int:
     drafting = replace(base, draft=str(folder / gguf_export.DRAFT))
     timed = [replace(drafting, draft_tokens=k) for k in cfg.curve]
     if cfg.pilot:
-        timed = [made_up(cfg, one, pilot(stage, cfg)) for one in timed]
+        draft = pilot(stage, cfg, found.kind)
+        timed = [made_up(cfg, one, draft) for one in timed]
     checked = [replace(drafting, draft_tokens=k) for k in cfg.checked]
     with served(python, [base, *timed, *checked], stage.work) as (address, which):
         known = [load.Served(one.draft_tokens, address[one]) for one in (base, *timed)]
@@ -181,10 +182,16 @@ def tell(what: str, done: int, total: int) -> None:
         print(f"{what}: {done} of {total}", flush=True)
 
 
-def pilot(stage: shared.Stage, cfg: SettingsConfig) -> Path:
-    """The file of the head whose cost stands for the drafter's."""
+def pilot(stage: shared.Stage, cfg: SettingsConfig, kind: str) -> Path:
+    """The file of the head whose cost stands for the drafter's. Raises UserError for one of
+    another kind than that, which llama.cpp would load as what it is not."""
     folder = find_head(cfg.pilot)
     said = read_card(folder)
+    if said["kind"] != kind:
+        raise UserError(
+            f"pilot: {cfg.pilot} is {said['kind']}, the drafter is {kind}: it costs something "
+            "else; give a short run of the same recipe"
+        )
     found = shared.Found(cfg.pilot, "pilot", folder, said["kind"], said["sha256"])
     name = f"settings-pilot-{cfg.dtype}"
     return stage.exported(name, found, "gguf", f"dtype={cfg.dtype}") / gguf_export.DRAFT

@@ -1,0 +1,88 @@
+"""A server of the completions API whose every word is told in advance: what a row of the
+scoreboard must bear or refuse.
+
+    with odd(lambda body: vllm([5, 6, 2], stopped=True)) as server: ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def vllm(tokens: list[int] | None, stopped: bool = False) -> dict[str, Any]:
+    """An answer as vLLM gives it."""
+    choice: dict[str, Any] = {"text": "", "finish_reason": "stop" if stopped else "length"}
+    return {"choices": [choice if tokens is None else choice | {"token_ids": tokens}]}
+
+
+def llamacpp(body: dict[str, Any], tokens: list[int], stop: str = "limit", **heeded: Any) -> Any:
+    """An answer as llama.cpp gives it. heeded: settings that it took otherwise than asked."""
+    said = {key: body[key] for key in ("temperature", "top_k", "top_p", "min_p", "seed")}
+    return {
+        "tokens": tokens,
+        "content": "",
+        "timings": {},
+        "stop_type": stop,
+        "generation_settings": said | heeded,
+    }
+
+
+@dataclass
+class Odd:
+    """url; what it was asked, in order."""
+
+    url: str
+    asked: list[dict[str, Any]] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def odd(
+    answer: Answer, owner: str = "vllm", metrics: Callable[[], str] | None = None
+) -> Iterator[Odd]:
+    """A server while the block runs. answer: to a request; what it raises becomes status 400.
+    metrics: its page, None for no such page."""
+    told = Odd("")
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *args: Any) -> None:
+            """Nothing."""
+
+        def _send(self, status: int, body: str) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def do_GET(self) -> None:
+            if self.path == "/v1/models":
+                self._send(200, json.dumps({"data": [{"id": "m", "owned_by": owner}]}))
+            elif metrics is not None:
+                self._send(200, metrics())
+            else:
+                self._send(404, "")
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            told.asked.append(body)
+            try:
+                self._send(200, json.dumps(answer(body)))
+            except ValueError as error:
+                self._send(400, json.dumps({"error": str(error)}))
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    told.url = f"http://127.0.0.1:{server.server_address[1]}"
+    try:
+        yield told
+    finally:
+        server.shutdown()
+        server.server_close()
