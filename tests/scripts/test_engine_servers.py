@@ -190,3 +190,73 @@ def test_servers_race_in_one_table(
     with pytest.raises(SystemExit) as stop:
         race.main([*keys, "drafters=[nowhere]"])
     assert stop.value.code == 2 and "no server was started" in capsys.readouterr().err
+
+
+def raced(tmp_path: Path, *keys: str) -> int:
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "go"}\n{"prompt": "hay"}\n')
+    args = ["target=tiny", *(f"target.{k}={v}" for k, v in SHAPE.items()), f"prompts={prompts}"]
+    args += [f"work={tmp_path / 'work'}", f"out={tmp_path / 'out'}", "dtype=float32", "threads=1"]
+    args += ["servers=[vllm]", "engine=README.md", "max_new_tokens=16"]
+    with pytest.raises(SystemExit) as stop:
+        race.main([*args, *keys])
+    return int(stop.value.code or 0)
+
+
+def test_a_server_that_does_not_come_up_leaves_the_race(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = load_target(TargetConfig(kind="tiny", **SHAPE), "float32", "cpu")
+
+    @contextmanager
+    def running(
+        python: Path, settings: vllm_server.Settings, *_: object
+    ) -> Iterator[process.Running]:
+        if settings.speculative:
+            raise UserError("vLLM: the server ended with code 1 (no such method)")
+        with serving(target, None) as url:
+            yield process.Running(url, "9.9", tmp_path / "log")
+
+    monkeypatch.setattr(vllm_server, "running", running)
+    keys = ("drafters=[none,ngram]", "servers=[vllm,vllm]")
+    assert raced(tmp_path, *keys, "lanes=[none,nowhere]") == 3
+    said = capsys.readouterr().err
+    assert said.count("not there: ngram (vLLM: the server ended with code 1") == 1
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert report["settings"]["device"] == "cpu"
+    assert {"vllm", "none"} <= {row["label"].partition("@")[0] for row in report["drafters"]}
+    assert [one["name"] for one in report["skipped"]] == ["nowhere"]
+    assert raced(tmp_path, "drafters=[ngram]") == 2
+    said = capsys.readouterr().err
+    assert "not there: ngram" in said and "no server was started" in said
+
+
+def test_a_certificate_of_nothing_leaves_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out.json").write_text("kept")
+    assert certify(tmp_path, "drafters=[nowhere]") == 3
+    assert "not there: nowhere" in capsys.readouterr().err
+    asked = []
+    monkeypatch.setattr(sampled, "certified", lambda *given: asked.append(given))
+    assert certify(tmp_path, "drafters=[none,ngram]", "modes=[greedy,probabilistic]") == 2
+    assert not asked and "vLLM's drafts take the best" in capsys.readouterr().err
+    assert (tmp_path / "out.json").read_text() == "kept"
+
+
+def test_answers_to_other_prompts_or_of_another_target_are_not_gone_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = []
+
+    class Stop(UserError):
+        pass
+
+    def parts(folder: Path, key: object) -> None:
+        keys.append(json.dumps(key, default=str))
+        raise Stop("enough")
+
+    monkeypatch.setattr(sampled, "Parts", parts)
+    for more in ([], ["num_prompts=1"], ["target.seed=1"], []):
+        assert certify(tmp_path, "drafters=[none]", *more) == 2
+    assert len(set(keys)) == 3 and keys[0] == keys[3]

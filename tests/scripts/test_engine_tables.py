@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from conf.errors import UserError
 from scripts.reports import serves
 from scripts.reports.block import md_table
 from scripts.serving import llamacpp_cases
@@ -130,3 +131,11 @@ def test_a_table_in_markdown_says_which_columns_are_words() -> None:
     )
     assert md_table(("n", "k"), []) == "| n | k |\n|---|---:|"
     assert md_table(("n", "k"), [], ()) == "| n | k |\n|---:|---:|"
+
+
+def test_a_pilot_of_another_kind_costs_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "find_head", lambda spec: Path(spec))
+    monkeypatch.setattr(settings, "read_card", lambda folder: {"kind": "small_lm", "sha256": "0"})
+    cfg = settings.SettingsConfig(drafters=["a"], pilot="b", synthetic=[0.5] * 5)
+    with pytest.raises(UserError, match="pilot: b is small_lm, the drafter is eagle3"):
+        settings.pilot(None, cfg, "eagle3")  # type: ignore[arg-type]
