@@ -21,6 +21,7 @@ from heads.interop import gguf_write
 from heads.names import Draft
 from scripts.common.files import ROOT
 from scripts.common.parts import Parts
+from scripts.scoring.served import Served
 from scripts.serving import (
     contract,
     contract_check,
@@ -404,6 +405,25 @@ def test_laws_of_a_real_plain_server(target, tmp_path: Path, monkeypatch) -> Non
         best = row.topk(MOST_TOP)
         assert sorted(law, key=lambda t: -law[t])[:8] == best.indices[:8].tolist()
         assert max(abs(law[t] - float(row[t])) for t in best.indices.tolist()) < 1e-4
+
+
+@needs_engine
+@pytest.mark.slow
+def test_a_real_server_stands_beside_our_rows(target, tmp_path: Path, monkeypatch) -> None:
+    """The same text, its own count of accepted tokens, and no setting that it took otherwise."""
+    monkeypatch.setattr(gguf_write, "tokenizer_fields", in_letters)
+    head = random_head(target, "eagle3")
+    requests = [Request(prompt, LIMIT, id=i) for i, prompt in enumerate(PROMPTS)]
+    plain = generate(target, NoDraft(), requests, Sampling(), batch_size=len(requests))
+    with engine(tmp_path / "served", target, head, slots=4) as server:
+        served = Served(target, "x", server.url)
+        served.check()
+        found = served(requests, Sampling(), 0)
+        sampled = served(requests, Sampling(0.9, 20, 0.95, 0.05), 1 << 50)
+        once = served([Request(PROMPTS[0], 1)], Sampling(), 0)
+    assert [g.token_ids for g in found.generations] == [g.token_ids for g in plain.generations]
+    assert served.tells and found.timing.decode_s > 0 and once.timing.decode_s == 0
+    assert all(g.finish in ("length", "eos") for g in sampled.generations)
 
 
 def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:
