@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,7 @@ from scripts.reports import serves
 from scripts.reports.block import md_table
 from scripts.serving import llamacpp_cases
 from scripts.serving.costs import Costs, Point
-from scripts.serving.engines import race, sampled, settings
+from scripts.serving.engines import llamacpp, race, sampled, settings
 from scripts.serving.load import Lap
 
 PAPER = {
@@ -139,3 +141,20 @@ def test_a_pilot_of_another_kind_costs_something_else(monkeypatch: pytest.Monkey
     cfg = settings.SettingsConfig(drafters=["a"], pilot="b", synthetic=[0.5] * 5)
     with pytest.raises(UserError, match="pilot: b is small_lm, the drafter is eagle3"):
         settings.pilot(None, cfg, "eagle3")  # type: ignore[arg-type]
+
+
+def test_the_file_of_another_target_is_made_again(tmp_path: Path) -> None:
+    made: list[str] = []
+    identity = SimpleNamespace(weights_sha256="new")
+    stage: Any = SimpleNamespace(
+        work=tmp_path,
+        target=SimpleNamespace(identity=identity),
+        export=lambda name, *keys: made.append(name),
+    )
+    (tmp_path / "target-float32").mkdir()
+    about = {"engine_format": "gguf", "target": {"weights_sha256": "old"}}
+    for sha256, count in (("old", 1), ("new", 1)):
+        about["target"] = {"weights_sha256": sha256}
+        (tmp_path / "target-float32/outrider.json").write_text(json.dumps(about))
+        llamacpp.target_file(stage, "float32")
+        assert len(made) == count
