@@ -4,7 +4,7 @@ until its standard input is closed.
     .venv-engines/bin/python scripts/serving/run_vllm_server.py SETTINGS.json
 
 Settings: model (folder), speculative (a speculative_config or null), slots, context, threads,
-exact (float32 and eager, else bfloat16 and compiled).
+exact (float32 and eager, else bfloat16, compiled where it can be).
 Prints one JSON line {"url", "version"} when it answers.
 """
 

@@ -18,8 +18,8 @@ LOOKS_BACK = 4  # words of n-grams, at most
 @dataclass(frozen=True)
 class Settings:
     """What a server runs. speculative: its speculative_config, None for plain decoding. slots:
-    requests at a time. context: tokens of each. exact: float32 and eager; else bfloat16 and
-    compiled. Always without a prefix cache."""
+    requests at a time. context: tokens of each. exact: float32 and eager; else bfloat16,
+    compiled where it can be. Always without a prefix cache."""
 
     model: str
     speculative: dict[str, Any] | None = None

@@ -32,7 +32,7 @@ ENGINES = {
 class Serving:
     """How a server runs. draft_tokens: of a cycle. slots: requests at a time. context: tokens of
     each. exact: float32 throughout, sums in the order of plain code; else as the engine is
-    fast: llama.cpp in float16, vLLM compiled in bfloat16."""
+    fast: llama.cpp in float16, vLLM in bfloat16, compiled where it can be."""
 
     draft_tokens: int
     slots: int = 1

@@ -1,5 +1,5 @@
 """`engines.py race`: our engine, transformers and real servers in one table, on the same prompts
-and in turns. llama.cpp (float16) and vLLM (bfloat16, compiled) run as they are fast, without a
+and in turns. llama.cpp (float16) and vLLM (bfloat16) run as they are fast by default, without a
 draft and with each of `drafters`; `lanes` are what scripts/evaluate.py scores beside them.
 
 A llama.cpp head must be one that llama.cpp knows (recipe eagle3_portable); what an engine cannot
