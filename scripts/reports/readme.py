@@ -41,7 +41,6 @@ COPIED = {
     "unseen-fp32": "unseen/fp32",
     "unseen-b4": "unseen/b4",
     "unseen-b8": "unseen/b8",
-    "race-t0": "race",
     "union-t0": "union/t0",
     "union-t1": "union/t1",
 }
@@ -57,7 +56,6 @@ SHOWN = {
     "unseen-fp32": "The same in float32",
     "unseen-b4": "The same, four at a time",
     "unseen-b8": "The same, eight at a time",
-    "race-t0": "Beside other engines",
     "demo-t0": "What `make demo` shows (its JSON says at which commit)",
     "demo-t1": "What `make demo` shows at T = 1",
     "recipes-t0": "Recipes, trained longer",
@@ -90,9 +88,9 @@ def front() -> str:
     report, exact = read("unseen-t0"), read("unseen-fp32")
     same = {row["label"]: row for row in exact["drafters"]}
     rows = {row["label"]: row for row in report["drafters"]}
-    heads = {label: rows.get(label.partition("+")[0], row) for label, row in rows.items()}
+    heads = {label: same[label.partition("+")[0]] for label in rows if label in same}
     best = max(
-        (row for label, row in rows.items() if heads[label].get("training")),
+        (row for label, row in rows.items() if heads.get(label, {}).get("training")),
         key=lambda row: row["speedup"]["mean"],
     )
     training = heads[best["label"]]["training"]
