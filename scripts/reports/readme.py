@@ -18,6 +18,7 @@ from scripts.common import files
 from scripts.proofs.mutants import page as mutants_page
 from scripts.reports import fit_table, matched, serves, table, tune_table
 from scripts.reports.block import Block, md_table
+from scripts.scoring.names import SERVER
 from scripts.serving import case as engine_case
 from scripts.serving import llamacpp_cases
 from scripts.serving.engines import sampled as engine_sampled
@@ -52,8 +53,8 @@ BY_CATEGORY = {
 # score tables of docs/results.md: file -> heading
 SHOWN = {
     "unseen-t0": "72 prompts that nothing was trained or tuned on",
-    "unseen-t1": "The same at T = 1",
-    "unseen-fp32": "The same in float32",
+    "unseen-t1": "The same at T = 1, with the head of the first 25 minutes",
+    "unseen-fp32": "The same in float32 (beside other work: no times)",
     "unseen-b4": "The same, four at a time",
     "unseen-b8": "The same, eight at a time",
     "demo-t0": "What `make demo` shows (its JSON says at which commit)",
@@ -123,10 +124,26 @@ def front() -> str:
             table.equality(same[label]) if label in same else "–",
         ]
         for label, row in rows.items()
-        if not label.endswith("(defaults)")
+        if not label.endswith("(defaults)") and not _drafting_server(row)
     ]
-    more = " ".join(filter(None, [leaders(), fitted()]))
+    more = " ".join(filter(None, [fastest(rows), leaders(), fitted()]))
     return "\n".join([*lines, md_table(head, cells), "", more])
+
+
+def _drafting_server(row: dict[str, Any]) -> bool:
+    """A row that the page behind the README is enough for."""
+    return bool(SERVER.fullmatch(row["name"])) and row["accepted_length"]["mean"] != 1
+
+
+def fastest(rows: dict[str, dict[str, Any]]) -> str:
+    """Whether a server of another engine is faster than all that is ours, in a sentence."""
+    label = max(rows, key=lambda name: rows[name]["speedup"]["mean"])
+    if not SERVER.fullmatch(rows[label]["name"]):
+        return ""
+    return (
+        f"The fastest row of all is `{label}`, another engine's server on the same two cores "
+        f"({table.interval(rows[label]['speedup'], 2, '×')}; [engines](docs/engines.md))."
+    )
 
 
 def leaders() -> str:

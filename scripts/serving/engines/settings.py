@@ -248,6 +248,13 @@ def compared(
     return out
 
 
+def cost_error(row: dict[str, Any]) -> str:
+    """What is left of the error where the acceptance of these very prompts had been expected."""
+    length = row["accepted_length"]
+    known = row["predicted"] * length["measured"] / length["expected"]
+    return f"{known / row['measured'] - 1:+.0%}"
+
+
 COLUMNS: Columns = (
     ("requests at a time", lambda row: str(row["batch"])),
     ("draft tokens", lambda row: str(row["draft_tokens"])),
@@ -257,6 +264,7 @@ COLUMNS: Columns = (
     ("measured", lambda row: f"{row['measured']:.2f}×"),
     ("rounds", lambda row: f"{min(row['rounds']):.2f} to {max(row['rounds']):.2f}"),
     ("error", lambda row: f"{row['error']:+.0%}"),
+    ("of the cost alone", cost_error),
 )
 
 
