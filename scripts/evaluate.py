@@ -236,8 +236,7 @@ def evaluated(cfg: EvaluateConfig, out: Path) -> int:
     if cfg.wandb:
         to_wandb(reports[0], out, "evaluate")
     failed = [name for name, found in parity.items() if not found.passed]
-    left_out = any(report["skipped"] for report in reports)
-    return DISAGREES if failed else SKIPPED if left_out else 0
+    return DISAGREES if failed else SKIPPED if any(r["skipped"] for r in reports) else 0
 
 
 def measure(

@@ -19,6 +19,7 @@ import re
 import sys
 import tempfile
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -186,21 +187,6 @@ def trained(
     lora = LoraConfig(r=cfg.rank, lora_alpha=cfg.alpha, target_modules="all-linear")
     tuned = get_peft_model(model, lora)
 
-    def batch(some: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        def padded(name: str, fill: int) -> torch.Tensor:
-            parts = [one[name] for one in some]
-            return torch.nn.utils.rnn.pad_sequence(parts, True, padding_value=fill)
-
-        ids = padded("input_ids", pad)
-        seen = torch.nn.utils.rnn.pad_sequence(
-            [torch.ones_like(one["input_ids"]) for one in some], True
-        )
-        return {
-            "input_ids": ids,
-            "attention_mask": seen,
-            "labels": padded("labels", UNSUPERVISED),
-        }
-
     how = TrainingArguments(
         output_dir=scratch,
         max_steps=cfg.steps,
@@ -218,7 +204,7 @@ def trained(
         remove_unused_columns=False,
     )
     how._n_gpu = min(how.n_gpu, 1)  # of several GPUs each would take batch_size chats
-    trainer = Trainer(tuned, how, data_collator=batch, train_dataset=examples(rows))
+    trainer = Trainer(tuned, how, data_collator=partial(batch, pad), train_dataset=examples(rows))
     trainer.remove_callback(PrinterCallback)  # which takes the bar's place, and is no quieter
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -230,6 +216,20 @@ def trained(
             f"{'finite' if finite else 'no numbers'}; lower it"
         )
     return merged, losses[-1]
+
+
+def batch(pad: int, some: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Examples side by side, the shorter ones padded behind."""
+
+    def padded(parts: list[torch.Tensor], fill: int) -> torch.Tensor:
+        return torch.nn.utils.rnn.pad_sequence(parts, True, padding_value=fill)
+
+    ids = [one["input_ids"] for one in some]
+    return {
+        "input_ids": padded(ids, pad),
+        "attention_mask": padded([torch.ones_like(one) for one in ids], 0),
+        "labels": padded([one["labels"] for one in some], UNSUPERVISED),
+    }
 
 
 def examples(rows: Rows) -> list[dict[str, torch.Tensor]]:

@@ -11,7 +11,6 @@ from accelerate import Accelerator
 
 from decode.target import Target
 from heads.base import Head
-from heads.warm import BEFORE
 from train.clock import Clock
 from train.config import TrainConfig
 from train.facts import facts_of, meaning_of, self_check, settle
@@ -49,7 +48,7 @@ def begin(
         rows.list_bad(out)
     plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed, cfg.data.skip)
 
-    open_rate = cfg.optim.lr is None
+    kept = ("optim.lr",) if cfg.optim.lr is None else ()
     settled = settle(cfg, kind, target, plan)
     head, begun = first_head(cfg, kind, target, rows.counts(target.vocab_size))
     if cfg.shard_target and not target.sharded:
@@ -59,11 +58,9 @@ def begin(
 
     source = _source(cfg, head, target, rows, heed)
     meaning = {**meaning_of(cfg, target, rows), **source.meaning, **begun.meaning}
-    kept = ("optim.lr",) if open_rate else ()
     state, notes = resumed(cfg, head, optimizer, meaning, accelerator, kept)
     cfg.optim.lr = meaning["optim.lr"]
-    for name, amount in begun.spent.items():
-        state.seen.setdefault(f"{BEFORE}{name}", amount)
+    state.came_from(begun.spent)
 
     log = Log(cfg, main, state)
     for note in notes:

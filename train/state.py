@@ -13,6 +13,7 @@ import hashlib
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from decode.models.identity import Identity, sha256_file
 from heads.base import Head
 from heads.checkpoint import CARD, read_card, recover, staged, text_of, write_card
 from heads.earlier import is_gone
+from heads.warm import BEFORE
 from train.config import REPLANNED, EvalConfig, is_logistics
 
 WEIGHTS, OPTIMIZER, STATE, MANIFEST = (
@@ -68,6 +70,11 @@ class State:
         """Count what an update took."""
         for name, amount in amounts.items():
             self.seen[name] = self.seen.get(name, 0.0) + amount
+
+    def came_from(self, spent: Mapping[str, float]) -> None:
+        """Remember what the head that this one started from had taken."""
+        for name, amount in spent.items():
+            self.seen.setdefault(f"{BEFORE}{name}", amount)
 
     def add_to_window(self, found: dict[str, list[float]]) -> None:
         """Count a step's statistics, name -> [sum, count], for the next line of metrics."""

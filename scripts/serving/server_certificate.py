@@ -41,6 +41,20 @@ class How:
     members: int | None
 
 
+class Laps:
+    """Seconds since the last lap, added up by what they went into."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = {}
+        self.began = time.perf_counter()
+
+    def lap(self, what: str) -> None:
+        """What went on until now."""
+        now = time.perf_counter()
+        self.spent[what] = self.spent.get(what, 0.0) + now - self.began
+        self.began = now
+
+
 def certified(
     target: Target,
     prompts: Sequence[Sequence[int]],
@@ -65,28 +79,21 @@ def certified(
         laws = plain_laws(plain, MOST_TOP, target.vocab_size, parts, watch)
         tie = how.tie or PLAIN_TIE
     layers: list[dict[str, Any]] = []
-    spent = {"asking": 0.0, "judging": 0.0}
-    began = time.perf_counter()
-
-    def lap(what: str) -> None:
-        nonlocal began
-        now = time.perf_counter()
-        spent[what] += now - began
-        began = now
+    clock = Laps()
 
     def approve(greedy: Sequence[Answer]) -> None:
-        lap("asking")
+        clock.lap("asking")
         layers.append(greedy_layer(greedy, laws, tie, address))
-        lap("judging")
+        clock.lap("judging")
 
     asked = ask_all(_job(target, prompts, how, address), parts, watch, approve)
-    lap("asking")
+    clock.lap("asking")
     negative: list[dict[str, Any]] = []
     found: dict[str, Any] = {"tokens": 0, "min_detectable": None}
     if asked.sampled:
         layer, negative, found = sampling_layers(target, asked, laws, how, watch, towards)
         layers.append(layer)
-    lap("judging")
+    clock.lap("judging")
     verdict, reasons = certificate.verdict(
         layers, negative or [{"rejected": True}], found, how.detect
     )
@@ -98,7 +105,7 @@ def certified(
         "reasons": reasons,
         "server": {"url": address.url, "kind": asked.kind, "drafted": asked.drafted},
         "laws": "weights" if plain is None else plain.url,
-        "spent": {what: round(seconds, 2) for what, seconds in spent.items()},
+        "spent": {what: round(seconds, 2) for what, seconds in clock.spent.items()},
         "layers": layers,
         "negative_controls": negative,
         "power": found,

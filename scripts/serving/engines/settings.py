@@ -102,7 +102,6 @@ def main(cfg: SettingsConfig) -> int:
     found = next(stage.drafters(), None)
     if found is None:
         return stage.end()
-    target = target_file(stage, cfg.dtype)
     keys = (f"dtype={cfg.dtype}", f"prompts={cfg.prompts}")
     name = f"settings-{found.name}-{cfg.dtype}"
     count = f"num_prompts={cfg.expected}"
@@ -114,20 +113,7 @@ def main(cfg: SettingsConfig) -> int:
             f"curve: {cfg.curve}; the drafter drafts {len(rates)} tokens at most: stay below"
         )
     others = beside(cfg, stage.ids, wanted)
-    base = server.Settings(
-        str(target),
-        method=llamacpp_cases.METHODS[found.kind],
-        slots=max(cfg.batches),
-        context=cfg.context,
-        threads=cfg.threads,
-        talk=1,
-    )
-    drafting = replace(base, draft=str(folder / gguf_export.DRAFT))
-    timed = [replace(drafting, draft_tokens=k) for k in cfg.curve]
-    if cfg.pilot:
-        draft = pilot(stage, cfg, found.kind)
-        timed = [made_up(cfg, one, draft) for one in timed]
-    checked = [replace(drafting, draft_tokens=k) for k in cfg.checked]
+    base, timed, checked = servers_of(cfg, stage, found, folder)
     with served(python, [base, *timed, *checked], stage.work) as (address, which):
         known = [load.Served(one.draft_tokens, address[one]) for one in (base, *timed)]
         asked = load.Load(ids(wanted), cfg.batches, cfg.rounds, cfg.max_new_tokens)
@@ -158,6 +144,28 @@ def main(cfg: SettingsConfig) -> int:
     for line in settings.told(plan, found.kind):
         print(line)
     return stage.end()
+
+
+def servers_of(
+    cfg: SettingsConfig, stage: shared.Stage, found: shared.Found, folder: Path
+) -> tuple[server.Settings, list[server.Settings], list[server.Settings]]:
+    """(a plain server, those that the curve is measured with, those whose speed is checked).
+    folder: the drafter's export."""
+    base = server.Settings(
+        str(target_file(stage, cfg.dtype)),
+        method=llamacpp_cases.METHODS[found.kind],
+        slots=max(cfg.batches),
+        context=cfg.context,
+        threads=cfg.threads,
+        talk=1,
+    )
+    drafting = replace(base, draft=str(folder / gguf_export.DRAFT))
+    timed = [replace(drafting, draft_tokens=k) for k in cfg.curve]
+    if cfg.pilot:
+        draft = pilot(stage, cfg, found.kind)
+        timed = [made_up(cfg, one, draft) for one in timed]
+    checked = [replace(drafting, draft_tokens=k) for k in cfg.checked]
+    return base, timed, checked
 
 
 def beside(cfg: SettingsConfig, known: list[list[int]], wanted: dict[str, Any]) -> list[list[int]]:
