@@ -30,8 +30,6 @@ from heads.registry import HEADS, load_head
 TOKENS = {"lm_head.weight": 0, "markov_out": 0, "proj": 1}
 LEVELS = ("proj", "block_weight", "block_bias", "enter_bias")
 STAGES = {"medusa2": ("medusa",)}  # kinds that may start from another one
-
-
 BEFORE = "start_"  # before what the head that another one started from had taken, in its card
 
 

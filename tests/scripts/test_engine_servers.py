@@ -16,6 +16,7 @@ import pytest
 
 from conf.errors import UserError
 from decode.models.load import TargetConfig, load_target
+from decode.target import Target
 from scripts.serving import process, vllm_server
 from scripts.serving.engines import race, sampled
 from scripts.serving.process import Program
@@ -113,6 +114,24 @@ def test_vllm_gets_what_was_asked_and_ends_with_us(tmp_path: Path, fake_vllm: No
         pytest.fail("it is not there")
 
 
+def in_place_of_vllm(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: Target, draft: Target
+) -> list[vllm_server.Settings]:
+    """The settings of every vLLM server that is asked for; this repository's engine answers."""
+    asked = []
+
+    @contextmanager
+    def running(
+        python: Path, settings: vllm_server.Settings, *_: object
+    ) -> Iterator[process.Running]:
+        asked.append(settings)
+        with serving(target, draft if settings.speculative else None) as url:
+            yield process.Running(url, "9.9", tmp_path / "log")
+
+    monkeypatch.setattr(vllm_server, "running", running)
+    return asked
+
+
 def certify(tmp_path: Path, *keys: str) -> int:
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"prompt": "go"}\n{"prompt": "hay"}\n')
@@ -130,17 +149,7 @@ def test_an_engine_is_certified_without_a_head(
 ) -> None:
     target = load_target(TargetConfig(kind="tiny", **SHAPE), "float32", "cpu")
     draft = load_target(TargetConfig(kind="tiny", **{**SHAPE, "layers": 1}), "float32", "cpu")
-    asked = []
-
-    @contextmanager
-    def running(
-        python: Path, settings: vllm_server.Settings, *_: object
-    ) -> Iterator[process.Running]:
-        asked.append(settings)
-        with serving(target, draft if settings.speculative else None) as url:
-            yield process.Running(url, "9.9", tmp_path / "log")
-
-    monkeypatch.setattr(vllm_server, "running", running)
+    asked = in_place_of_vllm(monkeypatch, tmp_path, target, draft)
     assert certify(tmp_path) == 0
     report = json.loads((tmp_path / "out.json").read_text())
     control, row = report["cases"]
@@ -163,17 +172,7 @@ def test_servers_race_in_one_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = load_target(TargetConfig(kind="tiny", **SHAPE), "float32", "cpu")
-    asked = []
-
-    @contextmanager
-    def running(
-        python: Path, settings: vllm_server.Settings, *_: object
-    ) -> Iterator[process.Running]:
-        asked.append(settings)
-        with serving(target, target if settings.speculative else None) as url:
-            yield process.Running(url, "9.9", tmp_path / "log")
-
-    monkeypatch.setattr(vllm_server, "running", running)
+    asked = in_place_of_vllm(monkeypatch, tmp_path, target, target)
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"prompt": "go"}\n{"prompt": "hay"}\n')
     keys = ["target=tiny", *(f"target.{k}={v}" for k, v in SHAPE.items()), f"prompts={prompts}"]
