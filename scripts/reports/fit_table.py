@@ -1,15 +1,20 @@
-"""The table of a fit, from fit.json alone, and the table of docs/fit.md from several of them."""
+"""The table of a fit, from fit.json alone, and the tables of docs/fit.md: one of several fits, and
+one of several heads on every traffic."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from scripts.fitting import verdict
 from scripts.reports.block import md_table
-from scripts.reports.table import interval
+from scripts.reports.table import interval, number
+from scripts.scoring.names import labels as short
 
 Report = dict[str, Any]
 
@@ -113,3 +118,28 @@ def page(reports: Sequence[Report]) -> str:
         for report in reports
     ]
     return "\n".join([markdown(reports), "", *rows])
+
+
+def forgotten(path: Path) -> Report:
+    """From a report of evaluate.py (its path) whose categories are traffics: every drafter on each
+    of them, against the first one, paired by prompt."""
+    report = json.loads(path.read_text())
+    names = [row["name"] for row in report["drafters"] if row["shape"] != "none"]
+    origin = {key: report[key] for key in ("created", "command", "environment")}
+    return {**origin, **verdict.compared(path, names)}
+
+
+def matrix(report: Report) -> str:
+    """Markdown: drafters down, traffics across; accepted length, and what that is to the first."""
+    rows = report["drafters"]
+    names = list(rows[0]["by_category"])
+    lines = []
+    for at, (name, row) in enumerate(zip(short([r["name"] for r in rows]), rows, strict=True)):
+        cells = []
+        for category in names:
+            cell = row["by_category"][category]
+            length = number(cell["accepted_length"]["mean"])
+            cells.append(f"{length}, {change(cell['against_before'])}" if at else length)
+        lines.append([name, *cells])
+    asked = [f"{name} ({rows[0]['by_category'][name]['prompts']})" for name in names]
+    return md_table(["drafter", *asked], lines)

@@ -32,6 +32,7 @@ TUNING = Block.of("docs/tuning.md", "tuned", BY)
 ENGINES = Block.of("docs/engines.md", "engines", BY)
 SERVING = Block.of("docs/serving.md", "serves", BY)
 FIT = Block.of("docs/fit.md", "fits", BY)
+FORGOTTEN = Block.of("docs/fit.md", "matrix", BY)
 DROPPED = ("per_prompt", "acceptance_by_rank")
 # file in docs/results without its ending -> folder under reports/
 COPIED = {
@@ -258,6 +259,14 @@ def fits() -> str:
     return fit_table.page(reports) if reports else ""
 
 
+def forgotten() -> str:
+    """The matrix of docs/fit.md: every fitted head on every traffic."""
+    found = dict(known("domains")).get("domains")
+    if found is None:
+        return ""
+    return f"{fit_table.matrix(found)}\n\n`{found['command']}` ({made(found)})"
+
+
 def mutants() -> str:
     """docs/mutants.md, with the reasons as they stand today."""
     report = read("mutants")
@@ -271,6 +280,7 @@ PAGES = {
     TUNING: tuned,
     ENGINES: engines,
     FIT: fits,
+    FORGOTTEN: forgotten,
     SERVING: lambda: serves.markdown(RESULTS),
 }
 
@@ -283,6 +293,9 @@ def main() -> int:
         source = files.ROOT / "reports" / folder / "report.json"
         if source.exists() and (full or not name.startswith("demo")):
             files.write_json(RESULTS / f"{name}.json", slim(json.loads(source.read_text())))
+    domains = files.ROOT / "reports" / "domains" / "report.json"
+    if domains.exists():
+        files.write_json(RESULTS / "domains.json", fit_table.forgotten(domains))
     spent = files.ROOT / "reports" / "demo" / "spent.json"
     if full and spent.exists():
         files.write_json(RESULTS / "demo-spent.json", json.loads(spent.read_text()))

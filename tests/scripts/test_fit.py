@@ -145,6 +145,41 @@ def test_only_a_paired_interval_above_one_counts() -> None:
     assert fit_table.change(verdict.ratio(new, old, "nothing")) == "–"
 
 
+def test_the_matrix_pairs_every_head_with_the_first_one_by_traffic(tmp_path: Path) -> None:
+    lengths = {"general": (2.0, 3.0), "fit_sql": (4.0, 2.7)}
+    rows: list[dict[str, Any]] = [{"name": "none", "shape": "none"}]
+    for name, both in lengths.items():
+        per_prompt = [
+            {"prompt_id": f"{c}{i}", "category": c, "accepted_length": at + i / 10, "cycles": 10}
+            for c, at in zip(("sql", "letters"), both, strict=True)
+            for i in range(4)
+        ]
+        cells = {
+            c: {"prompts": 4, "accepted_length": {"mean": at + 0.15, "low": at, "high": at + 0.3}}
+            for c, at in zip(("sql", "letters"), both, strict=True)
+        }
+        rows.append(
+            {
+                "name": f"runs/{name}@tree",
+                "shape": "tree",
+                "bytes": 1,
+                "speedup": None,
+                "accepted_length": None,
+                "by_category": cells,
+                "per_prompt": per_prompt,
+            }
+        )
+    report = {"created": "", "command": "", "environment": {}, "skipped": [], "drafters": rows}
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    found = fit_table.forgotten(tmp_path / "report.json")
+    sql = found["drafters"][1]["by_category"]["sql"]["against_before"]
+    assert sql["mean"] == pytest.approx(4.15 / 2.15) and sql["low"] > 1
+    head, _, first, second = fit_table.matrix(found).splitlines()
+    assert head == "| drafter | sql (4) | letters (4) |"
+    assert first == "| general@tree | 2.15 | 3.15 |"
+    assert "| 4.15, +93.0% [+" in second and "| 2.85, -9.5% [-" in second
+
+
 def test_a_fitted_head_drafts_as_the_old_one_was_tuned_to(start: Path, tmp_path: Path) -> None:
     """Else a deep draft of the new head would be compared with a shallow one of the old."""
     old, new = tmp_path / "old", tmp_path / "new"
