@@ -28,7 +28,7 @@ from conf.jsonl import HALF, is_whole
 from conf.typed import from_json
 from decode.models.identity import Identity, sha256_file
 from decode.target import Target
-from heads import lora, vocab
+from heads import lora, vocab, words
 from heads.base import Head
 from heads.saved import differing
 
@@ -296,6 +296,10 @@ def _adapted(
     if odd := differing(*sizes):
         raise UserError(f"the card and the head at {base} are of different heads ({odd[0]})")
     head.cfg, head.coverage, head.calibration = shell.cfg, shell.coverage, shell.calibration
+    swap = known.base.words, known.base.gone
+    if any(swap):
+        ids = words.exchanged(words.ids_of(head), *swap, target.vocab_size)
+        words.with_words(head, ids, target)
     keys = lora.LoraKeys(known.rank, known.alpha, known.dropout)
     head.adapt(keys, known.base, lora.layers(head, known.targets))
     if odd := differing({k: tuple(v.shape) for k, v in head.state_dict().items()}, stored):

@@ -5,6 +5,7 @@ form of vLLM, speculators or SpecForge (d2t and t2d, or Medusa's token_map).
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from conf.errors import UserError
 from decode.models.identity import sha256_file
-from heads import vocab
+from heads import vocab, words
 from heads.checkpoint import read_card
 from heads.folders import head_in
 from heads.interop.layout import check_draft_map
@@ -32,7 +33,7 @@ def vocabulary_in(path: str, size: int) -> Tensor:
     if not folder.is_dir():
         raise UserError(f"{KEY}: {folder} is no folder; give that of a head, a run or an export")
     own = head_in(path)
-    ids = _own(own) if own is not None else _foreign(read_folder(folder), size)
+    ids = _own(own, size) if own is not None else _foreign(read_folder(folder), size)
     if ids is None:
         raise UserError(
             f"{KEY}: the head in {own or folder} drafts from all tokens; leave the key out and set "
@@ -46,14 +47,26 @@ def vocabulary_in(path: str, size: int) -> Tensor:
     return ids
 
 
-def _own(folder: Path) -> Tensor | None:
-    """Of a head that was trained here; None without a draft vocabulary."""
+def _own(folder: Path, size: int) -> Tensor | None:
+    """Of a head that was trained here; None without a draft vocabulary. size: the target's."""
     card = read_card(folder)
-    for _ in range(MOST_ADAPTERS):  # the frozen head below has the vocabulary
+    exchanges: list[dict[str, Any]] = []
+    for _ in range(MOST_ADAPTERS):  # the frozen head below has the vocabulary, but for these
         if "lora" not in card["head"]:
             break
-        folder = Path(str(card["head"]["lora"]["base"]["path"]))
+        base = card["head"]["lora"]["base"]
+        exchanges.append(base)
+        folder = Path(str(base["path"]))
         card = read_card(folder)
+    ids = _of_card(folder, card)
+    for base in reversed(exchanges if ids is not None else []):
+        swap = base.get("words", []), base.get("gone", [])
+        ids = words.exchanged(ids, *swap, size)
+    return ids
+
+
+def _of_card(folder: Path, card: dict[str, Any]) -> Tensor | None:
+    """Of a head with all its weights."""
     if listed := card["head"].get("draft_ids"):
         return torch.tensor(listed, dtype=torch.int64)
     path = folder / card["weights"]["file"]

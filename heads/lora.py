@@ -45,6 +45,9 @@ class LoraKeys:
     # names of the layers it is put on, such as q_proj; empty = all linear layers but the LM
     # head
     targets: list[str] = field(default_factory=list)
+    # on a frozen head: its draft vocabulary takes in tokens of the data that it lacks, for as
+    # many that the data lack
+    words: bool = True
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
@@ -55,10 +58,13 @@ class LoraKeys:
 
 @dataclass
 class Base:
-    """The frozen head. path: its folder. sha256: of its weights file."""
+    """The frozen head. path: its folder. sha256: of its weights file. words: tokens that it does
+    not draft and the adapted one does, in place of `gone` (heads/words.py)."""
 
     path: str
     sha256: str
+    words: list[int] = field(default_factory=list)
+    gone: list[int] = field(default_factory=list)
 
 
 @dataclass

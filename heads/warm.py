@@ -19,15 +19,14 @@ from torch import Tensor
 
 from conf.errors import UserError
 from decode.target import Target
-from heads import vocab
+from heads import vocab, words
 from heads.base import Head
 from heads.checkpoint import read_card
 from heads.folders import head_in
 from heads.registry import HEADS, load_head
 
-# Weights by the last parts of their names. Axis of the draft vocabulary, and of the heads of a
-# parallel head: the one at which another number of them is no other shape.
-TOKENS = {"lm_head.weight": 0, "markov_out": 0, "proj": 1}
+# Weights by the last parts of their names that go by the heads of a parallel head: another number
+# of those is no other shape.
 LEVELS = ("proj", "block_weight", "block_bias", "enter_bias")
 STAGES = {"medusa2": ("medusa",)}  # kinds that may start from another one
 BEFORE = "start_"  # before what the head that another one started from had taken, in its card
@@ -67,12 +66,7 @@ class Start:
     def counts(self, counts: Tensor) -> Tensor:
         """[V] int64 to choose a draft vocabulary by: as `counts`, and the tokens that the old
         head drafts behind those that the data hold."""
-        ids = self.head.ids()
-        if ids is None:
-            return counts
-        ranked = counts * 2
-        ranked[ids.to(counts.device)] += 1
-        return ranked
+        return words.ranked(counts, self.head.ids())
 
     @torch.no_grad()
     def give(self, head: Head) -> str:
@@ -99,7 +93,7 @@ class Start:
     def _copy(self, name: str, old: Tensor, new: Tensor, head: Head) -> int:
         """How many numbers of `new` were taken from `old`."""
         last = name.rpartition(".")[2]
-        axis = _axis(name, old, self.head), _axis(name, new, head)
+        axis = words.axis_of(name, old, self.head), words.axis_of(name, new, head)
         by_token = axis[0] if axis[0] == axis[1] else None
         old = old.to(new.device)
         if last in LEVELS and old.dim() == new.dim():
@@ -122,7 +116,7 @@ class Start:
     def _shared(self, head: Head) -> tuple[Tensor, Tensor]:
         """The tokens that both heads draft: their places in the new head's vocabulary and in
         the old one's, [n] int64 each."""
-        old, new = (_ids(one) for one in (self.head, head))
+        old, new = (words.ids_of(one) for one in (self.head, head))
         spot = vocab.places(old, new) if old.numel() else torch.full_like(new, -1)
         here = (spot >= 0).nonzero()[:, 0]
         return here, spot[here]
@@ -132,7 +126,7 @@ class Start:
         if head.ids() is None:
             return ""
         here, _ = self._shared(head)
-        return f", {here.numel():,} of {_ids(head).numel():,} draft tokens"
+        return f", {here.numel():,} of {words.ids_of(head).numel():,} draft tokens"
 
 
 def _weights(head: Head) -> Iterator[tuple[str, Tensor]]:
@@ -150,33 +144,6 @@ def _weights(head: Head) -> Iterator[tuple[str, Tensor]]:
 def _but(shape: torch.Size, axis: int) -> list[int]:
     """A shape without one axis."""
     return [size for place, size in enumerate(shape) if place != axis]
-
-
-def _axis(name: str, weight: Tensor, head: Head) -> int | None:
-    """The axis of `weight` that goes by the tokens of the draft vocabulary, None without one
-    (a separate model has rows for all tokens, whichever it drafts)."""
-    axis = next((axis for key, axis in TOKENS.items() if name.endswith(key)), None)
-    if axis is None or axis >= weight.dim() or weight.shape[axis] != _ids(head).numel():
-        return None
-    return axis
-
-
-def _ids(head: Head) -> Tensor:
-    """[Vd] int64 ascending target ids that `head` drafts, on the CPU."""
-    ids = head.ids()
-    if ids is not None:
-        return ids.cpu()
-    return torch.arange(_rows(head))
-
-
-def _rows(head: Head) -> int:
-    """Tokens of a head that drafts the whole vocabulary: rows of the weights that have one for
-    each."""
-    for name, weight in head.named_parameters():
-        for key, axis in TOKENS.items():
-            if name.endswith(key):
-                return weight.shape[axis]
-    return 0
 
 
 def _short(names: list[str]) -> str:

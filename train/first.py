@@ -16,6 +16,7 @@ from heads.base import Head
 from heads.batch import hash_u63
 from heads.lora import Base
 from heads.warm import Start
+from heads.words import difference, ids_of, ranked, with_words
 from train.config import TrainConfig, flat
 from train.facts import settle_vocabulary
 
@@ -66,7 +67,7 @@ def first_head(
 def _adapted(
     cfg: TrainConfig, kind: type[Head], target: Target, counts: Tensor
 ) -> tuple[Head, Begun]:
-    """The head at cfg.start, frozen, with a fresh LoRA on it. Its own keys hold, since nothing
+    """The head at cfg.start, frozen, with a fresh LoRA on it. Its own keys hold, since no weight
     of it moves; they are put into `cfg`."""
     keys = cfg.head.lora
     if not cfg.start:
@@ -83,8 +84,9 @@ def _adapted(
     head, folder = start.head, Path(start.folder).resolve()
     if cfg.dtype == "float64":
         head.double()
+    new, gone = _exchange_words(head, target, counts) if keys.words else ([], [])
     torch.manual_seed(hash_u63(cfg.seed, "head"))
-    count = head.adapt(keys, Base(str(folder), start.sha256))
+    count = head.adapt(keys, Base(str(folder), start.sha256, new, gone))
     asked, has = (flat(one) for one in (cfg.head, head.cfg))
     others = [k for k in has if asked[k] != has[k] and not k.startswith("lora.")]
     cfg.head = head.cfg = replace(head.cfg, lora=keys)
@@ -95,6 +97,25 @@ def _adapted(
     total = sum(p.numel() for p in head.parameters()) - learns
     told = f"a LoRA of rank {keys.rank} on {count} layers of {cfg.start}: {learns:,} numbers"
     notes = [f"{told} learn, {total:,} stay as they are"]
+    if new:
+        notes.append(
+            f"{len(new):,} of {ids_of(head).numel():,} draft tokens are new, in place of ones that "
+            "these data lack"
+        )
     if others:
         notes.append(f"as the frozen head has them: {', '.join(f'head.{k}' for k in others)}")
     return head, Begun(notes, {"start_sha256": start.sha256}, start.spent)
+
+
+def _exchange_words(head: Head, target: Target, counts: Tensor) -> tuple[list[int], list[int]]:
+    """Let the frozen `head` draft the tokens of these data: (those that are new, those that gave
+    way). counts: [V] int64. Raises UserError where no fresh head like it gives them rows."""
+    old = head.ids()
+    if old is None:
+        return [], []
+    ids = vocab.choose(ranked(counts, old), old.numel())
+    try:
+        with_words(head, ids, target)
+    except UserError as error:
+        raise UserError(f"{error}; or leave its draft tokens: head.lora.words=false") from None
+    return difference(old, ids)

@@ -324,12 +324,15 @@ def _may_follow(key: str, saved: dict[str, Any], now: dict[str, Any]) -> bool:
 def implied(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """Keys that a checkpoint lacks, and what its version did: parallel heads learned from the
     target's law where its most probable token lies in the draft vocabulary, before
-    head.loss.mask said so."""
-    key, parallel = "head.loss.mask", ("medusa", "medusa2", "hydra_heads")
+    head.loss.mask said so; a LoRA left the frozen head its tokens, before head.lora.words."""
+    found: dict[str, Any] = {}
+    parallel = saved.get("head.kind") in ("medusa", "medusa2", "hydra_heads")
     law = any(saved.get(f"head.loss.{term}") for term in ("soft", "tv", "lk"))
-    if key not in now or key in saved or not law or not saved.get("head.draft_vocab"):
-        return {}
-    return {key: "argmax"} if saved.get("head.kind") in parallel else {}
+    if parallel and law and saved.get("head.draft_vocab"):
+        found["head.loss.mask"] = "argmax"
+    if saved.get("start") and saved.get("head.lora.rank"):
+        found["head.lora.words"] = False
+    return {key: value for key, value in found.items() if key in now and key not in saved}
 
 
 def _show(config: dict[str, Any], key: str) -> str:

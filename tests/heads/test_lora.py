@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from conf.errors import UserError
 from conf.schema import compose
 from decode.target import Target
-from heads import HEADS, load_head, resolve_drafter, save_head
+from heads import HEADS, load_head, resolve_drafter, save_head, words
 from heads.base import Head
 from heads.block.config import BlockConfig
 from heads.checkpoint import read_card
@@ -26,7 +27,7 @@ from heads.parallel.medusa import MedusaConfig
 from heads.warm import Start
 from tests.heads.test_warm import weights
 from tests.helpers.training import TINY, chats, random_batch, sigterm_at_update, tiny_target
-from train.config import EagleRun
+from train.config import ENTRIES, EagleRun
 from train.first import first_head
 from train.loop import fit
 from train.signals import Interrupted
@@ -88,6 +89,8 @@ def test_an_adapter_is_a_small_folder_in_pefts_own_form(base: Path, adapted: Pat
     assert card["head"]["lora"]["base"] == {
         "path": str((base / "head").resolve()),
         "sha256": weights(base / "head"),
+        "words": [],
+        "gone": [],
     }
     told = json.loads((folder / "adapter_config.json").read_text())
     assert told["peft_type"] == "LORA" and told["r"] == 2
@@ -151,6 +154,61 @@ def test_another_head_starts_from_an_adapter_and_takes_its_vocabulary(
     small.adapt(LoraKeys(2), Base(str(tmp_path / "small"), weights(tmp_path / "small")))
     save_head(small, tmp_path / "lora", target.identity)
     assert vocabulary_in(str(tmp_path / "lora"), 260).equal(small.ids())
+
+
+def counted(tokens: range) -> torch.Tensor:
+    """Counts of data that hold these tokens alone, the first ones most often."""
+    counts = torch.zeros(260, dtype=torch.int64)
+    counts[list(tokens)] = 2 * len(tokens) - torch.arange(len(tokens))
+    return counts
+
+
+@pytest.mark.parametrize("name", ["eagle1", "eagle3", "hydra_heads", "dflash", "dspark"])
+def test_a_frozen_head_learns_the_words_of_other_data(name: str, tmp_path: Path) -> None:
+    """Else a LoRA drafts none of the words of a domain that the first data lacked."""
+    target = tiny_target(layers=4)
+    cfg = replace(FAMILIES[name], draft_vocab=60)
+    first = HEADS[cfg.kind].for_target(target, cfg, counted(range(10, 100)))
+    generator = torch.Generator().manual_seed(1)
+    for weight in first.parameters():  # as if trained
+        weight.data += 0.05 * torch.randn(weight.shape, generator=generator)
+    save_head(first, tmp_path / "base", target.identity)
+    run: Any = compose(
+        *ENTRIES[cfg.kind],
+        [
+            *(f"target.{k}={v}" for k, v in TINY.items()),
+            *("target=tiny", "data.path=x", f"out_dir={tmp_path}", "steps=1"),
+            *(f"start={tmp_path / 'base'}", "head.lora.rank=2", "dtype=float32"),
+        ],
+    )
+    run.head = replace(cfg, lora=LoraKeys(2))
+    head, begun = first_head(run, HEADS[cfg.kind], target, counted(range(40, 110)))
+    ids, old = head.ids(), first.ids()
+    assert ids is not None and old is not None and head.coverage > 0.85
+    assert ids.tolist() == [*range(40, 100)] and old.tolist() == [*range(10, 70)]
+    assert "30 of 60 draft tokens are new" in " ".join(begun.notes)
+
+    fresh = HEADS[cfg.kind].for_target(target, cfg, counted(range(40, 100)))
+    parts = dict(head.named_parameters()), dict(first.named_parameters())
+    for key, weight in fresh.named_parameters():
+        axis = words.axis_of(key, weight, fresh)
+        if axis is None:
+            continue
+        kept, both = (parts[i][key].narrow(axis, 0 if i == 0 else 30, 30) for i in (0, 1))
+        assert kept.equal(both)
+        assert parts[0][key].narrow(axis, 30, 30).equal(weight.narrow(axis, 30, 30))
+
+    for weight in head.parameters():
+        weight.data += 0.02 * torch.randn_like(weight) * weight.requires_grad
+    save_head(head, tmp_path / "lora", target.identity)
+    loaded = load_head(tmp_path / "lora", target)
+    assert (laws(loaded, target) - laws(head.eval(), target)).abs().max() < 1e-4
+    assert vocabulary_in(str(tmp_path / "lora"), 260).equal(ids)
+    assert vocabulary_in(str(tmp_path / "base"), 260).equal(old)
+
+    run.head = replace(cfg, lora=LoraKeys(2, words=False))
+    head, _ = first_head(run, HEADS[cfg.kind], target, counted(range(40, 110)))
+    assert head.ids().equal(old)  # type: ignore[union-attr]
 
 
 def test_an_adapter_on_an_adapter(base: Path, adapted: Path, tmp_path: Path) -> None:
@@ -259,6 +317,9 @@ def test_a_strangers_card_does_no_harm(adapted: Path, tmp_path: Path) -> None:
     assert "lora.targets" in loading(targets=["net.nothing"])
     assert "lora.targets" in loading(targets=[])
     assert "lora.base" in loading(base={"path": "/nowhere", "sha256": ""})
+    known = read_card(adapted / "head")["head"]["lora"]["base"]
+    for swap in ({"words": [3]}, {"words": [3], "gone": [4]}, {"words": ["x"], "gone": [4]}):
+        assert "lora.base.words" in loading(base=known | swap)
     assert "adapter on itself" in loading(itself=True)
 
 
