@@ -59,9 +59,10 @@ def _own(folder: Path, size: int) -> Tensor | None:
         folder = Path(str(base["path"]))
         card = read_card(folder)
     ids = _of_card(folder, card)
-    for base in reversed(exchanges if ids is not None else []):
-        swap = base.get("words", []), base.get("gone", [])
-        ids = words.exchanged(ids, *swap, size)
+    for base in reversed(exchanges):
+        if ids is not None:
+            swap = base.get("words", []), base.get("gone", [])
+            ids = words.exchanged(ids, *swap, size)
     return ids
 
 
