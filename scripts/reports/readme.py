@@ -172,16 +172,24 @@ def leaders() -> str:
 
 
 def fitted() -> str:
-    """What fitting to traffic brought, in a sentence."""
-    report = read("fit-sql")
-    before, after = (row["accepted_length"] for row in report["later"]["drafters"][:2])
-    gain = {key: 100 * (report["gain"][key] - 1) for key in ("mean", "low", "high")}
+    """What fitting whole heads to traffic brought, in a sentence."""
+    reports = [report for report in fit_reports() if not report["settings"]["lora"]["rank"]]
+    if not reports:
+        return ""
+    told = []
+    for report in sorted(reports, key=lambda report: -report["gain"]["mean"]):
+        before, after = (row["accepted_length"]["mean"] for row in report["later"]["drafters"][:2])
+        gain = {key: 100 * (report["gain"][key] - 1) for key in ("mean", "low", "high")}
+        told.append(
+            f"{report['name']} {before:.2f} → {after:.2f}, {gain['mean']:+.0f} % "
+            f"[{gain['low']:+.0f}, {gain['high']:+.0f}]"
+        )
+    minutes = {f"{report['budget']['minutes']:g}" for report in reports}
+    prompts = {str(report["settings"]["prompts"]) for report in reports}
     return (
-        "`outrider fit` on made-up questions about SQL, "
-        f"{report['budget']['minutes']:g} minutes: accepted length {table.interval(before)} "
-        f"before, {table.interval(after)} after on {report['settings']['prompts']} later ones, "
-        f"{gain['mean']:+.0f} % [{gain['low']:+.0f}, {gain['high']:+.0f}]. What it does to other "
-        "questions stands [beside it](docs/fit.md)."
+        f"`outrider fit`, {' or '.join(sorted(minutes))} minutes for each of {len(reports)} "
+        f"made-up traffics: accepted length on {' or '.join(sorted(prompts))} later questions "
+        f"{'; '.join(told)}. What it does to other questions stands [beside it](docs/fit.md)."
     )
 
 
@@ -252,10 +260,15 @@ def engines() -> str:
     return "\n".join(blocks)
 
 
+def fit_reports() -> list[dict[str, Any]]:
+    """The fits of docs/results, each with the name of its traffic."""
+    found = known(*(path.stem for path in sorted(RESULTS.glob("fit-*.json"))))
+    return [{**report, "name": name.removeprefix("fit-")} for name, report in found]
+
+
 def fits() -> str:
     """The table of docs/fit.md."""
-    found = known(*(path.stem for path in sorted(RESULTS.glob("fit-*.json"))))
-    reports = [{**report, "name": name.removeprefix("fit-")} for name, report in found]
+    reports = fit_reports()
     return fit_table.page(reports) if reports else ""
 
 
