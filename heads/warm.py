@@ -10,7 +10,7 @@ have the same shape.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -156,7 +156,8 @@ def _spent(training: Any) -> dict[str, float]:
     tells nothing."""
     found: dict[str, float] = {}
     for name, amount in training.items() if isinstance(training, dict) else ():
-        if isinstance(amount, int | float) and math.isfinite(amount):
+        # Compared, not asked by isfinite: a card may hold a number that is no float any more.
+        if isinstance(amount, int | float) and abs(amount) <= sys.float_info.max:
             name = str(name).removeprefix(BEFORE)
             found[name] = found.get(name, 0.0) + amount
     return found

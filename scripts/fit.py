@@ -35,10 +35,11 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from conf.errors import UserError
+from conf.jsonl import parse_line, read_lines
 from conf.schema import entry
 from decode.models.load import load_target
 from decode.target import Target
-from heads import drafter_folder, lora, tuned
+from heads import drafter_folders, lora, tuned
 from heads.base import Head
 from heads.checkpoint import read_card, recover, staged
 from heads.folders import find_head, head_in
@@ -47,15 +48,17 @@ from heads.names import parse
 from heads.warm import Start
 from scripts import certify, evaluate, export
 from scripts.common import files
-from scripts.common.prompts import load_prompts
+from scripts.common.prompts import load_prompts, question_ids, spoken
 from scripts.fitting import train, verdict
 from scripts.fitting.config import FitConfig
 from scripts.fitting.train import BUDGET, Chats
 from scripts.reports import fit_table
+from scripts.serving import gguf_export
 from scripts.synthesis import logs
 from scripts.synthesis.ledger import differences
 
 SETTINGS, REPORT = "settings.json", "fit.json"
+TRAFFIC = "traffic"  # folder of what was read from logs
 
 
 @dataclass
@@ -109,7 +112,7 @@ def fitted(cfg: FitConfig, out: Path) -> int:
     stages = Stages(out)
     about = stages.once("start", "the head that is fitted", lambda: look(cfg))
     read = stages.once("chats", "the traffic", lambda: chats(cfg, out))
-    known = Chats(read["train"], read["later"], bool(cfg.rounds))
+    known = sources(cfg, out)
     told = piloted(cfg, known, out, stages)
     names = {"before": cfg.start, "after": str(out / "run" / "best")}
     record = stages.once("training", "training", lambda: learn(cfg, known, out / "run", told))
@@ -173,7 +176,7 @@ def begin(cfg: FitConfig, out: Path, sha256: str) -> None:
     except ValueError:
         raise UserError(f"out: {path} is damaged; give another folder") from None
     if apart and not (out / BUDGET).exists():  # nothing has been learned yet
-        for part in ("stages", "traffic"):
+        for part in ("stages", TRAFFIC):
             shutil.rmtree(out / part, ignore_errors=True)
         files.write_json(path, now)
     elif apart:
@@ -221,14 +224,47 @@ def readable(cfg: FitConfig) -> None:
                 load_prompts(path)
         except UserError as error:
             raise UserError(f"{key}: {str(error).removeprefix('prompts: ')}") from None
+    tuned.read(find_head(cfg.start))  # the new head takes these settings over
     for name in cfg.against:
-        drafter_folder(parse(name))
+        drafter_folders(parse(name))
+    if cfg.train:
+        _later_is_new(cfg)
     borrowed = cfg.certify_tokens and cfg.controls not in ("run", "none")
     if borrowed and not (Path(cfg.controls).expanduser() / "certificate.json").is_file():
         raise UserError(
             f"controls: {cfg.controls}: no certificate there; set run, none or a certificate's "
             "folder"
         )
+
+
+def _later_is_new(cfg: FitConfig) -> None:
+    """Say how many of the later chats are learned from. Raises UserError where all are: the
+    comparison would tell how well they were learned by heart."""
+    learned, later = set(_talks("train", cfg.train)), _talks("later", cfg.later)
+    again = sum(talk in learned for talk in later)
+    if later and again == len(later):
+        raise UserError(
+            f"later: every chat of {cfg.later} is what is learned from ({cfg.train}), and would "
+            "tell nothing; give chats of a later time"
+        )
+    if again:
+        print(
+            f"note: {again} of {len(later)} later chats stand in {cfg.train}, which is learned "
+            "from; what they gain is no forecast for others",
+            file=sys.stderr,
+        )
+
+
+def _talks(key: str, path: str) -> list[int]:
+    """A number for what is said in every chat of a file, whatever stands beside it. Rows that
+    are none are left to those who learn or ask."""
+    found = []
+    for _, line in read_lines(files.here(Path(path)), key):
+        try:
+            found.append(hash(str(spoken(parse_line(line))[1])))
+        except ValueError:
+            continue
+    return found
 
 
 def look(cfg: FitConfig) -> dict[str, Any]:
@@ -242,17 +278,50 @@ def look(cfg: FitConfig) -> dict[str, Any]:
         except UserError as error:
             raise UserError(str(error).replace("head.lora.", "lora.")) from None
     exportable(cfg, head, target)
+    askable(cfg, target, cfg.later)
     identity = target.identity.to_json() if target.identity else {}
     return {"kind": kind, "target": {k: v for k, v in identity.items() if k != "path"}}
 
 
 def exportable(cfg: FitConfig, head: Head, target: Target) -> None:
     """Raises UserError where cfg.format has no place for such a head."""
-    if not cfg.format or cfg.format == "gguf" or head.kind == "small_lm":
-        return  # the export itself says what these cannot hold
-    refused = find_layout(cfg.format, head).refusals(head, Facts.of(target, cfg.target.name))
+    if not cfg.format or (cfg.format == "transformers" and head.kind == "small_lm"):
+        return
+    if cfg.format == "gguf":
+        refused = gguf_export.refusals(head, target)
+    else:
+        refused = find_layout(cfg.format, head).refusals(head, Facts.of(target, cfg.target.name))
     if refused:
         raise UserError(f"format={cfg.format}: {'; '.join(refused)}")
+
+
+def askable(cfg: FitConfig, target: Target, later: str) -> None:
+    """Raises UserError where the comparison behind the training would have too little to ask.
+    later: the file of later chats, "" where the logs are not read yet."""
+    asked = {
+        "later": (later, cfg.prompts, 2),  # one prompt allows no interval
+        "general": (cfg.general if cfg.general_prompts else "", cfg.general_prompts, 1),
+    }
+    for key, (path, count, least) in asked.items():
+        if not path:
+            continue
+        wanted = evaluate.EvaluateConfig(out="", prompts=path, num_prompts=count)
+        some = evaluate.chosen(load_prompts(path), wanted)
+        sizes = [len(question_ids(target.tokenizer, one.turns[0])) for one in some]
+        fit = sum(size < target.context_length for size in sizes)
+        if fit < least:
+            raise UserError(
+                f"{key}: of {len(some)} prompts in {path} {fit} fit into the target's context of "
+                f"{target.context_length} tokens, and {least} or more are compared; give more or "
+                "shorter ones"
+            )
+
+
+def sources(cfg: FitConfig, out: Path) -> Chats:
+    """Where the chats lie now: a folder of a fit may have been moved since its logs were read."""
+    if cfg.logs:
+        return Chats(str(out / TRAFFIC / logs.TRAIN), str(out / TRAFFIC / logs.LATER))
+    return Chats(cfg.rounds or cfg.train, cfg.later, bool(cfg.rounds))
 
 
 def chats(cfg: FitConfig, out: Path) -> dict[str, Any]:
@@ -262,9 +331,10 @@ def chats(cfg: FitConfig, out: Path) -> dict[str, Any]:
     target = load_target(cfg.target, cfg.dtype, "cpu")
     options = logs.LogOptions(tuple(cfg.served), cfg.later_share, cfg.mask)
     paths = cfg.logs if isinstance(cfg.logs, list) else [cfg.logs]
-    report = logs.prepare(paths, out / "traffic", cfg.target, target.tokenizer, options)
+    report = logs.prepare(paths, out / TRAFFIC, cfg.target, target.tokenizer, options)
     for line in report.lines():
         print(f"     {line}", flush=True)
+    askable(cfg, target, str(report.later))
     told = {k: v for k, v in report.to_json().items() if k not in ("train", "later", "named")}
     return {**told, "train": str(report.train), "later": str(report.later)}
 
@@ -274,7 +344,13 @@ def piloted(cfg: FitConfig, known: Chats, out: Path, stages: Stages) -> train.Bu
     found = stages.once(
         "pilot", "a pilot: how many steps fit in", lambda: asdict(train.pilot(cfg, known, out))
     )
-    told = train.Budget(**found)
+    try:
+        told = train.Budget.read(found)
+    except ValueError:
+        raise UserError(
+            f"out: {out / 'stages' / 'pilot.json'} is damaged; delete it, and the same command "
+            "does that stage again"
+        ) from None
     print(
         f"fit: {cfg.minutes:g} minutes are {told.steps:,} steps here, decoded acceptance every "
         f"{told.every:,}",

@@ -19,11 +19,9 @@ trained since and writes truth.json, to which later checks add; misses stay in t
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
@@ -33,11 +31,12 @@ from rich.console import Console
 
 from conf.errors import UserError
 from conf.schema import entry
-from decode.models.load import TargetConfig, load_target
+from decode.models.load import load_target
 from decode.models.memory import Plan
 from scripts.common import files
 from scripts.common.progress import Steps, columns
 from scripts.common.prompts import load_prompts
+from scripts.common.spelling import spelled, target_keys
 from scripts.forecasting import run as forecasting
 from scripts.forecasting import table
 from scripts.forecasting.config import ForecastConfig
@@ -83,22 +82,16 @@ def pilot(cfg: ForecastConfig, name: str, out: Path) -> Path:
     data = Path(cfg.chats).expanduser().resolve()
     if not data.is_file():
         raise UserError(f"chats: {data} is no file; give the JSONL of conversations")
-    plain = TargetConfig(kind=cfg.target.kind)
-    target = [
-        f"target.{key}={json.dumps(value)}"
-        for key, value in asdict(cfg.target).items()
-        if value != getattr(plain, key)
-    ]
     own = [f"seed={cfg.seed}", "save_every=0", "eval.parity=0"]
-    more = [f"target={cfg.target.kind}", *target, *own, *cfg.more]
+    more = [*target_keys(cfg.target), *own, *cfg.more]
     command = [
         sys.executable,
         str(files.ROOT / "scripts" / "train_heads.py"),
-        f"path={json.dumps(str(data))}",
+        f"path={spelled(str(data))}",
         f"heads=[{name}]",
         f"steps={cfg.pilot_steps}",
-        f"out={json.dumps(str((out / 'pilots').resolve()))}",
-        f"more={json.dumps(more)}",
+        f"out={spelled(str((out / 'pilots').resolve()))}",
+        f"more=[{','.join(map(spelled, more))}]",
     ]
     done = subprocess.run(command, env=os.environ, check=False)
     if done.returncode:

@@ -43,6 +43,7 @@ from decode.models.load import load_target
 from heads.batch import hash_u63
 from scripts.common import files
 from scripts.common.prompts import load_prompts
+from scripts.common.spelling import spelled
 from scripts.common.steps import Step, done, remember, run
 from scripts.evaluate import SKIPPED
 from scripts.reports import matched
@@ -121,7 +122,8 @@ class HeadsConfig:
 
 def read(data: Path) -> list[str]:
     """What is read by which target: the same for the features and for every head."""
-    return ["target=smollm2", "data=jsonl", f"data.path={data}", "data.max_length=320"]
+    path = spelled(str(data))
+    return ["target=smollm2", "data=jsonl", f"data.path={path}", "data.max_length=320"]
 
 
 def features(cfg: HeadsConfig, data: Path) -> Step:
@@ -132,7 +134,7 @@ def features(cfg: HeadsConfig, data: Path) -> Step:
         "scripts/cache_features.py",
         *read(data),
         f"heads=[{','.join(kinds)}]",
-        f"out={out}",
+        f"out={spelled(str(out))}",
         *(key for key in cfg.more if key.startswith(READ)),
     ]
     return Step("the target reads them, once for all heads", args, [data], out / "manifest.json")
@@ -164,14 +166,15 @@ def wanted(cfg: HeadsConfig) -> list[Wanted]:
 
 def keys(cfg: HeadsConfig, head: Wanted, data: Path, steps: int) -> list[str]:
     """The command line of a head behind its script."""
-    stored = [f"data.features={cfg.store or Path(cfg.out) / 'features'}"] if cfg.features else []
+    store = spelled(cfg.store or str(Path(cfg.out) / "features"))
+    stored = [f"data.features={store}"] if cfg.features else []
     return [
         *read(data),
         *RECIPES[head.recipe][1],
         *stored,
         "head.draft_vocab=4096",
         "batch_size=16",
-        f"out_dir={Path(cfg.out) / head.name}",
+        f"out_dir={spelled(str(Path(cfg.out) / head.name))}",
         f"steps={steps}",
         "eval.every=0",
         "eval.parity=2",
@@ -211,7 +214,7 @@ def main(cfg: HeadsConfig) -> None:
     if not cfg.path:
         data = out / "data.jsonl"
         target = next((k for k in reversed(cfg.more) if k.startswith("target=")), "target=smollm2")
-        write = ["scripts/synthesize.py", target, f"out={data}", "seed=0"]
+        write = ["scripts/synthesize.py", target, f"out={spelled(str(data))}", "seed=0"]
         write.append(f"num_conversations={cfg.conversations}")
         _do(Step("the target writes conversations", write, [], data), out)
     reads = [data]
@@ -245,12 +248,12 @@ def score(cfg: HeadsConfig, temperature: int) -> Step:
     args = [
         "scripts/evaluate.py",
         "target=smollm2",
-        f"drafters=[{','.join(drafters)}]",
-        f"prompts={cfg.prompts}",
+        f"drafters=[{','.join(map(spelled, drafters))}]",
+        f"prompts={spelled(cfg.prompts)}",
         f"temperature={temperature}",
         "max_new_tokens=64",
         "parity=0",
-        f"out={out}",
+        f"out={spelled(str(out))}",
         *(key for key in cfg.more if key.startswith(("target", "dtype=", "device="))),
         *cfg.scoring,
         *(cfg.sampling if temperature else []),

@@ -47,8 +47,9 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def here(path: Path) -> Path:
-    """`path`; where it is relative and not found, the repository's file of that name, so that
-    the prompts that come with it are found from any folder."""
+    """`path`, ~ being the home folder; where it is relative and not found, the repository's file
+    of that name, so that the prompts that come with it are found from any folder."""
+    path = path.expanduser()
     return path if path.exists() or not (ROOT / path).is_file() else ROOT / path
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Interval
 
 from conf.rules import AboveZero, Inside, NotEmpty, NotNegative, OneOrMore, Seed, ZeroOrMore, one_of
 from decode.models.load import TargetConfig
@@ -41,7 +41,7 @@ class FitConfig:
     # in place of `train`: a folder of scripts/log_rounds.py, to learn where a head drafted
     rounds: str = ""
     # minutes of training on this machine, its evaluations counted; a pilot turns them into steps
-    minutes: AboveZero = 10.0
+    minutes: Annotated[float, Interval(gt=0, le=1e9)] = 10.0
     # a LoRA in place of full weights
     lora: LoraKeys = field(default_factory=LoraKeys)
     # peak learning rate; null = as train/ takes it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import shutil
 import statistics
 from dataclasses import asdict, dataclass, replace
@@ -12,6 +13,7 @@ from typing import Any
 
 from conf.errors import UserError
 from conf.jsonl import records
+from conf.rules import AboveZero, NotNegative, OneOrMore
 from conf.schema import compose
 from conf.typed import from_json
 from heads import HEADS
@@ -44,11 +46,19 @@ class Budget:
     """What a pilot has found. seconds: of a step and of an evaluation. every: steps between
     two evaluations."""
 
-    minutes: float
-    steps: int
-    every: int
-    step_seconds: float
-    eval_seconds: float
+    minutes: AboveZero
+    steps: OneOrMore
+    every: OneOrMore
+    step_seconds: AboveZero
+    eval_seconds: NotNegative
+
+    @classmethod
+    def read(cls, value: Any) -> Budget:
+        """What a file holds. Raises ValueError for what is no budget."""
+        found, problems = from_json(value, cls)
+        if problems:
+            raise ValueError(problems[0])
+        return found
 
 
 def start_of(cfg: FitConfig) -> tuple[str, str, Any]:
@@ -109,8 +119,8 @@ def pilot(cfg: FitConfig, chats: Chats, out: Path) -> Budget:
     path = out / BUDGET
     if path.exists():
         try:
-            return Budget(**json.loads(path.read_text()))
-        except (ValueError, TypeError):
+            return Budget.read(json.loads(path.read_text()))
+        except ValueError:
             raise UserError(
                 f"out: {path} is damaged; delete it, and the same command runs the pilot again"
             ) from None
@@ -139,14 +149,16 @@ def budgeted(cfg: FitConfig, step: float, evaluation: float) -> Budget:
 
     Raises UserError where not even one evaluation fits in."""
     room, step = 60 * cfg.minutes, max(step, 1e-3)
-    most = int(MOST_SHARE * room / max(evaluation, 1e-3))
-    evaluations = min(cfg.evaluations, most)
+    # Each takes a share of the room at most, and has a step before it.
+    most = min(MOST_SHARE * room / max(evaluation, 1e-3), room / (evaluation + step))
+    evaluations = min(cfg.evaluations, int(most))
     every = int((room - evaluations * evaluation) / step) // max(evaluations, 1)
     if evaluations < 1 or every < 1:
         least = max(evaluation / MOST_SHARE, evaluation + step) / 60
+        enough = math.ceil(1000 * least) / 1000  # rounded down it would be refused again
         raise UserError(
             f"minutes: {cfg.minutes:g} is too short for one evaluation here ({evaluation:.1f} s, a "
-            f"step {step:.2f} s); give {least:.1g} or more, or fewer eval_prompts"
+            f"step {step:.2f} s); give {enough:g} or more, or fewer eval_prompts"
         )
     return Budget(cfg.minutes, every * evaluations, every, step, evaluation)
 

@@ -21,13 +21,15 @@ def rows_of(report: dict[str, Any]) -> dict[str, Row]:
 
 def ratio(after: Row, before: Row, category: str = "", seed: int = 0) -> dict[str, Any]:
     """Accepted length of `after` over that of `before`, {mean, low, high}, over the prompts of
-    a category ("" = all), resampled by prompt."""
+    a category ("" = all) on which both have cycles that count, resampled by prompt. A prompt
+    with cycles on one side only is no pair, and one alone allows no interval."""
     known = {p["prompt_id"]: p for p in before["per_prompt"]}
     pairs = [
         (p, known[p["prompt_id"]])
         for p in after["per_prompt"]
         if p["prompt_id"] in known and category in ("", p["category"])
     ]
+    pairs = [pair for pair in pairs if pair[0]["cycles"] and pair[1]["cycles"]]
     work, cycles = (
         [[of(pair[side]) for pair in pairs] for side in (0, 1)] for of in (_tokens, _cycles)
     )

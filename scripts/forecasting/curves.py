@@ -138,7 +138,9 @@ def forecast(
     slopes = [f.slope for f in others]
     spread = float(np.std(slopes, ddof=1)) if len(slopes) > 1 else UNKNOWN_SPREAD
     depth, start = pilot.depth, rejection(pilot.length.mean, pilot.depth)
-    prompts = 0.5 * _spread(pilot.length.low, pilot.length.high, depth)  # the same ones later
+    # Half: the same prompts are asked later. Answers that were all accepted alike leave an
+    # interval without width, and are still no certainty.
+    prompts = max(0.5 * _spread(pilot.length.low, pilot.length.high, depth), LEAST_RESIDUAL)
     further = math.log(tokens / pilot.tokens)
     if family is None:
         slope = float(np.mean(slopes)) if slopes else UNKNOWN_SLOPE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -137,10 +138,11 @@ def run(cfg: ForecastConfig, target: Target, progress: Steps, pilots: Sequence[s
     value = {
         "format": FORMAT,
         **files.origin(str(target.device)),
-        "target": target.identity.to_json()["name"] if target.identity else "unknown",
+        "target": _name(target),
         "prompts": {
             "file": Path(cfg.prompts).name,
             "sha256": files.sha256(Path(cfg.prompts).expanduser()),
+            "asked": cfg.num_prompts,
             "count": len(made.ids),
             "max_new_tokens": cfg.max_new_tokens,
         },
@@ -160,8 +162,8 @@ DEPTHS = {"eagle3": 5, "medusa": 4, "hydra_heads": 4}
 def _pilot(folder: str, family: Family, length: Length) -> Pilot:
     """A pilot by what its card says of the training."""
     card, seen = _card(folder)
-    tokens, seconds = float(seen.get("tokens_seen", 0)), float(seen.get("train_seconds", 0))
-    if tokens < 1 or not seconds > 0:
+    tokens, seconds = (_amount(seen.get(key)) for key in ("tokens_seen", "train_seconds"))
+    if tokens < 1 or not seconds:
         raise UserError(
             f"pilots: {folder} does not say how many tokens it was trained on; give a run folder "
             "of this project"
@@ -179,6 +181,27 @@ def _card(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return card, seen if isinstance(seen, dict) else {}
 
 
+def _amount(value: Any) -> float:
+    """A number of a card, which may be a stranger's; 0 for what is no finite positive one."""
+    try:
+        found = float(value) if isinstance(value, int | float) else 0.0
+    except OverflowError:
+        return 0.0
+    return found if 0 < found < math.inf else 0.0
+
+
+def _name(target: Target) -> str:
+    """The target as forecasts name it."""
+    return str(target.identity.to_json()["name"]) if target.identity else "unknown"
+
+
+def _rate(length: float, depth: int) -> float:
+    """The acceptance rate of a chain of `depth` behind an accepted length: 0 where nothing was
+    accepted, 1 for a length that no rate reaches."""
+    found = acceptance_needed(length, depth)
+    return 1.0 if found is None else found
+
+
 def _speed(
     batch: int,
     length: Length,
@@ -193,10 +216,7 @@ def _speed(
     choices = [Shape(k, k) for k in range(1, pilot.depth + 1)]
     if own == "tree":
         choices = [Shape.of(family.default())]
-    rates = {
-        name: acceptance_needed(getattr(length, name), pilot.depth) or 1.0
-        for name in ("mean", "low", "high")
-    }
+    rates = {name: _rate(getattr(length, name), pilot.depth) for name in ("mean", "low", "high")}
 
     def price(shape: Shape) -> float:
         """Cycles of plain decoding that a drafted one takes: the break-even length."""
@@ -273,51 +293,73 @@ def _earlier(record: Path | None, said: dict[str, Any]) -> list[dict[str, Any]]:
     return list(rows)
 
 
+def _same(cfg: ForecastConfig, target: Target, said: dict[str, Any]) -> None:
+    """Raises UserError where the target or the prompts are not those of a forecast."""
+    if said["target"] != _name(target):
+        raise UserError(
+            f"target: {_name(target)}; the forecast is about {said['target']}: give that one"
+        )
+    if files.sha256(Path(cfg.prompts).expanduser()) != said["prompts"]["sha256"]:
+        raise UserError(
+            f"prompts: {cfg.prompts} is not the file that the forecast was made with "
+            f"({said['prompts']['file']}); give that one"
+        )
+
+
+def _foretold(said: dict[str, Any], folder: str, kind: str, tokens: float) -> dict[str, Any]:
+    """The row of a forecast whose budget is nearest to what a head was trained on. Raises
+    UserError where none is near."""
+    rows = [row for row in said["forecasts"] if row["head"] == kind]
+    near = [row for row in rows if abs(row["tokens"] / max(tokens, 1) - 1) <= LIKE]
+    if not near:
+        budgets = ", ".join(f"{b:,.0f}" for b in sorted({row["tokens"] for row in rows}))
+        raise UserError(
+            f"truth: {folder} ({kind}, {tokens:,.0f} tokens) was not forecast; that kind was for "
+            f"{budgets or 'no budget'}"
+        )
+    return min(near, key=lambda row: abs(row["tokens"] - tokens))
+
+
+def _head_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells the heads in a table of checks apart: two runs of a budget are two heads. Rows
+    of earlier versions have no sha256."""
+    return row["head"], row["tokens"], row.get("sha256", row["folder"])
+
+
 def check(
     cfg: ForecastConfig, target: Target, progress: Steps, record: Path | None = None
 ) -> dict[str, Any]:
     """Trained heads on the forecast's own prompts, against what was said of their budgets.
     record: an earlier check, whose other heads stay in the table."""
     said = frozen(Path(cfg.check).expanduser())
-    if files.sha256(Path(cfg.prompts).expanduser()) != said["prompts"]["sha256"]:
-        raise UserError(
-            f"prompts: {cfg.prompts} is not the file that the forecast was made with "
-            f"({said['prompts']['file']}); give that one"
-        )
-    cfg.num_prompts = said["prompts"]["count"]
+    _same(cfg, target, said)
+    # As many as were asked for, too long ones among them: a spread of fewer takes other ones.
+    cfg.num_prompts = said["prompts"].get("asked", said["prompts"]["count"])
     cfg.max_new_tokens = said["prompts"]["max_new_tokens"]
     earlier, rows = _earlier(record, said), []
     made = Forecast(cfg, target, progress)
     for folder in cfg.truth:
         card, seen = _card(folder)
-        tokens = float(seen.get("tokens_seen", 0))
-        match = [
-            r
-            for r in said["forecasts"]
-            if r["head"] == card["kind"] and abs(r["tokens"] / max(tokens, 1) - 1) <= LIKE
-        ]
-        if not match:
-            budgets = sorted({r["tokens"] for r in said["forecasts"] if r["head"] == card["kind"]})
-            raise UserError(
-                f"truth: {folder} ({card['kind']}, {tokens:,.0f} tokens) was not forecast; that "
-                f"kind was for {', '.join(f'{b:,.0f}' for b in budgets) or 'no budget'}"
-            )
+        tokens = _amount(seen.get("tokens_seen"))
+        match = _foretold(said, folder, card["kind"], tokens)
         _, _, length = made.decoded(folder)
-        expected = match[0]["accepted_length"]
+        expected = match["accepted_length"]
         rows.append(
             {
                 "head": card["kind"],
                 "folder": Path(folder).name,
+                "sha256": card["weights"]["sha256"],
                 "tokens": tokens,
                 "forecast": expected,
-                "half_width": match[0]["half_width"],
+                "half_width": match["half_width"],
                 "measured": asdict(length),
                 "error": expected["mean"] / length.mean - 1,
                 "inside": expected["low"] <= length.mean <= expected["high"],
             }
         )
-    new = {(r["head"], r["tokens"]) for r in rows}
-    rows = [r for r in earlier if (r["head"], r["tokens"]) not in new] + rows
+    new = {_head_of(row) for row in rows}
+    new |= {(row["head"], row["tokens"], row["folder"]) for row in rows}  # as it was told before
+    rows = [row for row in earlier if _head_of(row) not in new] + rows
     return {
         "format": FORMAT,
         **files.origin(str(target.device)),

@@ -23,6 +23,7 @@ from scripts.synthesis.server import Again, GivenUp, OpenAIServer, Refused
 
 LLAMACPP, VLLM, OTHER = "llama.cpp", "vllm", "other"
 MOST_TOP = 64  # tokens of a law that are asked of a plain server
+DRAFTED = ("draft_n", "draft_n_accepted")  # draft tokens of an answer, by llama.cpp
 CLOSE = 1e-4  # by which a setting may differ that went through float32
 PER_POSITION = re.compile(r'accepted_tokens_per_pos(?:_total)?\{[^}]*position="(\d+)"[^}]*\} (\S+)')
 TOTALS = re.compile(
@@ -209,14 +210,22 @@ def read_counters(text: str) -> dict[str, Any] | None:
         found = PER_POSITION.search(line)
         if found:
             place = int(found[1])
-            places[place] = places.get(place, 0) + int(float(found[2]))
+            places[place] = places.get(place, 0) + _counted(found[2])
             continue
         total = TOTALS.search(line)
         if total:
-            out[total[1]] = out.get(total[1], 0) + int(float(total[2]))
+            out[total[1]] = out.get(total[1], 0) + _counted(total[2])
     if "drafts" not in out:
         return None
     return {**out, "accepted_by_position": [places[k] for k in sorted(places)]}
+
+
+def _counted(text: str) -> int:
+    """A counter of a Prometheus page; 0 for NaN, infinity and what is no number."""
+    try:
+        return int(float(text))
+    except (ValueError, OverflowError):
+        return 0
 
 
 def _llamacpp(ids: list[int], ask: Ask) -> dict[str, Any]:
@@ -245,7 +254,9 @@ def _read_llamacpp(ask: Ask) -> Any:
             settings = reply["generation_settings"]
         except (KeyError, TypeError):
             raise Again("an answer of another form") from None
-        if not _ids(tokens) or not isinstance(text, str):
+        sound = _ids(tokens) and isinstance(text, str) and isinstance(settings, dict)
+        told = [timings.get(key, 0) if isinstance(timings, dict) else None for key in DRAFTED]
+        if not sound or not _ids(told):
             raise Again("an answer of another form")
         asked = {"temperature": ask.temperature, "top_k": ask.top_k, "top_p": ask.top_p}
         asked |= {"min_p": ask.min_p, "seed": ask.seed}
@@ -258,8 +269,8 @@ def _read_llamacpp(ask: Ask) -> Any:
             tokens,
             text,
             kind == "eos",
-            int(timings.get("draft_n", 0)),
-            int(timings.get("draft_n_accepted", 0)),
+            told[0],
+            told[1],
             ignored,
         )
 

@@ -17,7 +17,7 @@ from heads.checkpoint import read_card, trained_for
 from heads.eagle.config import EagleConfig
 from heads.eagle.head import Eagle3Head
 from heads.parallel.medusa import MedusaConfig, MedusaHead
-from heads.warm import Start
+from heads.warm import Start, _spent
 from tests.helpers.training import chats, run, tiny_target
 
 
@@ -168,6 +168,11 @@ def test_a_relatives_head_starts_a_head(tmp_path: Path) -> None:
     new = MedusaHead.for_target(other, MedusaConfig(heads=3, draft_vocab=0))
     Start(str(tmp_path), "medusa", other).give(new)
     assert new.proj.equal(old.proj)
+
+
+def test_a_strangers_card_may_hold_any_number() -> None:
+    told = {"tokens_seen": 10**400, "cpu_seconds": float("inf"), "a": float("nan"), "b": "x"}
+    assert _spent({**told, "train_seconds": 3, "start_train_seconds": 2}) == {"train_seconds": 5}
 
 
 def test_cards_of_earlier_versions_are_read(tmp_path: Path) -> None:

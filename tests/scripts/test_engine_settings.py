@@ -105,6 +105,7 @@ def test_a_curve_needs_a_batch_with_and_without_drafts(rows) -> None:
         ('{"points": [{"batch": 1, "draft_tokens": -1, "ms": 1}]}', "point 1"),
         ('{"points": [{"batch": 1, "draft_tokens": 0, "ms": NaN}]}', "costs"),
         ('{"points": [{"batch": 1, "draft_tokens": 0, "ms": []}]}', "point 1"),
+        ('{"points": [{"batch": 1, "draft_tokens": 0, "ms": 1%s}]}' % ("0" * 400), "point 1"),
         ('{"points": [{"batch": 1, "draft_tokens": 0, "ms": "1"}]}', "point 1"),
         ('{"points": [{"batch": 1, "draft_tokens": 0, "ms": 1}, 3]}', "point 2"),
         ('{"points": [{"batch": 99999, "draft_tokens": 0, "ms": 1}]}', "point 1"),

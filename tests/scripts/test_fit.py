@@ -53,6 +53,7 @@ def later(path: Path, rows: int = 8) -> Path:
     lines = [json.loads(line) for line in chats(path, rows).read_text().splitlines()]
     for i, row in enumerate(lines):
         row["category"] = ("a", "b")[i % 2]
+        row["messages"][0]["content"] = f"later question {i}"
     path.write_text("".join(json.dumps(row) + "\n" for row in lines))
     return path
 
@@ -180,6 +181,16 @@ def test_the_matrix_pairs_every_head_with_the_first_one_by_traffic(tmp_path: Pat
     assert "| 4.15, +93.0% [+" in second and "| 2.85, -9.5% [-" in second
 
 
+@pytest.mark.parametrize("cycles", [(0, 0), (5, 0), (0, 5)])
+def test_a_prompt_without_cycles_on_both_sides_is_no_pair(cycles: tuple[int, int]) -> None:
+    """All cycles of a short answer may be cut by its stop token: the other prompt is alone then."""
+    old, new = report([(2.0, 3.0), (1.2, 1.2)])
+    for row, count in zip((old, new), cycles, strict=True):
+        row["per_prompt"][1] |= {"cycles": count, "accepted_length": 1.2 if count else None}
+    gain = verdict.ratio(new, old)
+    assert gain == {"mean": 1.5, "low": None, "high": None} and not verdict.better(gain)
+
+
 def test_a_fitted_head_drafts_as_the_old_one_was_tuned_to(start: Path, tmp_path: Path) -> None:
     """Else a deep draft of the new head would be compared with a shallow one of the old."""
     old, new = tmp_path / "old", tmp_path / "new"
@@ -207,6 +218,23 @@ def test_a_budget_becomes_steps(start: Path, tmp_path: Path) -> None:
         train.budgeted(cfg, 0.5, 100.0)
     with pytest.raises(UserError, match="^minutes: "):
         train.budgeted(cfg, 500.0, 1.0)
+    cfg.minutes = 1e9
+    assert train.budgeted(cfg, 0.0, 0.0).steps < 2**53  # more than a schedule takes
+    with pytest.raises(UserError, match="^minutes: .* is above 1000000000"):
+        config(start, tmp_path, "minutes=1e308")
+
+
+@pytest.mark.parametrize(("step", "evaluation"), [(1.0, 100.0), (1.0, 725.0), (500.0, 72.0)])
+def test_the_minutes_that_are_asked_for_are_enough(
+    start: Path, tmp_path: Path, step: float, evaluation: float
+) -> None:
+    cfg = config(start, tmp_path, "minutes=0.5")
+    with pytest.raises(UserError) as told:
+        train.budgeted(cfg, step, evaluation)
+    cfg.minutes = float(str(told.value).rpartition("give ")[2].split()[0])
+    assert train.budgeted(cfg, step, evaluation).steps >= 1
+    cfg.minutes = 2 * evaluation / 60  # exactly one evaluation
+    assert step > evaluation or train.budgeted(cfg, step, evaluation).every >= 1
 
 
 def refused(*args: Any) -> str:
@@ -236,6 +264,8 @@ def test_what_is_refused(start: Path, tmp_path: Path) -> None:
     shutil.rmtree(out)
     assert refused(start, out, "format=eagle").startswith("format=eagle: ")
     assert refused(start, out, "lora.rank=2").startswith("lora.rank: ")  # Medusa's is stacked
+    shutil.rmtree(out)
+    assert refused(start, out, "format=gguf").startswith("format=gguf: ")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "fit", lambda *args: (_ for _ in ()).throw(UserError("pilot: here")))
         assert refused(start, out) == "pilot: here"  # nothing was learned: other keys may come
@@ -270,9 +300,77 @@ def test_what_was_found_holds_for_the_same_files(start: Path, tmp_path: Path) ->
         path.write_text(kept)
         assert f"{stage}.json is damaged; delete it" in refused(*keys)
         path.write_text(whole)
-    (tmp_path / "fit/stages/pilot.json").unlink()
-    (tmp_path / "fit/budget.json").write_text("{}")
-    assert "budget.json is damaged; delete it" in refused(*keys)
+    path, budget = tmp_path / "fit/stages/pilot.json", tmp_path / "fit/budget.json"
+    whole = json.loads(budget.read_text())
+    path.write_text(json.dumps({"seconds": 1, "found": {**whole, "steps": "5"}}))
+    assert "pilot.json is damaged; delete it" in refused(*keys)
+    path.unlink()
+    for kept in ({}, {**whole, "steps": "5"}, {**whole, "every": 0}):
+        budget.write_text(json.dumps(kept))
+        assert "budget.json is damaged; delete it" in refused(*keys)
+
+
+def test_too_little_to_ask_is_told_before_the_training(start: Path, tmp_path: Path) -> None:
+    out, data = tmp_path / "fit", start.parent / "data.jsonl"
+    asked = tmp_path / "later.jsonl"
+    keys = (start, out, f"train={data}", f"later={asked}")
+    later(asked, 1)
+    assert refused(*keys).startswith("later: of 1 prompts")
+    long = "".join(json.dumps({"prompt": f"{i} " + "x" * 3000}) + "\n" for i in range(3))
+    asked.write_text(long)
+    assert refused(*keys).startswith("later: of 3 prompts")
+    later(asked).write_text(asked.read_text() + long)
+    general = tmp_path / "general.jsonl"
+    general.write_text(long)
+    assert refused(*keys, f"general={general}").startswith("general: of 2 prompts")
+    log = log_file(tmp_path / "log.jsonl", 4)  # a fifth of them is one chat
+    assert refused(start, tmp_path / "logs", f"logs={log}").startswith("later: of 1 prompts")
+
+
+def test_later_chats_that_are_learned_from_are_told(
+    start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, asked = start.parent / "data.jsonl", later(tmp_path / "later.jsonl")
+    rows = [json.loads(line) | {"category": "x"} for line in data.read_text().splitlines()[:3]]
+    same = "".join(json.dumps(row) + "\n" for row in rows)
+    cfg = config(start, tmp_path / "fit", f"train={data}", f"later={asked}")
+    command.readable(cfg)
+    assert not capsys.readouterr().err
+    asked.write_text(asked.read_text() + same)
+    command.readable(cfg)
+    assert "3 of 11 later chats stand in" in capsys.readouterr().err
+    asked.write_text(same)
+    with pytest.raises(UserError, match="^later: every chat of .* is what is learned from"):
+        command.readable(cfg)
+
+
+def test_what_is_read_behind_the_training_is_read_before_it(start: Path, tmp_path: Path) -> None:
+    command.readable(config(start, tmp_path, f"against=['{start}+ngram']"))  # a union
+    place = find_head(str(start)) / tuned.DECODE
+    place.write_text("{}")
+    try:
+        assert "decode.json" in refused(start, tmp_path / "fit")
+    finally:
+        place.unlink()
+
+
+def test_a_fit_that_was_moved_goes_on_from_its_own_chats(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, asked = log_file(tmp_path / "log.jsonl"), []
+
+    def stopped(cfg: FitConfig, known: train.Chats, out: Path) -> None:
+        asked.append(known)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "pilot", stopped)
+    for name in ("before", "after"):
+        cfg = config(start, tmp_path / name, f"logs={log}")
+        with pytest.raises(KeyboardInterrupt):
+            command.fitted(cfg, Path(cfg.out))
+        if name == "before":
+            (tmp_path / name).rename(tmp_path / "after")
+    assert all(Path(place).is_file() for place in (asked[1].train, asked[1].later))
 
 
 def test_a_log_without_answers_is_refused(start: Path, tmp_path: Path) -> None:

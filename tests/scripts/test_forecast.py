@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from decode.engine import Request, generate
 from decode.models.load import TargetConfig
 from decode.sampling import Sampling
 from heads.checkpoint import save_head
+from heads.tuned import Settings
+from scripts import forecast as command
 from scripts.common.files import ROOT
 from scripts.common.progress import Steps
 from scripts.forecast import main
@@ -98,6 +101,35 @@ def test_an_untrained_pilot_says_nothing_of_the_learning() -> None:
     found = curves.forecast(pilot(tokens=4e3, length=1.0), lines[0], lines, 1e6)
     assert found.mean == pytest.approx(curves.length_of(-0.6, 5), rel=0.2)
     assert found.high - found.low > 0.4
+
+
+def test_a_pilot_of_which_nothing_was_accepted_is_no_certainty() -> None:
+    """Its interval has no width, and the head may still begin to learn a little later."""
+    nothing = Pilot("p", "a", 5, 2e5, 1000.0, Length(1.0, 1.0, 1.0))
+    found = curves.forecast(nothing, family(), [family(), family("b", 0.05)], 1e6)
+    assert found.high - found.low > 0.1
+
+
+COSTS = [(1, 0, 10.0), (1, 3, 13.0), (4, 0, 20.0), (4, 3, 60.0)]
+
+
+def costs_file(path: Path) -> Path:
+    """The points of an engine."""
+    points = [{"batch": b, "draft_tokens": d, "ms": [ms]} for b, d, ms in COSTS]
+    path.write_text(json.dumps({"engine": "theirs", "points": points}))
+    return path
+
+
+@pytest.mark.parametrize("low", [1.0, 1.0001])
+def test_a_length_of_one_is_not_taken_for_the_longest(low: float, tmp_path: Path) -> None:
+    """Its acceptance rate is 0, which is a rate like any other."""
+    engine = run.engine_costs.load(costs_file(tmp_path / "c.json"))
+    drafts = SimpleNamespace(default=lambda: Settings("chain", depth=5))
+    one = Pilot("p", "a", 5, 2e5, 1000.0, Length(1.0, 1.0, 1.0))
+    speed = lambda length: run._speed(1, length, one, drafts, None, engine)
+    found = speed(Length(low, low, low))
+    assert found["speedup"]["mean"] < 1 and found["pays"] == "do not"
+    assert speed(Length(1.5, low, 2.0))["speedup"]["low"] == pytest.approx(0.89, abs=1e-3)
 
 
 def test_more_tokens_never_forecast_less() -> None:
@@ -185,6 +217,10 @@ def runs(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
         about = {"training": {"tokens_seen": tokens, "train_seconds": 100.0}}
         save_head(head, folder / name, target.identity, about)
     save_head(random_head(target, "eagle3"), folder / "silent", target.identity, {})
+    strange = {"nan": math.nan, "endless": 10**400, "text": "many"}
+    for name, tokens in strange.items():
+        about = {"training": {"tokens_seen": tokens, "train_seconds": 100.0}}
+        save_head(random_head(target, "eagle3"), folder / name, target.identity, about)
     return folder
 
 
@@ -260,10 +296,7 @@ def test_from_pilots_to_a_frozen_file_and_its_truth(
 def test_the_points_of_an_engine_take_the_place_of_this_machine(
     target: Any, runs: Path, prompts: Path, tmp_path: Path
 ) -> None:
-    costs = tmp_path / "costs.json"
-    rows = [(1, 0, 10.0), (1, 3, 13.0), (4, 0, 20.0), (4, 3, 60.0)]
-    points = [{"batch": b, "draft_tokens": d, "ms": [ms]} for b, d, ms in rows]
-    costs.write_text(json.dumps({"engine": "theirs", "points": points}))
+    costs = costs_file(tmp_path / "costs.json")
     cfg = config(
         tmp_path / "o", prompts, pilots=[str(runs / "short")], costs=str(costs), batch_sizes=[1, 4]
     )
@@ -287,10 +320,108 @@ def test_a_running_server_is_timed(
     assert all(b["draft_tokens"] <= DEPTH for b in value["forecasts"][0]["by_batch"])
 
 
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Heads are not decoded with: the prompts that each would have been asked."""
+    asked: list[list[str]] = []
+    drafts = SimpleNamespace(parallel=False, deepest=5, default=lambda: Settings("chain", depth=5))
+
+    def decoded(self: Any, folder: str) -> Any:
+        asked.append([prompt.id for prompt in self.prompts])
+        return drafts, [], Length(1.5, 1.4, 1.6)
+
+    monkeypatch.setattr(run.Forecast, "decoded", decoded)
+    monkeypatch.setattr(run.text, "statistics", lambda *args: {"tokens": 0})
+    return asked
+
+
+def frozen(target: Any, runs: Path, prompts: Path, folder: Path, **keys: Any) -> Path:
+    """A forecast of one pilot, on disk."""
+    costs = str(costs_file(folder / "costs.json"))
+    cfg = config(folder / "o", prompts, pilots=[str(runs / "short")], costs=costs, **keys)
+    path = folder / "forecast.json"
+    path.write_text(json.dumps(run.run(cfg, target, Steps(quiet=True), cfg.pilots)))
+    return path
+
+
+def test_the_very_prompts_are_asked_again(
+    target: Any, runs: Path, prompts: Path, tmp_path: Path, quick: list[list[str]]
+) -> None:
+    """Also where one of them was too long: a spread of fewer would be of other ones."""
+    lines = [json.dumps({"prompt": "x" * (9000 if i == 0 else 9)}) + "\n" for i in range(8)]
+    prompts.write_text("".join(lines))
+    path = frozen(target, runs, prompts, tmp_path, num_prompts=4)
+    assert json.loads(path.read_text())["prompts"]["count"] == 3
+    cfg = config(tmp_path, prompts, check=str(path), truth=[str(runs / "long")])
+    run.check(cfg, target, Steps(quiet=True))
+    assert quick[0] == quick[1]
+
+
+def test_a_forecast_is_held_against_its_own_target(
+    target: Any, runs: Path, prompts: Path, tmp_path: Path, quick: list[list[str]]
+) -> None:
+    path = frozen(target, runs, prompts, tmp_path)
+    said = json.loads(path.read_text()) | {"target": "another"}
+    path.write_text(json.dumps(said | {"sha256": run.digest(said)}))
+    cfg = config(tmp_path, prompts, check=str(path), truth=[str(runs / "long")])
+    with pytest.raises(UserError, match="^target: .* the forecast is about another"):
+        run.check(cfg, target, Steps(quiet=True))
+
+
+def test_a_miss_stays_beside_another_head_of_the_same_budget(
+    target: Any, runs: Path, prompts: Path, tmp_path: Path, quick: list[list[str]]
+) -> None:
+    """Runs of other seeds see as many tokens."""
+    path, record = frozen(target, runs, prompts, tmp_path), tmp_path / "truth.json"
+    again = tmp_path / "again"
+    about = {"training": {"tokens_seen": 1e6, "train_seconds": 100.0}}
+    save_head(random_head(target, "eagle3", seed=5), again, target.identity, about)
+    for folder, count in ((runs / "long", 1), (again, 2), (runs / "long", 2)):
+        cfg = config(tmp_path, prompts, check=str(path), truth=[str(folder)])
+        value = run.check(cfg, target, Steps(quiet=True), record)
+        record.write_text(json.dumps(value))
+        assert value["of"] == count
+
+
+def test_a_head_is_held_against_the_nearest_budget(
+    target: Any, runs: Path, prompts: Path, tmp_path: Path, quick: list[list[str]]
+) -> None:
+    path = frozen(target, runs, prompts, tmp_path, tokens=[9.9e5, 1e6, 1.01e6])
+    known = {r["tokens"]: r["accepted_length"] for r in json.loads(path.read_text())["forecasts"]}
+    cfg = config(tmp_path, prompts, check=str(path), truth=[str(runs / "long")])
+    (row,) = run.check(cfg, target, Steps(quiet=True))["rows"]
+    assert row["forecast"] == known[1e6]
+
+
+@pytest.mark.parametrize("name", ["plain", "a b", "données", "a,b=c(1)", "o'b\"r", "${x}"])
+def test_a_pilot_is_trained_from_a_path_of_any_letters(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from scripts.train_heads import HeadsConfig, Wanted, keys
+    from train.config import ENTRIES
+
+    commands: list[list[str]] = []
+    done = SimpleNamespace(returncode=0)
+    monkeypatch.setattr(
+        "scripts.forecast.subprocess.run", lambda words, **_: commands.append(words) or done
+    )
+    chats = tmp_path / f"{name}.jsonl"
+    chats.touch()
+    cfg = config(tmp_path / name, tmp_path, heads=["eagle3"], chats=str(chats))
+    cfg.target = TargetConfig(kind="local", path=str(tmp_path / name), allow_other=True)
+    command.pilot(cfg, "eagle3", tmp_path / name)
+    made = compose("train_heads", HeadsConfig, commands[0][2:])
+    assert made.path == str(chats) and made.out == str(tmp_path / name / "pilots")
+    wanted: Any = compose(*ENTRIES["eagle3"], keys(made, Wanted("eagle3"), chats, 3))
+    assert wanted.data.path == str(chats) and wanted.out_dir.startswith(made.out)
+    assert wanted.target.path == cfg.target.path and wanted.target.allow_other
+
+
 @pytest.mark.parametrize(
     ("pilots", "told"),
     [
         (["silent"], "pilots: .*silent does not say how many tokens"),
+        *(([name], f"pilots: .*{name} does not say how") for name in ("nan", "endless", "text")),
         (["nowhere"], "nowhere"),
     ],
 )

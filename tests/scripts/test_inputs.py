@@ -231,6 +231,13 @@ def test_the_drafters_code_is_part_of_a_certificate(monkeypatch: Any, tmp_path: 
     assert len(found) == 4
 
 
+def test_a_file_at_home_is_found(tmp_path: Path, monkeypatch: Any) -> None:
+    """As `load_prompts` finds it: a report names the hash of what was asked."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "p.jsonl").write_text('{"prompt": "go"}\n')
+    assert files.sha256(Path("~/p.jsonl")) == files.sha256(tmp_path / "p.jsonl")
+
+
 def test_export_names_the_line_too(tmp_path: Path, capsys: Any) -> None:
     from heads import save_head
     from tests.helpers.interop import DEEP, deep_target, random_head

@@ -4,6 +4,7 @@ at most, and nothing is claimed of what it did not tell."""
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,16 @@ from decode.target import Target
 from scripts import evaluate
 from scripts.scoring import candidates, consistency, names
 from scripts.scoring.served import Served, risen
-from scripts.serving.asking import LLAMACPP, OTHER, VLLM, Door, read_counters
+from scripts.serving.asking import (
+    LLAMACPP,
+    OTHER,
+    VLLM,
+    Ask,
+    Door,
+    _read_llamacpp,
+    read_counters,
+)
+from scripts.synthesis.server import Again
 from tests.helpers.odd_server import llamacpp, odd, vllm
 
 SHAPE = {"layers": 2, "hidden": 32, "vocab": 260}
@@ -75,6 +85,24 @@ def test_an_answer_that_cannot_stand_beside_ours_is_told(target: Target, name: s
     with odd(answer, owner) as server, pytest.raises(UserError, match=said) as told:
         run(Served(target, "x", server.url))
     assert "drafters: x:" in str(told.value) and "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("count", [-5, math.nan, "3", None, True])
+def test_counts_that_are_none_are_no_answer(count: Any) -> None:
+    """Fewer accepted than none would make cycles of no token."""
+    body = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
+    read, reply = _read_llamacpp(Ask(4)), llamacpp(body, [5, 6])
+    assert read(reply).accepted == 0
+    for timings in ({"draft_n": 9, "draft_n_accepted": count}, [count], None):
+        with pytest.raises(Again):
+            read({**reply, "timings": timings})
+    with pytest.raises(Again):
+        read({**reply, "generation_settings": None})
+
+
+def test_counters_that_are_no_numbers_count_nothing() -> None:
+    for word in ("NaN", "+Inf", "many"):
+        assert read_counters(COUNTS.format(word))["accepted_tokens"] == 0
 
 
 def test_of_several_stop_tokens_the_target_says_which(target: Target, monkeypatch) -> None:

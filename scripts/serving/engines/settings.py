@@ -26,6 +26,7 @@ from conf.schema import entry
 from heads import find_head
 from heads.checkpoint import read_card
 from heads.interop import gguf_write
+from scripts.common.spelling import spelled
 from scripts.reports.block import Columns, md_of
 from scripts.serving import contract, costs, gguf_export, llamacpp_cases, load, settings
 from scripts.serving import llamacpp as server
@@ -102,7 +103,7 @@ def main(cfg: SettingsConfig) -> int:
     found = next(stage.drafters(), None)
     if found is None:
         return stage.end()
-    keys = (f"dtype={cfg.dtype}", f"prompts={cfg.prompts}")
+    keys = (f"dtype={cfg.dtype}", f"prompts={spelled(cfg.prompts)}")
     name = f"settings-{found.name}-{cfg.dtype}"
     count = f"num_prompts={cfg.expected}"
     folder = stage.exported(name, found, "gguf", *keys, count, "max_new_tokens=32")

@@ -22,6 +22,7 @@ from heads.checkpoint import read_card
 from heads.interop import exported
 from scripts.common import files
 from scripts.common.prompts import load_prompts, question_ids, spread
+from scripts.common.spelling import spelled, target_keys
 from scripts.serving import case as engine_case
 
 SKIPPED = 3  # exit code: a drafter that was asked for is not there
@@ -117,21 +118,20 @@ class Stage:
         folder = self.work / name
         said = exported(folder)
         if said is None or said["source"]["card_sha256"] != found.card_sha256:
-            self.export(name, f"drafter={found.folder}", f"format={format}", *more)
+            drafter = f"drafter={spelled(str(found.folder))}"
+            self.export(name, drafter, f"format={format}", *more)
         return folder
 
     def export(self, name: str, *keys: str) -> None:
         """scripts/export.py with these keys into WORK/name."""
-        cfg = self.cfg.target
         command = [
             sys.executable,
             str(files.ROOT / "scripts/export.py"),
-            f"target={cfg.kind}",
-            *([f"target.path={cfg.path}"] if cfg.path else []),
+            *target_keys(self.cfg.target),
             "overwrite=true",
             "device=cpu",
             *keys,
-            f"out={self.work / name}",
+            f"out={spelled(str(self.work / name))}",
         ]
         call(command, self.work / f"{name}.export.log")
 

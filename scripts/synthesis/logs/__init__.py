@@ -2,6 +2,6 @@
 secrets and personal data, and splits by time. Who asks what the target did not answer itself is
 `scripts/synthesize.py`."""
 
-from scripts.synthesis.logs.prepare import LogOptions, LogsReport, prepare
+from scripts.synthesis.logs.prepare import LATER, TRAIN, LogOptions, LogsReport, prepare
 
-__all__ = ["LogOptions", "LogsReport", "prepare"]
+__all__ = ["LATER", "TRAIN", "LogOptions", "LogsReport", "prepare"]
