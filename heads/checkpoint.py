@@ -300,8 +300,8 @@ def _adapted(
     if any(swap):
         ids = words.exchanged(words.ids_of(head), *swap, target.vocab_size)
         words.with_words(head, ids, target)
-    keys = lora.LoraKeys(known.rank, known.alpha, known.dropout)
-    head.adapt(keys, known.base, lora.layers(head, known.targets))
+    keys = lora.LoraKeys(known.rank, known.alpha, known.dropout, known.targets)
+    head.adapt(keys, known.base)
     if odd := differing({k: tuple(v.shape) for k, v in head.state_dict().items()}, stored):
         raise UserError(f"the card and {lora.WEIGHTS} are of different heads ({odd[0]})")
     return head

@@ -19,6 +19,7 @@ from heads.eagle.init import reset_weights, start_norm
 from heads.eagle.shape import LayerShape, layer_config
 from heads.layered_saved import LayeredSaved
 from heads.limits import Layers, TokenId, Width
+from heads.lora import weight_of
 from heads.losses import LawFn, target_law
 from heads.stored_law import stored_law
 
@@ -80,7 +81,9 @@ class LayeredHead(Head):
         """[Vd, D] the weight that turns what the network gives into draft logits: its own LM
         head, or the target's, frozen."""
         own = getattr(self.net, "lm_head", None)
-        return self.target_rows(target)[0] * target.head.scale if own is None else own.weight
+        if own is None:
+            return self.target_rows(target)[0] * target.head.scale
+        return weight_of(own)
 
     @classmethod
     def for_target(cls, target: Target, cfg: Any, counts: Tensor | None = None) -> Self:

@@ -6,7 +6,7 @@ adapter_config.json beside head.json, which names the frozen head by its folder 
 of its weights. heads.checkpoint.load_as puts it on that head and merges it, so that to every
 reader it is a head like any other. What is merged is W + alpha / rank * B A, in the dtype of W.
 
-An LM head is left alone: it is read as a matrix, not called.
+An LM head is read as a matrix, not called: `weight_of` is that matrix with its adapter.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from heads.limits import Count, CountOrZero
 UNSAVED = ("draft_vocab_from", "lora")
 NAME = "draft"  # peft's name of the adapter
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+LM_HEAD = "lm_head"
 PREFIX = "base_model.model."  # before the names of tensors in peft's files
 ENDS = tuple(f".lora_{side}.{NAME}.weight" for side in "AB")
 
@@ -42,11 +43,10 @@ class LoraKeys:
     alpha: CountOrZero = 16
     # dropout before it
     dropout: BelowOne = 0.0
-    # names of the layers it is put on, such as q_proj; empty = all linear layers but the LM
-    # head
+    # names of the layers it is put on, such as q_proj; empty = all linear layers
     targets: list[str] = field(default_factory=list)
-    # on a frozen head: its draft vocabulary takes in tokens of the data that it lacks, for as
-    # many that the data lack
+    # on a frozen head, for data with words of their own: its LM head learns as well, and its
+    # draft vocabulary takes in tokens that it lacks, for as many that the data lack
     words: bool = True
 
     def validate(self) -> list[str]:
@@ -99,13 +99,13 @@ class Adaptable(nn.Module):
     own_lora: ClassVar[bool] = False
     lora: Adapter | None = None
 
-    def adapt(self, keys: LoraKeys, base: Base, names: list[str] | None = None) -> int:
-        """Freeze the head and put a fresh LoRA on its linear layers: those of `names`, or as
-        `keys` says. base: where these frozen weights lie. Returns how many layers it is on.
+    def adapt(self, keys: LoraKeys, base: Base) -> int:
+        """Freeze the head and put a fresh LoRA on its linear layers, as `keys` says. base: where
+        these frozen weights lie. Returns how many layers it is on.
 
         Raises UserError for layers that do not exist."""
         frozen = {id(p): p.dtype for p in self.parameters()}
-        names = names or layers(self, keys.targets)
+        names = layers(self, keys)
         wrap(self, keys, names)
         for weight in self.parameters():
             if id(weight) not in frozen:
@@ -134,24 +134,33 @@ class Adaptable(nn.Module):
         return super().load_state_dict(renamed(state_dict), strict=False, assign=assign)
 
 
-def layers(root: nn.Module, targets: list[str], leave: nn.Module | None = None) -> list[str]:
-    """Names of the linear layers of `root` that a LoRA is put on: those of `targets`, or all.
-    leave: one that is none of them.
+def layers(root: nn.Module, keys: LoraKeys, leave: nn.Module | None = None) -> list[str]:
+    """Names of the linear layers of `root` that a LoRA is put on: those of `keys.targets`, or
+    all. leave: one that is none of them. Without `keys.words` no LM head is.
 
     Raises UserError for a target that names no such layer, and where there is no linear layer.
     """
     linear = [(n, m) for n, m in root.named_modules() if isinstance(m, nn.Linear)]
-    names = [n for n, m in linear if m is not leave and n.rpartition(".")[2] != "lm_head"]
-    if not names:
+    free = [n for n, m in linear if m is not leave and (keys.words or not _is(n, LM_HEAD))]
+    if all(_is(name, LM_HEAD) for name in free):
         raise UserError(
             "head.lora.rank: this kind of head has no linear layers of its own; set "
             "head.lora.rank=0, which trains all of its weights"
         )
-    for wanted in targets:
-        if not any(_is(name, wanted) for name in names):
-            known = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
+    for wanted in keys.targets:
+        if not any(_is(name, wanted) for name in free):
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in free}))
             raise UserError(f"head.lora.targets: {wanted[:80]!r} is no layer; choose among {known}")
-    return [n for n in names if not targets or any(_is(n, wanted) for wanted in targets)]
+    return [n for n in free if not keys.targets or any(_is(n, wanted) for wanted in keys.targets)]
+
+
+def weight_of(layer: Any) -> Tensor:
+    """[out, in] the matrix of a linear layer, with its adapter where it has one (its dropout
+    left out); gradients reach what learns."""
+    weight: Tensor = layer.weight
+    for name in layer.active_adapters if hasattr(layer, "lora_A") else ():
+        weight = weight + layer.get_delta_weight(name)
+    return weight
 
 
 def wrap(root: nn.Module, keys: LoraKeys, names: list[str]) -> None:

@@ -274,7 +274,7 @@ def look(cfg: FitConfig) -> dict[str, Any]:
     head = Start(cfg.start, kind, target).head
     if cfg.lora.rank and not head.own_lora:
         try:
-            lora.layers(head, cfg.lora.targets)
+            lora.layers(head, cfg.lora)
         except UserError as error:
             raise UserError(str(error).replace("head.lora.", "lora.")) from None
     exportable(cfg, head, target)

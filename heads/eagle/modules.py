@@ -62,7 +62,7 @@ def cast_once(net: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     parts = [
         m
         for name, m in net.named_modules()
-        if isinstance(m, Linear) and m.bias is None and name != "lm_head"
+        if isinstance(m, Linear) and m.bias is None and name.partition(".")[0] != "lm_head"
     ]
     some = [m for m in parts if m.weight.dtype != dtype and torch.is_grad_enabled()]
     for part in some:

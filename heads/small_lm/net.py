@@ -88,7 +88,7 @@ def inject(net: Any, keys: LoraKeys, outside: set[str]) -> set[str]:
     that are wrapped now. Raises UserError for layers that do not exist."""
     outside = set(outside)
     before = {id(p): name for name, p in net.named_parameters(remove_duplicate=False)}
-    lora.wrap(net, keys, lora.layers(net, keys.targets, leave=net.get_output_embeddings()))
+    lora.wrap(net, keys, lora.layers(net, keys, leave=net.get_output_embeddings()))
     for name, weight in net.named_parameters(remove_duplicate=False):
         if id(weight) not in before:
             weight.data = weight.data.float()
