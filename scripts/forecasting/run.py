@@ -36,15 +36,18 @@ from scripts.tuning.engine import loaded
 from scripts.tuning.family import Bounds, Family
 
 FORMAT = 1
+HERE = "this machine"
 COST_ERROR = 0.055  # of the cost model's tokens/s against measured ones (docs/results/tune.json)
 LIKE = 0.02  # a head whose tokens lie within this of a budget is held against its forecast
 
 
 class Forecast:
-    """One forecast, stage by stage."""
+    """One forecast, stage by stage. engine: whether it is about another engine; those draft
+    chains."""
 
-    def __init__(self, cfg: ForecastConfig, target: Target, progress: Steps) -> None:
+    def __init__(self, cfg: ForecastConfig, target: Target, progress: Steps, engine: bool) -> None:
         self.cfg, self.target, self.progress = cfg, target, progress
+        self.shape = "@chain" if engine else ""
         self.prompts = spread(load_prompts(cfg.prompts), cfg.num_prompts)
         room = target.context_length - cfg.max_new_tokens
         every = (question_ids(target.tokenizer, p.turns[0]) for p in self.prompts)
@@ -58,7 +61,8 @@ class Forecast:
     def decoded(self, folder: str) -> tuple[Family, list[Generation], Length]:
         """What a head accepts on the prompts: its family, the answers, and the accepted length
         with its 95 % interval."""
-        family = Family.of(folder, self.target, Sampling(), Bounds())
+        shaped = folder if parse(folder).shape else folder + self.shape
+        family = Family.of(shaped, self.target, Sampling(), Bounds())
         asked = [Request(ids, self.cfg.max_new_tokens, id=i) for i, ids in enumerate(self.ids)]
         task = self.progress.add_task(Path(folder).name, total=len(asked))
         drafter = family.drafter(family.default())
@@ -111,7 +115,7 @@ class Forecast:
 
 def run(cfg: ForecastConfig, target: Target, progress: Steps, pilots: Sequence[str]) -> Any:
     """Everything but the files. pilots: their folders."""
-    made = Forecast(cfg, target, progress)
+    made = Forecast(cfg, target, progress, bool(cfg.costs or cfg.url))
     known = [(folder, made.decoded(folder)) for folder in pilots]
     found = [_pilot(folder, family, length) for folder, (family, _, length) in known]
     lines = curves.families(Path(cfg.curves), {p.kind: p.depth for p in found} | DEPTHS)
@@ -147,7 +151,7 @@ def run(cfg: ForecastConfig, target: Target, progress: Steps, pilots: Sequence[s
             "max_new_tokens": cfg.max_new_tokens,
         },
         "text": text.statistics(target, made.ids, answers),
-        "engine": engine.engine if engine else "this machine",
+        "engine": engine.engine if engine else HERE,
         "pilots": [asdict(p) for p in found],
         "families": [asdict(f) for f in lines.values()],
         "forecasts": rows,
@@ -337,7 +341,7 @@ def check(
     cfg.num_prompts = said["prompts"].get("asked", said["prompts"]["count"])
     cfg.max_new_tokens = said["prompts"]["max_new_tokens"]
     earlier, rows = _earlier(record, said), []
-    made = Forecast(cfg, target, progress)
+    made = Forecast(cfg, target, progress, said["engine"] != HERE)
     for folder in cfg.truth:
         card, seen = _card(folder)
         tokens = _amount(seen.get("tokens_seen"))

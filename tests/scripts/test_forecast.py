@@ -307,6 +307,18 @@ def test_the_points_of_an_engine_take_the_place_of_this_machine(
     assert four["pays"] == "do not" and four["speedup"]["mean"] < one["speedup"]["mean"]
 
 
+def test_a_pilot_drafts_as_the_engine_will(
+    target: Any, runs: Path, prompts: Path, tmp_path: Path
+) -> None:
+    """Engines draft chains: what a tree has accepted is no rate of a chain's."""
+    short = str(runs / "short")
+    cfg = config(tmp_path / "o", prompts, pilots=[short])
+    for engine, kinds in ((True, ["chain"]), (False, ["chain", "tree"])):
+        made = run.Forecast(cfg, target, Steps(quiet=True), engine)
+        family, _, _ = made.decoded(short)
+        assert family.kinds == kinds
+
+
 def test_a_running_server_is_timed(
     target: Any, other: Any, runs: Path, prompts: Path, tmp_path: Path
 ) -> None:
