@@ -1,4 +1,4 @@
-"""A forecast as tables for the terminal."""
+"""A forecast as tables for the terminal and for docs/fit.md."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from scripts.reports.block import md_table
 from scripts.reports.table import interval, number
 
 
@@ -47,19 +48,33 @@ def advice(row: dict[str, Any]) -> str:
     return ", ".join(f"{one['pays']} at {one['batch']}" for one in row["by_batch"])
 
 
+CHECKED = ("head", "tokens", "forecast (90 %)", "measured (95 %)", "error", "inside")
+
+
 def show_check(value: dict[str, Any], console: Console) -> None:
     """Every forecast beside what came; misses stay."""
     table = Table(title=f"forecast of {value['forecast']['created']} against truth")
-    for name in ("head", "tokens", "forecast (90 %)", "measured (95 %)", "error", "inside"):
+    for name in CHECKED:
         table.add_column(name)
     for row in value["rows"]:
-        table.add_row(
-            row["head"],
-            f"{row['tokens'] / 1e6:.3g} M",
-            interval(row["forecast"]),
-            interval(row["measured"]),
-            f"{row['error']:+.1%}",
-            "yes" if row["inside"] else "no",
-        )
+        table.add_row(*checked(row))
     console.print(table)
     console.print(f"{value['inside']} of {value['of']} inside", highlight=False)
+
+
+def markdown_check(value: dict[str, Any]) -> str:
+    """The same as Markdown."""
+    rows = [checked(row) for row in value["rows"]]
+    return f"{md_table(CHECKED, rows)}\n\n{value['inside']} of {value['of']} inside"
+
+
+def checked(row: dict[str, Any]) -> list[str]:
+    """The cells of a head that was forecast."""
+    return [
+        row["head"],
+        f"{row['tokens'] / 1e6:.3g} M",
+        interval(row["forecast"]),
+        interval(row["measured"]),
+        f"{row['error']:+.1%}",
+        "yes" if row["inside"] else "no",
+    ]

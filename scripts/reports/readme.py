@@ -15,6 +15,7 @@ from typing import Any
 
 from heads.warm import BEFORE
 from scripts.common import files
+from scripts.forecasting import table as forecast_table
 from scripts.proofs.mutants import page as mutants_page
 from scripts.reports import fit_table, matched, serves, table, tune_table
 from scripts.reports.block import Block, md_table
@@ -33,6 +34,7 @@ ENGINES = Block.of("docs/engines.md", "engines", BY)
 SERVING = Block.of("docs/serving.md", "serves", BY)
 FIT = Block.of("docs/fit.md", "fits", BY)
 FORGOTTEN = Block.of("docs/fit.md", "matrix", BY)
+FORETOLD = Block.of("docs/fit.md", "forecasts", BY)
 DROPPED = ("per_prompt", "acceptance_by_rank")
 # file in docs/results without its ending -> folder under reports/
 COPIED = {
@@ -280,6 +282,14 @@ def forgotten() -> str:
     return f"{fit_table.matrix(found)}\n\n`{found['command']}` ({made(found)})"
 
 
+def foretold() -> str:
+    """A frozen forecast and what came, in docs/fit.md."""
+    name = "forecast-nine-truth"
+    report = read(name)
+    shown = forecast_table.markdown_check(report)
+    return f"{shown}, on {made(report)} ([JSON](results/{name}.json))"
+
+
 def mutants() -> str:
     """docs/mutants.md, with the reasons as they stand today."""
     report = read("mutants")
@@ -294,6 +304,7 @@ PAGES = {
     ENGINES: engines,
     FIT: fits,
     FORGOTTEN: forgotten,
+    FORETOLD: foretold,
     SERVING: lambda: serves.markdown(RESULTS),
 }
 
@@ -316,7 +327,8 @@ def main() -> int:
         block.write(body())
     if (RESULTS / "mutants.json").exists():
         files.write_text(files.ROOT / "docs" / "mutants.md", mutants())
-    print(f"written: {', '.join(block.page.name for block in PAGES)}, docs/results")
+    names = dict.fromkeys(block.page.name for block in PAGES)
+    print(f"written: {', '.join(names)}, docs/results")
     return 0
 
 
