@@ -21,6 +21,10 @@ from train.config import TrainConfig, flat
 from train.schedule import usual_rate
 from train.texts.batches import Plan, Rows
 
+# Times the rate of a whole head: 1e-2 was ahead of 3e-3 at 576 (docs/internals/experiments.md), and
+# LoRAs want some ten times the rate elsewhere (Schulman et al. 2025, "LoRA Without Regret").
+LORA_RATE = 10
+
 
 def meaning_of(cfg: TrainConfig, target: Target, rows: Rows) -> dict[str, Any]:
     """What the run learns, from what, and its logistics, flat; disk.check_meaning knows which
@@ -83,10 +87,12 @@ def settle(cfg: TrainConfig, kind: type[Head], target: Target, plan: Plan) -> li
         cfg.steps = max(1, round(cfg.epochs * plan.per_epoch))
         told.append(f"steps: {cfg.steps:,}, epochs={cfg.epochs:g} of {plan.per_epoch:,} batches")
     if cfg.optim.lr is None:
+        beside = bool(cfg.head.lora.rank) and not kind.own_lora
         cfg.optim.lr = usual_rate(target.hidden_size, kind.rate_narrows)
+        cfg.optim.lr *= LORA_RATE if beside else 1
         told.append(
-            f"optim.lr: {cfg.optim.lr:g}, usual for {kind.kind} on a target {target.hidden_size:,} "
-            "wide"
+            f"optim.lr: {cfg.optim.lr:g}, usual for {'a LoRA on ' if beside else ''}{kind.kind} on "
+            f"a target {target.hidden_size:,} wide"
         )
     return told
 

@@ -214,9 +214,12 @@ def test_a_frozen_head_learns_the_words_of_other_data(name: str, tmp_path: Path)
     assert head.ids().equal(old)  # type: ignore[union-attr]
 
 
-def test_an_adapter_on_an_adapter(base: Path, adapted: Path, tmp_path: Path) -> None:
+def test_an_adapter_on_an_adapter(
+    base: Path, adapted: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     data = base.parent / "data.jsonl"
     second = run(data, tmp_path / "second", f"start={adapted}", "head.lora.rank=1", "steps=2")
+    assert "optim.lr: 0.01, usual for a LoRA on eagle3 on a target 32" in capfd.readouterr().err
     target = tiny_target()
     below, above = (load_head(path / "head", target) for path in (adapted, second))
     assert 0 < (laws(below, target) - laws(above, target)).abs().max() < 0.1
