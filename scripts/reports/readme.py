@@ -174,8 +174,13 @@ def leaders() -> str:
 
 
 def fitted() -> str:
-    """What fitting whole heads to traffic brought, in a sentence."""
-    reports = [report for report in fit_reports() if not report["settings"]["lora"]["rank"]]
+    """What fitting whole heads to traffic of the README's target brought, in a sentence."""
+    target = read("unseen-t0")["target"]["name"]
+    reports = [
+        report
+        for report in fit_reports()
+        if not report["settings"]["lora"]["rank"] and report["target"]["name"] == target
+    ]
     if not reports:
         return ""
     told = []
