@@ -65,7 +65,7 @@ def show_check(value: dict[str, Any], console: Console) -> None:
 def markdown_check(value: dict[str, Any]) -> str:
     """The same as Markdown."""
     rows = [checked(row) for row in value["rows"]]
-    return f"{md_table(CHECKED, rows)}\n\n{value['inside']} of {value['of']} inside"
+    return f"{md_table(CHECKED, rows)}\n\n{value['inside']} of {value['of']} lengths lay inside"
 
 
 def checked(row: dict[str, Any]) -> list[str]:
