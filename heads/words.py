@@ -84,20 +84,16 @@ def with_words(head: Head, ids: Tensor, target: Target) -> None:
     new = (spot < 0).nonzero()[:, 0].to(target.device)
     if not new.numel():
         return
-    rows = {
-        name: axis
-        for name, weight in head.named_parameters()
-        if (axis := axis_of(name, weight, head)) is not None
-    }
     fresh = _fresh(head, ids, target)
     theirs = dict(fresh.named_parameters())
     spot = spot.clamp(min=0).to(target.device)
     for name, weight in head.named_parameters():
-        if name not in rows:
+        axis = axis_of(name, weight, head)
+        if axis is None:
             continue
-        moved = weight.index_select(rows[name], spot)
-        given = theirs[name].index_select(rows[name], new).to(moved.dtype)
-        weight.copy_(moved.index_copy_(rows[name], new, given))
+        moved = weight.index_select(axis, spot)
+        given = theirs[name].index_select(axis, new).to(moved.dtype)
+        weight.copy_(moved.index_copy_(axis, new, given))
     head.d2t, head._rows = fresh.d2t, None
 
 
