@@ -49,7 +49,7 @@ def begin(
     plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed, cfg.data.skip)
 
     kept = ("optim.lr",) if cfg.optim.lr is None else ()
-    settled = settle(cfg, kind, target, plan)
+    settled = settle(cfg, cfg.head, target, plan)
     head, begun = first_head(cfg, kind, target, rows.counts(target.vocab_size))
     if cfg.shard_target and not target.sharded:
         sharding = shard_target(cfg, target, accelerator.device)

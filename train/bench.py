@@ -109,7 +109,7 @@ def measure(cfg: ValidateConfig) -> dict[str, Any]:
     plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed)
     torch.manual_seed(hash_u63(cfg.seed, "head"))
     head = measured_head(known, target, rows)
-    settle(cfg, type(head), target, plan)
+    settle(cfg, known, target, plan)
     cfg.eval.every = max(1, cfg.eval.every)  # then the target's layers stay
     source = Source(cfg, head, target, rows)
     clock = Clock(target.device)

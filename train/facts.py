@@ -14,7 +14,7 @@ import torch
 from conf.errors import UserError
 from decode.target import Target
 from heads import HEADS
-from heads.base import Head
+from heads.base import Head, HeadConfig
 from heads.given import vocabulary_in
 from heads.warm import Start
 from train.config import TrainConfig, flat
@@ -79,15 +79,15 @@ def settle_vocabulary(
     return torch.zeros_like(counts).index_fill_(0, ids, 1), note
 
 
-def settle(cfg: TrainConfig, kind: type[Head], target: Target, plan: Plan) -> list[str]:
+def settle(cfg: TrainConfig, keys: HeadConfig, target: Target, plan: Plan) -> list[str]:
     """Give `cfg` the steps of its epochs and the rate of its target's size, where it leaves
-    them open. Returns what to tell."""
-    told = []
+    them open. `keys` are those of the head. Returns what to tell."""
+    told, kind = [], HEADS[keys.kind]
     if not cfg.steps:
         cfg.steps = max(1, round(cfg.epochs * plan.per_epoch))
         told.append(f"steps: {cfg.steps:,}, epochs={cfg.epochs:g} of {plan.per_epoch:,} batches")
     if cfg.optim.lr is None:
-        beside = bool(cfg.head.lora.rank) and not kind.own_lora
+        beside = bool(keys.lora.rank) and not kind.own_lora
         cfg.optim.lr = usual_rate(target.hidden_size, kind.rate_narrows)
         cfg.optim.lr *= LORA_RATE if beside else 1
         told.append(

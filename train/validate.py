@@ -68,7 +68,7 @@ def main(cfg: ValidateConfig) -> int:
     )
     plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed, cfg.data.skip)
     counted, vocabulary = settle_vocabulary(typed, rows.counts(target.vocab_size))
-    for note in filter(None, (vocabulary, *settle(cfg, kind, target, plan))):
+    for note in filter(None, (vocabulary, *settle(cfg, typed, target, plan))):
         print(f"     {note}", flush=True)
 
     def fresh(counts: Tensor | None = None, **changes: Any) -> tuple[Target, Head]:
