@@ -5,16 +5,21 @@ JSON file, and the curve through them.
                 {"batch": 1, "draft_tokens": 3, "ms": [44.1, 43.0]}]}
 
 `ms` is one cycle of the whole batch: draft, verify, sample; draft_tokens 0 is plain decoding.
-`tune.py engine` writes such a file from a small load; one by hand does as well.
+`kept` may stand beside it: the share of the draft tokens due on these prompts, one at a time, that
+the engine accepted under this load. A sound engine keeps them all; one that mixes up its requests
+does not. `tune.py engine` writes such a file from a small load; one by hand does as well.
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from conf.errors import UserError
 from conf.jsonl import parse_line
@@ -27,11 +32,14 @@ MOST = 1024  # requests at a time or draft tokens that a file may name
 
 @dataclass(frozen=True)
 class Point:
-    """Measured milliseconds of one cycle of `batch` requests that draft `draft_tokens` each."""
+    """Measured milliseconds of one cycle of `batch` requests that draft `draft_tokens` each.
+    kept: the share of the accepted draft tokens that one request at a time has; None where
+    nobody counted."""
 
     batch: int
     draft_tokens: int
     ms: tuple[float, ...]
+    kept: float | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,19 @@ class Costs:
         """Most draft tokens that were measured."""
         return max(p.draft_tokens for p in self.points)
 
+    def kept(self, batch: int) -> float:
+        """The share of its acceptance that a draft keeps with `batch` requests at a time, from 0
+        to 1: the mean over depths where it was counted, in between a straight line."""
+        counted: dict[int, list[float]] = {}
+        for point in self.points:
+            if point.kept is not None:
+                counted.setdefault(point.batch, []).append(min(point.kept, 1.0))
+        if not counted:
+            return 1.0
+        sizes = sorted(counted)
+        shares = [statistics.fmean(counted[size]) for size in sizes]
+        return float(np.interp(batch, sizes, shares))
+
     def joined(self, points: Iterable[Point]) -> Costs:
         """With further points; those measured anew take the place of the old ones."""
         kept = {(p.batch, p.draft_tokens): p for p in self.points}
@@ -71,7 +92,12 @@ class Costs:
     def to_json(self) -> dict[str, Any]:
         """What stands in the file."""
         rows = [
-            {"batch": p.batch, "draft_tokens": p.draft_tokens, "ms": [round(ms, 4) for ms in p.ms]}
+            {
+                "batch": p.batch,
+                "draft_tokens": p.draft_tokens,
+                "ms": [round(ms, 4) for ms in p.ms],
+                **({} if p.kept is None else {"kept": round(p.kept, 4)}),
+            }
             for p in self.points
         ]
         return {"format": FORMAT, "engine": self.engine, "points": rows}
@@ -101,19 +127,21 @@ def save(path: Path, costs: Costs) -> None:
 def _point(path: Path, number: int, row: Any) -> Point:
     """One row, checked. Raises UserError."""
     fields = row if isinstance(row, dict) else {}
-    batch, drafts, ms = (fields.get(key) for key in ("batch", "draft_tokens", "ms"))
+    batch, drafts, ms, kept = (fields.get(k) for k in ("batch", "draft_tokens", "ms", "kept"))
     times: Sequence[Any] = ms if isinstance(ms, list) else [ms]
     if (
         not _whole(batch, 1)
         or not _whole(drafts, 0)
         or not times
         or not all(_time(value) for value in times)
+        or not (kept is None or kept == 0 or _time(kept))
     ):
         raise UserError(
             f"costs: {path}: point {number} is {str(row)[:80]}; it needs batch from 1, "
-            "draft_tokens from 0, and ms above 0"
+            "draft_tokens from 0, ms above 0, and kept from 0 on, if any"
         )
-    return Point(int(batch), int(drafts), tuple(float(value) for value in times))  # type: ignore[arg-type]
+    share = None if kept is None else float(kept)
+    return Point(int(batch), int(drafts), tuple(float(value) for value in times), share)  # type: ignore[arg-type]
 
 
 def _whole(value: Any, low: int) -> bool:

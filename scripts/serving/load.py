@@ -3,7 +3,8 @@
 The same prompts are asked for one token and for `limit`; the difference of the two times is
 decoding alone, whether the server keeps prompts or reads them again. Every cycle brings one
 token more than it accepts, so their number follows from tokens and accepted drafts. Servers
-take turns inside a round, so that a busy moment meets all of them.
+take turns inside a round, so that a busy moment meets all of them. Where an export's contract
+says what each prompt accepts one at a time, a load counts how much of that is left in company.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from conf.errors import UserError
+from decode.engine import Cycle
 from scripts.serving.asking import Address, Ask, Door, Reply
 from scripts.serving.costs import Point
 
@@ -34,13 +36,15 @@ class Served:
 @dataclass(frozen=True)
 class Lap:
     """One load. seconds: of decoding. tokens: decoded behind the first of each answer. cycles:
-    of all requests together."""
+    of all requests together. due: draft tokens of these answers that are accepted one at a time,
+    0 where that is not known."""
 
     batch: int
     draft_tokens: int
     seconds: float
     tokens: int
     cycles: int
+    due: int = 0
 
     @property
     def ms(self) -> float:
@@ -55,12 +59,28 @@ class Lap:
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked. prompts: token ids; limit: tokens of an answer, from 2 on."""
+    """What is asked. prompts: token ids; limit: tokens of an answer, from 2 on. cycles: those of
+    every prompt's answer as an export's contract counted them, one at a time; none where the
+    drafter has no contract."""
 
     prompts: Sequence[Sequence[int]]
     batches: Sequence[int]
     rounds: int
     limit: int
+    cycles: Sequence[Sequence[Cycle]] = ()
+
+    def numbers(self, turn: int, batch: int) -> list[int]:
+        """Which prompts are asked in a round."""
+        return [(turn * batch + i) % len(self.prompts) for i in range(batch)]
+
+    def due(self, numbers: Sequence[int], draft_tokens: int) -> int:
+        """Draft tokens of these answers that are accepted one at a time."""
+        return sum(
+            min(cycle.accepted, draft_tokens, self.limit - cycle.start - 1)  # and the bonus token
+            for i in numbers
+            for cycle in (self.cycles[i] if self.cycles else ())
+            if cycle.start < self.limit
+        )
 
 
 def laps(servers: Sequence[Served], load: Load, watch: Watch) -> list[Lap]:
@@ -82,11 +102,10 @@ async def _laps(servers: Sequence[Served], load: Load, watch: Watch) -> list[Lap
             for batch in load.batches:
                 turn = list(zip(servers, doors, strict=True))
                 for server, door in turn if number % 2 == 0 else turn[::-1]:
-                    some = [
-                        list(load.prompts[(number * batch + i) % len(load.prompts)])
-                        for i in range(batch)
-                    ]
-                    found.append(await lap(door, server.draft_tokens, some, load.limit))
+                    numbers = load.numbers(number, batch)
+                    some = [list(load.prompts[i]) for i in numbers]
+                    one = await lap(door, server.draft_tokens, some, load.limit)
+                    found.append(replace(one, due=load.due(numbers, server.draft_tokens)))
                     watch(len(found), total)
     return found
 
@@ -145,10 +164,19 @@ def _accepted(door: Door, replies: Sequence[Reply], before: Any, after: Any) -> 
 
 def points(found: Sequence[Lap]) -> list[Point]:
     """The laps of every batch and server as points of a cost curve."""
-    groups: dict[tuple[int, int], list[float]] = {}
+    groups: dict[tuple[int, int], list[Lap]] = {}
     for one in found:
-        groups.setdefault((one.batch, one.draft_tokens), []).append(one.ms)
-    return [Point(batch, drafts, tuple(ms)) for (batch, drafts), ms in sorted(groups.items())]
+        groups.setdefault((one.batch, one.draft_tokens), []).append(one)
+    return [
+        Point(batch, drafts, tuple(one.ms for one in some), kept(some))
+        for (batch, drafts), some in sorted(groups.items())
+    ]
+
+
+def kept(found: Sequence[Lap]) -> float | None:
+    """Draft tokens that were accepted, over those due; None where none is due or known."""
+    due = sum(one.due for one in found)
+    return sum(one.tokens - one.cycles for one in found) / due if due else None
 
 
 def ratios(found: Sequence[Lap]) -> dict[tuple[int, int], list[float]]:

@@ -3,7 +3,9 @@ tokens to draft with how many requests at a time, and from where on not to draft
 
 With unconditional rates r_1 .. r_K (the share of cycles that accept d tokens or more) a cycle
 of K drafts brings 1 + r_1 + .. + r_K tokens; it costs c(B, K) where a plain step costs c(B, 0).
-So drafting runs at (1 + r_1 + .. + r_K) c(B, 0) / c(B, K) times plain decoding.
+So drafting runs at (1 + r_1 + .. + r_K) c(B, 0) / c(B, K) times plain decoding. Where a load
+showed that the engine keeps the share s(B) alone of what it accepts one at a time, every r_d
+counts s(B) times.
 """
 
 from __future__ import annotations
@@ -21,17 +23,20 @@ from scripts.tuning.cost import Curve, length_of_chain
 
 FILE = "serving.json"
 SGLANG_FILE = "sglang-adaptive.json"
+SOUND = 0.9  # share of its acceptance that an engine keeps in company, rounding ties apart
 SGLANG_ALGORITHMS = ("eagle1", "eagle3")  # those whose steps may change while it runs
 
 
 @dataclass(frozen=True)
 class Choice:
     """With `batch` requests at a time: the best number of draft tokens, 0 for none, and the
-    speed to be expected against plain decoding."""
+    speed to be expected against plain decoding. kept: the share of the acceptance of one request
+    at a time that it reckons with."""
 
     batch: int
     draft_tokens: int
     speedup: float
+    kept: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,12 @@ class Plan:
             "off_above": self.off_above,
             "measured_batches": list(self.measured),
             "choices": [
-                {"batch": c.batch, "draft_tokens": c.draft_tokens, "speedup": round(c.speedup, 4)}
+                {
+                    "batch": c.batch,
+                    "draft_tokens": c.draft_tokens,
+                    "speedup": round(c.speedup, 4),
+                    "kept": round(c.kept, 4),
+                }
                 for c in self.choices
             ],
         }
@@ -103,6 +113,11 @@ def speedup(curve: Curve, batch: int, rates: Sequence[float], depth: int) -> flo
     return length_of_chain(rates, depth) * curve(batch, 0) / curve(batch, depth)
 
 
+def kept_rates(rates: Sequence[float], share: float) -> tuple[float, ...]:
+    """Acceptance by position where the share `share` of it is kept."""
+    return tuple(rate * share for rate in rates)
+
+
 def plan(rates: Sequence[float], costs: Costs, at_most: int | None = None) -> Plan:
     """The best number of draft tokens of every batch from one to the largest measured. Between
     measured points the curve is a straight line; beyond the deepest one nothing is claimed, and
@@ -116,10 +131,12 @@ def plan(rates: Sequence[float], costs: Costs, at_most: int | None = None) -> Pl
     choices: list[Choice] = []
     off = False
     for batch in range(1, max(curve.knots) + 1):
-        known = [(speedup(curve, batch, rates, k), k) for k in range(1, deepest + 1)]
+        share = costs.kept(batch)
+        left = kept_rates(rates, share)
+        known = [(speedup(curve, batch, left, k), k) for k in range(1, deepest + 1)]
         best, depth = max(known, key=lambda pair: (pair[0], -pair[1]))
         off = off or best <= 1
-        choices.append(Choice(batch, 0, 1.0) if off else Choice(batch, depth, best))
+        choices.append(Choice(batch, 0, 1.0, share) if off else Choice(batch, depth, best, share))
     return Plan(costs.engine, tuple(rates), tuple(choices), tuple(sorted(curve.knots)))
 
 
@@ -185,6 +202,7 @@ def told(found: Plan, kind: str) -> list[str]:
         + (f"draft {k}, {_span(found, first, last)} times plain" if k else "no drafts")
         for first, last, k in found.ranges
     ]
+    lines += _lost(found)
     if not found.draft_tokens:
         return [*lines, "drafting does not pay on this engine: serve without a drafter"]
     flags, table = sglang(found, kind)
@@ -195,6 +213,18 @@ def told(found: Plan, kind: str) -> list[str]:
         f"llama.cpp: {' '.join(llamacpp(found))}",
     ]
     return lines
+
+
+def _lost(found: Plan) -> list[str]:
+    """What the engine accepts in company where that is clearly less than alone."""
+    least = min(found.choices, key=lambda choice: choice.kept)
+    if least.kept >= SOUND:
+        return []
+    return [
+        f"with {least.batch} at a time this engine accepts {least.kept:.0%} of the draft tokens "
+        "that it accepts one at a time; the target's answers cannot cause that, so its drafting "
+        "mixes requests up: see docs/serving.md"
+    ]
 
 
 def _span(found: Plan, first: int, last: int) -> str:

@@ -14,6 +14,7 @@ llama.cpp want), costs.json, and sglang-adaptive.json where there is a schedule.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -104,7 +105,7 @@ def measured(
     """The known points with those of a load of both servers."""
     address = Address(cfg.url, cfg.timeout, cfg.retries, 1, cfg.key_env)
     plain = Address(cfg.plain, cfg.timeout, cfg.retries, 1, cfg.key_env, "plain")
-    asked = load.Load(prompts_of(wanted), cfg.batches, cfg.rounds, cfg.max_new_tokens)
+    asked = asked_of(wanted, cfg.batches, cfg.rounds, cfg.max_new_tokens)
     with Steps(*columns(20), quiet=cfg.quiet, transient=True) as bar:
         found = loaded(plain, address, depth, asked, bar)
     return costs.Costs(known.engine or cfg.url, known.points).joined(found)
@@ -120,7 +121,11 @@ def loaded(
     return load.points(load.laps(servers, asked, watch))
 
 
-def prompts_of(wanted: dict[str, Any]) -> list[list[int]]:
-    """The contract's prompts with whole answers: one that stops early leaves its place empty."""
+def asked_of(wanted: dict[str, Any], batches: Sequence[int], rounds: int, most: int) -> load.Load:
+    """The contract's prompts with whole answers of at most `most` tokens: one that stops early
+    leaves its place empty."""
     longest = max(len(row["tokens"]) for row in wanted["prompts"])
-    return [row["ids"] for row in wanted["prompts"] if len(row["tokens"]) == longest]
+    rows = zip(wanted["prompts"], contract.cycles_of(wanted), strict=True)
+    whole = [(row["ids"], cycles) for row, cycles in rows if len(row["tokens"]) == longest]
+    cycles = [one for _, one in whole] if most <= longest else []  # else not all are known
+    return load.Load([ids for ids, _ in whole], batches, rounds, most, cycles)

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from conf.errors import UserError
 from decode.models.load import TargetConfig, load_target
-from scripts.serving import costs, load, settings
+from scripts.serving import contract, costs, load, settings
 from scripts.serving.asking import Address, Door
 from scripts.serving.costs import Costs, Point
 from scripts.tuning import engine
@@ -108,6 +109,9 @@ def test_a_curve_needs_a_batch_with_and_without_drafts(rows) -> None:
         ('{"points": [{"batch": 1, "draft_tokens": 0, "ms": 1%s}]}' % ("0" * 400), "point 1"),
         ('{"points": [{"batch": 1, "draft_tokens": 0, "ms": "1"}]}', "point 1"),
         ('{"points": [{"batch": 1, "draft_tokens": 0, "ms": 1}, 3]}', "point 2"),
+        ('{"points": [{"batch": 1, "draft_tokens": 1, "ms": 1, "kept": -1}]}', "kept from 0 on"),
+        ('{"points": [{"batch": 1, "draft_tokens": 1, "ms": 1, "kept": "1"}]}', "point 1"),
+        ('{"points": [{"batch": 1, "draft_tokens": 1, "ms": 1, "kept": true}]}', "point 1"),
         ('{"points": [{"batch": 99999, "draft_tokens": 0, "ms": 1}]}', "point 1"),
         (None, "cannot be read"),
     ],
@@ -124,13 +128,16 @@ def test_a_file_that_holds_no_costs(tmp_path: Path, text: str | None, said: str)
 def test_points_go_to_a_file_and_come_back(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     costs.save(path, CHEAP_THEN_DEAR)
-    assert costs.load(path) == CHEAP_THEN_DEAR
+    assert costs.load(path) == CHEAP_THEN_DEAR and "kept" not in path.read_text()
     anew = costs.load(path).joined([Point(1, 3, (99.0,)), Point(1, 1, (11.0,))])
     assert [(p.draft_tokens, p.ms) for p in anew.points if p.batch == 1] == [
         (0, (10.0,)),
         (1, (11.0,)),
         (3, (99.0,)),
     ]
+    counted = Costs("x", (Point(1, 0, (1.0,)), Point(1, 2, (2.0,), 0.0), Point(8, 2, (3.0,), 0.5)))
+    costs.save(path, counted)
+    assert costs.load(path) == counted
 
 
 @pytest.mark.parametrize("rows", [None, [], [{"mean": 2.0}], [{"mean": None}], [{}], [3], "x"])
@@ -150,6 +157,17 @@ def target():
 @pytest.fixture(scope="module")
 def draft():
     return load_target(TargetConfig(kind="tiny", **{**SHAPE, "layers": 1}), "float32", "cpu")
+
+
+@pytest.fixture(scope="module")
+def near(target):
+    """A draft that the target accepts now and then."""
+    found = load_target(TargetConfig(kind="tiny", **SHAPE), "float32", "cpu")
+    noise = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in found.model.parameters():
+            weight.add_(0.04 * torch.randn(weight.shape, generator=noise))
+    return found
 
 
 def test_a_load_counts_cycles_and_times_decoding(target, draft, monkeypatch) -> None:
@@ -175,6 +193,59 @@ def test_a_load_counts_cycles_and_times_decoding(target, draft, monkeypatch) -> 
         (2, 2),
     ]
     assert set(load.ratios(laps)) == {(1, 2), (2, 2)}
+
+
+@pytest.mark.parametrize("limit, drafts", [(12, 2), (12, 1), (7, 2), (2, 2)])
+def test_a_sound_engine_keeps_its_acceptance_in_company(target, near, limit, drafts) -> None:
+    """What a prompt accepts one at a time is counted by the contract, to the token."""
+    from decode.drafters import DraftModel
+
+    prompts = [[5, 77, 200], [9, 8, 7, 6], [31] * 5]
+    wanted = contract.expected(target, DraftModel(near, drafts), prompts, drafts, 12)
+    asked = engine.asked_of(wanted, [1, 2], 3, limit)
+    numbers = [n for turn in range(3) for n in asked.numbers(turn, 2)]
+    alone = contract.expected(target, DraftModel(near, drafts), prompts, drafts, limit)
+    each = [sum(row["accepted"]) for row in alone["prompts"]]
+    assert [asked.due([i], drafts) for i in range(3)] == each
+    assert 0 < sum(each) < 3 * (limit - 1) or limit == 2
+    assert asked.due(numbers, drafts) == 2 * sum(each) and asked.due(numbers, 0) == 0
+
+
+def lap(batch: int, drafts: int, accepted: int, due: int) -> load.Lap:
+    return load.Lap(batch, drafts, 1.0, 100, 100 - accepted, due)
+
+
+def test_what_an_engine_loses_in_company_counts_in_the_plan() -> None:
+    laps = [lap(1, 0, 0, 0), lap(4, 0, 0, 0)]
+    laps += [lap(1, 2, 30, 40), lap(1, 2, 50, 40), lap(4, 2, 10, 50), lap(4, 2, 15, 50)]
+    points = {(p.batch, p.draft_tokens): p for p in load.points(laps)}
+    assert points[1, 0].kept is None and points[4, 0].kept is None
+    assert points[1, 2].kept == 1.0 and points[4, 2].kept == 0.25
+    even = [Point(b, k, (10.0 + k,), points[b, k].kept) for b in (1, 4) for k in (0, 2)]
+    found = Costs("x", tuple(even))
+    assert [found.kept(batch) for batch in (1, 2, 4, 9)] == [1.0, 0.75, 0.25, 0.25]
+    one, two, _, four = settings.plan((0.8, 0.4), found).choices
+    assert one.speedup == pytest.approx(2.2 * 10 / 12) and one.kept == 1.0
+    assert two.speedup == pytest.approx(1.9 * 10 / 12) and two.kept == 0.75
+    assert four.speedup == pytest.approx(1.2 * 10 / 11) and four.kept == 0.25
+    assert [c.draft_tokens for c in (one, two, four)] == [2, 2, 1]  # less pays where less is kept
+    whole = Costs("x", tuple(Point(p.batch, p.draft_tokens, p.ms) for p in even))
+    assert settings.plan((0.8, 0.4), whole).choices[3].speedup == one.speedup
+    lines = settings.told(settings.plan((0.8, 0.4), found), "eagle3")
+    assert any("with 4 at a time this engine accepts 25% of" in line for line in lines)
+    assert not any("accepts" in line for line in settings.told(settings.plan((0.8,), whole), ""))
+
+
+def test_acceptance_beyond_the_contracts_is_no_gain() -> None:
+    """A server that drafts deeper than the contract accepts more; that is not company's doing."""
+    points = load.points([lap(1, 0, 0, 0), lap(1, 5, 60, 40)])
+    assert points[1].kept == 1.5 and Costs("x", tuple(points)).kept(1) == 1.0
+
+
+def test_answers_longer_than_the_contracts_are_not_held_against_it() -> None:
+    rows = [{"ids": [5], "tokens": [1, 2, 3], "proposed": [2], "accepted": [1]}]
+    assert engine.asked_of({"prompts": rows}, [1], 1, 3).due([0], 2) == 1
+    assert not engine.asked_of({"prompts": rows}, [1], 1, 4).cycles
 
 
 @pytest.mark.parametrize("busy", [1, 3, 4])
@@ -212,21 +283,21 @@ def test_a_plain_server_in_the_drafters_place_is_named(target, draft, monkeypatc
 
 
 def test_tune_engine_from_a_running_server_to_the_files(
-    target, draft, tmp_path: Path, capsys
+    target, near, tmp_path: Path, capsys
 ) -> None:
     from decode.drafters import DraftModel
-    from scripts.serving import contract
 
-    wanted = contract.expected(target, DraftModel(draft, 2), [[5, 77, 200], [9, 8]], 2, 12)
+    wanted = contract.expected(target, DraftModel(near, 2), [[5, 77, 200], [9, 8]], 2, 12)
     (tmp_path / "expected.json").write_text(json.dumps(wanted))
     keys = [f"expected={tmp_path / 'expected.json'}", f"out={tmp_path / 'out'}", "quiet=true"]
-    with serving(target, draft) as url:
+    with serving(target, near) as url:
         more = [f"url={url}", f"plain={url}", "batches=[1,2]", "rounds=1", "max_new_tokens=8"]
         with pytest.raises(SystemExit) as stop:
             engine.main([*keys, *more])
     assert not stop.value.code and "written:" in capsys.readouterr().out
     known = costs.load(tmp_path / "out/costs.json")
     assert {(p.batch, p.draft_tokens) for p in known.points} == {(1, 0), (1, 2), (2, 0), (2, 2)}
+    assert {p.kept for p in known.points} == {None, 1.0}  # as many as one at a time, to the token
     said = json.loads((tmp_path / "out/serving.json").read_text())
     assert set(said["serve"]) == {"vllm", "sglang", "llama.cpp"} and len(said["choices"]) == 2
     costs.save(tmp_path / "c.json", CHEAP_THEN_DEAR)
@@ -258,7 +329,6 @@ def test_an_export_carries_what_pays_on_the_engine(tmp_path: Path, monkeypatch, 
     from heads import save_head
     from heads.checkpoint import read_card
     from scripts.export import main as export
-    from scripts.serving import contract
     from tests.helpers.interop import DEEP, deep_target, random_head
 
     target = deep_target()

@@ -46,7 +46,7 @@ def test_a_prediction_stands_beside_the_median_of_the_rounds() -> None:
     about = {"costs": curve.to_json(), "kind": "eagle3", "dtype": "q8_0", "curve_depths": [2]}
     report = {"cases": [row], "settings": {**about, "rounds": 3}}
     assert (
-        "| 1 | 2 | 1.50 | 1.43 | 1.25× | 1.25× | 1.25 to 1.25 | +0% | -5% |"
+        "| 1 | 2 | 100% | 1.50 | 1.43 | 1.25× | 1.25× | 1.25 to 1.25 | +0% | -5% |"
         in settings.markdown(report)
     )
     assert "curve from K = 2" in settings.title(report)

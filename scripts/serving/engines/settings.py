@@ -6,13 +6,14 @@ prompts are asked, and depths that the curve has not seen: their speed against p
 median of rounds in turns, stands beside the prediction.
 
 With `pilot=FOLDER synthetic=[..]` the curve needs no trained head: a cycle costs the same whatever
-it accepts, so a short run of the same shape serves, told to accept at made-up rates.
+it accepts, so a short run of the same shape serves, told to accept at made-up rates. What an engine
+loses of its acceptance when requests come together, the same short run shows as it is.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from scripts.serving import llamacpp as server
 from scripts.serving.asking import Address
 from scripts.serving.engines import shared
 from scripts.serving.engines.llamacpp import MAKE, target_file
+from scripts.tuning.engine import asked_of
 
 NEAR = 0.15  # of the measured ratio, by which a prediction may miss
 
@@ -103,10 +105,8 @@ def main(cfg: SettingsConfig) -> int:
     found = next(stage.drafters(), None)
     if found is None:
         return stage.end()
-    keys = (f"dtype={cfg.dtype}", f"prompts={spelled(cfg.prompts)}")
     name = f"settings-{found.name}-{cfg.dtype}"
-    count = f"num_prompts={cfg.expected}"
-    folder = stage.exported(name, found, "gguf", *keys, count, "max_new_tokens=32")
+    folder = stage.exported(name, found, "gguf", *export_keys(cfg))
     wanted = contract.load(folder)
     rates = settings.rates_of(wanted)
     if max(cfg.curve) > len(rates):
@@ -114,17 +114,20 @@ def main(cfg: SettingsConfig) -> int:
             f"curve: {cfg.curve}; the drafter drafts {len(rates)} tokens at most: stay below"
         )
     others = beside(cfg, stage.ids, wanted)
-    base, timed, checked = servers_of(cfg, stage, found, folder)
-    with served(python, [base, *timed, *checked], stage.work) as (address, which):
-        known = [load.Served(one.draft_tokens, address[one]) for one in (base, *timed)]
-        asked = load.Load(ids(wanted), cfg.batches, cfg.rounds, cfg.max_new_tokens)
-        laps = load.laps(known, asked, lambda *at: tell("curve", *at))
-        curve = costs.Costs(f"llama.cpp (xllamacpp {which})", tuple(load.points(laps)))
-        tested = [load.Served(one.draft_tokens, address[one]) for one in (base, *checked)]
+    servers = servers_of(cfg, stage, found, folder)
+    every = [servers.base, *servers.timed, *servers.honest, *servers.checked]
+    with served(python, every, stage.work) as (address, which):
+
+        def laps(what: str, some: Sequence[server.Settings], asked: load.Load) -> list[load.Lap]:
+            known = [load.Served(one.draft_tokens, address[one]) for one in some]
+            return load.laps(known, asked, lambda *at: tell(what, *at))
+
+        points = measured(cfg, servers, wanted, laps)
+        curve = costs.Costs(f"llama.cpp (xllamacpp {which})", tuple(points))
         asked = load.Load(others, cfg.batches, cfg.rounds, cfg.max_new_tokens)
-        laps = load.laps(tested, asked, lambda *at: tell("check", *at))
+        tested = laps("check", [servers.base, *servers.checked], asked)
     plan = settings.plan(rates, curve)
-    cases = compared(curve, rates, laps)
+    cases = compared(curve, rates, tested)
     about = {
         "drafter": found.spec,
         "card_sha256": found.card_sha256,
@@ -147,11 +150,26 @@ def main(cfg: SettingsConfig) -> int:
     return stage.end()
 
 
+@dataclass(frozen=True)
+class Servers:
+    """base: a plain one. timed: those that the curve is measured with. honest: a pilot that
+    accepts what the target says, none without a pilot. checked: those whose speed is checked."""
+
+    base: server.Settings
+    timed: list[server.Settings]
+    honest: list[server.Settings]
+    checked: list[server.Settings]
+
+    @property
+    def curve(self) -> list[server.Settings]:
+        """Those whose costs make the curve."""
+        return [self.base, *self.timed]
+
+
 def servers_of(
     cfg: SettingsConfig, stage: shared.Stage, found: shared.Found, folder: Path
-) -> tuple[server.Settings, list[server.Settings], list[server.Settings]]:
-    """(a plain server, those that the curve is measured with, those whose speed is checked).
-    folder: the drafter's export."""
+) -> Servers:
+    """What is served. folder: the drafter's export."""
     base = server.Settings(
         str(target_file(stage, cfg.dtype)),
         method=llamacpp_cases.METHODS[found.kind],
@@ -162,11 +180,36 @@ def servers_of(
     )
     drafting = replace(base, draft=str(folder / gguf_export.DRAFT))
     timed = [replace(drafting, draft_tokens=k) for k in cfg.curve]
+    honest = []
     if cfg.pilot:
         draft = pilot(stage, cfg, found.kind)
+        honest = [replace(drafting, draft=str(draft), draft_tokens=max(cfg.curve))]
         timed = [made_up(cfg, one, draft) for one in timed]
     checked = [replace(drafting, draft_tokens=k) for k in cfg.checked]
-    return base, timed, checked
+    return Servers(base, timed, honest, checked)
+
+
+def measured(
+    cfg: SettingsConfig,
+    servers: Servers,
+    wanted: dict[str, Any],
+    laps: Callable[[str, Sequence[server.Settings], load.Load], list[load.Lap]],
+) -> list[costs.Point]:
+    """The points of the curve. wanted: the drafter's contract. laps: loads these servers.
+
+    Made-up acceptance tells nothing of what real drafts keep of theirs in company, which the
+    pilot tells by its own contract."""
+
+    def asked(told: dict[str, Any]) -> load.Load:
+        return asked_of(told, cfg.batches, cfg.rounds, cfg.max_new_tokens)
+
+    if not servers.honest:
+        return load.points(laps("curve", servers.curve, asked(wanted)))
+    points = load.points(laps("curve", servers.curve, replace(asked(wanted), cycles=())))
+    own = asked(contract.load(Path(servers.honest[0].draft).parent))
+    counted = load.points(laps("acceptance", servers.honest, own))
+    known = {point.batch: point.kept for point in counted}
+    return [replace(p, kept=known.get(p.batch)) if p.draft_tokens else p for p in points]
 
 
 def beside(cfg: SettingsConfig, known: list[list[int]], wanted: dict[str, Any]) -> list[list[int]]:
@@ -192,8 +235,8 @@ def tell(what: str, done: int, total: int) -> None:
 
 
 def pilot(stage: shared.Stage, cfg: SettingsConfig, kind: str) -> Path:
-    """The file of the head whose cost stands for the drafter's. Raises UserError for one of
-    another kind than that, which llama.cpp would load as what it is not."""
+    """The file of the head whose cost stands for the drafter's, its contract beside it. Raises
+    UserError for one of another kind than that, which llama.cpp would load as what it is not."""
     folder = find_head(cfg.pilot)
     said = read_card(folder)
     if said["kind"] != kind:
@@ -203,7 +246,17 @@ def pilot(stage: shared.Stage, cfg: SettingsConfig, kind: str) -> Path:
         )
     found = shared.Found(cfg.pilot, "pilot", folder, said["kind"], said["sha256"])
     name = f"settings-pilot-{cfg.dtype}"
-    return stage.exported(name, found, "gguf", f"dtype={cfg.dtype}") / gguf_export.DRAFT
+    return stage.exported(name, found, "gguf", *export_keys(cfg)) / gguf_export.DRAFT
+
+
+def export_keys(cfg: SettingsConfig) -> list[str]:
+    """What drafter and pilot are exported with."""
+    return [
+        f"dtype={cfg.dtype}",
+        f"prompts={spelled(cfg.prompts)}",
+        f"num_prompts={cfg.expected}",
+        f"max_new_tokens={cfg.max_new_tokens}",
+    ]
 
 
 def made_up(cfg: SettingsConfig, one: server.Settings, draft: Path) -> server.Settings:
@@ -237,7 +290,9 @@ def compared(
         accepted.setdefault((one.batch, one.draft_tokens), []).append(one.tokens / one.cycles)
     out = []
     for (batch, depth), rounds in load.ratios(laps).items():
-        predicted = settings.speedup(line, batch, rates, depth)
+        kept = curve.kept(batch)
+        left = settings.kept_rates(rates, kept)
+        predicted = settings.speedup(line, batch, left, depth)
         measured = statistics.median(rounds)
         out.append(
             {
@@ -248,8 +303,9 @@ def compared(
                 "rounds": rounds,
                 "error": predicted / measured - 1,
                 "within": abs(predicted / measured - 1) <= NEAR,
+                "kept": kept,
                 "accepted_length": {
-                    "expected": 1 + sum(rates[:depth]),
+                    "expected": 1 + sum(left[:depth]),
                     "measured": statistics.fmean(accepted[batch, depth]),
                 },
             }
@@ -267,6 +323,7 @@ def cost_error(row: dict[str, Any]) -> str:
 COLUMNS: Columns = (
     ("requests at a time", lambda row: str(row["batch"])),
     ("draft tokens", lambda row: str(row["draft_tokens"])),
+    ("acceptance kept", lambda row: f"{row['kept']:.0%}" if "kept" in row else "–"),
     ("accepted length expected", lambda row: f"{row['accepted_length']['expected']:.2f}"),
     ("measured", lambda row: f"{row['accepted_length']['measured']:.2f}"),
     ("speed against plain predicted", lambda row: f"{row['predicted']:.2f}×"),
