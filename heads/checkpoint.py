@@ -152,7 +152,7 @@ def read_card(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"{path}: {'; '.join(p.partition('; set ')[0] for p in problems[:3])}; {AGAIN}"
         )
-    return card
+    return card | {"kind": known.kind}  # a number in its place is read as text
 
 
 def load_as(
