@@ -28,6 +28,15 @@ from heads.registry import HEADS, load_head
 # Weights by the last parts of their names that go by the heads of a parallel head: another number
 # of those is no other shape.
 LEVELS = ("proj", "block_weight", "block_bias", "enter_bias")
+# Keys that give the same weights another meaning; most change no shape.
+MEANING = (
+    "norm_before_fc",
+    "norm_output",
+    "norm_joined",
+    "norm_before_residual",
+    "fc_bias",
+    "key_norm",
+)
 STAGES = {"medusa2": ("medusa",)}  # kinds that may start from another one
 BEFORE = "start_"  # before what the head that another one started from had taken, in its card
 
@@ -72,7 +81,8 @@ class Start:
     def give(self, head: Head) -> str:
         """Copy the old weights into a fresh `head`; returns what was taken, in a line.
 
-        Raises UserError for a weight of another shape."""
+        Raises UserError for a weight of another shape, and where it would mean something else."""
+        self._same_meaning(head)
         old = dict(_weights(self.head))
         new = dict(_weights(head))
         fresh = [name for name in new if name not in old]
@@ -89,6 +99,20 @@ class Start:
         told = f"starts from {self.path}: {taken / total:.1%} of the weights"
         told += self._words(head)
         return told + (f"; fresh: {_short(fresh)}" if fresh else "")
+
+    def _same_meaning(self, head: Head) -> None:
+        """Raises UserError where the new head reads other layers or norms at other places."""
+        old, new = self.head, head
+        there = {k: getattr(old.cfg, k) for k in MEANING if hasattr(old.cfg, k)}
+        wanted = {k: v for k, v in there.items() if v != getattr(new.cfg, k, v)}
+        fixes = [f"head.{key}={str(value).lower()}" for key, value in wanted.items()]
+        if old.taps != new.taps:
+            fixes.append(f"'head.taps={list(old.taps)}'".replace(" ", ""))
+        if fixes:
+            raise UserError(
+                f"start: {self.path}: its weights were trained with other keys and mean something "
+                f"else under these; give {' '.join(fixes)}"
+            )
 
     def _copy(self, name: str, old: Tensor, new: Tensor, head: Head) -> int:
         """How many numbers of `new` were taken from `old`."""

@@ -251,6 +251,10 @@ ENGINE_RUNS: dict[str, tuple[Any, str]] = {
     "engines-llamacpp-files": (llamacpp_cases, "scripts/engines.py llamacpp"),
     "engines-llamacpp-sampled": (engine_sampled, "scripts/engines.py sampled"),
     "engine-settings": (engine_settings, "scripts/engines.py settings"),
+    "engine-forecast-first": (
+        engine_settings,
+        "scripts/engines.py settings pilot=... synthetic=[..]",
+    ),
     "engine-forecast": (engine_settings, "scripts/engines.py settings pilot=... synthetic=[..]"),
     "engines": (engine_case, "make engines ONLY=vllm"),
     "engines-block": (engine_case, "scripts/engines.py"),

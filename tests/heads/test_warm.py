@@ -111,13 +111,38 @@ def test_what_cannot_start_a_head_is_refused(tmp_path: Path) -> None:
     old = Eagle3Head.for_target(target, EagleConfig(draft_vocab=60, taps=[1, 2]), counts)
     save_head(old, tmp_path / "two", target.identity)
     new = Eagle3Head.for_target(target, EagleConfig(draft_vocab=60), counts)
-    with pytest.raises(UserError, match="^start: .*net.fc.weight is "):
+    with pytest.raises(UserError, match=r"^start: .*; give 'head.taps=\[1,2\]'$"):
         Start(str(tmp_path / "two"), "eagle3", target).give(new)
     with pytest.raises(UserError, match="^start: .*hidden_size"):
         Start(str(tmp_path / "two"), "eagle3", tiny_target(layers=4, hidden=64))
     (tmp_path / "two/head.safetensors").write_bytes(b"no weights")
     with pytest.raises(UserError, match="^start: .*damaged"):
         Start(str(tmp_path / "two"), "eagle3", target)
+
+
+@pytest.mark.parametrize(
+    "keys, fix",
+    [
+        ({"norm_output": True}, "head.norm_output=true"),
+        ({"norm_before_fc": True}, "head.norm_before_fc=true"),
+        ({"norm_output": True, "norm_before_fc": True}, "=true head.norm_output=true"),
+        ({"taps": [1, 2, 4]}, "'head.taps=[1,2,4]'"),
+    ],
+)
+@pytest.mark.parametrize("back", [False, True])
+def test_weights_are_not_read_with_another_meaning(tmp_path: Path, keys, fix, back) -> None:
+    """They fit in shape, so that nothing else would tell."""
+    target, counts = tiny_target(layers=4), torch.arange(260) + 1
+    usual = {"taps": [1, 2, 3]}
+    old, new = (
+        Eagle3Head.for_target(target, EagleConfig(draft_vocab=60, **{**usual, **some}), counts)
+        for some in ((usual, keys) if back else (keys, usual))
+    )
+    save_head(old, tmp_path, target.identity)
+    with pytest.raises(UserError, match="^start: .*mean something else under these; give ") as told:
+        Start(str(tmp_path), "eagle3", target).give(new)
+    back_fix = fix.replace("true", "false").replace("[1,2,4]", "[1,2,3]")
+    assert str(told.value).endswith(back_fix if back else fix)
 
 
 def test_a_lora_starts_from_no_other_head(tmp_path: Path) -> None:
