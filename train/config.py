@@ -197,7 +197,7 @@ class OptimConfig:
     """AdamW and its schedule."""
 
     # peak learning rate; null = by the width of the target, 1e-3 up to 576 and as 1 / width above,
-    # ten times that for a LoRA on a frozen head
+    # six times that for a LoRA on a frozen head
     lr: AboveZero | None = None
     # decay of the first moment
     beta1: BelowOne = 0.9

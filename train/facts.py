@@ -21,9 +21,10 @@ from train.config import TrainConfig, flat
 from train.schedule import usual_rate
 from train.texts.batches import Plan, Rows
 
-# Times the rate of a whole head: 1e-2 was ahead of 3e-3 at 576 (docs/internals/experiments.md), and
-# LoRAs want some ten times the rate elsewhere (Schulman et al. 2025, "LoRA Without Regret").
-LORA_RATE = 10
+# Times the rate of a whole head: at 576 5e-3 to 8e-3 end alike, 3e-3 is slower and 1.2e-2 falls
+# behind (docs/internals/experiments.md). LoRAs want some ten times the rate elsewhere (Schulman et
+# al. 2025, "LoRA Without Regret").
+LORA_RATE = 6
 
 
 def meaning_of(cfg: TrainConfig, target: Target, rows: Rows) -> dict[str, Any]:

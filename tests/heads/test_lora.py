@@ -219,7 +219,7 @@ def test_an_adapter_on_an_adapter(
 ) -> None:
     data = base.parent / "data.jsonl"
     second = run(data, tmp_path / "second", f"start={adapted}", "head.lora.rank=1", "steps=2")
-    assert "optim.lr: 0.01, usual for a LoRA on eagle3 on a target 32" in capfd.readouterr().err
+    assert "optim.lr: 0.006, usual for a LoRA on eagle3 on a target 32" in capfd.readouterr().err
     target = tiny_target()
     below, above = (load_head(path / "head", target) for path in (adapted, second))
     assert 0 < (laws(below, target) - laws(above, target)).abs().max() < 0.1
