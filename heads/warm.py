@@ -11,7 +11,7 @@ have the same shape.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,9 @@ MEANING = (
     "fc_bias",
     "key_norm",
 )
+GROWS = ("num_hidden_layers", "max_position_embeddings")  # of a layer's make, what may differ
+# Keys under which a head may go on differently from how it began; what changes is said.
+OTHERWISE = ("causal", "parallel", "sliding_window", "block", "share_lm_head", "mask_token")
 STAGES = {"medusa2": ("medusa",)}  # kinds that may start from another one
 BEFORE = "start_"  # before what the head that another one started from had taken, in its card
 
@@ -86,6 +89,7 @@ class Start:
         old = dict(_weights(self.head))
         new = dict(_weights(head))
         fresh = [name for name in new if name not in old]
+        behind = [name for name in old if name not in new]
         taken = 0
         for name, weight in new.items():
             if name in old:
@@ -98,20 +102,34 @@ class Start:
         total = sum(weight.numel() for weight in new.values())
         told = f"starts from {self.path}: {taken / total:.1%} of the weights"
         told += self._words(head)
-        return told + (f"; fresh: {_short(fresh)}" if fresh else "")
+        told += f"; fresh: {_short(fresh)}" if fresh else ""
+        told += f"; left behind: {_short(behind)}" if behind else ""
+        changed = _differing(OTHERWISE, self.head.cfg, head.cfg)
+        there = ", ".join(f"head.{key} ({_plain(value)} there)" for key, value in changed.items())
+        return told + (f"; other than there: {there}" if changed else "")
 
     def _same_meaning(self, head: Head) -> None:
-        """Raises UserError where the new head reads other layers or norms at other places."""
+        """Raises UserError where the new head reads other layers, norms at other places or has
+        layers of another make."""
         old, new = self.head, head
-        there = {k: getattr(old.cfg, k) for k in MEANING if hasattr(old.cfg, k)}
-        wanted = {k: v for k, v in there.items() if v != getattr(new.cfg, k, v)}
-        fixes = [f"head.{key}={str(value).lower()}" for key, value in wanted.items()]
-        if old.taps != new.taps:
+        wanted = _differing(MEANING, old.cfg, new.cfg)
+        fixes = [f"head.{key}={_plain(value)}" for key, value in wanted.items()]
+        if old.taps != new.taps and hasattr(new.cfg, "taps"):
             fixes.append(f"'head.taps={list(old.taps)}'".replace(" ", ""))
         if fixes:
             raise UserError(
                 f"start: {self.path}: its weights were trained with other keys and mean something "
                 f"else under these; give {' '.join(fixes)}"
+            )
+
+        made, here = (one.config_json().get("layer", {}) for one in (old, new))
+        odd = [k for k in made if k not in GROWS and made[k] != here.get(k)]
+        if odd:
+            name, had, has = odd[0], made[odd[0]], here.get(odd[0])
+            raise UserError(
+                f"start: {self.path}: its layers have {name} {had!s:.80}, those of a head for this "
+                f"target {has!s:.80}: its weights would mean something else; give "
+                "head.lora.rank=16, which keeps its layers, or another head"
             )
 
     def _copy(self, name: str, old: Tensor, new: Tensor, head: Head) -> int:
@@ -163,6 +181,17 @@ def _weights(head: Head) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in head.named_buffers():
         if name in stored and buffer.is_floating_point():
             yield name, buffer
+
+
+def _differing(keys: Sequence[str], old: Any, new: Any) -> dict[str, Any]:
+    """Those of the keys that both configs have and that differ, as they are in `old`."""
+    both = [key for key in keys if hasattr(old, key) and hasattr(new, key)]
+    return {key: getattr(old, key) for key in both if getattr(old, key) != getattr(new, key)}
+
+
+def _plain(value: Any) -> str:
+    """A value of a key as a command line takes it."""
+    return "null" if value is None else str(value).lower()
 
 
 def _but(shape: torch.Size, axis: int) -> list[int]:

@@ -28,13 +28,14 @@ from conf.typed import convert, raise_all
 from decode.models.load import load_target
 from decode.target import Target
 from heads import HEADS
-from heads.base import Head
+from heads.base import Head, HeadConfig
 from heads.batch import hash_u63
 from train import checks
 from train.config import TrainConfig
 from train.facts import settle, settle_vocabulary
+from train.first import first_head
 from train.launch_keys import device_of
-from train.texts.batches import Plan, load_rows
+from train.texts.batches import Plan, Rows, load_rows
 
 
 @dataclass
@@ -55,6 +56,18 @@ def head_config(given: dict[str, Any]) -> Any:
     return value
 
 
+def _beginning(
+    cfg: ValidateConfig, kind: type[Head], typed: HeadConfig, target: Target, rows: Rows
+) -> list[str]:
+    """What a run says of the weights that it starts from; the checks look at a whole fresh head.
+    Raises UserError as the run would."""
+    if not cfg.start and (kind.own_lora or not typed.lora.rank):
+        return []
+    run: Any = dataclasses.replace(cfg, head=typed)  # type: ignore[arg-type]
+    mine = load_target(cfg.target, cfg.dtype, cfg.device or None) if kind.trains_target else target
+    return first_head(run, kind, mine, rows.counts(target.vocab_size))[1].notes
+
+
 @entry("validate", ValidateConfig)
 def main(cfg: ValidateConfig) -> int:
     """Run every check; a failed one does not stop the others."""
@@ -68,7 +81,12 @@ def main(cfg: ValidateConfig) -> int:
     )
     plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed, cfg.data.skip)
     counted, vocabulary = settle_vocabulary(typed, rows.counts(target.vocab_size))
-    for note in filter(None, (vocabulary, *settle(cfg, typed, target, plan))):
+    notes = [
+        vocabulary,
+        *settle(cfg, typed, target, plan),
+        *_beginning(cfg, kind, typed, target, rows),
+    ]
+    for note in dict.fromkeys(filter(None, notes)):
         print(f"     {note}", flush=True)
 
     def fresh(counts: Tensor | None = None, **changes: Any) -> tuple[Target, Head]:

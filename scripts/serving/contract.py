@@ -129,7 +129,26 @@ def load(path: Path) -> dict[str, Any]:
         or not all(isinstance(r, dict) and all(k in r for k in keys) for r in rows)
     ):
         raise UserError(f"expected: {place} is no contract of an export; export the head again")
+    for number, row in enumerate(rows, 1):
+        if not _counts(row):
+            raise UserError(
+                f"expected: {place}: prompt {number} holds tokens, proposed or accepted that are "
+                "no counts of its cycles; export the head again"
+            )
     return value
+
+
+def _counts(row: dict[str, Any]) -> bool:
+    """Whether a prompt's numbers are whole, from 0 on, and those of its cycles go together."""
+    lists = [row[key] for key in ("ids", "tokens", "proposed", "accepted")]
+    whole = all(isinstance(one, list) for one in lists) and all(
+        type(value) is int and value >= 0 for one in lists for value in one
+    )
+    return (
+        whole
+        and len(row["proposed"]) == len(row["accepted"])
+        and all(a <= p for p, a in zip(row["proposed"], row["accepted"], strict=True))
+    )
 
 
 def verdict(

@@ -27,6 +27,7 @@ from scripts.common import files
 from scripts.tuning.cost import Curve
 
 FORMAT = 1
+LEAST_MS, MOST_MS = 1e-9, 1e12  # of a cycle, in a file
 MOST = 1024  # requests at a time or draft tokens that a file may name
 
 
@@ -72,13 +73,15 @@ class Costs:
 
     def kept(self, batch: int) -> float:
         """The share of its acceptance that a draft keeps with `batch` requests at a time, from 0
-        to 1: the mean over depths where it was counted, in between a straight line."""
+        to 1: the mean over depths where it was counted, in between a straight line. Alone it
+        keeps all, where nobody counted."""
         counted: dict[int, list[float]] = {}
         for point in self.points:
-            if point.kept is not None:
+            if point.kept is not None and point.draft_tokens:
                 counted.setdefault(point.batch, []).append(min(point.kept, 1.0))
         if not counted:
             return 1.0
+        counted.setdefault(1, [1.0])
         sizes = sorted(counted)
         shares = [statistics.fmean(counted[size]) for size in sizes]
         return float(np.interp(batch, sizes, shares))
@@ -134,11 +137,11 @@ def _point(path: Path, number: int, row: Any) -> Point:
         or not _whole(drafts, 0)
         or not times
         or not all(_time(value) for value in times)
-        or not (kept is None or kept == 0 or _time(kept))
+        or not (kept is None or _share(kept))
     ):
         raise UserError(
             f"costs: {path}: point {number} is {str(row)[:80]}; it needs batch from 1, "
-            "draft_tokens from 0, ms above 0, and kept from 0 on, if any"
+            "draft_tokens from 0, ms from 1e-9 to 1e12, and kept from 0 on, if any"
         )
     share = None if kept is None else float(kept)
     return Point(int(batch), int(drafts), tuple(float(value) for value in times), share)  # type: ignore[arg-type]
@@ -149,8 +152,9 @@ def _whole(value: Any, low: int) -> bool:
 
 
 def _time(value: Any) -> bool:
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and 0 < value <= sys.float_info.max
-    )
+    return _share(value) and LEAST_MS <= value <= MOST_MS
+
+
+def _share(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 <= value <= sys.float_info.max

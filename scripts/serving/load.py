@@ -60,25 +60,29 @@ class Lap:
 @dataclass(frozen=True)
 class Load:
     """What is asked. prompts: token ids; limit: tokens of an answer, from 2 on. cycles: those of
-    every prompt's answer as an export's contract counted them, one at a time; none where the
-    drafter has no contract."""
+    every prompt's answer as an export's contract counted them, one at a time, with `depth` draft
+    tokens; none where the drafter has no contract."""
 
     prompts: Sequence[Sequence[int]]
     batches: Sequence[int]
     rounds: int
     limit: int
     cycles: Sequence[Sequence[Cycle]] = ()
+    depth: int = 0
 
     def numbers(self, turn: int, batch: int) -> list[int]:
         """Which prompts are asked in a round."""
         return [(turn * batch + i) % len(self.prompts) for i in range(batch)]
 
     def due(self, numbers: Sequence[int], draft_tokens: int) -> int:
-        """Draft tokens of these answers that are accepted one at a time."""
+        """Draft tokens of these answers that are accepted one at a time; 0 where nobody knows, as
+        of another number of draft tokens, whose cycles begin at other places."""
+        if not self.cycles or draft_tokens != self.depth:
+            return 0
         return sum(
-            min(cycle.accepted, draft_tokens, self.limit - cycle.start - 1)  # and the bonus token
+            min(cycle.accepted, self.limit - cycle.start - 1)  # room for the bonus token
             for i in numbers
-            for cycle in (self.cycles[i] if self.cycles else ())
+            for cycle in self.cycles[i]
             if cycle.start < self.limit
         )
 

@@ -216,15 +216,22 @@ def told(found: Plan, kind: str) -> list[str]:
 
 
 def _lost(found: Plan) -> list[str]:
-    """What the engine accepts in company where that is clearly less than alone."""
-    least = min(found.choices, key=lambda choice: choice.kept)
-    if least.kept >= SOUND:
-        return []
-    return [
-        f"with {least.batch} at a time this engine accepts {least.kept:.0%} of the draft tokens "
-        "that it accepts one at a time; the target's answers cannot cause that, so its drafting "
-        "mixes requests up: see docs/serving.md"
-    ]
+    """What the engine accepts where that is clearly less than the export accepts, alone or in
+    company."""
+    alone, least = found.choices[0], min(found.choices, key=lambda choice: choice.kept)
+    lines = []
+    if alone.kept < SOUND:
+        lines.append(
+            f"one at a time this engine accepts {alone.kept:.0%} of what the export was measured "
+            "to: another head, other numbers, or read in another way; run scripts/engines.py check"
+        )
+    if least.kept < SOUND * alone.kept:
+        lines.append(
+            f"with {least.batch} at a time this engine accepts {least.kept:.0%} of what the export "
+            f"was measured to, one at a time {alone.kept:.0%}: its drafting mixes requests up, see "
+            "docs/serving.md"
+        )
+    return lines
 
 
 def _span(found: Plan, first: int, last: int) -> str:

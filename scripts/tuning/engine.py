@@ -128,4 +128,5 @@ def asked_of(wanted: dict[str, Any], batches: Sequence[int], rounds: int, most: 
     rows = zip(wanted["prompts"], contract.cycles_of(wanted), strict=True)
     whole = [(row["ids"], cycles) for row, cycles in rows if len(row["tokens"]) == longest]
     cycles = [one for _, one in whole] if most <= longest else []  # else not all are known
-    return load.Load([ids for ids, _ in whole], batches, rounds, most, cycles)
+    depth = int(wanted.get("draft_tokens") or 0)
+    return load.Load([ids for ids, _ in whole], batches, rounds, most, cycles, depth)

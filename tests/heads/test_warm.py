@@ -145,6 +145,42 @@ def test_weights_are_not_read_with_another_meaning(tmp_path: Path, keys, fix, ba
     assert str(told.value).endswith(back_fix if back else fix)
 
 
+@pytest.mark.parametrize(
+    "key, value", [("rope", 500.0), ("rms_norm_eps", 0.1), ("hidden_act", "relu")]
+)
+def test_layers_of_another_make_start_no_head(tmp_path: Path, key: str, value: Any) -> None:
+    """As an imported head may have them: equal shapes, other sums."""
+    target, counts = tiny_target(layers=4), torch.arange(260) + 1
+    old = Eagle3Head.for_target(target, EagleConfig(draft_vocab=60), counts)
+    if key == "rope":
+        old.net.config.rope_parameters = {"rope_type": "default", "rope_theta": value}
+    else:
+        setattr(old.net.config, key, value)
+    save_head(old, tmp_path, target.identity)
+    new = Eagle3Head.for_target(target, EagleConfig(draft_vocab=60), counts)
+    with pytest.raises(UserError, match=f"^start: .* its layers have {key}.*; give head.lora.rank"):
+        Start(str(tmp_path), "eagle3", target).give(new)
+
+
+def test_what_is_left_behind_and_what_differs_is_said(tmp_path: Path) -> None:
+    target, counts = tiny_target(layers=4), torch.arange(260) + 1
+    old = Eagle3Head.for_target(
+        target, EagleConfig(draft_vocab=60, layers=2, sliding_window=6), counts
+    )
+    save_head(old, tmp_path, target.identity)
+    new = Eagle3Head.for_target(target, EagleConfig(draft_vocab=60), counts)
+    told = Start(str(tmp_path), "eagle3", target).give(new)
+    assert "left behind: net.layers.1" in told and "head.sliding_window (6 there)" in told
+
+
+def test_a_relative_with_more_layers_has_its_last_feature_elsewhere(tmp_path: Path) -> None:
+    """Medusa reads the last one, wherever that is, and has no key to say so."""
+    old, deeper = tiny_target(layers=2), tiny_target(layers=3)
+    save_head(medusa(old), tmp_path, old.identity)
+    new = MedusaHead.for_target(deeper, MedusaConfig(heads=3, draft_vocab=0))
+    assert "100.0%" in Start(str(tmp_path), "medusa", deeper).give(new)
+
+
 def test_a_lora_starts_from_no_other_head(tmp_path: Path) -> None:
     from conf.schema import compose
     from train.config import DraftRun

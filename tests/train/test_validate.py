@@ -79,6 +79,19 @@ def test_sound_heads_pass_every_check(tmp_path: Path, capsys, kind: str) -> None
 
 
 @pytest.mark.parametrize(
+    "keys, said",
+    [
+        (["start=nothing"], "start: nothing: no head there"),
+        (["head.lora.rank=2"], "head.lora.rank: 2 learns on a head that stays frozen"),
+    ],
+)
+def test_a_start_is_tried_before_a_run_pays_for_it(tmp_path: Path, capsys, keys, said) -> None:
+    data = chats(tmp_path / "data.jsonl")
+    code, _, err = command(capsys, data, "head=medusa", *KINDS["medusa"], *keys)
+    assert code == 2 and said in err
+
+
+@pytest.mark.parametrize(
     "change, said",
     [
         ("head.kind=meduza", "head.kind: 'meduza'"),
