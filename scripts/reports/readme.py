@@ -174,7 +174,8 @@ def leaders() -> str:
 
 
 def fitted() -> str:
-    """What fitting whole heads to traffic of the README's target brought, in a sentence."""
+    """What fitting whole heads to traffic of the README's target brought, in a sentence; of each
+    traffic its shortest fit."""
     target = read("unseen-t0")["target"]["name"]
     reports = [
         report
@@ -183,6 +184,8 @@ def fitted() -> str:
     ]
     if not reports:
         return ""
+    reports.sort(key=lambda report: -report["budget"]["minutes"])
+    reports = [*{report["settings"]["train"]: report for report in reports}.values()]
     told = []
     for report in sorted(reports, key=lambda report: -report["gain"]["mean"]):
         before, after = (row["accepted_length"]["mean"] for row in report["later"]["drafters"][:2])
