@@ -199,13 +199,15 @@ class BlockHead(LayeredHead):
         super().calibrate(kept, target)
         if not (self.cfg.confidence and self.calibration):
             return
-        parts = []
+        parts, step = [], self.step
+        self.step = 0  # blocks drawn as at the first step, so that a resumed run judges the same
         for batch in kept:
             slots, chances, _, rows = self._judged(batch, target)
             assert chances is not None
             on = slots.spread(torch.ones_like(rows.rate[0])).bool()
             part = [slots.spread(values.double()) for values in (chances, rows.rate[0])]
             parts.append((torch.stack(part), on))
+        self.step = step
         logits, rate = torch.cat([part for part, _ in parts], 1)
         fitted = confidence.temperatures(logits, rate, torch.cat([on for _, on in parts]))
         self.calibration["confidence"] = fitted
