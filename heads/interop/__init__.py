@@ -134,9 +134,9 @@ def _kind(foreign: Foreign) -> tuple[str, str]:
     arch = " ".join(map(str, named)) if isinstance(named, list) else ""
     if "speculators_model_type" in config:
         said = config["speculators_model_type"]
-        if said not in SPECULATORS:
+        if not isinstance(said, str) or said not in SPECULATORS:
             raise UserError(
-                f"{foreign.folder / 'config.json'}: speculators_model_type is {said!r}; "
+                f"{foreign.folder / 'config.json'}: speculators_model_type is {said!r:.80}; "
                 f"{', '.join(SPECULATORS)} are read"
             )
         return SPECULATORS[said], "speculators"

@@ -247,8 +247,9 @@ class BlockNative(Layout[BlockHead]):
                 f"the outputs 0..{deep - 2} below the target's last layer"
             )
         config = foreign.config
-        kinds = self.described(foreign).get("layer_types") or []
-        if "sliding_attention" in kinds or (config.get("dflash_config") or {}).get("use_swa"):
+        kinds, nested = self.described(foreign).get("layer_types"), config.get("dflash_config")
+        slides = isinstance(kinds, list) and "sliding_attention" in kinds
+        if slides or (isinstance(nested, dict) and nested.get("use_swa")):
             found.append("layer_types: sliding attention; heads with full attention are read")
         if config.get("markov_head_type", "vanilla") != "vanilla":
             found.append(f"markov_head_type: {config['markov_head_type']!r}; vanilla is read")
