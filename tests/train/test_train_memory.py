@@ -134,7 +134,7 @@ import sys, torch
 from conf.schema import compose
 from decode.models.load import load_target
 from heads import HEADS
-from train import memory
+from train.measure import memory
 from train.texts.batches import Plan, load_rows
 from train.validate import ValidateConfig, head_config
 cfg = compose("validate", ValidateConfig, sys.argv[1:])
