@@ -5,7 +5,8 @@ The old head may have been trained for a relative of the target (same tokenizer 
 after fine-tuning), may draft from another vocabulary, guess fewer or more levels, and have
 fewer or more layers. A token that both vocabularies have keeps its rows; every other token
 starts as in a fresh head, from the target's LM head. What does not go by tokens or levels must
-have the same shape.
+have the same shape, and mean the same: a head that reads other layers of the target, norms at
+other places or has layers of another make would read its weights as something else.
 """
 
 from __future__ import annotations

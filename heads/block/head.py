@@ -18,7 +18,7 @@ taps, Vd draft vocabulary, n supervised slots.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Self, cast
 
 import torch
@@ -194,20 +194,20 @@ class BlockHead(LayeredHead):
 
     @torch.no_grad()
     def calibrate(self, batches: Iterable[Batch], target: Target) -> None:
-        """See Head; also the temperatures of the confidence head."""
+        """See Head; also the temperatures of the confidence head, on blocks drawn as at the first
+        step: a resumed run, which has taken fewer, judges the same ones."""
         kept = list(batches)
         super().calibrate(kept, target)
         if not (self.cfg.confidence and self.calibration):
             return
-        parts, step = [], self.step
-        self.step = 0  # blocks drawn as at the first step, so that a resumed run judges the same
+        parts = []
         for batch in kept:
-            slots, chances, _, rows = self._judged(batch, target)
+            drawn = replace(batch, plan=self.plan_now(batch, 0))
+            slots, chances, _, rows = self._judged(drawn, target)
             assert chances is not None
             on = slots.spread(torch.ones_like(rows.rate[0])).bool()
             part = [slots.spread(values.double()) for values in (chances, rows.rate[0])]
             parts.append((torch.stack(part), on))
-        self.step = step
         logits, rate = torch.cat([part for part, _ in parts], 1)
         fitted = confidence.temperatures(logits, rate, torch.cat([on for _, on in parts]))
         self.calibration["confidence"] = fitted

@@ -137,7 +137,7 @@ def _point(path: Path, number: int, row: Any) -> Point:
         or not _whole(drafts, 0)
         or not times
         or not all(_time(value) for value in times)
-        or not (kept is None or _share(kept))
+        or not (kept is None or _size(kept))
     ):
         raise UserError(
             f"costs: {path}: point {number} is {str(row)[:80]}; it needs batch from 1, "
@@ -152,9 +152,9 @@ def _whole(value: Any, low: int) -> bool:
 
 
 def _time(value: Any) -> bool:
-    return _share(value) and LEAST_MS <= value <= MOST_MS
+    return _size(value) and LEAST_MS <= value <= MOST_MS
 
 
-def _share(value: Any) -> bool:
+def _size(value: Any) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and 0 <= value <= sys.float_info.max

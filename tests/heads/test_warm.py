@@ -17,7 +17,7 @@ from heads.checkpoint import read_card, trained_for
 from heads.eagle.config import EagleConfig
 from heads.eagle.head import Eagle3Head
 from heads.parallel.medusa import MedusaConfig, MedusaHead
-from heads.warm import Start, _spent
+from heads.warm import MEANING, OTHERWISE, Start, _spent
 from tests.helpers.training import chats, run, tiny_target
 
 
@@ -160,6 +160,14 @@ def test_layers_of_another_make_start_no_head(tmp_path: Path, key: str, value: A
     new = Eagle3Head.for_target(target, EagleConfig(draft_vocab=60), counts)
     with pytest.raises(UserError, match=f"^start: .* its layers have {key}.*; give head.lora.rank"):
         Start(str(tmp_path), "eagle3", target).give(new)
+
+
+def test_of_every_switch_it_is_known_what_it_does_to_old_weights() -> None:
+    """A new one has to be put among those that are refused, said, or of no matter to them."""
+    no_matter = {"activation_checkpointing", "look_back"}  # how a step is taken, how a head begins
+    for kind in HEADS.values():
+        switches = {f.name for f in dataclasses.fields(kind.Config) if f.type in (bool, "bool")}
+        assert switches <= {*MEANING, *OTHERWISE, *no_matter}, kind.kind
 
 
 def test_what_is_left_behind_and_what_differs_is_said(tmp_path: Path) -> None:

@@ -256,7 +256,7 @@ def test_what_was_counted_in_company_alone_says_nothing_of_one(drafts: int) -> N
 
 
 def test_acceptance_beyond_the_contracts_is_no_gain() -> None:
-    """A server that drafts deeper than the contract accepts more; that is not company's doing."""
+    """A few tokens more than were due, as behind a rounding tie, make no draft longer."""
     points = load.points([lap(1, 0, 0, 0), lap(1, 5, 60, 40)])
     assert points[1].kept == 1.5 and Costs("x", tuple(points)).kept(1) == 1.0
 

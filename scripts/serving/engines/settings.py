@@ -122,7 +122,7 @@ def main(cfg: SettingsConfig) -> int:
             known = [load.Served(one.draft_tokens, address[one]) for one in some]
             return load.laps(known, asked, lambda *at: tell(what, *at))
 
-        points = measured(cfg, servers, wanted, laps)
+        points = curve_points(cfg, servers, wanted, laps)
         curve = costs.Costs(f"llama.cpp (xllamacpp {which})", tuple(points))
         asked = load.Load(others, cfg.batches, cfg.rounds, cfg.max_new_tokens)
         tested = laps("check", [servers.base, *servers.checked], asked)
@@ -189,7 +189,7 @@ def servers_of(
     return Servers(base, timed, honest, checked)
 
 
-def measured(
+def curve_points(
     cfg: SettingsConfig,
     servers: Servers,
     wanted: dict[str, Any],
