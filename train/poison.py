@@ -56,15 +56,36 @@ class _Sieve:
         self.gradients: list[Tensor | None] = [None for _ in run.trained]
 
     def refused(self, rows: list[int]) -> list[int]:
-        """Count what is sound of these rows; the rows that are not."""
-        if self._taken(rows):
-            return []
-        return [row for row in rows if len(rows) == 1 or not self._taken([row])]
+        """Count what is sound of these rows; the rows that are not.
 
-    def _taken(self, rows: list[int]) -> bool:
+        The layers of a sharded target are gathered from all ranks in every pass, so all of them
+        must call this together: one that has nothing to try runs along.
+        """
+        bad = [] if self._taken(rows) else rows
+        singly = bad if len(bad) > 1 else []
+        most = len(singly)
+        if self.run.target.sharded:
+            most = max(_everywhere(self.run, [most]))
+        if singly:
+            bad = [row for row in singly if not self._taken([row])]
+        for _ in range(most - len(singly)):
+            self._run_along(rows[:1])
+        return bad
+
+    def _run_along(self, rows: list[int]) -> None:
+        """A pass that counts nothing and leaves the random numbers of later ones alone."""
+        device = self.run.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            self._pass(rows)
+
+    def _pass(self, rows: list[int]) -> tuple[Totals, Tensor]:
+        """A pass whose gradients are there alone."""
         self.run.optimizer.zero_grad(set_to_none=True)
         batch, source = self.run.make(self.run.state.step, rows)
-        totals, finite = one_pass(self.run, batch, source)
+        return one_pass(self.run, batch, source)
+
+    def _taken(self, rows: list[int]) -> bool:
+        totals, finite = self._pass(rows)
         norm = torch.nn.utils.get_total_norm(self.run.gradients)
         if not bool(finite) or not bool(norm.isfinite()):
             return False

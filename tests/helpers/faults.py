@@ -236,9 +236,19 @@ def wait(child: int, limit: float = 300.0) -> int:
         time.sleep(0.005)
 
 
-def finish(world: int, action: Action, said: Path | None = None) -> list[int]:
-    """Exit codes of a run's ranks."""
-    return [wait(child) for child in ranks(world, action, said)]
+def finish(world: int, action: Action, said: Path | None = None, limit: float = 300.0) -> list[int]:
+    """Exit codes of a run's ranks. Those that hang are killed after `limit` seconds:
+    TimeoutError."""
+    children = ranks(world, action, said)
+    codes, late = [], None
+    for child in children:
+        try:
+            codes.append(wait(child, limit if late is None else 1.0))
+        except TimeoutError as error:
+            late = error
+    if late is not None:
+        raise late
+    return codes
 
 
 def digest(folder: Path) -> str:
