@@ -87,7 +87,7 @@ def begin(
         log,
         Saver(cfg, accelerator, lock, log, stop, state.step or -1),
         clock,
-        Flops(cfg.dtype, accelerator.device),
+        Flops(cfg.dtype, accelerator.device, log.say),
         Window(cfg.profile, out, main, log.say),
     )
 

@@ -11,7 +11,16 @@ import pytest
 import torch
 
 from conf.errors import Interrupted, UserError
-from tests.helpers.training import chats, run, run_config, sigterm_at_update, tiny_target
+from heads import HEADS
+from heads.parallel.medusa import MedusaConfig
+from tests.helpers.training import (
+    chats,
+    random_batch,
+    run,
+    run_config,
+    sigterm_at_update,
+    tiny_target,
+)
 from train.measure import speed
 from train.measure.profile import MOST, Window, problems
 from train.measure.speed import Flops, peak_flops
@@ -106,6 +115,34 @@ def test_mfu_where_the_peak_is_known(
         assert line["tokens_per_second_per_device"] == line["tokens_per_second"]
         assert line["peak_memory_bytes"] > 1 << 20
         assert line["share_target"] > 0 and line["share_head"] > 0
+
+
+def test_a_formula_that_fails_costs_the_count_and_not_the_run(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """As torch 2.11's does, of attention with fewer heads of keys than of queries."""
+
+    def refused(*shapes: Any, **more: Any) -> int:
+        raise AssertionError("shapes are incompatible\nand more")
+
+    want = run(data, tmp_path / "want")
+    registry = {**speed.flop_registry, torch.ops.aten.mm: refused}
+    monkeypatch.setattr(speed, "flop_registry", registry)
+    monkeypatch.setattr(speed, "peak_flops", lambda name, dtype: 1e12)
+    capsys.readouterr()
+    got = run(data, tmp_path / "got")
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("cannot count the operations of aten.mm (shapes are incompatible)") == 1
+    for line in lines(got):
+        assert line["tokens_per_second_per_device"] == line["tokens_per_second"]
+        assert "tflops_per_device" not in line and "mfu" not in line
+    name = "head/head.safetensors"
+    assert (got / name).read_bytes() == (want / name).read_bytes()
+    target = tiny_target()
+    made = MedusaConfig(heads=2, draft_vocab=0), torch.ones(target.vocab_size)
+    head: Any = HEADS["medusa"].for_target(target, *made)
+    with pytest.raises(UserError, match="cannot count the operations of aten.mm"):
+        speed.draft_flops(target, head, random_batch())
 
 
 def test_flops_of_a_run_are_near_those_of_its_weights(data: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ over time and over the device's peak.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from conf.errors import UserError, first_line
 from decode.target import Target
 from heads.base import Batch, Head
 
@@ -74,30 +75,42 @@ OWN: dict[Any, Any] = {  # attention on CPUs, which torch's counter leaves out
 
 class Counter(TorchDispatchMode):
     """Counts by torch's formulas and changes no bit. (torch's FlopCounterMode takes some
-    operations apart, such as the gradient of SiLU, which then round differently.)"""
+    operations apart, such as the gradient of SiLU, which then round differently.)
+
+    failed: "" or, where a formula raised, why the total is worth nothing; what is computed goes
+    on. Formulas differ by torch's version: that of 2.11 refuses attention with fewer heads of
+    keys than of queries."""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
+        self.failed = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         name = getattr(func, "_overloadpacket", func)
-        if formula := OWN.get(name):
-            self.total += formula(*args, **kwargs)
-        elif name in flop_registry:
-            formula = cast(Any, flop_registry[name])
-            self.total += formula(*args, **kwargs, out_val=out)
+        try:
+            if formula := OWN.get(name):
+                self.total += formula(*args, **kwargs)
+            elif name in flop_registry:
+                formula = cast(Any, flop_registry[name])
+                self.total += formula(*args, **kwargs, out_val=out)
+        except Exception as error:
+            self.failed = self.failed or (
+                f"torch {torch.__version__} cannot count the operations of {name} "
+                f"({first_line(error)})"
+            )
         return out
 
 
 def draft_flops(target: Target, head: Head, batch: Batch) -> float:
     """Floating point operations of a token that training a head costs beyond the target's own
     pass, forward and backward: what heads are given alike where they are compared. batch: on
-    the target's device; the head's gradients are dropped."""
+    the target's device; the head's gradients are dropped. Raises UserError where this torch
+    cannot count them."""
     head.train()
     with Counter() as whole:
         head(batch, target).sum.backward()
@@ -105,29 +118,41 @@ def draft_flops(target: Target, head: Head, batch: Batch) -> float:
         weight.grad = None
     with Counter() as alone:
         target.features(batch.ids, batch.mask, head.taps or (target.num_layers,))
+    if failed := whole.failed or alone.failed:
+        raise UserError(f"{failed}; take another version of torch")
     return (whole.total - alone.total) / int(batch.mask.sum())
 
 
 class Flops:
     """Floating point operations of a token, target and head, forward and backward: counted in
     the first training pass of this process as it runs. What activation checkpointing computes
-    again counts, what an optimizer does does not."""
+    again counts, what an optimizer does does not. Where this torch cannot count them, that is
+    told once and no rate is made of them."""
 
-    def __init__(self, dtype: str, device: torch.device) -> None:
+    def __init__(
+        self, dtype: str, device: torch.device, say: Callable[[str], None] = print
+    ) -> None:
+        """say: tells people a line."""
         self.total = 0
+        self._say = say
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self.peak = peak_flops(name, dtype)
-        self._tokens: Tensor | None = None
+        self._done = False
+        self._tokens: Tensor | None = None  # None: not counted
 
     @contextlib.contextmanager
     def counted(self, totals: dict[str, Tensor]) -> Iterator[None]:
         """Count what runs inside, unless a pass was counted already. totals: statistics, to
         which the pass adds."""
-        if self._tokens is not None:
+        if self._done:
             yield
             return
         with Counter() as counter:
             yield
+        self._done = True
+        if counter.failed:
+            self._say(f"{counter.failed}: no TFLOP/s in the metrics; the run goes on")
+            return
         self.total = int(counter.total)
         self._tokens = totals["tokens"][0].clone()
 
