@@ -139,17 +139,17 @@ def _step(run: Run) -> int:
     run.head.begin_step(state.step, cfg.steps)
 
     totals, sound, micro = _passes(run)
-    found, norm_here, fine, signalled = _exchange(run, totals, sound)
+    found, shared_norm, fine, signalled = _exchange(run, totals, sound)
     if fine:
         state.unsound = 0
     else:
         totals = without_poisoned(run, micro, sound, totals)
-        found, norm_here, _, signalled = _exchange(run, totals, torch.ones_like(sound))
+        found, shared_norm, _, signalled = _exchange(run, totals, torch.ones_like(sound))
 
     # DDP has averaged the gradients over the ranks; what is wanted is their sum over the
     # global count.
     scale = run.world / max(found["loss"][1], 1.0)
-    norm = norm_here * scale
+    norm = shared_norm * scale
     clip = min(1.0, cfg.optim.clip / (norm + 1e-6)) if cfg.optim.clip else 1.0
     torch._foreach_mul_(run.gradients, scale * clip)
     rate = learning_rate(state.step, cfg.steps, cfg.optim)
@@ -200,19 +200,21 @@ def _exchange(
     run: Run, totals: Totals, sound: Tensor
 ) -> tuple[dict[str, list[float]], float, bool, bool]:
     """What the ranks tell each other after their passes, in one exchange and one wait for the
-    device: (statistics over all ranks, norm of the gradients here, whether every loss and norm
-    is finite, whether a rank was asked to stop).
+    device: (statistics over all ranks, rank 0's norm of the gradients, whether every loss and
+    norm is finite, whether a rank was asked to stop).
     """
-    norm = torch.nn.utils.get_total_norm(run.gradients).to(run.device)
+    norm = torch.nn.utils.get_total_norm(run.gradients).to(run.device, torch.float64)
     bad = ~(sound.all() & norm.isfinite())
     names = sorted(totals)
-    signalled = torch.tensor([float(run.stop.asked)], dtype=torch.float64, device=run.device)
-    packed = torch.cat([bad.double()[None], signalled, *(totals[n] for n in names)])
+    # All ranks clip by one number: unlike devices sum the same gradients to unlike norms.
+    first = norm if run.main else torch.zeros_like(norm)
+    told = torch.stack([bad.double(), first, norm.new_tensor(run.stop.asked)])
+    packed = torch.cat([told, *(totals[n] for n in names)])
     with run.clock.part("communication"):
         shared = run.accelerator.reduce(packed, "sum") if run.world > 1 else packed
-        poisoned, asked, *sums, here = torch.cat([shared, norm.double()[None]]).tolist()  # type: ignore[list-item]
+        poisoned, shared_norm, asked, *sums = shared.tolist()  # type: ignore[union-attr]
     found = {name: sums[2 * i : 2 * i + 2] for i, name in enumerate(names)}
-    return found, here, not poisoned, bool(asked)
+    return found, shared_norm, not poisoned, bool(asked)
 
 
 # After the last step

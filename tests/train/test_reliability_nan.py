@@ -205,6 +205,23 @@ def test_ranks_that_drift_apart_write_no_checkpoint(place: Place) -> None:
     assert [p.name for p in disk.checkpoints(out)] == ["step-4", "step-2"]
 
 
+def test_ranks_clip_by_one_norm(place: Place) -> None:
+    """Two kinds of GPU may sum the same gradients to norms a bit apart: each rank clipping by
+    its own, their weights would drift apart."""
+    out = place.folder / "clip"
+
+    def apart() -> None:
+        norm = torch.nn.utils.get_total_norm
+
+        def other(*args: Any, **more: Any) -> torch.Tensor:
+            return norm(*args, **more) * (1.0 + int(os.environ["RANK"]) / 8)
+
+        torch.nn.utils.get_total_norm = other
+        train(place.data, out, *SMALL, "optim.clip=0.01")
+
+    assert finish(2, apart, out.with_suffix(".txt")) == [0, 0]
+
+
 def test_a_step_waits_for_the_device_once(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
