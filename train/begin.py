@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from torch import nn
 
 from decode.target import Target
 from heads.base import Head
@@ -80,7 +81,7 @@ def begin(
         rows,
         plan,
         head,
-        accelerator.prepare(head) if world > 1 else head,
+        _called(accelerator, head),
         source,
         optimizer,
         state,
@@ -90,6 +91,17 @@ def begin(
         Flops(cfg.dtype, accelerator.device, log.say),
         Window(cfg.profile, out, main, log.say),
     )
+
+
+def _called(accelerator: Accelerator, head: Head) -> nn.Module:
+    """The head as it is called: in DDP on several ranks."""
+    if accelerator.num_processes == 1:
+        return head
+    model: nn.Module = accelerator.prepare(head)
+    # No buffer changes while a head learns. As an argument it has another name in each of two
+    # generations of torch, and Accelerate hands on the one that is deprecated.
+    model.broadcast_buffers = False  # type: ignore[assignment]
+    return model
 
 
 def _texts(cfg: TrainConfig, target: Target, heed: Heed) -> Rows:

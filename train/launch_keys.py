@@ -93,10 +93,10 @@ def start(cfg: TrainConfig) -> Accelerator:
     # Before the ranks meet: one that is still connecting would see those leave that know.
     check_ranks(cfg, get_cpu_distributed_information().world_size)
     device = device_of(cfg)
-    # Gradients lie in DDP's own buckets: a copy less. No buffer changes while a head learns.
+    # Gradients lie in DDP's own buckets: a copy less.
     handlers = [
         InitProcessGroupKwargs(timeout=PATIENCE, init_method=rendezvous.init_method()),
-        DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
+        DistributedDataParallelKwargs(gradient_as_bucket_view=True),
     ]
     before = os.environ.get("ACCELERATE_TORCH_DEVICE")
     if device:

@@ -173,7 +173,5 @@ def test_keys_that_cannot_be_meant(tmp_path: Path, key: str) -> None:
 
 
 def test_gradients_lie_in_the_buckets_that_are_exchanged(cfg: TrainConfig) -> None:
-    """And no buffer of the head is sent with every pass."""
     handler = launch_keys.start(cfg).ddp_handler
     assert handler is not None and handler.gradient_as_bucket_view
-    assert not handler.broadcast_buffers
