@@ -1,5 +1,6 @@
-"""Good manners under `accelerate launch`: one line for a user's mistake, not one line and the
-launcher's traceback.
+"""What an entry point needs before and around its run. Before torch is there: the setting of its
+allocator, which no launch file can give. Around: good manners under `accelerate launch`, one line
+for a user's mistake, not one line and the launcher's traceback.
 
 With one process, accelerate starts the script as a child, dies of a SIGTERM without passing it
 on, and answers any exit code but 0 with a traceback of its own. Under any other parent (a
@@ -18,6 +19,18 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+
+ALLOCATOR = "PYTORCH_ALLOC_CONF"  # the older names of it yield to this one
+OLDER = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+def set_allocator() -> None:
+    """Let GPU memory grow in place, unless the environment says something of the allocator:
+    batches have ever new widths, and what a narrower one left would not do for a wider one. torch
+    reads it while it is imported, so this comes first.
+    """
+    if not any(name in os.environ for name in (ALLOCATOR, *OLDER)):
+        os.environ[ALLOCATOR] = "expandable_segments:True"
 
 
 def run(command: Callable[[], None]) -> None:

@@ -13,6 +13,9 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from train import launcher
+
+launcher.set_allocator()
+
 from train.config import MedusaRun
 from train.job import job
 

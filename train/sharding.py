@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, share_comm_ctx
 from torch.distributed.tensor import DTensor
 
 from conf.errors import UserError
@@ -157,19 +157,31 @@ def _shard(
 
 
 def _gather_ahead(target: Target, stacks: list[nn.ModuleList]) -> None:
-    """Let every layer ask for the weights of the next one before it computes.
+    """Let every layer ask for the weights of the next one before it computes, on streams that all
+    layers share.
 
     Each sharded layer is a root of its own, and a root's gathering waits for all computing that
-    was asked for before it; asked one layer earlier, it happens beside that layer's computing.
-    FSDP2 knows its layers after the first pass alone.
+    was asked for before it; asked one layer earlier, it happens beside that layer's computing. A
+    root also makes streams of its own, and the allocator keeps what was gathered on one stream
+    from all others: as many copies of a layer as there are streams. FSDP2 knows its layers and
+    their streams after the first pass alone; until then a layer's memory goes back at once.
     """
+    ran: list[FSDPModule] = []
+
+    def noted(layer: nn.Module, *_: Any) -> None:
+        assert isinstance(layer, FSDPModule)
+        if layer not in ran:
+            ran.append(layer)
+        torch.cuda.empty_cache()
 
     def once(*_: Any) -> None:
-        handle.remove()
-        for stack in stacks:
-            for layer, following in pairwise(stack):
-                assert isinstance(layer, FSDPModule)
-                assert isinstance(following, FSDPModule)
+        for handle in handles:
+            handle.remove()
+        share_comm_ctx(ran)
+        for stack in map(list, stacks):
+            for layer, following in pairwise(layer for layer in ran if layer in stack):
                 layer.set_modules_to_forward_prefetch([following])
+        torch.cuda.empty_cache()
 
-    handle = target.body.register_forward_hook(once)
+    handles = [layer.register_forward_hook(noted) for stack in stacks for layer in stack]
+    handles.append(target.body.register_forward_hook(once))

@@ -251,13 +251,14 @@ def _loading(run: Run) -> int:
 
 
 def _weights(run: Run) -> int:
-    """Bytes of the target's weights on one GPU. Sharded: two layers are gathered at a time."""
+    """Bytes of the target's weights on one GPU. Sharded: three layers beside the shards,
+    the one that computes, as it arrived and unpacked, and the next one as it arrives."""
     if not run.cfg.shard_target:
         return _whole_weights(run)
     size, width = run.model.size, run.width
     ranks = run.cfg.shard_group or run.cfg.gpus
     kept = (size.total - size.stacked) * width
-    return round(kept + size.stacked * width / ranks + 2 * size.layer * width)
+    return round(kept + size.stacked * width / ranks + 3 * size.layer * width)
 
 
 def _decoding(run: Run) -> int:

@@ -83,6 +83,17 @@ def test_a_recipe_fits_its_hardware(name: str) -> None:
         assert found["speed"]["flops_a_token"] > flops
 
 
+def test_a_sharded_target_keeps_three_layers_beside_its_shards() -> None:
+    """The one that computes, as it arrived and unpacked, and the next one as it arrives."""
+    name = "llama31_70b_eagle3"
+    told = page.stated(name)
+    assert told and "gpus=8" in told[0]
+    size = models.shipped()["meta-llama/llama-3.1-70b-instruct"].size
+    kept = 2 * (size.total - size.stacked + size.stacked / 8)
+    held = page.predicted(name, told[0])["memory"]["parts"]["target"] - kept
+    assert 0 <= held - 3 * 2 * size.layer < size.layer
+
+
 def test_recipes_for_gpus_size_their_passes_by_tokens() -> None:
     """16k tokens a pass for 8B with 30 % to spare, 4k for 70B with 10 %."""
     sizes = {"llama31_8b_eagle3": (16384, 0.3), "llama31_70b_eagle3": (4096, 0.1)}

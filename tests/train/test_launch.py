@@ -19,6 +19,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 
 from conf.schema import CONF
+from scripts.cli import trainers
 from tests.helpers.training import TINY, chats
 
 ROOT = CONF.parent
@@ -176,6 +177,29 @@ def test_the_batch_script_is_sound() -> None:
     if tool := shutil.which("shellcheck"):
         done = subprocess.run([tool, str(BATCH)], capture_output=True, text=True, check=False)
         assert not done.returncode, done.stdout
+
+
+@pytest.mark.parametrize("script", sorted(trainers()))
+def test_the_allocator_is_set_before_torch_reads_it(script: str, tmp_path: Path) -> None:
+    """By the process that trains, since no file of Accelerate can; what the user set stays."""
+    line = (
+        "import os, runpy, sys; sys.modules['torch'] = None\n"
+        "try: runpy.run_path(sys.argv[1])\n"
+        "except ImportError as error: assert error.name == 'torch', error\n"
+        "print({k: v for k, v in os.environ.items() if 'ALLOC_CONF' in k})"
+    )
+    kept = {k: v for k, v in os.environ.items() if not k.endswith("ALLOC_CONF")}
+    given: list[dict[str, str]] = [{}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}]
+    for own in given:
+        done = subprocess.run(
+            [sys.executable, "-c", line, f"train/{script}.py"],
+            cwd=ROOT,
+            env={**kept, **own, "PYTHONPATH": str(ROOT)},
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        assert done.stdout.strip() == str(own or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
 
 
 def fake_cluster(tmp_path: Path, codes: list[int]) -> dict[str, str]:

@@ -322,7 +322,8 @@ def test_groups_of_ranks_hold_copies_and_layers_ask_for_the_next(
     data: Path, tmp_path: Path
 ) -> None:
     """Four ranks, two copies of the target: the losses of one process; every layer but the last
-    asks for its neighbour's weights from the second pass on, and what it holds is a half."""
+    asks for its neighbour's weights from the second pass on, all on the same streams (else the
+    allocator keeps a layer's memory once for each), and what it holds is a half."""
     keys = ("dtype=float64", "target.layers=3", "steps=3", "batch_size=4")
     want = losses(data, tmp_path / "want", *keys)
 
@@ -341,6 +342,9 @@ def test_groups_of_ranks_hold_copies_and_layers_ask_for_the_next(
         )
         states = [layer._get_fsdp_state() for layer in seen["layers"]]
         assert [len(s._states_to_forward_prefetch) for s in states] == [1, 1, 0]
+        groups = [group for s in states for group in s._fsdp_param_groups]
+        assert all(s._is_root for s in states) and len(groups) == len(states)
+        assert len({*(s._comm_ctx for s in states), *(g.comm_ctx for g in groups)}) == 1
         weight = next(seen["layers"][0].parameters())
         assert weight.to_local().numel() * 2 == weight.numel()
         assert "over 2 ranks, 2 copies" in seen["said"]
