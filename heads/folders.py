@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from pathlib import Path
 
@@ -54,7 +55,21 @@ def find_head(path: str) -> Path:
             f"drafters: {path}: the folder holds no head (no {CARD}, head/, best/ or "
             "checkpoints/); finish the training run, or give another folder"
         )
+    near = f"did you mean {found}? or " if (found := _near(path)) else ""
     raise UserError(
-        f"drafters: {path}: neither none, ngram nor an existing folder; give a run folder, a head "
-        "folder, or a model with the target's tokenizer"
+        f"drafters: {path}: neither none, ngram nor an existing folder; {near}give a run folder, "
+        "a head folder, or a model with the target's tokenizer"
     )
+
+
+def _near(path: str) -> str:
+    """The drafter that `path` is a slip of: ngram, or a folder beside it that holds one; ""
+    where none is near."""
+    folder = Path(path).expanduser()
+    beside = {p.name for p in folder.parent.glob("*/")}
+    words = sorted(beside | ({"none", "ngram"} if "/" not in path else set()))
+    for name in difflib.get_close_matches(folder.name, words):
+        other = str(Path(path).with_name(name))
+        if name not in beside or is_plain(other) or head_in(other) is not None:
+            return other
+    return ""

@@ -14,6 +14,7 @@ belongs to the path.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Callable
@@ -29,6 +30,7 @@ ADAPTIVE = "adaptive"
 WATCHES = ("monitor", "fallback")
 DEFAULT_DRAW, NO_WATCH = "default", "none"
 
+OPTIONS = (*SHAPES, *DRAWS, ADAPTIVE, *WATCHES)
 SIZED_SHAPE = re.compile(r"(chain|tree)(?::([1-9]\d{0,2}))?")
 NGRAM_DEPTH = re.compile(r"[1-9]\d?")
 JOIN = "+"
@@ -218,17 +220,32 @@ def _with(draft: Draft, option: str, spec: str) -> tuple[Draft, int]:
             return replace(draft, watch=option), 3
         taken = draft.watch
     elif source in (NONE, NGRAM):
+        near = _near(option, spec) if source == NGRAM else ""
         more = ", ngram@tree, or ngram@K with K from 1 to 99" if source == NGRAM else ""
-        raise UserError(f"drafters: {spec}: {source} has no shape {option!r}; write {source}{more}")
+        raise UserError(
+            f"drafters: {spec}: {source} has no shape {option!r}; {near}write {source}{more}"
+        )
     else:
         raise UserError(
-            f"drafters: {spec}: unknown shape {option!r}; write {source}@chain or "
-            f"{source}@tree, chain:4 (levels) or "
+            f"drafters: {spec}: unknown shape {option!r}; {_near(option, spec)}write "
+            f"{source}@chain or {source}@tree, chain:4 (levels) or "
             "tree:16 (nodes), each with @adaptive behind it for an adaptive draft length"
         )
     raise UserError(
         f"drafters: {spec}: @{taken} and @{option} exclude each other; keep one of them"
     )
+
+
+def _near(option: str, spec: str) -> str:
+    """ "did you mean SPEC@OPTION? or " with the known option that `option` is a slip of; "" where
+    none is near."""
+    word, colon, size = option.partition(":")
+    for close in difflib.get_close_matches(word, OPTIONS, 1):
+        if _is_option(known := close + colon + size):
+            words = spec.split("@")
+            words[len(words) - 1 - words[::-1].index(option)] = known
+            return f"did you mean {'@'.join(words)}? or "
+    return ""
 
 
 def _size(draft: Draft) -> str:

@@ -16,9 +16,10 @@ settings at once. suite=NAME asks a published set in place of prompts (mtbench, 
 humaneval, math500, specbench, speedbench, livecodebench, alpaca), suite=all each of them into
 OUT/NAME, with one table in OUT/suites.json; suite.path=FILE or FOLDER takes a copy on disk.
 
-Exit codes: 0; 3 when a drafter could not be loaded or a prompt could not be asked: it is named
-and left out, the others are scored; 1 when a trained head failed the parity gate (decoding
-against the training pass, and after save and reload); 2 a mistake to mend.
+Exit codes: 0; 3 when one of `candidates` could not be loaded, a prompt could not be asked or a
+server failed on the way: it is named and left out, the others are scored; 1 when a trained head
+failed the parity gate (decoding against the training pass, and after save and reload); 2 a
+mistake to mend, of which a name in `drafters` that cannot be loaded is one.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 from conf.errors import UserError
 from conf.rules import Filled, NotNegative, OneOrMore, Seed, ZeroOrMore, one_of
 from conf.schema import entry
+from conf.typed import raise_all
 from decode.models import facts, packed
 from decode.models.load import DTYPES, TargetConfig, load_target
 from decode.models.memory import Plan
@@ -51,7 +53,7 @@ from scripts.scoring import candidates, contest
 from scripts.scoring.breakdown import again
 from scripts.scoring.extras import batches, extras, stops_paying
 from scripts.scoring.lanes import lanes_of
-from scripts.scoring.names import SERVER, label, wrong_address
+from scripts.scoring.names import SERVER, label, wrong_address, wrong_drafter
 from scripts.scoring.parity import gates
 from scripts.scoring.same_tokens import lossless
 from scripts.scoring.score import Scores, output_lines
@@ -72,10 +74,10 @@ class EvaluateConfig(PenaltyKeys):
     target: TargetConfig = field(default_factory=TargetConfig)
     # none, ngram, hf_generate, run folders or head folders; FOLDER@chain and FOLDER@tree
     # choose the shape, @adaptive behind any of them an adaptive draft length; FOLDER@tree+ngram
-    # joins the drafts of two; NAME@http://HOST:PORT is a running server
+    # joins the drafts of two; NAME@http://HOST:PORT is a running server. All of them must load
     drafters: Filled[str] = field(default_factory=lambda: ["none", "ngram"])
     # further drafters to choose among: folders, folders of runs, repositories, families (a
-    # kind of head)
+    # kind of head). What cannot be loaded is named and left out
     candidates: list[str] = field(default_factory=list)
     # where runs of a family are looked for
     runs: str = "runs"
@@ -136,6 +138,7 @@ def main(cfg: EvaluateConfig) -> int:
     """Load, measure, score, write. Exit code 3 when something was skipped, 1 when a head
     failed the parity gate.
     """
+    raise_all([f"drafters: {line}" for name in cfg.drafters if (line := wrong_drafter(name))])
     out = Path(cfg.out)
     with files.sole_folder(out):
         if cfg.suite is None:
@@ -189,12 +192,7 @@ def evaluated(cfg: EvaluateConfig, out: Path) -> int:
     prompts = fitting(prompts, target, bad)
     for line in facts.notes(target, cfg.sampling()):
         print(line, file=sys.stderr)
-    more, unknown = candidates.expand(cfg.candidates, cfg.runs, target.support == "tree")
-    names = list(dict.fromkeys([*cfg.drafters, *more]))
-    lanes, skipped = lanes_of(names, target, lambda: load_target(cfg.target, cfg.dtype, cfg.device))
-    skipped = list({s["reason"]: s for s in [*bad, *skipped[::-1], *unknown]}.values())[
-        ::-1
-    ]  # one line per reason
+    lanes, skipped = entered(cfg, target, bad)
     parity = gates(
         lanes, target, prompts, cfg.parity, min(cfg.max_new_tokens, GATE_TOKENS), cfg.quiet
     )
@@ -237,6 +235,19 @@ def evaluated(cfg: EvaluateConfig, out: Path) -> int:
         to_wandb(reports[0], out, "evaluate")
     failed = [name for name, found in parity.items() if not found.passed]
     return DISAGREES if failed else SKIPPED if any(r["skipped"] for r in reports) else 0
+
+
+def entered(
+    cfg: EvaluateConfig, target: Target, bad: list[dict[str, str]]
+) -> tuple[list[contest.Lane], list[dict[str, str]]]:
+    """(the rows to measure, {name, reason} of all that is left out, `bad` included). Raises
+    UserError for a name in `drafters` that cannot be loaded."""
+    more, unknown = candidates.expand(cfg.candidates, cfg.runs, target.support == "tree")
+    names = list(dict.fromkeys([*cfg.drafters, *more]))
+    lanes, skipped = lanes_of(names, target, lambda: load_target(cfg.target, cfg.dtype, cfg.device))
+    raise_all([one["reason"] for one in skipped if one["name"] in cfg.drafters])
+    by_reason = {one["reason"]: one for one in [*bad, *skipped[::-1], *unknown]}
+    return lanes, list(by_reason.values())[::-1]
 
 
 def measure(

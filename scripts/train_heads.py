@@ -243,12 +243,13 @@ def main(cfg: HeadsConfig) -> None:
 def score(cfg: HeadsConfig, temperature: int) -> Step:
     """All heads on the same prompts, each in every shape."""
     folders = [str(Path(cfg.out) / head.name) for head in wanted(cfg)]
-    drafters = ["none", *(f"{folder}@{shape}" for folder in folders for shape in cfg.shapes)]
+    shaped = [f"{folder}@{shape}" for folder in folders for shape in cfg.shapes]
     out = Path(cfg.out) / f"t{temperature}"
     args = [
         "scripts/evaluate.py",
         "target=smollm2",
-        f"drafters=[{','.join(map(spelled, drafters))}]",
+        "drafters=[none]",
+        f"candidates=[{','.join(map(spelled, shaped))}]",  # a shape that a head lacks is left out
         f"prompts={spelled(cfg.prompts)}",
         f"temperature={temperature}",
         "max_new_tokens=64",

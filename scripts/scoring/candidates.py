@@ -17,9 +17,9 @@ from heads import HEADS, head_in
 from heads.checkpoint import CARD, read_card
 from heads.folders import is_plain
 from heads.names import members, split
-from scripts.scoring.names import ASSISTED, SERVER
+from scripts.scoring.names import ASSISTED, GENERATE, LOOKUP, SERVER
 
-WITHOUT_SHAPE = ("none", "ngram", "hf_generate", "hf_prompt_lookup")
+WITHOUT_SHAPE = ("none", "ngram", GENERATE, LOOKUP)
 
 
 def expand(names: Sequence[str], runs: str, trees: bool) -> tuple[list[str], list[dict[str, str]]]:

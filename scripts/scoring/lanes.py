@@ -25,7 +25,6 @@ from scripts.scoring.memory import own_elements
 from scripts.scoring.reference import hf_generate
 from scripts.scoring.served import Served
 
-GENERATE, LOOKUP = "hf_generate", "hf_prompt_lookup"
 Skipped = dict[str, str]
 
 
@@ -65,16 +64,16 @@ def _lanes(
     fresh: Callable[[], Target] | None,
     tuned: dict[str, tuple[str, Target]],
 ) -> list[Lane]:
-    if spec == GENERATE:
+    if wrong := names.wrong_drafter(spec):
+        raise UserError(f"drafters: {wrong}")
+    if spec == names.GENERATE:
 
         def run(requests: Sequence[Request], s: Settings) -> Run:
             return hf_generate(target, requests, s.sampling, batch_size=s.batch_size, seed=s.seed)
 
         return [_reference(spec, run)]
-    if spec == LOOKUP:
+    if spec == names.LOOKUP:
         return _assisted(spec, target, None)
-    if spec == names.ASSISTED:
-        raise UserError(f"drafters: {spec}: transformers needs an assistant; write {spec}@DIR")
     if spec.startswith(f"{names.ASSISTED}@"):
         return _with_assistant(spec, target)
     if (server := names.SERVER.fullmatch(spec)) is not None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Sequence
 from pathlib import PurePath
 from urllib.parse import urlsplit
 
-from heads.names import JOIN, members, split
+from conf.errors import UserError
+from heads import head_folder
+from heads.names import JOIN, members, parse, split
 
 INSIDE = ("head", "best", "checkpoints")  # folders of a run, which say nothing about it
 LONGEST = 30
 SERVER = re.compile(r"([\w.+-]+)@(https?://\S+)")  # a running one, by a name for it
+# outside references: transformers' own loops
+GENERATE, LOOKUP = "hf_generate", "hf_prompt_lookup"
 ASSISTED = "hf_assisted"  # stands before the name of a draft: transformers decodes with it
 
 
@@ -50,6 +55,24 @@ def wrong_address(name: str) -> str:
     return (
         f"{server[1]}@: its address is no address of a server; write {server[1]}@http://HOST:PORT"
     )
+
+
+def wrong_drafter(name: str) -> str:
+    """What is wrong with the name of a drafter, as far as it shows without loading anything; ""
+    for one that may be loaded."""
+    if name in (GENERATE, LOOKUP) or SERVER.fullmatch(name):
+        return wrong_address(name)
+    if name == ASSISTED:
+        return f"{name}: transformers needs an assistant; write {name}@DIR"
+    try:
+        for part in parse(name.removeprefix(f"{ASSISTED}@")).each:
+            head_folder(part)
+    except UserError as error:
+        close = difflib.get_close_matches(name.partition("@")[0], (GENERATE, LOOKUP, ASSISTED), 1)
+        if close and "/" not in name:
+            return f"{name}: no such drafter; did you mean {close[0]}?"
+        return str(error).removeprefix("drafters: ")
+    return ""
 
 
 def label(name: str) -> str:

@@ -83,6 +83,11 @@ ILLEGAL = {
     "ngram@4@5": "@4 and @5 exclude each other",
     "ngram@adaptive@adaptive": "@adaptive stands there twice; write ngram@adaptive",
     "runs/m@star": "unknown shape 'star'; write runs/m@chain",
+    "runs/m@tre": "unknown shape 'tre'; did you mean runs/m@tree?",
+    "runs/m@chian:4": "unknown shape 'chian:4'; did you mean runs/m@chain:4?",
+    "ngram@adaptve": "ngram has no shape 'adaptve'; did you mean ngram@adaptive?",
+    "ngram@tre": "ngram has no shape 'tre'; did you mean ngram@tree?",
+    "runs/m@tre+ngram": "unknown shape 'tre'; did you mean runs/m@tree?",
     "runs/m@chain:0": "unknown shape 'chain:0'",
     "runs/m@tree:": "unknown shape 'tree:'",
     "runs/m@": "unknown shape ''",
@@ -141,6 +146,8 @@ def test_the_longest_path_that_exists_is_the_source(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match="unknown shape 'star'"):
         parse(f"{home}/runs/chain@star")
+    with pytest.raises(UserError, match="did you mean .*/me@work/runs/chain@tree@adaptive"):
+        parse(f"{home}/runs/chain@tree@adaptve")
 
 
 def test_a_path_that_does_not_exist_keeps_its_at_sign() -> None:

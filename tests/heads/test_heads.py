@@ -156,6 +156,7 @@ def test_drafters_by_name(target, saved: Path) -> None:
         ("none@tree", "none has no shape"),
         ("ngram@chain", "ngram is a chain"),
         ("nowhere", "neither none, ngram"),
+        ("ngarm", "neither none, ngram nor an existing folder; did you mean ngram?"),
         ("RUN@star", "unknown shape 'star'"),
         ("EMPTY", "holds no head"),
     ],

@@ -70,11 +70,9 @@ def test_everything_else_is_scored(
     bare = folder(tmp_path / "bare", weights=False, layers=1)
     empty = head_without_weights(tmp_path / "empty", target)
     (tmp_path / "cut").mkdir()
-    asked = ["ngram", f"{big}@chain", odd, bare, f"{empty}@tree"]
-    asked += [tmp_path / "cut", tmp_path / "absent"]
-    code = evaluated(
-        f"prompts={prompts}", f"out={tmp_path}/out", f"drafters=[{','.join(map(str, asked))}]"
-    )
+    asked = ["ngram", f"{big}@chain", f"{odd}@chain", f"{bare}@chain", f"{empty}@tree"]
+    asked += [f"{tmp_path}/cut@chain", f"{tmp_path}/absent@chain"]
+    code = evaluated(f"prompts={prompts}", f"out={tmp_path}/out", f"candidates=[{','.join(asked)}]")
     assert code == evaluate.SKIPPED
     report, shown = json.loads((tmp_path / "out" / "r.json").read_text()), capsys.readouterr()
     assert [r["label"] for r in report["drafters"]] == ["none", "ngram", "big@chain"], (
@@ -82,11 +80,11 @@ def test_everything_else_is_scored(
     )
     reasons = {s["name"]: s["reason"] for s in report["skipped"]}
     told = {
-        str(odd): "<real>",
-        str(bare): "safetensors",
+        f"{odd}@chain": "<real>",
+        f"{bare}@chain": "safetensors",
         f"{empty}@tree": "head.safetensors",
-        f"{tmp_path}/cut": "cut",
-        f"{tmp_path}/absent": "absent",
+        f"{tmp_path}/cut@chain": "cut",
+        f"{tmp_path}/absent@chain": "absent",
         "p.jsonl:3": "no user turn",
     }
     assert reasons.keys() == told.keys(), reasons

@@ -218,13 +218,15 @@ def test_a_server_that_does_not_come_up_leaves_the_race(
 
     monkeypatch.setattr(vllm_server, "running", running)
     keys = ("drafters=[none,ngram]", "servers=[vllm,vllm]")
-    assert raced(tmp_path, *keys, "lanes=[none,nowhere]") == 3
+    assert raced(tmp_path, *keys, "lanes=[none,nowhere]") == 2
+    assert "lanes: nowhere: neither none, ngram" in capsys.readouterr().err
+    assert raced(tmp_path, *keys, "lanes=[none]") == 3
     said = capsys.readouterr().err
     assert said.count("not there: ngram (vLLM: the server ended with code 1") == 1
     report = json.loads((tmp_path / "out/report.json").read_text())
     assert report["settings"]["device"] == "cpu"
     assert {"vllm", "none"} <= {row["label"].partition("@")[0] for row in report["drafters"]}
-    assert [one["name"] for one in report["skipped"]] == ["nowhere"]
+    assert report["skipped"] == []
     assert raced(tmp_path, "drafters=[ngram]") == 2
     said = capsys.readouterr().err
     assert "not there: ngram" in said and "no server was started" in said

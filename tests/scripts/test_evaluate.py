@@ -220,6 +220,56 @@ def test_mistakes_are_one_line(
     assert not (tmp_path / "out" / "report.json").exists()
 
 
+@pytest.mark.parametrize(
+    "spec, words",
+    [
+        ("RUNS/medusa@tre", "unknown shape 'tre'; did you mean RUNS/medusa@tree?"),
+        ("RUNS/medsua", "neither none, ngram nor an existing folder; did you mean RUNS/medusa?"),
+        ("RUNS/zzz@chain", "RUNS/zzz: neither none, ngram nor an existing folder; give a run"),
+        ("ngarm", "did you mean ngram?"),
+        ("ngram@tre", "ngram has no shape 'tre'"),
+        ("RUNS/medusa+ngram@adaptve", "did you mean ngram@adaptive?"),
+        ("hf_genrate", "did you mean hf_generate?"),
+        ("hf_assisted", "transformers needs an assistant; write hf_assisted@DIR"),
+        ("hf_assisted@RUNS/medsua", "did you mean RUNS/medusa?"),
+        ("RUNS/empty", "the folder holds no head"),
+    ],
+)
+def test_a_misspelt_drafter_is_refused_before_anything_is_loaded(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, spec: str, words: str
+) -> None:
+    runs = tmp_path / "runs"
+    for name in ("medusa/head/head.json", "empty/x"):
+        (runs / name).parent.mkdir(parents=True)
+        (runs / name).write_text("{}")
+    monkeypatch.setattr(evaluate, "load_target", lambda *_: pytest.fail("the target was loaded"))
+    named = f"drafters=[none,'{spec.replace('RUNS', str(runs))}']"
+    assert run(f"prompts={prompts_file(tmp_path)}", f"out={tmp_path}/out", named) == 2
+    shown = capsys.readouterr().err
+    assert words.replace("RUNS", str(runs)) in shown and shown.count("\n") == 1
+    assert shown.startswith("error: drafters: ") and not (tmp_path / "out").exists()
+
+
+def test_a_drafter_that_cannot_be_loaded_is_refused_before_the_first_token(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bad/head").mkdir(parents=True)
+    (tmp_path / "bad/head/head.json").write_text("{}")
+    monkeypatch.setattr(contest, "run_contest", lambda *_: pytest.fail("tokens were scored"))
+    drafters = [f"{tmp_path}/bad@tree", "gone@http://127.0.0.1:9"]
+    out = tmp_path / "out"
+    keys = [f"prompts={prompts_file(tmp_path)}", f"out={out}", "parity=0"]
+    assert run(*keys, f"drafters=[none,{','.join(drafters)}]") == 2
+    shown = capsys.readouterr().err
+    assert "bad/head/head.json: " in shown and "no connection" in shown
+    assert not (out / "report.json").exists()
+    monkeypatch.undo()
+    pictures.left_out(monkeypatch)
+    assert run(*keys, "drafters=[none]", f"candidates=[{','.join(drafters)}]") == evaluate.SKIPPED
+    report = json.loads((out / "report.json").read_text())
+    assert [one["name"] for one in report["skipped"]] == drafters
+
+
 def test_a_prompt_beyond_the_context_is_named(target: Target) -> None:
     lanes, _ = lanes_of(["none"], target)
     long = [Prompt("too-long", "chat", ["word " * 300])]

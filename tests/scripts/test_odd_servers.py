@@ -180,7 +180,7 @@ def steady(body: dict[str, Any]) -> Any:
 
 
 def test_a_server_that_is_down_costs_its_row_alone(tmp_path: Path) -> None:
-    code, report = scored(tmp_path, "drafters=[none,gone@http://127.0.0.1:9]")
+    code, report = scored(tmp_path, "drafters=[none]", "candidates=[gone@http://127.0.0.1:9]")
     assert code == evaluate.SKIPPED
     assert [row["name"] for row in report["drafters"]] == ["none"]
     (skipped,) = report["skipped"]

@@ -222,13 +222,13 @@ def test_scores_join_cost_and_acceptance(
         if scores:
             cfg: Any = compose("evaluate", EvaluateConfig, step.args[1:])
             assert cfg.prompts == str(prompts) and cfg.target.kind == "tiny" and cfg.seed == 7
-            assert cfg.drafters[0] == "none" and len(cfg.drafters) == 5
+            assert cfg.drafters == ["none"] and len(cfg.candidates) == 4
             found = {
                 "environment": {},
                 "settings": {key: getattr(cfg, key) for key in matched.ASKED},
                 "drafters": [
                     row(name, [1.2, 1.4, 1.6] if "medusa" in name else [2.4, 2.8, 3.2])
-                    for name in cfg.drafters[1:4]  # the last one was skipped
+                    for name in cfg.candidates[:3]  # the last one was skipped
                 ],
             }
         step.leaves.write_text(json.dumps(found))

@@ -18,9 +18,11 @@ import torch
 from conf.errors import UserError
 from conf.rules import Filled, OneOrMore, Seed, one_of
 from conf.schema import entry
+from conf.typed import raise_all
 from heads.names import NONE
 from scripts import evaluate
 from scripts.common import files
+from scripts.scoring.names import wrong_drafter
 from scripts.serving.engines import shared
 from scripts.serving.engines.benches import BENCHES, ENGINES, GREEDY, Serving, drafters
 
@@ -56,6 +58,7 @@ class RaceConfig(shared.Keys):
 @entry("engines_race", RaceConfig)
 def main(cfg: RaceConfig) -> int:
     """Export, start every server, score all of them, stop them."""
+    raise_all([f"lanes: {line}" for name in cfg.lanes if (line := wrong_drafter(name))])
     stage = shared.Stage(cfg)
     how = Serving(cfg.draft_tokens, cfg.batch_size, cfg.context, cfg.threads, exact=False)
     with ExitStack() as stack:
