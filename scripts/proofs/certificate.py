@@ -341,6 +341,7 @@ def sampling_json(sample: Sample, alpha: float) -> dict[str, Any]:
         "outside_the_law": sample.outside,
         "at_the_edge_within_rounding": sample.edge,
         "expected_there": sample.sliver,
+        "repeats": sample.repeats.json(),
         "histograms": {
             k: np.histogram(v, pit.CELLS, (0, 1))[0].tolist() for k, v in sample.strata().items()
         },

@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,12 +31,14 @@ from scripts.common.parts import Parts
 from scripts.proofs import directions, passes, pit
 from scripts.proofs.greedy import Advance, Plain
 from scripts.proofs.recorder import Emitted, Recorder, astray
+from scripts.proofs.repeats import Repeats
 
 ROWS = 128  # laws at once
 KEYED = 4  # pseudo-random orders of the ids
 ORDERS = ("by probability", "by id", *(f"by key {k}" for k in range(KEYED)))
 GROUPS = (
     "all tokens",
+    "first of an answer",
     "first of a cycle, after a rejection",
     "first of a cycle, after a whole draft",
     "place 1",
@@ -47,8 +50,11 @@ GROUPS = (
 FLAT = 0.5  # a law is flat when its largest mass is below
 COLUMNS = (
     "u",
+    "mass",
+    "cycle",
     "depth",
     "sequence",
+    "prompt",
     "groups",
     "outside",
     "edge",
@@ -64,15 +70,17 @@ COLUMNS = (
 class Sample:
     """n emitted tokens in the order of their requests.
 
-    u: [n, O] transforms, one column per order; depth: place in its cycle (0 = first token of a
-    cycle, or the prefill's); sequence: which request; groups: [n, G] bool; outside: tokens
-    without mass; edge: tokens at a truncation's edge within float32's tolerance, sliver: how many
-    the laws expect there; passes: [n, 2] of passes.distances; drafted: share that were accepted
-    draft tokens; proposals: cycles that had a draft to verify; astray: answers that hold
-    something else than verification chose; tally: the direction tests.
+    u: [n, O] transforms, one column per order; cycle: number of its cycle in its answer (0 = the
+    prefill's); depth: place in its cycle (0 = first token of a cycle, or the prefill's); sequence:
+    which request; groups: [n, G] bool; outside: tokens without mass; edge: tokens at a truncation's
+    edge within float32's tolerance, sliver: how many the laws expect there; passes: [n, 2] of
+    passes.distances; drafted: share that were accepted draft tokens; proposals: cycles that had a
+    draft to verify; astray: answers that hold something else than verification chose; tally: the
+    direction tests; repeats: answers beside earlier ones to their prompt.
     """
 
     u: np.ndarray
+    cycle: np.ndarray
     depth: np.ndarray
     sequence: np.ndarray
     groups: np.ndarray
@@ -84,6 +92,7 @@ class Sample:
     proposals: int
     astray: int
     tally: directions.Tally | None
+    repeats: Repeats
 
     def strata(self) -> dict[str, np.ndarray]:
         """The transforms by probability of all tokens and, where both are large enough, of
@@ -102,8 +111,17 @@ class Sample:
         same = np.r_[False, self.sequence[1:] == self.sequence[:-1]][: len(self.u)]
         found += pairs(self.u, same & (self.depth > 0), "two tokens inside a cycle")
         found += pairs(self.u, same & (self.depth == 0), "two tokens between cycles")
-        found += pit.edge_test(self.edge, self.sliver, len(self.u))
+        found += self._rows()
+        found += pit.edge_test(self.edge, self.sliver, len(self.u)) + self.repeats.tests()
         return found + (self.tally.tests() if self.tally else [])
+
+    def _rows(self) -> list[pit.Test]:
+        """Neighbouring requests at the same place of the same cycle, where two that share their
+        random numbers would draw by the same ones."""
+        ranked = np.lexsort((self.sequence, self.depth, self.cycle))
+        place = np.stack([self.cycle, self.depth], 1)[ranked]
+        same = np.r_[False, (place[1:] == place[:-1]).all(1)][: len(place)]
+        return pairs(self.u[ranked], same, "two answers at one place")
 
 
 @dataclass(frozen=True)
@@ -221,6 +239,7 @@ def _chunk(
     for i in used:
         found = judge.answer(run.generations[i], lines[i][: counts[i]])
         found["sequence"] = [number + i] * int(counts[i])
+        found["prompt"] = [(number + i) % len(prompts)] * int(counts[i])
         found["passes"] = near[i][: counts[i]].tolist()
         for name in COLUMNS:
             columns[name] += found[name]
@@ -317,10 +336,10 @@ class _Judge:
         """The columns of the tokens `line`, which begin the generation `g`."""
         ids, start = [*g.prompt_ids, *g.token_ids], len(g.prompt_ids)
         tokens = [e.token for e in line]
-        depth = _depths(g)[: len(line)]
+        depth, cycle = _depths(g)[: len(line)], _cycles(g)[: len(line)]
         columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
         before: Tensor | None = None
-        groups = _groups(g, depth)
+        groups = _groups(g, depth, cycle)
         for a in range(0, len(line), ROWS):
             some = slice(a, min(a + ROWS, len(line)))
             past = range(some.start, some.stop) if self.how.sampling.uses_history else ()
@@ -336,10 +355,10 @@ class _Judge:
             before = law[-1:]
             self.tally.add(self.tally.bank.open(block), chosen, groups[some])
             columns["u"] += self.orders.transforms(p, law, chosen).tolist()
-            for name in ("outside", "edge", "sliver"):
+            for name in ("mass", "outside", "edge", "sliver"):
                 columns[name] += getattr(p, name).astype(float).tolist()
         starts = {c.start for c in g.cycles if c.proposed > 0}
-        columns["depth"] = depth.tolist()
+        columns["depth"], columns["cycle"] = depth.tolist(), cycle.tolist()
         columns["groups"] = (groups @ (1 << np.arange(len(GROUPS)))).tolist()
         columns["drafted"] = [int(d) for d in g.from_draft[: len(line)]]
         # a cycle with a draft begins here
@@ -356,10 +375,8 @@ class _Judge:
         return self.mean[id(e.call)]
 
 
-def _groups(g: Generation, depth: np.ndarray) -> np.ndarray:
+def _groups(g: Generation, depth: np.ndarray, cycle: np.ndarray) -> np.ndarray:
     """[n, G] bool; the last column is left to whoever knows the laws."""
-    starts = np.array([0, *(c.start for c in g.cycles)])
-    cycle = np.searchsorted(starts, np.arange(len(depth)), side="right") - 1  # 0: the prefill's
     proposed = np.array([0, *(c.proposed for c in g.cycles)])
     accepted = np.array([0, *(c.accepted for c in g.cycles)])
     whole = (proposed > 0) & (accepted == proposed)
@@ -369,6 +386,7 @@ def _groups(g: Generation, depth: np.ndarray) -> np.ndarray:
     return np.stack(
         [
             every,
+            np.arange(len(depth)) == 0,
             first & (proposed[previous] > accepted[previous]),
             first & whole[previous],
             depth == 1,
@@ -381,11 +399,16 @@ def _groups(g: Generation, depth: np.ndarray) -> np.ndarray:
     )
 
 
-def _depths(generation: Generation) -> np.ndarray:
-    """Place of every token in its cycle; the prefill's token is a cycle of its own."""
+def _cycles(generation: Generation) -> np.ndarray:
+    """Number of every token's cycle; 0: the prefill's, a cycle of its own."""
     starts = np.array([0, *(c.start for c in generation.cycles)])
-    place = np.arange(len(generation.token_ids))
-    return place - starts[np.searchsorted(starts, place, side="right") - 1]
+    return np.searchsorted(starts, np.arange(len(generation.token_ids)), side="right") - 1
+
+
+def _depths(generation: Generation) -> np.ndarray:
+    """Place of every token in its cycle."""
+    starts = np.array([0, *(c.start for c in generation.cycles)])
+    return np.arange(len(generation.token_ids)) - starts[_cycles(generation)]
 
 
 def gather(rows: Sequence[dict[str, Any]], tally: directions.Tally | None) -> Sample:
@@ -401,6 +424,7 @@ def gather(rows: Sequence[dict[str, Any]], tally: directions.Tally | None) -> Sa
     drafted = float(column("drafted").sum()) / max(len(u), 1)
     return Sample(
         u,
+        column("cycle"),
         column("depth"),
         column("sequence"),
         groups.astype(bool),
@@ -412,7 +436,19 @@ def gather(rows: Sequence[dict[str, Any]], tally: directions.Tally | None) -> Sa
         proposals,
         sum(row["astray"] for row in rows),
         tally,
+        _repeats(rows),
     )
+
+
+def _repeats(rows: Sequence[dict[str, Any]]) -> Repeats:
+    """Every answer in the order of the requests, beside those before it."""
+    found = Repeats()
+    for row in rows:
+        told = zip(row["sequence"], row["prompt"], row["tokens"], row["mass"], strict=True)
+        for (_, prompt), answer in itertools.groupby(told, lambda line: line[:2]):
+            tokens, mass = list(zip(*answer, strict=True))[2:]
+            found.add([prompt], tokens, mass)
+    return found
 
 
 def texts_of(

@@ -3,7 +3,8 @@
 Every answer token is placed in the law that its text owes it (of the same weights in this
 process, or of a plain server), and the certificate's tests ask whether these places are those
 of draws from these laws: transforms (pit.py), directions (directions.py), pairs inside an
-answer, and pairs of answers that were decoded at the same time. Greedy answers are judged by
+answer, pairs of answers that were decoded at the same time, and answers that follow an earlier
+one to their prompt (repeats.py). Greedy answers are judged by
 the distance of each token's logit to the best one.
 
 Negative controls are simulated on the very same answers: at every place a token is drawn from
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from decode.sampling import Sampling
 from scripts.proofs import directions, pit, power
+from scripts.proofs.repeats import Repeats
 from scripts.proofs.sampled import FLAT, ROWS, Orders, hashed_key, marginals, pairs
 
 CONTROL_TOKENS = 4000  # of a control, unless it is rejected sooner
@@ -109,6 +111,7 @@ class Judge:
     def __init__(self, plan: Plan, vocab: int, key: int, towards: Towards | None = None) -> None:
         self.plan, self.key, self.towards = plan, key, towards
         self.lean = Lean(plan.groups)
+        self.repeats = Repeats()
         self.bank = directions.Bank(vocab, key)
         self.tally = directions.Tally(self.bank, plan.groups)
         self.orders = Orders(vocab, key, np.random.default_rng([plan.seed, 20240601]))
@@ -118,13 +121,16 @@ class Judge:
         self.outside = self.edge = 0
         self.sliver = 0.0
 
-    def add(self, wave: Wave, chosen: Sequence[Sequence[int]]) -> None:
-        """The tokens `chosen` of a wave's answers, in the laws of the wave."""
+    def add(self, wave: Wave, drawn: Sequence[Sequence[int]] | None = None) -> None:
+        """A wave's answers in their laws; drawn: tokens that a control draws in their places,
+        each behind the answer's own text."""
         plan = self.plan
+        chosen = [a.tokens for a in wave.answers] if drawn is None else drawn
         softly = [(x.float() / plan.sampling.temperature).softmax(-1) for x in wave.logits]
         for i, (answer, logits) in enumerate(zip(wave.answers, wave.logits, strict=True)):
             before: Tensor | None = None
             drafter = None if self.towards is None else self.towards(answer)
+            mass: list[float] = []
             for a in range(0, len(logits), ROWS):
                 rows = slice(a, min(a + ROWS, len(logits)))
                 tokens = torch.tensor(chosen[i][rows], dtype=torch.int64)
@@ -151,6 +157,9 @@ class Judge:
                 self.outside += int(p.outside.sum())
                 self.edge += int(p.edge.sum())
                 self.sliver += float(p.sliver.sum())
+                mass += p.mass.tolist()
+            if drawn is None:
+                self.repeats.add(answer.prompt, answer.tokens, mass)
 
     def _groups(self, answer: Answer, rows: slice, top: np.ndarray) -> np.ndarray:
         count = rows.stop - rows.start
@@ -195,7 +204,7 @@ class Judge:
         found = marginals(u, groups, self.plan.groups)
         found += self._pairs(u, where, (0, 2, 1), "two tokens of an answer")
         found += self._pairs(u, where, (0, 1, 2), "two answers at once")
-        found += pit.edge_test(self.edge, self.sliver, len(u))
+        found += pit.edge_test(self.edge, self.sliver, len(u)) + self.repeats.tests()
         return found + self.tally.tests() + self.lean.tests()
 
     def _pairs(
@@ -302,6 +311,7 @@ def sampling_json(judge: Judge, alpha: float) -> dict[str, Any]:
         "alpha": alpha,
         "p": 0.0 if judge.outside else p,
         "outside_the_law": judge.outside,
+        "repeats": judge.repeats.json(),
         "tests": [dataclasses.asdict(t) for t in tests],
     }
 

@@ -116,7 +116,7 @@ def _cards(paper: dict[str, Any]) -> list[tuple[str, str]]:
             (f"{power['tokens']:,}", "emitted tokens tested"),
             (
                 "none" if least is None else f"{least:.1%}",
-                "total variation found with power 0.99, any family",
+                f"total variation found with power 0.99, each of {len(power['families'])} families",
             ),
             (f"{power['alpha']:g}", "false-alarm rate, all tests together"),
         ]

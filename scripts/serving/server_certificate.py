@@ -168,7 +168,7 @@ def sampling_layers(
     wanted = power.laws_wanted(target.vocab_size)
     total = sum(len(a.tokens) for a in asked.sampled)
     for wave in served.waves(asked.sampled, laws):
-        judge.add(wave, [a.tokens for a in wave.answers])
+        judge.add(wave)
         for control in known:
             served.simulate(control, wave, how.alpha)
         if wanted > 0:
@@ -224,6 +224,10 @@ def told(paper: dict[str, Any]) -> list[str]:
         lines.append(f"  control {control['name']}: {state}, {control['tokens']} tokens")
     least = paper["power"].get("min_detectable")
     if least is not None:
-        lines.append(f"  smallest bias that is surely found: {least:.3f} (total variation)")
+        families = len(paper["power"]["families"])
+        lines.append(
+            f"  smallest bias of the {families} known families that is surely found: {least:.3f} "
+            "(total variation)"
+        )
     lines += [f"  note: {note}" for note in paper["notes"]]
     return lines

@@ -1,4 +1,4 @@
-"""scripts/certify.py url=...: a sound server passes, six seeded defects are rejected, and a
+"""scripts/certify.py url=...: a sound server passes, seven seeded defects are rejected, and a
 server that misbehaves is told in one line."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from scripts.certify import server
 from scripts.common.parts import Parts
 from scripts.serving import asking
 from scripts.serving.sampled_answers import Job, ask_all
-from tests.helpers.speculating_server import DEFECTS, serving
+from tests.helpers.speculating_server import CACHE, DEFECTS, serving
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab": 260}
 TEMPERATURE = 0.7
@@ -76,6 +76,16 @@ def test_a_defect_is_rejected(target, draft, prompts, tmp_path, defect: str) -> 
         code, paper = certify(url, tmp_path / "out", prompts, "tokens=360", "detect=0.9")
     assert code == 1 and paper["verdict"] == "not lossless", paper["reasons"]
     assert not (tmp_path / "out/unfinished/key").exists()
+
+
+def test_a_cache_that_is_read_whatever_the_seed_is_rejected(
+    target, draft, prompts, tmp_path
+) -> None:
+    with serving(target, draft, CACHE) as url:
+        code, paper = certify(url, tmp_path / "out", prompts, "tokens=900", "detect=0.9")
+    assert code == 1 and "tokens in common with an earlier answer" in paper["reasons"][0]
+    (layer,) = (x for x in paper["layers"] if x["name"] == "sampling")
+    assert layer["repeats"]["again"] >= 2 and layer["repeats"]["expected"] < 0.1
 
 
 def test_greedy_answers_alone(target, draft, prompts, tmp_path) -> None:

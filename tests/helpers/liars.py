@@ -1,0 +1,107 @@
+"""Decoders whose single tokens are nearly right: what tells them is where a token stands, or
+what other answers say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decode.rng import Rng
+from decode.sampling import Law, Sampling
+from decode.tree import DraftTree
+from decode.verify import Coins, Verdict, verify
+from scripts.proofs import served
+
+Whose = Callable[[Tensor], Tensor]  # request ids [B] whose random numbers requests [B] get
+
+
+def greedy_first(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
+    """Sound, but for the token behind the prompt: the most probable one."""
+    _, _, cycles = rng._address  # type: ignore[attr-defined]
+    found = verify(tree, law, rng, rule="traversal")
+    begin = cycles.to(found.bonus.device) == 0
+    best = law.logits[:, 0].argmax(-1)
+    return Verdict(found.path, found.length, torch.where(begin, best, found.bonus))
+
+
+def sharing(whose: Whose) -> Any:
+    """Random numbers that belong to other requests: in the place of decode.rng.Rng."""
+
+    class Shared(Rng):
+        def __init__(self, seed: int, requests: Tensor, cycles: Tensor) -> None:
+            super().__init__(seed, whose(requests), cycles)
+
+    return Shared
+
+
+def every_fifth_from(prompts: int) -> Whose:
+    """Every fifth request has the numbers of the first one that had its prompt."""
+    return lambda requests: torch.where(requests % 5 == 4, requests % prompts, requests)
+
+
+# --- a server without a model: the next token hangs on the last one alone
+
+VOCAB, PROMPTS, LIMIT, LEVELS = 48, 12, 64, (1, 2, 8)
+
+
+def table(seed: int = 0) -> Tensor:
+    """[V, V] logits of the next token by the last one, some sharp, some flat."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.rand(VOCAB, 1, generator=generator) * 2.5 + 0.5
+    return torch.randn(VOCAB, VOCAB, generator=generator) * scale
+
+
+def answers(
+    seed: int, count: int, cached: int = 0, greedy: bool = False, laws: Tensor | None = None
+) -> list[served.Answer]:
+    """`count` answers of LIMIT tokens to the prompts in turn. cached: every so many repeated
+    prompts get the answer from before; 0 = none. greedy: the first token is the best one."""
+    logits = table() if laws is None else laws
+    rng = np.random.default_rng(seed)
+    edges = logits.double().softmax(-1).cumsum(-1).numpy()
+    found: list[served.Answer] = []
+    kept: dict[int, list[int]] = {}
+    repeated = wave = 0
+    while len(found) < count:
+        level = LEVELS[wave % len(LEVELS)]
+        for number in range(len(found), len(found) + level):
+            prompt = [number % PROMPTS]
+            tokens, last = list[int](), prompt[-1]
+            for u in rng.random(LIMIT):
+                best = greedy and not tokens
+                last = int(logits[last].argmax() if best else np.searchsorted(edges[last], u))
+                tokens.append(min(last, VOCAB - 1))
+            repeated += prompt[0] in kept
+            if cached and prompt[0] in kept and repeated % cached == 0:
+                tokens = kept[prompt[0]]
+            kept.setdefault(prompt[0], tokens)
+            found.append(served.Answer(number, wave, level, prompt, tokens))
+        wave += 1
+    return found[:count]
+
+
+def judged(found: list[served.Answer], seed: int = 0, laws: Tensor | None = None) -> served.Judge:
+    """What a certificate of a server sees of these answers."""
+    logits = table() if laws is None else laws
+
+    def owed(some: Sequence[served.Answer]) -> Iterator[tuple[int, Tensor]]:
+        for i, a in enumerate(some):
+            yield i, logits[[a.prompt[-1], *a.tokens[:-1]]]
+
+    plan = served.Plan(Sampling(1.0), 1e-4, 0.1, seed, LEVELS)
+    judge = served.Judge(plan, VOCAB, served.key_of(found))
+    for wave in served.waves(found, owed):
+        judge.add(wave)
+    return judge
+
+
+def masses(prompt: list[int], tokens: list[int], laws: Tensor | None = None) -> list[float]:
+    """Probabilities of the tokens of an answer."""
+    logits = table() if laws is None else laws
+    rows = logits[[prompt[-1], *tokens[:-1]]].double().softmax(-1)
+    return rows[torch.arange(len(tokens)), torch.tensor(tokens)].tolist()

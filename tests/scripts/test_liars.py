@@ -1,0 +1,151 @@
+"""Decoders and servers that lie where single tokens do not tell: the first token of an answer,
+answers taken from earlier ones, random numbers that serve twice (scripts/proofs/repeats.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decode.sampling import Sampling
+from scripts.proofs import pit, recorder
+from scripts.proofs.repeats import LONG, Repeats
+from scripts.proofs.sampled import Sample
+from tests.helpers import detection, liars
+
+FEW, MANY = 5_000, 20_000
+ALPHA = 1e-4
+
+
+@pytest.fixture(scope="module")
+def bench() -> detection.Bench:
+    return detection.Bench("float32")
+
+
+def sample(bench: detection.Bench, tokens: int, rule: Any = "traversal", rng: Any = None) -> Sample:
+    with pytest.MonkeyPatch.context() as patch:
+        if rng is not None:
+            patch.setattr(recorder, "Rng", rng)
+        return bench.sample(Sampling(1.0), tokens, 0, rule)
+
+
+def worst(tests: list[pit.Test]) -> pit.Test:
+    return min(tests, key=lambda test: test.p)
+
+
+def test_an_engine_whose_first_tokens_are_greedy_is_rejected(bench: detection.Bench) -> None:
+    found = sample(bench, FEW, liars.greedy_first)
+    assert pit.overall(found.tests()) < ALPHA
+    assert worst(found.tests()).stratum == "first of an answer"
+    others = [t for t in found.tests() if t.stratum != "first of an answer"]
+    assert pit.overall(others) > ALPHA  # nothing else sees so few of them
+
+
+def test_an_engine_that_answers_every_fifth_request_like_an_earlier_one_is_rejected(
+    bench: detection.Bench,
+) -> None:
+    found = sample(bench, FEW, rng=liars.sharing(liars.every_fifth_from(len(bench.prompts))))
+    assert pit.overall(found.tests()) < ALPHA
+    assert worst(found.tests()).stratum == "answers to one prompt"
+    assert found.repeats.again > 10 and found.repeats.expected < 0.1
+
+
+def test_rows_that_share_their_random_numbers_are_rejected(bench: detection.Bench) -> None:
+    """Two by two, and never two with one prompt."""
+    found = sample(bench, FEW, rng=liars.sharing(lambda requests: requests // 2))
+    assert found.repeats.again == 0 and pit.overall(found.tests()) < ALPHA
+    assert worst(found.tests()).stratum == "two answers at one place"
+
+
+def test_a_server_whose_first_tokens_are_greedy_is_rejected() -> None:
+    found = liars.judged(liars.answers(1, FEW // liars.LIMIT, greedy=True))
+    assert found.p() < ALPHA and worst(found.tests()).stratum == "first of an answer"
+
+
+@pytest.mark.parametrize("tokens", [FEW, MANY])
+def test_a_server_that_answers_every_fifth_repeated_prompt_from_a_cache_is_rejected(
+    tokens: int,
+) -> None:
+    found = liars.judged(liars.answers(1, tokens // liars.LIMIT, cached=5))
+    assert found.p() < ALPHA and worst(found.tests()).stratum == "answers to one prompt"
+    others = [t for t in found.tests() if t.stratum != "answers to one prompt"]
+    assert pit.overall(others) > ALPHA
+
+
+def test_a_cache_that_keeps_the_first_tokens_alone_is_rejected() -> None:
+    """Every fifth answer takes LONG tokens of an earlier one and goes on freely."""
+    whole, free = liars.answers(2, 312, cached=5), liars.answers(3, 312)
+    found = Repeats()
+    for old, new in zip(whole, free, strict=True):
+        tokens = [*old.tokens[:LONG], *liars.answers(new.number, 1)[0].tokens[LONG:]]
+        found.add(old.prompt, tokens, liars.masses(old.prompt, tokens))
+    assert worst(found.tests()).p < 1e-9 and found.again > 50
+
+
+def repeats_of(seed: int, count: int, laws: torch.Tensor) -> Repeats:
+    found = Repeats()
+    for answer in liars.answers(seed, count, laws=laws):
+        found.add(answer.prompt, answer.tokens, liars.masses(answer.prompt, answer.tokens, laws))
+    return found
+
+
+@pytest.mark.parametrize("heat", [1.0, 8.0])
+def test_sound_answers_are_rejected_no_more_often_than_stated(heat: float) -> None:
+    """Where the distributions are flat enough to part at once, and where they are so sharp that
+    most sound answers repeat an earlier one."""
+    laws = liars.table() * heat
+    every = [repeats_of(seed, 78, laws) for seed in range(200)]
+    p = np.array([worst(found.tests()).p for found in every])
+    for level in (0.5, 0.1, 0.01):
+        assert (p <= level).mean() <= level + 3 * np.sqrt(level / 200)
+    again = sum(found.again for found in every)
+    expected = sum(found.expected for found in every)
+    assert abs(again - expected) < 5 * np.sqrt(expected) + 2
+    assert (again > 200) == (heat > 1)
+
+
+def test_the_mean_of_the_bets_is_one() -> None:
+    """Summed over every answer of three tokens of four, whatever the earlier ones are."""
+    law = np.array([0.5, 0.3, 0.15, 0.05])
+    earlier = [[0, 0, 0], [0, 1, 2], [3, 0]]
+    total = 0.0
+    for a, b, c in np.ndindex(4, 4, 4):
+        found = Repeats()
+        for tokens in earlier:
+            found.add([7], tokens, law[tokens])
+        before = np.exp(found.wealth)
+        found.add([7], [a, b, c], law[[a, b, c]])
+        total += law[a] * law[b] * law[c] * np.exp(found.wealth) / before
+    assert np.allclose(total, 1)
+
+
+def test_answers_of_no_token_and_of_none_twice_are_no_test() -> None:
+    found = Repeats()
+    found.add([1], [], [])
+    found.add([1], [4, 5], [0.5, 0.5])
+    found.add([2], [4, 5], [0.5, 0.5])
+    assert found.tests() == [] and found.json()["compared"] == 0
+    found.add([1], [4, 6], [0.5, 0.0])  # it has no mass: the layer fails for that
+    assert len(found.tests()) == 1
+
+
+@pytest.mark.slow
+def test_the_sound_server_and_the_sound_engine_pass_many_seeds(bench: detection.Bench) -> None:
+    """At most one of each rejected at 1e-3, and p-values of single tests that are uniform."""
+    served = [liars.judged(liars.answers(s, FEW // liars.LIMIT), s) for s in range(100)]
+    own = [bench.sample(Sampling(1.0), FEW, 100 + seed) for seed in range(40)]
+    for found in (served, own):
+        tests = [one.tests() for one in found]
+        assert sum(pit.overall(some) < 1e-3 for some in tests) <= 1
+        for stratum in ("first of an answer", "two answers at one place"):
+            p = np.array([t.p for some in tests for t in some if t.stratum == stratum])
+            assert not len(p) or (0.05 < (p < 0.1).mean() < 0.15), stratum
+
+
+@pytest.mark.slow
+def test_both_lies_of_the_engine_are_found_at_full_size(bench: detection.Bench) -> None:
+    cache = liars.sharing(liars.every_fifth_from(len(bench.prompts)))
+    for rule, rng in ((liars.greedy_first, None), ("traversal", cache)):
+        assert pit.overall(sample(bench, MANY, rule, rng).tests()) < ALPHA
