@@ -5,6 +5,9 @@ traceback.
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import threading
 from collections.abc import Iterator
 
 
@@ -51,8 +54,23 @@ def _filled(text: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def resumable() -> Iterator[None]:
-    """Ctrl-C in here says that the same command goes on; also a decorator."""
+    """Ctrl-C and SIGTERM in here end the work at once and say that the same command goes on; also
+    a decorator. Outside the main thread SIGTERM stays what it was."""
+    owner, asked = os.getpid(), list[int]()
+
+    def stop(number: int, frame: object) -> None:
+        if os.getpid() != owner:  # a forked child, whose end is nobody's news
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        asked.append(number)
+        raise KeyboardInterrupt
+
+    here = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, stop) if here else None
     try:
         yield
     except KeyboardInterrupt:
-        raise Interrupted from None
+        raise Interrupted(code=75 if asked else 130) from None
+    finally:
+        if here:
+            signal.signal(signal.SIGTERM, before)

@@ -16,10 +16,14 @@ settings at once. suite=NAME asks a published set in place of prompts (mtbench, 
 humaneval, math500, specbench, speedbench, livecodebench, alpaca), suite=all each of them into
 OUT/NAME, with one table in OUT/suites.json; suite.path=FILE or FOLDER takes a copy on disk.
 
+An evaluation that is stopped (Ctrl-C, SIGTERM, kill -9) goes on by the same command: prompts
+that all drafters have answered are kept in OUT/unfinished until the report is written.
+
 Exit codes: 0; 3 when one of `candidates` could not be loaded, a prompt could not be asked or a
 server failed on the way: it is named and left out, the others are scored; 1 when a trained head
 failed the parity gate (decoding against the training pass, and after save and reload); 2 a
-mistake to mend, of which a name in `drafters` that cannot be loaded is one.
+mistake to mend, of which a name in `drafters` that cannot be loaded is one; 130 stopped by
+Ctrl-C, 75 by SIGTERM.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 
-from conf.errors import UserError
+from conf.errors import UserError, resumable
 from conf.rules import Filled, NotNegative, OneOrMore, Seed, ZeroOrMore, one_of
 from conf.schema import entry
 from conf.typed import raise_all
@@ -45,6 +49,7 @@ from decode.target import Target
 from decode.verify import RULES
 from heads.small_lm.net import parameters
 from scripts.common import files
+from scripts.common.parts import Parts
 from scripts.common.prompts import Prompt, load_prompts, question_ids
 from scripts.common.sampling_keys import PenaltyKeys
 from scripts.reports import table
@@ -62,6 +67,29 @@ from scripts.scoring.suites import SuiteConfig, load_suite, notes, suites, table
 SKIPPED, DISAGREES = 3, 1
 GATE_TOKENS = 64
 PLANNED_NODES = 64  # of a draft tree, when memory is estimated
+# keys that change nothing in what is measured at a temperature and batch size, and those whose
+# meaning is looked up: prompts, target and drafters are compared by what they are
+ELSEWHERE = (
+    "out",
+    "target",
+    "drafters",
+    "candidates",
+    "runs",
+    "prompts",
+    "suite",
+    "num_prompts",
+    "categories",
+    "temperature",
+    "temperatures",
+    "device",
+    "batch_size",
+    "batch_sizes",
+    "parity",
+    "breakdown",
+    "wandb",
+    "quiet",
+)
+MEASURED = ("decode", "heads", "scripts/scoring")  # code that answers and times depend on
 
 
 @dataclass
@@ -134,6 +162,7 @@ class EvaluateConfig(PenaltyKeys):
 
 
 @entry("evaluate", EvaluateConfig)
+@resumable()
 def main(cfg: EvaluateConfig) -> int:
     """Load, measure, score, write. Exit code 3 when something was skipped, 1 when a head
     failed the parity gate.
@@ -151,17 +180,22 @@ def by_suite(cfg: EvaluateConfig, named: list[SuiteConfig], out: Path) -> int:
     cannot be had is named and left out, unless it is the only one."""
     if len(named) == 1:
         return evaluated(replace(cfg, suite=named[0]), out)
-    codes, missing = [], []
+    codes, kept, missing = [], [], []
     for suite in named:
         try:
-            codes.append(evaluated(replace(cfg, suite=suite), out / suite.name))
+            code, parts = scored(replace(cfg, suite=suite), out / suite.name)
         except UserError as error:
             missing.append(str(error))
+            continue
+        codes.append(code)
+        kept.append(parts)
     reports = [out / suite.name / "report.json" for suite in named]
     found, lines = table_of([path for path in reports if path.is_file()], missing)
     if not found["suites"]:
         raise UserError(f"{missing[0]} (and no other suite could be had)")
     files.write_json(out / "suites.json", found)
+    for parts in kept:
+        parts.clear()
     print("\n".join(["", *lines, f"table: {out / 'suites.json'}"]))
     return DISAGREES if DISAGREES in codes else max([SKIPPED if missing else 0, *codes])
 
@@ -181,7 +215,14 @@ def asked_of(cfg: EvaluateConfig, bad: list[dict[str, str]]) -> tuple[list[Promp
 
 
 def evaluated(cfg: EvaluateConfig, out: Path) -> int:
-    """The run behind `main`: its exit code."""
+    """The run behind `main`: its exit code. The same call goes on where one was stopped."""
+    code, parts = scored(cfg, out)
+    parts.clear()
+    return code
+
+
+def scored(cfg: EvaluateConfig, out: Path) -> tuple[int, Parts]:
+    """(exit code, what was measured): all is written to `out`, and the parts may go."""
     bad: list[dict[str, str]] = []
     prompts, source = asked_of(cfg, bad)
     out.mkdir(parents=True, exist_ok=True)
@@ -193,6 +234,7 @@ def evaluated(cfg: EvaluateConfig, out: Path) -> int:
     for line in facts.notes(target, cfg.sampling()):
         print(line, file=sys.stderr)
     lanes, skipped = entered(cfg, target, bad)
+    parts = kept_in(out / "unfinished", cfg, target, prompts, lanes)
     parity = gates(
         lanes, target, prompts, cfg.parity, min(cfg.max_new_tokens, GATE_TOKENS), cfg.quiet
     )
@@ -204,7 +246,7 @@ def evaluated(cfg: EvaluateConfig, out: Path) -> int:
     reports: list[dict[str, Any]] = []
     for number, (temperature, batch_size) in enumerate(points):
         at = replace(cfg, temperature=temperature, batch_size=batch_size)
-        report, lines = measure(at, target, prompts, lanes, skipped)
+        report, lines = measure(at, target, prompts, lanes, skipped, parts)
         report["settings"]["prompts"] = source
         report["parity"] = {name: found.json() for name, found in parity.items()}
         reports.append(report)
@@ -234,7 +276,7 @@ def evaluated(cfg: EvaluateConfig, out: Path) -> int:
     if cfg.wandb:
         to_wandb(reports[0], out, "evaluate")
     failed = [name for name, found in parity.items() if not found.passed]
-    return DISAGREES if failed else SKIPPED if any(r["skipped"] for r in reports) else 0
+    return DISAGREES if failed else SKIPPED if any(r["skipped"] for r in reports) else 0, parts
 
 
 def entered(
@@ -250,17 +292,52 @@ def entered(
     return lanes, list(by_reason.values())[::-1]
 
 
+def kept_in(
+    place: Path,
+    cfg: EvaluateConfig,
+    target: Target,
+    prompts: list[Prompt],
+    lanes: list[contest.Lane],
+) -> Parts:
+    """What was measured of this very evaluation before it was stopped. Says on stderr that it
+    goes on, or what has changed since and makes it begin anew."""
+    told = files.environment(str(target.device))
+    del told["commit"]  # the code itself is compared
+    key = {
+        **{k: v for k, v in asdict(cfg).items() if k not in ELSEWHERE},
+        **told,
+        "code": files.code_sha256(MEASURED),
+        "device": str(target.device),
+        "target": [asdict(cfg.target), target.identity and asdict(target.identity)],
+        "prompts": [asdict(prompt) for prompt in prompts],
+        "drafters": [[lane.name, lane.files] for lane in lanes],
+    }
+    parts = Parts(place, key)
+    if parts.resumed:
+        print(f"going on with what is measured in {place}", file=sys.stderr)
+    elif parts.changed:
+        print(
+            f"note: {place} was measured with another {', '.join(parts.changed)}; all is measured "
+            "anew",
+            file=sys.stderr,
+        )
+    return parts
+
+
 def measure(
     cfg: EvaluateConfig,
     target: Target,
     prompts: list[Any],
     lanes: list[contest.Lane],
     skipped: list[dict[str, str]],
+    parts: Parts,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(report, lines of outputs.jsonl) at the temperature and batch size of `cfg`."""
+    """(report, lines of outputs.jsonl) at the temperature and batch size of `cfg`. parts: what
+    was measured before the run was stopped, and is not measured again."""
     sampling = cfg.sampling()
     settings = contest.Settings(sampling, cfg.max_new_tokens, cfg.batch_size, cfg.seed, cfg.verify)
-    measured = contest.run_contest(target, prompts, lanes, settings, cfg.quiet)
+    name = folder(cfg.temperature, cfg.batch_size)
+    measured = contest.run_contest(target, prompts, lanes, settings, cfg.quiet, parts, name)
     lost = {one["name"] for one in measured.lost}
     lanes = [lane for lane in lanes if lane.name not in lost]
     scores = Scores(measured, lanes)
@@ -290,6 +367,7 @@ def measure(
         "plain_pass_ms": scores.steadiness(),
         "skipped": [*skipped, *measured.lost],
         "skipped_turns": measured.skipped_turns,
+        "sittings": measured.sittings,
     }
     if target.device.type != "cpu":
         again(report["drafters"], target, prompts[: cfg.breakdown], lanes, settings)

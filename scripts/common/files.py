@@ -105,6 +105,14 @@ def command() -> str:
     return shlex.join(["python", str(name), *sys.argv[1:]])
 
 
+def code_sha256(parts: Iterable[str], root: Path = ROOT) -> str:
+    """Hash of all Python files in these folders of the repository."""
+    digest = hashlib.sha256()
+    for file in [file for part in parts for file in sorted((root / part).rglob("*.py"))]:
+        digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
 def commit(*paths: str) -> str:
     """As conf.commit has it; "unknown" without git."""
     return commit_of(*paths) or "unknown"

@@ -20,21 +20,26 @@ class Parts:
     """JSON values by name in `folder` (None: in memory alone).
 
     key: what the parts depend on (settings, hashes). A folder that was written under another
-        key is emptied.
+        key is emptied. resumed: there are parts under this very key. changed: where the key is
+        a dict and there were parts under another one, the names whose values differ.
     """
 
     def __init__(self, folder: Path | None, key: Any = None) -> None:
         self.folder, self.memory = folder, dict[str, list[Any]]()
-        self.resumed = False
+        self.resumed, self.changed = False, list[str]()
         if folder is None:
             return
-        stamp = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
-        mark = folder / "key"
-        if mark.is_file() and mark.read_text() == stamp:
-            self.resumed = any(folder.glob("*.jsonl"))
+        named = key if isinstance(key, dict) else {"key": key}
+        stamp = {name: _sha256(value) for name, value in named.items()}
+        mark, there = folder / "key", any(folder.glob("*.jsonl"))
+        old = _stamp(mark)
+        if old == stamp:
+            self.resumed = there
             return
+        if there:
+            self.changed = [n for n in {**old, **stamp} if old.get(n) != stamp.get(n)]
         self.clear()
-        files.write_text(mark, stamp)
+        files.write_text(mark, json.dumps(stamp))
 
     def lines(self, name: str) -> list[Any]:
         """What was added under `name` so far. A last line that a crash cut short is dropped."""
@@ -88,3 +93,16 @@ class Parts:
                 file.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # something of the user's lies there
                 self.folder.rmdir()
+
+
+def _sha256(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _stamp(mark: Path) -> dict[str, str]:
+    """The hashes of the key that a folder was written under; {} where they cannot be read."""
+    try:
+        found = json.loads(mark.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -262,6 +262,11 @@ def notes(report: dict[str, Any]) -> list[str]:
             "NAME@URL rows are running servers: decoding is what an answer takes longer than its "
             "first token, accepted length comes from their own totals; a dash: it tells none."
         )
+    if len(report.get("sittings", [])) > 1:
+        lines.append(
+            f"The run was stopped and went on: measured in {len(report['sittings'])} sittings. All "
+            "drafters answered a prompt in one of them, and speedups compare within prompts."
+        )
     if report["skipped_turns"]:
         lines.append(
             f"{len(report['skipped_turns'])} later turns outgrew the context and were left out for "

@@ -10,14 +10,16 @@ the history of later turns of that group.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 from conf.errors import UserError
-from decode.engine import Generation, Request, Run, Timing
+from decode.engine import Cycle, Generation, Request, Run, Timing
 from decode.sampling import Sampling
 from decode.target import Target
 from heads.names import Draft
+from scripts.common.parts import Parts
 from scripts.common.progress import Steps, columns
 from scripts.common.prompts import Prompt, chat_ids, question_ids
 from scripts.scoring.names import clipped
@@ -47,6 +49,7 @@ class Lane:
     target: whom it drafts for, None: the report's target. group: name of that target, "" for
     the report's. base: the row of its group's plain decoding. facts: parameters, bytes,
     training cost, where known. draft: what its name asks for, None for outside references.
+    files: name, size and time of the files that it drafts with.
     """
 
     name: str
@@ -61,6 +64,7 @@ class Lane:
     base: str = "none"
     facts: dict[str, Any] = field(default_factory=dict)
     draft: Draft | None = None
+    files: list[list[Any]] = field(default_factory=list)
 
 
 @dataclass
@@ -98,12 +102,36 @@ class Lap:
 class Contest:
     """Everything measured. skipped_turns: (prompt id, turn, why) of turns that no drafter
     could run. lost: {name, reason} of servers that failed on the way, of which nothing is kept.
+    sittings: when the run began, and when it went on after it had been stopped.
     """
 
     answers: list[Answer] = field(default_factory=list)
     laps: list[Lap] = field(default_factory=list)
     skipped_turns: list[dict[str, Any]] = field(default_factory=list)
     lost: list[dict[str, str]] = field(default_factory=list)
+    sittings: list[str] = field(default_factory=list)
+
+    def part(self, chunk: Sequence[Prompt]) -> dict[str, Any]:
+        """A JSON value of all that was measured on a chunk of prompts."""
+        ids = {p.id for p in chunk}
+        return {
+            "answers": [asdict(one) for one in self.answers if one.prompt_id in ids],
+            "laps": [asdict(one) for one in self.laps if ids.issuperset(one.prompts)],
+            "skipped_turns": [one for one in self.skipped_turns if one["prompt_id"] in ids],
+            "lost": self.lost,
+            "sitting": self.sittings[-1],
+        }
+
+    def take(self, part: dict[str, Any]) -> None:
+        """Add what `part` has told of a chunk, as if it had been measured now."""
+        self.skipped_turns += part["skipped_turns"]
+        self.lost += [one for one in part["lost"] if one not in self.lost]
+        self.sittings += [part["sitting"]] if part["sitting"] not in self.sittings else []
+        lost = {one["name"] for one in self.lost}
+        self.answers += [Answer(**one | _generation(one)) for one in part["answers"]]
+        self.laps += [Lap(**one | _timing(one)) for one in part["laps"]]
+        self.answers = [one for one in self.answers if one.drafter not in lost]
+        self.laps = [one for one in self.laps if one.drafter not in lost]
 
     def run(self, lane: Lane, requests: Sequence[Request], settings: Settings) -> Run | None:
         """What a lane answers; None for one that is lost. A server is beyond our power: its failure
@@ -130,6 +158,19 @@ class Contest:
         self.laps.append(Lap(lane.name, unit, turn, run.timing, tokens, first, most))
         for p, generation in zip(live, run.generations, strict=True):
             self.answers.append(Answer(lane.name, p.id, turn, p.category, generation))
+
+
+def _generation(answer: dict[str, Any]) -> dict[str, Any]:
+    """The generation of an answer that was read back from JSON."""
+    told = answer["generation"]
+    lists = ("ranks", "drafters")
+    cycles = [Cycle(**one | {key: tuple(one[key]) for key in lists}) for one in told["cycles"]]
+    return {"generation": Generation(**told | {"cycles": cycles})}
+
+
+def _timing(lap: dict[str, Any]) -> dict[str, Any]:
+    """What JSON has made of a lap's prompts and timing, undone."""
+    return {"prompts": tuple(lap["prompts"]), "timing": Timing(**lap["timing"])}
 
 
 class Talks:
@@ -177,28 +218,36 @@ def run_contest(
     lanes: Sequence[Lane],
     settings: Settings,
     quiet: bool = False,
+    parts: Parts | None = None,
+    name: str = "contest",
 ) -> Contest:
-    """Run every lane on every prompt.
+    """Run every lane on every prompt. Chunks of prompts that all lanes have answered are kept in
+    `parts` under `name`, and those that are there already are not run again: a chunk is what the
+    lanes are compared on, so no comparison spans a stop.
 
     Raises UserError when the first turn of a prompt does not fit the context; a later turn
     that does not fit, because the history grew, is skipped for all drafters and noted.
     """
     contest, talks = Contest(), Talks(target, prompts, {lane.group: None for lane in lanes})
-    first = [question_ids(target.tokenizer, p.turns[0]) for p in prompts]
-    for prompt, ids in zip(prompts, first, strict=True):
-        if len(ids) >= target.context_length:
-            raise UserError(
-                f"prompts: {prompt.id} has {len(ids)} tokens and the target's context holds "
-                f"{target.context_length}; shorten or remove that prompt"
-            )
-    _warm_up(contest, lanes, first[0], settings)
+    first = _first_questions(target, prompts)
     size = settings.batch_size
     chunks = [list(prompts[i : i + size]) for i in range(0, len(prompts), size)]
-    total = sum(max(len(p.turns) for p in chunk) for chunk in chunks) * len(lanes)
+    turns = [max(len(p.turns) for p in chunk) for chunk in chunks]
+    parts = parts or Parts(None)
+    known = parts.lines(name)
+    for part in known:
+        contest.take(part)
+        for lane in lanes:
+            lane.facts |= {"tells": False} if lane.name in part["silent"] else {}
+    if len(known) == len(chunks):
+        return contest
+    contest.sittings.append(datetime.now(UTC).isoformat())
+    _warm_up(contest, lanes, first[0], settings)
     with Steps(*columns(28), quiet=quiet, transient=True) as progress:
-        task = progress.add_task("scoring", total=total, name="scoring")
-        for number, chunk in enumerate(chunks):
-            for turn in range(max(len(p.turns) for p in chunk)):
+        total, done = (len(lanes) * sum(some) for some in (turns, turns[: len(known)]))
+        task = progress.add_task("scoring", total=total, completed=done, name="scoring")
+        for number, chunk in list(enumerate(chunks))[len(known) :]:
+            for turn in range(turns[number]):
                 asking = [p for p in chunk if turn < len(p.turns)]
                 live, requests = talks.asked(
                     asking, turn, settings.max_new_tokens, contest.skipped_turns
@@ -218,7 +267,21 @@ def run_contest(
                         if run is not None and lane.name == lane.base:
                             talks.remember(lane.group, live, run)
                     progress.advance(task)
+            silent = [lane.name for lane in lanes if not lane.facts.get("tells", True)]
+            parts.add(name, contest.part(chunk) | {"silent": silent})
     return contest
+
+
+def _first_questions(target: Target, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """The ids of every prompt's first turn. Raises UserError for one beyond the context."""
+    first = [question_ids(target.tokenizer, p.turns[0]) for p in prompts]
+    for prompt, ids in zip(prompts, first, strict=True):
+        if len(ids) >= target.context_length:
+            raise UserError(
+                f"prompts: {prompt.id} has {len(ids)} tokens and the target's context holds "
+                f"{target.context_length}; shorten or remove that prompt"
+            )
+    return first
 
 
 def request_id(prompt: int, turn: int) -> int:

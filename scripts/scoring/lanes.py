@@ -14,7 +14,7 @@ from decode.draft_model import DraftModel
 from decode.drafters import Drafter
 from decode.engine import Request, Run, generate
 from decode.target import Target
-from heads import HEADS, head_folder, resolve_drafter
+from heads import HEADS, drafter_folders, head_folder, resolve_drafter
 from heads.checkpoint import read_card, trained_for
 from heads.names import Draft, parse
 from scripts.common.clock import clock
@@ -90,7 +90,7 @@ def _lanes(
             tuned[sha] = (copy.identity.name if copy.identity else copy.tuning, copy)
         group, mine = tuned[sha]
     lane = drafting(spec, resolve_drafter(spec, mine), mine)
-    lane.draft = asked
+    lane.draft, lane.files = asked, _files(asked)
     if not asked.parts:
         lane.facts |= training(cards[0])
     others = [] if group else [other for card in cards if (other := trained_for(card, mine))]
@@ -119,7 +119,10 @@ def _with_assistant(spec: str, target: Target) -> list[Lane]:
         )
     draft = resolve_drafter(f"{assistant}@chain", target)
     assert isinstance(draft, DraftModel), "all other kinds have been refused"
-    return _assisted(spec, target, draft)
+    found = _assisted(spec, target, draft)
+    for lane in found:
+        lane.files = _files(given)
+    return found
 
 
 def drafting(spec: str, drafter: Drafter, target: Target) -> Lane:
@@ -188,6 +191,17 @@ def _card(draft: Draft) -> dict[str, Any] | None:
     """
     folder = head_folder(draft)
     return None if folder is None else read_card(folder)
+
+
+def _files(draft: Draft) -> list[list[Any]]:
+    """Name, bytes and time of the files that `draft` is loaded from."""
+    stats = (
+        (path, path.stat())
+        for folder in drafter_folders(draft)
+        for path in sorted(folder.iterdir())
+        if path.is_file()
+    )
+    return [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
 
 
 def _tuned_by(card: dict[str, Any] | None) -> str:

@@ -19,6 +19,7 @@ from decode.drafters import DraftModel
 from decode.grow import Form
 from decode.sampling import Sampling
 from decode.target import Target
+from scripts.common import files
 from scripts.common.files import ROOT
 from scripts.common.parts import Parts
 from scripts.proofs import pit
@@ -68,10 +69,7 @@ def identity(target: Target, plan: Plan, processors: Any) -> dict[str, Any]:
 
 def code_sha256() -> str:
     """Hash of the verifier, of the drafters and of the layers that judge them."""
-    digest = hashlib.sha256()
-    for file in [file for part in TESTED for file in sorted((ROOT / part).rglob("*.py"))]:
-        digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes() + b"\0")
-    return digest.hexdigest()
+    return files.code_sha256(TESTED, ROOT)
 
 
 def borrow(

@@ -1,0 +1,307 @@
+"""An evaluation that is stopped keeps what it has measured and goes on by the same command."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conf.errors import Interrupted, resumable
+from conf.jsonl import records
+from scripts import evaluate
+from scripts.common.files import ROOT
+from scripts.common.parts import Parts
+from scripts.scoring import contest
+from tests.helpers import pictures
+from tests.helpers.commands import code_of
+
+SMALL = ("target=tiny", "dtype=float32", "max_new_tokens=16", "quiet=true", "device=cpu")
+ASKED = ("drafters=[none,ngram]", "temperatures=[0,1]", "parity=0")
+PROMPTS = 5
+
+
+def prompts_file(folder: Path) -> Path:
+    rows = [{"question_id": i, "turns": [f"ab ab {i} ab", "and?"]} for i in range(PROMPTS)]
+    path = folder / "p.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> tuple[str, ...]:
+    return (*SMALL, *ASKED, f"prompts={prompts_file(tmp_path)}", f"out={tmp_path}/out")
+
+
+def accepted(out: Path) -> list[Any]:
+    """What does not depend on the clock: accepted lengths and answers of every setting."""
+    reports = [json.loads((out / name / "report.json").read_text()) for name in ("", "t1-b1")]
+    rows = [
+        [row["name"], row["tokens"], row["cycles"], row["accepted_length"], row["per_prompt"]]
+        for report in reports
+        for row in report["drafters"]
+    ]
+    timed = {"speedup"}
+    cut = [
+        [*row[:4], [{k: v for k, v in one.items() if k not in timed} for one in row[4]]]
+        for row in rows
+    ]
+    return [*cut, records(out / "outputs.jsonl"), records(out / "t1-b1" / "outputs.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    place = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        pictures.left_out(patch)
+        keys = (*SMALL, *ASKED, f"prompts={prompts_file(place)}", f"out={place}/out")
+        assert code_of(evaluate.main, *keys) == 0
+    return accepted(place / "out")
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """(drafter, turn) of every measured run; no pictures are drawn."""
+    pictures.left_out(monkeypatch)
+    seen: list[tuple[str, int]] = []
+    note = contest.Contest.note
+
+    def noted(self: Any, lane: Any, live: Any, turn: int, run: Any, most: Any) -> None:
+        seen.append((lane.name, turn))
+        note(self, lane, live, turn, run, most)
+
+    monkeypatch.setattr(contest.Contest, "note", noted)
+    return seen
+
+
+def stop_after(count: int, monkeypatch: pytest.MonkeyPatch, stop: Callable[[], None]) -> None:
+    """`stop` is called in the midst of the run, when `count` answers have been noted."""
+    note, left = contest.Contest.note, count
+
+    def noted(self: Any, *given: Any) -> None:
+        nonlocal left
+        note(self, *given)
+        left -= 1
+        if not left:
+            stop()
+
+    monkeypatch.setattr(contest.Contest, "note", noted)
+
+
+def ctrl_c() -> None:
+    raise KeyboardInterrupt
+
+
+def sigterm() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(5)  # the signal ends this at once
+
+
+@pytest.mark.parametrize("stop, code", [(ctrl_c, 130), (sigterm, 75)])
+def test_what_was_measured_is_not_measured_again(
+    asked: tuple[str, ...],
+    tmp_path: Path,
+    measured: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    uninterrupted: list[Any],
+    capsys: pytest.CaptureFixture[str],
+    stop: Callable[[], None],
+    code: int,
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        stop_after(31, patch, stop)  # 20 of the first temperature, 2 prompts of the second
+        assert code_of(evaluate.main, *asked) == code
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert "run the same command again to continue" in capsys.readouterr().err
+    unfinished = tmp_path / "out/unfinished"
+    kept = {path.stem: len(path.read_text().splitlines()) for path in unfinished.glob("*.jsonl")}
+    assert kept == {"t0-b1": PROMPTS, "t1-b1": 2}
+    measured.clear()
+    assert code_of(evaluate.main, *asked) == 0
+    assert len(measured) == (PROMPTS - 2) * 2 * 2, "three prompts, two turns, two drafters"
+    assert "going on with what is measured in" in capsys.readouterr().err
+    assert accepted(tmp_path / "out") == uninterrupted
+    first, second = (
+        json.loads((tmp_path / "out" / name / "report.json").read_text()) for name in ("", "t1-b1")
+    )
+    assert len(first["sittings"]) == 1 and len(second["sittings"]) == 2
+    assert not unfinished.exists()
+    measured.clear()
+    assert code_of(evaluate.main, *asked) == 0
+    assert len(measured) == PROMPTS * 2 * 2 * 2, "a finished one is a new one"
+
+
+def test_the_drafters_keep_their_turns(
+    asked: tuple[str, ...], measured: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who begins moves on with the prompts as if nobody had stopped."""
+    assert code_of(evaluate.main, *asked) == 0
+    whole = [name for name, *_ in measured]
+    measured.clear()
+    with monkeypatch.context() as patch:
+        stop_after(6, patch, ctrl_c)
+        assert code_of(evaluate.main, *asked) == 130
+    assert [name for name, *_ in measured] == whole[:6]
+    measured.clear()
+    assert code_of(evaluate.main, *asked) == 0
+    assert [name for name, *_ in measured] == whole[4:], "the prompt that was cut is asked again"
+
+
+@pytest.mark.parametrize(
+    "key, name",
+    [
+        ("max_new_tokens=17", "max_new_tokens"),
+        ("seed=1", "seed"),
+        ("num_prompts=4", "prompts"),
+        ("drafters=[none,ngram@2]", "drafters"),
+        ("target.seed=5", "target"),
+        ("verify=rejection", "verify"),
+    ],
+)
+def test_a_change_is_named_and_begins_anew(
+    asked: tuple[str, ...],
+    tmp_path: Path,
+    measured: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    key: str,
+    name: str,
+) -> None:
+    with monkeypatch.context() as patch:
+        stop_after(6, patch, ctrl_c)
+        assert code_of(evaluate.main, *asked) == 130
+    measured.clear()
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        stop_after(5, patch, ctrl_c)
+        assert code_of(evaluate.main, *asked, key) == 130
+    assert f"was measured with another {name}; all is measured anew" in capsys.readouterr().err
+    assert len((tmp_path / "out/unfinished/t0-b1.jsonl").read_text().splitlines()) == 1
+
+
+def test_other_keys_change_nothing(
+    asked: tuple[str, ...], measured: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        stop_after(21, patch, ctrl_c)
+        assert code_of(evaluate.main, *asked) == 130
+    measured.clear()
+    assert code_of(evaluate.main, *asked, "temperatures=[0]", "parity=1") == 0
+    assert measured == []
+
+
+def test_a_head_that_was_trained_on_is_measured_anew(tmp_path: Path) -> None:
+    from heads import HEADS, save_head
+    from scripts.scoring.lanes import lanes_of
+    from tests.helpers.training import tiny_target
+
+    target, kind = tiny_target(), HEADS["medusa"]
+    head = kind.for_target(target, kind.Config(heads=2, draft_vocab=0))
+    found = []
+    for _ in range(2):
+        save_head(head, tmp_path / "run/head", target.identity)
+        lanes, _ = lanes_of(["none", f"{tmp_path}/run@chain", "hf_generate"], target)
+        found.append([lane.files for lane in lanes])
+        next(head.parameters()).data += 1
+    assert found[0] != found[1] and found[0][0] == found[0][2] == []
+    assert {Path(name).name for name, *_ in found[0][1]} == {"head.json", "head.safetensors"}
+
+
+def test_a_lost_server_stays_lost(tmp_path: Path) -> None:
+    begun = contest.Contest(sittings=["a"])
+    answer = contest.Answer("x@http://h", "p", 0, "c", contest.Generation([1], [2]))
+    begun.answers += [answer, contest.Answer("none", "p", 0, "c", contest.Generation([1], [2]))]
+    first = begun.part([contest.Prompt("p", "c", ["t"])])
+    later = contest.Contest(lost=[{"name": "x@http://h", "reason": "gone"}], sittings=["b"])
+    again = contest.Contest()
+    for part in (first, later.part([])):
+        again.take(json.loads(json.dumps(part)))
+    assert [one.drafter for one in again.answers] == ["none"]
+    assert again.lost == later.lost and again.sittings == ["a", "b"]
+
+
+def test_suites_that_are_measured_wait_for_the_others(
+    tmp_path: Path, measured: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = ["mtbench", "gsm8k"]
+    found = [evaluate.SuiteConfig(name=name) for name in named]
+    monkeypatch.setattr(evaluate, "suites", lambda _: found)
+    asked_of = (evaluate.load_prompts(prompts_file(tmp_path)), {"path": "p", "sha256": "0" * 64})
+    monkeypatch.setattr(evaluate, "asked_of", lambda *_: asked_of)
+    monkeypatch.setattr(evaluate, "table_of", lambda *_: ({"suites": named}, []))
+    keys = (*SMALL, *ASKED, "suite=all", f"out={tmp_path}/out")
+    with monkeypatch.context() as patch:
+        stop_after(43, patch, ctrl_c)  # 40 of the first suite
+        assert code_of(evaluate.main, *keys) == 130
+    measured.clear()
+    assert code_of(evaluate.main, *keys) == 0
+    assert len(measured) == 40, "those of the second suite"
+    assert not list(tmp_path.glob("out/*/unfinished"))
+
+
+def test_kill_and_sigterm_in_the_middle(
+    asked: tuple[str, ...], tmp_path: Path, measured: list[Any], uninterrupted: list[Any]
+) -> None:
+    """A process of its own: killed when a prompt is measured, started again, stopped at the next."""
+    part = tmp_path / "out/unfinished/t0-b1.jsonl"
+    slow = "import os, time\nfrom scripts.scoring import contest\nrun = contest.Contest.run\n"
+    slow += "def slowed(*given):\n    time.sleep(0.15)\n    return run(*given)\n"
+    slow += (
+        f"contest.Contest.run = slowed\nfrom scripts import evaluate\nevaluate.main({list(asked)})"
+    )
+    script = [sys.executable, "-c", slow]
+    for number, (end, code) in enumerate(((signal.SIGKILL, -9), (signal.SIGTERM, 75)), 1):
+        with subprocess.Popen(script, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+            while process.poll() is None:
+                if part.exists() and len(part.read_text().splitlines()) >= number:
+                    break
+                time.sleep(0.01)
+            process.send_signal(end)
+            said = process.communicate()[1]
+        assert process.returncode == code, said
+    assert "run the same command again to continue" in said and "going on with" in said
+    kept = len(part.read_text().splitlines())
+    assert 2 <= kept < PROMPTS
+    assert code_of(evaluate.main, *asked) == 0
+    assert len(measured) == (2 * PROMPTS - kept) * 2 * 2
+    assert accepted(tmp_path / "out") == uninterrupted
+
+
+def test_sigterm_says_that_the_same_command_goes_on() -> None:
+    with pytest.raises(Interrupted, match="run the same command again") as stop, resumable():
+        sigterm()
+    assert stop.value.code == 75
+    before = signal.getsignal(signal.SIGTERM)
+    found: list[Any] = []
+
+    def elsewhere() -> None:
+        with resumable():
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert found == [before], "only the main thread may set a handler"
+
+
+def test_parts_name_what_has_changed(tmp_path: Path) -> None:
+    place = tmp_path / "parts"
+    Parts(place, {"a": 1, "b": [2], "c": 3}).add("x", 1)
+    assert Parts(place, {"a": 1, "b": [2], "c": 3}).resumed
+    again = Parts(place, {"a": 1, "b": [3], "d": 3})
+    assert again.changed == ["b", "c", "d"] and not again.resumed and again.lines("x") == []
+    assert Parts(place, {"a": 1, "b": [3], "d": 4}).changed == [], "there was nothing to lose"
+    (place / "key").write_text("an older form")
+    Parts(place).add("x", 1)
+    assert not Parts(place, "k").resumed
+    assert re.fullmatch(r"\{.*\}", (place / "key").read_text())
