@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -103,6 +103,7 @@ def test_numbers_of_the_prefill_and_the_first_cycle_differ() -> None:
         ]
     ),
 )
+@example(70584, (1.3, 0, 0.7, 0.0))  # the third token lies 1.4e-6 beyond the edge
 def test_places_agree_with_the_law_written_with_sums(
     seed: int, s: tuple[float, int, float, float]
 ) -> None:
@@ -114,11 +115,14 @@ def test_places_agree_with_the_law_written_with_sums(
     found = pit.places(logits.expand(6, 6), torch.arange(6), sampling)
     order = sorted(range(6), key=lambda i: (-law[i], -logits[i], i))
     for rank, token in enumerate(order):
+        if found.edge[token]:  # inside by float32's tolerance, which sums in float64 do not have
+            assert law[token] == 0
+            continue
         assert found.mass[token] == pytest.approx(float(law[token]), abs=1e-12)
         if law[token] > 0:
             below = sum(float(law[t]) for t in order[:rank])
             assert found.below[token] == pytest.approx(below, abs=1e-12)
-    assert (found.outside == (law.numpy() == 0)).all()
+    assert (found.outside == ((law.numpy() == 0) & ~found.edge)).all()
 
 
 def test_places_apply_the_repetition_penalty_to_the_history() -> None:

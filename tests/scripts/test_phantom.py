@@ -214,7 +214,7 @@ def test_every_kind_of_head_has_a_bar() -> None:
 
 
 @pytest.mark.parametrize("kind", DECODE)
-def test_calibration_and_gate_run_to_their_end(kind: str, probe: Any) -> None:
+def test_calibration_and_gate_run_to_their_end(kind: str, probe: Any, imagined: None) -> None:
     with phantom() as ghost:
         target, head = made(ghost, kind, probe)
         head.eval()
