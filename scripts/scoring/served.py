@@ -21,7 +21,8 @@ from decode.engine import Cycle, Generation, Request, Run, Timing
 from decode.sampling import Sampling
 from decode.target import Target
 from scripts.scoring.reference import room
-from scripts.serving.asking import VLLM, Address, Ask, Door, Reply, read_counters
+from scripts.serving.asking import VLLM, Address, Ask, Door, Reply
+from scripts.serving.counters import read_counters, rise
 
 TRIES = 4
 PATIENCE = 600.0  # seconds for one answer
@@ -188,11 +189,10 @@ def risen(kind: str, before: str | None, after: str | None) -> int | None:
     do not tell."""
     if before is None or after is None:
         return None
-    old, new = read_counters(before), read_counters(after)
-    if new is None:
-        return 0 if kind == VLLM and old is None else None  # which counts wherever it drafts
-    rose = new.get("accepted_tokens", 0) - (old or {}).get("accepted_tokens", 0)
-    return int(rose) if rose >= 0 else None  # less than before: it was started anew
+    if read_counters(before) is None and read_counters(after) is None:
+        return 0 if kind == VLLM else None  # which counts wherever it drafts
+    found = rise(before, after, ("accepted_tokens",))
+    return None if found.rose is None else int(found.rose["accepted_tokens"])
 
 
 def accepted(

@@ -14,21 +14,17 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from conf.errors import UserError
+from scripts.serving.counters import read_counters
 from scripts.synthesis.server import Again, GivenUp, OpenAIServer, Refused
 
 LLAMACPP, VLLM, OTHER = "llama.cpp", "vllm", "other"
 MOST_TOP = 64  # tokens of a law that are asked of a plain server
 DRAFTED = ("draft_n", "draft_n_accepted")  # draft tokens of an answer, by llama.cpp
 CLOSE = 1e-4  # by which a setting may differ that went through float32
-PER_POSITION = re.compile(r'accepted_tokens_per_pos(?:_total)?\{[^}]*position="(\d+)"[^}]*\} (\S+)')
-TOTALS = re.compile(
-    r"spec_decode_num_(drafts|draft_tokens|accepted_tokens)(?:_total)?(?:\{.*\})? (\S+)$"
-)
 
 
 @dataclass(frozen=True)
@@ -75,7 +71,8 @@ class Reply:
 
 
 class Door:
-    """A server that was recognised. kind: llama.cpp, vllm or other. model: its name there."""
+    """A server that was recognised. kind: llama.cpp, vllm or other. model: its name there.
+    unread: why its metrics could not be read, "" where they could or it has none."""
 
     def __init__(self, address: Address) -> None:
         root = address.url.rstrip("/").removesuffix("/v1")
@@ -88,7 +85,7 @@ class Door:
                     "leave key_env out"
                 )
         self.address, self.root = address, root
-        self.kind, self.model = OTHER, ""
+        self.kind, self.model, self.unread = OTHER, "", ""
         self._server = OpenAIServer(
             root,
             key,
@@ -176,14 +173,12 @@ class Door:
         return None if page is None else read_counters(page)
 
     async def metrics(self) -> str | None:
-        """Its Prometheus page; None where it has none."""
-        import httpx
-
+        """Its Prometheus page; None where it has none, or one that cannot be read (`unread`)."""
         try:
-            reply = await self._server._client.get(f"{self.root}/metrics")
-        except httpx.HTTPError:
+            return await self._server.page("/metrics")
+        except Again as error:
+            self.unread = f"GET /metrics: {error}"
             return None
-        return reply.text if reply.status_code == 200 else None
 
     async def connect(self) -> None:
         """Open all connections, so that none is opened while somebody takes the time."""
@@ -197,35 +192,6 @@ class Door:
     def troubles(self) -> int:
         """How many tries have failed so far: each costs a wait before the next one."""
         return self._server.troubles.total()
-
-
-def read_counters(text: str) -> dict[str, Any] | None:
-    """Of a Prometheus page with speculation's counters, summed over a server's engines; None
-    without them."""
-    out: dict[str, Any] = {}
-    places: dict[int, int] = {}
-    for line in text.splitlines():
-        if line.startswith("#"):
-            continue
-        found = PER_POSITION.search(line)
-        if found:
-            place = int(found[1])
-            places[place] = places.get(place, 0) + _counted(found[2])
-            continue
-        total = TOTALS.search(line)
-        if total:
-            out[total[1]] = out.get(total[1], 0) + _counted(total[2])
-    if "drafts" not in out:
-        return None
-    return {**out, "accepted_by_position": [places[k] for k in sorted(places)]}
-
-
-def _counted(text: str) -> int:
-    """A counter of a Prometheus page; 0 for NaN, infinity and what is no number."""
-    try:
-        return int(float(text))
-    except (ValueError, OverflowError):
-        return 0
 
 
 def _llamacpp(ids: list[int], ask: Ask) -> dict[str, Any]:

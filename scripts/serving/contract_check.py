@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from itertools import zip_longest
 from typing import Any
 
 from scripts.serving import contract
 from scripts.serving.asking import Address, Ask, Door
+from scripts.serving.counters import rise
 
 SHOWN = 3  # places where it parts that are printed
 
 
 def checked(wanted: dict[str, Any], address: Address) -> dict[str, Any]:
-    """What a server did against a contract (contract.verdict), with its kind and counters.
+    """What a server did against a contract (contract.verdict), with its kind; counters: what is
+    wrong with its counters.
 
     Raises UserError for a server that cannot be asked.
     """
@@ -24,7 +25,7 @@ async def _checked(wanted: dict[str, Any], address: Address) -> dict[str, Any]:
     ask = Ask(wanted["max_new_tokens"])
     answers = []
     async with Door(address) as door:
-        before = await door.counters()
+        before = await door.metrics()
         for row in wanted["prompts"]:
             reply = await door.answer(row["ids"], ask)
             answers.append(
@@ -36,20 +37,11 @@ async def _checked(wanted: dict[str, Any], address: Address) -> dict[str, Any]:
                     "ignored": list(reply.ignored),
                 }
             )
-        after = await door.counters()
-        kind = door.kind
-    counted = _between(before, after)
-    return {"kind": kind, **contract.verdict(wanted, answers, counted)}
-
-
-def _between(before: Any, after: Any) -> dict[str, Any] | None:
-    """What the counters rose by; None where a server has none, or drafted nothing."""
-    if not before or not after or after["drafts"] == before["drafts"]:
-        return None
-    out = {key: after[key] - before[key] for key in after if isinstance(after[key], int)}
-    # a position that nothing had reached before may have had no counter
-    pairs = zip_longest(after["accepted_by_position"], before["accepted_by_position"], fillvalue=0)
-    return out | {"accepted_by_position": [a - b for a, b in pairs]}
+        found = rise(before, await door.metrics())
+        kind, unread = door.kind, door.unread
+    counted = found.rose if found.rose and found.rose["drafts"] else None
+    said = contract.verdict(wanted, answers, counted)
+    return {"kind": kind, "counters": found.why or unread, **said}
 
 
 def told(found: dict[str, Any]) -> list[str]:
@@ -60,7 +52,8 @@ def told(found: dict[str, Any]) -> list[str]:
         lines.append(f"and {len(found['parts']) - SHOWN} more")
     said = found["acceptance"]
     if said is None:
-        lines.append("acceptance: the server tells none (no counters, or it does not speculate)")
+        why = found["counters"] or "the server tells none (no counters, or it does not speculate)"
+        lines.append(f"acceptance: {why}")
     else:
         lines.append(
             f"accepted draft tokens: {said['accepted']['server']} of {said['drafted']['server']}, "

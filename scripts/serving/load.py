@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from typing import Any
 
 from conf.errors import UserError
 from decode.engine import Cycle
 from scripts.serving.asking import Address, Ask, Door, Reply
 from scripts.serving.costs import Point
+from scripts.serving.counters import rise
 
 Watch = Callable[[int, int], None]
 TRIES = 4
@@ -120,9 +120,9 @@ async def lap(door: Door, draft_tokens: int, prompts: list[list[int]], limit: in
     await _asked(door, prompts, 1)  # read once, where the server keeps prompts
     for _ in range(TRIES):
         short, _replies = await _asked(door, prompts, 1)
-        before = await door.counters() if draft_tokens else None
+        before = await door.metrics() if draft_tokens else None
         long, replies = await _asked(door, prompts, limit)
-        after = await door.counters() if draft_tokens else None
+        after = await door.metrics() if draft_tokens else None
         tokens = sum(_count(door, reply) - 1 for reply in replies)
         cycles = tokens - (_accepted(door, replies, before, after) if draft_tokens else 0)
         if min(tokens, cycles) >= 1 and long > short:
@@ -151,19 +151,20 @@ def _count(door: Door, reply: Reply) -> int:
     return len(reply.tokens)
 
 
-def _accepted(door: Door, replies: Sequence[Reply], before: Any, after: Any) -> int:
-    """Draft tokens that were accepted in these answers."""
+def _accepted(door: Door, replies: Sequence[Reply], before: str | None, after: str | None) -> int:
+    """Draft tokens that were accepted in these answers. before, after: pages of metrics."""
     told = [reply.accepted for reply in replies]
     drafted = [reply.drafted for reply in replies]
     if all(n is not None for n in told) and any(drafted):
         return sum(n for n in told if n is not None)
-    rose = after["accepted_tokens"] - before["accepted_tokens"] if before and after else None
-    if rose is None or after["drafts"] == before["drafts"]:
+    found = rise(before, after, ("drafts", "accepted_tokens"))
+    if found.rose is None or not found.rose["drafts"]:
+        why = found.why or door.unread or "it does not tell what it accepted, or drafted nothing"
         raise UserError(
-            f"{door.address.setting}: {door.root}: asked greedy answers; it does not tell what it "
-            "accepted, or drafted nothing: is it the server with the drafter?"
+            f"{door.address.setting}: {door.root}: asked greedy answers; {why}: is it the server "
+            "with the drafter?"
         )
-    return int(rose)
+    return int(found.rose["accepted_tokens"])
 
 
 def points(found: Sequence[Lap]) -> list[Point]:

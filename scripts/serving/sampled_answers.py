@@ -21,6 +21,7 @@ from scripts.common.parts import Parts
 from scripts.proofs.greedy import Plain
 from scripts.proofs.served import Answer
 from scripts.serving.asking import Address, Ask, Door, Reply
+from scripts.serving.counters import rise
 
 SEEDS = 1 << 31
 Watch = Callable[[str, int, int], None]
@@ -47,13 +48,15 @@ class Job:
 @dataclass
 class Asked:
     """What came back. drafted: draft tokens, None where the server does not tell. notes: what
-    it did otherwise than asked, or did not tell."""
+    it did otherwise than asked, or did not tell. doubt: what is wrong with the counters that
+    `drafted` would come from."""
 
     kind: str
     sampled: list[Answer]
     greedy: list[Answer]
     drafted: int | None
     notes: list[str]
+    doubt: str = ""
 
 
 def ask_all(job: Job, parts: Parts, watch: Watch, approve: Approve) -> Asked:
@@ -67,22 +70,24 @@ def ask_all(job: Job, parts: Parts, watch: Watch, approve: Approve) -> Asked:
 
 async def _ask_all(job: Job, parts: Parts, watch: Watch, approve: Approve) -> Asked:
     async with Door(job.address) as door:
-        before, known = await door.counters(), _answers(parts)
+        before, known = await door.metrics(), _answers(parts)
         greedy = await _greedy(door, job, parts, watch)
         await asyncio.to_thread(approve, greedy)
         sampled = [] if job.sampling.greedy else await _sampled(door, job, parts, watch)
         if sampled:
             await parts_once(parts, "seeds", _seeds(door, job))
-        after = await door.counters()
-    if before is not None and after is not None:
-        made = after["draft_tokens"] - before["draft_tokens"]
-        parts.add("counted", {"answers": _answers(parts) - known, "drafted": made})
+        found = rise(before, await door.metrics(), ("draft_tokens",))
+    if found.rose is not None or found.why:
+        made = found.rose["draft_tokens"] if found.rose else 0
+        new = _answers(parts) - known
+        parts.add("counted", {"answers": new, "drafted": made, "doubt": found.why})
     rows = [*parts.lines("greedy"), *parts.lines("sampled")]
     told = [row["drafted"] for row in rows if row["drafted"] is not None]
-    drafted = sum(told) if told else _counted(parts)
+    doubt = "" if told else next((r["doubt"] for r in parts.lines("counted") if r["doubt"]), "")
+    drafted = sum(told) if told else None if doubt else _counted(parts)
     notes = sorted({note for row in rows for note in row["ignored"]})
-    notes += [row for row in parts.lines("seeds") if row]
-    return Asked(door.kind, sampled, greedy, drafted, notes)
+    notes += [row for row in [*parts.lines("seeds"), door.unread] if row]
+    return Asked(door.kind, sampled, greedy, drafted, notes, doubt)
 
 
 def _answers(parts: Parts) -> int:

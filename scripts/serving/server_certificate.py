@@ -97,8 +97,9 @@ def certified(
     verdict, reasons = certificate.verdict(
         layers, negative or [{"rejected": True}], found, how.detect
     )
-    if asked.drafted == 0:
-        reasons = [*reasons, "the server drafted nothing: nothing was tested of speculation"]
+    doubt = _doubt(asked)
+    if doubt:
+        reasons = [*reasons, doubt]
         verdict = "undecided" if verdict == "lossless" else verdict
     return {
         "verdict": verdict,
@@ -112,6 +113,14 @@ def certified(
         "notes": asked.notes,
         "untested": untested(asked, plain, towards is not None),
     }
+
+
+def _doubt(asked: Asked) -> str:
+    """Why nothing may be known of speculation, though every layer passed; "" for nothing."""
+    if asked.doubt:
+        return f"{asked.doubt}: how much it drafted is not known; certify in a new folder"
+    drafted = asked.drafted != 0
+    return "" if drafted else "the server drafted nothing: nothing was tested of speculation"
 
 
 def _job(target: Target, prompts: Sequence[Sequence[int]], how: How, address: Address) -> Job:

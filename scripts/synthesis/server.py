@@ -160,7 +160,18 @@ class OpenAIServer:
                 else:
                     await asyncio.sleep(wait)
 
+    async def page(self, path: str) -> str | None:
+        """The text of a page, asked for once; None where there is none. Raises Again for one
+        that cannot be read."""
+        status, _, content = await self._fetched("GET", path, None)
+        return content.decode(errors="replace") if status == 200 else None
+
     async def _once(self, method: str, path: str, body: Any) -> Any:
+        return self._judged(*await self._fetched(method, path, body), path)
+
+    async def _fetched(self, method: str, path: str, body: Any) -> tuple[int, Any, bytes]:
+        """(status, headers, content) of any reply, of MAX_BYTES and within the time at most.
+        Raises Again."""
         import httpx
 
         try:
@@ -183,7 +194,7 @@ class OpenAIServer:
             ) from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:  # cut off, no HTTP, wrong length
             raise Again(f"a broken connection ({type(error).__name__})") from None
-        return self._judged(reply.status_code, reply.headers, bytes(content), path)
+        return reply.status_code, reply.headers, bytes(content)
 
     def _judged(self, status: int, headers: Any, content: bytes, path: str) -> Any:
         url = self.base_url + path

@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
+ENDLESS = "a page that goes on for as long as it is read"
 
 
 def vllm(tokens: list[int] | None, stopped: bool = False) -> dict[str, Any]:
@@ -37,10 +38,11 @@ def llamacpp(body: dict[str, Any], tokens: list[int], stop: str = "limit", **hee
 
 @dataclass
 class Odd:
-    """url; what it was asked, in order."""
+    """url; what it was asked, in order; sent: bytes of endless pages."""
 
     url: str
     asked: list[dict[str, Any]] = field(default_factory=list)
+    sent: int = 0
 
 
 @contextlib.contextmanager
@@ -48,7 +50,7 @@ def odd(
     answer: Answer, owner: str = "vllm", metrics: Callable[[], str] | None = None
 ) -> Iterator[Odd]:
     """A server while the block runs. answer: to a request; what it raises becomes status 400.
-    metrics: its page, None for no such page."""
+    metrics: its page (ENDLESS: one without an end), None for no such page."""
     told = Odd("")
 
     class Handler(BaseHTTPRequestHandler):
@@ -61,11 +63,22 @@ def odd(
             self.end_headers()
             self.wfile.write(body.encode())
 
+        def _endless(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.close_connection = True
+            with contextlib.suppress(OSError):
+                while True:
+                    self.wfile.write(b" " * (1 << 16))
+                    told.sent += 1 << 16
+
         def do_GET(self) -> None:
             if self.path == "/v1/models":
                 self._send(200, json.dumps({"data": [{"id": "m", "owned_by": owner}]}))
+            elif metrics is not None and (page := metrics()) is ENDLESS:
+                self._endless()
             elif metrics is not None:
-                self._send(200, metrics())
+                self._send(200, page)
             else:
                 self._send(404, "")
 
