@@ -132,9 +132,18 @@ class DraftModel:
             for b, have, c in zip(self.blind, self._cache.lengths, counts, strict=True)
         ]
         counts = [0 if blind else c for blind, c in zip(self.blind, counts, strict=True)]
-        if not max(counts):
-            return
-        fresh = tokens[:, : max(counts)]
+        while max(counts):
+            # Of another drafter in a union more may have been accepted than this one drafts, and
+            # a row near the end of the span leaves no room for all of it in one pass.
+            room = self._cache.slots - max(self._cache.lengths)
+            fits = [min(c, room) for c in counts]
+            self._take(tokens[:, : max(fits)], fits)
+            tokens = tokens[:, max(fits) :]
+            counts = [c - taken for c, taken in zip(counts, fits, strict=True)]
+
+    def _take(self, fresh: Tensor, counts: list[int]) -> None:
+        """Read and keep the next tokens of every live row, counts[b] of fresh [B, n_max]."""
+        live = self._cache.rows
         size = torch.tensor([max(c - 1, 0) for c in counts])
         hidden = self._read(fresh, size)
         state = hidden[torch.arange(live, device=self.device), size.to(self.device)]

@@ -226,13 +226,15 @@ def test_every_part_is_told_what_it_would_be_told_alone() -> None:
         assert paths(tree, 0) == expected
 
 
-@pytest.mark.parametrize("name", [*CASES, "draft model"])
+@pytest.mark.parametrize("name", [*CASES, "draft model", "draft model of that context"])
 def test_a_row_may_be_full_when_another_accepts_a_long_match(name: str) -> None:
     """An n-gram of another row is accepted whole, deeper than this drafter goes: the pass over
     what was accepted is padded beyond the end of a row that has no room left."""
     target, most, deep = tiny_target("float64", layers=2), 40, 30
     if name == "draft model":
         part: Drafter = DraftModel(target, 1)
+    elif name == "draft model of that context":
+        part = DraftModel(tiny_target("float64", layers=2, context=most), 1)
     else:
         _, head = moved(CASES[name], "float64")
         part = head.drafter(target, Draft(shape="chain"))
@@ -262,6 +264,49 @@ def test_a_row_may_be_full_when_another_accepts_a_long_match(name: str) -> None:
     beside = told(Union([part, NGram(deep)]), [0, 1])
     assert beside.size.tolist()[0] == 0 and alone.size.tolist()[0] > 0
     assert paths(beside, 1) == paths(alone, 0)
+
+
+def turning(target: Target, period: int = 12) -> Target:
+    """`target` with weights by which every token is followed by the next one of its block of
+    `period` tokens: an n-gram is right as far as it goes."""
+    model = target.model
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    token = torch.arange(target.vocab_size)
+    follows = token // period * period + (token + 1) % period
+    model.lm_head.weight[follows % target.vocab_size] = model.model.embed_tokens.weight
+    return target
+
+
+@pytest.mark.parametrize("context, depth", [(64, 2), (128, 1)])
+def test_an_ngram_is_accepted_whole_beside_a_row_at_the_end_of_the_drafts_context(
+    context: int, depth: int
+) -> None:
+    """Prompts up to the end of a separate draft's context, beside some of which ten tokens are
+    accepted at once: the draft reads them though the longest row leaves less room in its cache."""
+    target = turning(tiny_target(vocab=288, context=128))
+    draft = tiny_target(vocab=288, seed=5, context=context)
+    deepest = 0
+    for long, short in [(context - 1 - k, 13 + k) for k in range(9)]:
+        text = torch.randint(3, 288, (long,), generator=torch.Generator().manual_seed(long))
+        asked = [
+            Request(text.tolist(), 20, id=1),
+            Request([short * 12 + i % 12 for i in range(short)], 20, id=2),
+        ]
+        union = Union([DraftModel(draft, depth), NGram()])
+        plain = generate(target, NoDraft(), asked, Sampling(), eos_ids=()).generations
+        want = [g.token_ids for g in plain]
+        made = generate(target, union, asked, Sampling(), batch_size=2, eos_ids=()).generations
+        assert [g.token_ids for g in made] == want, (long, short)
+        deepest = max(deepest, *(c.accepted for g in made for c in g.cycles))
+        batch = LiveBatch(target, union, Sampling(), Room(rows=2, longest=128))
+        batch.eos = frozenset()
+        seats = [batch.join(request, lambda fresh: None) for request in asked]
+        while batch.busy:
+            batch.step()
+        assert [seat.generation.token_ids for seat in seats] == want, (long, short)
+    assert deepest == 10
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
