@@ -11,6 +11,13 @@ from conf.errors import UserError
 
 MAX_LINE = 8 << 20  # bytes; a longer line is no conversation
 GIVE = "give an existing JSONL file"
+PACKED = {  # how a file begins that holds no lines, and what unpacks it
+    b"\x1f\x8b": ("compressed (gzip)", "gunzip -k"),
+    b"\x28\xb5\x2f\xfd": ("compressed (zstd)", "zstd -d"),
+    b"BZh": ("compressed (bzip2)", "bunzip2 -k"),
+    b"\xfd7zXZ\x00": ("compressed (xz)", "unxz -k"),
+    b"PAR1": ("a parquet file", ""),
+}
 HALF = "half of a surrogate pair (half an emoji, as in a text that was cut)"
 
 
@@ -57,13 +64,15 @@ def read_places(path: Path, key: str, fix: str = GIVE) -> Iterator[tuple[int, in
     """(number, offset in bytes, line) of the lines that are not blank, for `parse_line`.
 
     key: what names the file in messages; fix: what to do without it. Raises UserError for a
-    file that cannot be read, and for one that holds a single JSON array, as ShareGPT is handed
-    around."""
+    file that cannot be read, for a compressed one or parquet, and for one that holds a single
+    JSON array, as ShareGPT is handed around."""
     try:
         stream = path.open("rb")
     except OSError as error:
         raise UserError(f"{key}: cannot read {path} ({error.strerror}); {fix}") from None
     with stream:
+        _check_plain(path, key, stream.read(8))
+        stream.seek(0)
         if is_array(iter(lambda: stream.readline(MAX_LINE), b"")):
             raise UserError(
                 f"{key}: {path} is one JSON array, not an object a line; convert it: "
@@ -75,6 +84,21 @@ def read_places(path: Path, key: str, fix: str = GIVE) -> Iterator[tuple[int, in
             if line.strip():
                 yield number, at, line
             at += len(line)
+
+
+def _check_plain(path: Path, key: str, begin: bytes) -> None:
+    """Raises UserError for a file that begins as packed ones do."""
+    kind, unpack = next((v for k, v in PACKED.items() if begin.startswith(k)), ("", ""))
+    if not kind:
+        return
+    if key == "data.path":
+        way = f"have its folder read: data=hub data.path={path.parent}"
+        way += " (with the package zstandard)" * ("zstd" in kind)
+    elif unpack:
+        way = f"unpack it to JSONL: {unpack} {path}"
+    else:
+        way = "write it as JSONL (datasets.Dataset.from_parquet(FILE).to_json(FILE))"
+    raise UserError(f"{key}: {path} is {kind}, not lines of JSON; {way}")
 
 
 def read_lines(path: Path, key: str = "data.path", fix: str = GIVE) -> Iterator[tuple[int, bytes]]:

@@ -43,7 +43,7 @@ TURNS = [
 
 
 def supervised(tokenizer, turns, **row) -> str:
-    (ids, mask, _), *rest = encode(Row("f:1", turns, **row), tokenizer, Reading(4096, EOS))
+    (ids, mask, *_), *rest = encode(Row("f:1", turns, **row), tokenizer, Reading(4096, EOS))
     assert not rest and len(ids) == len(mask)
     return tokenizer.decode([t for t, on in zip(ids, mask, strict=True) if on])
 

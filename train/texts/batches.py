@@ -42,7 +42,7 @@ from train.texts.tokenizing import CHUNK, LETTERS, Item, Parts, Work, encoded, p
 from train.texts.tokens import HASHED, PART, Counted, TokenWriter, mapped, sha256_of
 from train.waiting import nothing, turn
 
-VERSION = 2  # of the token cache: raise it when rows are encoded differently
+VERSION = 3  # of the token cache: raise it when rows are encoded differently
 LEFT_OUT = (
     "left_out.txt"  # in the run folder: file:line and reason of every row that is not trained on
 )
@@ -59,7 +59,8 @@ class Rows:
     """Token rows, end to end. ids: [S] int32. loss: [S] bool. offsets: [R + 1] int64. lines:
     [R] int64 (with `name`: where a row comes from). held: [R] bool, kept out of training.
     turns: of how many assistant turns, how many the chat template shows, and how many are
-    supervised. tally, about: what the token cache has counted and hashed already.
+    supervised. notes: how many turns lack what. tally, about: what the token cache has counted
+    and hashed already.
 
     files: which rows are from which file, where there are several; ids and loss are then
     `Joined`. weights: of the first files, how often each is drawn from; () = as they are.
@@ -78,6 +79,7 @@ class Rows:
     files: tuple[File, ...] = ()
     weights: tuple[float, ...] = ()
     reach: Tensor | None = None
+    notes: Mapping[str, int] = field(default_factory=dict)
 
     @functools.cached_property
     def lengths(self) -> Tensor:
@@ -145,8 +147,9 @@ class Rows:
             f"{shown - kept:,} beyond data.max_length" if kept < shown else "",
         ]
         why = ", ".join(filter(None, reasons))
-        told = f"{kept:,} of {turns:,} assistant turns supervised"
-        return (told + (f" ({why})" if why else "")) if turns else ""
+        told = f"{kept:,} of {turns:,} assistant turns supervised" + (f" ({why})" if why else "")
+        notes = (f"{count:,} {note}" for note, count in self.notes.items() if count)
+        return "; ".join([told, *notes]) if turns else ""
 
     def list_bad(self, folder: Path) -> None:
         """Leave the list of the rows that were left out in a run folder; none where there are
@@ -279,6 +282,7 @@ def joined(parts: Sequence[Rows], weights: Sequence[float] = ()) -> Rows:
         },
         tuple(files),
         tuple(weights),
+        notes=sum((Counter(p.notes) for p in parts), Counter()),
     )
 
 
@@ -686,6 +690,7 @@ def _tokenize(
     run goes on with the tokens in memory, unless they are streamed."""
     bad: list[str] = []
     turns = [0, 0, 0]
+    notes: Counter[str] = Counter()
     told = Counted(work.name)
     parts = Parts(path and cache_root() / "token-parts" / f"{path.stem}-{CHUNK}-{LETTERS}")
     with TokenWriter(path.parent if path else None) as writer:
@@ -694,9 +699,10 @@ def _tokenize(
                 writer.extend(part.writer.tensors())
                 bad += part.bad
                 turns = [a + b for a, b in zip(turns, part.turns, strict=True)]
+                notes += part.notes
                 told.add(part.rows, writer.offsets[-1])
             if path is not None:
-                writer.write(path, {"bad": bad, "turns": turns})
+                writer.write(path, {"bad": bad, "turns": turns, "notes": dict(notes)})
                 _remember(path)
                 parts.remove()
         except OSError as error:
@@ -708,18 +714,15 @@ def _tokenize(
             path = None
         kept = _from_cache(path, work.name)
         named = [work.name + line for line in bad]
-        return kept or _rows(work.name, writer.tensors(), named, turns, {})
+        about = {"bad": named, "turns": turns, "notes": dict(notes)}
+        return kept or _rows(work.name, writer.tensors(), about)
 
 
-def _rows(
-    name: str,
-    tensors: Mapping[str, Tensor],
-    bad: list[str],
-    turns: Sequence[int],
-    about: Mapping[str, Any],
-) -> Rows:
-    asked, shown, kept = turns
-    return Rows(name, **tensors, bad=bad, turns=(asked, shown, kept), about=about)  # type: ignore[arg-type]  # by name
+def _rows(name: str, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> Rows:
+    """about: what a token file says of itself; the bad rows by their full names."""
+    asked, shown, kept = about["turns"]
+    bad, notes = about["bad"], about.get("notes", {})
+    return Rows(name, **tensors, bad=bad, turns=(asked, shown, kept), about=about, notes=notes)  # type: ignore[arg-type]  # by name
 
 
 def _from_cache(path: Path | None, name: str) -> Rows | None:
@@ -736,7 +739,7 @@ def _from_cache(path: Path | None, name: str) -> Rows | None:
     tensors, about = found
     try:
         bad = [name + line for line in about["bad"]]
-        return _rows(name, tensors, bad, about["turns"], about)
+        return _rows(name, tensors, {**about, "bad": bad})
     except (KeyError, TypeError, ValueError):
         return None
 

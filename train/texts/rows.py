@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 from conf.errors import UserError, first_line
 from conf.jsonl import parse_line
+from train.texts.answers import Served, Unshown, check, cut_inside, served
+from train.texts.reasoning import pieces
 from train.texts.spans import (
     REASONING,
     Message,
@@ -60,7 +62,8 @@ class BadRow(Exception):
 @dataclass
 class Row:
     """A usable raw row. chat: messages, or None for plain `text`. complete: the last answer
-    reached its end. tools: functions that the chat offers, for the template.
+    reached its end. tools: functions that the chat offers, for the template. dropped: turns of
+    the assistant's before the first question, which are left out.
     """
 
     where: str
@@ -68,6 +71,7 @@ class Row:
     text: str = ""
     complete: bool = True
     tools: list[Any] | None = None
+    dropped: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,11 +90,13 @@ class Reading:
 class Encoded(NamedTuple):
     """A row of tokens. loss: which are supervised. turns: of its assistant turns so many were
     asked for, so many the template shows, and so many are supervised at least in part (the
-    others lie beyond data.max_length)."""
+    others lie beyond data.max_length). hidden: of so many the template cuts the reasoning off, as
+    it does of all but the last one."""
 
     ids: list[int]
     loss: list[bool]
     turns: tuple[int, int, int] = (0, 0, 0)
+    hidden: int = 0
 
 
 def raw_row(name: str, number: int, line: bytes) -> Row | BadRow:
@@ -150,8 +156,10 @@ def interpret(record: Any, where: str) -> Row:
     first = next((i for i, m in enumerate(chat) if m["role"] not in FIRST), len(chat))
     body = chat[first:]
     loose = any(m["role"] == "tool" or m.get("tool_calls") for m in body)
-    for i, message in enumerate(body):
-        wanted = ("user", "assistant")[i % 2]
+    dropped = 0 if loose else _greetings(body)
+    chat, body = [*chat[:first], *body[dropped:]], body[dropped:]
+    for i, message in enumerate(body, dropped):
+        wanted = ("user", "assistant")[(i - dropped) % 2]
         if message["role"] in FIRST:
             raise ValueError(f"turn {i}: a {message['role']} turn may only stand first")
         if message["role"] != wanted and not loose:
@@ -159,7 +167,15 @@ def interpret(record: Any, where: str) -> Row:
     if not any(m["role"] == "assistant" for m in chat):
         raise ValueError("has no assistant turn")
     complete = record.get("complete", True) is not False
-    return Row(where, chat, complete=complete, tools=_tools(record.get("tools")))
+    return Row(where, chat, complete=complete, tools=_tools(record.get("tools")), dropped=dropped)
+
+
+def _greetings(body: Sequence[Message]) -> int:
+    """How many turns stand before the first question though they answer none, as in ShareGPT's
+    parts of longer chats; 0 where nothing that can be trained on would be left."""
+    roles = [message["role"] for message in body]
+    first = roles.index("user") if "user" in roles else 0
+    return first if "assistant" in roles[first:] and {*roles[:first]} <= {"assistant"} else 0
 
 
 def _tools(given: Any) -> list[Any] | None:
@@ -263,18 +279,15 @@ def _encode(
     """One row of tokens. last_only: the last assistant turn alone is supervised."""
     try:
         chat = settled(chat, template)
-        whole = template.render(chat)
-        if lost := unread(chat, template, whole):
-            raise ValueError(f"the chat template does not show {lost}")
-        ids, masks = _turns(chat, template, whole, how.eos)
+        if not row.complete and cut_inside(chat, template):
+            chat, template = served(chat, template, row.complete)
+        ids, masks, hidden = _read(chat, template, how.eos, last_only, row.complete)
     except ValueError as error:
         raise BadRow(row.where, str(error)) from None
     except Exception as error:  # templates raise jinja errors of many kinds
         reason = f"the chat template refuses it ({first_line(error)})"
         raise BadRow(row.where, reason) from None
-    said = sum(m["role"] == "assistant" for m in chat)
-    if last_only:
-        said, masks = 1, masks[-1:]
+    said = 1 if last_only else sum(m["role"] == "assistant" for m in chat)
     if not row.complete and masks:
         masks[-1] = _without_end(ids, masks[-1], how.eos)
     shown = [mask for mask in masks if mask]
@@ -290,14 +303,55 @@ def _encode(
             row.where, "every token is supervised: the template marks the prompt as the assistant's"
         )
     loss = [t in on for t in range(len(ids[:size]))]
-    return Encoded(ids[:size], loss, (said, len(shown), kept))
+    return Encoded(ids[:size], loss, (said, len(shown), kept), hidden)
+
+
+def _read(
+    chat: Sequence[Message],
+    template: Template,
+    eos: frozenset[int],
+    last_only: bool,
+    complete: bool,
+) -> tuple[list[int], list[list[int]], int]:
+    """Token ids of a chat, the supervised tokens of its assistant turns (last_only: of the last
+    one), and how many of those lack their reasoning. Raises ValueError where less is shown than
+    there is."""
+    whole = template.render(chat)
+    if lost := unread(chat, template, whole):
+        raise ValueError(f"the chat template does not show {lost}")
+    ids, turns = _turns(chat, template, whole, eos)
+    turns = turns[-1:] if last_only else turns
+    places = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
+    if len(turns) > len(places) or not any(turn.tokens for turn in turns):
+        places = []  # tags that are no turns, or nothing that could be checked
+    places = places[-len(turns) :]
+    hidden = 0
+    try:
+        for place, turn in zip(places, turns, strict=False):
+            if turn.text is not None:
+                hidden += check(chat, place, template, turn.begin, turn.text)
+    except Unshown as lost:
+        mendable = lost.turn == len(chat) - 1 and len(pieces(chat[-1]["content"] or "")) > 1
+        if not mendable or isinstance(template, Served) or chat[-1].get("tool_calls"):
+            raise
+        return _read(*served(chat, template, complete), eos, last_only, complete)
+    return ids, [turn.tokens for turn in turns], hidden
+
+
+class Turn(NamedTuple):
+    """An assistant turn of a rendering. tokens: the supervised ones, none where the template does
+    not show it. text: what they are of the rendering, all of it where the template marks turns
+    itself; None where the turn cannot be told from the rest. begin: the rendering before that."""
+
+    tokens: list[int]
+    text: str | None = None
+    begin: str = ""
 
 
 def _turns(
     chat: Sequence[Message], template: Template, whole: str, eos: frozenset[int]
-) -> tuple[list[int], list[list[int]]]:
-    """Token ids of a chat, and the supervised tokens of each assistant turn, in order; none of
-    a turn that the template does not show."""
+) -> tuple[list[int], list[Turn]]:
+    """Token ids of a chat, and its assistant turns in order."""
     if template.tagged:
         ids, mask = template.tags(chat)
         runs: list[list[int]] = []
@@ -306,14 +360,25 @@ def _turns(
                 runs.append([])
             if on:
                 runs[-1].append(t)
-        return ids, [_until_end(ids, run, eos) for run in runs]
+        return ids, [Turn(_until_end(ids, run, eos), whole) for run in runs]
     found = spans(chat, template, whole)
-    if getattr(template.tokenizer, "is_fast", False):
-        out = template.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
-        ids, offsets = out["input_ids"], out["offset_mapping"]
-        return ids, [_inside(ids, offsets, whole, span, eos) for span in found]
-    ids = template.tokenizer(whole, add_special_tokens=False)["input_ids"]
-    return ids, [_counted(ids, template.tokenizer, whole, span, eos) for span in found]
+    if not getattr(template.tokenizer, "is_fast", False):
+        ids = template.tokenizer(whole, add_special_tokens=False)["input_ids"]
+        tokens = [_counted(ids, template.tokenizer, whole, span, eos) for span in found]
+        return ids, [_turn(whole, span, t) for span, t in zip(found, tokens, strict=True)]
+    out = template.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+    ids, offsets = out["input_ids"], out["offset_mapping"]
+    turns = []
+    for span in found:
+        tokens = _inside(ids, offsets, whole, span, eos)
+        part = (offsets[tokens[0]][0], offsets[tokens[-1]][1]) if tokens else span
+        turns.append(_turn(whole, part, tokens))
+    return ids, turns
+
+
+def _turn(whole: str, span: Span | None, tokens: list[int]) -> Turn:
+    """The turn at a span of the rendering."""
+    return Turn(tokens, *(whole[slice(*span)], whole[: span[0]]) if span else ())
 
 
 def _inside(

@@ -14,7 +14,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names that templates know
@@ -141,7 +141,7 @@ def unread(chat: Sequence[Message], template: Template, whole: str) -> str:
 
     def same(changed: Sequence[Message], tools: list[Any] | None) -> bool:
         try:
-            return Template(template.tokenizer, tools, template.kwargs).render(changed) == whole
+            return replace(template, tools=tools).render(changed) == whole
         except Exception:
             return False
 
@@ -153,7 +153,7 @@ def unread(chat: Sequence[Message], template: Template, whole: str) -> str:
             without = {k: v for k, v in message.items() if k != key}
             if message.get(key) and same([*chat[:i], without, *chat[i + 1 :]], template.tools):
                 return f"the {key} of turn {i}"
-        other = {**message, "content": f"{message['content']} {_other(whole)}"}
+        other = {**message, "content": f"{message['content']} {unused(whole)}"}
         if message["role"] in KNOWN_BY_SOME and same(
             [*chat[:i], other, *chat[i + 1 :]], template.tools
         ):
@@ -161,7 +161,7 @@ def unread(chat: Sequence[Message], template: Template, whole: str) -> str:
     return ""
 
 
-def _other(text: str) -> str:
+def unused(text: str) -> str:
     """A word that does not occur in a text."""
     return f"other{hashlib.sha256(text.encode(errors='replace')).hexdigest()[:24]}"
 

@@ -16,7 +16,7 @@ import shutil
 import signal
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -28,6 +28,9 @@ from train.texts.tokens import TokenWriter, mapped
 
 CHUNK, LETTERS = 2048, 1 << 19  # rows and letters of a part, about
 SECONDS = 5.0  # of work after which further processes are worth their start
+# What the header tells of turns that are not trained on as they stand in the data.
+DROPPED = "before the first question dropped"
+HIDDEN = "without their reasoning, which the chat template cuts off (data.turns=rows trains on it)"
 Item = Row | BadRow | tuple[int, bytes]  # a row, or line number and line of a JSONL file
 
 
@@ -44,13 +47,14 @@ class Work:
 @dataclass
 class Part:
     """The tokens of some rows. bad: messages about rows that were left out, without the name of
-    the source. turns: see train.texts.rows.Encoded.
+    the source. turns: see train.texts.rows.Encoded. notes: how many turns lack what.
     """
 
     writer: TokenWriter
     bad: list[str] = field(default_factory=list)
     turns: list[int] = field(default_factory=lambda: [0, 0, 0])
     rows: int = 0
+    notes: Counter[str] = field(default_factory=Counter)
 
 
 def encode_chunk(items: Iterable[Item], work: Work) -> Part:
@@ -67,9 +71,11 @@ def encode_chunk(items: Iterable[Item], work: Work) -> Part:
             part.bad.append(str(problem).removeprefix(work.name))
             continue
         line, held = int(row.where.rpartition(":")[2]), share(row) < work.held_out
-        for ids, loss, turns in found:
+        part.notes[DROPPED] += row.dropped
+        for ids, loss, turns, hidden in found:
             part.writer.add(ids, loss, line, held)
             part.turns = [a + b for a, b in zip(part.turns, turns, strict=True)]
+            part.notes[HIDDEN] += hidden
     return part
 
 
@@ -106,14 +112,16 @@ class Parts:
                 return None
             writer = TokenWriter(None)
             writer.extend(tensors)
-            return Part(writer, [str(b) for b in about["bad"]], list(about["turns"]), rows)
+            bad, notes = [str(b) for b in about["bad"]], Counter(about.get("notes", {}))
+            return Part(writer, bad, list(about["turns"]), rows, notes)
         except (KeyError, TypeError):
             return None
 
     def write(self, number: int, part: Part) -> None:
         """Keep a part; a disk that refuses costs no more than this."""
         if self.folder is not None:
-            about = {"bad": part.bad, "turns": part.turns, "rows": part.rows}
+            about: dict[str, Any] = {"bad": part.bad, "turns": part.turns, "rows": part.rows}
+            about["notes"] = dict(part.notes)
             with contextlib.suppress(OSError):
                 part.writer.write(self.path(number), about)
 

@@ -1,0 +1,50 @@
+"""A packed file given as JSONL is told what it is, and the way that works."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+from pathlib import Path
+
+import pytest
+
+from conf.errors import UserError
+from conf.jsonl import read_lines
+from decode.models.tiny import byte_tokenizer
+from scripts.synthesis.questions import Questions
+from train.config import DataConfig
+from train.texts.batches import load_rows
+
+ROW = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+LINES = (json.dumps(ROW) + "\n").encode() * 8
+PACKED = {
+    "rows.jsonl.gz": gzip.compress(LINES),
+    "rows.jsonl.zst": b"\x28\xb5\x2f\xfd\x04\x00" + bytes(9),
+    "rows.jsonl.bz2": bz2.compress(LINES),
+    "rows.jsonl.xz": lzma.compress(LINES),
+    "rows.parquet": b"PAR1" + bytes(40) + b"PAR1",
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_files_are_named_with_the_way_that_works(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(PACKED[name])
+    kind = "a parquet file" if name.endswith("parquet") else "compressed"
+    with pytest.raises(UserError, match=rf"data.path: .*{name} is {kind}.*") as said:
+        list(read_lines(path))
+    assert f"data=hub data.path={tmp_path}" in str(said.value) and "\n" not in str(said.value)
+    with pytest.raises(UserError, match=rf"prompts: .*{name} is {kind}.*JSONL") as said:
+        Questions(path)
+    assert "data=hub" not in str(said.value)
+
+
+def test_the_way_that_works_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "rows.jsonl.gz").write_bytes(PACKED["rows.jsonl.gz"])
+    cfg = DataConfig(kind="hub", path=str(folder), held_out=0.0, cache=False)
+    assert load_rows(cfg, byte_tokenizer(), {2}, 260, 64).lines.numel() == 8

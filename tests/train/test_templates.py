@@ -1,0 +1,368 @@
+"""What templates of the field do to an answer, by behaviour: whatever it is, every supervised
+answer is the target's own and whole, or the row is left out by name."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decode.models.tiny import CHATML, CHATML_WITH_SPANS, byte_tokenizer
+from train.config import DataConfig
+from train.texts.batches import load_rows
+from train.texts.rows import BadRow, Encoded, Reading, encode, interpret
+
+EOS = frozenset({2})
+START, END = "<|im_start|>", "<|im_end|>"
+ASK = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+ASK_INSIDE = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+ASK_EITHER = (
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{{ '<think>' if thinking else '<think></think>' }}{% endif %}"
+)
+TOOLS_SHOWN = "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
+CALLS = (
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+)
+# What stands of an answer's text: `text` without its reasoning, and `why`, the reasoning.
+SPLIT = (
+    "{% set text = m.content or '' %}{% set why = m.reasoning_content or '' %}"
+    "{% if '</think>' in text %}"
+    "{% set why = text.split('</think>')[0].split('<think>')[-1].strip() %}"
+    "{% set text = text.split('</think>')[-1].strip() %}{% endif %}"
+)
+BLOCK = "{{ '<think>\n' + why + '\n</think>\n\n' }}"
+
+
+def each(answer: str, ask: str = ASK, before: str = TOOLS_SHOWN, end: str = END) -> str:
+    """A template of ChatML's frame that writes `answer` for the assistant's turns, m."""
+    return (
+        before
+        + "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        + "{% if m.role == 'assistant' %}"
+        + answer
+        + f"{end}{{% else %}}{{{{ m.content }}}}<|im_end|>{{% endif %}}{{{{ '\n' }}}}{{% endfor %}}"
+        + ask
+    )
+
+
+TEMPLATES = {
+    "as it is": CHATML,
+    "as it is, marked": CHATML_WITH_SPANS,
+    "calls beside the text": each("{{ m.content or '' }}" + CALLS),
+    "calls in place of the text": each(
+        "{% if m.tool_calls %}" + CALLS + "{% else %}{{ m.content }}{% endif %}"
+    ),
+    "blanks cut": each("{{ (m.content or '') | trim }}" + CALLS),
+    "block in the last turn alone": each(
+        SPLIT + "{% if loop.last %}" + BLOCK + "{% endif %}{{ text }}" + CALLS
+    ),
+    "block in the last turn, asked for inside": each(
+        SPLIT + "{% if loop.last %}" + BLOCK + "{% endif %}{{ text }}" + CALLS, ASK_INSIDE
+    ),
+    "block in every turn, empty in earlier ones": each(
+        SPLIT + "{% if not loop.last %}{% set why = '' %}{% endif %}" + BLOCK + "{{ text }}" + CALLS
+    ),
+    "reasoning cut off": each(SPLIT + "{{ text }}", ASK_INSIDE, ""),
+    "reasoning cut off, marked": each(
+        "{% generation %}" + SPLIT + "{{ text }}",
+        ASK_INSIDE,
+        "",
+        "<|im_end|>{% endgeneration %}",
+    ),
+    "reasoning cut off, asked for outside": each(SPLIT + "{{ text }}", ASK, ""),
+    "reasoning cut off, empty block": each(
+        SPLIT + "{{ '<think></think>' + text }}", ASK_EITHER, ""
+    ),
+    "block of the key, then the text as it is": each(
+        "{{ '<think>' + (m.reasoning_content or '') + '</think>' + (m.content or '') }}" + CALLS
+    ),
+    "an empty block, then the text as it is": each(
+        "{{ '<think>\n\n</think>\n' + (m.content or '') }}", ASK, ""
+    ),
+    "the text behind its first line cut": each("{{ m.content.split('\n')[0] }}", ASK, ""),
+    "no system": "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    + CHATML,
+    "system in the last question": (
+        "{% set ns = namespace(system='', last=0) %}{% for m in messages %}"
+        "{% if m.role == 'system' %}{% set ns.system = m.content %}{% endif %}"
+        "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if m.role == 'user' %}[INST] "
+        "{% if loop.index0 == ns.last and ns.system %}{{ ns.system + '\n\n' }}{% endif %}"
+        "{{ m.content }}[/INST]{% elif m.role == 'assistant' %}"
+        "{{ ' ' + m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
+    ),
+    "channels": each(
+        "{% if m.reasoning_content and loop.last %}{{ 'why:' + m.reasoning_content + ';' }}"
+        "{% endif %}{{ 'says:' + (m.content or '') }}" + CALLS
+    ),
+    "a longer end behind the last turn": each(
+        "{{ m.content or '' }}" + CALLS, end="{{ '<|endoftext|>' if loop.last else '<|im_end|>' }}"
+    ),
+    "roles alternate": (
+        "{% for m in messages if m.role != 'system' %}"
+        "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + CHATML
+    ),
+    "escaped": each("{{ (m.content or '') | e }}", ASK, ""),
+}
+CALL = {"type": "function", "function": {"name": "look", "arguments": '{"at": "it"}'}}
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+
+
+def turns(*answers: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for i, answer in enumerate(answers):
+        found.append({"role": "user", "content": f"question {i}?"})
+        said = answer if isinstance(answer, dict) else {"content": answer}
+        found.append({"role": "assistant", **said})
+    return found
+
+
+def apart(why: str, text: str) -> dict[str, Any]:
+    return {"reasoning_content": why, "content": text}
+
+
+PLAIN = turns("first answer.", "second answer,\nof two lines.", "third <b>answer</b>.")
+CALLED = [
+    {"role": "user", "content": "what?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "a thing"},
+    {"role": "assistant", "content": "a thing."},
+]
+SPOKE = copy.deepcopy(CALLED)
+SPOKE[1]["content"] = "I look."
+INSIDE = "<think>\nwhy {0}\n</think>\n\nanswer {0}"
+CHATS: dict[str, tuple[list[dict[str, Any]], Any]] = {
+    "plain": (PLAIN, None),
+    "system": ([{"role": "system", "content": "be brief"}, *PLAIN], None),
+    "call": (CALLED, TOOLS),
+    "words and a call": (SPOKE, TOOLS),
+    "reasoning apart": (
+        turns(apart("why one", "answer one"), apart("why two", "answer two")),
+        None,
+    ),
+    "reasoning inside": (turns(INSIDE.format("one"), INSIDE.format("two")), None),
+    "reasoning inside, opened by the words that ask": (
+        turns(*(INSIDE.format(n).removeprefix("<think>\n") for n in ("one", "two"))),
+        None,
+    ),
+    "blanks": (turns("  blanks before and behind.\n", "\n\nlines before"), None),
+    "a closing word in the text": (turns("it ends with </think>, as they say"), None),
+}
+
+
+def texts(found: Encoded, tokenizer: Any) -> list[str]:
+    """The supervised stretches of text."""
+    parts: list[list[int]] = []
+    for t, on in enumerate(found.loss):
+        if on and not (t and found.loss[t - 1]):
+            parts.append([])
+        if on:
+            parts[-1].append(found.ids[t])
+    return [tokenizer.decode(part) for part in parts]
+
+
+def bare(text: str) -> str:
+    """Without blanks and without what delimits reasoning."""
+    return "".join(text.replace("<think>", "").replace("</think>", "").split())
+
+
+def wanted(message: dict[str, Any], last: bool) -> list[str]:
+    """What must be supervised of an answer; of an earlier one not the reasoning."""
+    content = message["content"] or ""
+    inside = "" if "</think>" not in content else content.rpartition("</think>")[0]
+    text = content.rpartition("</think>")[2]
+    called = ["look"] if message.get("tool_calls") else []
+    reasons = [message.get("reasoning_content") or "", inside] if last else []
+    return [bare(part) for part in (*reasons, text, *called) if part]
+
+
+@pytest.mark.parametrize("mode", ["chat", "rows"])
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_an_answer_is_supervised_as_a_whole_or_left_out_by_name(
+    template: str, chat: str, mode: str
+) -> None:
+    given, tools = CHATS[chat]
+    tokenizer = byte_tokenizer(template=TEMPLATES[template])
+    row = interpret({"messages": copy.deepcopy(given), "tools": tools}, "f:1")
+    try:
+        rows = encode(row, tokenizer, Reading(4096, EOS, turns=mode))
+    except BadRow as left_out:
+        return named(str(left_out))
+    answers = [m for m in given if m["role"] == "assistant"]
+    if mode == "chat":
+        (found,) = rows
+        assert found.turns == (len(answers),) * 3, "or the header says so"
+        got = texts(found, tokenizer)
+        for i, (answer, text) in enumerate(zip(answers, got, strict=True)):
+            for part in wanted(answer, i == len(answers) - 1):
+                assert part in bare(text), (part, text)
+        return None
+    for found in rows:
+        (text,) = texts(found, tokenizer)
+        assert any(all(p in bare(text) for p in wanted(a, True)) for a in answers), text
+    return None
+
+
+def named(why: str) -> None:
+    known = ("f:1: the chat template ", "f:1: turn ")
+    assert why.startswith(known), why
+
+
+def supervised(template: str, chat: list[dict[str, Any]], **more: Any) -> tuple[str, str]:
+    """What stands before the first supervised token, and what is supervised."""
+    tokenizer = byte_tokenizer(template=TEMPLATES[template])
+    complete = more.pop("complete", True)
+    row = interpret({"messages": chat, "complete": complete}, "f:1")
+    (found,) = encode(row, tokenizer, Reading(4096, EOS, **more))
+    first = found.loss.index(True)
+    return tokenizer.decode(found.ids[:first]), "|".join(texts(found, tokenizer))
+
+
+QUESTION = "<|im_start|>user\nquestion 0?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "want"),
+    [
+        # As a server had it: the words that ask, and what the target wrote behind them.
+        ("reasoning cut off", "<think>\n", "why one\n</think>\n\nanswer one<|im_end|>"),
+        ("reasoning cut off, marked", "<think>\n", "why one\n</think>\n\nanswer one<|im_end|>"),
+        ("reasoning cut off, asked for outside", "", INSIDE.format("one") + END),
+        ("an empty block, then the text as it is", "", INSIDE.format("one") + END),
+        ("block of the key, then the text as it is", "", INSIDE.format("one") + END),
+        ("block in the last turn alone", "", INSIDE.format("one") + END),
+    ],
+)
+def test_reasoning_that_the_template_cuts_off_stands_as_the_server_had_it(
+    template: str, prompt: str, want: str
+) -> None:
+    assert supervised(template, turns(INSIDE.format("one"))) == (QUESTION + prompt, want)
+
+
+def test_reasoning_behind_words_that_close_its_block_is_left_out_or_the_server_was_asked_so() -> (
+    None
+):
+    given, template = turns(INSIDE.format("one")), "reasoning cut off, empty block"
+    with pytest.raises(BadRow, match="f:1: turn 1 holds reasoning, but .*chat_template_kwargs"):
+        supervised(template, given)
+    got = supervised(template, given, kwargs={"thinking": True})
+    assert got == (QUESTION + "<think>", "\nwhy one\n</think>\n\nanswer one<|im_end|>")
+
+
+CUT = "<think>\nwell, the"
+OPEN = (
+    *("block in the last turn alone", "block in every turn, empty in earlier ones"),
+    *("an empty block, then the text as it is", "block of the key, then the text as it is"),
+)
+
+
+@pytest.mark.parametrize("template", OPEN)
+def test_an_answer_that_opens_a_block_and_never_closes_it_is_left_out(template: str) -> None:
+    with pytest.raises(BadRow, match="f:1: turn 1 opens a block of reasoning and does not close"):
+        supervised(template, turns(CUT))
+
+
+@pytest.mark.parametrize("template", ["as it is", "as it is, marked", "blanks cut"])
+def test_it_stands_where_the_template_leaves_it_as_it_is(template: str) -> None:
+    assert supervised(template, turns(CUT)) == (QUESTION, CUT + END)
+    assert supervised(template, turns(CUT), complete=False) == (QUESTION, CUT)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("form", ["inside", "apart"])
+def test_an_answer_cut_inside_its_reasoning_stands_behind_the_words_that_asked_for_it(
+    template: str, form: str
+) -> None:
+    """No closing delimiter, no end of turn: nothing that the target has not written."""
+    given = turns(CUT if form == "inside" else apart("\nwell, the", ""))
+    try:
+        prompt, said = supervised(template, given, complete=False)
+    except BadRow as left_out:
+        assert form == "apart" or template == "reasoning cut off, empty block", left_out
+        return named(str(left_out))
+    tokenizer = byte_tokenizer(template=TEMPLATES[template])
+    asked = tokenizer.apply_chat_template(given[:-1], tokenize=False, add_generation_prompt=True)
+    assert prompt == asked.rstrip(" ") and said.endswith("well, the") and "answer" not in said
+    if form == "inside":
+        assert (prompt + said).replace("</think>", "").count("<think>") == 1
+    return None
+
+
+def test_an_answer_cut_inside_reasoning_that_the_question_opened() -> None:
+    asked = "block in the last turn, asked for inside"
+    got = supervised(asked, turns("well, the"), complete=False)
+    assert got == (QUESTION + "<think>\n", "well, the")
+    before, said = supervised(asked, turns("one", "well, the"), complete=False)
+    assert before == QUESTION and said == "one<|im_end|>|well, the"
+    got = supervised(asked, turns("why\n</think>\n\nan ans"), complete=False)
+    assert got == (QUESTION + "<think>\n", "why\n</think>\n\nan ans")
+
+
+def test_reasoning_of_earlier_turns_that_is_cut_off_is_counted() -> None:
+    given = [INSIDE.format(n) for n in ("one", "two", "three")]
+    tokenizer = byte_tokenizer(template=TEMPLATES["block in the last turn alone"])
+    row = interpret({"messages": turns(*given)}, "f:1")
+    assert [found.hidden for found in encode(row, tokenizer, Reading(4096, EOS))] == [2]
+    rows = encode(row, tokenizer, Reading(4096, EOS, turns="rows"))
+    assert [found.hidden for found in rows] == [0, 0, 0]
+
+
+def test_an_answer_whose_last_token_runs_into_the_templates_words_is_left_out() -> None:
+    """As where a template ends turns with a word that is no token of its tokenizer's."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<e>": 0, "q": 1, "one": 2, ".[end]": 3, "|": 4}
+    core = Tokenizer(models.WordLevel(words, unk_token="<e>"))
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split("|", "isolated")]
+    )
+    template = (
+        "{% for m in messages %}{{ m.content + (' .[end]|' if m.role == 'x' else '[end]|') }}"
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, chat_template=template + "{% endfor %}"
+    )
+    row = interpret({"messages": turns("one .")}, "f:1")
+    with pytest.raises(
+        BadRow, match="f:1: the chat template does not show all of turn 1 in tokens"
+    ):
+        encode(row, tokenizer, Reading(4096))
+
+
+def test_a_turn_of_the_assistants_before_the_first_question_is_dropped_and_counted() -> None:
+    greeting = {"role": "assistant", "content": "hello"}
+    for first in ([greeting], [greeting, greeting]):
+        row = interpret({"messages": [*first, *turns("one")]}, "f:1")
+        assert row.chat == turns("one") and row.dropped == len(first)
+    system = {"role": "system", "content": "be brief"}
+    row = interpret({"messages": [system, greeting, *turns("one")]}, "f:1")
+    assert row.chat == [system, *turns("one")] and row.dropped == 1
+    with pytest.raises(ValueError, match="turn 2: role 'user' where 'assistant' is due"):
+        interpret({"messages": [system, greeting, *turns("one")[:1], *turns("one")]}, "f:1")
+
+
+def test_the_header_says_what_was_dropped_and_the_cache_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "d.jsonl"
+    with path.open("w") as file:
+        for i in range(6):
+            rest = turns(*(INSIDE.format(f"{n}{i}") for n in ("a", "b", "c")))
+            spoken = [("human" if m["role"] == "user" else "gpt", m["content"]) for m in rest]
+            first = [("gpt", "hello")] * (i % 2)
+            parts = [{"from": who, "value": text} for who, text in [*first, *spoken]]
+            file.write(json.dumps({"conversations": parts}) + "\n")
+    cfg = DataConfig(path=str(path), held_out=0.0, max_bad_fraction=0.0)
+    tokenizer = byte_tokenizer(template=TEMPLATES["block in the last turn alone"])
+    for _ in range(2):
+        told = load_rows(cfg, tokenizer, EOS, 260, 4096).supervision()
+        assert told.startswith("18 of 18 assistant turns supervised; 3 before the first question")
+        assert "; 12 without their reasoning, which the chat template cuts off" in told
