@@ -97,7 +97,7 @@ def synthesize(cfg: SynthesizeConfig) -> None:
         with sole_writer(path):
             return from_server(cfg, path)
     with Signals(path, cfg.num_conversations) as signals, sole_writer(path):
-        letters = 5 * (cfg.max_question_tokens + cfg.max_new_tokens)  # of a row, about
+        letters = 5 * (cfg.max_question_tokens + cfg.longest)  # of a row, about
         check_space(path.parent, cfg.num_conversations * letters + (1 << 20))
         target = load_target(cfg.target, cfg.dtype)
         identity = {k: v for k, v in target.identity.to_json().items() if k != "path"}
@@ -127,7 +127,7 @@ def draw(cfg: SynthesizeConfig, target: Target, ledger: Ledger, signals: Signals
         Sampling(cfg.question_temperature, top_p=cfg.question_top_p),
         Sampling(cfg.answer_temperature, top_p=cfg.answer_top_p),
         cfg.max_question_tokens,
-        cfg.max_new_tokens,
+        cfg.longest,
         cfg.batch,
         cfg.seed,
     )
@@ -135,7 +135,7 @@ def draw(cfg: SynthesizeConfig, target: Target, ledger: Ledger, signals: Signals
     if ledger.rows:
         known = records(ledger.path)
         writer.seen.update(fingerprint(row["messages"][0]["content"]) for row in known)
-    guess = (cfg.max_question_tokens + cfg.max_new_tokens) * 3 // 4
+    guess = (cfg.max_question_tokens + cfg.longest) * 3 // 4
     with Meter(cfg.num_conversations, signals.held, guess) as meter:
 
         def drawn(tokens: int) -> None:

@@ -23,6 +23,9 @@ from decode.models.load import DTYPES, TargetConfig
 
 REGIONS = ("US", "GB", "DE", "FR")  # whose telephone numbers are known without being told
 
+LONGEST = {"local": 200, "openai": 4096}  # tokens of an answer, by backend
+AT_A_TIME = {"local": 32, "openai": 256}  # questions to a server
+
 FORMAT = 1  # raise when the same settings would give other rows
 
 
@@ -67,8 +70,8 @@ class SynthesizeConfig:
     dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
     # local: longest invented question, tokens
     max_question_tokens: OneOrMore = 64
-    # longest answer, tokens
-    max_new_tokens: OneOrMore = 200
+    # longest answer, tokens; null = 200, with backend=openai 4096: a model that thinks needs them
+    max_new_tokens: OneOrMore | None = None
     # local: temperature of the questions
     question_temperature: AboveZero = 1.0
     # local: nucleus of the questions (1 = off)
@@ -84,8 +87,8 @@ class SynthesizeConfig:
     # openai: JSONL file of messages, conversations, turns or prompt rows; their user turns are
     #     asked
     prompts: str = ""
-    # openai: questions asked at a time
-    concurrency: OneOrMore = 32
+    # openai: questions asked at a time; null = 256
+    concurrency: OneOrMore | None = None
     # openai: seconds that a whole answer may take
     timeout: AboveZero = 600.0
     # openai: tries after the first one, for each question; a rate limit uses up none
@@ -95,6 +98,8 @@ class SynthesizeConfig:
     # openai: share of the questions that may stay without an answer (malformed, refused, all
     #     tries used up)
     max_failed: Share = 0.01
+    # openai: share of the answers that may be cut at max_new_tokens; above it the run stops
+    max_cut: Share = 0.2
     # openai: name of the environment variable that holds the key, sent to base_url alone and
     #     never written
     api_key_env: str = "OPENAI_API_KEY"
@@ -105,6 +110,17 @@ class SynthesizeConfig:
     def __post_init__(self) -> None:
         if self.backend == "local" and not self.num_conversations and not self.log_files:
             self.num_conversations = 600
+        self.max_new_tokens, self.concurrency = self.longest, self.at_a_time
+
+    @property
+    def longest(self) -> int:
+        """max_new_tokens, or what is usual with this backend."""
+        return self.max_new_tokens or LONGEST[self.backend]
+
+    @property
+    def at_a_time(self) -> int:
+        """concurrency, or what is usual with this backend."""
+        return self.concurrency or AT_A_TIME[self.backend]
 
     @property
     def log_files(self) -> list[str]:

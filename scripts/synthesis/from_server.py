@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from scripts.synthesis.ledger import Ledger, check_space
 from scripts.synthesis.questions import Questions
 from scripts.synthesis.regenerate import Regenerator
 from scripts.synthesis.server import OpenAIServer
+from train.texts.rows import BadRow, Reading, encode, interpret
 
-FORMAT = 1  # raise when the same settings would give other requests
+FORMAT = 2  # raise when the same settings would give other requests or rows
 UNLIKE = 0.5  # below this share of answers with the same tokens here, something is wrong
 
 
@@ -39,7 +41,7 @@ def from_server(cfg: SynthesizeConfig, path: Path) -> None:
         _say(f"left out {questions.path}:{line}: {reason}")
     total = min(cfg.num_conversations or len(questions), len(questions))
     # About 5 bytes a token, and the questions again.
-    need = 5 * total * cfg.max_new_tokens + questions.path.stat().st_size + (1 << 20)
+    need = 5 * total * cfg.longest + questions.path.stat().st_size + (1 << 20)
     check_space(path.parent, need)
     asyncio.run(_ask(cfg, path, questions, total))
 
@@ -47,7 +49,7 @@ def from_server(cfg: SynthesizeConfig, path: Path) -> None:
 async def _ask(cfg: SynthesizeConfig, path: Path, questions: Questions, total: int) -> None:
     key = os.environ.get(cfg.api_key_env, "") if cfg.api_key_env else ""
     server = OpenAIServer(
-        cfg.base_url.rstrip("/"), key, cfg.timeout, cfg.retries, cfg.backoff, cfg.concurrency
+        cfg.base_url.rstrip("/"), key, cfg.timeout, cfg.retries, cfg.backoff, cfg.at_a_time
     )
     server.on_trouble = _Told()
     caught: list[int] = []
@@ -73,24 +75,15 @@ async def _ask(cfg: SynthesizeConfig, path: Path, questions: Questions, total: i
                     f"num_conversations: {path} already holds the answers to {ledger.settled} "
                     f"questions, {total} asked; give another name"
                 )
+            work = _regenerator(cfg, server, questions, ledger, total, tokenizer, model)
             if ledger.settled == total:
-                return _say(f"{path} already holds the answers to {total} questions; nothing to do")
-            work = Regenerator(
-                server,
-                questions,
-                ledger,
-                total,
-                cfg.concurrency,
-                _body(cfg, model),
-                cfg.seed,
-                cfg.max_failed,
-                lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
-                tuple(t for t in tokenizer.all_special_tokens if t),
-            )
-            with Meter(total, ledger.settled, cfg.max_new_tokens // 2 + 1) as meter:
+                _say(f"{path} already holds the answers to {total} questions; nothing to do")
+                return work.check_cut()
+            with Meter(total, ledger.settled, cfg.longest // 2 + 1) as meter:
                 work.on_row, work.on_commit = meter.add, meter.block
                 await work.run()
                 _closing(path, server, work, meter)
+            work.check_cut()
     except asyncio.CancelledError:
         if not caught:
             raise
@@ -105,16 +98,63 @@ async def _ask(cfg: SynthesizeConfig, path: Path, questions: Questions, total: i
             signal.signal(number, handler)
 
 
+def _regenerator(
+    cfg: SynthesizeConfig,
+    server: OpenAIServer,
+    questions: Questions,
+    ledger: Ledger,
+    total: int,
+    tokenizer: Any,
+    model: str,
+) -> Regenerator:
+    return Regenerator(
+        server,
+        questions,
+        ledger,
+        total,
+        cfg.at_a_time,
+        _body(cfg, model),
+        cfg.seed,
+        cfg.max_failed,
+        lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
+        tuple(t for t in tokenizer.all_special_tokens if t),
+        _reader(cfg, tokenizer),
+        cfg.max_cut,
+    )
+
+
 def _body(cfg: SynthesizeConfig, model: str) -> dict[str, Any]:
     """What every request holds besides messages and seed."""
     return {
         "model": model,
-        "max_tokens": cfg.max_new_tokens,
+        "max_tokens": cfg.longest,
         "temperature": cfg.answer_temperature,
         "top_p": cfg.answer_top_p,
         "stream": False,
         **cfg.extra_body,
     }
+
+
+def _reader(cfg: SynthesizeConfig, tokenizer: Any) -> Callable[[dict[str, Any]], list[int]] | None:
+    """Reads the last answer of a row as training does, without its end-of-turn token; None
+    without a chat template."""
+    if not tokenizer.chat_template:
+        return None
+    ends = frozenset({tokenizer.eos_token_id} - {None})
+    given = cfg.extra_body.get("chat_template_kwargs")
+    kwargs = given if isinstance(given, dict) else {}
+    how = Reading(sys.maxsize, ends, last_turn_only=True, kwargs=kwargs)
+
+    def read(row: dict[str, Any]) -> list[int]:
+        try:
+            made = interpret(row, "row")
+        except ValueError as error:
+            raise BadRow("row", str(error)) from None
+        (found,) = encode(made, tokenizer, how)
+        ids = [i for i, on in zip(found.ids, found.loss, strict=True) if on]
+        return ids[:-1] if ids[-1] in ends else ids
+
+    return read
 
 
 def _settings(
@@ -162,6 +202,14 @@ def _closing(path: Path, server: OpenAIServer, work: Regenerator, meter: Meter) 
         often = server.troubles.most_common(4)
         text += "; tried again after " + ", ".join(f"{n} x {why}" for why, n in often)
     _say(text)
+    _say(work.cut())
+    if kwargs := work.body.get("chat_template_kwargs"):
+        _say(f"asked with {kwargs}: train with the same data.chat_template_kwargs")
+    if unusable := work.unusable.total():
+        _say(
+            f"warning: training would leave out {unusable} of the rows that were looked at, one "
+            f"because {next(iter(work.unusable))}"
+        )
     counted = sum(work.tokens_alike.values())
     if not counted:
         return _say(

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from scripts.common.files import write_json
 
 class Ledger:
     """FILE, and FILE.meta.json beside it: the settings, the blocks that it grew by as [asked,
-    got], how many bytes they make, their sha256, and the questions that stayed without an answer
-    as [line, reason].
+    got], how many bytes they make, their sha256, the questions that stayed without an answer as
+    [line, reason], and what else is counted of the rows (tally).
 
     What a kill left behind the recorded bytes is cut off on the next start."""
 
@@ -29,6 +30,7 @@ class Ledger:
         self.meta = path.with_name(path.name + ".meta.json")
         self.blocks: list[list[int]] = []
         self.failed: list[list[Any]] = []
+        self.tally: Counter[str] = Counter()
         self.bytes = 0
         self.digest = hashlib.sha256()
 
@@ -55,8 +57,9 @@ class Ledger:
             )
             self.blocks = [[int(asked), int(got)] for asked, got in blocks]
             self.failed = [[int(line), str(reason)] for line, reason in record.get("failed", [])]
+            self.tally = Counter({str(k): int(n) for k, n in record.get("tally", {}).items()})
             recorded = record.get("bytes"), record.get("sha256")
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise damaged(self.path, self.meta) from error
         self.path.touch()
         found = self._read()
@@ -116,7 +119,8 @@ class Ledger:
     def _record(self) -> None:
         size, digest = self._now()
         record = {"settings": self.settings, "blocks": self.blocks, "bytes": size}
-        write_json(self.meta, {**record, "sha256": digest, "failed": self.failed})
+        record |= {"sha256": digest, "failed": self.failed, "tally": dict(self.tally)}
+        write_json(self.meta, record)
 
 
 def check_space(folder: Path, need: int) -> None:

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 from array import array
 from pathlib import Path
+from typing import Any
 
 from conf.errors import UserError
 from conf.jsonl import parse_line, read_places
 from scripts.common.files import sha256
 from scripts.common.prompts import asked, spoken
+from train.texts.rows import tools_of
 
 
 class Questions:
@@ -18,7 +20,7 @@ class Questions:
     text.
 
     Forms: {"messages"} and ShareGPT {"conversations"} (system and user turns are kept),
-    {"turns": [..]}, {"prompt"}.
+    {"turns": [..]}, {"prompt"}; a row's "tools" are offered again.
     bad: (line, reason) of rows that cannot be asked. Raises UserError when the file cannot be
         read or asks nothing."""
 
@@ -29,6 +31,7 @@ class Questions:
         for number, at, line in read_places(path, "prompts"):
             try:
                 turns_of(line)
+                tools_of(parse_line(line).get("tools"))
             except ValueError as error:
                 self.bad.append((number, str(error)))
             else:
@@ -45,14 +48,15 @@ class Questions:
     def __len__(self) -> int:
         return len(self.starts)
 
-    def __getitem__(self, n: int) -> list[dict[str, str]]:
-        """System and user turns of question n. Raises UserError when the file was changed
-        meanwhile.
+    def __getitem__(self, n: int) -> tuple[list[dict[str, str]], list[Any] | None]:
+        """System and user turns of question n, and the tools that its row offers. Raises
+        UserError when the file was changed meanwhile.
         """
         try:
             with self.path.open("rb") as file:
                 file.seek(self.starts[n])
-                return turns_of(file.readline())
+                line = file.readline()
+                return turns_of(line), tools_of(parse_line(line).get("tools"))
         except (OSError, ValueError) as error:
             raise UserError(
                 f"{self.path}:{self.lines[n]}: changed while it was read ({error}); start again"

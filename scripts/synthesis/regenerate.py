@@ -4,12 +4,15 @@
 A drafter learns the target's own words, so the server must serve the target. What comes back
 is text, and training tokenizes it again through the target's chat template. Where that gives
 other tokens than the model drew, the row is still the target's text, but not its draw token
-for token; `tokens_alike` counts how often the two agree."""
+for token; `tokens_alike` counts how often the two agree. Reasoning and tool calls that the
+server keeps apart stay apart in the row; what is sent back to it is the text alone, as chat
+programs do it."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,10 +22,14 @@ from conf.errors import UserError
 from scripts.synthesis.ledger import Ledger
 from scripts.synthesis.questions import Questions
 from scripts.synthesis.server import Answer, GivenUp, OpenAIServer, Refused
+from train.texts.reasoning import DELIMITERS
+from train.texts.rows import BadRow
 
 AHEAD = 16  # times the concurrency: how many questions may be asked beyond the oldest open one
 IN_A_ROW = 8  # questions without an answer, one after the other, that stop the run
 HINT = "the same command goes on from here"
+SURE = 256  # answers after which a share of cut ones is believed
+EVERY = 16  # of the rows beyond that one in so many is read as training does
 COMMIT_SECONDS = 1.0  # between two writes to the file
 
 
@@ -42,7 +49,9 @@ class Regenerator:
     body: what every request holds besides messages and seed. share: of the questions that may
         stay without an answer.
     tokenize: text -> ids of the target's tokenizer. specials: texts that would change the
-    chat's structure. on_row: told the tokens of each answered row, 0 for one that failed.
+    chat's structure. read: row -> ids of its last answer as training supervises them; raises
+    BadRow. max_cut: share of the answers that may be cut. on_row: told the tokens of each
+    answered row, 0 for one that failed.
     on_commit: told how many are settled."""
 
     server: OpenAIServer
@@ -55,14 +64,20 @@ class Regenerator:
     share: float
     tokenize: Callable[[str], list[int]]
     specials: tuple[str, ...] = ()
+    read: Callable[[dict[str, Any]], list[int]] | None = None
+    max_cut: float = 1.0
     on_row: Callable[[int], None] = lambda tokens: None
     on_commit: Callable[[int], None] = lambda settled: None
     tokens_alike: Counter[bool] = field(default_factory=Counter)
+    unusable: Counter[str] = field(default_factory=Counter)
     answered: int = 0
     _begun: int = 0
     _proved: int = 0  # the last begun question that was answered
     _in_a_row: int = 0
     _failures: int = 0
+
+    def __post_init__(self) -> None:
+        self.tally = Counter(self.ledger.tally)  # with the answers that are not on file yet
 
     async def run(self) -> None:
         """Ask until all are settled. Raises UserError when too many fail. Whatever ends it,
@@ -72,6 +87,7 @@ class Regenerator:
         self._todo = iter(range(self.ledger.settled, self.total))
         self._moved = asyncio.Event()
         self._failures = len(self.ledger.failed) + len(self.questions.bad)
+        self.check_cut(SURE)
         finished = False
         try:
             async with asyncio.TaskGroup() as group:
@@ -105,6 +121,8 @@ class Regenerator:
             try:
                 row, tokens = await self._converse(n)
                 self._done[n] = row
+                self.tally.update(tally_of(row))
+                self.check_cut(SURE)
                 self.answered, self._in_a_row = self.answered + 1, 0
                 self._proved = max(self._proved, mine)
                 self.on_row(tokens)
@@ -131,39 +149,94 @@ class Regenerator:
         self._done[n] = Failed(str(error), self._begun)
         self.on_row(0)
 
+    def cut(self) -> str:
+        """How many answers were cut, of all that were given."""
+        cut, answers = self.tally["cut"], self.tally["answers"]
+        return f"{cut} of {answers} answers were cut at max_new_tokens={self.body['max_tokens']}"
+
+    def check_cut(self, least: int = 1) -> None:
+        """Raises UserError where there are `least` answers and too many of them were cut."""
+        answers = self.tally["answers"]
+        if answers < least or self.tally["cut"] <= self.max_cut * answers:
+            return
+        raise UserError(
+            f"max_cut: {self.cut()}, above {self.max_cut:g}; give more tokens and another out, or "
+            f"raise max_cut: {self.ledger.path} keeps its rows, and {HINT}"
+        )
+
     async def _converse(self, n: int) -> tuple[dict[str, Any], int]:
         """The row of question n and its tokens. An answer that was cut ends its conversation:
         what the user said next was said to a whole one, and no end-of-turn token stands
-        between."""
-        messages: list[dict[str, str]] = []
-        tokens, finished = 0, False
-        for message in self.questions[n]:
-            messages.append(message)
+        between. So does a tool call, whose result nobody has."""
+        turns, tools = self.questions[n]
+        tools = tools or self.body.get("tools")
+        body = {**self.body, **({"tools": tools} if tools else {})}
+        kept: list[dict[str, Any]] = []
+        sent: list[dict[str, Any]] = []
+        tokens, answer = 0, None
+        for message in turns:
+            kept.append(message)
+            sent.append(message)
             if message["role"] == "system":
                 continue
-            digest = hashlib.sha256(repr((self.seed, n, len(messages))).encode()).digest()
+            digest = hashlib.sha256(repr((self.seed, n, len(kept))).encode()).digest()
             seed = int.from_bytes(digest[:4]) >> 1
-            answer = await self.server.chat({**self.body, "messages": messages, "seed": seed})
-            text = answer.text.strip()
-            if any(s in text for s in self.specials):
-                raise Refused("the answer holds a control token of the target's template")
+            answer = await self.server.chat({**body, "messages": sent, "seed": seed})
+            kept.append(self._message(answer))
+            sent.append({"role": "assistant", "content": kept[-1]["content"]})
             tokens += self._count(answer)
-            messages.append({"role": "assistant", "content": text})
-            finished = answer.finished
-            if not finished:
+            if not answer.finished or answer.calls:
                 break
-        return {"messages": messages, "complete": finished}, tokens
+        row: dict[str, Any] = {"messages": kept}
+        row["complete"] = answer is not None and answer.finished
+        if tools:
+            row["tools"] = tools
+        if answer is not None and (self.answered < SURE or n % EVERY == 0):
+            self._read(row, answer)
+        return row, tokens
+
+    def _message(self, answer: Answer) -> dict[str, Any]:
+        """An answer as a turn of a row. Raises Refused for one that would change the chat."""
+        text, thought = answer.text.strip(), answer.reasoning.strip()
+        said = f"{text}{thought}{json.dumps(answer.calls, ensure_ascii=False)}"
+        if any(s in said for s in self.specials):
+            raise Refused("the answer holds a control token of the target's template")
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if thought:
+            message["reasoning_content"] = thought
+        if answer.calls:
+            message |= {"content": text or None, "tool_calls": answer.calls}
+        return message
 
     def _count(self, answer: Answer) -> int:
-        """Tokens of an answer, and whether the target's tokenizer makes the same of its text:
-        the same ids where the server told them, else as many as it counted (the end-of-turn
-        token may be among them)."""
-        here, there = self.tokenize(answer.text), answer.token_ids
-        if there is not None:
+        """Tokens of an answer, and whether the target's tokenizer makes the same of its text.
+        Of an answer that is more than text `_read` says it."""
+        if more_than_text(answer):
+            return max(answer.tokens, 0) or len(self.tokenize(answer.text + answer.reasoning))
+        here = self.tokenize(answer.text)
+        self._compare(answer, here)
+        return max(answer.tokens, 0) or len(here)
+
+    def _compare(self, answer: Answer, here: list[int]) -> None:
+        """Whether ids that were made here are the server's: the same ids where it told them, else
+        as many as it counted (the end-of-turn token may be among them)."""
+        if (there := answer.token_ids) is not None:
             self.tokens_alike[there[: len(here)] == here and len(there) - len(here) in (0, 1)] += 1
         elif answer.tokens >= 0:
             self.tokens_alike[answer.tokens - len(here) in (0, 1)] += 1
-        return max(answer.tokens, 0) or len(here)
+
+    def _read(self, row: dict[str, Any], answer: Answer) -> None:
+        """Read a row as training does: whether it can be used, and, where the last answer is more
+        than text, whether what would be supervised are the server's tokens."""
+        if self.read is None:
+            return
+        try:
+            here = self.read(row)
+        except BadRow as problem:
+            self.unusable[problem.reason] += 1
+            return
+        if more_than_text(answer):
+            self._compare(answer, here)
 
     def _commit(self, finished: bool) -> None:
         """Write what is settled without a gap. A failure counts as settled once a question
@@ -182,5 +255,18 @@ class Regenerator:
             del self._done[at]
             at += 1
         if at > self.ledger.settled:
+            for row in rows:
+                self.ledger.tally.update(tally_of(row))
             self.ledger.append(rows, at - self.ledger.settled, failed, goes_on=True)
             self.on_commit(at)
+
+
+def more_than_text(answer: Answer) -> bool:
+    """Whether the template has a part in an answer: reasoning or tool calls."""
+    return bool(answer.reasoning or answer.calls or DELIMITERS.search(answer.text))
+
+
+def tally_of(row: dict[str, Any]) -> dict[str, int]:
+    """What is counted of a row: its answers, and whether the last one was cut."""
+    answers = sum(message["role"] == "assistant" for message in row["messages"])
+    return {"answers": answers, "cut": int(not row["complete"])}

@@ -20,10 +20,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from conf.errors import UserError
+from train.texts.spans import arguments
 
 PASSING = (408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529)  # worth another try
 LONGEST_WAIT = 60.0  # seconds between two tries, unless the server asks for more
 LONGEST_PAUSE = 600.0  # seconds that a server's Retry-After is believed
+CONNECT = 60.0  # seconds that a connection may take
 MAX_BYTES = 16 << 20  # a longer answer is no answer
 
 
@@ -36,23 +38,29 @@ class GivenUp(Exception):
 
 
 class Again(Exception):
-    """One try failed and the next may not. wait: seconds the server asked for."""
+    """One try failed and the next may not. wait: seconds the server asked for. limited: by a rate
+    limit. unheard: there was no connection."""
 
-    def __init__(self, reason: str, wait: float = 0.0, limited: bool = False):
+    def __init__(
+        self, reason: str, wait: float = 0.0, limited: bool = False, unheard: bool = False
+    ):
         super().__init__(reason)
-        self.wait, self.limited = wait, limited
+        self.wait, self.limited, self.unheard = wait, limited, unheard
 
 
 @dataclass(frozen=True)
 class Answer:
     """text: as the server sent it. finished: the model ended it, no limit did. tokens: the
     server's count, -1 unknown.
-    token_ids: where the server sent them (vLLM with return_token_ids)."""
+    token_ids: where the server sent them (vLLM with return_token_ids). reasoning: what a
+    reasoning parser of the server's cut out of the text. calls: of tools, as the API has them."""
 
     text: str
     finished: bool
     tokens: int
     token_ids: list[int] | None
+    reasoning: str = ""
+    calls: list[dict[str, Any]] | None = None
 
 
 @dataclass
@@ -72,6 +80,7 @@ class OpenAIServer:
     troubles: Counter[str] = field(default_factory=Counter)
     _resume_at: float = 0.0
     _heard: float = field(default_factory=time.monotonic)
+    _there: bool = False  # whether it has ever answered anything
 
     async def __aenter__(self) -> OpenAIServer:
         import httpx
@@ -81,7 +90,10 @@ class OpenAIServer:
         )
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         self._client = httpx.AsyncClient(
-            headers=headers, limits=limits, timeout=self.timeout, follow_redirects=False
+            headers=headers,
+            limits=limits,
+            timeout=httpx.Timeout(self.timeout, connect=min(self.timeout, CONNECT)),
+            follow_redirects=False,
         )
         return self
 
@@ -147,6 +159,8 @@ class OpenAIServer:
             except Again as error:
                 self.troubles[str(error).partition(",")[0][:60]] += 1
                 tries += not error.limited
+                if error.unheard and not self._there:
+                    raise GivenUp(str(error)) from None
                 if error.limited and time.monotonic() - self._heard > self.timeout + error.wait:
                     told = f"{error}, and nothing else for {self.timeout:.0f} s"
                     raise GivenUp(told) from None
@@ -177,11 +191,14 @@ class OpenAIServer:
         try:
             async with asyncio.timeout(self.timeout):
                 async with self._client.stream(method, self.base_url + path, json=body) as reply:
+                    self._there = True
                     content = bytearray()
                     async for part in reply.aiter_bytes():
                         content += part
                         if len(content) > MAX_BYTES:
                             raise Again("an endless answer")
+        except httpx.ConnectTimeout:
+            raise Again(f"no connection within {CONNECT:g} s", unheard=True) from None
         except (TimeoutError, httpx.TimeoutException):
             raise Again(f"no whole answer within timeout={self.timeout:g} s") from None
         except httpx.UnsupportedProtocol as error:
@@ -190,7 +207,7 @@ class OpenAIServer:
             ) from None
         except httpx.ConnectError as error:
             raise Again(
-                f"no connection ({self._safe(str(error)) or type(error).__name__})"
+                f"no connection ({self._safe(str(error)) or type(error).__name__})", unheard=True
             ) from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:  # cut off, no HTTP, wrong length
             raise Again(f"a broken connection ({type(error).__name__})") from None
@@ -233,29 +250,54 @@ class OpenAIServer:
 
 def read_answer(reply: Any) -> Answer:
     """The first choice of a chat completion. Raises Again for a form that is none, Refused for
-    an empty answer.
+    an empty answer, one that ended within nothing but reasoning, and a tool call that is cut.
     """
     try:
         choice = reply["choices"][0]
-        text, reason = choice["message"]["content"], choice["finish_reason"]
-        called = choice["message"].get("tool_calls")
+        message, reason = choice["message"], choice["finish_reason"]
+        called, thought = message.get("tool_calls"), _reasoning(message)
+        text = message.get("content") if called or thought else message["content"]
         tokens = (reply.get("usage") or {}).get("completion_tokens", -1)
     except (KeyError, IndexError, TypeError, AttributeError):
         raise Again("an answer of another form") from None
-    if reason == "content_filter" or called:
-        raise Refused("the answer is " + ("a tool call" if called else "filtered"))
-    if not isinstance(text, str | None) or reason not in ("stop", "length", None):
+    if reason == "content_filter":
+        raise Refused("the answer is filtered")
+    if not isinstance(text, str | None) or reason not in (*ENDED, "length", None):
         raise Again("an answer of another form")
-    if not (text or "").strip():
-        raise Refused("the answer is empty")
+    finished, blank = reason in ENDED, not (text or "").strip()
+    calls = _calls(called, finished) if called else None
+    if blank and not calls and (finished or not thought.strip()):
+        raise Refused("the answer is empty" + (" behind its reasoning" if thought else ""))
     ids = choice.get("token_ids")
     whole = isinstance(ids, list) and all(isinstance(i, int) for i in ids)
     return Answer(
-        str(text),
-        reason == "stop",
+        text or "",
+        finished,
         tokens if isinstance(tokens, int) else -1,
         ids if whole else None,
+        thought,
+        calls,
     )
+
+
+ENDED = ("stop", "tool_calls", "function_call")  # reasons for which the model itself ends
+
+
+def _reasoning(message: dict[str, Any]) -> str:
+    """What a reasoning parser kept apart, under its old name or vLLM's newer one."""
+    found = (message.get(key) for key in ("reasoning_content", "reasoning"))
+    return next((text for text in found if isinstance(text, str) and text.strip()), "")
+
+
+def _calls(called: Any, finished: bool) -> list[dict[str, Any]]:
+    """Tool calls as they go into a row. Raises Refused for a cut one and for another form."""
+    try:
+        arguments(called)
+    except ValueError as error:
+        raise Refused(f"the answer is a tool call that cannot be read ({error})") from None
+    if not finished:
+        raise Refused("the answer is a tool call that was cut")
+    return [{k: c[k] for k in ("id", "type", "function") if k in c} for c in called]
 
 
 def retry_after(value: str | None) -> float:

@@ -4,10 +4,13 @@
 
 Prints its port, then serves until it is killed. SCHEDULE: {"model": name, "others": [more
 names], "key": wanted key, "faults": {TEXT: [fault, ...]}, "always": fault, "models": fault of
-the list of models, "delay": seconds, "gather": N, "dies_after": N}. The n-th request whose
+the list of models, "delay": seconds, "gather": N, "dies_after": N, "thinks": how}. The n-th request whose
 last user turn is TEXT gets the n-th fault, afterwards a good answer, which depends on the
 messages, max_tokens and seed alone. The first N requests are answered when all of them are
-there. The largest number of requests under way at a time is served at /peak.
+there. thinks: before every answer, as Qwen3 does; "inside" leaves the reasoning in the text
+(no reasoning parser), "reasoning_content" and "reasoning" keep it apart under that name. With
+"look" in the question and tools in the request the answer is a call of the first tool. The
+largest number of requests under way at a time is served at /peak.
 """
 
 from __future__ import annotations
@@ -54,10 +57,35 @@ def answer_to(body: dict[str, Any]) -> tuple[str, str, int]:
     """
     digest = hashlib.sha256(json.dumps([body["messages"], body.get("seed")]).encode()).digest()
     text = " ".join(WORDS[b % len(WORDS)] for b in digest[: 2 + digest[0] % 12])
+    return limited(text, body)
+
+
+def limited(text: str, body: dict[str, Any]) -> tuple[str, str, int]:
+    """The same, no longer than max_tokens."""
     limit = body.get("max_tokens", 1 << 20)
     if len(text) > limit:
         return text[:limit], "length", limit
     return text, "stop", len(text) + 1
+
+
+def thought(body: dict[str, Any], how: str) -> tuple[dict[str, Any], str, int]:
+    """(message, finish_reason, tokens) of a model that thinks, and of one that calls a tool."""
+    text, _, _ = answer_to({**body, "max_tokens": 1 << 20})
+    tools = body.get("tools")
+    call = {"name": tools[0]["function"]["name"], "arguments": '{"at": "it"}'} if tools else None
+    if call is None or "look" not in body["messages"][-1]["content"]:
+        call, said = None, text
+    else:
+        said = f"<tool_call>{json.dumps(call)}</tool_call>"
+    why = f"let me see how {text[::-1]}"
+    whole, reason, tokens = limited(f"<think>\n{why}\n</think>\n\n{said}", body)
+    if call and reason == "stop":
+        told = {"tool_calls": [{"id": "call-1", "type": "function", "function": call}]}
+        return {"content": None, how: f"\n{why}\n", **told}, "tool_calls", tokens
+    if how == "inside":
+        return {"content": whole}, reason, tokens
+    before, ended, content = whole.removeprefix("<think>").partition("</think>")
+    return {how: before, "content": content if ended else None}, reason, tokens
 
 
 class Server(ThreadingHTTPServer):
@@ -141,7 +169,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def completion(self, body: dict[str, Any], **more: Any) -> bytes:
         text, reason, tokens = answer_to(body)
-        choice: dict[str, Any] = {"index": 0, "message": {"role": "assistant", "content": text}}
+        message: dict[str, Any] = {"content": text}
+        if how := self.server.schedule.get("thinks"):
+            message, reason, tokens = thought(body, how)
+        choice: dict[str, Any] = {"index": 0, "message": {"role": "assistant", **message}}
         choice |= {"finish_reason": reason} | more
         if body.get("return_token_ids"):
             choice["token_ids"] = [b + 3 for b in text.encode()] + ([2] if reason == "stop" else [])

@@ -827,7 +827,7 @@ def test_a_server_answers_again(tmp_path: Path) -> None:
 
     write(tmp_path, mixed())
     with serving(tmp_path) as url:
-        synthesize(config(tmp_path, backend="openai", base_url=url))
+        synthesize(config(tmp_path, backend="openai", base_url=url, max_cut=1.0))
     report = json.loads((tmp_path / "out" / "logs.json").read_text())["report"]
     assert report["counts"] == {"usable": 7, "asked again": 4}
 

@@ -167,7 +167,7 @@ def interpret(record: Any, where: str) -> Row:
     if not any(m["role"] == "assistant" for m in chat):
         raise ValueError("has no assistant turn")
     complete = record.get("complete", True) is not False
-    return Row(where, chat, complete=complete, tools=_tools(record.get("tools")), dropped=dropped)
+    return Row(where, chat, complete=complete, tools=tools_of(record.get("tools")), dropped=dropped)
 
 
 def _greetings(body: Sequence[Message]) -> int:
@@ -178,7 +178,7 @@ def _greetings(body: Sequence[Message]) -> int:
     return first if "assistant" in roles[first:] and {*roles[:first]} <= {"assistant"} else 0
 
 
-def _tools(given: Any) -> list[Any] | None:
+def tools_of(given: Any) -> list[Any] | None:
     """The functions of a row; data sets keep them as a list or as its JSON text."""
     if given is None or given == "":
         return None
@@ -317,8 +317,8 @@ def _read(
     one), and how many of those lack their reasoning. Raises ValueError where less is shown than
     there is."""
     whole = template.render(chat)
-    if lost := unread(chat, template, whole):
-        raise ValueError(f"the chat template does not show {lost}")
+    if passed_over := unread(chat, template, whole):
+        raise ValueError(f"the chat template does not show {passed_over}")
     ids, turns = _turns(chat, template, whole, eos)
     turns = turns[-1:] if last_only else turns
     places = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
@@ -364,8 +364,8 @@ def _turns(
     found = spans(chat, template, whole)
     if not getattr(template.tokenizer, "is_fast", False):
         ids = template.tokenizer(whole, add_special_tokens=False)["input_ids"]
-        tokens = [_counted(ids, template.tokenizer, whole, span, eos) for span in found]
-        return ids, [_turn(whole, span, t) for span, t in zip(found, tokens, strict=True)]
+        counted = [_counted(ids, template.tokenizer, whole, span, eos) for span in found]
+        return ids, [_turn(whole, span, t) for span, t in zip(found, counted, strict=True)]
     out = template.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = out["input_ids"], out["offset_mapping"]
     turns = []

@@ -114,7 +114,7 @@ def block(
                 continue
             ids = chat_ids(target.tokenizer, made[n])
             if len(ids) + 1 < target.context_length:
-                tokens = min(cfg.max_new_tokens, target.context_length - len(ids))
+                tokens = min(cfg.longest, target.context_length - len(ids))
                 asked.append((n, Request(ids, tokens, id=((first + n) << 8) + turn)))
             else:
                 whole[n], made[n] = False, []

@@ -1,0 +1,224 @@
+"""Rows from a server whose model thinks before it answers, as Qwen3 does: with and without a
+reasoning parser, whole, cut and calling tools. What training then supervises are the tokens
+that the server drew."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conf.errors import UserError
+from conf.schema import compose
+from decode.models.tiny import byte_tokenizer
+from scripts.synthesis import from_server
+from scripts.synthesis.regenerate import SURE
+from scripts.synthesis.server import Refused, read_answer
+from scripts.synthesize import SynthesizeConfig, synthesize
+from tests.scripts.test_from_server import config, one_context, serving
+from train.texts.rows import BadRow, Reading, encode, interpret
+
+__all__ = ["one_context"]
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+# A think block in the last turn alone, whatever its form in the row.
+QWEN = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+    "{% set text = m.content or '' %}{% set why = m.reasoning_content or '' %}"
+    "{% if '</think>' in text %}"
+    "{% set why = text.split('</think>')[0].split('<think>')[-1].strip() %}"
+    "{% set text = text.split('</think>')[-1].strip() %}{% endif %}"
+    "{% if loop.last %}{{ '<think>\n' + why.strip() + '\n</think>\n\n' }}{% endif %}{{ text }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+FORMS = ("inside", "reasoning_content", "reasoning")
+
+
+@pytest.fixture(autouse=True)
+def qwen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The tokenizer of the served model."""
+    made = byte_tokenizer(template=QWEN)
+    monkeypatch.setattr(from_server, "load_tokenizer", lambda *_, **__: made)
+    return made
+
+
+def questions(folder: Path, count: int, more: dict[str, Any] | None = None) -> None:
+    with (folder / "asked.jsonl").open("w") as file:
+        for i in range(count):
+            chat = [{"role": "user", "content": f"look {i}.{t}"} for t in range(1 + i % 2)]
+            spoken = [m for q in chat for m in (q, {"role": "assistant", "content": "other"})]
+            file.write(json.dumps({"messages": spoken, **(more or {})}) + "\n")
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "a.jsonl").read_text().splitlines()]
+
+
+def supervised(row: dict[str, Any], tokenizer: Any) -> tuple[str, str]:
+    """What stands before the last answer, and what is supervised of it."""
+    how = Reading(1 << 20, frozenset({2}), last_turn_only=True)
+    (found,) = encode(interpret(row, "a:1"), tokenizer, how)
+    first = found.loss.index(True)
+    said = [i for i, on in zip(found.ids, found.loss, strict=True) if on]
+    return tokenizer.decode(found.ids[:first]), tokenizer.decode(said)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_whole_answers_are_supervised_as_they_were_drawn(
+    tmp_path: Path, qwen: Any, form: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    questions(tmp_path, 8)
+    with serving(tmp_path, thinks=form) as url:
+        synthesize(config(tmp_path, url))
+    for row in rows(tmp_path):
+        last = row["messages"][-1]
+        assert row["complete"] and ("reasoning_content" in last) == (form != "inside")
+        before, said = supervised(row, qwen)
+        assert before.endswith("<|im_start|>assistant\n") and "think" not in before
+        assert said.startswith("<think>\nlet me see how ") and said.endswith("<|im_end|>")
+        assert said.count("<think>") == said.count("</think>\n\n") == 1
+    said = capfd.readouterr().err
+    assert "0 of 12 answers were cut at max_new_tokens=4096" in said
+    assert "100.0% of the answers have the server's tokens" in said and "warning" not in said
+
+
+def test_with_and_without_a_parser_the_same_is_supervised(tmp_path: Path, qwen: Any) -> None:
+    found = []
+    for form in FORMS:
+        folder = tmp_path / form
+        folder.mkdir()
+        questions(folder, 6)
+        with serving(folder, thinks=form) as url:
+            synthesize(config(folder, url))
+        # A server without a parser is sent its reasoning back, so the draws differ from turn 2 on.
+        alone = [row for row in rows(folder) if len(row["messages"]) == 2]
+        found.append([supervised(row, qwen) for row in alone])
+    assert found[0] == found[1] == found[2] and len(found[0]) == 3
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_cut_answers_are_counted_and_supervised_no_further_than_they_went(
+    tmp_path: Path, qwen: Any, form: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    questions(tmp_path, 8)
+    with serving(tmp_path, thinks=form) as url:
+        synthesize(config(tmp_path, url, max_new_tokens=30, max_cut=1.0))
+    for row in rows(tmp_path):
+        assert not row["complete"] and len(row["messages"]) == 2
+        before, said = supervised(row, qwen)
+        assert before.endswith("<|im_start|>assistant\n") and "think" not in before
+        assert said.startswith("<think>\nlet me see how ") and "</think>" not in said
+        assert 28 <= len(said) <= 30, "30 tokens of a byte, blanks at the end left out"
+    said = capfd.readouterr().err
+    assert "8 of 8 answers were cut at max_new_tokens=30" in said and "would leave out" not in said
+
+
+@pytest.mark.parametrize("form", FORMS[1:])
+def test_tool_calls_are_kept_with_the_tools_and_end_the_chat(
+    tmp_path: Path, qwen: Any, form: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    questions(tmp_path, 4, {"tools": TOOLS})
+    with serving(tmp_path, thinks=form) as url:
+        synthesize(config(tmp_path, url))
+        given = rows(tmp_path)
+        questions(tmp_path, 4)
+        cfg = config(tmp_path, url, extra_body={"tools": TOOLS})
+        cfg.out = str(tmp_path / "b.jsonl")
+        synthesize(cfg)
+    assert (tmp_path / "b.jsonl").read_text() == (tmp_path / "a.jsonl").read_text()
+    for row in given:
+        question, answer = row["messages"]
+        assert row["tools"] == TOOLS and row["complete"] and question["role"] == "user"
+        assert answer["content"] is None and answer["reasoning_content"].startswith("let me see")
+        (call,) = answer["tool_calls"]
+        assert call["function"] == {"name": "look", "arguments": '{"at": "it"}'}
+        before, said = supervised(row, qwen)
+        assert before.startswith("<tools>") and "think" not in before
+        assert said.startswith("<think>\nlet me") and said.endswith("</tool_call><|im_end|>")
+    assert "would leave out" not in capfd.readouterr().err
+
+
+def test_too_many_cut_answers_end_the_run_and_the_file_goes_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    questions(tmp_path, 12)
+    short = {"max_new_tokens": 80}
+    with serving(tmp_path, thinks="inside") as url:
+        with pytest.raises(UserError, match=r"max_cut: \d+ of \d+ answers were cut .*above 0.2"):
+            synthesize(config(tmp_path, url, **short))
+        left = (tmp_path / "a.jsonl").read_bytes()
+        assert 0 < sum(not row["complete"] for row in rows(tmp_path)) <= 12
+        with pytest.raises(UserError, match="max_cut: .* keeps its rows, and the same command"):
+            synthesize(config(tmp_path, url, **short))
+        cut = sum(not row["complete"] for row in rows(tmp_path))
+        answers = sum(m["role"] == "assistant" for r in rows(tmp_path) for m in r["messages"])
+        assert f"{cut} of {answers} answers were cut" in capfd.readouterr().err
+        synthesize(config(tmp_path, url, **short, max_cut=1.0))
+        assert (tmp_path / "a.jsonl").read_bytes() == left
+
+
+def test_a_long_run_ends_as_soon_as_it_is_sure(tmp_path: Path) -> None:
+    """Not after a day. What was answered until then is on file and is counted when it goes on."""
+    questions(tmp_path, 3 * SURE)
+    short = {"max_new_tokens": 9, "concurrency": 16}
+    with serving(tmp_path, thinks="reasoning_content") as url:
+        with pytest.raises(UserError, match=r"max_cut: 25\d of 25\d answers were cut"):
+            synthesize(config(tmp_path, url, **short))
+        first = (tmp_path / "a.jsonl").read_bytes()
+        assert SURE - 16 <= len(first.splitlines()) <= SURE + 16
+        synthesize(config(tmp_path, url, **short, max_cut=1.0, num_conversations=2 * SURE))
+    assert (tmp_path / "a.jsonl").read_bytes().startswith(first)
+    tally = json.loads((tmp_path / "a.jsonl.meta.json").read_text())["tally"]
+    assert tally == {"answers": 2 * SURE, "cut": 2 * SURE} and len(rows(tmp_path)) == 2 * SURE
+
+
+def test_rows_that_training_would_leave_out_are_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As of a template that knows no reasoning, behind a server that cuts it out."""
+    monkeypatch.setattr(from_server, "load_tokenizer", lambda *_, **__: byte_tokenizer())
+    questions(tmp_path, 4)
+    with serving(tmp_path, thinks="reasoning") as url:
+        synthesize(config(tmp_path, url))
+    said = " ".join(capfd.readouterr().err.split())
+    assert (
+        "training would leave out 4 of the rows that were looked at, one because the chat" in said
+    )
+    with pytest.raises(BadRow, match="does not show the reasoning_content"):
+        supervised(rows(tmp_path)[0], byte_tokenizer())
+
+
+def test_what_an_answer_may_lack() -> None:
+    def read(reason: str | None, **message: Any) -> Any:
+        return read_answer({"choices": [{"message": message, "finish_reason": reason}]})
+
+    cut = read("length", content=None, reasoning_content="why")
+    assert (cut.text, cut.reasoning, cut.finished) == ("", "why", False)
+    assert read("stop", content="a", reasoning=" why").reasoning == " why"
+    assert read("stop", content="a", reasoning_content=None, reasoning={}).reasoning == ""
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    assert read("tool_calls", tool_calls=[{**call, "index": 0}]).calls == [call]
+    for reason, message in (
+        ("stop", {"content": None, "reasoning": "why"}),
+        ("length", {"content": "", "reasoning": " "}),
+        ("length", {"content": "", "tool_calls": [call]}),
+        ("tool_calls", {"content": "", "tool_calls": [{"function": {}}]}),
+    ):
+        with pytest.raises(Refused):
+            read(reason, **message)
+
+
+def test_the_usual_length_follows_the_backend() -> None:
+    def usual(*more: str) -> tuple[int | None, int | None]:
+        cfg = compose("synthesize", SynthesizeConfig, ["target=tiny", "out=x", *more])
+        return cfg.max_new_tokens, cfg.concurrency
+
+    server = ("backend=openai", "base_url=http://h:1/v1", "prompts=x")
+    assert usual() == (200, 32) and usual(*server) == (4096, 256)
+    assert usual(*server, "max_new_tokens=200", "concurrency=3") == (200, 3)
+    assert SynthesizeConfig(out="x", backend="openai").max_new_tokens == 4096
