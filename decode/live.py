@@ -15,7 +15,7 @@ Shape letters: B live rows, N tree nodes, D path length, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -73,12 +73,14 @@ class Seat:
     generation: Generation
     watch: Watch
     top: int | None
+    row: _Row = field(repr=False)
 
 
 class LiveBatch(Engine):
     """An engine without a list of requests. All rows share one law (`sampling`) and one rule.
 
-    After an exception of `step` the batch is broken: throw it away.
+    After an exception of `step` the batch is broken: throw it away. Its requests may `resume` in
+    another one.
     """
 
     def __init__(
@@ -135,12 +137,22 @@ class LiveBatch(Engine):
             )
         self._joined += 1
         row = _Row(number, request, Generation(list(request.prompt)), limit)
-        seat = Seat(number, row.out, watch, top)
-        self._seats[number] = seat, row
-        if limit > 0:
-            self.queue.append(row)
-        else:
+        if limit <= 0:
             row.done = True
+        return self._seated(row, watch, top)
+
+    def resume(self, seat: Seat) -> Seat:
+        """Go on with a request of a batch that broke: its text is read again, tokens so far
+        included, and what follows is drawn with random numbers that nothing was drawn with."""
+        row = replace(seat.row, index=self._joined, cycle=seat.row.cycle + 1)
+        self._joined += 1
+        return self._seated(row, seat.watch, seat.top)
+
+    def _seated(self, row: _Row, watch: Watch, top: int | None) -> Seat:
+        seat = Seat(row.index, row.out, watch, top, row)
+        self._seats[row.index] = seat, row
+        if not row.done:
+            self.queue.append(row)
         return seat
 
     def leave(self, seat: Seat) -> None:

@@ -16,18 +16,20 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from conf.errors import UserError
 from decode.drafters import Drafter
 from decode.engine import Generation, Request
-from decode.live import LiveBatch, Room, Seat
+from decode.live import Fresh, LiveBatch, Room, Seat
 from decode.sampling import Sampling
 from decode.target import Target
 from heads import resolve_drafter
 from scripts.serve_http.transcript import Said, Transcript
 
 STOP, LENGTH = "stop", "length"
+PROBATION = 2  # steps that each request of a broken batch makes alone: one reads, one drafts
+MOST_BREAKS = 3  # batches that may break under a request with nobody at fault
+ENDING = "the server is ending"
 SHORTEST_WAIT, LONGEST_WAIT = 1, 60  # seconds that a client is asked to wait
 
 
@@ -91,7 +93,9 @@ class Job:
     began: float = 0.0
     first: float = 0.0
     gone: bool = False
+    lane: Lane | None = None
     seat: Seat | None = None
+    breaks: int = 0  # of its batch, with nobody at fault
     busy: float = 0.0  # seconds of its lane before it joined, then its own
 
 
@@ -119,7 +123,8 @@ class Limits:
 
 class Worker(threading.Thread):
     """Decodes until it is closed. Every job that was taken is told an Ended or a Failed, unless
-    its client left."""
+    its client left. What goes wrong with one job ends that job alone; if the thread itself ends,
+    every job is told and further ones are refused."""
 
     def __init__(self, target: Target, drafters: list[str], limits: Limits, verify: str):
         super().__init__(name="decoding", daemon=True)
@@ -130,6 +135,7 @@ class Worker(threading.Thread):
         self._lock = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._lanes: list[Lane] = []
+        self._owed: set[Job] = set()  # an end: those that wait, run, or are between the two
         self._closing = False
         self._usual = 1.0  # seconds of an answer, a moving mean
 
@@ -141,15 +147,17 @@ class Worker(threading.Thread):
         return sum(len(lane.jobs) for lane in list(self._lanes)), len(self._waiting)
 
     def submit(self, ask: Ask, tell: Tell) -> Job:
-        """Take a request in. Raises Full when too many wait, UserError when the server ends."""
+        """Take a request in. Raises Full when too many wait, UserError when the server ends or
+        its thread has ended."""
         job = Job(ask, tell, Transcript(self.target.tokenizer, ask.stops))
         with self._lock:
             if self._closing:
-                raise UserError("the server is ending")
+                raise UserError(ENDING)
             if len(self._waiting) >= self.limits.queue:
                 wait = math.ceil(self._usual * len(self._waiting) / self.limits.rows)
                 raise Full(min(max(wait, SHORTEST_WAIT), LONGEST_WAIT))
             self._waiting.append(job)
+            self._owed.add(job)
             self._lock.notify()
         return job
 
@@ -157,6 +165,7 @@ class Worker(threading.Thread):
         """The client left: its row is free at the next cycle."""
         with self._lock:
             job.gone = True
+            self._owed.discard(job)
             self._lock.notify()
 
     def close(self) -> None:
@@ -169,22 +178,35 @@ class Worker(threading.Thread):
     # -- the thread
 
     def run(self) -> None:
-        """Decode, one cycle of every lane in turn."""
+        """Decode until it is closed. Whatever ends it, nobody waits for it afterwards."""
+        said = ENDING
+        try:
+            self._decode()
+        except BaseException as error:
+            traceback.print_exc(file=sys.stderr)
+            said = f"the decoding thread ended ({type(error).__name__}); see the server's log"
+        with self._lock:
+            self._closing = True
+            self._lanes.clear()
+            self._waiting.clear()
+        for job in list(self._owed):
+            self._tell(job, Failed(said))
+
+    def _decode(self) -> None:
+        """One cycle of every lane in turn."""
         while True:
             with self._lock:
                 while not (self._closing or self._waiting or self._lanes_busy()):
                     self._lock.wait()
                 if self._closing:
-                    break
+                    return
                 self._sweep()
             self._place()  # without the lock: a drafter may have to be read from disk
             for lane in list(self._lanes):
                 if lane.jobs or lane.batch.busy:
-                    self._step(lane)
-        for lane in list(self._lanes):
-            self._fail(lane, Failed("the server is ending"))
-        for job in self._waiting:
-            job.tell(Failed("the server is ending"))
+                    failed = self._step(lane)
+                    if failed is not None:
+                        self._break(lane, failed)
 
     def _lanes_busy(self) -> bool:
         return any(lane.jobs or lane.batch.busy for lane in self._lanes)
@@ -217,68 +239,127 @@ class Worker(threading.Thread):
 
     def _open(self, key: tuple[str, Sampling], job: Job) -> Lane | None:
         """A new lane; the request is told where there can be none."""
-        name, sampling = key
         try:
-            idle = self._idle[name]
-            drafter = idle.pop() if idle else resolve_drafter(name, self.target)
-            room = Room(self.limits.rows, self.limits.longest)
-            lane = Lane(
-                key, drafter, LiveBatch(self.target, drafter, sampling, room, 0, self.verify)
-            )
-        except UserError as error:
-            job.tell(Failed(str(error), mine=False))
+            drafter = self._drafter(key[0])
+            try:
+                batch = self._batch(drafter, key[1], self.limits.rows)
+            except BaseException:
+                self._idle[key[0]].append(drafter)  # not its fault, and dear to read again
+                raise
+        except Exception as error:
+            self._tell(job, _failed("the drafter", error))
             return None
+        lane = Lane(key, drafter, batch)
         self._lanes.append(lane)
         return lane
+
+    def _drafter(self, name: str) -> Drafter:
+        idle = self._idle[name]
+        return idle.pop() if idle else resolve_drafter(name, self.target)
+
+    def _batch(self, drafter: Drafter, sampling: Sampling, rows: int) -> LiveBatch:
+        room = Room(rows, self.limits.longest)
+        return LiveBatch(self.target, drafter, sampling, room, 0, self.verify)
 
     def _join(self, lane: Lane, job: Job) -> None:
         ask = job.ask
         job.began, job.busy = time.perf_counter(), lane.seconds
-
-        def watch(fresh: Any) -> None:
-            if not job.first:
-                job.first = time.perf_counter()
-            if job.gone:
-                return
-            said = job.transcript.push(fresh)
-            if said:
-                job.tell(said)
-            if job.transcript.stopped and job.seat is not None:
-                lane.batch.leave(job.seat)
-
         try:
             request = Request(ask.ids, ask.limit, id=ask.seed)
-            job.seat = lane.batch.join(request, watch, ask.top)
-        except UserError as error:
-            job.tell(Failed(str(error), mine=False))
+            job.seat = lane.batch.join(request, lambda fresh: self._hear(job, fresh), ask.top)
+        except Exception as error:
+            self._tell(job, _failed("the request", error))
             return
+        job.lane = lane
         lane.jobs[job.seat.number] = job
 
-    def _step(self, lane: Lane) -> None:
+    def _hear(self, job: Job, fresh: Fresh) -> None:
+        """What a pass gave a job. Raises nothing: its neighbours are in the midst of that pass."""
+        if not job.first:
+            job.first = time.perf_counter()
+        try:
+            said = [] if job.gone else job.transcript.push(fresh)
+            if said:
+                self._tell(job, said)
+        except Exception as error:
+            self._tell(job, _failed("the answer's text", error))
+        if (job not in self._owed or job.transcript.stopped) and job.lane and job.seat:
+            job.lane.batch.leave(job.seat)
+
+    def _step(self, lane: Lane) -> Failed | None:
+        """One cycle of a lane; what it failed of."""
         begin = time.perf_counter()
         try:
             ended = lane.batch.step()
-        except UserError as error:
-            self._fail(lane, Failed(str(error)))
-            return
         except Exception as error:  # a row must not stay behind, whatever happened
-            traceback.print_exc(file=sys.stderr)
-            self._fail(lane, Failed(f"the engine failed ({type(error).__name__}); see its log"))
-            return
-        lane.seconds += time.perf_counter() - begin
+            return _failed("the engine", error, mine=True)
+        finally:
+            lane.seconds += time.perf_counter() - begin
         for seat in ended:
             job = lane.jobs.pop(seat.number)
-            if not job.gone:
+            if job not in self._owed:
+                continue
+            try:
                 self._end(lane, job, seat)
+            except Exception as error:
+                self._tell(job, _failed("the answer's text", error))
+        return None
+
+    def _break(self, lane: Lane, failed: Failed) -> None:
+        """Throw a batch away, and its drafter, which may hold half a cycle. A request that was
+        alone in it is told. Of several, each goes on alone for a few steps, so that one at fault
+        fails by itself; the others share a new batch then and know nothing of it."""
+        jobs, lane.jobs = [job for job in lane.jobs.values() if job in self._owed], {}
+        try:
+            if len(jobs) > 1:
+                lane.drafter = self._drafter(lane.key[0])
+                self._repair(lane, jobs, failed)
+                return
+        except Exception as error:  # not even a drafter can be had
+            failed = _failed("the engine", error, mine=True)
+        self._lanes.remove(lane)
+        for job in jobs:
+            self._tell(job, failed)
+
+    def _repair(self, lane: Lane, jobs: list[Job], failed: Failed) -> None:
+        """A new batch for a lane, with those of `jobs` in it that are sound and not at their
+        end."""
+        guilty = [job for job in jobs if not self._alone(lane, job)]
+        lane.batch = self._batch(lane.drafter, lane.key[1], self.limits.rows)
+        for job in jobs:
+            job.breaks += not guilty
+            if job.breaks > MOST_BREAKS:
+                self._tell(job, failed)
+            elif job in self._owed:
+                self._resume(lane, job)
+
+    def _alone(self, lane: Lane, job: Job) -> bool:
+        """Whether a job can go on while nobody is beside it; it is told where not."""
+        lane.batch = self._batch(lane.drafter, lane.key[1], 1)
+        self._resume(lane, job)
+        for _ in range(PROBATION):
+            failed = self._step(lane) if lane.jobs else None
+            if failed is not None:
+                self._tell(job, failed)
+                lane.drafter = self._drafter(lane.key[0])
+                break
+        lane.jobs.clear()
+        return failed is None
+
+    def _resume(self, lane: Lane, job: Job) -> None:
+        assert job.seat is not None
+        job.seat = lane.batch.resume(job.seat)
+        lane.jobs[job.seat.number] = job
 
     def _end(self, lane: Lane, job: Job, seat: Seat) -> None:
         said = job.transcript.end()
         if said:
-            job.tell(said)
+            self._tell(job, said)
         now = time.perf_counter()
         self._usual += 0.1 * (now - job.began - self._usual)
         ended = job.transcript.stopped or seat.generation.finish == "eos"
-        job.tell(
+        self._tell(
+            job,
             Ended(
                 STOP if ended else LENGTH,
                 job.transcript.text,
@@ -287,14 +368,26 @@ class Worker(threading.Thread):
                 job.began - job.came,
                 job.first - job.came,
                 lane.seconds - job.busy,
-            )
+            ),
         )
 
-    def _fail(self, lane: Lane, failed: Failed) -> None:
-        """Tell all of a lane, and throw its batch away; the drafter may hold half a cycle and
-        goes with it."""
-        self._lanes.remove(lane)
-        jobs, lane.jobs = list(lane.jobs.values()), {}
-        for job in jobs:
-            if not job.gone:
-                job.tell(failed)
+    def _tell(self, job: Job, event: Event) -> None:
+        """Say it to whoever asked; one who cannot be told counts as gone."""
+        if job not in self._owed:
+            return
+        if isinstance(event, Ended | Failed):
+            self._owed.discard(job)
+        try:
+            job.tell(event)
+        except Exception:
+            traceback.print_exc(file=sys.stderr)
+            self.cancel(job)
+
+
+def _failed(what: str, error: Exception, mine: bool = False) -> Failed:
+    """What a job is told of an error; a UserError is in words that its sender can use, anything
+    else is our fault and goes to the log. mine: a UserError is our fault as well."""
+    if isinstance(error, UserError):
+        return Failed(str(error), mine)
+    traceback.print_exception(error, file=sys.stderr)
+    return Failed(f"{what} failed ({type(error).__name__}); see the server's log")

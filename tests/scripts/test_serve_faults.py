@@ -1,0 +1,264 @@
+"""The decoding thread of `outrider serve`: whatever goes wrong with a request ends that request
+alone, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from conf.errors import UserError
+from decode.drafters import NGram, NoDraft
+from decode.engine import Request, generate
+from decode.live import LiveBatch, Room
+from decode.models.load import TargetConfig, load_target
+from decode.sampling import Sampling
+from decode.target import Target
+from scripts.serve_http import worker as module
+from scripts.serve_http.transcript import Transcript
+from scripts.serve_http.worker import Ask, Ended, Event, Failed, Limits, Worker
+
+HONEST = [[3 + n, 4, 5, 6, 3 + n, 4, 5, 6] for n in range(3)]
+POISON = 299
+SECONDS = 60.0
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return load_target(TargetConfig(kind="tiny", context=256), "float32", "cpu")
+
+
+@dataclass
+class Told:
+    """What a request is told; `end` waits for the last of it."""
+
+    events: queue.Queue[Event] = field(default_factory=queue.Queue)
+
+    def end(self) -> Ended | Failed:
+        while True:
+            event = self.events.get(timeout=SECONDS)
+            if isinstance(event, Ended | Failed):
+                assert self.events.empty(), "nothing comes behind the end"
+                return event
+
+
+@pytest.fixture
+def working(target: Target) -> Iterator[Worker]:
+    one = Worker(target, ["ngram", "none"], Limits(8, 128, 4, 32), "traversal")
+    one.start()
+    yield one
+    one.close()
+
+
+def ask(worker: Worker, ids: list[int], limit: int = 40, **keys: Any) -> Told:
+    told = Told()
+    given: dict[str, Any] = {"sampling": Sampling(), "drafter": "ngram", "seed": 0, **keys}
+    worker.submit(Ask(ids, limit, **given), told.events.put)
+    return told
+
+
+def text_alone(target: Target, ids: list[int], limit: int = 40) -> str:
+    out = generate(target, NoDraft(), [Request(ids, limit)], Sampling()).generations[0]
+    return str(
+        target.tokenizer.decode(
+            out.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+    )
+
+
+def all_right(target: Target, honest: list[Told]) -> None:
+    for ids, told in zip(HONEST, honest, strict=True):
+        end = told.end()
+        assert isinstance(end, Ended), end
+        assert end.text == text_alone(target, ids)
+
+
+@pytest.mark.parametrize(
+    "error", [torch.cuda.OutOfMemoryError("no room"), MemoryError(), KeyError("x")]
+)
+def test_a_drafter_that_cannot_be_made_fails_its_request_alone(
+    working: Worker, target: Target, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def broken(*args: Any) -> Any:
+        raise error
+
+    honest = [ask(working, ids) for ids in HONEST]
+    monkeypatch.setattr(module, "resolve_drafter", broken)
+    working._idle["none"].clear()
+    failed = ask(working, [3, 4, 5], drafter="none").end()
+    assert isinstance(failed, Failed) and failed.mine and type(error).__name__ in failed.reason
+    all_right(target, honest)
+    assert isinstance(ask(working, [3, 4, 5]).end(), Ended) and working.is_alive()
+
+
+def test_a_setting_that_is_refused_costs_no_drafter(
+    working: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading one again takes seconds in which nobody's answer grows."""
+    made: list[Any] = []
+    monkeypatch.setattr(module, "resolve_drafter", lambda *args: made.append(args) or NGram())
+    for _ in range(3):
+        failed = ask(working, [3, 4], sampling=Sampling(1.0, top_k=10**6)).end()
+        assert isinstance(failed, Failed) and not failed.mine
+    assert isinstance(ask(working, [3, 4, 5]).end(), Ended) and not made
+
+
+def test_when_the_thread_itself_ends_everybody_is_told(
+    working: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends(*args: Any) -> None:
+        raise SystemExit(3)
+
+    monkeypatch.setattr(working, "_step", ends)
+    for told in [ask(working, ids) for ids in HONEST[:1]]:
+        end = told.end()
+        assert isinstance(end, Failed) and end.mine and "SystemExit" in end.reason
+    working.join(SECONDS)
+    assert not working.is_alive()
+    with pytest.raises(UserError, match="ending"):
+        ask(working, [3, 4])
+
+
+class Odd(Transcript):
+    """Fails by the stop string that it was given."""
+
+    def push(self, fresh: Any) -> Any:
+        if self._stops == ("early",):
+            raise RuntimeError("the tokenizer fell")
+        return super().push(fresh)
+
+    def end(self) -> Any:
+        if self._stops == ("late",):
+            raise IndexError("the tokenizer fell")
+        return super().end()
+
+
+@pytest.mark.parametrize("when", ["early", "late"])
+def test_text_that_cannot_be_made_fails_its_request_alone(
+    working: Worker, target: Target, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    monkeypatch.setattr(module, "Transcript", Odd)
+    honest = [ask(working, ids) for ids in HONEST]
+    failed = ask(working, [3, 4, 5], stops=(when,)).end()
+    assert isinstance(failed, Failed) and failed.mine
+    all_right(target, honest)
+
+
+def test_a_request_that_the_batch_cannot_take_fails_alone(working: Worker, target: Target) -> None:
+    honest = [ask(working, ids) for ids in HONEST]
+    for ids in ([3, "x"], None, [1 << 70], [3] * 500):
+        assert isinstance(ask(working, ids).end(), Failed)  # type: ignore[arg-type]
+    all_right(target, honest)
+
+
+def test_a_client_that_cannot_be_told_costs_nobody_anything(
+    working: Worker, target: Target
+) -> None:
+    def deaf(event: Event) -> None:
+        raise RuntimeError("its loop has ended")
+
+    honest = [ask(working, ids) for ids in HONEST]
+    working.submit(Ask([3, 4, 5], 40, Sampling(), "ngram", 0), deaf)
+    all_right(target, honest)
+    assert isinstance(ask(working, [3, 4, 5]).end(), Ended)
+
+
+class Poisoned(NGram):
+    """Fails with a batch that holds a certain prompt."""
+
+    def __init__(self, moment: str):
+        super().__init__()
+        self.moment, self.ill = moment, False
+
+    def reset(self, rows: int, max_len: int) -> None:
+        self.ill = False
+        super().reset(rows, max_len)
+
+    def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
+        self.ill |= any(POISON in prompt.tolist() for prompt in prompts)
+        self.fail("read")
+        super().begin(prompts, sampling)
+
+    def propose(self, *args: Any) -> Any:
+        self.fail("draft")
+        return super().propose(*args)
+
+    def fail(self, moment: str) -> None:
+        if self.ill and moment == self.moment:
+            raise UserError("row 3: no law") if moment == "draft" else RuntimeError("seeded defect")
+
+
+@pytest.mark.parametrize("moment", ["read", "draft"])
+def test_a_request_that_breaks_the_batch_fails_alone(
+    target: Target, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    monkeypatch.setattr(module, "resolve_drafter", lambda *args: Poisoned(moment))
+    worker = Worker(target, ["ngram"], Limits(8, 128, 2, 32), "traversal")
+    worker.start()
+    try:
+        honest = [ask(worker, ids) for ids in HONEST]
+        for _ in range(6):  # more often than a batch may break with nobody at fault
+            failed = ask(worker, [POISON, 4, 5]).end()
+            assert isinstance(failed, Failed) and failed.mine
+        all_right(target, honest)
+    finally:
+        worker.close()
+
+
+def test_a_batch_that_breaks_with_nobody_at_fault_ends(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Crowded(NGram):
+        """Fails wherever two rows are."""
+
+        def propose(self, budget: Tensor, *args: Any) -> Any:
+            if len(budget) > 1:
+                raise RuntimeError("seeded defect")
+            return super().propose(budget, *args)
+
+    monkeypatch.setattr(module, "resolve_drafter", lambda *args: Crowded())
+    worker = Worker(target, ["ngram"], Limits(8, 128, 2, 32), "traversal")
+    hold = _held(worker, monkeypatch)
+    worker.start()
+    try:
+        told = [ask(worker, ids) for ids in HONEST]
+        hold()
+        assert all(isinstance(one.end(), Failed) for one in told)
+        end = ask(worker, HONEST[0]).end()
+        assert isinstance(end, Ended) and end.text == text_alone(target, HONEST[0])
+    finally:
+        worker.close()
+
+
+def _held(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Nothing is placed until the function that this gives is called."""
+    place = worker._place
+    monkeypatch.setattr(worker, "_place", lambda: None)
+    return lambda: monkeypatch.setattr(worker, "_place", place)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)])
+def test_an_answer_goes_on_in_another_batch(target: Target, sampling: Sampling) -> None:
+    """`resume`: the same tokens where they are certain, drawn ones with numbers of their own."""
+    whole = generate(target, NGram(), [Request(HONEST[0], 30, id=5)], sampling).generations[0]
+    got: list[int] = []
+    batch = LiveBatch(target, NGram(), sampling, Room(2, 64))
+    seat = batch.join(Request(HONEST[0], 30, id=5), lambda fresh: got.extend(fresh.tokens))
+    for _ in range(4):
+        batch.step()
+    before = list(got)
+    batch = LiveBatch(target, NGram(), sampling, Room(2, 64))
+    seat = batch.resume(seat)
+    other = batch.join(Request(HONEST[1], 30, id=6), lambda fresh: None)
+    ended = []
+    while batch.busy:
+        ended += batch.step()
+    assert {s.number for s in ended} == {seat.number, other.number}
+    assert got == seat.generation.token_ids and len(got) == 30
+    assert before and got[: len(before)] == whole.token_ids[: len(before)]
+    assert (got == whole.token_ids) == (sampling == Sampling())
