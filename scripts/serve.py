@@ -44,10 +44,9 @@ PLANNED_NODES = 64  # of a draft tree, when memory is estimated
 def main(cfg: ServeConfig) -> int:
     """Load, listen, serve until SIGTERM or Ctrl-C."""
     try:
-        import uvicorn
-
         from scripts.serve_http.app import App, Door
         from scripts.serve_http.asked import Service
+        from scripts.serve_http.connections import server
         from scripts.serve_http.worker import Limits, Worker
     except ImportError as error:
         raise UserError(
@@ -76,20 +75,14 @@ def main(cfg: ServeConfig) -> int:
         copy.deepcopy(target.tokenizer),  # the decoding thread reads the other one
     )
     app = App(worker, service, Door(key, cfg.local, cfg.max_body)).application()
-    settings = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        timeout_graceful_shutdown=max(1, round(cfg.drain)),
-    )
+    listener = server(app, cfg.batch_size + cfg.queue, cfg.patience, cfg.drain)
     signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again when all is ended
     host, port = bound.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     print(f"{service.model} with {', '.join(names)}: http://{shown}:{port}", flush=True)
     worker.start()
     try:
-        uvicorn.Server(settings).run([bound])
+        listener.run([bound])
     finally:
         worker.close()
     return 0

@@ -39,6 +39,15 @@ NOTHING_ELSE = {
 }
 
 
+class Json(JSONResponse):
+    """JSON of any text: halves of surrogate pairs, which a request may hold and an error repeat,
+    are written as JSON's own escapes."""
+
+    def render(self, content: Any) -> bytes:
+        """The bytes."""
+        return _bytes(content)
+
+
 @dataclass(frozen=True)
 class Door:
     """Who may come in. key: the API key, "" for none. local: only this machine connects, so
@@ -87,6 +96,7 @@ class App:
         self.worker, self.service, self.door = worker, service, door
         self.meters = Meters(service.model, lambda: worker.counts)
         self.since = int(time.time())
+        self._page = PAGE.read_text(encoding="utf-8")
 
     def application(self) -> Starlette:
         """The ASGI application."""
@@ -116,12 +126,12 @@ class App:
 
     async def page(self, request: Request) -> Response:
         """The page, one file."""
-        return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers=NOTHING_ELSE)
+        return HTMLResponse(self._page, headers=NOTHING_ELSE)
 
     async def health(self, request: Request) -> Response:
         """200 while the decoding thread lives."""
         alive = self.worker.is_alive()
-        return JSONResponse({"status": "ok" if alive else "dead"}, 200 if alive else 503)
+        return Json({"status": "ok" if alive else "dead"}, 200 if alive else 503)
 
     async def metrics(self, request: Request) -> Response:
         """Counters since the start."""
@@ -130,7 +140,7 @@ class App:
     async def models(self, request: Request) -> Response:
         """The one model, with its drafters."""
         self._admit(request)
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return Json({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
         """The model by its name."""
@@ -139,7 +149,7 @@ class App:
         if name != self.service.model:
             said = f"model: {name[:80]} is not served here; the model is {self.service.model}"
             raise Refused(said, "model", 404, "model_not_found")
-        return JSONResponse(self._model())
+        return Json(self._model())
 
     def _model(self) -> dict[str, Any]:
         return {
@@ -178,7 +188,7 @@ class App:
                 if isinstance(event, Failed):
                     raise Refused(event.reason, status=500 if event.mine else 400)
                 if isinstance(event, Ended):
-                    return JSONResponse(answer.whole(event, self._count(asked, event)))
+                    return Json(answer.whole(event, self._count(asked, event)))
                 answer.said += event
         raise ClientDisconnect
 
@@ -233,7 +243,13 @@ class App:
 
 
 def _event(value: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n".encode()
+    return b"data: " + _bytes(value) + b"\n\n"
+
+
+def _bytes(value: Any) -> bytes:
+    # Half of a surrogate pair as a backslash, which is what JSON writes too.
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode(errors="backslashreplace")
 
 
 Handler = Callable[[Request, Exception], Awaitable[Response]]
@@ -241,19 +257,20 @@ Handler = Callable[[Request, Exception], Awaitable[Response]]
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    said = {404: f"{request.url.path[:80]}: no such path", 405: f"{request.method}: not here"}
+    path = request.scope["path"]  # not request.url: that is made with a Host that may be anything
+    said = {404: f"{path[:80]}: no such path", 405: f"{request.method}: not here"}
     message = said.get(error.status_code, str(error.detail))
-    return JSONResponse(answers.error(message, error.status_code), error.status_code)
+    return Json(answers.error(message, error.status_code), error.status_code)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
-    return JSONResponse(answers.refusal(error), error.status)
+    return Json(answers.refusal(error), error.status)
 
 
 async def _full(request: Request, error: Exception) -> Response:
     assert isinstance(error, Full)
-    return JSONResponse(answers.refusal(error), 429, headers={"Retry-After": str(error.wait)})
+    return Json(answers.refusal(error), 429, headers={"Retry-After": str(error.wait)})
 
 
 async def _left(request: Request, error: Exception) -> Response:
@@ -261,4 +278,4 @@ async def _left(request: Request, error: Exception) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    return JSONResponse(answers.error("the server failed; see its log", 500), 500)
+    return Json(answers.error("the server failed; see its log", 500), 500)

@@ -132,15 +132,16 @@ class Body:
             self.take(key)
         for key, values in NEUTRAL.items():
             value = self.take(key)
-            if value not in values:
+            if not any(_same(value, one) for one in values):
                 raise Refused(f"{key}: {_short(value)} is not supported; leave it out", key)
 
     def finish(self) -> None:
         """Raises Refused for a key that nobody took."""
         for key in self._left:
             short = key if len(key) < 60 else f"{key[:60]}..."
-            fix = nearest(short, [*self._known])
-            raise Refused(f"{short}: no such key; {fix}", short, code="unknown_parameter")
+            shown = short if short.isprintable() else _short(short)
+            fix = nearest(shown, [*self._known])
+            raise Refused(f"{shown}: no such key; {fix}", shown, code="unknown_parameter")
 
 
 def wanted(raw: bytes, chat: bool, service: Service) -> Wanted:
@@ -310,6 +311,11 @@ def _usage(body: Body, stream: bool) -> bool:
     if not stream:
         raise Refused("stream_options: needs stream=true", "stream_options")
     return bool(asked.get("include_usage"))
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Equal as JSON is: true is not 1."""
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
 def _short(value: Any) -> str:

@@ -41,6 +41,9 @@ class ServeConfig:
     queue: OneOrMore = 64
     # bytes of a request's body
     max_body: OneOrMore = 1 << 20
+    # seconds that a client has to send a whole request, and to take what lies ready for it; then
+    #     its connection is closed
+    patience: Annotated[float, Interval(gt=0, lt=1e6)] = 20.0
     # seconds that running answers have after SIGTERM
     drain: Annotated[float, Interval(ge=0, lt=1e6)] = 30.0
     # number format of the target: bfloat16, float32 or float16

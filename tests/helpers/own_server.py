@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import uvicorn
-
 from decode.target import Target
+from scripts.serve_http import connections
 from scripts.serve_http.app import App, Door
 from scripts.serve_http.asked import Service
 from scripts.serve_http.worker import Limits, Worker
@@ -29,6 +28,7 @@ class Running:
     worker: Worker
     target: Target
     app: App
+    listener: connections.Server
 
 
 @contextlib.contextmanager
@@ -38,26 +38,25 @@ def serving(
     limits: Limits | None = None,
     key: str = "",
     most_bytes: int = 1 << 16,
+    patience: float = 20.0,
+    local: bool = True,
 ) -> Iterator[Running]:
     """A server while the block runs; no row may be left when it ends."""
     limits = limits or Limits(4, 256, 3, 32)
     worker = Worker(target, drafters, limits, "traversal")
     tokenizer: Any = copy.deepcopy(target.tokenizer)
     service = Service(MODEL, tuple(drafters), limits.longest, 32, target.vocab_size, tokenizer)
-    app = App(worker, service, Door(key, True, most_bytes))
+    app = App(worker, service, Door(key, local, most_bytes))
     bound = socket.socket()
     bound.bind(("127.0.0.1", 0))
-    settings = uvicorn.Config(
-        app.application(), log_level="warning", access_log=False, lifespan="off"
-    )
-    server = uvicorn.Server(settings)
+    server = connections.server(app.application(), limits.rows + limits.queue, patience, 30.0)
     thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
     worker.start()
     thread.start()
     while not server.started:
         time.sleep(0.01)
     try:
-        yield Running(f"http://127.0.0.1:{bound.getsockname()[1]}", worker, target, app)
+        yield Running(f"http://127.0.0.1:{bound.getsockname()[1]}", worker, target, app, server)
     finally:
         server.should_exit = True
         thread.join(20)

@@ -301,6 +301,31 @@ def test_mistakes_are_openai_errors(
         (b'{"model": "tiny", "prompt": ["a", "b"]}', 400, "prompt"),
         (b'{"model": "tiny", "prompt": "\\ud800"}', 400, "half"),
         (b'{"model": "tiny", "prompt": "a", "x": 1}', 400, "no such key"),
+        (b'{"model": "tiny", "prompt": "a", "\\ud800": 1}', 400, r"'\ud800': no such key"),
+        (b'{"model": "tiny", "prompt": "a", "x\\n": 1}', 400, "no such key"),
+        (b'{"model": "\\ud800"}', 404, "not served here"),
+        (b'{"model": "tiny", "prompt": "a", "drafter": "\\udfff"}', 400, "drafter"),
+        (b'{"model": "tiny", "prompt": "a", "stop": "\\udfff", "n": 2}', 400, "not supported"),
+        (b'{"model": "tiny", "prompt": "a", "suffix": "\\ud800"}', 400, "not supported"),
+        *(
+            (b'{"model": "tiny", "prompt": "a", "%s": true}' % key, 400, key.decode())
+            for key in (
+                b"n",
+                b"best_of",
+                b"presence_penalty",
+                b"frequency_penalty",
+                b"max_tokens",
+                b"seed",
+                b"top_k",
+                b"top_p",
+                b"min_p",
+                b"logprobs",
+                b"repetition_penalty",
+            )
+        ),
+        (b'{"model": "tiny", "prompt": "a", "presence_penalty": false}', 400, "presence_penalty"),
+        (b'{"model": "tiny", "prompt": "a", "echo": 0}', 400, "echo"),
+        (b'{"model": "tiny", "prompt": "a", "stream": 1}', 400, "stream"),
         (b'{"model": "tiny", "prompt": "a", "seed": ' + b"9" * 5000 + b"}", 400, ""),
     ],
 )
@@ -317,6 +342,8 @@ def test_other_ways_in(running: Running) -> None:
     with httpx.Client(base_url=running.url) as web:
         assert web.get("/health").json() == {"status": "ok"}
         assert web.get("/nowhere").json()["error"]["message"] == "/nowhere: no such path"
+        assert web.get("/nowhere/%ff%ed%a0%80").status_code == 404
+        assert web.get("/v1/models/%ff%ed%a0%80").status_code == 404
         assert web.get("/v1/completions").status_code == 405
         told = web.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
         assert told.status_code == 415
@@ -335,6 +362,16 @@ def test_an_api_key_is_asked_for(target: Target) -> None:
             right = {b"authorization": "Bearer secret-é".encode("latin-1")}
             assert web.get("/v1/models", headers=right).status_code == 200
             assert web.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("host", ["[", "[::1", "a b", "a:b:c", "x" * 5000, "é"])
+def test_a_host_that_is_no_host(target: Target, host: str) -> None:
+    """Where other machines connect by any name, the name is never taken apart."""
+    with serving(target, ["none"], key="secret", local=False) as server:
+        with httpx.Client(base_url=server.url) as web:
+            for path in ("/nowhere", "/health/", "/v1/models"):
+                reply = web.get(path, headers={b"host": host.encode()})
+                assert reply.status_code in (307, 400, 401, 404), reply.text
 
 
 # -- many at a time
