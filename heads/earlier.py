@@ -15,6 +15,18 @@ GONE: dict[str, tuple[Any, ...] | None] = {
 }
 
 
+LAYER = ("intermediate_size", "hidden_act")  # of draft layers, before a head had keys for them
+
+
+def implied(saved: dict[str, Any]) -> dict[str, Any]:
+    """Keys that the card of an earlier version lacks, by what it says of the layers. saved: what
+    stands under "head" in head.json."""
+    config, layer = saved.get("config"), saved.get("layer") or saved.get("prefix")
+    if not isinstance(config, dict) or not isinstance(layer, dict):
+        return {}
+    return {key: layer[key] for key in LAYER if key in layer and key not in config}
+
+
 def is_gone(key: str, value: Any) -> bool:
     """Whether a saved key of a head may be passed over."""
     harmless = GONE.get(key, ())

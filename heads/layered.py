@@ -16,7 +16,7 @@ from decode.target import Target
 from heads import vocab
 from heads.base import Head, HeadConfig
 from heads.eagle.init import reset_weights, start_norm
-from heads.eagle.shape import LayerShape, layer_config
+from heads.eagle.shape import LayerKeys, LayerShape, as_made, layer_config
 from heads.layered_saved import LayeredSaved
 from heads.limits import Layers, TokenId, Width
 from heads.lora import weight_of
@@ -25,7 +25,7 @@ from heads.stored_law import stored_law
 
 
 @dataclass
-class LayeredConfig(HeadConfig):
+class LayeredConfig(LayerKeys, HeadConfig):
     """Keys of heads that run decoder layers of their own."""
 
     # decoder layers of the drafter
@@ -50,7 +50,9 @@ class LayeredHead(Head):
     def __init__(
         self, cfg: Any, layer: dict[str, Any], taps: tuple[int, ...], vocab_size: int, final: int
     ) -> None:
-        """With weights that mean nothing yet. layer: keys of a LlamaConfig."""
+        """With weights that mean nothing yet. layer: keys of a LlamaConfig, which hold whatever
+        `cfg` says of them."""
+        cfg = as_made(cfg, layer)
         super().__init__(cfg)
         self.net = self.Net(cfg, layer, len(taps), vocab_size)
         self.taps, self.vocab_size, self.final = taps, vocab_size, final
@@ -92,7 +94,7 @@ class LayeredHead(Head):
         taps = cls.choose_taps(target, cfg)
         if cfg.mask_token >= 0:
             vocab.check_reserved(cfg.mask_token, target, counts, "head.mask_token")
-        layer = layer_config(target, cfg.layers)
+        layer = layer_config(target, cfg.layers, cfg)
         head = cls(cfg, layer, taps, target.vocab_size, target.num_layers)
         reset_weights(head.net, float(getattr(target.config, "initializer_range", 0) or 0.02))
         if cfg.draft_vocab:

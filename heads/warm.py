@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from decode.target import Target
 from heads import vocab, words
 from heads.base import Head
 from heads.checkpoint import read_card
+from heads.eagle.shape import LayerKeys
 from heads.folders import head_in
 from heads.registry import HEADS, load_head
 
@@ -38,6 +40,8 @@ MEANING = (
     "fc_bias",
     "key_norm",
 )
+# Keys by which a head chooses of what make its layers are.
+MAKE = tuple(key.name for key in fields(LayerKeys))
 GROWS = ("num_hidden_layers", "max_position_embeddings")  # of a layer's make, what may differ
 # Keys under which a head may go on differently from how it began; what changes is said.
 OTHERWISE = ("causal", "parallel", "sliding_window", "block", "share_lm_head", "mask_token")
@@ -113,7 +117,9 @@ class Start:
         """Raises UserError where the new head reads other layers, norms at other places or has
         layers of another make."""
         old, new = self.head, head
-        wanted = _differing(MEANING, old.cfg, new.cfg)
+        made, here = _made(old), _made(new)
+        odd = [k for k in made if here and k not in GROWS and made[k] != here.get(k)]
+        wanted = _differing(MEANING, old.cfg, new.cfg) | {k: made[k] for k in odd if k in MAKE}
         fixes = [f"head.{key}={_plain(value)}" for key, value in wanted.items()]
         if old.taps != new.taps and hasattr(new.cfg, "taps"):
             fixes.append(f"'head.taps={list(old.taps)}'".replace(" ", ""))
@@ -123,8 +129,6 @@ class Start:
                 f"else under these; give {' '.join(fixes)}"
             )
 
-        made, here = (one.config_json().get("layer", {}) for one in (old, new))
-        odd = [k for k in made if k not in GROWS and made[k] != here.get(k)]
         if odd:
             name, had, has = odd[0], made[odd[0]], here.get(odd[0])
             raise UserError(
@@ -182,6 +186,12 @@ def _weights(head: Head) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in head.named_buffers():
         if name in stored and buffer.is_floating_point():
             yield name, buffer
+
+
+def _made(head: Head) -> dict[str, Any]:
+    """The shape of a head's own decoder layers (heads.eagle.shape.layer_config); {} without any."""
+    told = head.config_json()
+    return told.get("layer") or told.get("prefix") or {}
 
 
 def _differing(keys: Sequence[str], old: Any, new: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from heads import vocab
 from heads.base import Head
 from heads.batch import hash_u63
 from heads.lora import Base
-from heads.warm import Start
+from heads.warm import MAKE, Start
 from heads.words import difference, ids_of, ranked, with_words
 from train.config import TrainConfig, flat
 from train.facts import settle_vocabulary
@@ -53,6 +53,7 @@ def first_head(
     known, note = settle_vocabulary(cfg.head, counts, start)
     notes = [note]
     head = kind.for_target(target, cfg.head, known)
+    cfg.head = head.cfg  # with what the target has left open
     if cfg.dtype == "float64":
         head.double()
     ids = head.ids()
@@ -88,6 +89,7 @@ def _adapted(
     torch.manual_seed(hash_u63(cfg.seed, "head"))
     count = head.adapt(keys, Base(str(folder), start.sha256, new, gone))
     asked, has = (flat(one) for one in (cfg.head, head.cfg))
+    asked = {k: has[k] if v is None and k in MAKE else v for k, v in asked.items()}
     others = [k for k in has if asked[k] != has[k] and not k.startswith("lora.")]
     cfg.head = head.cfg = replace(head.cfg, lora=keys)
     ids = head.ids()

@@ -26,6 +26,7 @@ from conf.errors import UserError, first_line
 from decode.models.identity import Identity, sha256_file
 from heads.base import Head
 from heads.checkpoint import CARD, read_card, recover, staged, text_of, write_card
+from heads.earlier import implied as of_layers
 from heads.earlier import is_gone
 from heads.warm import BEFORE
 from train.config import REPLANNED, EvalConfig, is_logistics
@@ -230,8 +231,12 @@ def tidy(folder: Path) -> None:
 def read(checkpoint: Path) -> State:
     """The integers of a sound checkpoint. Raises UserError when another version wrote it."""
     try:
-        return State(**json.loads((checkpoint / STATE).read_text()))
-    except (TypeError, ValueError) as error:
+        state = State(**json.loads((checkpoint / STATE).read_text()))
+        card = json.loads((checkpoint / CARD).read_text())
+        made = {f"head.{key}": value for key, value in of_layers(card["head"]).items()}
+        state.meaning = {**made, **state.meaning}
+        return state
+    except (TypeError, ValueError, KeyError) as error:
         raise UserError(
             f"{checkpoint / STATE}: this version cannot read it ({error}); use the version that "
             "wrote it, or choose another out_dir"

@@ -1,11 +1,12 @@
-"""The shape of draft layers: after a target, and as a file tells it, every value checked before
-anything of its size is made.
+"""The shape of draft layers: after a target and the keys of a head, and as a file tells it, every
+value checked before anything of its size is made.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+import functools
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any, TypeVar
 
 import torch
 from annotated_types import Interval
@@ -14,25 +15,49 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from conf.errors import UserError, first_line
-from conf.rules import BelowOne
+from conf.rules import BelowOne, one_of
 from conf.typed import SHORT
 from decode.target import Target
 from heads.eagle.rope import rope_table
 from heads.limits import Count, Layers
 
 WIDEST_HEAD = 1 << 16  # rotary positions are tried at this width
+# What configs call the number of their experts (transformers maps the rest onto these).
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# Times the hidden width: of a mixture of experts the config's own is one expert's, or that of a few
+# dense layers. Dense targets have 3 to 4; heads published for mixtures have 6 (gpt-oss,
+# Qwen3-30B-A3B) to 8 (Qwen3-Next).
+WIDE = 4
 
 
-def layer_config(target: Target, layers: int) -> dict[str, Any]:
+@dataclass
+class LayerKeys:
+    """What of its draft layers a head chooses; the rest of their shape is the target's."""
+
+    # width of the draft layers' MLP; null = the target's, and 4 times its hidden width or more
+    # where it has experts
+    intermediate_size: Count | None = None
+    # activation of the draft layers' MLP, whatever the target's is: engines know silu alone
+    hidden_act: Annotated[str, one_of(ACT2FN)] = "silu"
+
+
+K = TypeVar("K", bound=LayerKeys)
+
+
+def as_made(keys: K, layer: dict[str, Any]) -> K:
+    """`keys` that say what layers of the shape `layer` (layer_config) have."""
+    return replace(
+        keys, intermediate_size=layer["intermediate_size"], hidden_act=layer["hidden_act"]
+    )
+
+
+def layer_config(target: Target, layers: int, keys: LayerKeys) -> dict[str, Any]:
     """Keys of a LlamaConfig that describe a draft layer for `target`; plain JSON.
 
     Raises UserError when the target's embeddings and hidden states differ in width.
     """
     config, width = target.config, target.hidden_size
-
-    def get(*names: str, default: Any) -> Any:
-        return next((v for n in names if (v := getattr(config, n, None)) is not None), default)
-
+    get = functools.partial(_first, config)
     wide = target.model.get_input_embeddings().weight.shape[1]
     if wide != width:
         raise UserError(
@@ -46,20 +71,31 @@ def layer_config(target: Target, layers: int) -> dict[str, Any]:
     rope.pop("partial_rotary_factor", None)  # a Llama layer rotates whole heads
     return {
         "hidden_size": width,
-        "intermediate_size": get(
-            "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=4 * width
-        ),
+        "intermediate_size": keys.intermediate_size or _inner(config, width),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": get("num_key_value_heads", default=heads),
         "head_dim": get("head_dim", default=width // heads),
-        "hidden_act": get("hidden_act", "hidden_activation", "activation_function", default="silu"),
+        "hidden_act": keys.hidden_act,
         "rms_norm_eps": get(
             "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", default=1e-6
         ),
         "max_position_embeddings": min(target.context_length, 1 << 20),
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **rope},
     }
+
+
+def _inner(config: Any, width: int) -> int:
+    """Width of the MLP of a draft layer after a target's config. width: of its hidden states."""
+    names = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+    inner = int(_first(config, *names, default=4 * width))
+    experts = _first(config, *EXPERTS, default=0)
+    return max(inner, WIDE * width) if experts > 1 else inner
+
+
+def _first(config: Any, *names: str, default: Any) -> Any:
+    """The first of a config's keys that is there."""
+    return next((v for n in names if (v := getattr(config, n, None)) is not None), default)
 
 
 @dataclass

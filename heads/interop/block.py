@@ -61,7 +61,8 @@ def refusals(head: BlockHead, facts: Facts) -> list[str]:
     elif not cfg.markov_rank:
         found.append("head.markov_rank: 0, and engines want one; train with head.markov_rank=64")
     if head.config_json()["layer"]["hidden_act"] != "silu":
-        found.append("head: its MLP has the target's activation, and engines know silu alone")
+        act = head.config_json()["layer"]["hidden_act"]
+        found.append(f"head.hidden_act: {act}; engines know silu alone: train with silu")
     if cfg.share_lm_head and not cfg.draft_vocab and facts.scale != 1:
         found.append("head.share_lm_head: the target scales its logits; train with false")
     return found

@@ -53,8 +53,8 @@ def layer_refusals(head: EagleHead, engine: str, window: bool = False) -> list[s
         )
     if layer["hidden_act"] != "silu":
         found.append(
-            f"head: its MLP uses {layer['hidden_act']}, as the target's does; the engines' Llama "
-            "layers know silu alone; the nearest that is served: head=medusa with format=vllm"
+            f"head.hidden_act: {layer['hidden_act']}; the engines' Llama layers know silu alone; "
+            "the nearest that is served: train with head.hidden_act=silu"
         )
     return found
 

@@ -31,7 +31,7 @@ from decode.grow import Form, Nodes
 from decode.sampling import Sampling
 from decode.target import Target
 from heads.batch import Batch
-from heads.eagle.shape import LayerShape, layer_config
+from heads.eagle.shape import LayerKeys, LayerShape, as_made, layer_config
 from heads.limits import Layers, SomeLayers
 from heads.losses import LossWeights
 from heads.parallel.base import ParallelConfig, ParallelHead
@@ -43,8 +43,8 @@ LARGEST_SCALE = 1e6  # of embeddings that are next to zero
 
 
 @dataclass
-class HydraHeadsConfig(ParallelConfig):
-    """Keys of Hydra heads."""
+class HydraHeadsConfig(LayerKeys, ParallelConfig):
+    """Keys of Hydra heads; those of layers are the prefix layers'."""
 
     kind: Literal["hydra_heads"] = "hydra_heads"
     # L: blocks of each head, the first of which reads the tokens (the paper: 4)
@@ -178,6 +178,7 @@ class HydraHeads(ParallelHead):
         embed_width: int = 0,
         prefix: dict[str, Any] | None = None,
     ) -> None:
+        cfg = as_made(cfg, prefix) if prefix else cfg
         super().__init__(cfg, width, vocab_size, tap, device)
         self.cfg: HydraHeadsConfig = cfg
         self.embed_width, self.embed_scale = embed_width or width, 1.0
@@ -214,7 +215,7 @@ class HydraHeads(ParallelHead):
             target.num_layers,
             target.device,
             some.shape[-1],
-            layer_config(target, cfg.prefix_layers) if cfg.prefix_layers else None,
+            layer_config(target, cfg.prefix_layers, cfg) if cfg.prefix_layers else None,
         )
         head.embed_scale = float(some.square().mean().clamp(min=LARGEST_SCALE**-2).rsqrt())
         return head

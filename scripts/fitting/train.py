@@ -18,7 +18,7 @@ from conf.schema import compose
 from conf.typed import from_json
 from heads import HEADS
 from heads.checkpoint import read_card
-from heads.earlier import without_gone
+from heads.earlier import implied, without_gone
 from heads.folders import head_in
 from heads.lora import LoraKeys
 from scripts.common import files
@@ -78,7 +78,7 @@ def start_of(cfg: FitConfig) -> tuple[str, str, Any]:
             f"start: {cfg.start}: a {kind[:80]} head is not fitted; give one of {', '.join(fitted)}"
         )
     saved = card["head"].get("config")
-    saved = without_gone(saved) if isinstance(saved, dict) else saved
+    saved = without_gone(saved) | implied(card["head"]) if isinstance(saved, dict) else saved
     keys, problems = from_json(saved, HEADS[kind].Config)
     if problems:
         raise UserError(f"start: {folder}: {problems[0].partition('; set ')[0]}; give a sound head")

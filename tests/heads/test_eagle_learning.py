@@ -32,7 +32,7 @@ from heads.eagle.head import Eagle3Head
 from heads.eagle.modules import RMSNorm
 from heads.eagle.noise import feature_noise
 from heads.eagle.rope import rope_table
-from heads.eagle.shape import layer_config
+from heads.eagle.shape import LayerKeys, layer_config
 from heads.losses import LossWeights, target_law
 from heads.names import Draft
 from tests.heads.test_eagle import GREEDY, batch_of, drafter_state, head_of, target_of
@@ -262,7 +262,7 @@ def test_the_layer_takes_after_the_target() -> None:
         "original_max_position_embeddings": 64,
     }
     shape = layer_config(
-        target_of("llama", head_dim=12, rope_parameters=rope, rms_norm_eps=1e-4), 1
+        target_of("llama", head_dim=12, rope_parameters=rope, rms_norm_eps=1e-4), 1, LayerKeys()
     )
     assert (
         shape["head_dim"] == 12
@@ -270,11 +270,9 @@ def test_the_layer_takes_after_the_target() -> None:
         and shape["rms_norm_eps"] == 1e-4
     )
     assert shape["rope_parameters"] == rope and shape["intermediate_size"] == 48
-    gemma = layer_config(target_of("gemma3_text"), 1)
-    assert (
-        gemma["hidden_act"] == "gelu_pytorch_tanh" and gemma["rope_parameters"]["rope_theta"] == 1e6
-    )
-    assert layer_config(target_of("gpt2"), 1)["intermediate_size"] == 128
+    gemma = layer_config(target_of("gemma3_text"), 1, LayerKeys())
+    assert gemma["hidden_act"] == "silu" and gemma["rope_parameters"]["rope_theta"] == 1e6
+    assert layer_config(target_of("gpt2"), 1, LayerKeys())["intermediate_size"] == 128
 
 
 def test_norm_equals_transformers() -> None:
