@@ -39,13 +39,16 @@ class LayeredConfig(LayerKeys, HeadConfig):
 
 class LayeredHead(Head):
     """net: the network, a `Net`, with the transformers config of its layers. taps: what it reads.
-    final: number of the target's last hidden state."""
+    final: number of the target's last hidden state. reads_table: embeddings are rows of the
+    target's table, as engines have them; false in heads of earlier versions, which read what the
+    target's own layers read."""
 
     Net: ClassVar[type[Any]]
     Saved: ClassVar[type[LayeredSaved]] = LayeredSaved
     packs: ClassVar[bool] = True
     takes_stored_law: ClassVar[bool] = True
     net: Any
+    reads_table = True
 
     def __init__(
         self, cfg: Any, layer: dict[str, Any], taps: tuple[int, ...], vocab_size: int, final: int
@@ -63,7 +66,9 @@ class LayeredHead(Head):
     def restored(cls, known: Any, target: Target) -> Self:
         """See Stored."""
         taps = tuple(known.taps)
-        return cls(known.config, asdict(known.layer), taps, known.vocab_size, known.final)
+        head = cls(known.config, asdict(known.layer), taps, known.vocab_size, known.final)
+        head.reads_table = known.reads_table
+        return head
 
     def config_json(self) -> dict[str, Any]:
         """See Head; also the draft layer's shape, the taps with their convention."""
@@ -77,7 +82,17 @@ class LayeredHead(Head):
             "tap_convention": "hidden_states[k] of transformers; num_layers = output "
             "after the final norm",
             "final": self.final,
+            "reads_table": self.reads_table,
         }
+
+    def restore_json(self, saved: dict[str, Any]) -> None:
+        """See Stored; also which embeddings an earlier version's run has read."""
+        super().restore_json(saved)
+        self.reads_table = bool(saved.get("reads_table", False))
+
+    def embed(self, target: Target, ids: Tensor) -> Tensor:
+        """What the layers read of tokens `ids` [..]: [.., D]."""
+        return vocab.table(target, ids) if self.reads_table else target.embed(ids)
 
     def projection(self, target: Target) -> Tensor:
         """[Vd, D] the weight that turns what the network gives into draft logits: its own LM
@@ -125,7 +140,7 @@ class LayeredHead(Head):
         """`mask` [.., D] becomes the frozen embedding of the mask's token, if it has one."""
         if self.cfg.mask_token >= 0:
             token = torch.tensor([self.cfg.mask_token], device=target.device)
-            mask.copy_(target.embed(token).view_as(mask))
+            mask.copy_(self.embed(target, token).view_as(mask))
             mask.requires_grad_(False)
 
     def law(self, target: Target, last: Tensor | None, source: Tensor, place: Tensor) -> LawFn:

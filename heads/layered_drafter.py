@@ -7,6 +7,8 @@ Shape letters: B live rows.
 
 from __future__ import annotations
 
+import functools
+
 from torch import Tensor
 
 from decode.grow import Form
@@ -35,7 +37,7 @@ class LayeredDrafter(CachedNet, Drafting):
         proj = head.projection(target).detach().to(self.dtype)
         self.proj = Unembedding(proj, pack_net(self.net, target), own or head.ids() is not None)
         self.width = min(form.width, self.proj.size)
-        self.embed = target.embed
+        self.embed = functools.partial(head.embed, target)
         self.most_rows = 0  # that are read at once behind the committed ones, whatever is drafted
         self.reset(1, 1)
 

@@ -15,7 +15,7 @@ from heads.saved import Saved
 @dataclass(kw_only=True)
 class LayeredSaved(Saved):
     """See Saved. layer: shape of the draft layers. final: number of the target's hidden state
-    behind its final norm."""
+    behind its final norm. reads_table: see LayeredHead."""
 
     config: Any
     layer: LayerShape
@@ -23,6 +23,7 @@ class LayeredSaved(Saved):
     taps: list[int]
     final: int
     tap_convention: str = ""
+    reads_table: bool = False
 
     def fits(self, target: Target) -> list[str]:
         """See Saved."""

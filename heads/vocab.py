@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from conf.errors import UserError
 from conf.typed import SHORT
@@ -80,6 +81,12 @@ def places(ids: Tensor | None, tokens: Tensor) -> Tensor:
         return tokens
     spot = torch.searchsorted(ids, tokens).clamp_(max=ids.numel() - 1)
     return torch.where(ids[spot] == tokens, spot, -1)
+
+
+def table(target: Target, ids: Tensor) -> Tensor:
+    """Rows [.., D] of the target's embedding table for tokens `ids` [..], as engines hand them to
+    a draft layer: what the embedding module makes of them (Gemma's multiplies) is left out."""
+    return embedding(ids, target.model.get_input_embeddings().weight)
 
 
 def check_reserved(token: int, target: Target, counts: Tensor | None, key: str) -> None:

@@ -26,6 +26,7 @@ from heads.base import Head
 from heads.checkpoint import read_card
 from heads.eagle.shape import LayerKeys
 from heads.folders import head_in
+from heads.layered import LayeredHead
 from heads.registry import HEADS, load_head
 
 # Weights by the last parts of their names that go by the heads of a parallel head: another number
@@ -91,6 +92,8 @@ class Start:
 
         Raises UserError for a weight of another shape, and where it would mean something else."""
         self._same_meaning(head)
+        if isinstance(head, LayeredHead) and isinstance(self.head, LayeredHead):
+            head.reads_table = self.head.reads_table
         old = dict(_weights(self.head))
         new = dict(_weights(head))
         fresh = [name for name in new if name not in old]

@@ -32,7 +32,16 @@ from heads import find_head, load_head, tuned
 from heads.base import Head
 from heads.checkpoint import read_card, recover, staged
 from heads.folders import is_plain
-from heads.interop import FORMATS, LAYOUTS, MANIFEST, Facts, exported, find_layout, gguf_write
+from heads.interop import (
+    FORMATS,
+    LAYOUTS,
+    MANIFEST,
+    Facts,
+    exported,
+    find_layout,
+    gguf_write,
+    served,
+)
 from heads.names import NONE, Draft
 from heads.small_lm.plain import plain_model
 from scripts.common import files
@@ -123,9 +132,8 @@ def export(cfg: ExportConfig) -> int:
     head = load_head(source, target)
     imported = card["extra"].get("imported")
     stored = imported.get("dtype") if isinstance(imported, dict) else None
-    facts = Facts.of(
-        target, cfg.verifier or (cfg.target.name if cfg.target.kind == "hub" else name_of(target))
-    )
+    facts = Facts.of(target, cfg.verifier or served.name_of(cfg.target, target))
+    served.check(cfg.format, head, target, facts)
     about = export_card.About(
         cfg.format, head, card, facts, tuned.read(source), out, export_card.run_record(source)
     )
@@ -226,11 +234,6 @@ def target_of(cfg: ExportConfig, card: dict[str, Any]) -> Target:
         raise UserError(
             f"{error}. The export {writes}the self-check needs the whole target"
         ) from None
-
-
-def name_of(target: Target) -> str:
-    """The folder of the target; "" where there is none (target=tiny)."""
-    return target.identity.path if target.identity is not None else ""
 
 
 def free_place(out: Path, overwrite: bool) -> Path:

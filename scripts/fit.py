@@ -43,7 +43,7 @@ from heads import drafter_folders, lora, tuned
 from heads.base import Head
 from heads.checkpoint import read_card, recover, staged
 from heads.folders import find_head, head_in
-from heads.interop import Facts, find_layout
+from heads.interop import Facts, gguf_write, served
 from heads.names import parse
 from heads.warm import Start
 from scripts import certify, evaluate, export
@@ -53,7 +53,6 @@ from scripts.fitting import train, verdict
 from scripts.fitting.config import FitConfig
 from scripts.fitting.train import BUDGET, Chats
 from scripts.reports import fit_table
-from scripts.serving import gguf_export
 from scripts.synthesis import logs
 from scripts.synthesis.ledger import differences
 
@@ -285,14 +284,11 @@ def look(cfg: FitConfig) -> dict[str, Any]:
 
 def exportable(cfg: FitConfig, head: Head, target: Target) -> None:
     """Raises UserError where cfg.format has no place for such a head."""
-    if not cfg.format or (cfg.format == "transformers" and head.kind == "small_lm"):
+    if not cfg.format:
         return
+    served.check(cfg.format, head, target, Facts.of(target, served.name_of(cfg.target, target)))
     if cfg.format == "gguf":
-        refused = gguf_export.refusals(head, target)
-    else:
-        refused = find_layout(cfg.format, head).refusals(head, Facts.of(target, cfg.target.name))
-    if refused:
-        raise UserError(f"format={cfg.format}: {'; '.join(refused)}")
+        gguf_write.tokenizer_fields(target, None)
 
 
 def askable(cfg: FitConfig, target: Target, later: str) -> None:

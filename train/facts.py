@@ -16,6 +16,7 @@ from decode.target import Target
 from heads import HEADS
 from heads.base import Head, HeadConfig
 from heads.given import vocabulary_in
+from heads.interop import served
 from heads.warm import Start
 from train.config import TrainConfig, flat
 from train.schedule import usual_rate
@@ -130,6 +131,7 @@ def facts_of(
         facts["turns"] = told
     if getattr(head, "coverage", 1.0) < 1:
         facts["draft vocabulary"] = f"covers {head.coverage:.2%} of the supervised tokens"
+    facts |= served.told(head, target, served.name_of(cfg.target, target))
     for problem in rows.bad[:5]:
         facts[f"left out {len(facts)}"] = problem
     return facts

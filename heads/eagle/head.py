@@ -114,7 +114,7 @@ class EagleHead(LayeredHead):
         (_, length), cfg = batch.ids.shape, self.cfg
         reads = self.taps if self.final in self.taps else (*self.taps, self.final)
         feats = target.features(batch.ids, batch.mask, reads, position=batch.position).detach()
-        e = target.embed(batch.ids).detach()
+        e = self.embed(target, batch.ids).detach()
         cos, sin = self.net.rope(length + places.steps, e.dtype, e.device)
         first = (
             (cos[None, :length], sin[None, :length])

@@ -2,9 +2,9 @@
 target, with wide projections.
 
 Serving engines run a Llama-style layer whatever the target is, so that is what is trained:
-head count, head size, grouping, rotary base and scaling, MLP width, activation and norm
-epsilon are the target's; there is no bias. Weights are float32; every module computes in the
-dtype of its input.
+head count, head size, grouping, rotary base and scaling and norm epsilon are the target's, the
+MLP's width and activation keys of the head (heads/eagle/shape.py); there is no bias. Weights are
+float32; every module computes in the dtype of its input.
 
 Shape letters: B rows, T positions, n rows of a packed pass, D width, H query heads, hd head
 size.

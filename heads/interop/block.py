@@ -22,10 +22,12 @@ from torch import Tensor
 
 from conf.typed import faults
 from decode.target import Target
+from heads import vocab
 from heads.base import Head
 from heads.block.config import BlockConfig
 from heads.block.head import BlockHead, DFlashHead, DSparkHead
 from heads.interop import engines, llama
+from heads.interop.eagle1 import table_refusals
 from heads.interop.eagle3 import MASK
 from heads.interop.layout import (
     Facts,
@@ -46,7 +48,7 @@ LAYER = {**llama.LAYER, **NORMED}  # we leave out "self_attn."
 
 def refusals(head: BlockHead, facts: Facts) -> list[str]:
     """Why no engine's layout holds this head."""
-    cfg, found = head.cfg, []
+    cfg, found = head.cfg, table_refusals(head, facts)
     if cfg.mask_token < 0:
         found.append(MASK)
     if 0 in head.taps:
@@ -217,7 +219,7 @@ class BlockNative(Layout[BlockHead]):
         if not cfg.key_norm:
             state = {n: t for n, t in state.items() if n not in norms}
         mask = torch.tensor([cfg.mask_token], device=target.device)
-        state["net.mask"] = target.embed(mask)[0].detach().float().cpu()
+        state["net.mask"] = vocab.table(target, mask)[0].detach().float().cpu()
         state["net.scale"] = torch.ones_like(head.net.scale)
         head.load_state_dict(state)
         return head.to(target.device)

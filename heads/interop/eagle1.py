@@ -24,6 +24,7 @@ from heads.interop import engines, llama
 from heads.interop.layout import Facts, Layout, check_same, embedding, refuse
 from heads.interop.reading import Foreign
 from heads.interop.table import Row, Sizes
+from heads.layered import LayeredHead
 
 
 def body(theirs: str) -> list[Row]:
@@ -59,6 +60,16 @@ def layer_refusals(head: EagleHead, engine: str, window: bool = False) -> list[s
     return found
 
 
+def table_refusals(head: LayeredHead, facts: Facts) -> list[str]:
+    """Why engines would hand a head other embeddings than it has learned from."""
+    if head.reads_table or not facts.scaled:
+        return []
+    return [
+        "head: an earlier version trained it on embeddings that the target multiplies, and engines "
+        "hand over the rows of its table; train it again"
+    ]
+
+
 def check_layer(foreign: Foreign, layer: dict[str, Any], target: Target) -> None:
     """A draft layer that this repository can run with this target. Raises UserError otherwise."""
     if layer["num_hidden_layers"] != 1:
@@ -90,6 +101,7 @@ class Eagle1Vllm(Layout[Eagle1Head]):
     def refusals(self, head: Eagle1Head, facts: Facts) -> list[str]:
         """See Layout."""
         found = super().refusals(head, facts) + layer_refusals(head, self.engine)
+        found += table_refusals(head, facts)
         if head.cfg.fc_bias and not self.bias and bool(head.net.fc.bias.any()):
             found.append(
                 "head.fc_bias: vLLM drops the bias of fc without a word, and this one is not zero; "

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from decode.target import Target
+from heads import vocab
 from heads.base import Head
 from heads.eagle.config import EagleConfig
 from heads.eagle.head import Eagle3Head
@@ -220,7 +221,7 @@ class Eagle3Vllm(Layout[Eagle3Head]):
         if parallel:
             cfg.mask_token = self._mask(foreign, target)
             given = torch.tensor([cfg.mask_token], device=target.device)
-            state["net.mask_embed"] = target.embed(given).detach().float().cpu()
+            state["net.mask_embed"] = vocab.table(target, given).detach().float().cpu()
             state["net.mask_feats"] = state.pop("mask_hidden").view(len(taps), -1)
         if there:
             check_draft_map(foreign, tensors, target.vocab_size)

@@ -36,14 +36,15 @@ VLLM_EAGLE1 = _names(
     "TeleChat2ForCausalLM"
 )
 # Targets whose SGLang class lends embedding and LM head (get_embed_and_head), and those that
-# also capture inner layers.
+# also capture inner layers. Gemma 3's larger sizes come with a vision tower, whose class asks the
+# language model for both.
 SGLANG_EAGLE3 = _names(
     "ApertusForCausalLM BailingMoEForCausalLM BailingMoeForCausalLM BailingMoeV2ForCausalLM "
     "DeepseekV2ForCausalLM DeepseekV3ForCausalLM ExaoneMoEForCausalLM Gemma3ForCausalLM "
-    "Gemma4ForCausalLM Glm4MoeForCausalLM Glm4MoeLiteForCausalLM GptOssForCausalLM "
-    "IQuestCoderForCausalLM InternLM3ForCausalLM LlamaForCausalLM LongcatFlashForCausalLM "
-    "MiniMaxM2ForCausalLM Phi3ForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM "
-    "Qwen3NextForCausalLM"
+    "Gemma3ForConditionalGeneration Gemma4ForCausalLM Glm4MoeForCausalLM Glm4MoeLiteForCausalLM "
+    "GptOssForCausalLM IQuestCoderForCausalLM InternLM3ForCausalLM LlamaForCausalLM "
+    "LongcatFlashForCausalLM MiniMaxM2ForCausalLM Phi3ForCausalLM Qwen2ForCausalLM "
+    "Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM"
 )
 SGLANG_EAGLE1 = SGLANG_EAGLE3 | _names(
     "Ernie4_5_ForCausalLM Ernie4_5_MoeForCausalLM Exaone4ForCausalLM FalconH1ForCausalLM "

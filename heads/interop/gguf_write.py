@@ -90,6 +90,10 @@ def eagle3_refusals(head: Head, layers: int) -> list[str]:
             f"head.taps: {layers} is the output after the final norm here, and before it in "
             f"llama.cpp: train with taps below {layers}"
         )
+    try:
+        rope_factors(head.config_json()["layer"])
+    except UserError as error:
+        found.append(str(error).removeprefix("format=gguf: "))
     return found
 
 
@@ -127,27 +131,33 @@ def eagle3(head: Head, target: Target, words: Fields) -> GgufModel:
     return GgufModel("eagle3", fields | words, tensors)
 
 
+def llama_refusals(model: Any, what: str) -> list[str]:
+    """Why a whole transformers model is no `llama` of llama.cpp; [] when it is. what: it is,
+    target or head."""
+    config, name = model.config, type(model).__name__
+    reasons = []
+    if name not in TARGETS:
+        reasons.append(
+            f"{what}: {name}; only {', '.join(TARGETS)} is written here: convert others with "
+            "llama.cpp's own converter and name the file in tokenizer_from"
+        )
+    for key in ("attention_bias", "mlp_bias"):
+        if getattr(config, key, False):
+            reasons.append(f"{what}: {key} is true; the llama architecture has no such bias")
+    if getattr(config, "hidden_act", "silu") != "silu":
+        reasons.append(f"{what}: hidden_act is {config.hidden_act}; llama.cpp's is silu")
+    if getattr(config, "quantization_config", None) is not None:
+        reasons.append(f"{what}: it is quantised; give its unquantised weights")
+    return reasons
+
+
 def llama(model: Any, vocab: int, words: Fields) -> GgufModel:
     """A whole transformers model as llama.cpp's `llama` architecture. vocab: its rows.
 
     Raises UserError for a model of another architecture or with parts that it does not have.
     """
     config = model.config
-    name = type(model).__name__
-    reasons = []
-    if name not in TARGETS:
-        reasons.append(
-            f"target: {name}; only {', '.join(TARGETS)} is written here: convert others with "
-            "llama.cpp's own converter and name the file in tokenizer_from"
-        )
-    for key in ("attention_bias", "mlp_bias"):
-        if getattr(config, key, False):
-            reasons.append(f"target: {key} is true; the llama architecture has no such bias")
-    if getattr(config, "hidden_act", "silu") != "silu":
-        reasons.append(f"target: hidden_act is {config.hidden_act}; llama.cpp's is silu")
-    if getattr(config, "quantization_config", None) is not None:
-        reasons.append("target: it is quantised; give its unquantised weights")
-    if reasons:
+    if reasons := llama_refusals(model, "target"):
         raise UserError("format=gguf: " + "; ".join(reasons))
     layer = {
         "hidden_size": config.hidden_size,

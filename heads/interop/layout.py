@@ -25,7 +25,7 @@ from heads.interop.table import Row, Sizes, problems, to_ours, to_theirs
 @dataclass(frozen=True)
 class Facts:
     """What an export says about the target. name: what the engine loads it by. architecture:
-    its transformers class.
+    its transformers class. scaled: its embedding module multiplies the rows of its table.
     """
 
     name: str
@@ -37,11 +37,13 @@ class Facts:
     bos: int | None
     eos: list[int] = field(default_factory=list)
     scale: float = 1.0
+    scaled: bool = False
 
     @classmethod
     def of(cls, target: Target, name: str) -> Facts:
         """Read off a loaded target."""
         given = getattr(target.model.config, "architectures", None) or [type(target.model).__name__]
+        some = torch.arange(min(8, target.vocab_size), device=target.device)
         return cls(
             name,
             str(given[0]),
@@ -52,6 +54,7 @@ class Facts:
             getattr(target.config, "bos_token_id", None),
             list(target.eos_ids),
             float(target.head.scale),
+            not target.embed(some).equal(vocab.table(target, some)),
         )
 
     @property

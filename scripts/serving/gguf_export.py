@@ -19,7 +19,7 @@ from decode.target import Target
 from heads.base import Head
 from heads.block.head import BlockHead
 from heads.interop import gguf_write
-from heads.interop.gguf_block import block_model, block_refusals
+from heads.interop.gguf_block import block_model
 from heads.interop.gguf_write import GgufModel
 from scripts.common import files
 from scripts.reports.rendering import render
@@ -36,23 +36,6 @@ class Kind:
 
     dtype: str
     tokenizer_from: Path | None = None
-
-
-def refusals(head: Head, target: Target) -> list[str]:
-    """Why a head cannot be such a file, each with its key; [] when it can. Raises UserError for
-    a tokenizer that needs a file of its own."""
-    gguf_write.tokenizer_fields(target, None)
-    if isinstance(head, BlockHead):
-        return block_refusals(head, target)
-    if head.kind != "small_lm":
-        return gguf_write.eagle3_refusals(head, target.num_layers)
-    ids = head.ids()
-    if ids is None:
-        return []
-    return [
-        f"head.draft_vocab: {len(ids)}; llama.cpp would draft from all tokens: train with "
-        "head.draft_vocab=0"
-    ]
 
 
 def write_head(
@@ -86,11 +69,9 @@ def write_draft(
     stage: Path, source: Path, head: Head, target: Target, prompts: Sequence[Tensor], kind: Kind
 ) -> Check:
     """A separate draft that was trained here, from its folder. Raises UserError as write_model
-    does, and for one that proposes a part of the vocabulary only."""
+    does."""
     from transformers import AutoModelForCausalLM
 
-    if head.ids() is not None:
-        raise UserError(f"format=gguf: {refusals(head, target)[0]}")
     model: Any = AutoModelForCausalLM.from_pretrained(
         source, dtype=torch.float32, use_safetensors=True
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -271,8 +272,12 @@ class FakeTarget:
     def features(self, ids: Tensor, mask: Tensor, taps: Any, position: Any = None) -> Tensor:
         return torch.empty(*ids.shape, len(taps), 4096, dtype=self.dtype, device=self.device)
 
-    def embed(self, ids: Tensor) -> Tensor:
-        return torch.nn.functional.embedding(ids, self.lm_head_weight)
+    @property
+    def model(self) -> Any:
+        return self
+
+    def get_input_embeddings(self) -> Any:
+        return SimpleNamespace(weight=self.lm_head_weight)
 
 
 def batch_of(rows: int, length: int, supervised: float) -> Batch:

@@ -1,0 +1,90 @@
+"""Which engines can serve a head: the one answer that a run's header, a fit and an export go by."""
+
+from __future__ import annotations
+
+from conf.errors import UserError
+from decode.models.load import TargetConfig
+from decode.target import Target
+from heads.base import Head
+from heads.block.head import BlockHead
+from heads.interop import FORMATS, LAYOUTS, UNSERVED, Facts, find_layout, gguf_write
+from heads.interop.engines import LLAMACPP, SGLANG, VLLM
+from heads.interop.gguf_block import block_refusals
+from heads.small_lm.head import SmallLM
+
+# Formats that are no layout of tensors -> the kinds of heads that they take, and who reads them.
+WHOLE = {
+    "transformers": (("small_lm",), f"{VLLM}, {SGLANG}"),
+    "gguf": (("eagle3", "dflash", "dspark", "small_lm"), LLAMACPP),
+}
+
+
+def name_of(cfg: TargetConfig, target: Target) -> str:
+    """What an engine loads the target by: its repository, else its folder; "" where there is
+    none (target=tiny)."""
+    if cfg.kind == "hub":
+        return cfg.name
+    return target.identity.path if target.identity is not None else ""
+
+
+def formats(kind: str) -> list[str]:
+    """The formats that have a place for heads of a kind."""
+    return [one for one in FORMATS if (one, kind) in LAYOUTS or kind in WHOLE.get(one, ((), ""))[0]]
+
+
+def refusals(format: str, head: Head, target: Target, facts: Facts) -> list[str]:
+    """Why `head` cannot go into a format for this target, each with its key and the nearest thing
+    that works; [] where it can."""
+    if isinstance(head, SmallLM) and format in WHOLE:
+        return _whole(head, target) if format == "gguf" else []
+    if format != "gguf":
+        try:
+            layout = find_layout(format, head)
+        except UserError as error:
+            return [str(error).removeprefix(f"format={format}: ")]
+        return layout.refusals(head, facts)
+    if isinstance(head, BlockHead):
+        return block_refusals(head, target)
+    return gguf_write.eagle3_refusals(head, target.num_layers)
+
+
+def check(format: str, head: Head, target: Target, facts: Facts) -> None:
+    """Raises UserError with every reason why `head` cannot go into a format."""
+    if refused := refusals(format, head, target, facts):
+        raise UserError(f"format={format}: {'; '.join(refused)}")
+
+
+def told(head: Head, target: Target, name: str) -> dict[str, str]:
+    """Lines for people, by what they are about: the formats that take this head, with who reads
+    them; where none does, why not. name: see name_of."""
+    facts = Facts.of(target, name)
+    reasons = {one: refusals(one, head, target, facts) for one in formats(head.kind)}
+    takes = [f"{one} ({_reader(one, head.kind)})" for one, found in reasons.items() if not found]
+    if takes:
+        return {"served from": ", ".join(takes)}
+    if not reasons:
+        return {"served by": f"no engine: {UNSERVED.get(head.kind, 'no format has its layout')}"}
+    why = {f"not as {one}": found[0] for one, found in reasons.items()}
+    return {"served by": "no engine, as it stands", **why}
+
+
+def _reader(format: str, kind: str) -> str:
+    layout = LAYOUTS.get((format, kind))
+    return WHOLE[format][1] if layout is None else layout.engine
+
+
+def _whole(head: SmallLM, target: Target) -> list[str]:
+    """Why llama.cpp cannot run a separate draft."""
+    ids, found = head.ids(), gguf_write.llama_refusals(head.net, "head")
+    if ids is not None:
+        found.append(
+            f"head.draft_vocab: {len(ids)}; llama.cpp would draft from all tokens: train with "
+            "head.draft_vocab=0"
+        )
+    rows = head.net.get_input_embeddings().weight.shape[0]
+    if rows != target.vocab_size:
+        found.append(
+            f"head: the draft has {rows} tokens, the target {target.vocab_size}; llama.cpp wants "
+            "one vocabulary for both"
+        )
+    return found

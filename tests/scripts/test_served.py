@@ -1,0 +1,164 @@
+"""Every recipe trains a head that some engine loads: for a tiny target of the class that it names,
+the header says in which formats, and each of them is written and read back."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from conf.schema import compose
+from decode.models.tiny import byte_tokenizer
+from decode.target import Target
+from heads import HEADS, save_head
+from heads.base import Head
+from heads.interop import UNSERVED, Facts, find_layout, served
+from scripts.cluster.models import Model, model_of
+from scripts.common import files
+from scripts.serving import draft, gguf_export
+from scripts.serving.check import check_export
+from tests.helpers.interop import random_head
+from tests.train.test_recipes import RECIPES, RUNS
+
+VOCAB = 260
+TINY = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 1024,
+    "query_pre_attn_scalar": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 16,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "mm_tokens_per_image": 4,
+    "boi_token_index": 257,
+    "eoi_token_index": 258,
+    "image_token_index": 259,
+}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+ALWAYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def shrunk(given: dict[str, Any]) -> dict[str, Any]:
+    """A config of the same keys with small numbers."""
+    small = {k: TINY.get(k, v) if v is not None else v for k, v in given.items()}
+    small |= {k: TINY[k] for k in ALWAYS}
+    if "text_config" in given:
+        small |= {"text_config": shrunk(given["text_config"]), "vision_config": dict(VISION)}
+        small["vision_config"]["model_type"] = given["vision_config"]["model_type"]
+    return small
+
+
+def tiny_like(model: Model) -> Target:
+    """A random target of the class that a published config makes."""
+    given = shrunk(copy.deepcopy(model.config))
+    config = AutoConfig.for_model(given.pop("model_type"), **given)
+    torch.manual_seed(0)
+    made: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return Target(made.eval(), tokenizer=byte_tokenizer())
+
+
+def head_of(name: str) -> tuple[Head, Target, str]:
+    """The head that a recipe trains, for a tiny target like its own, and the target's name."""
+    script, schema = next(run for word, run in RUNS.items() if f"_{word}" in name)
+    cfg: Any = compose(script, schema, [f"experiment={name}", "data.path=x", "out_dir=y"])
+    model = model_of(cfg.target)
+    for key, small in {"draft_vocab": 40, "from_target_layers": 2, "sliding_window": 16}.items():
+        if getattr(cfg.head, key, 0):
+            setattr(cfg.head, key, small)
+    target = tiny_like(model)
+    torch.manual_seed(1)
+    head = HEADS[cfg.head.kind].for_target(target, cfg.head, torch.arange(VOCAB) + 1)
+    return head.eval(), target, model.name
+
+
+def write(format: str, head: Head, target: Target, name: str, folder: Path) -> int:
+    """The draft tokens of a written export that are the head's."""
+    prompts = [torch.arange(5, 15), torch.arange(40, 60)]
+    stage = folder / format
+    stage.mkdir()
+    if format in served.WHOLE:
+        save_head(head, folder / "saved", target.identity)
+        if format == "transformers":
+            found = draft.write(folder / "saved", stage, head, target, prompts, None)
+            return int(found["draft_tokens_equal"])
+        kind = gguf_export.Kind("float32")
+        if head.kind == "small_lm":
+            given = folder / "saved", head, target, prompts, kind
+            return gguf_export.write_draft(stage, *given).tokens
+        return gguf_export.write_head(stage, head, target, prompts, kind)[1].tokens
+    layout = find_layout(format, head)
+    config, tensors = layout.write(head, target, Facts.of(target, name), torch.float32)
+    files.write_json(stage / "config.json", config)
+    draft.save(tensors, stage / layout.file)
+    return check_export(stage, format, head, target, prompts, torch.float32).tokens
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_trains_what_an_engine_loads(name: str, tmp_path: Path) -> None:
+    """But for Hydra heads, which nobody serves; their recipes' header says so."""
+    head, target, repository = head_of(name)
+    line = served.told(head, target, repository)
+    facts = Facts.of(target, repository)
+    takes = [f for f in served.formats(head.kind) if not served.refusals(f, head, target, facts)]
+    if head.kind == "hydra_heads":
+        assert line == {"served by": f"no engine: {UNSERVED['hydra_heads']}"} and not takes
+        return
+    assert takes, (name, line)
+    assert [part.split(" (")[0] for part in line["served from"].split("), ")] == takes
+    for format in takes:
+        assert write(format, head, target, repository, tmp_path) > 0
+
+
+def test_the_class_is_the_one_that_engines_know() -> None:
+    """As its repository's config.json has it: nobody else asks for Gemma's vision tower."""
+    _, target, name = head_of("gemma3_12b_eagle3")
+    assert Facts.of(target, name).architecture == "Gemma3ForConditionalGeneration"
+    assert target.hidden_size == 32 and Facts.of(target, name).scaled
+
+
+@pytest.mark.parametrize("kind, format", [("eagle1", "sglang"), ("eagle3", "sglang")])
+def test_embeddings_are_those_that_engines_hand_over(
+    kind: str, format: str, tmp_path: Path
+) -> None:
+    """Gemma multiplies the rows of its table, engines' draft layers do not; a head of an earlier
+    version, which learned from the products, is refused where it would draft something else."""
+    target = tiny_like(model_of(compose_target("google/gemma-3-12b-it")))
+    head = random_head(target, kind)
+    assert write(format, head, target, "/a", tmp_path) > 0
+    head.reads_table = False
+    refused = served.refusals(format, head, target, Facts.of(target, "/a"))
+    assert [line.partition(":")[0] for line in refused] == ["head"] * (kind == "eagle1")
+
+
+def compose_target(name: str) -> Any:
+    from decode.models.load import TargetConfig
+
+    return TargetConfig(kind="hub", name=name)
+
+
+def test_of_a_head_that_nobody_takes_every_format_says_why() -> None:
+    target = tiny_like(model_of(compose_target("Qwen/Qwen3-8B")))
+    line = served.told(random_head(target, "eagle3", layers=2), target, "/a")
+    assert line.pop("served by").startswith("no engine")
+    assert [*line] == [f"not as {one}" for one in served.formats("eagle3")]
+    assert all(text.startswith("head.layers: 2 layers") for text in line.values())
