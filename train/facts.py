@@ -21,6 +21,7 @@ from heads.warm import Start
 from train.config import TrainConfig, flat
 from train.schedule import usual_rate
 from train.texts.batches import Plan, Rows
+from train.texts.sharing import Limits
 
 # Times the rate of a whole head: at 576 5e-3 to 8e-3 end alike, 3e-3 is slower and 1.2e-2 falls
 # behind (docs/internals/experiments.md). LoRAs want some ten times the rate elsewhere (Schulman et
@@ -113,6 +114,7 @@ def facts_of(
 ) -> dict[str, Any]:
     """Lines of the header: name -> text."""
     held, pack = int(rows.held.sum()), cfg.data.max_length if cfg.data.packing else 0
+    limits = Limits(cfg.micro_batch, cfg.micro_tokens, pack, cfg.shard_target)
     supervised = rows.supervised
     facts = {
         "target": f"{target.identity.name if target.identity else 'unnamed'}, {cfg.dtype}, "
@@ -123,7 +125,7 @@ def facts_of(
         + (f", {plan.skipped} skipped as data.skip says" if cfg.data.skip else ""),
         "batches": f"{cfg.batch_size} rows over {world} rank(s), {plan.per_epoch:,} per "
         f"epoch, {cfg.steps} steps, "
-        f"{plan.waste(cfg.micro_batch, world, pack=pack, tokens=cfg.micro_tokens):.1%} padding",
+        f"{plan.waste(limits, world):.1%} padding",
     }
     if mixture := plan.mixture():
         facts["files"] = mixture

@@ -21,6 +21,7 @@ from tests.train.test_features import VARIANTS, head_for, written
 from tests.train.test_scale import losses
 from train.stored.features import CachedTarget, Source
 from train.texts.batches import Plan, load_rows
+from train.texts.sharing import Limits
 
 SHAPE = {**TINY, "layers": 3}
 CHOSEN = [3, 11, 30, 46, 20, 8, 7]
@@ -158,7 +159,7 @@ def test_heads_and_targets_that_cannot_pack_are_named(rows, monkeypatch) -> None
 def test_packing_leaves_the_batches_alone_and_the_losses_equal(tmp_path: Path, rows) -> None:
     data = chats(tmp_path / "data.jsonl")
     plan = Plan(rows, 32, 1, 0)
-    assert plan.waste(0, pack=400) < plan.waste(0)
+    assert plan.waste(Limits(pack=400)) < plan.waste(Limits())
     for head in ("medusa", "eagle3"):
         one = losses(data, tmp_path / f"{head}-a", f"head={head}")
         other = losses(

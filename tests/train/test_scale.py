@@ -167,6 +167,8 @@ def layouts(
     }
     there = {
         "two ranks": ["micro_batch=2"],
+        # one pass of the first step on a rank, two on the other
+        "two ranks by tokens": ["micro_tokens=320"],
         "sharded target": ["shard_target=true", "micro_batch=2"],
         "sharded and packed": [
             "shard_target=true",

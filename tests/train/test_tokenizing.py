@@ -410,6 +410,7 @@ from decode.models.tiny import byte_tokenizer
 from train import facts
 from train.config import DataConfig
 from train.texts.batches import Plan, load_rows
+from train.texts.sharing import Limits
 hashlib.sha256 = lambda data=b"", **_: Counted(sha256(), data)
 def digest(file, name):
     global bytes_hashed
@@ -424,7 +425,7 @@ spent, begun = time.process_time(), time.monotonic()
 rows = load_rows(DataConfig(path=sys.argv[1], held_out=0.01), tokenizer, (2,), 260, 512)
 plan = Plan(rows, 64, 1, 0)
 rows.counts(260), rows.sha256(), rows.tokens_sha256(), rows.supervised, rows.max_id
-plan.waste(0, 2, tokens=16384)
+plan.waste(Limits(tokens=16384), 2)
 first = [rows.batch(part) for part in plan.micro_batches(0, 0, 2, 0, 16384)]
 print(json.dumps({"cpu": time.process_time() - spent, "wall": time.monotonic() - begun,
                   "hashed": bytes_hashed, "tokens": rows.ids.numel()}))

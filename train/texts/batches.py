@@ -38,6 +38,7 @@ from train.config import DataConfig
 from train.stored import rounds
 from train.texts.mix import File, Joined, drawn, shares
 from train.texts.rows import BadRow, Reading, Row, read_records, read_text
+from train.texts.sharing import Limits, laid, shared
 from train.texts.tokenizing import CHUNK, LETTERS, Item, Parts, Work, encoded, processes
 from train.texts.tokens import HASHED, PART, Counted, TokenWriter, mapped, sha256_of
 from train.waiting import nothing, turn
@@ -165,11 +166,12 @@ class Rows:
 
     def batch(self, rows: Sequence[int], pack: int = 0) -> Batch:
         """Those rows, right-padded to the longest; pack: or packed end to end into sequences
-        of so many tokens (or of the longest row, if that is more)."""
+        of so many tokens (or of the longest row, if that is more). How many positions a sequence
+        has, `laid` decides."""
         lengths = self.lengths[list(rows)]
+        sequences, width = laid(lengths.tolist(), pack)
         if pack:
-            return self._packed(list(rows), max(pack, int(lengths.max())))
-        width = int(lengths.max())
+            return self._packed(list(rows), sequences, width)
         place = torch.arange(width)
         mask = place < lengths[:, None]
         flat = (self.offsets[list(rows)][:, None] + place).clamp(max=self.ids.numel() - 1)
@@ -183,21 +185,16 @@ class Rows:
 
     def computed(self, rows: Sequence[int], pack: int = 0) -> int:
         """Positions of the batch of those rows, padding included."""
-        lengths = self.lengths[list(rows)]
-        longest = int(lengths.max())
-        if not pack:
-            return longest * len(rows)
-        bins, used = _sequences(lengths.tolist(), max(pack, longest))
-        return len(bins) * used
+        sequences, width = laid(self.lengths[list(rows)].tolist(), pack)
+        return len(sequences) * width
 
-    def _packed(self, rows: list[int], width: int) -> Batch:
+    def _packed(self, rows: list[int], sequences: list[list[int]], width: int) -> Batch:
         sizes = self.lengths[rows].tolist()
-        bins, longest = _sequences(sizes, width)
-        ids = torch.zeros(len(bins), longest, dtype=torch.int64)
+        ids = torch.zeros(len(sequences), width, dtype=torch.int64)
         mask, loss = (torch.zeros_like(ids, dtype=torch.bool) for _ in range(2))
         position = torch.zeros_like(ids)
         reach = None if self.reach is None else torch.zeros_like(ids)
-        for b, chosen in enumerate(bins):
+        for b, chosen in enumerate(sequences):
             start = 0
             for i in chosen:
                 part = slice(start, start := start + sizes[i])
@@ -207,8 +204,8 @@ class Rows:
                 position[b, part] = torch.arange(sizes[i])
                 if reach is not None and self.reach is not None:
                     reach[b, part] = self.reach[flat]
-            position[b, start:] = torch.arange(longest - start)
-        numbers = torch.tensor([rows[i] for chosen in bins for i in chosen])
+            position[b, start:] = torch.arange(width - start)
+        numbers = torch.tensor([rows[i] for chosen in sequences for i in chosen])
         return Batch(ids, mask, loss, numbers, position, reach)
 
     def prompt(self, row: int) -> list[int]:
@@ -290,22 +287,6 @@ def _sha256_of_all(hashes: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
 
-def _sequences(sizes: list[int], width: int) -> tuple[list[list[int]], int]:
-    """Rows of these sizes in sequences of at most `width` tokens, first fit decreasing: every
-    row goes into the first sequence that has room for it. (rows by sequence, tokens of the
-    longest one)."""
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        spot = next((b for b, free in enumerate(room) if free >= sizes[i]), len(bins))
-        if spot == len(bins):
-            bins.append([])
-            room.append(width)
-        bins[spot].append(i)
-        room[spot] -= sizes[i]
-    return bins, width - min(room)
-
-
 class Plan:
     """Which training rows form which batch.
 
@@ -380,54 +361,40 @@ class Plan:
         return torch.cat(batches)
 
     def micro_batches(
-        self, step: int, rank: int, world: int, micro: int, tokens: int = 0, pack: int = 0
+        self,
+        step: int,
+        rank: int,
+        world: int,
+        micro: int,
+        tokens: int = 0,
+        pack: int = 0,
+        together: bool = False,
     ) -> list[list[int]]:
         """The rows of one rank at one step, cut into micro-batches of at most `micro` rows (0
         = any number) and at most `tokens` computed positions (0 = any number; one row in any
-        case). pack: rows are packed into sequences of so many tokens.
+        case). pack: rows are packed into sequences of so many tokens. together: every pass of the
+        ranks is a collective (a sharded target), so all have equally many; without `tokens` they
+        have anyway.
 
-        Ranks take every world-th row of the sorted batch, so their padded sizes are alike.
-        batch_size is a multiple of world, and a rank that needs fewer micro-batches than
-        another halves its largest ones: all have equally many.
+        batch_size is a multiple of world. Which rows a step has does not depend on world.
         """
+        return self.shares(step, world, Limits(micro, tokens, pack, together))[rank]
+
+    def shares(self, step: int, world: int, limits: Limits) -> list[list[list[int]]]:
+        """The micro-batches of every rank at one step."""
         batch = self.batch(step)
-        if not tokens:
-            return _bins(batch[rank::world], micro, lambda rows: True)
+        found = shared(self.rows.lengths[batch].tolist(), world, limits)
+        return [[[batch[i] for i in part] for part in share] for share in found]
 
-        def fits(rows: list[int]) -> bool:
-            return self.rows.computed(rows, pack) <= tokens
-
-        parts = [_bins(batch[r::world], micro, fits) for r in range(world)]
-        mine, wanted = parts[rank], max(map(len, parts))
-        while len(mine) < wanted:
-            widest = max(range(len(mine)), key=lambda i: (len(mine[i]), i))
-            rows = mine[widest]
-            mine[widest : widest + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
-        return mine
-
-    def waste(
-        self, micro: int, world: int = 1, steps: int = 64, pack: int = 0, tokens: int = 0
-    ) -> float:
+    def waste(self, limits: Limits, world: int = 1, steps: int = 64) -> float:
         """Share of computed positions that are padding, over the first steps."""
         real = padded = 0
         for step in range(min(steps, self.per_epoch)):
-            for rank in range(world):
-                for rows in self.micro_batches(step, rank, world, micro, tokens, pack):
+            for share in self.shares(step, world, limits):
+                for rows in share:
                     real += int(self.rows.lengths[rows].sum())
-                    padded += self.rows.computed(rows, pack)
+                    padded += self.rows.computed(rows, limits.pack)
         return 1 - real / padded
-
-
-def _bins(rows: list[int], most: int, fits: Callable[[list[int]], bool]) -> list[list[int]]:
-    """Rows in their order, as many at a time as fit, `most` of them at most (0 = no limit)."""
-    found: list[list[int]] = []
-    for row in rows:
-        last = found[-1] if found else None
-        if last and (not most or len(last) < most) and fits([*last, row]):
-            last.append(row)
-        else:
-            found.append([row])
-    return found
 
 
 def held_out_batches(rows: Rows, limit: int, size: int = 8, tokens: int = 0) -> Iterator[Batch]:

@@ -1,0 +1,211 @@
+"""Which rows of a batch go through together and on which rank: every row once, within the limits,
+as many passes everywhere where passes are collectives; what a step takes on conversations of very
+different length; and the same losses as when ranks took every world-th row."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from heads.batch import Batch
+from tests.helpers.training import TINY, chats, run_config, tiny_target
+from tests.train.test_features import VARIANTS, head_for
+from train.texts import sharing
+from train.texts.batches import Plan, Rows, load_rows
+from train.texts.sharing import Limits, laid, shared
+
+MEAN, SIGMA, MOST = 770, 0.9, 4096  # tokens of a conversation: log-normal, cut
+# Seconds of a position in the target and in step 0 of the head, of a real token in the head's
+# further steps, of a pass: the dry run's for qwen3_8b_eagle3 on an H100.
+POSITION, TOKEN, PASS = (0.24 + 0.22 / 7) / 6400, 0.22 * 6 / 7 / 6400, 0.03
+EXCHANGE = {8: 0.014, 16: 0.081}  # seconds of a step's exchange and update, by ranks
+
+
+def drawn(count: int, sigma: float = SIGMA, seed: int = 0) -> list[int]:
+    """Lengths of conversations, tokens."""
+    chance = random.Random(seed)
+    median = 530 if sigma == SIGMA else MEAN
+    return [max(16, min(MOST, int(chance.lognormvariate(0, sigma) * median))) for _ in range(count)]
+
+
+def rows_of(lengths: list[int]) -> Rows:
+    """Rows of such lengths, without a token."""
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    places, no = torch.arange(len(lengths)), torch.zeros(len(lengths), dtype=torch.bool)
+    return Rows("made up", torch.zeros(1, dtype=torch.int32), no[:1], offsets, places, no, [])
+
+
+@pytest.fixture(scope="module")
+def talks() -> Rows:
+    return rows_of(drawn(20_000))
+
+
+# What a step takes
+# -------------------------------------------------------------------------------------------
+
+
+def seconds(rows: Rows, passes: list[list[int]]) -> float:
+    """Of a rank's passes of a step."""
+    computed = sum(rows.computed(part) for part in passes)
+    real = sum(int(rows.lengths[part].sum()) for part in passes)
+    return POSITION * computed + TOKEN * real + PASS * (len(passes) - 1)
+
+
+@pytest.mark.parametrize("world, most", [(8, 0.62), (16, 0.44)])
+def test_a_step_waits_for_no_rank_and_pads_little(talks: Rows, world: int, most: int) -> None:
+    plan, steps = Plan(talks, 64, 1, 0), 30
+    assert float(talks.lengths.float().mean()) == pytest.approx(MEAN, rel=0.02)
+    slowest = []
+    for step in range(steps):
+        parts = [plan.micro_batches(step, rank, world, 0, 16384) for rank in range(world)]
+        slowest.append(max(seconds(talks, part) for part in parts))
+    assert statistics.mean(slowest) + EXCHANGE[world] <= most
+
+
+def test_passes_that_are_collectives_waste_little(talks: Rows) -> None:
+    """All ranks wait for the largest of every pass: as many real tokens as before by 1.2 times."""
+    plan, world, useful, waited = Plan(talks, 64, 1, 0), 8, 0, 0
+    for step in range(30):
+        ranks = plan.shares(step, world, Limits(tokens=4096, together=True))
+        useful += int(talks.lengths[plan.batch(step)].sum())
+        for passes in zip(*ranks, strict=True):
+            waited += world * max(talks.computed(part) for part in passes)
+    assert useful / waited > 0.75
+
+
+def test_sequences_are_filled_alike() -> None:
+    lengths = drawn(64)
+    places, width = laid(lengths, 2 * MOST)
+    assert sum(lengths) / (len(places) * width) > 0.97
+    assert laid([200, 100, 100, 100, 100], 400) == ([[0, 3], [1, 2, 4]], 300)  # not 400
+
+
+def test_packed_rows_leave_little_padding(talks: Rows) -> None:
+    plan = Plan(talks, 64, 1, 0)
+    assert plan.waste(Limits(tokens=16384, pack=MOST), 8, 20) < 0.03
+
+
+def test_a_large_batch_is_shared_out_with_little_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, plain = 0, sharing.positions
+
+    def counted(*args: Any) -> int:
+        nonlocal asked
+        asked += 1
+        return plain(*args)
+
+    monkeypatch.setattr(sharing, "positions", counted)
+    for ranks in (1, 8, 512):
+        asked = 0
+        shared(drawn(4096), ranks, Limits(tokens=16384))
+        assert asked < 4096 * 200, ranks
+
+
+# What must hold
+# -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pack", [0, 900])
+@pytest.mark.parametrize("together", [False, True])
+def test_every_row_once_within_the_limits(together: bool, pack: int) -> None:
+    chance = random.Random(together)
+    for trial in range(60):
+        world = chance.choice([1, 2, 3, 8])
+        lengths = sorted(drawn(world * chance.randint(1, 12), chance.choice([0.1, 0.9]), trial))
+        limits = Limits(
+            chance.choice([0, 1, 3]), chance.choice([0, 1, 500, 3000, 10**6]), pack, together
+        )
+        ranks = shared(lengths, world, limits)
+        assert ranks == shared(lengths, world, limits)
+        assert sorted(i for passes in ranks for part in passes for i in part) == [
+            *range(len(lengths))
+        ]
+        assert len(ranks) == world and all(part for passes in ranks for part in passes)
+        assert all(ranks)
+        if together or not limits.tokens:
+            assert len({len(passes) for passes in ranks}) == 1
+        for part in (part for passes in ranks for part in passes):
+            places, width = laid([lengths[i] for i in part], pack)
+            assert not limits.rows or len(part) <= limits.rows
+            assert not limits.tokens or len(part) == 1 or len(places) * width <= limits.tokens
+
+
+def test_sequences_hold_every_row_once_and_no_more_than_fits() -> None:
+    chance = random.Random(0)
+    for trial in range(60):
+        lengths = drawn(chance.randint(1, 40), seed=trial)
+        pack = chance.choice([1, 700, 4096, 10**6])
+        places, width = laid(lengths, pack)
+        assert sorted(i for row in places for i in row) == [*range(len(lengths))]
+        assert max(sum(lengths[i] for i in row) for row in places) == width
+        assert width <= max(pack, *lengths)
+
+
+def test_the_rows_of_a_step_do_not_depend_on_the_ranks(talks: Rows) -> None:
+    plan, limits = Plan(talks, 64, 1, 0), Limits(tokens=16384)
+    for step in (0, 7):
+        for world in (1, 2, 16, 64):
+            ranks = plan.shares(step, world, limits)
+            rows = sorted(row for passes in ranks for part in passes for row in part)
+            assert rows == sorted(plan.batch(step))
+
+
+# What is learned
+# -------------------------------------------------------------------------------------------
+
+
+def as_before(batch: list[int], rows: Rows, world: int, tokens: int) -> list[list[int]]:
+    """Every world-th row to a rank, filled in their order: the passes of all ranks."""
+    found = []
+    for rank in range(world):
+        passes: list[list[int]] = []
+        for row in batch[rank::world]:
+            if passes and rows.computed([*passes[-1], row]) <= tokens:
+                passes[-1].append(row)
+            else:
+                passes.append([row])
+        found += passes
+    return found
+
+
+@pytest.mark.parametrize("name", ["medusa", "eagle3"])
+def test_the_same_rows_have_the_same_loss_and_gradient(tmp_path: Path, name: str) -> None:
+    """Over all ranks, in float64, to 1e-9: a step is a sum over its rows."""
+    assert name in VARIANTS
+    target = tiny_target(**{**TINY, "layers": 3})
+    target.model.double()
+    data = run_config(chats(tmp_path / "data.jsonl"), Path("out")).data
+    known = target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
+    rows = load_rows(data, *known)
+    head = head_for(name, target, rows.counts(target.vocab_size)).train()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for p in head.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+    plan = Plan(rows, 16, 1, 0)
+    batch = plan.batch(0)
+    ways = [as_before(batch, rows, 4, 600)]
+    for limits in (Limits(tokens=600), Limits(tokens=600, pack=300, together=True)):
+        ways.append([part for passes in plan.shares(0, 4, limits) for part in passes])
+    assert sorted(ways[0]) != sorted(ways[1])
+
+    def step(parts: list[list[int]]) -> tuple[float, float, list[torch.Tensor]]:
+        total = count = 0.0
+        head.zero_grad()
+        for part in parts:
+            out = head(rows.batch(part), target)
+            out.sum.backward()
+            total, count = total + out.sum.item(), count + float(out.count)
+        return total / count, count, [p.grad.clone() for p in head.parameters()]  # type: ignore[union-attr]
+
+    loss, count, gradients = step(ways[0])
+    assert isinstance(rows.batch(batch), Batch) and loss > 0.1
+    for parts in ways[1:]:
+        other, again, found = step(parts)
+        assert other == pytest.approx(loss, abs=1e-9) and again == count
+        for mine, old in zip(found, gradients, strict=True):
+            torch.testing.assert_close(mine / count, old / count, rtol=0, atol=1e-9)
