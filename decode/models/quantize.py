@@ -44,7 +44,9 @@ def config(kind: str, dtype: Any) -> Any:
             from transformers import BitsAndBytesConfig
 
             if kind == "bnb-int8":
-                return BitsAndBytesConfig(load_in_8bit=True)
+                # LLM.int8 keeps the columns in 16 bits where any token of a pass exceeds a
+                # threshold (6 by default): a token's row would hang on what is drafted behind it.
+                return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
             return BitsAndBytesConfig(
                 load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
             )
