@@ -47,8 +47,9 @@ class HeadConfig:
     draft_vocab_from: str = ""
     # a LoRA in place of full weights: on the frozen head at start=, or on a separate draft
     lora: LoraKeys = field(default_factory=LoraKeys)
-    # number of frequent tokens the head predicts; 0 = the whole vocabulary
-    draft_vocab: CountOrZero = 8192
+    # number of frequent tokens the head predicts; 0 = the whole vocabulary, null = those of the
+    # head at start=, else 8,192 (train.facts.settle_vocabulary)
+    draft_vocab: CountOrZero | None = 8192
     # what the head learns from
     loss: LossWeights = field(default_factory=LossWeights)
     # supervised tokens whose logits exist at the same time; null = 512 on CPUs, 4096 on GPUs

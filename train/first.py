@@ -89,8 +89,8 @@ def _adapted(
     torch.manual_seed(hash_u63(cfg.seed, "head"))
     count = head.adapt(keys, Base(str(folder), start.sha256, new, gone))
     asked, has = (flat(one) for one in (cfg.head, head.cfg))
-    asked = {k: has[k] if v is None and k in MAKE else v for k, v in asked.items()}
-    others = [k for k in has if asked[k] != has[k] and not k.startswith("lora.")]
+    left = {k for k in (*MAKE, "draft_vocab") if asked.get(k) is None}
+    others = [k for k in has if asked[k] != has[k] and not k.startswith("lora.") and k not in left]
     cfg.head = head.cfg = replace(head.cfg, lora=keys)
     ids = head.ids()
     if ids is not None:

@@ -80,11 +80,12 @@ def main(cfg: ValidateConfig) -> int:
         cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
     )
     plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed, cfg.data.skip)
+    given = dataclasses.replace(typed)
     counted, vocabulary = settle_vocabulary(typed, rows.counts(target.vocab_size))
     notes = [
         vocabulary,
         *settle(cfg, typed, target, plan),
-        *_beginning(cfg, kind, typed, target, rows),
+        *_beginning(cfg, kind, given, target, rows),
     ]
     for note in dict.fromkeys(filter(None, notes)):
         print(f"     {note}", flush=True)

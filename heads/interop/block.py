@@ -113,7 +113,7 @@ class BlockNative(Layout[BlockHead]):
     def sizes(self, head: BlockHead, facts: Facts) -> dict[str, int]:
         """See Layout."""
         cfg, layer = head.cfg, head.config_json()["layer"]
-        own = not cfg.share_lm_head or cfg.draft_vocab > 0
+        own = not cfg.share_lm_head or bool(cfg.draft_vocab)
         return letters(cfg, layer, len(head.taps), facts.vocab) | {"own": own}
 
     def state(self, head: BlockHead, target: Target, dtype: torch.dtype) -> Mapping[str, Tensor]:
@@ -271,7 +271,7 @@ def letters(cfg: BlockConfig, layer: dict[str, Any], features: int, vocab: int) 
         "R": cfg.markov_rank,
         "C": (layer["hidden_size"] + cfg.markov_rank) * int(cfg.confidence > 0),
         "Vd": cfg.draft_vocab or vocab,
-        "map": cfg.draft_vocab,
+        "map": cfg.draft_vocab or 0,
     }
 
 

@@ -246,7 +246,7 @@ def letters(cfg: EagleConfig, layer: dict[str, Any], features: int, vocab: int) 
         **llama.sizes(layer, vocab, wide=2),
         "F": features,
         "Vd": cfg.draft_vocab or vocab,
-        "map": cfg.draft_vocab,
+        "map": cfg.draft_vocab or 0,
         "fc_norm": cfg.norm_before_fc,
         "input_norm": cfg.norm_joined,
         "mask": cfg.parallel,

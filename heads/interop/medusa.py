@@ -70,7 +70,7 @@ class MedusaVllm(Layout[MedusaHead]):
 
     def sizes(self, head: MedusaHead, facts: Facts) -> dict[str, int]:
         """See Layout."""
-        cfg, known = head.cfg, head.cfg.draft_vocab
+        cfg, known = head.cfg, head.cfg.draft_vocab or 0
         letters = {"K": cfg.heads, "L": cfg.blocks, "D": facts.hidden, "V": facts.vocab}
         return {**letters, "bias": 1, "map": known, "Vd": known}
 

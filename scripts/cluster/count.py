@@ -31,6 +31,7 @@ from heads import HEADS, losses
 from heads.base import Batch, Head
 from scripts.cluster.models import Model
 from scripts.cluster.phantom import Phantom, phantom
+from train.facts import DRAFT_VOCAB
 
 MOST_TOKENS = 1 << 20  # of a pass
 RUN = 3  # pieces of a loss that are run
@@ -248,6 +249,8 @@ def _ask(model: Model, target: Target, batch: Batch) -> None:
 def _head(ghost: Phantom, target: Target, typed: Any, dtype: str) -> Head:
     """A fresh head on a fake target; every token of the vocabulary counts as seen."""
     counts = ghost.own(torch.ones(target.vocab_size, dtype=torch.int64))
+    if typed.draft_vocab is None:
+        typed = dataclasses.replace(typed, draft_vocab=DRAFT_VOCAB)
     ghost.script["item"] = 0  # what is tried out while a head is made differs by nothing
     try:
         with ghost.within(HEAD):

@@ -94,6 +94,8 @@ def config(cfg: FitConfig, chats: Chats, out: Path, fresh: bool = False) -> Trai
     run.data.path, run.out_dir, run.target = chats.train, str(out), cfg.target
     run.data.max_length, run.data.held_out = cfg.max_length, cfg.held_out
     run.head = replace(keys, lora=LoraKeys() if fresh else cfg.lora)
+    if not fresh and keys.draft_vocab:
+        run.head.draft_vocab = None  # the start's own
     run.start = "" if fresh else cfg.start
     run.batch_size, run.seed, run.dtype = cfg.batch_size, cfg.seed, cfg.dtype
     run.device = cfg.device or ""
