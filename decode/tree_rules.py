@@ -52,6 +52,8 @@ def validate(tree: Tree, vocab_size: int, max_nodes: int | None = None) -> None:
     problems = list(_problems(tree, vocab_size))
     if not bool(_doubtful(problems).any()):
         return
+    # A distribution that is not finite makes twins as well, and is what the user can mend.
+    problems.sort(key=lambda problem: problem[2] not in (_WILD_SCORE, _WILD_LAW))
     bad, values, why = next(problem for problem in problems if bool(problem[0].any()))
     row, node = bad.nonzero()[0].tolist()
     place, value = f"row {row}, node {node}:", values[row, node].item()

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from conf.errors import UserError
-from decode.drafters import Drafter
+from decode.drafters import Drafter, NoDraft
 from decode.engine import Generation, Request
 from decode.live import Fresh, LiveBatch, Room, Seat
 from decode.sampling import Sampling
@@ -30,6 +30,7 @@ STOP, LENGTH = "stop", "length"
 PROBATION = 2  # steps that each request of a broken batch makes alone: one reads, one drafts
 MOST_BREAKS = 3  # batches that may break under a request with nobody at fault
 ENDING = "the server is ending"
+PLAIN = "none"  # the drafter of those whose own failed
 SHORTEST_WAIT, LONGEST_WAIT = 1, 60  # seconds that a client is asked to wait
 
 
@@ -130,7 +131,8 @@ class Worker(threading.Thread):
         super().__init__(name="decoding", daemon=True)
         self.target, self.limits, self.verify = target, limits, verify
         self._idle: dict[str, list[Drafter]] = {
-            name: [resolve_drafter(name, target)] for name in drafters
+            PLAIN: [],
+            **{name: [resolve_drafter(name, target)] for name in drafters},
         }
         self._lock = threading.Condition()
         self._waiting: deque[Job] = deque()
@@ -255,7 +257,9 @@ class Worker(threading.Thread):
 
     def _drafter(self, name: str) -> Drafter:
         idle = self._idle[name]
-        return idle.pop() if idle else resolve_drafter(name, self.target)
+        if idle:
+            return idle.pop()
+        return NoDraft() if name == PLAIN else resolve_drafter(name, self.target)
 
     def _batch(self, drafter: Drafter, sampling: Sampling, rows: int) -> LiveBatch:
         room = Room(rows, self.limits.longest)
@@ -307,8 +311,8 @@ class Worker(threading.Thread):
 
     def _break(self, lane: Lane, failed: Failed) -> None:
         """Throw a batch away, and its drafter, which may hold half a cycle. A request that was
-        alone in it is told. Of several, each goes on alone for a few steps, so that one at fault
-        fails by itself; the others share a new batch then and know nothing of it."""
+        alone in it goes on without a draft. Of several, each goes on alone for a few steps, so that
+        one at fault fails by itself; the others share a new batch then and know nothing of it."""
         jobs, lane.jobs = [job for job in lane.jobs.values() if job in self._owed], {}
         try:
             if len(jobs) > 1:
@@ -319,36 +323,52 @@ class Worker(threading.Thread):
             failed = _failed("the engine", error, mine=True)
         self._lanes.remove(lane)
         for job in jobs:
-            self._tell(job, failed)
+            self._undrafted(lane, job, failed)
 
     def _repair(self, lane: Lane, jobs: list[Job], failed: Failed) -> None:
         """A new batch for a lane, with those of `jobs` in it that are sound and not at their
         end."""
-        guilty = [job for job in jobs if not self._alone(lane, job)]
+        alone = [self._alone(lane, job) for job in jobs]
         lane.batch = self._batch(lane.drafter, lane.key[1], self.limits.rows)
-        for job in jobs:
-            job.breaks += not guilty
-            if job.breaks > MOST_BREAKS:
+        for job, own in zip(jobs, alone, strict=True):
+            job.breaks += not any(alone)
+            if own is not None:
+                self._undrafted(lane, job, own)
+            elif job.breaks > MOST_BREAKS:
                 self._tell(job, failed)
             elif job in self._owed:
                 self._resume(lane, job)
 
-    def _alone(self, lane: Lane, job: Job) -> bool:
-        """Whether a job can go on while nobody is beside it; it is told where not."""
+    def _undrafted(self, lane: Lane, job: Job, failed: Failed) -> None:
+        """Let a job go on without a draft where its lane's drafter may be what failed, such as one
+        whose distribution is not finite: nothing of that cycle was committed. It is told where
+        nothing was drafted, or where there can be no such batch."""
+        if job not in self._owed or lane.key[0] == PLAIN:
+            self._tell(job, failed)
+            return
+        key = (PLAIN, lane.key[1])
+        plain = next((one for one in self._lanes if one.key == key), None) or self._open(key, job)
+        if plain is not None:
+            said = f"serve: {lane.key[0]}: {failed.reason}; the request goes on without a draft"
+            print(said, file=sys.stderr)
+            job.busy += plain.seconds - lane.seconds
+            self._resume(plain, job)
+
+    def _alone(self, lane: Lane, job: Job) -> Failed | None:
+        """What a job fails of while nobody is beside it."""
         lane.batch = self._batch(lane.drafter, lane.key[1], 1)
         self._resume(lane, job)
         for _ in range(PROBATION):
             failed = self._step(lane) if lane.jobs else None
             if failed is not None:
-                self._tell(job, failed)
                 lane.drafter = self._drafter(lane.key[0])
                 break
         lane.jobs.clear()
-        return failed is None
+        return failed
 
     def _resume(self, lane: Lane, job: Job) -> None:
         assert job.seat is not None
-        job.seat = lane.batch.resume(job.seat)
+        job.seat, job.lane = lane.batch.resume(job.seat), lane
         lane.jobs[job.seat.number] = job
 
     def _end(self, lane: Lane, job: Job, seat: Seat) -> None:

@@ -423,21 +423,38 @@ def test_a_client_that_leaves_frees_its_row(running: Running) -> None:
             assert quiet(running.worker), "its row ends while it is still connected"
 
 
-def test_an_engine_that_fails_fails_its_requests_alone(target: Target) -> None:
+def test_an_engine_that_fails_fails_its_requests_alone(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("seeded defect")
+
+    with serving(target, DRAFTERS) as server:
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
+            ask: dict[str, Any] = {"model": MODEL, "prompt": "abc", "max_tokens": 5}
+            with monkeypatch.context() as patch:
+                patch.setattr(LiveBatch, "_score", broken)
+                with pytest.raises(openai.InternalServerError, match="RuntimeError"):
+                    client.completions.create(**ask)
+                with pytest.raises(openai.APIError, match="RuntimeError"):
+                    list(client.completions.create(**ask, temperature=0.5, stream=True))
+            assert client.completions.create(**ask).choices[0].finish_reason
+        assert quiet(server.worker)
+
+
+def test_a_drafter_that_fails_costs_a_request_its_draft_alone(target: Target) -> None:
     class Broken(NoDraft):
         def propose(self, *args: Any) -> Any:
             raise RuntimeError("seeded defect")
 
     with serving(target, DRAFTERS) as server:
-        server.worker._idle["ngram"] = [Broken()]
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
-            ask: dict[str, Any] = {"model": MODEL, "prompt": "abc", "max_tokens": 5}
-            with pytest.raises(openai.InternalServerError, match="RuntimeError"):
-                client.completions.create(**ask)
-            with pytest.raises(openai.APIError, match="RuntimeError"):
-                server.worker._idle["ngram"] = [Broken()]
-                list(client.completions.create(**ask, temperature=0.5, stream=True))
-            assert client.completions.create(**ask).choices[0].finish_reason  # a new drafter
+            ask: dict[str, Any] = {"model": MODEL, "prompt": "abc", "max_tokens": 12, "seed": 1}
+            plain = client.completions.create(**ask, temperature=0, extra_body={"drafter": "none"})
+            server.worker._idle["ngram"] = [Broken()]
+            found = client.completions.create(**ask, temperature=0)
+            assert found.choices[0].text == plain.choices[0].text
+            assert found.speculation["drafted"] == 0  # type: ignore[attr-defined]
         assert quiet(server.worker)
 
 

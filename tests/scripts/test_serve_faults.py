@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
-from decode.drafters import NGram, NoDraft
+from decode.drafters import DraftModel, NGram, NoDraft
 from decode.engine import Request, generate
 from decode.live import LiveBatch, Room
 from decode.models.load import TargetConfig, load_target
@@ -89,8 +89,7 @@ def test_a_drafter_that_cannot_be_made_fails_its_request_alone(
 
     honest = [ask(working, ids) for ids in HONEST]
     monkeypatch.setattr(module, "resolve_drafter", broken)
-    working._idle["none"].clear()
-    failed = ask(working, [3, 4, 5], drafter="none").end()
+    failed = ask(working, [3, 4, 5], sampling=Sampling(0.5)).end()  # a batch of its own
     assert isinstance(failed, Failed) and failed.mine and type(error).__name__ in failed.reason
     all_right(target, honest)
     assert isinstance(ask(working, [3, 4, 5]).end(), Ended) and working.is_alive()
@@ -194,18 +193,70 @@ class Poisoned(NGram):
 
 
 @pytest.mark.parametrize("moment", ["read", "draft"])
-def test_a_request_that_breaks_the_batch_fails_alone(
+def test_a_request_whose_drafter_fails_goes_on_without_a_draft(
     target: Target, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
+    """And its neighbours know nothing of it."""
     monkeypatch.setattr(module, "resolve_drafter", lambda *args: Poisoned(moment))
     worker = Worker(target, ["ngram"], Limits(8, 128, 2, 32), "traversal")
     worker.start()
     try:
         honest = [ask(worker, ids) for ids in HONEST]
         for _ in range(6):  # more often than a batch may break with nobody at fault
-            failed = ask(worker, [POISON, 4, 5]).end()
+            end = ask(worker, [POISON, 4, 5]).end()
+            assert isinstance(end, Ended), end
+            assert end.text == text_alone(target, [POISON, 4, 5])
+        all_right(target, honest)
+    finally:
+        worker.close()
+
+
+def test_a_request_that_the_target_cannot_do_fails_alone(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    score = LiveBatch._score
+
+    def failing(self: LiveBatch, *args: Any) -> Any:
+        if any(POISON in row.request.prompt for row in self.rows):
+            raise RuntimeError("seeded defect")
+        return score(self, *args)
+
+    monkeypatch.setattr(LiveBatch, "_score", failing)
+    worker = Worker(target, ["ngram"], Limits(8, 128, 2, 32), "traversal")
+    worker.start()
+    try:
+        honest = [ask(worker, ids) for ids in HONEST]
+        for drafter in ("ngram", "ngram"):
+            failed = ask(worker, [POISON, 4, 5], drafter=drafter).end()
             assert isinstance(failed, Failed) and failed.mine
         all_right(target, honest)
+    finally:
+        worker.close()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)])
+def test_a_draft_that_is_not_finite_ends_nobody(
+    target: Target, monkeypatch: pytest.MonkeyPatch, value: float, sampling: Sampling
+) -> None:
+    """A head whose logits are, as soon as a certain token is read, in a batch of three."""
+    draft = load_target(TargetConfig(kind="tiny", layers=1, context=256), "float32", "cpu")
+
+    class Wild(DraftModel):
+        def logits(self, state: Tensor) -> Tensor:
+            found = super().logits(state)
+            return torch.full_like(found, value) if self.ill else found
+
+        def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
+            self.ill = any(POISON in prompt.tolist() for prompt in prompts)
+            super().begin(prompts, sampling)
+
+    monkeypatch.setattr(module, "resolve_drafter", lambda *args: Wild(draft, 3))
+    worker = Worker(target, ["ngram"], Limits(8, 128, 2, 32), "traversal")
+    worker.start()
+    try:
+        some = [ask(worker, ids, sampling=sampling) for ids in [*HONEST, [POISON, 4, 5]]]
+        assert all(isinstance(one.end(), Ended) for one in some)
     finally:
         worker.close()
 
