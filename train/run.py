@@ -63,8 +63,7 @@ class Run:
 
     def passes(self, step: int) -> list[list[int]]:
         """The rows of this rank's passes of a step."""
-        cfg = self.cfg
-        size = cfg.micro_batch, cfg.micro_tokens, self.source.pack, cfg.shard_target
+        size = self.cfg.micro_batch, self.cfg.micro_tokens, self.source.pack, self.cfg.shard_target
         return self.plan.micro_batches(step, self.rank, self.world, *size)
 
     def make(self, step: int, rows: Sequence[int]) -> tuple[Batch, Any]:

@@ -130,9 +130,10 @@ def test_a_shape_that_was_not_tuned_stays_as_it_was(medusa: Path, target: Target
 def test_settings_leave_the_head_untouched(target: Target) -> None:
     cfg = EagleConfig(kind="eagle3", draft_vocab=0, depth=3, nodes=6, width=2)
     head = HEADS["eagle3"].for_target(target, cfg)
+    own = head.cfg
     made = head.drafter(target, Settings("tree", depth=2, nodes=4, width=3).draft())
     assert (made.max_depth, made.max_nodes, made.width) == (2, 4, 3)  # type: ignore[attr-defined]
-    assert head.cfg is cfg and head.calibration == {}
+    assert head.cfg is own and head.calibration == {}
     assert head.drafter(target, Draft(shape="chain", depth=7)).max_depth == 7
 
 

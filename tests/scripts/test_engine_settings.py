@@ -322,7 +322,7 @@ def test_a_plain_server_in_the_drafters_place_is_named(target, draft, monkeypatc
     async def silent(self):
         return None
 
-    monkeypatch.setattr(Door, "counters", silent)
+    monkeypatch.setattr(Door, "metrics", silent)
     asked = load.Load([[5, 6]], [1], 1, 4)
     with serving(target, draft) as url:
         with pytest.raises(UserError, match="does not tell what it accepted"):
