@@ -8,9 +8,9 @@ states (bfloat16 with float32 accumulation); the softmax runs in float32 inside 
 is stored in that dtype; all sums are float32 or better.
 
 Terms (weights in the config, any mix): `hard` cross-entropy with the data's token; `soft`
-cross-entropy with the target's law p, whose gradient is that of the forward KL; `tv` total
-variation 1 - sum min(p, q), the rejection rate itself (Leviathan et al. 2023); `lk` its
-logarithm, -log sum min(p, q) (LK losses, arXiv 2602.23881).
+cross-entropy with the target's law over the draft vocabulary (the forward KL's gradient); `tv` the
+rejection rate 1 - sum min(p, q) itself (Leviathan et al. 2023), by the target's own p, whose tokens
+outside are all rejected; `lk` -log sum min(p, q) (LK losses, arXiv 2602.23881).
 
 Shape letters: n supervised tokens, K heads, D width, Vd draft vocabulary, m tokens of a chunk,
 r low rank.
@@ -35,8 +35,8 @@ from heads import vocab
 CHUNKS = {"cpu": 512}
 CHUNK = 4096
 
-# Tokens of a chunk -> (p [m, Vd], usable [m] bool)
-LawFn = Callable[[slice], tuple[Tensor, Tensor]]
+Laws = tuple[Tensor, Tensor]  # [m, Vd]: renormalised, and the target's own probabilities
+LawFn = Callable[[slice], tuple[Laws, Tensor]]  # tokens of a chunk -> (laws, usable [m] bool)
 Mask = Literal["token", "argmax", "all"]
 
 
@@ -48,7 +48,7 @@ class LossWeights:
     hard: NotNegative = 1.0
     # cross-entropy with the target's own law (the forward KL up to a constant)
     soft: NotNegative = 0.0
-    # total variation between the target's law and the head's
+    # the rejection rate: total variation between the target's law and the head's
     tv: NotNegative = 0.0
     # minus the logarithm of the acceptance rate
     lk: NotNegative = 0.0
@@ -88,33 +88,38 @@ def target_law(
     mask: str,
     top_k: int = 0,
 ) -> LawFn:
-    """The target's law p(x_s | x_<s) at n predicted tokens, over a draft vocabulary alone and
-    renormalised.
+    """The target's law p(x_s | x_<s) at n predicted tokens over a draft vocabulary, renormalised
+    and (of all rows) as it is.
 
-    rows: weight [Vd, D] and bias [Vd] or None of the target's LM head over the draft
-    vocabulary; with the mask "argmax" over all V tokens. feats: [N, D], output of the target
-    after its final norm. source: [n] int64, the row of feats that predicts token j, one before
-    it. ids: [Vd] int64 ascending draft vocabulary, None for all. place: [n] int64, where the
-    token of the data stands in it, -1 outside. mask: which tokens are taught, see LossWeights;
-    the others have no law. "argmax" is EAGLE-3's (Li et al. 2025); on text that the target
-    wrote greedily "token" is the same, from Vd rows.
+    rows: weight [Vd, D] and bias [Vd] or None of the target's LM head over the draft vocabulary,
+    or over all V tokens. feats: [N, D], output of the target after its final norm. source: [n]
+    int64, the row of feats that predicts token j, one before it. ids: [Vd] int64 ascending draft
+    vocabulary, None for all. place: [n] int64, where the token of the data stands in it, -1
+    outside. mask: which tokens are taught, see LossWeights; the others have no law. "argmax" (of
+    all rows) is EAGLE-3's (Li et al. 2025); on text that the target wrote greedily "token" is the
+    same, from Vd rows.
     top_k: keep only so many most probable tokens of the law (HASS); 0 = all.
     """
     weight, bias = rows
     inside = None if ids is None else vocab.to_t2d(ids, target.vocab_size)
+    less = bool(top_k) if ids is None else len(weight) > len(ids)
 
-    def law(part: slice) -> tuple[Tensor, Tensor]:
+    def law(part: slice) -> tuple[Laws, Tensor]:
         with torch.no_grad():
             logits = target.head.finish(functional.linear(feats[source[part]], weight, bias))
             usable = torch.ones_like(place[part], dtype=torch.bool)
             if mask == "token":
                 usable = place[part] >= 0
-            elif mask == "argmax" and ids is not None and inside is not None:
-                usable, logits = inside[logits.argmax(-1)], logits.index_select(-1, ids)
+            elif mask == "argmax" and inside is not None:
+                usable = inside[logits.argmax(-1)]
+            own = torch.softmax(logits, -1) if less else None
+            if own is not None and ids is not None:
+                own, logits = own.index_select(-1, ids), logits.index_select(-1, ids)
             if top_k:
                 floor = logits.topk(min(top_k, logits.shape[-1]), -1).values[:, -1:]
                 logits = logits.masked_fill(logits < floor, -torch.inf)
-            return torch.softmax(logits, -1), usable
+            p = torch.softmax(logits, -1)
+            return (p, p if own is None else own * (p > 0)), usable
 
     return law
 
@@ -125,12 +130,10 @@ class Taught:
 
     place: [n] int64, the token's place in the draft vocabulary, -1 outside. valid: [K, n]
     bool, head k has a feature for token j. terms: of the loss. scale: [K] float32, how much
-    each head's loss counts. law: gives the target's law over the draft vocabulary,
-    renormalised, and which tokens have a usable one; None where no term needs it. chunk: tokens
-    that are met at once. parts: the chunks where they may not begin anywhere. weigh: gives
-    weights [m] to the tokens of a chunk by the log-probabilities [m] of the data's tokens,
-    minus infinity outside the draft vocabulary; None: all are 1. rated: the overlap of both
-    laws is wanted.
+    each head's loss counts. law: see LawFn; None where no term needs it. chunk: tokens that are
+    met at once. parts: the chunks where they may not begin anywhere. weigh: gives weights [m] to
+    the tokens of a chunk by the log-probabilities [m] of the data's tokens, minus infinity outside
+    the draft vocabulary; None: all are 1. rated: the overlap of both laws is wanted.
     """
 
     place: Tensor
@@ -260,12 +263,12 @@ class _ChunkedLoss(torch.autograd.Function):
         for part in taught.chunks():
             place = taught.place[part]
             inside, spot = place >= 0, place.clamp(min=0)[:, None]
-            p, usable = (None, inside) if taught.law is None else taught.law(part)
+            laws, usable = (None, inside) if taught.law is None else taught.law(part)
             product.open(part)
             for k in range(heads):
                 tried, z = taught.valid[k, part], product.logits(k, part)
                 loss, grad, row, hit, own, rate = kernel(
-                    z, p, spot, inside, usable, terms, taught.rated
+                    z, laws, spot, inside, usable, terms, taught.rated
                 )
                 loss, row = loss * tried, row * tried * taught.scale[k]
                 losses[k, part], hits[k, part] = loss, hit & inside & tried
@@ -285,9 +288,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """The stored gradients times the incoming one. They are scaled in place: one backward
-        per forward.
-        """
+        """The stored gradients times the incoming one, in place: one backward per forward."""
         scale, saved = grads[0], list(ctx.saved_tensors)
         found = [saved.pop(0).mul_(scale) if has else None for has in ctx.has]
         return *found, None
@@ -295,7 +296,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 def kernel(
     z: Tensor,
-    p: Tensor | None,
+    laws: Laws | None,
     spot: Tensor,
     inside: Tensor,
     usable: Tensor,
@@ -306,10 +307,10 @@ def kernel(
     their dtype, still to be multiplied by the row factors [m]; hit [m] bool; log-probability
     of the data's token [m]; sum min(p, q) [m], None where nobody asks for it.
 
-    z: [m, Vd] logits. p: [m, Vd] the target's law, None where no term needs it. spot: [m, 1]
-    int64 place of the data's token. inside, usable: [m] bool, it lies in the draft vocabulary,
-    p is to be learned from. rated: the overlap is wanted in any case. Every pass over [m, Vd]
-    costs as much as a third of a matmul."""
+    z: [m, Vd] logits. laws: the target's, None where no term needs them. spot: [m, 1] int64 place
+    of the data's token. inside, usable: [m] bool, it lies in the draft vocabulary, the laws are to
+    be learned from. rated: the overlap is wanted in any case. Every pass over [m, Vd] costs as
+    much as a third of a matmul."""
     wide = wide_of(z)
     q = torch.softmax(z, -1)
     top, best = q.max(-1, keepdim=True)
@@ -321,15 +322,15 @@ def kernel(
     loss, in_vocab, has_law = torch.zeros_like(lse), inside.to(wide), usable.to(wide)
     if terms.hard:
         loss -= terms.hard * in_vocab * own
-    if p is None:
+    if laws is None:
         grad = _less(q, spot, torch.ones_like(q[:, :1]))
         return loss, grad, terms.hard * in_vocab, hit, own, None
-    parts: list[tuple[Tensor, Tensor]] = []  # (gradient, its row factors)
-    rate = torch.minimum(p, q).sum(-1, dtype=wide) if terms.tv or terms.lk or rated else None
+    (p, own_p), parts = laws, list[tuple[Tensor, Tensor]]()  # parts: gradient, its row factors
+    rate = torch.minimum(own_p, q).sum(-1, dtype=wide) if terms.tv or terms.lk or rated else None
     if rate is not None and (terms.tv or terms.lk):
         safe = rate.clamp(min=1e-6)
         loss += has_law * (terms.tv * (1 - rate) - terms.lk * safe.log())
-        gain = q * (q < p)  # d rate / d z = q (1[q < p] - sum q 1[q < p])
+        gain = q * (q < own_p)  # d rate / d z = q (1[q < p] - sum q 1[q < p])
         gain.addcmul_(q, gain.sum(-1, keepdim=True, dtype=wide).to(q.dtype), value=-1)
         parts.append((gain, -has_law * (terms.tv + terms.lk / safe)))
     if terms.soft:
@@ -350,7 +351,5 @@ def wide_of(x: Tensor) -> torch.dtype:
 
 
 def _less(q: Tensor, spot: Tensor, amount: Tensor) -> Tensor:
-    """q with `amount` [m, 1] taken off at `spot` [m, 1], in place (scatter_add_ is several
-    times slower on a CPU).
-    """
+    """q with `amount` [m, 1] taken off at `spot` [m, 1], in place (scatter_add_ is slower)."""
     return q.scatter_(1, spot, q.gather(1, spot) - amount)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from heads import vocab
-from heads.losses import LawFn
+from heads.losses import LawFn, Laws
 
 
 def stored_law(
@@ -21,18 +21,19 @@ def stored_law(
     there is no law."""
     tokens, probabilities = stored
 
-    def law(part: slice) -> tuple[Tensor, Tensor]:
+    def law(part: slice) -> tuple[Laws, Tensor]:
         at = source[part]
         spot = vocab.places(ids, tokens[at])
         p = probabilities[at] * (spot >= 0)
         total = p.sum(-1, keepdim=True)
         dense = p.new_zeros(spot.shape[0], size if ids is None else ids.numel())
+        own = dense.scatter_add(1, spot.clamp(min=0), p)
         dense.scatter_add_(1, spot.clamp(min=0), p / total.clamp(min=1e-9))
         usable = total[:, 0] > 0
         if mask == "token":
             usable &= place[part] >= 0
         elif mask == "argmax":
             usable &= spot[:, 0] >= 0
-        return dense, usable
+        return (dense, own), usable
 
     return law

@@ -251,7 +251,7 @@ class SmallLM(Head):
                 if self.vocab == target.vocab_size
                 else torch.arange(self.vocab, device=place.device)
             )
-            if both is not None and terms.mask != "argmax":
+            if both is not None and not (terms.mask == "argmax" or terms.tv or terms.lk):
                 weight, bias = weight[: self.vocab], None if bias is None else bias[: self.vocab]
             law = target_law(target, (weight, bias), feats, flat - 1, both, inside, terms.mask)
         whole, one = torch.ones_like(flat, dtype=torch.bool)[None], torch.ones(1, device=x.device)

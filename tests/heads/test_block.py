@@ -547,7 +547,7 @@ def test_loss_and_gradient_with_weights_by_the_block() -> None:
                 whole,
                 terms,
                 torch.ones(1, dtype=torch.float64),
-                lambda part: (p[part], usable[part]),
+                lambda part: ((p[part], p[part]), usable[part]),
                 parts=slots.parts(chunk),
                 weigh=Weights(slots, decay),
                 rated=True,

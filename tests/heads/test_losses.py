@@ -14,7 +14,7 @@ K, N, D, V = 3, 23, 5, 11
 
 def naive(hidden, weight, place, valid, law, terms, head_weights):
     total = hidden.new_zeros(())
-    p, usable = law(slice(0, N)) if law else (None, None)
+    (p, own), usable = law(slice(0, N)) if law else ((None, None), None)
     for k in range(K):
         z = hidden[k] @ (weight if weight.dim() == 2 else weight[k]).T
         logq = z.log_softmax(-1)
@@ -28,7 +28,7 @@ def naive(hidden, weight, place, valid, law, terms, head_weights):
             )
         if terms.soft:
             loss = loss - terms.soft * usable.double() * (p * logq).sum(-1)
-        rate = torch.minimum(p, logq.exp()).sum(-1) if p is not None else None
+        rate = torch.minimum(own, logq.exp()).sum(-1) if p is not None else None
         if terms.tv:
             loss = loss + terms.tv * usable.double() * (1 - rate)
         if terms.lk:
@@ -60,7 +60,8 @@ def test_chunked_equals_naive(terms: LossWeights, shared: bool) -> None:
     valid = torch.rand(K, N, generator=g) > 0.2
     laws = torch.randn(N, V, generator=g, dtype=torch.float64).softmax(-1)
     usable = torch.rand(N, generator=g) > 0.2
-    law = (lambda part: (laws[part], usable[part])) if terms.needs_law else None
+    own = laws * torch.rand(N, 1, generator=g, dtype=torch.float64)  # the rest lies outside
+    law = (lambda part: ((laws[part], own[part]), usable[part])) if terms.needs_law else None
     scale = torch.tensor([1.0, 0.8, 0.64], dtype=torch.float64)
     want = naive(hidden, weight, place, valid, law, terms, scale)
     grads = torch.autograd.grad(3 * want, (hidden, weight))
@@ -95,7 +96,7 @@ def test_low_rank_term_equals_naive(terms: LossWeights, shared: bool) -> None:
         torch.randn(N, V, generator=g, dtype=torch.float64).softmax(-1),
         torch.rand(N, generator=g) > 0.2,
     )
-    law = (lambda part: (laws[part], usable[part])) if terms.needs_law else None
+    law = (lambda part: ((laws[part], laws[part]), usable[part])) if terms.needs_law else None
     scale = torch.tensor([1.0, 0.8, 0.64], dtype=torch.float64)
     wide = torch.cat([hidden, near.expand(K, N, 2)], -1)
     both = torch.cat([weight, far if shared else far.expand(K, V, 2)], -1)

@@ -12,13 +12,18 @@ import torch
 
 from conf.errors import UserError
 from conf.typed import faults
+from decode.sampling import Sampling
 from decode.target import Target
+from decode.tree import TreeShape
+from decode.verify import verify
 from heads import HEADS, vocab
 from heads.eagle.config import EagleConfig
-from heads.losses import LossWeights, Mask, target_law
+from heads.losses import LossWeights, Mask, Taught, chunked_loss, target_law
 from heads.parallel.hydra_heads import HydraHeadsConfig
 from heads.parallel.medusa import MedusaConfig, TuneConfig
 from heads.stored_law import stored_law
+from scripts.proofs.enumerator import Case, enumerate_case
+from tests.helpers.archs import VOCAB, build
 from tests.helpers.training import random_batch, tiny_target
 from train.state import check_meaning
 
@@ -47,6 +52,7 @@ def naive(target: Target, feats: torch.Tensor, tokens: torch.Tensor) -> dict[str
     inside = set(IDS.tolist())
     return {
         "law": p,
+        "own": whole[:, IDS],
         "token": torch.tensor([t in inside for t in tokens.tolist()]),
         "argmax": torch.tensor([t in inside for t in whole.argmax(1).tolist()]),
         "all": torch.ones(len(tokens), dtype=torch.bool),
@@ -64,14 +70,60 @@ def test_the_law_and_where_it_teaches(target: Target, mask: str) -> None:
     want = naive(target, feats[source], tokens)
     place, weight = vocab.places(IDS, tokens), target.lm_head_weight
     rows = (weight if mask == "argmax" else weight[IDS], None)
-    p, usable = target_law(target, rows, feats, source, IDS, place, mask)(slice(3, 20))
+    (p, own), usable = target_law(target, rows, feats, source, IDS, place, mask)(slice(3, 20))
     torch.testing.assert_close(p, want["law"][3:20], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(own, want["own" if mask == "argmax" else "law"][3:20])
     assert torch.equal(usable, want[mask][3:20])
     whole = torch.softmax(target.unembed(feats), -1).topk(260, -1)
     stored = stored_law((whole.indices, whole.values), source, IDS, 260, place, mask)
-    p, usable = stored(slice(3, 20))
+    (p, own), usable = stored(slice(3, 20))
     torch.testing.assert_close(p, want["law"][3:20], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(own, want["own"][3:20], rtol=1e-10, atol=1e-12)
     assert torch.equal(usable, want[mask][3:20])
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+@pytest.mark.parametrize("size", [1, 9, 61])
+@pytest.mark.parametrize("terms", [LossWeights(0, tv=1.0), LossWeights(0, lk=1.0)], ids=str)
+def test_the_rate_is_what_the_verifier_accepts(terms: LossWeights, size: int, top_k: int) -> None:
+    """Of a token drawn from the head's law, with the target's law over the whole vocabulary: every
+    branch of the verifier counted. With top_k the target's other tokens are left out of it."""
+    target = Target(build("llama", dtype=torch.float64))
+    counts = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1)) + 1
+    cfg = EagleConfig(kind="eagle3", draft_vocab=size % VOCAB, loss=terms, mask_token=-1)
+    head = HEADS["eagle3"].for_target(target, cfg, counts).double()
+    g = torch.Generator().manual_seed(size)
+    feats = torch.randn(3, 32, generator=g, dtype=torch.float64)
+    hidden = torch.randn(1, 3, 5, generator=g, dtype=torch.float64)
+    weight, source = torch.randn(size, 5, generator=g, dtype=torch.float64), torch.arange(3)
+    place = torch.zeros(3, dtype=torch.int64)
+    known = head.law_rows(target), feats, source, head.ids(), place, "all"
+    law = target_law(target, *known, top_k)
+    whole = torch.ones(1, 3, dtype=torch.bool)
+    taught = Taught(place, whole, terms, torch.ones(1, dtype=torch.float64), law)
+    total, rows = chunked_loss(hidden, weight, taught)
+
+    logits = target.unembed(feats)
+    if not top_k:
+        found = logits.softmax(-1).topk(VOCAB, -1)
+        stored = stored_law((found.indices, found.values), source, head.ids(), VOCAB, place, "all")
+        _, same = chunked_loss(hidden, weight, replace(taught, law=stored))
+        torch.testing.assert_close(same.rate, rows.rate, rtol=1e-12, atol=1e-14)
+    wanted = []
+    for j in range(3):
+        after = torch.randn(VOCAB + 2, VOCAB, generator=g, dtype=torch.float64)
+        after[0], z = logits[j], (hidden[0, j] @ weight.T)[None]
+        chain, ids = TreeShape.of([(0,)]), head.ids()
+        case = Case(VOCAB, chain, "without", Sampling(1.0), after, z.expand(2, -1), ids)
+        wanted.append(enumerate_case(case, verify).accepted)
+    wanted_rates = torch.tensor([wanted], dtype=torch.float64)
+    if top_k:
+        own = logits.softmax(-1)[:, head.ids()] if head.ids() is not None else logits.softmax(-1)
+        kept = own * (own >= own.topk(min(top_k, size), -1).values[:, -1:])
+        wanted_rates = torch.minimum(kept, (hidden[0] @ weight.T).softmax(-1)).sum(-1)[None]
+    torch.testing.assert_close(rows.rate, wanted_rates, rtol=1e-10, atol=1e-12)
+    loss = (1 - wanted_rates) if terms.tv else -wanted_rates.log()
+    torch.testing.assert_close(total, loss.sum(), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
