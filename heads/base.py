@@ -47,8 +47,7 @@ class HeadConfig:
     draft_vocab_from: str = ""
     # a LoRA in place of full weights: on the frozen head at start=, or on a separate draft
     lora: LoraKeys = field(default_factory=LoraKeys)
-    # number of frequent tokens the head predicts; 0 = the whole vocabulary, null = those of the
-    # head at start=, else 8,192 (train.facts.settle_vocabulary)
+    # frequent tokens the head predicts; 0 = all, null = those of the head at start=, else 8,192
     draft_vocab: CountOrZero | None = 8192
     # what the head learns from
     loss: LossWeights = field(default_factory=LossWeights)
