@@ -99,8 +99,9 @@ test-old: .venv-old/.installed
 
 # What each part needs: ONLY=llamacpp a wheel of 34 MB; ONLY=vllm (with speculators) several GB
 # of disk and the CPU index of torch. Without ONLY both run. Neither needs a GPU or a compiler.
-# Heads: llamacpp an EAGLE-3 without the norms of 3.1 (recipe smollm2_eagle3_portable) or a
-# separate draft, vllm any of Medusa, EAGLE-1, EAGLE-3 and a separate draft.
+# Heads: llamacpp an EAGLE-3 without the norms of 3.1 (runs/eagle3_portable by the recipe
+# smollm2_eagle3_portable, else the one of `make demo`) and a separate draft (runs/draft), vllm any
+# of Medusa, EAGLE-1, EAGLE-3 and a separate draft; those that are not there are left out.
 ifeq ($(ONLY),llamacpp)
 engines: .venv .venv-llamacpp/.installed
 	@$(PY) scripts/engines.py llamacpp

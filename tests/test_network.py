@@ -26,6 +26,7 @@ from scripts.common.files import ROOT
 from scripts.reports.reliability import record
 from tests.helpers.training import chats, run_config
 from train.loop import fit
+from train.trackers import no_reports
 
 AWAY = ("192.0.2.1", 80)  # an address for documentation: nobody has it
 
@@ -261,6 +262,58 @@ def test_wandb_makes_no_difference_to_a_run(
         assert list((tmp_path / "on" / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
     else:
         assert "metrics.jsonl has everything" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    "mode, variable, quiet",
+    [
+        ("offline", None, True),
+        ("online", None, False),
+        ("online", "offline", False),
+        (None, "offline", True),
+        (None, "disabled", True),
+        (None, None, False),
+    ],
+)
+def test_wandb_reports_nothing_of_itself_where_it_is_offline(
+    monkeypatch: pytest.MonkeyPatch, mode: str | None, variable: str | None, quiet: bool
+) -> None:
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "true")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("WANDB_MODE", variable)
+    no_reports(mode)
+    assert os.environ["WANDB_ERROR_REPORTING"] == ("false" if quiet else "true")
+
+
+TRAINED = """
+from tests.helpers.training import run_config
+from heads import HEADS
+from train.loop import fit
+fit(run_config({data!r}, {out!r}, "wandb=offline"), HEADS["medusa"])
+"""
+REPORTED = """
+from pathlib import Path
+from scripts.reports.wandb_log import to_wandb
+to_wandb({{"settings": {{}}, "rows": [{{"name": {data!r}, "x": 1}}]}}, Path({out!r}), "evaluate")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code, mode", [(TRAINED, ""), (REPORTED, "offline")])
+def test_wandb_itself_asks_nobody_where_it_is_offline(
+    data: Path, tmp_path: Path, attempts: Any, code: str, mode: str
+) -> None:
+    """To the end of the process: what it measures of itself, it would send when it leaves."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
+    env |= {"PYTHONPATH": str(ROOT), "WANDB_MODE": mode} if mode else {"PYTHONPATH": str(ROOT)}
+    code = code.format(data=str(data), out=str(tmp_path / "out"))
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.rglob("offline-run-*/run-*.wandb"))
+    assert not (found := attempts.take()), found
 
 
 @pytest.mark.slow

@@ -11,8 +11,11 @@ gpu_ids, rdzv_backend, same_network, use_cpu, enable_cpu_affinity, debug): honou
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -114,6 +117,23 @@ def start(cfg: TrainConfig) -> Accelerator:
     finally:
         if device and before is None:
             del os.environ["ACCELERATE_TORCH_DEVICE"]
+
+
+@contextlib.contextmanager
+def ending(accelerator: Accelerator) -> Iterator[None]:
+    """Leave the process group behind the block, and end its threads with it. The wrapped model
+    holds the group and goes first: where it outlives the group, its end hangs, and where a thread
+    of the group lets go of a tensor while the interpreter ends, that aborts the process."""
+    try:
+        yield
+    except BaseException as error:
+        if accelerator.num_processes > 1:
+            traceback.clear_frames(error.__traceback__)
+        raise
+    finally:
+        accelerator.free_memory()
+        gc.collect()
+        accelerator.end_training()
 
 
 def check_settings(cfg: TrainConfig) -> None:

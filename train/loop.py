@@ -13,7 +13,6 @@ functions of (seed, k), so that a resumed run is the same run.
 from __future__ import annotations
 
 import time
-import traceback
 from contextlib import nullcontext
 from pathlib import Path
 from signal import SIGTERM
@@ -32,7 +31,7 @@ from train.config import TrainConfig
 from train.evaluation import evaluate, seen
 from train.facts import is_no_memory, no_memory
 from train.gate import gate
-from train.launch_keys import start
+from train.launch_keys import ending, start
 from train.lock import Lock, locked
 from train.measure.memory import peak_bytes
 from train.passes import Totals, add, one_pass
@@ -55,17 +54,12 @@ def fit(cfg: TrainConfig, kind: type[Head]) -> None:
     accelerator = start(cfg)
     hold = locked(Path(cfg.out_dir)) if accelerator.is_main_process else nullcontext()
     try:
-        with hold as lock, Stop() as stop:
+        with Stop() as stop, ending(accelerator), hold as lock:
             _fit(cfg, kind, accelerator, stop, lock)
-    except BaseException as error:
-        # It keeps the wrapped model alive, which hangs when it outlives its process group.
-        if accelerator.num_processes > 1:
-            traceback.clear_frames(error.__traceback__)
+    except Exception as error:
         if is_no_memory(error):
             raise UserError(no_memory(cfg, accelerator.num_processes)) from error
         raise
-    finally:
-        accelerator.end_training()
 
 
 # In order of time

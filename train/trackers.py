@@ -7,6 +7,7 @@ the others and the run with it. What a tracker does wrong costs that tracker and
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from conf.errors import UserError, first_line
 from train.config import TrainConfig, flat
 
 PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX")}  # any of them; else the name itself
+OFFLINE = ("offline", "disabled", "dryrun")  # modes of wandb in which nobody is asked
 TAG = "outrider"  # of a run in MLflow: the identity by which a resumed run finds it
 
 
@@ -30,6 +32,14 @@ def check_installed(cfg: TrainConfig) -> None:
         raise UserError(
             f"trackers: {names} not installed; pip install {' '.join(missing)}, or leave it out"
         )
+
+
+def no_reports(mode: str | None) -> None:
+    """Before wandb is imported: where its mode is one of OFFLINE, switch off what it reports of
+    itself. Left on, its own measurements look for its server all the same, from a thread of this
+    process at any time up to its end. mode: None, as WANDB_MODE says."""
+    if (mode or os.environ.get("WANDB_MODE", "")).lower() in OFFLINE:
+        os.environ["WANDB_ERROR_REPORTING"] = "false"
 
 
 def installed(name: str) -> bool:
@@ -92,6 +102,8 @@ def started(
     settings = {k: v if isinstance(v, str | int | float) else str(v) for k, v in flat(cfg).items()}
     found = []
     for name in names:
+        if name == "wandb":
+            no_reports(_wandb_mode(cfg))
         try:
             made = LOGGER_TYPE_TO_CLASS[name](**_keys(name, cfg, identity, step))
         except Exception as error:  # as in Tracker
@@ -124,8 +136,13 @@ def _keys(name: str, cfg: TrainConfig, identity: str, step: int) -> dict[str, An
     shared = {"run_name": cfg.wandb_project, "resume": "allow", "config": flat(cfg)}
     if name == "trackio":
         return {**shared, "name": f"{out.name}-{identity[:8]}"}
-    mode = None if cfg.wandb == "off" else cfg.wandb  # None: as WANDB_MODE says
-    return {**shared, "dir": str(out), "mode": mode, "name": out.name, "id": identity}
+    about = {"dir": str(out), "name": out.name, "id": identity}
+    return {**shared, **about, "mode": _wandb_mode(cfg)}
+
+
+def _wandb_mode(cfg: TrainConfig) -> str | None:
+    """None: as WANDB_MODE says."""
+    return None if cfg.wandb == "off" else cfg.wandb
 
 
 def _known_run(experiment: str, identity: str) -> str | None:

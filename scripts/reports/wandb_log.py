@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError, first_line
+from train.trackers import no_reports
 
 
 def to_wandb(report: dict[str, Any], out: Path, job: str) -> None:
@@ -15,6 +16,7 @@ def to_wandb(report: dict[str, Any], out: Path, job: str) -> None:
 
     Raises UserError where wandb is missing, not logged in, or cannot reach its server.
     """
+    no_reports(None)
     try:
         import wandb
     except ImportError:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 
@@ -31,7 +31,9 @@ from scripts.serving.engines.benches import BENCHES, ENGINES, GREEDY, Serving, d
 class RaceConfig(shared.Keys):
     """Keys of scripts/engines.py race."""
 
-    # run folders or head folders to export and serve; none: a server without a draft
+    usual: ClassVar[tuple[str, ...]] = (NONE, "runs/eagle3_portable")
+    # run folders or head folders to export and serve; none: a server without a draft; [] = none
+    # and the usual one, or the demo's
     drafters: list[str]
     # what scripts/evaluate.py scores beside the servers
     lanes: list[str] = field(default_factory=lambda: ["none", "ngram", "hf_generate"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from conf.errors import UserError
 from conf.rules import AboveZero, AtATime, Filled, Inside, OneOrMore, Seed, one_of
@@ -38,8 +38,9 @@ from scripts.serving.engines.benches import (
 class SampledConfig(shared.Keys, SamplingKeys):
     """Keys of scripts/engines.py sampled."""
 
+    usual: ClassVar[tuple[str, ...]] = (NONE, "runs/eagle3_portable")
     # run folders or head folders to export and serve; none: the control, the server without a
-    # draft; ngram: vLLM's own n-grams
+    # draft; ngram: vLLM's own n-grams; [] = none and the usual one, or the demo's
     drafters: list[str]
     # the engine: llamacpp, vllm
     server: Annotated[str, one_of(ENGINES)] = LLAMACPP

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import Len
 
@@ -43,8 +43,9 @@ NEAR = 0.15  # of the measured ratio, by which a prediction may miss
 class SettingsConfig(shared.Keys):
     """Keys of scripts/engines.py settings."""
 
-    # one run folder or head folder to export and serve
-    drafters: Annotated[list[str], Len(1, 1)]
+    usual: ClassVar[tuple[str, ...]] = ("runs/eagle3_portable",)
+    # one run folder or head folder to export and serve; [] = the usual one, or the demo's
+    drafters: Annotated[list[str], Len(0, 1)]
     out: str = "docs/results/engine-settings.json"
     work: str = "runs/engines-llamacpp"
     # numbers of target and draft in their files: float32, float16 or q8_0

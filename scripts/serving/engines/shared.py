@@ -11,28 +11,33 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from conf.errors import UserError, last_line
 from conf.rules import OneOrMore
 from decode.models.load import TargetConfig, load_target
 from decode.target import Target
-from heads import find_head
+from heads import find_head, head_in
 from heads.checkpoint import read_card
 from heads.interop import exported
+from heads.names import NONE
 from scripts.common import files
 from scripts.common.prompts import load_prompts, question_ids, spread
 from scripts.common.spelling import spelled, target_keys
 from scripts.serving import case as engine_case
 
+# usual drafter -> the head that `make demo` trains of its kind
+DEMO = {"runs/eagle3": "runs/demo/eagle3", "runs/eagle3_portable": "runs/demo/eagle3"}
 SKIPPED = 3  # exit code: a drafter that was asked for is not there
 
 
 @dataclass(kw_only=True)
 class Keys:
-    """The keys that every engine's run has."""
+    """The keys that every engine's run has. usual: what is served where no drafter is named."""
 
-    # run folders or head folders to export and serve
+    usual: ClassVar[tuple[str, ...]] = ("runs/eagle3_portable", "runs/draft")
+
+    # run folders or head folders to export and serve; [] = the usual ones, or the demo's
     drafters: list[str]
     # JSON to write
     out: str
@@ -52,6 +57,32 @@ class Keys:
     context: OneOrMore = 1024
     # Python of the engine's environment
     engine: str
+
+
+def served(cfg: Keys) -> list[str]:
+    """What cfg.drafters names, or the usual ones that are there: where one was never trained, the
+    demo's head of that kind takes its place, or it is left out. Says on stderr which.
+
+    Raises UserError where no head is left."""
+    if cfg.drafters:
+        return cfg.drafters
+    found = []
+    for name in cfg.usual:
+        other = DEMO.get(name, "")
+        if name == NONE or head_in(name):
+            found.append(name)
+        elif other and head_in(other):
+            found.append(other)
+            print(f"note: {name} is not there; {other} takes its place", file=sys.stderr)
+        else:
+            print(f"note: {name} is not there and left out", file=sys.stderr)
+    if set(found) <= {NONE}:
+        looked_for = ", ".join(name for name in cfg.usual if name != NONE)
+        raise UserError(
+            f"drafters: none of {looked_for} is there, nor a head of the demo; run `make demo`, or "
+            "name a run folder: drafters=[FOLDER]"
+        )
+    return list(dict.fromkeys(found))
 
 
 def environment(python: str, make: str) -> Path:
@@ -79,6 +110,7 @@ class Stage:
 
     def __init__(self, cfg: Keys) -> None:
         self.cfg = cfg
+        cfg.drafters = served(cfg)
         self.work = Path(cfg.work).resolve()
         self.work.mkdir(parents=True, exist_ok=True)
         self.target: Target = load_target(cfg.target, "float32", "cpu")

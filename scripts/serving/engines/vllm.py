@@ -7,7 +7,7 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from conf.schema import entry
 from heads import load_head
@@ -31,6 +31,12 @@ FORMATS = {
 class EnginesConfig(shared.Keys):
     """Keys of scripts/engines.py."""
 
+    usual: ClassVar[tuple[str, ...]] = (
+        "runs/demo/medusa",
+        "runs/eagle1",
+        "runs/eagle3",
+        "runs/draft",
+    )
     out: str = "docs/results/engines.json"
     work: str = "runs/engines"
     # prompts that the engine answers alone, for its speed
