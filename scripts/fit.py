@@ -33,6 +33,9 @@ from typing import Any
 
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from train import launcher
+
+    launcher.set_memory()  # this process trains
 
 from conf.errors import UserError
 from conf.jsonl import parse_line, read_lines

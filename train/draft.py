@@ -18,7 +18,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from train import launcher
 
-launcher.set_allocator()
+launcher.set_memory()
 
 from train.config import DraftRun
 from train.job import job

@@ -1,5 +1,5 @@
-"""What an entry point needs before and around its run. Before torch is there: the setting of its
-allocator, which no launch file can give. Around: good manners under `accelerate launch`, one line
+"""What an entry point needs before and around its run. Before torch is there: what it shall do
+with memory, which no launch file can say. Around: good manners under `accelerate launch`, one line
 for a user's mistake, not one line and the launcher's traceback.
 
 With one process, accelerate starts the script as a child, dies of a SIGTERM without passing it
@@ -22,15 +22,21 @@ from collections.abc import Callable
 
 ALLOCATOR = "PYTORCH_ALLOC_CONF"  # the older names of it yield to this one
 OLDER = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+PREPARED = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+SHAPES = 16  # docs/internals/experiments.md says what other numbers cost and hold
 
 
-def set_allocator() -> None:
-    """Let GPU memory grow in place, unless the environment says something of the allocator:
-    batches have ever new widths, and what a narrower one left would not do for a wider one. torch
-    reads it while it is imported, so this comes first.
+def set_memory() -> None:
+    """Say what torch shall do with memory where batches have ever new widths, unless the
+    environment says it already. torch reads it while it is imported, so this comes first.
+
+    On a GPU memory grows in place: what a narrower batch left would not do for a wider one. On a
+    CPU few prepared matrix products are kept: oneDNN keeps a thousand, one for every shape, each
+    with memory of its own, and a run would grow to the end.
     """
     if not any(name in os.environ for name in (ALLOCATOR, *OLDER)):
         os.environ[ALLOCATOR] = "expandable_segments:True"
+    os.environ.setdefault(PREPARED, str(SHAPES))
 
 
 def run(command: Callable[[], None]) -> None:

@@ -4,6 +4,7 @@ saved stop alone.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -180,16 +181,27 @@ def test_the_batch_script_is_sound() -> None:
 
 
 @pytest.mark.parametrize("script", sorted(trainers()))
-def test_the_allocator_is_set_before_torch_reads_it(script: str, tmp_path: Path) -> None:
+def test_what_is_done_with_memory_is_said_before_torch_reads_it(
+    script: str, tmp_path: Path
+) -> None:
     """By the process that trains, since no file of Accelerate can; what the user set stays."""
     line = (
         "import os, runpy, sys; sys.modules['torch'] = None\n"
         "try: runpy.run_path(sys.argv[1])\n"
         "except ImportError as error: assert error.name == 'torch', error\n"
-        "print({k: v for k, v in os.environ.items() if 'ALLOC_CONF' in k})"
+        "print({k: v for k, v in os.environ.items() if 'ALLOC_CONF' in k or 'ONEDNN' in k})"
     )
-    kept = {k: v for k, v in os.environ.items() if not k.endswith("ALLOC_CONF")}
-    given: list[dict[str, str]] = [{}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}]
+    unset = ("ALLOC_CONF", "CACHE_CAPACITY")
+    kept = {k: v for k, v in os.environ.items() if not k.endswith(unset)}
+    ours = {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
+    }
+    theirs = {
+        "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1024",
+    }
+    given: list[dict[str, str]] = [{}, theirs]
     for own in given:
         done = subprocess.run(
             [sys.executable, "-c", line, f"train/{script}.py"],
@@ -199,7 +211,7 @@ def test_the_allocator_is_set_before_torch_reads_it(script: str, tmp_path: Path)
             capture_output=True,
             text=True,
         )
-        assert done.stdout.strip() == str(own or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+        assert ast.literal_eval(done.stdout) == (own or ours)
 
 
 def fake_cluster(tmp_path: Path, codes: list[int]) -> dict[str, str]:

@@ -22,7 +22,7 @@ from heads import HEADS
 from heads.losses import LossWeights
 from scripts.reports.reliability import record
 from tests.helpers.training import chats, random_batch, run_config, tiny_target
-from train.measure.memory import Peak, predict, widest
+from train.measure.memory import Peak, give_back, held_bytes, predict, widest
 from train.texts.batches import Plan, load_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -223,3 +223,13 @@ def test_the_predicted_peak_is_within_15_percent_of_the_measured_one(tmp_path: P
         saved=saved,
     )
     assert abs(found[worst]["off"]) <= 0.15 and saved > 0, found
+
+
+def test_freed_memory_goes_back_to_the_system() -> None:
+    """Blocks that are freed below one that is still held stay in glibc's heap otherwise."""
+    blocks = [torch.ones(60_000, dtype=torch.uint8) for _ in range(4000)]
+    last = blocks[-1]
+    del blocks
+    before = held_bytes(torch.device("cpu"))
+    give_back(torch.device("cpu"))
+    assert held_bytes(torch.device("cpu")) < before - 150e6 and last.sum() == 60_000
