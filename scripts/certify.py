@@ -75,6 +75,7 @@ LATER = (
     "out",
     "quiet",
     "tokens",
+    "most_tokens",
     "alpha",
     "detect",
     "controls",
@@ -102,8 +103,11 @@ class CertifyConfig(PenaltyKeys):
     processors: dict[str, Any] = field(default_factory=dict)
     # the rule under test: traversal or rejection
     verify: Annotated[str, one_of(RULES)] = "traversal"
-    # emitted tokens of the sampling layer; more find smaller biases
-    tokens: OneOrMore = 5000
+    # emitted tokens of the sampling layer; more find smaller biases; null = as many as surely
+    # find a bias of `detect`, which is worked out before any of them is drawn
+    tokens: OneOrMore | None = None
+    # no more than so many where tokens is null
+    most_tokens: OneOrMore = 50_000
     # most tokens per answer in the sampling layer
     max_new_tokens: OneOrMore = 64
     # prompts that are decoded together
@@ -137,7 +141,7 @@ class CertifyConfig(PenaltyKeys):
         """What the layers do."""
         return certificate.Plan(
             self.sampling(),
-            self.tokens,
+            self.tokens or self.most_tokens,
             self.max_new_tokens,
             self.batch_size,
             self.seed,
@@ -198,9 +202,9 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
     origin: dict[str, Any] = (
         {"from": "this run", "identity": about} if cfg.controls == "run" else {"from": "none"}
     )
-    negative: list[dict[str, Any]] = []
+    borrowed: list[dict[str, Any]] = []
     if cfg.controls not in ("run", "none"):
-        negative, origin = controls.borrow(cfg.controls, about, plan)
+        borrowed, origin = controls.borrow(cfg.controls, about)
     settings = {k: v for k, v in asdict(cfg).items() if k not in LATER}
     parts = Parts(out / "unfinished", [settings, about, head, files.sha256(Path(cfg.prompts))])
     start = datetime.now(UTC)
@@ -209,7 +213,9 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
             bar.console.print(f"going on with {out / 'unfinished'}", highlight=False)
         watch = by_name(bar)
         world = certificate.open_world(target, prompts, plan, watch, parts)
+        plan = _sized(cfg, world, plan, bar, parts)
         found = certificate.layers(world, drafter, plan, watch, parts)
+        negative = controls.counted(borrowed, plan)
         if cfg.controls == "run":
             negative = controls.run(world, plan, watch, parts)
     verdict, reasons = certificate.verdict(found.layers, negative, found.power, cfg.detect)
@@ -236,6 +242,24 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
         parts.clear()
     print(certificate_page.summary(paper, out))
     return CODES[verdict]
+
+
+def _sized(
+    cfg: CertifyConfig, world: certificate.World, plan: certificate.Plan, bar: Steps, parts: Parts
+) -> certificate.Plan:
+    """The plan with its number of tokens, which is said with the reason and the time it takes."""
+    if cfg.tokens is not None or plan.sampling.greedy:
+        return plan
+    size = certificate.sized(world, plan, cfg.most_tokens, by_name(bar), parts)
+    asked = f"a bias of detect={cfg.detect:g} (total variation)"
+    why = f"so many surely find {asked}"
+    if not size.reached:
+        why = f"too few to surely find {asked}: undecided at best; set most_tokens or detect higher"
+    minutes = size.tokens * size.seconds / 60
+    more = ", its negative controls up to three times as long" if cfg.controls == "run" else ""
+    told = f"{size.tokens:,} tokens: {why}; the sample takes about {minutes:.1f} minutes{more}"
+    bar.console.print(told, highlight=False)
+    return replace(plan, tokens=size.tokens)
 
 
 def _target(target: Target, sampling: Sampling) -> dict[str, Any]:

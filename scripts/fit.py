@@ -131,7 +131,7 @@ def fitted(cfg: FitConfig, out: Path) -> int:
     kept = "new" if verdict.better(gain) else "old"
     stages.once("head", "the better one of the two", lambda: keep(out, kept, names))
     paper = None
-    if cfg.certify_tokens:
+    if cfg.certify_tokens != 0:
         paper = stages.once("certificate", "its certificate", lambda: certified(cfg, out))
     if cfg.format:
         stages.once("export", f"its export, {cfg.format}", lambda: exported(cfg, out))
@@ -231,7 +231,7 @@ def readable(cfg: FitConfig) -> None:
         drafter_folders(parse(name))
     if cfg.train:
         _later_is_new(cfg)
-    borrowed = cfg.certify_tokens and cfg.controls not in ("run", "none")
+    borrowed = cfg.certify_tokens != 0 and cfg.controls not in ("run", "none")
     if borrowed and not (Path(cfg.controls).expanduser() / "certificate.json").is_file():
         raise UserError(
             f"controls: {cfg.controls}: no certificate there; set run, none or a certificate's "

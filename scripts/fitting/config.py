@@ -76,8 +76,9 @@ class FitConfig:
     scratch: bool = False
     # further drafters that are compared
     against: list[str] = field(default_factory=list)
-    # tokens of the certificate of the result, at temperature 1; 0 = no certificate
-    certify_tokens: ZeroOrMore = 5000
+    # tokens of the certificate of the result, at temperature 1; null = as many as its verdict
+    # takes, 0 = no certificate
+    certify_tokens: ZeroOrMore | None = None
     # its negative controls: run, none, or the folder of a certificate of this target that ran
     # them
     controls: str = "run"

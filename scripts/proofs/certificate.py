@@ -31,7 +31,7 @@ from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import TreeShape
 from scripts.common.parts import Parts
-from scripts.proofs import passes, pit, power
+from scripts.proofs import passes, pit, power, size
 from scripts.proofs.controls.catalogue import rule_named
 from scripts.proofs.directions import Bank
 from scripts.proofs.engine_law import TableDrafter, engine_law, toy_model
@@ -128,7 +128,7 @@ def layers(world: World, drafter: Drafter, plan: Plan, watch: Watch, parts: Part
         "alpha": plan.alpha,
         "detect": plan.detect,
         "cycles_with_a_draft": own.proposals if drafter.max_depth else None,
-        **parts.once(name, lambda: power_of(world, plan, own, texts, count, watch)),
+        **parts.once(name, lambda: power_of(world, plan, len(own.u), count, watch, parts)),
     }
     return found
 
@@ -146,22 +146,34 @@ def passes_layer(
     return passes.passes_json(own.depth, first, own.passes, plainly)
 
 
+def pilot_of(world: World, plan: Plan, parts: Parts) -> size.Pilot:
+    """Plain answers to the prompts, apart from the sample."""
+    return size.Pilot.drawn(world.plain, world.prompts, plan, parts)
+
+
+def sized(world: World, plan: Plan, most: int, watch: Watch, parts: Parts) -> size.Size:
+    """How many tokens the sampling layer takes to find a bias of `plan.detect`, `most` at most;
+    known before the first one is drawn."""
+    watch("how many tokens", 0, 1)
+
+    def made() -> dict[str, Any]:
+        pilot = pilot_of(world, plan, parts)
+        wanted = plan.alpha, plan.detect, most
+        return dataclasses.asdict(size.sized(pilot, world.plain, plan, *wanted))
+
+    found = size.Size(**parts.once(f"size-{plan.alpha}-{plan.detect}-{most}", made))
+    watch("how many tokens", 1, 1)
+    return found
+
+
 def power_of(
-    world: World, plan: Plan, own: Sample, texts: Texts, tests: int, watch: Watch
+    world: World, plan: Plan, tokens: int, tests: int, watch: Watch, parts: Parts
 ) -> dict[str, Any]:
-    """What a run of this length finds, measured on plain passes over its own first answers."""
-    assert own.tally is not None
+    """What a run of this length finds among the distributions of the pilot."""
     watch("power", 0, 1)
-    left, answers = power.laws_wanted(world.target.vocab_size), list[power.Answer]()
-    for ids, start in texts:
-        if left <= 0:
-            break
-        logits = next(world.plain.in_batches([(ids, start)], plan.guidance))[1][:left]
-        past = [ids[: start + i] for i in range(len(logits))] if plan.sampling.uses_history else []
-        answers.append(power.Answer.of(logits, plan.sampling, past))
-        left -= len(logits)
+    answers = pilot_of(world, plan, parts).answers(world.plain, plan)
     bank = Bank(world.target.vocab_size, plan.seed, world.target.device)
-    known = power.Power(answers, bank, len(own.u), plan.alpha, tests)
+    known = power.Power(answers, bank, tokens, plan.alpha, tests)
     found = power.measure(known, plan.detect, plan.seed)
     watch("power", 1, 1)
     return found

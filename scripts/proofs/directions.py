@@ -314,6 +314,11 @@ class Tally(Sums):
         expected = torch.zeros_like(learner.expected).index_add_(0, bins.flatten(), mass.flatten())
         learner.learn(torch.bincount(own, minlength=few + 1).to(mass.dtype), expected)
 
+    @property
+    def most(self) -> int:
+        """How many tests there are at most."""
+        return len(self.names) * len(self.groups) + 2 + len(self.learners)
+
     def tests(self) -> list[Test]:
         """Every direction and stratum with variance enough, single tokens, learned directions."""
         n = int(self.count[0])

@@ -1,7 +1,8 @@
 """What a run of n tokens would have found: the power of its tests against random biases of
-many families.
+many families, and how many tokens a wanted power takes.
 
-The laws are those of the run itself, some hundred of them. A bias e moves each law to (1 - e)
+The laws are those of plain decoding of the same prompts (a server's: of its first answers),
+some hundred of them. A bias e moves each law to (1 - e)
 p + e r, so the mean shift of every statistic is e times one that is summed exactly over the
 tokens of these laws: the average over ever more redrawn tokens, without redrawing
 (tests/scripts/test_directions.py redraws them and compares). A bias counts as found with the
@@ -12,6 +13,7 @@ Shape letters: R laws, V vocabulary, K directions, L answers, C cells.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -147,10 +149,20 @@ class Power:
             setattr(found, name, getattr(found, name) / self.count)
         return found
 
+    def of_size(self, n: int) -> Power:
+        """The same for a run of `n` tokens."""
+        other = copy.copy(self)
+        other.n = n
+        return other
+
     def curve(self, member: Member) -> tuple[np.ndarray, float]:
         """Power at every total variation of GRID (nan beyond reach), and the largest reached."""
         s = self.shift(member)
-        share = GRID / max(s.total, 1e-12)
+        return self.found(s, GRID), s.total
+
+    def found(self, s: _Shift, total: np.ndarray) -> np.ndarray:
+        """Power against a bias of each `total` variation, nan beyond what the shift can reach."""
+        share = total / max(s.total, 1e-12)
         share = np.where(share <= 1, share, np.nan)[:, None]
         return np.fmax.reduce(
             [
@@ -160,7 +172,7 @@ class Power:
                 self._learned(s, share),
                 1 - (1 - np.clip(share[:, 0] * s.impossible, 0, 1)) ** self.n,
             ]
-        ), s.total
+        )
 
     def _directions(self, s: _Shift, share: np.ndarray) -> np.ndarray:
         own = self._best(s.mean.numpy(), self.variance, share, self.level)
@@ -279,10 +291,37 @@ def measure(power: Power, detect: float, seed: int, members: int | None = None) 
     }
 
 
+def enough(
+    power: Power, detect: float, seed: int, steps: Sequence[int], members: int | None = None
+) -> int | None:
+    """The first of `steps` tokens, rising, with which `measure` says a min_detectable of at most
+    `detect` and nothing blind; None where the last one is too few. It asks for the model's
+    distributions alone: no token of the run is known yet."""
+    members, at = members or MEMBERS, 0
+    total = GRID[max(int(np.searchsorted(GRID, detect * (1 + 1e-9), side="right")) - 1, 0) :]
+    if detect < GRID[0]:
+        return None
+    for number, family in enumerate(FAMILIES.values()):
+        rng = np.random.default_rng([seed, number])
+        shifts = [power.shift(family(rng, len(power.bank.ids))) for _ in range(members)]
+        while at < len(steps):
+            sized = power.of_size(steps[at])
+            mean = _mean(np.array([sized.found(s, total) for s in shifts]))
+            if not (mean < WANTED).any():  # nan is not below
+                break
+            at += 1
+    return steps[at] if at < len(steps) else None
+
+
+def _mean(curves: np.ndarray) -> np.ndarray:
+    """Over the members that reach each total variation; nan where none does."""
+    there = np.isfinite(curves)
+    return np.where(there.any(0), np.nansum(curves, 0) / np.maximum(there.sum(0), 1), np.nan)
+
+
 def _family(curves: np.ndarray, reach: np.ndarray, detect: float) -> dict[str, Any]:
     """Mean power over the members that reach each total variation; None where none does."""
-    there = np.isfinite(curves)
-    mean = np.where(there.any(0), np.nansum(curves, 0) / np.maximum(there.sum(0), 1), np.nan)
+    mean = _mean(curves)
     low = np.flatnonzero(mean < WANTED)  # nan is not below
     first = low[-1] + 1 if len(low) else 0
     least = float(GRID[first]) if first < len(GRID) else None

@@ -35,6 +35,7 @@ from scripts.proofs.repeats import Repeats
 
 ROWS = 128  # laws at once
 KEYED = 4  # pseudo-random orders of the ids
+PAIRED = 3  # orders in which two tokens are looked at
 ORDERS = ("by probability", "by id", *(f"by key {k}" for k in range(KEYED)))
 GROUPS = (
     "all tokens",
@@ -316,9 +317,16 @@ def marginals(u: np.ndarray, groups: np.ndarray, names: Sequence[str]) -> list[p
 def pairs(u: np.ndarray, joined: np.ndarray, name: str) -> list[pit.Test]:
     """Whether neighbours are independent in the first three orders; joined: see pit."""
     found: list[pit.Test] = []
-    for i, order in enumerate(ORDERS[:3]):
+    for i, order in enumerate(ORDERS[:PAIRED]):
         found += pit.independence(u[:, i], joined, name, order)
     return found
+
+
+def most_tests(bank: directions.Bank) -> int:
+    """How many tests a sample has at most, whatever its size: see Sample.tests."""
+    uniform = 2 * (len(ORDERS) + len(GROUPS) - 1)
+    joined = 3 * 2 * len(ORDERS[:PAIRED])
+    return uniform + joined + 2 + directions.Tally(bank, GROUPS).most
 
 
 class _Judge:

@@ -32,7 +32,7 @@ from decode.tree import TreeShape
 from decode.verify import RULES, verify
 from scripts import certify
 from scripts.common.parts import Parts
-from scripts.proofs import certificate, enumerator, passes, pit, power
+from scripts.proofs import certificate, directions, enumerator, passes, pit, power, size
 from scripts.proofs.controls import certificates as certificate_controls
 from scripts.proofs.controls import drafters as wrong_drafters
 from scripts.proofs.controls import rules as wrong_rules
@@ -47,7 +47,7 @@ from scripts.proofs.greedy import (
     greedy_of,
     reference_tokens,
 )
-from scripts.proofs.sampled import Setting, _depths, sampling_layer
+from scripts.proofs.sampled import Setting, _depths, most_tests, sampling_layer, texts_of
 
 TREE = TreeShape.of([(0,), (1,), (0, 0)])
 ONE = Sampling(1.0)
@@ -660,6 +660,55 @@ def test_controls_run_once_serve_other_drafters(
     ):
         assert command(tmp_path / "x", "drafter=none", *more)[0] == 2
         assert words in capsys.readouterr().err
+
+
+def test_tokens_follow_from_the_power_that_is_asked_for(
+    tmp_path: Path,
+    two_controls: None,
+    no_exact_layer: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """As many as a verdict takes, said before the first is drawn; a limit may be too low."""
+    monkeypatch.setattr(size, "STEPS", (400, 1500, 4000))
+    keys = ("drafter=none", "temperature=1", "tokens=null", "detect=0.3", "quiet=false")
+    code, paper = command(tmp_path / "a", *keys)
+    said = " ".join(capsys.readouterr().out.split())
+    assert (code, paper["verdict"]) == (0, "lossless"), paper["reasons"]
+    assert paper["power"]["tokens"] == 1500 and paper["power"]["min_detectable"] <= 0.3
+    assert "1,500 tokens: so many surely find a bias of detect=0.3" in said
+    assert "minutes" in said.partition("LOSSLESS")[0]
+    code, paper = command(tmp_path / "b", *keys, "most_tokens=300")
+    assert (code, paper["verdict"]) == (3, "undecided") and paper["power"]["tokens"] == 300
+    assert "300 tokens: too few to surely find" in " ".join(capsys.readouterr().out.split())
+    code, paper = command(tmp_path / "b", *keys)  # goes on with what it has
+    assert (code, paper["resumed"], paper["power"]["tokens"]) == (0, True, 1500)
+
+
+def test_the_pilot_is_no_part_of_the_sample(world: Any) -> None:
+    plain, own, prompts = world
+    plan = dataclasses.replace(plan_of(ONE, 300), max_new_tokens=24)
+    pilot = size.Pilot.drawn(plain, prompts, plan, Parts(None))
+    parts = Parts(None)
+    sampling_layer(plain, plain.target, own, prompts, plan, parts=parts)
+    long = [t for t in texts_of(parts.lines("sampling"), prompts) if len(t[0]) > t[1] + 8]
+    assert pilot.seconds > 0 and long and not any(text in pilot.texts for text in long)
+    law = torch.cat([a.law for a in pilot.answers(plain, plan)])
+    assert len(law) == power.laws_wanted(40) and torch.allclose(law.sum(-1), torch.ones(len(law)))
+
+
+def test_no_sample_has_more_tests_than_were_reckoned_with(world: Any) -> None:
+    bank = directions.Bank(40, 0)
+    assert len(sample(world, ONE, tokens=6000).tests()) <= most_tests(bank)
+
+
+@pytest.mark.slow
+def test_the_defaults_end_in_a_verdict(tmp_path: Path) -> None:
+    """The line of the README, on a target that is there at once."""
+    with pytest.raises(SystemExit) as stop:
+        certify.main(["target=tiny", "drafter=ngram", "temperature=1", f"out={tmp_path}"])
+    paper = json.loads((tmp_path / "certificate.json").read_text())
+    assert (stop.value.code, paper["verdict"]) == (0, "lossless"), paper["reasons"]
 
 
 def test_command_at_temperature_zero_and_an_undecided_one(

@@ -197,3 +197,20 @@ def test_a_family_that_is_not_found_is_named() -> None:
     assert less["blind"] and not more["blind"] and more["min_detectable"] < 0.05
     for name, row in more["families"].items():
         assert set(row) == {"min_detectable", "largest", "at_detect", "power_at", "curve"}, name
+
+
+def test_the_size_that_is_worked_out_beforehand_is_the_one_that_the_certificate_asks_for() -> None:
+    answers, steps = answers_of(laws(8)), (1000, 2000, 4000, 8000, 16_000, 200_000)
+    known = power.Power(answers, Bank(VOCAB, 5), 1, 1e-4, 400)
+    for detect in (0.1, 0.2):
+        found = power.enough(known, detect, 0, steps, members=3)
+        assert found in steps[1:-1]
+        for n in (found, steps[steps.index(found) - 1]):
+            measured = power.measure(known.of_size(n), detect, 0, members=3)
+            least = measured["min_detectable"]
+            good = least is not None and least <= detect and not measured["blind"]
+            assert good == (n == found), (detect, n)
+    fewer_tests = power.Power(answers, Bank(VOCAB, 5), found, 1e-4, 100)  # than there may be
+    assert power.measure(fewer_tests, 0.2, 0, members=3)["min_detectable"] <= 0.2
+    assert power.enough(known, 0.1, 0, steps[:1], members=3) is None
+    assert power.enough(known, 0.001, 0, steps, members=1) is None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,14 +73,11 @@ def code_sha256() -> str:
     return files.code_sha256(TESTED, ROOT)
 
 
-def borrow(
-    path: str, wanted: dict[str, Any], plan: Plan
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def borrow(path: str, wanted: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The controls of another certificate (its folder or file), and where they come from.
 
-    A control counts as rejected here only if it was rejected on no more tokens than this
-    run's, at this run's alpha. Raises UserError when there is no such certificate, it ran no
-    controls, or they are of something else.
+    Raises UserError when there is no such certificate, it ran no controls, or they are of
+    something else.
     """
     place = Path(path).expanduser()
     place = place / "certificate.json" if place.is_dir() else place
@@ -87,16 +85,15 @@ def borrow(
         raw = place.read_bytes()
         paper = json.loads(raw)
         listed, origin = list(paper["negative_controls"]), dict(paper["controls"])
-        rejected = [
-            c["rejected"]
-            and (c["p"] is None or (c["p"] < plan.alpha and c["tokens"] <= plan.tokens))
-            for c in listed
-        ]
+        taken = [{**c, "rejected": bool(c["rejected"])} for c in listed]
+        sound = all(c["p"] is None or (c["p"] >= 0 and c["tokens"] >= 0) for c in taken)
     except OSError as error:
         raise UserError(
             f"controls: {place}: {error.strerror}; set run, none or a certificate's folder"
         ) from None
     except (ValueError, KeyError, TypeError):
+        sound = False
+    if not sound:
         raise UserError(
             f"controls: {place} is no certificate of this version; set controls=run"
         ) from None
@@ -107,12 +104,21 @@ def borrow(
         )
     if different := [k for k, v in wanted.items() if origin.get("identity", {}).get(k) != v]:
         raise UserError(f"controls: {place} differs in {', '.join(different)}; set controls=run")
-    taken = [{**c, "rejected": bool(r)} for c, r in zip(listed, rejected, strict=True)]
     return taken, {
         "from": str(path),
         "sha256": hashlib.sha256(raw).hexdigest(),
         "created": paper.get("created"),
     }
+
+
+def counted(listed: Sequence[dict[str, Any]], plan: Plan) -> list[dict[str, Any]]:
+    """Borrowed controls for a run of this plan: one counts as rejected only if it was on no more
+    tokens than this run's, at this run's alpha."""
+
+    def holds(c: dict[str, Any]) -> bool:
+        return c["p"] is None or (c["p"] < plan.alpha and c["tokens"] <= plan.tokens)
+
+    return [{**c, "rejected": c["rejected"] and holds(c)} for c in listed]
 
 
 def _sampling(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict[str, Any]]:
