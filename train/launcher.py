@@ -23,7 +23,7 @@ from collections.abc import Callable
 ALLOCATOR = "PYTORCH_ALLOC_CONF"  # the older names of it yield to this one
 OLDER = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 PREPARED = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
-SHAPES = 16  # docs/internals/experiments.md says what other numbers cost and hold
+SHAPES = 64  # docs/internals/experiments.md says what other numbers cost and hold
 
 
 def set_memory() -> None:

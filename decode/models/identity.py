@@ -115,12 +115,28 @@ def _memo(path: Path) -> dict[str, Any]:
     return memo if isinstance(memo, dict) else {}
 
 
+INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that transformers reads of a model's folder, in name order: the one
+    that holds all, else those that the index names, else all. Mistral's repositories hold the same
+    weights once more, under names of their own (consolidated.safetensors)."""
+    every = sorted(folder.glob("*.safetensors"))
+    listed = _memo(folder / INDEX).get("weight_map")
+    named = {*map(str, listed.values())} if isinstance(listed, dict) else set()
+    if (folder / WHOLE).is_file():
+        named = {WHOLE}
+    return [file for file in every if file.name in named] or every
+
+
 def sha256_weights(folder: Path) -> str:
-    """sha256 over the names and contents of every *.safetensors file of `folder`, in name
-    order (the index file does not count). Hashes of large files are remembered in the cache
+    """sha256 over the names and contents of the model's safetensors files (`weight_files`), in
+    name order (the index file does not count). Hashes of large files are remembered in the cache
     folder, keyed by size, both times and inode: a changed file is hashed again. Raises
     UserError when the folder holds no safetensors."""
-    files = sorted(folder.glob("*.safetensors"))
+    files = weight_files(folder)
     if not files:
         raise UserError(
             f"target: {folder} holds no *.safetensors weights; save the model with save_pretrained"

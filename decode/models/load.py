@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from decode.target import Target
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+# The same weights once more in a repository, in forms that transformers does not read.
+TWICE = ["consolidated*", "original/*", "metal/*"]
 _SAID: set[str] = set()  # folders whose code was announced in this process
 
 
@@ -165,7 +167,13 @@ def load_tokenizer(cfg: TargetConfig) -> Any:
     folder = source_folder(cfg)
     _announce(cfg, folder)
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
+        return AutoTokenizer.from_pretrained(
+            folder,
+            trust_remote_code=cfg.trust_remote_code,
+            # tokenizer.json, as every head was trained: mistral-common's own class, which is taken
+            # where it is installed, has another template and other hashes.
+            mistral_format=False,
+        )
     except (
         Exception
     ) as e:  # transformers raises many kinds here, all of them about what lies in the folder
@@ -236,7 +244,14 @@ def source_folder(cfg: TargetConfig) -> Path:
     wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
     wanted += ["*.py"] if cfg.trust_remote_code else []
     try:
-        return Path(snapshot_download(cfg.name, revision=cfg.revision, allow_patterns=wanted))
+        return Path(
+            snapshot_download(
+                cfg.name,
+                revision=cfg.revision,
+                allow_patterns=wanted,
+                ignore_patterns=TWICE,
+            )
+        )
     except OSError as e:
         if e.errno == errno.ENOSPC:
             raise UserError(

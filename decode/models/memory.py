@@ -19,6 +19,7 @@ import psutil
 
 from conf.errors import UserError
 from decode.models.facts import context_length
+from decode.models.identity import weight_files
 
 SLACK = 1.05
 BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
@@ -66,11 +67,11 @@ def size(count: int) -> str:
 
 
 def parameters(folder: Path) -> tuple[int, int]:
-    """(parameters, of them in matrices) of the safetensors files in a folder, by their
+    """(parameters, of them in matrices) of a model's safetensors files, by their
     headers. (0, 0) when there are none or they cannot be read: loading will say what is wrong
     with them."""
     total = matrices = 0
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in weight_files(folder):
         try:
             with open(path, "rb") as file:
                 (length,) = struct.unpack("<Q", file.read(8))

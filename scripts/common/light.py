@@ -13,7 +13,7 @@ import os
 import runpy
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 HEAVY = frozenset(
@@ -56,6 +56,9 @@ class Stand:
 
     def __getitem__(self, _: Any) -> Stand:
         return self
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())  # else `__getitem__` makes it endless
 
     def __neg__(self) -> Stand:
         return self

@@ -42,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_parameters_come_from_the_headers(folder: Path) -> None:
     assert memory.parameters(folder) == (6400 + 4096 + 64, 4096)
-    (folder / "bad.safetensors").write_bytes(b"\xff" * 64)
+    (folder / "model.safetensors").write_bytes(b"\xff" * 64)
     assert memory.parameters(folder) == (0, 0), "loading will say what is wrong"
 
 

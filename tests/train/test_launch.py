@@ -195,7 +195,7 @@ def test_what_is_done_with_memory_is_said_before_torch_reads_it(
     kept = {k: v for k, v in os.environ.items() if not k.endswith(unset)}
     ours = {
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
     }
     theirs = {
         "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64",

@@ -1,0 +1,81 @@
+"""Repositories that hold their weights twice, as Mistral's do, and two tokenizers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import transformers
+
+from decode.models.identity import INDEX, sha256_weights, weight_files
+from decode.models.load import TargetConfig, load_tokenizer, source_folder
+from decode.models.memory import parameters
+from decode.models.tiny import tiny_model
+
+CONFIG = TargetConfig(kind="hub", name="somebody/model")
+
+
+@pytest.fixture(params=["5GB", "100KB"], ids=["whole", "sharded"])
+def repository(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    tiny_model().save_pretrained(tmp_path / "model", max_shard_size=request.param)
+    return tmp_path / "model"
+
+
+def test_weights_that_lie_there_twice_count_once(repository: Path) -> None:
+    """In parameters, and in the identity that heads are bound to."""
+    before = sha256_weights(repository), parameters(repository)
+    names = [file.name for file in weight_files(repository)]
+    first = sorted(repository.glob("*.safetensors"))[0]
+    shutil.copy(first, repository / "consolidated.safetensors")
+    shutil.copy(first, repository / "consolidated-00001-of-00002.safetensors")
+    assert (sha256_weights(repository), parameters(repository)) == before
+    assert [file.name for file in weight_files(repository)] == names
+    assert len(names) > 1 or names == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("index", ["", "[]", '{"weight_map": 3}', '{"weight_map": {"a": [1]}}'])
+def test_an_index_that_is_none_names_nothing(repository: Path, index: str) -> None:
+    every = sorted(repository.glob("*.safetensors"))
+    (repository / INDEX).write_text(index)
+    assert weight_files(repository) == every
+
+
+def test_a_name_beyond_the_folder_is_not_followed(tmp_path: Path, repository: Path) -> None:
+    shutil.copy(sorted(repository.glob("*.safetensors"))[0], tmp_path / "secret.safetensors")
+    (repository / INDEX).write_text(json.dumps({"weight_map": {"a": "../secret.safetensors"}}))
+    assert all(file.parent == repository for file in weight_files(repository))
+
+
+def test_what_lies_there_twice_is_not_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def fetched(name: str, **keys: Any) -> str:
+        asked.update(keys)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)
+    source_folder(CONFIG)
+    names = ["model.safetensors", "consolidated.safetensors", "original/model.safetensors"]
+    kept = huggingface_hub.utils.filter_repo_objects(
+        names, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"]
+    )
+    assert [*kept] == ["model.safetensors"]
+
+
+def test_the_tokenizer_is_the_one_of_its_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether mistral-common is installed or not."""
+    asked: dict[str, Any] = {}
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(
+        transformers.AutoTokenizer, "from_pretrained", lambda folder, **keys: asked.update(keys)
+    )
+    load_tokenizer(TargetConfig(kind="local", path=str(tmp_path)))
+    assert asked["mistral_format"] is False
