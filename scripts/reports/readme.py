@@ -16,7 +16,6 @@ from typing import Any
 from heads.warm import BEFORE
 from scripts.common import files
 from scripts.forecasting import table as forecast_table
-from scripts.proofs.mutants import page as mutants_page
 from scripts.reports import fit_table, matched, serves, table, tune_table
 from scripts.reports.block import Block, md_table
 from scripts.scoring.names import SERVER
@@ -303,13 +302,6 @@ def foretold() -> str:
     return f"{shown}, on {made(report)} ([JSON](results/{name}.json))"
 
 
-def mutants() -> str:
-    """docs/mutants.md, with the reasons as they stand today."""
-    report = read("mutants")
-    reasons = mutants_page.reasons(RESULTS / "mutants-harmless.json")
-    return mutants_page.page({**report, **mutants_page.summary(report["mutants"], reasons)})
-
-
 PAGES = {
     README: front,
     TABLES: results,
@@ -338,8 +330,6 @@ def main() -> int:
         files.write_json(RESULTS / "demo-spent.json", json.loads(spent.read_text()))
     for block, body in PAGES.items():
         block.write(body())
-    if (RESULTS / "mutants.json").exists():
-        files.write_text(files.ROOT / "docs" / "mutants.md", mutants())
     names = dict.fromkeys(block.page.name for block in PAGES)
     print(f"written: {', '.join(names)}, docs/results")
     return 0

@@ -1,1 +1,0 @@
-"""Mutants: one seeded bug after the other, and which proof notices it."""
