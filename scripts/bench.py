@@ -1,6 +1,5 @@
-"""What a target's pass over a tree, its verification and the way through the server cost, both
-sides measured by turns in one run. Drafters, transformers' own decoding and batch sizes are what
-evaluate.py compares.
+"""What a target's pass over a tree and its verification cost, both sides measured by turns in one
+run. Drafters, transformers' own decoding and batch sizes are what evaluate.py compares.
 
     # all of BENCHES; merges into docs/results/bench.json
     python scripts/bench.py
@@ -51,10 +50,8 @@ class BenchConfig:
     only: list[Annotated[str, one_of(BENCHES)]] = field(default_factory=list)
     # JSON file; entries of benches that do not run now are kept
     out: str = "docs/results/bench.json"
-    # prompt file of the benches verify_cost and serve_throughput
+    # prompt file of the bench verify_cost
     prompts: str = "scripts/prompts/demo.jsonl"
-    # of the bench serve_throughput
-    drafter: str = "ngram"
     # paired repetitions; some benches do fewer, but at least five
     rounds: Annotated[int, Ge(2)] = 60
     # committed tokens of the bench tree_score
@@ -137,32 +134,6 @@ def packed_pass(cfg: BenchConfig) -> dict[str, Any]:
     }
 
 
-def serve_throughput(cfg: BenchConfig) -> dict[str, Any]:
-    """Tokens per second of `outrider serve` under 8 requests at a time over those of generate
-    at batch 8, bf16, T = 0, 64 tokens, prompts read included, by turns. ratio: streamed answers;
-    rounds: tokens per second of each.
-    """
-    from scripts.serve_http.config import ServeConfig
-    from scripts.serve_http.throughput import throughput
-
-    prompts = questions(cfg, load_target(cfg.target, "bfloat16", cfg.device))
-    asked = ServeConfig(cfg.target, [cfg.drafter], port=0, key_env="", batch_size=ROWS)
-    asked.device = cfg.device
-    rates = throughput(asked, prompts, 64, max(cfg.rounds // 10, 5))
-    slower = {name: 1 / rate for name, rate in rates.items()}
-    ratios = {
-        name: median_ratio(slower["evaluate"], slower[name], cfg.seed)
-        for name in ("whole", "streamed")
-    }
-    return {
-        "ratio": ratios["streamed"],
-        "ratio_whole": ratios["whole"],
-        "tokens_per_second": {name: rate.tolist() for name, rate in rates.items()},
-        "drafter": cfg.drafter,
-        "dtype": "bfloat16",
-    }
-
-
 def alternated(targets: dict[str, Target], nodes: int, cfg: BenchConfig) -> dict[str, np.ndarray]:
     """Seconds [rounds] of a pass over a chain of `nodes`, the targets taking turns."""
     caches, last = {}, torch.tensor([7])
@@ -188,9 +159,8 @@ BENCHES: dict[str, Callable[[BenchConfig], dict[str, Any]]] = {
     "tree_score": tree_score,
     "verify_cost": verification,
     "packed_pass": packed_pass,
-    "serve_throughput": serve_throughput,
 }
-ROWS = 8  # of the batches whose verification and throughput are timed
+ROWS = 8  # of the batches whose verification is timed
 # Widths 4, 5, 4, 3: wide near the root, as trees fitted to Medusa heads are.
 SIXTEEN = [
     (0,),

@@ -27,7 +27,7 @@ def test_every_bench_runs_and_entries_merge(tmp_path: Path) -> None:
     assert run(out, "only=[verify_cost]", f"prompts={one}") == 0
     assert run(out, "only=[packed_pass]") == 0
     found = json.loads(out.read_text())
-    assert [*found, "serve_throughput"] == list(bench.BENCHES)
+    assert [*found] == list(bench.BENCHES)
     for entry in found.values():
         assert entry["about"] and entry["command"]
         assert entry["environment"]["commit"] and entry["environment"]["threads"]
@@ -35,20 +35,6 @@ def test_every_bench_runs_and_entries_merge(tmp_path: Path) -> None:
     assert 0 < ratio["low"] <= ratio["mean"] <= ratio["high"]
     assert set(found["packed_pass"]["passes"]) == {"0", "4", "8", "12", "16", "24"}
     assert all(row["share"] > 0 for row in found["verify_cost"]["rows"])
-
-
-@pytest.mark.slow
-def test_the_server_takes_turns_with_generate(tmp_path: Path) -> None:
-    out = tmp_path / "bench.json"
-    assert run(out, "only=[serve_throughput]", "drafter=none") == 0
-    found = json.loads(out.read_text())["serve_throughput"]
-    assert found["ratio"]["mean"] > 0 and found["ratio_whole"]["mean"] > 0
-    assert {name: len(rates) for name, rates in found["tokens_per_second"].items()} == {
-        "evaluate": 5,
-        "whole": 5,
-        "streamed": 5,
-    }
-    assert run(out, "only=[serve_throughput]", "target.context=40") == 2, "no room: told in a line"
 
 
 @pytest.mark.parametrize("wrong", ["only=[speed]", "rounds=1", "context=0"])

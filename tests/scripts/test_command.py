@@ -87,7 +87,7 @@ def test_the_help_of_every_verb_loads_no_framework_and_is_the_file_s_own(
 
 def test_the_verbs_are_the_files() -> None:
     table = cli.verbs()
-    assert {"synthesize", "validate", "evaluate", "compare", "tune", "certify"} <= table.keys()
+    assert {"synthesize", "validate", "evaluate", "tune", "certify"} <= table.keys()
     assert {"export", "import", "engines", "chat", "demo", "heads"} <= table.keys()
     assert not {"cli", "import_head", "train_heads", "__init__"} & table.keys()
     assert all(verb.about for verb in table.values()), "every file says what it is for"

@@ -18,7 +18,7 @@ from decode.models.load import TargetConfig, load_target
 from decode.sampling import Sampling
 from decode.target import Target
 from scripts import evaluate
-from scripts.scoring import candidates, consistency, names
+from scripts.scoring import candidates, names
 from scripts.scoring.served import Served, risen
 from scripts.serving.asking import (
     LLAMACPP,
@@ -223,21 +223,6 @@ def test_what_a_server_does_not_tell_is_not_claimed(tmp_path: Path) -> None:
     assert [row[key] for key in unseen] == [None] * len(unseen)
     assert report["ranking"] == [] or row["name"] not in {r["name"] for r in report["ranking"]}
     assert "x" in (tmp_path / "out/report.html").read_text()
-    with odd(steady, "somebody") as server:
-        (tmp_path / "second").mkdir()
-        scored(tmp_path / "second", f"drafters=[none,x@{server.url}]")
-    reports = [consistency.read(str(tmp_path / place)) for place in ("out", "second/out")]
-    found = consistency.agreement(*reports)
-    assert found["only_in_one"] == [] and [r["label"] for r in found["rows"]] == ["none", "x"]
-
-
-def test_two_servers_of_one_name_are_told_apart() -> None:
-    row = {"label": "", **{key: {"mean": 1.0, "low": 1, "high": 1} for key in consistency.METRICS}}
-    ports = [
-        {"drafters": [row | {"name": f"x@http://h:{p}"} for p in pair]} for pair in [(1, 2)] * 2
-    ]
-    found = consistency.agreement(*ports)
-    assert [r["name"] for r in found["rows"]] == ["x@http://h:1", "x@http://h:2"]
 
 
 @pytest.mark.parametrize(
