@@ -40,7 +40,7 @@ demo: .venv
 	@$(PY) scripts/demo.py fast=$(if $(filter-out 0,$(FAST)),true,false) block=$(if $(filter-out 0,$(BLOCK)),true,false)
 
 heads: .venv
-	@$(PY) scripts/train_heads.py 'path="$(DATA)"'
+	@$(PY) scripts/lab/train_heads.py 'path="$(DATA)"'
 
 lint: .venv
 	@$(PY) -m ruff check .
@@ -51,14 +51,14 @@ test: lint
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m "not slow"
 
 slow: .venv
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m slow; code=$$?; $(PY) -m scripts.reports.reliability; exit $$code
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m slow; code=$$?; $(PY) -m scripts.lab.pages.reliability; exit $$code
 
 bench: .venv
-	@$(PY) scripts/bench.py
+	@$(PY) scripts/lab/bench.py
 
 readme: .venv
-	@$(PY) -m scripts.reports.readme
-	@$(PY) -m scripts.reports.reliability
+	@$(PY) -m scripts.lab.pages.readme
+	@$(PY) -m scripts.lab.pages.reliability
 
 # The fast tests on the oldest line of transformers that is checked, in an environment of its own.
 .venv-old/.installed: pyproject.toml constraints.txt
@@ -104,14 +104,14 @@ test-old: .venv-old/.installed
 # of Medusa, EAGLE-1, EAGLE-3 and a separate draft; those that are not there are left out.
 ifeq ($(ONLY),llamacpp)
 engines: .venv .venv-llamacpp/.installed
-	@$(PY) scripts/engines.py llamacpp
+	@$(PY) scripts/lab/engines.py llamacpp
 else ifeq ($(ONLY),vllm)
 engines: .venv .venv-engines/.installed .venv-speculators/.installed
-	@$(PY) scripts/engines.py
+	@$(PY) scripts/lab/engines.py
 else
 engines: .venv .venv-llamacpp/.installed .venv-engines/.installed .venv-speculators/.installed
-	@$(PY) scripts/engines.py llamacpp
-	@$(PY) scripts/engines.py
+	@$(PY) scripts/lab/engines.py llamacpp
+	@$(PY) scripts/lab/engines.py
 endif
 
 clean:

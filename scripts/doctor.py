@@ -32,7 +32,8 @@ from annotated_types import Ge
 from conf.rules import Device, NotEmpty, OneOrMore, Seed
 from conf.schema import entry
 from scripts.common import files
-from scripts.machine import first_gpu, look
+from scripts.extra import first_gpu
+from scripts.machine import look
 
 
 @dataclass

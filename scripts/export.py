@@ -6,7 +6,7 @@ Formats: vllm, speculators (one folder for `vllm serve`), sglang, medusa and eag
 original repositories), transformers (separate drafts), gguf (llama.cpp: EAGLE-3, separate
 drafts, and with drafter=none the target itself). OUT holds the weights in the engine's own
 terms, README.md (the model card with the serve command), expected.json (what a server of it
-must answer and accept: scripts/engines.py check) and outrider.json (hashes of everything). The
+must answer and accept: scripts/check.py) and outrider.json (hashes of everything). The
 exported folder is read again by an independent reader and must draft what the head drafts,
 token by token and logit by logit, on real prompts; otherwise it is removed and the exit code
 is 2. docs/serving.md tells how to serve and what to look at.

@@ -52,11 +52,11 @@ from heads.warm import Start
 from scripts import certify, evaluate, export
 from scripts.common import files
 from scripts.common.prompts import load_prompts, question_ids, spoken
+from scripts.extra import logs
 from scripts.fitting import train, verdict
 from scripts.fitting.config import FitConfig
 from scripts.fitting.train import BUDGET, Chats
 from scripts.reports import fit_table
-from scripts.synthesis import logs
 from scripts.synthesis.ledger import differences
 
 SETTINGS, REPORT = "settings.json", "fit.json"

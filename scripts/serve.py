@@ -9,7 +9,7 @@ gain.
 Requests join and leave a running batch.
 
 What it is for: demonstrations, experiments, and the reference that other engines are checked
-against (scripts/engines.py check, scripts/certify.py url=...). It is no production server:
+against (scripts/check.py, scripts/certify.py url=...). It is no production server:
 one process, one model, no paged cache, no prefix cache.
 
 It listens on this machine alone. host=ADDRESS needs an API key in the environment

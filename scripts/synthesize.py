@@ -41,13 +41,13 @@ from decode.sampling import Sampling
 from decode.target import Target
 from scripts.common.files import sole_folder, sole_writer
 from scripts.common.meter import Meter
+from scripts.extra.logs import LogOptions, prepare
+from scripts.extra.logs.ask import asker
+from scripts.extra.logs.masking import told
 from scripts.synthesis.config import SynthesizeConfig
 from scripts.synthesis.domains import DomainWriter
 from scripts.synthesis.from_server import from_server
 from scripts.synthesis.ledger import Ledger, check_space
-from scripts.synthesis.logs import LogOptions, prepare
-from scripts.synthesis.logs.ask import asker
-from scripts.synthesis.logs.masking import told
 from scripts.synthesis.write import Writer, fingerprint
 
 

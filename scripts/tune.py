@@ -8,7 +8,7 @@ Measures the latency curves inside the decode loop, drafts once along the target
 answers, searches every setting by replay, confirms the best few by interleaved measurement,
 and writes the winner into the head's folder (decode.json), where evaluate, chat and export
 read it. OUT gets tune.json, tune.html and figures/*.png. `engine` times a running server and
-writes what it is best told (scripts/tuning/engine.py).
+writes what it is best told (scripts/extra/engine_settings.py).
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def command(argv: Sequence[str] | None = None) -> None:
     """`tune.py engine ...` or `tune.py KEY=VALUE ...`."""
     args = list(sys.argv[1:] if argv is None else argv)
     if args[:1] == ["engine"]:
-        from scripts.tuning.engine import main as engine
+        from scripts.extra.engine_settings import main as engine
 
         engine(args[1:])
     main(args)

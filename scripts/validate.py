@@ -10,7 +10,7 @@ decoded through the real engine. Exit code 0: all passed; 1: a check failed; 2: 
 mend. Takes the keys of the training scripts (--help lists them); the work is done by
 train/validate.py, which takes this process over: signals and exit code are its own. With
 dry_run=true nothing is loaded, read or run: the run is counted from the target's config alone,
-as it would be on a cluster (scripts/cluster/dry_run.py; dry_run=true --help lists its keys).
+as it would be on a cluster (scripts/extra/cluster/dry_run.py; dry_run=true --help lists its keys).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
     """
     asked = [a.lstrip("+").partition("=") for a in sys.argv[1:]]
     if any(key == "dry_run" and value.lower() != "false" for key, _, value in asked):
-        from scripts.cluster.dry_run import command
+        from scripts.extra.cluster.dry_run import command
 
         command(sys.argv[1:])
     words = [a for a in sys.argv[1:] if a.lstrip("+").partition("=")[0] != "dry_run"]

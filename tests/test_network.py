@@ -23,7 +23,7 @@ from decode.models import smollm2
 from decode.models.identity import cache_root
 from heads import HEADS
 from scripts.common.files import ROOT
-from scripts.reports.reliability import record
+from scripts.lab.pages.reliability import record
 from tests.helpers.training import chats, run_config
 from train.loop import fit
 from train.trackers import no_reports

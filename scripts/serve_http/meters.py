@@ -1,4 +1,4 @@
-"""/metrics in vLLM's names, so that dashboards and `scripts/engines.py check` read them."""
+"""/metrics in vLLM's names, so that dashboards and `scripts/check.py` read them."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ def _lost(found: Plan) -> list[str]:
     if alone.kept < SOUND:
         lines.append(
             f"one at a time this engine accepts {alone.kept:.0%} of what the export was measured "
-            "to: another head, other numbers, or read in another way; run scripts/engines.py check"
+            "to: another head, other numbers, or read in another way; run scripts/check.py"
         )
     if least.kept < SOUND * alone.kept:
         lines.append(

@@ -45,7 +45,7 @@ class SynthesizeConfig:
     num_conversations: ZeroOrMore = 0
     # seed of all draws
     seed: Seed = 0
-    # logs of a served model in JSONL (see scripts/synthesis/logs), also several; out is a folder
+    # logs of a served model in JSONL (see scripts/extra/logs), also several; out is a folder
     # then, for train.jsonl, later.jsonl and logs.json
     logs: str | list[str] = ""
     # logs: names under which the log knows the target; empty = the target's own name. Answers of

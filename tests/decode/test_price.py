@@ -19,7 +19,7 @@ from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.tree import DraftTree, TreeShape
 from decode.verify import RULES, verify
-from scripts.proofs.confident import Confident, ConfidentTable
+from scripts.lab.proofs.confident import Confident, ConfidentTable
 from scripts.proofs.engine_law import engine_law, toy_model
 from scripts.proofs.enumerator import enumerate_case
 

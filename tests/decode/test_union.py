@@ -30,7 +30,7 @@ from heads.names import Draft, parse
 from scripts.certify import about_drafter
 from scripts.common.prompts import Prompt
 from scripts.evaluate import shares
-from scripts.proofs.confident import ConfidentTable
+from scripts.lab.proofs.confident import ConfidentTable
 from scripts.proofs.engine_law import TableDrafter, engine_law, toy_model
 from scripts.proofs.enumerator import Case, enumerate_case
 from scripts.scoring.contest import Settings, run_contest

@@ -190,7 +190,7 @@ def remains(secret: str, text: str) -> bool:
 def measured(folder: Path, secrets: int, lines: int, seed: int) -> dict[str, Any]:
     """Mask a drawn log and count what remains and what was changed."""
     from decode.models.load import TargetConfig, load_tokenizer
-    from scripts.synthesis.logs import LogOptions, prepare
+    from scripts.extra.logs import LogOptions, prepare
 
     drawn_lines = drawn(secrets, lines, seed)
     log, out = folder / "log.jsonl", folder / "out"
@@ -240,7 +240,7 @@ def measured(folder: Path, secrets: int, lines: int, seed: int) -> dict[str, Any
 def main(out: str) -> None:
     """Measure at full size, two draws, and write the JSON."""
     from scripts.common import files
-    from scripts.synthesis.logs.masking import rules
+    from scripts.extra.logs.masking import rules
 
     found = []
     for seed in (0, 7):

@@ -14,11 +14,10 @@ import pytest
 
 from decode.models.load import TargetConfig, load_target
 from decode.sampling import Sampling
-from scripts import certify
+from scripts import certify, check
 from scripts.common.parts import Parts
 from scripts.serving.asking import Address, Door, read_counters
 from scripts.serving.counters import rise
-from scripts.serving.engines import check
 from scripts.serving.sampled_answers import Asked, Job, ask_all
 from tests.helpers.odd_server import ENDLESS, odd, vllm
 

@@ -14,7 +14,8 @@ import yaml
 
 from conf.errors import UserError
 from scripts.common.files import ROOT
-from scripts.machine import first_gpu, kernels, look
+from scripts.extra import first_gpu
+from scripts.machine import kernels, look
 from scripts.machine.kernels import Compared, compared
 from tests.helpers.commands import code_of
 from train.launch_keys import HONOURED, of_file, refusals

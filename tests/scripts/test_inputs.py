@@ -14,9 +14,10 @@ import torch
 
 from decode.models.load import TargetConfig, load_target
 from decode.sampling import Sampling
-from scripts import certify, chat, evaluate, export, prove, synthesize, tune
+from scripts import certify, chat, evaluate, export, synthesize, tune
 from scripts.common import files
 from scripts.common.prompts import Prompt
+from scripts.lab import prove
 from scripts.proofs.controls import certificates as certificate_controls
 from scripts.scoring import contest
 from scripts.scoring.assisted import assistants

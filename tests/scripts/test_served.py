@@ -17,8 +17,8 @@ from decode.target import Target
 from heads import HEADS, save_head
 from heads.base import Head
 from heads.interop import UNSERVED, Facts, find_layout, served
-from scripts.cluster.models import Model, model_of
 from scripts.common import files
+from scripts.extra.cluster.models import Model, model_of
 from scripts.serving import draft, gguf_export
 from scripts.serving.check import check_export
 from tests.helpers.interop import random_head

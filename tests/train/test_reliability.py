@@ -1,6 +1,6 @@
 """Kills, resumes, signals and restarts of real processes. Each campaign runs a small share in
 the fast suite; its slow test runs all of it and records the figure
-(scripts/reports/reliability.py)."""
+(scripts/lab/pages/reliability.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from scripts.reports.reliability import record
+from scripts.lab.pages.reliability import record
 from tests.helpers import faults
 from tests.helpers.faults import Marks, at_call, finish, launcher, outcome, ranks, train, wait
 from tests.helpers.training import chats, run_config, tiny_target

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from heads import HEADS
-from scripts.reports.reliability import record
+from scripts.lab.pages.reliability import record
 from tests.helpers.faults import ROOT, finish, free_port, outcome
 from tests.helpers.training import chats, overrides, run_config
 from train import state as disk

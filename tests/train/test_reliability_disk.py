@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from conf.errors import UserError
 from heads import checkpoint as heads_checkpoint
 from heads import load_head
-from scripts.reports.reliability import record
+from scripts.lab.pages.reliability import record
 from tests.helpers.faults import finish, fork, outcome, train, wait
 from tests.helpers.training import chats, tiny_target
 from tests.train.test_features import opened, written

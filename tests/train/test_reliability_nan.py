@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from decode.target import Target
-from scripts.reports.reliability import record
+from scripts.lab.pages.reliability import record
 from tests.helpers.faults import Shaky, at_call, digest, finish, train
 from tests.helpers.training import chats, run, run_config
 from tests.train.test_features import SHAPE, written

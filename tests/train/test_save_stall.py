@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.reports.reliability import record
+from scripts.lab.pages.reliability import record
 from tests.helpers.training import chats
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,7 +17,7 @@ from accelerate import Accelerator, PartialState
 from conf.errors import UserError
 from conf.schema import compose
 from heads import HEADS
-from scripts.reports.reliability import record
+from scripts.lab.pages.reliability import record
 from tests.helpers.faults import finish, ranks, wait
 from tests.helpers.training import TINY
 from train import begin, cache_features, loop

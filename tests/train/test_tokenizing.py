@@ -308,7 +308,7 @@ def test_many_chats_by_two_ranks_killed_in_the_middle(
     import subprocess
 
     from scripts.common.files import ROOT
-    from scripts.reports.reliability import record
+    from scripts.lab.pages.reliability import record
     from tests.helpers.training import overrides
 
     monkeypatch.undo()
@@ -444,7 +444,7 @@ def test_start_up_with_a_full_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     import torch
 
     from scripts.common.files import ROOT
-    from scripts.reports.reliability import record
+    from scripts.lab.pages.reliability import record
 
     monkeypatch.undo()
     cache = tmp_path / "cache"

@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from conf.errors import UserError
 from scripts.common.files import ROOT
-from scripts.reports.reliability import record
+from scripts.lab.pages.reliability import record
 from tests.helpers.training import WORDS, chats
 from tests.train.test_train_data import load
 from train.config import DataConfig

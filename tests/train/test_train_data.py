@@ -18,7 +18,7 @@ from conf.jsonl import parse_line
 from decode.models.identity import sha256_file
 from decode.models.tiny import CHATML, CHATML_WITH_SPANS, byte_tokenizer
 from heads import HEADS
-from scripts.reports.reliability import record
+from scripts.lab.pages.reliability import record
 from tests.helpers.malformed import FURTHER, THIRTY, Kind, good
 from tests.helpers.training import chats, run_config
 from train.config import DataConfig

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from heads import HEADS
 from heads.losses import LossWeights
-from scripts.reports.reliability import record
+from scripts.lab.pages.reliability import record
 from tests.helpers.training import chats, random_batch, run_config, tiny_target
 from train.measure.memory import Peak, give_back, held_bytes, predict, widest
 from train.texts.batches import Plan, load_rows

@@ -1,0 +1,43 @@
+"""`engines.py check`: does a running server do what an export was measured to do?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from conf.rules import AboveZero, ZeroOrMore
+from conf.schema import entry
+from scripts.common import files
+from scripts.serving import contract, contract_check
+from scripts.serving.asking import Address
+
+
+@dataclass
+class CheckConfig:
+    """Keys of scripts/check.py."""
+
+    # address of the running server, such as http://127.0.0.1:8080
+    url: str
+    # the exported folder, or its expected.json
+    expected: str
+    # seconds for one answer
+    timeout: AboveZero = 120.0
+    # tries after the first
+    retries: ZeroOrMore = 4
+    # environment variable that holds the server's key; empty = none
+    key_env: str = ""
+    # JSON to write; empty = none
+    out: str = ""
+
+
+@entry("check", CheckConfig)
+def main(cfg: CheckConfig) -> int:
+    """Ask, compare, say."""
+    wanted = contract.load(Path(cfg.expected).expanduser())
+    address = Address(cfg.url, cfg.timeout, cfg.retries, 1, cfg.key_env)
+    found = contract_check.checked(wanted, address)
+    if cfg.out:
+        files.write_json(Path(cfg.out), found | {"url": cfg.url, "command": files.command()})
+    for line in contract_check.told(found):
+        print(line)
+    return 0 if found["served"] else 1

@@ -1,0 +1,315 @@
+"""What one rank's passes take, counted on fake tensors: memory by part, arithmetic, traffic,
+launches, host reads.
+
+The head's pass is counted whole; of the pieces in which its losses meet the vocabulary three are
+run, since those between are alike. Of the target a few layers are run, and what a layer adds is
+carried on to all of them: exact for memory, since nothing of a frozen target's layer outlives it
+but the hidden states.
+
+Parts of the memory: target, head (weights); gradients; activations (what the head's pass keeps
+or makes); target's pass (features and what makes them); logits and laws ([chunk, V] blocks and the
+gradients made of them); batch; inside kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from conf.errors import UserError, first_line
+from decode.models.load import torch_dtype
+from decode.probe import layer_stack
+from decode.target import Target
+from heads import HEADS, losses
+from heads.base import Batch, Head
+from scripts.extra.cluster.models import Model
+from scripts.extra.cluster.phantom import Phantom, phantom
+from train.facts import DRAFT_VOCAB
+
+MOST_TOKENS = 1 << 20  # of a pass
+RUN = 3  # pieces of a loss that are run
+FEW = 4  # layers of the target that are run, and two more
+TARGET, HEAD, GRADIENTS, PASS = "target", "head", "gradients", "activations"
+FEATURES, LOGITS, BATCH = "target's pass", "logits and laws", "batch"
+WORK = ("flops", "traffic", "seconds", "launches")
+_passed: dict[Any, Counted] = {}
+_asked: dict[str, bool] = {}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A pass: rows of so many tokens, all of them full, the last `supervised` of each taught."""
+
+    rows: int
+    tokens: int
+    supervised: float
+
+    def __post_init__(self) -> None:
+        """Raises UserError for a pass whose places the phantom would not compute."""
+        if self.rows * self.tokens >= MOST_TOKENS:
+            raise UserError(
+                f"micro_batch: a pass of {self.rows} x {self.tokens} tokens is above "
+                f"{MOST_TOKENS:,}, more than can be counted; set micro_batch to fewer rows"
+            )
+
+
+@dataclass
+class Counted:
+    """Of one rank, bytes unless said otherwise.
+
+    trained: parameters with gradient; head: weights and buffers; copy: the head in the target's
+    dtype, which decodes. parts: at the peak of the head's pass, without the target's weights.
+    features: peak of the target's pass alone. calibration: peak of the pass that evaluation and
+    gate make. flops, seconds, launches: of a pass, the target's and the head's (forward and
+    backward). reads: host reads of a pass, as file:line.
+    """
+
+    trained: int = 0
+    head: int = 0
+    copy: int = 0
+    hidden_states: int = 0
+    parts: dict[str, int] = field(default_factory=dict)
+    features: int = 0
+    calibration: int = 0
+    flops: dict[str, float] = field(default_factory=dict)
+    traffic: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    launches: dict[str, float] = field(default_factory=dict)
+    reads: list[str] = field(default_factory=list)
+
+    @property
+    def peak(self) -> int:
+        """Of the head's pass, its gradients among it."""
+        return sum(self.parts.values())
+
+
+def full_batch(ghost: Phantom, shape: Shape, head: Head | None = None) -> Batch:
+    """Rows of ones of the shape, on the watched device, their values known, with what `head`
+    plans for them beforehand."""
+    ids = torch.ones(shape.rows, shape.tokens, dtype=torch.int64)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    loss = mask.clone()
+    loss[:, : int(shape.tokens * (1 - shape.supervised))] = False
+    batch = Batch(
+        ghost.own(ids), ghost.own(mask), ghost.own(loss), ghost.own(torch.arange(shape.rows))
+    )
+    if head is not None:
+        batch = dataclasses.replace(batch, plan=head.plan(batch, 1))
+    return batch.to(ghost.device)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is counted: the passes of a head with the typed keys `typed` on a target.
+
+    room: of a pass of the calibration, None: there is none. accumulates: gradients of other
+    passes of the step are there already. device: phantom or cpu. cost: seconds of an operation by
+    its FLOPs and traffic."""
+
+    model: Model
+    typed: Any
+    dtype: str
+    shape: Shape
+    room: Shape | None
+    accumulates: bool
+    device: str
+    cost: Callable[[float, float], float]
+
+    def target(self, ghost: Phantom, layers: int) -> Target:
+        """With so many layers, of fake tensors."""
+        with ghost.within(TARGET):
+            return self.model.target(layers, torch_dtype(self.dtype), ghost.device)
+
+
+def count(asked: Asked) -> Counted:
+    """Count the passes. Raises UserError for a head that such a target cannot have."""
+    layers, shape, room = asked.model.layers, asked.shape, asked.room
+    few = min(layers, max(FEW, getattr(asked.typed, "from_target_layers", 0) + 1))
+    more = min(layers, few + 2)
+    first = _passes(asked, few)
+    if more == few:
+        return first
+    if HEADS[asked.typed.kind].trains_target:
+        return _carried_on(first, _passes(asked, more), (layers - more) / (more - few))
+    second, third = _features(asked, few), _features(asked, more)
+    steps = (layers - few) / (more - few)
+    for name in WORK:
+        slope = getattr(third, name)[FEATURES] - getattr(second, name)[FEATURES]
+        getattr(first, name)[FEATURES] += steps * slope
+    first.features = round(third.features + (third.features - second.features) * (steps - 1))
+    if room is not None:
+        # What the other states of the target add where all of them are collected.
+        grown = (third.features - second.features) * steps * room.rows / shape.rows
+        first.calibration = max(first.calibration, round(second.features + grown))
+    return first
+
+
+def _passes(asked: Asked, layers: int) -> Counted:
+    """With `layers` layers of the target."""
+    with phantom(asked.device, asked.cost) as ghost:
+        target = asked.target(ghost, layers)
+        head = _head(ghost, target, asked.typed, asked.dtype)
+        base = ghost.live[TARGET]
+        trained = [p for p in head.parameters() if p.requires_grad]
+        found = Counted(
+            trained=sum(p.numel() for p in trained),
+            head=ghost.live[HEAD],
+            copy=sum(p.numel() for p in head.parameters()) * target.dtype.itemsize,
+            hidden_states=states_of(head, layers),
+        )
+        for p in trained:
+            if asked.accumulates:
+                with ghost.within(GRADIENTS):
+                    p.grad = torch.empty_like(p)
+            p.register_post_accumulate_grad_hook(
+                lambda p: ghost.belongs(p.grad, GRADIENTS) if p.grad is not None else None
+            )
+        with ghost.within(BATCH):
+            batch = full_batch(ghost, asked.shape, head)
+        head.train()
+        head.begin_step(1, 2)
+        _ask(asked.model, target, batch)
+        ghost.restart()
+        with _parts(ghost, target), ghost.within(PASS):
+            out = head(batch, target)
+            out.sum.backward()
+        found.parts = {k: int(v) for k, v in ghost.peak.items() if v}
+        found.parts[TARGET] = found.parts.get(TARGET, 0) - base
+        found.reads = ghost.list_reads()
+        for name in WORK:
+            counter = getattr(ghost, name)
+            rest = sum((amount for part, amount in counter.items() if part != FEATURES), 0.0)
+            setattr(found, name, {FEATURES: counter.get(FEATURES, 0.0), PASS: rest})
+        found.features = found.peak
+        del out
+        for p in trained:
+            p.grad = None
+        if asked.room is not None:
+            del batch
+            found.calibration = _calibration(ghost, target, head, asked.room)
+        return found
+
+
+def _calibration(ghost: Phantom, target: Target, head: Head, room: Shape) -> int:
+    """Bytes that a pass of calibration takes beside what is there."""
+    batch = full_batch(ghost, room)
+    head.eval()
+    ghost.restart()
+    held = sum(ghost.live.values())
+    with _parts(ghost, target), ghost.within(PASS):
+        head.calibrate([batch], target)
+    return ghost.most - held
+
+
+def _features(asked: Asked, layers: int) -> Counted:
+    """The target's pass alone, four hidden states tapped; counted once for all recipes of one
+    target and shape."""
+    key = asked.model.key, layers, asked.dtype, asked.shape, asked.device, asked.cost
+    if key in _passed:
+        return _passed[key]
+    with phantom(asked.device, asked.cost) as ghost:
+        target = asked.target(ghost, layers)
+        with ghost.within(BATCH):
+            batch = full_batch(ghost, asked.shape)
+        _ask(asked.model, target, batch)
+        ghost.restart()
+        held = ghost.live[TARGET]
+        taps = tuple(sorted({1, 2, min(3, layers), layers}))
+        with ghost.within(FEATURES):
+            target.features(batch.ids, batch.mask, taps)
+        work: dict[str, Any] = {name: dict(getattr(ghost, name)) for name in WORK}
+        _passed[key] = Counted(features=ghost.most - held, **work)
+    return _passed[key]
+
+
+def states_of(head: Head, layers: int) -> int:
+    """Hidden states that a cache of features would hold for this head, the last among them; few
+    layers may make several taps one."""
+    return len(head.taps) + (layers not in head.taps) if type(head).reads_features else 0
+
+
+def _ask(model: Model, target: Target, batch: Batch) -> None:
+    """Let a target find out, before anything is counted, how its hidden states are read: one
+    answer for all sizes of an architecture."""
+    name = str(model.config["model_type"])
+    if name in _asked:
+        target.tapped_layers = layer_stack(target) if _asked[name] else []
+        return
+    target.features(batch.ids[:1, :8], batch.mask[:1, :8], (1, target.num_layers))
+    _asked[name] = bool(target.tapped_layers)
+
+
+def _head(ghost: Phantom, target: Target, typed: Any, dtype: str) -> Head:
+    """A fresh head on a fake target; every token of the vocabulary counts as seen."""
+    counts = ghost.own(torch.ones(target.vocab_size, dtype=torch.int64))
+    if typed.draft_vocab is None:
+        typed = dataclasses.replace(typed, draft_vocab=DRAFT_VOCAB)
+    ghost.script["item"] = 0  # what is tried out while a head is made differs by nothing
+    try:
+        with ghost.within(HEAD):
+            head = HEADS[typed.kind].for_target(target, typed, counts)
+            if dtype == "float64":
+                head.double()
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise UserError(
+            f"head: {typed.kind} cannot be made for this target ({first_line(error)}); choose "
+            "another head"
+        ) from error
+    finally:
+        ghost.script.clear()
+    return head
+
+
+def _carried_on(first: Counted, second: Counted, ratio: float) -> Counted:
+    """The second with `ratio` times more of what makes the difference between both."""
+
+    def on(a: Any, b: Any) -> Any:
+        if isinstance(a, dict):
+            return {k: on(a.get(k, 0), b.get(k, 0)) for k in {*a, *b}}
+        return type(b)(b + (b - a) * ratio)
+
+    sizes = ("trained", "head", "copy", "parts", "features", "calibration")
+    for name in (*sizes, *WORK):
+        setattr(second, name, on(getattr(first, name), getattr(second, name)))
+    return second
+
+
+@contextlib.contextmanager
+def _parts(ghost: Phantom, target: Target) -> Iterator[None]:
+    """Within, the target's features and the vocabulary's blocks are counted apart."""
+    features, plain, pieces = target.features, losses._ChunkedLoss, losses.pieces
+
+    def few(count: int, size: int) -> Iterator[slice]:
+        """The first ones and the last, which may be shorter; those between are as the one before
+        them."""
+        whole = list(pieces(count, size))
+        first, between = whole[: RUN - 1], whole[RUN - 1 : -1]
+        for part in first:
+            before = ghost.amounts()
+            yield part
+        if between:
+            ghost.repeat(before, len(between))
+        yield from whole[len(first) :][-1:]
+
+    def apart(*args: Any, **kwargs: Any) -> Tensor:
+        with ghost.within(FEATURES):
+            return features(*args, **kwargs)
+
+    class Labelled:
+        @staticmethod
+        def apply(*args: Any) -> Any:
+            with ghost.within(LOGITS):
+                return plain.apply(*args)  # type: ignore[no-untyped-call]
+
+    with (
+        mock.patch.object(target, "features", apart),
+        mock.patch.multiple(losses, _ChunkedLoss=Labelled, pieces=few),
+    ):
+        yield

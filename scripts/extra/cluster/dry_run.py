@@ -1,0 +1,46 @@
+"""A whole training run on a laptop, without weights, data or GPU: what it will take on a cluster.
+
+    python scripts/validate.py dry_run=true experiment=llama31_8b_eagle3 gpus=8 gpu=h100-80gb
+
+Counted on fake tensors from the target's config alone (scripts/extra/cluster): peak memory by part and
+whether it fits; arithmetic, traffic, speed and GPU-hours by a roofline whose assumptions are
+named; bytes of stored features; start-up time; and, where it does not fit, which key to set.
+Prints a table, writes `out` (JSON). Exit code 0: it fits, 1: it does not, 2: a mistake to mend.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from conf.commit import commit
+from conf.schema import entry
+from scripts.common import files
+from scripts.extra.cluster.config import DryRunConfig
+from scripts.extra.cluster.plan import plan
+from scripts.extra.cluster.table import table
+
+DATA = "data.path="  # the keys demand it, a dry run does not read it
+
+
+@entry("validate", DryRunConfig)
+def main(cfg: DryRunConfig) -> int:
+    """Count, print, write."""
+    files.check_out(Path(cfg.out))
+    found = plan(cfg, lambda text: print(text, file=sys.stderr, flush=True))
+    words = " ".join(a for a in sys.argv[1:] if not a.startswith("out="))
+    found |= {"command": f"python scripts/validate.py {words}", "commit": commit()}
+    path = Path(cfg.out)
+    files.write_json(path, found)
+    Console(width=max(100, Console().width)).print(table(found))
+    print(f"predicted, not measured; {path}")
+    return 0 if found["memory"]["fits"] else 1
+
+
+def command(argv: Sequence[str]) -> None:
+    """The command line, with or without data."""
+    given = any(arg.lstrip("+").startswith(DATA) for arg in argv)
+    main([*argv, *([] if given else [DATA + "not-read"])])

@@ -1,0 +1,92 @@
+"""The dry run for a reader: one table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+Row = tuple[str, str]
+
+
+def table(found: dict[str, Any]) -> Table:
+    """A report of scripts/extra/cluster/plan.py as a table of two columns."""
+    shown = Table(box=None, show_header=False, pad_edge=False)
+    shown.add_column(style="bold")
+    shown.add_column()
+    size = found["pass"]
+    shown.add_row(
+        "run",
+        f"{found['head']} ({found['trained_parameters'] / 1e6:,.0f} M trained) for "
+        f"{found['target']} ({found['parameters'] / 1e9:.2f} B) on {found['gpus']} x "
+        f"{found['gpu']}, passes of {size['rows']} x {size['tokens_a_row']:,} tokens",
+    )
+    rows = [*_memory(found["memory"]), *_speed(found), *_around(found)]
+    for name, told in rows:
+        shown.add_row(name, told)
+    return shown
+
+
+def _memory(held: dict[str, Any]) -> list[Row]:
+    rows = [(f"  {name}", _size(amount)) for name, amount in held["parts"].items() if amount]
+    verdict = "fits" if held["fits"] else "DOES NOT FIT"
+    peak = (
+        f"{_size(held['peak'])} of {_size(held['of'])}: {verdict}, {held['spare']:.0%} to spare "
+        f"(training {_size(held['training'])}, evaluation and gate "
+        f"{_size(held['evaluation_and_gate'])})"
+    )
+    host = f"{_size(held['host_while_loading'])} a node while loading"
+    return [*rows, ("peak memory", peak), ("host memory", host)]
+
+
+def _speed(found: dict[str, Any]) -> list[Row]:
+    speed = found["speed"]
+    work = (
+        f"{speed['flops_a_token'] / 1e9:,.1f} GFLOP and {speed['traffic_a_token'] / 1e6:,.0f} MB "
+        f"of traffic a token, {speed['launches_a_pass']:,} launches a pass, "
+        f"{sum(int(line.split()[0]) for line in found['host_reads_a_pass'])} host reads"
+    )
+    parts = ", ".join(f"{name} {seconds:.2g}" for name, seconds in speed["parts"].items())
+    pace = (
+        f"{speed['tokens_a_second_and_gpu']:,.0f} tokens/s a GPU, {speed['tokens_a_second']:,.0f} "
+        f"in all; {speed['share_of_peak_flops']:.0%} of the peak's FLOP/s"
+    )
+    return [
+        ("work", work),
+        ("step", f"{speed['step_seconds']:.3g} s ({parts})"),
+        ("speed", pace),
+        ("to the end", f"{speed['hours']:,.1f} hours, {speed['gpu_hours']:,.0f} GPU-hours"),
+    ]
+
+
+def _around(found: dict[str, Any]) -> list[Row]:
+    """Data, start-up, and what the figures rest on."""
+    data, start, about = found["data"], found["start_up"], found["assumptions"]
+    stored = (
+        f"{data['tokens'] / 1e6:,.0f} M tokens, {data['epochs']:.1f} epochs; features stored: "
+        f"{_size(data['stored_features_bytes'])}; a checkpoint {_size(data['checkpoint_bytes'])}"
+    )
+    begins = (
+        f"{start['first'] / 60:,.1f} minutes the first time (tokenizing "
+        f"{start['tokenizing'] / 60:,.1f}), {start['again'] / 60:,.1f} afterwards"
+    )
+    rows = [("data", stored), ("start-up", begins)]
+    if change := found.get("changes"):
+        told = f"{change['told']} ({_size(change['peak'])})" if change["keys"] else change["why"]
+        rows.append(("to change", told))
+    if found["not_counted"]:
+        rows.append(("not counted", "; ".join(found["not_counted"])))
+    assumed = (
+        f"{about['share_of_flops']:.0%} of {about['flops'] / 1e12:,.0f} TFLOP/s, "
+        f"{about['share_of_bandwidth']:.0%} of {about['bandwidth'] / 1e12:.2f} TB/s, "
+        f"{about['launch'] * 1e6:.0f} us a launch; {about['rows']:,} conversations of "
+        f"{about['row_tokens']:,} tokens, {about['supervised']:.0%} supervised"
+    )
+    return [*rows, ("assumed", assumed)]
+
+
+def _size(count: float) -> str:
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if count >= scale:
+            return f"{count / scale:,.1f} {unit}"
+    return f"{count / 1e3:,.0f} kB"

@@ -1,0 +1,106 @@
+"""What a drafter would bring on your prompts, before it is trained: accepted length and speedup
+by budget and batch size, hours, and whether it pays.
+
+    python scripts/extra/forecast.py target=smollm2 prompts=FILE heads=[eagle3] chats=CHATS.jsonl \\
+        tokens=[1e6,5e6] out=reports/forecast
+    python scripts/extra/forecast.py target=smollm2 prompts=FILE pilots=[runs/short] out=reports/forecast
+    python scripts/extra/forecast.py target=smollm2 prompts=FILE check=reports/forecast/forecast.json \\
+        truth=[runs/eagle3] out=reports/forecast
+
+A pilot of a few minutes (heads= trains one of each recipe, pilots= takes short runs that are
+there) decodes the prompts; measured learning curves (docs/results/recipes.json) say how it goes
+on from there, and the latency curves of this machine, timed with the pilot's head, what that is
+worth. Your engine instead: costs=FILE takes its points (scripts/tune.py engine), url=, plain= and
+draft_tokens= load two running servers; any drafter will do there, also llama.cpp's and vLLM's
+synthetic acceptance, since what a cycle costs does not hang on what it accepts. OUT gets
+forecast.json, frozen by its sha256 and date. check= holds such a file against heads that were
+trained since and writes truth.json, to which later checks add; misses stay in the table.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from rich.console import Console
+
+from conf.errors import UserError
+from conf.schema import entry
+from decode.models.load import load_target
+from decode.models.memory import Plan
+from scripts.common import files
+from scripts.common.progress import Steps, columns
+from scripts.common.prompts import load_prompts
+from scripts.common.spelling import spelled, target_keys
+from scripts.extra.forecasting import run as forecasting
+from scripts.extra.forecasting import table
+from scripts.extra.forecasting.config import ForecastConfig
+
+RECORD, TRUTH = "forecast.json", "truth.json"
+
+
+@entry("forecast", ForecastConfig)
+def main(cfg: ForecastConfig) -> None:
+    """Measure, foretell, freeze; or hold a frozen forecast against truth."""
+    out = Path(cfg.out).expanduser()
+    record = out / (TRUTH if cfg.check else RECORD)
+    with files.sole_folder(out):
+        if record.exists() and not cfg.check:
+            raise UserError(
+                f"out: {record} exists, and a forecast stays as it was; give another folder"
+            )
+        foretold(cfg, out, record)
+
+
+def foretold(cfg: ForecastConfig, out: Path, record: Path) -> None:
+    """The run behind `main`."""
+    console = Console()
+    if cfg.check:
+        forecasting.frozen(Path(cfg.check).expanduser())
+    longest = max(len(p.turns[0]) for p in load_prompts(cfg.prompts)) // 2
+    pilots = [*cfg.pilots, *(str(pilot(cfg, name, out)) for name in cfg.heads)]
+    plan = Plan(max(cfg.batch_sizes), longest + cfg.max_new_tokens, 32)
+    target = load_target(cfg.target, cfg.dtype, cfg.device, plan)
+    with Steps(*columns(20), console=console, quiet=cfg.quiet, transient=True) as progress:
+        if cfg.check:
+            value = forecasting.check(cfg, target, progress, record)
+        else:
+            value = forecasting.run(cfg, target, progress, pilots)
+    files.write_json(record, value)
+    (table.show_check if cfg.check else table.show)(value, console)
+    console.print(f"written: {record}", highlight=False)
+
+
+def pilot(cfg: ForecastConfig, name: str, out: Path) -> Path:
+    """A short run of a recipe in OUT/pilots, taken up where it stopped. Raises UserError where
+    it fails."""
+    data = Path(cfg.chats).expanduser().resolve()
+    if not data.is_file():
+        raise UserError(f"chats: {data} is no file; give the JSONL of conversations")
+    own = [f"seed={cfg.seed}", "save_every=0", "eval.parity=0"]
+    more = [*target_keys(cfg.target), *own, *cfg.more]
+    command = [
+        sys.executable,
+        str(files.ROOT / "scripts" / "train_heads.py"),
+        f"path={spelled(str(data))}",
+        f"heads=[{name}]",
+        f"steps={cfg.pilot_steps}",
+        f"out={spelled(str((out / 'pilots').resolve()))}",
+        f"more=[{','.join(map(spelled, more))}]",
+    ]
+    done = subprocess.run(command, env=os.environ, check=False)
+    if done.returncode:
+        raise UserError(
+            f"heads: the pilot of {name} stopped (exit code {done.returncode}); what it said "
+            "stands above, the same command goes on"
+        )
+    return out / "pilots" / name
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""The keys of scripts/extra/forecast.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from annotated_types import Ge, Interval
+
+from conf.rules import Filled, NotEmpty, OneOrMore, Seed, ZeroOrMore, one_of
+from decode.models.load import DTYPES, TargetConfig
+from scripts.lab.train_heads import RECIPES
+
+Tokens = Annotated[float, Interval(ge=1, lt=1e15)]
+
+
+@dataclass
+class ForecastConfig:
+    """Keys of scripts/extra/forecast.py."""
+
+    # folder for forecast.json and the pilots; with check=, for truth.json
+    out: NotEmpty
+    # the frozen model
+    target: TargetConfig = field(default_factory=TargetConfig)
+    # JSONL of the prompts that will be asked: acceptance depends on them
+    prompts: str = "scripts/prompts/demo.jsonl"
+    # how many of them, spread over the file
+    num_prompts: Annotated[int, Ge(2)] = 16
+    # longest answer, tokens
+    max_new_tokens: Annotated[int, Ge(8)] = 64
+    # run folders of short runs, one for each head that is weighed
+    pilots: list[str] = field(default_factory=list)
+    # recipes for which a pilot is trained here, on the conversations in chats
+    heads: list[Annotated[str, one_of(RECIPES)]] = field(default_factory=list)
+    # JSONL of conversations for those pilots
+    chats: str = ""
+    # steps of such a pilot; 1 = an untrained head: its cost, and nothing about its learning
+    pilot_steps: OneOrMore = 40
+    # further keys of the pilots' training, such as data.features=FOLDER
+    more: list[str] = field(default_factory=list)
+    # tokens to train on
+    tokens: Filled[Tokens] = field(default_factory=lambda: [1e6, 2e6, 5e6])
+    # prompts decoded at a time
+    batch_sizes: Filled[OneOrMore] = field(default_factory=lambda: [1, 4])
+    # measured learning curves
+    curves: str = "docs/results/recipes.json"
+    # points of your engine, as scripts/tune.py engine writes them: speedups there instead of here;
+    # empty = this machine is timed
+    costs: str = ""
+    # address of a running server with any drafter, also one of synthetic acceptance (llama.cpp,
+    # vLLM): it is timed in place of this machine; needs plain and draft_tokens
+    url: str = ""
+    # address of a running server of the same model without a drafter
+    plain: str = ""
+    # tokens that the server at url drafts in a cycle
+    draft_tokens: ZeroOrMore = 0
+    # repetitions of every point of the latency curve, or loads of every server
+    curve_rounds: OneOrMore = 2
+    # an earlier forecast.json that is held against trained heads
+    check: str = ""
+    # run folders, head folders or checkpoints that were trained since
+    truth: list[str] = field(default_factory=list)
+    # float32, bfloat16 or float16
+    dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
+    # cpu, cuda, cuda:1; null = the GPU when there is one
+    device: str | None = None
+    # addresses all random numbers
+    seed: Seed = 0
+    # no progress bar
+    quiet: bool = False
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        found = []
+        if len({bool(self.url), bool(self.plain), self.draft_tokens > 0}) > 1:
+            found.append(
+                "url: a server is timed against a plain one; give url, plain and draft_tokens "
+                "together, or none of them"
+            )
+        if self.url and self.costs:
+            found.append("costs: points of an engine and url, which measures them; give one")
+        if self.check:
+            found += [] if self.truth else ["truth: empty; give the heads that were trained since"]
+            return found
+        if self.truth:
+            found.append("truth: only with check=FILE, the forecast that it is held against")
+        if not self.pilots and not self.heads:
+            found.append("pilots: none, and no heads; give pilots=[FOLDER] or heads=[eagle3]")
+        if self.heads and not self.chats:
+            found.append("chats: empty; heads= needs the JSONL of conversations that they learn")
+        if len(set(self.pilots)) != len(self.pilots) or len(set(self.heads)) != len(self.heads):
+            found.append("pilots: one is named twice; name each once")
+        return found

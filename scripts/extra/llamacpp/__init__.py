@@ -1,0 +1,1 @@
+"""llama.cpp's server, started on loopback."""

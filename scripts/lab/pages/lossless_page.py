@@ -1,0 +1,146 @@
+"""The table of figures in docs/lossless.md, rendered from docs/results/lossless.json; a test
+compares the two.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from scripts.common import files
+from scripts.reports.block import Block, md_table
+
+RESULTS = files.ROOT / "docs" / "results" / "lossless.json"
+BLOCK = Block.of("docs/lossless.md", "figures", "scripts/lab/prove.py")
+DOUBTFUL = 12  # tests of a certificate that the results keep
+
+
+def slim(paper: dict[str, Any]) -> dict[str, Any]:
+    """A certificate without folders, plots' data and all but its most doubtful tests."""
+    layers = [
+        {k: v for k, v in layer.items() if k not in ("histograms", "distribution", "divergences")}
+        for layer in paper["layers"]
+    ]
+    for layer in layers:
+        if "tests" in layer:
+            layer["tests"] = sorted(layer["tests"], key=lambda test: test["p"])[:DOUBTFUL]
+    settings = {k: v for k, v in paper["settings"].items() if k not in ("out", "quiet")}
+    target = {k: v for k, v in paper["identities"]["target"].items() if k != "path"}
+    kept = (
+        "verdict",
+        "reasons",
+        "created",
+        "command",
+        "negative_controls",
+        "controls",
+        "power",
+        "shape",
+        "versions",
+    )
+    return {
+        **{k: paper[k] for k in kept},
+        "layers": layers,
+        "settings": settings,
+        "identities": {**paper["identities"], "target": target},
+    }
+
+
+def render(known: dict[str, Any]) -> str:
+    """The tables of the page."""
+    parts = [md_table(("what", "how much", "found"), _rows(known), (0, 1, 2)), ""]
+    if "certificates" in known:
+        parts += [_certificates(known["certificates"]), ""]
+    if "controls" in known:
+        parts += [_controls(known["controls"]), ""]
+    return "\n".join(parts)
+
+
+def refresh() -> None:
+    """Put the committed figures into the page. Raises ValueError where a line is missing."""
+    BLOCK.write(render(json.loads(RESULTS.read_text())))
+
+
+# section -> what, how much, found
+TOLD = {
+    "enumeration": (
+        "one verification, every branch",
+        "{cases:,} random worlds, up to {max_vocab} tokens and {max_nodes} nodes, {branches:,} "
+        "branches",
+        "law off by at most {max_error:.1e} (limit {limit:g})",
+    ),
+    "engine": (
+        "the whole loop, every branch",
+        "{runs} drafters × laws × rules, outputs of {length} of {vocab} tokens, {branches:,} "
+        "branches",
+        "law off by at most {max_error:.1e} (limit {limit:g})",
+    ),
+    "controls": ("known wrong code (below)", "{controls} controls", "{rejected} rejected"),
+    "biased": (
+        "biased decoders, certificate's sampling layer",
+        "{decoders} of total variation {variation:g} and two that one order of the tokens cannot "
+        "see, {tokens:,} tokens each",
+        "{rejected} rejected at alpha = {alpha:g}",
+    ),
+    "sound": (
+        "sound decoder, the same layer",
+        "{seeds} seeds, {tokens:,} tokens each",
+        "{rejected} rejected at alpha = {alpha:g}, smallest p = {smallest_p:.2g}",
+    ),
+}
+
+
+def _rows(known: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """The first table, section by section."""
+    for name, told in TOLD.items():
+        if name in known:
+            yield tuple(cell.format(**known[name]) for cell in told)
+            if name == "enumeration":
+                yield "traversal against rejection", "the same worlds", _less(known[name])
+    for r in known["greedy"]["rows"] if "greedy" in known else ():
+        what = f"greedy, {known['greedy']['target']['name']}, {r['drafter']}, B = {r['batch_size']}"
+        words = f"{r['equal']} equal, {r['rounding_ties']} rounding ties, {r['defects']} defects"
+        yield what, f"{r['prompts']} prompts, {r['tokens']:,} tokens", words
+
+
+def _less(e: dict[str, Any]) -> str:
+    """Where traversal accepts less than rejection."""
+    less = e["traversal_accepts_less"]
+    fewer = f"accepts less on {less['chains']} chains and {less['trees']} trees"
+    some = less["chains"] or less["trees"]
+    return f"{fewer}, by at most {less['largest']:.1e}" if some else fewer
+
+
+def _certificates(e: dict[str, Any]) -> str:
+    head = ("certificate", "settings", "tokens", "p (alpha)", "smallest bias found")
+    wrong = {
+        "typical acceptance": "typical acceptance",
+        "draft scored with the wrong law": "wrong draft law",
+    }
+    rows = []
+    for paper in e["rows"]:
+        s, power = paper["settings"], paper["power"]
+        sampling = next((layer for layer in paper["layers"] if layer["name"] == "sampling"), None)
+        p = f"{sampling['p']:.2g} ({sampling['alpha']:g})" if sampling else "–"
+        by = {
+            c["name"]: f"p = {c['p']:.1e} after {c['tokens']:,}"
+            + (" at T = 1" if c.get("faint") else "")
+            for c in paper["negative_controls"]
+            if c["layer"] == "sampling"
+        }
+        least = f"{power['min_detectable']:.1%}" if power.get("min_detectable") else "–"
+        cut = f", top-p {s['top_p']:g}" if s["top_p"] != 1 else ""
+        words = f"T = {s['temperature']:g}{cut}, {s['dtype']}"
+        verdict = ": ".join([paper["verdict"], *paper["reasons"][:1]])
+        cells = [s["drafter"], words, f"{power['tokens']:,}", p, least]
+        rows.append([*cells, *(by.get(name, "–") for name in wrong), verdict])
+    return md_table([*head, *wrong.values(), "verdict"], rows, (0, 1, -1))
+
+
+def _controls(e: dict[str, Any]) -> str:
+    rows = []
+    for r in e["rows"]:
+        layer = r["layer"] if r["rejected"] else "NOTHING"
+        rows.append([r["name"], layer, f"{r['measured']:.2g}", f"{r['correct_code']:.1g}"])
+    head = ("known wrong code", "caught by", "measured there", "correct code")
+    return md_table(head, rows, (0, 1))

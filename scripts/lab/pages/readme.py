@@ -1,0 +1,343 @@
+"""The figures of README.md and the tables of docs/results.md, tuning.md, engines.md and
+serving.md, from JSON: `make readme`, that is `python -m scripts.lab.pages.readme`.
+
+Copies what the tables need from reports/NAME/report.json (`COPIED`) to docs/results and puts
+the tables between the markers of the pages. Without reports it renders the committed JSON
+again. Of the demo only a full one is taken: the figures of FAST=1 mean little.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from heads.warm import BEFORE
+from scripts.common import files
+from scripts.extra.forecasting import table as forecast_table
+from scripts.lab.pages import matched, serves
+from scripts.lab.serving import case as engine_case
+from scripts.lab.serving import llamacpp_cases
+from scripts.lab.serving import sampled as engine_sampled
+from scripts.lab.serving import settings as engine_settings
+from scripts.reports import fit_table, table, tune_table
+from scripts.reports.block import Block, md_table
+from scripts.scoring.names import SERVER
+
+RESULTS = files.ROOT / "docs" / "results"
+BY = "`make readme`"
+README = Block.of("README.md", "results", BY)
+TABLES = Block.of("docs/results.md", "tables", BY)
+TUNING = Block.of("docs/tuning.md", "tuned", BY)
+ENGINES = Block.of("docs/engines.md", "engines", BY)
+SERVING = Block.of("docs/serving.md", "serves", BY)
+FIT = Block.of("docs/fit.md", "fits", BY)
+FORGOTTEN = Block.of("docs/fit.md", "matrix", BY)
+FORETOLD = Block.of("docs/fit.md", "forecasts", BY)
+DROPPED = ("per_prompt", "acceptance_by_rank")
+# file in docs/results without its ending -> folder under reports/
+COPIED = {
+    "demo-t0": "demo/t0",
+    "demo-t1": "demo/t1",
+    "unseen-t0": "unseen/t0",
+    "unseen-t1": "unseen/t1",
+    "unseen-fp32": "unseen/fp32",
+    "unseen-b4": "unseen/b4",
+    "unseen-b8": "unseen/b8",
+    "union-t0": "union/t0",
+    "union-t1": "union/t1",
+}
+# tables of accepted lengths by category: file -> heading
+BY_CATEGORY = {
+    "union-t0": "Accepted length of a union of drafters, by category",
+    "union-t1": "The same union at T = 1",
+}
+# score tables of docs/results.md: file -> heading
+SHOWN = {
+    "unseen-t0": "72 prompts that nothing was trained or tuned on",
+    "unseen-t1": "The same at T = 1, with the head of the first 25 minutes",
+    "unseen-fp32": "The same in float32 (beside other work: no times)",
+    "unseen-b4": "The same, four at a time",
+    "unseen-b8": "The same, eight at a time",
+    "demo-t0": "What `make demo` shows (its JSON says at which commit)",
+    "demo-t1": "What `make demo` shows at T = 1",
+    "recipes-t0": "Recipes, trained longer",
+}
+
+
+def slim(report: dict[str, Any]) -> dict[str, Any]:
+    """A report without folders of this machine and without per-prompt detail."""
+    kept = {k: v for k, v in report.items() if k != "skipped_turns"}
+    kept["target"] = {k: v for k, v in report["target"].items() if k != "path"}
+    kept["settings"] = {k: v for k, v in report["settings"].items() if k != "target"}
+    kept["drafters"] = [
+        {k: v for k, v in row.items() if k not in DROPPED} for row in report["drafters"]
+    ]
+    for row in kept["drafters"]:
+        if row["lossless"]:
+            row["lossless"] = {k: v for k, v in row["lossless"].items() if k != "differences"}
+    return {**kept, "skipped_turns": []}
+
+
+def read(name: str) -> dict[str, Any]:
+    """A file of docs/results."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
+
+
+def front() -> str:
+    """What the README says first: a sentence about the fastest drafter with a trained head, and
+    a small table. Which answers are equal is told in float32, where no rounding blurs it."""
+    report, exact = read("unseen-t0"), read("unseen-fp32")
+    same = {row["label"]: row for row in exact["drafters"]}
+    rows = {row["label"]: row for row in report["drafters"]}
+    heads = {label: same[label.partition("+")[0]] for label in rows if label in same}
+    best = max(
+        (row for label, row in rows.items() if heads.get(label, {}).get("training")),
+        key=lambda row: row["speedup"]["mean"],
+    )
+    training = heads[best["label"]]["training"]
+    seconds = training.get("cpu_seconds") or training["train_seconds"]
+    seconds += training.get(f"{BEFORE}cpu_seconds", 0)
+    found = same[best["label"]]["lossless"]
+    kill = read("reliability")["kill9"]["result"].split(",")[0]
+    generate = rows["hf_generate"]["tokens_per_second"]
+    paces = {name: cell["speedup"]["mean"] for name, cell in best["by_category"].items()}
+    slowest = min(paces, key=lambda name: paces[name])
+    lines = [
+        f"**`{best['label']}`, its head trained for {seconds / 60:.0f} minutes of one CPU core, "
+        f"commits {best['accepted_length']['mean']:.2f} tokens a pass and writes "
+        f"{best['tokens_per_second'] / generate:.2f} times as fast as transformers' `generate`** "
+        f"on two cores ({table.interval(best['speedup'], 2, '×')} our own plain decoding; "
+        f"{report['settings']['num_prompts']} prompts of {len(paces)} categories that nothing was "
+        f"trained or tuned on, T = 0, bfloat16; the slowest is {slowest}, {paces[slowest]:.2f}×). "
+        "In float32 "
+        f"{found['equal']} of {found['checked']} answers are equal token by token. `kill -9` at "
+        f"random moments of training: {kill}.",
+        "",
+    ]
+    head = "drafter", "tokens a pass", "× plain decoding", "× `generate`", "same tokens, float32"
+    cells = [
+        [
+            label,
+            table.interval(row["accepted_length"]),
+            table.interval(row["speedup"]),
+            f"{row['tokens_per_second'] / generate:.2f}",
+            table.equality(same[label]) if label in same else "–",
+        ]
+        for label, row in rows.items()
+        if not label.endswith("(defaults)") and not _drafting_server(row)
+    ]
+    more = " ".join(filter(None, [fastest(rows), leaders(), fitted()]))
+    return "\n".join([*lines, md_table(head, cells), "", more])
+
+
+def _drafting_server(row: dict[str, Any]) -> bool:
+    """A row that the page behind the README is enough for."""
+    return bool(SERVER.fullmatch(row["name"])) and row["accepted_length"]["mean"] != 1
+
+
+def fastest(rows: dict[str, dict[str, Any]]) -> str:
+    """Whether a server of another engine is faster than all that is ours, in a sentence."""
+    label = max(rows, key=lambda name: rows[name]["speedup"]["mean"])
+    if not SERVER.fullmatch(rows[label]["name"]):
+        return ""
+    return (
+        f"The fastest row of all is `{label}`, another engine's server on the same two cores "
+        f"({table.interval(rows[label]['speedup'], 2, '×')}; [engines](docs/engines.md))."
+    )
+
+
+def leaders() -> str:
+    """Which head is accepted most on equal terms, in a sentence."""
+    if not (RESULTS / "matched.json").exists():
+        return ""
+    report = read("matched")
+    told = []
+    for shape in matched.SHAPES:
+        scores = {
+            name: head["scores"]["0"][shape]
+            for name, head in report["heads"].items()
+            if shape in head["scores"]["0"]
+        }
+        best = max(scores, key=lambda name: scores[name]["accepted_length"]["mean"])
+        cell = f"`{best}@{shape}` ({scores[best]['accepted_length']['mean']:.2f} tokens a pass"
+        if best != matched.REFERENCE:
+            cell += f", {fit_table.change(scores[best]['against'])} to `{matched.REFERENCE}`"
+        told.append(f"{cell})")
+    return (
+        f"Of {len(report['heads'])} heads with the same conversations and the same arithmetic "
+        f"{' and '.join(told)} are accepted most "
+        "([table](docs/results.md#all-heads-on-the-same-data-and-arithmetic))."
+    )
+
+
+def fitted() -> str:
+    """What fitting whole heads to traffic of the README's target brought, in a sentence; of each
+    traffic its shortest fit."""
+    target = read("unseen-t0")["target"]["name"]
+    reports = [
+        report
+        for report in fit_reports()
+        if not report["settings"]["lora"]["rank"] and report["target"]["name"] == target
+    ]
+    if not reports:
+        return ""
+    reports.sort(key=lambda report: -report["budget"]["minutes"])
+    reports = [*{report["settings"]["train"]: report for report in reports}.values()]
+    told = []
+    for report in sorted(reports, key=lambda report: -report["gain"]["mean"]):
+        before, after = (row["accepted_length"]["mean"] for row in report["later"]["drafters"][:2])
+        gain = {key: 100 * (report["gain"][key] - 1) for key in ("mean", "low", "high")}
+        told.append(
+            f"{report['name']} {before:.2f} → {after:.2f}, {gain['mean']:+.0f} % "
+            f"[{gain['low']:+.0f}, {gain['high']:+.0f}]"
+        )
+    minutes = {f"{report['budget']['minutes']:g}" for report in reports}
+    prompts = {str(report["settings"]["prompts"]) for report in reports}
+    return (
+        f"`outrider fit`, {' or '.join(sorted(minutes))} minutes for each of {len(reports)} "
+        f"made-up traffics: accepted length on {' or '.join(sorted(prompts))} later questions "
+        f"{'; '.join(told)}. What it does to other questions stands [beside it](docs/fit.md)."
+    )
+
+
+def made(report: dict[str, Any]) -> str:
+    """The machine and the commit of a report."""
+    env = report["environment"]
+    machine = env.get("gpu") or env["processor"]
+    return f"{machine}, {env['threads']} threads, commit `{env['commit']}`"
+
+
+def known(*names: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Those files of docs/results that are there."""
+    for name in names:
+        if (RESULTS / f"{name}.json").exists():
+            yield name, read(name)
+
+
+def results() -> str:
+    """The tables of docs/results.md, from the JSON beside it."""
+    headings = SHOWN | BY_CATEGORY
+    blocks = []
+    for name, report in known(*headings):
+        where = f"{made(report)}, [JSON](results/{name}.json)"
+        blocks += [f"## {headings[name]}", "", f"{table.title(report)} ({where})", ""]
+        shown = table.by_category if name in BY_CATEGORY else table.markdown
+        blocks += [shown(report), ""]
+    blocks += level()
+    for _, report in known("engines"):
+        heading = f"## Exported heads, {engine_case.title(report)}"
+        blocks += [heading, "", "`make engines`", "", engine_case.markdown(report), ""]
+    return "\n".join(blocks)
+
+
+def level() -> list[str]:
+    """The heads that learned from the same data with the same arithmetic, at every budget."""
+    blocks = []
+    for name, report in known(*(path.stem for path in sorted(RESULTS.glob("matched*.json")))):
+        where = f"{made(report)}, [JSON](results/{name}.json)"
+        blocks += [f"{matched.title(report)} ({where})", "", matched.markdown(report), ""]
+    return ["## All heads on the same data and arithmetic", "", *blocks] if blocks else []
+
+
+def tuned() -> str:
+    """The table of docs/tuning.md."""
+    return tune_table.markdown(read("tune"))
+
+
+# what shows an engine's file of docs/results, and the command that wrote it
+ENGINE_RUNS: dict[str, tuple[Any, str]] = {
+    "engines-llamacpp": (llamacpp_cases, "make engines ONLY=llamacpp"),
+    "engines-llamacpp-block": (llamacpp_cases, "scripts/lab/engines.py llamacpp"),
+    "engines-llamacpp-files": (llamacpp_cases, "scripts/lab/engines.py llamacpp"),
+    "engines-llamacpp-sampled": (engine_sampled, "scripts/lab/engines.py sampled"),
+    "engine-settings": (engine_settings, "scripts/lab/engines.py settings"),
+    "engine-forecast-first": (
+        engine_settings,
+        "scripts/lab/engines.py settings pilot=... synthetic=[..]",
+    ),
+    "engine-forecast": (
+        engine_settings,
+        "scripts/lab/engines.py settings pilot=... synthetic=[..]",
+    ),
+    "engines": (engine_case, "make engines ONLY=vllm"),
+    "engines-block": (engine_case, "scripts/lab/engines.py"),
+    "engines-vllm-sampled": (engine_sampled, "scripts/lab/engines.py sampled server=vllm"),
+}
+
+
+def engines() -> str:
+    """The tables of docs/engines.md, one for every engine that was run."""
+    blocks = []
+    for name, report in known(*ENGINE_RUNS):
+        room, command = ENGINE_RUNS[name]
+        where = f"`{command}`; {made(report)}"
+        blocks += [f"**{room.title(report)}** ({where})", "", room.markdown(report), ""]
+    return "\n".join(blocks)
+
+
+def fit_reports() -> list[dict[str, Any]]:
+    """The fits of docs/results, each with the name of its traffic."""
+    found = known(*(path.stem for path in sorted(RESULTS.glob("fit-*.json"))))
+    return [{**report, "name": name.removeprefix("fit-")} for name, report in found]
+
+
+def fits() -> str:
+    """The table of docs/fit.md."""
+    reports = fit_reports()
+    return fit_table.page(reports) if reports else ""
+
+
+def forgotten() -> str:
+    """The matrix of docs/fit.md: every fitted head on every traffic."""
+    found = dict(known("domains")).get("domains")
+    if found is None:
+        return ""
+    return f"{fit_table.matrix(found)}\n\n`{found['command']}` ({made(found)})"
+
+
+def foretold() -> str:
+    """A frozen forecast and what came, in docs/fit.md."""
+    name = "forecast-nine-truth"
+    report = read(name)
+    shown = forecast_table.markdown_check(report)
+    return f"{shown}, on {made(report)} ([JSON](results/{name}.json))"
+
+
+PAGES = {
+    README: front,
+    TABLES: results,
+    TUNING: tuned,
+    ENGINES: engines,
+    FIT: fits,
+    FORGOTTEN: forgotten,
+    FORETOLD: foretold,
+    SERVING: lambda: serves.markdown(RESULTS),
+}
+
+
+def main() -> int:
+    """Refresh docs/results from the reports that are there, then the pages."""
+    budget = files.ROOT / "runs" / "demo" / "budget"
+    full = budget.exists() and budget.read_text().strip() == "full"
+    for name, folder in COPIED.items():
+        source = files.ROOT / "reports" / folder / "report.json"
+        if source.exists() and (full or not name.startswith("demo")):
+            files.write_json(RESULTS / f"{name}.json", slim(json.loads(source.read_text())))
+    domains = files.ROOT / "reports" / "domains" / "report.json"
+    if domains.exists():
+        files.write_json(RESULTS / "domains.json", fit_table.forgotten(domains))
+    spent = files.ROOT / "reports" / "demo" / "spent.json"
+    if full and spent.exists():
+        files.write_json(RESULTS / "demo-spent.json", json.loads(spent.read_text()))
+    for block, body in PAGES.items():
+        block.write(body())
+    names = dict.fromkeys(block.page.name for block in PAGES)
+    print(f"written: {', '.join(names)}, docs/results")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What `prove` runs beside a certificate."""

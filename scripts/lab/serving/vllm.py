@@ -1,0 +1,124 @@
+"""`engines.py`: exports served by vLLM on the CPU at T = 0, and the speculators package on
+what is exported for it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from conf.schema import entry
+from heads import load_head
+from heads.base import Head
+from heads.interop import exported
+from scripts.common import files
+from scripts.lab.serving import case as engine_case
+from scripts.lab.serving import shared
+from scripts.serving import card
+
+FORMATS = {
+    "medusa": ("vllm", "medusa"),
+    "eagle1": ("vllm",),
+    "eagle3": ("vllm", "speculators"),
+    "dflash": ("vllm", "speculators"),
+    "small_lm": ("transformers",),
+}
+
+
+@dataclass
+class EnginesConfig(shared.Keys):
+    """Keys of scripts/lab/engines.py."""
+
+    usual: ClassVar[tuple[str, ...]] = (
+        "runs/demo/medusa",
+        "runs/eagle1",
+        "runs/eagle3",
+        "runs/draft",
+    )
+    out: str = "docs/results/engines.json"
+    work: str = "runs/engines"
+    # prompts that the engine answers alone, for its speed
+    timed: int = 6
+    engine: str = ".venv-engines/bin/python"
+    # Python of the environment with the speculators package
+    speculators: str = ".venv-speculators/bin/python"
+    # K of a case by its name, in place of the one that the export's serve command names
+    draft_tokens: dict[str, int] = field(default_factory=dict)
+    # only these cases, such as eagle3-vllm; [] = all
+    only: list[str] = field(default_factory=list)
+
+
+@entry("engines", EnginesConfig)
+def main(cfg: EnginesConfig) -> int:
+    """Export, serve, compare, write."""
+    shared.environment(cfg.engine, "make engines")
+    package = shared.environment(cfg.speculators, "make engines")
+    stage = shared.Stage(cfg)
+    job = {
+        "model": stage.target.identity.path if stage.target.identity else "",
+        "speculative": None,
+        "prompts": stage.ids,
+        "max_tokens": cfg.max_new_tokens,
+        "stop": list(stage.target.eos_ids),
+        "batch": cfg.batch_size,
+        "timed": cfg.timed,
+        "context": cfg.context,
+    }
+    print("plain decoding: the engine's", flush=True)
+    plain = answered(cfg, stage.work, "plain", job)
+    cases = [{"case": "plain", **stage.runs.plain_case(plain)}]
+    for found in stage.drafters():
+        for format in FORMATS.get(found.kind, ()):
+            name = f"{found.name.replace('small_lm', 'draft')}-{format}"
+            if cfg.only and name not in cfg.only:
+                continue
+            print(f"{name}: {found.spec}", flush=True)
+            folder = stage.exported(name, found, format)
+            depth = cfg.draft_tokens.get(name) or (exported(folder) or {})["draft_tokens"]
+            head = load_head(found.folder, stage.target)
+            answer = answered(cfg, stage.work, name, asked(job, folder, head, depth, format))
+            case = stage.runs.case(head, found.card_sha256, depth, answer, plain)
+            if format == "speculators":
+                case["package"] = engine_case.package(
+                    package, folder, head, stage.target, stage.ids[0], stage.work
+                )
+            cases.append(
+                {
+                    "case": name,
+                    "drafter": found.spec,
+                    "kind": found.name,
+                    "format": format,
+                    "draft_tokens": depth,
+                    **case,
+                }
+            )
+    settings = {"dtype": "float32", "batch_size": cfg.batch_size, "timed": cfg.timed}
+    print(engine_case.markdown(stage.report(plain["versions"], settings, cases)))
+    return stage.end()
+
+
+def asked(job: dict[str, Any], folder: Path, head: Head, depth: int, format: str) -> dict[str, Any]:
+    """The plain job with a drafter. A folder of speculators is served as it is."""
+    if format == "speculators":
+        return {**job, "model": str(folder)}
+    return {**job, "speculative": card.vllm(head, folder, depth)}
+
+
+def answered(cfg: EnginesConfig, work: Path, name: str, job: dict[str, Any]) -> dict[str, Any]:
+    """The engine's answer to a job, from WORK when the same job was answered before."""
+    weights = job["speculative"]["model"] if job["speculative"] else job["model"]
+    stamp = (exported(Path(weights)) or {}).get("files")
+    key = hashlib.sha256(json.dumps([job, stamp], sort_keys=True).encode()).hexdigest()[:16]
+    answer = work / f"{name}.{key}.json"
+    if not answer.is_file():
+        files.write_json(work / f"{name}.job.json", job)
+        command = [
+            str(files.ROOT / cfg.engine),
+            str(files.ROOT / "scripts/lab/serving/run_vllm.py"),
+            str(work / f"{name}.job.json"),
+            str(answer),
+        ]
+        shared.call(command, work / f"{name}.engine.log")
+    return json.loads(answer.read_text())

@@ -1,0 +1,300 @@
+"""scripts/validate.py dry_run=true: sizes of published models, every recipe on its own hardware,
+remedies, mistakes in one line; and its counts against two that owe it nothing: the allocator's
+record of a real pass, and a count on torch's meta device."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from conf.errors import UserError
+from conf.schema import CONF, compose
+from decode.models.load import load_target
+from heads import HEADS
+from heads.batch import Batch
+from scripts.extra.cluster import count as counting
+from scripts.extra.cluster import gpus, models, phantom
+from scripts.extra.cluster.config import DryRunConfig
+from scripts.extra.cluster.count import Asked, Shape, count
+from scripts.extra.cluster.plan import _rows_a_pass, plan, shape_of, with_keys
+from scripts.extra.cluster.table import table
+from scripts.lab.pages import cluster as page
+from tests.heads.test_ttt_attention import batch_of, held_by_8b
+from tests.helpers import faults
+from train.validate import head_config
+
+pytestmark = pytest.mark.skipif(bool(phantom.missing()), reason=phantom.missing() or "torch has it")
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted(p.stem for p in (CONF / "experiment").glob("*.yaml"))
+ON_GPUS = [n for n in RECIPES if not n.startswith("smollm2")]
+TINY = ["target=tiny", "target.layers=6", "head.draft_vocab=64", "data.max_length=64", "gpus=1"]
+
+
+def config(*keys: str) -> DryRunConfig:
+    return compose("validate", DryRunConfig, ["data.path=none", *keys])
+
+
+# Facts
+# -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(models.shipped()))
+def test_parameters_are_the_published_ones(name: str) -> None:
+    model = models.shipped()[name]
+    assert model.size.total == pytest.approx(model.published, rel=1e-9)
+    assert 0 < model.size.layer * model.layers * 0.99 < model.size.stacked < model.size.total
+
+
+def test_facts_of_smollm2_are_those_of_its_own_config() -> None:
+    """The wheel's config, where it was fetched already."""
+    path = Path.home() / ".cache/outrider/smollm2-135m-instruct/config.json"
+    if not path.is_file():
+        pytest.skip("SmolLM2 was not fetched")
+    told = json.loads(path.read_text())
+    assert {k: told[k] for k in models.shipped()[models.SMOLLM2.lower()].config} == (
+        models.shipped()[models.SMOLLM2.lower()].config
+    )
+
+
+# Recipes
+# -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ON_GPUS else pytest.param(n, marks=pytest.mark.slow) for n in RECIPES]
+)
+def test_a_recipe_fits_its_hardware(name: str) -> None:
+    told = page.stated(name)
+    assert told, f"{name} states no hardware"
+    keys, margin = told
+    found = page.predicted(name, keys)
+    held = found["memory"]
+    assert held["fits"] and held["spare"] >= margin, (name, held)
+    assert sum(held["parts"].values()) == held["training"] <= held["peak"]
+    assert 0 < found["speed"]["share_of_peak_flops"] < gpus.SHARE_OF_FLOPS
+    assert table(found).row_count > 10
+    if name == "llama31_8b_eagle3":  # 4 rows of 4,096 tokens, 7 steps
+        assert found["pass"] == {"rows": 4, "tokens_a_row": 4096} and held["spare"] >= 0.3
+        flops = 2 * (found["parameters"] - 128256 * 4096)  # layers and LM head, each once
+        assert found["speed"]["flops_a_token"] > flops
+
+
+def test_a_sharded_target_keeps_three_layers_beside_its_shards() -> None:
+    """The one that computes, as it arrived and unpacked, and the next one as it arrives."""
+    name = "llama31_70b_eagle3"
+    told = page.stated(name)
+    assert told and "gpus=8" in told[0]
+    size = models.shipped()["meta-llama/llama-3.1-70b-instruct"].size
+    kept = 2 * (size.total - size.stacked + size.stacked / 8)
+    held = page.predicted(name, told[0])["memory"]["parts"]["target"] - kept
+    assert 0 <= held - 3 * 2 * size.layer < size.layer
+
+
+def test_recipes_for_gpus_size_their_passes_by_tokens() -> None:
+    """16k tokens a pass for 8B with 30 % to spare, 4k for 70B with 10 %."""
+    sizes = {"llama31_8b_eagle3": (16384, 0.3), "llama31_70b_eagle3": (4096, 0.1)}
+    for name in ON_GPUS:
+        keys, told = (CONF / "experiment" / f"{name}.yaml").read_text(), page.stated(name)
+        assert "\nmicro_tokens: " in keys and "micro_batch" not in keys, name
+        if name in sizes:
+            tokens, margin = sizes[name]
+            assert f"\nmicro_tokens: {tokens}\n" in keys and told and told[1] == margin
+
+
+def test_short_conversations_share_a_pass() -> None:
+    """Sized by tokens a rank's rows go through together; by rows they do not."""
+    base = config(*TINY, "batch_size=8", "row_tokens=16")
+    model = models.model_of(base.target)
+    for keys, rows, mean in (
+        ({"micro_tokens": 128}, 2, 8),
+        ({"micro_batch": 2}, 2, 2),
+        ({"micro_tokens": 128, "micro_batch": 1}, 1, 1),
+        ({"micro_tokens": 128, "micro_batch": 4}, 2, 4),
+        ({"micro_tokens": 8}, 1, 1),
+        ({}, 8, 8),
+    ):
+        cfg = dataclasses.replace(base, **keys)
+        shape = shape_of(cfg, model)
+        assert shape.rows == rows and min(8, _rows_a_pass(cfg, shape, 16)) == mean, keys
+    fast, slow = (
+        plan(dataclasses.replace(base, gpu="l40s-48gb", **keys))["speed"]["tokens_a_second"]
+        for keys in ({"micro_tokens": 128}, {"micro_batch": 2})
+    )
+    assert fast > slow
+
+
+def test_pieces_between_are_counted_as_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of many pieces are run: the same memory, work and launches as all of them."""
+    cfg = config(*TINY, "head=medusa", "head.chunk=32", "head.heads=2")
+    gpu, model = gpus.gpu_of("h100-80gb"), models.model_of(cfg.target)
+    run = (model, head_config(cfg.head), "bfloat16", Shape(4, 61, 0.8), Shape(4, 61, 0.8), True)
+    asked = Asked(*run, phantom.NAME, gpu.seconds)
+    few = count(asked)
+    monkeypatch.setattr(phantom.Phantom, "repeat", lambda *_: None)
+    less = count(asked)
+    calls = []
+    monkeypatch.setattr(counting, "RUN", 10**9)
+    monkeypatch.setattr(phantom.Phantom, "repeat", lambda self, before, times: calls.append(times))
+    all_of_them = count(asked)
+    assert not any(calls)
+    for name, amount in vars(all_of_them).items():
+        if isinstance(amount, dict):
+            amount = pytest.approx(amount, rel=1e-9)
+        assert getattr(few, name) == amount, name
+    assert less.launches["activations"] < few.launches["activations"]
+
+
+def test_every_recipe_states_its_hardware() -> None:
+    for name in RECIPES:
+        told = page.stated(name)
+        assert told and 0 < told[1] < 1, name
+
+
+# Counts of others
+# -------------------------------------------------------------------------------------------
+
+
+def test_the_peak_of_8b_is_that_of_an_independent_count() -> None:
+    """2 rows of 4,096 tokens, 7 steps: tensors on torch's meta device, followed by other code."""
+    cfg = config("head=eagle3", "head.draft_vocab=32000", "head.steps=7", "head.chunk=4096")
+    model = models.shipped()["meta-llama/llama-3.1-8b-instruct"]
+    gpu = gpus.gpu_of("h100-80gb")
+    run = (model, head_config(cfg.head), "bfloat16", Shape(2, 4096, 0.8), None, False)
+    found = count(Asked(*run, phantom.NAME, gpu.seconds))
+    held = held_by_8b(batch_of(2, 4096, 0.8), chunk=4096)
+    mine = found.peak - found.head
+    assert mine == pytest.approx(held.peak, rel=0.05), (mine / 1e9, held.peak / 1e9)
+    assert mine < 20e9
+
+
+def allocated(run) -> int:
+    """The most bytes that the CPU's allocator held above what it held before, by its own record."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        run()
+    events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_the_peak_of_a_real_pass_is_predicted(kind: str) -> None:
+    """A pass of the CPU, predicted from the config alone: within 5 %."""
+    given = ["target.hidden=128", "target.heads=4", "target.vocab=4096", "head.draft_vocab=2048"]
+    cfg = config("target=tiny", f"head={kind}", "target.layers=4", *given)
+    typed = head_config(cfg.head)
+    target = load_target(cfg.target, "float32", "cpu")
+    head = HEADS[kind].for_target(target, typed, torch.ones(4096, dtype=torch.int64))
+    ids = torch.ones(4, 256, dtype=torch.int64)
+    loss = torch.ones_like(ids, dtype=torch.bool)
+    loss[:, : int(256 * (1 - 0.8))] = False
+    batch = Batch(ids, torch.ones_like(loss), loss, torch.arange(4))
+    batch = dataclasses.replace(batch, plan=head.plan(batch, 1))
+    head.train()
+
+    def once() -> None:
+        head.begin_step(1, 2)
+        head(batch, target).sum.backward()
+
+    once()
+    for p in head.parameters():
+        p.grad = None
+    real = allocated(once)
+    run = (models.model_of(cfg.target), typed, "float32", Shape(4, 256, 0.8), None, False)
+    found = count(Asked(*run, "cpu", gpus.gpu_of("cpu-16gb").seconds))
+    mine = found.peak - found.head - found.parts.get("batch", 0)
+    assert mine == pytest.approx(real, rel=0.05), (mine, real)
+
+
+# What to change
+# -------------------------------------------------------------------------------------------
+
+
+def test_remedies_are_found_by_trying(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU a little smaller than the run: keys are named with which it fits, and it does."""
+    base = config(*TINY, "batch_size=4", "eval.every=0", "eval.parity=0")
+    whole = plan(dataclasses.replace(base, gpu="l40s-48gb"))["memory"]["training"]
+    toy = dataclasses.replace(gpus.GPUS["l40s-48gb"], name="toy", memory=whole - 5e4)
+    monkeypatch.setitem(gpus.GPUS, "toy", toy)
+    cfg = dataclasses.replace(base, gpu="toy")
+    found = plan(cfg)
+    keys = found["changes"]["keys"]
+    assert not found["memory"]["fits"] and keys
+    assert "to change" in str(table(found).columns[0]._cells)
+    again, typed = with_keys(cfg, head_config(cfg.head), keys)
+    again.head = dataclasses.asdict(typed)
+    assert plan(again)["memory"]["fits"]
+    small = dataclasses.replace(toy, memory=2.5e9)
+    monkeypatch.setitem(gpus.GPUS, "toy", small)
+    assert plan(cfg)["changes"]["keys"] == {} and "take a larger gpu" in plan(cfg)["changes"]["why"]
+
+
+@pytest.mark.parametrize(
+    "keys, said",
+    [
+        (["gpu=h10"], "gpu: 'h10' is not known; did you mean"),
+        (["gpus=0"], "gpus: 0 is below 1"),
+        (["gpus=7", "batch_size=16"], "batch_size: 16 is no multiple of the 7 ranks"),
+        (["shard_target=true"], "shard_target: needs several processes"),
+        (["supervised=0"], "supervised: 0"),
+        (["margin=1"], "margin: 1"),
+        (["rows=0"], "rows: 0"),
+        (["target=hub", "target.name=nobody/nothing"], "target.name: the config of nobody/nothing"),
+        (["target=local", "target.path=/none"], "target.path: /none/config.json is no model's"),
+        (["head=small_lm"], "head."),
+        (["head=medusa2", "shard_target=true", "gpus=2"], "shard_target: medusa2 changes"),
+        (["head.kind=meduza"], "head.kind: 'meduza'"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(keys: list[str], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        plan(config(*TINY, *keys))
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_config_that_makes_no_model_is_told(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "vit", "hidden_size": 8}')
+    with pytest.raises(UserError, match="transformers makes no causal language model"):
+        plan(config("target=local", f"target.path={tmp_path}", "gpus=1"))
+
+
+def test_a_pass_too_large_to_count_is_refused() -> None:
+    with pytest.raises(UserError, match="^micro_batch: a pass of 1024 x 1024 tokens"):
+        Shape(1024, 1024, 0.8)
+
+
+def test_a_file_that_cannot_be_written_is_told_before_the_work(tmp_path: Path) -> None:
+    from scripts.common.files import check_out
+
+    (tmp_path / "file").write_text("")
+    for out, said in ((tmp_path, "is a folder"), (tmp_path / "file" / "x.json", "cannot write")):
+        with pytest.raises(UserError, match=f"^out: .*{said}"):
+            check_out(out)
+    check_out(tmp_path / "new" / "x.json")
+
+
+def test_the_command_needs_no_data(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "dry.json"
+    words = "dry_run=true", *TINY, f"out={out}"
+    code = faults.wait(faults.script("scripts/validate.py", *words, said=tmp_path / "said"))
+    said = (tmp_path / "said").read_text()
+    assert code == 0 and "predicted, not measured" in said and "peak memory" in said, said
+    found = json.loads(out.read_text())
+    assert found["predicted"] is True and found["command"].startswith("python scripts/validate.py")
+
+
+def test_the_page_says_what_the_json_says() -> None:
+    found = json.loads(page.RESULT.read_text())
+    text = page.BLOCK.page.read_text()
+    assert found["predicted"] and page.BLOCK.put(text, page.page(found)) == text
+    assert text.startswith("# From one machine to a cluster\n\n## Qwen3-8B on eight GPUs")
+    for name, run in found["recipes"].items():
+        told = page.stated(name)
+        assert told and run["memory"]["spare"] >= told[1] and run["memory"]["fits"]

