@@ -89,7 +89,7 @@ def compose(
 
 
 def entry(
-    config_name: str, schema: type, conf_dir: Path = CONF, more: str = ""
+    config_name: str, schema: type, conf_dir: Path = CONF, more: str | Callable[[], str] = ""
 ) -> Callable[[Callable[[Any], Any]], Any]:
     """Decorator: main(cfg: schema) becomes a command. Its integer result, if any, is the exit
     code.
@@ -99,7 +99,7 @@ def entry(
     their traceback. Ranks above 0 print nothing. The command takes an optional list of
     arguments in place of sys.argv[1:].
 
-    more: what `--help` says after the docstring of main's module.
+    more: what `--help` says after the docstring of main's module, or who makes it.
     """
 
     def decorate(main: Callable[[Any], Any]) -> Any:
@@ -119,8 +119,14 @@ def entry(
     return decorate
 
 
-def _tell(main: Callable[[Any], Any], name: str, schema: type, more: str, conf_dir: Path) -> int:
-    _say(_help(main, name, schema, conf_dir, more), sys.stdout)
+def _tell(
+    main: Callable[[Any], Any],
+    name: str,
+    schema: type,
+    more: str | Callable[[], str],
+    conf_dir: Path,
+) -> int:
+    _say(_help(main, name, schema, conf_dir, more() if callable(more) else more), sys.stdout)
     return 0
 
 

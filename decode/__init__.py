@@ -14,7 +14,7 @@ level implements grow.Source and has chains, static and dynamic trees; one that 
 implements drafters.Drafter. A model that cannot be scored is refused by probe.py, which asks
 the model, not a table of names.
 
-Not to be changed without the enumerator (scripts/lab/prove.py, tests/decode/test_verify*.py) and the
-golden tokens (tests/golden): verify.py, sampling.py, rng.py, grow.py, and the order in which
+Not to be changed without the enumerator (scripts/lab/prove.py, tests/decode/test_verify*.py) and
+the golden tokens (tests/golden): verify.py, sampling.py, rng.py, grow.py, and the order in which
 cache.py commits.
 """

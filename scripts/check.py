@@ -1,9 +1,19 @@
-"""`engines.py check`: does a running server do what an export was measured to do?"""
+"""Does a running server do what an export was measured to do?
+
+    python scripts/check.py url=http://127.0.0.1:8080 expected=exports/eagle3
+
+Asks it the prompts of expected.json and compares text, drafted and accepted tokens. Exit code 1:
+it does not, with the place where it parts.
+"""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from conf.rules import AboveZero, ZeroOrMore
 from conf.schema import entry
@@ -41,3 +51,7 @@ def main(cfg: CheckConfig) -> int:
     for line in contract_check.told(found):
         print(line)
     return 0 if found["served"] else 1
+
+
+if __name__ == "__main__":
+    main()

@@ -30,7 +30,17 @@ from scripts.common import light
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"
-NAMES = {"import_head": "import", "train_heads": "heads"}  # file -> verb, where they differ
+# The verbs as they are listed; those of scripts/extra come after them, those of scripts/lab are
+# run as files alone.
+GROUPS = {
+    "Data": ("synthesize", "cache_features"),
+    "Train": ("train", "fit", "validate", "log_rounds"),
+    "Score": ("evaluate", "tune", "certify"),
+    "Serve": ("export", "check", "serve", "chat", "import"),
+    "Begin": ("demo", "doctor", "ls"),
+}
+MORE = "More"
+NAMES = {"import_head": "import"}  # file -> verb, where they differ
 FOLDERS = {  # what `ls` lists: (a folder of conf/, how one of its files is asked for)
     "heads": ("head", "outrider train NAME"),
     "targets": ("target", "target=NAME"),
@@ -52,8 +62,13 @@ class Verb:
 
 
 def verbs() -> dict[str, Verb]:
-    """Every command of scripts/, by its verb."""
+    """Every command of the product, by its verb."""
     return {NAMES.get(stem, stem): verb for stem, verb in _runnable(ROOT / "scripts").items()}
+
+
+def extras() -> dict[str, Verb]:
+    """Every command of the optional parts, by its verb."""
+    return _runnable(ROOT / "scripts" / "extra")
 
 
 def trainers() -> dict[str, Verb]:
@@ -211,6 +226,20 @@ class Verbs(click.Group):
         return super().resolve_command(ctx, args)
 
 
+class Outrider(Verbs):
+    """All verbs, the product's by what they are for."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """A heading and its verbs, group by group."""
+        grouped = {name for group in GROUPS.values() for name in group}
+        left = tuple(name for name in self.list_commands(ctx) if name not in grouped)
+        wide = formatter.width - 6 - max(map(len, self.commands))
+        for heading, group in {**GROUPS, MORE: left}.items():
+            with formatter.section(heading):
+                shown = ((name, self.commands[name]) for name in group if name in self.commands)
+                formatter.write_dl([(n, c.get_short_help_str(wide)) for n, c in shown])
+
+
 class Train(Verbs):
     """Entry points and heads, looked up when asked for."""
 
@@ -274,8 +303,8 @@ def ls(kind: str | None) -> None:
 
 def application() -> click.Group:
     """The whole command."""
-    found = verbs()
-    group = Verbs(
+    found = {**verbs(), **extras()}
+    group = Outrider(
         "verb",
         name="outrider",
         help="Draft heads for speculative decoding: train, decode losslessly, score, serve.",

@@ -20,19 +20,17 @@ through the same steps with a tiny target, in well under a minute.
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from annotated_types import Ge
-
-from conf.rules import Device, NotEmpty, OneOrMore, Seed
+from conf.rules import Device
 from conf.schema import entry
 from scripts.common import files
-from scripts.extra import first_gpu
+from scripts.common.extra import extra
 from scripts.machine import look
 
 
@@ -48,40 +46,6 @@ class DoctorConfig:
     out_dir: str = "runs"
     # JSON file with the findings; empty = none
     out: str = ""
-
-
-@dataclass
-class FirstConfig:
-    """Keys of scripts/doctor.py first_gpu."""
-
-    # cpu, cuda or cuda:N; empty = what is there
-    device: Device = ""
-    # dtype of the target and of the matmuls
-    dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
-    # further keys of train/eagle.py
-    keys: list[str] = field(default_factory=list)
-    # steps of training
-    steps: Annotated[int, Ge(4)] = 20
-    # prompts that are decoded
-    prompts: OneOrMore = 8
-    # tokens of an answer
-    max_new_tokens: OneOrMore = 64
-    # folder for data and run; what lies there from before is replaced
-    work: NotEmpty = "runs/first_gpu"
-    # JSON file with the result
-    out: NotEmpty = "docs/results/first_gpu.json"
-    # of data, training and prompts
-    seed: Seed = 0
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        found = []
-        taken = ("out_dir", "steps", "device", "dtype", "seed", "profile")
-        for text in self.keys:
-            name = text.partition("=")[0].lstrip("+")
-            if "=" not in text or name in taken:
-                found.append(f"keys: {text!r}; give KEY=VALUE of train/eagle.py, none of {taken}")
-        return found
 
 
 @entry("doctor", DoctorConfig)
@@ -102,17 +66,7 @@ def main(cfg: DoctorConfig) -> int:
     return 1 if problems else 0
 
 
-@entry("first_gpu", FirstConfig)
-def first(cfg: FirstConfig) -> int:
-    """Run the steps; one that fails does not stop the others."""
-    return first_gpu.run(cfg)
-
-
-PARTS = {"first_gpu": first}
-
 if __name__ == "__main__":
-    part = PARTS.get(sys.argv[1]) if len(sys.argv) > 1 else None
-    if part is None:
-        main()
-    else:
-        part(sys.argv[2:])
+    if sys.argv[1:2] == ["first_gpu"]:
+        extra("first_gpu", "first_gpu").main(sys.argv[2:])
+    main()

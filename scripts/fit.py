@@ -51,8 +51,8 @@ from heads.names import parse
 from heads.warm import Start
 from scripts import certify, evaluate, export
 from scripts.common import files
+from scripts.common.extra import extra
 from scripts.common.prompts import load_prompts, question_ids, spoken
-from scripts.extra import logs
 from scripts.fitting import train, verdict
 from scripts.fitting.config import FitConfig
 from scripts.fitting.train import BUDGET, Chats
@@ -319,6 +319,7 @@ def askable(cfg: FitConfig, target: Target, later: str) -> None:
 def sources(cfg: FitConfig, out: Path) -> Chats:
     """Where the chats lie now: a folder of a fit may have been moved since its logs were read."""
     if cfg.logs:
+        logs = extra("logs", "logs")
         return Chats(str(out / TRAFFIC / logs.TRAIN), str(out / TRAFFIC / logs.LATER))
     return Chats(cfg.rounds or cfg.train, cfg.later, bool(cfg.rounds))
 
@@ -328,6 +329,7 @@ def chats(cfg: FitConfig, out: Path) -> dict[str, Any]:
     if not cfg.logs:
         return {"train": cfg.rounds or cfg.train, "later": cfg.later}
     target = load_target(cfg.target, cfg.dtype, "cpu")
+    logs = extra("logs", "logs")
     options = logs.LogOptions(tuple(cfg.served), cfg.later_share, cfg.mask)
     paths = cfg.logs if isinstance(cfg.logs, list) else [cfg.logs]
     report = logs.prepare(paths, out / TRAFFIC, cfg.target, target.tokenizer, options)

@@ -36,14 +36,12 @@ if __name__ == "__main__":
 from conf.errors import Interrupted, UserError
 from conf.jsonl import records
 from conf.schema import entry
-from decode.models.load import load_target, load_tokenizer
+from decode.models.load import load_target
 from decode.sampling import Sampling
 from decode.target import Target
-from scripts.common.files import sole_folder, sole_writer
+from scripts.common.extra import extra
+from scripts.common.files import sole_writer
 from scripts.common.meter import Meter
-from scripts.extra.logs import LogOptions, prepare
-from scripts.extra.logs.ask import asker
-from scripts.extra.logs.masking import told
 from scripts.synthesis.config import SynthesizeConfig
 from scripts.synthesis.domains import DomainWriter
 from scripts.synthesis.from_server import from_server
@@ -92,7 +90,8 @@ def synthesize(cfg: SynthesizeConfig) -> None:
     """
     path = Path(cfg.out).expanduser()
     if cfg.log_files:
-        return from_logs(cfg, path)
+        extra("logs", "logs").write(cfg, path)
+        return
     if cfg.backend == "openai":
         with sole_writer(path):
             return from_server(cfg, path)
@@ -157,24 +156,13 @@ def draw(cfg: SynthesizeConfig, target: Target, ledger: Ledger, signals: Signals
     )
 
 
-def from_logs(cfg: SynthesizeConfig, out: Path) -> None:
-    """Rows from logs into the folder `out`. Raises UserError, or Interrupted."""
-    options = LogOptions(tuple(cfg.served), cfg.later, cfg.mask, tuple(cfg.regions), cfg.category)
-    with sole_folder(out):
-        report = prepare(
-            cfg.log_files,
-            out,
-            cfg.target,
-            load_tokenizer(cfg.target),
-            options,
-            asker(cfg) if cfg.again else None,
-        )
-    for line in report.lines():
-        print(f"synthesize: {line}", file=sys.stderr)
-    print(f"written: {report.train}, {report.later}")
+def masked() -> str:
+    """What `logs=` masks, for `--help`."""
+    text: str = extra("logs", "logs").told()
+    return text
 
 
-@entry("synthesize", SynthesizeConfig, more=told())
+@entry("synthesize", SynthesizeConfig, more=masked)
 def main(cfg: SynthesizeConfig) -> None:
     """Command-line entry."""
     synthesize(cfg)

@@ -31,6 +31,7 @@ from heads import drafter_folder, settings_folder
 from heads.names import Draft, parse
 from heads.tuned import DECODE
 from scripts.common import files
+from scripts.common.extra import extra
 from scripts.common.progress import Steps, columns
 from scripts.common.prompts import load_prompts
 from scripts.reports import tune_table
@@ -97,9 +98,7 @@ def command(argv: Sequence[str] | None = None) -> None:
     """`tune.py engine ...` or `tune.py KEY=VALUE ...`."""
     args = list(sys.argv[1:] if argv is None else argv)
     if args[:1] == ["engine"]:
-        from scripts.extra.engine_settings import main as engine
-
-        engine(args[1:])
+        extra("engine_settings", "engine").main(args[1:])
     main(args)
 
 

@@ -22,6 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)
 
+from scripts.common.extra import extra
+
 
 def main() -> None:
     """Do the dry run, or become train/validate.py on the same arguments: its signals and exit
@@ -29,9 +31,7 @@ def main() -> None:
     """
     asked = [a.lstrip("+").partition("=") for a in sys.argv[1:]]
     if any(key == "dry_run" and value.lower() != "false" for key, _, value in asked):
-        from scripts.extra.cluster.dry_run import command
-
-        command(sys.argv[1:])
+        extra("cluster.dry_run", "dry_run").command(sys.argv[1:])
     words = [a for a in sys.argv[1:] if a.lstrip("+").partition("=")[0] != "dry_run"]
     os.execv(sys.executable, [sys.executable, str(ROOT / "train" / "validate.py"), *words])
 

@@ -84,6 +84,25 @@ def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
     return seen
 
 
+def room_of(module: str) -> str:
+    """The side of the fence in scripts/ on which a module stands."""
+    part = module.split(".")[1] if "." in module else ""
+    return part if part in ("extra", "lab") else "product"
+
+
+def test_product_runs_without_extra_and_lab() -> None:
+    """What a user runs imports neither, optional parts import no laboratory; who uses an optional
+    part asks for it by name (scripts/common/extra.py)."""
+    beyond = {"product": {"extra", "lab"}, "extra": {"lab"}, "lab": set()}
+    crossing = [
+        f"{name} imports {other}"
+        for name, others in imports().items()
+        for other in others
+        if room_of(other) in beyond[room_of(name)]
+    ]
+    assert not crossing
+
+
 def test_no_files_import_each_other() -> None:
     graph = imports()
     below = {name: reachable(graph, name) for name in graph}

@@ -1,5 +1,7 @@
 """A new GPU's first ten minutes: what was predicted of it, run and measured.
 
+    python scripts/doctor.py first_gpu
+
 Four steps, each a part of the JSON: attention kernels beside plain operations, a short training
 run, its peak of memory beside the predictions, decoding beside float32. "confirmed" there names
 the predictions that this machine bears out; nothing is confirmed on a CPU, where the same
@@ -16,15 +18,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge
 
 from conf.errors import UserError, first_line, last_line
 from conf.jsonl import records
-from conf.schema import compose
+from conf.rules import Device, NotEmpty, OneOrMore, Seed
+from conf.schema import compose, entry
 from decode.drafters import NoDraft
 from decode.engine import Request, generate
 from decode.models.load import load_target
@@ -54,8 +59,44 @@ SENTENCE = "the rider goes ahead of a slow horse and looks back along"
 WORDS = SENTENCE.split()
 
 
-def run(cfg: Any) -> int:
-    """All steps, then OUT; 1 when a step found something wrong. cfg: FirstConfig.
+@dataclass
+class FirstConfig:
+    """Keys of scripts/doctor.py first_gpu."""
+
+    # cpu, cuda or cuda:N; empty = what is there
+    device: Device = ""
+    # dtype of the target and of the matmuls
+    dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
+    # further keys of train/eagle.py
+    keys: list[str] = field(default_factory=list)
+    # steps of training
+    steps: Annotated[int, Ge(4)] = 20
+    # prompts that are decoded
+    prompts: OneOrMore = 8
+    # tokens of an answer
+    max_new_tokens: OneOrMore = 64
+    # folder for data and run; what lies there from before is replaced
+    work: NotEmpty = "runs/first_gpu"
+    # JSON file with the result
+    out: NotEmpty = "docs/results/first_gpu.json"
+    # of data, training and prompts
+    seed: Seed = 0
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        found = []
+        taken = ("out_dir", "steps", "device", "dtype", "seed", "profile")
+        for text in self.keys:
+            name = text.partition("=")[0].lstrip("+")
+            if "=" not in text or name in taken:
+                found.append(f"keys: {text!r}; give KEY=VALUE of train/eagle.py, none of {taken}")
+        return found
+
+
+@entry("first_gpu", FirstConfig)
+def main(cfg: FirstConfig) -> int:
+    """All steps, then OUT; 1 when a step found something wrong; one that fails does not stop the
+    others.
 
     Raises UserError for a GPU that is not there and keys that train/eagle.py refuses.
     """
@@ -114,7 +155,7 @@ def _kind(device: str) -> str:
     return "cuda" if device.startswith("cuda") else "cpu"
 
 
-def training_keys(cfg: Any, device: str, work: Path) -> list[str]:
+def training_keys(cfg: FirstConfig, device: str, work: Path) -> list[str]:
     """The command line of the run, after train/eagle.py; the user's keys come last."""
     kind = _kind(device)
     length, batch, micro, steps, _ = SIZES[kind]

@@ -1,10 +1,10 @@
 """What a drafter would bring on your prompts, before it is trained: accepted length and speedup
 by budget and batch size, hours, and whether it pays.
 
-    python scripts/extra/forecast.py target=smollm2 prompts=FILE heads=[eagle3] chats=CHATS.jsonl \\
+    outrider forecast target=smollm2 prompts=FILE heads=[eagle3] chats=CHATS.jsonl \\
         tokens=[1e6,5e6] out=reports/forecast
-    python scripts/extra/forecast.py target=smollm2 prompts=FILE pilots=[runs/short] out=reports/forecast
-    python scripts/extra/forecast.py target=smollm2 prompts=FILE check=reports/forecast/forecast.json \\
+    outrider forecast target=smollm2 prompts=FILE pilots=[runs/short] out=reports/forecast
+    outrider forecast target=smollm2 prompts=FILE check=reports/forecast/forecast.json \\
         truth=[runs/eagle3] out=reports/forecast
 
 A pilot of a few minutes (heads= trains one of each recipe, pilots= takes short runs that are

@@ -28,11 +28,6 @@ decoding beside what llama.cpp then does, with 1, 2, 4 and 8 requests at a time.
 
 llama.cpp and vLLM as they are fast, without a draft and with these, in one table with our engine
 and transformers, prompt by prompt in turns.
-
-    python scripts/check.py url=http://127.0.0.1:8080 expected=exports/eagle3
-
-Does a running server do what the export beside expected.json was measured to do? Exit code 1:
-it does not, with the place where it parts.
 """
 
 from __future__ import annotations
@@ -43,7 +38,6 @@ from pathlib import Path
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from scripts import check
 from scripts.lab.serving import llamacpp, race, sampled, settings, vllm
 
 PARTS = {
@@ -51,7 +45,6 @@ PARTS = {
     "sampled": sampled.main,
     "settings": settings.main,
     "race": race.main,
-    "check": check.main,
 }
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 import torch
 
 from conf.errors import UserError
+from conf.recipes import RECIPES
 from conf.rules import Filled, NotEmpty, NotNegative, OneOrMore, Seed, one_of
 from conf.schema import compose, entry
 from decode.models.identity import sha256_file
@@ -54,22 +55,6 @@ from train.texts.batches import Plan, load_rows
 
 FEW = 4  # rows of a step that are counted
 READ = ("target", "data.", "dtype=", "device=")  # keys that say what is read, and how
-# Short blocks: at these budgets later slots are hardly ever accepted, and every row that a block
-# has less is a block more for the first slot (docs/internals/experiments.md).
-# name -> (kind of head, keys)
-RECIPES: dict[str, tuple[str, list[str]]] = {
-    "medusa": ("medusa", []),
-    "hydra_heads": ("hydra_heads", []),
-    "eagle3": (
-        "eagle3",
-        ["head=eagle3", "head.norm_before_fc=true", "head.norm_output=true"],
-    ),
-    "eagle3_portable": ("eagle3", ["head=eagle3"]),  # without the norms that few engines know
-    "p_eagle": ("eagle3", ["head=p_eagle"]),
-    "dflash": ("dflash", ["head=dflash", "head.block=4"]),
-    "dflash_causal": ("dflash", ["head=dflash_causal", "head.block=4"]),
-    "dspark": ("dspark", ["head=dspark", "head.block=3"]),
-}
 
 
 @dataclass

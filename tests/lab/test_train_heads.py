@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from conf.errors import UserError
+from conf.recipes import RECIPES
 from conf.schema import compose
 from scripts.common.steps import Step, run
 from scripts.evaluate import SKIPPED, EvaluateConfig
 from scripts.lab import train_heads
 from scripts.lab.pages import matched
-from scripts.lab.train_heads import RECIPES, HeadsConfig, Wanted
+from scripts.lab.train_heads import HeadsConfig, Wanted
 from tests.helpers.training import chats
 from train.cache_features import CacheConfig
 from train.config import ENTRIES

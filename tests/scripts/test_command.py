@@ -66,8 +66,15 @@ print(json.dumps([texts, [n for n in HEAVY if any(f"/site-packages/{{n}}/" in f 
 def test_the_help_of_every_verb_loads_no_framework_and_is_the_file_s_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = [[verb] for verb in cli.verbs()] + [["train", name] for name in cli.trainers()]
-    asked += [["train", "eagle3"], ["engines", "check"], ["certify", "url=x"]]
+    asked = [[verb] for verb in {**cli.verbs(), **cli.extras()}] + [
+        ["train", name] for name in cli.trainers()
+    ]
+    asked += [
+        ["train", "eagle3"],
+        ["tune", "engine"],
+        ["doctor", "first_gpu"],
+        ["certify", "url=x"],
+    ]
     code = HELPS.format(root=str(ROOT), asked=asked)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
@@ -88,8 +95,11 @@ def test_the_help_of_every_verb_loads_no_framework_and_is_the_file_s_own(
 def test_the_verbs_are_the_files() -> None:
     table = cli.verbs()
     assert {"synthesize", "validate", "evaluate", "tune", "certify"} <= table.keys()
-    assert {"export", "import", "engines", "chat", "demo", "heads"} <= table.keys()
-    assert not {"cli", "import_head", "train_heads", "__init__"} & table.keys()
+    assert {"export", "import", "check", "chat", "demo"} <= table.keys()
+    assert not {"cli", "import_head", "__init__"} & table.keys()
+    grouped = [name for group in cli.GROUPS.values() for name in group]
+    assert sorted(grouped) == sorted({*table, "train", "ls"}), "every verb under one heading"
+    assert {"forecast"} <= cli.extras().keys() and not cli.extras().keys() & table.keys()
     assert all(verb.about for verb in table.values()), "every file says what it is for"
     assert {"medusa", "hydra_heads", "eagle", "block", "draft"} == cli.trainers().keys()
     names = click.Context(cli.application())

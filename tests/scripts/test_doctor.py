@@ -202,7 +202,7 @@ def test_nothing_is_confirmed_on_a_cpu() -> None:
 def test_mistakes_are_told_before_anything_runs(
     keys: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert code_of(doctor.first, f"work={tmp_path / 'work'}", *keys) == 2
+    assert code_of(first_gpu.main, f"work={tmp_path / 'work'}", *keys) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "work" / "run").exists()
 
@@ -215,7 +215,7 @@ def test_the_first_ten_minutes_on_a_cpu(
     monkeypatch.setitem(first_gpu.SIZES, "cpu", (96, 4, 2, 2, 24))
     out = tmp_path / "first.json"
     keys = ("device=cpu", f"work={tmp_path / 'work'}", f"out={out}", "steps=8", "prompts=2")
-    code = code_of(doctor.first, *keys, "max_new_tokens=12")
+    code = code_of(first_gpu.main, *keys, "max_new_tokens=12")
     said = capsys.readouterr().out
     found = json.loads(out.read_text())
     assert code == 0, said
@@ -235,7 +235,7 @@ def test_a_step_that_fails_does_not_stop_the_others(
     for name in ("training_step", "prediction_step", "decoding_step"):
         monkeypatch.setattr(first_gpu, name, failing)
     out = tmp_path / "first.json"
-    assert code_of(doctor.first, "device=cpu", f"work={tmp_path / 'work'}", f"out={out}") == 1
+    assert code_of(first_gpu.main, "device=cpu", f"work={tmp_path / 'work'}", f"out={out}") == 1
     found = json.loads(out.read_text())
     assert found["kernels"]["passed"]
     assert found["training"]["problem"] == "no such thing" and not found["memory"]["passed"]

@@ -2,9 +2,9 @@
 
     python scripts/validate.py dry_run=true experiment=llama31_8b_eagle3 gpus=8 gpu=h100-80gb
 
-Counted on fake tensors from the target's config alone (scripts/extra/cluster): peak memory by part and
-whether it fits; arithmetic, traffic, speed and GPU-hours by a roofline whose assumptions are
-named; bytes of stored features; start-up time; and, where it does not fit, which key to set.
+Counted on fake tensors from the target's config alone (scripts/extra/cluster): peak memory by
+part and whether it fits; arithmetic, traffic, speed and GPU-hours by a roofline whose assumptions
+are named; bytes of stored features; start-up time; and, where it does not fit, which key to set.
 Prints a table, writes `out` (JSON). Exit code 0: it fits, 1: it does not, 2: a mistake to mend.
 """
 

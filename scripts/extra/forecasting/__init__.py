@@ -1,1 +1,1 @@
-"""What a drafter would bring, said before it is trained. `scripts/extra/forecast.py` is the command."""
+"""What a drafter would bring, said before it is trained. `outrider forecast` is the command."""

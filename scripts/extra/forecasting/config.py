@@ -7,9 +7,9 @@ from typing import Annotated
 
 from annotated_types import Ge, Interval
 
+from conf.recipes import RECIPES
 from conf.rules import Filled, NotEmpty, OneOrMore, Seed, ZeroOrMore, one_of
 from decode.models.load import DTYPES, TargetConfig
-from scripts.lab.train_heads import RECIPES
 
 Tokens = Annotated[float, Interval(ge=1, lt=1e15)]
 

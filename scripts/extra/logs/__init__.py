@@ -1,7 +1,34 @@
 """Logs of a served model as training data: `prepare` reads them, drops what comes twice, masks
-secrets and personal data, and splits by time. Who asks what the target did not answer itself is
-`scripts/synthesize.py`."""
+secrets and personal data, and splits by time; `write` is `scripts/synthesize.py logs=...`, which
+also asks what the target did not answer itself."""
 
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from decode.models.load import load_tokenizer
+from scripts.common.files import sole_folder
+from scripts.extra.logs.ask import asker
+from scripts.extra.logs.masking import told
 from scripts.extra.logs.prepare import LATER, TRAIN, LogOptions, LogsReport, prepare
+from scripts.synthesis.config import SynthesizeConfig
 
-__all__ = ["LATER", "TRAIN", "LogOptions", "LogsReport", "prepare"]
+__all__ = ["LATER", "TRAIN", "LogOptions", "LogsReport", "prepare", "told", "write"]
+
+
+def write(cfg: SynthesizeConfig, out: Path) -> None:
+    """Rows from logs into the folder `out`. Raises UserError, or Interrupted."""
+    options = LogOptions(tuple(cfg.served), cfg.later, cfg.mask, tuple(cfg.regions), cfg.category)
+    with sole_folder(out):
+        report = prepare(
+            cfg.log_files,
+            out,
+            cfg.target,
+            load_tokenizer(cfg.target),
+            options,
+            asker(cfg) if cfg.again else None,
+        )
+    for line in report.lines():
+        print(f"synthesize: {line}", file=sys.stderr)
+    print(f"written: {report.train}, {report.later}")
