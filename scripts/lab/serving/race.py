@@ -61,13 +61,17 @@ class RaceConfig(shared.Keys):
 def main(cfg: RaceConfig) -> int:
     """Export, start every server, score all of them, stop them."""
     raise_all([f"lanes: {line}" for name in cfg.lanes if (line := wrong_drafter(name))])
+    pythons = {
+        name: shared.environment(cfg.engine or ENGINES[name][2], ENGINES[name][3])
+        for name in cfg.servers
+    }
     stage = shared.Stage(cfg)
     how = Serving(cfg.draft_tokens, cfg.batch_size, cfg.context, cfg.threads, exact=False)
     with ExitStack() as stack:
         lanes = list(cfg.lanes)
         for server in cfg.servers:
-            label, _, python, make = ENGINES[server]
-            bench = BENCHES[server](stage, shared.environment(cfg.engine or python, make), how)
+            label, *_ = ENGINES[server]
+            bench = BENCHES[server](stage, pythons[server], how)
             for found in drafters(stage, bench.headless):
                 if (problem := bench.refusal(found, GREEDY)) is not None:
                     stage.missing.append({"drafter": found.spec, "reason": problem})
