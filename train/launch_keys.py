@@ -32,6 +32,7 @@ from conf.errors import UserError
 from train import rendezvous
 from train.config import TrainConfig
 from train.facts import check_ranks
+from train.signals import Stop
 from train.zero3 import plain_launch
 
 OFF = ("", "no", "none", "false", "0", "auto")
@@ -120,7 +121,7 @@ def start(cfg: TrainConfig) -> Accelerator:
 
 
 @contextlib.contextmanager
-def ending(accelerator: Accelerator) -> Iterator[None]:
+def ending(accelerator: Accelerator, stop: Stop) -> Iterator[None]:
     """Leave the process group behind the block, and end its threads with it. The wrapped model
     holds the group and goes first: where it outlives the group, its end hangs, and where a thread
     of the group lets go of a tensor while the interpreter ends, that aborts the process."""
@@ -131,6 +132,7 @@ def ending(accelerator: Accelerator) -> Iterator[None]:
             traceback.clear_frames(error.__traceback__)
         raise
     finally:
+        stop.over = True
         accelerator.free_memory()
         gc.collect()
         accelerator.end_training()

@@ -54,7 +54,7 @@ def fit(cfg: TrainConfig, kind: type[Head]) -> None:
     accelerator = start(cfg)
     hold = locked(Path(cfg.out_dir)) if accelerator.is_main_process else nullcontext()
     try:
-        with Stop() as stop, ending(accelerator), hold as lock:
+        with Stop() as stop, ending(accelerator, stop), hold as lock:
             _fit(cfg, kind, accelerator, stop, lock)
     except Exception as error:
         if is_no_memory(error):

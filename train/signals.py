@@ -30,10 +30,11 @@ ECHO = 1.0  # seconds
 
 
 class Stop:
-    """Context that turns signals into a flag. `asked`: the signal number, 0 while none came."""
+    """Context that turns signals into a flag. `asked`: the signal number, 0 while none came.
+    `over`: all is saved, and a launcher that ends the ranks behind the first one stops nothing."""
 
     def __init__(self) -> None:
-        self.asked, self._heard = 0, 0.0
+        self.asked, self.over, self._heard = 0, False, 0.0
         self._parent = os.getppid()
         self._before: dict[int, Any] = {}
 
@@ -48,6 +49,8 @@ class Stop:
             signal.signal(number, handler)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self.over and number == signal.SIGTERM:
+            return
         if self.asked and os.getppid() != self._parent:
             return  # Ctrl-C reached the launcher too, and the news of its death is no second wish
         if self.asked and time.monotonic() < self._heard + ECHO:

@@ -12,6 +12,7 @@ import pytest
 from conf.errors import Interrupted, UserError
 from tests.helpers.faults import at_call, ranks, train, wait
 from tests.helpers.training import chats
+from train import signals
 
 
 @pytest.fixture(scope="module")
@@ -52,3 +53,16 @@ def test_the_process_group_is_gone(data: Path, tmp_path: Path, event: Callable[[
     told = [(tmp_path / f"said.{rank}").read_text() for rank in range(2)]
     assert codes == [0, 0], told
     assert [text.splitlines()[-1] for text in told] == ["left:"] * 2, told
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_a_launcher_that_ends_the_ranks_stops_nothing_that_is_saved(
+    monkeypatch: pytest.MonkeyPatch, over: bool
+) -> None:
+    """It sends SIGTERM to the others as soon as one has left, however long ago the user's was."""
+    ended: list[int] = []
+    monkeypatch.setattr(signals.os, "_exit", ended.append)
+    with signals.Stop() as stop:
+        stop.asked, stop.over, stop._heard = signal.SIGTERM, over, -2 * signals.ECHO
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert ended == ([] if over else [75])
