@@ -7,7 +7,7 @@ from train.evaluation import seen
 from train.measure.memory import give_back, on_gpu, peak_bytes
 from train.run import Run
 
-GIVEN_BACK = 50  # steps between two times; what was returned has to be had anew
+GIVEN_BACK = 20  # steps between two times; what was returned has to be had anew
 
 
 def report(run: Run, norm: float, rate: float) -> None:
