@@ -33,8 +33,6 @@ class Batch(Movable):
         the *predicted* token.
     sample_ids: [B] int64, number of the row in the data set; names rows in errors and keys
         feature noise. Packed: one for each document, row by row.
-    reach: [B, T] int64, drafts that begin at this token are learned so many tokens far; 0:
-        none. None: all there can be.
     position: [B, T] int64, packed: place of a token in its document; the padding counts from 0
         as one more. None: t.
     plan: what a head's `plan` found out about the batch, None: nobody has asked.
@@ -48,7 +46,6 @@ class Batch(Movable):
     loss_mask: Tensor
     sample_ids: Tensor
     position: Tensor | None = None
-    reach: Tensor | None = None
     plan: Any = None
     documents: list[tuple[int, int, int]] | None = None
 

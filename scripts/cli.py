@@ -34,7 +34,7 @@ CONF = ROOT / "conf"
 # run as files alone.
 GROUPS = {
     "Data": ("synthesize", "cache_features"),
-    "Train": ("train", "fit", "validate", "log_rounds"),
+    "Train": ("train", "fit", "validate"),
     "Score": ("evaluate", "tune", "certify"),
     "Serve": ("export", "check", "serve", "chat", "import"),
     "Begin": ("demo", "doctor", "ls"),

@@ -4,8 +4,6 @@
         out=runs/fit
     python scripts/fit.py target=smollm2 train=monday.jsonl later=tuesday.jsonl \\
         start=runs/eagle3 lora.rank=8 minutes=10 out=runs/fit
-    python scripts/fit.py target=smollm2 rounds=runs/rounds later=tuesday.jsonl \\
-        start=runs/eagle3 minutes=10 out=runs/fit
 
 Reads the logs (masked, split by time), turns minutes into steps by a pilot, trains from `start`
 within them and stops early where decoded acceptance no longer rises, then compares before and
@@ -174,8 +172,11 @@ def begin(cfg: FitConfig, out: Path, sha256: str) -> None:
         files.write_json(path, now)
         return
     try:
-        apart = differences(json.loads(path.read_text()), now)
-    except ValueError:
+        before = json.loads(path.read_text())
+        if not before.get("rounds"):  # a key of earlier versions, which could be left empty
+            before.pop("rounds", None)
+        apart = differences(before, now)
+    except (ValueError, AttributeError):
         raise UserError(f"out: {path} is damaged; give another folder") from None
     if apart and not (out / BUDGET).exists():  # nothing has been learned yet
         for part in ("stages", TRAFFIC):
@@ -321,13 +322,13 @@ def sources(cfg: FitConfig, out: Path) -> Chats:
     if cfg.logs:
         logs = extra("logs", "logs")
         return Chats(str(out / TRAFFIC / logs.TRAIN), str(out / TRAFFIC / logs.LATER))
-    return Chats(cfg.rounds or cfg.train, cfg.later, bool(cfg.rounds))
+    return Chats(cfg.train, cfg.later)
 
 
 def chats(cfg: FitConfig, out: Path) -> dict[str, Any]:
     """What is learned from, and what is asked later."""
     if not cfg.logs:
-        return {"train": cfg.rounds or cfg.train, "later": cfg.later}
+        return {"train": cfg.train, "later": cfg.later}
     target = load_target(cfg.target, cfg.dtype, "cpu")
     logs = extra("logs", "logs")
     options = logs.LogOptions(tuple(cfg.served), cfg.later_share, cfg.mask)

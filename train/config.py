@@ -103,10 +103,9 @@ class DataConfig:
     """Where the training text comes from."""
 
     # jsonl (a file of chats or texts), hub (a `datasets` name or local folder), text (a plain
-    # text file), rounds (a folder of scripts/log_rounds.py)
-    kind: Literal["jsonl", "hub", "text", "rounds"] = "jsonl"
-    # jsonl, text: the file, or [FILE,FILE]; rounds: the folder; hub: a local folder in place
-    # of a name
+    # text file)
+    kind: Literal["jsonl", "hub", "text"] = "jsonl"
+    # jsonl, text: the file, or [FILE,FILE]; hub: a local folder in place of a name
     path: str | list[str] = ""
     # of several files: what share of an epoch's rows each gives, relative to the others; empty
     # = every row of each once
@@ -157,11 +156,9 @@ class DataConfig:
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
         found = []
-        if self.kind in ("jsonl", "text", "rounds") and not all(self.paths):
+        if self.kind in ("jsonl", "text") and not all(self.paths):
             found.append("path: is empty; set data.path=FILE")
-        if self.kind == "rounds" and isinstance(self.held_out, str):
-            found.append("held_out: a file only with data=jsonl or data=text; give a share")
-        if self.kind in ("hub", "rounds") and len(self.paths) > 1:
+        if self.kind == "hub" and len(self.paths) > 1:
             found.append("path: several only with data=jsonl and data=text; give one folder")
         if self.weights and len(self.weights) != len(self.paths):
             found.append(

@@ -79,13 +79,10 @@ class Blocks(Movable):
     @classmethod
     def draw(cls, batch: Batch, count: int, slots: int, seed: tuple[int, int]) -> Blocks:
         """Of a batch on the CPU; see `draw`. A slot is supervised by the loss mask of its token,
-        and so are all before it in its block, no farther than the batch's `reach`."""
+        and so are all before it in its block."""
         anchors = draw(batch, count, slots, seed)
         flat, there = anchors.labels(batch, slots)
         on = there & batch.loss_mask.reshape(-1)[flat]
-        if batch.reach is not None:
-            far = batch.reach.gather(1, anchors.place)[..., None]
-            on &= torch.arange(slots) < far
         found = Slots.of(on.cumprod(2).bool().flatten(0, 1))
         return cls(anchors, found, flat.flatten()[found.at])
 
@@ -100,9 +97,6 @@ def draw(batch: Batch, count: int, slots: int, seed: tuple[int, int]) -> Anchors
         # The first token of a document has no feature before it.
         fit = supervised[b, start + 2 : start + size].nonzero()[:, 0] + start + 1
         wanted = count or -(-TWICE * fit.numel() // slots)
-        if batch.reach is not None:  # logged drafts: where they began
-            fit = fit[batch.reach[b][fit] > 0]
-            wanted = count or fit.numel()
         generator = torch.Generator().manual_seed(hash_u63(*seed, sample))
         some = torch.randperm(fit.numel(), generator=generator)[:wanted]
         chosen[b] += fit[some].sort().values.tolist()

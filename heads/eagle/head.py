@@ -72,9 +72,6 @@ class EagleHead(LayeredHead):
         places = self.places(batch)
         flat, valid = places.flat, places.valid
         feats, hidden = self._unroll(batch, target, places)
-        if batch.reach is not None:
-            step = torch.arange(self.cfg.steps, device=flat.device)[:, None]
-            valid = valid & (batch.reach.reshape(-1)[(flat - 1 - step).clamp(min=0)] > step)
         place = vocab.places(self.ids(), batch.ids.reshape(-1)[flat])
         exponents = torch.arange(self.cfg.steps, dtype=torch.float64, device=flat.device)
         weights = (self.cfg.step_decay**exponents).float()

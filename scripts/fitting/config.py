@@ -38,8 +38,6 @@ class FitConfig:
     train: str = ""
     # in place of logs: a JSONL file of later chats, whose questions are asked
     later: str = ""
-    # in place of `train`: a folder of scripts/log_rounds.py, to learn where a head drafted
-    rounds: str = ""
     # minutes of training on this machine, its evaluations counted; a pilot turns them into steps
     minutes: Annotated[float, Interval(gt=0, le=1e9)] = 10.0
     # a LoRA in place of full weights
@@ -95,10 +93,10 @@ class FitConfig:
 
     def validate(self) -> list[str]:
         """Exactly one source of text, as "key: value; rule; fix"."""
-        given = [key for key in ("logs", "train", "rounds") if getattr(self, key)]
+        given = [key for key in ("logs", "train") if getattr(self, key)]
         if len(given) != 1:
             told = f"{' and '.join(given)} are given" if given else "is empty"
-            return [f"logs: {told}; give one of logs=FILE, train=FILE, rounds=FOLDER"]
+            return [f"logs: {told}; give one of logs=FILE and train=FILE"]
         if self.logs and self.later:
             return ["later: the logs are split by time; leave it out, or give train=FILE"]
         if not self.logs and not self.later:

@@ -33,12 +33,10 @@ MOST_SHARE = 0.5  # of the budget that evaluations may take
 
 @dataclass(frozen=True)
 class Chats:
-    """What is learned from and what is asked: a JSONL file of chats, or a folder of rounds, and
-    a file of later chats."""
+    """What is learned from and what is asked: two JSONL files of chats."""
 
     train: str
     later: str
-    rounds: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,8 +87,7 @@ def config(cfg: FitConfig, chats: Chats, out: Path, fresh: bool = False) -> Trai
     """The training run of a fit, its steps still open. fresh: from scratch."""
     kind, _, keys = start_of(cfg)
     entry, schema = ENTRIES[kind]
-    source = "rounds" if chats.rounds else "jsonl"
-    run: Any = compose(entry, schema, [f"data={source}", "data.path=x", "out_dir=x", "steps=1"])
+    run: Any = compose(entry, schema, ["data=jsonl", "data.path=x", "out_dir=x", "steps=1"])
     run.data.path, run.out_dir, run.target = chats.train, str(out), cfg.target
     run.data.max_length, run.data.held_out = cfg.max_length, cfg.held_out
     run.head = replace(keys, lora=LoraKeys() if fresh else cfg.lora)

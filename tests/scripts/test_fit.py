@@ -18,7 +18,7 @@ from scripts.fitting import train, verdict
 from scripts.fitting.config import FitConfig
 from scripts.reports import fit_table
 from tests.heads.test_warm import weights
-from tests.helpers.training import TINY, chats, run, run_config, tiny_target
+from tests.helpers.training import TINY, chats, run, tiny_target
 from train.signals import Interrupted
 
 KEYS = [
@@ -443,44 +443,16 @@ def test_a_run_that_is_stopped_midway_ends_with_the_same_bits(start: Path, tmp_p
     assert weights(tmp_path / "whole/run/head") == weights(tmp_path / "part/run/head")
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("steady")
-def test_rounds_are_learned_from(tmp_path: Path) -> None:
-    from scripts.log_rounds import RoundsConfig
-    from scripts.log_rounds import main as log_rounds
-    from train.block import BlockRun
-    from train.loop import fit
-
-    data = chats(tmp_path / "data.jsonl")
-    base = run_config(data, tmp_path / "x")
-    keys = [
-        "target=tiny",
-        *(f"target.{k}={v}" for k, v in TINY.items()),
-        "target.layers=4",
-        f"data.path={data}",
-        f"out_dir={tmp_path / 'old'}",
-        "head.block=3",
-        "head.draft_vocab=0",
-        "steps=4",
-        "batch_size=4",
-        "dtype=float32",
-        "eval.every=0",
-        "eval.parity=0",
-    ]
-    cfg = compose("block", BlockRun, keys)
-    fit(cfg, HEADS[cfg.head.kind])
-    base.target.layers = 4
-    log_rounds.__wrapped__(
-        RoundsConfig(
-            drafter=str(tmp_path / "old"),
-            out=str(tmp_path / "rounds"),
-            target=base.target,
-            prompts=str(data),
-            max_new_tokens=16,
-            dtype="float32",
-        )
-    )
-    more = [f"rounds={tmp_path / 'rounds'}", f"later={later(tmp_path / 'later.jsonl')}"]
-    keys = [*KEYS, "target.layers=4", f"start={tmp_path / 'old'}", f"out={tmp_path / 'fit'}"]
-    found = fitted(compose("fit", FitConfig, [*keys, *more]))
-    assert found["training"]["steps"] == 10
+def test_a_folder_of_an_earlier_version_goes_on_unless_it_learned_from_rounds(
+    start: Path, tmp_path: Path
+) -> None:
+    cfg = config(start, tmp_path / "fit")
+    command.begin(cfg, tmp_path / "fit", "0" * 64)
+    path = tmp_path / "fit" / command.SETTINGS
+    kept = json.loads(path.read_text())
+    (tmp_path / "fit/budget.json").write_text("{}")
+    path.write_text(json.dumps({**kept, "rounds": ""}))
+    command.begin(cfg, tmp_path / "fit", "0" * 64)
+    path.write_text(json.dumps({**kept, "rounds": "runs/rounds"}))
+    with pytest.raises(UserError, match=r"other settings \(rounds runs/rounds, now None\)"):
+        command.begin(cfg, tmp_path / "fit", "0" * 64)

@@ -35,7 +35,6 @@ from decode.models.identity import (
 )
 from heads.batch import Batch, hash_u63
 from train.config import DataConfig
-from train.stored import rounds
 from train.texts.mix import File, Joined, drawn, shares
 from train.texts.rows import BadRow, Reading, Row, read_records, read_text
 from train.texts.sharing import Limits, laid, shared
@@ -64,8 +63,7 @@ class Rows:
     and hashed already.
 
     files: which rows are from which file, where there are several; ids and loss are then
-    `Joined`. weights: of the first files, how often each is drawn from; () = as they are.
-    reach: [S] int64, see Batch; None: everywhere."""
+    `Joined`. weights: of the first files, how often each is drawn from; () = as they are."""
 
     name: str
     ids: Tensor
@@ -79,7 +77,6 @@ class Rows:
     about: Mapping[str, Any] = field(default_factory=dict)
     files: tuple[File, ...] = ()
     weights: tuple[float, ...] = ()
-    reach: Tensor | None = None
     notes: Mapping[str, int] = field(default_factory=dict)
 
     @functools.cached_property
@@ -180,7 +177,6 @@ class Rows:
             mask,
             self.loss[flat] & mask,
             torch.tensor(list(rows)),
-            reach=None if self.reach is None else self.reach[flat] * mask,
         )
 
     def computed(self, rows: Sequence[int], pack: int = 0) -> int:
@@ -193,7 +189,6 @@ class Rows:
         ids = torch.zeros(len(sequences), width, dtype=torch.int64)
         mask, loss = (torch.zeros_like(ids, dtype=torch.bool) for _ in range(2))
         position = torch.zeros_like(ids)
-        reach = None if self.reach is None else torch.zeros_like(ids)
         for b, chosen in enumerate(sequences):
             start = 0
             for i in chosen:
@@ -202,11 +197,9 @@ class Rows:
                 ids[b, part], mask[b, part] = self.ids[flat].long(), True
                 loss[b, part] = self.loss[flat]
                 position[b, part] = torch.arange(sizes[i])
-                if reach is not None and self.reach is not None:
-                    reach[b, part] = self.reach[flat]
             position[b, start:] = torch.arange(width - start)
         numbers = torch.tensor([rows[i] for chosen in sequences for i in chosen])
-        return Batch(ids, mask, loss, numbers, position, reach)
+        return Batch(ids, mask, loss, numbers, position)
 
     def prompt(self, row: int) -> list[int]:
         """The tokens before the first supervised one; of a plain text at least
@@ -507,8 +500,6 @@ def _load(
         cfg.last_turn_only,
         cfg.chat_template_kwargs,
     )
-    if cfg.kind == "rounds":
-        return _logged(cfg, how)
     source, name, content = _source(cfg, heed)
     identity = [
         VERSION,
@@ -535,34 +526,6 @@ def _load(
     elif rows is None:
         rows = _tokenize(cfg, source, work, None, heed)
     return rows
-
-
-def _logged(cfg: DataConfig, how: Reading) -> Rows:
-    """The texts of logged rounds. Raises UserError for a folder that is none, or for texts that
-    are too long."""
-    folder = Path(str(cfg.path)).expanduser()
-    card, found = rounds.read(folder)
-    offsets = found["offsets"]
-    count = len(offsets) - 1
-    if int(offsets.diff().max()) > how.max_length:
-        raise UserError(
-            f"data.max_length: {how.max_length}, but {folder} holds a text of "
-            f"{int(offsets.diff().max())} tokens; give that or more"
-        )
-    kept = round(count * float(cfg.held_out))
-    held = torch.zeros(count, dtype=torch.bool)
-    held[torch.randperm(count, generator=torch.Generator().manual_seed(0))[:kept]] = True
-    return Rows(
-        str(folder),
-        found["ids"],
-        found["answer"],
-        offsets,
-        torch.arange(count) + 1,
-        held,
-        [],
-        about={"sha256": card["weights_sha256"]},
-        reach=rounds.reach(found),
-    )
 
 
 def _source(cfg: DataConfig, heed: Callable[[], None]) -> tuple[Iterator[Item], str, str]:
