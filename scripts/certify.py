@@ -58,7 +58,7 @@ from heads import drafter_folder, drafter_folders, head_folder, resolve_drafter
 from heads.checkpoint import read_card, trained_for
 from heads.names import NONE, parse
 from scripts.common import files
-from scripts.common.parts import Parts
+from scripts.common.memo import Memo
 from scripts.common.progress import Steps, by_name, columns
 from scripts.common.prompts import Prompt, load_prompts, question_ids
 from scripts.common.sampling_keys import PenaltyKeys, SamplingKeys
@@ -206,18 +206,19 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
     if cfg.controls not in ("run", "none"):
         borrowed, origin = controls.borrow(cfg.controls, about)
     settings = {k: v for k, v in asdict(cfg).items() if k not in LATER}
-    parts = Parts(out / "unfinished", [settings, about, head, files.sha256(Path(cfg.prompts))])
+    content = {"target": about, "drafter": head, "prompts": files.sha256(Path(cfg.prompts))}
+    memo = Memo(out / "unfinished", settings | content)
     start = datetime.now(UTC)
     with Steps(*columns(44), quiet=cfg.quiet) as bar:
-        if parts.resumed:
+        if memo.resumed:
             bar.console.print(f"going on with {out / 'unfinished'}", highlight=False)
-        watch = by_name(bar)
-        world = certificate.open_world(target, prompts, plan, watch, parts)
-        plan = _sized(cfg, world, plan, bar, parts)
-        found = certificate.layers(world, drafter, plan, watch, parts)
+        on_progress = by_name(bar)
+        world = certificate.open_world(target, prompts, plan, on_progress, memo)
+        plan = _sized(cfg, world, plan, bar, memo)
+        found = certificate.layers(world, drafter, plan, on_progress, memo)
         negative = controls.counted(borrowed, plan)
         if cfg.controls == "run":
-            negative = controls.run(world, plan, watch, parts)
+            negative = controls.run(world, plan, on_progress, memo)
     verdict, reasons = certificate.verdict(found.layers, negative, found.power, cfg.detect)
     paper = {
         "format": 3,
@@ -225,7 +226,7 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
         "reasons": reasons,
         "created": start.isoformat(timespec="seconds"),
         "seconds": round((datetime.now(UTC) - start).total_seconds(), 1),
-        "resumed": parts.resumed,
+        "resumed": memo.resumed,
         "command": files.command(),
         "layers": found.layers,
         "negative_controls": negative,
@@ -239,18 +240,18 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
     files.write_text(out / "certificate.html", certificate_page.page(paper))
     files.write_json(out / "certificate.json", paper)
     if verdict != "undecided":
-        parts.clear()
+        memo.clear()
     print(certificate_page.summary(paper, out))
     return CODES[verdict]
 
 
 def _sized(
-    cfg: CertifyConfig, world: certificate.World, plan: certificate.Plan, bar: Steps, parts: Parts
+    cfg: CertifyConfig, world: certificate.World, plan: certificate.Plan, bar: Steps, memo: Memo
 ) -> certificate.Plan:
     """The plan with its number of tokens, which is said with the reason and the time it takes."""
     if cfg.tokens is not None or plan.sampling.greedy:
         return plan
-    size = certificate.sized(world, plan, cfg.most_tokens, by_name(bar), parts)
+    size = certificate.sized(world, plan, cfg.most_tokens, by_name(bar), memo)
     asked = f"a bias of detect={cfg.detect:g} (total variation)"
     why = f"so many surely find {asked}"
     if not size.reached:
@@ -387,18 +388,19 @@ def server(cfg: CertifyServerConfig) -> int:
         settings = {
             k: v for k, v in asdict(cfg).items() if k not in (*LATER, "members", "tie", "drafter")
         }
-        parts = Parts(out / "unfinished", [settings, files.sha256(Path(cfg.prompts))])
+        content = {"prompts": files.sha256(Path(cfg.prompts))}
+        memo = Memo(out / "unfinished", settings | content)
         start = datetime.now(UTC)
         with Steps(*columns(44), quiet=cfg.quiet) as bar:
             found = server_certificate.certified(
-                target, prompts, cfg.how(), address, plain, parts, by_name(bar), towards
+                target, prompts, cfg.how(), address, plain, memo, by_name(bar), towards
             )
         paper = {
             "format": 1,
             **found,
             "created": start.isoformat(timespec="seconds"),
             "seconds": round((datetime.now(UTC) - start).total_seconds(), 1),
-            "resumed": parts.resumed,
+            "resumed": memo.resumed,
             "command": files.command(),
             "target": _target(target, cfg.sampling()),
             "settings": {k: v for k, v in asdict(cfg).items() if k != "target"},
@@ -406,7 +408,7 @@ def server(cfg: CertifyServerConfig) -> int:
         }
         files.write_json(out / "certificate.json", paper)
         if paper["verdict"] != "undecided":
-            parts.clear()
+            memo.clear()
         for line in server_certificate.told(paper):
             print(line)
         return CODES[paper["verdict"]]

@@ -15,29 +15,22 @@ back with it.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import resource
-import shlex
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from conf.schema import entry
 from scripts.common import files
-from scripts.common import steps as common
-from scripts.common.steps import Step
+from scripts.common.pipeline import Command, Pipeline
 from scripts.reports import table
 
 RUNS, REPORTS = Path("runs/demo"), Path("reports/demo")
@@ -105,7 +98,7 @@ DATA, FEATURES = RUNS / "data.jsonl", RUNS / "features"
 TEXT = ["target=smollm2", "data=jsonl", f"data.path={DATA}", "data.max_length=320"]
 
 
-def steps(budget: Budget, fast: bool, block: bool = False) -> list[Step]:
+def steps(budget: Budget, fast: bool, block: bool = False) -> list[Command]:
     """The main job as commands."""
     synthesize = [
         "scripts/synthesize.py",
@@ -129,10 +122,10 @@ def steps(budget: Budget, fast: bool, block: bool = False) -> list[Step]:
     written = FEATURES / "manifest.json"
     heads = {name: RUNS / name / "head" / "head.json" for name in runs}
     return [
-        Step("the target writes conversations", synthesize, [], DATA),
-        Step("the target reads them, once for all heads", store, [DATA], written),
+        Command("the target writes conversations", synthesize, [], DATA),
+        Command("the target reads them, once for all heads", store, [DATA], written),
         *(
-            Step(f"{title} from them", args, [written], heads[name])
+            Command(f"{title} from them", args, [written], heads[name])
             for name, (title, args) in runs.items()
         ),
         *(scoring(budget, temperature, block, list(heads.values())) for temperature in (0, 1)),
@@ -176,7 +169,7 @@ def trainings(budget: Budget, fast: bool) -> dict[str, tuple[str, list[str]]]:
     }
 
 
-def scoring(budget: Budget, temperature: int, block: bool, heads: list[Path]) -> Step:
+def scoring(budget: Budget, temperature: int, block: bool, heads: list[Path]) -> Command:
     """All drafters side by side at a temperature."""
     out = REPORTS / f"t{temperature}"
     drafters = [d for d in DRAFTERS if temperature == 0 or not d.endswith("@chain:2")]
@@ -191,7 +184,7 @@ def scoring(budget: Budget, temperature: int, block: bool, heads: list[Path]) ->
         f"max_new_tokens={budget.tokens}",
         f"parity={0 if temperature else 2}",
     ]
-    return Step(f"scores at T = {temperature}", score, heads, out / "report.json")
+    return Command(f"scores at T = {temperature}", score, heads, out / "report.json")
 
 
 @entry("demo", DemoConfig)
@@ -200,21 +193,12 @@ def main(cfg: DemoConfig) -> int:
     os.chdir(files.ROOT)
     console = Console()
     started = time.perf_counter()
-    swap("fast" if cfg.fast else "full")
     todo = steps(FAST if cfg.fast else FULL, cfg.fast, cfg.block)
-    for number, step in enumerate(todo, 1):
-        head = f"[bold][{number}/{len(todo)}][/bold] {step.title}"
-        if done(step):
-            console.print(f"{head}: done already ({step.leaves})")
-            if step.leaves.name == "report.json":  # a step that runs prints its own table
-                table.show(json.loads(step.leaves.read_text()), console)
-            continue
-        line = escape(shlex.join(step.args))
-        console.print(f"{head}\n      [dim]python {line}[/dim]", highlight=False, soft_wrap=True)
-        with spending(step):
-            common.run(step, "demo", RUNS)
-        remember(step)
-    console.print(where_it_went(todo))
+    with files.sole_folder(RUNS):
+        swap("fast" if cfg.fast else "full")
+        job = Pipeline("demo", RUNS)
+        job.run(todo, again)
+        console.print(where_it_went(job, todo))
     console.print(
         f"open {REPORTS}/t0/report.html and {REPORTS}/t1/report.html   "
         f"({time.perf_counter() - started:.0f} s)",
@@ -223,54 +207,26 @@ def main(cfg: DemoConfig) -> int:
     return 0
 
 
-def spent() -> dict[str, Any]:
-    """The steps of spent.json by their titles; {} before the first one."""
-    path = REPORTS / "spent.json"
-    return dict(json.loads(path.read_text())["steps"]) if path.exists() else {}
+def again(command: Command) -> None:
+    """Show the scores that an earlier run has left: a command that runs prints its own."""
+    if command.leaves.name == "report.json":
+        table.show(json.loads(command.leaves.read_text()))
 
 
-@contextlib.contextmanager
-def spending(step: Step) -> Iterator[None]:
-    """Note the seconds of a step in spent.json, wall and processor; those of a step that was
-    stopped before are added."""
-    command = shlex.join(["python", *step.args])
-    began, before = time.perf_counter(), children()
-    try:
-        yield
-    finally:
-        rows = spent()
-        old = rows.get(step.title, {})
-        old = old if old.get("command") == command and not old.get("done") else {}
-        rows[step.title] = {
-            "command": command,
-            "seconds": old.get("seconds", 0.0) + time.perf_counter() - began,
-            "cpu_seconds": old.get("cpu_seconds", 0.0) + children() - before,
-            "done": sys.exc_info()[0] is None,
-        }
-        files.write_json(REPORTS / "spent.json", {"steps": rows})
-
-
-def children() -> float:
-    """Processor seconds of the processes that have ended, user and system."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
-
-
-def where_it_went(todo: list[Step]) -> Table:
-    """The seconds of every step, done now or before; spent.json says on which machine."""
-    found = spent()
+def where_it_went(job: Pipeline, todo: list[Command]) -> Table:
+    """The seconds of every step, done now or before, also in spent.json."""
+    spent = {step.title: job.spent(step) for step in todo}
+    lines = {step.title: {"command": step.line, **spent[step.title]} for step in todo}
     about = {"command": files.command(), "environment": files.environment("cpu")}
-    files.write_json(REPORTS / "spent.json", {**about, "steps": found})
-    rows = {step.title: found[step.title] for step in todo if step.title in found}
+    files.write_json(REPORTS / "spent.json", {**about, "steps": lines})
     shown = Table("where the time went", title_justify="left", box=None)
     for name in ("seconds", "of the processors", "share"):
         shown.add_column(name, justify="right")
-    whole = sum(row["cpu_seconds"] for row in rows.values())
-    for title, row in [*rows.items(), ("all", None)]:
-        seconds, cpu = (
-            sum(one[key] for one in (rows.values() if row is None else [row]))
-            for key in ("seconds", "cpu_seconds")
-        )
+    keys = ("seconds", "cpu_seconds")
+    spent["all"] = {key: sum(row[key] for row in spent.values()) for key in keys}
+    whole = spent["all"]["cpu_seconds"]
+    for title, row in spent.items():
+        seconds, cpu = (row[key] for key in keys)
         share = f"{cpu / whole:.0%}" if whole else "–"
         shown.add_row(title, f"{seconds:.0f}", f"{cpu:.0f}", share)
     return shown
@@ -287,16 +243,6 @@ def swap(budget: str) -> None:
             if (aside := Path(f"{folder}-{budget}")).exists():
                 aside.rename(folder)
     files.write_text(mark, budget + "\n")
-
-
-def done(step: Step) -> bool:
-    """Whether a step need not run again."""
-    return common.done(step, RUNS)
-
-
-def remember(step: Step) -> None:
-    """Note that a step is done."""
-    common.remember(step, RUNS)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ from decode.target import Target
 from decode.verify import RULES
 from heads.small_lm.net import parameters
 from scripts.common import files
-from scripts.common.parts import Parts
+from scripts.common.memo import Memo
 from scripts.common.prompts import Prompt, load_prompts, question_ids
 from scripts.common.sampling_keys import PenaltyKeys
 from scripts.reports import table
@@ -183,19 +183,19 @@ def by_suite(cfg: EvaluateConfig, named: list[SuiteConfig], out: Path) -> int:
     codes, kept, missing = [], [], []
     for suite in named:
         try:
-            code, parts = scored(replace(cfg, suite=suite), out / suite.name)
+            code, memo = scored(replace(cfg, suite=suite), out / suite.name)
         except UserError as error:
             missing.append(str(error))
             continue
         codes.append(code)
-        kept.append(parts)
+        kept.append(memo)
     reports = [out / suite.name / "report.json" for suite in named]
     found, lines = table_of([path for path in reports if path.is_file()], missing)
     if not found["suites"]:
         raise UserError(f"{missing[0]} (and no other suite could be had)")
     files.write_json(out / "suites.json", found)
-    for parts in kept:
-        parts.clear()
+    for memo in kept:
+        memo.clear()
     print("\n".join(["", *lines, f"table: {out / 'suites.json'}"]))
     return DISAGREES if DISAGREES in codes else max([SKIPPED if missing else 0, *codes])
 
@@ -216,12 +216,12 @@ def asked_of(cfg: EvaluateConfig, bad: list[dict[str, str]]) -> tuple[list[Promp
 
 def evaluated(cfg: EvaluateConfig, out: Path) -> int:
     """The run behind `main`: its exit code. The same call goes on where one was stopped."""
-    code, parts = scored(cfg, out)
-    parts.clear()
+    code, memo = scored(cfg, out)
+    memo.clear()
     return code
 
 
-def scored(cfg: EvaluateConfig, out: Path) -> tuple[int, Parts]:
+def scored(cfg: EvaluateConfig, out: Path) -> tuple[int, Memo]:
     """(exit code, what was measured): all is written to `out`, and the parts may go."""
     bad: list[dict[str, str]] = []
     prompts, source = asked_of(cfg, bad)
@@ -234,7 +234,7 @@ def scored(cfg: EvaluateConfig, out: Path) -> tuple[int, Parts]:
     for line in facts.notes(target, cfg.sampling()):
         print(line, file=sys.stderr)
     lanes, skipped = entered(cfg, target, bad)
-    parts = kept_in(out / "unfinished", cfg, target, prompts, lanes)
+    memo = kept_in(out / "unfinished", cfg, target, prompts, lanes)
     parity = gates(
         lanes, target, prompts, cfg.parity, min(cfg.max_new_tokens, GATE_TOKENS), cfg.quiet
     )
@@ -246,7 +246,7 @@ def scored(cfg: EvaluateConfig, out: Path) -> tuple[int, Parts]:
     reports: list[dict[str, Any]] = []
     for number, (temperature, batch_size) in enumerate(points):
         at = replace(cfg, temperature=temperature, batch_size=batch_size)
-        report, lines = measure(at, target, prompts, lanes, skipped, parts)
+        report, lines = measure(at, target, prompts, lanes, skipped, memo)
         report["settings"]["prompts"] = source
         report["parity"] = {name: found.json() for name, found in parity.items()}
         reports.append(report)
@@ -276,7 +276,7 @@ def scored(cfg: EvaluateConfig, out: Path) -> tuple[int, Parts]:
     if cfg.wandb:
         to_wandb(reports[0], out, "evaluate")
     failed = [name for name, found in parity.items() if not found.passed]
-    return DISAGREES if failed else SKIPPED if any(r["skipped"] for r in reports) else 0, parts
+    return DISAGREES if failed else SKIPPED if any(r["skipped"] for r in reports) else 0, memo
 
 
 def entered(
@@ -298,9 +298,9 @@ def kept_in(
     target: Target,
     prompts: list[Prompt],
     lanes: list[contest.Lane],
-) -> Parts:
+) -> Memo:
     """What was measured of this very evaluation before it was stopped. Says on stderr that it
-    goes on, or what has changed since and makes it begin anew."""
+    goes on."""
     told = files.environment(str(target.device))
     del told["commit"]  # the code itself is compared
     key = {
@@ -312,16 +312,10 @@ def kept_in(
         "prompts": [asdict(prompt) for prompt in prompts],
         "drafters": [[lane.name, lane.files] for lane in lanes],
     }
-    parts = Parts(place, key)
-    if parts.resumed:
+    memo = Memo(place, key)
+    if memo.resumed:
         print(f"going on with what is measured in {place}", file=sys.stderr)
-    elif parts.changed:
-        print(
-            f"note: {place} was measured with another {', '.join(parts.changed)}; all is measured "
-            "anew",
-            file=sys.stderr,
-        )
-    return parts
+    return memo
 
 
 def measure(
@@ -330,14 +324,14 @@ def measure(
     prompts: list[Any],
     lanes: list[contest.Lane],
     skipped: list[dict[str, str]],
-    parts: Parts,
+    memo: Memo,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(report, lines of outputs.jsonl) at the temperature and batch size of `cfg`. parts: what
+    """(report, lines of outputs.jsonl) at the temperature and batch size of `cfg`. memo: what
     was measured before the run was stopped, and is not measured again."""
     sampling = cfg.sampling()
     settings = contest.Settings(sampling, cfg.max_new_tokens, cfg.batch_size, cfg.seed, cfg.verify)
     name = folder(cfg.temperature, cfg.batch_size)
-    measured = contest.run_contest(target, prompts, lanes, settings, cfg.quiet, parts, name)
+    measured = contest.run_contest(target, prompts, lanes, settings, cfg.quiet, memo, name)
     lost = {one["name"] for one in measured.lost}
     lanes = [lane for lane in lanes if lane.name not in lost]
     scores = Scores(measured, lanes)

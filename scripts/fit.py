@@ -23,9 +23,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +48,7 @@ from heads.warm import Start
 from scripts import certify, evaluate, export
 from scripts.common import files
 from scripts.common.extra import extra
+from scripts.common.pipeline import Pipeline
 from scripts.common.prompts import load_prompts, question_ids, spoken
 from scripts.fitting import train, verdict
 from scripts.fitting.config import FitConfig
@@ -59,40 +58,6 @@ from scripts.synthesis.ledger import differences
 
 SETTINGS, REPORT = "settings.json", "fit.json"
 TRAFFIC = "traffic"  # folder of what was read from logs
-
-
-@dataclass
-class Stages:
-    """What is done once each. A stage that has left its file is not run again; done: what they
-    found, by name. seconds: of every stage, over all runs of this command."""
-
-    out: Path
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    def once(self, name: str, title: str, make: Callable[[], Any]) -> Any:
-        """The JSON value of a stage: from OUT/stages/NAME.json, or made now."""
-        path = self.out / "stages" / f"{name}.json"
-        if path.exists():
-            kept = _stage(path)
-        else:
-            print(f"fit: {title}", flush=True)
-            began = time.perf_counter()
-            found = make()
-            kept = {"seconds": round(time.perf_counter() - began, 1), "found": found}
-            files.write_json(path, kept)
-        self.seconds[name] = kept["seconds"]
-        return kept["found"]
-
-
-def _stage(path: Path) -> dict[str, Any]:
-    """What a stage has left. Raises UserError where it cannot be read."""
-    try:
-        kept = json.loads(path.read_text())
-        return {"seconds": float(kept["seconds"]), "found": kept["found"]}
-    except (ValueError, KeyError, TypeError):
-        raise UserError(
-            f"out: {path} is damaged; delete it, and the same command does that stage again"
-        ) from None
 
 
 @entry("fit", FitConfig)
@@ -109,7 +74,7 @@ def fitted(cfg: FitConfig, out: Path) -> int:
     _apart(cfg, out)
     readable(cfg)
     begin(cfg, out, sha256)
-    stages = Stages(out)
+    stages = Pipeline("fit", out)
     about = stages.once("start", "the head that is fitted", lambda: look(cfg))
     read = stages.once("chats", "the traffic", lambda: chats(cfg, out))
     known = sources(cfg, out)
@@ -179,7 +144,7 @@ def begin(cfg: FitConfig, out: Path, sha256: str) -> None:
     except (ValueError, AttributeError):
         raise UserError(f"out: {path} is damaged; give another folder") from None
     if apart and not (out / BUDGET).exists():  # nothing has been learned yet
-        for part in ("stages", TRAFFIC):
+        for part in ("steps", TRAFFIC):
             shutil.rmtree(out / part, ignore_errors=True)
         files.write_json(path, now)
     elif apart:
@@ -341,18 +306,12 @@ def chats(cfg: FitConfig, out: Path) -> dict[str, Any]:
     return {**told, "train": str(report.train), "later": str(report.later)}
 
 
-def piloted(cfg: FitConfig, known: Chats, out: Path, stages: Stages) -> train.Budget:
+def piloted(cfg: FitConfig, known: Chats, out: Path, stages: Pipeline) -> train.Budget:
     """What the minutes are here."""
     found = stages.once(
         "pilot", "a pilot: how many steps fit in", lambda: asdict(train.pilot(cfg, known, out))
     )
-    try:
-        told = train.Budget.read(found)
-    except ValueError:
-        raise UserError(
-            f"out: {out / 'stages' / 'pilot.json'} is damaged; delete it, and the same command "
-            "does that stage again"
-        ) from None
+    told = train.Budget(**found)
     print(
         f"fit: {cfg.minutes:g} minutes are {told.steps:,} steps here, decoded acceptance every "
         f"{told.every:,}",
@@ -380,7 +339,7 @@ def as_tuned(source: Path, head: Path) -> None:
 
 
 def scored(
-    cfg: FitConfig, known: Chats, out: Path, stages: Stages, names: dict[str, str]
+    cfg: FitConfig, known: Chats, out: Path, stages: Pipeline, names: dict[str, str]
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """All drafters on the later part, and on prompts of no traffic in particular (None where
     nobody asks)."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from rich import get_console
 from rich.console import Console
@@ -100,16 +100,32 @@ class Steps(Progress):
         print(line, file=sys.stderr, flush=True)
 
 
-def by_name(bar: Progress) -> Callable[[str, int, int], None]:
-    """What is told (name, done, total) as a task of `bar` for every name. total 0: not known."""
+class OnProgress(Protocol):
+    """What long work calls as it goes on. total: 0 where it is not known. name: of the part that
+    is done, where there are several."""
+
+    def __call__(self, done: int, total: int, name: str = "", /) -> None: ...
+
+
+def silent(done: int, total: int, name: str = "", /) -> None:
+    """Nobody looks on."""
+
+
+def named(on_progress: OnProgress, name: str) -> OnProgress:
+    """The same for a part of the work, which does not know its own name."""
+    return lambda done, total, _="", /: on_progress(done, total, name)
+
+
+def by_name(bar: Progress) -> OnProgress:
+    """Shows every part as a task of `bar`."""
     tasks: dict[str, TaskID] = {}
 
-    def watch(name: str, done: int, total: int) -> None:
+    def on_progress(done: int, total: int, name: str = "", /) -> None:
         if name not in tasks:
             tasks[name] = bar.add_task(name, total=total or None, completed=done)
         bar.update(tasks[name], completed=done, total=total or None)
 
-    return watch
+    return on_progress
 
 
 def clock(seconds: float) -> str:

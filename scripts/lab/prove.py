@@ -29,8 +29,8 @@ from conf.errors import UserError, resumable
 from conf.rules import OneOrMore, Seed, one_of
 from conf.schema import entry
 from scripts.common import files
-from scripts.common.parts import Parts
-from scripts.common.progress import Steps, by_name, columns
+from scripts.common.memo import Memo
+from scripts.common.progress import OnProgress, Steps, by_name, columns
 from scripts.lab.pages import lossless_page
 from scripts.lab.proofs import sections as proofs
 from scripts.proofs.controls.certificates import code_sha256
@@ -56,10 +56,7 @@ class ProveConfig:
     quiet: bool = False
 
 
-Tick = Callable[[str, int, int], None]
-
-
-def certificates(cfg: ProveConfig, tick: Tick) -> dict[str, Any]:
+def certificates(cfg: ProveConfig, on_progress: OnProgress) -> dict[str, Any]:
     """Certificates of scripts/certify.py, without folders of this machine and without the
     plots' data. Those of other drafters and settings that OUT holds already are kept.
     """
@@ -84,21 +81,21 @@ def _certified(paper: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(settings.get(name) for name in names)
 
 
-def _toy(run: Callable[..., dict[str, Any]]) -> Callable[[ProveConfig, Tick], dict[str, Any]]:
-    def section(cfg: ProveConfig, tick: Tick) -> dict[str, Any]:
-        return run(Parts(Path(cfg.state) / run.__name__, [code_sha256()]), tick)
+def _toy(run: Callable[..., dict[str, Any]]) -> Callable[[ProveConfig, OnProgress], dict[str, Any]]:
+    def section(cfg: ProveConfig, on_progress: OnProgress) -> dict[str, Any]:
+        return run(Memo(Path(cfg.state) / run.__name__, {"code": code_sha256()}), on_progress)
 
     section.__doc__ = run.__doc__
     return section
 
 
-def enumeration(cfg: ProveConfig, tick: Tick) -> dict[str, Any]:
+def enumeration(cfg: ProveConfig, on_progress: OnProgress) -> dict[str, Any]:
     """Exact law of one verification on random worlds, every branch walked, both rules."""
-    parts = Parts(Path(cfg.state) / "enumeration", [code_sha256(), cfg.seed])
-    return proofs.enumeration(cfg.cases, cfg.seed, parts, tick)
+    memo = Memo(Path(cfg.state) / "enumeration", {"code": code_sha256(), "seed": cfg.seed})
+    return proofs.enumeration(cfg.cases, cfg.seed, memo, on_progress)
 
 
-SECTIONS: dict[str, Callable[[ProveConfig, Tick], dict[str, Any]]] = {
+SECTIONS: dict[str, Callable[[ProveConfig, OnProgress], dict[str, Any]]] = {
     "enumeration": enumeration,
     "engine": _toy(proofs.engine),
     "controls": _toy(proofs.negative_controls),

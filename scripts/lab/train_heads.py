@@ -23,9 +23,8 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
-from collections.abc import Collection
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -43,9 +42,9 @@ from decode.models.identity import sha256_file
 from decode.models.load import load_target
 from heads.batch import hash_u63
 from scripts.common import files
+from scripts.common.pipeline import Command, Pipeline
 from scripts.common.prompts import load_prompts
 from scripts.common.spelling import spelled
-from scripts.common.steps import Step, done, remember, run
 from scripts.evaluate import SKIPPED
 from scripts.lab.pages import matched
 from train.config import ENTRIES
@@ -111,7 +110,7 @@ def read(data: Path) -> list[str]:
     return ["target=smollm2", "data=jsonl", f"data.path={path}", "data.max_length=320"]
 
 
-def features(cfg: HeadsConfig, data: Path) -> Step:
+def features(cfg: HeadsConfig, data: Path) -> Command:
     """The target's pass over the conversations, for the heads that are asked for."""
     out = Path(cfg.out) / "features"
     kinds = sorted({RECIPES[name][0] for name in cfg.heads or RECIPES})
@@ -122,7 +121,7 @@ def features(cfg: HeadsConfig, data: Path) -> Step:
         f"out={spelled(str(out))}",
         *(key for key in cfg.more if key.startswith(READ)),
     ]
-    return Step("the target reads them, once for all heads", args, [data], out / "manifest.json")
+    return Command("the target reads them, once for all heads", args, [data], out / "manifest.json")
 
 
 @dataclass(frozen=True)
@@ -187,7 +186,6 @@ def counted(cfg: HeadsConfig, head: Wanted, data: Path) -> float:
 def main(cfg: HeadsConfig) -> None:
     """Run the steps that are not done yet."""
     os.chdir(files.ROOT)
-    out, data = Path(cfg.out), Path(cfg.path).expanduser()
     if cfg.prompts:
         load_prompts(cfg.prompts, [])  # what is not there is said before hours of training
     if cfg.store and not (Path(cfg.store) / "manifest.json").is_file():
@@ -195,19 +193,27 @@ def main(cfg: HeadsConfig) -> None:
             f"store: {cfg.store} holds no stored features (no manifest.json); name OUT/features of "
             "a run that made them, or leave it out"
         )
-    out.mkdir(parents=True, exist_ok=True)
+    out = Path(cfg.out)
+    with files.sole_folder(out):
+        Pipeline("heads", out).run(commands(cfg, out))
+        if cfg.prompts:
+            joined(cfg, out)
+
+
+def commands(cfg: HeadsConfig, out: Path) -> Iterator[Command]:
+    """What is run, one after the other. OUT/heads.json holds the heads that are trained so far."""
+    data = Path(cfg.path).expanduser() if cfg.path else out / "data.jsonl"
     if not cfg.path:
-        data = out / "data.jsonl"
         target = next((k for k in reversed(cfg.more) if k.startswith("target=")), "target=smollm2")
         write = ["scripts/synthesize.py", target, f"out={spelled(str(data))}", "seed=0"]
         write.append(f"num_conversations={cfg.conversations}")
-        _do(Step("the target writes conversations", write, [], data), out)
+        yield Command("the target writes conversations", write, [], data)
     reads = [data]
     if cfg.features and cfg.store:
         reads = [Path(cfg.store) / "manifest.json"]
     elif cfg.features:
         store = features(cfg, data)
-        _do(store, out)
+        yield store
         reads = [store.leaves]
     found: dict[str, Any] = {"data_sha256": sha256_file(data), "heads": {}}
     flops: dict[str, float] = {}  # of a recipe's step, whatever the seed
@@ -216,16 +222,16 @@ def main(cfg: HeadsConfig) -> None:
             flops[head.recipe] = counted(cfg, head, data)
         each = flops[head.recipe]
         steps = max(1, round(cfg.flops / each)) if cfg.flops else cfg.steps
-        args = [f"train/{ENTRIES[RECIPES[head.recipe][0]][0]}.py", *keys(cfg, head, data, steps)]
+        argv = [f"train/{ENTRIES[RECIPES[head.recipe][0]][0]}.py", *keys(cfg, head, data, steps)]
         leaves = out / head.name / "head" / "head.json"
-        _do(Step(f"{head.name}, {steps} steps", args, reads, leaves), out)
+        yield Command(f"{head.name}, {steps} steps", argv, reads, leaves)
         found["heads"][head.name] = {"steps": steps, "flops_per_step": each, "flops": each * steps}
         files.write_json(out / "heads.json", found)
     if cfg.prompts:
-        scored(cfg, found, out)
+        yield from (score(cfg, temperature) for temperature in cfg.temperatures)
 
 
-def score(cfg: HeadsConfig, temperature: int) -> Step:
+def score(cfg: HeadsConfig, temperature: int) -> Command:
     """All heads on the same prompts, each in every shape."""
     folders = [str(Path(cfg.out) / head.name) for head in wanted(cfg)]
     shaped = [f"{folder}@{shape}" for folder in folders for shape in cfg.shapes]
@@ -245,30 +251,19 @@ def score(cfg: HeadsConfig, temperature: int) -> Step:
         *(cfg.sampling if temperature else []),
     ]
     reads = [Path(cfg.prompts), *(Path(folder) / "head" / "head.json" for folder in folders)]
-    return Step(f"scores at T = {temperature}", args, reads, out / "report.json")
+    good = (0, SKIPPED)  # the table has a dash for what could not be scored
+    return Command(f"scores at T = {temperature}", args, reads, out / "report.json", good)
 
 
-def scored(cfg: HeadsConfig, trained: dict[str, Any], out: Path) -> None:
-    """Score the heads and join it with what they cost: OUT/matched.json."""
-    reports = {}
-    for temperature in cfg.temperatures:
-        step = score(cfg, temperature)
-        _do(step, out, (0, SKIPPED))  # the table has a dash for what could not be scored
-        reports[str(temperature)] = json.loads(step.leaves.read_text())
+def joined(cfg: HeadsConfig, out: Path) -> None:
+    """The scores with what the heads cost: OUT/matched.json."""
+    reports = {str(t): json.loads(score(cfg, t).leaves.read_text()) for t in cfg.temperatures}
+    trained = json.loads((out / "heads.json").read_text())
     drafters = {name: str(out / name) for name in trained["heads"]}
     about = {"command": files.command(), "environment": next(iter(reports.values()))["environment"]}
     found = {**about, **matched.matched(trained, drafters, reports, cfg.timed)}
     files.write_json(out / "matched.json", found)
     print(matched.markdown(found), flush=True)
-
-
-def _do(step: Step, out: Path, good: Collection[int] = (0,)) -> None:
-    if done(step, out):
-        print(f"{step.title}: done already ({step.leaves})", flush=True)
-        return
-    print(f"{step.title}\n  python {shlex.join(step.args)}", flush=True)
-    run(step, "heads", out, good)
-    remember(step, out)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ draft; "lossless" otherwise.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,8 @@ from decode.engine import Request
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import TreeShape
-from scripts.common.parts import Parts
+from scripts.common.memo import Memo
+from scripts.common.progress import OnProgress, named
 from scripts.proofs import passes, pit, power, size
 from scripts.proofs.controls.catalogue import rule_named
 from scripts.proofs.directions import Bank
@@ -46,7 +47,6 @@ CASE_LIMIT, LOOP_LIMIT = 1e-12, 1e-9
 EDGE_LIMIT = 1e-6
 SAFETY = 4  # rounding is measured on a few prompts only
 FEWEST_DRAFTS = 100  # cycles with a draft below which a sample says little about a drafter
-Watch = Callable[[str, int, int], None]  # what is running, done, total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,37 +90,42 @@ class Findings:
 
 
 def open_world(
-    target: Target, prompts: Sequence[Sequence[int]], plan: Plan, watch: Watch, parts: Parts
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    plan: Plan,
+    on_progress: OnProgress,
+    memo: Memo,
 ) -> World:
     """Measure rounding and let the reference write its greedy answers."""
     target.probe()
     plain = Plain(target)
-    noise = parts.once("noise", lambda: plain.rounding(list(prompts[:4])))
+    noise = memo.once("noise", lambda: plain.rounding(list(prompts[:4])))
     spread = 1.0 if plan.guidance is None else abs(plan.guidance) + abs(1 - plan.guidance)
     chosen = [prompts[i % len(prompts)] for i in range(plan.greedy_prompts)]
     asked = [Request(list(p), plan.greedy_tokens, id=i) for i, p in enumerate(chosen)]
-    settings, tick = greedy_of(plan.sampling), ticker(watch, "reference", len(chosen))
-    theirs = reference_tokens(plain, asked, settings, plan.batch_size, plan.guidance, tick, parts)
+    how = (greedy_of(plan.sampling), plan.batch_size, plan.guidance)
+    theirs = reference_tokens(plain, asked, *how, named(on_progress, "reference"), memo)
     return World(target, plain, prompts, chosen, noise, SAFETY * noise["gap"] * spread, theirs)
 
 
-def layers(world: World, drafter: Drafter, plan: Plan, watch: Watch, parts: Parts) -> Findings:
+def layers(
+    world: World, drafter: Drafter, plan: Plan, on_progress: OnProgress, memo: Memo
+) -> Findings:
     """The layers of this drafter and these settings."""
     plain, target, chosen, prompts = world.plain, world.target, world.chosen, world.prompts
-    found = Findings([parts.once("exact", lambda: exact_layer(plan, watch))])
-    how, tick = plan.reading(world.tie), ticker(watch, "greedy", len(chosen))
-    greedy = greedy_layer(plain, target, drafter, chosen, how, world.theirs, tick, parts)
+    found = Findings([memo.once("exact", lambda: exact_layer(plan, on_progress))])
+    how, written = plan.reading(world.tie), named(on_progress, "greedy")
+    greedy = greedy_layer(plain, target, drafter, chosen, how, world.theirs, written, memo)
     found.layers.append(_greedy_json(greedy, world.noise["gap"], world.tie))
     if plan.sampling.greedy:
         why = "T = 0 has no law to sample"
         found.power = {"tokens": 0, "alpha": plan.alpha, "min_detectable": None, "reason": why}
         return found
-    drawn = lambda done: watch("sampling", done, plan.tokens)
-    drawn(0)
-    own = sampling_layer(plain, target, drafter, prompts, plan, None, drawn, parts)
+    drawn = named(on_progress, "sampling")
+    own = sampling_layer(plain, target, drafter, prompts, plan, None, drawn, memo)
     layer = sampling_json(own, plan.alpha)
-    texts = texts_of(parts.lines("sampling")[:1], prompts)
-    found.layers += [layer, passes_layer(world, plan, own, texts, parts)]
+    texts = texts_of(memo.lines("sampling")[:1], prompts)
+    found.layers += [layer, passes_layer(world, plan, own, texts, memo)]
     name = f"power-{len(own.u)}-{plan.alpha}-{plan.detect}"
     count = len(layer["tests"])
     found.power = {
@@ -128,7 +133,7 @@ def layers(world: World, drafter: Drafter, plan: Plan, watch: Watch, parts: Part
         "alpha": plan.alpha,
         "detect": plan.detect,
         "cycles_with_a_draft": own.proposals if drafter.max_depth else None,
-        **parts.once(name, lambda: power_of(world, plan, len(own.u), count, watch, parts)),
+        **memo.once(name, lambda: power_of(world, plan, len(own.u), count, on_progress, memo)),
     }
     return found
 
@@ -136,46 +141,44 @@ def layers(world: World, drafter: Drafter, plan: Plan, watch: Watch, parts: Part
 Texts = list[tuple[list[int], int]]  # ids, and where the answer begins
 
 
-def passes_layer(
-    world: World, plan: Plan, own: Sample, texts: Texts, parts: Parts
-) -> dict[str, Any]:
+def passes_layer(world: World, plan: Plan, own: Sample, texts: Texts, memo: Memo) -> dict[str, Any]:
     """The verifier's laws beside those of plain decoding, by place in the cycle."""
     some, how = texts[: passes.TEXTS], (plan.sampling, plan.guidance)
-    plainly = parts.once("plainly", lambda: passes.yardstick(world.plain, some, *how))
+    plainly = memo.once("plainly", lambda: passes.yardstick(world.plain, some, *how))
     first = np.r_[True, own.sequence[1:] != own.sequence[:-1]]
     return passes.passes_json(own.depth, first, own.passes, plainly)
 
 
-def pilot_of(world: World, plan: Plan, parts: Parts) -> size.Pilot:
+def pilot_of(world: World, plan: Plan, memo: Memo) -> size.Pilot:
     """Plain answers to the prompts, apart from the sample."""
-    return size.Pilot.drawn(world.plain, world.prompts, plan, parts)
+    return size.Pilot.drawn(world.plain, world.prompts, plan, memo)
 
 
-def sized(world: World, plan: Plan, most: int, watch: Watch, parts: Parts) -> size.Size:
+def sized(world: World, plan: Plan, most: int, on_progress: OnProgress, memo: Memo) -> size.Size:
     """How many tokens the sampling layer takes to find a bias of `plan.detect`, `most` at most;
     known before the first one is drawn."""
-    watch("how many tokens", 0, 1)
+    on_progress(0, 1, "how many tokens")
 
     def made() -> dict[str, Any]:
-        pilot = pilot_of(world, plan, parts)
+        pilot = pilot_of(world, plan, memo)
         wanted = plan.alpha, plan.detect, most
         return dataclasses.asdict(size.sized(pilot, world.plain, plan, *wanted))
 
-    found = size.Size(**parts.once(f"size-{plan.alpha}-{plan.detect}-{most}", made))
-    watch("how many tokens", 1, 1)
+    found = size.Size(**memo.once(f"size-{plan.alpha}-{plan.detect}-{most}", made))
+    on_progress(1, 1, "how many tokens")
     return found
 
 
 def power_of(
-    world: World, plan: Plan, tokens: int, tests: int, watch: Watch, parts: Parts
+    world: World, plan: Plan, tokens: int, tests: int, on_progress: OnProgress, memo: Memo
 ) -> dict[str, Any]:
     """What a run of this length finds among the distributions of the pilot."""
-    watch("power", 0, 1)
-    answers = pilot_of(world, plan, parts).answers(world.plain, plan)
+    on_progress(0, 1, "power")
+    answers = pilot_of(world, plan, memo).answers(world.plain, plan)
     bank = Bank(world.target.vocab_size, plan.seed, world.target.device)
     known = power.Power(answers, bank, tokens, plan.alpha, tests)
     found = power.measure(known, plan.detect, plan.seed)
-    watch("power", 1, 1)
+    on_progress(1, 1, "power")
     return found
 
 
@@ -216,22 +219,10 @@ def verdict(
     return ("undecided", open_points) if open_points else ("lossless", [])
 
 
-def ticker(watch: Watch, name: str, total: int) -> Callable[[int], None]:
-    """advance(n): n more are done."""
-    done = 0
-
-    def tick(n: int) -> None:
-        nonlocal done
-        done = min(done + n, total)
-        watch(name, done, total)
-
-    return tick
-
-
 # --- exact
 
 
-def exact_layer(plan: Plan, watch: Watch) -> dict[str, Any]:
+def exact_layer(plan: Plan, on_progress: OnProgress) -> dict[str, Any]:
     """Random toy worlds, half of them under the user's sampling settings, worlds at the edges
     of float32 at the user's temperature, and the whole loop on toy models.
     """
@@ -243,8 +234,8 @@ def exact_layer(plan: Plan, watch: Watch) -> dict[str, Any]:
             case = dataclasses.replace(case, sampling=_toy_settings(plan.sampling, case.vocab))
         outcome = enumerate_case(case, rule)
         worst, leaves = max(worst, outcome.error), leaves + outcome.leaves
-        watch("exact", i + 1, 2 * plan.cases)
-    edges, edge, edge_leaves = _edges(plan, watch)
+        on_progress(i + 1, 2 * plan.cases, "exact")
+    edges, edge, edge_leaves = _edges(plan, on_progress)
     loop = max(_loop_errors(plan))
     passed = worst <= CASE_LIMIT and edge <= EDGE_LIMIT and loop <= LOOP_LIMIT
     return {
@@ -277,7 +268,7 @@ def _loop_errors(plan: Plan) -> Iterator[float]:
         yield law.error
 
 
-def _edges(plan: Plan, watch: Watch) -> tuple[int, float, int]:
+def _edges(plan: Plan, on_progress: OnProgress) -> tuple[int, float, int]:
     """Worlds at the edges of float32 (extremes.py) at the run's own temperature: their number,
     the largest error of any probability, and the branches walked. A greedy run has none.
     """
@@ -289,7 +280,7 @@ def _edges(plan: Plan, watch: Watch) -> tuple[int, float, int]:
         world = Extreme.random(generator, plan.sampling.temperature, narrow, narrow)
         outcome = enumerate_case(world, rule)
         worst, leaves = max(worst, outcome.error), leaves + outcome.leaves
-        watch("exact", plan.cases + i + 1, 2 * plan.cases)
+        on_progress(plan.cases + i + 1, 2 * plan.cases, "exact")
     return plan.cases, worst, leaves
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,8 @@ from decode.drafters import Drafter
 from decode.engine import Generation, Request, Rule, generate
 from decode.sampling import Sampling
 from decode.target import Target
-from scripts.common.parts import Parts
+from scripts.common.memo import Memo
+from scripts.common.progress import OnProgress, silent
 from scripts.proofs import pit
 from scripts.proofs.recorder import Recorder
 from scripts.scoring.reference import hf_generate
@@ -32,7 +33,6 @@ BUDGET = 64 * 2**20  # logits held at once, in numbers
 BEST = 8  # tokens that rounding could make the greedy one
 CHUNK = 4  # batches of requests between two saves
 ALONE = 8  # one prompt of so many is decoded by itself: a single row takes ways of its own
-Advance = Callable[[int], None]
 
 
 @dataclass
@@ -197,8 +197,8 @@ def greedy_layer(
     prompts: Sequence[Sequence[int]],
     reading: Reading,
     theirs: list[list[int]] | None = None,
-    advance: Advance = lambda n: None,
-    parts: Parts | None = None,
+    on_progress: OnProgress = silent,
+    memo: Memo | None = None,
 ) -> Greedy:
     """Token equality at T = 0 with Hugging Face `generate`, every first divergence classified.
 
@@ -208,16 +208,16 @@ def greedy_layer(
     bits of a batch. Besides, and whatever rounding does, every emitted token must be the best
     one (lowest id among equals) of the logits it was verified against. The last answers, one of
     ALONE, are written in a batch of one. theirs: the reference's tokens, when known already.
-    parts: keeps what is done.
+    memo: keeps what is done.
     """
     reading = replace(reading, sampling=greedy_of(reading.sampling))
     sampling, guidance = reading.sampling, reading.guidance
-    parts = parts or Parts(None)
+    memo = memo or Memo(None)
     requests = [Request(list(p), reading.tokens, id=i) for i, p in enumerate(prompts)]
     if theirs is None:
         theirs = reference_tokens(plain, requests, sampling, reading.batch_size, guidance)
-    ours = parts.lines("greedy")
-    advance(len(ours))
+    ours = memo.lines("greedy")
+    on_progress(len(ours), len(requests))
     together = len(requests) - math.ceil(len(requests) / ALONE)
     while len(ours) < len(requests):
         size = reading.batch_size if len(ours) < together else 1
@@ -225,8 +225,8 @@ def greedy_layer(
         chunk = requests[len(ours) : min(end, len(ours) + CHUNK * size)]
         for row in _written(target, drafter, chunk, reading, size):
             ours.append(row)
-            parts.add("greedy", row)
-        advance(len(chunk))
+            memo.add("greedy", row)
+        on_progress(len(ours), len(requests))
     result = Greedy(
         len(prompts), sum(len(o[0]) for o in ours), sum(o[1] for o in ours), sum(o[2] for o in ours)
     )
@@ -280,22 +280,22 @@ def reference_tokens(
     sampling: Sampling,
     batch_size: int = 1,
     guidance: float | None = None,
-    advance: Advance = lambda n: None,
-    parts: Parts | None = None,
+    on_progress: OnProgress = silent,
+    memo: Memo | None = None,
 ) -> list[list[int]]:
     """What Hugging Face `generate` writes; guided rows alone, since it cannot batch them."""
-    parts = parts or Parts(None)
+    memo = memo or Memo(None)
     size = 1 if guidance is not None else batch_size
-    found = parts.lines("reference")
-    advance(len(found))
+    found = memo.lines("reference")
+    on_progress(len(found), len(requests))
     while len(found) < len(requests):
         chunk = requests[len(found) : len(found) + size]
         with plain.target.as_loaded():
             run = hf_generate(plain.target, chunk, sampling, batch_size=size, guidance=guidance)
         for generation in run.generations:
             found.append(generation.token_ids)
-            parts.add("reference", found[-1])
-        advance(len(chunk))
+            memo.add("reference", found[-1])
+        on_progress(len(found), len(requests))
     return found
 
 

@@ -27,9 +27,10 @@ from decode.drafters import Drafter
 from decode.engine import Generation, Request, Rule, Run, generate
 from decode.sampling import Sampling
 from decode.target import Target
-from scripts.common.parts import Parts
+from scripts.common.memo import Memo
+from scripts.common.progress import OnProgress, silent
 from scripts.proofs import directions, passes, pit
-from scripts.proofs.greedy import Advance, Plain
+from scripts.proofs.greedy import Plain
 from scripts.proofs.recorder import Emitted, Recorder, astray
 from scripts.proofs.repeats import Repeats
 
@@ -146,8 +147,8 @@ def sampling_layer(
     prompts: Sequence[Sequence[int]],
     how: Setting,
     stop: Callable[[Sample], bool] | None = None,
-    advance: Advance = lambda n: None,
-    parts: Parts | None = None,
+    on_progress: OnProgress = silent,
+    memo: Memo | None = None,
 ) -> Sample:
     """Decode until `how.tokens` tokens are out (the prompts again and again, each time with
     other random numbers), place every one of them in the law it was verified against, and
@@ -155,26 +156,26 @@ def sampling_layer(
 
     Exactly that many are used, cut in the order of the requests, so that neither a stop token
     nor the budget selects. stop(sample so far) ends early: for controls that are known to fail
-    already. parts: keeps what is done.
+    already. memo: keeps what is done.
     """
-    parts = parts or Parts(None)
-    rows = _known(parts, how.tokens)
+    memo = memo or Memo(None)
+    rows = _known(memo, how.tokens)
     tally = _tally(rows, target)
     while sum(row["size"] for row in rows) < how.tokens:
         if stop is not None and rows and stop(gather(rows, tally)):
             break
         done = sum(row["size"] for row in rows)
-        advance(done)
+        on_progress(done, how.tokens)
         row, tally = _chunk(plain, target, drafter, prompts, how, rows, tally)
         rows.append(row)
-        parts.add("sampling", row)
-    advance(sum(row["size"] for row in rows))
+        memo.add("sampling", row)
+    on_progress(sum(row["size"] for row in rows), how.tokens)
     return gather(rows, tally)
 
 
-def _known(parts: Parts, tokens: int) -> list[dict[str, Any]]:
+def _known(memo: Memo, tokens: int) -> list[dict[str, Any]]:
     """The chunks done so far, without one that an earlier run cut short."""
-    rows = list({row["number"]: row for row in parts.lines("sampling")}.values())
+    rows = list({row["number"]: row for row in memo.lines("sampling")}.values())
     short = sum(row["size"] for row in rows) < tokens
     return rows[:-1] if rows and short and not rows[-1]["whole"] else rows
 

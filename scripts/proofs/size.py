@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from decode.drafters import NoDraft
-from scripts.common.parts import Parts
+from scripts.common.memo import Memo
 from scripts.proofs import power
 from scripts.proofs.directions import Bank
 from scripts.proofs.greedy import Plain
@@ -36,20 +36,20 @@ class Pilot:
 
     @classmethod
     def drawn(
-        cls, plain: Plain, prompts: Sequence[Sequence[int]], how: Setting, parts: Parts
+        cls, plain: Plain, prompts: Sequence[Sequence[int]], how: Setting, memo: Memo
     ) -> Pilot:
         """Enough plain answers for the power, those of an earlier run where it left some."""
 
         def made() -> dict[str, Any]:
-            chunks, start = Parts(None), time.perf_counter()
+            chunks, start = Memo(None), time.perf_counter()
             tokens = power.laws_wanted(plain.target.vocab_size)
             other = dataclasses.replace(how, tokens=tokens, seed=how.seed ^ APART, chunk=1)
-            sampling_layer(plain, plain.target, NoDraft(), prompts, other, parts=chunks)
+            sampling_layer(plain, plain.target, NoDraft(), prompts, other, memo=chunks)
             spent = time.perf_counter() - start
             texts = texts_of(chunks.lines("sampling"), prompts)
             return {"texts": texts, "seconds": spent / tokens}
 
-        kept = parts.once("pilot", made)
+        kept = memo.once("pilot", made)
         return cls([(list(ids), start) for ids, start in kept["texts"]], kept["seconds"])
 
     def answers(self, plain: Plain, how: Setting) -> list[power.Answer]:

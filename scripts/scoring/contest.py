@@ -19,7 +19,7 @@ from decode.engine import Cycle, Generation, Request, Run, Timing
 from decode.sampling import Sampling
 from decode.target import Target
 from heads.names import Draft
-from scripts.common.parts import Parts
+from scripts.common.memo import Memo
 from scripts.common.progress import Steps, columns
 from scripts.common.prompts import Prompt, chat_ids, question_ids
 from scripts.scoring.names import clipped
@@ -218,11 +218,11 @@ def run_contest(
     lanes: Sequence[Lane],
     settings: Settings,
     quiet: bool = False,
-    parts: Parts | None = None,
+    memo: Memo | None = None,
     name: str = "contest",
 ) -> Contest:
     """Run every lane on every prompt. Chunks of prompts that all lanes have answered are kept in
-    `parts` under `name`, and those that are there already are not run again: a chunk is what the
+    `memo` under `name`, and those that are there already are not run again: a chunk is what the
     lanes are compared on, so no comparison spans a stop.
 
     Raises UserError when the first turn of a prompt does not fit the context; a later turn
@@ -233,8 +233,8 @@ def run_contest(
     size = settings.batch_size
     chunks = [list(prompts[i : i + size]) for i in range(0, len(prompts), size)]
     turns = [max(len(p.turns) for p in chunk) for chunk in chunks]
-    parts = parts or Parts(None)
-    known = parts.lines(name)
+    memo = memo or Memo(None)
+    known = memo.lines(name)
     for part in known:
         contest.take(part)
         for lane in lanes:
@@ -268,7 +268,7 @@ def run_contest(
                             talks.remember(lane.group, live, run)
                     progress.advance(task)
             silent = [lane.name for lane in lanes if not lane.facts.get("tells", True)]
-            parts.add(name, contest.part(chunk) | {"silent": silent})
+            memo.add(name, contest.part(chunk) | {"silent": silent})
     return contest
 
 

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from conf.errors import UserError
 from decode.sampling import Sampling
-from scripts.common.parts import Parts
+from scripts.common.memo import Memo
+from scripts.common.progress import OnProgress
 from scripts.proofs.greedy import Plain
 from scripts.proofs.served import Answer
 from scripts.serving.asking import Address, Ask, Door, Reply
 from scripts.serving.counters import rise
 
 SEEDS = 1 << 31
-Watch = Callable[[str, int, int], None]
 Approve = Callable[[list[Answer]], None]
 
 
@@ -59,56 +59,56 @@ class Asked:
     doubt: str = ""
 
 
-def ask_all(job: Job, parts: Parts, watch: Watch, approve: Approve) -> Asked:
+def ask_all(job: Job, memo: Memo, on_progress: OnProgress, approve: Approve) -> Asked:
     """Every answer, those of an earlier run first. approve: sees the greedy answers before
     anything is sampled, and may raise.
 
     Raises UserError for a server that cannot be judged.
     """
-    return asyncio.run(_ask_all(job, parts, watch, approve))
+    return asyncio.run(_ask_all(job, memo, on_progress, approve))
 
 
-async def _ask_all(job: Job, parts: Parts, watch: Watch, approve: Approve) -> Asked:
+async def _ask_all(job: Job, memo: Memo, on_progress: OnProgress, approve: Approve) -> Asked:
     async with Door(job.address) as door:
-        before, known = await door.metrics(), _answers(parts)
-        greedy = await _greedy(door, job, parts, watch)
+        before, known = await door.metrics(), _answers(memo)
+        greedy = await _greedy(door, job, memo, on_progress)
         await asyncio.to_thread(approve, greedy)
-        sampled = [] if job.sampling.greedy else await _sampled(door, job, parts, watch)
+        sampled = [] if job.sampling.greedy else await _sampled(door, job, memo, on_progress)
         if sampled:
-            await parts_once(parts, "seeds", _seeds(door, job))
+            await memo_once(memo, "seeds", _seeds(door, job))
         found = rise(before, await door.metrics(), ("draft_tokens",))
     if found.rose is not None or found.why:
         made = found.rose["draft_tokens"] if found.rose else 0
-        new = _answers(parts) - known
-        parts.add("counted", {"answers": new, "drafted": made, "doubt": found.why})
-    rows = [*parts.lines("greedy"), *parts.lines("sampled")]
+        new = _answers(memo) - known
+        memo.add("counted", {"answers": new, "drafted": made, "doubt": found.why})
+    rows = [*memo.lines("greedy"), *memo.lines("sampled")]
     told = [row["drafted"] for row in rows if row["drafted"] is not None]
-    doubt = "" if told else next((r["doubt"] for r in parts.lines("counted") if r["doubt"]), "")
-    drafted = sum(told) if told else None if doubt else _counted(parts)
+    doubt = "" if told else next((r["doubt"] for r in memo.lines("counted") if r["doubt"]), "")
+    drafted = sum(told) if told else None if doubt else _counted(memo)
     notes = sorted({note for row in rows for note in row["ignored"]})
-    notes += [row for row in [*parts.lines("seeds"), door.unread] if row]
+    notes += [row for row in [*memo.lines("seeds"), door.unread] if row]
     return Asked(door.kind, sampled, greedy, drafted, notes, doubt)
 
 
-def _answers(parts: Parts) -> int:
-    return len(parts.lines("greedy")) + len(parts.lines("sampled"))
+def _answers(memo: Memo) -> int:
+    return len(memo.lines("greedy")) + len(memo.lines("sampled"))
 
 
-def _counted(parts: Parts) -> int | None:
+def _counted(memo: Memo) -> int | None:
     """Draft tokens by the server's counters, those of earlier runs too; None where it has none,
     or where none were seen and some answers came in a run that was killed."""
-    runs = parts.lines("counted")
+    runs = memo.lines("counted")
     drafted = sum(run["drafted"] for run in runs)
-    whole = sum(run["answers"] for run in runs) == _answers(parts)
+    whole = sum(run["answers"] for run in runs) == _answers(memo)
     return drafted if runs and (drafted or whole) else None
 
 
-async def parts_once(parts: Parts, name: str, value: Any) -> None:
+async def memo_once(memo: Memo, name: str, value: Any) -> None:
     """Keep what an awaitable gives, unless it is known."""
-    if parts.lines(name):
+    if memo.lines(name):
         value.close()
         return
-    parts.add(name, await value)
+    memo.add(name, await value)
 
 
 async def _seeds(door: Door, job: Job) -> str:
@@ -120,8 +120,8 @@ async def _seeds(door: Door, job: Job) -> str:
     return "" if first.tokens == second.tokens else "one seed gave two answers: it is not heeded"
 
 
-async def _greedy(door: Door, job: Job, parts: Parts, watch: Watch) -> list[Answer]:
-    done = [_answer(row) for row in parts.lines("greedy")]
+async def _greedy(door: Door, job: Job, memo: Memo, on_progress: OnProgress) -> list[Answer]:
+    done = [_answer(row) for row in memo.lines("greedy")]
     ask = Ask(job.limit)
     work = [(level, i) for level in job.levels for i in range(job.greedy)]
     number = len(done)
@@ -132,17 +132,17 @@ async def _greedy(door: Door, job: Job, parts: Parts, watch: Watch) -> list[Answ
         replies = await asyncio.gather(*(door.answer(p, ask) for p in prompts))
         for prompt, reply in zip(prompts, replies, strict=True):
             row = _row(number, number, level, prompt, reply, job)
-            parts.add("greedy", row)
+            memo.add("greedy", row)
             done.append(_answer(row))
             number += 1
-        watch("greedy answers", number, len(work))
+        on_progress(number, len(work), "greedy answers")
     return done
 
 
-async def _sampled(door: Door, job: Job, parts: Parts, watch: Watch) -> list[Answer]:
+async def _sampled(door: Door, job: Job, memo: Memo, on_progress: OnProgress) -> list[Answer]:
     """Waves of every level in turn until that level has its share of the tokens."""
     kept: dict[int, dict[int, dict[str, Any]]] = {}
-    for row in parts.lines("sampled"):
+    for row in memo.lines("sampled"):
         kept.setdefault(row["wave"], {})[row["number"]] = row
     waves = {w: list(rows.values()) for w, rows in kept.items()}
     whole = {w: rows for w, rows in waves.items() if len(rows) == rows[0]["level"]}
@@ -156,7 +156,7 @@ async def _sampled(door: Door, job: Job, parts: Parts, watch: Watch) -> list[Ans
         for answer in done:
             have[answer.level] += len(answer.tokens)
         total = sum(min(n, share) for n in have.values())
-        watch("sampled tokens", min(total, job.tokens), job.tokens)
+        on_progress(min(total, job.tokens), job.tokens, "sampled tokens")
         short = [level for level in job.levels if have[level] < share]
         if not short:
             return done
@@ -185,7 +185,7 @@ async def _sampled(door: Door, job: Job, parts: Parts, watch: Watch) -> list[Ans
                 f"{job.address.setting}: {door.root}: asked {level} answers; all came back empty"
             )
         for row in rows:
-            parts.add("sampled", row)
+            memo.add("sampled", row)
         done += [_answer(row) for row in rows]
         wave, number = wave + 1, number + level
 
@@ -244,11 +244,11 @@ def own_laws(plain: Plain) -> Callable[[Sequence[Answer]], Iterator[tuple[int, T
 
 
 def plain_laws(
-    address: Address, top: int, vocab: int, parts: Parts, watch: Watch
+    address: Address, top: int, vocab: int, memo: Memo, on_progress: OnProgress
 ) -> Callable[[Sequence[Answer]], Iterator[tuple[int, Tensor]]]:
     """The `top` best of every law, from a plain server; what lies beyond has no mass. Exact
     where sampling is among at most `top` tokens."""
-    known = {row["key"]: row["laws"] for row in parts.lines("laws")}
+    known = {row["key"]: row["laws"] for row in memo.lines("laws")}
 
     async def ask(texts: Sequence[tuple[list[int], int]]) -> list[Any]:
         async with Door(address) as door:
@@ -261,8 +261,8 @@ def plain_laws(
             if key not in known:
                 (found,) = asyncio.run(ask([(text, len(answer.prompt))]))
                 known[key] = [[[t, v] for t, v in law.items()] for law in found]
-                parts.add("laws", {"key": key, "laws": known[key]})
-                watch("laws", len(known), 0)
+                memo.add("laws", {"key": key, "laws": known[key]})
+                on_progress(len(known), 0, "laws")
             yield i, _rows(known[key], vocab, top)
 
     return laws

@@ -13,12 +13,13 @@ import torch
 from conf.errors import UserError
 from decode.sampling import Sampling
 from decode.target import Target
-from scripts.common.parts import Parts
+from scripts.common.memo import Memo
+from scripts.common.progress import OnProgress
 from scripts.proofs import certificate, power, served
 from scripts.proofs.greedy import Plain
 from scripts.proofs.served import Answer, Laws, Towards
 from scripts.serving.asking import MOST_TOP, Address
-from scripts.serving.sampled_answers import Asked, Job, Watch, ask_all, own_laws, plain_laws
+from scripts.serving.sampled_answers import Asked, Job, ask_all, own_laws, plain_laws
 
 SAFETY = 4  # rounding is measured on a few prompts only
 PLAIN_TIE = 0.01  # logits of another process
@@ -61,8 +62,8 @@ def certified(
     how: How,
     address: Address,
     plain: Address | None,
-    parts: Parts,
-    watch: Watch,
+    memo: Memo,
+    on_progress: OnProgress,
     towards: Towards | None = None,
 ) -> dict[str, Any]:
     """verdict, reasons, layers, negative_controls, power, untested: what certificate.json
@@ -74,9 +75,9 @@ def certified(
     if plain is None:
         own = Plain(target)
         laws = own_laws(own)
-        tie = how.tie or SAFETY * parts.once("tie", lambda: own.rounding(list(prompts[:2]))["gap"])
+        tie = how.tie or SAFETY * memo.once("tie", lambda: own.rounding(list(prompts[:2]))["gap"])
     else:
-        laws = plain_laws(plain, MOST_TOP, target.vocab_size, parts, watch)
+        laws = plain_laws(plain, MOST_TOP, target.vocab_size, memo, on_progress)
         tie = how.tie or PLAIN_TIE
     layers: list[dict[str, Any]] = []
     clock = Laps()
@@ -86,12 +87,12 @@ def certified(
         layers.append(greedy_layer(greedy, laws, tie, address))
         clock.lap("judging")
 
-    asked = ask_all(_job(target, prompts, how, address), parts, watch, approve)
+    asked = ask_all(_job(target, prompts, how, address), memo, on_progress, approve)
     clock.lap("asking")
     negative: list[dict[str, Any]] = []
     found: dict[str, Any] = {"tokens": 0, "min_detectable": None}
     if asked.sampled:
-        layer, negative, found = sampling_layers(target, asked, laws, how, watch, towards)
+        layer, negative, found = sampling_layers(target, asked, laws, how, on_progress, towards)
         layers.append(layer)
     clock.lap("judging")
     verdict, reasons = certificate.verdict(
@@ -165,7 +166,7 @@ def sampling_layers(
     asked: Asked,
     laws: Laws,
     how: How,
-    watch: Watch,
+    on_progress: OnProgress,
     towards: Towards | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
     """The sampling layer, the negative controls on the same answers, the power."""
@@ -183,7 +184,7 @@ def sampling_layers(
         if wanted > 0:
             kept.append(wave)
             wanted -= sum(len(x) for x in wave.logits)
-        watch("judged tokens", judge.count, total)
+        on_progress(judge.count, total, "judged tokens")
     layer = served.sampling_json(judge, how.alpha)
     negative = [
         {

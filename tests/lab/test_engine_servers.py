@@ -257,7 +257,7 @@ def test_answers_to_other_prompts_or_of_another_target_are_not_gone_on_from(
         keys.append(json.dumps(key, default=str))
         raise Stop("enough")
 
-    monkeypatch.setattr(sampled, "Parts", parts)
+    monkeypatch.setattr(sampled, "Memo", parts)
     for more in ([], ["num_prompts=1"], ["target.seed=1"], []):
         assert certify(tmp_path, "drafters=[none]", *more) == 2
     assert len(set(keys)) == 3 and keys[0] == keys[3]

@@ -20,7 +20,7 @@ from heads import save_head
 from heads.interop import gguf_write
 from heads.names import Draft
 from scripts.common.files import ROOT
-from scripts.common.parts import Parts
+from scripts.common.memo import Memo
 from scripts.extra import load
 from scripts.extra.llamacpp import server as llamacpp
 from scripts.lab.serving import llamacpp_cases
@@ -310,7 +310,7 @@ def test_a_case_names_the_first_draft_that_differs(target, tmp_path: Path) -> No
     same = llamacpp_cases.case(bench, head.drafter(target, CHAIN), DEPTH, answer, plain)
     assert same["equal"] and same["same_tokens"]["equal"] == len(PROMPTS)
     assert same["traced"][0]["first"] is None and same["traced"][0]["draft_tokens"] > 0
-    answer["stamp"] = ["other"]
+    answer["key"] = {"other": 1}
     wrong = llamacpp_cases.case(bench, other.drafter(target, CHAIN), DEPTH, answer, plain)
     assert wrong["traced"][0]["first"]["position"] >= 1
     assert wrong["same_tokens"]["equal"] == len(PROMPTS)
@@ -323,7 +323,7 @@ def certified(server: llamacpp.Running, target, towards) -> dict:
     address = Address(server.url, connections=8)
     watch = lambda *_: None
     return server_certificate.certified(
-        target, PROMPTS, how, address, None, Parts(None), watch, towards
+        target, PROMPTS, how, address, None, Memo(None), watch, towards
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 from conf.errors import UserError
 from conf.recipes import RECIPES
 from conf.schema import compose
-from scripts.common.steps import Step, run
+from scripts.common.pipeline import Command, Pipeline
 from scripts.evaluate import SKIPPED, EvaluateConfig
 from scripts.lab import train_heads
 from scripts.lab.pages import matched
@@ -48,12 +48,13 @@ def test_heads_are_given_alike_and_trained_once(
 ) -> None:
     data, ran = chats(tmp_path / "data.jsonl"), []
 
-    def trained(step: Step, job: str, folder: Path, good: object = None) -> None:
-        ran.append(step.args)
+    def trained(_: Pipeline, step: Command) -> int:
+        ran.append(step.argv)
         step.leaves.parent.mkdir(parents=True, exist_ok=True)
         step.leaves.write_text("{}")
+        return 0
 
-    monkeypatch.setattr(train_heads, "run", trained)
+    monkeypatch.setattr(Pipeline, "_call", trained)
     asked = [f"path={data}", f"out={tmp_path / 'heads'}", "heads=[medusa,dspark]", "flops=2e8"]
     command = [*asked, "more=[" + ",".join(f"'{k}'" for k in TINY) + "]"]
     for _ in range(2):
@@ -95,7 +96,7 @@ def test_mistakes_are_named() -> None:
 def test_prompts_that_are_not_there_are_told_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train_heads, "run", lambda *_: pytest.fail("a step ran"))
+    monkeypatch.setattr(Pipeline, "_call", lambda *_: pytest.fail("a step ran"))
     out = tmp_path / "heads"
     with pytest.raises(SystemExit) as caught:
         train_heads.main([f"out={out}", f"prompts={tmp_path / 'gone.jsonl'}"])
@@ -109,12 +110,13 @@ def test_heads_of_several_seeds_read_features_that_are_there(
     data, store, ran = chats(tmp_path / "data.jsonl"), tmp_path / "features", []
     monkeypatch.setattr(train_heads, "counted", lambda *_: 2e6)
 
-    def trained(step: Step, job: str, folder: Path, good: object = None) -> None:
-        ran.append(step.args)
+    def trained(_: Pipeline, step: Command) -> int:
+        ran.append(step.argv)
         step.leaves.parent.mkdir(parents=True, exist_ok=True)
         step.leaves.write_text("{}")
+        return 0
 
-    monkeypatch.setattr(train_heads, "run", trained)
+    monkeypatch.setattr(Pipeline, "_call", trained)
     asked = [f"path={data}", f"out={tmp_path / 'heads'}", f"store={store}", "flops=1e7"]
     command = [*asked, "heads=[medusa,eagle3_portable]", "seeds=[1,5]"]
     with pytest.raises(SystemExit) as caught:
@@ -185,15 +187,6 @@ def test_seeds_are_counted_together_and_paired_by_prompt() -> None:
     assert "| eagle3 | 3.000 (3.000 to 3.000) |  |" in shown
 
 
-def test_a_step_may_do_its_work_and_end_with_another_exit_code(tmp_path: Path) -> None:
-    script, left = tmp_path / "some.py", tmp_path / "left"
-    script.write_text("import sys\nopen(sys.argv[1], 'w').close()\nsys.exit(3)\n")
-    step = Step("some", [str(script), str(left)], [], left)
-    run(step, "heads", tmp_path, (0, 3))
-    with pytest.raises(UserError, match="ended with exit code 3"):
-        run(step, "heads", tmp_path)
-
-
 def test_scores_join_cost_and_acceptance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,13 +208,14 @@ def test_scores_join_cost_and_acceptance(
             ],
         }
 
-    def faked(step: Step, job: str, folder: Path, good: tuple[int, ...]) -> None:
+    def faked(_: Pipeline, step: Command) -> int:
         step.leaves.parent.mkdir(parents=True, exist_ok=True)
         found: dict[str, Any] = {}
-        scores = step.args[0] == "scripts/evaluate.py"
-        assert good == ((0, SKIPPED) if scores else (0,)), "where one is skipped the others count"
+        scores = step.argv[0] == "scripts/evaluate.py"
+        good = (0, SKIPPED) if scores else (0,)
+        assert step.good == good, "where one is skipped the others count"
         if scores:
-            cfg: Any = compose("evaluate", EvaluateConfig, step.args[1:])
+            cfg: Any = compose("evaluate", EvaluateConfig, step.argv[1:])
             assert cfg.prompts == str(prompts) and cfg.target.kind == "tiny" and cfg.seed == 7
             assert cfg.drafters == ["none"] and len(cfg.candidates) == 4
             found = {
@@ -233,8 +227,9 @@ def test_scores_join_cost_and_acceptance(
                 ],
             }
         step.leaves.write_text(json.dumps(found))
+        return 0
 
-    monkeypatch.setattr(train_heads, "run", faked)
+    monkeypatch.setattr(Pipeline, "_call", faked)
     asked = [f"path={data}", f"out={tmp_path / 'heads'}", "heads=[medusa,eagle3]", "steps=3"]
     more = ["more=[" + ",".join(f"'{k}'" for k in TINY) + "]", f"prompts={prompts}"]
     with pytest.raises(SystemExit) as caught:

@@ -31,7 +31,7 @@ from decode.target import Target
 from decode.tree import TreeShape
 from decode.verify import RULES, verify
 from scripts import certify
-from scripts.common.parts import Parts
+from scripts.common.memo import Memo
 from scripts.proofs import certificate, directions, enumerator, passes, pit, power, size
 from scripts.proofs.controls import certificates as certificate_controls
 from scripts.proofs.controls import drafters as wrong_drafters
@@ -299,19 +299,19 @@ def test_a_sample_goes_on_where_it_stopped(world: Any, tmp_path: Path) -> None:
     def stop(_: Any) -> None:
         raise KeyboardInterrupt
 
-    parts = Parts(tmp_path / "p", "k")
+    memo = Memo(tmp_path / "p", {"a": 1})
     with pytest.raises(KeyboardInterrupt):
-        sampling_layer(plain, plain.target, own, prompts, how, stop, parts=parts)
-    again = Parts(tmp_path / "p", "k")
+        sampling_layer(plain, plain.target, own, prompts, how, stop, memo=memo)
+    again = Memo(tmp_path / "p", {"a": 1})
     assert again.resumed and len(again.lines("sampling")) == 1
     with (tmp_path / "p" / "sampling.jsonl").open("a") as file:
         file.write('{"requests": 32, "u": [0.1')  # a crash in mid-line
-    resumed = sampling_layer(plain, plain.target, own, prompts, how, parts=again)
+    resumed = sampling_layer(plain, plain.target, own, prompts, how, memo=again)
     for name in ("u", "depth", "sequence", "groups", "passes"):
         assert (getattr(resumed, name) == getattr(whole, name)).all(), name
     assert resumed.tests() == whole.tests()
     assert (resumed.drafted, resumed.proposals) == (whole.drafted, whole.proposals)
-    assert Parts(tmp_path / "p", "another key").lines("sampling") == []
+    assert Memo(tmp_path / "p", {"a": 2}).lines("sampling") == []
 
 
 def test_wrong_rules_and_wrong_laws_are_rejected(world: Any) -> None:
@@ -487,14 +487,14 @@ def test_a_control_too_faint_at_a_low_temperature_is_tried_at_one(
     open_world = certificate.World(plain.target, plain, prompts, [], {}, 0.0, [])
     cold = Sampling(0.2, top_p=0.8)
     plan = plan_of(cold, 5000)
-    rows = certificate_controls._sampling(open_world, plan, lambda *_: None, Parts(None))
+    rows = certificate_controls._sampling(open_world, plan, lambda *_: None, Memo(None))
     assert len(rows) == 4 and set(asked) == {(0.2, 2000), (1.0, 5000)}
     for row in rows:
         assert row["rejected"] == (warm < 1e-4) and row["p"] == warm
         assert row["faint"] == {"temperature": 0.2, "rejected": False, "p": 0.03, "tokens": 2000}
     # warm enough to be judged by its own laws
     plan = dataclasses.replace(plan, sampling=Sampling(0.7))
-    rows = certificate_controls._sampling(open_world, plan, lambda *_: None, Parts(None))
+    rows = certificate_controls._sampling(open_world, plan, lambda *_: None, Memo(None))
     assert not any("faint" in row or row["rejected"] for row in rows)
 
 
@@ -559,7 +559,7 @@ def no_exact_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not depend on what these tests change, and takes seconds."""
     layer = {**GOOD, "name": "exact", "cases": 1, "branches": 1, "edge_cases": 1}
     layer |= dict.fromkeys(("max_error", "edge_max_error", "loop_max_error"), 0.0)
-    monkeypatch.setattr(certificate, "exact_layer", lambda plan, watch: layer)
+    monkeypatch.setattr(certificate, "exact_layer", lambda plan, on_progress: layer)
 
 
 def exact(temperature: float) -> dict[str, Any]:
@@ -688,10 +688,10 @@ def test_tokens_follow_from_the_power_that_is_asked_for(
 def test_the_pilot_is_no_part_of_the_sample(world: Any) -> None:
     plain, own, prompts = world
     plan = dataclasses.replace(plan_of(ONE, 300), max_new_tokens=24)
-    pilot = size.Pilot.drawn(plain, prompts, plan, Parts(None))
-    parts = Parts(None)
-    sampling_layer(plain, plain.target, own, prompts, plan, parts=parts)
-    long = [t for t in texts_of(parts.lines("sampling"), prompts) if len(t[0]) > t[1] + 8]
+    pilot = size.Pilot.drawn(plain, prompts, plan, Memo(None))
+    memo = Memo(None)
+    sampling_layer(plain, plain.target, own, prompts, plan, memo=memo)
+    long = [t for t in texts_of(memo.lines("sampling"), prompts) if len(t[0]) > t[1] + 8]
     assert pilot.seconds > 0 and long and not any(text in pilot.texts for text in long)
     law = torch.cat([a.law for a in pilot.answers(plain, plan)])
     assert len(law) == power.laws_wanted(40) and torch.allclose(law.sum(-1), torch.ones(len(law)))

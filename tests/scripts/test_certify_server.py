@@ -14,7 +14,7 @@ import torch
 from decode.models.load import TargetConfig, load_target
 from decode.sampling import Sampling
 from scripts.certify import server
-from scripts.common.parts import Parts
+from scripts.common.memo import Memo
 from scripts.serving import asking
 from scripts.serving.sampled_answers import Job, ask_all
 from tests.helpers.speculating_server import CACHE, DEFECTS, serving
@@ -135,7 +135,7 @@ def test_a_killed_run_goes_on(target, draft, prompts, tmp_path, monkeypatch) -> 
 def test_drafts_are_counted_over_all_runs(target, draft, tmp_path) -> None:
     """A server that was started anew counts from 0; a run that was killed leaves no count, and
     is not taken for one without drafts."""
-    parts = Parts(tmp_path / "parts", ["key"])
+    memo = Memo(tmp_path / "parts", {"a": 1})
 
     def asked() -> int | None:
         with serving(target, draft) as url:
@@ -144,7 +144,7 @@ def test_drafts_are_counted_over_all_runs(target, draft, tmp_path) -> None:
             where = asking.Address(url)
             vocab = target.vocab_size
             job = Job(where, [[5, 6, 7]], sampling, 40, 16, 1, (1, 2), vocab, stops, 0)
-            return ask_all(job, parts, lambda *_: None, lambda _: None).drafted
+            return ask_all(job, memo, lambda *_: None, lambda _: None).drafted
 
     first = asked()
     assert first and asked() == first

@@ -15,7 +15,7 @@ import pytest
 from decode.models.load import TargetConfig, load_target
 from decode.sampling import Sampling
 from scripts import certify, check
-from scripts.common.parts import Parts
+from scripts.common.memo import Memo
 from scripts.serving.asking import Address, Door, read_counters
 from scripts.serving.counters import rise
 from scripts.serving.sampled_answers import Asked, Job, ask_all
@@ -97,12 +97,12 @@ def target() -> Any:
     return load_target(TargetConfig(kind="tiny", **SHAPE), "float32", "cpu")
 
 
-def asked(target: Any, parts: Parts, metrics: Callable[[], str]) -> Asked:
+def asked(target: Any, memo: Memo, metrics: Callable[[], str]) -> Asked:
     with odd(lambda body: vllm([5] * body["max_tokens"]), metrics=metrics) as server:
         stops, vocab = frozenset(target.eos_ids), target.vocab_size
         where = Address(server.url)
         job = Job(where, [[5, 6, 7]], Sampling(1.0), 40, 8, 1, (1, 2), vocab, stops, 0)
-        return ask_all(job, parts, lambda *_: None, lambda _: None)
+        return ask_all(job, memo, lambda *_: None, lambda _: None)
 
 
 def turns(*pages: str) -> Callable[[], str]:
@@ -112,11 +112,11 @@ def turns(*pages: str) -> Callable[[], str]:
 
 
 def test_a_certificate_takes_no_draft_tokens_from_counters_that_fell(target: Any, tmp_path) -> None:
-    parts = Parts(tmp_path / "parts", ["key"])
+    memo = Memo(tmp_path / "parts", {"a": 1})
     fell = turns(counted(9, 40, 20), counted(5, 20, 10))
-    found = asked(target, parts, fell)
+    found = asked(target, memo, fell)
     assert found.drafted is None and "draft_tokens fell from 40 to 20" in found.doubt
-    again = asked(target, parts, turns(counted(5, 20, 10)))  # the same command goes on
+    again = asked(target, memo, turns(counted(5, 20, 10)))  # the same command goes on
     assert again.drafted is None and again.doubt == found.doubt
 
 
@@ -124,7 +124,7 @@ def test_a_certificate_takes_no_draft_tokens_from_counters_that_fell(target: Any
 def test_a_certificate_bears_counters_that_are_there_in_part(
     target: Any, tmp_path: Path, bad: str
 ) -> None:
-    found = asked(target, Parts(tmp_path / "parts", ["key"]), lambda: bad)
+    found = asked(target, Memo(tmp_path / "parts", {"a": 1}), lambda: bad)
     assert found.drafted is None
     told = found.doubt if bad is not ENDLESS else " ".join(found.notes)
     assert ("lack draft_tokens" if bad is not ENDLESS else "an endless answer") in told

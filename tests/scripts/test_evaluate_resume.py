@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -20,7 +19,6 @@ from conf.errors import Interrupted, resumable
 from conf.jsonl import records
 from scripts import evaluate
 from scripts.common.files import ROOT
-from scripts.common.parts import Parts
 from scripts.scoring import contest
 from tests.helpers import pictures
 from tests.helpers.commands import code_of
@@ -185,7 +183,7 @@ def test_a_change_is_named_and_begins_anew(
     with monkeypatch.context() as patch:
         stop_after(5, patch, ctrl_c)
         assert code_of(evaluate.main, *asked, key) == 130
-    assert f"was measured with another {name}; all is measured anew" in capsys.readouterr().err
+    assert f"unfinished was made with another {name}; all is made anew" in capsys.readouterr().err
     assert len((tmp_path / "out/unfinished/t0-b1.jsonl").read_text().splitlines()) == 1
 
 
@@ -292,16 +290,3 @@ def test_sigterm_says_that_the_same_command_goes_on() -> None:
     thread.start()
     thread.join()
     assert found == [before], "only the main thread may set a handler"
-
-
-def test_parts_name_what_has_changed(tmp_path: Path) -> None:
-    place = tmp_path / "parts"
-    Parts(place, {"a": 1, "b": [2], "c": 3}).add("x", 1)
-    assert Parts(place, {"a": 1, "b": [2], "c": 3}).resumed
-    again = Parts(place, {"a": 1, "b": [3], "d": 3})
-    assert again.changed == ["b", "c", "d"] and not again.resumed and again.lines("x") == []
-    assert Parts(place, {"a": 1, "b": [3], "d": 4}).changed == [], "there was nothing to lose"
-    (place / "key").write_text("an older form")
-    Parts(place).add("x", 1)
-    assert not Parts(place, "k").resumed
-    assert re.fullmatch(r"\{.*\}", (place / "key").read_text())

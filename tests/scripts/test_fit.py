@@ -89,17 +89,18 @@ def test_from_traffic_to_a_kept_head_and_stopped_between(start: Path, tmp_path: 
     assert [r["name"] for r in whole["later"]["drafters"]][0] == str(start)
     assert set(whole["later"]["drafters"][1]["by_category"]) == {"a", "b"}
 
-    cfg, real = config(start, tmp_path / "part"), command.files.write_json
+    cfg, real = config(start, tmp_path / "part"), command.Pipeline.once
     kept: list[str] = []
 
-    def stopped(path: Path, value: Any) -> None:
-        real(path, value)
-        if path.parent.name == "stages" and path.name not in kept:
-            kept.append(path.name)
+    def stopped(job: Any, name: str, *more: Any) -> Any:
+        found = real(job, name, *more)
+        if name not in kept:
+            kept.append(name)
             raise KeyboardInterrupt  # as if killed right behind every stage
+        return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command.files, "write_json", stopped)
+        patch.setattr(command.Pipeline, "once", stopped)
         for _ in range(7):
             with pytest.raises(KeyboardInterrupt):
                 command.fitted(cfg, Path(cfg.out))
@@ -294,17 +295,9 @@ def test_what_was_found_holds_for_the_same_files(start: Path, tmp_path: Path) ->
     gone = refused(start, tmp_path / "gone", "train=gone.jsonl", f"later={asked}")
     assert gone.startswith("train: cannot read")
 
-    for stage, kept in (("later", ""), ("later", "[]"), ("chats", '{"seconds": 1}')):
-        path = tmp_path / "fit" / "stages" / f"{stage}.json"
-        whole = path.read_text()
-        path.write_text(kept)
-        assert f"{stage}.json is damaged; delete it" in refused(*keys)
-        path.write_text(whole)
-    path, budget = tmp_path / "fit/stages/pilot.json", tmp_path / "fit/budget.json"
+    budget = tmp_path / "fit/budget.json"
     whole = json.loads(budget.read_text())
-    path.write_text(json.dumps({"seconds": 1, "found": {**whole, "steps": "5"}}))
-    assert "pilot.json is damaged; delete it" in refused(*keys)
-    path.unlink()
+    shutil.rmtree(tmp_path / "fit/steps/pilot")
     for kept in ({}, {**whole, "steps": "5"}, {**whole, "every": 0}):
         budget.write_text(json.dumps(kept))
         assert "budget.json is damaged; delete it" in refused(*keys)

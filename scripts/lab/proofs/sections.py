@@ -19,17 +19,17 @@ from decode.price import Price
 from decode.sampling import Sampling
 from decode.tree import TreeShape
 from decode.verify import RULES, walk
-from scripts.common.parts import Parts
+from scripts.common.memo import Memo
+from scripts.common.progress import OnProgress, named
 from scripts.lab.proofs.confident import ConfidentTable
 from scripts.proofs.controls.catalogue import controls, measured
 from scripts.proofs.engine_law import TableDrafter, counted_chain, engine_law, toy_model
 from scripts.proofs.enumerator import SCHEMES, Case, enumerate_case
 
-Tick = Callable[[str, int, int], None]
 BLOCK = 50  # cases between two saves
 
 
-def enumeration(count: int, seed: int, parts: Parts, tick: Tick) -> dict[str, Any]:
+def enumeration(count: int, seed: int, memo: Memo, on_progress: OnProgress) -> dict[str, Any]:
     """Exact law of one verification on random worlds (up to 5 tokens, 8 nodes), every branch
     walked, both rules.
     """
@@ -39,10 +39,7 @@ def enumeration(count: int, seed: int, parts: Parts, tick: Tick) -> dict[str, An
         return [_case(Case.random(generator, max_nodes=5, max_vocab=5)) for _ in range(BLOCK)]
 
     numbers = range(-(-count // BLOCK))
-    blocks = parts.each(
-        "enumeration", numbers, block, lambda i: tick("enumeration", BLOCK * i, count)
-    )
-    tick("enumeration", count, count)
+    blocks = memo.each("enumeration", numbers, block, named(on_progress, "enumeration"))
     rows = [row for block in blocks for row in block][:count]
     kinds: dict[str, Any] = {}
     for kind in sorted({r["kind"] for r in rows}):
@@ -102,7 +99,7 @@ AT_A_PRICE = {
 }
 
 
-def engine(parts: Parts, tick: Tick) -> dict[str, Any]:
+def engine(memo: Memo, on_progress: OnProgress) -> dict[str, Any]:
     """Exact law of the whole loop (prefill, drafting, verification, commit, stopping): two
     layers, fp64, 8 tokens.
     """
@@ -134,8 +131,7 @@ def engine(parts: Parts, tick: Tick) -> dict[str, Any]:
         return {"drafter": toy, "law": law, "verify": rule, **asdict(found)}
 
     work = [(t, law, rule) for t in toys for law in laws for rule in RULES]
-    rows = parts.each("engine", work, run, lambda i: tick("engine", i, len(work)))
-    tick("engine", len(work), len(work))
+    rows = memo.each("engine", work, run, named(on_progress, "engine"))
     return {
         "max_error": max(r["error"] for r in rows),
         "limit": 1e-9,
@@ -147,9 +143,9 @@ def engine(parts: Parts, tick: Tick) -> dict[str, Any]:
     }
 
 
-def negative_controls(parts: Parts, tick: Tick) -> dict[str, Any]:
+def negative_controls(memo: Memo, on_progress: OnProgress) -> dict[str, Any]:
     """Known wrong code, what its layer measures on it and on the correct code."""
     shown = ("name", "layer", "seen", "rejected", "measured", "correct_code", "limit")
-    found = measured(controls(), parts, "controls", tick)
+    found = measured(controls(), memo, "controls", on_progress)
     rows = [{key: row[key] for key in shown} for row in found]
     return {"controls": len(rows), "rejected": sum(r["rejected"] for r in rows), "rows": rows}

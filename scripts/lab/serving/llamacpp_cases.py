@@ -10,8 +10,6 @@ log).
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +23,7 @@ from decode.drafters import Drafter
 from decode.engine import Cycle, Request, generate
 from decode.sampling import Sampling
 from decode.target import Target
-from scripts.common import files
+from scripts.common.memo import Memo
 from scripts.extra.llamacpp import server as llamacpp
 from scripts.lab.serving.case import Runs
 from scripts.reports.block import md_table
@@ -70,30 +68,21 @@ def served(bench: Bench, name: str, settings: llamacpp.Settings, key: str) -> di
     """The server's answers to every prompt, from WORK when they were made before. key: what
     the files are, by hash.
 
-    Returns replies [{tokens, drafted, accepted, drafts}], counters and version.
+    Returns replies [{tokens, drafted, accepted, drafts}], counters and version, and as `place`
+    and `key` of a memo where they are kept.
     """
-    kept = bench.work / f"{name}.answers.json"
-    stamp = [key, files_free(settings), bench.limit, [list(p) for p in bench.runs.prompts]]
-    if kept.is_file():
-        known = json.loads(kept.read_text())
-        if known["stamp"] == stamp:
-            return known
-    with llamacpp.running(bench.python, settings, bench.work, name) as server:
-        replies, counters = asyncio.run(_ask(bench, server))
-        out = {
-            "stamp": stamp,
-            "replies": replies,
-            "counters": counters,
-            "version": server.version,
-        }
-    files.write_json(kept, out)
-    return out
+    place = bench.work / "answers" / name
+    prompts = [list(p) for p in bench.runs.prompts]
+    depends = {"files": key, "limit": bench.limit, "prompts": prompts}
+    depends |= vars(replace(settings, model="", draft=""))  # files go by their hashes
 
+    def made() -> dict[str, Any]:
+        with llamacpp.running(bench.python, settings, bench.work, name) as server:
+            replies, counters = asyncio.run(_ask(bench, server))
+            return {"replies": replies, "counters": counters, "version": server.version}
 
-def files_free(settings: llamacpp.Settings) -> list[Any]:
-    """Settings without paths: those are known by their hashes."""
-    bare = replace(settings, model="", draft="")
-    return list(vars(bare).values())
+    found = Memo(place, depends).once("served", made)
+    return {**found, "place": place, "key": depends}
 
 
 async def _ask(bench: Bench, server: llamacpp.Running) -> tuple[list[Any], Any]:
@@ -139,7 +128,7 @@ def case(
     prompts = bench.runs.prompts
     requests = [Request(list(p), bench.limit, id=i) for i, p in enumerate(prompts)]
     target = bench.runs.target
-    mine = ours(bench, drafter, depth, requests, answer["stamp"])
+    mine = ours(bench, drafter, requests, Memo(answer["place"], answer["key"]))
     replies = answer["replies"]
     theirs = [contract.until_stop(cycles_of(r), r["tokens"], target.eos_ids) for r in replies]
     unlike = [
@@ -200,24 +189,21 @@ def own_plain(bench: Bench, answer: dict[str, Any], plain: dict[str, Any]) -> di
 
 
 def ours(
-    bench: Bench, drafter: Drafter, depth: int, requests: Sequence[Request], stamp: Sequence[Any]
+    bench: Bench, drafter: Drafter, requests: Sequence[Request], memo: Memo
 ) -> list[list[Cycle]]:
-    """Our cycles that drafted, prompt by prompt, counted as llama.cpp does; from WORK when they
-    were counted before. stamp: what they depend on."""
-    key = hashlib.sha256(json.dumps([stamp, depth]).encode()).hexdigest()[:16]
-    kept = bench.work / f"ours.counted.{key}.json"
-    if not kept.is_file():
-        target = bench.runs.target
+    """Our cycles that drafted, prompt by prompt, counted as llama.cpp does; beside the server's
+    answers, and from there when they were counted before."""
+    target = bench.runs.target
+
+    def made() -> list[list[list[int]]]:
         run = generate(target, drafter, requests, Sampling(), batch_size=bench.runs.batch)
         counted = [
             contract.until_stop(g.cycles, g.token_ids, target.eos_ids) for g in run.generations
         ]
-        rows = [[[c.proposed, c.accepted, c.start] for c in cycles] for cycles in counted]
-        files.write_json(kept, rows)
-    return [
-        [Cycle(p, a, (), False, at) for p, a, at in row if p]
-        for row in json.loads(kept.read_text())
-    ]
+        return [[[c.proposed, c.accepted, c.start] for c in cycles] for cycles in counted]
+
+    rows = memo.once("ours", made)
+    return [[Cycle(p, a, (), False, at) for p, a, at in row if p] for row in rows]
 
 
 def cycles_of(reply: dict[str, Any]) -> list[Cycle]:

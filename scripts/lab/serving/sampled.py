@@ -14,7 +14,7 @@ from conf.errors import UserError
 from conf.rules import AboveZero, AtATime, Filled, Inside, OneOrMore, Seed, one_of
 from conf.schema import entry
 from heads.names import NONE
-from scripts.common.parts import Parts
+from scripts.common.memo import Memo
 from scripts.common.sampling_keys import SamplingKeys
 from scripts.lab.serving import llamacpp_cases, shared
 from scripts.lab.serving.benches import (
@@ -127,10 +127,10 @@ def main(cfg: SampledConfig) -> int:
     return stage.end()
 
 
-def tell(what: str, done: int, total: int) -> None:
+def tell(done: int, total: int, name: str = "", /) -> None:
     """A line now and then."""
     if done == total or done % 500 < 8:
-        print(f"{what}: {done} of {total}", flush=True)
+        print(f"{name}: {done} of {total}", flush=True)
 
 
 def certified(
@@ -148,13 +148,18 @@ def certified(
     name = "-".join(filter(None, ("sampled", found.name, mode)))
     depends = vars(how) | {"members": None, "detect": None}
     identity = stage.target.identity
-    asked = [identity.weights_sha256 if identity else "", stage.ids]
-    key = [bench.stamp(found), mode, cfg.draft_tokens, depends, asked]
-    parts = Parts(stage.work / name, key)
+    key = {
+        "served": bench.stamp(found),
+        "mode": mode,
+        "draft_tokens": cfg.draft_tokens,
+        "target": identity.weights_sha256 if identity else "",
+        "prompts": stage.ids,
+    }
+    memo = Memo(stage.work / name, depends | key)
     with bench.running(found, mode, name) as url:
         address = Address(url, llamacpp_cases.PATIENCE, connections=max(cfg.at_a_time))
         paper = server_certificate.certified(
-            stage.target, stage.ids, how, address, None, parts, tell, towards
+            stage.target, stage.ids, how, address, None, memo, tell, towards
         )
     return {
         "case": found.name,

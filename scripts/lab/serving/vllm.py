@@ -3,7 +3,6 @@ what is exported for it."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from heads import load_head
 from heads.base import Head
 from heads.interop import exported
 from scripts.common import files
+from scripts.common.memo import Memo
 from scripts.lab.serving import case as engine_case
 from scripts.lab.serving import shared
 from scripts.serving import card
@@ -110,15 +110,14 @@ def answered(cfg: EnginesConfig, work: Path, name: str, job: dict[str, Any]) -> 
     """The engine's answer to a job, from WORK when the same job was answered before."""
     weights = job["speculative"]["model"] if job["speculative"] else job["model"]
     stamp = (exported(Path(weights)) or {}).get("files")
-    key = hashlib.sha256(json.dumps([job, stamp], sort_keys=True).encode()).hexdigest()[:16]
-    answer = work / f"{name}.{key}.json"
-    if not answer.is_file():
-        files.write_json(work / f"{name}.job.json", job)
-        command = [
-            str(files.ROOT / cfg.engine),
-            str(files.ROOT / "scripts/lab/serving/run_vllm.py"),
-            str(work / f"{name}.job.json"),
-            str(answer),
-        ]
-        shared.call(command, work / f"{name}.engine.log")
-    return json.loads(answer.read_text())
+
+    def made() -> Any:
+        question, answer = work / f"{name}.job.json", work / f"{name}.answer.json"
+        files.write_json(question, job)
+        script = files.ROOT / "scripts/lab/serving/run_vllm.py"
+        command = [files.ROOT / cfg.engine, script, question, answer]
+        shared.call([*map(str, command)], work / f"{name}.engine.log")
+        return json.loads(answer.read_text())
+
+    found: dict[str, Any] = Memo(work / "answers" / name, {**job, "files": stamp}).once("job", made)
+    return found

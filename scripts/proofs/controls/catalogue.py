@@ -31,7 +31,8 @@ from decode.target import Target
 from decode.tree import DraftTree, TreeShape
 from decode.verify import RULES
 from decode.wrapped import Wrapped
-from scripts.common.parts import Parts
+from scripts.common.memo import Memo
+from scripts.common.progress import OnProgress, named
 from scripts.proofs.controls import drafters as wrong_drafters
 from scripts.proofs.controls import numbers as number_controls
 from scripts.proofs.controls import rules as wrong_rules
@@ -265,10 +266,10 @@ def controls() -> list[Control]:
 
 
 def measured(
-    known: Sequence[Control], parts: Parts, name: str, watch: Callable[[str, int, int], None]
+    known: Sequence[Control], memo: Memo, name: str, on_progress: OnProgress
 ) -> list[dict[str, Any]]:
     """What the layer of every control measures on the wrong code and on the correct one, kept in
-    `parts` under a name."""
+    `memo` under a name."""
 
     def row(control: Control) -> dict[str, Any]:
         wrong, right = control.wrong(), control.right()
@@ -283,6 +284,4 @@ def measured(
             "seen": control.seen,
         }
 
-    found = parts.each(name, known, row, lambda i: watch("controls", i, len(known)))
-    watch("controls", len(known), len(known))
-    return found
+    return memo.each(name, known, row, named(on_progress, "controls"))

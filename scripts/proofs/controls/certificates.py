@@ -22,9 +22,10 @@ from decode.sampling import Sampling
 from decode.target import Target
 from scripts.common import files
 from scripts.common.files import ROOT
-from scripts.common.parts import Parts
+from scripts.common.memo import Memo
+from scripts.common.progress import OnProgress, named
 from scripts.proofs import pit
-from scripts.proofs.certificate import Plan, Watch, World, passes_layer
+from scripts.proofs.certificate import Plan, World, passes_layer
 from scripts.proofs.controls import drafters as wrong_drafters
 from scripts.proofs.controls import rules as wrong_rules
 from scripts.proofs.controls.catalogue import Mangled, commits_wrong_rows, controls, measured
@@ -42,11 +43,11 @@ GREEDY_PROMPTS = 4  # wrong code differs at once, most times
 TESTED = ("decode", "heads", "scripts/proofs")
 
 
-def run(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict[str, Any]]:
+def run(world: World, plan: Plan, on_progress: OnProgress, memo: Memo) -> list[dict[str, Any]]:
     """Every control, in the words of certificate.json."""
-    found = [*_sampling(world, plan, watch, parts), *_passes(world, plan, watch, parts)]
-    found += measured(controls(), parts, "static", watch)
-    return [*found, *_greedy(world, plan, watch, parts)]
+    found = [*_sampling(world, plan, on_progress, memo), *_passes(world, plan, on_progress, memo)]
+    found += measured(controls(), memo, "static", on_progress)
+    return [*found, *_greedy(world, plan, on_progress, memo)]
 
 
 def identity(target: Target, plan: Plan, processors: Any) -> dict[str, Any]:
@@ -121,7 +122,9 @@ def counted(listed: Sequence[dict[str, Any]], plan: Plan) -> list[dict[str, Any]
     return [{**c, "rejected": c["rejected"] and holds(c)} for c in listed]
 
 
-def _sampling(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict[str, Any]]:
+def _sampling(
+    world: World, plan: Plan, on_progress: OnProgress, memo: Memo
+) -> list[dict[str, Any]]:
     if plan.sampling.greedy:
         return []
     helper = DraftModel(world.target, 3, name="the target itself")
@@ -132,16 +135,15 @@ def _sampling(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict
     def tried(title: str, who: Any, verify: Any, sampling: Sampling, tokens: int) -> dict[str, Any]:
         changes: dict[str, Any] = {"verify": verify, "sampling": sampling, "tokens": tokens}
         how = dataclasses.replace(plan, chunk=1, **changes)
-        tick = lambda done: watch(title, done, tokens)
-        tick(0)
+        drawn = named(on_progress, title)
         stop = lambda sample: _p(sample) < enough
-        bad = sampling_layer(world.plain, world.target, who, world.prompts, how, stop, tick)
-        tick(tokens)  # it may stop early
+        bad = sampling_layer(world.plain, world.target, who, world.prompts, how, stop, drawn)
+        drawn(tokens, tokens)  # it may stop early
         p = _p(bad)
         return {"rejected": p < plan.alpha, "p": p, "tokens": len(bad.u)}
 
     def run(key: str, name: str, who: Any, verify: Any, sampling: Sampling = own) -> dict[str, Any]:
-        known = [row for row in parts.lines(key) if row["p"] < enough]
+        known = [row for row in memo.lines(key) if row["p"] < enough]
         if known:  # one that got through is tried again, maybe with more tokens
             return known[0]
         cold = sampling.temperature < COLD
@@ -153,7 +155,7 @@ def _sampling(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict
             faint = {"temperature": sampling.temperature, **found}
             found = tried(f"{title}, T = 1", who, verify, warm, plan.tokens) | {"faint": faint}
         row = {"name": name, "layer": "sampling", **found, "drafter": helper.name}
-        parts.add(key, row)
+        memo.add(key, row)
         return row
 
     mangled = Mangled(helper, wrong_drafters.scored_unwarped)
@@ -170,20 +172,20 @@ def _p(sample: Sample) -> float:
     return 0.0 if sample.outside or sample.astray else pit.overall(sample.tests())
 
 
-def _passes(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict[str, Any]]:
+def _passes(world: World, plan: Plan, on_progress: OnProgress, memo: Memo) -> list[dict[str, Any]]:
     """Wrong masks and caches: the laws that verification used are not plain decoding's."""
     if plan.sampling.greedy:
         return []
     how = dataclasses.replace(plan, tokens=min(PASSES, plan.tokens), chunk=1)
 
     def run(key: str, name: str, target: Target, who: Any) -> dict[str, Any]:
-        watch(f"control: {name}", 0, 1)
+        on_progress(0, 1, f"control: {name}")
 
         def tried() -> dict[str, Any]:
-            chunks = Parts(None)
-            bad = sampling_layer(world.plain, target, who, world.prompts, how, parts=chunks)
+            chunks = Memo(None)
+            bad = sampling_layer(world.plain, target, who, world.prompts, how, memo=chunks)
             texts = texts_of(chunks.lines("sampling"), world.prompts)
-            layer = passes_layer(world, plan, bad, texts, parts)
+            layer = passes_layer(world, plan, bad, texts, memo)
             return {
                 "name": name,
                 "layer": "passes",
@@ -195,8 +197,8 @@ def _passes(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict[s
                 "drafter": who.name,
             }
 
-        row = parts.once(key, tried)
-        watch(f"control: {name}", 1, 1)
+        row = memo.once(key, tried)
+        on_progress(1, 1, f"control: {name}")
         return row
 
     target = world.target
@@ -210,15 +212,15 @@ def _passes(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict[s
     return found
 
 
-def _greedy(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict[str, Any]]:
+def _greedy(world: World, plan: Plan, on_progress: OnProgress, memo: Memo) -> list[dict[str, Any]]:
     helper = DraftModel(world.target, 3, name="the target itself")
 
     def run(key: str, name: str, who: Target, verify: Any) -> dict[str, Any]:
         most = len(world.chosen)
-        known = [r for r in parts.lines(key) if r["rejected"] or r["prompts"] == most]
+        known = [r for r in memo.lines(key) if r["rejected"] or r["prompts"] == most]
         if known:
             return known[0]
-        watch(f"control: {name}", 0, 1)
+        on_progress(0, 1, f"control: {name}")
         how = dataclasses.replace(plan.reading(world.tie), verify=verify)
         for count in sorted({min(GREEDY_PROMPTS, most), most}):
             # in 16 bits many first differences are ties: look at more
@@ -226,7 +228,7 @@ def _greedy(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict[s
             bad = greedy_layer(world.plain, who, helper, few, how, theirs)
             if bad.defects or bad.astray:
                 break
-        watch(f"control: {name}", 1, 1)
+        on_progress(1, 1, f"control: {name}")
         row = {
             "name": name,
             "layer": "greedy",
@@ -237,7 +239,7 @@ def _greedy(world: World, plan: Plan, watch: Watch, parts: Parts) -> list[dict[s
             "prompts": bad.prompts,
             "drafter": helper.name,
         }
-        parts.add(key, row)
+        memo.add(key, row)
         return row
 
     return [

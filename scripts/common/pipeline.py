@@ -1,0 +1,140 @@
+"""A job of several steps, each done once: the same command again goes on where it was stopped, and
+the seconds that every step took are kept."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conf.errors import Interrupted, UserError
+from scripts.common import files
+from scripts.common.memo import Memo, sha256
+
+STOPPED = (130, 75, -2, -15)  # exit codes of a command that goes on when it is given again
+
+
+@dataclass(frozen=True)
+class Command:
+    """A script with its keys, the files it reads and the file that it leaves when it is done.
+    good: the exit codes with which it has done its work."""
+
+    title: str
+    argv: list[str]
+    reads: list[Path]
+    leaves: Path
+    good: Collection[int] = (0,)
+
+    @property
+    def line(self) -> str:
+        """As the user would type it."""
+        return shlex.join(["python", *self.argv])
+
+
+class Pipeline:
+    """The steps of a job. name: stands before its messages. folder: what is done is kept in
+    FOLDER/steps, for as long as a command and the content of what it reads stay the same."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self.seconds: dict[str, float] = {}  # of every step in this process, by its name
+
+    def run(
+        self,
+        commands: Iterable[Command],
+        on_done: Callable[[Command], None] = lambda command: None,
+    ) -> None:
+        """Run those that are not done yet, as the user would. on_done: sees those that are.
+
+        Raises UserError where one fails (its own messages have said why), and Interrupted where
+        it was stopped.
+        """
+        for number, command in enumerate(commands, 1):
+            memo, there = self._memo(command), command.leaves.exists()
+            if there and _value(memo):
+                print(f"{number}. {command.title}: done already ({command.leaves})", flush=True)
+                on_done(command)
+                continue
+            if _value(memo):  # what it has left is gone
+                memo.clear()
+                memo = self._memo(command)
+            print(f"{number}. {command.title}\n   {command.line}", flush=True)
+            with _timed(memo) as row:
+                row["value"] = [self._call(command)]
+
+    def once(self, name: str, title: str, make: Callable[[], Any]) -> Any:
+        """The JSON value of a step in this process: kept under its name, or made now."""
+        memo = Memo(self.folder / "steps" / name)
+        if not _value(memo):
+            print(f"{self.name}: {title}", flush=True)
+            with _timed(memo) as row:
+                row["value"] = [make()]
+        self.seconds[name] = _spent(memo)["seconds"]
+        return _value(memo)[0]
+
+    def spent(self, command: Command) -> dict[str, float]:
+        """Seconds of a command and of the processors in its processes, over all its runs; one
+        that was stopped counts."""
+        return _spent(self._memo(command))
+
+    def _memo(self, command: Command) -> Memo:
+        name = "-".join(command.leaves.parts[-3:-1])
+        name += f"-{sha256(str(command.leaves))[:8]}"
+        reads = {str(path): files.sha256(path) for path in command.reads if path.exists()}
+        return Memo(self.folder / "steps" / name, {"command": command.argv, **reads})
+
+    def _call(self, command: Command) -> int:
+        """Exit code of a command that has done its work."""
+        # Waiting threads that spin starve each other on shared cores.
+        env = {"GOMP_SPINCOUNT": "1000", **os.environ}
+        script = files.here(Path(command.argv[0]))  # a job may run from any folder
+        code = subprocess.call([sys.executable, str(script), *command.argv[1:]], env=env)
+        if code in STOPPED:
+            raise Interrupted(f"{self.name}: stopped; the same command goes on from here")
+        if code not in command.good:
+            raise UserError(
+                f"{self.name}: `{command.line}` ended with exit code {code}; see its message above"
+            )
+        if not command.leaves.exists():
+            raise UserError(
+                f"{self.name}: {command.leaves} is missing after its step; remove {self.folder} "
+                "and start again"
+            )
+        return code
+
+
+def _value(memo: Memo) -> list[Any]:
+    """[what the last run of a step has given]; [] where it has not come to its end."""
+    return next((row["value"] for row in memo.lines("runs")[-1:]), [])
+
+
+def _spent(memo: Memo) -> dict[str, float]:
+    rows = memo.lines("runs")
+    return {key: round(sum(r[key] for r in rows), 3) for key in ("seconds", "cpu_seconds")}
+
+
+@contextlib.contextmanager
+def _timed(memo: Memo) -> Iterator[dict[str, Any]]:
+    """Note a run of a step and its seconds, also where it is stopped."""
+    row: dict[str, Any] = {"value": []}
+    began, before = time.perf_counter(), _processors()
+    try:
+        yield row
+    finally:
+        row["seconds"] = time.perf_counter() - began
+        row["cpu_seconds"] = _processors() - before
+        memo.add("runs", row)
+
+
+def _processors() -> float:
+    """Seconds of this process and of those that it has started and that have ended."""
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)

@@ -1,0 +1,169 @@
+"""What long work keeps of itself: values by name, and steps that are done once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from conf.errors import Interrupted, UserError
+from scripts.common.memo import Memo
+from scripts.common.pipeline import Command, Pipeline
+
+
+def stop(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_what_is_there_is_not_made_again(tmp_path: Path) -> None:
+    made: list[int] = []
+
+    def square(x: int) -> int:
+        if x == 3:
+            stop()
+        made.append(x)
+        return x * x
+
+    place, seen = tmp_path / "memo", list[tuple[int, int]]()
+    with pytest.raises(KeyboardInterrupt):
+        Memo(place, {"a": 1}).each("squares", [1, 2, 3], square)
+    again = Memo(place, {"a": 1})
+    assert again.resumed and again.lines("squares") == [1, 4]
+    with (place / "squares.jsonl").open("a") as file:
+        file.write("[9")  # a crash in mid-line
+    on_progress = lambda done, total, *_: seen.append((done, total))
+    assert again.each("squares", [1, 2, 4], square, on_progress) == [1, 4, 16]
+    assert made == [1, 2, 4] and seen == [(2, 3), (3, 3)]
+    assert again.once("one", lambda: {"x": (1, 2)}) == {"x": [1, 2]}, "as it is read back"
+    assert Memo(place, {"a": 1}).once("one", stop) == {"x": [1, 2]}
+    alone = Memo(None)
+    assert alone.once("one", lambda: 5) == alone.once("one", stop) == 5
+    again.clear()
+    assert not place.exists()
+
+
+def test_another_key_begins_anew_and_names_what_differs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "memo"
+    Memo(place, {"a": 1, "b": [2], "c": 3}).add("x", 1)
+    assert Memo(place, {"a": 1, "b": [2], "c": 3}).resumed
+    again = Memo(place, {"a": 1, "b": [3], "d": 3})
+    assert not again.resumed and again.lines("x") == []
+    told = f"note: {place} was made with another b, c, d; all is made anew\n"
+    assert capsys.readouterr().err == told
+    Memo(place, {"a": 1, "b": [3], "d": 4})
+    assert not capsys.readouterr().err, "there was nothing to lose"
+
+
+@pytest.mark.parametrize("mark", ["an older form", "[1]", None, '{"key": "0"}'])
+def test_a_folder_of_another_version_begins_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], mark: str | None
+) -> None:
+    place = tmp_path / "memo"
+    Memo(place, {"a": 1}).add("x", 1)
+    (place / "mine.txt").write_text("of the user's")
+    if mark is None:
+        (place / "key").unlink()
+    else:
+        (place / "key").write_text(mark)
+    again = Memo(place, {"a": 1})
+    assert again.lines("x") == [] and not again.resumed
+    assert capsys.readouterr().err.count(f"note: {place} was made with another ") == 1
+    assert (place / "mine.txt").exists()
+    again.add("x", 2)
+    assert Memo(place, {"a": 1}).lines("x") == [2]
+
+
+@pytest.mark.parametrize("damage", [b"no json\n", b"[1]\n\xff\xfe\n", b"1\n\x00\x00\n2\n"])
+def test_a_damaged_file_is_named_and_made_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: bytes
+) -> None:
+    memo = Memo(tmp_path / "memo", {"a": 1})
+    memo.add("other", 7)
+    (tmp_path / "memo/x.jsonl").write_bytes(damage)
+    assert memo.each("x", [1, 2], lambda x: x) == [1, 2]
+    told = f"note: {tmp_path}/memo/x.jsonl is damaged; it is made again\n"
+    assert capsys.readouterr().err == told and memo.lines("other") == [7]
+
+
+def test_a_file_in_the_place_of_the_folder_is_a_mistake(tmp_path: Path) -> None:
+    (tmp_path / "memo").touch()
+    with pytest.raises(UserError, match=r"^out: .*/memo is a file"):
+        Memo(tmp_path / "memo", {})
+
+
+def job(tmp_path: Path, text: str, *argv: str) -> tuple[Pipeline, Command]:
+    """A pipeline and a command that runs `text`, is given `left` and `argv`, and reads `data`."""
+    script, left = tmp_path / "some.py", tmp_path / "left"
+    script.write_text(f"import sys, time\n{text}\n")
+    command = Command("some", [str(script), str(left), *argv], [tmp_path / "data"], left)
+    return Pipeline("job", tmp_path / "job"), command
+
+
+COUNT = "open(sys.argv[1], 'a').write('x')"
+
+
+def test_a_command_runs_once_for_what_it_is_and_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "data"
+    data.write_text("1")
+    pipeline, command = job(tmp_path, COUNT)
+    done: list[Command] = []
+    for _ in range(2):
+        pipeline.run([command], done.append)
+    assert command.leaves.read_text() == "x" and done == [command]
+    assert "1. some: done already" in capsys.readouterr().out
+    data.unlink()
+    data.write_text("1")
+    pipeline.run([command])
+    assert command.leaves.read_text() == "x", "the same content, written again"
+    data.write_text("2")
+    pipeline.run([command])
+    assert command.leaves.read_text() == "xx" and f"another {data};" in capsys.readouterr().err
+    pipeline.run([job(tmp_path, COUNT, "more")[1]])
+    assert command.leaves.read_text() == "xxx" and "another command;" in capsys.readouterr().err
+    command.leaves.unlink()
+    pipeline.run([command])
+    assert command.leaves.read_text() == "x", "what it had left was gone"
+
+
+def test_seconds_of_stopped_runs_count(tmp_path: Path) -> None:
+    work = "sum(range(3 * 10**6))\n" + COUNT
+    pipeline, command = job(tmp_path, f"{work}\nif open(sys.argv[1]).read() == 'x': sys.exit(130)")
+    assert pipeline.spent(command) == {"seconds": 0, "cpu_seconds": 0}
+    with pytest.raises(Interrupted, match="job: stopped; the same command goes on"):
+        pipeline.run([command])
+    once = pipeline.spent(command)
+    pipeline.run([command])
+    both = pipeline.spent(command)
+    assert 0 < once["cpu_seconds"] < both["cpu_seconds"] and once["seconds"] < both["seconds"]
+
+
+def test_a_command_fails_in_a_line(tmp_path: Path) -> None:
+    pipeline, command = job(tmp_path, f"{COUNT}\nsys.exit(3)")
+    with pytest.raises(
+        UserError, match="^job: `python .*` ended with exit code 3; see its message"
+    ):
+        pipeline.run([command])
+    pipeline.run([Command(command.title, command.argv, [], command.leaves, (0, 3))])
+    pipeline, command = job(tmp_path, "pass")
+    command.leaves.unlink()
+    with pytest.raises(UserError, match="left is missing after its step"):
+        pipeline.run([command])
+
+
+def test_a_step_of_this_process_is_kept_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipeline = Pipeline("job", tmp_path / "job")
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.once("first", "the first", stop)
+    assert pipeline.once("first", "the first", lambda: None) is None
+    assert Pipeline("job", tmp_path / "job").once("first", "the first", stop) is None, "kept"
+    assert capsys.readouterr().out == "job: the first\n" * 2
+    rows = (tmp_path / "job/steps/first/runs.jsonl").read_text().splitlines()
+    assert [json.loads(row)["value"] for row in rows] == [[], [None]]
+    assert list(pipeline.seconds) == ["first"]
