@@ -71,11 +71,11 @@ def resolve_drafter(spec: str, target: Target) -> Drafter:
     decodes it plainly then (decode.monitor). Where T > 0 a head or model draws the candidates
     of its tree without replacement ("@sampled" behind it, or its tree, asks for it where
     head.tree_draw was fixed); "@fixed" takes the most probable ones instead. "@adaptive"
-    behind any of them but "none" drafts as much as pays: at the price that scripts/tune.py has
-    left, by the confidence of the moment (decode.price), else as deep as the acceptance of the
-    row so far (decode.adaptive). The drafter's name is `spec`. Raises UserError for anything
-    else, for a tree on a target that takes chains only, for a head of another target, and for
-    a model with another tokenizer.
+    behind any of them but "none" chooses the size of the draft at every step: at the price that
+    scripts/tune.py has left, by the confidence of the moment (decode.price), else as deep as the
+    acceptance of the row so far (decode.adaptive). The drafter's name is `spec`. Raises UserError
+    for anything else, for a tree on a target that takes chains only, for a head of another target,
+    and for a model with another tokenizer.
     """
     draft = asked(spec)
     drafter = _union(draft, spec, target) if draft.parts else _single(draft, spec, target)

@@ -7,7 +7,7 @@
 
 Reads the logs (masked, split by time), turns minutes into steps by a pilot, trains from `start`
 within them and stops early where decoded acceptance no longer rises, then compares before and
-after on the later part and on prompts of no traffic in particular. The head of `start` is
+after on the later part and on general prompts. The head of `start` is
 never written to. OUT/head is the better one of the two: the new one where the paired interval
 of its accepted length on the later part lies above the old one's, else a copy of the old one.
 OUT/fit.json holds everything that was found, OUT/certificate the certificate of OUT/head, and
@@ -341,7 +341,7 @@ def as_tuned(source: Path, head: Path) -> None:
 def scored(
     cfg: FitConfig, known: Chats, out: Path, stages: Pipeline, names: dict[str, str]
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """All drafters on the later part, and on prompts of no traffic in particular (None where
+    """All drafters on the later part, and on general prompts (None where
     nobody asks)."""
     later = stages.once(
         "later",

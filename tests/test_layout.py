@@ -54,7 +54,8 @@ def test_source_file(path) -> None:  # type: ignore[no-untyped-def]
 
 
 def imports() -> dict[str, set[str]]:
-    """Every file of ours and the files that it imports, for typing alone and inside functions too."""
+    """Every file of ours and the files that it imports, for typing alone and inside functions
+    too."""
     files = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
         for path in SOURCES

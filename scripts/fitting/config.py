@@ -60,7 +60,7 @@ class FitConfig:
     parity: ZeroOrMore = 4
     # later prompts that are compared, by turns from the categories; null = all
     prompts: Annotated[int, Ge(2)] | None = 60
-    # prompts of no traffic in particular, to see what was forgotten
+    # general prompts, to see what was forgotten
     general: str = "scripts/prompts/demo.jsonl"
     # how many of them; 0 = none
     general_prompts: ZeroOrMore = 24

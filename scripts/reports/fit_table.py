@@ -84,7 +84,7 @@ def told(report: Report) -> list[str]:
         )
     if report["general"]:
         row = report["general"]["drafters"][1]
-        found.append(f"on prompts of no traffic in particular: {change(row['against_before'])}")
+        found.append(f"on general prompts: {change(row['against_before'])}")
     if report["certificate"]:
         found.append(f"certificate: {report['certificate']['verdict']}")
     return found

@@ -293,7 +293,7 @@ def _warnings(report: dict[str, Any]) -> list[str]:
         )
     pace = report["plain_pass_ms"]
     if not pace["steady"]:
-        lines.append(f"{unsteady(pace)}, so take no speed from it.")
+        lines.append(f"{unsteady(pace)}, so do not trust the speeds.")
     wrong = [
         r["label"] for r in report["drafters"] if (r.get("lossless") or {}).get("beyond_rounding")
     ]

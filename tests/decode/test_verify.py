@@ -242,7 +242,8 @@ def test_laziness() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_tree_may_say_node_by_node_that_it_is_deterministic(rule: str) -> None:
-    """`sampled` given and false everywhere needs no proposal; a proposal without `sampled` is never looked at."""
+    """`sampled` given and false everywhere needs no proposal; a proposal without `sampled` is never
+    looked at."""
     shape, tokens = TreeShape.of([[0], [1]]), torch.tensor([[3, 5]])
     logits = torch.full((1, 3, 8), -100.0)
     logits[0, :, 5] = 0.0

@@ -4,13 +4,13 @@
 
 Prints its port, then serves until it is killed. SCHEDULE: {"model": name, "others": [more
 names], "key": wanted key, "faults": {TEXT: [fault, ...]}, "always": fault, "models": fault of
-the list of models, "delay": seconds, "gather": N, "dies_after": N, "thinks": how}. The n-th request whose
-last user turn is TEXT gets the n-th fault, afterwards a good answer, which depends on the
-messages, max_tokens and seed alone. The first N requests are answered when all of them are
-there. thinks: before every answer, as Qwen3 does; "inside" leaves the reasoning in the text
-(no reasoning parser), "reasoning_content" and "reasoning" keep it apart under that name. With
-"look" in the question and tools in the request the answer is a call of the first tool. The
-largest number of requests under way at a time is served at /peak.
+the list of models, "delay": seconds, "gather": N, "dies_after": N, "thinks": how}. The n-th request
+whose last user turn is TEXT gets the n-th fault, afterwards a good answer, which depends on the
+messages, max_tokens and seed alone. The first N requests are answered when all of them are there.
+thinks: before every answer, as Qwen3 does; "inside" leaves the reasoning in the text (no reasoning
+parser), "reasoning_content" and "reasoning" keep it apart under that name. With "look" in the
+question and tools in the request the answer is a call of the first tool. The largest number of
+requests under way at a time is served at /peak.
 """
 
 from __future__ import annotations

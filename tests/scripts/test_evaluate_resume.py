@@ -250,7 +250,8 @@ def test_suites_that_are_measured_wait_for_the_others(
 def test_kill_and_sigterm_in_the_middle(
     asked: tuple[str, ...], tmp_path: Path, measured: list[Any], uninterrupted: list[Any]
 ) -> None:
-    """A process of its own: killed when a prompt is measured, started again, stopped at the next."""
+    """A process of its own: killed when a prompt is measured, started again, stopped at the
+    next."""
     part = tmp_path / "out/unfinished/t0-b1.jsonl"
     slow = "import os, time\nfrom scripts.scoring import contest\nrun = contest.Contest.run\n"
     slow += "def slowed(*given):\n    time.sleep(0.15)\n    return run(*given)\n"

@@ -290,7 +290,8 @@ def elastic(
             k = lines[0]["step"]
             assert all(line["step"] == k for line in lines)
             step = sorted(row for line in lines for row in line["rows"])
-            # Batches are made ahead, so a stopped segment has chosen a step that the next one takes.
+            # Batches are made ahead, so a stopped segment has chosen a step that the next one
+            # takes.
             assert rows.setdefault(k, step) == step
     losses = [json.loads(line) for line in (out / "losses.jsonl").read_text().splitlines()]
     assert [k for k, _ in losses] == list(range(1, place.steps + 1))
