@@ -230,7 +230,7 @@ class Head(Stored):
         return self._rows
 
     def law_rows(self, target: Target) -> tuple[Tensor, Tensor | None]:
-        """The rows of the target's LM head that its law is computed from (losses.target_law)."""
+        """The rows of the target's LM head that its law is computed from (teacher.target_law)."""
         terms, rated = self.cfg.loss, getattr(self.cfg, "confidence", 0)
         if terms.mask == "argmax" or terms.tv or terms.lk or rated:
             return target.lm_head_weight.detach(), getattr(target.lm_head, "bias", None)

@@ -20,8 +20,7 @@ from heads.eagle.shape import LayerKeys, LayerShape, as_made, layer_config
 from heads.layered_saved import LayeredSaved
 from heads.limits import Layers, TokenId, Width
 from heads.lora import weight_of
-from heads.losses import LawFn, target_law
-from heads.stored_law import stored_law
+from heads.teacher import TeacherFn, stored_law, target_law
 
 
 @dataclass
@@ -143,7 +142,7 @@ class LayeredHead(Head):
             mask.copy_(self.embed(target, token).view_as(mask))
             mask.requires_grad_(False)
 
-    def law(self, target: Target, last: Tensor | None, source: Tensor, place: Tensor) -> LawFn:
+    def law(self, target: Target, last: Tensor | None, source: Tensor, place: Tensor) -> TeacherFn:
         """The target's law of n tokens: from stored laws where there are such, else from its
         last features `last` [T, D]. source: [n] int64, the row before each token. place: [n]
         int64, the token in the draft vocabulary, -1 outside."""

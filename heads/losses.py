@@ -1,16 +1,11 @@
-"""Vocabulary losses in chunks of tokens: [B, T, K, V] never exists, and the gradient is made
-where the logits are.
+"""What a head learns from its target and its data: `plain_loss` is the formula, the rest is the
+same without [B, T, K, V].
 
 The kernel walks over chunks of supervised tokens; in a chunk it computes the logits of every
 head, their softmax, the loss, and at once the gradients with respect to hidden states and
 weights. What it keeps is [K, n, D] and [K, Vd, D]. Matmuls run in the dtype of the hidden
 states (bfloat16 with float32 accumulation); the softmax runs in float32 inside its kernel and
 is stored in that dtype; all sums are float32 or better.
-
-Terms (weights in the config, any mix): `hard` cross-entropy with the data's token; `soft`
-cross-entropy with the target's law over the draft vocabulary (the forward KL's gradient); `tv` the
-rejection rate 1 - sum min(p, q) itself (Leviathan et al. 2023), by the target's own p, whose tokens
-outside are all rejected; `lk` -log sum min(p, q) (LK losses, arXiv 2602.23881).
 
 Shape letters: n supervised tokens, K heads, D width, Vd draft vocabulary, m tokens of a chunk,
 r low rank.
@@ -24,19 +19,17 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from conf.rules import NotNegative
-from decode.target import Target
-from heads import vocab
+from heads.teacher import Teacher, TeacherFn
 
 # Tokens whose logits exist at the same time: a CPU's caches are small, a GPU writes the gradient
 # of the LM head once for each chunk.
 CHUNKS = {"cpu": 512}
 CHUNK = 4096
+# A smaller acceptance rate counts as this one where its logarithm is taken.
+LEAST = 1e-6
 
-Laws = tuple[Tensor, Tensor]  # [m, Vd]: renormalised, and the target's own probabilities
-LawFn = Callable[[slice], tuple[Laws, Tensor]]  # tokens of a chunk -> (laws, usable [m] bool)
 Mask = Literal["token", "argmax", "all"]
 
 
@@ -68,6 +61,102 @@ class LossWeights:
         return ["hard: all loss weights are 0; set one above 0"]
 
 
+def plain_loss(
+    logits: Tensor, teacher: Teacher | None, target: Tensor, weights: LossWeights
+) -> Tensor:
+    """[n] the loss of each token, whose sum a head learns:
+
+        hard * -log q(x)  +  soft * -sum_v p(v) log q(v)  +  tv * (1 - a)  +  lk * -log a
+
+    where x is the token of the data, q the head's distribution, p the target's, and a =
+    sum_v min(p(v), q(v)) the rate at which the verifier accepts what is drawn from q (Leviathan
+    et al. 2023). `soft` is the forward KL up to a constant and takes p over the draft vocabulary;
+    a takes the target's own p, whose tokens outside are all rejected; `lk` is LK losses' (arXiv
+    2602.23881).
+
+    logits: [n, Vd]. teacher: p, None where no term needs it. target: [n] int64, x in the draft
+    vocabulary, -1 outside.
+    """
+    log_q, in_vocab = logits.log_softmax(-1), target >= 0
+    target_logp = log_q.gather(-1, target.clamp(min=0)[:, None])[:, 0]
+    loss = -weights.hard * target_logp * in_vocab
+    if teacher is None:
+        return loss
+    rate = torch.minimum(teacher.raw_probs, log_q.exp()).sum(-1)
+    taught = -weights.soft * (teacher.probs * log_q).sum(-1)
+    taught = taught + weights.tv * (1 - rate) - weights.lk * rate.clamp(min=LEAST).log()
+    return loss + teacher.usable * taught
+
+
+class TokenLoss(NamedTuple):
+    """`plain_loss` of m tokens of one head, and what else was found there. loss: [m]. grad: [m,
+    Vd] with respect to the logits, in their dtype, its rows still to be multiplied by grad_scale
+    [m]. hit: [m] bool, the head's best token is the data's. target_logp: [m] log-probability of the
+    data's token, of any token outside the draft vocabulary. rate: [m] sum min(p, q), None where
+    nobody asks for it."""
+
+    loss: Tensor
+    grad: Tensor
+    grad_scale: Tensor
+    hit: Tensor
+    target_logp: Tensor
+    rate: Tensor | None
+
+
+def token_loss(
+    logits: Tensor,
+    teacher: Teacher | None,
+    target: Tensor,
+    weights: LossWeights,
+    rated: bool = False,
+) -> TokenLoss:
+    """`plain_loss` with its gradient, for logits [m, Vd]. rated: the rate is wanted in any case.
+    Every pass over [m, Vd] costs as much as a third of a matmul."""
+    wide, in_vocab, spot = wide_of(logits), target >= 0, target.clamp(min=0)[:, None]
+    q = torch.softmax(logits, -1)
+    top, best = q.max(-1, keepdim=True)
+    hit = (best == spot)[:, 0] & in_vocab
+    # From the largest probability, not from the target's: its rounding is relative, so lse is
+    # good to 2^-9 at worst.
+    lse = logits.gather(1, best)[:, 0].to(wide) - top[:, 0].to(wide).log()
+    target_logp = logits.gather(1, spot)[:, 0].to(wide) - lse
+    loss, hard = torch.zeros_like(lse), weights.hard * in_vocab.to(wide)
+    if weights.hard:
+        loss -= hard * target_logp
+    if teacher is None:
+        return TokenLoss(loss, _less_one(q, spot), hard, hit, target_logp, None)
+    has_teacher, parts = teacher.usable.to(wide), list[tuple[Tensor, Tensor]]()
+    rate = None
+    if weights.tv or weights.lk or rated:
+        rate = torch.minimum(teacher.raw_probs, q).sum(-1, dtype=wide)
+    if rate is not None and (weights.tv or weights.lk):
+        safe = rate.clamp(min=LEAST)
+        loss += has_teacher * (weights.tv * (1 - rate) - weights.lk * safe.log())
+        gain = q * (q < teacher.raw_probs)  # d rate / d z = q (1[q < p] - sum q 1[q < p])
+        gain.addcmul_(q, gain.sum(-1, keepdim=True, dtype=wide).to(q.dtype), value=-1)
+        parts.append((gain, -has_teacher * (weights.tv + weights.lk / safe)))
+    if weights.soft:
+        loss += weights.soft * has_teacher * (lse - (teacher.probs * logits).sum(-1, dtype=wide))
+        parts.append((q - teacher.probs, weights.soft * has_teacher))
+    if weights.hard:
+        parts.append((_less_one(q, spot), hard))
+    if len(parts) == 1:
+        return TokenLoss(loss, *parts[0], hit, target_logp, rate)
+    mixed = sum(grad.mul_(scale.to(q.dtype)[:, None]) for grad, scale in parts)
+    assert isinstance(mixed, Tensor)
+    return TokenLoss(loss, mixed, torch.ones_like(loss), hit, target_logp, rate)
+
+
+def _less_one(q: Tensor, spot: Tensor) -> Tensor:
+    """q with 1 taken off at `spot` [m, 1], in place (scatter_add_ is slower)."""
+    return q.scatter_(1, spot, q.gather(1, spot) - torch.ones_like(q[:, :1]))
+
+
+def wide_of(x: Tensor) -> torch.dtype:
+    """The dtype of sums over numbers such as `x`."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 def chunk_of(asked: int | None, device: torch.device) -> int:
     """The key `chunk`, by device where it is left open."""
     return asked or CHUNKS.get(device.type, CHUNK)
@@ -78,59 +167,13 @@ def pieces(count: int, size: int) -> Iterable[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def target_law(
-    target: Target,
-    rows: tuple[Tensor, Tensor | None],
-    feats: Tensor,
-    source: Tensor,
-    ids: Tensor | None,
-    place: Tensor,
-    mask: str,
-    top_k: int = 0,
-) -> LawFn:
-    """The target's law p(x_s | x_<s) at n predicted tokens over a draft vocabulary, renormalised
-    and (of all rows) as it is.
-
-    rows: weight [Vd, D] and bias [Vd] or None of the target's LM head over the draft vocabulary,
-    or over all V tokens. feats: [N, D], output of the target after its final norm. source: [n]
-    int64, the row of feats that predicts token j, one before it. ids: [Vd] int64 ascending draft
-    vocabulary, None for all. place: [n] int64, where the token of the data stands in it, -1
-    outside. mask: which tokens are taught, see LossWeights; the others have no law. "argmax" (of
-    all rows) is EAGLE-3's (Li et al. 2025); on text that the target wrote greedily "token" is the
-    same, from Vd rows.
-    top_k: keep only so many most probable tokens of the law (HASS); 0 = all.
-    """
-    weight, bias = rows
-    inside = None if ids is None else vocab.to_t2d(ids, target.vocab_size)
-    less = bool(top_k) if ids is None else len(weight) > len(ids)
-
-    def law(part: slice) -> tuple[Laws, Tensor]:
-        with torch.no_grad():
-            logits = target.head.finish(functional.linear(feats[source[part]], weight, bias))
-            usable = torch.ones_like(place[part], dtype=torch.bool)
-            if mask == "token":
-                usable = place[part] >= 0
-            elif mask == "argmax" and inside is not None:
-                usable = inside[logits.argmax(-1)]
-            own = torch.softmax(logits, -1) if less else None
-            if own is not None and ids is not None:
-                own, logits = own.index_select(-1, ids), logits.index_select(-1, ids)
-            if top_k:
-                floor = logits.topk(min(top_k, logits.shape[-1]), -1).values[:, -1:]
-                logits = logits.masked_fill(logits < floor, -torch.inf)
-            p = torch.softmax(logits, -1)
-            return (p, p if own is None else own * (p > 0)), usable
-
-    return law
-
-
 @dataclass(frozen=True)
 class Taught:
     """What K heads learn from n predicted tokens.
 
     place: [n] int64, the token's place in the draft vocabulary, -1 outside. valid: [K, n]
     bool, head k has a feature for token j. terms: of the loss. scale: [K] float32, how much
-    each head's loss counts. law: see LawFn; None where no term needs it. chunk: tokens that are
+    each head's loss counts. law: see TeacherFn; None where no term needs it. chunk: tokens that are
     met at once. parts: the chunks where they may not begin anywhere. weigh: gives weights [m] to
     the tokens of a chunk by the log-probabilities [m] of the data's tokens, minus infinity outside
     the draft vocabulary; None: all are 1. rated: the overlap of both laws is wanted.
@@ -140,7 +183,7 @@ class Taught:
     valid: Tensor
     terms: LossWeights
     scale: Tensor
-    law: LawFn | None = None
+    law: TeacherFn | None = None
     chunk: int = CHUNKS["cpu"]
     parts: list[slice] | None = None
     weigh: Callable[[slice, Tensor], Tensor] | None = None
@@ -183,7 +226,7 @@ def by_level(losses: Tensor, hits: Tensor) -> dict[str, Tensor]:
 def chunked_loss(
     hidden: Tensor, weight: Tensor, taught: Taught, low_rank: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Rows]:
-    """Loss of K parallel heads over one draft vocabulary.
+    """The sum of `plain_loss` over the tokens of K parallel heads with one draft vocabulary.
 
     hidden: [K, n, D], head k's hidden state for predicted token j. weight: [K, Vd, D], or [Vd,
     D] shared by all heads; cast to hidden's dtype once. low_rank: m [n, r] and W [Vd, r] of a
@@ -198,52 +241,6 @@ def chunked_loss(
     return total, Rows(loss, hit, counted, rate, taught.valid)
 
 
-class _Product:
-    """The logits x W^T + m V^T of K heads, a chunk at a time, and what their gradients come to.
-    into: the gradients with respect to hidden, weight, near and far, None where nobody needs
-    one."""
-
-    def __init__(self, given: tuple[Tensor, Tensor, Tensor | None, Tensor | None], needs: Any):
-        self.hidden, weight, self.near, far = given
-        self.dtype, self.shared = self.hidden.dtype, weight.dim() == 2
-        self.weight = weight.detach().to(self.dtype)
-        self.far = None if far is None else far.detach().to(self.dtype)
-        blank = (torch.empty_like, *[torch.zeros_like] * 3)  # every row of hidden is written
-        self.into = [
-            make(t) if t is not None and need else None
-            for make, t, need in zip(blank, given, needs, strict=False)
-        ]
-
-    def open(self, part: slice) -> None:
-        """The tokens of a chunk come next: what all heads share of it."""
-        self.common, self.near_sum = None, self.hidden.new_zeros(1, dtype=wide_of(self.hidden))
-        if self.near is not None and self.far is not None:
-            self.common = self.near[part] @ self.far.T
-
-    def logits(self, k: int, part: slice) -> Tensor:
-        """[m, Vd] of head k."""
-        x, w = self.hidden[k, part], self._rows(k)
-        return x @ w.T if self.common is None else torch.addmm(self.common, x, w.T)
-
-    def add(self, k: int, part: slice, grad: Tensor, row: Tensor) -> None:
-        """Take in the gradient [m, Vd] of head k's logits, its rows times `row` [m]."""
-        into_hidden, into_weight, into_near, into_far = self.into
-        row = row.to(self.dtype)[:, None]
-        if into_hidden is not None:
-            torch.mul(grad @ self._rows(k), row, out=into_hidden[k, part])
-        if into_weight is not None:
-            own = into_weight if self.shared else into_weight[k]
-            own += grad.T @ (self.hidden[k, part] * row)
-        if into_near is not None and self.far is not None:
-            self.near_sum = self.near_sum + (grad @ self.far) * row
-            into_near[part] = self.near_sum.to(self.dtype)
-        if into_far is not None and self.near is not None:
-            into_far += grad.T @ (self.near[part] * row)
-
-    def _rows(self, k: int) -> Tensor:
-        return self.weight if self.shared else self.weight[k]
-
-
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -254,35 +251,39 @@ class _ChunkedLoss(torch.autograd.Function):
         far: Tensor | None,
         taught: Taught,
     ) -> tuple[Tensor, ...]:
-        terms, (heads, n, _) = taught.terms, hidden.shape
-        wide = wide_of(hidden)
+        terms, (heads, n, _), wide = taught.terms, hidden.shape, wide_of(hidden)
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         losses, rates = torch.zeros(2, heads, n, dtype=wide, device=hidden.device)
         hits, counted = torch.zeros(2, heads, n, dtype=torch.bool, device=hidden.device)
-        product = _Product((hidden, weight, near, far), ctx.needs_input_grad)
+        grads = _Gradients.zero((hidden, weight, near, far), ctx.needs_input_grad)
+        weights = weight.detach().to(hidden.dtype).expand(heads, -1, -1)
+        far = None if far is None else far.detach().to(hidden.dtype)
         for part in taught.chunks():
-            place = taught.place[part]
-            inside, spot = place >= 0, place.clamp(min=0)[:, None]
-            laws, usable = (None, inside) if taught.law is None else taught.law(part)
-            product.open(part)
+            target = taught.place[part]
+            teacher = None if taught.law is None else taught.law(part)
+            learned = (target >= 0) & bool(terms.hard)
+            if teacher is not None and terms.needs_law:
+                learned |= teacher.usable
+            m = None if near is None else near[part]
+            shared = None if m is None or far is None else m @ far.T
             for k in range(heads):
-                tried, z = taught.valid[k, part], product.logits(k, part)
-                loss, grad, row, hit, own, rate = kernel(
-                    z, laws, spot, inside, usable, terms, taught.rated
-                )
-                loss, row = loss * tried, row * tried * taught.scale[k]
-                losses[k, part], hits[k, part] = loss, hit & inside & tried
-                learned = (inside & bool(terms.hard)) | (usable & terms.needs_law)
-                counted[k, part] = tried & learned
-                if rate is not None:
-                    rates[k, part] = rate * usable
+                x, w, tried = hidden[k, part], weights[k], taught.valid[k, part]
+                logits = x @ w.T if shared is None else torch.addmm(shared, x, w.T)
+                found = token_loss(logits, teacher, target, terms, taught.rated)
+                loss, scale = found.loss * tried, found.grad_scale * tried * taught.scale[k]
+                losses[k, part], hits[k, part] = loss, found.hit & tried
+                counted[k, part] = learned & tried
+                if teacher is not None and found.rate is not None:
+                    rates[k, part] = found.rate * teacher.usable
                 if taught.weigh is not None:
-                    weights = taught.weigh(part, own.masked_fill(~inside, -torch.inf))
-                    loss, row = loss * weights, row * weights
+                    logp = found.target_logp.masked_fill(target < 0, -torch.inf)
+                    weights_of = taught.weigh(part, logp)
+                    loss, scale = loss * weights_of, scale * weights_of
                 total += loss.sum(dtype=torch.float64) * taught.scale[k]
-                product.add(k, part, grad, row)
-        ctx.save_for_backward(*(g for g in product.into if g is not None))
-        ctx.has = [g is not None for g in product.into]
+                grads.add(k, part, (x, w, m, far), found.grad, scale)
+        kept = grads.kept(hidden.dtype)
+        ctx.save_for_backward(*(grad for grad in kept if grad is not None))
+        ctx.has = [grad is not None for grad in kept]
         ctx.mark_non_differentiable(losses, hits, counted, rates)
         return total.to(wide), losses, hits, counted, rates
 
@@ -294,62 +295,56 @@ class _ChunkedLoss(torch.autograd.Function):
         return *found, None
 
 
-def kernel(
-    z: Tensor,
-    laws: Laws | None,
-    spot: Tensor,
-    inside: Tensor,
-    usable: Tensor,
-    terms: LossWeights,
-    rated: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """One head, one chunk: loss [m] wide; its gradient [m, Vd] with respect to the logits, in
-    their dtype, still to be multiplied by the row factors [m]; hit [m] bool; log-probability
-    of the data's token [m]; sum min(p, q) [m], None where nobody asks for it.
+class _Gradients(NamedTuple):
+    """Gradients with respect to the factors of the logits x W^T + m V^T, added up over chunks and
+    heads; None where nobody needs one. hidden: x [K, n, D]. weight: W, as it was given. near: m
+    [n, r], wide. far: V [Vd, r]."""
 
-    z: [m, Vd] logits. laws: the target's, None where no term needs them. spot: [m, 1] int64 place
-    of the data's token. inside, usable: [m] bool, it lies in the draft vocabulary, the laws are to
-    be learned from. rated: the overlap is wanted in any case. Every pass over [m, Vd] costs as
-    much as a third of a matmul."""
-    wide = wide_of(z)
-    q = torch.softmax(z, -1)
-    top, best = q.max(-1, keepdim=True)
-    hit = (best == spot)[:, 0]
-    # From the largest probability, not from the target's: its rounding is relative, so lse is
-    # good to 2^-9 at worst.
-    lse = z.gather(1, best)[:, 0].to(wide) - top[:, 0].to(wide).log()
-    own = z.gather(1, spot)[:, 0].to(wide) - lse
-    loss, in_vocab, has_law = torch.zeros_like(lse), inside.to(wide), usable.to(wide)
-    if terms.hard:
-        loss -= terms.hard * in_vocab * own
-    if laws is None:
-        grad = _less(q, spot, torch.ones_like(q[:, :1]))
-        return loss, grad, terms.hard * in_vocab, hit, own, None
-    (p, own_p), parts = laws, list[tuple[Tensor, Tensor]]()  # parts: gradient, its row factors
-    rate = torch.minimum(own_p, q).sum(-1, dtype=wide) if terms.tv or terms.lk or rated else None
-    if rate is not None and (terms.tv or terms.lk):
-        safe = rate.clamp(min=1e-6)
-        loss += has_law * (terms.tv * (1 - rate) - terms.lk * safe.log())
-        gain = q * (q < own_p)  # d rate / d z = q (1[q < p] - sum q 1[q < p])
-        gain.addcmul_(q, gain.sum(-1, keepdim=True, dtype=wide).to(q.dtype), value=-1)
-        parts.append((gain, -has_law * (terms.tv + terms.lk / safe)))
-    if terms.soft:
-        loss += terms.soft * has_law * (lse - (p * z).sum(-1, dtype=wide))
-        parts.append((q - p, terms.soft * has_law))
-    if terms.hard:
-        parts.append((_less(q, spot, torch.ones_like(q[:, :1])), terms.hard * in_vocab))
-    if len(parts) == 1:
-        return loss, *parts[0], hit, own, rate
-    mixed = sum(part.mul_(row.to(q.dtype)[:, None]) for part, row in parts)
-    assert isinstance(mixed, Tensor)
-    return loss, mixed, torch.ones_like(loss), hit, own, rate
+    hidden: Tensor | None
+    weight: Tensor | None
+    near: Tensor | None
+    far: Tensor | None
 
+    @classmethod
+    def zero(
+        cls, factors: tuple[Tensor, Tensor, Tensor | None, Tensor | None], needs: Any
+    ) -> _Gradients:
+        """needs: of each factor whether it learns."""
+        x, w, m, v = (t if need else None for t, need in zip(factors, needs, strict=False))
+        return cls(
+            None if x is None else torch.empty_like(x),  # every row is written
+            None if w is None else torch.zeros_like(w),
+            None if m is None else torch.zeros_like(m, dtype=wide_of(m)),
+            None if v is None else torch.zeros_like(v),
+        )
 
-def wide_of(x: Tensor) -> torch.dtype:
-    """The dtype of sums over numbers such as `x`."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+    def kept(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+        """In the order of the factors. dtype: of near."""
+        return (
+            self.hidden,
+            self.weight,
+            None if self.near is None else self.near.to(dtype),
+            self.far,
+        )
 
-
-def _less(q: Tensor, spot: Tensor, amount: Tensor) -> Tensor:
-    """q with `amount` [m, 1] taken off at `spot` [m, 1], in place (scatter_add_ is slower)."""
-    return q.scatter_(1, spot, q.gather(1, spot) - amount)
+    def add(
+        self,
+        k: int,
+        part: slice,
+        factors: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+        grad: Tensor,
+        scale: Tensor,
+    ) -> None:
+        """Take in the gradient [m, Vd] of head k's logits in a chunk, its rows times scale [m].
+        factors: of these logits."""
+        x, w, m, v = factors
+        row = scale.to(x.dtype)[:, None]
+        if self.hidden is not None:
+            torch.mul(grad @ w, row, out=self.hidden[k, part])
+        if self.weight is not None:
+            into = self.weight if self.weight.dim() == 2 else self.weight[k]
+            into += grad.T @ (x * row)
+        if self.near is not None and v is not None:
+            self.near[part] += (grad @ v) * row
+        if self.far is not None and m is not None:
+            self.far.add_(grad.T @ (m * row))

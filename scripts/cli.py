@@ -77,7 +77,7 @@ def trainers() -> dict[str, Verb]:
     return {
         name: verb
         for name, verb in found.items()
-        if "from train.job import job" in verb.file.read_text(encoding="utf-8")
+        if "from train.loop import fit" in verb.file.read_text(encoding="utf-8")
     }
 
 

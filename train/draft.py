@@ -4,6 +4,13 @@ smaller relative.
     accelerate launch train/draft.py target=smollm2 head=small_lm head.from_target_layers=6 \\
         data=jsonl data.path=FILE out_dir=runs/draft steps=N
 
+It reads tokens alone and learns to be the target:
+
+    q(. | x_<s) = softmax(P h(x_<s)),     loss = sum over supervised x_s of  l(q, p(. | x_<s), x_s)
+
+with p the target's distribution and l of heads/losses.py (plain_loss). h and q stand in
+heads/small_lm/head.py, the update in train/loop.py (train_step).
+
 OUT/head is an ordinary transformers folder: `AutoModelForCausalLM.from_pretrained` and
 `assistant_model=` take it.
 """
@@ -20,10 +27,16 @@ from train import launcher
 
 launcher.set_memory()
 
+from conf.schema import entry
 from train.config import DraftRun
-from train.job import job
+from train.loop import fit
 
-main = job(__name__, "draft", DraftRun)
+
+@entry("draft", DraftRun, more=launcher.SAME)
+def main(cfg: DraftRun) -> None:
+    """Train."""
+    fit(cfg)
+
 
 if __name__ == "__main__":
     launcher.run(main)

@@ -24,6 +24,13 @@ ALLOCATOR = "PYTORCH_ALLOC_CONF"  # the older names of it yield to this one
 OLDER = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 PREPARED = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 SHAPES = 64  # docs/internals/experiments.md says what other numbers cost and hold
+# What `--help` says of every training script.
+SAME = """\
+The same command again resumes. Data: chats in JSONL, a `datasets` data set (data=hub), or plain
+text (data=text); data.path=[FILE,FILE] takes several. Exit codes: 0 done, 1 training and decoding
+disagree (parity gate), 2 a mistake to mend, 130 stopped by Ctrl-C and 75 by SIGTERM, SIGUSR1 or
+SIGUSR2 (saved: start it again). `python` ends with them, `accelerate launch` cannot
+(train/launcher.py). What happens at each fault: docs/reliability.md."""
 
 
 def set_memory() -> None:

@@ -13,15 +13,16 @@ functions of (seed, k), so that a resumed run is the same run.
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from signal import SIGTERM
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
 
 from conf.errors import UserError
+from heads import HEADS
 from heads.base import Head
 from heads.batch import hash_u63
 from heads.checkpoint import save_head
@@ -30,22 +31,24 @@ from train.begin import begin
 from train.config import TrainConfig
 from train.evaluation import evaluate, seen
 from train.facts import is_no_memory, no_memory
+from train.feed import Made
 from train.gate import gate
 from train.launch_keys import ending, start
 from train.lock import Lock, locked
 from train.measure.memory import peak_bytes
-from train.passes import Totals, add, one_pass
-from train.poison import without_poisoned
+from train.poison import redo_without_bad_rows
 from train.report import report
 from train.run import Run
 from train.saving import RETRIES, asked_anywhere
 from train.schedule import learning_rate
 from train.signals import Stop, interruption
+from train.sums import Shared, Sums, exchange
 from train.trackers import check_installed
 
 
-def fit(cfg: TrainConfig, kind: type[Head]) -> None:
-    """Train a head of class `kind` as `cfg` says, resuming what lies in cfg.out_dir.
+def fit(cfg: TrainConfig, kind: type[Head] | None = None) -> None:
+    """Train a head as `cfg` says, resuming what lies in cfg.out_dir. kind: its class, None: that
+    of cfg.head.kind.
 
     Raises UserError for what the user can mend (also a non-finite loss, a full disk, too
     little memory) and Interrupted after a signal, when everything is saved.
@@ -55,7 +58,7 @@ def fit(cfg: TrainConfig, kind: type[Head]) -> None:
     hold = locked(Path(cfg.out_dir)) if accelerator.is_main_process else nullcontext()
     try:
         with Stop() as stop, ending(accelerator, stop), hold as lock:
-            _fit(cfg, kind, accelerator, stop, lock)
+            _fit(cfg, kind or HEADS[cfg.head.kind], accelerator, stop, lock)
     except Exception as error:
         if is_no_memory(error):
             raise UserError(no_memory(cfg, accelerator.num_processes)) from error
@@ -84,7 +87,7 @@ def _fit(
             if run.last:
                 _save(run, wait=True)
                 break
-            asked = _step(run)
+            asked = train_step(run)
         _finish(run)
     finally:
         run.close()
@@ -124,91 +127,91 @@ def _leave(run: Run, asked: int) -> None:
 # -------------------------------------------------------------------------------------------
 
 
-def _step(run: Run) -> int:
-    """One update. Returns the signal that some rank was asked to stop by, 0 if none."""
-    cfg, state = run.cfg, run.state
-    run.profile.before(state.step + 1)
-    start, cpu = time.perf_counter(), time.process_time()
-    torch.manual_seed(hash_u63(cfg.seed, state.step, run.rank))
-    run.head.begin_step(state.step, cfg.steps)
-
-    totals, sound, micro = _passes(run)
-    found, shared_norm, fine, signalled = _exchange(run, totals, sound)
-    if fine:
-        state.unsound = 0
-    else:
-        totals = without_poisoned(run, micro, sound, totals)
-        found, shared_norm, _, signalled = _exchange(run, totals, torch.ones_like(sound))
-
-    # DDP has averaged the gradients over the ranks; what is wanted is their sum over the
-    # global count.
-    scale = run.world / max(found["loss"][1], 1.0)
-    norm = shared_norm * scale
-    clip = min(1.0, cfg.optim.clip / (norm + 1e-6)) if cfg.optim.clip else 1.0
-    torch._foreach_mul_(run.gradients, scale * clip)
-    rate = learning_rate(state.step, cfg.steps, cfg.optim)
-    for group in run.optimizer.param_groups:
-        group["lr"] = rate * group["lr_scale"]
+def train_step(run: Run) -> int:
+    """One update: the passes of this rank, one exchange with the others, AdamW. Returns the
+    signal that some rank was asked to stop by, 0 if none.
+    """
+    before = _begin_step(run)
+    sums = Sums()
+    for micro in _micro_batches(run):
+        with _one_pass(run, micro):
+            batch = micro.batch.to(run.device)
+            out = run.model(batch, micro.target)  # a head's forward is its loss
+            run.accelerator.backward(out.sum)
+        sums.add(batch, out)
+    shared = exchange(run, sums)
+    run.state.unsound = 0 if shared.finite else run.state.unsound + 1
+    if not shared.finite:
+        shared = redo_without_bad_rows(run, sums)  # train/poison.py
+    norm = _scale_gradients(run, shared)
+    rate = _set_learning_rate(run)
     with run.clock.part("head"):
         run.optimizer.step()
         run.optimizer.zero_grad(set_to_none=True)
-    state.step += 1
-
-    found["seconds"] = [time.perf_counter() - start, 1.0]
-    found |= run.clock.per_step(run.model)
-    state.add(
-        tokens_seen=found["tokens"][0],
-        supervised_seen=found["loss"][1],
-        train_seconds=found["seconds"][0],
-        cpu_seconds=time.process_time() - cpu,
-    )
-    state.add_to_window(found)
+    _count_step(run, shared, before)
     report(run, norm, rate)
-    run.profile.after(state.step)
+    run.profile.after(run.state.step)
     # A signal after the exchange is heard one step later.
-    return run.stop.asked if run.world == 1 else int(signalled and (run.stop.asked or SIGTERM))
+    return run.stop.asked if run.world == 1 else int(shared.stop and (run.stop.asked or SIGTERM))
 
 
-def _passes(run: Run) -> tuple[Totals, Tensor, list[list[int]]]:
-    """Forward and backward passes of this rank's micro-batches; gradients add up. Returns the
-    sums [2] (total, count) of every statistic by name, and which losses are finite, [M] bool:
-    both on the device; and the rows of each pass.
-    """
-    totals: Totals = {}
-    sound: list[Tensor] = []
-    micro: list[list[int]] = []
+def _begin_step(run: Run) -> tuple[float, float]:
+    """Set what a step draws its random numbers from; wall and CPU seconds before it."""
+    step = run.state.step
+    run.profile.before(step + 1)
+    before = time.perf_counter(), time.process_time()
+    torch.manual_seed(hash_u63(run.cfg.seed, step, run.rank))
+    run.head.begin_step(step, run.cfg.steps)
+    return before
+
+
+def _micro_batches(run: Run) -> Iterator[Made]:
+    """This rank's micro-batches of a step; the next is made while one is worked on."""
     feed, made = run.feed.take(run.state.step), None
     while made is None or not made.last:
         with run.clock.part("data"):
             made = next(feed)
-        micro.append(made.rows)
-        apart = nullcontext() if made.last else run.accelerator.no_sync(run.model)
-        with apart, run.flops.counted(totals):
-            sums, finite = one_pass(run, made.batch, made.target)
-            add(totals, sums)
-        sound.append(finite)
-    return totals, torch.stack(sound), micro
+        yield made
 
 
-def _exchange(
-    run: Run, totals: Totals, sound: Tensor
-) -> tuple[dict[str, list[float]], float, bool, bool]:
-    """What the ranks tell each other after their passes, in one exchange and one wait for the
-    device: (statistics over all ranks, rank 0's norm of the gradients, whether every loss and
-    norm is finite, whether a rank was asked to stop).
-    """
-    norm = torch.nn.utils.get_total_norm(run.gradients).to(run.device, torch.float64)
-    bad = ~(sound.all() & norm.isfinite())
-    names = sorted(totals)
-    # All ranks clip by one number: unlike devices sum the same gradients to unlike norms.
-    first = norm if run.main else torch.zeros_like(norm)
-    told = torch.stack([bad.double(), first, norm.new_tensor(run.stop.asked)])
-    packed = torch.cat([told, *(totals[n] for n in names)])
-    with run.clock.part("communication"):
-        shared = run.accelerator.reduce(packed, "sum") if run.world > 1 else packed
-        poisoned, shared_norm, asked, *sums = shared.tolist()  # type: ignore[union-attr]
-    found = {name: sums[2 * i : 2 * i + 2] for i, name in enumerate(names)}
-    return found, shared_norm, not poisoned, bool(asked)
+@contextmanager
+def _one_pass(run: Run, micro: Made) -> Iterator[None]:
+    """Gradients add up inside; DDP averages them over the ranks in a step's last pass."""
+    alone = nullcontext() if micro.last else run.accelerator.no_sync(run.model)
+    with alone, run.flops.counted(micro.batch.mask), run.clock.part("head"):
+        yield
+
+
+def _scale_gradients(run: Run, shared: Shared) -> float:
+    """Divide the summed gradients by the supervised tokens of all ranks, and clip them. DDP has
+    averaged them; what is wanted is their sum. Returns their norm before it is clipped."""
+    scale = run.world / max(shared.stats["loss"][1], 1.0)
+    norm, most = shared.norm * scale, run.cfg.optim.clip
+    clip = min(1.0, most / (norm + 1e-6)) if most else 1.0
+    torch._foreach_mul_(run.gradients, scale * clip)
+    return norm
+
+
+def _set_learning_rate(run: Run) -> float:
+    """The learning rate of the step, given to all groups of the optimizer."""
+    rate = learning_rate(run.state.step, run.cfg.steps, run.cfg.optim)
+    for group in run.optimizer.param_groups:
+        group["lr"] = rate * group["lr_scale"]
+    return rate
+
+
+def _count_step(run: Run, shared: Shared, before: tuple[float, float]) -> None:
+    """Count the update that was made. before: wall and CPU seconds when it began."""
+    state, stats = run.state, shared.stats
+    state.step += 1
+    stats["seconds"] = [time.perf_counter() - before[0], 1.0]
+    state.add(
+        tokens_seen=stats["tokens"][0],
+        supervised_seen=stats["loss"][1],
+        train_seconds=stats["seconds"][0],
+        cpu_seconds=time.process_time() - before[1],
+    )
+    state.add_to_window(stats | run.clock.per_step(run.model))
 
 
 # After the last step

@@ -2,6 +2,14 @@
 
     accelerate launch train/medusa.py target=smollm2 data=jsonl data.path=FILE \\
         out_dir=runs/medusa steps=N
+
+Head i = 0 .. K - 1 guesses x_{t+i+2} from f_t, the target's feature at t after its final norm:
+
+    h_i = B_L(.. B_1(f_t)),  B(x) = x + SiLU(W x + b),      q_i = softmax(P_i h_i)
+    loss = sum over supervised x_s and i of  decay^i  l(q_i(. | f_{s-i-2}), p(. | x_<s), x_s)
+
+with p the target's distribution and l of heads/losses.py (plain_loss). h and q stand in
+heads/parallel/medusa.py and base.py, the update in train/loop.py (train_step).
 """
 
 from __future__ import annotations
@@ -16,10 +24,16 @@ from train import launcher
 
 launcher.set_memory()
 
+from conf.schema import entry
 from train.config import MedusaRun
-from train.job import job
+from train.loop import fit
 
-main = job(__name__, "medusa", MedusaRun)
+
+@entry("medusa", MedusaRun, more=launcher.SAME)
+def main(cfg: MedusaRun) -> None:
+    """Train."""
+    fit(cfg)
+
 
 if __name__ == "__main__":
     launcher.run(main)

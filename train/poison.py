@@ -17,25 +17,24 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from conf.errors import UserError
-from heads.batch import hash_u63
-from train.passes import Totals, add, one_pass
+from heads.batch import Batch, LossOut, hash_u63
 from train.run import Run
+from train.sums import Shared, Sums, exchange
 
 
-def without_poisoned(run: Run, micro: list[list[int]], sound: Tensor, names: Totals) -> Totals:
-    """Compute a step again without the rows that are not finite: their statistics are returned,
-    the gradients are those of the sound rows of all ranks. Every rank must call it.
+def redo_without_bad_rows(run: Run, sums: Sums) -> Shared:
+    """Compute a step again without the rows that are not finite: the gradients and the
+    statistics are those of the sound rows of all ranks. Every rank must call it.
 
-    micro: rows of this rank's passes. sound: [M] bool, which of their losses were finite.
-    names: the statistics of the first try. Raises UserError on every rank when no row is sound,
-    a weight is not finite, or this is step number `bad_steps` in a row.
+    sums: of the first try. Raises UserError on every rank when no row is sound, a weight is not
+    finite, or this is step number `bad_steps` in a row.
     """
     state = run.state
-    state.unsound += 1
+    micro = run.passes(state.step)  # rows of this rank's passes
     if state.unsound >= run.cfg.bad_steps or not _sound_weights(run):
-        _stop(run, _blamed(run, micro, sound))
+        _stop(run, _blamed(run, micro, sums.finite))
     torch.manual_seed(hash_u63(run.cfg.seed, state.step, run.rank))
-    sieve = _Sieve(run, {name: torch.zeros_like(value) for name, value in names.items()})
+    sieve = _Sieve(run, sums)
     with run.accelerator.no_sync(run.model):
         skipped = [row for rows in micro for row in sieve.refused(rows)]
     for p, grad in zip(run.trained, sieve.gradients, strict=True):
@@ -44,15 +43,18 @@ def without_poisoned(run: Run, micro: list[list[int]], sound: Tensor, names: Tot
             given = torch.zeros_like(p) if grad is None else grad
             p.grad = run.accelerator.reduce(given, "mean")  # type: ignore[assignment]
     _tell(run, micro, skipped)
-    return sieve.totals
+    return exchange(run, sieve.sums)
 
 
 class _Sieve:
     """Passes whose gradients count only where they are finite. gradients: of the trained
-    parameters, None where no pass has given one."""
+    parameters, None where no pass has given one. sums: of the sound passes, with every
+    statistic that `tried` has."""
 
-    def __init__(self, run: Run, totals: Totals) -> None:
-        self.run, self.totals = run, totals
+    def __init__(self, run: Run, tried: Sums) -> None:
+        self.run, self.sums = run, Sums()
+        self.sums.totals = {name: torch.zeros_like(total) for name, total in tried.totals.items()}
+        self.sums.finite = [torch.ones_like(tried.finite[0])]
         self.gradients: list[Tensor | None] = [None for _ in run.trained]
 
     def refused(self, rows: list[int]) -> list[int]:
@@ -78,22 +80,26 @@ class _Sieve:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             self._pass(rows)
 
-    def _pass(self, rows: list[int]) -> tuple[Totals, Tensor]:
+    def _pass(self, rows: list[int]) -> tuple[Batch, LossOut]:
         """A pass whose gradients are there alone."""
         self.run.optimizer.zero_grad(set_to_none=True)
-        batch, source = self.run.make(self.run.state.step, rows)
-        return one_pass(self.run, batch, source)
+        batch, target = self.run.make(self.run.state.step, rows)
+        with self.run.clock.part("head"):
+            batch = batch.to(self.run.device)
+            out = self.run.model(batch, target)
+            self.run.accelerator.backward(out.sum)
+        return batch, out
 
     def _taken(self, rows: list[int]) -> bool:
-        totals, finite = self._pass(rows)
+        batch, out = self._pass(rows)
         norm = torch.nn.utils.get_total_norm(self.run.gradients)
-        if not bool(finite) or not bool(norm.isfinite()):
+        if not bool(out.sum.isfinite()) or not bool(norm.isfinite()):
             return False
         for i, p in enumerate(self.run.trained):
             if p.grad is not None:
                 known = self.gradients[i]
                 self.gradients[i] = p.grad if known is None else known.add_(p.grad)
-        add(self.totals, totals)
+        self.sums.add(batch, out)
         return True
 
 
@@ -127,12 +133,10 @@ def _everywhere(run: Run, mine: list[Any]) -> list[Any]:
     return gather_object(mine) if run.world > 1 else mine
 
 
-def _blamed(run: Run, micro: list[list[int]], sound: Tensor) -> list[str]:
+def _blamed(run: Run, micro: list[list[int]], finite: list[Tensor]) -> list[str]:
     """Where the rows are from whose loss was not finite; all rows of the step where every loss
     was."""
-    guilty = [
-        row for rows, good in zip(micro, sound.tolist(), strict=True) if not good for row in rows
-    ]
+    guilty = [row for rows, good in zip(micro, finite, strict=True) if not good for row in rows]
     used = [row for rows in micro for row in rows]
     every = _everywhere(run, [(bool(guilty), [run.rows.where(r) for r in guilty or used])])
     sure = [where for certain, part in every if certain for where in part]

@@ -25,8 +25,9 @@ from heads import losses, vocab
 from heads.base import Head, HeadConfig
 from heads.batch import Batch, LossOut
 from heads.limits import Layers, Levels, Nodes, Shape
-from heads.losses import Taught, chunk_of, chunked_loss, target_law
+from heads.losses import Taught, chunk_of, chunked_loss
 from heads.parallel.saved import ParallelSaved
+from heads.teacher import target_law
 
 
 @dataclass

@@ -31,13 +31,14 @@ from heads import shapes
 from heads.base import Head
 from heads.batch import Batch, LossOut
 from heads.limits import MOST, MOST_DEPTH, MOST_LAYERS
-from heads.losses import Taught, chunked_loss, target_law
+from heads.losses import Taught, chunked_loss
 from heads.names import Draft
 from heads.recompute import layers_recomputed
 from heads.saved import Saved, differing
 from heads.small_lm.config import SmallLMConfig
 from heads.small_lm.cut import aliases, chosen_layers, cut, empty
 from heads.small_lm.net import freeze, inject, load_base, merged, parameters
+from heads.teacher import target_law
 
 MODEL = "model.safetensors"
 

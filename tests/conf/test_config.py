@@ -22,7 +22,7 @@ from conf.typed import convert, docs, keys, knows, nested_schema
 ROOT = CONF.parent
 
 
-COMMAND = r'^(?:@entry\(|main = job\(__name__, )"(\w+)", (\w+)'
+COMMAND = r'^@entry\("(\w+)", (\w+)'
 
 
 def entries() -> dict[str, type]:

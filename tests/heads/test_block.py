@@ -37,6 +37,7 @@ from heads.block.head import DFlashHead
 from heads.block.loss import SMOOTH, Slots, Weights
 from heads.losses import LossWeights, Taught, chunked_loss
 from heads.names import Draft
+from heads.teacher import Teacher
 from scripts.proofs.engine_law import engine_law, toy_model
 from tests.helpers.decoding import texts
 from tests.helpers.training import overrides, tiny_target
@@ -547,7 +548,7 @@ def test_loss_and_gradient_with_weights_by_the_block() -> None:
                 whole,
                 terms,
                 torch.ones(1, dtype=torch.float64),
-                lambda part: ((p[part], p[part]), usable[part]),
+                lambda part: Teacher(p[part], p[part], usable[part]),
                 parts=slots.parts(chunk),
                 weigh=Weights(slots, decay),
                 rated=True,

@@ -33,8 +33,9 @@ from heads.eagle.modules import RMSNorm
 from heads.eagle.noise import feature_noise
 from heads.eagle.rope import rope_table
 from heads.eagle.shape import LayerKeys, layer_config
-from heads.losses import LossWeights, target_law
+from heads.losses import LossWeights
 from heads.names import Draft
+from heads.teacher import target_law
 from tests.heads.test_eagle import GREEDY, batch_of, drafter_state, head_of, target_of
 from tests.helpers.archs import VOCAB
 from tests.helpers.training import chats, overrides, tiny_target
@@ -321,7 +322,7 @@ def test_top_k_distillation() -> None:
     law = target_law(
         target, head.law_rows(target), last, flat - 1, None, flat, "token", head.cfg.top_k
     )
-    (p, _), usable = law(slice(0, 9))
+    p, _, usable = law(slice(0, 9))
     assert ((p > 0).sum(1) == 4).all() and bool(usable.all())
     full = torch.softmax(target.unembed(last[:9]), -1)
     assert torch.equal(p.topk(4).indices, full.topk(4).indices)

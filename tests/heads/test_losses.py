@@ -1,40 +1,49 @@
-"""The chunked vocabulary loss against the formula written out, in float64, values and
-gradients.
-"""
+"""The plain formula by hand, and the chunked loss against it in float64, values and gradients."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
 
-from heads.losses import LossWeights, Taught, chunked_loss
+from heads.losses import LossWeights, Taught, chunked_loss, plain_loss
+from heads.teacher import Teacher
 
 K, N, D, V = 3, 23, 5, 11
 
 
 def naive(hidden, weight, place, valid, law, terms, head_weights):
-    total = hidden.new_zeros(())
-    (p, own), usable = law(slice(0, N)) if law else ((None, None), None)
+    """The sum of the plain formula over heads and tokens, by autograd."""
+    teacher, total = law(slice(0, N)) if law else None, hidden.new_zeros(())
     for k in range(K):
         z = hidden[k] @ (weight if weight.dim() == 2 else weight[k]).T
-        logq = z.log_softmax(-1)
-        loss = z.new_zeros(N)
-        if terms.hard:
-            loss = (
-                loss
-                - terms.hard
-                * (place >= 0).double()
-                * logq.gather(1, place.clamp(min=0)[:, None])[:, 0]
-            )
-        if terms.soft:
-            loss = loss - terms.soft * usable.double() * (p * logq).sum(-1)
-        rate = torch.minimum(own, logq.exp()).sum(-1) if p is not None else None
-        if terms.tv:
-            loss = loss + terms.tv * usable.double() * (1 - rate)
-        if terms.lk:
-            loss = loss - terms.lk * usable.double() * rate.log()
-        total = total + head_weights[k] * (loss * valid[k]).sum()
+        total = total + head_weights[k] * (plain_loss(z, teacher, place, terms) * valid[k]).sum()
     return total
+
+
+def test_the_plain_formula_by_hand() -> None:
+    """Four tokens of three: q = (1/2, 1/4, 1/4); the last has no teacher, the third lies outside."""
+    z = torch.tensor([[2.0, 1.0, 1.0]], dtype=torch.float64).log().expand(4, 3)
+    p = torch.tensor([[0.2, 0.3, 0.5]] * 4, dtype=torch.float64)
+    usable = torch.tensor([True, True, True, False])
+    teacher, target = Teacher(p, 0.8 * p, usable), torch.tensor([0, 2, -1, 1])
+    soft = 0.2 * math.log(2) + 0.8 * math.log(4)
+    rate = 0.8 * 0.2 + 0.8 * 0.3 + 0.25
+    hard = [math.log(2), math.log(4), 0, math.log(4)]
+    for terms, taught in (
+        (LossWeights(3, 0), 0),
+        (LossWeights(3, 5), 5 * soft),
+        (LossWeights(3, 0, 7), 7 * (1 - rate)),
+        (LossWeights(3, 0, 0, 2), -2 * math.log(rate)),
+        (LossWeights(3, 5, 7, 2), 5 * soft + 7 * (1 - rate) - 2 * math.log(rate)),
+    ):
+        found = plain_loss(z, teacher, target, terms).tolist()
+        wanted = [3 * h + (taught if i < 3 else 0) for i, h in enumerate(hard)]
+        assert found == pytest.approx(wanted, rel=1e-14)
+    assert plain_loss(z, None, target, LossWeights(3)).tolist() == pytest.approx(
+        [3 * h for h in hard]
+    )
 
 
 MIXES = [
@@ -61,7 +70,7 @@ def test_chunked_equals_naive(terms: LossWeights, shared: bool) -> None:
     laws = torch.randn(N, V, generator=g, dtype=torch.float64).softmax(-1)
     usable = torch.rand(N, generator=g) > 0.2
     own = laws * torch.rand(N, 1, generator=g, dtype=torch.float64)  # the rest lies outside
-    law = (lambda part: ((laws[part], own[part]), usable[part])) if terms.needs_law else None
+    law = (lambda part: Teacher(laws[part], own[part], usable[part])) if terms.needs_law else None
     scale = torch.tensor([1.0, 0.8, 0.64], dtype=torch.float64)
     want = naive(hidden, weight, place, valid, law, terms, scale)
     grads = torch.autograd.grad(3 * want, (hidden, weight))
@@ -96,7 +105,7 @@ def test_low_rank_term_equals_naive(terms: LossWeights, shared: bool) -> None:
         torch.randn(N, V, generator=g, dtype=torch.float64).softmax(-1),
         torch.rand(N, generator=g) > 0.2,
     )
-    law = (lambda part: ((laws[part], laws[part]), usable[part])) if terms.needs_law else None
+    law = (lambda part: Teacher(laws[part], laws[part], usable[part])) if terms.needs_law else None
     scale = torch.tensor([1.0, 0.8, 0.64], dtype=torch.float64)
     wide = torch.cat([hidden, near.expand(K, N, 2)], -1)
     both = torch.cat([weight, far if shared else far.expand(K, V, 2)], -1)

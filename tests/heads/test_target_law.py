@@ -18,10 +18,10 @@ from decode.tree import TreeShape
 from decode.verify import verify
 from heads import HEADS, vocab
 from heads.eagle.config import EagleConfig
-from heads.losses import LossWeights, Mask, Taught, chunked_loss, target_law
+from heads.losses import LossWeights, Mask, Taught, chunked_loss
 from heads.parallel.hydra_heads import HydraHeadsConfig
 from heads.parallel.medusa import MedusaConfig, TuneConfig
-from heads.stored_law import stored_law
+from heads.teacher import stored_law, target_law
 from scripts.proofs.enumerator import Case, enumerate_case
 from tests.helpers.archs import VOCAB, build
 from tests.helpers.training import random_batch, tiny_target
@@ -70,13 +70,13 @@ def test_the_law_and_where_it_teaches(target: Target, mask: str) -> None:
     want = naive(target, feats[source], tokens)
     place, weight = vocab.places(IDS, tokens), target.lm_head_weight
     rows = (weight if mask == "argmax" else weight[IDS], None)
-    (p, own), usable = target_law(target, rows, feats, source, IDS, place, mask)(slice(3, 20))
+    p, own, usable = target_law(target, rows, feats, source, IDS, place, mask)(slice(3, 20))
     torch.testing.assert_close(p, want["law"][3:20], rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(own, want["own" if mask == "argmax" else "law"][3:20])
     assert torch.equal(usable, want[mask][3:20])
     whole = torch.softmax(target.unembed(feats), -1).topk(260, -1)
     stored = stored_law((whole.indices, whole.values), source, IDS, 260, place, mask)
-    (p, own), usable = stored(slice(3, 20))
+    p, own, usable = stored(slice(3, 20))
     torch.testing.assert_close(p, want["law"][3:20], rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(own, want["own"][3:20], rtol=1e-10, atol=1e-12)
     assert torch.equal(usable, want[mask][3:20])

@@ -73,13 +73,13 @@ class Marks:
         """The same action, with a mark before every step."""
 
         def marked() -> Any:
-            step = loop._step
+            step = loop.train_step
 
             def told(*args: Any) -> int:
                 self.mark()
                 return step(*args)
 
-            loop._step = told
+            loop.train_step = told
             return action()
 
         return marked

@@ -142,7 +142,7 @@ def placed(data: Path, out: Path, places: Places, how: str, *more: str) -> torch
     rows are named and counted, and both ranks end well, soon."""
 
     def action() -> None:
-        step, named = loop._step, []
+        step, named = loop.train_step, []
 
         def odd(run: Any) -> int:
             at = run.passes(run.state.step) if run.state.step == ODD else []
@@ -151,11 +151,11 @@ def placed(data: Path, out: Path, places: Places, how: str, *more: str) -> torch
             Ill.bad = tuple(here)
             return step(run)
 
-        loop._step = odd
+        loop.train_step = odd
         try:
             train(data, out, "steps=3", "batch_size=12", "micro_batch=3", *more, how=how)
         finally:
-            Ill.bad, loop._step = (BAD,), step
+            Ill.bad, loop.train_step = (BAD,), step
         out.with_name(f"{out.name}.bad{os.environ['RANK']}").write_text("\n".join(named))
 
     codes = finish(2, action, out.with_name(f"{out.name}.said"), limit=60)

@@ -24,7 +24,7 @@ from conf.schema import compose
 from decode.target import Target
 from heads import HEADS
 from heads.checkpoint import read_card
-from heads.stored_law import stored_law
+from heads.teacher import stored_law
 from tests.helpers.training import TINY, chats, run_config, tiny_target
 from train import cache_features
 from train.cache_features import CacheConfig
@@ -577,9 +577,9 @@ def test_a_stored_law_is_the_top_of_the_targets_own(data: Path, tmp_path: Path) 
         counts.topk(12).indices.sort().values
     )  # a draft vocabulary: what of the k best lies inside, renormalised
     flat = (batch.loss_mask & batch.mask).reshape(-1).nonzero()[1:, 0]
-    (law, _), usable = stored_law(
-        (tokens, p), flat - 1, small, 260, torch.zeros_like(flat), "token"
-    )(slice(None))
+    law, _, usable = stored_law((tokens, p), flat - 1, small, 260, torch.zeros_like(flat), "token")(
+        slice(None)
+    )
     whole = torch.zeros(flat.numel(), 260, dtype=p.dtype).scatter_(
         1, tokens[flat - 1], p[flat - 1]
     )[:, small]

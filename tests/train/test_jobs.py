@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.training import chats, overrides
-from train.job import SAME
+from train.launcher import SAME
 
 
 @pytest.mark.parametrize(

@@ -246,7 +246,7 @@ def elastic(
 
     def segment(stop: int) -> None:
         rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        batches, report, step = Plan.micro_batches, loop.report, loop._step
+        batches, report, step = Plan.micro_batches, loop.report, loop.train_step
         where = out / f"seen-{rank}-{world}.jsonl"
 
         def told(self: Any, k: int, r: int, w: int, *size: int) -> Any:
@@ -270,7 +270,7 @@ def elastic(
             return step(run)
 
         Plan.waste, Plan.micro_batches = (lambda *a, **k: 0.0), told  # type: ignore[method-assign, assignment]
-        loop.report, loop._step = loss, stopping
+        loop.report, loop.train_step = loss, stopping
         more = (f"steps={place.steps}", "dtype=float64", "save_every=0", "log_every=1")
         loop.fit(run_config(place.data, out, *SMALL, *more), faults.HEADS["medusa"])
 
@@ -343,7 +343,7 @@ def signals(place: Place, count: int, seed: int) -> dict[str, int]:
         def worker(
             out: Path = out, marks: Marks = marks, action: Callable[[], None] = action
         ) -> None:
-            rank, step, load = os.environ["RANK"], loop._step, begin.loaded
+            rank, step, load = os.environ["RANK"], loop.train_step, begin.loaded
             (out / f"pid{rank}").write_text(str(os.getpid()))
 
             def loading(*args: Any) -> Any:
@@ -355,7 +355,7 @@ def signals(place: Place, count: int, seed: int) -> dict[str, int]:
                 (out / f"made{rank}").write_text(str(run.state.step))
                 return asked
 
-            begin.loaded, loop._step = loading, counted
+            begin.loaded, loop.train_step = loading, counted
             curve._png = lambda known: b""  # a picture takes longer than the run
             try:
                 marks.steps(action)()

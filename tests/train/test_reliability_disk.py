@@ -170,7 +170,7 @@ def test_two_hundred_flips_and_every_cut_are_refused(place: Place) -> None:
 def watched(out: Path, fill: Callable[[], None], empty: Callable[[], None]) -> None:
     """In the child: the disk fills before step FULL and has space again before step SPACE;
     whenever a save ends, what the next start would take is noted."""
-    step, save = loop._step, disk.save
+    step, save = loop.train_step, disk.save
 
     def stepping(run: Any) -> int:
         change = {FULL: fill, SPACE: empty}.get(run.state.step)
@@ -189,7 +189,7 @@ def watched(out: Path, fill: Callable[[], None], empty: Callable[[], None]) -> N
             notes.append([snapshot.step, disk.step_of(newest) if newest else 0, problems])
 
     notes: list[Any] = []
-    loop._step, disk.save = stepping, saving  # type: ignore[assignment]
+    loop.train_step, disk.save = stepping, saving  # type: ignore[assignment]
     try:
         train_small(out)
     finally:

@@ -34,14 +34,14 @@ from train.state import Snapshot
 
 def before_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Any) -> None:
     """Do something in the loop before update `number`."""
-    step = loop._step
+    step = loop.train_step
 
     def stepping(run: Run) -> int:
         if run.state.step == number:
             action()
         return step(run)
 
-    monkeypatch.setattr(loop, "_step", stepping)
+    monkeypatch.setattr(loop, "train_step", stepping)
 
 
 def settled() -> None:
@@ -70,7 +70,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(
     """
     steps = ("steps=7", "save_every=2", "keep=9")
     whole = run(data, tmp_path / "whole", *steps, "async_save=false")
-    made, save, step, threads = threading.Condition(), disk.save, loop._step, set()
+    made, save, step, threads = threading.Condition(), disk.save, loop.train_step, set()
     reached = 0
 
     def stepping(run: Run) -> int:
@@ -88,7 +88,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(
                 assert made.wait_for(lambda: reached > taken.step, timeout=60)
         return save(folder, taken)
 
-    monkeypatch.setattr(loop, "_step", stepping)
+    monkeypatch.setattr(loop, "train_step", stepping)
     monkeypatch.setattr(disk, "save", late)
     out = run(data, tmp_path / "run", *steps)
     assert threads == {"save", "MainThread"}, "the last one is awaited"
@@ -181,7 +181,7 @@ def test_the_end_of_a_run_waits_for_space(data, tmp_path, monkeypatch, capsys) -
 
 
 def test_weights_that_are_not_finite_are_never_saved(data, tmp_path, monkeypatch) -> None:
-    step = loop._step
+    step = loop.train_step
 
     def bad(run: Run) -> int:
         asked = step(run)
@@ -189,7 +189,7 @@ def test_weights_that_are_not_finite_are_never_saved(data, tmp_path, monkeypatch
             run.head.block_bias.data[0, 0, 0] = float("inf")
         return asked
 
-    monkeypatch.setattr(loop, "_step", bad)
+    monkeypatch.setattr(loop, "train_step", bad)
     with pytest.raises(
         UserError, match="weights are not finite at step 4, no checkpoint was written"
     ):

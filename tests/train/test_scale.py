@@ -369,13 +369,13 @@ def test_buffers_are_not_exchanged_and_nothing_deprecated_is_asked_for(
 ) -> None:
     def action() -> None:
         models: list[Any] = []
-        step = loop._step
+        step = loop.train_step
 
         def watching(run: Any) -> int:
             models.append(run.model)
             return step(run)
 
-        loop._step = watching
+        loop.train_step = watching
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             losses(data, tmp_path / "run", "steps=1", "head.heads=2")

@@ -141,9 +141,9 @@ class Flops:
         self._tokens: Tensor | None = None  # None: not counted
 
     @contextlib.contextmanager
-    def counted(self, totals: dict[str, Tensor]) -> Iterator[None]:
-        """Count what runs inside, unless a pass was counted already. totals: statistics, to
-        which the pass adds."""
+    def counted(self, mask: Tensor) -> Iterator[None]:
+        """Count what runs inside, unless a pass was counted already. mask: bool, its real
+        tokens."""
         if self._done:
             yield
             return
@@ -154,7 +154,7 @@ class Flops:
             self._say(f"{counter.failed}: no TFLOP/s in the metrics; the run goes on")
             return
         self.total = int(counter.total)
-        self._tokens = totals["tokens"][0].clone()
+        self._tokens = mask.sum()
 
     def rates(self, tokens_per_second: float, world: int) -> dict[str, float]:
         """For a line of metrics: tokens and TFLOP per second of each of `world` devices, and

@@ -1,0 +1,108 @@
+"""Where the target's distribution of the predicted tokens comes from: its own LM head, or features
+on disk (train/stored) that hold its most probable tokens.
+
+Shape letters: N rows of features, D width, V vocabulary, Vd draft vocabulary, n predicted tokens,
+m tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from decode.target import Target
+from heads import vocab
+
+
+class Teacher(NamedTuple):
+    """The target's distribution of m tokens over a draft vocabulary. probs: [m, Vd],
+    renormalised there. raw_probs: [m, Vd], as the target gives them; the rest lies outside.
+    usable: [m] bool, there is something to learn from."""
+
+    probs: Tensor
+    raw_probs: Tensor
+    usable: Tensor
+
+
+TeacherFn = Callable[[slice], Teacher]  # tokens of a chunk -> their teacher
+
+
+def target_law(
+    target: Target,
+    rows: tuple[Tensor, Tensor | None],
+    feats: Tensor,
+    source: Tensor,
+    ids: Tensor | None,
+    place: Tensor,
+    mask: str,
+    top_k: int = 0,
+) -> TeacherFn:
+    """The target's law p(x_s | x_<s) at n predicted tokens over a draft vocabulary, renormalised
+    and (of all rows) as it is.
+
+    rows: weight [Vd, D] and bias [Vd] or None of the target's LM head over the draft vocabulary,
+    or over all V tokens. feats: [N, D], output of the target after its final norm. source: [n]
+    int64, the row of feats that predicts token j, one before it. ids: [Vd] int64 ascending draft
+    vocabulary, None for all. place: [n] int64, where the token of the data stands in it, -1
+    outside. mask: which tokens are taught, see losses.LossWeights; the others have no law. "argmax"
+    (of all rows) is EAGLE-3's (Li et al. 2025); on text that the target wrote greedily "token" is
+    the same, from Vd rows.
+    top_k: keep only so many most probable tokens of the law (HASS); 0 = all.
+    """
+    weight, bias = rows
+    inside = None if ids is None else vocab.to_t2d(ids, target.vocab_size)
+    less = bool(top_k) if ids is None else len(weight) > len(ids)
+
+    def law(part: slice) -> Teacher:
+        with torch.no_grad():
+            logits = target.head.finish(functional.linear(feats[source[part]], weight, bias))
+            usable = torch.ones_like(place[part], dtype=torch.bool)
+            if mask == "token":
+                usable = place[part] >= 0
+            elif mask == "argmax" and inside is not None:
+                usable = inside[logits.argmax(-1)]
+            own = torch.softmax(logits, -1) if less else None
+            if own is not None and ids is not None:
+                own, logits = own.index_select(-1, ids), logits.index_select(-1, ids)
+            if top_k:
+                floor = logits.topk(min(top_k, logits.shape[-1]), -1).values[:, -1:]
+                logits = logits.masked_fill(logits < floor, -torch.inf)
+            p = torch.softmax(logits, -1)
+            return Teacher(p, p if own is None else own * (p > 0), usable)
+
+    return law
+
+
+def stored_law(
+    stored: tuple[Tensor, Tensor],
+    source: Tensor,
+    ids: Tensor | None,
+    size: int,
+    place: Tensor,
+    mask: str,
+) -> TeacherFn:
+    """As `target_law`, from the target's k most probable tokens, the best first: ids and
+    probabilities [N, k]. size: tokens of the whole vocabulary. Where none of the k lies inside
+    there is no law."""
+    tokens, probabilities = stored
+
+    def law(part: slice) -> Teacher:
+        at = source[part]
+        spot = vocab.places(ids, tokens[at])
+        p = probabilities[at] * (spot >= 0)
+        total = p.sum(-1, keepdim=True)
+        dense = p.new_zeros(spot.shape[0], size if ids is None else ids.numel())
+        own = dense.scatter_add(1, spot.clamp(min=0), p)
+        dense.scatter_add_(1, spot.clamp(min=0), p / total.clamp(min=1e-9))
+        usable = total[:, 0] > 0
+        if mask == "token":
+            usable &= place[part] >= 0
+        elif mask == "argmax":
+            usable &= spot[:, 0] >= 0
+        return Teacher(dense, own, usable)
+
+    return law
