@@ -20,7 +20,8 @@ export GOMP_SPINCOUNT ?= 1000
 help:
 	@echo "make demo [FAST=1] [BLOCK=1]  data, Medusa and EAGLE-3 heads (and DSpark), score tables at T = 0 and T = 1, report"
 	@echo "make heads [DATA=FILE]  one head of every recipe on the same conversations"
-	@echo "make test | slow    lint, types, fast tests | the slow tests"
+	@echo "make test           lint, types, fast tests"
+	@echo "make slow [MINUTES=20]  the slow tests; those that need it most, by tests/slow.json"
 	@echo "make bench          what a tree and its verification cost, written to docs/results"
 	@echo "make readme         the README's tables from the demo's reports"
 	@echo "make engines [ONLY=llamacpp|vllm]  exported heads served by llama.cpp and by vLLM on the CPU, to docs/results"
@@ -51,7 +52,7 @@ test: lint
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m "not slow"
 
 slow: .venv
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m slow; code=$$?; $(PY) -m scripts.lab.pages.reliability; exit $$code
+	@$(PY) -m tests.slow $(if $(MINUTES),--minutes $(MINUTES)); code=$$?; $(PY) -m scripts.lab.pages.reliability; exit $$code
 
 bench: .venv
 	@$(PY) scripts/lab/bench.py

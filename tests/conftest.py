@@ -16,7 +16,10 @@ from typing import Any
 
 import pytest
 
-GUARD = Path(__file__).resolve().parent / "guard"
+from tests.helpers.chats import chats
+
+ROOT = Path(__file__).resolve().parents[1]
+GUARD = ROOT / "tests" / "guard"
 _spec = importlib.util.spec_from_file_location("network_guard", GUARD / "sitecustomize.py")
 assert _spec and _spec.loader
 guard = importlib.util.module_from_spec(_spec)
@@ -72,6 +75,23 @@ if os.environ.get(OWNER) != str(os.getpid()):  # a note for each process that ru
 _attempts = Attempts(Path(os.environ[guard.LOG]))
 
 
+NEEDS = {
+    "needs_llamacpp": (
+        lambda: (ROOT / ".venv-llamacpp/bin/python").exists(),
+        "no .venv-llamacpp: make engines ONLY=llamacpp builds it",
+    ),
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What a test needs and this machine lacks is a reason to skip it, said by a marker."""
+    for name, (is_here, reason) in NEEDS.items():
+        needing = [item for item in items if item.get_closest_marker(name)]
+        if needing and not is_here():
+            for item in needing:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
 @pytest.fixture
 def attempts() -> Attempts:
     """For tests of the guard: what they take does not count against them."""
@@ -87,8 +107,6 @@ def guard_module() -> Any:
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     """A small chat file."""
-    from tests.helpers.training import chats  # torch stays out of what needs none
-
     return chats(tmp_path / "data.jsonl")
 
 

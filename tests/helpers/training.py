@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 import os
 import signal
 from itertools import count
@@ -20,29 +19,17 @@ from conf.schema import compose
 from decode.models.load import TargetConfig, load_target
 from heads import HEADS
 from heads.batch import Batch
+from tests.helpers.chats import SENTENCE as SENTENCE
+from tests.helpers.chats import WORDS as WORDS
+from tests.helpers.chats import chats as chats
 from train.config import MedusaRun
 from train.loop import fit
 
 TINY = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "vocab": 260}
-SENTENCE = "the rider goes ahead of a slow horse and looks back along the road"
-WORDS = SENTENCE.split()
 
 
 def tiny_target(dtype: str = "float32", **shape: Any):
     return load_target(TargetConfig(kind="tiny", **{**TINY, **shape}), dtype, "cpu")
-
-
-def chats(path: Path, rows: int = 48) -> Path:
-    """A chat file of `rows` conversations of different lengths."""
-    with path.open("w") as file:
-        for i in range(rows):
-            answer = " ".join(WORDS[(i * 7 + j) % len(WORDS)] for j in range(3 + i % 9))
-            turns = [
-                {"role": "user", "content": f"question {i}"},
-                {"role": "assistant", "content": answer},
-            ]
-            file.write(json.dumps({"messages": turns}) + "\n")
-    return path
 
 
 def overrides(data: Path, out: Path, *more: str) -> list[str]:

@@ -36,9 +36,6 @@ PYTHON = ROOT / ".venv-llamacpp/bin/python"
 LIMIT, DEPTH = 24, 3
 CHAIN = Draft(shape="chain")
 PROMPTS = [[5, 77, 200, 31], [9, 8, 7], [100, 101, 102, 103, 104, 105], [40]]
-needs_engine = pytest.mark.skipif(
-    not PYTHON.exists(), reason="no .venv-llamacpp: make engines ONLY=llamacpp builds it"
-)
 
 LOG = """
 0.1 D spec draft:  - seq_id 0, draft candidate   0, pos   0:    260 (   0.663) ' the'
@@ -195,7 +192,7 @@ def engine(folder: Path, target, head, **changes) -> Iterator[llamacpp.Running]:
         yield server
 
 
-@needs_engine
+@pytest.mark.needs_llamacpp
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, keys",
@@ -227,7 +224,7 @@ def test_a_real_server_drafts_what_the_head_drafts(
     )
 
 
-@needs_engine
+@pytest.mark.needs_llamacpp
 @pytest.mark.slow
 def test_a_real_server_accepts_at_made_up_rates(target, tmp_path: Path, monkeypatch) -> None:
     """What a forecast times: a head that knows nothing, as often right as it is told."""
@@ -241,7 +238,7 @@ def test_a_real_server_accepts_at_made_up_rates(target, tmp_path: Path, monkeypa
     assert length == pytest.approx(1 + sum(rates), rel=0.15)
 
 
-@needs_engine
+@pytest.mark.needs_llamacpp
 @pytest.mark.slow
 def test_a_real_server_takes_a_separate_draft(target, draft, tmp_path: Path) -> None:
     import torch
@@ -260,7 +257,7 @@ def test_a_real_server_takes_a_separate_draft(target, draft, tmp_path: Path) -> 
     assert found["acceptance"]["accepted"]["expected"] > 0
 
 
-@needs_engine
+@pytest.mark.needs_llamacpp
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [1, 2])
 def test_a_real_server_stops_counting_at_a_stop_token(
@@ -293,7 +290,7 @@ def test_a_real_server_stops_counting_at_a_stop_token(
     assert found["served"], found
 
 
-@needs_engine
+@pytest.mark.needs_llamacpp
 @pytest.mark.slow
 def test_a_case_names_the_first_draft_that_differs(target, tmp_path: Path) -> None:
     head, other = random_head(target, "eagle3"), random_head(target, "eagle3", seed=5)
@@ -334,7 +331,7 @@ def is_sound(found: dict) -> bool:
     return all(layer["passed"] for layer in found["layers"])
 
 
-@needs_engine
+@pytest.mark.needs_llamacpp
 @pytest.mark.slow
 def test_a_certificate_of_a_real_server(target, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(gguf_write, "tokenizer_fields", in_letters)
@@ -346,7 +343,7 @@ def test_a_certificate_of_a_real_server(target, tmp_path: Path, monkeypatch) -> 
     assert is_sound(found), found["reasons"]
 
 
-@needs_engine
+@pytest.mark.needs_llamacpp
 @pytest.mark.slow
 @pytest.mark.parametrize("probabilistic", [False, True])
 def test_a_certificate_of_a_separate_draft(
@@ -374,7 +371,7 @@ def test_a_certificate_of_a_separate_draft(
     assert is_sound(found), found["reasons"]
 
 
-@needs_engine
+@pytest.mark.needs_llamacpp
 @pytest.mark.slow
 def test_laws_of_a_real_plain_server(target, tmp_path: Path, monkeypatch) -> None:
     import asyncio
@@ -402,7 +399,7 @@ def test_laws_of_a_real_plain_server(target, tmp_path: Path, monkeypatch) -> Non
         assert max(abs(law[t] - float(row[t])) for t in best.indices.tolist()) < 1e-4
 
 
-@needs_engine
+@pytest.mark.needs_llamacpp
 @pytest.mark.slow
 def test_a_real_server_stands_beside_our_rows(target, tmp_path: Path, monkeypatch) -> None:
     """The same text, its own count of accepted tokens, and no setting that it took otherwise."""

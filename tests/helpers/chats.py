@@ -1,0 +1,23 @@
+"""A small chat file; torch stays out of what needs no more."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+SENTENCE = "the rider goes ahead of a slow horse and looks back along the road"
+WORDS = SENTENCE.split()
+
+
+def chats(path: Path, rows: int = 48, times: int = 1) -> Path:
+    """A chat file of `rows` conversations of different lengths, what each turn says `times`
+    over."""
+    with path.open("w") as file:
+        for i in range(rows):
+            answer = " ".join(WORDS[(i * 7 + j) % len(WORDS)] for j in range(3 + i % 9))
+            turns = [
+                {"role": "user", "content": f"question {i}" * times},
+                {"role": "assistant", "content": answer * times},
+            ]
+            file.write(json.dumps({"messages": turns}) + "\n")
+    return path
