@@ -15,14 +15,13 @@ export TOKENIZERS_PARALLELISM ?= false
 # OpenMP threads that wait by spinning cost a factor of ten and more where other work shares the cores.
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: demo heads test slow bench readme lint test-old engines clean help
+.PHONY: demo heads test slow readme lint test-old engines clean help
 
 help:
 	@echo "make demo [FAST=1] [BLOCK=1]  data, Medusa and EAGLE-3 heads (and DSpark), score tables at T = 0 and T = 1, report"
 	@echo "make heads [DATA=FILE]  one head of every recipe on the same conversations"
 	@echo "make test           lint, types, fast tests"
 	@echo "make slow [MINUTES=20]  the slow tests; those that need it most, by tests/slow.json"
-	@echo "make bench          what a tree and its verification cost, written to docs/results"
 	@echo "make readme         the README's tables from the demo's reports"
 	@echo "make engines [ONLY=llamacpp|vllm]  exported heads served by llama.cpp and by vLLM on the CPU, to docs/results"
 	@echo "make lint | test-old | clean"
@@ -53,9 +52,6 @@ test: lint
 
 slow: .venv
 	@$(PY) -m tests.slow $(if $(MINUTES),--minutes $(MINUTES)); code=$$?; $(PY) -m scripts.lab.pages.reliability; exit $$code
-
-bench: .venv
-	@$(PY) scripts/lab/bench.py
 
 readme: .venv
 	@$(PY) -m scripts.lab.pages.readme

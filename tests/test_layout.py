@@ -233,7 +233,7 @@ def test_importing_opens_no_connection() -> None:
         "def refuse(*a): raise OSError('network at import')\n"
         "socket.socket.connect = refuse\n"
         "import conf.schema, decode.models.load, decode.engine, heads, train.config, "
-        "scripts.evaluate, scripts.lab.bench\n"
+        "scripts.evaluate, scripts.lab.train_heads\n"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
