@@ -87,7 +87,7 @@ class ExportConfig:
     num_prompts: OneOrMore = 8
     # most tokens of an answer in expected.json
     max_new_tokens: OneOrMore = 32
-    # what a cycle costs on the engine that will serve (costs.json of scripts/tune.py engine):
+    # what a step costs on the engine that will serve (measured rows, docs/serving.md):
     # the serve command then drafts what pays there; empty = not known
     costs: str = ""
     # cpu, cuda, cuda:1; null = the GPU when there is one

@@ -2,13 +2,13 @@
 bring.
 
     python scripts/tune.py target=smollm2 drafter=runs/medusa out=reports/tune-medusa
-    python scripts/tune.py engine expected=exports/eagle3 url=URL plain=URL out=reports/engine
+    python scripts/tune.py engine expected=exports/eagle3 costs=FILE out=reports/engine
 
 Measures the latency curves inside the decode loop, drafts once along the target's plain
 answers, searches every setting by replay, confirms the best few by interleaved measurement,
 and writes the winner into the head's folder (decode.json), where evaluate, chat and export
-read it. OUT gets tune.json, tune.html and figures/*.png. `engine` times a running server and
-writes what it is best told (scripts/extra/engine_settings.py).
+read it. OUT gets tune.json, tune.html and figures/*.png. `engine` says what a serving engine
+is best told (scripts/extra/engine_settings.py).
 """
 
 from __future__ import annotations

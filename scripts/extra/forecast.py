@@ -10,11 +10,11 @@ by budget and batch size, hours, and whether it pays.
 A pilot of a few minutes (heads= trains one of each recipe, pilots= takes short runs that are
 there) decodes the prompts; measured learning curves (docs/results/recipes.json) say how it goes
 on from there, and the latency curves of this machine, timed with the pilot's head, what that is
-worth. Your engine instead: costs=FILE takes its points (scripts/tune.py engine), url=, plain= and
-draft_tokens= load two running servers; any drafter will do there, also llama.cpp's and vLLM's
-synthetic acceptance, since what a cycle costs does not hang on what it accepts. OUT gets
-forecast.json, frozen by its sha256 and date. check= holds such a file against heads that were
-trained since and writes truth.json, to which later checks add; misses stay in the table.
+worth. Your engine instead: costs=FILE takes the rows that its own bench measured
+(docs/serving.md); any drafter will do there, since what a step costs does not hang on what it
+accepts. OUT gets forecast.json, frozen by its sha256 and date. check= holds such a file against
+heads that were trained since and writes truth.json, to which later checks add; misses stay in the
+table.
 """
 
 from __future__ import annotations

@@ -19,11 +19,6 @@ token ids; text, drafted and accepted tokens must be ours prompt by prompt.
 
 Sampled speculation of llama.cpp, certified over HTTP as scripts/certify.py url=... does.
 
-    python scripts/lab/engines.py settings drafters=[runs/eagle3_portable]
-
-Are the settings right that scripts/tune.py engine derives? Predicted speed against plain
-decoding beside what llama.cpp then does, with 1, 2, 4 and 8 requests at a time.
-
     python scripts/lab/engines.py race drafters=[none,runs/eagle3_portable] lanes=[none,runs/eagle3]
 
 llama.cpp and vLLM as they are fast, without a draft and with these, in one table with our engine
@@ -38,12 +33,11 @@ from pathlib import Path
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from scripts.lab.serving import llamacpp, race, sampled, settings, vllm
+from scripts.lab.serving import llamacpp, race, sampled, vllm
 
 PARTS = {
     "llamacpp": llamacpp.main,
     "sampled": sampled.main,
-    "settings": settings.main,
     "race": race.main,
 }
 

@@ -1,69 +1,95 @@
-"""What a cycle of an engine costs, by requests at a time and draft tokens: measured points in a
-JSON file, and the curve through them.
+"""What a step of an engine costs, by concurrent requests and draft tokens: measured rows in a
+JSON file, and the curve through them. The engine's own bench measures them (docs/serving.md).
 
-    {"points": [{"batch": 1, "draft_tokens": 0, "ms": [31.0, 30.2]},
-                {"batch": 1, "draft_tokens": 3, "ms": [44.1, 43.0]}]}
+    {"engine": "vLLM 0.32 on an H100", "points": [
+      {"concurrent_requests": 1, "draft_tokens": 0, "tokens_per_second": 92.0},
+      {"concurrent_requests": 1, "draft_tokens": 3, "tokens_per_second": 148.0,
+       "accepted_length": 2.1},
+      {"concurrent_requests": 8, "draft_tokens": 3, "step_seconds": 0.0441}]}
 
-`ms` is one cycle of the whole batch: draft, verify, sample; draft_tokens 0 is plain decoding.
-`kept` may stand beside it: the share of the draft tokens due on these prompts, one at a time, that
-the engine accepted under this load. A sound engine keeps them all; one that mixes up its requests
-does not. `tune.py engine` writes such a file from a small load; one by hand does as well.
+A row has step_seconds, one step of all requests together (draft, verify, sample), or
+tokens_per_second, of all requests together, from which it follows: a step brings
+accepted_length tokens to every request, the bonus token counted, and one where draft_tokens is 0.
+The same point may stand there several times: each row is a measurement. Where rows say their
+accepted length, what is lost of it under load counts (`Costs.kept`).
 """
 
 from __future__ import annotations
 
 import statistics
-import sys
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Ge, Interval
 
 from conf.errors import UserError
 from conf.jsonl import parse_line
-from scripts.common import files
+from conf.typed import from_json
 from scripts.tuning.cost import Curve
 
-FORMAT = 1
-LEAST_MS, MOST_MS = 1e-9, 1e12  # of a cycle, in a file
-MOST = 1024  # requests at a time or draft tokens that a file may name
+LEAST_SECONDS, MOST_SECONDS = 1e-12, 1e9  # of a step
+MOST = 1024  # concurrent requests or draft tokens that a file may name
+Positive = Annotated[float, Interval(gt=0, le=1e15)]
 
 
 @dataclass(frozen=True)
 class Point:
-    """Measured milliseconds of one cycle of `batch` requests that draft `draft_tokens` each.
-    kept: the share of the accepted draft tokens that one request at a time has; None where
-    nobody counted."""
+    """One measurement, as a row of the file."""
 
-    batch: int
-    draft_tokens: int
-    ms: tuple[float, ...]
-    kept: float | None = None
+    concurrent_requests: Annotated[int, Interval(ge=1, le=MOST)]
+    draft_tokens: Annotated[int, Interval(ge=0, le=MOST)]
+    step_seconds: Positive | None = None
+    tokens_per_second: Positive | None = None
+    accepted_length: Annotated[float, Ge(1)] | None = None
+
+    def problem(self) -> str:
+        """What is wrong with the row as a whole; "" where nothing is."""
+        if (self.step_seconds is None) == (self.tokens_per_second is None):
+            return "give either step_seconds or tokens_per_second"
+        most = self.draft_tokens + 1
+        if self.accepted_length is not None and not self.accepted_length <= most:
+            return f"accepted_length: {self.accepted_length:g}, but a step brings {most} at most"
+        if self.step_seconds is None and self.draft_tokens and self.accepted_length is None:
+            return "tokens_per_second with draft tokens needs accepted_length beside it"
+        if not LEAST_SECONDS <= self.seconds <= MOST_SECONDS:
+            return f"a step of {self.seconds:.3g} s is none"
+        return ""
+
+    @property
+    def seconds(self) -> float:
+        """Of a step of all requests together."""
+        if self.step_seconds is not None:
+            return self.step_seconds
+        assert self.tokens_per_second is not None
+        tokens = self.concurrent_requests * (self.accepted_length or 1.0)
+        return tokens / self.tokens_per_second
 
 
 @dataclass(frozen=True)
 class Costs:
-    """An engine's curve. engine: what it is, as it says itself."""
+    """An engine's measurements. engine: what it is, in the words of who measured."""
 
     engine: str
     points: tuple[Point, ...]
 
     def curve(self) -> Curve:
-        """Milliseconds over draft tokens, for every batch that was measured plain and with
-        drafts. Raises UserError when there is none."""
+        """Milliseconds of a step over draft tokens, for every number of concurrent requests that
+        was measured plain and with drafts. Raises UserError when there is none."""
         known: dict[int, set[int]] = {}
         for point in self.points:
-            known.setdefault(point.batch, set()).add(point.draft_tokens)
+            known.setdefault(point.concurrent_requests, set()).add(point.draft_tokens)
         whole = {batch for batch, drafts in known.items() if 0 in drafts and len(drafts) > 1}
         if not whole:
             raise UserError(
-                "costs: no batch was measured both plain (draft_tokens 0) and with drafts; "
-                "measure both with scripts/tune.py engine url=... plain=..."
+                "costs: no number of concurrent requests was measured both plain (draft_tokens 0) "
+                "and with drafts; add the rows that are missing"
             )
         return Curve.fit(
-            (p.batch, p.draft_tokens, ms) for p in self.points if p.batch in whole for ms in p.ms
+            (p.concurrent_requests, p.draft_tokens, 1000 * p.seconds)
+            for p in self.points
+            if p.concurrent_requests in whole
         )
 
     @property
@@ -72,89 +98,55 @@ class Costs:
         return max(p.draft_tokens for p in self.points)
 
     def kept(self, batch: int) -> float:
-        """The share of its acceptance that a draft keeps with `batch` requests at a time, from 0
-        to 1: the mean over depths where it was counted, in between a straight line. Alone it
-        keeps all, where nobody counted."""
-        counted: dict[int, list[float]] = {}
-        for point in self.points:
-            if point.kept is not None and point.draft_tokens:
-                counted.setdefault(point.batch, []).append(min(point.kept, 1.0))
-        if not counted:
+        """The share of accepted draft tokens that `batch` concurrent requests keep of what the
+        fewest do, from 0 to 1: by rows of the same draft tokens that say their accepted length,
+        the mean over those; a straight line in between; 1 where nothing was counted. A sound
+        engine keeps all."""
+        lengths: dict[int, dict[int, list[float]]] = {}
+        for p in self.points:
+            if p.draft_tokens and p.accepted_length is not None:
+                rows = lengths.setdefault(p.draft_tokens, {})
+                rows.setdefault(p.concurrent_requests, []).append(p.accepted_length - 1)
+        shares: dict[int, list[float]] = {}
+        for rows in lengths.values():
+            alone = statistics.fmean(rows[min(rows)])
+            for size, accepted in rows.items():
+                if alone > 0:
+                    share = min(statistics.fmean(accepted) / alone, 1.0)
+                    shares.setdefault(size, []).append(share)
+        if not shares:
             return 1.0
-        counted.setdefault(1, [1.0])
-        sizes = sorted(counted)
-        shares = [statistics.fmean(counted[size]) for size in sizes]
-        return float(np.interp(batch, sizes, shares))
-
-    def joined(self, points: Iterable[Point]) -> Costs:
-        """With further points; those measured anew take the place of the old ones."""
-        kept = {(p.batch, p.draft_tokens): p for p in self.points}
-        kept |= {(p.batch, p.draft_tokens): p for p in points}
-        return Costs(self.engine, tuple(kept[key] for key in sorted(kept)))
-
-    def to_json(self) -> dict[str, Any]:
-        """What stands in the file."""
-        rows = [
-            {
-                "batch": p.batch,
-                "draft_tokens": p.draft_tokens,
-                "ms": [round(ms, 4) for ms in p.ms],
-                **({} if p.kept is None else {"kept": round(p.kept, 4)}),
-            }
-            for p in self.points
-        ]
-        return {"format": FORMAT, "engine": self.engine, "points": rows}
+        sizes = sorted(shares)
+        return float(np.interp(batch, sizes, [statistics.fmean(shares[size]) for size in sizes]))
 
 
 def load(path: Path) -> Costs:
-    """A file of points. Raises UserError that names file and row."""
+    """A file of rows. Raises UserError that names file and row."""
+    fix = "docs/serving.md says how the engine's own bench fills it"
     try:
         value = parse_line(path.read_bytes())
     except OSError as error:
-        raise UserError(f"costs: {path} cannot be read ({error.strerror})") from None
+        raise UserError(f"costs: {path} cannot be read ({error.strerror}); give a file") from None
     except ValueError as error:
-        raise UserError(f"costs: {path} {error}; give a file of scripts/tune.py engine") from None
+        raise UserError(f"costs: {path} {error}; {fix}") from None
     rows = value.get("points") if isinstance(value, dict) else None
-    if not isinstance(rows, list) or not rows or value.get("format", FORMAT) != FORMAT:
-        raise UserError(f"costs: {path} holds no points; give a file of scripts/tune.py engine")
-    points = [_point(path, number, row) for number, row in enumerate(rows, 1)]
+    if not isinstance(rows, list) or not rows:
+        raise UserError(f"costs: {path} holds no points; {fix}")
     engine = value.get("engine", "")
-    return Costs(engine if isinstance(engine, str) else "", ()).joined(points)
-
-
-def save(path: Path, costs: Costs) -> None:
-    """Write the file."""
-    files.write_json(path, costs.to_json())
+    points = tuple(_point(path, number, row) for number, row in enumerate(rows, 1))
+    return Costs(engine if isinstance(engine, str) else "", points)
 
 
 def _point(path: Path, number: int, row: Any) -> Point:
     """One row, checked. Raises UserError."""
-    fields = row if isinstance(row, dict) else {}
-    batch, drafts, ms, kept = (fields.get(k) for k in ("batch", "draft_tokens", "ms", "kept"))
-    times: Sequence[Any] = ms if isinstance(ms, list) else [ms]
-    if (
-        not _whole(batch, 1)
-        or not _whole(drafts, 0)
-        or not times
-        or not all(_time(value) for value in times)
-        or not (kept is None or _size(kept))
-    ):
+    if isinstance(row, dict) and {"batch", "ms"} & row.keys():
         raise UserError(
-            f"costs: {path}: point {number} is {str(row)[:80]}; it needs batch from 1, "
-            "draft_tokens from 0, ms from 1e-9 to 1e12, and kept from 0 on, if any"
+            f"costs: {path}: point {number} is of an earlier version; batch is "
+            "concurrent_requests now, ms (milliseconds) step_seconds (seconds)"
         )
-    share = None if kept is None else float(kept)
-    return Point(int(batch), int(drafts), tuple(float(value) for value in times), share)  # type: ignore[arg-type]
-
-
-def _whole(value: Any, low: int) -> bool:
-    return type(value) is int and low <= value <= MOST
-
-
-def _time(value: Any) -> bool:
-    return _size(value) and LEAST_MS <= value <= MOST_MS
-
-
-def _size(value: Any) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and 0 <= value <= sys.float_info.max
+    found, problems = from_json(row, Point)
+    if not problems and (said := found.problem()):
+        problems = [said]
+    if problems:
+        raise UserError(f"costs: {path}: point {number}: {problems[0]}")
+    return found

@@ -115,7 +115,10 @@ COSTS = [(1, 0, 10.0), (1, 3, 13.0), (4, 0, 20.0), (4, 3, 60.0)]
 
 def costs_file(path: Path) -> Path:
     """The points of an engine."""
-    points = [{"batch": b, "draft_tokens": d, "ms": [ms]} for b, d, ms in COSTS]
+    points = [
+        {"concurrent_requests": b, "draft_tokens": d, "step_seconds": ms / 1000}
+        for b, d, ms in COSTS
+    ]
     path.write_text(json.dumps({"engine": "theirs", "points": points}))
     return path
 
@@ -319,19 +322,6 @@ def test_a_pilot_drafts_as_the_engine_will(
         assert family.kinds == kinds
 
 
-def test_a_running_server_is_timed(
-    target: Any, other: Any, runs: Path, prompts: Path, tmp_path: Path
-) -> None:
-    from tests.helpers.speculating_server import DEPTH, serving
-
-    with serving(target, other) as url:
-        keys = {"url": url, "plain": url, "draft_tokens": DEPTH}
-        cfg = config(tmp_path / "o", prompts, pilots=[str(runs / "short")], **keys)
-        value = run.run(cfg, target, Steps(quiet=True), cfg.pilots)
-    assert value["engine"] == url
-    assert all(b["draft_tokens"] <= DEPTH for b in value["forecasts"][0]["by_batch"])
-
-
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Heads are not decoded with: the prompts that each would have been asked."""
@@ -480,8 +470,6 @@ def test_a_forecast_stays_as_it_was(
         (["pilots=[a]", "pilot_steps=0"], "pilot_steps: 0 is below 1"),
         (["pilots=[a]", "truth=[b]"], "truth: only with check"),
         (["check=f"], "truth: empty"),
-        (["pilots=[a]", "url=http://h"], "url: .* give url, plain and draft_tokens"),
-        (["pilots=[a]", "url=h", "plain=p", "draft_tokens=2", "costs=c"], "costs: .* give one"),
         (["pilots=[a]", "dtype=int8"], "dtype: 'int8' is none of"),
         (["out=''", "pilots=[a]"], "out: is empty"),
     ],

@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 
-from conf.errors import UserError
-from scripts.extra.load import Lap
 from scripts.lab.pages import serves
-from scripts.lab.serving import llamacpp, llamacpp_cases, race, sampled, settings
+from scripts.lab.serving import llamacpp, llamacpp_cases, race, sampled
 from scripts.reports.block import md_table
-from scripts.serving.costs import Costs, Point
 
 PAPER = {
     "verdict": "undecided",
@@ -30,25 +27,6 @@ PAPER = {
     "untested": ["y"],
     "spent": {"asking": 61.2, "judging": 9.9},
 }
-
-
-def test_a_prediction_stands_beside_the_median_of_the_rounds() -> None:
-    curve = Costs("x", (Point(1, 0, (10.0,)), Point(1, 2, (12.0,))))
-    laps = []
-    for slow in (1.0, 2.0, 40.0):  # a busy moment meets both servers
-        laps.append(Lap(1, 0, slow, 100, 100))
-        laps.append(Lap(1, 2, slow * 0.8, 100, 70))
-    (row,) = settings.compared(curve, (0.4, 0.1), laps)
-    assert row["predicted"] == pytest.approx(1.5 * 10 / 12)
-    assert row["measured"] == pytest.approx(1.25) and row["within"] and len(row["rounds"]) == 3
-    assert row["accepted_length"]["measured"] == pytest.approx(100 / 70)
-    about = {"costs": curve.to_json(), "kind": "eagle3", "dtype": "q8_0", "curve_depths": [2]}
-    report = {"cases": [row], "settings": {**about, "rounds": 3}}
-    assert (
-        "| 1 | 2 | 100% | 1.50 | 1.43 | 1.25× | 1.25× | 1.25 to 1.25 | +0% | -5% |"
-        in settings.markdown(report)
-    )
-    assert "curve from K = 2" in settings.title(report)
 
 
 def test_a_certificate_is_kept_without_address_and_single_tests() -> None:
@@ -107,17 +85,8 @@ def test_vllm_rows_say_what_was_certified(tmp_path: Path) -> None:
     [
         (sampled, ["alpha=2", "modes=[x]"], "modes: 'x' is none of probabilistic, greedy"),
         (sampled, ["tokens=0"], "tokens: 0 is below 1"),
-        (settings, ["drafters=[a,b]"], "drafters: "),
-        (settings, ["curve=[2]", "checked=[4]"], "goes beyond curve"),
         (race, ["servers=[sglang]"], "servers: 'sglang' is none of llamacpp, vllm"),
         (race, ["engine=nowhere/python"], "`make engines ONLY=llamacpp` builds it"),
-        (settings, ["batches=[]"], "batches: is empty"),
-        (settings, ["pilot=x"], "synthetic: made-up rates of a pilot; give pilot and synthetic"),
-        (settings, ["pilot=x", "synthetic=[0.5]"], "has 1 rates; curve: [1, 5] needs 5"),
-        (settings, ["synthetic=[0.1,0.2]", "pilot=x"], "synthetic: [0.1, 0.2] rises"),
-        (settings, ["synthetic=[1.5]", "pilot=x"], "synthetic: 1.5"),
-        (settings, ["dtype=float8"], "dtype: 'float8' is none of"),
-        (settings, ["engine=nowhere/python"], "`make engines ONLY=llamacpp` builds it"),
     ],
 )
 def test_keys_that_make_no_sense(part, keys, said, capsys) -> None:
@@ -133,14 +102,6 @@ def test_a_table_in_markdown_says_which_columns_are_words() -> None:
     )
     assert md_table(("n", "k"), []) == "| n | k |\n|---|---:|"
     assert md_table(("n", "k"), [], ()) == "| n | k |\n|---:|---:|"
-
-
-def test_a_pilot_of_another_kind_costs_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "find_head", lambda spec: Path(spec))
-    monkeypatch.setattr(settings, "read_card", lambda folder: {"kind": "small_lm", "sha256": "0"})
-    cfg = settings.SettingsConfig(drafters=["a"], pilot="b", synthetic=[0.5] * 5)
-    with pytest.raises(UserError, match="pilot: b is small_lm, the drafter is eagle3"):
-        settings.pilot(None, cfg, "eagle3")  # type: ignore[arg-type]
 
 
 def test_the_file_of_another_target_is_made_again(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from heads.interop import gguf_write
 from heads.names import Draft
 from scripts.common.files import ROOT
 from scripts.common.memo import Memo
-from scripts.extra import load
 from scripts.extra.llamacpp import server as llamacpp
 from scripts.lab.serving import llamacpp_cases
 from scripts.lab.serving.case import Runs
@@ -222,20 +221,6 @@ def test_a_real_server_drafts_what_the_head_drafts(
     assert sum(len(path) for _, path in drafts) == sum(
         sum(row["proposed"]) for row in wanted["prompts"]
     )
-
-
-@pytest.mark.needs_llamacpp
-@pytest.mark.slow
-def test_a_real_server_accepts_at_made_up_rates(target, tmp_path: Path, monkeypatch) -> None:
-    """What a forecast times: a head that knows nothing, as often right as it is told."""
-    monkeypatch.setattr(gguf_write, "tokenizer_fields", in_letters)
-    rates = (0.9, 0.6, 0.3)
-    head = random_head(target, "eagle3")
-    with engine(tmp_path / "served", target, head, draft_tokens=3, synth_rates=rates) as server:
-        served = [load.Served(3, Address(server.url))]
-        laps = load.laps(served, load.Load(PROMPTS, [1], 16, 64), lambda *_: None)
-    length = sum(one.tokens for one in laps) / sum(one.cycles for one in laps)
-    assert length == pytest.approx(1 + sum(rates), rel=0.15)
 
 
 @pytest.mark.needs_llamacpp

@@ -29,7 +29,7 @@ BEHIND = {
     ("scripts/tune.py", "engine"): "scripts.extra.engine_settings",
     **{
         ("scripts/lab/engines.py", part): f"scripts.lab.serving.{part}"
-        for part in ("check", "llamacpp", "sampled", "settings")
+        for part in ("check", "llamacpp", "sampled")
     },
     ("scripts/lab/engines.py", ""): "scripts.lab.serving.vllm",
     ("scripts/validate.py", ""): "train.validate",

@@ -8,7 +8,7 @@ from typing import Annotated
 from annotated_types import Ge, Interval
 
 from conf.recipes import RECIPES
-from conf.rules import Filled, NotEmpty, OneOrMore, Seed, ZeroOrMore, one_of
+from conf.rules import Filled, NotEmpty, OneOrMore, Seed, one_of
 from decode.models.load import DTYPES, TargetConfig
 
 Tokens = Annotated[float, Interval(ge=1, lt=1e15)]
@@ -44,17 +44,10 @@ class ForecastConfig:
     batch_sizes: Filled[OneOrMore] = field(default_factory=lambda: [1, 4])
     # measured learning curves
     curves: str = "docs/results/recipes.json"
-    # points of your engine, as scripts/tune.py engine writes them: speedups there instead of here;
-    # empty = this machine is timed
+    # measured rows of your engine (docs/serving.md): speedups there instead of here; empty = this
+    # machine is timed
     costs: str = ""
-    # address of a running server with any drafter, also one of synthetic acceptance (llama.cpp,
-    # vLLM): it is timed in place of this machine; needs plain and draft_tokens
-    url: str = ""
-    # address of a running server of the same model without a drafter
-    plain: str = ""
-    # tokens that the server at url drafts in a cycle
-    draft_tokens: ZeroOrMore = 0
-    # repetitions of every point of the latency curve, or loads of every server
+    # repetitions of every point of the latency curve
     curve_rounds: OneOrMore = 2
     # an earlier forecast.json that is held against trained heads
     check: str = ""
@@ -72,13 +65,6 @@ class ForecastConfig:
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
         found = []
-        if len({bool(self.url), bool(self.plain), self.draft_tokens > 0}) > 1:
-            found.append(
-                "url: a server is timed against a plain one; give url, plain and draft_tokens "
-                "together, or none of them"
-            )
-        if self.url and self.costs:
-            found.append("costs: points of an engine and url, which measures them; give one")
         if self.check:
             found += [] if self.truth else ["truth: empty; give the heads that were trained since"]
             return found

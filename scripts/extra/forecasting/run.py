@@ -22,13 +22,10 @@ from heads.names import parse
 from scripts.common import files
 from scripts.common.progress import Steps
 from scripts.common.prompts import load_prompts, question_ids, spread
-from scripts.extra import load
-from scripts.extra.engine_settings import loaded
 from scripts.extra.forecasting import curves, text
 from scripts.extra.forecasting.config import ForecastConfig
 from scripts.extra.forecasting.curves import Length, Pilot
 from scripts.serving import costs as engine_costs
-from scripts.serving.asking import Address
 from scripts.serving.costs import Costs
 from scripts.tuning import run as tune_run
 from scripts.tuning.config import TuneConfig
@@ -102,20 +99,13 @@ class Forecast:
 
     def engine(self) -> Costs | None:
         """What a cycle costs on another engine, None where none was named."""
-        cfg = self.cfg
-        if cfg.costs:
-            return engine_costs.load(Path(cfg.costs).expanduser())
-        if not cfg.url:
-            return None
-        plain, drafting = Address(cfg.plain, setting="plain"), Address(cfg.url)
-        asked = load.Load(self.ids, cfg.batch_sizes, cfg.curve_rounds, cfg.max_new_tokens)
-        found = loaded(plain, drafting, cfg.draft_tokens, asked, self.progress)
-        return Costs(cfg.url, tuple(found))
+        path = self.cfg.costs
+        return engine_costs.load(Path(path).expanduser()) if path else None
 
 
 def run(cfg: ForecastConfig, target: Target, progress: Steps, pilots: Sequence[str]) -> Any:
     """Everything but the files. pilots: their folders."""
-    made = Forecast(cfg, target, progress, bool(cfg.costs or cfg.url))
+    made = Forecast(cfg, target, progress, bool(cfg.costs))
     known = [(folder, made.decoded(folder)) for folder in pilots]
     found = [_pilot(folder, family, length) for folder, (family, _, length) in known]
     lines = curves.families(Path(cfg.curves), {p.kind: p.depth for p in found} | DEPTHS)

@@ -4,9 +4,9 @@ loopback, until its standard input is closed.
     .venv-llamacpp/bin/python scripts/extra/llamacpp/run.py SETTINGS.json
 
 Settings: model (GGUF), draft (GGUF or null), method (EAGLE3, SIMPLE), draft_tokens,
-probabilistic, synth_rates (made-up acceptance), slots, context, threads, talk (log level; 5
-writes every draft token to standard error), exact (K/V caches are float32 and flash attention is
-off: sums in the order of plain code; else the engine's own).
+probabilistic, slots, context, threads, talk (log level; 5 writes every draft token to standard
+error), exact (K/V caches are float32 and flash attention is off: sums in the order of plain code;
+else the engine's own).
 Prints one JSON line {"url", "version"} when the model is loaded.
 """
 
@@ -45,8 +45,6 @@ def main(path: str) -> None:
         draft.mparams.path = job["draft"]
         draft.n_max = job["draft_tokens"]
         draft.p_min = 0.0
-        if job["synth_rates"]:  # not every version has it
-            params.speculative.synth_rates = job["synth_rates"]
         draft.probabilistic = job["probabilistic"]
         if job["exact"]:
             draft.cache_type_k = draft.cache_type_v = llama.ggml_type.GGML_TYPE_F32

@@ -17,17 +17,15 @@ DRAFTED = re.compile(r"generate_draft: id=(\d+), .*#draft=(\d+)")
 
 @dataclass(frozen=True)
 class Settings:
-    """What a server runs. draft: "" for none. method: EAGLE3 or SIMPLE. synth_rates: made-up
-    acceptance, one share for each draft token, of all cycles: it then writes nonsense at the
-    cost of a drafter that is so often right. context: tokens of each slot. exact: K/V caches in
-    float32 and no flash attention, sums in the order of plain code; else the engine's own."""
+    """What a server runs. draft: "" for none. method: EAGLE3 or SIMPLE. context: tokens of
+    each slot. exact: K/V caches in float32 and no flash attention, sums in the order of plain
+    code; else the engine's own."""
 
     model: str
     draft: str = ""
     method: str = ""
     draft_tokens: int = 0
     probabilistic: bool = False
-    synth_rates: tuple[float, ...] = ()
     slots: int = 1
     context: int = 1024
     threads: int = 1

@@ -20,7 +20,6 @@ from scripts.lab.pages import matched, serves
 from scripts.lab.serving import case as engine_case
 from scripts.lab.serving import llamacpp_cases
 from scripts.lab.serving import sampled as engine_sampled
-from scripts.lab.serving import settings as engine_settings
 from scripts.reports import fit_table, table, tune_table
 from scripts.reports.block import Block, md_table
 from scripts.scoring.names import SERVER
@@ -253,15 +252,6 @@ ENGINE_RUNS: dict[str, tuple[Any, str]] = {
     "engines-llamacpp-block": (llamacpp_cases, "scripts/lab/engines.py llamacpp"),
     "engines-llamacpp-files": (llamacpp_cases, "scripts/lab/engines.py llamacpp"),
     "engines-llamacpp-sampled": (engine_sampled, "scripts/lab/engines.py sampled"),
-    "engine-settings": (engine_settings, "scripts/lab/engines.py settings"),
-    "engine-forecast-first": (
-        engine_settings,
-        "scripts/lab/engines.py settings pilot=... synthetic=[..]",
-    ),
-    "engine-forecast": (
-        engine_settings,
-        "scripts/lab/engines.py settings pilot=... synthetic=[..]",
-    ),
     "engines": (engine_case, "make engines ONLY=vllm"),
     "engines-block": (engine_case, "scripts/lab/engines.py"),
     "engines-vllm-sampled": (engine_sampled, "scripts/lab/engines.py sampled server=vllm"),
