@@ -30,6 +30,7 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 from rich.console import Console
 
 from conf.errors import UserError
+from conf.recipes import RECIPES
 from conf.schema import entry
 from decode.models.load import load_target
 from decode.models.memory import Plan
@@ -40,6 +41,7 @@ from scripts.common.spelling import spelled, target_keys
 from scripts.extra.forecasting import run as forecasting
 from scripts.extra.forecasting import table
 from scripts.extra.forecasting.config import ForecastConfig
+from train.config import ENTRIES
 
 RECORD, TRUTH = "forecast.json", "truth.json"
 
@@ -82,16 +84,25 @@ def pilot(cfg: ForecastConfig, name: str, out: Path) -> Path:
     data = Path(cfg.chats).expanduser().resolve()
     if not data.is_file():
         raise UserError(f"chats: {data} is no file; give the JSONL of conversations")
-    own = [f"seed={cfg.seed}", "save_every=0", "eval.parity=0"]
-    more = [*target_keys(cfg.target), *own, *cfg.more]
+    kind, recipe = RECIPES[name]
+    folder = (out / "pilots").resolve() / name
     command = [
         sys.executable,
-        str(files.ROOT / "scripts" / "train_heads.py"),
-        f"path={spelled(str(data))}",
-        f"heads=[{name}]",
+        str(files.ROOT / "train" / f"{ENTRIES[kind][0]}.py"),
+        *target_keys(cfg.target),
+        "data=jsonl",
+        f"data.path={spelled(str(data))}",
+        "data.max_length=320",
+        *recipe,
+        "head.draft_vocab=4096",
+        "batch_size=16",
+        f"out_dir={spelled(str(folder))}",
         f"steps={cfg.pilot_steps}",
-        f"out={spelled(str((out / 'pilots').resolve()))}",
-        f"more=[{','.join(map(spelled, more))}]",
+        f"seed={cfg.seed}",
+        "save_every=0",
+        "eval.every=0",
+        "eval.parity=0",
+        *cfg.more,
     ]
     done = subprocess.run(command, env=os.environ, check=False)
     if done.returncode:
@@ -99,7 +110,7 @@ def pilot(cfg: ForecastConfig, name: str, out: Path) -> Path:
             f"heads: the pilot of {name} stopped (exit code {done.returncode}); what it said "
             "stands above, the same command goes on"
         )
-    return out / "pilots" / name
+    return folder
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from conf.errors import UserError
 from decode.models.load import TargetConfig, load_target
 from decode.target import Target
 from scripts.extra.llamacpp import process
+from scripts.extra.llamacpp import server as llamacpp
 from scripts.extra.llamacpp.process import Program
 from scripts.lab.serving import race, sampled, vllm_server
 from tests.helpers.speculating_server import serving
@@ -61,6 +62,15 @@ def test_a_server_that_ends_or_never_answers_is_told(tmp_path: Path) -> None:
             process.running(program(tmp_path, text, patience), {}, tmp_path, "x"),
         ):
             pytest.fail("it is not there")
+
+
+def test_the_programs_of_engines_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[process.Program] = []
+    monkeypatch.setattr(process, "running", lambda program, *_: started.append(program))
+    llamacpp.running(Path("python"), llamacpp.Settings("model.gguf"), Path(), "x")
+    vllm_server.running(Path("python"), vllm_server.Settings("folder"), Path(), "x")
+    assert [program.engine for program in started] == ["llama.cpp", "vLLM"]
+    assert all(program.worker.is_file() for program in started)
 
 
 def test_a_server_reads_its_settings_and_ends_with_the_block(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def running(
     python: Path, settings: Settings, work: Path, name: str
 ) -> AbstractContextManager[Running]:
     """A server while the block runs. Raises UserError when it does not come up."""
-    program = Program("llama.cpp", python, Path(__file__).with_name("run_llamacpp.py"))
+    program = Program("llama.cpp", python, Path(__file__).with_name("run.py"))
     return process.running(program, asdict(settings), work, name)
 
 
