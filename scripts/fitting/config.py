@@ -11,6 +11,7 @@ from conf.rules import AboveZero, Inside, NotEmpty, NotNegative, OneOrMore, Seed
 from decode.models.load import TargetConfig
 from heads.interop import FORMATS
 from heads.lora import LoraKeys
+from scripts.synthesis.config import Mask
 
 # Keys under whose other values a folder goes on: where things lie, and what is told.
 LOGISTICS = ("out", "quiet", "device")
@@ -32,8 +33,9 @@ class FitConfig:
     later_share: Inside = 0.2
     # names under which the logs' model is the target; empty = the target's own name
     served: list[str] = field(default_factory=list)
-    # replace secrets and personal data in the logs
-    mask: bool = True
+    # replace secrets and personal data in the logs (scripts/synthesize.py says which); false, or
+    # module:function for what that finds as well
+    mask: Mask = True
     # in place of logs: a JSONL file of chats to learn from
     train: str = ""
     # in place of logs: a JSONL file of later chats, whose questions are asked

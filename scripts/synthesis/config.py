@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from annotated_types import Interval
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
 
 from conf.rules import (
     AboveZero,
@@ -25,6 +28,15 @@ REGIONS = ("US", "GB", "DE", "FR")  # whose telephone numbers are known without 
 
 LONGEST = {"local": 200, "openai": 4096}  # tokens of an answer, by backend
 AT_A_TIME = {"local": 32, "openai": 256}  # questions to a server
+
+
+def _hook(value: str) -> str:
+    if re.fullmatch(r"\w+(\.\w+)*:\w+", value):
+        return value
+    raise PydanticCustomError("literal_error", "", {"expected": "true, false, module:function"})
+
+
+Mask = bool | Annotated[str, AfterValidator(_hook)]
 
 FORMAT = 1  # raise when the same settings would give other rows
 
@@ -55,8 +67,9 @@ class SynthesizeConfig:
     again: bool = True
     # logs: share of the rows, the last ones in time, that go to later.jsonl
     later: Inside = 0.2
-    # logs: replace secrets and personal data by stand-ins such as [EMAIL_1]
-    mask: bool = True
+    # logs: replace secrets, and personal data that has a form, by stand-ins such as [EMAIL_1];
+    # module:function = also what function(text) finds, as [(start, end), ..]
+    mask: Mask = True
     # logs: countries in which a telephone number may be valid
     regions: list[str] = field(default_factory=lambda: list(REGIONS))
     # logs: key of the log's metadata that names a category

@@ -19,7 +19,6 @@ from scripts.extra.logs.forms import moment
 from scripts.extra.logs.masking import Masker, iban, luhn, rules
 from scripts.synthesis.config import SynthesizeConfig
 from scripts.synthesize import synthesize
-from tests.helpers.planted import measured, remains
 from train.texts.rows import Row, raw_row
 
 TINY = TargetConfig(kind="tiny")
@@ -545,7 +544,10 @@ def test_found_once_masked_everywhere(tmp_path: Path, tokenizer: Any) -> None:
     report = prepared(tmp_path, made, tokenizer)
     asked = [r["messages"][0]["content"] for r in rows_of(report)]
     assert asked == ["password: [SECRET_1]", "Why [SECRET_1]?", "hunter2Xyzzy"]
-    assert report.masked["value assigned to a name such as password, token or api_key"] == 1
+    assert (
+        report.masked["letters with digits assigned to a name such as password, token or api_key"]
+        == 1
+    )
 
 
 def test_masking_can_be_left_out(tmp_path: Path, tokenizer: Any) -> None:
@@ -636,8 +638,6 @@ def test_hostile_texts_take_no_time() -> None:
         "://a:",
         "password:",
         "password-",
-        "regards,",
-        "Dear ",
     ):
         for text in (part * (20_000 // len(part)), part + "\n" * 20_000):
             start = time.process_time()
@@ -674,33 +674,61 @@ def test_check_digits() -> None:
     assert iban("GB82 WEST 1234 5698 7654 32") and not iban("GB83 WEST 1234 5698 7654 32")
 
 
-def test_planted_secrets_of_a_small_log(tmp_path: Path) -> None:
-    found = measured(tmp_path, 64, 200, seed=3)
-    assert found["rows"] == 200 and found["missed"] == 0 == found["clean_changed"]
-    assert found["found_but_in_a_file_or_message"] == []
+FOUND = {
+    "tokens": "use sk-proj-Ab3dEf6hIj9kLm2nOp5q please",
+    "a private key": "-----BEGIN RSA PRIVATE KEY-----\nMIIE\nabcd\n-----END RSA PRIVATE KEY-----",
+    "a card": "pay with 4111 1111 1111 1111 today",
+    "an IBAN": "to GB82 WEST 1234 5698 7654 32 please",
+    "a number of a region": "call +49 30 901820 now",
+    "detect-secrets": "key AKIAIOSFODNN7EXAMPLE here",
+    "assigned": "api_key = 'a1b2c3d4e5'",
+}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 7])
-def test_planted_secrets(seed: int, tmp_path: Path) -> None:
-    found = measured(tmp_path, 500, 5000, seed)
-    assert found["rows"] == 5000
-    assert found["missed_share"] <= 0.01 and found["clean_changed_share"] <= 0.01
-    assert found["found_but_in_a_file_or_message"] == []
+@pytest.mark.parametrize("name", FOUND)
+def test_what_has_a_form_is_found(name: str) -> None:
+    (found,) = masked(FOUND[name])
+    assert "[" in found and found != FOUND[name]
+    digits = [c for c in found if c.isdigit()]
+    assert len(digits) <= 1, "the number of the stand-in alone"
 
 
-def test_the_published_figures_are_of_these_formats() -> None:
-    from scripts.common.files import ROOT, sha256
-    from tests.helpers.planted import FORMATS
+def hooked(text: str) -> list[tuple[int, int]]:
+    """A rule of a user's."""
+    at = text.find("Ada Lovelace")
+    return [] if at < 0 else [(at, at + len("Ada Lovelace"))]
 
-    known = json.loads((ROOT / "docs/results/masking.json").read_text())
-    assert known["formats"]["sha256"] == sha256(FORMATS)
-    for run in known["runs"]:
-        assert run["missed_share"] <= 0.01 and run["clean_changed_share"] <= 0.01
-    said = " ".join((ROOT / "docs/fit.md").read_text().split())
-    one, two = (run["missed"] for run in known["runs"])
-    assert f"{one} were missed in one draw and {two} in another" in said
-    assert remains("abcdefghij", "..bcdefghi..") and not remains("abcdefghij", "abcdefg")
+
+def wrong(text: str) -> list[Any]:
+    return [(0, len(text) + 1)]
+
+
+def test_a_function_of_the_users_masks_as_well(tmp_path: Path, tokenizer: Any) -> None:
+    made = [line(0, "I am Ada Lovelace, bob@x.org"), line(1, "Who was Ada Lovelace?")]
+    own = f"{__name__}:hooked"
+    report = prepared(tmp_path, made, tokenizer, mask=own)
+    asked = [r["messages"][0]["content"] for r in rows_of(report)]
+    assert asked == ["I am [MASKED_1], [EMAIL_1]", "Who was [MASKED_1]?"]
+    assert report.masked[own] == 2
+    record = json.loads((tmp_path / "out" / "logs.json").read_text())
+    assert (
+        record["settings"]["hook"]
+        and {"name": own, "source": "hook", "stand_in": "MASKED"} in (record["rules"])
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("no_such_module:f", "^mask: no_such_module:f: No module named .* PYTHONPATH"),
+        (f"{__name__}:absent", "is no function"),
+        (f"{__name__}:wrong", r"gave \(0, .*\) for a text of .* is \(start, end\) within"),
+    ],
+)
+def test_a_hook_that_is_none(name: str, told: str, tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(UserError, match=told):
+        prepared(tmp_path, [line(0), line(1)], tokenizer, mask=name)
+    assert not (tmp_path / "out" / "logs.json").exists()
 
 
 def test_without_the_library_a_line_says_what_to_install(
@@ -843,6 +871,7 @@ def test_a_server_answers_again(tmp_path: Path) -> None:
         (["logs=a", "backend=openai", "base_url=http://h/v1", "prompts=p"], "prompts: not with"),
         (["logs=a", "domain=sql"], "domain: not with logs"),
         (["logs=[]", "again=false"], "again: only with logs"),
+        (["logs=a", "mask=yes please"], "mask: 'yes please' is none of true, false, module:fun"),
         (["logs=['']"], "logs: a name is empty"),
     ],
 )

@@ -24,7 +24,7 @@ from scripts.synthesis.config import REGIONS
 from scripts.synthesis.ledger import damaged, differences, json_line
 from train.texts.rows import Row, interpret
 
-FORMAT = 2  # raise when the same logs would give other rows
+FORMAT = 3  # raise when the same logs would give other rows
 SHOWN = 20  # lines named for each reason
 TWICE = "its custom_id stands twice"
 TRAIN, LATER, RECORD = "train.jsonl", "later.jsonl", "logs.json"
@@ -37,12 +37,13 @@ class LogOptions:
 
     served: names under which the log's model is the target; () = the target's own name.
     later: share of the rows, the last ones in time, that training does not see.
-    mask: replace secrets and personal data. regions: where telephone numbers are valid.
+    mask: replace secrets and personal data; module:function = what that finds as well. regions:
+    where telephone numbers are valid.
     category_key: key of the log's metadata that names a category."""
 
     served: tuple[str, ...] = ()
     later: float = 0.2
-    mask: bool = True
+    mask: bool | str = True
     regions: tuple[str, ...] = REGIONS
     category_key: str = "category"
 
@@ -144,7 +145,8 @@ def prepare(
     paths = [Path(p).expanduser() for p in logs]
     if not paths:
         raise UserError("logs: empty; give the JSONL file of a server's log")
-    rules = masking.rules(options.regions) if options.mask else []
+    own = options.mask if isinstance(options.mask, str) else ""
+    rules = masking.rules(options.regions, own) if options.mask else []
     settings = _settings(paths, tokenizer, options, ask is not None)
     if (done := _finished(out, settings)) is not None:
         return done
@@ -445,10 +447,12 @@ def _settings(paths: list[Path], tokenizer: Any, options: LogOptions, asks: bool
         raise UserError(
             f"logs: cannot read {error.filename} ({error.strerror}); give an existing JSONL file"
         ) from None
+    own = {"hook": masking.source(options.mask)} if isinstance(options.mask, str) else {}
     return {
         "format": FORMAT,
         "logs": digests,
         **json.loads(json.dumps(asdict(options))),  # lists in place of tuples
+        **own,
         "ask": asks,
         "packages": {name: installed(name) or "absent" for name in wanted},
         "tokenizer": sha256_tokenizer(tokenizer),
