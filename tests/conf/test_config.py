@@ -268,25 +268,6 @@ def test_help_shows_what_the_command_takes(capsys: Any) -> None:
         assert inside in shown and f"\n  {outside}" not in shown
 
 
-def test_a_head_of_another_command_is_refused_in_one_line() -> None:
-    with pytest.raises(UserError) as caught:
-        compose("medusa", ENTRIES["medusa"], ["head=eagle3", "data.path=f", "out_dir=o", "steps=1"])
-    assert (
-        str(caught.value)
-        == "head=eagle3: another command takes this one; choose one of medusa, medusa2"
-    )
-    with pytest.raises(
-        UserError, match="^head.kind: 'eagle3' is none of medusa, medusa2; choose one$"
-    ):
-        compose(
-            "medusa",
-            ENTRIES["medusa"],
-            ["experiment=smollm2_eagle3_smoke", "data.path=f", "out_dir=o"],
-        )
-    with pytest.raises(UserError, match="no such option; choose one of eagle1, eagle3, p_eagle$"):
-        compose("eagle", ENTRIES["eagle"], ["head=eagle4", "data.path=f", "out_dir=o", "steps=1"])
-
-
 def test_hydra_flags_still_work_and_leave_nothing_behind(
     toy: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

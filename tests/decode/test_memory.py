@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import save_file
 
 from conf.errors import UserError
-from conf.typed import faults
 from decode.models import load, memory, quantize
 from decode.models.load import TargetConfig, load_target
 from decode.models.memory import Need, Plan
@@ -115,9 +114,3 @@ def test_a_missing_library_is_one_line(monkeypatch: Any) -> None:
     for kind, library in (("bnb-nf4", "bitsandbytes"), ("torchao-int8", "torchao")):
         with pytest.raises(UserError, match=f"needs the library {library}, which is not installed"):
             quantize.config(kind, torch.bfloat16)
-
-
-def test_keys_are_checked() -> None:
-    assert faults(TargetConfig(quantize="torchao-int8")) == []
-    assert "'int3' is none of none, bnb-int8" in faults(TargetConfig(quantize="int3"))[0]
-    assert "needs a real model" in TargetConfig(kind="tiny", quantize="bnb-nf4").validate()[0]

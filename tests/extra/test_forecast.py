@@ -453,31 +453,6 @@ def test_a_forecast_stays_as_it_was(
         assert told in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("keys", "told"),
-    [
-        ([], "pilots: none, and no heads"),
-        (["heads=[eagle3]"], "chats: empty"),
-        (["heads=[eagle9]", "chats=x"], "heads: 'eagle9' is none of"),
-        (["pilots=[a,a]"], "pilots: one is named twice"),
-        (["pilots=[a]", "tokens=[0]"], "tokens: "),
-        (["pilots=[a]", "tokens=[]"], "tokens: "),
-        (["pilots=[a]", "tokens=[.nan]"], "tokens: "),
-        (["pilots=[a]", "batch_sizes=[0]"], "batch_sizes: "),
-        (["pilots=[a]", "batch_sizes=[]"], "batch_sizes: "),
-        (["pilots=[a]", "num_prompts=1"], "num_prompts: 1 is below 2"),
-        (["pilots=[a]", "pilot_steps=0"], "pilot_steps: 0 is below 1"),
-        (["pilots=[a]", "truth=[b]"], "truth: only with check"),
-        (["check=f"], "truth: empty"),
-        (["pilots=[a]", "dtype=int8"], "dtype: 'int8' is none of"),
-        (["out=''", "pilots=[a]"], "out: is empty"),
-    ],
-)
-def test_keys(keys: list[str], told: str) -> None:
-    with pytest.raises(UserError, match=told):
-        compose("forecast", ForecastConfig, ["out=x", "target=tiny", *keys])
-
-
 PUBLISHED = sorted(
     p.name.removesuffix("-truth.json") for p in (ROOT / "docs/results").glob("forecast*-truth.json")
 )

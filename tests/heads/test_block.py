@@ -7,7 +7,6 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,6 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from conf.errors import UserError
-from conf.schema import compose
 from decode.drafters import NoDraft
 from decode.engine import Request, generate
 from decode.models.tiny import byte_tokenizer
@@ -40,8 +38,7 @@ from heads.names import Draft
 from heads.teacher import Teacher
 from scripts.proofs.engine_law import engine_law, toy_model
 from tests.helpers.decoding import texts
-from tests.helpers.training import overrides, tiny_target
-from train.block import BlockRun
+from tests.helpers.training import tiny_target
 
 KINDS: dict[str, dict[str, Any]] = {
     "dflash": {},
@@ -678,28 +675,6 @@ def test_extremes_of_the_configuration_train_and_draft(target, keys: dict[str, A
 
 
 # --- mistakes
-
-
-@pytest.mark.parametrize(
-    "keys, said",
-    [
-        (["head.block=1"], "head.block: 1 is below 2"),
-        (["head.depth=8"], "head.depth: 8 slots of blocks trained with 7"),
-        (["head.anchors=4000"], "head.anchors: 4000 blocks in rows of at most"),
-        (["head.least=0.5"], "head.least: nothing tells a slot's chance"),
-        (["head.weights=dpace", "head.loss.hard=0", "head.loss.soft=1"], "head.weights: dpace"),
-        (["head.kind=eagle3"], "head.kind: 'eagle3' is none of dflash, dspark"),
-        (["head.decay=0"], "head.decay: 0"),
-        (["head.confidence=nan"], "head.confidence: nan is not a number"),
-        (["head.least=1"], "head.least: 1 is not below 1"),
-        (["head.markov_rank=-1"], "head.markov_rank: -1 is below 0"),
-    ],
-)
-def test_mistakes_in_the_configuration_are_named(tmp_path: Path, keys, said: str) -> None:
-    given = [k for k in overrides(tmp_path / "x", tmp_path) if not k.startswith("head.heads")]
-    with pytest.raises(UserError) as caught:
-        compose("block", BlockRun, [*given, *keys])
-    assert said in str(caught.value)
 
 
 @pytest.mark.parametrize(

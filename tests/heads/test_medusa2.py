@@ -277,20 +277,6 @@ def test_starts_from_heads_of_stage_one(tmp_path: Path) -> None:
     assert head.proj.equal(first.proj)
 
 
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        ("head.tune.rank=0", "head.tune.rank: 0 with kind medusa2"),
-        ("head.tune.dropout=1", "head.tune.dropout"),
-        ("head.tune.rnk=1", "head.tune.rnk"),
-    ],
-)
-def test_mistakes_in_the_configuration_are_named(tmp_path: Path, change: str, said: str) -> None:
-    with pytest.raises(UserError) as caught:
-        compose("medusa", MedusaRun, [*overrides(tmp_path / "x", tmp_path), *TUNE, change])
-    assert said in str(caught.value)
-
-
 def test_self_distillation_keeps_the_target_and_overfit_is_accepted() -> None:
     """One sample, real engine: the heads learn the tuned target's own continuation, which
     stays the original's.

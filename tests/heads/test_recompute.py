@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +12,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from conf.errors import UserError
 from heads import HEADS
 from heads.batch import Batch, LossOut
 from heads.parallel.medusa import TuneConfig
 from heads.recompute import layers_recomputed
 from heads.small_lm.config import LoraKeys
-from tests.helpers.training import random_batch, run_config, tiny_target
+from tests.helpers.training import random_batch, tiny_target
 
 SHAPE = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2}
 
@@ -107,11 +105,6 @@ def test_the_layers_are_left_as_they_were() -> None:
             pass
         assert all("forward" in layer.__dict__ for layer in model.base_model.layers)
     assert not any("forward" in layer.__dict__ for layer in model.base_model.layers)
-
-
-def test_heads_that_hold_little_refuse_it(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="head.activation_checkpointing: true with kind medusa"):
-        run_config(tmp_path / "data", tmp_path / "out", "head.activation_checkpointing=true")
 
 
 GROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from conf.errors import UserError
 from conf.schema import compose
 from decode.drafters import NoDraft
 from decode.engine import Request, generate
@@ -276,20 +275,6 @@ def test_training_resumes_bitwise(tmp_path: Path, name: str) -> None:
     shutil.rmtree(cut / "checkpoints/step-6")
     assert run(cut, "save_every=3") == whole
     assert load_head(cut / "head", tiny_target()).calibration["positions"] > 0
-
-
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        ("head.blocks=0", "head.blocks: 0"),
-        ("head.markov_rank=3", "head.markov_rank"),
-        ("head.kind=medusa", "head.kind: 'medusa' is none of hydra_heads"),
-    ],
-)
-def test_mistakes_in_the_configuration_are_named(tmp_path: Path, change: str, said: str) -> None:
-    with pytest.raises(UserError) as caught:
-        compose("hydra_heads", HydraHeadsRun, [*overrides(tmp_path / "x", tmp_path), change])
-    assert said in str(caught.value)
 
 
 @each

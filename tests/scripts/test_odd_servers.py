@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from conf.errors import UserError
-from conf.schema import compose
 from decode.engine import Request
 from decode.models.load import TargetConfig, load_target
 from decode.sampling import Sampling
@@ -244,9 +243,3 @@ def test_names_of_servers_are_no_folders() -> None:
     assert names.wrong_address("x@http://h:port") and names.wrong_address("x@http://:80/v1")
     name = "vllm+eagle@http://127.0.0.1:8000/v1"
     assert candidates.expand([name], "runs", True) == ([name], [])
-
-
-def test_a_penalty_and_a_server_exclude_each_other() -> None:
-    keys = [*KEYS, "out=x", "drafters=['x@http://h:1']", "repetition_penalty=1.2"]
-    with pytest.raises(UserError, match=r"x is a server, which is asked without repetition_pen"):
-        compose("evaluate", evaluate.EvaluateConfig, keys)

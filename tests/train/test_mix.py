@@ -301,21 +301,6 @@ def digest(out: Path) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "keys, said",
-    [
-        (["steps=0"], "steps: is required; set steps=N, or epochs=E"),
-        (["steps=5", "epochs=2"], "steps: 5 beside epochs=2; leave one out"),
-        (["steps=0", "epochs=-1"], "epochs: -1 is below 0"),
-        (["steps=-1"], "steps: -1 is below 0"),
-        (["optim.lr=0"], "optim.lr: 0 is not above 0"),
-    ],
-)
-def test_exactly_one_length_of_a_run(keys: list[str], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        compose("medusa", MedusaRun, overrides(Path("x"), Path("run"), *keys))
-
-
-@pytest.mark.parametrize(
     "width, rate",
     [(32, 1e-3), (576, 1e-3), (960, 6e-4), (2048, 2.8e-4), (4096, 1.4e-4), (8192, 7e-5)],
 )

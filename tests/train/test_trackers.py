@@ -151,9 +151,3 @@ def test_both_ways_of_asking_for_wandb_are_one(
     run(data, tmp_path / "run", "trackers=[wandb]", "wandb=offline", "steps=1")
     (only,) = fakes["wandb"]
     assert only.keys["mode"] == "offline"
-
-
-@pytest.mark.parametrize("name", ["comet", "tensorflow", "''"])
-def test_unknown_trackers(name: str) -> None:
-    with pytest.raises(UserError, match="trackers: .* none of wandb, tensorboard, mlflow, trackio"):
-        run_config(Path("data.jsonl"), Path("run"), f"trackers=[{name}]")

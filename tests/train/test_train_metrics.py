@@ -17,7 +17,6 @@ from tests.helpers.training import (
     chats,
     random_batch,
     run,
-    run_config,
     sigterm_at_update,
     tiny_target,
 )
@@ -207,6 +206,3 @@ def test_only_rank_0_records(tmp_path: Path) -> None:
 @pytest.mark.parametrize("window", [[1], [0, 3], [3, 2], [1, 2, 3], [1, MOST + 1], [-1, 1]])
 def test_windows_that_are_none(window: list[int]) -> None:
     assert len(problems(window)) == 1
-    shown = str(window).replace(" ", "")
-    with pytest.raises(UserError, match="profile: "):
-        run_config(Path("data.jsonl"), Path("run"), f"profile={shown}")
