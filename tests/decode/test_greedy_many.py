@@ -21,7 +21,7 @@ from tests.decode.test_engine import Tree
 from tests.helpers.archs import build
 
 ARCHS = ["llama", "qwen3", "gpt2", "phi3", "mistral", "gemma3_text"]
-VOCAB, PROMPTS, TOKENS = 53, 167, 32
+VOCAB, PROMPTS, TOKENS = 53, 167, 16
 ROUNDING = 64 * torch.finfo(torch.float32).eps
 
 
