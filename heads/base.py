@@ -33,7 +33,7 @@ from heads.stored import Stored
 __all__ = ["Batch", "Head", "HeadConfig", "LossOut"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class HeadConfig:
     """The keys every head has; `head=` YAMLs choose the rest."""
 

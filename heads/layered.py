@@ -23,7 +23,7 @@ from heads.lora import weight_of
 from heads.teacher import TeacherFn, stored_law, target_law
 
 
-@dataclass
+@dataclass(frozen=True)
 class LayeredConfig(LayerKeys, HeadConfig):
     """Keys of heads that run decoder layers of their own."""
 

@@ -33,7 +33,7 @@ PREFIX = "base_model.model."  # before the names of tensors in peft's files
 ENDS = tuple(f".lora_{side}.{NAME}.weight" for side in "AB")
 
 
-@dataclass
+@dataclass(frozen=True)
 class LoraKeys:
     """A LoRA on linear layers; the rest stays as it is."""
 

@@ -33,7 +33,7 @@ LEAST = 1e-6
 Mask = Literal["token", "argmax", "all"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class LossWeights:
     """Weights of the loss terms; at least one above 0."""
 

@@ -82,7 +82,7 @@ LATER = (
 )  # a run goes on under other values of these
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CertifyConfig(PenaltyKeys):
     """Keys of scripts/certify.py."""
 
@@ -292,7 +292,7 @@ def about_drafter(spec: str) -> dict[str, Any]:
     return {"name": spec, "files": found}
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CertifyServerConfig(SamplingKeys):
     """Keys of scripts/certify.py url=..."""
 

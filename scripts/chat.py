@@ -36,7 +36,7 @@ from scripts.common.talk import Stream, Tally
 DRAFTED = "bright_green"
 
 
-@dataclass
+@dataclass(frozen=True)
 class ChatConfig(SamplingKeys):
     """Keys of scripts/chat.py."""
 

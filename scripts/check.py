@@ -22,7 +22,7 @@ from scripts.serving import contract, contract_check
 from scripts.serving.asking import Address
 
 
-@dataclass
+@dataclass(frozen=True)
 class CheckConfig:
     """Keys of scripts/check.py."""
 

@@ -48,7 +48,7 @@ DRAFTERS = [
 BLOCK = f"{RUNS}/dspark@chain:2"
 
 
-@dataclass
+@dataclass(frozen=True)
 class DemoConfig:
     """Keys of scripts/demo.py."""
 

@@ -34,7 +34,7 @@ from scripts.common.extra import extra
 from scripts.machine import look
 
 
-@dataclass
+@dataclass(frozen=True)
 class DoctorConfig:
     """Keys of scripts/doctor.py."""
 

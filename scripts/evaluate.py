@@ -92,7 +92,7 @@ ELSEWHERE = (
 MEASURED = ("decode", "heads", "scripts/scoring")  # code that answers and times depend on
 
 
-@dataclass
+@dataclass(frozen=True)
 class EvaluateConfig(PenaltyKeys):
     """Keys of scripts/evaluate.py."""
 

@@ -54,7 +54,7 @@ from scripts.serving.check import Check, check_export, comparable
 PROMPT_TOKENS = 192  # the self-check recomputes whole prompts at every draft step
 
 
-@dataclass
+@dataclass(frozen=True)
 class ExportConfig:
     """Keys of scripts/export.py."""
 

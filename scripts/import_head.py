@@ -41,7 +41,7 @@ from scripts.serving.probe import AS_WRITTEN, Reading
 READABLE = ("auto", *(f for f in FORMATS if f not in ("transformers", "gguf")))
 
 
-@dataclass
+@dataclass(frozen=True)
 class ImportConfig:
     """Keys of scripts/import_head.py."""
 

@@ -44,7 +44,7 @@ from train.texts.batches import load_rows
 from train.waiting import meet
 
 
-@dataclass
+@dataclass(frozen=True)
 class CacheConfig:
     """Keys of scripts/cache_features.py."""
 

@@ -98,7 +98,7 @@ REPLANNED = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class DataConfig:
     """Where the training text comes from."""
 
@@ -189,7 +189,7 @@ class DataConfig:
         return [*self.path] or [""] if isinstance(self.path, list) else [self.path]
 
 
-@dataclass
+@dataclass(frozen=True)
 class OptimConfig:
     """AdamW and its schedule."""
 
@@ -214,7 +214,7 @@ class OptimConfig:
     clip: NotNegative = 1.0
 
 
-@dataclass
+@dataclass(frozen=True)
 class EvalConfig:
     """Decoded acceptance on held-out prompts while training."""
 
@@ -239,7 +239,7 @@ class EvalConfig:
     parity: ZeroOrMore = 8
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainConfig:
     """A training run."""
 
@@ -321,28 +321,28 @@ class TrainConfig:
         return found + profile_problems(self.profile)
 
 
-@dataclass
+@dataclass(frozen=True)
 class MedusaRun(TrainConfig):
     """A Medusa run: conf/medusa.yaml."""
 
     head: MedusaConfig = field(default_factory=MedusaConfig)
 
 
-@dataclass
+@dataclass(frozen=True)
 class EagleRun(TrainConfig):
     """An EAGLE run: conf/eagle.yaml."""
 
     head: EagleConfig = field(default_factory=EagleConfig)
 
 
-@dataclass
+@dataclass(frozen=True)
 class DraftRun(TrainConfig):
     """A run of a separate small draft model: conf/draft.yaml."""
 
     head: SmallLMConfig = field(default_factory=SmallLMConfig)
 
 
-@dataclass
+@dataclass(frozen=True)
 class BlockRun(TrainConfig):
     """A run of a block head: conf/block.yaml."""
 
@@ -359,7 +359,7 @@ class BlockRun(TrainConfig):
         return found
 
 
-@dataclass
+@dataclass(frozen=True)
 class HydraHeadsRun(TrainConfig):
     """A run of Hydra heads: conf/hydra_heads.yaml."""
 

@@ -38,7 +38,7 @@ from train.launch_keys import device_of
 from train.texts.batches import Plan, Rows, load_rows
 
 
-@dataclass
+@dataclass(frozen=True)
 class ValidateConfig(TrainConfig):
     """A run of any kind of head: conf/validate.yaml."""
 

@@ -38,7 +38,7 @@ TWICE = ["consolidated*", "original/*", "metal/*"]
 _SAID: set[str] = set()  # folders whose code was announced in this process
 
 
-@dataclass
+@dataclass(frozen=True)
 class TargetConfig:
     """Which model is the target. Keys of the chosen `target=` file; the others are ignored by
     that kind.

@@ -13,7 +13,7 @@ from heads.layered import LayeredConfig
 from heads.limits import MOST_DEPTH, CountOrZero, Layers, Size
 
 
-@dataclass
+@dataclass(frozen=True)
 class BlockConfig(LayeredConfig):
     """Keys of DFlash and DSpark. kind: where the slots of a block stand, dflash = behind the
     anchor (row k predicts token k behind it), dspark = from the anchor on (row k predicts

@@ -13,7 +13,7 @@ from heads.limits import Count, CountOrZero, Levels, Size
 from heads.losses import LossWeights
 
 
-@dataclass
+@dataclass(frozen=True)
 class EagleConfig(LayeredConfig):
     """Keys of EAGLE-1, EAGLE-3 and HASS (EAGLE-1 with steps above 1)."""
 

@@ -30,7 +30,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 WIDE = 4
 
 
-@dataclass
+@dataclass(frozen=True)
 class LayerKeys:
     """What of its draft layers a head chooses; the rest of their shape is the target's."""
 

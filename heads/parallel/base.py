@@ -30,7 +30,7 @@ from heads.parallel.saved import ParallelSaved
 from heads.teacher import target_law
 
 
-@dataclass
+@dataclass(frozen=True)
 class ParallelConfig(HeadConfig):
     """Keys that Medusa and Hydra heads share."""
 

@@ -42,7 +42,7 @@ from heads.parallel.saved import ParallelSaved
 LARGEST_SCALE = 1e6  # of embeddings that are next to zero
 
 
-@dataclass
+@dataclass(frozen=True)
 class HydraHeadsConfig(LayerKeys, ParallelConfig):
     """Keys of Hydra heads; those of layers are the prefix layers'."""
 

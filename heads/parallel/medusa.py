@@ -39,7 +39,7 @@ from heads.parallel.tune_keys import TuneConfig
 __all__ = ["MedusaConfig", "MedusaDrafter", "MedusaHead", "TuneConfig"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class MedusaConfig(ParallelConfig):
     """Medusa's keys."""
 

@@ -8,7 +8,7 @@ from conf.rules import AboveZero, BelowOne, NotNegative, Share
 from heads.limits import Count, CountOrZero
 
 
-@dataclass
+@dataclass(frozen=True)
 class TuneConfig:
     """Medusa-2: a LoRA on the target, trained with the heads (heads/parallel/medusa2.py)."""
 

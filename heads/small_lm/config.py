@@ -15,7 +15,7 @@ from heads.losses import LossWeights
 __all__ = ["LoraKeys", "SmallLMConfig"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class SmallLMConfig(HeadConfig):
     """Keys of a separate small draft model."""
 

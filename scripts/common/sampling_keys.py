@@ -12,7 +12,7 @@ from conf.rules import AboveZero, BelowOne, NotNegative, ZeroOrMore
 from decode.sampling import Sampling
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SamplingKeys:
     """Keys of every command that draws tokens."""
 
@@ -38,7 +38,7 @@ class SamplingKeys:
         return []
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PenaltyKeys(SamplingKeys):
     """The same with a repetition penalty."""
 

@@ -21,7 +21,7 @@ from heads.interop import exported
 from scripts.serving import contract, costs, settings
 
 
-@dataclass
+@dataclass(frozen=True)
 class TuneEngineConfig:
     """Keys of scripts/tune.py engine."""
 

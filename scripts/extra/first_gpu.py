@@ -59,7 +59,7 @@ SENTENCE = "the rider goes ahead of a slow horse and looks back along"
 WORDS = SENTENCE.split()
 
 
-@dataclass
+@dataclass(frozen=True)
 class FirstConfig:
     """Keys of scripts/doctor.py first_gpu."""
 

@@ -17,7 +17,7 @@ from scripts.synthesis.config import Mask
 LOGISTICS = ("out", "quiet", "device")
 
 
-@dataclass
+@dataclass(frozen=True)
 class FitConfig:
     """Keys of scripts/fit.py."""
 

@@ -36,7 +36,7 @@ from scripts.lab.proofs import sections as proofs
 from scripts.proofs.controls.certificates import code_sha256
 
 
-@dataclass
+@dataclass(frozen=True)
 class ProveConfig:
     """Keys of scripts/lab/prove.py."""
 

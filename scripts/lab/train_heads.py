@@ -56,7 +56,7 @@ FEW = 4  # rows of a step that are counted
 READ = ("target", "data.", "dtype=", "device=")  # keys that say what is read, and how
 
 
-@dataclass
+@dataclass(frozen=True)
 class HeadsConfig:
     """Keys of scripts/lab/train_heads.py."""
 

@@ -28,7 +28,7 @@ TOLD = ("name", "dataset", "config", "split", "revision", "licence", "path", "tr
 FORMS = (".jsonl", ".json", ".parquet", ".csv")
 
 
-@dataclass
+@dataclass(frozen=True)
 class SuiteConfig:
     """A public set of prompts: conf/suite/NAME.yaml."""
 

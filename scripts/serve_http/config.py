@@ -13,7 +13,7 @@ from decode.models.load import DTYPES, TargetConfig
 from decode.verify import RULES
 
 
-@dataclass
+@dataclass(frozen=True)
 class ServeConfig:
     """Keys of scripts/serve.py."""
 

@@ -41,7 +41,7 @@ Mask = bool | Annotated[str, AfterValidator(_hook)]
 FORMAT = 1  # raise when the same settings would give other rows
 
 
-@dataclass
+@dataclass(frozen=True)
 class SynthesizeConfig:
     """Keys of scripts/synthesize.py."""
 

@@ -13,7 +13,7 @@ from decode.verify import RULES
 from scripts.common.sampling_keys import PenaltyKeys
 
 
-@dataclass
+@dataclass(frozen=True)
 class TuneConfig(PenaltyKeys):
     """Keys of scripts/tune.py."""
 

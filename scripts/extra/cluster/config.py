@@ -11,7 +11,7 @@ from conf.rules import BelowOne, NotEmpty, OneOrMore
 from train.validate import ValidateConfig
 
 
-@dataclass
+@dataclass(frozen=True)
 class DryRunConfig(ValidateConfig):
     """Keys of scripts/validate.py dry_run=true: those of a run of any kind of head, and"""
 

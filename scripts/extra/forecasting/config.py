@@ -14,7 +14,7 @@ from decode.models.load import DTYPES, TargetConfig
 Tokens = Annotated[float, Interval(ge=1, lt=1e15)]
 
 
-@dataclass
+@dataclass(frozen=True)
 class ForecastConfig:
     """Keys of scripts/extra/forecast.py."""
 

@@ -19,7 +19,7 @@ from scripts.serving import gguf_export
 MAKE = "make engines ONLY=llamacpp"
 
 
-@dataclass
+@dataclass(frozen=True)
 class LlamaCppConfig(shared.Keys):
     """Keys of scripts/lab/engines.py llamacpp."""
 

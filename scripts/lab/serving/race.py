@@ -27,7 +27,7 @@ from scripts.lab.serving.benches import BENCHES, ENGINES, GREEDY, Serving, draft
 from scripts.scoring.names import wrong_drafter
 
 
-@dataclass
+@dataclass(frozen=True)
 class RaceConfig(shared.Keys):
     """Keys of scripts/lab/engines.py race."""
 

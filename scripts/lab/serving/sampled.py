@@ -34,7 +34,7 @@ from scripts.serving.asking import Address
 from scripts.serving.drafter_laws import drafter_laws
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SampledConfig(shared.Keys, SamplingKeys):
     """Keys of scripts/lab/engines.py sampled."""
 

@@ -31,7 +31,7 @@ DEMO = {"runs/eagle3": "runs/demo/eagle3", "runs/eagle3_portable": "runs/demo/ea
 SKIPPED = 3  # exit code: a drafter that was asked for is not there
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Keys:
     """The keys that every engine's run has. usual: what is served where no drafter is named."""
 

@@ -27,7 +27,7 @@ FORMATS = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class EnginesConfig(shared.Keys):
     """Keys of scripts/lab/engines.py."""
 
